@@ -99,15 +99,32 @@ def checked_notes(notes: Mapping[str, str] | None) -> dict[str, str]:
 class Snapshot:
     """A copy of a simulation's state on the host, which can be written while the simulation goes on.
 
+    Its memory is used again by every `take`: for a large state, memory that is new takes longer than the copy.
+
     Raises: CheckpointError for a state that several processes share: they write together.
     """
 
     def __init__(self, sim: Simulation) -> None:
         if sim.state.processes is not None:
             raise CheckpointError("save: several processes share the state, and write it together")
+        self.types, self.seed = _types(sim), sim.seed
+        self.arrays: dict[str, Array] = {}
+
+    def prepare(self) -> None:
+        """Make room for the state, so that `take` finds it; any thread may do it."""
+        for name, (shape, dtype) in self.types.items():
+            array = self.arrays.get(name)
+            if array is None or (array.shape, array.dtype) != (shape.sizes, dtype.storage):
+                self.arrays[name] = np.empty(shape.sizes, dtype.storage)
+                self.arrays[name].fill(0)  # else the system gives the memory when it is first written
+
+    def take(self, sim: Simulation) -> None:
+        """Copy the state as it is now. Not to be called while `save` is running."""
         with sim.state.lock:
             self.types, self.seed = _types(sim), sim.seed
-            self.arrays = {name: np.array(sim.state.stored(name), order="K") for name in self.types}
+            self.prepare()
+            for name in self.types:
+                sim.state.copy_to(name, self.arrays[name])
 
     def save(self, path: Path, notes: Mapping[str, str] | None = None) -> None:
         """Write it as `save` does: the same bytes, whole or not at all."""

@@ -87,6 +87,9 @@ class DeviceState(State):
             return self.arrays[name]
         return whole(self.arrays[name]).astype(self.slots[name].dtype.storage)
 
+    def copy_to(self, name: str, out: HostArray) -> None:
+        np.copyto(out, whole(self.arrays[name]), casting="unsafe")
+
     def put(self, name: str, array: HostArray) -> None:
         if name in self.slots and name in self.places:
             self.arrays[name] = place(array, self.slots[name].dtype, self.places[name])

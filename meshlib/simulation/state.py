@@ -161,6 +161,10 @@ class State(MutableMapping[str, Array]):
         """The whole array of a variable as the simulation stores it; not to be written to."""
         return self.arrays[name]
 
+    def copy_to(self, name: str, out: Array) -> None:
+        """Copy what `stored` returns into an array of its shape and dtype."""
+        np.copyto(out, self.arrays[name])
+
     def put(self, name: str, array: Array) -> None:
         """Take an array, of the right shape and storage dtype, for the value of a variable."""
         self.arrays[name] = array

@@ -5,6 +5,7 @@ feeding     batches of any kind, with a state
 evaluation  a program of its own on the same variables
 history     rows of figures, in files and pictures
 keeping     checkpoints in a folder
+background  work that goes on beside the steps, such as writing a checkpoint
 signals     ctrl-C and SIGTERM
 progress    a bar on the terminal
 """

@@ -7,15 +7,16 @@ import os
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from meshlib.checkpoint import load, read_notes, save
+from meshlib.checkpoint import Snapshot, load, read_notes, save
 from meshlib.documents import COUNT, LIST, RECORD, Schema, parse_json
 from meshlib.errors import CheckpointError, DamagedError
-from meshlib.files import claimed, remove_stale
+from meshlib.files import claimed, remove_file, remove_stale
 from meshlib.simulation import Simulation
+from meshlib.training.background import Background
 
 LOOP: Schema = {
     **dict.fromkeys(("step", "counted", "since_best"), COUNT),
@@ -40,6 +41,8 @@ class Keeper:
                 f"train: folder must be the path of one, got {folder!r:.80}; the working directory is '.'"
             )
         self.folder, self.keep, self.on_damage = Path(folder), keep, on_damage
+        self.background = Background()
+        self.snapshot: Snapshot | None = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as fault:
@@ -55,6 +58,8 @@ class Keeper:
     @contextmanager
     def alone(self, run: Simulation) -> Iterator[None]:
         """Keep other runs out of the folder, and clear what killed ones left; of several processes the first does.
+
+        At the end it waits for the checkpoint that is being written.
 
         Raises: CheckpointError if a process trains in it already, with its id.
         """
@@ -81,7 +86,8 @@ class Keeper:
                 processes.agree(taken)
             elif taken is not None:
                 raise CheckpointError(taken)
-            yield
+            with self.background:
+                yield
         finally:
             claim.__exit__(None, None, None)
 
@@ -133,14 +139,51 @@ class Keeper:
             for path in damaged:
                 path.replace(path.with_suffix(".damaged"))
 
-    def save(self, run: Simulation, step: int, loop: dict[str, Any]) -> None:
-        """Write one, and remove those that are too old."""
-        save(run, self.folder / f"step_{step:09d}.safetensors", {NOTE: json.dumps(loop)})
-        if run.state.processes is None or run.state.processes.first:
-            for path in self.there()[: -self.keep]:
-                with suppress(FileNotFoundError):
-                    path.unlink()
+    def save(self, run: Simulation, step: int, loop: dict[str, Any] | None, best: dict[str, Any] | None) -> None:
+        """Write a checkpoint of a step, the best one, or both, in the background, and remove those that are too old.
 
-    def save_best(self, run: Simulation, best: dict[str, Any]) -> None:
-        """Write what has done best so far."""
-        save(run, self.folder / BEST, {"best": json.dumps(best)})
+        Returns as soon as the checkpoint before is on the disk and the state is copied. Several processes that share
+        the state write it together, and wait until it is on the disk.
+
+        Args:
+          loop: where the loop is; None writes no checkpoint of the step.
+          best: the step and the value of an evaluation, if it is the best so far.
+        Raises: CheckpointError if it or the one before can't be written.
+        """
+        files = {} if best is None else {BEST: {"best": json.dumps(best)}}
+        if loop is not None:
+            files[f"step_{step:09d}.safetensors"] = {NOTE: json.dumps(loop)}
+        if run.state.processes is not None:
+            for name, notes in files.items():
+                save(run, self.folder / name, notes)
+            if run.state.processes.first:
+                self._remove_old()
+            return
+        self.background.wait()  # the one before is written from the same memory
+        snapshot = self.snapshot = self.snapshot or Snapshot(run)
+        snapshot.take(run)
+
+        def write() -> None:
+            for name, notes in files.items():
+                snapshot.save(self.folder / name, notes)
+            self._remove_old()
+
+        self.background.start(write)
+
+    def prepare(self, run: Simulation) -> None:
+        """Make room for a copy of the state in the background, so that the first step that saves finds it."""
+        if run.state.processes is None:
+            self.snapshot = Snapshot(run)
+            self.background.start(self.snapshot.prepare)
+
+    def check(self) -> None:
+        """Raise the error of a checkpoint that could not be written."""
+        self.background.check()
+
+    def wait(self) -> None:
+        """Wait until all checkpoints are on the disk. Raises: CheckpointError if one can't be written."""
+        self.background.wait()
+
+    def _remove_old(self) -> None:
+        for path in self.there()[: -self.keep]:
+            remove_file(str(path))

@@ -90,7 +90,9 @@ def train(
       evaluation: see `mtf.Evaluation`.
       folder: for checkpoints (`step_000000100.safetensors`, `best.safetensors`), `history.jsonl` and `history.csv`. If
         it holds a checkpoint, the run goes on from there, with the very next batch.
-      save_every: steps between checkpoints; one is written at the end in any case. 1,000 unless given.
+      save_every: steps between checkpoints; one is written at the end in any case. 1,000 unless given. The steps wait
+        while the state is copied, and for the checkpoint before, if it is not yet on the disk; writing goes on beside
+        them, and raises its error at the next step. Several processes wait until theirs is on the disk.
       keep: how many checkpoints stay, the best besides.
       on_damage: if the newest checkpoint is damaged: "error", or "previous": warn, rename it to end in `.damaged`, and
         go on from the newest intact one.
@@ -221,6 +223,7 @@ class _Loop:
                     self.at.best, self.at.since_best = None, 0
                 self.saved = self.at.step
             self.history.resume(self.at.step)
+            keeper.prepare(run)
 
     def run_all(self) -> str:
         """Steps until there is a reason to stop: which."""
@@ -232,10 +235,10 @@ class _Loop:
                 stopped = self._reason() or self._steps(min(asked.steps_per_run, asked.steps - before))
                 self._after(before)
                 if interruption.number is not None:
-                    self._save()
+                    self._save_last()
                     raise interruption.error()
         self._log()
-        self._save()
+        self._save_last()
         if self.writes and self.keeper is not None:
             self.history.save_csv(self.keeper.folder / "history.csv")
         return stopped
@@ -293,12 +296,14 @@ class _Loop:
     def _after(self, before: int) -> None:
         """What is due after steps."""
         asked, step = self.asked, self.at.step
+        if self.keeper is not None:
+            self.keeper.check()
         if _due(asked.log_every, before, step):
             self._log()
+        improved = False
         if asked.evaluation is not None and _due(asked.evaluation.every, before, step):
-            self._evaluate(asked.evaluation)
-        if _due(asked.save_every, before, step):
-            self._save()
+            improved = self._evaluate(asked.evaluation)
+        self._save(checkpoint=_due(asked.save_every, before, step), best=improved)
         if self.bar is not None:
             self.bar.show(step, self.history.rows)
 
@@ -315,7 +320,8 @@ class _Loop:
         self._add(row)
         self.begun, self.examples, self.waited = time.perf_counter(), 0, waited
 
-    def _evaluate(self, evaluation: Evaluation) -> None:
+    def _evaluate(self, evaluation: Evaluation) -> bool:
+        """Add a row of an evaluation; whether it is the best so far."""
         begun = time.perf_counter()
         figures = evaluation(self.run)
         asked, where = self.asked, self.at
@@ -330,23 +336,32 @@ class _Loop:
         if improved:
             where.best, where.since_best = {"step": where.step, "value": value}, 0
             where.best_by = [asked.best, asked.better]
-            if self.keeper is not None:
-                self.keeper.save_best(self.run, where.best)
         else:
             where.since_best += 1
         self._add({"step": where.step, **{f"eval_{name}": value for name, value in figures.items()}})
         self.begun += time.perf_counter() - begun  # the rate is that of training
+        return improved
 
     def _add(self, row: Row) -> None:
         self.history.add(row)
         if self.asked.report is not None:
             self.asked.report(row)
 
-    def _save(self) -> None:
-        if self.keeper is None or self.saved == self.at.step:
+    def _save(self, checkpoint: bool, best: bool) -> None:
+        """Start to write a checkpoint of this step, the best one, or both from one copy of the state."""
+        checkpoint = checkpoint and self.saved != self.at.step
+        if self.keeper is None or not (checkpoint or best):
             return
-        self.keeper.save(self.run, self.at.step, {**vars(self.at), "data": self.feeding.state()})
-        self.saved = self.at.step
+        loop = {**vars(self.at), "data": self.feeding.state()} if checkpoint else None
+        self.keeper.save(self.run, self.at.step, loop, self.at.best if best else None)
+        if checkpoint:
+            self.saved = self.at.step
+
+    def _save_last(self) -> None:
+        """Write a checkpoint of this step, if there is none, and wait until it is on the disk."""
+        self._save(checkpoint=True, best=False)
+        if self.keeper is not None:
+            self.keeper.wait()
 
     def _waited(self) -> float:
         return self.feeding.stats.waited_seconds if isinstance(self.feeding, Feed) else 0.0
