@@ -44,7 +44,7 @@ def test_the_optimum_is_found_and_proved(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(draws(25, 500)))
 def test_bounds_and_incumbents_lead_to_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With tables so small that variables are bounded and pruned, not just eliminated."""
-    monkeypatch.setattr(elimination, "SMALL_TABLE", 4)
+    monkeypatch.setattr(elimination, "SMALL_TABLES", (4,))
     monkeypatch.setattr(elimination, "DIVE_TABLE", 4)
     graph = drawn(seed, 3 + seed % 5, density=0.8)
     found = solve(graph)
@@ -55,7 +55,7 @@ def test_bounds_and_incumbents_lead_to_the_same(seed: int, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("seed", range(draws(25, 500)))
 def test_where_tables_are_too_large_there_is_a_bound(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elimination, "SMALL_TABLE", 2)
+    monkeypatch.setattr(elimination, "SMALL_TABLES", (2,))
     monkeypatch.setattr(elimination, "DIVE_TABLE", 2)
     monkeypatch.setattr(elimination, "WINDOW", 4)
     graph = drawn(seed, 4 + seed % 4, density=0.9)

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 TABLE_LIMIT = 4_000_000  # entries of a table
 MOST_NEIGHBOURS = 40  # of a variable that is eliminated: an array has so many axes
-SMALL_TABLE = 100_000  # entries: eliminating a variable is cheaper than bounding it
+SMALL_TABLES = (4_000, 100_000)  # entries: eliminating a variable is cheaper than bounding it
 DOMINANCE_ENTRIES = 400_000  # of the comparisons of a variable's values
 DIVE_TABLE = 100_000
 WINDOW, WINDOW_TABLE, PASSES = 60, 400_000, 4  # variables; entries of a table; how often at most
@@ -114,6 +114,7 @@ class _Problem:
         self.of: dict[int, set[Scope]] = {v: set() for v in self.domain}
         self.constant = 0.0
         self.trail: list[tuple[int, Ints, Scope, list[Ints], Ints]] = []
+        self.changed = set(self.domain)  # the variables whose values may dominate others since they were compared
         self.shared = _Shared()
         for scope, table in graph.tables.items():
             self.put(scope, self.shared.one(table))
@@ -123,7 +124,7 @@ class _Problem:
         new = object.__new__(_Problem)
         new.domain, new.tables, new.constant = dict(self.domain), dict(self.tables), self.constant
         new.of = {v: set(s) for v, s in self.of.items()}
-        new.trail = list(self.trail)
+        new.trail, new.changed = list(self.trail), set(self.changed)
         new.shared = self.shared
         return new
 
@@ -131,6 +132,7 @@ class _Problem:
         if not scope:
             self.constant += float(table)
             return
+        self.changed.update(scope)
         old = self.tables.get(scope)
         if old is None:
             self.tables[scope] = table
@@ -153,15 +155,27 @@ class _Problem:
         for scope in self.of[v]:
             table, axis = self.tables[scope], scope.index(v)
             self.tables[scope] = self.shared.of((mask, axis), (table,), partial(table.compress, keep, axis=axis))
+            self.changed.update(scope)
 
-    def drop_dominated(self, v: int) -> None:
-        """Drop values that some other value is never worse than, whatever the neighbours' values."""
-        if len(self.domain[v]) > 1:
-            own = sorted(((scope.index(v), self.tables[scope]) for scope in self.of[v]), key=lambda x: (x[0], id(x[1])))
-            axes, tables = tuple([axis for axis, _ in own]), [table for _, table in own]
-            gone = self.shared.of(("dominated", axes), tables, lambda: _dominated(axes, tables))
-            if gone.any():
-                self.restrict(v, np.logical_not(gone))
+    def drop_dominated(self) -> set[int]:
+        """Drop values that another value is never worse than, whatever the neighbours' values. Returns whose."""
+        dropped: set[int] = set()
+        compared, self.changed = sorted(self.changed & self.domain.keys()), set()
+        for v in compared:
+            if len(self.domain[v]) > 1:
+                own = sorted([(scope.index(v), id(self.tables[scope]), scope) for scope in self.of[v]])
+                axes, tables = tuple([axis for axis, _, _ in own]), [self.tables[scope] for _, _, scope in own]
+                gone = self.shared.of(("dominated", axes), tables, partial(_dominated, axes, tables))
+                if gone.any():
+                    self.restrict(v, np.logical_not(gone))
+                    dropped.add(v)
+        return dropped
+
+    def reduce(self, limit: int) -> None:
+        """Eliminate variables and drop dominated values in turn, as long as either is possible within `limit`."""
+        self.eliminate_up_to(limit)
+        while dropped := self.drop_dominated():
+            self.eliminate_up_to(limit, dropped.union(*map(self.neighbours, dropped)))
 
     # ------------------------------------------------------------ elimination
 
@@ -183,7 +197,7 @@ class _Problem:
         axes = tuple([tuple([whole.index(u) for u in one]) for one in own])
         tables = [self.take(one) for one in own]
         sizes = tuple([len(self.domain[u]) for u in whole])
-        best, least = self.shared.of(("least", axes, sizes), tables, lambda: _minimum(sizes, axes, tables))
+        best, least = self.shared.of(("least", axes, sizes), tables, partial(_minimum, sizes, axes, tables))
         self.trail.append((v, self.domain[v], scope, [self.domain[u] for u in scope], best))
         del self.domain[v], self.of[v]
         self.put(scope, least)
@@ -197,12 +211,15 @@ class _Problem:
         self.trail.append((v, self.domain[v], (), [], np.zeros((), np.intp)))
         del self.domain[v], self.of[v]
 
-    def eliminate_up_to(self, limit: int, narrows: bool = False) -> None:
+    def eliminate_up_to(self, limit: int, among: Iterable[int] | None = None, narrows: bool = False) -> None:
         """Eliminate variables, the smallest table first, as long as one needs no table beyond `limit`.
 
-        With `narrows`, the widest domain in the way then loses the less promising half of its values.
+        Args:
+          among: the variables to begin with, if not all: of the others it is known that they need a larger one.
+          narrows: halve the domain that is widest where a table would be larger: its less promising values go.
         """
-        for v in [v for v, domain in self.domain.items() if len(domain) == 1]:
+        some = list(self.domain if among is None else among)
+        for v in [v for v in some if len(self.domain[v]) == 1]:
             self.settle(v)
         widths: dict[int, int] = {}
         queue: list[tuple[int, int]] = []
@@ -214,7 +231,7 @@ class _Problem:
                     widths[u] = width
                     heappush(queue, (width, u))
 
-        note(self.domain)
+        note(v for v in some if v in self.domain)
         while queue:
             width, v = heappop(queue)
             if widths.get(v) != width:
@@ -295,7 +312,7 @@ class _Problem:
 
     def attempt(self, most: float, limit: int) -> bool:
         """Prune by `most` and eliminate, alternating; False if no solution costs so little. Raises: TooLarge."""
-        size = SMALL_TABLE
+        size = SMALL_TABLES[-1]
         while self.domain:
             for n in range(8):
                 low, gone = self.prune(most)
@@ -345,7 +362,10 @@ def _dominated(axes: Sequence[int], tables: Sequence[Floats]) -> NDArray[np.bool
         return nothing
     worst = np.zeros((size, size))  # [y, x]: by how much y may cost more than x
     for axis, whole in zip(axes, tables, strict=True):
-        table = np.moveaxis(whole, axis, 0).reshape(size, -1)
+        table = whole.swapaxes(0, axis).reshape(size, -1)
+        if np.isfinite(table).all():
+            worst += (table[:, None, :] - table[None, :, :]).max(axis=2)
+            continue
         with np.errstate(invalid="ignore"):
             more = table[:, None, :] - table[None, :, :]
         more[np.isnan(more)] = -inf  # neither is possible
@@ -380,9 +400,8 @@ def solve(graph: FactorGraph, incumbent: Sequence[int] | None = None, limit: int
       limit: entries of a table, at most; where more would be needed, the bound may stay below the cost.
     """
     start = _Problem(graph)
-    for v in list(start.domain):
-        start.drop_dominated(v)
-    start.eliminate_up_to(SMALL_TABLE)
+    for size in SMALL_TABLES:
+        start.reduce(size)
     count = len(graph.sizes)
     if not start.domain:
         return _proved(graph, start.solution(count))
