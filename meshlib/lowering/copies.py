@@ -31,6 +31,7 @@ COLLECTIVE, STRAY = 2.0**-10, 2.0**-16  # bytes: ties go to fewer collectives, t
 DIRECT_ENTRIES = 60_000  # of a table of trees
 HUBS = 3  # copies that a region shares, at most
 MOST_HUB_SETS = 400
+HUGE = 1e100  # bytes: for what cannot be, where infinities would not add up
 
 Spot: TypeAlias = tuple[str, int]  # region, placement
 Class = TypeVar("Class", bound=tuple[Any, ...])
@@ -106,7 +107,9 @@ class Copies:
 
     def add_use(self, variable: int | None, region: str, wants: Sequence[Sequence[Sharding]]) -> None:
         """What each value of a user's variable needs; nothing may be needed."""
-        rows = [tuple(sorted({self.number(s) for s in some})) for some in wants]
+        rows = [
+            tuple(sorted({self.number(s) for s in some}) if len(some) > 1 else map(self.number, some)) for some in wants
+        ]
         classes, of = _classes(rows)
         if classes != [()]:
             self.uses.append(Use(variable, region, classes, of))
@@ -166,19 +169,9 @@ class Copies:
             if len(wanted) == 1:
                 found[:, n] = self.between[:, wanted[0]]
             elif wanted:
-                orders = permutations(wanted) if len(wanted) <= 3 else [wanted]
-                found[:, n] = np.min([self._one_after_another(self.between, order) for order in orders], axis=0)
+                orders = np.array(list(permutations(wanted)) if len(wanted) <= 3 else [wanted])
+                found[:, n] = self._in_order(self.between, orders).min(axis=1)
         return found
-
-    def _one_after_another(self, root: Floats, order: Sequence[int]) -> Floats:
-        """From each row of `root`, reach placements in this order, each from the nearest copy."""
-        total = np.zeros(len(root))
-        for n, at in enumerate(order):
-            nearest = root[:, at]
-            if n:
-                nearest = np.minimum(nearest, self.between[list(order[:n]), at].min())
-            total = total + nearest
-        return total
 
     def _root(self, region: str, made: Sequence[tuple[Spot, ...]]) -> Floats:
         """From each class of what is made (rows), where a region may use it, to each placement."""
@@ -252,57 +245,55 @@ class Copies:
             for n, table in zip(mine, serve, strict=True):
                 self._expand(graph, table, [own, (self.uses[n].variable, self.uses[n].of)])
             before = own
-            roots.update({r: self._kept(sets) for r in regions if self.order[r] > self.order[region]})
+            kept = np.concatenate([self._kept(one[None]) for one in sets])
+            roots.update({r: kept for r in regions if self.order[r] > self.order[region]})
 
     def _hub_sets(self, root: Floats, mine: Sequence[int], region: str) -> tuple[list[Ints], Floats, list[Floats]]:
         """The sets of copies that a region may share, their costs from each row of `root`, and those of each use."""
         wanted = {s for n in mine for c in self.uses[n].classes for s in c}
         kept = {s for spots in self.made for _, s in spots if self.light[s]}
-        later = {
-            s
-            for u in self.uses
-            if self.order[u.region] > self.order[region]
-            for c in u.classes
-            for s in c
-            if self.light[s]
-        }
-        candidates = sorted(
-            s for s in {*wanted, *kept, *later, self.number(self.home)} if np.isfinite(root[:, s]).any()
-        )
-        free = self.between == 0
-        sets: list[tuple[int, ...]] = []
-        for count in range(1, HUBS + 1):
-            some = [
-                c
-                for c in combinations(candidates, count)
-                if not any(free[a, b] or free[b, a] for a, b in combinations(c, 2))
-            ]
-            if len(sets) + len(some) > MOST_HUB_SETS and sets:
-                break
-            sets += some
+        following = [u for u in self.uses if self.order[u.region] > self.order[region]]
+        later = {s for u in following for c in u.classes for s in c if self.light[s]}
+        some = {*wanted, *kept, *later, self.number(self.home)}
+        candidates = np.array(sorted(s for s in some if np.isfinite(root[:, s]).any()))
+        free = (self.between == 0) | (self.between == 0).T
+        sets: list[Ints] = []
         links: list[Floats] = []
-        serve: list[list[Floats]] = [[] for _ in mine]
-        for c in sets:
-            links.append(np.min([self._one_after_another(root, order) for order in permutations(c)], axis=0))
-            for n, tables in zip(mine, serve, strict=True):
-                tables.append(self.reach[n][list(c)].min(axis=0))
-        link = np.array(links).T
-        serving = [np.array(tables) for tables in serve]
+        tables: list[list[Floats]] = [[] for _ in mine]
+        kept_copies: list[Floats] = []
+        for count in range(1, HUBS + 1):
+            chosen = np.array(list(combinations(candidates, count)), np.intp).reshape(-1, count)
+            for a, b in combinations(range(count), 2):
+                chosen = chosen[~free[chosen[:, a], chosen[:, b]]]
+            if len(sets) + len(chosen) > MOST_HUB_SETS and sets:
+                break
+            sets += list(chosen)
+            links.append(
+                np.min([self._in_order(root, chosen[:, order]) for order in permutations(range(count))], axis=0)
+            )
+            for n, found in zip(mine, tables, strict=True):
+                found.append(self.reach[n][chosen].min(axis=1))
+            if following:
+                kept_copies.append(self._kept(chosen))
+        link = np.concatenate(links, axis=1)
+        serve = [np.concatenate(found) for found in tables]
         # A set that is no cheaper and serves no use better than another is not looked at.
-        tables = [link.T, *serving]
-        if any(self.order[u.region] > self.order[region] for u in self.uses):
-            tables.append(self._kept([np.array(c) for c in sets]))
-        alive = _undominated(np.concatenate(tables, axis=1))
-        return [np.array(sets[n]) for n in alive], link[:, alive], [s[alive] for s in serving]
+        later_tables = [np.concatenate(kept_copies)] if following else []
+        alive = _undominated(np.concatenate([link.T, *serve, *later_tables], axis=1))
+        return [sets[n] for n in alive], link[:, alive], [found[alive] for found in serve]
 
-    def _kept(self, sets: Sequence[Ints]) -> Floats:
+    def _in_order(self, root: Floats, orders: Ints) -> Floats:
+        """From each row of `root`, reach the placements of each row of `orders`, each from the nearest copy."""
+        total = root[:, orders[:, 0]]
+        for n in range(1, orders.shape[1]):
+            at = orders[:, n]
+            total = total + np.minimum(root[:, at], self.between[orders[:, :n], at[:, None]].min(axis=1))
+        return total
+
+    def _kept(self, sets: Ints) -> Floats:
         """From each set of copies, as far as later regions may use them or a free part of them, to each placement."""
-        found = np.full((len(sets), len(self.placements)), inf)
-        for n, hubs in enumerate(sets):
-            some = (self.between[hubs] == 0).any(axis=0) & self.light
-            if some.any():
-                found[n] = self.between[some].min(axis=0)
-        return found
+        some = (self.between[sets] == 0).any(axis=1) & self.light
+        return np.array([self.between[row].min(axis=0, initial=inf) for row in some]).reshape(len(sets), len(some.T))
 
     # ------------------------------------------------------------ from classes to values
 
@@ -335,14 +326,10 @@ def _classes(rows: Sequence[Class]) -> tuple[list[Class], Ints]:
 
 def _undominated(rows: Floats) -> Ints:
     """The rows that no other row is nowhere above; of equal ones the first."""
-    count = len(rows)
-    alive = np.ones(count, bool)
-    for n in range(count):
-        below = (rows <= rows[n]).all(axis=1) & alive
-        below[n] = False
-        if not below.any():
-            continue
-        equal = (rows == rows[n]).all(axis=1)
-        if (below & ~equal).any() or (below & equal)[:n].any():
-            alive[n] = False
-    return np.flatnonzero(alive)
+    kept = np.empty_like(rows)
+    found: list[int] = []
+    for n in np.argsort(np.minimum(rows, HUGE).sum(axis=1), kind="stable"):  # whatever is below comes before
+        if not (kept[: len(found)] <= rows[n]).all(axis=1).any():
+            kept[len(found)] = rows[n]
+            found.append(n)
+    return np.sort(np.array(found, np.intp))
