@@ -18,7 +18,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 SHARE = 2  # a collection when half as many objects have joined as were alive
-LEAST = 100_000  # objects, for which a collection is worth it
+LEAST = 75_000  # objects, for which a collection is worth it
 OBJECT_BYTES = 256  # of arrays, that count as an object: a graph of few operations may hold large constants
 
 

@@ -13,7 +13,7 @@ from layouts import Sharding
 from meshlib.graph import UPDATE, Operation, Tensor
 from meshlib.lowering.arrivals import BYTES_PER_OPERATION, again_axes, made_again
 from meshlib.lowering.balance import Balance
-from meshlib.lowering.bindings import binding
+from meshlib.lowering.bindings import Binding, binding
 from meshlib.lowering.copies import STRAY, Copies, distances
 from meshlib.lowering.elimination import FactorGraph, Solution, solve
 from meshlib.lowering.homes import Homes
@@ -24,7 +24,7 @@ from meshlib.lowering.places import blockwise
 from meshlib.lowering.pricing import Strategy
 from meshlib.lowering.simplification import Simplified
 from meshlib.lowering.strategies import Choice, Space
-from meshlib.operation import Home, Kind, Role
+from meshlib.operation import RESIDENT, Home, Kind, Role
 from meshlib.program.signature import Signatures
 from meshlib.program.split import beside
 
@@ -54,6 +54,7 @@ class Problem:
     variables: dict[Operation, int] = field(default_factory=dict)
     values: dict[Operation, list[tuple[Run, ...]]] = field(default_factory=dict)
     free: dict[Tensor, Choice] = field(default_factory=dict)
+    at_home: dict[Operation, Choice] = field(default_factory=dict)
     constant: float = 0.0
 
     def __post_init__(self) -> None:
@@ -63,6 +64,7 @@ class Problem:
         self.space = Space(self.graph, self.homes, self.signatures, self.again, given)
         self.regions = self._regions()
         self._free_costs: dict[tuple[Tensor, Sharding], float] = {}
+        self._leave_at_home()
 
     def _regions(self) -> dict[Operation, list[str]]:
         """The regions in which an operation may run: its own, and those that use its result if it may run again."""
@@ -95,6 +97,8 @@ class Problem:
 
     def _enter(self, op: Operation) -> None:
         inputs = self.graph.inputs[op]
+        if op in self.at_home:
+            return
         match op.kind.kind:
             case Kind.INPUT | Kind.VARIABLE:
                 self._made(op.output, None, [[(op.region, self.homes.of(op.output))]])
@@ -110,27 +114,66 @@ class Problem:
                     self.constant += cost
                     self._made(y.tensor, None, [[(op.region, s) for s in made]])
             case _:
-                if self._enter_free(op):
-                    return
                 self._enter_choice(op)
 
-    def _enter_free(self, op: Operation) -> bool:
-        """Whether it makes something of nothing, wherever it is wanted."""
-        y = op.output
-        if y not in self.again or not all(x in self.free for x in self.graph.inputs[op]):
-            return False
-        factors = self.signatures.of(op).factors
-        if any(f.outputs[0] is not None and f.role is not Role.PARALLEL for f in factors):
-            return False
-        home = self.homes.of(y)
-        signature = self.signatures.of(op)
+    def _leave_at_home(self) -> None:
+        """Find operations whose choice is known: made of nothing, or under assigned shardings for nothing.
+
+        The latter compute every block of the assigned sharding from blocks that are there, all axes that could split
+        them do, and their results are used by each other and by variables alone, as in an optimizer's update. No table
+        over their values is below zero, and all are zero where each of them runs so.
+        """
+        assigned: dict[Operation, Choice] = {}
+        for op in self.graph.operations:
+            choice = self._home_choice(op)
+            if choice is None:
+                continue
+            inputs = self.graph.inputs[op]
+            if op.output in self.again and all(x in self.free for x in inputs):
+                self.free[op.output] = choice
+            elif all(s == self.homes.of(x) for x, s in zip(inputs, choice.operands, strict=True)) and (
+                self.space.axes(op) <= choice.out.split_axes and op.kind.kind is Kind.ELEMENTWISE
+            ):
+                assigned[op] = choice
+        count = -1
+        while count != len(assigned):
+            count = len(assigned)
+            for op in [op for op in assigned if not self._serves_home(op, assigned)]:
+                del assigned[op]
+            for op in [op for op in assigned if not all(self._is_there(x, assigned) for x in self.graph.inputs[op])]:
+                del assigned[op]
+        self.at_home = {**{y.operation: choice for y, choice in self.free.items()}, **assigned}
+
+    def _home_choice(self, op: Operation) -> Choice | None:
+        """How an operation makes the assigned sharding of its result block by block; None if it can't."""
+        if op.kind.kind in (*RESIDENT, Kind.LOOP, Kind.COMMIT, Kind.COPY) or len(op.outputs) > 1:
+            return None
+        signature, home, nothing = self.signatures.of(op), self.homes.of(op.output), ((),) * len(op.inputs)
+        if any(f.outputs[0] is not None and f.role is not Role.PARALLEL for f in signature.factors):
+            return None
         axes = again_axes(signature, home)
-        nothing = ((),) * len(op.inputs)
         assigned = None if axes is None else signature.under(home.mesh, axes, nothing)
-        if axes is None or assigned is None or assigned.out != home:
-            return False
-        self.free[y] = Choice(axes, assigned.operands, assigned.out, assigned.exchanges, nothing)
-        return True
+        if axes is None or assigned is None or assigned.out != home or assigned.exchanges:
+            return None
+        return Choice(axes, assigned.operands, home, (), nothing)
+
+    def _is_there(self, x: Tensor, assigned: Mapping[Operation, Choice]) -> bool:
+        """Whether a tensor is under its assigned sharding whatever is chosen."""
+        op = x.operation
+        if op.kind.kind in RESIDENT or x in self.free or op in assigned:
+            return True
+        return binding(x, self.graph, self.homes, self.fetched) is Binding.ALWAYS
+
+    def _serves_home(self, op: Operation, assigned: Mapping[Operation, Choice]) -> bool:
+        """Whether a result is used under its assigned sharding alone."""
+        homes, home = self.homes, self.homes.of(op.output)
+        return all(
+            user in assigned
+            or (
+                user.kind.kind is Kind.COMMIT and homes.of(homes.graph.variables[user.attrs["variable"]].output) == home
+            )
+            for user, _ in self.graph.uses.get(op.output, ())
+        )
 
     def _free_cost(self, t: Tensor, wanted: Sharding) -> float:
         """The work of making something of nothing under a sharding."""
@@ -158,30 +201,30 @@ class Problem:
         self.space.made(op, [s.choice for s in strategies])
         values = self.values[op] = self._values(op, strategies)
         variable = self.variables[op] = self.factors.add_variable(len(values))
-        price = {id(s): self._price(op, s.choice) for s in strategies}
+        price = {id(s): s.cost + self._price(op, s.choice) for s in strategies}
         again = {id(s): self._price_again(op, s.choice) for s in strategies} if len(values) > len(strategies) else {}
-        costs = [
-            v[0].strategy.cost + price[id(v[0].strategy)] + sum([again[id(r.strategy)] for r in v[1:]]) for v in values
-        ]
+        costs = [price[id(v[0].strategy)] + sum([again[id(r.strategy)] for r in v[1:]]) for v in values]
         self.factors.add((variable,), np.array(costs))
+        runs: dict[str, list[tuple[Strategy, ...]]] = {}  # per region, what of each value runs there
+        for region in dict.fromkeys(r.region for v in values for r in v):
+            runs[region] = [tuple([r.strategy for r in v if r.region == region]) for v in values]
         inputs = self.graph.inputs[op]
         for x in dict.fromkeys(inputs):
-            at = [n for n, t in enumerate(inputs) if t is x]
-            for region in dict.fromkeys(r.region for v in values for r in v):
-                wants = [
-                    tuple([r.strategy.choice.operands[n] for r in v if r.region == region for n in at]) for v in values
-                ]
-                self._use(x, variable, region, wants)
+            if x.operation not in self.at_home:
+                at = [n for n, t in enumerate(inputs) if t is x]
+                for region, rows in runs.items():
+                    wants = [tuple([s.choice.operands[n] for s in row for n in at]) for row in rows]
+                    self._use(x, variable, region, wants)
         for n, y in enumerate(op.outputs):
-            made = [
-                [
-                    (r.region, at)
-                    for r in v
-                    for at in (r.strategy.made if n == 0 else self._settled(y, beside(op, r.strategy.choice.out)[n])[1])
-                ]
-                for v in values
-            ]
+            made: list[list[tuple[str, Sharding]]] = [[] for _ in values]
+            for region, rows in runs.items():
+                for spots, row in zip(made, rows, strict=True):
+                    spots += [(region, at) for s in row for at in self._made_by(op, n, s)]
             self._made(y, variable, made)
+
+    def _made_by(self, op: Operation, n: int, s: Strategy) -> tuple[Sharding, ...]:
+        """The placements of a result of an operation under a strategy."""
+        return s.made if n == 0 else self._settled(op.outputs[n], beside(op, s.choice.out)[n])[1]
 
     def _values(self, op: Operation, strategies: Sequence[Strategy]) -> list[tuple[Run, ...]]:
         """One strategy each; what is computed again may run in two ways, and once more in regions that use it later."""
@@ -212,12 +255,12 @@ class Problem:
 
     def _price(self, op: Operation, choice: Choice) -> float:
         """Of what operands are made of nothing, and results but the first brought home where they are bound there."""
-        others = zip(op.outputs[1:], beside(op, choice.out)[1:], strict=True)
+        others = zip(op.outputs[1:], beside(op, choice.out)[1:], strict=True) if len(op.outputs) > 1 else ()
         return self._price_free(op, choice) + sum([self._settled(y, s)[0] for y, s in others])
 
     def _price_free(self, op: Operation, choice: Choice) -> float:
-        operands = zip(self.graph.inputs[op], choice.operands, strict=True)
-        return sum([self._free_cost(x, s) for x, s in operands if x in self.free])
+        inputs = self.graph.inputs[op]
+        return sum([self._free_cost(x, s) for x, s in zip(inputs, choice.operands, strict=True) if x in self.free])
 
     def _price_again(self, op: Operation, choice: Choice) -> float:
         """Of running once more: next to nothing."""
@@ -233,7 +276,7 @@ class Problem:
         return self.copies[t]
 
     def _use(self, t: Tensor, variable: int | None, region: str, wants: Sequence[Sequence[Sharding]]) -> None:
-        if t not in self.free:
+        if t.operation not in self.at_home:
             self._copies(t).add_use(variable, region, wants)
 
     def _made(self, t: Tensor, variable: int | None, made: Sequence[Sequence[tuple[str, Sharding]]]) -> None:
@@ -279,7 +322,7 @@ class Problem:
 
     def choices(self, solution: Solution) -> dict[Operation, Choice]:
         """What each operation does."""
-        found = {y.operation: c for y, c in self.free.items()}
+        found = dict(self.at_home)
         for op, v in self.variables.items():
             found[op] = self.values[op][solution.values[v]][0].strategy.choice
         return found

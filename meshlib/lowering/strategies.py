@@ -57,6 +57,7 @@ class Space:
     _splits: dict[Tensor, dict[str, frozenset[str]]] = field(default_factory=dict)
     _factors: dict[Operation, list[frozenset[str]]] = field(default_factory=dict)  # of operations that can be split
     _pending: dict[Tensor, frozenset[str]] = field(default_factory=dict)
+    _alike: dict[object, tuple[dict[str, frozenset[str]], frozenset[str]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for op in self.graph.operations:
@@ -71,35 +72,47 @@ class Space:
 
     def _enter(self, t: Tensor) -> None:
         """Note the axes that rules, and assigned shardings, name for the dims of a tensor."""
-        home, given = self.homes.of(t), self.given.get(t)
-        scope, mesh = scope_of(t), self.homes.mesh
-        splits = self._splits[t] = {
-            d.name: frozenset(a for rule in self.homes.rules.for_dim(d.name, scope) for a in rule.axes if a in mesh)
-            for d in t.shape
+        home, scope = self.homes.of(t), scope_of(t)
+        shardings = (home, self.given[t]) if t in self.given else (home,)
+        key = (shardings, scope)
+        if key not in self._alike:
+            self._alike[key] = self._named(shardings, scope)
+        splits, self._pending[t] = self._alike[key]
+        self._splits[t] = dict(splits)
+
+    def _named(self, shardings: Sequence[Sharding], scope: str) -> tuple[dict[str, frozenset[str]], frozenset[str]]:
+        """The axes that may split each dim of a tensor, and those over which it may be pending."""
+        mesh, rules = self.homes.mesh, self.homes.rules
+        splits = {
+            d.name: frozenset(a for rule in rules.for_dim(d.name, scope) for a in rule.axes if a in mesh)
+            for d in shardings[0].shape
         }
-        self._pending[t] = frozenset(home.pending_axes)
-        for s in (home,) if given is None else (home, given):
-            self._pending[t] |= frozenset(s.pending_axes)
+        for s in shardings:
             for d, entry in zip(s.shape, s.axes, strict=True):
                 splits[d.name] |= frozenset(entry)
                 if len(entry) > 1:
                     self.orders.setdefault(entry)
+        return splits, frozenset(a for s in shardings for a in s.pending_axes)
 
     def _split(self, op: Operation) -> None:
         """Note the axes that may split each factor of an operation, and so its operands and results from then on."""
-        found = self._factors[op] = []
-        inputs = self.graph.inputs[op]
-        for f in self.signatures.of(op).factors:
+        operands = len(self.graph.inputs[op])
+        splits = [self._splits[x] for x in (*self.graph.inputs[op], *op.outputs)]
+        factors, found = self.signatures.of(op).factors, []
+        for f in factors:
             axes: frozenset[str] = frozenset()
             if f.role is not Role.WHOLE:
-                ends = [(x, name) for x, name in zip((*inputs, op.output), (*f.operands, f.outputs[0]), strict=True)]
-                axes = axes.union(*(self._splits[x].get(name, ()) for x, name in ends if name is not None))
+                for own, name in zip(splits, (*f.operands, f.outputs[0]), strict=False):
+                    if name is not None and name in own:
+                        axes |= own[name]
             found.append(axes)
-        for f, axes in zip(self.signatures.of(op).factors, found, strict=True):
-            tensors = zip((*inputs, *op.outputs), (*f.operands, *f.outputs), strict=True)
-            for n, (x, name) in enumerate(tensors):
-                if name in self._splits[x] and (f.shares is None or n >= len(inputs)):
-                    self._splits[x][name] |= axes
+        self._factors[op] = found
+        for f, axes in zip(factors, found, strict=True):
+            if axes:
+                first = operands if f.shares is not None else 0
+                for own, name in zip(splits[first:], (*f.operands, *f.outputs)[first:], strict=True):
+                    if name is not None and name in own:
+                        own[name] |= axes
 
     def _follow_users(self, op: Operation) -> None:
         """Let an operation that may run again be split in every way in which its users may have the result."""
@@ -112,15 +125,23 @@ class Space:
                     if own is not None:
                         self._splits[x][own] |= found[n]
 
+    def axes(self, op: Operation) -> frozenset[str]:
+        """The axes that may split an operation."""
+        return frozenset().union(*self._factors[op])
+
     def question(self, op: Operation) -> Question:
         """All that the assignments of an operation depend on, once its operands' strategies are known."""
-        inputs, axes = self.graph.inputs[op], self.homes.mesh.axes
+        inputs = self.graph.inputs[op]
         return Question(
-            tuple([tuple([a for a in axes if a in some]) for some in self._factors[op]]),
-            tuple([tuple([a for a in axes if a in self._pending[x]]) for x in inputs]),
-            tuple([inputs.index(x) for x in inputs]),
+            tuple([self._in_order(axes) for axes in self._factors[op]]),
+            tuple([self._in_order(self._pending[x]) for x in inputs]),
+            tuple(map(inputs.index, inputs)),
             tuple(self.orders),
         )
+
+    def _in_order(self, axes: frozenset[str]) -> Axes:
+        """Axes in the order of the mesh."""
+        return tuple([a for a in self.homes.mesh.axes if a in axes]) if axes else ()
 
     def made(self, op: Operation, strategies: Iterable[Choice]) -> None:
         """Note over which axes the results of an operation may be pending sums."""
