@@ -95,7 +95,7 @@ class Chip:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
             raise HardwareError(f"chip name must be a letter, then letters, digits and _, not {self.name!r:.80}")
-        where = f"chip {self.name!r}: "
+        where = f"chip {self.name!r:.80}: "
         for name in _COUNTS:
             whole(where + name, getattr(self, name), low=1)
         for name in ("year", "cmem_bytes", "hbm_reserved_bytes", "ici_links"):
@@ -116,12 +116,12 @@ class Chip:
         given: object = self.sources
         pairs = given if isinstance(given, tuple) else (given,)
         if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-            raise HardwareError(f"{where}sources must be pairs ((figure, text), ...), not {given!r}")
+            raise HardwareError(f"{where}sources must be pairs ((figure, text), ...), not {given!r:.80}")
         for figure, text in pairs:
             if not isinstance(figure, str) or figure not in _FIELDS:
-                raise HardwareError(f"{where}sources name no figure {figure!r}{_nearest(figure, _FIELDS)}")
+                raise HardwareError(f"{where}sources name no figure {figure!r:.80}{_nearest(figure, _FIELDS)}")
             if not isinstance(text, str):
-                raise HardwareError(f"{where}the source of {figure} must be a text, not {text!r}")
+                raise HardwareError(f"{where}the source of {figure} must be a text, not {text!r:.80}")
 
     def _check_relations(self, where: str) -> None:
         object.__setattr__(self, "pod_shape", wholes(where + "pod_shape", self.pod_shape, low=1))
@@ -134,12 +134,12 @@ class Chip:
             counts = f"devices_per_chip {self.devices_per_chip}, cores_per_chip {self.cores_per_chip}"
             raise HardwareError(f"{where}the devices must share the cores equally; got {counts}")
         if not isinstance(self.name_counts, str) or self.name_counts not in ("cores", "chips"):
-            raise HardwareError(f"{where}name_counts must be 'cores' or 'chips', not {self.name_counts!r}")
+            raise HardwareError(f"{where}name_counts must be 'cores' or 'chips', not {self.name_counts!r:.80}")
         if self.ici_links and not self.ici_bytes_per_second:
             raise HardwareError(where + "ici_bytes_per_second must be > 0 where there are links")
         for name in ("mxu_efficiency", "hbm_efficiency", "ici_efficiency", "dcn_efficiency"):
             if getattr(self, name) > 1:
-                raise HardwareError(f"{where}{name} must be at most 1, not {getattr(self, name)!r}")
+                raise HardwareError(f"{where}{name} must be at most 1, not {getattr(self, name)!r:.80}")
         if self.wrap_axis is not None and self.wrap_cube is not None:
             raise HardwareError(where + "give wrap_axis or wrap_cube, not both")
         for name in ("wrap_axis", "wrap_cube"):
@@ -158,7 +158,7 @@ class Chip:
         if value is None:
             known = ", ".join(kind for kind in DTYPES if self.peak(kind) is not None)
             raise HardwareError(
-                f"chip {self.name!r} has no published {dtype} rate; it has {known}: multiply in one of these"
+                f"chip {self.name!r:.80} has no published {dtype} rate; it has {known}: multiply in one of these"
             )
         return value
 
@@ -195,7 +195,7 @@ class Chip:
     def source(self, name: str) -> str:
         """Where the figure `name` comes from; "not given" for a chip of your own without sources."""
         if not isinstance(name, str) or name not in _FIELDS:
-            raise HardwareError(f"a chip has no figure {name!r}{_nearest(name, _FIELDS)}")
+            raise HardwareError(f"a chip has no figure {name!r:.80}{_nearest(name, _FIELDS)}")
         return dict(self.sources).get(name, "not given")
 
 
@@ -236,10 +236,10 @@ def get_chip(name: str) -> Chip:
       'v5e'
     """
     if not isinstance(name, str):
-        raise HardwareError(f"a chip is named by a string such as 'v3', not {name!r}")
+        raise HardwareError(f"a chip is named by a string such as 'v3', not {name!r:.80}")
     key = true_name(name)
     if key not in CHIPS:
-        raise HardwareError(f"unknown chip {name!r}; known chips are {', '.join(CHIPS)}")
+        raise HardwareError(f"unknown chip {name!r:.80}; known chips are {', '.join(CHIPS)}")
     return CHIPS[key]
 
 
@@ -305,7 +305,7 @@ def chip_from_table(table: Mapping[str, Any], where: str = "chip table") -> Chip
       8
     """
     if not isinstance(table, Mapping):
-        raise HardwareError(f"{where}: a chip is read from a table of figure -> value, not {table!r}")
+        raise HardwareError(f"{where}: a chip is read from a table of figure -> value, not {table!r:.80}")
     values = dict(table)
     base = values.pop("base", None)
     sources = values.pop("sources", {})
@@ -313,7 +313,7 @@ def chip_from_table(table: Mapping[str, Any], where: str = "chip table") -> Chip
     if unknown:
         raise HardwareError(f"{where}: a chip has no figure {unknown[0]!r:.80}{_nearest(unknown[0], _FIELDS)}")
     if not isinstance(sources, Mapping):
-        raise HardwareError(f"{where}: sources must be a table of figure -> text, not {sources!r}")
+        raise HardwareError(f"{where}: sources must be a table of figure -> text, not {sources!r:.80}")
     start: dict[str, Any] = {}
     if base is not None:
         chip = get_chip(base)

@@ -7,8 +7,9 @@ import os
 from collections import defaultdict
 from pathlib import Path
 
+from meshlib.documents import MOST_BYTES
 from meshlib.errors import GraphError
-from meshlib.files import replace_file
+from meshlib.files import open_file, replace_file
 from meshlib.program.records import Program, require_program
 
 UPDATE = "MESHLIB_UPDATE_SNAPSHOTS"  # set to 1, and snapshots are written
@@ -39,12 +40,13 @@ def assert_snapshot(program: Program, path: str | Path, update: bool = False) ->
     if update or os.environ.get(UPDATE) == "1":
         replace_file(path, lambda file: file.write(text.encode()), "assert_snapshot", GraphError)
         return
-    try:
-        kept = Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise AssertionError(f"there is no snapshot {path} yet; {UPDATE}=1 writes it") from None
-    except (OSError, UnicodeDecodeError) as fault:
-        raise GraphError(f"assert_snapshot: {path} can't be read: {fault}") from None
+    if isinstance(path, str | Path) and not os.path.lexists(path):
+        raise AssertionError(f"there is no snapshot {path} yet; {UPDATE}=1 writes it")
+    with open_file(path, "assert_snapshot", GraphError, MOST_BYTES) as (file, target):
+        try:
+            kept = file.read().decode()
+        except UnicodeDecodeError as fault:
+            raise GraphError(f"assert_snapshot: {target} is no snapshot, which is text in UTF-8: {fault}") from None
     if kept != text:
         lines = difflib.unified_diff(kept.splitlines(), text.splitlines(), "as it was", "as it is", lineterm="", n=1)
         shown = "\n".join(f"  {line}" for line in lines)

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from multiprocessing.connection import wait
+from typing import Any
 
 CHECK_SECONDS = 1.0  # between looks at the parent's id
 
@@ -28,6 +29,30 @@ def exit_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="meshlib.parent", daemon=True).start()
+
+
+class WatchedName(str):
+    """The name of a spawned process, which makes that process end with its parent from its very start.
+
+    A spawned process imports the user's script before any function of ours runs in it, which may take seconds. What it
+    reads first of all is its name: this one is unpickled by code that needs no import of ours, and starts a thread.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return eval, (f"exec({_WATCH.format(pid=os.getpid(), seconds=CHECK_SECONDS / 2)!r}, {{}}) or {str(self)!r}",)
+
+
+_WATCH = """
+import os, threading, time
+
+def watch():
+    while os.getppid() == {pid}:
+        time.sleep({seconds})
+    os._exit(1)
+
+if os.getpid() != {pid} and not any(thread.name == "meshlib.start" for thread in threading.enumerate()):
+    threading.Thread(target=watch, name="meshlib.start", daemon=True).start()
+"""
 
 
 def describe_exit(code: int | None) -> str:

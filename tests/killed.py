@@ -117,7 +117,7 @@ class Runs:
         workers = children(pid)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        end = time.monotonic() + 15  # those that still import modules end when they have
+        end = time.monotonic() + 2
         while (left := [worker for worker in workers if is_running(worker)]) and time.monotonic() < end:
             time.sleep(0.01)
         assert not left, f"orphans: {left}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gzip
 import json
 import pickle
@@ -550,3 +551,40 @@ def test_a_state_that_none_has_is_an_error(wrong: dict[str, Any]) -> None:
 def test_a_picture_is_square(shape: Any) -> None:
     with pytest.raises(mtf.FeedError, match="the shape of an image is"):
         mtf.data.Field("image", shape)
+
+
+def scaled(by: float) -> Any:
+    return lambda example: {**example, "x": example["x"] * by}
+
+
+def test_a_state_is_of_these_examples_and_their_functions() -> None:
+    """What is told in words may be alike: arrays of other content, functions of one name."""
+
+    def feed(first: float = 0.0, by: float = 2.0, **batch: Any) -> mtf.data.Feed:
+        x = np.arange(12, dtype=np.float32)
+        x[0] = first
+        return iter(mtf.data.arrays({"x": x}).shuffle(1).map(scaled(by)).batch(3, **batch))
+
+    state = feed().state()
+    assert feed().state() == state == json.loads(json.dumps(state))
+    feed().restore(state)
+    with pytest.raises(mtf.FeedError, match="their examples differ"):
+        feed(first=1.0).restore(state)
+    with pytest.raises(mtf.FeedError, match="one of other data"):
+        feed(mask="valid").restore(state)
+    with pytest.warns(UserWarning, match=r"the functions of arrays: 12 examples.* are not as they were"):
+        feed(by=3.0).restore(state)
+    lock = iter(mtf.data.arrays({"x": np.ones(4)}).map(functools.partial(keeping, threading.Lock())))
+    assert lock.state()["functions"] is None
+    lock.restore(lock.state())
+
+
+def keeping(lock: Any, example: Any) -> Any:
+    return example
+
+
+@pytest.mark.parametrize("wrong", [{"next": 1.0}, {"next": -1}, {"pending": [[[5]]]}, {"pending": 3}, {"of": 1}])
+def test_a_state_that_is_none_is_refused(wrong: dict[str, Any]) -> None:
+    feed = iter(mtf.data.arrays({"x": np.ones(12)}).batch(3))
+    with pytest.raises(mtf.FeedError, match="expected what state"):
+        feed.restore({**feed.state(), **wrong})

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +16,9 @@ from numpy.typing import NDArray
 from meshlib.ahead import Ahead
 from meshlib.checks import at
 from meshlib.data.batching import Batch
+from meshlib.data.identity import identity_of
 from meshlib.data.maker import Made, Maker, Place
+from meshlib.documents import COUNT
 from meshlib.errors import FeedError
 
 if TYPE_CHECKING:
@@ -98,26 +102,42 @@ class Feed(Iterator[Batch]):
 
     def state(self) -> dict[str, Any]:
         """Where it is, for `restore`: some numbers, to be written as JSON."""
-        return {"next": self._place.next, "pending": self._place.pending, "of": str(self.data)}
+        return {"next": self._place.next, "pending": self._place.pending, **self._identity}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on with the batch that came next when `state()` was asked.
 
+        Warns if the functions of `map` or `filter` are not those of the state: the batches that follow are theirs.
+
         Raises: FeedError for the state of other data, or none.
         """
-        try:
-            place, of = Place(int(state["next"]), list(state["pending"])), state["of"]
-            draws = [int(draw) for group in place.pending for row in group for draw in row]
-            if min(place.next, *draws, 0) < 0 or max(draws, default=-1) >= place.next:
-                raise ValueError
-        except (TypeError, KeyError, ValueError):
-            raise FeedError(f"{at('data.restore')}: expected what state() returned, got {state!r:.80}") from None
-        if of != str(self.data):
+        place = _place_of(state)
+        if place is None:
+            raise FeedError(f"{at('data.restore')}: expected what state() returned, got {state!r:.80}")
+        own = self._identity
+        if state["of"] != own["of"]:
             raise FeedError(
-                f"{at('data.restore')}: the state is one of other data\n  state: {of}\n  here:  {self.data}"
+                f"{at('data.restore')}: the state is one of other data\n  state: {state['of']:.1000}\n"
+                f"  here:  {own['of']}"
+            )
+        if state["examples"] != own["examples"]:
+            raise FeedError(
+                f"{at('data.restore')}: the state is one of other data: both are {own['of']}, but their examples "
+                f"differ (key {state['examples']:.32} of the state, {own['examples']} here); give the examples of that "
+                "run, or begin anew"
+            )
+        if state["functions"] != own["functions"]:
+            warnings.warn(
+                f"{at('data.restore')}: the functions of {own['of']} are not as they were when the state was taken, or "
+                "their libraries are of other versions: the batches that follow are made by those of now",
+                stacklevel=3,
             )
         self._stop()
         self._place = place
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        return identity_of(self.data)
 
     @property
     def stats(self) -> Stats:
@@ -153,6 +173,22 @@ class Feed(Iterator[Batch]):
         if self._end is not None:
             self._end()
         self._maker = self._ahead = self._end = None
+
+
+def _place_of(state: Any) -> Place | None:
+    """The place that a state says; None of what is none."""
+    texts = ("of", "examples", "functions")
+    if not isinstance(state, Mapping) or not state.keys() >= {"next", "pending", *texts}:
+        return None
+    if not all(isinstance(state[name], str) for name in texts[:2]) or not isinstance(state[texts[2]], str | None):
+        return None
+    following, pending = state["next"], state["pending"]
+    groups = pending if isinstance(pending, list) else [None]
+    rows = [row for group in groups for row in (group if isinstance(group, list) else [None])]
+    draws = [draw for row in rows for draw in (row if isinstance(row, list) else [None])]
+    if not COUNT.accepts(following) or not all(COUNT.accepts(draw) and draw < following for draw in draws):
+        return None
+    return Place(following, pending)
 
 
 def _ended(maker: Maker, ahead: Ahead[Made] | None) -> None:

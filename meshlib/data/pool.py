@@ -19,7 +19,7 @@ from meshlib.checks import at
 from meshlib.data.batching import Example
 from meshlib.errors import DataError, FeedError
 from meshlib.records.frames import Fault
-from meshlib.subprocesses import describe_exit, exit_with_parent
+from meshlib.subprocesses import WatchedName, describe_exit, exit_with_parent
 
 if TYPE_CHECKING:
     from meshlib.data.pipeline import Data
@@ -34,6 +34,10 @@ class _Worker(SpawnProcess):
     """A process of a pool; `stopped` if the pool ended it, rather than that it ended by itself."""
 
     stopped = False
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.name = WatchedName(self.name)
 
     def terminate(self) -> None:
         """End it, as the executor does with all of its processes when one of them has ended."""

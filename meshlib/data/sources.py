@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 
 from meshlib.data.batching import Array, Batch, Example
 from meshlib.errors import DataError
+from meshlib.files import open_file
 from meshlib.records.frames import FOOTER, Fault, Found, compression_of, index_of, scan, wrong_data
 from meshlib.records.images import IMAGE_ENDINGS, read_image
 
 Numbers = NDArray[np.int64]
 OPEN_FILES = 128  # of one source; files beyond these are opened for each record
+FINGERPRINT_ROWS = 256  # of arrays, evenly spaced: those of files may be larger than memory
 READ_AHEAD = 4096  # records of a compressed file that are kept until they are asked for, unless a buffer needs more
 
 
@@ -43,6 +45,10 @@ class Source(ABC):
     def columns(self, numbers: Numbers) -> Batch:
         """The same as stacked arrays, where it `stacks`."""
         raise NotImplementedError
+
+    @abstractmethod
+    def fingerprint(self) -> object:
+        """Plain data that differ where the examples do, as far as that is known without reading all of them."""
 
     def where(self, number: int) -> str:
         """What an example is called in messages."""
@@ -75,6 +81,11 @@ class Arrays(Source):
     def __len__(self) -> int:
         return len(next(iter(self.arrays.values())))
 
+    def fingerprint(self) -> object:
+        rows = np.unique(np.linspace(0, len(self) - 1, FINGERPRINT_ROWS).astype(np.int64))
+        kinds = {name: (str(array.dtype), array.shape) for name, array in self.arrays.items()}
+        return kinds, self.columns(rows)
+
     def read(self, numbers: Sequence[int]) -> list[Example | None]:
         copied = self.columns(np.asarray(numbers, np.int64))  # a map may write into what it is given
         return [*_rows_of(copied, len(numbers))]
@@ -99,6 +110,9 @@ class Part(Source):
 
     def __len__(self) -> int:
         return self.end - self.begin
+
+    def fingerprint(self) -> object:
+        return self.begin, self.end, self.whole.fingerprint()
 
     def read(self, numbers: Sequence[int]) -> list[Example | None]:
         return self.whole.read([n + self.begin for n in numbers])
@@ -237,6 +251,9 @@ class Records(Source):
         at = number if self.order is None else int(self.order[number])
         file = int(self.file_of[at])
         return f"record {at - int(self.first[file])} of {self.paths[file]}"
+
+    def fingerprint(self) -> object:
+        return self.sizes, self.order is None, np.diff(self.first)
 
     def read(self, numbers: Sequence[int]) -> list[Example | None]:
         found = self._data_of(numbers)
@@ -395,6 +412,9 @@ class Lines(Source):
     def where(self, number: int) -> str:
         return f"the line at byte {int(self.starts[number])} of {self.paths[int(self.file_of[number])]}"
 
+    def fingerprint(self) -> object:
+        return self.field, self.file_of, self.starts, self.ends
+
     def read(self, numbers: Sequence[int]) -> list[Example | None]:
         made: list[Example | None] = []
         for n in numbers:
@@ -410,16 +430,13 @@ class Lines(Source):
 def _lines_of(path: str) -> tuple[Numbers, Numbers]:
     """Where the lines of a file begin and end, of those that hold something."""
     starts, ends, at = [], [], 0
-    try:
-        with open(path, "rb") as file:
-            for line in file:
-                length = len(line.rstrip(b"\r\n"))
-                if line[:length].strip():
-                    starts.append(at)
-                    ends.append(at + length)
-                at += len(line)
-    except OSError as fault:
-        raise _unreadable(path, fault) from fault
+    with open_file(path, "data", DataError) as (file, _):
+        for line in file:
+            length = len(line.rstrip(b"\r\n"))
+            if line[:length].strip():
+                starts.append(at)
+                ends.append(at + length)
+            at += len(line)
     return np.array(starts, np.int64), np.array(ends, np.int64)
 
 
@@ -441,6 +458,9 @@ class Folder(Source):
 
     def where(self, number: int) -> str:
         return str(self.files[number][0])
+
+    def fingerprint(self) -> object:
+        return self.side, self.channels, self.classes, [(file.name, label) for file, label in self.files]
 
     def read(self, numbers: Sequence[int]) -> list[Example | None]:
         return [

@@ -13,19 +13,22 @@ as are the words nan and inf without a number among them; so is a column with an
 from __future__ import annotations
 
 import csv
+import io
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
 from meshlib.errors import DataError, nearest
+from meshlib.files import open_file
 from meshlib.records.example import encode
 from meshlib.records.idx import read_idx
-from meshlib.records.images import IMAGE_ENDINGS, read_image
+from meshlib.records.images import IMAGE_ENDINGS, MOST_BYTES, read_image
 from meshlib.records.writing import Writer
 
 Features = dict[str, Any]
@@ -110,10 +113,8 @@ def _of_pictures(path: Path, told: Progress) -> Iterator[Features]:
 
 def _picture(file: Path) -> bytes:
     """The bytes of a file that is a picture."""
-    try:
-        data = file.read_bytes()
-    except OSError as fault:
-        raise DataError(f"records: {file} can't be read: {fault.strerror or fault}") from fault
+    with open_file(file, "records", DataError, MOST_BYTES) as (opened, _):
+        data = opened.read()
     try:
         read_image(data)
     except DataError as fault:
@@ -125,7 +126,7 @@ def _of_table(path: Path, columns: Mapping[str, str], told: Progress) -> Iterato
     total = path.stat().st_size
     try:
         kinds = _kinds(path, columns)
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        with _text(path) as file:
             rows = csv.DictReader(_counted(file, total, told))
             names = rows.fieldnames or []
             if not names or len(set(names)) < len(names):
@@ -141,6 +142,13 @@ def _of_table(path: Path, columns: Mapping[str, str], told: Progress) -> Iterato
         raise DataError(f"records: {path} is no table in UTF-8: {fault}") from None
 
 
+@contextmanager
+def _text(path: Path) -> Iterator[TextIO]:
+    """A table, open to be read."""
+    with open_file(path, "records", DataError) as (file, _):
+        yield io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+
+
 def _counted(lines: Any, total: int, told: Progress) -> Iterator[str]:
     done = 0
     for line in lines:
@@ -152,7 +160,7 @@ def _counted(lines: Any, total: int, told: Progress) -> Iterator[str]:
 def _kinds(path: Path, columns: Mapping[str, str]) -> dict[str, str]:
     """Of each column its kind: what was asked for, else the narrowest that keeps all its values."""
     found: dict[str, _Column] = {}
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with _text(path) as file:
         table = csv.DictReader(file)
         found = {name: _Column() for name in table.fieldnames or []}
         if not isinstance(columns, Mapping):
@@ -229,7 +237,7 @@ def _of_idx(path: Path, labels: str | os.PathLike[str] | None, told: Progress) -
 
 def _of_text(path: Path, told: Progress) -> Iterator[Features]:
     total, done = path.stat().st_size, 0
-    with path.open("rb") as file:
+    with open_file(path, "records", DataError) as (file, _):
         for number, line in enumerate(file, start=1):
             done += len(line)
             try:

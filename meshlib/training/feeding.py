@@ -11,6 +11,7 @@ import numpy as np
 from meshlib.batches import Batches
 from meshlib.checks import at
 from meshlib.data import Data, Feed
+from meshlib.documents import COUNT
 from meshlib.errors import FeedError
 
 MASK = "mask"
@@ -69,11 +70,16 @@ class _Counted:
 
 
 def _of_this_kind(state: Mapping[str, Any], *names: str) -> None:
-    if set(state) != set(names):
+    if not isinstance(state, Mapping) or set(state) != set(names):
         raise FeedError(
             f"{at('train')}: the checkpoint is of a run on data of another kind: their state has {', '.join(state)}, "
             f"that of these {', '.join(names)}; give the data of that run, or another folder"
         )
+    for name in names:
+        if not COUNT.accepts(state[name]):
+            raise FeedError(
+                f"{at('train')}: the checkpoint's state of the data is damaged: '{name}' is {state[name]!r:.40}"
+            )
 
 
 def mask_of(data: object, batch: Mapping[str, Any]) -> Any:

@@ -6,24 +6,42 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 from meshlib.checkpoint import Snapshot, load, read_notes, save
-from meshlib.documents import COUNT, LIST, RECORD, Schema, parse_json
+from meshlib.documents import COUNT, RECORD, TEXT, Kind, Schema, parse_json
 from meshlib.errors import CheckpointError, DamagedError
 from meshlib.files import claimed, remove_file, remove_stale
 from meshlib.simulation import Simulation
 from meshlib.training.background import Background
 
+
+def _float(x: Any) -> bool:
+    """Whether it is a number, or one that is none: means of losses may be."""
+    return isinstance(x, float) or COUNT.accepts(x)
+
+
+def _has(x: Any, **fields: Callable[[Any], bool]) -> bool:
+    return isinstance(x, dict) and set(x) == set(fields) and all(accepts(x[name]) for name, accepts in fields.items())
+
+
+_SUMS = Kind("an object of numbers", lambda x: isinstance(x, dict) and all(map(_float, x.values())))
+_BEST = Kind("a step and a value", lambda x: _has(x, step=COUNT.accepts, value=_float))
+_BEST_BY = Kind("two texts", lambda x: isinstance(x, list) and len(x) == 2 and all(map(TEXT.accepts, x)))
+_SKIPPED = Kind(
+    "a list of steps, each with why",
+    lambda x: isinstance(x, list) and all(_has(one, step=COUNT.accepts, why=TEXT.accepts) for one in x),
+)
 LOOP: Schema = {
     **dict.fromkeys(("step", "counted", "since_best"), COUNT),
-    **dict.fromkeys(("sums", "data"), RECORD),
-    "skipped": LIST,
-    "best": RECORD.optional(),
-    "best_by": LIST.optional(),
+    "sums": _SUMS,
+    "data": RECORD,
+    "skipped": _SKIPPED,
+    "best": _BEST.optional(),
+    "best_by": _BEST_BY.optional(),
 }
 NOTE = "training"  # beside the variables: where the loop was
 BEST = "best.safetensors"
@@ -130,6 +148,8 @@ class Keeper:
             raise DamagedError(f"train: the note of {path} is damaged: {fault}") from None
 
         noted: dict[str, Any] = parse_json(text, fail, LOOP, constants=True)
+        if odd := sorted(noted.keys() ^ LOOP.keys()):
+            fail(f"it should have the fields {', '.join(LOOP)}; '{odd[0]:.40}' is missing, or none of them")
         load(path, run)
         return noted
 
