@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from meshlib.documents import COUNT, MOST_BYTES, parse_json
 from meshlib.drawing import new_figure, save_figure
 from meshlib.errors import CheckpointError, GraphError
-from meshlib.files import open_file, replace_file
+from meshlib.files import append_line, open_file, replace_file
 
 Row = dict[str, Any]
 TIMES = ("examples_per_second", "waited_seconds")  # what no two runs have in common
@@ -39,11 +39,7 @@ class History:
         """Add a row."""
         self.rows.append(row)
         if self.path is not None:
-            try:
-                with open(self.path, "a", encoding="utf-8") as file:
-                    file.write(f"{json.dumps(row)}\n")
-            except OSError as fault:
-                raise CheckpointError(f"train: {self.path} can't be written: {fault.strerror or fault}") from fault
+            append_line(self.path, json.dumps(row), "train", CheckpointError)
 
     def column(self, name: str) -> tuple[list[int], list[float]]:
         """The steps and the values of one of the figures, such as "loss" or "eval_loss"."""
