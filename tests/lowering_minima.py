@@ -12,6 +12,7 @@ fail: whoever reaches one takes it out. `SAMPLE` are rows that are also run, cor
 from __future__ import annotations
 
 from tests.minima import (
+    accumulation,
     data_parallel,
     exchanges,
     experts,
@@ -41,6 +42,7 @@ THEMES = (
     experts,
     images,
     pipelines,
+    accumulation,
 )
 
 _SAME_SIZE = {  # a sum would have to be made of another that is as large and not there
@@ -80,8 +82,11 @@ SAMPLE = (
     "neighbourhood_in_split_rows_and_columns",
     "one_hot_in_two_places",
     "pipeline_with_split_batch_step",
+    "pipelines_of_microbatches_step",
     "product_of_three_operands",
     "sample_of_the_top_k",
+    "scanned_layers_of_microbatches_hybrid_sharded_step",
+    "scanned_layers_of_microbatches_step",
     "style_norm_of_a_split_length_step",
     "sum_beside_one_of_its_terms",
     "window_attention",

@@ -19,7 +19,7 @@ from layouts import LayoutRules, Mesh
 from meshlib.dtypes import FLOAT32
 from meshlib.estimation.segments import segments
 from meshlib.estimation.tiles import tiled_bytes, tiled_value_bytes
-from meshlib.graph import BACKWARD
+from meshlib.graph import BACKWARD, Tensor
 from meshlib.lowering.homes import Subjects, check_layout
 from meshlib.operation import Kind
 from meshlib.program.instructions import Loop, Value
@@ -263,16 +263,31 @@ def _smaller_batch(program: Program, live: list[Value], kinds: Mapping[Value, st
 
     yield _Idea(f"half the batch, '{name}' {batch.size} -> {batch.size // 2}", half, "batch")
     if program.updates and any(i.operation.region == BACKWARD for i in program.instructions):
-        # Gradients of all parts are added up in float32, where those of variables lie.
-        sums = sum(tiled_bytes(v.local_shape.sizes, 4) for v in _trained(program))
+        # Gradients of all parts are added up in float32, split as their variables; what a loop stacks of one part is
+        # there beside that, pending, until it is added.
+        trained = _trained(program)
+        sums = sum(tiled_bytes(v.local_shape.sizes, 4) for v in trained)
+        sums += sum(tiled_bytes(v.local_shape.sizes, width) for v, width in trained.items() if width)
         there = sum(tiled_value_bytes(v) for v in live if kinds.get(v) == "gradients")
         what = f"2 microbatches of '{name}' (mtf.serialize_training_step, num_splits=2)"
         yield _Idea(what, lambda v: None if v in given else half(v), "batch", max(0, sums - there))
 
 
-def _trained(program: Program) -> list[Value]:
-    """The variables that gradients were declared for."""
-    return [v for v in program.variables.values() if v.tensor.operation in v.tensor.graph.gradient_of.values()]
+def _trained(program: Program) -> dict[Value, float]:
+    """The variables that gradients were declared for, each with the bytes of an element that a loop stacks for it."""
+    variables = {v.tensor.operation: v for v in program.variables.values()}
+    graphs = dict.fromkeys(op.graph for op in variables)
+    gradients = [pair for graph in graphs for pair in graph.gradient_of.items()]
+    return {variables[op]: _stacked_width(gradient) for gradient, op in gradients if op in variables}
+
+
+def _stacked_width(gradient: Tensor) -> float:
+    """The bytes of an element of the stack that a gradient is a cast or view of; 0 of what no loop stacks."""
+    while gradient.operation.kind.cheap:
+        gradient = gradient.operation.inputs[0]
+    op = gradient.operation
+    stacked = op.loop is not None and gradient in op.loop.outputs(op.outputs).stacks
+    return gradient.dtype.itemsize if stacked else 0
 
 
 def _narrow(program: Program) -> Iterator[_Idea]:

@@ -186,16 +186,26 @@ class Copies:
         roots = {u.region: self._root(u.region, self.made) for u in self.uses}
         match self.uses:
             case [u]:
-                table = _through(roots[u.region], self.reach[0])
+                table = self._alone(roots[u.region], 0)
             case [_, _]:
                 table = self._pair(roots, 0, 1)
             case _:
                 table = self._triple(roots)
         self._expand(graph, table, [(self.producer, self.made_of), *((u.variable, u.of) for u in self.uses)])
 
+    def _alone(self, root: Floats, n: int) -> Floats:
+        """From each row of `root` what each class of a use costs; where nothing is needed, nothing need be there."""
+        found = _through(root, self.reach[n])
+        found[:, self._idle(n)] = 0
+        return found
+
+    def _idle(self, n: int) -> NDArray[np.bool_]:
+        """The classes of a use that need nothing."""
+        return np.array([not wanted for wanted in self.uses[n].classes])
+
     def _pair(self, roots: dict[str, Floats], a: int, b: int) -> Floats:
         u, v = self.uses[a], self.uses[b]
-        apart = _through(roots[u.region], self.reach[a])[:, :, None] + _through(roots[v.region], self.reach[b])[:, None]
+        apart = self._alone(roots[u.region], a)[:, :, None] + self._alone(roots[v.region], b)[:, None]
         return np.minimum(apart, _through(roots[self._first(u, v)], self._joint(a, b)))
 
     def _first(self, *uses: Use) -> str:
@@ -210,7 +220,7 @@ class Copies:
 
     def _triple(self, roots: dict[str, Floats]) -> Floats:
         us = self.uses
-        alone = [_through(roots[u.region], r) for u, r in zip(us, self.reach, strict=True)]
+        alone = [self._alone(roots[u.region], n) for n, u in enumerate(us)]
         shape = [(slice(None), *(slice(None) if n == k else None for n in range(3))) for k in range(3)]
         best = alone[0][shape[0]] + alone[1][shape[1]] + alone[2][shape[2]]
         junction = self.reach[0][shape[0]] + self.reach[1][shape[1]] + self.reach[2][shape[2]]
@@ -236,7 +246,7 @@ class Copies:
             root = roots[region]
             if len(mine) == 1 and region == regions[-1]:
                 u = self.uses[mine[0]]
-                self._expand(graph, _through(root, self.reach[mine[0]]), [before, (u.variable, u.of)])
+                self._expand(graph, self._alone(root, mine[0]), [before, (u.variable, u.of)])
                 continue
             sets, link, serve = self._hub_sets(root, mine, region)
             variable = graph.add_variable(len(sets))
@@ -261,11 +271,17 @@ class Copies:
         links: list[Floats] = []
         tables: list[list[Floats]] = [[] for _ in mine]
         kept_copies: list[Floats] = []
+        idle = [self._idle(n) for n in mine]
+        if all(none.any() for none in idle):  # perhaps nothing is needed
+            sets.append(np.array((), np.intp))
+            links.append(np.zeros((len(root), 1)))
+            tables = [[np.where(none, 0, inf)[None]] for none in idle]
+            kept_copies += [self._kept(sets[0][None])] if following else []
         for count in range(1, HUBS + 1):
             chosen = np.array(list(combinations(candidates, count)), np.intp).reshape(-1, count)
             for a, b in combinations(range(count), 2):
                 chosen = chosen[~free[chosen[:, a], chosen[:, b]]]
-            if len(sets) + len(chosen) > MOST_HUB_SETS and sets:
+            if len(sets) + len(chosen) > MOST_HUB_SETS and count > 1:
                 break
             sets += list(chosen)
             links.append(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from layouts import Dimension, LayoutRules, Mesh, Report, Shape, Sharding, check
 from layouts.checking import some
@@ -15,6 +15,9 @@ from meshlib.errors import LayoutError
 from meshlib.graph import UPDATE, Graph, Operation, Tensor
 from meshlib.operation import Home, Kind, Role
 from meshlib.replay import all_operations
+
+if TYPE_CHECKING:
+    from meshlib.lowering.accumulators import Destination
 
 Region: TypeAlias = str | None  # None: wherever it is wanted
 
@@ -27,6 +30,7 @@ class Homes:
     mesh: Mesh
     rules: LayoutRules
     regather: bool = True
+    destinations: dict[Tensor, Destination] = field(default_factory=dict)  # of a loop's body: its accumulators
     _made: dict[Tensor, Sharding] = field(default_factory=dict)
 
     def is_weight(self, t: Tensor) -> bool:

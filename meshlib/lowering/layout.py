@@ -9,6 +9,7 @@ from typing import TypeAlias
 from layouts import LayoutRules, Mesh, Sharding
 from meshlib.compiler import Compiler
 from meshlib.graph import Graph, Operation, Tensor
+from meshlib.lowering.accumulators import bind_terms
 from meshlib.lowering.arrivals import axes_price
 from meshlib.lowering.balance import Balance
 from meshlib.lowering.halos import share_halos
@@ -70,7 +71,7 @@ class Lowering:
         names: Sequence[str],
     ) -> Program:
         """The body of a loop, whose results lie as given; with None where the body has them anyway."""
-        key = (graph, tuple(results), tuple(ends), *(homes.of(op.output) for op in graph.inputs.values()))
+        key = (graph, tuple(results), tuple(ends), *self._given(graph, homes))
         if key in self._bodies:
             return self._bodies[key]
         simple = self.memos.simplified(graph, results, taken=True)
@@ -97,7 +98,7 @@ class Lowering:
         self, graph: Graph, homes: Homes, results: Sequence[Tensor], bound: Sequence[Tensor]
     ) -> Callable[[Tensor], tuple[Sharding, Makers]]:
         """The body of a loop partitioned, not finished: how it makes a tensor, and who leaves that pending."""
-        key = (graph, tuple(results), tuple(bound), *(homes.of(op.output) for op in graph.inputs.values()))
+        key = (graph, tuple(results), tuple(bound), *self._given(graph, homes))
         if key not in self._trials:
             simple = self.memos.simplified(graph, results, taken=False)
             self._trials[key] = self._sweep(simple, homes, [simple.of(t) for t in bound])
@@ -108,6 +109,11 @@ class Lowering:
             return sweep.places.made(t).sharding, sweep.places.makers.get(t, {})
 
         return made
+
+    @staticmethod
+    def _given(graph: Graph, homes: Homes) -> Sequence[object]:
+        """What the body of a loop is told by the graph around it."""
+        return [*(homes.of(op.output) for op in graph.inputs.values()), *homes.destinations.items()]
 
     def _cheapest(self, simple: Simplified, homes: Homes, fetched: Iterable[Tensor], lowered: Lowered) -> Program:
         """The graph as it is written, or with sums made of others, if that costs less and takes no more memory."""
@@ -150,9 +156,10 @@ class Lowering:
     def _sweep(
         self, simple: Simplified, homes: Homes, fetched: Iterable[Tensor], near: Nears | None = None
     ) -> Partitioner:
-        memos = self.memos
+        memos, fetched = self.memos, set(fetched)
+        bind_terms(simple, homes, fetched)
         body = Body(self.body, self.trial)
-        sweep = Partitioner(simple, homes, memos.prices(self.balance), memos.signatures, set(fetched), body, near or {})
+        sweep = Partitioner(simple, homes, memos.prices(self.balance), memos.signatures, fetched, body, near or {})
         sweep.run()
         return sweep
 

@@ -5,18 +5,18 @@ Carries lie at home, slices where the stacked tensors lie, the rest where it lie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
 
 from layouts import Dimension, Shape, Sharding
 from meshlib.graph import Graph, Operation, Tensor
 from meshlib.loop_record import LoopRecord
+from meshlib.lowering.accumulators import Destination, accumulated_terms, destination
 from meshlib.lowering.homes import Homes
 from meshlib.lowering.simplification import Simplified
-from meshlib.ops.sources import is_zero
 from meshlib.program.instructions import Value
 from meshlib.program.records import Program
-from meshlib.replay import needed
 
 Makers = Mapping[str, tuple[Operation, str]]  # per pending axis the operation that left it, and the dim it reduced
 
@@ -68,24 +68,21 @@ class Loops:
         assert loop is not None
         operands = [self.graph.inputs[op][n] for n in loop.needs]
         inner = [loop.stand_ins[n] for n in loop.needs]
-        homes, wanted = self._body_homes(op, loop, inner, {})
-        sums, makers = self._accumulators(op, loop, homes)
-        if sums:
-            homes, wanted = self._body_homes(op, loop, inner, sums)
         # Finals always; of what could be stacked (results, and carries before each trip) only what is used.
         finals, others = op.outputs[: loop.carries], op.outputs[loop.carries :]
         used = [(y, t) for y, t in zip(others, loop.stacked, strict=True) if self._is_used(y)]
-        bound: list[Sharding | None] = [*wanted[: loop.carries]]
-        for y, _ in used:
-            public = y in op.public_outputs
-            bound.append(without_dim(without_axes(self._stack_home(y), loop.dim), loop.dim) if public else None)
+        terms = {op.outputs[n]: t for n, t in accumulated_terms(op, loop, self.graph).items()}
+        terms |= {y: t for y, t in used if self._is_added_up(y)}
+        sums, makers = self._sums(op, loop, terms)
+        homes, wanted = self._body_homes(op, loop, terms, sums)
+        bound: list[Sharding | None] = [*wanted[: loop.carries], *(self._bound(op, y, sums) for y, _ in used)]
         made_inside = [*loop.made.finals, *(t for _, t in used)]
         program = self.body.lower(loop.body, homes, made_inside, bound, [x.operation.name for x in inner])
         names = list(program.outputs)
         made = [Value(y, s) for y, s in zip(finals, wanted, strict=False)]
         for (y, _), name in zip(used, names[loop.carries :], strict=True):
             made.append(Value(y, with_dim(program.outputs[name].sharding, y.shape)))
-            if y not in op.public_outputs:
+            if y not in op.public_outputs or y in sums:
                 self.homes.bind(y, made[-1].sharding)
         return Looped(
             tuple(operands),
@@ -96,19 +93,29 @@ class Loops:
             carries=tuple((t.operation.name, name) for t, name in zip(loop.given.inits, names, strict=False)),
             slices=tuple(t.operation.name for t in loop.given.slices if t.operation.name in program.inputs),
             stacks=tuple(names[loop.carries :]),
-            makers={op.outputs[n]: found for n, found in makers.items()},
+            makers=makers,
         )
 
+    def _bound(self, op: Operation, y: Tensor, sums: Mapping[Tensor, Sharding]) -> Sharding | None:
+        """Where each trip leaves what is stacked; None: wherever it makes it."""
+        assert op.loop is not None
+        if y in sums or y not in op.public_outputs:
+            return sums.get(y)
+        return without_dim(without_axes(self._stack_home(y), op.loop.dim), op.loop.dim)
+
     def _body_homes(
-        self, op: Operation, loop: LoopRecord, inner: Sequence[Tensor], sums: Mapping[int, Sharding]
+        self, op: Operation, loop: LoopRecord, terms: Iterable[Tensor], sums: Mapping[Tensor, Sharding]
     ) -> tuple[Homes, list[Sharding]]:
-        """Homes inside the body of a loop, and where each operand has to be; `sums` says where some carries lie."""
+        """Homes inside the body of a loop, and where each operand has to be.
+
+        Of the results `terms`, which are accumulators or parts of them, `sums` has the shardings in the body.
+        """
         homes = self.homes.inside(loop.body)
         wanted = []
-        for n, y in zip(loop.needs, inner, strict=True):
-            x = self.graph.inputs[op][n]
+        for n in loop.needs:
+            x, y = self.graph.inputs[op][n], loop.stand_ins[n]
             if y in loop.given.inits:
-                home = sums.get(n) or homes.of(y)
+                home = sums.get(op.outputs[n]) or homes.of(y)
                 homes.bind(y, home)
             elif y in loop.given.slices:
                 home = without_axes(self.homes.of(x), loop.dim)
@@ -117,69 +124,55 @@ class Loops:
                 home = self.homes.of(x)
                 homes.bind(y, home)
             wanted.append(home)
-        for n, sharding in sums.items():
-            homes.bind(loop.made.finals[n], sharding)
+        inside = dict(zip(op.outputs, (*loop.made.finals, *loop.stacked), strict=True))
+        for y in terms:
+            end = inside[y]
+            there = destination(y, self.graph, self.homes, self.fetched) or Destination(homes.of(end), inf)
+            if y in sums:
+                homes.bind(end, sums[y])
+            homes.destinations[end] = replace(there.of(end), accumulator=homes.of(end))
         return homes, wanted
 
-    def _accumulators(
-        self, op: Operation, loop: LoopRecord, homes: Homes
-    ) -> tuple[dict[int, Sharding], dict[int, Makers]]:
-        """Carries that only add something up, from zero: they lie as what is added does, pending sums included.
+    def _is_added_up(self, y: Tensor) -> bool:
+        """Whether a stacked result becomes part of an accumulator of a loop around."""
+        there = destination(y, self.graph, self.homes, self.fetched)
+        return there is not None and there.accumulator is not None
 
-        So a gradient that every trip adds to is reduced once, after the loop. Found by lowering the body once as if
-        there were none. Returned with who leaves each sum pending.
+    def _sums(
+        self, op: Operation, loop: LoopRecord, terms: Mapping[Tensor, Tensor]
+    ) -> tuple[dict[Tensor, Sharding], dict[Tensor, Makers]]:
+        """Results that add something up, or that a loop around adds up: each is split and pending as its terms are.
+
+        So a gradient that every trip adds to is reduced once, after the loops. Found by lowering the body once with
+        accumulators that are whole. Returned with who leaves each sum pending.
         """
-        results = loop.results
-        operations = needed(loop.body.known.get(y, y).operation for y in results)
-        befores = loop.outputs(op.outputs).befores
-        found: dict[int, Tensor] = {}
-        for n, (carry, end) in enumerate(zip(loop.given.inits, loop.made.finals, strict=True)):
-            first, add = self.graph.inputs[op][n].operation, end.operation
-            others = [x for x in add.inputs if x is not carry]
-            uses = sum(x is carry for other in operations for x in other.inputs) + results.count(carry)
-            # The carry before each trip is asked for by a gradient alone; then it has to be whole.
-            stacked = self.graph.uses.get(befores[n])
-            linear = add.kind.linear(add)
-            adds = linear.together and linear.operands == (0, 1)
-            alone = results.count(end) == 1 and not any(end in x.inputs for x in operations)
-            one = len(others) == 1 == len(add.inputs) - 1 and others[0].shape == end.shape
-            if is_zero(first) and adds and uses == 1 and alone and not stacked and one:
-                found[n] = others[0]
-        if not found:
+        if not terms:
             return {}, {}
-        ends = [y for n, y in enumerate(loop.made.finals) if n not in found]
-        trial = self.body.trial(loop.body, homes, results, [*ends, *loop.stacked])
-        tried = {n: trial(t) for n, t in found.items()}
-        lies = {n: s for n, (s, _) in tried.items()}
-        sums = {
-            n: s
-            for n, s in lies.items()
-            if s != homes.of(loop.given.inits[n]) and all(kind == "sum" for _, kind in s.pending)
-        }
-        return sums, {n: tried[n][1] for n in sums}
+        whole = {y: Sharding.replicated(t.shape, self.homes.mesh) for y, t in terms.items()}
+        homes, _ = self._body_homes(op, loop, terms, whole)
+        bound = [t for y, t in zip(op.outputs, (*loop.made.finals, *loop.stacked), strict=True) if y not in terms]
+        trial = self.body.trial(loop.body, homes, loop.results, bound)
+        sums: dict[Tensor, Sharding] = {}
+        makers: dict[Tensor, Makers] = {}
+        for y, t in terms.items():
+            chosen, maker = trial(t)
+            if y in op.outputs[loop.carries :]:
+                chosen = homes.destinations[t].of_sum(chosen)
+            if all(kind == "sum" for _, kind in chosen.pending):
+                sums[y], makers[y] = chosen, maker
+        return sums, makers
 
     def _stack_home(self, t: Tensor) -> Sharding:
-        """The home of a stacked result; of one that is only cast and transposed into a gradient, that of the gradient.
+        """The home of a stacked result; of one that becomes a gradient, that of the gradient.
 
         So each trip reduces what it made to where the gradient lies.
         """
-        end, gradients = t, self.homes.graph.gradient_of
-        while end not in gradients:
-            uses = self.graph.uses.get(end, [])
-            if len(uses) != 1 or end in self.fetched or not _same_elements(uses[0][0]):
-                return self.homes.of(t)
-            end = uses[0][0].output
-        home = self.homes.of(end)
-        return Sharding(t.shape, home.mesh, [home.of(d.name) for d in t.shape])
+        there = destination(t, self.graph, self.homes, self.fetched)
+        return self.homes.of(t) if there is None else there.home
 
     def _is_used(self, t: Tensor) -> bool:
-        return t in self.fetched or t in self.graph.taken or bool(self.graph.uses.get(t))
-
-
-def _same_elements(op: Operation) -> bool:
-    """Whether it only casts its operand, or puts its dims in another order."""
-    (x, *others), y = op.inputs, op.output
-    return op.kind.cheap and not others and set(x.shape) == set(y.shape)
+        kept = t in self.fetched or t in self.graph.taken or t in self.homes.destinations
+        return kept or bool(self.graph.uses.get(t))
 
 
 def without_axes(sharding: Sharding, dim: Dimension) -> Sharding:
@@ -190,10 +183,10 @@ def without_axes(sharding: Sharding, dim: Dimension) -> Sharding:
 
 def with_dim(sharding: Sharding, shape: Shape) -> Sharding:
     """`sharding` of every index of a dim, which is whole: `shape` has it first."""
-    return Sharding(shape, sharding.mesh, [(), *sharding.axes])
+    return Sharding(shape, sharding.mesh, [(), *sharding.axes], sharding.pending)
 
 
 def without_dim(sharding: Sharding, dim: Dimension) -> Sharding:
     """`sharding` of one index of `dim`, which is whole."""
     kept = [(d, entry) for d, entry in zip(sharding.shape, sharding.axes, strict=True) if d != dim]
-    return Sharding(Shape([d for d, _ in kept]), sharding.mesh, [entry for _, entry in kept])
+    return Sharding(Shape([d for d, _ in kept]), sharding.mesh, [entry for _, entry in kept], sharding.pending)

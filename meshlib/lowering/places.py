@@ -99,6 +99,8 @@ class Places:
 
     def bring(self, t: Tensor, wanted: Sharding, region: str, user: Operation | None) -> Value:
         """The value of `t` under `wanted`, from where it is nearest; None as user: to its home."""
+        if wanted.pending and t in self._again:  # computed again it is complete, and counts on one device
+            self.bring(t, wanted.drop_pending(), region, user)
         known = self.known(t, region)
         way = obtain(self.source(t, region), wanted)
         if way.origin < 0:

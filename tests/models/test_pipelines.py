@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,25 @@ PACKED: list[tuple[str, int, Pipeline, str, str]] = [
 @pytest.mark.parametrize("row", some(PACKED, PACKED[:1]), ids=lambda row: row[0])
 def test_each_stage_is_given_the_texts_of_its_microbatch(row: tuple[str, int, Pipeline, str, str]) -> None:
     assert_as_without(*row, packed=True)
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "mixtral-8x7b"])
+def test_gradients_of_stages_cross_the_wire_once(name: str) -> None:
+    """Layers are a loop in each stage; however many microbatches, each gradient is summed over the data once."""
+    config = dataclasses.replace(preset(name).reduced(), layers=4)
+    mesh = "pipe:2;data:2"
+    rules = layout("pipeline+data", config, mesh)
+    for microbatches in (2, 4):
+        with mtf.Graph():
+            pipeline = Pipeline(stages=2, microbatches=microbatches)
+            outputs, updates = train_step(config, batch=8, length=16, optimizer="sgd", pipeline=pipeline)
+        program = mtf.lower(outputs, updates, mesh, rules)
+        sums = [c for c in program.collectives if c.axes == ("data",)]
+        gradients = sum(v.local_bytes for v in program.variables.values() if "stage" in v.tensor.shape)
+        once = sum(c.sent_bytes for c in sums if c.count == 1)
+        assert once == gradients  # an all_reduce over two devices sends as much as there is
+        # In every trip only what the losses of a router are computed from: two scalars and a number per expert.
+        assert sum(c.sent_bytes for c in sums if c.count > 1) <= 4 * (2 + 2 * 8)
 
 
 def test_tokens_change_sides_within_a_stage() -> None:

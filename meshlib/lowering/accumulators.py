@@ -1,0 +1,118 @@
+"""Accumulators: carries of a loop that only add up one term per trip; and the tensors that become such terms.
+
+A sum over a split dim is reduced once for a whole accumulator, after the last trip of the outermost loop: terms, and
+the accumulators of all loops around them, stay pending. So does what an inner loop stacks, such as one gradient per
+layer, where the pending stack takes no more memory than the variable whose gradient it is, or than the gradient's
+assigned sharding. Where it would take more, as of fully sharded weights, each trip of the inner loop reduces its term
+over the axes that split the gradient; what other axes leave pending stays so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+from math import inf
+
+from layouts import Sharding
+from meshlib.graph import Operation, Tensor
+from meshlib.loop_record import LoopRecord
+from meshlib.lowering.homes import Homes
+from meshlib.lowering.simplification import Simplified
+from meshlib.operation import Home, Kind
+from meshlib.ops.sources import is_zero
+from meshlib.replay import needed
+
+_KEEPS_DIMS = (Kind.ELEMENTWISE, Kind.VIEW, Kind.INDEXED)
+
+
+@dataclass(frozen=True)
+class Destination:
+    """The gradient or accumulator that a tensor becomes, or is added to; shardings as seen from that tensor.
+
+    home          the assigned sharding of the gradient
+    most_elements that a device may hold of a pending sum
+    accumulator   the sharding of an accumulator, to which pending terms may be added; None of what is none
+    """
+
+    home: Sharding
+    most_elements: float
+    accumulator: Sharding | None = None
+
+    def of(self, t: Tensor) -> Destination:
+        """The same, as seen from a tensor that becomes this one."""
+        most = self.most_elements * t.shape.size / self.home.shape.size
+        return Destination(_alike(self.home, t), most, self.accumulator and _alike(self.accumulator, t))
+
+    def of_sum(self, made: Sharding) -> Sharding:
+        """How terms that are computed under `made` add up: pending as they are, if memory allows it."""
+        if made.local_size <= self.most_elements:
+            return made
+        split = self.home.split_axes
+        return self.home.with_pending([p for p in made.pending if p[0] not in split])
+
+
+def _alike(sharding: Sharding, t: Tensor) -> Sharding:
+    """Dims of the same name split alike, the same axes pending."""
+    axes = [sharding.of(d.name) if d.name in sharding.shape else () for d in t.shape]
+    return Sharding(t.shape, sharding.mesh, axes, sharding.pending)
+
+
+def destination(t: Tensor, graph: Simplified, homes: Homes, fetched: Container[Tensor]) -> Destination | None:
+    """The gradient or accumulator that a tensor becomes by casts, transposes, masks, sums and the like; None if none.
+
+    Every operation on the way is linear in it and keeps its dims, and nothing else uses it.
+    """
+    end = t
+    while (there := homes.destinations.get(end) or _gradient(end, homes)) is None:
+        uses = graph.uses.get(end, ())
+        if len(uses) != 1 or end in fetched or not _passes(*uses[0]):
+            return None
+        end = uses[0][0].output
+    return there.of(t)
+
+
+def _gradient(t: Tensor, homes: Homes) -> Destination | None:
+    variable = homes.graph.gradient_of.get(t)
+    if variable is None:
+        return None
+    home = homes.of(t)
+    most = max(home.local_size, homes.of(variable.output).local_size) if homes.regather else inf
+    return Destination(home, most)
+
+
+def _passes(op: Operation, n: int) -> bool:
+    """Whether an operation only casts, moves, masks or scales operand `n`, or adds to it, rounding aside."""
+    linear = n in op.kind.linear(op).operands or op.kind.home is Home.OPERAND
+    return linear and op.kind.kind in _KEEPS_DIMS and set(op.inputs[n].shape) <= set(op.output.shape)
+
+
+def accumulated_terms(op: Operation, loop: LoopRecord, graph: Simplified) -> dict[int, Tensor]:
+    """The carries of a loop, by number, that only add something up, from zero; each with what a trip adds to it."""
+    results = loop.results
+    operations = needed(loop.body.known.get(y, y).operation for y in results)
+    befores = loop.outputs(op.outputs).befores
+    terms: dict[int, Tensor] = {}
+    for n, (carry, end) in enumerate(zip(loop.given.inits, loop.made.finals, strict=True)):
+        add = end.operation
+        others = [x for x in add.inputs if x is not carry]
+        uses = sum(x is carry for other in operations for x in other.inputs) + results.count(carry)
+        # The carry before each trip is asked for by a gradient alone; then it has to be whole.
+        stacked = graph.uses.get(befores[n])
+        linear = add.kind.linear(add)
+        adds = linear.together and linear.operands == (0, 1)
+        alone = results.count(end) == 1 and not any(end in x.inputs for x in operations)
+        one = len(others) == 1 == len(add.inputs) - 1 and others[0].shape == end.shape
+        if is_zero(graph.inputs[op][n].operation) and adds and uses == 1 and alone and not stacked and one:
+            terms[n] = others[0]
+    return terms
+
+
+def bind_terms(graph: Simplified, homes: Homes, fetched: Container[Tensor]) -> None:
+    """Assign tensors of one region that are added up in another the sharding of the accumulator."""
+    homes.destinations.update({graph.of(t): there for t, there in homes.destinations.items()})
+    for op in graph.operations if homes.destinations else ():
+        for t in op.outputs:
+            if any(user.region != op.region for user, _ in graph.uses.get(t, ())):
+                there = destination(t, graph, homes, fetched)
+                if there is not None and there.accumulator is not None:
+                    homes.bind(t, there.accumulator)
