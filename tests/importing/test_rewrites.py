@@ -296,3 +296,32 @@ def test_such_a_convolution_and_its_gradients_on_devices(window, layout):
     want, have = mtf.simulate(program).step(**feeds), mtf.on_jax(program).step(**feeds)
     for name in outputs:
         np.testing.assert_allclose(have[name], want[name], rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+ROLLS = {  # of [batch, time, features], time over four devices; and the rows that a device sends on the way forward
+    "one on": (lambda x: jnp.roll(x, 1, 1), 1),
+    "one back": (lambda x: jnp.roll(x, -1, 1), 1),
+    "two axes": (lambda x: jnp.roll(x, (2, 3), (0, 1)), 3),
+    "parts in order": (lambda x: jnp.concatenate([x[:, 5:9], x[:, 9:], x[:, :5]], 1), 4),
+    "in a loop": (
+        lambda x: lax.scan(lambda c, _: (jnp.tanh(jnp.roll(c, 2, 1) - jnp.roll(c, -1, 1)), None), x, None, 3)[0],
+        3 * (2 + 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", some([*ROLLS], ["two axes", "parts in order", "in a loop"]))
+def test_a_rotation_sends_what_passes_the_ends_of_blocks(name):
+    """As many rows as it moves by, however often blocks are crossed; and back as many of the gradient."""
+    roll, rows = ROLLS[name]
+    x, scale = weights(2, 16, 3, scale=1.0), weights(16, scale=1.0)
+
+    def loss(scale, x):
+        return jnp.sum(roll(x * scale[:, None]) ** 2 * jnp.arange(16)[:, None])
+
+    names, mesh, layout = {"x": "batch time features", "scale": "time"}, "m:4", "time:m"
+    graph = compared(loss, scale, x, names=names, layouts=[(mesh, layout)], loss_close=2e-5)
+    with graph:
+        updates = mtf.optimize.SgdOptimizer(0.1).minimize(graph.loss)
+    sent = mtf.lower(None, updates, mesh, layout).sent_bytes
+    assert sent == 2 * rows * x.shape[0] * x.shape[2] * 4

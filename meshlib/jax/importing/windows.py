@@ -18,7 +18,7 @@ from meshlib.ops.elementwise import cast, maximum, minimum
 from meshlib.ops.shape import broadcast, reshape, transpose
 from meshlib.ops.stacking import stack
 from meshlib.ops.update import dynamic_slice, update_slice
-from meshlib.ops.window import concat, pad, slice, strided_slice
+from meshlib.ops.window import concat, pad, shift, slice, strided_slice
 
 Run = tuple[int, int, int]  # begin, size, stride
 
@@ -254,9 +254,33 @@ def _cut_from(x: Var, at: int) -> Axis | None:
     return None
 
 
+def _rotation(step: Step) -> tuple[Var, int] | None:
+    """The value of which a concatenation has all elements along its dim, in order but from another one on, as
+    `jnp.roll` writes it; and which element comes first."""
+    joined, at = _joined(step), int(step.params["dimension"])
+    makers = [x.maker for x in joined if x.maker is not None and x.maker.kind == "slice"]
+    if len(joined) < 2 or len(makers) < len(joined) or len({maker.ins[0] for maker in makers}) > 1:
+        return None
+    x = makers[0].ins[0]
+    runs = [_runs_of(maker) for maker in makers]
+    if any(run != (0, x.shape[n], 1) for of_axes in runs for n, run in enumerate(of_axes) if n != at):
+        return None
+    first = end = runs[0][at][0]
+    for begin, size, stride in (of_axes[at] for of_axes in runs):
+        if (begin, stride) != (end % x.shape[at], 1):
+            return None
+        end = begin + size
+    return (x, first) if step.outs[0].shape == x.shape and end == first else None
+
+
 def _concat(w: Writer, step: Step) -> Tensor:
     out, at = step.outs[0], int(step.params["dimension"])
     one = w.whole_dim(out.axes[at])
+    rotation = _rotation(step)
+    if rotation is not None and len(w.axes.dims(rotation[0].axes[at])) == 1:
+        x, first = rotation
+        t = w.rename_apart(x, out.axes, at, one.name)
+        return w.apart(shift(t, -first, one.name, wrap=True) if one in t.shape else t, out.axes[at])
     others = [a for n, a in enumerate(out.axes) if n != at]
     parts, joined = [], _joined(step)
     for x in joined:
