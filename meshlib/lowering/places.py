@@ -46,6 +46,10 @@ class Places:
         """The values of `t` that a region may use."""
         return [v for r, v in self.instances[t] if r is None or r == region]
 
+    def _there(self, t: Tensor, wanted: Sharding, region: str) -> Value | None:
+        """The value of `t` that a region has under `wanted` already, if any."""
+        return next((v for v in self.known(t, region) if v.sharding == wanted), None)
+
     def made(self, t: Tensor) -> Value:
         """`t` as its operation made it."""
         return self.instances[t][0][1]
@@ -56,6 +60,9 @@ class Places:
 
     def use(self, t: Tensor, wanted: Sharding, op: Operation) -> Value:
         """The value of `t` under `wanted`, for an operation; copies from which later uses start first, if that pays."""
+        there = self._there(t, wanted, op.region)
+        if there is not None:
+            return there
         if self._by_way_of_home(t, wanted, op.region):
             self.bring(t, self.homes.of(t), op.region, op)
         for s in self._first(t, wanted, op.region):
@@ -65,8 +72,6 @@ class Places:
     def _first(self, t: Tensor, wanted: Sharding, region: str) -> Sequence[Sharding]:
         """The placements that are still to be used in a region and should be made before `wanted`: a cheapest tree."""
         have = [v.sharding for v in self.known(t, region)]
-        if wanted in have:
-            return ()
         left = [s for s in self.uses.get(t, {}).get(region, ()) if s not in have and s != wanted]
         if not 0 < len(left) <= MOST_ORDERED:
             return ()
@@ -84,7 +89,7 @@ class Places:
     def _by_way_of_home(self, t: Tensor, wanted: Sharding, region: str) -> bool:
         """Whether to leave a copy under the assigned sharding on the way: later regions may use it, and save more."""
         home, have = self.homes.of(t), [v.sharding for v in self.known(t, region)]
-        if home in have or wanted in (home, *have) or home.pending:
+        if home in have or wanted == home or home.pending:
             return False
 
         def cost(s: Sharding, there: Sequence[Sharding]) -> float:
@@ -99,6 +104,9 @@ class Places:
 
     def bring(self, t: Tensor, wanted: Sharding, region: str, user: Operation | None) -> Value:
         """The value of `t` under `wanted`, from where it is nearest; None as user: to its home."""
+        there = self._there(t, wanted, region)
+        if there is not None:
+            return there
         if wanted.pending and t in self._again:  # computed again it is complete, and counts on one device
             self.bring(t, wanted.drop_pending(), region, user)
         known = self.known(t, region)

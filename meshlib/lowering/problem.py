@@ -125,14 +125,15 @@ class Problem:
         """
         assigned: dict[Operation, Choice] = {}
         for op in self.graph.operations:
-            choice = self._home_choice(op)
+            inputs = self.graph.inputs[op]
+            free = bool(op.outputs) and op.output in self.again and all(x in self.free for x in inputs)
+            choice = self._home_choice(op) if free or op.kind.kind is Kind.ELEMENTWISE else None
             if choice is None:
                 continue
-            inputs = self.graph.inputs[op]
-            if op.output in self.again and all(x in self.free for x in inputs):
+            if free:
                 self.free[op.output] = choice
             elif all(s == self.homes.of(x) for x, s in zip(inputs, choice.operands, strict=True)) and (
-                self.space.axes(op) <= choice.out.split_axes and op.kind.kind is Kind.ELEMENTWISE
+                self.space.axes(op) <= choice.out.split_axes
             ):
                 assigned[op] = choice
         count = -1
@@ -146,8 +147,6 @@ class Problem:
 
     def _home_choice(self, op: Operation) -> Choice | None:
         """How an operation makes the assigned sharding of its result block by block; None if it can't."""
-        if op.kind.kind in (*RESIDENT, Kind.LOOP, Kind.COMMIT, Kind.COPY) or len(op.outputs) > 1:
-            return None
         signature, home, nothing = self.signatures.of(op), self.homes.of(op.output), ((),) * len(op.inputs)
         if any(f.outputs[0] is not None and f.role is not Role.PARALLEL for f in signature.factors):
             return None

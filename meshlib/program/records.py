@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import is_
 from typing import TYPE_CHECKING, NamedTuple
 
 from layouts import LayoutRules, Mesh
@@ -87,7 +88,9 @@ class Program:
         return f"mesh {self.mesh} ({self.mesh.size} cores), layout {self.layout or '(none)'}"
 
     def with_instructions(self, instructions: Sequence[Instruction]) -> Program:
-        """The same program with other instructions: what a pass returns."""
+        """The same program with other instructions: what a pass returns; itself if they are the same."""
+        if len(instructions) == len(self.instructions) and all(map(is_, instructions, self.instructions)):
+            return self
         return replace(self, instructions=tuple(instructions))
 
     @cached_property
