@@ -6,7 +6,8 @@
     elimination  a variable's tables are added up and minimised over it, the smallest result first; backtracking
                through the minima gives the optimum
 
-Pruning with an incumbent that was guessed is sound as long as the optimum found does not exceed it.
+The three are alternated, with tables of a few thousand entries first: most graphs need no bounds then. Equal layers
+have equal tables, and what is done to one is known for the others.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ DOMINANCE_ENTRIES = 400_000  # of the comparisons of a variable's values
 DIVE_TABLE = 100_000
 WINDOW, WINDOW_TABLE, PASSES = 60, 400_000, 4  # variables; entries of a table; how often at most
 SWEEPS = 8  # of dual ascent
-GUESSES = (0.3, 1.0)  # upper bounds that are tried, as shares of the way from the lower one to the incumbent
 
 
 class TooLarge(Exception):
@@ -311,22 +311,15 @@ class _Problem:
         return total
 
     def attempt(self, most: float, limit: int) -> bool:
-        """Prune by `most` and eliminate, alternating; False if no solution costs so little. Raises: TooLarge."""
+        """Prune by `most`, reduce and bound in turn; False if no solution costs so little. Raises: TooLarge."""
         size = SMALL_TABLES[-1]
         while self.domain:
-            for n in range(8):
-                low, gone = self.prune(most)
-                if low > most:
-                    return False
-                if not gone:
-                    break
-                if n % 2:
-                    self.bound(3)
+            low, gone = self.prune(most)
+            if low > most:
+                return False
             before = len(self.domain)
-            self.eliminate_up_to(size)
-            if not self.domain:
-                break
-            if len(self.domain) == before:
+            self.reduce(size)
+            if not gone and len(self.domain) == before:
                 if size >= limit:
                     raise TooLarge
                 size = min(size * 8, limit)
@@ -392,12 +385,10 @@ def _only(table: Floats, axis: int) -> Floats:
     return np.asarray(table.take(0, axis=axis))
 
 
-def solve(graph: FactorGraph, incumbent: Sequence[int] | None = None, limit: int = TABLE_LIMIT) -> Solution:
+def solve(graph: FactorGraph, limit: int = TABLE_LIMIT) -> Solution:
     """The least-cost values of all variables, with a lower bound: equal to the cost where that is proved.
 
-    Args:
-      incumbent: values that are known to be good, as an upper bound to begin with.
-      limit: entries of a table, at most; where more would be needed, the bound may stay below the cost.
+    Tables have at most `limit` entries; where more would be needed, the bound may stay below the cost.
     """
     start = _Problem(graph)
     for size in SMALL_TABLES:
@@ -411,26 +402,15 @@ def solve(graph: FactorGraph, incumbent: Sequence[int] | None = None, limit: int
     while not np.isfinite(graph.cost(best)) and size < limit:  # the values that were kept exclude each other
         size *= 16
         best = _dive(graph, start, size)
-    if incumbent is not None and graph.cost(incumbent) < graph.cost(best):
-        best = list(incumbent)
     most = graph.cost(best)
-    for share in GUESSES:
-        aim = low + share * (most - low)
-        attempt = start.copy()
-        try:
-            found = attempt.attempt(aim + _noise(aim), limit)
-        except TooLarge:
-            break
-        if found:
-            values = attempt.solution(count)
-            cost = graph.cost(values)
-            if cost <= aim + 2 * _noise(aim):
-                return Solution(tuple(values), cost, cost)
-            if cost < most:
-                best, most = values, cost
-        low = max(low, min(aim, most))
-        if low >= most - _noise(most):
-            return _proved(graph, best)
+    if low >= most - _noise(most):
+        return _proved(graph, best)
+    try:
+        if start.attempt(most + _noise(most), limit):
+            best = min(best, start.solution(count), key=graph.cost)
+        return _proved(graph, best)
+    except TooLarge:
+        pass
     best = _windows(graph, best)
     return Solution(tuple(best), graph.cost(best), low)
 
