@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
-from inspect import isfunction, signature
+from inspect import Parameter, isclass, isfunction, signature
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+C = TypeVar("C", bound=Callable[..., Any])
 
 
 def public(function: Callable[P, T]) -> Callable[P, T]:
@@ -62,6 +63,34 @@ def _misfit(function: Callable[..., Any], given: Mapping[str, object]) -> str | 
             hint = f"; {hint}" if hint else nearest(name, known) or f"; it has {', '.join(known)}"
             return f"no argument {name!r}{hint}"
     return None
+
+
+def named_arguments(call: C) -> C:
+    """A function, or a class, that refuses arguments by names that it has not, with the nearest that it has.
+
+    Classes of ours that a class derives from have arguments of theirs, which it hands on.
+    """
+    inits = [vars(kind)["__init__"] for kind in call.__mro__[:-1] if "__init__" in vars(kind)] if isclass(call) else []
+    known = [
+        name
+        for function in inits or [call]
+        for name, parameter in signature(function).parameters.items()
+        if parameter.kind is not Parameter.VAR_KEYWORD and name != "self"
+    ]
+    own = inits[0] if inits else call
+
+    @wraps(own)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs:
+            if name not in known:
+                hint = nearest(name, known) or f"; it has {', '.join(known)}"
+                raise ArgumentError(f"{call.__name__} ({source_line()}): no argument {name!r:.80}{hint}")
+        return own(*args, **kwargs)
+
+    if not isclass(call):
+        return checked  # type: ignore[return-value]
+    setattr(call, "__init__", checked)  # noqa: B010
+    return call
 
 
 _FACE: CodeType = public(lambda: None).__code__  # all wrappers share it

@@ -12,6 +12,7 @@ import pytest
 
 import meshlib as mtf
 from meshlib import optimize
+from meshlib.errors import ArgumentError
 from tests.effort import each
 from tests.mistakes import Mistake, assert_explained
 
@@ -68,8 +69,8 @@ def image() -> mtf.Tensor:
     return mtf.input("image", [BATCH, HEIGHT, WIDTH, CHANNELS])
 
 
-def taps(c: int = 3) -> mtf.Tensor:
-    return mtf.input("taps", [D("fh", 3), D("fw", 3), D("c", c), D("out", 4)])
+def taps(c: int = 3, size: int = 3) -> mtf.Tensor:
+    return mtf.input("taps", [D("fh", size), D("fw", size), D("c", c), D("out", 4)])
 
 
 def tokens() -> mtf.Tensor:
@@ -349,6 +350,202 @@ MISTAKES: dict[str, Mistake] = {
         ["save_every", "folder"],
     ),
     "keeping none": (lambda: mtf.train(loss_program(), [], 1, keep=0), mtf.GraphError, ["keep", "0"]),
+    # names that no argument has
+    "a schedule of a pipeline": (
+        lambda: mtf.models.Pipeline(stages=2, microbatches=2, schedule="1f1b"),
+        ArgumentError,
+        [f"Pipeline .{LINE}.: no argument 'schedule'", "it has stages"],
+    ),
+    "a misspelt capacity": (
+        lambda: R(capcity_factor=2.0),
+        ArgumentError,
+        [f"Routing .{LINE}", "'capcity_factor'; did you mean 'capacity_factor'"],
+    ),
+    "a beta of another library": (
+        lambda: optimize.AdamOptimizer(0.1, beta1=0.9),
+        ArgumentError,
+        [f"AdamOptimizer .{LINE}", "'beta1'; did you mean 'beta_1'"],
+    ),
+    "a misspelt interval of evaluation": (
+        lambda: mtf.Evaluation(program=loss_program(), data=[], evry=2),
+        ArgumentError,
+        ["'evry'; did you mean 'every'"],
+    ),
+    "a misspelt interval of saving": (
+        lambda: mtf.train(loss_program(), [], 1, folder="run", save_evry=2),
+        ArgumentError,
+        [f"train .{LINE}", "'save_evry'; did you mean 'save_every'"],
+    ),
+    "a misspelt limit of a search": (
+        lambda: searched(worker=2),
+        ArgumentError,
+        [f"search .{LINE}", "'worker'; did you mean 'workers'"],
+    ),
+    "a misspelt name of an import": (
+        lambda: mtf.from_jax(lambda w: w.sum(), np.ones(3, np.float32), argnum=0),
+        ArgumentError,
+        ["from_jax", "'argnum'; did you mean 'argnums'"],
+    ),
+    "a misspelt remainder": (
+        lambda: mtf.data.arrays(ARRAYS).batch(4, remaindr="pad"),
+        ArgumentError,
+        ["batch", "'remaindr'; did you mean 'remainder'"],
+    ),
+    # convolutions and pooling
+    "a picture without channels": (
+        in_graph(lambda: mtf.conv2d(mtf.input("image", [BATCH, HEIGHT]), taps())),
+        mtf.ShapeError,
+        ["2 spatial dims before its last", r"batch:8, height:8\]", "spatial="],
+    ),
+    "a filter larger than the picture": (
+        in_graph(
+            lambda: mtf.conv2d(
+                image(), mtf.input("f", [D("fh", 9), D("fw", 9), CHANNELS, D("out", 4)]), padding="VALID"
+            )
+        ),
+        mtf.ShapeError,
+        ["'height' .8 long, window 9.", "'width'", "padding='SAME'"],
+    ),
+    "a stride for a third dim": (
+        in_graph(lambda: mtf.conv2d(image(), taps(), stride=(1, 2, 3))),
+        mtf.ShapeError,
+        ["stride must have 2 entries", r"got \(1, 2, 3\)"],
+    ),
+    "a picture of integers": (
+        in_graph(lambda: mtf.conv2d(mtf.input("i", [BATCH, HEIGHT, WIDTH, CHANNELS], dtype="int32"), taps())),
+        mtf.ShapeError,
+        ["float tensor", "i32", "mtf.cast"],
+    ),
+    "no groups": (
+        in_graph(lambda: mtf.conv2d(image(), taps(), groups=0)),
+        mtf.ShapeError,
+        ["groups must be at least 1, got 0"],
+    ),
+    "a filter of no height": (
+        in_graph(lambda: mtf.layers.conv2d(image(), D("out", 4), filter_size=(0, 3))),
+        mtf.ShapeError,
+        ["filter_size must have 2 numbers from 1 on", r"\[0, 3\]"],
+    ),
+    "a window of nothing": (
+        in_graph(lambda: mtf.max_pool(image(), {"height": 0})),
+        mtf.ShapeError,
+        ["window of dim 'height' must be at least 1, got 0"],
+    ),
+    # experts and pipelines
+    "experts as a number": (
+        in_graph(lambda: mtf.layers.moe(tokens(), 4, D("f", 4))),
+        mtf.ShapeError,
+        ["expected a Dimension", "int 4"],
+    ),
+    "a routing as a dict": (
+        in_graph(lambda: mtf.layers.moe(tokens(), D("e", 2), D("f", 4), {"top_k": 2})),
+        mtf.GraphError,
+        ["mtf.layers.Routing, got dict"],
+    ),
+    "padding of other dims": (
+        in_graph(lambda: mtf.layers.moe(tokens(), D("e", 2), D("f", 4), nonpadding=mtf.input("m", [D("q", 3)]))),
+        mtf.ShapeError,
+        ["nonpadding must be bool", r"\[batch:8, length:6\]", r"f32\[q:3\]"],
+    ),
+    "experts of a dim of the tokens": (
+        in_graph(lambda: mtf.layers.moe(tokens(), D("length", 6), D("f", 4))),
+        mtf.ShapeError,
+        ["already has a dim 'length'"],
+    ),
+    "a capacity that is no number": (
+        lambda: R(capacity_factor=float("nan")),
+        mtf.GraphError,
+        ["capacity_factor must be a finite number, got float nan"],
+    ),
+    "more stages than layers": (
+        in_graph(lambda: mtf.models.train_step(TINY, 4, 8, pipeline=mtf.models.Pipeline(stages=3, microbatches=2))),
+        mtf.GraphError,
+        ["2 layers can't be cut into 3 stages", "2 % 3 = 2", "layers=3"],
+    ),
+    "no microbatches": (
+        lambda: mtf.models.Pipeline(stages=2, microbatches=0),
+        mtf.GraphError,
+        ["microbatches must be at least 1, got 0"],
+    ),
+    # decoding
+    "a cache of more positions than the model": (
+        in_graph(lambda: mtf.models.decode_step(TINY, 2, 99)),
+        mtf.GraphError,
+        ["has 16 positions, but cache_length is 99"],
+    ),
+    "sources for a decoder": (
+        in_graph(lambda: mtf.models.decode_step(TINY, 2, 8, encoder_length=4)),
+        mtf.GraphError,
+        ["encoder_length, got 4"],
+    ),
+    "an empty prompt": (lambda: mtf.generate(TINY, [[1], []], {}), mtf.GraphError, ["prompt 1 is empty"]),
+    "a text without a tokenizer": (
+        lambda: mtf.generate(TINY, ["to be"], {}),
+        mtf.GraphError,
+        ["prompt 0 is a text", "ByteTokenizer"],
+    ),
+    "more tokens than positions": (
+        lambda: mtf.generate(TINY, [[1]], {}, max_tokens=64),
+        mtf.GraphError,
+        ["16 positions", "max_tokens 64 need 65"],
+    ),
+    # searches, data, training
+    "a chip that is none": (lambda: mtf.search(matmul, "v9-8"), mtf.SliceError, ["unknown chip 'v9'", "v5e"]),
+    "a layout without a mesh": (
+        lambda: searched(also=["batch:data"]),
+        mtf.GraphError,
+        ["pairs of a mesh and a layout, got 'batch:data'"],
+    ),
+    "a batch larger than the data": (
+        lambda: mtf.data.arrays(ARRAYS).batch(17),
+        mtf.FeedError,
+        ["17 is larger than the 16", "remainder='pad'"],
+    ),
+    "lengths that descend": (
+        lambda: mtf.data.arrays(ARRAYS).batch(2, buckets={"x": [8, 4]}),
+        mtf.FeedError,
+        ["ascending", r"\[8, 4\]"],
+    ),
+    "shuffled batches": (
+        lambda: mtf.data.arrays(ARRAYS).batch(2).shuffle(1),
+        mtf.FeedError,
+        ["shuffle", "before batch"],
+    ),
+    "a map that returns no dict": (
+        lambda: list(mtf.data.arrays(ARRAYS).map(len)),
+        mtf.DataError,
+        [r"map\(len\) must return a dict.*returned int at example 0"],
+    ),
+    "records that are not there": (
+        lambda: mtf.data.records("/nowhere/t@2"),
+        mtf.DataError,
+        ["no file /nowhere/t-00000-of-00002"],
+    ),
+    "an evaluation without an end": (
+        lambda: mtf.Evaluation(program=loss_program(), data=mtf.data.arrays(ARRAYS).batch(8).repeat(), every=1),
+        mtf.FeedError,
+        ["repeat for ever", r"batch\(8"],
+    ),
+    "examples for batches": (
+        lambda: mtf.train(loss_program(), mtf.data.arrays(ARRAYS), 1),
+        mtf.FeedError,
+        ["examples, not batches", r"data.batch\(size\)"],
+    ),
+    "a batch of another size": (
+        lambda: mtf.train(loss_program(), [{"x": np.ones(3, np.float32)}], 1),
+        mtf.FeedError,
+        [r"feed 'x'.*shape \[8\].*got \[3\]"],
+    ),
+    "nothing to train": (
+        in_graph(lambda: mtf.train(mtf.lower({"x": mtf.reduce_sum(mtf.input("x", [BATCH]))}), [], 1)),
+        mtf.GraphError,
+        ["updates no variable", "minimize"],
+    ),
+    "as many values as boundaries": (
+        lambda: optimize.piecewise([2, 3], [0.1, 0.2]),
+        mtf.GraphError,
+        ["one value more", "2 values for 2"],
+    ),
 }
 
 

@@ -103,10 +103,12 @@ def read_records(*names: str) -> Callable[[Path], Any]:
 
 
 def history(folder: Path, n: int) -> None:
+    """Rows of three steps at first; then the file is cut where a run goes on: behind step 1, or 0."""
     rows = History(folder / "history.jsonl")
-    rows.rows = [{"step": k, "loss": n} for k in range(3)]
-    rows.resume(3)
-    rows.rows = [{"step": k, "loss": n} for k in range(3)]
+    if not (folder / "history.jsonl").exists():
+        for step in (1, 2, 3):
+            rows.add({"step": step, "loss": 1.0})
+    rows.resume({0: 3, 1: 1, 2: 0}[n])
     rows.save_csv(folder / "history.csv")
 
 
@@ -144,7 +146,7 @@ WRITERS = {
     "vocabulary": Writer(
         lambda f, n: WORDS[n % 2].save(f / "tokenizer.json"), lambda f: len(mtf.BytePairs.load(f / "tokenizer.json"))
     ),
-    "history": Writer(history, lambda f: [r["loss"] for r in read_history(f / "history.jsonl")]),
+    "history": Writer(history, lambda f: [r["step"] for r in read_history(f / "history.jsonl")]),
 }
 
 

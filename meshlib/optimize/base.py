@@ -11,6 +11,7 @@ import abc
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
@@ -20,7 +21,7 @@ from meshlib import initializers
 from meshlib.checks import NOT_NEGATIVE, at, bounded, items, number
 from meshlib.differentiation import gradients
 from meshlib.dtypes import FLOAT32, FLOAT64, DType, as_dtype
-from meshlib.errors import GraphError
+from meshlib.errors import ArgumentError, GraphError, nearest
 from meshlib.face import public
 from meshlib.graph import UPDATE, Operation, Tensor, absolute_scope, region
 from meshlib.ops.building import tensor
@@ -120,7 +121,11 @@ class Optimizer(abc.ABC):
         self.lr = self.rate_like(lr, "the learning rate")
         unknown = [name for name in kept if name not in Kept.__annotations__]
         if unknown:
-            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {unknown[0]!r}")
+            known = [name for name in signature(type(self)).parameters if name != "kept"] + [*Kept.__annotations__]
+            raise ArgumentError(
+                f"{at(type(self).__name__)}: no argument {unknown[0]!r:.80}"
+                + (nearest(unknown[0], known) or f"; it has {', '.join(known)}")
+            )
         slots = kept.get("slot_dtype")
         self.slot_dtype = None if slots is None else self._float(slots, "slot_dtype")
         self.master_dtype = self._float(kept.get("master_dtype", FLOAT32), "master_dtype")
