@@ -956,5 +956,5 @@ def test_what_slots_are_kept_in_is_checked() -> None:
         mtf.optimize.AdamWOptimizer(0.1, slot_dtype="int8")
     with pytest.raises(mtf.MeshlibError, match="unknown dtype 'bf16'"):
         mtf.optimize.AdafactorOptimizer(slot_dtype="bf16")
-    with pytest.raises(TypeError, match="unexpected keyword argument 'slots_dtype'"):
+    with pytest.raises(TypeError, match="no argument 'slots_dtype'; did you mean 'slot_dtype'"):
         mtf.optimize.SgdOptimizer(0.1, slots_dtype="bfloat16")
