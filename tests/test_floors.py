@@ -37,7 +37,7 @@ jax
 generation frontier training
 searching
 verification validation checkpoint
-simulation estimation models
+simulation estimation models data
 slices keys lowering optimize layers
 program
 ops+differentiation
@@ -45,7 +45,7 @@ replay
 operation
 engine
 initializers
-batches compiler detection vocabulary data
+batches compiler detection vocabulary
 checks
 graph+face+loop_record
 dtypes
