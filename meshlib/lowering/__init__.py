@@ -13,10 +13,12 @@ How each operation is split is chosen for the whole graph at once: the least byt
                   sums included. A copy that takes more memory than the assigned sharding serves one region. A tensor
                   of many users has a variable per region: the copies that its users share                        copies
     elimination   values that another one is never worse than are dropped; a variable's tables are added up and
-                  minimised over it, the smallest result first; in between, dual ascent bounds what each value can lead
-                  to, and those above the incumbent are pruned. Where tables would grow beyond a limit, windows around
-                  the incumbent are solved exactly; `Program.choice` has the gap to the lower bound          elimination
-    problem       enters a graph's operations and tensors; the bodies of loops are problems of their own         problem
+                  minimised over it, the smallest result first. The two take turns, which solves most graphs with small
+                  tables. For the others dual ascent bounds what each value can lead to, and those above the incumbent
+                  are pruned. Where tables would grow beyond a limit, windows around the incumbent are solved exactly;
+                  `Program.choice` has the gap to the lower bound                                          elimination
+    problem       enters a graph's operations and tensors; the bodies of loops are problems of their own. What runs
+                  under assigned shardings for nothing, as an optimizer's update does, is not searched           problem
 
 Ties go to fewer collectives, then to the plain reading of the layout. With all strategies known, `partition` writes the
 program in one sweep, and `passes`, `halos`, `fuse` and `order` finish it; the checker follows each.

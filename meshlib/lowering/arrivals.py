@@ -133,8 +133,10 @@ def parks(s: Sharding, ends: Iterable[Sharding]) -> bool:
 
 def can_become(source: Sharding, target: Sharding) -> bool:
     """Whether a reshard leads there: a maximum that is taken does not wait again, a sum may."""
-    return set(target.pending) <= set(source.pending) or all(
-        kind == "sum" for _, kind in (*source.pending, *target.pending)
+    return (
+        not target.pending
+        or set(target.pending) <= set(source.pending)
+        or all(kind == "sum" for _, kind in (*source.pending, *target.pending))
     )
 
 

@@ -74,7 +74,8 @@ class Pricing:
     def _priced(self, axes: Mapping[str, Axes], passed: tuple[Axes, ...]) -> Strategy | None:
         """An assignment with its price; None where it is impossible."""
         signature, home, prices = self.signature, self.home, self.balance.axis_prices
-        blocks = signature.cut(tuple([home.mesh.group_size(axes.get(name, ())) for name in signature.names]))
+        count = home.mesh.group_size
+        blocks = signature.cut(tuple([count(axes[name]) if name in axes else 1 for name in signature.names]))
         assigned = None if blocks is None else signature.under(home.mesh, axes, passed)
         if blocks is None or assigned is None:
             return None
