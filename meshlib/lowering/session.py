@@ -31,9 +31,9 @@ PROGRAMS = 32  # that a session keeps: those that were asked for last
 class Session:
     """The lowering of one program, kept: layouts, meshes, precisions and balances vary.
 
-    Every program is the one that `mtf.lower` would return at that moment. The last `PROGRAMS` are kept; from the second
-    layout on a program is there sooner, because what does not depend on the layout is known, and what depends on it is
-    shared wherever two layouts split an operation alike. What is added to the graph later is no part of the program,
+    Every program is the one that `mtf.lower` would return at that moment. The last `PROGRAMS` are kept. What does not
+    depend on the layout is computed once, and what depends on it is shared wherever two layouts split an operation
+    alike; most of a lowering is neither. What is added to the graph later is no part of the program,
     but may name dims that a layout names, or declare gradients; the session notices and learns anew.
 
     Args:
