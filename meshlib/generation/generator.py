@@ -274,7 +274,8 @@ class Generator:
             steps += 1
             if all(ended) or steps == self.max_tokens:
                 break
-            found = self._step(tokens=found["tokens"])
+            live = np.array([n < len(given) and not ended[n] for n in range(self.batch)])
+            found = self._step(live, tokens=found["tokens"])
         return self._generated(made, scores, steps - 1)
 
     def _feeds(self, given: Sequence[Sequence[int]]) -> dict[str, Array]:
@@ -298,14 +299,15 @@ class Generator:
                 break
             parents, last = (np.array([[pair[k] for pair in row] for row in going], np.int32) for k in (0, 1))
             # After the prefill all hypotheses are the first.
-            found = self._step(tokens=last, parents=parents)
+            live = np.array([n < count and not one.done for n, one in enumerate(searches)])
+            found = self._step(live, tokens=last, parents=parents)
             log_probs, tokens = found["log_probs"], found["tokens"]
         best = [one.best()[0] for one in searches[:count]]
         return self._generated([h.tokens for h in best], [h.score for h in best], steps)
 
-    def _step(self, **feeds: Array) -> dict[str, Array]:
-        """One token of each sequence."""
-        found = self.sim.run(self.decode, **feeds)
+    def _step(self, live: Array, **feeds: Array) -> dict[str, Array]:
+        """One token of each sequence; those that are not `live` take no room at experts."""
+        found = self.sim.run(self.decode, **feeds, **({} if self.group_size is None else {"live": live}))
         self.dropped += int(found.get("dropped", 0))
         return found
 

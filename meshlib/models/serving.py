@@ -91,6 +91,9 @@ def decode_step(
     and which each step moves on by one. With `beams`, "tokens" and "parents" [batch, beams]: the hypothesis that each
     one goes on with; caches and positions are brought in that order first.
 
+    With `group_size` also "live" bool [batch]: which rows have a sequence that goes on. The tokens of other rows take
+    no room at experts.
+
     Args: as of `prefill`, with the same values; and
       group_size: of a model with experts, how many sequences (or beams of one) are routed together, with the room that
         `Routing.capacity_factor_eval` gives them; best those of one device. Each token is by itself unless given:
@@ -199,6 +202,7 @@ class _Serving:
             caches,
             positions=here,
             source_length=self.encoder_length,
+            nonpadding=self._live(here.shape),
         )
         x = reshape(x, [d for d in x.shape if d != token])
         moved = assign_add(held, 1) if parents is None else assign(held, positions + 1)
@@ -217,6 +221,12 @@ class _Serving:
         if self.config.experts is None:
             return None
         return less(positions_of(length), lengths, [self.sequences, length])
+
+    def _live(self, tokens: Shape) -> Tensor | None:
+        """Which tokens are of sequences that go on, where others would take their room at experts."""
+        if self.group_size is None:
+            return None
+        return broadcast(input("live", [self.sequences], "bool"), tokens)
 
     def _state(self, name: str, *dims: Dimension | None) -> Tensor:
         with scope("serving"):

@@ -220,11 +220,12 @@ def test_sequences_that_are_routed_together(name: str) -> None:
     tokens = rng.integers(0, config.vocab, batch)
     tokens[1] = tokens[0]  # goes where the first goes
 
-    def step(one: mtf.Program) -> dict[str, Array]:
+    def step(one: mtf.Program, ended: tuple[int, ...] = ()) -> dict[str, Array]:
         sim = mtf.simulate(one)
         for variable, value in drawn.items():
             sim.state[variable] = value
-        return sim.step(tokens=tokens)
+        live = np.array([n not in ended for n in range(batch)])
+        return sim.step(tokens=tokens, **({"live": live} if "live" in one.inputs else {}))
 
     wanted = step(apart)["logits"]
     roomy = step(program(3, capacity_factor_eval=float(experts.count)))
@@ -237,6 +238,10 @@ def test_sequences_that_are_routed_together(name: str) -> None:
     assert tight["dropped"] >= experts.routing.choices  # all choices of the second sequence in the first layer
     assert tight["dropped"].dtype == np.int32
     assert np.abs(tight["logits"][1] - wanted[1]).max() > 1e-2
+    # Sequences that have ended take no room: the second finds the first's.
+    beside = step(program(3, capacity_factor_eval=1e-6, min_expert_capacity=1), ended=(0, 2, 3, 4, 5))
+    np.testing.assert_allclose(beside["logits"][1], wanted[1], rtol=1e-4, atol=1e-4)
+    assert beside["dropped"] == 0
 
 
 # ---------------------------------------------------------------- the end of the cache
