@@ -160,10 +160,19 @@ class Halo:
             [start, stop) of the result need, or of the operand that leads an OVERLAP; what lies outside the operand is
             padding
     wrap    Operation -> whether runs go round the end of the dim instead
+    reads   of the same arguments, the parts of that run that are read, in order, where they may not be all of it
     """
 
     needs: Callable[[Operation, Factor, int, int, int], tuple[int, int]]
     wrap: Callable[[Operation], bool] = lambda op: False
+    reads: Callable[[Operation, Factor, int, int, int], Sequence[tuple[int, int]]] | None = None
+
+    def parts(self, op: Operation, factor: Factor, operand: int, start: int, stop: int) -> Sequence[tuple[int, int]]:
+        """The parts of a run that are read: these move, no others."""
+        reads = self.reads
+        return (
+            [self.needs(op, factor, operand, start, stop)] if reads is None else reads(op, factor, operand, start, stop)
+        )
 
     @staticmethod
     def length(op: Operation, factor: Factor) -> int:

@@ -90,6 +90,9 @@ conv("with margins that differ from block to block", "b:2;h:12;c:2", "kh:5;c:2;o
      lambda x, w: convolved(x, w, [(3, 1, 4)], (6,)))  # fmt: skip
 conv("wider than a block", "b:2;h:8;c:2", "kh:7;c:2;o:2", lambda x, w: mtf.conv1d(x, w, dilation=2),
      lambda x, w: convolved(x, w, [(1, 2, 6)], (8,)))  # fmt: skip
+conv("with taps further apart than a block is long", "b:2;h:8;c:2", "kh:3;c:2;o:2",
+     lambda x, w: mtf.conv1d(x, w, dilation=3),
+     lambda x, w: convolved(x, w, [(1, 3, 3)], (8,)))  # fmt: skip
 conv("channels first", "b:2;c:2;h:4;w:6", "o:2;c:2;kh:3;kw:2",
      lambda x, w: mtf.conv2d(x, w, padding={"h": (1, 1)}, spatial={"h": "kh", "w": "kw"}),
      lambda x, w: convolved(

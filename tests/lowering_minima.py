@@ -73,6 +73,7 @@ SAMPLE = (
     "conv_of_split_rows_with_gradients",
     "cosine_similarity_step",
     "decode_with_a_split_cache_fused",
+    "dilated_conv_that_reaches_past_its_neighbours",
     "dispatch_and_combine_step",
     "experts_by_biased_groups_over_the_data_step",
     "factor_moved_out_of_a_sum",

@@ -102,7 +102,7 @@ def gathered_run(
     axis: int,
     axes: tuple[str, ...],
     context: Context,
-    needs: Callable[[int], tuple[int, int]],
+    needs: Callable[[int], tuple[tuple[int, int], Sequence[tuple[int, int]]]],
     size: int,
     wrap: bool,
     received: bool = True,
@@ -113,7 +113,8 @@ def gathered_run(
       x: this device's block.
       axis: where the split dim stands.
       axes: the mesh axes that split it, major first.
-      needs: number of a block along `axes` -> the indices [begin, end) that it needs; shorter runs end in anything.
+      needs: number of a block along `axes` -> the indices [begin, end) that it needs, and the parts that it reads; what
+        lies between these is anything, and shorter runs end in anything.
       size: of the whole dim.
       wrap: whether the run goes round.
       received: whether others send; else only what lies here comes.
@@ -121,15 +122,16 @@ def gathered_run(
     mesh, block = context.mesh, x.shape[axis]
     count = mesh.group_size(axes)
     spans = [needs(j) for j in range(count)]
-    length = max(end - begin for begin, end in spans)
+    length = max(end - begin for (begin, end), _ in spans)
     pieces: list[_Piece] = []
     at_home: list[_Piece] = []
-    for j, (begin, end) in enumerate(spans):
-        at = begin if wrap else max(begin, 0)
-        for run in runs(begin, end, size, block, wrap):
-            piece = _Piece(run.source, j, run.begin - run.source * block, at - begin, run.end - run.begin)
-            (at_home if run.source == j else pieces).append(piece)
-            at += piece.length
+    for j, ((begin, _), parts_read) in enumerate(spans):
+        for first, last in parts_read:
+            at = first if wrap else max(first, 0)
+            for run in runs(first, last, size, block, wrap):
+                piece = _Piece(run.source, j, run.begin - run.source * block, at - begin, run.end - run.begin)
+                (at_home if run.source == j else pieces).append(piece)
+                at += piece.length
     index = context.index(axes)
     parts, table, width = [x], np.full((count, length), -1), block
     _fill(table, at_home, 0)

@@ -225,16 +225,19 @@ def _with_halos(
                 lower.wrap(op),
                 (n, dim) in received,
             )
-            runs[dim] = Run(tuple(begin for begin, _ in spans), context.index(axes[f.name]))
+            runs[dim] = Run(tuple(begin for (begin, _), _ in spans), context.index(axes[f.name]))
         arrays.append(x)
         found.append(runs)
     return run_row(replace(part, runs=tuple(found)), row_of(op).local, arrays)
 
 
-def _spans(op: Operation, lower: Halo, f: Factor, operand: int, count: int) -> list[tuple[int, int]]:
-    """What each of `count` blocks needs of an operand's dim."""
+def _spans(
+    op: Operation, lower: Halo, f: Factor, operand: int, count: int
+) -> list[tuple[tuple[int, int], Sequence[tuple[int, int]]]]:
+    """What each of `count` blocks needs of an operand's dim, and the parts that it reads of that."""
     made = lower.length(op, f) // count
-    return [lower.needs(op, f, operand, j * made, (j + 1) * made) for j in range(count)]
+    blocks = [(op, f, operand, j * made, (j + 1) * made) for j in range(count)]
+    return [(lower.needs(*block), lower.parts(*block)) for block in blocks]
 
 
 def _within_margins(
@@ -332,8 +335,9 @@ def _widened(i: Widen, x: Array, context: Context) -> Array:
     axis, size = shape.index(margin.dim), shape.dim(margin.dim).size
     block = x.shape[axis]
 
-    def needs(j: int) -> tuple[int, int]:
-        return j * block - margin.before, (j + 1) * block + margin.after
+    def needs(j: int) -> tuple[tuple[int, int], Sequence[tuple[int, int]]]:
+        run = j * block - margin.before, (j + 1) * block + margin.after
+        return run, [run]
 
     return gathered_run(x, axis, i.steps[0].axes, context, needs, size, margin.wrap)
 

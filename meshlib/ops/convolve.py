@@ -59,6 +59,30 @@ def _needs(op: Operation, factor: Factor, operand: int, start: int, stop: int) -
     return slide.second_run((0, slide.out), (start, stop))
 
 
+def _reads(op: Operation, factor: Factor, operand: int, start: int, stop: int) -> Sequence[Range]:
+    """Without what lies between taps that are further apart than a block is long."""
+    needed = _needs(op, factor, operand, start, stop)
+    windows: tuple[Window, ...] = op.attrs["windows"]
+    slide = next(w.slide for w in windows if w.first == factor.operands[0])
+    halo = factor.role is Role.HALO
+    apart, along = (slide.dilation, slide.stride) if halo else (slide.stride, slide.dilation)
+    joined = halo or operand == 0
+    if operand == factor.lead or (joined and abs(apart) <= abs(along) * (stop - start - 1) + slide.spread):
+        return [needed]
+    if halo:
+        parts = [slide.first_run((start, stop), (tap, tap + 1)) for tap in range(slide.second)]
+    else:
+        run = slide.first_run if operand == 0 else slide.second_run
+        parts = [run((i, i + 1), (start, stop)) for i in range(slide.out)]
+    found: list[Range] = []
+    for begin, end in sorted(part for part in parts if part[0] < part[1]):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((begin, end))
+    return found
+
+
 def _local(block: Block, x: Array, w: Array) -> Array:
     windows: tuple[Window, ...] = block.attrs["windows"]
     first, second = (t.shape for t in block.inputs)
@@ -140,7 +164,7 @@ CONVOLUTION = operation(
     linear=lambda op: Linear((0, 1)),
     work=_work,
     product=_product,
-    lower=Halo(_needs),
+    lower=Halo(_needs, reads=_reads),
 )
 
 

@@ -145,27 +145,35 @@ class _Rows:
     operand: int
     count: int
 
-    def runs(self) -> Iterator[list[Run]]:
-        """Per block what it needs, cut at the blocks that have it."""
-        op, f = self.op, self.factor
-        lower, dim = op.kind.lower, f.operands[self.operand]
-        assert isinstance(lower, Halo)
-        assert dim is not None
-        size, made = op.inputs[self.operand].shape.dim(dim).size, lower.length(op, f) // self.count
-        for j in range(self.count):
-            needed = lower.needs(op, f, self.operand, j * made, (j + 1) * made)
-            yield list(runs(*needed, size, size // self.count, lower.wrap(op)))
-
     def given_away(self) -> list[int]:
         """How many indices each block gives to others."""
         sent = [0] * self.count
-        for j, needed in enumerate(self.runs()):
-            for run in needed:
-                if run.source != j:
-                    sent[run.source] += run.end - run.begin
+        for j in range(self.count):
+            for part in self._halo.parts(self.op, self.factor, self.operand, *self._made(j)):
+                for run in self._cut(part):
+                    if run.source != j:
+                        sent[run.source] += run.end - run.begin
         return sent
 
     @property
     def longest(self) -> int:
         """The most indices that a block holds when it has got what it needs: all devices hold as many."""
-        return max(sum(run.end - run.begin for run in needed) for needed in self.runs())
+        needed = [self._halo.needs(self.op, self.factor, self.operand, *self._made(j)) for j in range(self.count)]
+        return max(sum(run.end - run.begin for run in self._cut(each)) for each in needed)
+
+    @property
+    def _halo(self) -> Halo:
+        assert isinstance(self.op.kind.lower, Halo)
+        return self.op.kind.lower
+
+    def _made(self, block: int) -> tuple[int, int]:
+        """The indices that a block works on."""
+        made = self._halo.length(self.op, self.factor) // self.count
+        return block * made, (block + 1) * made
+
+    def _cut(self, needed: tuple[int, int]) -> Iterator[Run]:
+        """Indices of the operand cut at the blocks that have them."""
+        dim = self.factor.operands[self.operand]
+        assert dim is not None
+        size = self.op.inputs[self.operand].shape.dim(dim).size
+        return runs(*needed, size, size // self.count, self._halo.wrap(self.op))

@@ -204,13 +204,21 @@ def _with_halos(
         for group in instruction.outputs[0].sharding.mesh.groups(axes[f.name]):
             made, block = lower.length(op, f) // len(group), size // len(group)
             for n, device in enumerate(group):
-                begin, end = lower.needs(op, f, operand, n * made, (n + 1) * made)
+                begin, _ = lower.needs(op, f, operand, n * made, (n + 1) * made)
                 pieces = [before[device][(np.s_[:],) * axis + (np.s_[:0],)]]
-                for run in runs(begin, end, size, block, lower.wrap(op)):
-                    if run.source == n or dim in received:
-                        at = run.begin - run.source * block
-                        cut_out = (np.s_[:],) * axis + (np.s_[at : at + run.end - run.begin],)
-                        pieces.append(before[group[run.source]][cut_out])
+                at_end = begin if lower.wrap(op) else max(begin, 0)
+                for first, last in lower.parts(op, f, operand, n * made, (n + 1) * made):
+                    cut = list(runs(first, last, size, block, lower.wrap(op)))
+                    if cut and (first := first if lower.wrap(op) else max(first, 0)) > at_end:
+                        unread = list(before[device].shape)
+                        unread[axis] = first - at_end
+                        pieces.append(np.zeros(unread, before[device].dtype))
+                    for run in cut:
+                        if run.source == n or dim in received:
+                            at = run.begin - run.source * block
+                            cut_out = (np.s_[:],) * axis + (np.s_[at : at + run.end - run.begin],)
+                            pieces.append(before[group[run.source]][cut_out])
+                    at_end = max(at_end, last)
                 blocks[device] = np.concatenate(pieces, axis=axis)
                 starts[device][dim] = begin if lower.wrap(op) else max(begin, 0)
     return blocks, starts

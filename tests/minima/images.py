@@ -110,6 +110,17 @@ def dilated_conv_of_split_rows(t: str) -> Case:
 
 
 @row
+def dilated_conv_that_reaches_past_its_neighbours(t: str) -> Case:
+    """Taps 12 rows apart, in blocks of 8: a block in the middle gives 4 rows to each neighbour and 4 to the one after.
+
+    Rows between the taps are read by nobody. Two blocks of 16 rows give each other 12.
+    """
+    x = given("x", [D("b", 2), D("h", 8 * N if N > 2 else 32), D("w", 4), C], t)
+    w = weight("f", [KH, KW, C, OUT], t)
+    return Case({"y": mtf.conv2d(x, w, dilation=[12, 1])}, [], MESH, "h:m", rows(x, 12, t))
+
+
+@row
 def two_convs_of_one_image(t: str) -> Case:
     """The wider window's edges serve the narrower one."""
     x = given("x", IMAGE, t)
