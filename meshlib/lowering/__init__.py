@@ -19,6 +19,8 @@ How each operation is split is chosen for the whole graph at once: the least byt
                   `Program.choice` has the gap to the lower bound                                          elimination
     problem       enters a graph's operations and tensors; the bodies of loops are problems of their own. What runs
                   under assigned shardings for nothing, as an optimizer's update does, is not searched           problem
+    accumulators  the gradients that loops add up stay pending sums until the last trip of the outermost loop, as far as
+                  memory allows it; one trial of each such body says how its terms are made          accumulators, loops
 
 Ties go to fewer collectives, then to the plain reading of the layout. With all strategies known, `partition` writes the
 program in one sweep, and `passes`, `halos`, `fuse` and `order` finish it; the checker follows each.

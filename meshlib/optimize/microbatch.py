@@ -48,6 +48,8 @@ def serialize_training_step(
     Returns: (grads, outputs). `grads` are those of all trainable variables of the graph, in their order, for
       `Optimizer.apply_grads`. `outputs` are those of model_fn: where they have the batch dim they are put together in
       the order of the batch, where not, float ones follow `reduction` and all others are summed.
+    Bytes: gradients are reduced over a split batch once per step, after the last microbatch, scanned layers or not. Of
+      fully sharded weights that `mtf.scan` goes over, each microbatch scatters each layer's gradient.
     Raises: GraphError if num_splits does not divide, if model_fn returns no loss, or if a trainable variable has no
       part in it.
     Source: the function of this name in Mesh TensorFlow.
