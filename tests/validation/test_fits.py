@@ -9,7 +9,7 @@ import pytest
 from meshlib.estimation.fitting import memory_on
 from meshlib.validation.policies import NotExpressed
 from meshlib.validation.runs import Run, run_of
-from meshlib.validation.training import _lowered
+from meshlib.validation.training import lowered
 from tests.effort import deep
 from tests.validation.test_validate import FILE
 
@@ -37,7 +37,7 @@ def test_published_decoders_fit() -> None:
     assert len(runs) >= (37 if deep() else len(SAMPLE))
     too_large = []
     for run in runs:
-        memory = memory_on(_lowered(run, training=True), run.slice)
+        memory = memory_on(lowered(run, training=True), run.slice)
         if not memory.fits:
             too_large.append(run)
     assert not too_large, [run.name for run in too_large]

@@ -11,7 +11,7 @@ from meshlib.validation.machine import slice_of
 from meshlib.validation.measured import flops_per_token, local_layers, parameters
 from meshlib.validation.policies import NotExpressed
 from meshlib.validation.runs import run_of
-from meshlib.validation.training import _lowered, config_of
+from meshlib.validation.training import lowered, config_of
 from meshlib.validation.validating import check_row
 from tests.effort import each
 from tests.validation.rows import TRAINING
@@ -54,7 +54,7 @@ def test_slices_are_joined_by_the_axis_that_the_row_names():
     """On 16 x 16 chips no way to lay 64 x 4 takes whole torus axes: tensor parallelism must not leave the slice."""
     layout = {"ici_fsdp": 64, "ici_tensor": 4, "dcn_data": 4}
     run = run_of({**SLICES, "layout": layout, "batch": {"per_device_batch_size": 2, "seq": 2048}})
-    placement = placed(run.slice, _lowered(run, training=False), whole_axes=True, across=run.across)
+    placement = placed(run.slice, lowered(run, training=False), whole_axes=True, across=run.across)
     assert {axis for axis, factors in placement.factors for f in factors if f.place == DCN} == {"slices"}
 
 
