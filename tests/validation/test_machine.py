@@ -11,7 +11,7 @@ from meshlib.validation.machine import slice_of
 from meshlib.validation.measured import flops_per_token, local_layers, parameters
 from meshlib.validation.policies import NotExpressed
 from meshlib.validation.runs import run_of
-from meshlib.validation.training import lowered, config_of
+from meshlib.validation.training import config_of, lowered
 from meshlib.validation.validating import check_row
 from tests.effort import each
 from tests.validation.rows import TRAINING

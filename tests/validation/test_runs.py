@@ -13,7 +13,7 @@ from meshlib.estimation.physics import CALIBRATED, Physics
 from meshlib.validation.naive import naive_seconds, naive_without_chip_seconds
 from meshlib.validation.policies import NotExpressed, Policy, lightest, policy_of
 from meshlib.validation.runs import run_of
-from meshlib.validation.training import lowered, config_of, layout_of, prepare
+from meshlib.validation.training import config_of, layout_of, lowered, prepare
 from tests.validation.rows import BY_NAME, TRAINING
 
 ROWS = {row["id"]: row for row in TRAINING}
