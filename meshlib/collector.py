@@ -4,12 +4,14 @@ A plan is many small objects, nearly all of which stay until it is done: the col
 and again, and find nothing, for an eighth of the time that it takes to plan a step of DeepSeek-V3 or ResNet-50. Pausing
 it alone moves that cost to the user's next allocation, at which all that is new is looked at. So what is new at the end
 joins the oldest generation, unlooked at, and is counted. When the count exceeds a share of what was alive after the
-last full collection, as in CPython's own rule for its oldest generation, the call that planned collects.
+last full collection, as in CPython's own rule for its oldest generation, the call that planned collects. Bytes of
+constants are counted by themselves: a process with a million objects must not keep gigabytes in a few graphs.
 """
 
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
@@ -17,38 +19,50 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-SHARE = 2  # a collection when half as many objects have joined as were alive
-LEAST = 75_000  # objects, for which a collection is worth it
-OBJECT_BYTES = 256  # of arrays, that count as an object: a graph of few operations may hold large constants
+SHARE = 2  # a collection when half as many objects, or bytes, have joined as were alive
+LEAST_OBJECTS = 75_000  # for which a collection is worth it
+LEAST_BYTES = 32 * 2**20  # of arrays in graphs: a graph of few operations may have large constants
 
 
 class _Joined:
-    """Objects that have joined the oldest generation since the last full collection, and those alive after it."""
+    """Objects, and bytes of arrays in graphs, since the last full collection, and what was alive after it."""
 
     def __init__(self) -> None:
-        self.objects = 0
-        self.alive = 0
+        self.objects = self.objects_alive = 0
+        self.bytes = self.bytes_alive = 0  # `bytes_alive` is exact at any time, `bytes_before` as of that collection
+        self.bytes_before = 0
 
     def settle(self) -> None:
-        """Let new objects join the oldest generation; collect if there are enough of them."""
+        """Let new objects join the oldest generation; collect if there are enough of them, or of their bytes."""
         self.objects += gc.get_count()[0]
-        if gc.get_freeze_count():  # the user's, who would find them thawed
+        many_bytes = self.bytes > max(LEAST_BYTES, self.bytes_before // SHARE)
+        if gc.get_freeze_count():  # the user's, who would find them thawed: what is new stays where it is
+            if many_bytes:
+                gc.collect()
+                self.bytes, self.bytes_before = 0, self.bytes_alive
             return
         gc.freeze()
         gc.unfreeze()  # two moves of whole lists, from all generations into none and from there into the oldest
-        if self.objects > max(LEAST, self.alive // SHARE):
+        if many_bytes or self.objects > max(LEAST_OBJECTS, self.objects_alive // SHARE):
             gc.collect()
             gc.freeze()
-            self.alive, self.objects = gc.get_freeze_count(), 0
+            self.objects_alive, self.objects = gc.get_freeze_count(), 0
+            self.bytes_before, self.bytes = self.bytes_alive, 0
             gc.unfreeze()
+
+    def release(self, byte_count: int) -> None:
+        """Count bytes as gone."""
+        self.bytes_alive -= byte_count
 
 
 _joined = _Joined()
 
 
-def held(byte_count: int) -> None:
-    """Note that so many bytes are held by what only a collection frees, such as a graph."""
-    _joined.objects += byte_count // OBJECT_BYTES
+def held(holder: object, byte_count: int) -> None:
+    """Note that `holder`, which only a collection frees, as it does graphs, has an array of so many bytes."""
+    _joined.bytes += byte_count
+    _joined.bytes_alive += byte_count
+    weakref.finalize(holder, _joined.release, byte_count).atexit = False
 
 
 def uncollected(function: Callable[P, T]) -> Callable[P, T]:

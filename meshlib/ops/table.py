@@ -77,8 +77,9 @@ def table(graph: Graph, value: Array, shape: Shape, dtype: DType, name: str | No
             f"{at('constant')}: the array {dtype}{shape} takes {count} bytes, more than the {LARGEST_BYTES} of a "
             "constant; feed it through mtf.input, or give it to mtf.variable as its initial value"
         )
-    held(count)
-    attrs = {"value": FrozenArray.of(_stored(value, dtype)), "shape": shape, "dtype": dtype}
+    frozen = FrozenArray.of(_stored(value, dtype))
+    held(frozen, count)
+    attrs = {"value": frozen, "shape": shape, "dtype": dtype}
     return build_source(graph, TABLE, attrs, "constant" if name is None else name).output
 
 
