@@ -15,6 +15,7 @@ from meshlib.loop_record import LoopRecord
 from meshlib.lowering.accumulators import Destination, accumulated_terms, destination
 from meshlib.lowering.homes import Homes
 from meshlib.lowering.simplification import Simplified
+from meshlib.operation import Kind
 from meshlib.program.instructions import Value
 from meshlib.program.records import Program
 
@@ -128,7 +129,7 @@ class Loops:
         for y in terms:
             end = inside[y]
             there = destination(y, self.graph, self.homes, self.fetched) or Destination(homes.of(end), inf)
-            if y in sums:
+            if y in sums and end.operation.kind.kind is not Kind.INPUT:  # a carry may be stacked as it comes in
                 homes.bind(end, sums[y])
             homes.destinations[end] = replace(there.of(end), accumulator=homes.of(end))
         return homes, wanted

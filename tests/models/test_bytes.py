@@ -428,11 +428,11 @@ def test_with_everything_brought_home(sabotage):
 
 def test_without_sharing_what_was_gathered(sabotage):
     """Lookup and logits gather the table apart."""
-    bring = places.Places.bring
+    use = places.Places.use
 
     def for_itself(self: Any, t: mtf.Tensor, *args: Any) -> Any:
         del self.instances[t][1:]
-        return bring(self, t, *args)
+        return use(self, t, *args)
 
-    sabotage.setattr(places.Places, "bring", for_itself)
+    sabotage.setattr(places.Places, "use", for_itself)
     assert_sends_more("fsdp", 4, allowed("fsdp", 4))
