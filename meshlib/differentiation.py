@@ -7,7 +7,7 @@ summed over, so each group is reduced once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextvars import ContextVar
 
 from meshlib.checks import at, items
@@ -136,8 +136,11 @@ def _rewritten(graph: Graph, rewrite: Rewrite, cotangents: dict[Tensor, list[Ten
         dys = [add_n(cotangents[y]) for y in results]
         if rewrite.gradient is None:
             return _recomputed(graph, rewrite, results, dys)
-        made = rewrite.gradient(list(rewrite.inputs), results, dys)
-        found = items(made, "custom_gradient", "what gradient returns")
+        if rewrite.residuals is None:
+            given = rewrite.gradient(list(rewrite.inputs), results, dys)
+        else:
+            given = _of_residuals(graph, rewrite, dict(zip(results, dys, strict=True)), cotangents)
+        found = items(given, "custom_gradient", "what gradient returns")
     if len(found) != len(rewrite.inputs):
         raise GraphError(
             f"{at('custom_gradient')}: gradient must return {len(rewrite.inputs)} cotangents, got {len(found)}"
@@ -147,6 +150,22 @@ def _rewritten(graph: Graph, rewrite: Rewrite, cotangents: dict[Tensor, list[Ten
         if dx.type != x.type.of_cotangents:
             raise ShapeError(f"{at('custom_gradient')}: the cotangent {dx} does not have the type of {x}")
     return sides
+
+
+def _of_residuals(
+    graph: Graph, rewrite: Rewrite, dys: Mapping[Tensor, Tensor], cotangents: Mapping[Tensor, object]
+) -> Sequence[Tensor | None]:
+    if any(y in cotangents for op in rewrite.written for y in op.outputs):
+        raise GraphError(
+            f"{at('gradients')}: {rewrite.operations[0]} has a derivative rule, of which no second derivative can be "
+            "taken here; take the first one in JAX, by jax.grad"
+        )
+    assert rewrite.gradient is not None
+    assert rewrite.residuals is not None
+    count = len(graph.operations)
+    made: Sequence[Tensor | None] = rewrite.gradient(rewrite.residuals, [dys.get(y) for y in rewrite.results])
+    rewrite.written.extend(graph.operations[count:])
+    return made
 
 
 def _is_read(op: Operation) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from meshlib.graph import Graph, Operation, Tensor
@@ -14,7 +14,9 @@ from meshlib.origin import written_at
 class Rewrite:
     """Operations of a graph, in its order, whose gradient is `gradient(inputs, results, cotangents)`.
 
-    With None they are computed again for it, except for the values `kept`, each with where it is kept.
+    With None they are computed again for it, except for the values `kept`, each with where it is kept. With `residuals`
+    it is `gradient(residuals, cotangents)`, of which there is one for each result, None where there is none; there
+    are no second derivatives.
     """
 
     operations: tuple[Operation, ...]
@@ -22,6 +24,9 @@ class Rewrite:
     results: tuple[Tensor, ...]
     gradient: Callable[..., Any] | None
     kept: tuple[tuple[Tensor, Tensor], ...] = ()
+    residuals: tuple[Tensor, ...] | None = None
+    # what `gradient` has written so far, of which no further gradient is taken
+    written: list[Operation] = field(default_factory=list)
 
 
 def replay(
@@ -57,7 +62,11 @@ def replay(
             inputs = [graph.adopt(made.get(x, x)) for x in rewrite.inputs]
             results = [made.get(y, y) for y in rewrite.results]
             kept = tuple((made.get(y, y), made.get(where, where)) for y, where in rewrite.kept)
-            graph.rewrites.append(Rewrite(run, tuple(inputs), tuple(results), rewrite.gradient, kept))
+            read = rewrite.residuals
+            residuals = None if read is None else tuple(graph.adopt(made.get(x, x)) for x in read)
+            graph.rewrites.append(
+                Rewrite(run, tuple(inputs), tuple(results), rewrite.gradient, kept, residuals, rewrite.written)
+            )
     return made
 
 

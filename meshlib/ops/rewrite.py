@@ -54,8 +54,39 @@ def custom_gradient(function: Function, gradient: Function, explicit_inputs: Seq
     return _with_gradient(function, explicit_inputs, "custom_gradient", gradient)
 
 
+def gradient_of_residuals(
+    function: Callable[..., tuple[Sequence[Tensor], Sequence[Tensor]]],
+    gradient: Callable[[Sequence[Tensor], Sequence[Tensor | None]], Sequence[Tensor | None]],
+    explicit_inputs: Sequence[Tensor],
+) -> list[Tensor]:
+    """The results of function(*explicit_inputs), which returns them and the residuals that its gradient reads.
+
+    Args:
+      function: takes the inputs, returns a list of results and a list of residuals, any tensors. A checkpoint or loop
+        around computes residuals again, or keeps them, as it does with any value.
+      gradient: takes the residuals and a cotangent for each result, None where there is none; returns a cotangent, or
+        None, per input. It must not refer to other tensors.
+      explicit_inputs: where gradients go.
+    Returns: the results.
+    """
+    residuals: list[Tensor] = []
+
+    def results(*inputs: Tensor) -> list[Tensor]:
+        made, read = function(*inputs)
+        residuals.extend(read)
+        return list(made)
+
+    made: list[Tensor] = _with_gradient(results, explicit_inputs, "custom_gradient", gradient, residuals=residuals)
+    return made
+
+
 def _with_gradient(
-    function: Function, explicit_inputs: Sequence[Tensor], what: str, gradient: Function | None, remat: Policy = "full"
+    function: Function,
+    explicit_inputs: Sequence[Tensor],
+    what: str,
+    gradient: Function | None,
+    remat: Policy = "full",
+    residuals: Sequence[Tensor] | None = None,
 ) -> Any:
     if not callable(function):
         raise GraphError(f"{at(what)}: expected a function of tensors, got {function!r:.80}")
@@ -74,7 +105,8 @@ def _with_gradient(
     own = [] if gradient is None else _own(results, graph.operations[count:])
     run = tuple(graph.operations[count:])
     if run:
-        graph.rewrites.append(Rewrite(run, tuple(inputs), tuple(own), gradient, kept))
+        read = None if residuals is None else tuple(residuals)
+        graph.rewrites.append(Rewrite(run, tuple(inputs), tuple(own), gradient, kept, read))
     if gradient is None:
         return made
     return own[0] if isinstance(made, Tensor) else tuple(own) if isinstance(made, tuple) else own

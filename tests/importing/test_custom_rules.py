@@ -1,9 +1,8 @@
-"""Derivative rules that are not the derivative of the forward are refused by name; those of JAX's functions are not."""
+"""Derivative rules that are not the derivative of the forward are imported with it, whatever is around them."""
 
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +13,10 @@ jax = pytest.importorskip("jax")
 jnp, lax = jax.numpy, jax.lax
 
 import meshlib as mtf  # noqa: E402
-from meshlib.jax.importing.code import NotImported  # noqa: E402
+from tests.effort import some  # noqa: E402
 from tests.importing.checks import compared  # noqa: E402
 
-X = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+X, Y = np.random.default_rng(0).normal(size=(2, 4, 3)).astype(np.float32)
 
 
 @jax.custom_vjp
@@ -83,17 +82,16 @@ AROUND: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("name", OF_ITS_OWN)
-def test_a_rule_of_its_own_is_refused_by_name(name: str, around: str) -> None:
+LAYOUTS = [("rows:2;cols:3", "rows:rows;cols:cols")]
+TRIED = ["rounded-in a loop", "clipped-for each row", "square-in a checkpoint"]
+CASES = {f"{name}-{around}": (name, around) for name in OF_ITS_OWN for around in AROUND}
+
+
+@pytest.mark.parametrize("case", some([*CASES], TRIED))
+def test_its_gradient_is_that_of_its_rule(case: str) -> None:
+    name, around = CASES[case]
     function = AROUND[around](OF_ITS_OWN[name])
-    with pytest.raises(NotImported) as caught:
-        mtf.from_jax(lambda w: (function(w) * 2).sum(), X)
-    shown = "relu" if name == "flat_relu" else name  # its forward is JAX's
-    pattern = (
-        rf"{shown} \(test_custom_rules\.py:\d+\): a derivative rule of its own \(jax\.custom_(jvp|vjp)\).*its \.fun"
-    )
-    assert re.search(pattern, str(caught.value)), caught.value
+    compared(lambda w: (function(w * 2) * Y).sum(), X, names={"w": "rows cols"}, layouts=LAYOUTS)
 
 
 def test_without_its_rule_it_is_imported() -> None:

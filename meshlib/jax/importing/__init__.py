@@ -62,7 +62,8 @@ def from_jax(
 
     Args:
       fn: a function of arrays and trees of them; its forward pass, as of a loss. It may use jit, scan, checkpoint,
-        vmap, custom derivatives (of which the forward is taken), and libraries that come to that.
+        vmap, derivative rules of its own (`jax.custom_vjp`, `jax.custom_jvp`, which gradients follow), and libraries
+        that come to that.
       args: arrays, or `jax.ShapeDtypeStruct`s, in trees as `fn` takes them. What is no array in them (numbers,
         flags, functions, None) is passed on as it is.
       names: names of axes, for those that layouts speak of, beside those that arrays bear themselves (Haliax, Flax's
@@ -78,7 +79,7 @@ def from_jax(
         counted, and computed; what is done after the condition fails is not kept.
     Returns: an `ImportedGraph`: `.outputs`, `.loss`, `.variables`, `.inputs`; `.feeds(*args)` and `.state(*args)` make
       what a simulation takes of arguments; `.layout(*specs)` makes rules of PartitionSpecs. An axis that `fn` splits or
-      merges is the product of several dims; axes of length 1 are none.
+      merges is the product of several dims; axes of length 1 are none. Keys of random numbers are no results.
     Raises: NotImported, which names everything that has no counterpart, with its lines; GraphError for bad arguments;
       MissingError where JAX is not installed.
     Example:
@@ -183,7 +184,7 @@ def _check(code: Code, leaves: Sequence[Leaf], results: Sequence[str], refused: 
             continue
         for why in _faults(step):
             faults[why] = faults.get(why, 0) + 1
-    if not results:
+    if all(out.key for out in code.outs):
         raise GraphError(f"{at(WHAT)}: the function returns no array")
     for name, out in zip(results, code.outs, strict=True):
         if 0 in out.shape:
@@ -245,6 +246,8 @@ def _graph(
             writer.tensors[leaf.var] = cast(value, DTYPES[leaf.var.dtype])
         writer.run(code)
         for name, out in zip(results, code.outs, strict=True):
+            if out.key:
+                continue
             graph.outputs[name] = writer.full(writer.tensor(out), out.axes)
             graph.shapes[name] = out.shape
     graph.constraints = tuple(constraints.found)

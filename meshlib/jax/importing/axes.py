@@ -14,7 +14,7 @@ from itertools import pairwise
 from math import prod
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Axis:
     """One axis: its length, and what it is: a dim, a product of `parts` (major first), or the same as `same_as`."""
 

@@ -32,7 +32,7 @@ class NotImported(GraphError):
     """A JAX function holds something that has no counterpart; all of it is named at once."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Var:
     """One array of the traced function.
 
@@ -62,6 +62,8 @@ class Var:
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
+
+    __repr__ = __str__
 
 
 @dataclass(frozen=True)

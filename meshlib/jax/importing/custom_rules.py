@@ -1,18 +1,18 @@
-"""Derivative rules of `jax.custom_jvp` and `jax.custom_vjp`: which calls may be imported as their forward alone.
+"""Derivative rules of `jax.custom_jvp` and `jax.custom_vjp`: which calls bring theirs.
 
-The library differentiates imported programs itself, from the forward that JAX traced; a rule is not looked at. That
-is right where the rule is the derivative of the forward, written down for speed or precision, as JAX's own rules are
-(relu, logaddexp, xlogy, ...). Any other rule may be another function on purpose: a straight-through estimator, a
-clipped or reversed gradient, a surrogate slope. Calls with such rules are refused. A rule is JAX's own if all Python
-functions that it is made of are defined in JAX's files; `jax.custom_gradient` and `defjvps` wrap functions of the
-user's in some of JAX's, which keep these in their closures.
+The library differentiates imported programs itself, from the forward that JAX traced. That is right where a rule is the
+derivative of the forward, written down for speed or precision, as JAX's own rules are (relu, logaddexp, xlogy, ...).
+Any other rule may be another function on purpose: a straight-through estimator, a clipped or reversed gradient, a
+surrogate slope. Calls with such rules are imported with them, see `meshlib.jax.importing.ruled`. A rule is JAX's own if
+all Python functions that it is made of are defined in JAX's files; `jax.custom_gradient` and `defjvps` wrap functions
+of the user's in some of JAX's, which keep these in their closures.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -20,25 +20,23 @@ import jax
 
 from meshlib.origin import shown_file
 
-DECORATORS = {"custom_jvp_call": "jax.custom_jvp", "custom_vjp_call": "jax.custom_vjp"}
+DECORATORS = ("custom_jvp_call", "custom_vjp_call")
 _JAX = os.path.dirname(jax.__file__) + os.sep
 _EXPERIMENTAL = os.path.join(_JAX, "experimental", "")  # such as odeint, whose rule solves another equation
 _FORWARD = ("call_jaxpr", "fun_jaxpr")
+# Those that say how they are transposed: `jax.custom_derivatives.linear_call`, `lax.custom_linear_solve`.
+_ALWAYS = ("linear_call", "custom_linear_solve")
 
 
-def foreign_rule(eqn: Any) -> str | None:
-    """Why a call can't be imported, if it has a derivative rule that is not JAX's own."""
-    decorator = DECORATORS.get(eqn.primitive.name.removesuffix("_jaxpr"))
-    if decorator is None:
-        return None
-    rule = [value for name, value in eqn.params.items() if name not in _FORWARD]
-    foreign = [f for f in _functions(rule) if not _of_jax(f.__code__.co_filename)]
-    if not foreign:
-        return None
-    return (
-        f"{_named(eqn, foreign)}: a derivative rule of its own ({decorator}), without which gradients would be those "
-        "of its forward; where these are wanted, call the function that was decorated, its .fun"
-    )
+def has_own_rule(eqn: Any) -> bool:
+    """Whether a call has a derivative rule that the derivative of its forward may not be."""
+    name = eqn.primitive.name
+    if name in _ALWAYS:
+        return True
+    if name.removesuffix("_jaxpr") not in DECORATORS:
+        return False
+    rule = [value for key, value in eqn.params.items() if key not in _FORWARD]
+    return any(not _of_jax(f.__code__.co_filename) for f in _functions(rule))
 
 
 def _functions(rule: Any) -> Iterator[FunctionType]:
@@ -79,15 +77,10 @@ def _filled(cell: Any) -> bool:
         return False
 
 
-def _named(eqn: Any, foreign: Sequence[FunctionType]) -> str:
-    """The function that has the rule, with its line; where that is one of JAX's, with the line of the rule."""
-    inner = next(eqn.params[name] for name in _FORWARD if name in eqn.params)
+def named(eqn: Any) -> str:
+    """The function that has a rule, with its line."""
+    inner = next((eqn.params[name] for name in _FORWARD if name in eqn.params), None)
     info = getattr(getattr(inner, "jaxpr", inner), "debug_info", None)
-    name, _, place = str(getattr(info, "func_src_info", None) or "a function").partition(" at ")
+    name, _, place = str(getattr(info, "func_src_info", None) or eqn.primitive.name).partition(" at ")
     file, _, line = place.rpartition(":")
-    if _of_jax(file):  # as wrapped by jax.custom_gradient
-        rule = next((f for f in foreign if f.__name__ != "<lambda>"), None)
-        name = name if rule is None else rule.__name__
-        code = (rule or foreign[0]).__code__
-        file, line = code.co_filename, str(code.co_firstlineno)
-    return f"{name} ({shown_file(file) or os.path.basename(file)}:{line})"
+    return f"{name} ({shown_file(file) or os.path.basename(file)}:{line})" if file else name

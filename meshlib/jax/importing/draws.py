@@ -9,7 +9,7 @@ from typing import Any
 
 from meshlib.graph import Tensor
 from meshlib.jax.importing.axes import Axes
-from meshlib.jax.importing.code import DTYPES, Step
+from meshlib.jax.importing.code import DTYPES, Code, Step
 from meshlib.jax.importing.table import fresh, rule
 from meshlib.jax.importing.writing import Writer
 from meshlib.ops.elementwise import cast, floor, less, minimum
@@ -82,3 +82,10 @@ rule(
     ),
 )
 rule(KEYS, axes=_no_axes, write=lambda w, step: [None] * len(step.outs))
+
+_DRAWS = ("random_bits", "jit:_uniform", "jit:_normal", "jit:_normal_real", "jit:_bernoulli", "jit:_randint")
+
+
+def draws(code: Code) -> bool:
+    """Whether a piece of code draws random numbers."""
+    return any(step.kind in _DRAWS for step in code.walk())

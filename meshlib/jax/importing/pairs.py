@@ -68,6 +68,12 @@ def in_parts(eqn: Any, pairs: Sequence[bool]) -> Callable[..., tuple[Any, ...]] 
     def run(*xs: Any) -> tuple[Any, ...]:
         rest = iter(xs)
         operands = [(next(rest), next(rest)) if pair else next(rest) for pair in pairs]
+        if name in _BY_ELEMENT:  # numbers are not repeated in a jaxpr
+            shape = eqn.outvars[0].aval.shape
+            operands = [
+                tuple(jnp.broadcast_to(p, shape) for p in x) if isinstance(x, tuple) else jnp.broadcast_to(x, shape)
+                for x in operands
+            ]
         if name in _BY_PART:
             made = [_of_part(eqn, operands, part) for part in (0, 1)]
             return tuple(y for both in zip(*made, strict=True) for y in both)
@@ -77,6 +83,7 @@ def in_parts(eqn: Any, pairs: Sequence[bool]) -> Callable[..., tuple[Any, ...]] 
     return run
 
 
+_BY_ELEMENT = frozenset({"add", "add_any", "sub", "mul", "div", "select_n", "complex", "eq", "ne", "pow"})
 # What is done to each part as to the whole.
 _BY_PART = frozenset({
     "add", "add_any", "sub", "neg", "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "slice",
@@ -92,7 +99,13 @@ def _of_part(eqn: Any, operands: Sequence[Any], part: int) -> Sequence[Any]:
 
 
 def _product(function: Callable[[Any, Any], Any]) -> Callable[..., Parts]:
-    def run(params: Any, x: Parts, y: Parts) -> Parts:
+    """Of two complex operands, or of one and a real one."""
+
+    def run(params: Any, x: Any, y: Any) -> Parts:
+        if not isinstance(x, tuple):
+            return function(x, y[0]), function(x, y[1])
+        if not isinstance(y, tuple):
+            return function(x[0], y), function(x[1], y)
         (a, b), (c, d) = x, y
         return function(a, c) - function(b, d), function(a, d) + function(b, c)
 

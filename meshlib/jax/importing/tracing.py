@@ -16,9 +16,12 @@ from meshlib.jax.importing.axes import Axes
 from meshlib.jax.importing.code import Array, Code, Place, Step, Var, numpy_type
 from meshlib.jax.importing.contraction import mark_scores
 from meshlib.jax.importing.control import policy_of
-from meshlib.jax.importing.custom_rules import foreign_rule
+from meshlib.jax.importing.custom_rules import has_own_rule, named
+from meshlib.jax.importing.draws import draws
 from meshlib.jax.importing.pairs import Pair, Value, aval_of, flat, in_parts, is_complex, packed, parts_of
 from meshlib.jax.importing.rewrites import OWN_LINES, REWRITES
+from meshlib.jax.importing.ruled import KIND as CUSTOM_RULE
+from meshlib.jax.importing.ruled import ruled
 from meshlib.jax.importing.table import RULES
 from meshlib.origin import shown_file
 
@@ -34,6 +37,8 @@ _CALLS = {
     "custom_vjp_call_jaxpr": "fun_jaxpr",
     "custom_lin": "jaxpr",
     "composite": "jaxpr",
+    "custom_vmap_call": "call",
+    "linear_call": "callee",
     "remat_call": "call_jaxpr",
 }
 _WORD = re.compile(r"[\w.\-]+")
@@ -51,6 +56,7 @@ class Tracing:
     steps: list[Step] = field(default_factory=list)
     policy: Callable[..., Any] | None = None  # of the innermost checkpoint around
     saved: int = 0
+    in_rule: bool = False  # of a derivative, where nothing is differentiated any more
     refused: dict[str, int] = field(default_factory=dict)  # calls that can't be imported, and how often they occur
 
     # ------------------------------------------------------------ values
@@ -108,15 +114,16 @@ class Tracing:
 
     def _step(self, eqn: Any, ins: list[Value], place: Place) -> Sequence[Value]:
         name, params = eqn.primitive.name, eqn.params
-        self._refuse(eqn, ins)
+        if not self.in_rule and has_own_rule(eqn) and any(x.data and "float" in x.dtype for x in flat(ins)):
+            return self._ruled(eqn, ins, place)
         if name in _CALLS and _CALLS[name] in params:
             inner = params[_CALLS[name]]
             written_by, known = _author(inner), f"jit:{params.get('name', '')}"
-            if written_by != "jax" or (known not in RULES and known not in REWRITES):
+            # A function of JAX's name may have a rule that is not.
+            ours = known in RULES or known in REWRITES
+            if written_by != "jax" or not ours or self._holds_rules(inner):
                 return self.inline(inner, ins, place, inherit=written_by != "user")
             name = known
-            for call in getattr(inner, "jaxpr", inner).eqns:  # a function of JAX's name may have a rule that is not
-                self._refuse(call, ins)
         if name in _CHECKPOINTS:
             return self._checkpoint(eqn, ins, place)
         if name == "scan":
@@ -135,12 +142,6 @@ class Tracing:
             written = jax.make_jaxpr(other)(*(v.aval for v in eqn.invars))
             return self.inline(written, real, place, inherit=name not in OWN_LINES)
         return self._add(name, eqn, real, place)
-
-    def _refuse(self, eqn: Any, ins: Sequence[Value]) -> None:
-        """Note a call whose derivative rule would be lost."""
-        fault = foreign_rule(eqn) if any(x.data for x in flat(ins)) else None
-        if fault is not None:
-            self.refused[fault] = self.refused.get(fault, 0) + 1
 
     def _in_parts(self, eqn: Any, ins: Sequence[Value], place: Place) -> list[Value]:
         """A step on complex numbers."""
@@ -214,6 +215,35 @@ class Tracing:
         mark_scores(body)
         used = [x for x in flat(ins) if not x.key]
         return self._holding("checkpoint", eqn, used, place, (body,), remat=policy_of(policy, body))
+
+    def _holds_rules(self, closed: Any) -> bool:
+        return not self.in_rule and any(map(has_own_rule, getattr(closed, "jaxpr", closed).eqns))
+
+    def _ruled(self, eqn: Any, ins: list[Value], place: Place) -> list[Value]:
+        """A call whose derivative is what its rule says."""
+        try:
+            call = ruled(eqn)
+        except (TypeError, ValueError, NotImplementedError) as fault:
+            why = f"{named(eqn)}: its derivative rule can't be traced: {str(fault).splitlines()[0]:.200}"
+            self.refused[why] = self.refused.get(why, 0) + 1
+            call = None
+        if call is None:
+            return [self.known(np.zeros(v.aval.shape, v.aval.dtype), v.aval) for v in eqn.outvars]
+        operands, self.in_rule = flat(ins), True
+        forward = self.body(call.forward, operands, Place(place.line, ()))
+        results = len(parts_of([v.aval for v in eqn.outvars]))
+        avals = [v.aval for v in call.backward.jaxpr.invars]
+        of_residuals, of_cotangents = avals[: len(avals) - len(call.floating)], avals[len(avals) - len(call.floating) :]
+        residuals = packed(forward.outs[results:], of_residuals)
+        cotangents = [self.var(aval) for aval in of_cotangents]
+        backward = self.body(call.backward, [*residuals, *cotangents], Place(place.line, ()))
+        backward.ins, self.in_rule = cotangents, False
+        if draws(forward) and draws(backward):
+            why = f"{named(eqn)}: its derivative rule draws random numbers, as its forward does: save those instead"
+            self.refused[why] = self.refused.get(why, 0) + 1
+        return self._holding(
+            CUSTOM_RULE, eqn, operands, place, (forward, backward), moving=call.moving, floating=call.floating
+        )
 
     def _scan(self, eqn: Any, ins: list[Value], place: Place) -> list[Value]:
         consts, closed, carries = eqn.params["num_consts"], eqn.params["jaxpr"], eqn.params["num_carry"]

@@ -1,0 +1,187 @@
+"""Calls with a derivative rule of their own, as `jax.custom_vjp` and `jax.custom_jvp` make them, with that rule.
+
+JAX itself turns a call into two functions: a forward, which returns results and residuals, and a backward, from
+residuals and cotangents to cotangents of the operands. Both are imported like any other code: the forward where the
+call is, the backward when a gradient is taken. So it makes no difference how the rule was written (`defvjp`, `defjvp`,
+`defjvps`, `nondiff_argnums`, symbolic zeros), or what is around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from meshlib.graph import Tensor
+from meshlib.jax.importing.axes import Axes
+from meshlib.jax.importing.code import DTYPES, Code, Step, Var
+from meshlib.jax.importing.control import unify
+from meshlib.jax.importing.pairs import is_complex, parts_of
+from meshlib.jax.importing.table import give, rule, same_axes
+from meshlib.jax.importing.writing import Writer
+from meshlib.ops.elementwise import cast
+from meshlib.ops.reduce import reduce_sum
+from meshlib.ops.rewrite import gradient_of_residuals
+from meshlib.ops.shape import transpose
+from meshlib.ops.sources import constant
+
+KIND = "custom_rule"
+
+
+@dataclass(frozen=True)
+class Ruled:
+    """A call as JAX differentiates it, on real arrays: complex operands and results are given as two.
+
+    forward    a jaxpr from operands to results and residuals
+    backward   a jaxpr from residuals and cotangents of `floating` results to cotangents of `moving` operands
+    """
+
+    forward: Any
+    backward: Any
+    moving: tuple[int, ...]
+    floating: tuple[int, ...]
+
+
+def ruled(eqn: Any) -> Ruled:
+    """Both functions of a call whose rule JAX knows."""
+    operands, results = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
+    reals, outs = parts_of(operands), parts_of(results)
+    # What a `linear_call` is not linear in has no cotangent, in JAX neither.
+    fixed = sum(eqn.params.get(name, 0) for name in ("num_callee_consts", "num_res"))
+    moving = tuple(n for n, a in enumerate(reals) if _is_float(a) and n >= fixed)
+    floating = tuple(n for n, a in enumerate(outs) if _is_float(a))
+    function = _function(eqn)
+    trees: list[Any] = []
+
+    def in_parts(*parts: Any) -> list[Any]:
+        made = function(*_joined(parts, operands))
+        return [p for y in made for p in ((y.real, y.imag) if is_complex(y) else (y,))]
+
+    def forward(*parts: Any) -> tuple[list[Any], list[Any]]:
+        def of_moving(*given: Any) -> tuple[list[Any], list[Any]]:
+            whole = list(parts)
+            for n, x in zip(moving, given, strict=True):
+                whole[n] = x
+            made = in_parts(*whole)
+            return [made[n] for n in floating], [y for n, y in enumerate(made) if n not in floating]
+
+        floats, pull, rest = jax.vjp(of_moving, *(parts[n] for n in moving), has_aux=True)
+        residuals, tree = jax.tree_util.tree_flatten(pull)
+        trees.append(tree)
+        both = {False: iter(rest), True: iter(floats)}
+        return [next(both[n in floating]) for n in range(len(outs))], residuals
+
+    closed, (_, kept) = jax.make_jaxpr(forward, return_shape=True)(*reals)
+
+    def backward(residuals: Sequence[Any], *cotangents: Any) -> Any:
+        return jax.tree_util.tree_unflatten(trees[-1], residuals)(list(cotangents))
+
+    back = jax.make_jaxpr(backward)(kept, *(outs[n] for n in floating))
+    live, _ = dce_jaxpr(back.jaxpr, [True] * len(moving), instantiate=True)
+    return Ruled(closed, core.ClosedJaxpr(live, back.consts), moving, floating)
+
+
+def _is_float(aval: Any) -> bool:
+    return bool(jax.dtypes.issubdtype(aval.dtype, np.floating))
+
+
+def _joined(parts: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
+    rest = iter(parts)
+    return [jax.lax.complex(next(rest), next(rest)) if is_complex(a) else next(rest) for a in avals]
+
+
+def _function(eqn: Any) -> Callable[..., Sequence[Any]]:
+    """The call as a function of its operands."""
+    same = jax.make_jaxpr(lambda *xs: xs)(*(v.aval for v in eqn.invars))
+    outs = [core.Var(v.aval) for v in eqn.outvars]
+    call = eqn.replace(invars=same.jaxpr.invars, outvars=outs)
+    function: Callable[..., Sequence[Any]] = core.jaxpr_as_fun(
+        core.ClosedJaxpr(same.jaxpr.replace(eqns=[call], outvars=outs), ())
+    )
+    return function
+
+
+# ---------------------------------------------------------------- axes
+
+
+def _axes(axes: Axes, step: Step) -> None:
+    forward, backward = step.bodies
+    unify(axes, forward)
+    for inside, out in zip(forward.outs, step.outs, strict=False):
+        if not out.key:
+            same_axes(axes, Step(step.kind, [inside], [out], {}, step.place))
+    for ct, n in zip(backward.ins, step.params["floating"], strict=True):
+        give(axes, ct, step.outs[n].axes)
+    unify(axes, backward)
+    for dx, n in zip(backward.outs, step.params["moving"], strict=True):
+        for a, b in zip(dx.axes, step.ins[n].axes, strict=False):
+            axes.tie(b, a)
+
+
+# ---------------------------------------------------------------- writing
+
+
+def _write(w: Writer, step: Step) -> Sequence[Tensor | None]:
+    forward, backward = step.bodies
+    live = [n for n, out in enumerate(step.outs) if not out.key]
+    inputs = [x for x in dict.fromkeys(step.ins) if x.const is None and not x.key]
+    residuals = _read(backward)
+    written: list[Tensor] = []
+
+    def function(*given: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        written.extend(given)
+        w.tensors.update(zip(inputs, given, strict=True))
+        w.run(forward)
+        # Whatever its elements have in common, their cotangents need not.
+        results = [w.full(w.under(forward.outs[n], step.outs[n].axes), step.outs[n].axes) for n in live]
+        return results, [w.tensor(x) for x in residuals]
+
+    def gradient(kept: Sequence[Tensor], dys: Sequence[Tensor | None]) -> list[Tensor | None]:
+        inner = Writer(w.axes, dict(zip(residuals, kept, strict=True)), w.constraints)
+        of_results = dict(zip(live, dys, strict=True))
+        for ct, n in zip(backward.ins, step.params["floating"], strict=True):
+            dy, dtype = of_results[n], DTYPES[ct.dtype]
+            inner.tensors[ct] = constant(0, [], dtype) if dy is None else cast(dy, dtype)
+        inner.run(backward)
+        found: dict[Var, list[Tensor]] = {}
+        for dx, n in zip(backward.outs, step.params["moving"], strict=True):
+            if step.ins[n] in inputs and dx.number != 0:
+                found.setdefault(step.ins[n], []).append(
+                    inner.full(inner.under(dx, step.ins[n].axes), step.ins[n].axes)
+                )
+        return [_cotangent(found.get(x, []), given) for x, given in zip(inputs, written, strict=True)]
+
+    made: list[Tensor | None] = [None] * len(step.outs)
+    operands = [w.tensor(x) for x in inputs]
+    results = gradient_of_residuals(function, gradient, operands) if operands else function()[0]
+    for n, t in zip(live, results, strict=True):
+        made[n] = t
+    return made
+
+
+def _cotangent(parts: Sequence[Tensor], x: Tensor) -> Tensor | None:
+    """The sum of an operand's cotangents, which lacks the dims that the operand lacks."""
+    if not parts:
+        return None
+    total = parts[0]
+    for dx in parts[1:]:
+        total = total + dx
+    if set(total.shape) != set(x.shape):
+        total = reduce_sum(total, output_shape=x.shape)
+    return cast(transpose(total, x.shape), x.dtype.of_cotangents)
+
+
+def _read(code: Code) -> list[Var]:
+    """The values from outside that a piece of code reads, in order; known ones and keys are none."""
+    made = {*code.vars()}
+    read = [x for step in code.walk() for x in step.ins]
+    read += [*code.outs, *(x for step in code.walk() for body in step.bodies for x in body.outs)]
+    return [x for x in dict.fromkeys(read) if x not in made and x.const is None and not x.key]
+
+
+rule(KIND, axes=_axes, write=_write)
