@@ -21,6 +21,7 @@ _INFO = "jax-ml/jax jax/_src/pallas/mosaic/tpu_info.py @04c63627"
 _BOOK = "jax-ml/scaling-book @0819a7d tpus.md"
 _PRICE = "cloud.google.com/tpu/pricing (from memory)"
 _RECIPES = "AI-Hypercomputer/tpu-recipes @c8cfe2f microbenchmarks/"
+_TRAINING = "AI-Hypercomputer/tpu-recipes training/ironwood"
 # Stacks of HBM come in powers of two; the same docs print v3, v4, v5p and tpu7x in GiB.
 _READ_AS_GIB = "read as GiB, as the docs print other kinds"
 _APPLIED = "jax-ml/scaling-book applied-inference.md, February 2025"
@@ -37,6 +38,16 @@ COMMON: Figures = {
         "cycles per register of 8 x 128 of a loop over one vector instruction, beside copies that do not overlap it: "
         "what XLA reports for exp and add alone on v5e, 12.3, and on v6e, 14.5; assumed for v5p and v7",
     ),
+    "attention_backward_kernels": (
+        2,
+        "one kernel for the gradient of queries, one for those of keys and values, each of which computes the scores "
+        "again: jax-ml/jax jax/experimental/pallas/ops/tpu/flash_attention.py",
+    ),
+    "attention_tile": (
+        512,
+        "sa_block_q and sa_block_kv: AI-Hypercomputer/maxtext src/MaxText/configs/base.yml",
+    ),
+    "attention_window_tile": (512, "as attention_tile"),
     "vmem_bandwidth_ratio": (22.0, "VMEM is about 22 times HBM bandwidth (v5e): " + _BOOK),
     "cmem_bytes": (0, "only v4 has CMEM: " + _INFO),
     "hbm_reserved_bytes": (0, "not published"),
@@ -289,6 +300,15 @@ FIGURES: dict[str, Figures] = {
         "peak_bf16_flops": (2307e12, _DOCS + "tpu7x"),
         "peak_fp8_flops": (4614e12, _DOCS + "tpu7x"),
         "vpu_bf16": (True, "bf16 lanes from v6e on: " + _BOOK),
+        "attention_backward_kernels": (
+            1,
+            "both gradients from scores that are computed once, sa_use_fused_bwd_kernel: " + _TRAINING,
+        ),
+        "attention_tile": (2048, "sa_block_q, sa_block_kv and those of dkv: " + _TRAINING),
+        "attention_window_tile": (
+            1024,
+            "forward over windows, local_sa_block_q of gemma4-31b and sa_block_q of gpt-oss-120b: " + _TRAINING,
+        ),
         "vmem_bytes_per_core": (64 * MIB, "uncertain, from memory"),
         "hbm_bytes": (192 * GIB, _DOCS + "tpu7x"),
         "hbm_reserved_bytes": (2 * int(1.3 * GIB), "of each device's 96 GiB, 94.7" + _OFFERED),

@@ -34,7 +34,8 @@ class Chip:
     `name_counts` says what the number in a slice name counts ("cores" or "chips"). `wrap_axis` is the one
     axis length that has a wrap-around link; `wrap_cube` instead wraps every axis of a slice made of
     whole cubes of that edge. `*_efficiency` are the shares of nominal rates that programs reach. Of the `hbm_bytes`
-    soldered to a chip, its runtime keeps `hbm_reserved_bytes`; programs are offered the rest.
+    soldered to a chip, its runtime keeps `hbm_reserved_bytes`; programs are offered the rest. `attention_*` describe the
+    fused attention kernels that are used on the chip: how many compute the backward pass, and queries and keys of a tile.
 
     Raises: HardwareError on a size that is not a positive integer, or a rate that is not finite.
     Example:
@@ -65,6 +66,9 @@ class Chip:
     vpu_alus_per_lane: int = 4
     vpu_bf16: bool = False
     vector_loop_cycles: float = 12.0
+    attention_backward_kernels: int = 2
+    attention_tile: int = 512
+    attention_window_tile: int = 512
     vmem_bytes_per_core: int
     vmem_bandwidth_ratio: float = 22.0
     cmem_bytes: int = 0
@@ -107,6 +111,10 @@ class Chip:
         for name in _OPTIONAL:
             if getattr(self, name) is not None:
                 amount(where + name, getattr(self, name), positive=True)
+        if self.attention_backward_kernels not in (1, 2):
+            raise HardwareError(
+                f"{where}attention_backward_kernels must be 1 or 2, not {self.attention_backward_kernels}"
+            )
         if not isinstance(self.vpu_bf16, bool):
             raise HardwareError(f"{where}vpu_bf16 must be true or false, not {self.vpu_bf16!r}")
         self._check_sources(where)
@@ -202,6 +210,7 @@ class Chip:
 _COUNTS = (
     "cores_per_chip", "devices_per_chip", "mxus_per_core", "mxu_rows", "mxu_columns", "vpu_sublanes",
     "vpu_lanes", "vpu_alus_per_lane", "vmem_bytes_per_core", "hbm_bytes", "max_slice_chips", "chips_per_host",
+    "attention_backward_kernels", "attention_tile", "attention_window_tile",
 )  # fmt: skip
 _RATES = (
     "clock_hz", "mxu_efficiency", "vmem_bandwidth_ratio", "hbm_bytes_per_second", "hbm_efficiency",

@@ -10,6 +10,7 @@ import pytest
 import meshlib as mtf
 from meshlib.command import main
 from tests.compilers import FREE_WEIGHTS, IN_PIECES
+from tests.validation.rows import BY_NAME
 
 D = mtf.Dimension
 BATCH, MODEL, HIDDEN = D("batch", 8192), D("d_model", 1024), D("hidden", 4096)
@@ -91,6 +92,19 @@ def test_the_command_takes_a_name(capsys, command):
         text.append(capsys.readouterr().out)
         assert name in text[-1]
     assert text[0].replace("xla-tpu", "no-overlap") != text[1]  # and figures differ
+
+
+def test_published_rows_are_predicted_for_it(capsys, tmp_path):
+    """A gather that a step awaits: with overlap it is hidden in part."""
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps([BY_NAME["mt-v5e-16b-1x"]]))
+    errors = []
+    for name in ("xla-tpu", "no-overlap"):
+        main(["validate", "--file", str(file), "--compiler", name])
+        text = capsys.readouterr().out
+        assert f"compiler: {name}, with what rows say" in text
+        errors.append(text.splitlines()[1])
+    assert errors[0] != errors[1]
 
 
 def test_json_has_it(capsys):

@@ -68,12 +68,7 @@ def _about(under: Under, name: str, text: str, run: Run, a_slice: bool = True) -
     if name in ("check", "verify"):  # neither depends on it
         made.set_defaults(compiler=XLA_TPU.name)
     else:
-        made.add_argument(
-            "--compiler",
-            choices=[*COMPILERS],
-            default=XLA_TPU.name,
-            help="what the program is lowered and scheduled for (%(default)s)",
-        )
+        _compiler(made)
     made.add_argument(
         "--set",
         action="append",
@@ -81,6 +76,15 @@ def _about(under: Under, name: str, text: str, run: Run, a_slice: bool = True) -
         help="a field of the model's config, or an argument of the function; repeatedly",
     )
     return made
+
+
+def _compiler(made: argparse.ArgumentParser) -> None:
+    made.add_argument(
+        "--compiler",
+        choices=[*COMPILERS],
+        default=XLA_TPU.name,
+        help="what the program is lowered and scheduled for (%(default)s)",
+    )
 
 
 def _layout(made: argparse.ArgumentParser) -> None:
@@ -141,6 +145,7 @@ def _validate(made: argparse.ArgumentParser) -> None:
     made.add_argument("--file", help="JSON in the format of published results; default: the set in the package")
     made.add_argument("--refit", action="store_true", help="fit the constants to the training runs first")
     made.add_argument("--talks", action="store_true", help="the figures of the talks, in place of the rows")
+    _compiler(made)
     made.set_defaults(run=commands.validated)
 
 

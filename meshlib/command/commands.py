@@ -12,6 +12,7 @@ from layouts import Mesh
 from meshlib.command.plan import Asked, json_of, planned, plans_of, text_of
 from meshlib.command.subject import Subject, named_layouts, slice_of, subject_of, tried_values
 from meshlib.command.terminal import progress, progress_ends
+from meshlib.compiler import COMPILERS
 from meshlib.errors import GraphError, LayoutError
 from meshlib.estimation import estimate
 from meshlib.lowering import Program
@@ -175,7 +176,7 @@ def validated(args: argparse.Namespace) -> int:
     """Predicted beside published."""
     if args.talks and (args.file or args.refit):
         raise GraphError("validate: --talks has facts of its own; leave out --file and --refit")
-    print(talks() if args.talks else validate(args.file, args.refit))
+    print(talks() if args.talks else validate(args.file, args.refit, COMPILERS[args.compiler]))
     return GOOD
 
 

@@ -38,15 +38,6 @@ from meshlib.estimation.passes import Passes, awaited_seconds, product_launch_se
 from meshlib.estimation.physics import Physics
 from meshlib.estimation.products import Attention
 from meshlib.estimation.reuse import found_bytes, kept_bytes
-from meshlib.ops.attention import TILE
-
-# From this year's chips on, attention kernels compute both gradients in one pass, so that scores and their cotangents
-# are made once: sa_use_fused_bwd_kernel in AI-Hypercomputer/tpu-recipes, training/ironwood.
-FUSED_BACKWARD_SINCE = 2025
-# Queries and keys of the tiles that such kernels compute or skip: sa_block_q, sa_block_kv and those of dkv there, which
-# are 2048 but for the forward pass over windows (local_sa_block_q of gemma4-31b, sa_block_q of gpt-oss-120b).
-FUSED_TILE, FUSED_WINDOW_TILE = 2048, 1024
-
 
 SCOPED_BYTES = 16 << 20  # the compiler's default: xla_tpu_scoped_vmem_limit_kib (from memory)
 
@@ -184,7 +175,7 @@ class Times:
         """Modelled seconds of fused attention: on the MXU, on the vector unit, and of these what is not hidden."""
         chip, physics = self.chip, self.physics
         peak = chip.peak_flops("bf16") / chip.devices_per_chip * chip.mxu_efficiency * physics.product_rate
-        together = chip.year >= FUSED_BACKWARD_SINCE
+        together = chip.attention_backward_kernels == 1
         contracted, turned = work.products(together)
         padded = sum(-(-size // chip.mxu_rows) * chip.mxu_rows for size in contracted)
         scores = work.scores_in(self._tile(work))
@@ -204,6 +195,5 @@ class Times:
 
     def _tile(self, work: Attention) -> int:
         """Queries and keys of a tile of scores."""
-        if self.chip.year < FUSED_BACKWARD_SINCE:
-            return TILE
-        return FUSED_WINDOW_TILE if work.window is not None and not work.of.backward else FUSED_TILE
+        forward_in_window = work.window is not None and not work.of.backward
+        return self.chip.attention_window_tile if forward_in_window else self.chip.attention_tile

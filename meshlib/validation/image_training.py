@@ -12,6 +12,7 @@ from functools import lru_cache
 
 from hardware.slices import Slice
 from layouts import Dimension
+from meshlib.compiler import XLA_TPU, Compiler
 from meshlib.estimation import Estimate, Physics, estimate
 from meshlib.graph import Graph
 from meshlib.lowering import lower
@@ -45,22 +46,31 @@ class PreparedImages:
                 total += max(0.0, run.evaluation_seconds - math.ceil(EVALUATED / run.batch) * one)
         return total
 
+    @property
+    def utilisation(self) -> float:
+        """FLOPs of the training steps per second of the measured time, over the bf16 peak of the slice."""
+        flops = self.run.steps * self.step.useful_flops
+        return flops / self.run.measured_seconds / self.run.slice.peak_flops_per_device
+
 
 EVALUATED = 50_000  # images of ImageNet's validation set
 
 
-def prepare_images(run: ImageRun) -> PreparedImages:
+def prepare_images(run: ImageRun, compiler: Compiler = XLA_TPU) -> PreparedImages:
     """Write, lower and estimate the programs of a run.
 
     Raises: MeshlibError where the library cannot express or lay out the run.
     """
-    step = _estimated(run.config, run.dims, run.optimizer, run.slice)
+    step = _estimated(run.config, run.dims, run.optimizer, run.slice, compiler)
     evaluates = run.evaluated or run.evaluation_seconds
-    return PreparedImages(run, step, _estimated(run.config, run.dims, "", run.slice) if evaluates else None)
+    evaluation = _estimated(run.config, run.dims, "", run.slice, compiler) if evaluates else None
+    return PreparedImages(run, step, evaluation)
 
 
 @lru_cache(maxsize=16)
-def _estimated(config: ResNetConfig, dims: tuple[Dimension, Dimension], optimizer: str, slice_: Slice) -> Estimate:
+def _estimated(
+    config: ResNetConfig, dims: tuple[Dimension, Dimension], optimizer: str, slice_: Slice, compiler: Compiler
+) -> Estimate:
     """Of a training step by the optimizer of that name, or of an evaluation without one."""
     groups, _ = dims
     cores = slice_.devices // groups.size
@@ -70,7 +80,7 @@ def _estimated(config: ResNetConfig, dims: tuple[Dimension, Dimension], optimize
         if optimizer:
             rule = LarsOptimizer(0.1) if optimizer == "lars" else MomentumOptimizer(0.1)
             outputs, updates = image_step(config.replace(groups=groups), dims, rule)
-            program = lower(outputs, updates, mesh, layout)
+            program = lower(outputs, updates, mesh, layout, compiler=compiler)
         else:
-            program = lower(image_evaluation(config, dims), [], mesh, layout)
+            program = lower(image_evaluation(config, dims), [], mesh, layout, compiler=compiler)
     return estimate(program, slice_)

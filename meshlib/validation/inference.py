@@ -15,13 +15,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from hardware.chips import get_chip
-from meshlib.estimation import CALIBRATED, Estimate, Physics, balance, estimate
+from meshlib.compiler import XLA_TPU, Compiler
+from meshlib.estimation import Estimate, balance, estimate
 from meshlib.graph import Graph
 from meshlib.layers.numerics import Numerics
 from meshlib.lowering import lower
 from meshlib.models import TransformerConfig, decode_step, prefill
 from meshlib.validation.machine import slice_of
 from meshlib.validation.policies import NotExpressed
+from meshlib.validation.priced import Priced
 from meshlib.validation.runs import dimensions, known_model
 
 Row = Mapping[str, Any]
@@ -43,16 +45,16 @@ def phase_of(row: Row) -> str:
     return "prefill" if "prefill" in said.lower() else "decode"
 
 
-def seconds_of(row: Row, physics: Physics = CALIBRATED) -> tuple[float, float]:
-    """(predicted, measured) seconds: of a prefill, or of all tokens that are decoded.
+def priced(row: Row, compiler: Compiler = XLA_TPU) -> Priced:
+    """The estimate of a prefill, or of all tokens that are decoded, beside the measured time.
 
     Raises: NotExpressed, with the reason.
     """
-    est, count = estimated(row, physics)
-    return est.step_seconds * count, _measured(row, count)
+    est, count = estimated(row, compiler)
+    return Priced(est, _measured(row, count), count)
 
 
-def estimated(row: Row, physics: Physics = CALIBRATED) -> tuple[Estimate, int]:
+def estimated(row: Row, compiler: Compiler = XLA_TPU) -> tuple[Estimate, int]:
     """The estimate of a step, and how many of them the row measures."""
     batch, phase = row.get("batch") or {}, phase_of(row)
     sequences = batch.get("sequences") or batch.get("global_sequences")
@@ -67,8 +69,8 @@ def estimated(row: Row, physics: Physics = CALIBRATED) -> tuple[Estimate, int]:
             made = prefill(config, int(sequences), tokens, tokens)
         else:
             made = decode_step(config, int(sequences), context + tokens)
-        program = lower(*made, mesh=mesh, layout=layout, balance=balance(slice_, mesh))
-    return estimate(program, slice_, physics=physics), 1 if phase == "prefill" else tokens
+        program = lower(*made, mesh=mesh, layout=layout, balance=balance(slice_, mesh), compiler=compiler)
+    return estimate(program, slice_), 1 if phase == "prefill" else tokens
 
 
 def _lengths(said: str, phase: str) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from hardware.chips import Chip, get_chip
 from hardware.placement import CORES, Placement, placements
 from hardware.slices import Slice, legal_slices
 from layouts import Dimension
+from meshlib.compiler import XLA_TPU, Compiler
 from meshlib.estimation import CALIBRATED, Estimate, Physics, estimate
 from meshlib.graph import Graph, Tensor
 from meshlib.lowering import lower
@@ -25,6 +26,7 @@ from meshlib.ops.state import constrain
 from meshlib.ops.window import shift
 from meshlib.validation.machine import shape_of
 from meshlib.validation.policies import NotExpressed
+from meshlib.validation.priced import Priced
 
 # What an operation is called, without spaces, hyphens and underscores -> the collective; the first that fits counts.
 _COLLECTIVES = {
@@ -52,17 +54,15 @@ def kind_of(row: Mapping[str, Any]) -> str:
     return next((kind for word, kind in _COLLECTIVES.items() if word in plain), "")
 
 
-def seconds_of(row: Mapping[str, Any]) -> tuple[float, float]:
-    """(predicted, measured) seconds.
+def priced(row: Mapping[str, Any], compiler: Compiler = XLA_TPU) -> Priced:
+    """The estimate of what a row measures beside its time; of a collective without what makes its operand.
 
     Raises: NotExpressed, with the reason.
     """
     kind = kind_of(row)
     with Graph():
-        est, measured = _express(row, row["model"], _op(row), kind)
-    # A collective alone, without what makes its operand or copies its result.
-    beside = sum(r.total_seconds for r in est.rows if r.kind == "compute") if kind in _COLLECTIVES.values() else 0.0
-    return est.step_seconds - beside, measured
+        est, measured = _express(row, row["model"], _op(row), kind, compiler)
+    return Priced(est, measured, only_collectives=kind in _COLLECTIVES.values())
 
 
 def _op(row: Mapping[str, Any]) -> str:
@@ -70,7 +70,9 @@ def _op(row: Mapping[str, Any]) -> str:
     return str(model.get("op", "")) if isinstance(model, Mapping) else ""
 
 
-def _express(row: Mapping[str, Any], model: Mapping[str, Any], op: str, kind: str) -> tuple[Estimate, float]:
+def _express(
+    row: Mapping[str, Any], model: Mapping[str, Any], op: str, kind: str, compiler: Compiler
+) -> tuple[Estimate, float]:
     measured = row.get("measured") or {}
     if "dcn" in op.lower():
         raise NotExpressed("the number of slices behind the printed figure is not stated")
@@ -82,15 +84,17 @@ def _express(row: Mapping[str, Any], model: Mapping[str, Any], op: str, kind: st
         precision = next((p for p in EIGHT_BIT if p in words), "default")
         if precision != "default":
             dtype = "bfloat16"
-        return _alone(chip.name, _product(m, k, n, dtype, precision)), _measured(measured, chip, 2 * m * k * n, 0)
+        return _alone(chip.name, _product(m, k, n, dtype, precision), compiler), _measured(
+            measured, chip, 2 * m * k * n, 0
+        )
     if kind.startswith("HBM"):
         if not model.get("bytes"):
             raise NotExpressed("its size is not stated")
         size, stream = int(model["bytes"]), kind.split()[1]
         # Such benchmarks are written to stream: no pass is added to what they move.
-        est = _alone(chip.name, _streamed(stream, size), Physics().without_losses())
+        est = _alone(chip.name, _streamed(stream, size), compiler, Physics().without_losses())
         return est, _measured(measured, chip, 0, _STREAMS[stream] * size)
-    return _collective(row, model, op, kind, dtype), _measured(measured, chip, 0, 0)
+    return _collective(row, model, op, kind, dtype, compiler), _measured(measured, chip, 0, 0)
 
 
 def _sizes(model: Mapping[str, Any], op: str) -> tuple[int, int, int]:
@@ -143,13 +147,16 @@ def _streamed(stream: str, size_bytes: int) -> Tensor:
     return x + (y if stream == "add" else 3.0 * y)
 
 
-def _alone(chip: str, made: Tensor, physics: Physics = CALIBRATED) -> Estimate:
+def _alone(chip: str, made: Tensor, compiler: Compiler, physics: Physics = CALIBRATED) -> Estimate:
     """Every device of the smallest slice does the same."""
     name = legal_slices(chip)[0]
-    return estimate(lower({"y": made}, mesh=f"copies:{Slice(name).devices}"), name, physics=physics)
+    program = lower({"y": made}, mesh=f"copies:{Slice(name).devices}", compiler=compiler)
+    return estimate(program, name, physics=physics)
 
 
-def _collective(row: Mapping[str, Any], model: Mapping[str, Any], op: str, kind: str, dtype: str) -> Estimate:
+def _collective(
+    row: Mapping[str, Any], model: Mapping[str, Any], op: str, kind: str, dtype: str, compiler: Compiler
+) -> Estimate:
     """A collective over a group of devices of one slice, one of each chip where it has as many as chips."""
     where = row.get("slice")
     text = str(where.get("topology", "") if isinstance(where, Mapping) else where or "")
@@ -168,7 +175,7 @@ def _collective(row: Mapping[str, Any], model: Mapping[str, Any], op: str, kind:
     larger = _larger_bytes(model, kind, group, _BYTES[dtype])
     made, layout = _moved(kind, larger // _BYTES[dtype], group, dtype)
     mesh = {"group": group, "rest": slice_.devices // group}
-    program = lower({"y": made}, mesh=";".join(f"{a}:{n}" for a, n in mesh.items()), layout=layout)
+    program = lower({"y": made}, mesh=";".join(f"{a}:{n}" for a, n in mesh.items()), layout=layout, compiler=compiler)
     if kind not in {c.kind for c in program.collectives}:
         raise NotExpressed(f"the lowering does not choose {kind} for it")
     return estimate(program, slice_, placement=_over_chips(slice_, mesh, group))

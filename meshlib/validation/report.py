@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from meshlib.text import grid, seconds_text
+from meshlib.validation.rankings import TIE, Pair, share_right
 from meshlib.validation.validating import Checked, Validation, absolute, percentile
 
 MISS = 0.1  # errors beyond this get a line that says what is not modelled
@@ -20,9 +21,10 @@ _PREDICTIONS = {
 def report(v: Validation) -> str:
     """`str` of a Validation."""
     lines = [*_training(v), *_images(v), *_measurements("micro-benchmark", v.benchmarks)]
-    lines += _measurements("inference", v.inference)
+    lines += [*_measurements("inference", v.inference), *_rankings(v.pairs)]
+    lines.append(f"compiler: {v.compiler}, with what rows say of theirs")
     if v.scored:
-        lines.append(_summary("all", v.scored))
+        lines.append(_beside("all", v.scored))
     apart = [r for r in v.rows if r.apart and r.error is not None]
     if apart:
         lines += ["", f"predicted, but no measure of the model: {len(apart)} rows"]
@@ -61,9 +63,10 @@ def _training(v: Validation) -> list[str]:
 def _images(v: Validation) -> list[str]:
     if not v.images:
         return []
-    head = ("residual network", "chip", "predicted", "measured", "error")
-    lines = grid([head, *((r.name, r.chip, *_times(r), _percent(r.error)) for r in v.images)], right=(2, 3, 4))
-    lines += ["", _summary("residual networks, by the constants above, which were not fitted to them", v.images)]
+    head = ("residual network", "chip", "predicted", "measured", "error", "chip left out", "naive", "naive, left out")
+    cells = [(r.name, r.chip, *_times(r), *(_percent(r.error_of(what)) for what in _PREDICTIONS)) for r in v.images]
+    lines = grid([head, *cells], right=tuple(range(2, 8)))
+    lines += ["", _beside("residual networks, by the constants above, which were not fitted to them", v.images)]
     for r in v.images:
         if r.images is not None and r.images.assumed:
             lines.append(f"  left open by {r.name}: {'; '.join(r.images.assumed)}")
@@ -73,11 +76,26 @@ def _images(v: Validation) -> list[str]:
 def _measurements(title: str, rows: Sequence[Checked]) -> list[str]:
     if not rows:
         return []
-    head = (title, "family", "predicted", "measured", "error")
-    lines = grid([head, *((r.name, r.family, *_times(r), _percent(r.error)) for r in rows)], right=(2, 3, 4))
+    head = (title, "family", "predicted", "measured", "error", "roofline")
+    cells = [(r.name, r.family, *_times(r), *map(_percent, (r.error, r.error_of("naive_seconds")))) for r in rows]
+    lines = grid([head, *cells], right=(2, 3, 4, 5))
     for family in dict.fromkeys(r.family for r in rows):
-        lines.append(_summary(family, [r for r in rows if r.family == family]))
-    return [*lines, _summary(f"{title}s" if title.endswith("k") else title, rows)]
+        lines.append(_beside(family, [r for r in rows if r.family == family]))
+    return [*lines, _beside(f"{title}s" if title.endswith("k") else title, rows), ""]
+
+
+def _rankings(pairs: Sequence[Pair]) -> list[str]:
+    """The share of pairs in the measured order, and the pairs that are not."""
+    if not pairs:
+        return []
+    lines = ["rankings: pairs of runs of one model on one kind of chip, by what a chip does in a second"]
+    for title, same in (("on the same machine", True), ("on different numbers of chips", False)):
+        group = [pair for pair in pairs if pair.same_machine is same]
+        if group:
+            right = sum(pair.is_right for pair in group)
+            lines.append(f"  {title}: {right} of {len(group)} in the measured order ({share_right(group):.0%})")
+            lines += [f"    not {pair}" for pair in group if not pair.is_right]
+    return [*lines, f"  pairs measured within {TIE:.0%} of each other are left out", ""]
 
 
 def _times(r: Checked) -> tuple[str, str]:
@@ -87,19 +105,17 @@ def _times(r: Checked) -> tuple[str, str]:
 
 
 def _groups(kind: str, rows: Sequence[Checked], key: Callable[[Checked], str]) -> list[str]:
-    found = []
-    for name in dict.fromkeys(map(key, rows)):
-        group = [r for r in rows if key(r) == name]
-        left, naive = absolute(group, "left_out_seconds"), absolute(group, "naive_seconds")
-        line = f"  {kind} {_summary(name, group)}"
-        if left and naive:
-            line += f"; chip left out {statistics.median(left):.1%}, naive {statistics.median(naive):.1%}"
-        found.append(line)
-    return found
+    names = dict.fromkeys(map(key, rows))
+    return [f"  {kind} {_beside(name, [r for r in rows if key(r) == name])}" for name in names]
 
 
-def _summary(title: str, rows: Iterable[Checked]) -> str:
-    return f"{title}: {_of(absolute(rows))}"
+def _beside(title: str, rows: Sequence[Checked]) -> str:
+    """Errors of a group, with the median of other predictions beside."""
+    line = f"{title}: {_of(absolute(rows))}"
+    left, naive = absolute(rows, "left_out_seconds"), absolute(rows, "naive_seconds")
+    others = [f"chip left out {statistics.median(left):.1%}"] if left else []
+    others += [f"naive {statistics.median(naive):.1%}"] if naive else []
+    return f"{line}; {', '.join(others)}" if others else line
 
 
 def _of(errors: Sequence[float]) -> str:

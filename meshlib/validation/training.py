@@ -48,32 +48,34 @@ class Prepared:
         return total
 
 
-def prepare(run: Run) -> Prepared:
-    """Write, lower and estimate the programs of a run.
+def prepare(run: Run, compiler: Compiler = XLA_TPU) -> Prepared:
+    """Write, lower and estimate the programs of a run, for a compiler with what the run says of its own.
 
     Raises: MeshlibError where the library cannot express or lay out the run.
     """
     evaluated = replace(run, batch=run.evaluation_batch)
-    evaluation = _estimated(evaluated, training=False) if run.evaluation else None
-    return Prepared(run, _estimated(run, training=True), evaluation)
+    own = compiler_of(run, compiler)
+    evaluation = _estimated(evaluated, False, own) if run.evaluation else None
+    return Prepared(run, _estimated(run, True, own), evaluation)
 
 
-def compiler_of(run: Run) -> Compiler:
+def compiler_of(run: Run, compiler: Compiler = XLA_TPU) -> Compiler:
     """The compiler of a run: TensorFlow's layers are written out one after the other, JAX's are a loop."""
     return replace(
-        XLA_TPU,
-        unrolled_loops=run.encoder,
+        compiler,
+        unrolled_loops=compiler.unrolled_loops or run.encoder,
         rounding_noise_bytes=NOISE_BYTES if run.noisy else 0,
         ragged_tile_width=TILE_WIDTH if run.ragged else 0,
     )
 
 
-def _estimated(run: Run, training: bool) -> Estimate:
-    return estimate(lowered(run, training), run.slice, placement=dict(run.across) or None)
+def _estimated(run: Run, training: bool, compiler: Compiler) -> Estimate:
+    return estimate(lowered(run, training, compiler), run.slice, placement=dict(run.across) or None)
 
 
-def lowered(run: Run, training: bool = True) -> Program:
-    """The program of a training step of a run, or of a forward pass of its evaluation."""
+def lowered(run: Run, training: bool = True, compiler: Compiler | None = None) -> Program:
+    """The program of a training step of a run, or of a forward pass of its evaluation; for `compiler_of` the run."""
+    compiler = compiler or compiler_of(run)
     config = config_of(run)
     mesh = Mesh(";".join(f"{axis}:{size}" for axis, size in run.mesh))
     with Graph():
@@ -82,9 +84,9 @@ def lowered(run: Run, training: bool = True) -> Program:
             outputs, updates = train_step(
                 config, run.padded_batch, run.length, adamw, remat_of(run, config), predictions=run.predictions
             )
-            return lower(outputs, updates, mesh, layout_of(run, config, mesh), compiler=compiler_of(run))
+            return lower(outputs, updates, mesh, layout_of(run, config, mesh), compiler=compiler)
         model = transformer(config, run.padded_batch, run.length, predictions=run.predictions)
-        return lower({"loss": model.loss}, [], mesh, layout_of(run, config, mesh), compiler=compiler_of(run))
+        return lower({"loss": model.loss}, [], mesh, layout_of(run, config, mesh), compiler=compiler)
 
 
 def config_of(run: Run) -> TransformerConfig:

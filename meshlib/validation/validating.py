@@ -8,9 +8,10 @@ every other row is listed with the reason why not.
     python -m meshlib validate --file published_results.json    rows of that format
     python -m meshlib validate --refit                          with the constants fitted to those rows
 
-Runs of Transformers are predicted three times: with the calibrated constants, with constants fitted to the runs of all
-other chips, and by the naive rule (`naive`), each of these with and without the chip. Residual networks are predicted
-by the same constants, which know nothing of them.
+Rows are predicted three times: with the calibrated constants, with constants fitted to the Transformers' runs of all
+other chips, and by a naive rule with and without the chip: for training the median utilisation of other runs (`naive`),
+for inference and micro-benchmarks the roofline of nominal rates. Residual networks and inference are predicted by the
+same constants, which know nothing of them; micro-benchmarks depend on none that is fitted.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from hardware.errors import HardwareError
+from meshlib.compiler import XLA_TPU, Compiler, require_compiler
 from meshlib.documents import read_json
 from meshlib.errors import GraphError, MeshlibError
 from meshlib.estimation import CALIBRATED, Physics
@@ -32,7 +34,9 @@ from meshlib.validation.image_training import PreparedImages, prepare_images
 from meshlib.validation.images import ImageRun, image_run_of, is_of_images
 from meshlib.validation.naive import naive_seconds, naive_without_chip_seconds
 from meshlib.validation.policies import NotExpressed
+from meshlib.validation.priced import Priced
 from meshlib.validation.published import ROWS
+from meshlib.validation.rankings import Pair, ranked_pairs
 from meshlib.validation.runs import Run, run_of
 from meshlib.validation.training import Prepared, prepare
 
@@ -48,6 +52,7 @@ class Checked:
       name, family, chip: of the row.
       why_not: why there is no prediction; apart: why there is one that does not count.
       run: the training run of a Transformer; images: that of a residual network; None for other rows.
+      priced: the program of a micro-benchmark or of inference; None for other rows.
       phase: "prefill" or "decode" of inference.
       left_out_seconds: with constants fitted to other chips; naive_seconds, naive_left_out_seconds: by the naive rule.
     """
@@ -61,6 +66,7 @@ class Checked:
     apart: str = ""
     run: Run | None = None
     images: ImageRun | None = None
+    priced: Priced | None = None
     left_out_seconds: float | None = None
     naive_seconds: float | None = None
     naive_left_out_seconds: float | None = None
@@ -81,10 +87,11 @@ class Checked:
 
 @dataclass(frozen=True)
 class Validation:
-    """All rows of a file, expressed or not, and the constants they were predicted with."""
+    """All rows of a file, expressed or not, and the constants and the compiler they were predicted with."""
 
     rows: tuple[Checked, ...]
     physics: Physics = CALIBRATED
+    compiler: Compiler = XLA_TPU
 
     @property
     def scored(self) -> tuple[Checked, ...]:
@@ -116,6 +123,11 @@ class Validation:
         return absolute(self.scored, family=family)
 
     @property
+    def pairs(self) -> tuple[Pair, ...]:
+        """Of the scored training runs, those of one model on one kind of chip that have a measured order."""
+        return ranked_pairs(self.scored)
+
+    @property
     def median_error(self) -> float:
         """Of all scored rows; nan without any."""
         return statistics.median(self.errors()) if self.errors() else math.nan
@@ -141,17 +153,19 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
-def validate(path: str | Path | None = None, refit: bool = False) -> Validation:
+def validate(path: str | Path | None = None, refit: bool = False, compiler: Compiler = XLA_TPU) -> Validation:
     """Predict every row of a file of published results, or of the set in the package.
 
     Args:
       path: JSON: {"rows": [...]} or a list; each row has `id`, `family`, `chip`, `model`, `measured`, `slice`.
       refit: fit the constants to the training runs among the rows first.
+      compiler: for which programs are lowered and scheduled, with what a row says of its own software.
     Raises: GraphError for a file that cannot be read or has no rows.
     """
     rows = ROWS if path is None else _load(path)
-    checked = [check_row(row) for row in rows]
-    return _with_runs(checked, refit)
+    require_compiler(compiler, "validate")
+    checked = [check_row(row, compiler) for row in rows]
+    return _with_runs(checked, refit, compiler)
 
 
 def _load(path: str | Path) -> list[dict[str, Any]]:
@@ -162,15 +176,22 @@ def _load(path: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-def check_row(row: Mapping[str, Any]) -> Checked:
+def check_row(row: Mapping[str, Any], compiler: Compiler = XLA_TPU) -> Checked:
     """Predict what is no training run; read those that are, whose times `validate` fills in; others say why not."""
     family, kind, phase = str(row.get("family", "?")), micro.kind_of(row), inference.phase_of(row)
     title = " ".join(dict.fromkeys(word for word in (family, kind or phase) if word))
     checked = Checked(str(row.get("id", "?")), title, str(row.get("chip", "?")), None, None, phase=phase)
     try:
         if kind or phase:
-            predicted, measured = (micro if kind else inference).seconds_of(row)
-            return replace(checked, predicted_seconds=predicted, measured_seconds=measured)
+            priced = (micro if kind else inference).priced(row, compiler)
+            return replace(
+                checked,
+                priced=priced,
+                predicted_seconds=priced.predicted_seconds,
+                measured_seconds=priced.measured_seconds,
+                naive_seconds=priced.roofline_seconds,
+                naive_left_out_seconds=priced.roofline_seconds,
+            )
         if is_of_images(row):
             found = image_run_of(row)
             checked = replace(checked, family=found.family, images=found)
@@ -183,7 +204,7 @@ def check_row(row: Mapping[str, Any]) -> Checked:
         return replace(checked, why_not=f"its figures make no program: {fault}".splitlines()[0])
 
 
-def _with_runs(checked: Sequence[Checked], refit: bool) -> Validation:
+def _with_runs(checked: Sequence[Checked], refit: bool, compiler: Compiler) -> Validation:
     """Fill in the times of training runs."""
     prepared: dict[int, Prepared] = {}
     of_images: dict[int, PreparedImages] = {}
@@ -191,9 +212,9 @@ def _with_runs(checked: Sequence[Checked], refit: bool) -> Validation:
     for n, row in enumerate(rows):
         try:
             if row.run is not None:
-                prepared[n] = prepare(row.run)
+                prepared[n] = prepare(row.run, compiler)
             elif row.images is not None:
-                of_images[n] = prepare_images(row.images)
+                of_images[n] = prepare_images(row.images, compiler)
         except _UNREADABLE as fault:
             why = f"its program is refused: {fault}".splitlines()[0]
             rows[n] = replace(row, run=None, images=None, measured_seconds=None, apart="", why_not=why)
@@ -211,6 +232,28 @@ def _with_runs(checked: Sequence[Checked], refit: bool) -> Validation:
             naive_seconds=naive_seconds(p.run, runs) if n in counted else None,
             naive_left_out_seconds=naive_without_chip_seconds(p.run, runs) if n in counted else None,
         )
-    for n, found in of_images.items():
-        rows[n] = replace(rows[n], predicted_seconds=found.seconds(physics))
-    return Validation(tuple(rows), physics)
+    for n, row in enumerate(rows):
+        others = without.get(row.chip, physics)  # a chip without runs that count had no say in the constants
+        if n in of_images:
+            rows[n] = _with_images(row, of_images[n], of_images.values(), physics, others)
+        elif row.priced is not None and row.phase:
+            left_out_seconds = row.priced.seconds(others)
+            rows[n] = replace(row, predicted_seconds=row.priced.seconds(physics), left_out_seconds=left_out_seconds)
+    return Validation(tuple(rows), physics, compiler)
+
+
+def _with_images(
+    row: Checked, own: PreparedImages, runs: Iterable[PreparedImages], physics: Physics, others: Physics
+) -> Checked:
+    """A run of a residual network with its times, by the model and by the naive rule."""
+    counted = [p for p in runs if not p.run.apart]
+    like = [p.utilisation for p in counted if p.run.chip == own.run.chip]
+    unlike = [p.utilisation for p in counted if p.run.chip != own.run.chip]
+    at_peak = own.utilisation * own.run.measured_seconds
+    return replace(
+        row,
+        predicted_seconds=own.seconds(physics),
+        left_out_seconds=own.seconds(others),
+        naive_seconds=at_peak / statistics.median(like) if like else None,
+        naive_left_out_seconds=at_peak / statistics.median(unlike) if unlike else None,
+    )

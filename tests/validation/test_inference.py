@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshlib.validation.inference import estimated, phase_of, seconds_of
+from meshlib.validation.inference import estimated, phase_of, priced
 from meshlib.validation.published import ROWS
 from meshlib.validation.validating import check_row
 
@@ -51,7 +51,8 @@ def test_a_row_of_ones_own() -> None:
         "layout": {"ffn": "weight-stationary 1D", "attention": "head-sharded"}, "precision": "bf16 weights",
         "measured": {"ms_per_token": 5.0},
     }  # fmt: skip
-    predicted, measured = seconds_of(row)
+    found = priced(row)
+    predicted, measured = found.predicted_seconds, found.measured_seconds
     assert measured == pytest.approx(0.5)
     weights = 2 * (8.03e9 - 128256 * 4096) / 8  # bytes of a chip, the embedding aside
     least = 100 * weights / 819e9

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from meshlib.validation.micro import kind_of, seconds_of
+from meshlib.validation.micro import kind_of, priced
 from meshlib.validation.policies import NotExpressed
 
 V5E_LINK = 0.9 * 50e9  # bytes per second and direction
 V5P_HBM = 2765e9
+
+
+def seconds_of(given):
+    """(predicted, measured) seconds of a row."""
+    found = priced(given)
+    return found.predicted_seconds, found.measured_seconds
 
 
 def row(op, measured=None, chip="v5e", topology=None, precision=None, **model):
@@ -92,6 +98,15 @@ def test_sizes_of_collectives():
     assert len(times) == 1
     # All devices, where no group is stated.
     assert seconds_of(row("all_gather bf16", topology="2x2", bytes=1 << 26))[0] in times
+
+
+def test_the_naive_rule_is_the_roofline():
+    size = 1 << 28
+    copied, gathered = row("HBM copy", bytes=size), row("all_gather over 4, bf16", topology="2x2", bytes=size)
+    assert priced(copied).roofline_seconds == pytest.approx(2 * size / 819e9)
+    assert priced(gathered).roofline_seconds == pytest.approx(0.75 * size / 50e9)
+    product = row("matmul", chip="v7", precision="bf16", n=8192)
+    assert priced(product).roofline_seconds == pytest.approx(2 * 8192**3 / (2307e12 / 2))
 
 
 @pytest.mark.parametrize(
