@@ -34,8 +34,9 @@ class Chip:
     `name_counts` says what the number in a slice name counts ("cores" or "chips"). `wrap_axis` is the one
     axis length that has a wrap-around link; `wrap_cube` instead wraps every axis of a slice made of
     whole cubes of that edge. `*_efficiency` are the shares of nominal rates that programs reach. Of the `hbm_bytes`
-    soldered to a chip, its runtime keeps `hbm_reserved_bytes`; programs are offered the rest. `attention_*` describe the
-    fused attention kernels that are used on the chip: how many compute the backward pass, and queries and keys of a tile.
+    soldered to a chip, its runtime keeps `hbm_reserved_bytes`; programs are offered the rest.
+    `attention_*` describe the fused attention kernels of the chip: how many compute the backward pass, and queries and
+    keys of a tile.
 
     Raises: HardwareError on a size that is not a positive integer, or a rate that is not finite.
     Example:
@@ -111,10 +112,9 @@ class Chip:
         for name in _OPTIONAL:
             if getattr(self, name) is not None:
                 amount(where + name, getattr(self, name), positive=True)
-        if self.attention_backward_kernels not in (1, 2):
-            raise HardwareError(
-                f"{where}attention_backward_kernels must be 1 or 2, not {self.attention_backward_kernels}"
-            )
+        if self.attention_backward_kernels > 2:
+            count = self.attention_backward_kernels
+            raise HardwareError(f"{where}attention_backward_kernels must be 1 or 2, not {count!r:.80}")
         if not isinstance(self.vpu_bf16, bool):
             raise HardwareError(f"{where}vpu_bf16 must be true or false, not {self.vpu_bf16!r}")
         self._check_sources(where)
