@@ -31,6 +31,7 @@ HOUSE = """
 __main__
 meshlib
 command
+report
 testing sharing
 snapshots
 jax
@@ -51,7 +52,7 @@ graph+face+loop_record
 dtypes
 origin drawing safetensors records
 filesets documents
-files lazy subprocesses
+files lazy subprocesses version
 arrays names threefry special errors text foreign collector ahead
 """
 FLOORS = {unit: (n, p) for n, line in enumerate(HOUSE.split("\n")) for p in line.split() for unit in p.split("+")}
@@ -69,6 +70,10 @@ METHODS = {
     ("meshlib.program.records", "meshlib.program.work"): "Program.work",
     ("meshlib.program.records", "meshlib.program.listing"): "str(program)",
     ("meshlib.estimation.result", "meshlib.estimation.trace"): "Estimate.save_trace",
+    ("meshlib.estimation.result", "meshlib.report.page"): "Estimate.report",
+    ("meshlib.program.records", "meshlib.report.page"): "Program.report",
+    ("meshlib.searching.found", "meshlib.report.page"): "Found.report",
+    ("meshlib.searching.found", "meshlib.report.ranked"): "Found.report",
     ("meshlib.models.config", "meshlib.models.counts"): "TransformerConfig.parameters, .flops_per_token",
     ("meshlib.validation.validating", "meshlib.validation.report"): "str(validation)",
     ("meshlib.validation.talks", "meshlib.validation.talks_report"): "str(talks)",

@@ -370,6 +370,30 @@ class Estimate:
 
         save_trace(self, path)
 
+    def report(self, path: str | Path, title: str = "", compiled: object = None) -> None:
+        """Write one self-contained HTML page: the verdict, then mesh, layout, memory, timeline, roofline, collectives.
+
+        It needs no network and works without scripts, in the dark, on a phone and on paper.
+
+        Args:
+          path: of the file, such as "plan.html"; it is complete or not there.
+          title: of the page; by default mesh and slice.
+          compiled: what the real compiler said of the program, if it was asked; its text is shown.
+        Raises: GraphError where the path cannot be written.
+        Example:
+          >>> import meshlib as mtf, os, tempfile
+          >>> with mtf.Graph():
+          ...     x = mtf.input("x", [mtf.Dimension("batch", 8192), mtf.Dimension("inner", 8192)], "bfloat16")
+          ...     program = mtf.lower({"y": mtf.reduce_sum(x)}, mesh="cores:8", layout="batch:cores")
+          >>> path = os.path.join(tempfile.mkdtemp(), "plan.html")
+          >>> mtf.estimate(program, "v3-8").report(path)
+          >>> "Fits" in open(path).read()
+          True
+        """
+        from meshlib.report.page import page, write_page
+
+        write_page(path, page(self, title, compiled=compiled), "Estimate.report")
+
     def __str__(self) -> str:
         return self.table()
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import is_
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from layouts import LayoutRules, Mesh
 from meshlib.compiler import XLA_TPU, Compiler
@@ -152,6 +153,27 @@ class Program:
 
         done = [(times, local_work(program, i)) for i, program, times in walk(self)]
         return Work(sum(n * w.mxu_flops for n, w in done), sum(n * w.vpu_ops for n, w in done))
+
+    def report(self, path: str | Path, slice: Any, title: str = "") -> None:
+        """Write one self-contained HTML page about the program on a slice: `mtf.estimate(program, slice).report(path)`.
+
+        Args:
+          path: of the file, such as "plan.html"; slice: a name like "v5e-256", or a `hardware.Slice`.
+          title: of the page; by default mesh and slice.
+        Raises: SliceError for an unknown slice or one of another size than the mesh; GraphError where the path cannot
+          be written.
+        Example:
+          >>> import meshlib as mtf, os, tempfile
+          >>> with mtf.Graph():
+          ...     program = mtf.lower({"y": mtf.reduce_sum(mtf.input("x", "batch:64"))}, mesh="a:8", layout="batch:a")
+          >>> path = os.path.join(tempfile.mkdtemp(), "plan.html")
+          >>> program.report(path, "v3-8")
+          >>> os.path.getsize(path) < 1e6
+          True
+        """
+        from meshlib.report.page import report_program
+
+        report_program(self, path, slice, title)
 
     def _copied(self, to_host: bool) -> int:
         done = [(n, i) for i, _, n in walk(self) if isinstance(i, Compute) and i.operation.kind.kind is Kind.COPY]

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from meshlib.checks import items, whole
@@ -170,6 +171,18 @@ class Found:
         return sensitivity(self.build, self.objective, fitting, given, self.compiler)
 
     # ------------------------------------------------------------ text
+
+    def report(self, path: str | Path, title: str = "") -> None:
+        """Write one self-contained HTML page: that of the winner's estimate, with all that was estimated beside it.
+
+        Args:
+          path: of the file, such as "plan.html"; title: of the page; by default mesh and slice.
+        Raises: GraphError where nothing was estimated, or the path cannot be written.
+        """
+        from meshlib.report.page import page, write_page
+        from meshlib.report.ranked import alternatives_of
+
+        write_page(path, page(self.estimate(), title, alternatives_of(self), self.certificate), "Found.report")
 
     def as_json(self) -> dict[str, Any]:
         """Figures of the ranking and the certificate, for programs."""

@@ -1,0 +1,109 @@
+"""What else was looked at: step time against memory, the Pareto front, and why the others lose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshlib.report.markup import EXACT, MODELLED, folded, paragraph, section, table, text
+from meshlib.report.svg import Picture, Scale, binary_ticks
+from meshlib.text import bytes_text, seconds_text
+
+SHOWN, MOST = 12, 200
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One layout that was estimated.
+
+    Attributes:
+      name: mesh and layout, or how they are called; choices: what else differs, such as "remat full".
+      step_seconds: modelled; peak_bytes, fits: exact.
+      chosen: whether the page is about it; why: it loses, or "".
+    """
+
+    name: str
+    step_seconds: float
+    peak_bytes: float
+    fits: bool
+    chosen: bool = False
+    choices: str = ""
+    why: str = ""
+
+
+def pareto_front(alternatives: Sequence[Alternative]) -> list[Alternative]:
+    """Those that fit and that none beats in both step time and memory, the fastest first.
+
+    Example:
+      >>> a, b, c = (Alternative(n, s, m, True) for n, s, m in (("a", 1, 9), ("b", 2, 4), ("c", 3, 5)))
+      >>> [x.name for x in pareto_front([c, b, a])]
+      ['a', 'b']
+    """
+    front: list[Alternative] = []
+    for a in sorted((a for a in alternatives if a.fits), key=lambda a: (a.step_seconds, a.peak_bytes)):
+        if not front or a.peak_bytes < front[-1].peak_bytes:
+            front.append(a)
+    return front
+
+
+def alternatives(options: Sequence[Alternative], capacity_bytes: float, certificate: str = "") -> str:
+    """The section of alternatives; "" where there is nothing to choose from."""
+    if len(options) < 2:
+        return ""
+    rows = [_row(n, a) for n, a in enumerate(options[:MOST], start=1)]
+    ids = [f"alternative-{n}" for n in range(1, len(rows) + 1)]
+    head = ("", f"step {MODELLED}", f"peak {EXACT}", "", "layout", "choices", "why not")
+    first = table(head, rows[:SHOWN], (0, 1, 2), ids[:SHOWN], True, (4, 6))
+    rest = (
+        folded(f"{len(rows) - SHOWN} more", table(head, rows[SHOWN:], (0, 1, 2), ids[SHOWN:], True, (4, 6)))
+        if rows[SHOWN:]
+        else ""
+    )
+    told = paragraph(text(certificate)) if certificate else ""
+    return section("alternatives", "Alternatives", scatter(options, capacity_bytes), told, first, rest)
+
+
+def scatter(options: Sequence[Alternative], capacity_bytes: float) -> str:
+    """The picture: time to the right, memory upwards, the line that nothing beats, and what a device has."""
+    picture = Picture(460, 300, label="alternatives by step time and memory")
+    times, sizes = [a.step_seconds for a in options], [a.peak_bytes for a in options]
+    top = min(max(sizes), 4 * capacity_bytes)  # what is far too large stands at the upper edge
+    spread = max(times) - min(times) or max(times)
+    across = Scale((max(0.0, min(times) - 0.08 * spread), max(times) + 0.08 * spread), (picture.left, picture.right))
+    up = Scale((0.0, max(top, capacity_bytes) * 1.1), (picture.bottom, picture.top))
+    picture.axis_below(across, lambda t: seconds_text(t) if t else "0", "step ≈")
+    picture.axis_left(up, bytes_text, binary_ticks(up))
+    y = up(capacity_bytes)
+    picture.line(picture.left, y, picture.right, y, "limit", f"capacity {bytes_text(capacity_bytes)}")
+    picture.text(picture.right - 4, y - 4, f"capacity {bytes_text(capacity_bytes)}", anchor="end")
+    front = pareto_front(options)
+    steps = [(across(a.step_seconds), up(a.peak_bytes)) for a in front]
+    corners = [
+        p
+        for (x, y), (after, _) in zip(steps, [*steps[1:], (picture.right, 0.0)], strict=True)
+        for p in ((x, y), (after, y))
+    ]
+    if corners:
+        picture.path(corners, "front", title="nothing is both faster and smaller")
+    for n, a in reversed(list(enumerate(options, start=1))):
+        about = f"{a.name} {a.choices}: {seconds_text(a.step_seconds)}, {bytes_text(a.peak_bytes)}. {a.why}"
+        class_ = "option" + (" chosen" if a.chosen else "") + ("" if a.fits else " large")
+        href = f"#alternative-{n}" if n <= MOST else "#alternatives"
+        picture.circle(
+            across(a.step_seconds), max(picture.top, up(a.peak_bytes)), 6 if a.chosen else 4, class_, about, href
+        )
+    return str(picture)
+
+
+def _row(n: int, a: Alternative) -> tuple[str, ...]:
+    name = f"<b>{text(a.name)}</b>" if a.chosen else text(a.name)
+    fits = "" if a.fits else "does not fit"
+    return (
+        str(n),
+        text(seconds_text(a.step_seconds)),
+        text(bytes_text(a.peak_bytes)),
+        fits,
+        name,
+        text(a.choices),
+        text(a.why),
+    )

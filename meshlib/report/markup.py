@@ -1,0 +1,83 @@
+"""HTML as text: escaping, tables, and the marks of exact and modelled figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+EXACT = '<span class="mark" title="exact: counted for this program">=</span>'
+MODELLED = '<span class="mark" title="modelled: follows from rates and a schedule">≈</span>'
+
+
+def text(value: object) -> str:
+    """Any value as escaped text.
+
+    >>> text("a < b & 'c'")
+    'a &lt; b &amp; &#x27;c&#x27;'
+    """
+    return escape(str(value))
+
+
+def tag(name: str, content: str = "", **attributes: object) -> str:
+    """One element. `content` is HTML; attributes are escaped, those that are None left out, `_` becomes `-`.
+
+    >>> tag("a", text("to <b>"), href="#op-1", class_="x", title=None)
+    '<a href="#op-1" class="x">to &lt;b&gt;</a>'
+    """
+    return f"<{name}{attributes_text(attributes)}>{content}</{name}>"
+
+
+def attributes_text(attributes: dict[str, object]) -> str:
+    """Attributes of an element, with a blank before each."""
+    given = ((key.rstrip("_").replace("_", "-"), value) for key, value in attributes.items() if value is not None)
+    return "".join(f' {key}="{escape(str(value))}"' for key, value in given)
+
+
+def table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    right: Sequence[int] = (),
+    ids: Sequence[str | None] = (),
+    sortable: bool = False,
+    long: Sequence[int] = (),
+) -> str:
+    """A table in a container that scrolls by itself where the page is narrower.
+
+    Args:
+      head: column titles, HTML.
+      rows: cells, HTML.
+      right: columns of numbers, aligned to the right.
+      ids: the anchor of each row, if it has one.
+      long: columns of sentences or scoped names, which are wide.
+      sortable: whether a click on a title sorts, where scripts run.
+    """
+
+    def line(cells: Sequence[str], cell: str, anchor: str | None = None) -> str:
+        kinds = {**dict.fromkeys(right, "number"), **dict.fromkeys(long, "long")}
+        columns = (tag(cell, c, class_=kinds.get(k)) for k, c in enumerate(cells))
+        return tag("tr", "".join(columns), id=anchor)
+
+    body = [line(row, "td", ids[n] if n < len(ids) else None) for n, row in enumerate(rows)]
+    inner = tag("thead", line(head, "th")) + tag("tbody", "\n".join(body))
+    return tag("div", tag("table", inner, class_="sortable" if sortable else None), class_="scroll")
+
+
+def section(anchor: str, title: str, *parts: str) -> str:
+    """A section of the page; empty parts are left out."""
+    return tag("section", "\n".join([tag("h2", text(title)), *(p for p in parts if p)]), id=anchor)
+
+
+def paragraph(content: str) -> str:
+    """A paragraph of HTML."""
+    return tag("p", content)
+
+
+def folded(title: str, content: str, is_open: bool = False) -> str:
+    """Something that a reader can unfold, without scripts."""
+    return f"<details{' open' if is_open else ''}>{tag('summary', text(title))}{content}</details>"
+
+
+def legend(entries: Iterable[tuple[str, str]]) -> str:
+    """(class of its colour, name) of what a picture shows."""
+    items = (tag("span", f'<i class="key {class_}"></i>{text(name)}') for class_, name in entries)
+    return tag("p", " ".join(items), class_="legend")

@@ -1,0 +1,122 @@
+"""Memory of a device over the step: a stacked area by kind, the peak marked, and what is live there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from meshlib.estimation import Estimate
+from meshlib.program.memory import KINDS
+from meshlib.report.links import Anchors
+from meshlib.report.markup import EXACT, folded, legend, paragraph, section, table, text
+from meshlib.report.svg import Picture, Scale, binary_ticks
+from meshlib.text import bytes_text, seconds_text
+
+COLUMNS = 400  # moments that a picture can tell apart
+SHOWN = 12  # buffers of the peak that are not folded away
+
+
+@dataclass(frozen=True)
+class Moment:
+    """From `begin` to `end`, seconds of the step (modelled), what each of `KINDS` takes at most, bytes (exact)."""
+
+    begin: float
+    end: float
+    kinds: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """Of all kinds together."""
+        return sum(self.kinds)
+
+
+def memory_over_time(est: Estimate) -> list[Moment]:
+    """What memory holds while each fusion group or loop runs; groups that start at the same time together."""
+    usage, events = est.memory.timeline_by_kind, [e for e in est.schedule.events if e.on_core]
+    if not usage:
+        return []
+    firsts = sorted({e.first for e in events} | {len(usage)})
+    last = dict(pairwise(firsts))
+    moments: list[Moment] = []
+    for event in sorted(events, key=lambda e: (e.start, e.first)):
+        numbers = range(event.first, last.get(event.first, event.first + 1))
+        kinds = max((usage[n] for n in numbers if n < len(usage)), key=sum, default=usage[-1])
+        if moments and event.start <= moments[-1].begin:
+            kinds = max(kinds, moments.pop().kinds, key=sum)
+        elif moments:
+            moments[-1] = Moment(moments[-1].begin, event.start, moments[-1].kinds)
+        moments.append(Moment(event.start, event.end, kinds))
+    return moments
+
+
+def memory(est: Estimate, anchors: Anchors) -> str:
+    """The section of memory."""
+    m = est.memory
+    head = paragraph(
+        f"Peak {text(bytes_text(m.peak_bytes))} {EXACT} of {text(bytes_text(m.capacity_bytes))} on each device, "
+        f"tile padding included, at {text(m.at)}."
+    )
+    shown = [(f"k-{n}", kind) for n, kind in enumerate(KINDS) if any(moment[n] for moment in m.timeline_by_kind)]
+    remedies = [text(remedy) for remedy in m.remedies] if not m.fits else []
+    listed = "<ul>" + "".join(f"<li>{r}</li>" for r in remedies) + "</ul>" if remedies else ""
+    return section("memory", "Memory over the step", head, legend(shown), _area(est), listed, _live(est, anchors))
+
+
+def _area(est: Estimate) -> str:
+    m, moments = est.memory, _sampled(memory_over_time(est), est.schedule.seconds)
+    top = max(m.peak_bytes, m.capacity_bytes) * 1.06
+    picture = Picture(1000, 280, label="memory of one device over the step, stacked by kind", wide=True)
+    across = Scale((0.0, max(est.schedule.seconds, 1e-12)), (picture.left, picture.right))
+    up = Scale((0.0, float(top)), (picture.bottom, picture.top))
+    picture.axis_left(up, bytes_text, binary_ticks(up))
+    picture.axis_below(across, lambda t: seconds_text(t) if t else "0", "time in the step ≈", across.ticks(8))
+    floor = [0.0] * len(moments)
+    for n, kind in enumerate(KINDS):
+        ceiling = [low + moment.kinds[n] for low, moment in zip(floor, moments, strict=True)]
+        if any(moment.kinds[n] for moment in moments):
+            over = [(across(t), up(c)) for m_, c in zip(moments, ceiling, strict=True) for t in (m_.begin, m_.end)]
+            under = [(across(t), up(c)) for m_, c in zip(moments, floor, strict=True) for t in (m_.begin, m_.end)]
+            picture.path([*over, *reversed(under)], f"k-{n} area", closed=True, title=kind)
+        floor = ceiling
+    y = up(m.capacity_bytes)
+    picture.line(picture.left, y, picture.right, y, "limit", f"capacity {bytes_text(m.capacity_bytes)}")
+    picture.text(picture.left + 6, y - 4, f"capacity {bytes_text(m.capacity_bytes)} =")
+    if moments:
+        peak = max(moments, key=lambda moment: moment.total)
+        middle = across((peak.begin + peak.end) / 2)
+        picture.circle(middle, up(peak.total), 5, "peak", f"peak {bytes_text(m.peak_bytes)} at {m.at}", href="#live")
+        anchor = "end" if middle > picture.right - 100 else "start"
+        beside = -9 if anchor == "end" else 9
+        picture.text(middle + beside, max(up(peak.total) + 16, picture.top + 12), "peak =", anchor=anchor)
+    return str(picture)
+
+
+def _sampled(moments: list[Moment], seconds: float) -> list[Moment]:
+    """Moments as wide as a column at least; of those that share one, the one that takes most."""
+    width = seconds / COLUMNS
+    columns: list[Moment] = []
+    for moment in moments:
+        if columns and moment.end - columns[-1].begin <= width:
+            kinds = max(columns[-1].kinds, moment.kinds, key=sum)
+            columns[-1] = Moment(columns[-1].begin, moment.end, kinds)
+        else:
+            columns.append(moment)
+    return columns
+
+
+def _live(est: Estimate, anchors: Anchors) -> str:
+    rows = []
+    for live in est.memory.live:
+        href = anchors.href(live.name)
+        name = f'<a href="{href}">{text(live.name)}</a>' if href else text(live.name)
+        anchors.show(live.name, "memory at the peak", "live")
+        kind = f'<i class="key k-{KINDS.index(live.kind)}"></i>{text(live.kind)}'
+        rows.append((text(bytes_text(live.bytes)), kind, name, text(live.type), text(live.source)))
+    head = (f"bytes {EXACT}", "kind", "tensor", "type, with what it is split over", "line")
+    first = table(head, rows[:SHOWN], right=(0,), long=(2, 3))
+    rest = (
+        folded(f"{len(rows) - SHOWN} more buffers", table(head, rows[SHOWN:], right=(0,), long=(2, 3)))
+        if rows[SHOWN:]
+        else ""
+    )
+    return f'<h3 id="live">What is live at the peak</h3>{first}{rest}'

@@ -1,0 +1,66 @@
+"""The table that all pictures lead to: operations with their time, what bounds them, and where else they are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshlib.estimation import Estimate
+from meshlib.estimation.profile import UNITS, Part
+from meshlib.report.links import Anchors
+from meshlib.report.markup import EXACT, MODELLED, folded, paragraph, section, table, tag, text
+from meshlib.text import bytes_text, count_text, seconds_text
+
+SHOWN, MOST = 25, 400  # rows that are not folded away, and rows in all
+
+
+def operations(est: Estimate, anchors: Anchors) -> str:
+    """The section of operations; call it last, when all pictures have said what they show."""
+    parts = list(est.profile().parts)
+    by_name: dict[str, list[Part]] = {}
+    for part in parts:
+        by_name.setdefault(part.name, []).append(part)
+    flops: dict[str, int] = {}
+    moved: dict[str, float] = {}
+    for row in est.rows:
+        flops[row.name] = flops.get(row.name, 0) + row.mxu_flops * row.count
+        moved[row.name] = moved.get(row.name, 0) + (row.hbm_bytes or row.sent_bytes or row.payload_bytes) * row.count
+    names = sorted(by_name, key=lambda name: anchors.numbers.get(name, 0))
+    rows = [_row(est, name, by_name[name], flops.get(name, 0), moved.get(name, 0.0), anchors) for name in names[:MOST]]
+    ids = [f"op-{anchors.numbers[name]}" for name in names[:MOST]]
+    head = (
+        "operation", "kind", "phase", f"time {MODELLED}", f"of the step {MODELLED}", "bound by", f"flops {EXACT}",
+        f"HBM or sent {EXACT}", "line",
+    )  # fmt: skip
+    right = (3, 4, 6, 7)
+    first = table(head, rows[:SHOWN], right, ids[:SHOWN], sortable=True, long=(0,))
+    rest = ""
+    if rows[SHOWN:]:
+        title = f"{len(rows) - SHOWN} more operations" + (f" of {len(names) - SHOWN:,}" if len(names) > MOST else "")
+        rest = folded(title, table(head, rows[SHOWN:], right, ids[SHOWN:], sortable=True, long=(0,)))
+    told = paragraph("Seconds are those of the step for which nothing else is waited for; they add up to the step.")
+    return section("operations", "Operations", told, first, rest)
+
+
+def _row(
+    est: Estimate, name: str, parts: Sequence[Part], flops: int, moved: float, anchors: Anchors
+) -> tuple[str, ...]:
+    seconds = sum(p.total_seconds for p in parts)
+    by_unit = {unit: sum(p.seconds.get(unit, 0.0) for p in parts) for unit in UNITS}
+    bound = max(by_unit, key=lambda unit: by_unit[unit]) if seconds else ""
+    share = seconds / est.step_seconds if est.step_seconds else 0.0
+    shown = anchors.shown.get(name, ())
+    also = ", ".join(tag("a", text(what), href=f"#{anchor}") for what, anchor in shown)
+    key = f'<i class="key u-{bound.lower()}"></i>{bound}' if bound else ""
+    named = tag("span", text(name), data_op=anchors.op(name)) + (f"<br><small>in {also}</small>" if also else "")
+    return (
+        named,
+        _joined(p.kind for p in parts), _joined(p.phase for p in parts), text(seconds_text(seconds)),
+        f"{share:.1%}", key,
+        text(count_text(flops)) if flops else "", text(bytes_text(moved)) if moved else "",
+        _joined(p.source for p in parts),
+    )  # fmt: skip
+
+
+def _joined(values: object) -> str:
+    assert hasattr(values, "__iter__")
+    return text(", ".join(dict.fromkeys(str(v) for v in values if v)))

@@ -1,0 +1,92 @@
+"""One self-contained HTML file about a program on a slice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from meshlib.errors import GraphError
+from meshlib.estimation import Estimate, estimate
+from meshlib.files import replace_file
+from meshlib.program.records import Program
+from meshlib.report.alternatives import Alternative, alternatives
+from meshlib.report.collectives import collectives
+from meshlib.report.layout import layout
+from meshlib.report.links import Anchors
+from meshlib.report.markup import section, tag, text
+from meshlib.report.memory import memory
+from meshlib.report.operations import operations
+from meshlib.report.roofline import roofline
+from meshlib.report.timeline import timeline
+from meshlib.report.torus import torus
+from meshlib.report.verdict import about, verdict
+from meshlib.version import VERSION
+
+
+def page(
+    est: Estimate,
+    title: str = "",
+    options: Sequence[Alternative] = (),
+    certificate: str = "",
+    compiled: object = None,
+) -> str:
+    """The page as text.
+
+    Args:
+      est: what it is about.
+      title: of the page; by default mesh and slice.
+      options: what else was looked at; certificate: how sure it is that nothing else is better.
+      compiled: what the real compiler said of the program, if it was asked; its text is shown.
+    """
+    anchors = Anchors.of(est)
+    parts = [
+        ("torus", "mesh", torus(est)),
+        ("layout", "layout", layout(est)),
+        ("memory", "memory", memory(est, anchors)),
+        ("timeline", "timeline", section("timeline", "Timeline by engine", timeline(est, anchors))),
+        ("roofline", "roofline", roofline(est, anchors)),
+        ("collectives", "collectives", collectives(est, anchors)),
+        ("alternatives", "alternatives", alternatives(options, est.memory.capacity_bytes, certificate)),
+        ("compiler", "compiler", _compiled(compiled)),
+        ("operations", "operations", operations(est, anchors)),
+        ("about", "about", section("about", "What was estimated", about(est))),
+    ]
+    name = title or f"mesh {est.program.mesh} on {est.slice.name}"
+    return Template(asset("page.html")).substitute(
+        title=text(name),
+        style=asset("page.css"),
+        script=asset("page.js"),
+        version=text(VERSION),
+        verdict=verdict(est),
+        contents="".join(tag("a", text(word), href=f"#{anchor}") for anchor, word, content in parts if content),
+        sections="\n".join(content for _, _, content in parts if content),
+    )
+
+
+def report_program(program: Program, path: object, slice: Any, title: str = "") -> None:
+    """`Program.report`."""
+    write_page(path, page(estimate(program, slice), title), "Program.report")
+
+
+def write_page(path: object, content: str, what: str) -> None:
+    """Write a page; the file is complete or not there.
+
+    Raises: GraphError that begins with `what`, for a path that is none or cannot be written.
+    """
+    if not isinstance(path, str | Path) or not str(path):
+        raise GraphError(f"{what}: path must be that of a file, such as 'plan.html', got {path!r:.80}")
+    replace_file(path, lambda file: file.write(content.encode()), what, GraphError)
+
+
+def asset(name: str) -> str:
+    """A file beside this one."""
+    return resources.files("meshlib.report").joinpath(name).read_text(encoding="utf-8").rstrip("\n")
+
+
+def _compiled(said: object) -> str:
+    if said is None:
+        return ""
+    return section("compiler", "What the compiler said", tag("div", tag("pre", text(said)), class_="scroll"))

@@ -1,0 +1,178 @@
+"""The schedule of a step as lanes: the core, each link, copies to the host, and what the core waits for.
+
+A loop is one box over all its trips; a picture of one trip follows for each loop that takes a share of the step worth
+seeing. Heights of a loop's parts are the shares of its time, by what bounds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hardware.chips import Chip
+from hardware.placement import places
+from meshlib.estimation import Estimate
+from meshlib.estimation.moments import divided, exposed
+from meshlib.estimation.profile import UNIT_OF
+from meshlib.estimation.result import engine_name
+from meshlib.estimation.rows import kernel_bound
+from meshlib.estimation.scheduling import Event, Schedule
+from meshlib.estimation.units import HOST_COPIES
+from meshlib.report.links import Anchors
+from meshlib.report.markup import legend, paragraph, tag, text
+from meshlib.report.svg import Picture, Scale, shortened
+from meshlib.text import seconds_text
+
+CORE, WAITS = "core", "waits"
+UNITS = ("MXU", "VPU", "HBM", "ICI", "DCN", "host", "idle")
+WORTH = 0.02  # of the step: loops that take less get no picture of their own
+MOST_LOOPS = 4
+ROW, GAP = 26.0, 6.0
+NARROW = 0.6  # pixels; what is narrower is drawn together with its neighbours
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Something on a lane from `begin` to `end`, seconds; of a loop `parts`, the share of its time by unit."""
+
+    lane: str
+    begin: float
+    end: float
+    unit: str
+    name: str
+    about: str
+    parts: tuple[tuple[str, float], ...] = ()
+
+
+def lanes_of(est: Estimate) -> list[str]:
+    """The lanes of a slice's picture from top to bottom."""
+    network = [engine_name(place) for place, size in places(est.slice) if size > 1]
+    copies = [way for way in HOST_COPIES if est.engine_seconds.get(engine_name(way))]
+    return [CORE, *network, *copies, WAITS]
+
+
+def bars_of(schedule: Schedule, chip: Chip) -> list[Bar]:
+    """The bars of a schedule, or of one trip of a loop's body; loops inside are one bar on each lane that they use."""
+    bars: list[Bar] = []
+    for event in schedule.events:
+        if event.loop is not None:
+            bars += _loop(event, event.loop, chip)
+        elif event.move is not None and event.cost is not None:
+            about = f"{event.move.kind} over {'+'.join(event.move.axes)} of {event.name}, {event.source}"
+            for place, busy in event.cost.busy_seconds:
+                unit = UNIT_OF["dcn" if engine_name(place) == "dcn" else "ici"]
+                bars.append(Bar(engine_name(place), event.start, event.start + busy, unit, event.name, about))
+        elif event.copy is not None:
+            bars.append(Bar(engine_name(event.copy[0]), event.start, event.end, "host", event.name, event.name))
+        elif event.time is not None:
+            unit = UNIT_OF[kernel_bound(event.time)]
+            about = f"{event.name}, {event.source}, {event.region}, bound by {unit}"
+            bars.append(Bar(CORE, event.start, event.end, unit, event.name, about))
+    for begin, end, event in exposed(schedule):
+        bars.append(Bar(WAITS, begin, end, "waits", event.name, f"the core waits for {event.name}"))
+    return sorted(bars, key=lambda bar: bar.begin)
+
+
+def _loop(event: Event, body: Schedule, chip: Chip) -> Iterator[Bar]:
+    seconds = dict.fromkeys(UNITS, 0.0)
+    for _, bound, taken in divided(body, chip):
+        seconds[UNIT_OF[bound]] += taken
+    whole = body.seconds or 1.0
+    name = f"{event.name} \u00d7{event.trips}"
+    about = f"{event.name}: {event.trips} trips of {seconds_text(body.seconds)}, {event.source}"
+    parts = tuple((unit, taken / whole) for unit, taken in seconds.items() if taken)
+    yield Bar(CORE, event.start, event.end, "loop", name, about, parts)
+    for engine, busy in body.busy.items():
+        lane = engine_name(engine)
+        if not isinstance(engine, str) or engine in HOST_COPIES:
+            unit = "host" if isinstance(engine, str) else "DCN" if lane == "dcn" else "ICI"
+            share = min(1.0, busy / whole)
+            yield Bar(lane, event.start, event.end, "loop", name, f"{about}; busy {share:.0%}", ((unit, share),))
+    if body.exposed_seconds:
+        share = min(1.0, body.exposed_seconds / whole)
+        told = f"{about}; the core waits {share:.0%} of it"
+        yield Bar(WAITS, event.start, event.end, "loop", name, told, (("waits", share),))
+
+
+def loops_of(schedule: Schedule, times: int = 1) -> Iterator[tuple[Event, Schedule, int]]:
+    """Every loop of a schedule, those inside others too, with the runs of all its trips in a step."""
+    for event in schedule.events:
+        if event.loop is not None:
+            yield event, event.loop, times * event.trips
+            yield from loops_of(event.loop, times * event.trips)
+
+
+def timeline(est: Estimate, anchors: Anchors) -> str:
+    """The pictures of a step, and of one trip of each of its large loops."""
+    chip, lanes = est.slice.chip, lanes_of(est)
+    waits = f"{seconds_text(est.exposed_comm_seconds)} of {seconds_text(est.step_seconds)}"
+    head = paragraph(
+        f"One step on one device, all seconds modelled; the core waits for collectives {text(waits)}. "
+        "A loop is one box over all its trips, its colours the shares of its time; one trip of it follows below."
+    )
+    used = {unit.lower() for unit, seconds in est.profile().seconds.items() if seconds}
+    shown = [unit for unit in UNITS if unit.lower() in used]
+    keys = legend([*((f"u-{unit.lower()}", unit) for unit in shown), ("u-waits", "exposed communication")])
+    pictures = [_picture(bars_of(est.schedule, chip), lanes, est.schedule.seconds, anchors, "step")]
+    large = [loop for loop in loops_of(est.schedule) if loop[1].seconds * loop[2] >= WORTH * est.step_seconds]
+    large = sorted(large, key=lambda loop: -loop[1].seconds * loop[2])[:MOST_LOOPS]
+    for event, body, runs in sorted(large, key=lambda loop: loop[0].start):
+        title = f"One trip of {event.name}, {event.region} (\u00d7{runs:,}, {seconds_text(body.seconds)} each)"
+        pictures.append(tag("h3", text(title)) + _picture(bars_of(body, chip), lanes, body.seconds, anchors, "trip"))
+    return "\n".join([head, keys, *pictures])
+
+
+def _picture(bars: Sequence[Bar], lanes: Sequence[str], seconds: float, anchors: Anchors, what: str) -> str:
+    picture = Picture(
+        1000, 44 + len(lanes) * (ROW + GAP), (6, 12, 32, 84), f"timeline of a {what} by engine", wide=True
+    )
+    across = Scale((0.0, max(seconds, 1e-12)), (picture.left, picture.right))
+    picture.axis_below(across, lambda t: seconds_text(t) if t else "0", f"time in the {what} ≈", across.ticks(8))
+    for n, lane in enumerate(lanes):
+        y = picture.top + n * (ROW + GAP)
+        picture.text(picture.left - 8, y + ROW / 2 + 4, lane, anchor="end")
+        picture.rect(picture.left, y, picture.right - picture.left, ROW, "lane")
+        for bar in _visible([bar for bar in bars if bar.lane == lane], across):
+            _draw(picture, bar, across, y, anchors, what)
+    return str(picture)
+
+
+def _visible(bars: Sequence[Bar], across: Scale) -> Iterator[Bar]:
+    """The bars of a lane; runs of narrow ones of one unit as one bar."""
+    run: list[Bar] = []
+
+    def joined() -> Iterator[Bar]:
+        if run:
+            about = run[0].about if len(run) == 1 else f"{len(run)} short ones"
+            yield Bar(run[0].lane, run[0].begin, run[-1].end, run[0].unit, run[0].name, about)
+        run.clear()
+
+    for bar in bars:
+        wide = across(bar.end) - across(bar.begin) >= NARROW or bar.parts
+        if run and (wide or bar.unit != run[0].unit or across(bar.begin) - across(run[-1].end) > 1):
+            yield from joined()
+        if wide:
+            yield bar
+        else:
+            run.append(bar)
+    yield from joined()
+
+
+def _draw(picture: Picture, bar: Bar, across: Scale, y: float, anchors: Anchors, what: str) -> None:
+    x, width = across(bar.begin), max(0.4, across(bar.end) - across(bar.begin))
+    title = f"{bar.about}: {seconds_text(bar.end - bar.begin)}"
+    href, op = anchors.href(bar.name), anchors.op(bar.name)
+    if bar.parts:
+        below = y + ROW
+        for unit, share in bar.parts:
+            below -= share * ROW
+            picture.rect(x, below, width, share * ROW, f"u-{unit.lower()}", f"{title}; {unit} {share:.0%}")
+        picture.rect(x, y, width, ROW, "outline", title)
+        label = shortened(bar.name, width - 8) if bar.lane == CORE else ""
+    else:
+        picture.rect(x, y + 3, width, ROW - 6, f"u-{bar.unit.lower()}", title, href, op)
+        label = shortened(bar.name, width - 8) if bar.lane == CORE and width > 60 else ""
+        if op and bar.lane == CORE:
+            anchors.show(bar.name, "timeline", "timeline")
+    if label:
+        picture.text(x + width / 2, y + ROW / 2 + 4, label, "on", "middle")
