@@ -52,6 +52,16 @@ def run(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     return status, out, err
 
 
+def test_report_writes_the_page_of_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.html"
+    status, out, err = run("report", "gpt2", "--slice", "v5e-8", "--out", str(path), capsys=capsys)
+    assert (status, err) == (0, "")
+    assert out.startswith(f"{path}: Fits: ")
+    html = path.read_text()
+    assert "gpt2 on v5e-8" in html
+    assert html.count('id="alternative-') >= 3
+
+
 def test_plan_says_the_verdict_first_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = run("plan", "gpt2", "--slice", "v5e-8", "--remat", "full", capsys=capsys)
     assert (status, err) == (0, "")

@@ -61,6 +61,10 @@ UP = {
     ("meshlib.graph", "meshlib.operation"): "the type of an operation's record, for its annotation",
     ("meshlib.graph", "meshlib.replay"): "the type of a run of operations with a gradient of its own",
     ("meshlib.graph", "meshlib.ops.sources"): "what a loop takes from outside has a stand-in, an input like any other",
+    ("meshlib.estimation.result", "meshlib.report.page"): "Estimate.report",
+    ("meshlib.program.records", "meshlib.report.page"): "Program.report",
+    ("meshlib.searching.found", "meshlib.report.page"): "Found.report",
+    ("meshlib.searching.found", "meshlib.report.ranked"): "Found.report",
 }
 # Methods of the public face that are written in a module of their own, which builds on the class: bound when called.
 METHODS = {
@@ -70,10 +74,6 @@ METHODS = {
     ("meshlib.program.records", "meshlib.program.work"): "Program.work",
     ("meshlib.program.records", "meshlib.program.listing"): "str(program)",
     ("meshlib.estimation.result", "meshlib.estimation.trace"): "Estimate.save_trace",
-    ("meshlib.estimation.result", "meshlib.report.page"): "Estimate.report",
-    ("meshlib.program.records", "meshlib.report.page"): "Program.report",
-    ("meshlib.searching.found", "meshlib.report.page"): "Found.report",
-    ("meshlib.searching.found", "meshlib.report.ranked"): "Found.report",
     ("meshlib.models.config", "meshlib.models.counts"): "TransformerConfig.parameters, .flops_per_token",
     ("meshlib.validation.validating", "meshlib.validation.report"): "str(validation)",
     ("meshlib.validation.talks", "meshlib.validation.talks_report"): "str(talks)",

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from meshlib.command import commands
+from meshlib.command import commands, reports
 from meshlib.command.plan import REMAT
 from meshlib.compiler import COMPILERS, XLA_TPU
 
@@ -24,6 +24,7 @@ def parser() -> argparse.ArgumentParser:
     under = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _plan(_about(under, "plan", "does it fit, what does it send, how fast is it, and which layout?", commands.plan))
     _search(_about(under, "search", "the best mesh and layout of a slice, with a certificate", commands.search))
+    _report(_about(under, "report", "the plan as one HTML page, with pictures", reports.report))
     for name, text, run in (
         ("explain", "what one core runs, and the reason of every collective", commands.explain),
         ("estimate", "where time and memory go, operation by operation", commands.estimated),
@@ -101,6 +102,14 @@ def _plan(made: argparse.ArgumentParser) -> None:
     _layout(made)
     made.add_argument("--search", action="store_true", help="search meshes and layouts instead of taking usual ones")
     made.add_argument("--json", action="store_true", help="for programs")
+    _run(made)
+    _effort(made)
+
+
+def _report(made: argparse.ArgumentParser) -> None:
+    _layout(made)
+    made.add_argument("--search", action="store_true", help="search meshes and layouts instead of taking usual ones")
+    made.add_argument("--out", required=True, help="the file to write, such as plan.html")
     _run(made)
     _effort(made)
 

@@ -9,7 +9,7 @@ import os
 from hardware.chips import CHIPS
 from hardware.slices import Slice, legal_slices
 from layouts import Mesh
-from meshlib.command.plan import Asked, json_of, planned, plans_of, text_of
+from meshlib.command.plan import Asked, Plan, json_of, planned, plans_of, text_of
 from meshlib.command.subject import Subject, named_layouts, slice_of, subject_of, tried_values
 from meshlib.command.terminal import progress, progress_ends
 from meshlib.compiler import COMPILERS
@@ -31,27 +31,33 @@ GOOD, FAILED = 0, 1
 def plan(args: argparse.Namespace) -> int:
     """The verdict, and the ranking."""
     where = slice_of(args.slice)
-    subject = subject_of(args, where)
-    asked = Asked.of(args)
-    subject.session(**_choices(args, subject))  # what is wrong with the program itself is said once
-    searching = args.search or (subject.config is None and not args.layout)
-    if searching:
-        found = _found(args, subject, where)
-        if not found.ranking:  # there is nothing to plan: all is said by what was looked for
-            return _told(args, found)
-        best = found.best.candidate
-        subject = subject.sized(**dict(best.choices))
-        plans = [planned(subject, where, str(best.layout), str(best.mesh), asked, **dict(best.choices))]
-    else:
-        layouts = named_layouts(args.layout, args.mesh) if args.layout else subject.usual(where.devices)
-        plans = plans_of(subject, where, layouts, args.remat, asked)
+    subject, plans, found = planned_of(args, where)
+    if not plans:
+        assert found is not None
+        return _told(args, found)  # there is nothing to plan: all is said by what was looked for
     if args.json:
         print(json.dumps(json_of(subject, where, plans), indent=2))
     else:
         print(text_of(subject, where, plans))
-        if searching:
+        if found is not None:
             print(f"\n{found}")
     return GOOD if plans[0].est is not None and plans[0].est.fits else FAILED
+
+
+def planned_of(args: argparse.Namespace, where: Slice) -> tuple[Subject, list[Plan], Found | None]:
+    """The subject, its plans, the best first, and the search, if there was one."""
+    subject = subject_of(args, where)
+    asked = Asked.of(args)
+    subject.session(**_choices(args, subject))  # what is wrong with the program itself is said once
+    if args.search or (subject.config is None and not args.layout):
+        found = _found(args, subject, where)
+        if not found.ranking:
+            return subject, [], found
+        best = found.best.candidate
+        subject = subject.sized(**dict(best.choices))
+        return subject, [planned(subject, where, str(best.layout), str(best.mesh), asked, **dict(best.choices))], found
+    layouts = named_layouts(args.layout, args.mesh) if args.layout else subject.usual(where.devices)
+    return subject, plans_of(subject, where, layouts, args.remat, asked), None
 
 
 def search(args: argparse.Namespace) -> int:
