@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from layouts import Dimension, Shape
+from meshlib.calls import explain_module
 from meshlib.checks import at, choice, fitting, items, stored
 from meshlib.checks import number as finite
 from meshlib.dtypes import FLOAT32, FLOAT64, DType, kind_of
@@ -312,3 +313,6 @@ def variance_scaling(
     choice(distribution, what, "distribution", ("normal", "untruncated_normal", "uniform"))
     dims = None if input_dims is None else tuple(_dims(input_dims, what))
     return _VarianceScaling(float(scale), mode, distribution, dims)
+
+
+explain_module(__name__)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from meshlib.calls import explain_module
 from meshlib.errors import GraphError, nearest
 from meshlib.estimation.fitting import memory_on
 from meshlib.graph import Operation, Tensor
@@ -346,3 +347,6 @@ def assert_sent_at_most(program: Program, bytes: float | str) -> None:
 
 def _place(program: Program) -> str:
     return f"  mesh {program.mesh}   layout {program.layout or '(none)'}"
+
+
+explain_module(__name__)

@@ -6,6 +6,7 @@ As `test_bad_input`, whose rows are mistakes in single operations, graphs, layou
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import Parameter, isabstract, isclass, signature
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from meshlib import optimize
 from meshlib.errors import ArgumentError
 from tests.effort import each
 from tests.mistakes import Mistake, assert_explained
+from tests.public import public_names
 
 D = mtf.Dimension
 BATCH, INNER, ROWS = D("batch", 8), D("inner", 4), D("rows", 6)
@@ -554,3 +556,82 @@ def test_a_mistake_is_explained(mistake: str) -> None:
     if MISTAKES[mistake][2][0] in ("from_jax", "argnums 2", r"most_trips must be at least 1, got 0"):
         pytest.importorskip("jax")
     assert_explained(MISTAKES[mistake], mistake)
+
+
+PACKAGES = (mtf, mtf.layers, mtf.optimize, mtf.models, mtf.data, mtf.records, mtf.sharing, mtf.detection)
+
+
+def public_callables() -> dict[str, Callable[..., object]]:
+    """Functions and classes that users call, by name; errors are theirs to catch."""
+    named = {
+        f"{package.__name__}.{name}": getattr(package, name) for package in PACKAGES for name in public_names(package)
+    }
+    named |= {f"initializers.{name}": getattr(mtf.initializers, name) for name in ("constant", "random_normal", "ones")}
+    return {
+        name: value
+        for name, value in named.items()
+        if callable(value)
+        and not (isclass(value) and (issubclass(value, Exception) or isabstract(value) or "__new__" in vars(value)))
+    }
+
+
+def test_calls_that_fit_no_signature_are_explained() -> None:
+    """Of every public function and class: names that it has not, and more arguments than it takes."""
+    calls = public_callables()
+    assert len(calls) > 300
+    for call in calls.values():
+        kinds = {p.kind for p in signature(call).parameters.values()}
+        with mtf.Graph():
+            if not {Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL} & kinds:
+                with pytest.raises(mtf.GraphError, match=r"(argument|field) 'nonsense'"):
+                    call(nonsense=1)
+            if Parameter.VAR_POSITIONAL not in kinds:
+                with pytest.raises(mtf.GraphError, match=r"takes .*, got 40"):
+                    call(*[1] * 40)
+
+
+CALLS: dict[str, tuple[Callable[[], object], str]] = {
+    "an argument is missing": (lambda: mtf.Dimension("b"), r"Dimension \(.*\): 'size' must be given; it has name, siz"),
+    "arguments are missing": (lambda: mtf.search(), r"search \(.*\): 'build' and 'slice' must be given"),
+    "an argument of a base class is missing": (
+        lambda: optimize.AdamWOptimizer(weight_decay=0.1),
+        r"AdamWOptimizer \(.*\): 'lr' must be given; it has lr, beta_1, beta_2, epsilon, weight_decay",
+    ),
+    "an argument is given twice": (
+        lambda: optimize.SgdOptimizer(0.1, lr=0.2),
+        r"SgdOptimizer \(.*\): 'lr' is given twice, by position and by name",
+    ),
+    "there are too many": (
+        lambda: mtf.Dimension("b", 8, 9),
+        r"Dimension \(.*\): it takes at most 2 arguments by position \(name, size\), got 3",
+    ),
+    "all go by name": (
+        lambda: mtf.models.Pipeline(2, 4),
+        r"Pipeline \(.*\): it takes none by position, got 2; stages, microbatches",
+    ),
+    "of a method": (
+        lambda: mtf.data.arrays(ARRAYS).batch(8, remander="pad"),
+        r"Data\.batch \(.*\): no argument 'remander'; did you mean 'remainder'",
+    ),
+    "of a class method": (lambda: mtf.BytePairs.load(), r"BytePairs\.load \(.*\): 'path' must be given"),
+    "of a wrapped function": (
+        lambda: mtf.models.train_step(TINY, 2, 8, optimiser="adam"),
+        r"train_step \(.*\): no argument 'optimiser'; did you mean 'optimizer'",
+    ),
+}
+
+
+@each("code, pattern", CALLS)
+def test_misfit_of(code: Callable[[], object], pattern: str) -> None:
+    with pytest.raises(ArgumentError, match=pattern) as caught:
+        code()
+    assert "\n" not in str(caught.value)
+
+
+def test_errors_within_calls_stay_what_they_are() -> None:
+    def fails(x: mtf.Tensor) -> mtf.Tensor:
+        raise TypeError("fails() missing 1 required positional argument: 'y'")
+
+    with pytest.raises(TypeError, match="missing 1 required") as caught:
+        mtf.from_jax(fails, np.ones(2, np.float32))
+    assert not isinstance(caught.value, ArgumentError)

@@ -50,8 +50,9 @@ batches compiler detection vocabulary
 checks
 graph+face+loop_record
 dtypes
-origin drawing safetensors records
-filesets documents
+drawing safetensors records
+filesets documents calls
+origin
 files lazy subprocesses version
 arrays names threefry special errors text foreign collector ahead
 """

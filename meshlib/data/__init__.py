@@ -25,6 +25,7 @@ if _TYPE_CHECKING:
     from meshlib.data.making import text as text
     from meshlib.data.pipeline import Data as Data
 else:
+    from meshlib.calls import explained_calls as _explained_calls
     from meshlib.lazy import lazy_names as _lazy_names
 
-    __getattr__, __dir__ = _lazy_names(__name__)
+    __getattr__, __dir__ = _lazy_names(__name__, _explained_calls(__name__))

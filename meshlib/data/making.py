@@ -17,7 +17,6 @@ from meshlib.data.batching import Array, Batch, Example
 from meshlib.data.pipeline import Data
 from meshlib.data.sources import Arrays, Decode, Folder, Lines, Records
 from meshlib.errors import DataError, FeedError, nearest
-from meshlib.face import named_arguments
 from meshlib.records.example import BYTES_LIST, FLOAT_LIST, Decoder, Value, packed_rows
 from meshlib.records.idx import read_idx
 from meshlib.records.images import read_image
@@ -27,7 +26,6 @@ from meshlib.records.reading import checked_on_fault
 KINDS = ("image", "bytes", "text")
 
 
-@named_arguments
 @dataclass(frozen=True)
 class Field:
     """How a feature of a `tf.train.Example` becomes a field.

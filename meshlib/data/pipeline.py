@@ -19,7 +19,6 @@ from meshlib.data.feed import Feed
 from meshlib.data.pool import KINDS, pickled
 from meshlib.data.sources import Part, Source
 from meshlib.errors import DataError, FeedError, nearest
-from meshlib.face import named_arguments
 
 REMAINDERS = ("drop", "pad")
 
@@ -87,7 +86,6 @@ class Data:
         """All but the first `count` examples of the source."""
         return self._part("skip", _whole("skip", "count", count, 0), len(self.source))
 
-    @named_arguments
     def shuffle(self, seed: int, buffer: int | None = None) -> Data:
         """Each epoch in an order of its own, which depends on seed and epoch alone.
 
@@ -109,7 +107,6 @@ class Data:
             )
         return replace(self, seed=int(seed), buffer=buffer)
 
-    @named_arguments
     def map(self, function: Callable[..., Example], *, workers: int | None = None, seed: int | None = None) -> Data:
         """Another example for each: `function(example)`. Behind `batch` it is given batches.
 
@@ -121,13 +118,11 @@ class Data:
         """
         return self._mapped("map", Map(_function("map", function), _seed("map", seed)), workers)
 
-    @named_arguments
     def filter(self, function: Callable[..., bool], *, workers: int | None = None) -> Data:
         """Only examples of which `function(example)` is true."""
         _before("filter", self.batching)
         return self._mapped("filter", Map(_function("filter", function), filters=True), workers)
 
-    @named_arguments
     def batch(
         self,
         size: int,
@@ -201,14 +196,12 @@ class Data:
             )
         return replace(self, batching=asked)
 
-    @named_arguments
     def repeat(self, epochs: int | None = None) -> Data:
         """So many epochs, for ever unless given. Before `batch`, batches go on over the end of an epoch."""
         if epochs is not None:
             _whole("repeat", "epochs", epochs, 1)
         return replace(self, epochs=epochs, joined=self.joined or self.batching is None)
 
-    @named_arguments
     def parallel(self, workers: int, kind: str = "threads") -> Data:
         """Workers that read, decode and map examples; the same batches as without.
 
@@ -224,7 +217,6 @@ class Data:
             pickled(made)
         return made
 
-    @named_arguments
     def prefetch(self, count: int = 2) -> Data:
         """A thread makes so many batches ahead."""
         return replace(self, ahead=_whole("prefetch", "count", count, 0))

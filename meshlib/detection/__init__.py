@@ -17,6 +17,7 @@ if _TYPE_CHECKING:
     from meshlib.detection.precision import average_precision as average_precision
     from meshlib.detection.precision import mean_average_precision as mean_average_precision
 else:
+    from meshlib.calls import explained_calls as _explained_calls
     from meshlib.lazy import lazy_names as _lazy_names
 
-    __getattr__, __dir__ = _lazy_names(__name__)
+    __getattr__, __dir__ = _lazy_names(__name__, _explained_calls(__name__))

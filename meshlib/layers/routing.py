@@ -7,13 +7,11 @@ from math import ceil
 
 from meshlib.checks import at, choice, flag, number, whole
 from meshlib.errors import GraphError
-from meshlib.face import named_arguments
 
 GATINGS = ("top_k", "top_2", "switch", "ntlb", "expert_choice")
 POLICIES = ("all", "none", "threshold", "random")
 
 
-@named_arguments
 @dataclass(frozen=True, kw_only=True)
 class Routing:
     """How tokens find experts.

@@ -11,7 +11,6 @@ from meshlib import layers
 from meshlib.checks import at, whole
 from meshlib.dtypes import FLOAT32
 from meshlib.errors import GraphError
-from meshlib.face import named_arguments
 from meshlib.graph import Tensor
 from meshlib.models.config import TransformerConfig
 from meshlib.ops.elementwise import cast, multiply
@@ -31,7 +30,6 @@ def stacks(config: TransformerConfig) -> list[tuple[str, int]]:
     return [(name, getattr(config, name)) for name in names]
 
 
-@named_arguments
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
     """What `mtf.models.transformer` and `train_step` make a pipeline of: `pipeline=mtf.models.Pipeline(...)`.

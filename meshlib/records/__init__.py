@@ -22,6 +22,7 @@ if _TYPE_CHECKING:
     from meshlib.records.writing import Writer as Writer
     from meshlib.records.writing import write as write
 else:
+    from meshlib.calls import explained_calls as _explained_calls
     from meshlib.lazy import lazy_names as _lazy_names
 
-    __getattr__, __dir__ = _lazy_names(__name__)
+    __getattr__, __dir__ = _lazy_names(__name__, _explained_calls(__name__))

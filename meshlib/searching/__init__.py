@@ -32,7 +32,6 @@ from layouts import LayoutRules, Mesh
 from meshlib.checks import items, number, whole
 from meshlib.compiler import XLA_TPU, Compiler, require_compiler
 from meshlib.errors import GraphError, LayoutError, MeshlibError, SliceError, nearest
-from meshlib.face import named_arguments
 from meshlib.models import TransformerConfig, layout, train_step, usual_layouts
 from meshlib.searching.found import Found
 from meshlib.searching.keeping import KeptEstimates, keys_of
@@ -48,7 +47,6 @@ LINE = 300  # letters of a fault at most, where it is one line among others
 REMAT = ("none", "matmuls", "full", OFFLOAD)  # each computes more again, or moves more, than the one before
 
 
-@named_arguments
 def search(
     build: Build | TransformerConfig,
     slice: Any,

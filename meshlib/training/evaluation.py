@@ -11,7 +11,6 @@ import numpy as np
 from meshlib.checks import at
 from meshlib.data import Data, Feed
 from meshlib.errors import FeedError, GraphError
-from meshlib.face import named_arguments
 from meshlib.program.records import Program, require_program
 from meshlib.simulation import Simulation
 from meshlib.training.feeding import examples_of, mask_of
@@ -22,7 +21,6 @@ Measure = Callable[[dict[str, Array], dict[str, Any]], Mapping[str, Any]]
 COUNT = "count"
 
 
-@named_arguments
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Evaluation:
     """What is evaluated during `mtf.train`, and how often; also by itself: `evaluation(run)`.

@@ -21,7 +21,6 @@ import numpy as np
 from meshlib.checks import at, choice, flag, whole
 from meshlib.data import Feed, Stats
 from meshlib.errors import GraphError, NotFiniteError
-from meshlib.face import named_arguments
 from meshlib.program.records import Program
 from meshlib.simulation import Simulation, simulate
 from meshlib.training.evaluation import Evaluation, feeds_of, single_numbers
@@ -61,7 +60,6 @@ class Trained:
     stats: Stats | None
 
 
-@named_arguments
 def train(
     run: Simulation | Program,
     data: Any,

@@ -15,6 +15,7 @@ if _TYPE_CHECKING:
     from meshlib.vocabulary.problems import text_to_text as text_to_text
     from meshlib.vocabulary.problems import texts_in_rows as texts_in_rows
 else:
+    from meshlib.calls import explained_calls as _explained_calls
     from meshlib.lazy import lazy_names as _lazy_names
 
-    __getattr__, __dir__ = _lazy_names(__name__)
+    __getattr__, __dir__ = _lazy_names(__name__, _explained_calls(__name__))

@@ -17,7 +17,6 @@ from layouts import Shape
 from meshlib.checks import at, flag, whole
 from meshlib.dtypes import as_dtype
 from meshlib.errors import GraphError
-from meshlib.face import named_arguments
 from meshlib.initializers import Initializer, zeros
 from meshlib.jax.importing import (  # the table's rows
     control,
@@ -49,7 +48,6 @@ from meshlib.replay import all_operations, needed
 _ROWS = (control, convolution, draws, elementwise, indexing, passing, shapes, windows)
 
 
-@named_arguments
 def from_jax(
     fn: Callable[..., Any],
     *args: Any,
