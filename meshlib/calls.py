@@ -21,7 +21,10 @@ T = TypeVar("T")
 Called: TypeAlias = tuple[str, Sequence[Callable[..., Any]], Sequence[object]]
 OWN = ("hardware", "layouts", "meshlib")
 SELF = ("self", "cls")
-_KINDS = tuple(type(Parameter.VAR_KEYWORD))
+_KINDS = (
+    Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.VAR_POSITIONAL, Parameter.KEYWORD_ONLY,
+    Parameter.VAR_KEYWORD,
+)  # fmt: skip
 
 
 def explained_calls(
