@@ -39,6 +39,7 @@ if _TYPE_CHECKING:
     from meshlib import detection as detection
     from meshlib import generation as generation
     from meshlib import initializers as initializers
+    from meshlib import jax as jax
     from meshlib import layers as layers
     from meshlib import models as models
     from meshlib import optimize as optimize

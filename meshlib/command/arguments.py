@@ -26,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
     _search(_about(under, "search", "the best mesh and layout of a slice, with a certificate", commands.search))
     _report(_about(under, "report", "the plan as one HTML page, with pictures", reports.report))
     for name, text, run in (
-        ("explain", "what one core runs, and the reason of every collective", commands.explain),
+        ("explain", "what one core runs, and why it sends; or the collectives of step.hlo.txt", commands.explain),
         ("estimate", "where time and memory go, operation by operation", commands.estimated),
         ("profile", "which share of the step each unit works, and for what", commands.profiled),
         ("compare", "the first layout against the others", commands.compared),
@@ -38,6 +38,8 @@ def parser() -> argparse.ArgumentParser:
         _layout(command)
         if name == "estimate":
             command.add_argument("--rows", type=int, default=25, help="rows shown (%(default)s); 0: all")
+        if name == "explain":
+            command.add_argument("--json", action="store_true", help="of a compiled program (step.hlo.txt)")
         if name == "profile":
             command.add_argument("--rows", type=int, default=12, help="rows of each table (%(default)s); 0: all")
             command.add_argument("--plot", help="draw the first layout's into this file, such as profile.png")

@@ -9,6 +9,7 @@ import os
 from hardware.chips import CHIPS
 from hardware.slices import Slice, legal_slices
 from layouts import Mesh
+from meshlib.command.compiled import explained_hlo, hlo_text
 from meshlib.command.plan import Asked, Plan, json_of, planned, plans_of, text_of
 from meshlib.command.subject import Subject, named_layouts, slice_of, subject_of, tried_values
 from meshlib.command.terminal import progress, progress_ends
@@ -98,7 +99,14 @@ def _found(args: argparse.Namespace, subject: Subject, where: Slice) -> Found:
 
 
 def explain(args: argparse.Namespace) -> int:
-    """The listing with reasons."""
+    """The listing with reasons; of a compiled program in a file, its collectives."""
+    text = hlo_text(args.program)
+    if text is not None:
+        found = explained_hlo(text, args.slice, args.mesh)
+        print(json.dumps(found.as_json(), indent=2) if args.json else found)
+        return GOOD
+    if args.json:
+        raise GraphError("explain: --json is for compiled programs, files such as step.hlo.txt")
     for program in _lowered(args):
         print(explained(program))
     return GOOD

@@ -111,15 +111,15 @@ def placed(
         totals[move.kind, move.axes] = count + times, size + times * move.larger_bytes
     demands = tuple(Demand(kind, axes, size / n, n) for (kind, axes), (n, size) in totals.items())
     mesh = tuple((axis, program.mesh.axis_size(axis)) for axis in program.mesh.axes)
-    return _best(slice_, mesh, demands, whole_axes, tuple(across))
+    return placed_for(slice_, mesh, demands, whole_axes, tuple(across))
 
 
 @lru_cache(maxsize=256)
-def _best(
+def placed_for(
     slice_: Slice, mesh: tuple[tuple[str, int], ...], demands: tuple[Demand, ...], whole_axes: bool,
-    across: tuple[tuple[str, int], ...],
+    across: tuple[tuple[str, int], ...] = (),
 ) -> Placement:  # fmt: skip
-    """The best of the candidates; layers and sweeps ask for the same again."""
+    """The best placement of a mesh for these demands; layers and sweeps ask for the same again."""
     sizes = dict(mesh)
     return best_placement(slice_, sizes, demands, _candidates(slice_, sizes, whole_axes, dict(across)))[0]
 

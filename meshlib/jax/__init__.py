@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from meshlib.errors import MissingError
 
 if TYPE_CHECKING:
+    from meshlib.jax.explaining import Explained as Explained
+    from meshlib.jax.explaining import explain as explain
     from meshlib.jax.importing import from_jax as from_jax
     from meshlib.jax.measuring import measure_chip as measure_chip
     from meshlib.jax.running import OnJax as OnJax
@@ -17,7 +19,9 @@ if TYPE_CHECKING:
 
 # Public name -> the module here that defines it.
 NAMES = {
+    "Explained": "explaining",
     "OnJax": "running",
+    "explain": "explaining",
     "from_jax": "importing",
     "measure_chip": "measuring",
     "on_jax": "running",

@@ -21,7 +21,7 @@ import jax
 
 from meshlib.errors import ProgramError
 from meshlib.estimation.profile import Measured
-from meshlib.jax.hlo import module_name, scopes
+from meshlib.jax.hlo.scopes import module_name, scopes
 from meshlib.jax.step import Step
 from meshlib.program.instructions import Commit, Loop, Resident
 from meshlib.program.records import Program, walk

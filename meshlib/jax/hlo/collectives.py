@@ -1,0 +1,275 @@
+"""The collectives of a compiled module: what, among which devices, how many bytes, how often, and why.
+
+Compilers write one collective in several ways. A pair of `-start` and `-done` counts once. So does one that a TPU's
+compiler spreads over several fusions, which hold a copy each: that beside `AsyncCollectiveStart` counts. An all-reduce
+in a fusion that gives each device its slice is a reduce-scatter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+
+from meshlib.jax.hlo.groups import Groups, permute_pairs, replica_groups
+from meshlib.jax.hlo.loops import trip_count
+from meshlib.jax.hlo.text import Array, Computation, Instruction, Module
+
+KINDS = {
+    "all-reduce": "all_reduce", "all-gather": "all_gather", "reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all", "ragged-all-to-all": "all_to_all", "collective-permute": "collective_permute",
+    "collective-broadcast": "collective_permute",
+}  # fmt: skip
+_LOOKS = ("bitcast", "reshape", "get-tuple-element", "copy", "convert", "transpose")  # show an operand, or parts of it
+_DIMS = re.compile(r"\bdimensions=\{(\d+)\}")
+_BRANCHES = ("true_computation", "false_computation")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A computation as it runs: which instruction of which computation calls it."""
+
+    holder: Computation
+    call: Instruction | None = None
+    parent: Frame | None = None
+
+
+@dataclass(frozen=True)
+class HloCollective:
+    """One collective of a compiled module. Bytes are those of one run on one device, without padding; exact.
+
+    kind           as `Program.collectives` names kinds
+    groups         the devices of each group; of a permute its (source, target) pairs
+    operands       the arrays that a device gives, one for each value that the compiler merged
+    payload_bytes  of the operands; result_bytes of the result
+    count          runs in one run of the module; None where the trips of a loop depend on data
+    conditional    whether it is in a branch, which may not run
+    is_async       whether other work runs meanwhile
+    sliced         an all-reduce of which each device uses its own slice alone: a reduce-scatter would send half
+    op_name        the named scopes and the primitive in the user's program
+    source         its line there
+    dim            along which blocks are gathered or scattered; None where there is no such dim
+    name           of the instruction; `frame` is the computation that holds it, and who calls that
+    """
+
+    kind: str
+    groups: Groups
+    operands: tuple[Array, ...]
+    payload_bytes: int
+    result_bytes: int
+    count: int | None
+    conditional: bool
+    is_async: bool
+    sliced: bool
+    op_name: str
+    source: str
+    dim: int | None
+    name: str
+    frame: Frame = field(repr=False, compare=False)
+
+    @property
+    def group_size(self) -> int:
+        """Devices of a group; of a permute 2."""
+        return len(self.groups[0]) if self.groups else 1
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that a device sends in one run by the rules of rings: of a permute, one that sends at all."""
+        n = self.group_size
+        if self.kind == "collective_permute":
+            moves = any(a != b for a, b, *_ in self.groups)
+            return float(self.payload_bytes) if moves else 0.0
+        if n < 2:
+            return 0.0
+        if self.kind == "all_gather":
+            return self.payload_bytes * (n - 1.0)
+        return self.payload_bytes * (n - 1.0) / n * (2 if self.kind == "all_reduce" else 1)
+
+    @property
+    def larger_bytes(self) -> int:
+        """Of operand and result the larger, by which the network prices."""
+        return max(self.payload_bytes, self.result_bytes)
+
+
+def collectives_of(module: Module, hidden: tuple[str, ...] = ()) -> list[HloCollective]:
+    """All collectives that run, in the order of the schedule; loops once with their trips as `count`.
+
+    Args:
+      module: what `parse` returned.
+      hidden: parts of paths of files that are not the user's, which `source` passes over.
+    Raises: ProgramError for groups in an unknown notation.
+    """
+    return list(_within(module, Frame(module.computations[module.entry]), 1, False, hidden))
+
+
+def _within(
+    module: Module, frame: Frame, times: int | None, branch: bool, hidden: tuple[str, ...]
+) -> Iterator[HloCollective]:
+    for i in frame.holder.instructions.values():
+        opcode = i.opcode.removesuffix("-start")
+        if opcode in KINDS:
+            if _is_counted(frame.holder, i):
+                yield _collective(module, frame, i, opcode, times, branch, hidden)
+            continue
+        for name, inner_times, inner_branch in _called(module, frame.holder, i, times, branch):
+            if name in module.computations:
+                inner = Frame(module.computations[name], i, frame)
+                yield from _within(module, inner, inner_times, inner_branch, hidden)
+
+
+def _called(
+    module: Module, holder: Computation, i: Instruction, times: int | None, branch: bool
+) -> Iterator[tuple[str, int | None, bool]]:
+    """The computations that an instruction runs, and how often."""
+    if i.opcode == "while":
+        trips = trip_count(module, holder, i)
+        inner = None if times is None or trips is None else times * trips
+        for role in ("body", "condition"):
+            yield i.called(role) or "", inner, branch
+    elif i.opcode == "conditional":
+        names = [i.called(role) or "" for role in _BRANCHES]
+        listed = i.attributes.partition("branch_computations={")[2].partition("}")[0]
+        for name in [*names, *(n.strip().lstrip("%") for n in listed.split(","))]:
+            yield name, times, True
+    elif i.opcode in ("fusion", "call", "async-start", "custom-call"):
+        for role in ("calls", "to_apply", "called_computations"):
+            yield i.called(role) or "", times, branch
+
+
+def _is_counted(holder: Computation, i: Instruction) -> bool:
+    """Whether this is the one copy that counts of a collective that is spread over fusions."""
+    if "async_collective_fusion_config" not in i.attributes:
+        return True
+    readers = holder.users.get(i.name, ())
+    return any("AsyncCollectiveStart" in r.attributes for r in readers)
+
+
+def _collective(
+    module: Module, frame: Frame, i: Instruction, opcode: str, times: int | None, branch: bool,
+    hidden: tuple[str, ...],
+) -> HloCollective:  # fmt: skip
+    holder = frame.holder
+    permute = opcode in ("collective-permute", "collective-broadcast")
+    pairs = "source_target_pairs" in i.attributes
+    groups = permute_pairs(i.attributes) if permute and pairs else replica_groups(i.attributes, module.devices)
+    results = _results(i, opcode)
+    size = 1 if permute else len(groups[0])
+    operands = tuple(_operand(a, opcode, size) for a in results)
+    operands = _operands_of(holder, i, operands)
+    payload, result = sum(a.bytes for a in operands), sum(a.bytes for a in results)
+    kind = KINDS[opcode]
+    if kind == "all_reduce" and holder.name != module.entry and _gives_slice(holder, i, size):
+        kind, result = "reduce_scatter", result // size
+    source = module.source(i, hidden) or _source_beside(module, holder, i, hidden)
+    return HloCollective(
+        kind,
+        groups,
+        operands,
+        payload,
+        result,
+        times,
+        branch,
+        _is_async(frame, i),
+        kind == "all_reduce" and _only_sliced(module, holder, i, size),
+        i.op_name or _op_name_beside(holder, i),
+        source,
+        int(match[1]) if (match := _DIMS.search(i.attributes)) else None,
+        i.name,
+        frame,
+    )
+
+
+def _is_async(frame: Frame, i: Instruction) -> bool:
+    wrapped = frame.call is not None and frame.call.opcode == "async-start"
+    return wrapped or i.opcode.endswith("-start") or "async_collective_fusion_config" in i.attributes
+
+
+def _results(i: Instruction, opcode: str) -> tuple[Array, ...]:
+    """The arrays that a collective gives; the result of a start holds its operands and flags, too."""
+    arrays = i.arrays
+    if not i.opcode.endswith("-start") or opcode == "all-reduce":
+        return arrays
+    return arrays[len(i.operands) : 2 * len(i.operands)]
+
+
+def _operand(result: Array, opcode: str, size: int) -> Array:
+    """What a device gives for an array of the result, as far as the result says: its bytes, not its shape."""
+    total = prod(result.sizes)
+    if opcode == "all-gather":
+        return Array(result.dtype, (total // size,))
+    if opcode == "reduce-scatter":
+        return Array(result.dtype, (total * size,))
+    return result
+
+
+def _operands_of(holder: Computation, i: Instruction, derived: tuple[Array, ...]) -> tuple[Array, ...]:
+    """The shapes of the operands where they are instructions, of the bytes that the result implies."""
+    given = [holder.instructions[x].arrays for x in i.operands if x in holder.instructions]
+    flat = tuple(a for arrays in given for a in arrays)
+    same = len(flat) == len(derived) and all(a.bytes == b.bytes for a, b in zip(flat, derived, strict=True))
+    return flat if same else derived
+
+
+def _gives_slice(fusion: Computation, i: Instruction, size: int) -> bool:
+    """Whether the result of a fusion is a slice of the sum that it makes, an n-th."""
+    root = fusion.root
+    if root is None or root.name == i.name:
+        return False
+    whole = sum(a.bytes for a in i.arrays)
+    return size > 1 and sum(a.bytes for a in root.arrays) * size <= whole and _cut(fusion, i)
+
+
+def _cut(holder: Computation, i: Instruction) -> bool:
+    """Whether everything that reads an array reads a dynamic slice of it."""
+    readers = holder.users.get(i.name, ())
+    return bool(readers) and all(
+        r.opcode == "dynamic-slice" or (r.opcode in _LOOKS and _cut(holder, r)) for r in readers
+    )
+
+
+def _only_sliced(module: Module, holder: Computation, i: Instruction, size: int) -> bool:
+    """Whether each device reads no more of a sum than a slice; through fusions."""
+    return size > 1 and _reads_slices(module, holder, i.name)
+
+
+def _reads_slices(module: Module, holder: Computation, name: str, depth: int = 0) -> bool:
+    readers = holder.users.get(name, ())
+    if not readers or depth > 8:
+        return False
+    for r in readers:
+        if r.opcode == "dynamic-slice":
+            continue
+        if r.opcode in _LOOKS:
+            if not _reads_slices(module, holder, r.name, depth + 1):
+                return False
+        elif r.opcode == "fusion":
+            inner = module.computations.get(r.called("calls") or "")
+            at = [n for n, x in enumerate(r.operands) if x == name]
+            if inner is None or not all(
+                n in inner.parameters and _reads_slices(module, inner, inner.parameters[n].name, depth + 1) for n in at
+            ):
+                return False
+        else:
+            return False
+    return True
+
+
+def _beside(holder: Computation, i: Instruction) -> Iterator[Instruction]:
+    """What a collective without a name of its own stands for: of sums what makes their operands, else its readers."""
+    makers = [holder.instructions[x] for x in i.operands if x in holder.instructions]
+    readers = []
+    for r in holder.users.get(i.name, ()):
+        readers.append(r)
+        if r.opcode in _LOOKS:
+            readers += holder.users.get(r.name, ())
+    sums = i.opcode.startswith(("all-reduce", "reduce-scatter"))
+    yield from (*makers, *readers) if sums else (*readers, *makers)
+
+
+def _op_name_beside(holder: Computation, i: Instruction) -> str:
+    return next((other.op_name for other in _beside(holder, i) if other.op_name), "")
+
+
+def _source_beside(module: Module, holder: Computation, i: Instruction, hidden: tuple[str, ...]) -> str:
+    return next((line for other in _beside(holder, i) if (line := module.source(other, hidden))), "")

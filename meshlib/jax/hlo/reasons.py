@@ -1,0 +1,182 @@
+"""Why a compiled program moves data, as far as its text says: whose data, who needs it, what is split."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from meshlib.jax.hlo.collectives import Frame, HloCollective
+from meshlib.jax.hlo.text import Computation, Instruction, Module
+
+# What users write themselves, or a library for them: the primitive's name -> the function.
+WRITTEN = {
+    "psum": "lax.psum", "psum2": "lax.psum", "psum_invariant": "lax.psum", "pmax": "lax.pmax", "pmin": "lax.pmin",
+    "all_gather": "lax.all_gather", "all_gather_invariant": "lax.all_gather", "reduce_scatter": "lax.psum_scatter",
+    "psum_scatter": "lax.psum_scatter", "all_to_all": "lax.all_to_all", "ppermute": "lax.ppermute",
+    "pbroadcast": "lax.pbroadcast", "ragged_all_to_all": "lax.ragged_all_to_all",
+}  # fmt: skip
+_SHOWS = (
+    "convert", "copy", "bitcast", "reshape", "transpose", "copy-start", "copy-done", "slice", "dynamic-slice",
+    "optimization-barrier", "reduce-precision", "bitcast-convert", "slice-start", "slice-done", "async-done",
+)  # fmt: skip
+_PRODUCTS = ("dot_general", "conv_general_dilated", "dot", "ragged_dot_general", "ragged_dot")
+_ADDS = {"add": "sums", "maximum": "maxima", "minimum": "minima", "and": "conjunctions", "or": "disjunctions"}
+
+
+def phase_of(op_name: str) -> str:
+    """ "backward", "recomputed" or "forward" of a program that JAX differentiates; "" where nothing says so.
+
+    >>> phase_of("jit(f)/transpose(jvp())/dot_general"), phase_of("jit(f)/add")
+    ('backward', '')
+    """
+    if "rematted_computation" in op_name:
+        return "recomputed"
+    if "transpose(" in op_name:
+        return "backward"
+    return "forward" if "jvp(" in op_name else ""
+
+
+def reason_of(module: Module, c: HloCollective, axes: str) -> str:
+    """A sentence: what is split over which axes, and who wants it otherwise.
+
+    Args:
+      module: that holds the collective.
+      c: the collective.
+      axes: the mesh axes that it runs over, as text.
+    """
+    primitive = _primitive(c.op_name)
+    merged = f" ({len(c.operands)} values in one)" if len(c.operands) > 1 else ""
+    if primitive in WRITTEN:
+        text = f"written in the program: {WRITTEN[primitive]} of {_subject(module, c)}"
+    elif c.kind in ("all_reduce", "reduce_scatter"):
+        text = _of_sum(module, c, axes, primitive)
+    elif c.kind == "all_gather":
+        along = "" if c.dim is None else f" along dim {c.dim}"
+        text = f"{_subject(module, c)} is split over {axes}{along}; {_reader(c)} needs all of it"
+    elif c.kind == "all_to_all":
+        text = f"{_subject(module, c)} changes the dim that is split over {axes}, for {_reader(c)}"
+    else:
+        text = f"blocks of {_subject(module, c)} pass between devices along {axes}, for {_reader(c)}"
+    if c.sliced:
+        text += "; each device reads its slice alone, and a reduce_scatter would send half"
+    return text + merged
+
+
+def _of_sum(module: Module, c: HloCollective, axes: str, primitive: str) -> str:
+    i = c.frame.holder.instructions[c.name]
+    adder = module.computations.get(i.called("to_apply") or "")
+    what = _ADDS.get(adder.root.opcode, "results") if adder is not None and adder.root is not None else "sums"
+    makers = dict.fromkeys(_made_by(module, c))
+    by = next((m for m in makers if m in _PRODUCTS), primitive or next(iter(makers), ""))
+    summed = "contracts a dim that is" if by in _PRODUCTS else "reduces over a dim that is"
+    keeps = "; each device keeps its slice" if c.kind == "reduce_scatter" else ""
+    return f"partial {what} of {by or 'an operation without a name'}, which {summed} split over {axes}{keeps}"
+
+
+def _made_by(module: Module, c: HloCollective) -> Iterator[str]:
+    """The primitives that make the operands."""
+    holder = c.frame.holder
+    for x in holder.instructions[c.name].operands:
+        i = holder.instructions.get(x)
+        if i is not None and (name := _primitive(i.op_name)):
+            yield name
+    if name := _primitive(c.op_name):
+        yield name
+
+
+def _subject(module: Module, c: HloCollective) -> str:
+    """Whose data move: an argument of the program by its name, else the operation that makes it."""
+    operands = c.frame.holder.instructions[c.name].operands
+    return origin(module, c.frame, operands[0]) if operands else "a value"
+
+
+def _reader(c: HloCollective) -> str:
+    """The operation that reads the result."""
+    own = _primitive(c.op_name)
+    waiting, seen = [c.name], set[str]()
+    while waiting:
+        for r in c.frame.holder.users.get(waiting.pop(0), ()):
+            if r.name in seen:
+                continue
+            seen.add(r.name)
+            name = _primitive(r.op_name)
+            if name and r.opcode not in (*_SHOWS, "get-tuple-element", "tuple"):
+                return name
+            waiting.append(r.name)
+    return own or "an operation without a name"
+
+
+def origin(module: Module, frame: Frame, name: str) -> str:
+    """What a value is, behind casts and copies: "argument 'w'", "a carry of the loop" or "the result of tanh"."""
+    for _ in range(200):
+        i = frame.holder.instructions.get(name)
+        if i is None:
+            return "a value"
+        if i.opcode == "parameter":
+            outer = _outside(frame, int(i.operands[0]))
+            if outer is None:
+                return f"argument '{i.op_name}'" if i.op_name else f"argument {i.operands[0]}"
+            frame, name = outer
+        elif i.opcode in _SHOWS:
+            name = i.operands[0]
+        elif i.opcode == "get-tuple-element":
+            step = _element(module, frame, i)
+            if isinstance(step, str):
+                return step
+            frame, name = step
+        elif (inner := _view(module, i)) is not None and inner.root is not None:
+            frame, name = Frame(inner, i, frame), inner.root.name
+        else:
+            made = _primitive(i.op_name)
+            return f"the result of {made}" if made else "a value without a name"
+    return "a value"
+
+
+def _view(module: Module, i: Instruction) -> Computation | None:
+    """What a fusion runs that gives but a cast, copy or part of an operand."""
+    inner = module.computations.get(i.called("calls") or "") if i.opcode == "fusion" else None
+    return inner if inner is not None and inner.root is not None and inner.root.opcode in _SHOWS else None
+
+
+def _outside(frame: Frame, number: int) -> tuple[Frame, str] | None:
+    """The operand that the parameter of a called computation stands for; None in the entry."""
+    if frame.call is None or frame.parent is None:
+        return None
+    return frame.parent, frame.call.operands[min(number, len(frame.call.operands) - 1)]
+
+
+def _element(module: Module, frame: Frame, i: Instruction) -> tuple[Frame, str] | str:
+    """What an element of a tuple is: one step further, or its description."""
+    source = frame.holder.instructions.get(i.operands[0])
+    n = i.index or 0
+    if source is None:
+        return "a value"
+    if source.opcode == "tuple":
+        return frame, source.operands[n]
+    if source.opcode == "parameter" and frame.call is not None and frame.parent is not None:
+        if frame.call.opcode != "while":
+            return frame.parent, frame.call.operands[0]
+        root = frame.holder.root
+        back = frame.holder.instructions.get(root.operands[n]) if root is not None and n < len(root.operands) else None
+        while back is not None and back.opcode in ("copy", "bitcast"):
+            back = frame.holder.instructions.get(back.operands[0])
+        if back is None or back.opcode != "get-tuple-element" or back.index != n:
+            return "a carry of the loop"
+        begin = frame.parent.holder.instructions.get(frame.call.operands[0])
+        if begin is not None and begin.opcode == "tuple":
+            return frame.parent, begin.operands[n]
+        return "a value of the loop"
+    if source.opcode in ("while", "conditional"):
+        return f"a result of a {'loop' if source.opcode == 'while' else 'branch'}"
+    made = _primitive(i.op_name or source.op_name)
+    return f"the result of {made}" if made else "a value without a name"
+
+
+def _primitive(op_name: str) -> str:
+    """The last part of a path of scopes; "" for the name of an argument.
+
+    >>> _primitive("jit(f)/transpose(jvp())/dot_general")
+    'dot_general'
+    """
+    last = op_name.rpartition("/")[2]
+    return last if re.fullmatch(r"[a-z_][\w.\-]*", last) and "/" in op_name else ""

@@ -1,0 +1,56 @@
+"""The named scope that each instruction of a compiled module comes from."""
+
+from __future__ import annotations
+
+import re
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_MADE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
+_SCOPE = re.compile(r'metadata=\{[^}]*?op_name="([^"]*)"')
+_CALLS = re.compile(r"\bcalls=%?([\w.\-]+)")
+_AROUND = re.compile(r" (?:while|conditional)\(")  # what they run is timed by itself
+
+
+def module_name(text: str) -> str:
+    """Of a compiled module.
+
+    >>> module_name("HloModule jit_step, is_scheduled=true")
+    'jit_step'
+    """
+    found = re.match(r"HloModule ([\w.\-]+)", text)
+    return found[1] if found else ""
+
+
+def scopes(text: str) -> dict[str, str]:
+    """Instruction of a compiled module -> the path of named scopes that it comes from; of a fusion its root's, else
+    that of something in it; loops are left out.
+
+    >>> scopes('''HloModule m
+    ... ENTRY %main (p: f32[8]) -> f32[8] {
+    ...   %p = f32[8]{0} parameter(0)
+    ...   ROOT %r = f32[8]{0} negate(%p), metadata={op_name="jit(f)/model/neg"}
+    ... }''')
+    {'p': '', 'r': 'jit(f)/model/neg'}
+    """
+    found: dict[str, str] = {}
+    inside: dict[str, str] = {}  # computation -> the path of its last instruction that has one
+    calls: dict[str, str] = {}
+    current = ""
+    for line in text.splitlines():
+        begins = _COMPUTATION.match(line)
+        if begins:
+            current = begins[2]
+            continue
+        made = _MADE.match(line)
+        if made is None or _AROUND.search(line):
+            continue
+        scope = _SCOPE.search(line)
+        found[made[1]] = scope[1] if scope else ""
+        if scope:
+            inside[current] = scope[1]
+        called = _CALLS.search(line)
+        if called:
+            calls[made[1]] = called[1]
+    for name, called_name in calls.items():
+        found[name] = found[name] or inside.get(called_name, "")
+    return found
