@@ -19,9 +19,13 @@ class Binding(enum.Enum):
     IF_LARGER = "if larger"  # another region uses it: until then it must not take more memory than assigned
     NEVER = "never"
 
-    def binds(self, made: Sharding, home: Sharding) -> bool:
-        """Whether a result computed under `made` is brought to `home`."""
-        return self is Binding.ALWAYS or (self is Binding.IF_LARGER and made.local_size > home.local_size)
+    def settled(self, made: Sharding, home: Sharding) -> Sharding:
+        """Where a result computed under `made` is brought at once; `made` itself if nowhere."""
+        if self is Binding.ALWAYS:
+            return home
+        if self is Binding.IF_LARGER and made.local_size > home.local_size:
+            return stored(made, home)
+        return made
 
 
 def binding(t: Tensor, graph: Simplified, homes: Homes, fetched: set[Tensor]) -> Binding:
@@ -38,6 +42,22 @@ def binding(t: Tensor, graph: Simplified, homes: Homes, fetched: set[Tensor]) ->
         return Binding.IF_LARGER if pending else Binding.ALWAYS
     crosses = any(op.region != t.operation.region for op, _ in uses)
     return Binding.IF_LARGER if crosses else Binding.NEVER
+
+
+def stored(made: Sharding, home: Sharding) -> Sharding:
+    """Under what to keep a value that takes more memory than assigned: a slice of it, if possible, else `home`.
+
+    The slice splits each dim further by the axes that `home` has there: `n@y+x` of `n@y`, where `home` is `n@x+y`.
+    """
+    if made.pending:
+        return home
+    free = set(home.split_axes) - set(made.split_axes)
+    axes = [(*own, *[a for a in to if a in free]) for own, to in zip(made.axes, home.axes, strict=True)]
+    count = home.mesh.group_size
+    if any(n % count(entry) for n, entry in zip(home.shape.sizes, axes, strict=True)):
+        return home
+    part = made.with_axes(axes)
+    return part if part.local_size <= home.local_size else home
 
 
 def _is_linear(op: Operation, n: int) -> bool:

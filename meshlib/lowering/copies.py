@@ -205,8 +205,18 @@ class Copies:
 
     def _pair(self, roots: dict[str, Floats], a: int, b: int) -> Floats:
         u, v = self.uses[a], self.uses[b]
-        apart = self._alone(roots[u.region], a)[:, :, None] + self._alone(roots[v.region], b)[:, None]
-        return np.minimum(apart, _through(roots[self._first(u, v)], self._joint(a, b)))
+        alone = self._alone(roots[u.region], a)[:, :, None], self._alone(roots[v.region], b)[:, None]
+        best = np.minimum(sum(alone), _through(roots[self._first(u, v)], self._joint(a, b)))
+        if self.order[u.region] < self.order[v.region]:
+            return np.minimum(best, alone[0] + self._inherited(a, b))
+        if self.order[v.region] < self.order[u.region]:
+            return np.minimum(best, alone[1] + self._inherited(b, a).T)
+        return best
+
+    def _inherited(self, a: int, b: int) -> Floats:
+        """From what an earlier use needs, as far as it is kept, to what a later one needs."""
+        kept = np.array([self._kept(np.array([wanted], np.intp))[0] for wanted in self.uses[a].classes])
+        return _through(kept, self.reach[b])
 
     def _first(self, *uses: Use) -> str:
         return min((u.region for u in uses), key=self.order.__getitem__)

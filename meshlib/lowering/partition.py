@@ -147,8 +147,8 @@ class Partitioner:
         """A result that was made so: bring it home if it is bound there."""
         t, home = made.tensor, self.homes.of(made.tensor)
         self.places.add(t, made, t.operation.region)
-        if binding(t, self.graph, self.homes, self.fetched).binds(made.sharding, home):
-            self.places.bring(t, home, t.operation.region, None)
+        settled = binding(t, self.graph, self.homes, self.fetched).settled(made.sharding, home)
+        self.places.bring(t, settled, t.operation.region, None)
         if t.operation.kind.home is Home.GIVEN:
             # A constrained value is to be had at its home alone: its users must not go round the constraint.
             self.places.instances[t] = self.places.instances[t][-1:]

@@ -67,7 +67,27 @@ class Places:
             self.bring(t, self.homes.of(t), op.region, op)
         for s in self._first(t, wanted, op.region):
             self.bring(t, s, op.region, op)
-        return self.bring(t, wanted, op.region, op)
+        value = self.bring(t, wanted, op.region, op)
+        for s in self._kept(t, wanted, op.region):
+            self.bring(t, s, op.region, op)
+        return value
+
+    def _kept(self, t: Tensor, there: Sharding, region: str) -> Sequence[Sharding]:
+        """The slices of a copy to keep for later regions, where the copy itself would take too much memory."""
+        if self.homes.reach(t, there, region) is None:
+            return ()
+        slices: dict[Sharding, None] = {}
+        for other, placements in self.uses.get(t, {}).items():
+            have = [v.sharding for v in self.known(t, other)]
+            for s in placements if other != region and have else ():
+                small = s.local_size <= self.homes.of(t).local_size
+                if small and self._is_slice(t, s, [there]) and not self._is_slice(t, s, have):
+                    slices.setdefault(s)
+        return list(slices)
+
+    def _is_slice(self, t: Tensor, s: Sharding, copies: Sequence[Sharding]) -> bool:
+        """Whether nothing need be sent for `s` where there are these copies."""
+        return any(between(at, s, t.dtype.itemsize, self.prices)[0] == 0 for at in copies)
 
     def _first(self, t: Tensor, wanted: Sharding, region: str) -> Sequence[Sharding]:
         """The placements that are still to be used in a region and should be made before `wanted`: a cheapest tree."""
@@ -96,9 +116,11 @@ class Places:
             return min([between(at, s, t.dtype.itemsize, self.prices)[0] for at in there], default=float("inf"))
 
         saved = cost(wanted, have) - cost(home, have) - cost(wanted, [home, *have])
+        lasting = [wanted] if self.homes.reach(t, wanted, region) is None else []
         for other, placements in self.uses.get(t, {}).items():
             there = [v.sharding for v in self.known(t, other)]
             if other != region and there:
+                there += lasting
                 saved += sum(max(0.0, cost(s, there) - cost(s, [home])) for s in placements if s not in there)
         return saved > 0
 

@@ -25,7 +25,7 @@ class Strategy(NamedTuple):
 
     choice: Choice
     cost: float
-    made: tuple[Sharding, ...]  # the placements of the result: as computed, and the assigned one if it is bound there
+    made: tuple[Sharding, ...]  # the placements of the result: as computed, and that to which it is bound
     home_cost: float  # of bringing it there
 
 
@@ -88,9 +88,10 @@ class Pricing:
         for over in dict.fromkeys(e.axes for e in exchanges):
             cost += busiest_bytes((e, 1) for e in exchanges if e.axes == over) * axes_price(over, prices)
         made: tuple[Sharding, ...] = (out,)
-        if out != home and self.binding.binds(out, home):
-            home_cost = float(distances((out, home), signature.op.output.dtype.itemsize, self.balance)[0, 1])
-            made = (out, home)
+        settled = self.binding.settled(out, home)
+        if settled != out:
+            home_cost = float(distances((out, settled), signature.op.output.dtype.itemsize, self.balance)[0, 1])
+            made = (out, settled)
         choice = Choice(axes, assigned.operands, out, assigned.exchanges, passed)
         return Strategy(choice, cost + home_cost, made, home_cost)
 

@@ -284,12 +284,12 @@ class Problem:
         self._copies(t).set_made(variable, made)
 
     def _settled(self, t: Tensor, s: Sharding) -> tuple[float, tuple[Sharding, ...]]:
-        """What it costs to bring a result home where it is bound there, and where it is then."""
-        home = self.homes.of(t)
-        if s == home or not binding(t, self.graph, self.homes, self.fetched).binds(s, home):
+        """What it costs to bring a result where it is bound, and where it is then."""
+        settled = binding(t, self.graph, self.homes, self.fetched).settled(s, self.homes.of(t))
+        if settled == s:
             return 0.0, (s,)
-        cost = float(distances((s, home), t.dtype.itemsize, self.prices.balance)[0, 1])
-        return cost, (s, home)
+        cost = float(distances((s, settled), t.dtype.itemsize, self.prices.balance)[0, 1])
+        return cost, (s, settled)
 
     # ------------------------------------------------------------ strategies
 
