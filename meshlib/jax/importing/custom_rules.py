@@ -24,8 +24,9 @@ DECORATORS = ("custom_jvp_call", "custom_vjp_call")
 _JAX = os.path.dirname(jax.__file__) + os.sep
 _EXPERIMENTAL = os.path.join(_JAX, "experimental", "")  # such as odeint, whose rule solves another equation
 _FORWARD = ("call_jaxpr", "fun_jaxpr")
-# Those that say how they are transposed: `jax.custom_derivatives.linear_call`, `lax.custom_linear_solve`.
-_ALWAYS = ("linear_call", "custom_linear_solve")
+# Those that say how they are transposed, `jax.custom_derivatives.linear_call` and `lax.custom_linear_solve`; those that
+# JAX differentiates by a formula, where the loop over columns that they are here would keep every trip.
+_ALWAYS = ("linear_call", "custom_linear_solve", "cholesky", "triangular_solve", "lu")
 
 
 def has_own_rule(eqn: Any) -> bool:

@@ -14,7 +14,19 @@ from meshlib.jax.importing.axes import Axes, Axis
 from meshlib.jax.importing.code import Step, Var
 from meshlib.jax.importing.table import give, rule, same_axes
 from meshlib.jax.importing.writing import Writer, renamed
-from meshlib.ops.elementwise import add, cast, equal, maximum, minimum, negative, subtract, where
+from meshlib.ops.elementwise import (
+    add,
+    cast,
+    equal,
+    greater_equal,
+    less,
+    logical_and,
+    maximum,
+    minimum,
+    negative,
+    subtract,
+    where,
+)
 from meshlib.ops.index import gather, scatter_add
 from meshlib.ops.index import range as positions
 from meshlib.ops.reduce import reduce_sum
@@ -207,11 +219,22 @@ def _gather(w: Writer, step: Step) -> Tensor:
         if x.shape[axis] == 1:
             table = reduce_sum(table, reduced_dim=one)
         elif found.run == 1:
-            table = _looked_up(table, indices, one)
+            table = _filled(table, indices, one, step.params["fill_value"])
         else:
             made = gather(table, indices + positions(Dimension("run_of_indices", found.run)), one)
             table = w.apart(renamed(made, {"run_of_indices": w.whole_dim(run).name}), run)
     return table
+
+
+def _filled(table: Tensor, indices: Tensor, one: Dimension, fill: object) -> Tensor:
+    """The elements at these indices, and `fill`, if the user has given it, at those that are out of range."""
+    if fill is None:
+        return _looked_up(table, indices, one)
+    number = np.asarray(fill).item()
+    if not number:
+        return gather(table, indices, one, out_of_range="zero")
+    there = logical_and(greater_equal(indices, 0), less(indices, one.size))
+    return where(there, gather(table, indices, one, out_of_range="zero"), number)
 
 
 def _looked_up(table: Tensor, indices: Tensor, one: Dimension) -> Tensor:

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
 
+import jax
 import numpy as np
 
 from layouts import Dimension
 from meshlib.graph import Tensor
 from meshlib.jax.importing.axes import Axes, Axis
-from meshlib.jax.importing.code import Step, Var
+from meshlib.jax.importing.code import Array, Step, Var
 from meshlib.jax.importing.table import RULES, give, rule, same_axes
 from meshlib.jax.importing.writing import Writer, renamed
 from meshlib.ops.elementwise import cast, maximum, minimum
@@ -213,7 +214,12 @@ def _padded(t: Tensor, d: Dimension, pads: tuple[int, int, int], value: float) -
     return pad(slice(t, begin, end - begin, d.name), [max(0, before), max(0, after)], d.name, value)
 
 
-rule("pad", axes=_pad_axes, write=_pad, fault=_pad_fault)
+def _pad_known(step: Step, x: Array, value: Array) -> Array:
+    with jax.ensure_compile_time_eval():
+        return np.asarray(jax.lax.pad(x, value, step.params["padding_config"]))
+
+
+rule("pad", axes=_pad_axes, write=_pad, fault=_pad_fault, fold=_pad_known)
 
 
 # ---------------------------------------------------------------- concatenation

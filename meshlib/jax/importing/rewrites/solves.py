@@ -1,10 +1,13 @@
-"""Linear systems whose solver JAX was given as a function."""
+"""Linear systems: factorisations and substitution, column by column, and solvers that JAX was given as a function."""
 
 from __future__ import annotations
 
 from itertools import accumulate
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from meshlib.jax.importing.code import Step
@@ -23,3 +26,91 @@ def _solve(step: Step) -> Function:
 
 
 rewrite("custom_linear_solve", _solve, own_lines=True)
+
+
+# ---------------------------------------------------------------- factorisations, one column in each trip of a loop
+
+
+def _eye(n: int, dtype: Any) -> Any:
+    return np.eye(n, dtype=dtype)
+
+
+def _cholesky(step: Step) -> Function:
+    def run(x: Any) -> Any:
+        n = x.shape[-1]
+        lower = jnp.tril(x)  # which is all that is read
+        x = lower + jnp.swapaxes(jnp.tril(x, -1), -1, -2)
+
+        def trip(rest: Any, unit: Any) -> tuple[Any, Any]:
+            column = jnp.where(jnp.cumsum(unit) > 0, (rest * unit).sum(-1), 0)
+            column = column / jnp.sqrt((column * unit).sum(-1, keepdims=True))
+            return rest - column[..., :, None] * column[..., None, :], column
+
+        return jnp.moveaxis(lax.scan(trip, x, _eye(n, x.dtype))[1], 0, -1)
+
+    return run
+
+
+rewrite("cholesky", _cholesky)
+
+
+def _triangular(step: Step) -> Function:
+    p = step.params
+
+    def run(a: Any, b: Any) -> Any:
+        lower = p["lower"] != p["transpose_a"]
+        if p["transpose_a"]:
+            a = jnp.swapaxes(a, -1, -2)
+        if not p["left_side"]:
+            a, b, lower = jnp.swapaxes(a, -1, -2), jnp.swapaxes(b, -1, -2), not lower
+        n = a.shape[-1]
+        diagonal = jnp.ones((n,), a.dtype) if p["unit_diagonal"] else (a * _eye(n, a.dtype)).sum(-1)
+        a = jnp.tril(a, -1) if lower else jnp.triu(a, 1)
+
+        def trip(rest: Any, of_column: Any) -> tuple[Any, Any]:
+            column, size, unit = of_column
+            x = (rest * unit[:, None]).sum(-2) / size[..., None]
+            return rest - column[..., :, None] * x[..., None, :], x
+
+        sizes = jnp.moveaxis(jnp.broadcast_to(diagonal, a.shape[:-1]), -1, 0)
+        columns = (jnp.moveaxis(a, -1, 0), sizes, _eye(n, a.dtype))
+        x = jnp.moveaxis(lax.scan(trip, b, columns, reverse=not lower)[1], 0, -2)
+        return x if p["left_side"] else jnp.swapaxes(x, -1, -2)
+
+    return run
+
+
+rewrite("triangular_solve", _triangular)
+
+
+def _lu(step: Step) -> Function:
+    def run(x: Any) -> Any:
+        rows, columns = x.shape[-2:]
+        row, column = np.arange(rows, dtype="int32"), np.arange(columns, dtype="int32")
+        order = jnp.broadcast_to(row, x.shape[:-1])
+
+        def trip(held: Any, n: Any) -> tuple[Any, Any]:
+            x, order = held
+            pivot = jnp.argmax(jnp.where(row >= n, jnp.abs((x * (column == n)).sum(-1)), -1), -1)[..., None]
+            here, there = row == n, row == pivot
+
+            def swapped(y: Any, here: Any, there: Any, along: int) -> Any:
+                first, second = ((y * m).sum(along, keepdims=True).astype(y.dtype) for m in (here, there))
+                return jnp.where(here, second, jnp.where(there, first, y))
+
+            x = swapped(x, here[:, None], there[..., None], -2)
+            order = swapped(order, here, there, -1)
+            top = (x * here[:, None]).sum(-2)
+            factors = (x * (column == n)).sum(-1) / (top * (column == n)).sum(-1, keepdims=True)
+            below = (row > n)[:, None]
+            reduced = jnp.where(column > n, x - factors[..., None] * top[..., None, :], x)
+            x = jnp.where(below, jnp.where(column == n, factors[..., None], reduced), x)
+            return (x, order), pivot[..., 0].astype("int32")
+
+        (x, order), pivots = lax.scan(trip, (x, order), np.arange(min(rows, columns), dtype="int32"))
+        return x, jnp.moveaxis(pivots, 0, -1), order
+
+    return run
+
+
+rewrite("lu", _lu)
