@@ -37,7 +37,7 @@ def compared(
     # Little is computed, so that optimising the code would take longest.
     compiled = jax.jit(function).lower(moving).compile(compiler_options={"xla_backend_optimization_level": 0})
     (_, result), slope = compiled(moving)
-    wanted = [np.asarray(x) for x in jax.tree_util.tree_leaves(result)]
+    wanted = [np.asarray(x) for _, x in leaves_of(["output"], [result])]
     outputs = dict(graph.outputs)
     variables = [op for op in graph.variables.values() if op.attrs["trainable"]] if gradients else []
     slopes: dict[str, Any] = {}
@@ -47,7 +47,12 @@ def compared(
         outputs |= {f"gradient of {v.name}": dy for v, dy in zip(variables, made, strict=True) if dy is not None}
         sloped = iter(slope)
         placed = _joined([next(sloped) if f else x for x, f in zip(arrays, floats, strict=True)], rest)
-        slopes = {n: np.asarray(x) for n, x in leaves_of(graph._parameters, placed) if n in graph.variables}
+        # The gradient of a complex number is its conjugate in JAX.
+        slopes = {
+            n: np.asarray(x) * (-1 if n.endswith("/imag") else 1)
+            for n, x in leaves_of(graph._parameters, placed)
+            if n in graph.variables
+        }
     steepest = max((float(np.abs(x).max(initial=0)) for x in slopes.values()), default=0.0)
     for mesh, layout in layouts:
         program = mtf.lower(outputs, mesh=mesh, layout=layout, precision="highest")

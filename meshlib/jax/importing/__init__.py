@@ -33,10 +33,18 @@ from meshlib.jax.importing.code import DTYPES, NARROW, Code, NotImported, Place,
 from meshlib.jax.importing.constraints import Constraints
 from meshlib.jax.importing.contraction import mark_scores
 from meshlib.jax.importing.imported import Argument, ImportedGraph
-from meshlib.jax.importing.leaves import concrete, is_array, leaves_of, named_leaves, parameter_names
+from meshlib.jax.importing.leaves import (
+    COMPLEX,
+    concrete,
+    is_array,
+    leaves_of,
+    named_leaves,
+    parameter_names,
+    parts_of_array,
+)
 from meshlib.jax.importing.naming import WHAT, Leaf, call_first, call_products, name_all, parsed
 from meshlib.jax.importing.pairs import flat as flat_parts
-from meshlib.jax.importing.pairs import is_complex
+from meshlib.jax.importing.pairs import packed
 from meshlib.jax.importing.table import RULES
 from meshlib.jax.importing.tracing import Tracing
 from meshlib.jax.importing.writing import Writer
@@ -55,6 +63,7 @@ def from_jax(
     argnums: int | Sequence[int] = 0,
     constraints: bool = False,
     most_trips: int | None = None,
+    float16: str | None = None,
 ) -> ImportedGraph:
     """A JAX function as a graph, from which on everything of the library works: layouts, reasons, estimates.
 
@@ -75,9 +84,13 @@ def from_jax(
         that it names. In any case `.constraints` lists what is said there, each with its rules.
       most_trips: after how many trips a `while_loop` ends whose condition depends on data alone. All of them are
         counted, and computed; what is done after the condition fails is not kept.
+      float16: "bfloat16" takes all float16 for bfloat16, which has the same size and fewer digits; TPUs have no
+        float16, which is refused otherwise.
     Returns: an `ImportedGraph`: `.outputs`, `.loss`, `.variables`, `.inputs`; `.feeds(*args)` and `.state(*args)` make
       what a simulation takes of arguments; `.layout(*specs)` makes rules of PartitionSpecs. An axis that `fn` splits or
-      merges is the product of several dims; axes of length 1 are none. Keys of random numbers are no results.
+      merges is the product of several dims; axes of length 1 are none. A complex argument or result is two, `z/real`
+      and `z/imag`, whose gradients are the real part of JAX's and the negative imaginary one. Keys of random numbers
+      are no results.
     Raises: NotImported, which names everything that has no counterpart, with its lines; GraphError for bad arguments;
       MissingError where JAX is not installed.
     Example:
@@ -99,13 +112,13 @@ def from_jax(
     numbers = _argnums(argnums, len(args))
     own = parameter_names(fn, len(args))
     axes = Axes()
-    tracing = Tracing(axes, None if most_trips is None else _most_trips(most_trips))
+    tracing = Tracing(axes, None if most_trips is None else _most_trips(most_trips), _half(float16))
     flat, tree = jax.tree_util.tree_flatten(args)
     held = [leaf for leaf in flat if is_array(leaf)]
     leaves = _leaves(tracing, own, args, numbers)
     closed, results = _traced(fn, flat, tree, held)
-    _refuse_complex(leaves, closed)
-    outs = flat_parts(tracing.inline(closed, [leaf.var for leaf in leaves], Place(UNKNOWN_LINE), inherit=False))
+    ins = packed([leaf.var for leaf in leaves], [v.aval for v in closed.jaxpr.invars])
+    outs = flat_parts(tracing.inline(closed, ins, Place(UNKNOWN_LINE), inherit=False))
     code = Code([leaf.var for leaf in leaves], outs, tracing.steps)
     used = prune(code)
     _check(code, leaves, results, tracing.refused)
@@ -123,6 +136,12 @@ def _most_trips(given: object) -> int:
     if count < 1:
         raise GraphError(f"{at(WHAT)}: most_trips must be at least 1, got {count}")
     return count
+
+
+def _half(given: object) -> str:
+    if given not in (None, "bfloat16"):
+        raise GraphError(f"{at(WHAT)}: float16 may be taken for 'bfloat16', not for {given!r:.40}")
+    return "float16" if given is None else "bfloat16"
 
 
 def _argnums(argnums: object, count: int) -> tuple[int, ...]:
@@ -147,7 +166,7 @@ def _leaves(tracing: Tracing, own: Sequence[str], args: Sequence[Any], numbers: 
                 var.axes = [tracing.axes.new(size) for size in var.shape]
                 tracing.axes.hold(var.space, var.axes)
             tokens = None if known is None else [None if word == "_" else ((word, None),) for word in known]
-            made.append(Leaf(path.replace("/", "."), var, n in numbers, tokens))
+            made.append(Leaf(path.replace("/", "."), var, n in numbers, tokens, path.endswith(COMPLEX)))
     return made
 
 
@@ -160,18 +179,8 @@ def _traced(fn: Callable[..., Any], flat: Sequence[Any], tree: Any, held: Sequen
 
     specs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in held]
     closed, out = jax.make_jaxpr(of_arrays, return_shape=True)(*specs)
-    named = [name.replace("/", ".") for name, _ in leaves_of(["output"], [out])]
+    named = [name.replace("/", ".") for name, _ in leaves_of(["output"], [out])]  # in parts, where they are complex
     return closed, [name.removeprefix("output.") if isinstance(out, dict) else name for name in named]
-
-
-def _refuse_complex(leaves: Sequence[Leaf], closed: Any) -> None:
-    found = [f"argument {leaf.path}" for leaf in leaves if leaf.var.dtype.startswith("complex")]
-    found += [f"result {n}" for n, aval in enumerate(closed.out_avals) if is_complex(aval)]
-    if found:
-        raise NotImported(
-            f"{at(WHAT)}: {', '.join(found)}: complex numbers stay inside the function; give and take their real and "
-            "imaginary parts, as in jax.lax.complex(real, imag)"
-        )
 
 
 def _check(code: Code, leaves: Sequence[Leaf], results: Sequence[str], refused: Mapping[str, int]) -> None:
@@ -192,7 +201,7 @@ def _check(code: Code, leaves: Sequence[Leaf], results: Sequence[str], refused: 
         raise NotImported("\n  ".join([f"{at(WHAT)}: there is no counterpart of", *lines]))
 
 
-_INSTEAD = {"float16": "; use bfloat16 or float32"}
+_INSTEAD = {"float16": "; use bfloat16 or float32, or from_jax(..., float16='bfloat16')"}
 
 
 def _faults(step: Any) -> list[str]:
@@ -228,7 +237,8 @@ def _graph(
     graph._parameters = own
     writer = Writer(axes, {}, constraints)
     used = [leaf for leaf in leaves if leaf.var in read and not leaf.var.key and 0 not in leaf.var.shape]
-    arrays = dict(zip(leaves, held, strict=True))
+    parts = [part for x in held for _, part in parts_of_array(x)]
+    arrays = dict(zip(leaves, parts, strict=True))
     graph.unused = tuple(leaf.name for leaf in leaves if leaf not in used and not leaf.var.key)
     with graph:
         for leaf in used:

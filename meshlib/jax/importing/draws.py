@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from layouts import Shape
 from meshlib.graph import Tensor
 from meshlib.jax.importing.axes import Axes
 from meshlib.jax.importing.code import DTYPES, Code, Step
@@ -68,19 +69,37 @@ def _integers(w: Writer, step: Step) -> Tensor:
 rule("jit:_randint", axes=_draw_axes, write=_integers)
 
 
-def _few_bits(w: Writer, step: Step) -> Tensor:
-    count = 2 ** int(step.params["bit_width"])
-    return cast(floor(random_uniform(w.shape(step.outs[0].axes)) * float(count)), "int32")
+def _bits(w: Writer, step: Step) -> Tensor:
+    """Words of bits; of 32 as integers with a sign, of the same bits."""
+    shape, width = w.shape(step.outs[0].axes), int(step.params["bit_width"])
+    if width < 32:
+        return _drawn_below(shape, 2**width)
+    return (_drawn_below(shape, 2**16) - 2**15) * 2**16 + _drawn_below(shape, 2**16)
 
 
-rule(
-    "random_bits",
-    axes=_draw_axes,
-    write=_few_bits,
-    fault=lambda step: (
-        None if step.params["bit_width"] < 32 else "of 32 bits; draw by jax.random.uniform, normal or randint"
-    ),
-)
+def _drawn_below(shape: Shape, count: int) -> Tensor:
+    return cast(floor(random_uniform(shape) * float(count)), "int32")
+
+
+# What gives the same bits of an integer with a sign as of one without; what passes them on.
+_SAME_BITS = ("and", "shift_left", "shift_right_logical", "eq", "ne", "add", "sub", "mul")
+_PASSED_ON = ("broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "concatenate", "copy")
+
+
+def _bits_fault(step: Step) -> str | None:
+    if int(step.params["bit_width"]) < 32:
+        return None
+    users = list(step.outs[0].users)
+    while users:
+        user = users.pop()
+        if user.kind in _PASSED_ON:
+            users += user.outs[0].users
+        elif user.kind not in _SAME_BITS:
+            return f"of 32 bits for {user.kind}; shift or mask them first, or draw by jax.random.uniform or randint"
+    return None
+
+
+rule("random_bits", axes=_draw_axes, write=_bits, fault=_bits_fault)
 rule(KEYS, axes=_no_axes, write=lambda w, step: [None] * len(step.outs))
 
 _DRAWS = ("random_bits", "jit:_uniform", "jit:_normal", "jit:_normal_real", "jit:_bernoulli", "jit:_randint")

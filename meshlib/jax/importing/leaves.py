@@ -39,7 +39,23 @@ def named_leaves(names: Sequence[str], args: Sequence[Any]) -> Iterator[tuple[st
                 if is_array(leaf):
                     own = _axis_names(held)
                     fits = own is not None and len(own) == len(leaf.shape)
-                    yield "/".join((name, *words((*path, *inner)))), leaf, own if fits else None
+                    whole = "/".join((name, *words((*path, *inner))))
+                    for part, array in parts_of_array(leaf):
+                        yield whole + part, array, own if fits else None
+
+
+COMPLEX = ("/real", "/imag")
+
+
+def parts_of_array(x: Any) -> list[tuple[str, Any]]:
+    """An array, or both parts of a complex one, each with what its name ends in."""
+    if not str(x.dtype).startswith("complex"):
+        return [("", x)]
+    kind = "float64" if str(x.dtype) == "complex128" else "float32"
+    array = concrete(x)
+    if array is None:
+        return [(part, jax.ShapeDtypeStruct(x.shape, kind)) for part in COMPLEX]
+    return [(part, np.ascontiguousarray(half)) for part, half in zip(COMPLEX, (array.real, array.imag), strict=True)]
 
 
 def _axis_names(x: Any) -> tuple[str, ...] | None:

@@ -27,6 +27,13 @@ class Leaf:
     var: Var
     variable: bool
     tokens: Sequence[Token] | None = None
+    part: bool = False  # of a complex array
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """What it may be called: a part of a complex array by the name of the whole, too."""
+        whole = self.path.removesuffix(".real").removesuffix(".imag")
+        return (self.path,) if whole == self.path or not self.part else (self.path, whole)
 
     @property
     def name(self) -> str:
@@ -50,7 +57,7 @@ def parsed(names: object, leaves: Sequence[Leaf]) -> None:
         if not isinstance(key, str):
             raise GraphError(f"{at(WHAT)}: names must have paths such as 'params.wq' as keys, got {key!r:.80}")
         pattern = key.replace("/", ".")
-        found = [leaf for leaf in leaves if fnmatchcase(leaf.path, pattern)]
+        found = [leaf for leaf in leaves if any(fnmatchcase(path, pattern) for path in leaf.paths)]
         if not found:
             paths = [leaf.path for leaf in leaves]
             raise GraphError(

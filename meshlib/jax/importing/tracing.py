@@ -53,6 +53,7 @@ class Tracing:
 
     axes: Axes
     most_trips: int | None = None  # of a loop that no number known from the start bounds
+    half: str = "float16"  # what float16 is taken for
     steps: list[Step] = field(default_factory=list)
     policy: Callable[..., Any] | None = None  # of the innermost checkpoint around
     saved: int = 0
@@ -63,7 +64,7 @@ class Tracing:
 
     def var(self, aval: Any, data: bool = True, of_keys: bool = False) -> Var:
         """A value of which nothing is known but its type. `of_keys`: it is a key if it may be a raw one."""
-        dtype = str(aval.dtype)
+        dtype = self.half if str(aval.dtype) == "float16" else str(aval.dtype)
         key = dtype.startswith("key<") or (of_keys and dtype == "uint32")
         return Var(tuple(map(int, aval.shape)), dtype, self.axes.space(), key=key, data=data)
 
@@ -85,6 +86,8 @@ class Tracing:
             x.const = np.asarray(array.reshape(-1)[0])
         else:
             x.const = array
+        if x.dtype == "bfloat16" and x.const.dtype == np.float16:
+            x.const = x.const.astype(numpy_type(x.dtype))
         x.axes = [self.axes.new(n) for n in x.shape]
         self.axes.hold(x.space, x.axes)
 

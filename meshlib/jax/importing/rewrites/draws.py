@@ -11,6 +11,7 @@ from jax import lax
 
 from meshlib.jax.importing.code import Step
 from meshlib.jax.importing.rewrites.table import Function, rewrite
+from meshlib.jax.importing.table import rule
 
 
 def _uniform(step: Step) -> Function | None:
@@ -53,3 +54,44 @@ def _shuffle(step: Step) -> Function:
 
 
 rewrite("jit:_shuffle", _shuffle)
+
+
+# Each round accepts 95 % of what is left or more.
+_ROUNDS = 6
+
+
+def _gamma(step: Step) -> Function | None:
+    """By Marsaglia and Tsang, the first of several candidates that is accepted.
+
+    Source: G. Marsaglia and W. W. Tsang, A simple method for generating gamma variables, 2000.
+    """
+    if step.ins[1].data:
+        return None  # samples have a derivative in their shape parameter, of which this one knows nothing
+    logarithms = bool(step.params["log_space"])
+
+    def run(key: Any, alpha: Any) -> Any:
+        shape = alpha.shape
+        whole = jnp.where(alpha < 1, alpha + 1, alpha)
+        d = whole - 1 / 3
+        drawn = jnp.zeros(shape, alpha.dtype)  # log v; taken if no candidate is accepted
+        for _ in range(_ROUNDS):
+            x = jax.random.normal(key, shape, alpha.dtype)
+            root = 1 + x / jnp.sqrt(9 * d)
+            log_v = 3 * jnp.log(jnp.maximum(root, 1e-7))
+            limit = 0.5 * x * x + d - d * jnp.exp(log_v) + d * log_v
+            accepted = (root > 0) & (jnp.log(jax.random.uniform(key, shape, alpha.dtype)) < limit)
+            drawn = jnp.where(accepted, log_v, drawn)
+        smaller = jnp.log1p(-jax.random.uniform(key, shape, alpha.dtype)) / alpha
+        made = jnp.log(d) + drawn + jnp.where(alpha < 1, smaller, 0)
+        return made if logarithms else jnp.exp(made)
+
+    return run
+
+
+rewrite("random_gamma", _gamma)
+rule(
+    "random_gamma",
+    axes=None,
+    write=None,
+    fault=lambda step: "with a shape parameter that is computed from arguments, of which it has a derivative",
+)
