@@ -237,8 +237,8 @@ def _graph(
     graph._parameters = own
     writer = Writer(axes, {}, constraints)
     used = [leaf for leaf in leaves if leaf.var in read and not leaf.var.key and 0 not in leaf.var.shape]
-    parts = [part for x in held for _, part in parts_of_array(x)]
-    arrays = dict(zip(leaves, parts, strict=True))
+    own_parts = [part for x in held for _, part in parts_of_array(x)]
+    arrays = dict(zip(leaves, own_parts, strict=True))
     graph.unused = tuple(leaf.name for leaf in leaves if leaf not in used and not leaf.var.key)
     with graph:
         for leaf in used:
