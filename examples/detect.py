@@ -25,7 +25,7 @@ from examples import devices
 from examples.drawn_images import CLASSES, Scenes, draw_scenes
 from examples.pictures import frame, grid, write_png
 from examples.terminal import check_least, finish, line, progress
-from meshlib.detection import Objects, mean_average_precision
+from meshlib.models.images.detection import Objects, mean_average_precision
 
 COLOURS = np.array(
     [

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from examples import mnist_data
 from examples.drawn_images import CLASSES, draw_shapes
-from meshlib.errors import DataError
+from meshlib.core.errors import DataError
 from meshlib.records import images as pictures
 
 Images = NDArray[np.float32]

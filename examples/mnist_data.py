@@ -28,8 +28,8 @@ from typing import IO
 import numpy as np
 from numpy.typing import NDArray
 
-from meshlib.errors import DataError
-from meshlib.files import replace_file
+from meshlib.core.errors import DataError
+from meshlib.core.files import replace_file
 from meshlib.records import read_idx
 
 Images = NDArray[np.float32]

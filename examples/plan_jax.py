@@ -24,7 +24,7 @@ import meshlib as mtf
 from examples.terminal import finish
 from hardware.errors import HardwareError
 from hardware.slices import Slice
-from meshlib.text import bytes_text
+from meshlib.core.text import bytes_text
 
 # Names for the axes of a few arguments; the others follow from what the model computes.
 NAMES = {

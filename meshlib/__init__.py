@@ -4,7 +4,8 @@ Write a program once in named dimensions; say how the dimensions are laid over a
 runs, which collectives were inserted and why, what they cost, and the numbers, computed shard by shard.
 
 Each `import x as x` below makes a name public, for readers and type checkers alike; there is no second list. A name is
-imported on its first use (`meshlib.lazy`), so what needs JAX or takes long to load costs nothing until then.
+imported on its first use (`meshlib.core.lazy_imports`), so what needs JAX or takes long to load costs nothing until
+then.
 """
 
 from importlib.util import find_spec as _find_spec
@@ -36,9 +37,7 @@ if _TYPE_CHECKING:
     from layouts import Shape as Shape
     from layouts import Sharding as Sharding
     from meshlib import data as data
-    from meshlib import detection as detection
     from meshlib import generation as generation
-    from meshlib import initializers as initializers
     from meshlib import jax as jax
     from meshlib import layers as layers
     from meshlib import models as models
@@ -46,42 +45,42 @@ if _TYPE_CHECKING:
     from meshlib import records as records
     from meshlib import sharing as sharing
     from meshlib import testing as testing
-    from meshlib.batches import Batches as Batches
-    from meshlib.checkpoint import load as load
-    from meshlib.checkpoint import save as save
-    from meshlib.compiler import COMPILERS as COMPILERS
-    from meshlib.compiler import GSPMD as GSPMD
-    from meshlib.compiler import IDEAL as IDEAL
-    from meshlib.compiler import NO_OVERLAP as NO_OVERLAP
-    from meshlib.compiler import XLA_TPU as XLA_TPU
-    from meshlib.compiler import Compiler as Compiler
-    from meshlib.differentiation import gradients as gradients
-    from meshlib.errors import CheckpointError as CheckpointError
-    from meshlib.errors import DataError as DataError
-    from meshlib.errors import FeedError as FeedError
-    from meshlib.errors import GraphError as GraphError
-    from meshlib.errors import LayoutError as LayoutError
-    from meshlib.errors import MeshlibError as MeshlibError
-    from meshlib.errors import MissingError as MissingError
-    from meshlib.errors import NotFiniteError as NotFiniteError
-    from meshlib.errors import ProgramError as ProgramError
-    from meshlib.errors import ShapeError as ShapeError
-    from meshlib.errors import SliceError as SliceError
+    from meshlib.core import initializers as initializers
+    from meshlib.core.compiler import COMPILERS as COMPILERS
+    from meshlib.core.compiler import GSPMD as GSPMD
+    from meshlib.core.compiler import IDEAL as IDEAL
+    from meshlib.core.compiler import NO_OVERLAP as NO_OVERLAP
+    from meshlib.core.compiler import XLA_TPU as XLA_TPU
+    from meshlib.core.compiler import Compiler as Compiler
+    from meshlib.core.errors import CheckpointError as CheckpointError
+    from meshlib.core.errors import DataError as DataError
+    from meshlib.core.errors import FeedError as FeedError
+    from meshlib.core.errors import GraphError as GraphError
+    from meshlib.core.errors import LayoutError as LayoutError
+    from meshlib.core.errors import MeshlibError as MeshlibError
+    from meshlib.core.errors import MissingError as MissingError
+    from meshlib.core.errors import NotFiniteError as NotFiniteError
+    from meshlib.core.errors import ProgramError as ProgramError
+    from meshlib.core.errors import ShapeError as ShapeError
+    from meshlib.core.errors import SliceError as SliceError
+    from meshlib.core.graph import Graph as Graph
+    from meshlib.core.graph import Operation as Operation
+    from meshlib.core.graph import Tensor as Tensor
+    from meshlib.core.graph import scope as scope
+    from meshlib.data.batches import Batches as Batches
+    from meshlib.data.text import BytePairs as BytePairs
+    from meshlib.data.text import TextExamples as TextExamples
+    from meshlib.data.text import text_to_text as text_to_text
+    from meshlib.data.text import texts_in_rows as texts_in_rows
     from meshlib.estimation import Estimate as Estimate
     from meshlib.estimation import HostInput as HostInput
     from meshlib.estimation import Physics as Physics
     from meshlib.estimation import balance as balance
     from meshlib.estimation import estimate as estimate
-    from meshlib.estimation.sweep import Scaling as Scaling
-    from meshlib.estimation.sweep import scaling as scaling
-    from meshlib.frontier import Serving as Serving
-    from meshlib.frontier import serving as serving
+    from meshlib.estimation.views.scaling import Scaling as Scaling
+    from meshlib.estimation.views.scaling import scaling as scaling
     from meshlib.generation import Generator as Generator
     from meshlib.generation import generate as generate
-    from meshlib.graph import Graph as Graph
-    from meshlib.graph import Operation as Operation
-    from meshlib.graph import Tensor as Tensor
-    from meshlib.graph import scope as scope
     from meshlib.jax import OnJax as OnJax
     from meshlib.jax import from_jax as from_jax
     from meshlib.jax import measure_chip as measure_chip
@@ -96,178 +95,180 @@ if _TYPE_CHECKING:
     from meshlib.lowering import collectives_table as collectives_table
     from meshlib.lowering import explain as explain
     from meshlib.lowering import lower as lower
-    from meshlib.ops.activations import elu as elu
-    from meshlib.ops.activations import gelu as gelu
-    from meshlib.ops.activations import leaky_relu as leaky_relu
-    from meshlib.ops.activations import selu as selu
-    from meshlib.ops.activations import silu as silu
-    from meshlib.ops.activations import softplus as softplus
-    from meshlib.ops.activations import swish as swish
-    from meshlib.ops.attention import attention as attention
-    from meshlib.ops.blocks import conv2d_with_blocks as conv2d_with_blocks
-    from meshlib.ops.blocks import conv3d_with_blocks as conv3d_with_blocks
-    from meshlib.ops.convolution import conv1d as conv1d
-    from meshlib.ops.convolution import conv1d_transpose as conv1d_transpose
-    from meshlib.ops.convolution import conv2d as conv2d
-    from meshlib.ops.convolution import conv2d_transpose as conv2d_transpose
-    from meshlib.ops.convolution import conv3d as conv3d
-    from meshlib.ops.convolution import conv3d_transpose as conv3d_transpose
-    from meshlib.ops.convolution import depthwise_conv2d as depthwise_conv2d
-    from meshlib.ops.cumulative import cumprod as cumprod
-    from meshlib.ops.cumulative import cumsum as cumsum
-    from meshlib.ops.depth import depth_to_space as depth_to_space
-    from meshlib.ops.depth import space_to_depth as space_to_depth
-    from meshlib.ops.dims import anonymize as anonymize
-    from meshlib.ops.dims import anonymous_shape as anonymous_shape
-    from meshlib.ops.dims import combined_dimension as combined_dimension
-    from meshlib.ops.dims import replace_dimensions as replace_dimensions
-    from meshlib.ops.einsum import einsum as einsum
-    from meshlib.ops.einsum import matmul as matmul
-    from meshlib.ops.elementwise import abs as abs
-    from meshlib.ops.elementwise import add as add
-    from meshlib.ops.elementwise import add_n as add_n
-    from meshlib.ops.elementwise import cast as cast
-    from meshlib.ops.elementwise import ceil as ceil
-    from meshlib.ops.elementwise import clip_by_value as clip_by_value
-    from meshlib.ops.elementwise import cos as cos
-    from meshlib.ops.elementwise import divide as divide
-    from meshlib.ops.elementwise import equal as equal
-    from meshlib.ops.elementwise import erf as erf
-    from meshlib.ops.elementwise import exp as exp
-    from meshlib.ops.elementwise import expm1 as expm1
-    from meshlib.ops.elementwise import floor as floor
-    from meshlib.ops.elementwise import floordiv as floordiv
-    from meshlib.ops.elementwise import greater as greater
-    from meshlib.ops.elementwise import greater_equal as greater_equal
-    from meshlib.ops.elementwise import less as less
-    from meshlib.ops.elementwise import less_equal as less_equal
-    from meshlib.ops.elementwise import log as log
-    from meshlib.ops.elementwise import logical_and as logical_and
-    from meshlib.ops.elementwise import logical_not as logical_not
-    from meshlib.ops.elementwise import logical_or as logical_or
-    from meshlib.ops.elementwise import maximum as maximum
-    from meshlib.ops.elementwise import minimum as minimum
-    from meshlib.ops.elementwise import mod as mod
-    from meshlib.ops.elementwise import multiply as multiply
-    from meshlib.ops.elementwise import negative as negative
-    from meshlib.ops.elementwise import not_equal as not_equal
-    from meshlib.ops.elementwise import pow as pow
-    from meshlib.ops.elementwise import reciprocal as reciprocal
-    from meshlib.ops.elementwise import relu as relu
-    from meshlib.ops.elementwise import round as round
-    from meshlib.ops.elementwise import rsqrt as rsqrt
-    from meshlib.ops.elementwise import sigmoid as sigmoid
-    from meshlib.ops.elementwise import sign as sign
-    from meshlib.ops.elementwise import sin as sin
-    from meshlib.ops.elementwise import sqrt as sqrt
-    from meshlib.ops.elementwise import square as square
-    from meshlib.ops.elementwise import squared_difference as squared_difference
-    from meshlib.ops.elementwise import sub as sub
-    from meshlib.ops.elementwise import subtract as subtract
-    from meshlib.ops.elementwise import tanh as tanh
-    from meshlib.ops.elementwise import to_bfloat16 as to_bfloat16
-    from meshlib.ops.elementwise import to_float as to_float
-    from meshlib.ops.elementwise import to_int32 as to_int32
-    from meshlib.ops.elementwise import where as where
-    from meshlib.ops.index import dynamic_shift as dynamic_shift
-    from meshlib.ops.index import gather as gather
-    from meshlib.ops.index import one_hot as one_hot
-    from meshlib.ops.index import range as range
-    from meshlib.ops.index import scatter_add as scatter_add
-    from meshlib.ops.logic import cond as cond
-    from meshlib.ops.logic import logical_xor as logical_xor
-    from meshlib.ops.loop import scan as scan
-    from meshlib.ops.loop import while_loop as while_loop
-    from meshlib.ops.pooling import avg_pool as avg_pool
-    from meshlib.ops.pooling import max_pool as max_pool
-    from meshlib.ops.pooling import pool as pool
-    from meshlib.ops.printing import Print as Print
-    from meshlib.ops.quantized import quantize as quantize
-    from meshlib.ops.quantized import quantized_einsum as quantized_einsum
-    from meshlib.ops.random import dropout as dropout
-    from meshlib.ops.random import random_normal as random_normal
-    from meshlib.ops.random import random_uniform as random_uniform
-    from meshlib.ops.ranking import argmax as argmax
-    from meshlib.ops.ranking import argsort as argsort
-    from meshlib.ops.ranking import nth_largest_element as nth_largest_element
-    from meshlib.ops.ranking import nth_smallest_element as nth_smallest_element
-    from meshlib.ops.ranking import sort as sort
-    from meshlib.ops.ranking import top_1 as top_1
-    from meshlib.ops.ranking import top_k as top_k
-    from meshlib.ops.rearrange import rearrange as rearrange
-    from meshlib.ops.rearrange import reduce as reduce
-    from meshlib.ops.rearrange import repeat as repeat
-    from meshlib.ops.reduce import log_softmax as log_softmax
-    from meshlib.ops.reduce import reduce_all as reduce_all
-    from meshlib.ops.reduce import reduce_any as reduce_any
-    from meshlib.ops.reduce import reduce_logsumexp as reduce_logsumexp
-    from meshlib.ops.reduce import reduce_max as reduce_max
-    from meshlib.ops.reduce import reduce_mean as reduce_mean
-    from meshlib.ops.reduce import reduce_min as reduce_min
-    from meshlib.ops.reduce import reduce_sum as reduce_sum
-    from meshlib.ops.reduce import softmax as softmax
-    from meshlib.ops.remat import Remat as Remat
-    from meshlib.ops.resize import resize as resize
-    from meshlib.ops.rewrite import custom_gradient as custom_gradient
-    from meshlib.ops.rewrite import recompute_grad as recompute_grad
-    from meshlib.ops.sampling import sample_with_temperature as sample_with_temperature
-    from meshlib.ops.shape import broadcast as broadcast
-    from meshlib.ops.shape import rename_dimension as rename_dimension
-    from meshlib.ops.shape import reshape as reshape
-    from meshlib.ops.shape import transpose as transpose
-    from meshlib.ops.slicewise import slicewise as slicewise
-    from meshlib.ops.sources import constant as constant
-    from meshlib.ops.sources import input as input
-    from meshlib.ops.sources import ones as ones
-    from meshlib.ops.sources import ones_like as ones_like
-    from meshlib.ops.sources import step as step
-    from meshlib.ops.sources import variable as variable
-    from meshlib.ops.sources import zeros as zeros
-    from meshlib.ops.sources import zeros_like as zeros_like
-    from meshlib.ops.stacking import stack as stack
-    from meshlib.ops.stacking import unstack as unstack
-    from meshlib.ops.state import assign as assign
-    from meshlib.ops.state import assign_add as assign_add
-    from meshlib.ops.state import assign_sub as assign_sub
-    from meshlib.ops.state import constrain as constrain
-    from meshlib.ops.state import identity as identity
-    from meshlib.ops.state import stop_gradient as stop_gradient
-    from meshlib.ops.update import dynamic_slice as dynamic_slice
-    from meshlib.ops.update import update_slice as update_slice
-    from meshlib.ops.window import concat as concat
-    from meshlib.ops.window import halo_exchange as halo_exchange
-    from meshlib.ops.window import left_halo_exchange as left_halo_exchange
-    from meshlib.ops.window import pad as pad
-    from meshlib.ops.window import shift as shift
-    from meshlib.ops.window import slice as slice
-    from meshlib.ops.window import split as split
-    from meshlib.ops.window import strided_slice as strided_slice
+    from meshlib.models.images import detection as detection
+    from meshlib.ops.contraction.einsum import einsum as einsum
+    from meshlib.ops.contraction.einsum import matmul as matmul
+    from meshlib.ops.contraction.quantized import quantize as quantize
+    from meshlib.ops.contraction.quantized import quantized_einsum as quantized_einsum
+    from meshlib.ops.control.custom_gradients import custom_gradient as custom_gradient
+    from meshlib.ops.control.custom_gradients import recompute_grad as recompute_grad
+    from meshlib.ops.control.loops import scan as scan
+    from meshlib.ops.control.loops import while_loop as while_loop
+    from meshlib.ops.control.printing import Print as Print
+    from meshlib.ops.control.remat import Remat as Remat
+    from meshlib.ops.control.slicewise import slicewise as slicewise
+    from meshlib.ops.control.sources import constant as constant
+    from meshlib.ops.control.sources import input as input
+    from meshlib.ops.control.sources import ones as ones
+    from meshlib.ops.control.sources import ones_like as ones_like
+    from meshlib.ops.control.sources import step as step
+    from meshlib.ops.control.sources import variable as variable
+    from meshlib.ops.control.sources import zeros as zeros
+    from meshlib.ops.control.sources import zeros_like as zeros_like
+    from meshlib.ops.control.state import assign as assign
+    from meshlib.ops.control.state import assign_add as assign_add
+    from meshlib.ops.control.state import assign_sub as assign_sub
+    from meshlib.ops.control.state import constrain as constrain
+    from meshlib.ops.control.state import identity as identity
+    from meshlib.ops.control.state import stop_gradient as stop_gradient
+    from meshlib.ops.fused_attention.attention import attention as attention
+    from meshlib.ops.gradients import gradients as gradients
+    from meshlib.ops.images.blocks import conv2d_with_blocks as conv2d_with_blocks
+    from meshlib.ops.images.blocks import conv3d_with_blocks as conv3d_with_blocks
+    from meshlib.ops.images.convolution import conv1d as conv1d
+    from meshlib.ops.images.convolution import conv1d_transpose as conv1d_transpose
+    from meshlib.ops.images.convolution import conv2d as conv2d
+    from meshlib.ops.images.convolution import conv2d_transpose as conv2d_transpose
+    from meshlib.ops.images.convolution import conv3d as conv3d
+    from meshlib.ops.images.convolution import conv3d_transpose as conv3d_transpose
+    from meshlib.ops.images.convolution import depthwise_conv2d as depthwise_conv2d
+    from meshlib.ops.images.depth import depth_to_space as depth_to_space
+    from meshlib.ops.images.depth import space_to_depth as space_to_depth
+    from meshlib.ops.images.pooling import avg_pool as avg_pool
+    from meshlib.ops.images.pooling import max_pool as max_pool
+    from meshlib.ops.images.pooling import pool as pool
+    from meshlib.ops.images.resize import resize as resize
+    from meshlib.ops.movement.dims import anonymize as anonymize
+    from meshlib.ops.movement.dims import anonymous_shape as anonymous_shape
+    from meshlib.ops.movement.dims import combined_dimension as combined_dimension
+    from meshlib.ops.movement.dims import replace_dimensions as replace_dimensions
+    from meshlib.ops.movement.dynamic_slices import dynamic_slice as dynamic_slice
+    from meshlib.ops.movement.dynamic_slices import update_slice as update_slice
+    from meshlib.ops.movement.indexing import dynamic_shift as dynamic_shift
+    from meshlib.ops.movement.indexing import gather as gather
+    from meshlib.ops.movement.indexing import one_hot as one_hot
+    from meshlib.ops.movement.indexing import range as range
+    from meshlib.ops.movement.indexing import scatter_add as scatter_add
+    from meshlib.ops.movement.ranking import argmax as argmax
+    from meshlib.ops.movement.ranking import argsort as argsort
+    from meshlib.ops.movement.ranking import nth_largest_element as nth_largest_element
+    from meshlib.ops.movement.ranking import nth_smallest_element as nth_smallest_element
+    from meshlib.ops.movement.ranking import sort as sort
+    from meshlib.ops.movement.ranking import top_1 as top_1
+    from meshlib.ops.movement.ranking import top_k as top_k
+    from meshlib.ops.movement.rearrange import rearrange as rearrange
+    from meshlib.ops.movement.rearrange import reduce as reduce
+    from meshlib.ops.movement.rearrange import repeat as repeat
+    from meshlib.ops.movement.runs import concat as concat
+    from meshlib.ops.movement.runs import halo_exchange as halo_exchange
+    from meshlib.ops.movement.runs import left_halo_exchange as left_halo_exchange
+    from meshlib.ops.movement.runs import pad as pad
+    from meshlib.ops.movement.runs import shift as shift
+    from meshlib.ops.movement.runs import slice as slice
+    from meshlib.ops.movement.runs import split as split
+    from meshlib.ops.movement.runs import strided_slice as strided_slice
+    from meshlib.ops.movement.shape import broadcast as broadcast
+    from meshlib.ops.movement.shape import rename_dimension as rename_dimension
+    from meshlib.ops.movement.shape import reshape as reshape
+    from meshlib.ops.movement.shape import transpose as transpose
+    from meshlib.ops.movement.stacking import stack as stack
+    from meshlib.ops.movement.stacking import unstack as unstack
+    from meshlib.ops.pointwise.activations import elu as elu
+    from meshlib.ops.pointwise.activations import gelu as gelu
+    from meshlib.ops.pointwise.activations import leaky_relu as leaky_relu
+    from meshlib.ops.pointwise.activations import selu as selu
+    from meshlib.ops.pointwise.activations import silu as silu
+    from meshlib.ops.pointwise.activations import softplus as softplus
+    from meshlib.ops.pointwise.activations import swish as swish
+    from meshlib.ops.pointwise.cumulative import cumprod as cumprod
+    from meshlib.ops.pointwise.cumulative import cumsum as cumsum
+    from meshlib.ops.pointwise.elementwise import abs as abs
+    from meshlib.ops.pointwise.elementwise import add as add
+    from meshlib.ops.pointwise.elementwise import add_n as add_n
+    from meshlib.ops.pointwise.elementwise import cast as cast
+    from meshlib.ops.pointwise.elementwise import ceil as ceil
+    from meshlib.ops.pointwise.elementwise import clip_by_value as clip_by_value
+    from meshlib.ops.pointwise.elementwise import cos as cos
+    from meshlib.ops.pointwise.elementwise import divide as divide
+    from meshlib.ops.pointwise.elementwise import equal as equal
+    from meshlib.ops.pointwise.elementwise import erf as erf
+    from meshlib.ops.pointwise.elementwise import exp as exp
+    from meshlib.ops.pointwise.elementwise import expm1 as expm1
+    from meshlib.ops.pointwise.elementwise import floor as floor
+    from meshlib.ops.pointwise.elementwise import floordiv as floordiv
+    from meshlib.ops.pointwise.elementwise import greater as greater
+    from meshlib.ops.pointwise.elementwise import greater_equal as greater_equal
+    from meshlib.ops.pointwise.elementwise import less as less
+    from meshlib.ops.pointwise.elementwise import less_equal as less_equal
+    from meshlib.ops.pointwise.elementwise import log as log
+    from meshlib.ops.pointwise.elementwise import logical_and as logical_and
+    from meshlib.ops.pointwise.elementwise import logical_not as logical_not
+    from meshlib.ops.pointwise.elementwise import logical_or as logical_or
+    from meshlib.ops.pointwise.elementwise import maximum as maximum
+    from meshlib.ops.pointwise.elementwise import minimum as minimum
+    from meshlib.ops.pointwise.elementwise import mod as mod
+    from meshlib.ops.pointwise.elementwise import multiply as multiply
+    from meshlib.ops.pointwise.elementwise import negative as negative
+    from meshlib.ops.pointwise.elementwise import not_equal as not_equal
+    from meshlib.ops.pointwise.elementwise import pow as pow
+    from meshlib.ops.pointwise.elementwise import reciprocal as reciprocal
+    from meshlib.ops.pointwise.elementwise import relu as relu
+    from meshlib.ops.pointwise.elementwise import round as round
+    from meshlib.ops.pointwise.elementwise import rsqrt as rsqrt
+    from meshlib.ops.pointwise.elementwise import sigmoid as sigmoid
+    from meshlib.ops.pointwise.elementwise import sign as sign
+    from meshlib.ops.pointwise.elementwise import sin as sin
+    from meshlib.ops.pointwise.elementwise import sqrt as sqrt
+    from meshlib.ops.pointwise.elementwise import square as square
+    from meshlib.ops.pointwise.elementwise import squared_difference as squared_difference
+    from meshlib.ops.pointwise.elementwise import sub as sub
+    from meshlib.ops.pointwise.elementwise import subtract as subtract
+    from meshlib.ops.pointwise.elementwise import tanh as tanh
+    from meshlib.ops.pointwise.elementwise import to_bfloat16 as to_bfloat16
+    from meshlib.ops.pointwise.elementwise import to_float as to_float
+    from meshlib.ops.pointwise.elementwise import to_int32 as to_int32
+    from meshlib.ops.pointwise.elementwise import where as where
+    from meshlib.ops.pointwise.logic import cond as cond
+    from meshlib.ops.pointwise.logic import logical_xor as logical_xor
+    from meshlib.ops.pointwise.random import dropout as dropout
+    from meshlib.ops.pointwise.random import random_normal as random_normal
+    from meshlib.ops.pointwise.random import random_uniform as random_uniform
+    from meshlib.ops.pointwise.reductions import log_softmax as log_softmax
+    from meshlib.ops.pointwise.reductions import reduce_all as reduce_all
+    from meshlib.ops.pointwise.reductions import reduce_any as reduce_any
+    from meshlib.ops.pointwise.reductions import reduce_logsumexp as reduce_logsumexp
+    from meshlib.ops.pointwise.reductions import reduce_max as reduce_max
+    from meshlib.ops.pointwise.reductions import reduce_mean as reduce_mean
+    from meshlib.ops.pointwise.reductions import reduce_min as reduce_min
+    from meshlib.ops.pointwise.reductions import reduce_sum as reduce_sum
+    from meshlib.ops.pointwise.reductions import softmax as softmax
+    from meshlib.ops.pointwise.sampling import sample_with_temperature as sample_with_temperature
     from meshlib.optimize import serialize_training_step as serialize_training_step
-    from meshlib.program.comparison import Comparison as Comparison
-    from meshlib.program.comparison import compare as compare
+    from meshlib.program.views.comparison import Comparison as Comparison
+    from meshlib.program.views.comparison import compare as compare
     from meshlib.searching import Found as Found
     from meshlib.searching import search as search
+    from meshlib.searching.serving import Serving as Serving
+    from meshlib.searching.serving import serving as serving
     from meshlib.sharing import ImageInput as ImageInput
     from meshlib.sharing import export as export
     from meshlib.sharing import load_model as load_model
     from meshlib.simulation import Simulation as Simulation
     from meshlib.simulation import simulate as simulate
+    from meshlib.storage.checkpoint import load as load
+    from meshlib.storage.checkpoint import save as save
     from meshlib.training import Evaluation as Evaluation
     from meshlib.training import Trained as Trained
     from meshlib.training import train as train
     from meshlib.verification import Verification as Verification
     from meshlib.verification import verify as verify
-    from meshlib.vocabulary import BytePairs as BytePairs
-    from meshlib.vocabulary import TextExamples as TextExamples
-    from meshlib.vocabulary import text_to_text as text_to_text
-    from meshlib.vocabulary import texts_in_rows as texts_in_rows
 else:
-    from meshlib.face import public_calls as _public_calls
-    from meshlib.foreign import OF_MODULES as _OF_MODULES
-    from meshlib.lazy import lazy_names as _lazy_names
+    from meshlib.core.foreign_names import OF_MODULES as _OF_MODULES
+    from meshlib.core.lazy_imports import lazy_names as _lazy_names
+    from meshlib.core.public_calls import public_calls as _public_calls
 
     __getattr__, __dir__ = _lazy_names(
         __name__,
-        _public_calls(__name__, ["meshlib.ops.", "meshlib.differentiation", "meshlib.optimize."]),
+        _public_calls(__name__, ["meshlib.ops.", "meshlib.optimize."]),
         lambda name: _OF_MODULES.get(name, ""),
     )

@@ -12,15 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshlib.calls import explain_module
-from meshlib.errors import GraphError, nearest
-from meshlib.estimation.fitting import memory_on
-from meshlib.graph import Operation, Tensor
+from meshlib.core.errors import GraphError, nearest
+from meshlib.core.explained_calls import explain_module
+from meshlib.core.graph import Operation, Tensor
+from meshlib.core.slices import slice_for
+from meshlib.core.text import bytes_text, read_bytes
+from meshlib.estimation.memory.device_memory import memory_on
 from meshlib.program.instructions import COLLECTIVES, Instruction, Move, Value
 from meshlib.program.records import Collective, Program, require_program, walk
-from meshlib.slices import slice_for
-from meshlib.snapshots import assert_snapshot
-from meshlib.text import bytes_text, read_bytes
+from meshlib.program.views.snapshots import assert_snapshot
 from meshlib.verification import Verification, verify
 
 __all__ = ["assert_collectives", "assert_fits", "assert_layout_invariant", "assert_sent_at_most", "assert_snapshot"]

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 import meshlib as mtf
-from meshlib.graph import Tensor
-from meshlib.ops.cumulative import linear_recurrence
+from meshlib.core.graph import Tensor
+from meshlib.ops.pointwise.cumulative import linear_recurrence
 from tests.cases import Array, dims, distinct, flags, positive, row, signed, whole
 
 N = dims("n:12")[0]

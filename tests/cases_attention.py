@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 import meshlib as mtf
-from meshlib.graph import Tensor
-from meshlib.ops.rotate import rotate_half
+from meshlib.core.graph import Tensor
+from meshlib.ops.fused_attention.rotate import rotate_half
 from tests.cases import Array, dims, flags, index, row, signed
 
 D, E = dims("d:3;e:5")

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 import meshlib as mtf
-from meshlib.graph import Tensor
+from meshlib.core.graph import Tensor
 from meshlib.ops.building import build
-from meshlib.ops.reduce_window import PICK, SPREAD
-from meshlib.ops.sliding import Slide
+from meshlib.ops.images.reduce_window import PICK, SPREAD
+from meshlib.ops.images.sliding import Slide
 from tests.cases import Array, distinct, row, signed, whole
 
 Along = Sequence[tuple[int, int, int]]  # per spatial dim: stride, dilation, elements of padding before

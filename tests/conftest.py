@@ -34,7 +34,7 @@ import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 import meshlib.ops.catalogue  # noqa: E402, F401 (tables of tests have a row for every operation)
-from meshlib import arrays  # noqa: E402
+from meshlib.core import arrays  # noqa: E402
 from tests.effort import DEEP_EXAMPLES  # noqa: E402
 
 settings.register_profile(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from layouts import Shape
-from meshlib.graph import Operation, Tensor
+from meshlib.core.graph import Operation, Tensor
 from meshlib.program.records import Program
 from meshlib.simulation import simulate
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 import meshlib as mtf
-from meshlib.program.memory import KINDS
+from meshlib.program.analysis.memory import KINDS
 from meshlib.report.alternatives import Alternative, alternatives, pareto_front
 from meshlib.report.collectives import causes_of
 from meshlib.report.links import Anchors

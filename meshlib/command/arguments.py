@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from meshlib.command import commands, reports
 from meshlib.command.plan import REMAT
-from meshlib.compiler import COMPILERS, XLA_TPU
+from meshlib.core.compiler import COMPILERS, XLA_TPU
 
 Number = TypeVar("Number", int, float)
 

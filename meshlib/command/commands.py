@@ -13,15 +13,15 @@ from meshlib.command.compiled import explained_hlo, hlo_text
 from meshlib.command.plan import Asked, Plan, json_of, planned, plans_of, text_of
 from meshlib.command.subject import Subject, named_layouts, slice_of, subject_of, tried_values
 from meshlib.command.terminal import progress, progress_ends
-from meshlib.compiler import COMPILERS
-from meshlib.errors import GraphError, LayoutError
+from meshlib.core.compiler import COMPILERS
+from meshlib.core.errors import GraphError, LayoutError
+from meshlib.core.text import wrapped
 from meshlib.estimation import estimate
 from meshlib.lowering import Program
-from meshlib.program.listing import explain as explained
+from meshlib.program.views.listing import explain as explained
 from meshlib.records import make
 from meshlib.searching import Found
 from meshlib.searching import search as searched
-from meshlib.text import wrapped
 from meshlib.validation.talks import talks
 from meshlib.validation.validating import validate
 from meshlib.verification import verify

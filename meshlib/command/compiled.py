@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import meshlib.jax as real
-from meshlib.errors import GraphError
+from meshlib.core.errors import GraphError
 
 
 def hlo_text(program: str) -> str | None:

@@ -10,10 +10,10 @@ from typing import Any
 
 from hardware.slices import Slice
 from meshlib.command.subject import Subject
-from meshlib.errors import GraphError, MeshlibError
+from meshlib.core.errors import GraphError, MeshlibError
+from meshlib.core.text import bytes_text, count_text, grid, seconds_text, usd_text, wrapped
 from meshlib.estimation import Estimate, HostInput, estimate
-from meshlib.estimation.whole_run import WholeRun
-from meshlib.text import bytes_text, count_text, grid, seconds_text, usd_text, wrapped
+from meshlib.estimation.views.whole_run import WholeRun
 
 REMAT = ("full", "matmuls", "none")
 CAUSES = 4  # collectives that a plan names

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from meshlib.command.commands import FAILED, GOOD, planned_of
 from meshlib.command.plan import Plan
 from meshlib.command.subject import slice_of
-from meshlib.errors import GraphError
+from meshlib.core.errors import GraphError
 from meshlib.report.alternatives import Alternative
 from meshlib.report.page import page, write_page
 from meshlib.report.ranked import alternatives_of

@@ -16,12 +16,12 @@ from typing import Any
 from hardware.errors import HardwareError
 from hardware.slices import Slice
 from layouts import LayoutRules
-from meshlib.compiler import COMPILERS, XLA_TPU, Compiler
-from meshlib.errors import GraphError, MeshlibError, SliceError
-from meshlib.graph import Graph, Operation
+from meshlib.core.compiler import COMPILERS, XLA_TPU, Compiler
+from meshlib.core.errors import GraphError, MeshlibError, SliceError
+from meshlib.core.graph import Graph, Operation
 from meshlib.lowering import Program, Session, lower
 from meshlib.models import TransformerConfig, layout, preset, transformer, usual_layouts
-from meshlib.searching.problem import transformer_builder
+from meshlib.searching.programs import transformer_builder
 
 TOKENS_OF_A_DEVICE = 4096
 LENGTH = 8192

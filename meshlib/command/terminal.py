@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from hardware.errors import HardwareError
 from layouts.errors import LayoutError
-from meshlib.errors import MeshlibError
+from meshlib.core.errors import MeshlibError
 
 INTERRUPTED = 130  # what shells say of ctrl-C
 

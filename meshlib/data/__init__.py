@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 if _TYPE_CHECKING:
     from meshlib.data.feed import Feed as Feed
     from meshlib.data.feed import Stats as Stats
-    from meshlib.data.making import Field as Field
-    from meshlib.data.making import arrays as arrays
-    from meshlib.data.making import folder as folder
-    from meshlib.data.making import idx as idx
-    from meshlib.data.making import records as records
-    from meshlib.data.making import text as text
+    from meshlib.data.openers import Field as Field
+    from meshlib.data.openers import arrays as arrays
+    from meshlib.data.openers import folder as folder
+    from meshlib.data.openers import idx as idx
+    from meshlib.data.openers import records as records
+    from meshlib.data.openers import text as text
     from meshlib.data.pipeline import Data as Data
 else:
-    from meshlib.calls import explained_calls as _explained_calls
-    from meshlib.lazy import lazy_names as _lazy_names
+    from meshlib.core.explained_calls import explained_calls as _explained_calls
+    from meshlib.core.lazy_imports import lazy_names as _lazy_names
 
     __getattr__, __dir__ = _lazy_names(__name__, _explained_calls(__name__))

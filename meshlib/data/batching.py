@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshlib.errors import DataError
+from meshlib.core.errors import DataError
 
 Array = np.ndarray[Any, Any]
 Example = dict[str, Any]

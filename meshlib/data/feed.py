@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshlib.ahead import Ahead
-from meshlib.checks import at
+from meshlib.core.arguments import at
+from meshlib.core.documents import COUNT
+from meshlib.core.errors import FeedError
 from meshlib.data.batching import Batch
-from meshlib.data.identity import identity_of
-from meshlib.data.maker import Made, Maker, Place
-from meshlib.documents import COUNT
-from meshlib.errors import FeedError
+from meshlib.data.execution import Made, Maker, Place
+from meshlib.data.fingerprint import identity_of
+from meshlib.data.prefetch import Ahead
 
 if TYPE_CHECKING:
     from meshlib.data.pipeline import Data

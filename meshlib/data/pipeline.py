@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from meshlib.checks import at
+from meshlib.core.arguments import at
+from meshlib.core.errors import DataError, FeedError, nearest
 from meshlib.data.batching import SOURCES, TARGETS, TOO_LONG, Batching, Example
 from meshlib.data.feed import Feed
-from meshlib.data.pool import KINDS, pickled
 from meshlib.data.sources import Part, Source
-from meshlib.errors import DataError, FeedError, nearest
+from meshlib.data.workers import KINDS, pickled
 
 REMAINDERS = ("drop", "pad")
 

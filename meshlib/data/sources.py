@@ -15,10 +15,10 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from meshlib.core.errors import DataError
+from meshlib.core.files import open_file
 from meshlib.data.batching import Array, Batch, Example
-from meshlib.errors import DataError
-from meshlib.files import open_file
-from meshlib.records.frames import FOOTER, Fault, Found, compression_of, index_of, scan, wrong_data
+from meshlib.records.framing import FOOTER, Fault, Found, compression_of, index_of, scan, wrong_data
 from meshlib.records.images import IMAGE_ENDINGS, read_image
 
 Numbers = NDArray[np.int64]

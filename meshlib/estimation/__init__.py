@@ -31,21 +31,21 @@ from typing import Any
 from hardware.errors import HardwareError
 from hardware.placement import Placement
 from hardware.slices import Slice
-from meshlib.collector import uncollected
-from meshlib.compiler import Compiler, require_compiler
-from meshlib.errors import GraphError, SliceError
-from meshlib.estimation.fitting import DeviceMemory
-from meshlib.estimation.host_input import HostInput, input_time
-from meshlib.estimation.moves import Network, placed
-from meshlib.estimation.physics import CALIBRATED, Physics
-from meshlib.estimation.plan import plan_of
-from meshlib.estimation.pricing import balance
-from meshlib.estimation.remedies import Remedy
+from meshlib.core.compiler import Compiler, require_compiler
+from meshlib.core.errors import GraphError, SliceError
+from meshlib.core.garbage import uncollected
+from meshlib.core.slices import slice_for
+from meshlib.estimation.memory.device_memory import DeviceMemory
+from meshlib.estimation.memory.remedies import Remedy
 from meshlib.estimation.result import Estimate, RooflinePoint
-from meshlib.estimation.rows import Row
-from meshlib.estimation.scheduling import scheduled
+from meshlib.estimation.time.balance import balance
+from meshlib.estimation.time.host_input import HostInput, input_time
+from meshlib.estimation.time.physics import CALIBRATED, Physics
+from meshlib.estimation.time.scheduling import scheduled
+from meshlib.estimation.views.rows import Row
+from meshlib.estimation.work.communication import Network, placed
+from meshlib.estimation.work.plan import plan_of
 from meshlib.program.records import Program, require_program
-from meshlib.slices import slice_for
 
 __all__ = [
     "CALIBRATED", "DeviceMemory", "Estimate", "HostInput", "Physics", "Remedy", "RooflinePoint", "Row", "balance",
@@ -80,7 +80,7 @@ def estimate(
     Returns: an Estimate: `.step_seconds .mfu .fits .memory .exposed_comm_seconds .bound .rows .table()`.
     Raises: SliceError for an unknown slice, one of another size than the mesh, or a placement of another mesh;
       GraphError for other bad arguments.
-    Cost model: `meshlib.estimation.scheduling` for the formulas, `hardware` for rates and their sources.
+    Cost model: `meshlib.estimation.time.scheduling` for the formulas, `hardware` for rates and their sources.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():

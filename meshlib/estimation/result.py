@@ -9,19 +9,19 @@ from pathlib import Path
 
 from hardware.placement import DCN, Placement
 from hardware.slices import Slice
-from meshlib.checks import at, whole
-from meshlib.compiler import Compiler
-from meshlib.errors import GraphError, SliceError
-from meshlib.estimation.fitting import DeviceMemory, memory_on
-from meshlib.estimation.host_input import InputTime
-from meshlib.estimation.moments import divided
-from meshlib.estimation.physics import Physics
-from meshlib.estimation.profile import Measured, Profile, profile
-from meshlib.estimation.rows import BOUNDS, Row, rows_of
-from meshlib.estimation.scheduling import Schedule, scheduled
-from meshlib.estimation.table import comparison, table
-from meshlib.estimation.units import Plan
-from meshlib.estimation.whole_run import WholeRun, whole_run
+from meshlib.core.arguments import at, whole
+from meshlib.core.compiler import Compiler
+from meshlib.core.errors import GraphError, SliceError
+from meshlib.estimation.memory.device_memory import DeviceMemory, memory_on
+from meshlib.estimation.time.attribution import divided
+from meshlib.estimation.time.host_input import InputTime
+from meshlib.estimation.time.physics import Physics
+from meshlib.estimation.time.scheduling import Schedule, scheduled
+from meshlib.estimation.views.profile import Measured, Profile, profile
+from meshlib.estimation.views.rows import BOUNDS, Row, rows_of
+from meshlib.estimation.views.table import comparison, table
+from meshlib.estimation.views.whole_run import WholeRun, whole_run
+from meshlib.estimation.work.units import Plan
 from meshlib.program.records import Program
 
 
@@ -155,9 +155,11 @@ class Estimate:
 
     @cached_property
     def bound_seconds(self) -> Mapping[str, float]:
-        """The step divided by what bounds each moment (`meshlib.estimation.moments`): computation by each group's
-        bound, exposed communication by that of the collective that is waited for, launches and overhead as latency,
-        waiting for the hosts as input. Modelled."""
+        """The step divided by what bounds each moment (`estimation.time.attribution`).
+
+        Computation goes by each group's bound, exposed communication by that of the collective that is waited for,
+        launches and overhead count as latency, waiting for the hosts as input. Modelled.
+        """
         totals = dict.fromkeys(BOUNDS, 0.0)
         for _, bound, seconds in divided(self.schedule, self.slice.chip):
             totals[bound] += seconds
@@ -216,7 +218,7 @@ class Estimate:
     @property
     def hbm_bytes(self) -> int:
         """Bytes that fusion groups of one device read and write at their boundaries, without padding. Exact, given the
-        program's groups: `meshlib.estimation.stored` says what is stored."""
+        program's groups: `meshlib.estimation.work.stored_values` says what is stored."""
         return sum(r.hbm_bytes * r.count for r in self.rows)
 
     @property
@@ -366,7 +368,7 @@ class Estimate:
         The file is complete or not there: it is written beside its place and moved.
         Raises: GraphError where the path cannot be written.
         """
-        from meshlib.estimation.trace import save_trace
+        from meshlib.estimation.views.trace import save_trace
 
         save_trace(self, path)
 

@@ -20,24 +20,24 @@ import numpy as np
 from hardware import Slice
 from layouts import Dimension
 from layouts.mesh import MeshLike
-from meshlib.checkpoint import load
-from meshlib.checks import at, number, whole
-from meshlib.errors import GraphError, nearest
+from meshlib.core.arguments import at, number, whole
+from meshlib.core.errors import GraphError, nearest
+from meshlib.core.graph import Graph, Tensor, scope
 from meshlib.generation.beams import Beams
 from meshlib.generation.tokens import WHAT, ByteTokenizer, Stops, Tokenizer, encoded
-from meshlib.graph import Graph, Tensor, scope
 from meshlib.layers.norms import widened
 from meshlib.lowering import Program, lower
 from meshlib.models.config import TransformerConfig
 from meshlib.models.narrow import quantized_kernels
 from meshlib.models.serving import decode_step, prefill
-from meshlib.ops.elementwise import less, where
-from meshlib.ops.index import gather
-from meshlib.ops.index import range as positions_of
-from meshlib.ops.ranking import top_k as largest
-from meshlib.ops.reduce import log_softmax
-from meshlib.ops.sampling import sample_with_temperature
+from meshlib.ops.movement.indexing import gather
+from meshlib.ops.movement.indexing import range as positions_of
+from meshlib.ops.movement.ranking import top_k as largest
+from meshlib.ops.pointwise.elementwise import less, where
+from meshlib.ops.pointwise.reductions import log_softmax
+from meshlib.ops.pointwise.sampling import sample_with_temperature
 from meshlib.simulation import Simulation, simulate
+from meshlib.storage.checkpoint import load
 
 Array = np.ndarray[Any, Any]
 Progress = Callable[[int, int], object]

@@ -8,8 +8,8 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from meshlib.checks import at, items, whole
-from meshlib.errors import GraphError
+from meshlib.core.arguments import at, items, whole
+from meshlib.core.errors import GraphError
 
 WHAT = "generate"
 

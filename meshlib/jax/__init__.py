@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from meshlib.errors import MissingError
+from meshlib.core.errors import MissingError
 
 if TYPE_CHECKING:
     from meshlib.jax.explaining import Explained as Explained

@@ -13,7 +13,7 @@ from jax import lax
 from layouts import Mesh, permute_pairs
 from layouts.plan import Step, gathered_axes
 from meshlib.jax.context import Array, Context, Index
-from meshlib.program.exchange import runs
+from meshlib.program.exchanges import runs
 
 _REDUCE = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
 _LOCAL = {"max": jnp.max, "min": jnp.min}

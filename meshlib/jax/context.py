@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from layouts import Mesh
-from meshlib.graph import Operation
-from meshlib.ops.index import index_count
+from meshlib.core.graph import Operation
+from meshlib.ops.movement.indexing import index_count
 
 Array: TypeAlias = jax.Array
 Index: TypeAlias = int | Array  # of an element or a block: known while tracing, or only on the device

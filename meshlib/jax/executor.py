@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshlib.errors import ProgramError
-from meshlib.graph import Operation
+from meshlib.core.errors import ProgramError
+from meshlib.core.graph import Operation
+from meshlib.core.opdef import Factor, Halo, Summary
 from meshlib.jax.collectives import all_summaries, combined_summaries, gathered_run, move, shared_summaries
 from meshlib.jax.context import Array, Context, Found, Index
 from meshlib.jax.repeats import Repeats
 from meshlib.jax.table import Part, Run, row_of, run_row
-from meshlib.operation import Factor, Halo, Summary
-from meshlib.program.buffers import START
-from meshlib.program.exchange import RUNS, run_factors, summary_factor
+from meshlib.program.analysis.buffers import START
+from meshlib.program.exchanges import RUNS, run_factors, summary_factor
 from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value, Widen
 from meshlib.program.interpreter import Interpreter
 from meshlib.program.records import Program

@@ -13,15 +13,15 @@ from hardware.network import Demand, collective_cost
 from hardware.placement import Placement
 from hardware.slices import Slice
 from layouts import Mesh
-from meshlib.compiler import XLA_TPU
-from meshlib.errors import GraphError, ProgramError, SliceError
-from meshlib.estimation.moves import placed_for
+from meshlib.core.compiler import XLA_TPU
+from meshlib.core.errors import GraphError, ProgramError, SliceError
+from meshlib.core.slices import slice_for
+from meshlib.core.text import bytes_text, grid, seconds_text, wrapped
+from meshlib.estimation.work.communication import placed_for
 from meshlib.jax.hlo.collectives import HloCollective, collectives_of
 from meshlib.jax.hlo.groups import Part, axes_of, permuted_axes
 from meshlib.jax.hlo.reasons import phase_of, reason_of
 from meshlib.jax.hlo.text import Module, parse
-from meshlib.slices import slice_for
-from meshlib.text import bytes_text, grid, seconds_text, wrapped
 
 HIDDEN = ("/site-packages/", "/dist-packages/", "/meshlib/jax/", "/meshlib/program/")  # files that are not the user's
 

@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from layouts import Mesh, Sharding
 from layouts.parsing import is_iterable
-from meshlib.dtypes import INT4, DType
-from meshlib.errors import GraphError, ProgramError
+from meshlib.core.dtypes import INT4, DType
+from meshlib.core.errors import GraphError, ProgramError
 
 HostArray = np.ndarray[Any, Any]
 

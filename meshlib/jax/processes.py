@@ -17,8 +17,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from layouts import Shape
-from meshlib.dtypes import DType
-from meshlib.errors import CheckpointError
+from meshlib.core.dtypes import DType
+from meshlib.core.errors import CheckpointError
 
 Places = Mapping[str, tuple[int, Shape, DType]]
 READ_BYTES = 1 << 22  # of a file at once

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from meshlib.errors import ProgramError
-from meshlib.estimation.profile import Measured
+from meshlib.core.errors import ProgramError
+from meshlib.estimation.views.profile import Measured
 from meshlib.jax.hlo.scopes import module_name, scopes
 from meshlib.jax.step import Step
 from meshlib.program.instructions import Commit, Loop, Resident

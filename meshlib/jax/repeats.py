@@ -13,8 +13,8 @@ from typing import Any
 
 from jax import lax
 
+from meshlib.core.opdef import Kind
 from meshlib.jax.context import Array
-from meshlib.operation import Kind
 from meshlib.program.instructions import Compute, Instruction, Move, Value
 
 

@@ -15,25 +15,25 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import meshlib.jax.rows  # the library's own rows  # noqa: F401
 from hardware.slices import Slice
-from meshlib.checks import at, flag
-from meshlib.checks import whole as whole_number
-from meshlib.engine import Engine
-from meshlib.errors import GraphError, NotFiniteError
+from meshlib.core.arguments import at, flag
+from meshlib.core.arguments import whole as whole_number
+from meshlib.core.engine import Engine
+from meshlib.core.errors import GraphError, NotFiniteError
+from meshlib.core.slices import slice_for
+from meshlib.core.text import seconds_text
 from meshlib.estimation import estimate
-from meshlib.estimation.profile import Measured
+from meshlib.estimation.views.profile import Measured
 from meshlib.jax.measuring import known_slice
 from meshlib.jax.placing import HostArray, place, whole
 from meshlib.jax.processes import JaxProcesses
 from meshlib.jax.profiling import measure
 from meshlib.jax.settings import by_default
 from meshlib.jax.step import Made, Prints, Step
-from meshlib.ops.index import index_fault
-from meshlib.ops.sources import STEP
+from meshlib.ops.control.sources import STEP
+from meshlib.ops.movement.indexing import index_fault
 from meshlib.program.records import Program, require_program
 from meshlib.simulation import READY_PROGRAMS, Simulation, State
 from meshlib.simulation.state import fed_arrays
-from meshlib.slices import slice_for
-from meshlib.text import seconds_text
 
 TIMED_STEPS = 100  # of which the median is the time of a step
 EXACT_CORES = 16  # up to so many the exact executor is asked where a NaN came from

@@ -12,8 +12,9 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import meshlib.jax.rows  # the library's own rows  # noqa: F401
-from meshlib.errors import GraphError, nearest
-from meshlib.graph import FORWARD
+from meshlib.core.errors import GraphError, nearest
+from meshlib.core.graph import FORWARD
+from meshlib.core.text import bytes_text
 from meshlib.jax.context import Array, Context, Found
 from meshlib.jax.executor import Executor
 from meshlib.jax.hlo import sent_bytes
@@ -22,10 +23,9 @@ from meshlib.jax.settings import by_default
 from meshlib.jax.step import platform_of
 from meshlib.jax.table import storage
 from meshlib.lowering import lower
-from meshlib.ops.sources import STEP
+from meshlib.ops.control.sources import STEP
 from meshlib.program.instructions import Commit, Instruction, Loop, Value
 from meshlib.program.records import Program, require_program, walk
-from meshlib.text import bytes_text
 
 Specs = dict[str, PartitionSpec]
 

@@ -11,16 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshlib.errors import ProgramError
-from meshlib.graph import Operation
-from meshlib.initializers import make_key
+from meshlib.core.errors import ProgramError
+from meshlib.core.graph import Operation
+from meshlib.core.initializers import make_key
 from meshlib.jax.context import Array, Context, Found
 from meshlib.jax.executor import Executor
 from meshlib.jax.placing import between_steps, device_mesh, spec_of
 from meshlib.jax.settings import by_default
 from meshlib.jax.table import row_of, storage
-from meshlib.ops.random import RANDOM
-from meshlib.ops.sources import STEP
+from meshlib.ops.control.sources import STEP
+from meshlib.ops.pointwise.random import RANDOM
 from meshlib.program.instructions import Compute, Loop, Value
 from meshlib.program.records import Program, walk
 

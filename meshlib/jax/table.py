@@ -9,11 +9,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from meshlib.dtypes import BFLOAT16, BOOL, DType
-from meshlib.errors import GraphError, ProgramError, nearest
-from meshlib.graph import Operation, TensorType
+from meshlib.core.dtypes import BFLOAT16, BOOL, DType
+from meshlib.core.errors import GraphError, ProgramError, nearest
+from meshlib.core.graph import Operation, TensorType
+from meshlib.core.opdef import OPERATIONS
 from meshlib.jax.context import Array, Context, Index
-from meshlib.operation import OPERATIONS
 
 Names = tuple[str, ...]
 Function = Callable[..., Any]
@@ -100,7 +100,7 @@ def row(name: str, *, native: bool = False, split: Split | None = None) -> Calla
     block of the result. bfloat16 comes as float32 unless `native`; results are rounded to their declared dtype.
 
     Args:
-      name: of the operation, as it was given to `meshlib.operation.operation`.
+      name: of the operation, as it was given to `meshlib.core.opdef.operation`.
       native: see above.
       split: how it runs along a split dim of role SUMMARY or SHARE.
     Raises: GraphError for an operation that there is not, or that has a row.
@@ -108,7 +108,7 @@ def row(name: str, *, native: bool = False, split: Split | None = None) -> Calla
       >>> from meshlib.jax import row
       >>> row("tanh")
       Traceback (most recent call last):
-      meshlib.errors.GraphError: row: operation 'tanh' has a row already
+      meshlib.core.errors.GraphError: row: operation 'tanh' has a row already
     """
     if name not in OPERATIONS:
         raise GraphError(f"row: there is no operation {name!r}{nearest(name, OPERATIONS)}; define it first")

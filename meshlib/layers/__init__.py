@@ -42,7 +42,8 @@ if _TYPE_CHECKING:
     from meshlib.layers.loss import softmax_cross_entropy_with_logits as softmax_cross_entropy_with_logits
     from meshlib.layers.norms import layer_norm as layer_norm
     from meshlib.layers.norms import rms_norm as rms_norm
-    from meshlib.layers.pipelining import pipeline as pipeline
+    from meshlib.layers.pipeline_schedule import schedule as schedule
+    from meshlib.layers.pipelines import pipeline as pipeline
     from meshlib.layers.pooling import avg_pool2d as avg_pool2d
     from meshlib.layers.pooling import avg_pool3d as avg_pool3d
     from meshlib.layers.pooling import max_pool2d as max_pool2d
@@ -54,7 +55,7 @@ if _TYPE_CHECKING:
     from meshlib.layers.projection import dense as dense
     from meshlib.layers.projection import dense_relu_dense as dense_relu_dense
     from meshlib.layers.projection import feed_forward as feed_forward
-    from meshlib.layers.relative import relative_position_bias as relative_position_bias
+    from meshlib.layers.relative_positions import relative_position_bias as relative_position_bias
     from meshlib.layers.router import balanced_bias as balanced_bias
     from meshlib.layers.routing import Routing as Routing
     from meshlib.layers.scaling import clip_activation_gradient as clip_activation_gradient
@@ -63,9 +64,8 @@ if _TYPE_CHECKING:
     from meshlib.layers.set_norms import conditional_batch_norm as conditional_batch_norm
     from meshlib.layers.set_norms import group_norm as group_norm
     from meshlib.layers.spectral import spectral_norm as spectral_norm
-    from meshlib.layers.turns import schedule as schedule
 else:
-    from meshlib.face import public_calls as _public_calls
-    from meshlib.lazy import lazy_names as _lazy_names
+    from meshlib.core.lazy_imports import lazy_names as _lazy_names
+    from meshlib.core.public_calls import public_calls as _public_calls
 
     __getattr__, __dir__ = _lazy_names(__name__, _public_calls(__name__, ["meshlib.layers."]))

@@ -6,22 +6,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from layouts import Dimension, Shape
-from meshlib import initializers
-from meshlib.checks import at, choice, flag, number, whole
-from meshlib.dtypes import as_dtype
-from meshlib.errors import GraphError, LayoutError, ShapeError
-from meshlib.graph import Tensor, scope
+from meshlib.core import initializers
+from meshlib.core.arguments import at, choice, flag, number, whole
+from meshlib.core.dtypes import as_dtype
+from meshlib.core.errors import GraphError, LayoutError, ShapeError
+from meshlib.core.graph import Tensor, scope
 from meshlib.layers.norms import rms_norm, widened
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.layers.positions import RotaryScaling, check_scaling, rotary
 from meshlib.layers.projection import drop, projection
-from meshlib.ops.attention import arguments, attention, attention_type, checked_mask, visible
 from meshlib.ops.building import as_dim, as_dims, tensor
-from meshlib.ops.einsum import einsum
-from meshlib.ops.elementwise import cast, equal, logical_and, where
-from meshlib.ops.reduce import softmax
-from meshlib.ops.shape import rename_dimension
-from meshlib.ops.state import identity
+from meshlib.ops.contraction.einsum import einsum
+from meshlib.ops.control.state import identity
+from meshlib.ops.fused_attention.attention import arguments, attention, attention_type, checked_mask, visible
+from meshlib.ops.movement.shape import rename_dimension
+from meshlib.ops.pointwise.elementwise import cast, equal, logical_and, where
+from meshlib.ops.pointwise.reductions import softmax
 
 
 def dot_product_attention(

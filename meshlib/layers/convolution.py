@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from layouts import Dimension
-from meshlib import initializers
-from meshlib.checks import at, items, whole
-from meshlib.errors import ShapeError
-from meshlib.graph import Tensor, scope
+from meshlib.core import initializers
+from meshlib.core.arguments import at, items, whole
+from meshlib.core.errors import ShapeError
+from meshlib.core.graph import Tensor, scope
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
-from meshlib.ops import convolution
-from meshlib.ops.blocks import in_whole
 from meshlib.ops.building import as_dim, floats
-from meshlib.ops.convolution import PRECISIONS
-from meshlib.ops.shape import rename_dimension
-from meshlib.ops.sliding_arguments import Padding
+from meshlib.ops.images import convolution
+from meshlib.ops.images.blocks import in_whole
+from meshlib.ops.images.convolution import PRECISIONS
+from meshlib.ops.images.sliding_arguments import Padding
+from meshlib.ops.movement.shape import rename_dimension
 
 _WINDOWS = ("fd", "fh", "fw")  # filter dims, the last ones of which a layer has
 

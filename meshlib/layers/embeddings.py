@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from layouts import Dimension
-from meshlib import initializers
-from meshlib.graph import Tensor, find_dim
+from meshlib.core import initializers
+from meshlib.core.graph import Tensor, find_dim
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.ops.building import as_dim, tensor
-from meshlib.ops.index import gather
+from meshlib.ops.movement.indexing import gather
 
 
 def embedding_weights(

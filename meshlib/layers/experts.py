@@ -12,22 +12,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from layouts import Dimension, Shape
-from meshlib.checks import at, choice, flag
-from meshlib.dtypes import BOOL, FLOAT32, FLOAT64
-from meshlib.errors import GraphError, ShapeError
-from meshlib.graph import Tensor, scope
+from meshlib.core.arguments import at, choice, flag
+from meshlib.core.dtypes import BOOL, FLOAT32, FLOAT64
+from meshlib.core.errors import GraphError, ShapeError
+from meshlib.core.graph import Tensor, scope
+from meshlib.layers.expert_assignment import Slots
 from meshlib.layers.norms import widened
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.layers.projection import Activation, feed_forward
 from meshlib.layers.router import decide, real_share
 from meshlib.layers.routing import Routing
-from meshlib.layers.seating import Slots
 from meshlib.ops.building import as_dim, as_dims, floats, tensor
-from meshlib.ops.einsum import einsum
-from meshlib.ops.elementwise import cast, greater_equal, multiply
-from meshlib.ops.index import gather, one_hot, scatter_add
-from meshlib.ops.reduce import reduce_mean, reduce_sum
-from meshlib.ops.shape import rename_dimension, reshape, transpose
+from meshlib.ops.contraction.einsum import einsum
+from meshlib.ops.movement.indexing import gather, one_hot, scatter_add
+from meshlib.ops.movement.shape import rename_dimension, reshape, transpose
+from meshlib.ops.pointwise.elementwise import cast, greater_equal, multiply
+from meshlib.ops.pointwise.reductions import reduce_mean, reduce_sum
 
 Back = Callable[[Tensor], Tensor]
 Level = tuple[Dimension, Routing]

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from layouts import Dimension, Shape
-from meshlib import initializers
-from meshlib.checks import at, flag, items, whole
-from meshlib.errors import ShapeError
-from meshlib.graph import Tensor, find_dim, scope
+from meshlib.core import initializers
+from meshlib.core.arguments import at, flag, items, whole
+from meshlib.core.errors import ShapeError
+from meshlib.core.graph import Tensor, find_dim, scope
+from meshlib.core.names import free_name
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.layers.projection import projection
-from meshlib.names import free_name
-from meshlib.ops.attention import attention
 from meshlib.ops.building import as_dim, as_dims, floats
-from meshlib.ops.convolution import conv1d, conv2d, conv3d
-from meshlib.ops.elementwise import add, cast, multiply
-from meshlib.ops.pooling import pool
-from meshlib.ops.shape import rename_dimension, reshape, transpose
+from meshlib.ops.fused_attention.attention import attention
+from meshlib.ops.images.convolution import conv1d, conv2d, conv3d
+from meshlib.ops.images.pooling import pool
+from meshlib.ops.movement.shape import rename_dimension, reshape, transpose
+from meshlib.ops.pointwise.elementwise import add, cast, multiply
 
 Kernel = Callable[[Tensor], Tensor]
 CONVOLUTIONS = {1: conv1d, 2: conv2d, 3: conv3d}

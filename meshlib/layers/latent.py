@@ -10,20 +10,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from layouts import Dimension, Shape
-from meshlib import initializers
-from meshlib.checks import at, flag, number
-from meshlib.errors import ShapeError
-from meshlib.graph import Tensor, scope
+from meshlib.core import initializers
+from meshlib.core.arguments import at, flag, number
+from meshlib.core.errors import ShapeError
+from meshlib.core.graph import Tensor, scope
 from meshlib.layers.attention import Cache, Held
 from meshlib.layers.norms import rms_norm
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.layers.positions import rotary
 from meshlib.layers.projection import projection
-from meshlib.ops.attention import attention
 from meshlib.ops.building import as_dim, floats
-from meshlib.ops.shape import broadcast, rename_dimension
-from meshlib.ops.window import concat
-from meshlib.ops.window import slice as part_of
+from meshlib.ops.fused_attention.attention import attention
+from meshlib.ops.movement.runs import concat
+from meshlib.ops.movement.runs import slice as part_of
+from meshlib.ops.movement.shape import broadcast, rename_dimension
 
 
 @dataclass(frozen=True)

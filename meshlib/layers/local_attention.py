@@ -10,20 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from layouts import Dimension, Shape
-from meshlib import initializers
-from meshlib.checks import at, flag, whole
-from meshlib.dtypes import INT32
-from meshlib.errors import ShapeError
-from meshlib.graph import Tensor, find_dim, scope
+from meshlib.core import initializers
+from meshlib.core.arguments import at, flag, whole
+from meshlib.core.dtypes import INT32
+from meshlib.core.errors import ShapeError
+from meshlib.core.graph import Tensor, find_dim, scope
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
-from meshlib.ops.attention import attention
 from meshlib.ops.building import as_dim, tensor
-from meshlib.ops.dims import replace_dimensions
-from meshlib.ops.elementwise import equal, greater, greater_equal, less, less_equal, logical_and, logical_or
-from meshlib.ops.index import range as positions_of
+from meshlib.ops.fused_attention.attention import attention
+from meshlib.ops.movement.dims import replace_dimensions
+from meshlib.ops.movement.indexing import range as positions_of
+from meshlib.ops.movement.runs import halo_exchange, left_halo_exchange
+from meshlib.ops.movement.shape import rename_dimension, transpose
+from meshlib.ops.pointwise.elementwise import equal, greater, greater_equal, less, less_equal, logical_and, logical_or
 from meshlib.ops.rules import size_of
-from meshlib.ops.shape import rename_dimension, transpose
-from meshlib.ops.window import halo_exchange, left_halo_exchange
 
 QUERIES, KEYS = "query_block_length", "memory_block_length"
 

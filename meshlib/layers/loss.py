@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from layouts import Dimension
-from meshlib.checks import at, number
-from meshlib.dtypes import INT32
-from meshlib.errors import ShapeError
-from meshlib.graph import Tensor, find_dim
+from meshlib.core.arguments import at, number
+from meshlib.core.dtypes import INT32
+from meshlib.core.errors import ShapeError
+from meshlib.core.graph import Tensor, find_dim
 from meshlib.layers.norms import widened
-from meshlib.ops.activations import softplus
 from meshlib.ops.building import floats, tensor
-from meshlib.ops.elementwise import abs, add, exp, maximum, minimum, multiply, square, subtract
-from meshlib.ops.index import gather
-from meshlib.ops.reduce import reduce_logsumexp, reduce_mean, reduce_sum
+from meshlib.ops.movement.indexing import gather
+from meshlib.ops.pointwise.activations import softplus
+from meshlib.ops.pointwise.elementwise import abs, add, exp, maximum, minimum, multiply, square, subtract
+from meshlib.ops.pointwise.reductions import reduce_logsumexp, reduce_mean, reduce_sum
 
 
 def softmax_cross_entropy_with_logits(

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from layouts import Dimension
-from meshlib import initializers
-from meshlib.checks import at, flag, items, number
-from meshlib.dtypes import FLOAT32, FLOAT64
-from meshlib.errors import ShapeError
-from meshlib.graph import Tensor, find_dim, scope
+from meshlib.core import initializers
+from meshlib.core.arguments import at, flag, items, number
+from meshlib.core.dtypes import FLOAT32, FLOAT64
+from meshlib.core.errors import ShapeError
+from meshlib.core.graph import Tensor, find_dim, scope
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.ops.building import floats
-from meshlib.ops.elementwise import add, cast, multiply, rsqrt, square
-from meshlib.ops.reduce import reduce_mean
+from meshlib.ops.pointwise.elementwise import add, cast, multiply, rsqrt, square
+from meshlib.ops.pointwise.reductions import reduce_mean
 
 
 def widened(x: Tensor) -> Tensor:

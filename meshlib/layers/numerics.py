@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from layouts import Dimension, Shape
-from meshlib.checks import at, choice
-from meshlib.dtypes import FLOAT64, as_dtype
-from meshlib.errors import GraphError
-from meshlib.graph import Tensor
-from meshlib.initializers import Initializer
-from meshlib.ops.einsum import EIGHT_BIT, PRECISIONS, einsum
-from meshlib.ops.elementwise import cast
-from meshlib.ops.quantized import quantized_einsum
-from meshlib.ops.sources import variable
+from meshlib.core.arguments import at, choice
+from meshlib.core.dtypes import FLOAT64, as_dtype
+from meshlib.core.errors import GraphError
+from meshlib.core.graph import Tensor
+from meshlib.core.initializers import Initializer
+from meshlib.ops.contraction.einsum import EIGHT_BIT, PRECISIONS, einsum
+from meshlib.ops.contraction.quantized import quantized_einsum
+from meshlib.ops.control.sources import variable
+from meshlib.ops.pointwise.elementwise import cast
 
 _FULL = "fp8_full"  # MaxText's word for it
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshlib.graph import Tensor
-from meshlib.ops.pooling import pool_before_last
+from meshlib.core.graph import Tensor
+from meshlib.ops.images.pooling import pool_before_last
 
 
 def max_pool2d(x: Tensor, ksize: Sequence[int] = (2, 2), name: str = "max_pool2d") -> Tensor:

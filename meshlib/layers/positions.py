@@ -6,20 +6,20 @@ from dataclasses import dataclass
 from math import ceil, floor, log, pi
 
 from layouts import Dimension
-from meshlib import initializers
-from meshlib.checks import at, number, whole
-from meshlib.dtypes import INT32, as_dtype
-from meshlib.errors import GraphError, ShapeError
-from meshlib.graph import Tensor, find_dim, innermost
+from meshlib.core import initializers
+from meshlib.core.arguments import at, number, whole
+from meshlib.core.dtypes import INT32, as_dtype
+from meshlib.core.errors import GraphError, ShapeError
+from meshlib.core.graph import Tensor, find_dim, innermost
 from meshlib.layers.norms import widened
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.ops.building import as_dim, tensor
-from meshlib.ops.elementwise import add, cast, clip_by_value, cos, exp, less, mod, multiply, sin, where
-from meshlib.ops.index import gather
-from meshlib.ops.index import range as positions_of
-from meshlib.ops.rotate import rotate_half
-from meshlib.ops.shape import rename_dimension
-from meshlib.ops.window import slice as part_of
+from meshlib.ops.fused_attention.rotate import rotate_half
+from meshlib.ops.movement.indexing import gather
+from meshlib.ops.movement.indexing import range as positions_of
+from meshlib.ops.movement.runs import slice as part_of
+from meshlib.ops.movement.shape import rename_dimension
+from meshlib.ops.pointwise.elementwise import add, cast, clip_by_value, cos, exp, less, mod, multiply, sin, where
 
 RAMPS = ("turns", "pairs")
 STEEP = 0.001  # pairs, the width of a ramp whose ends fall together, as in the source

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from layouts import Dimension, Shape
-from meshlib import initializers
-from meshlib.checks import at, choice, flag, number
-from meshlib.errors import ShapeError
-from meshlib.graph import Tensor, scope
+from meshlib.core import initializers
+from meshlib.core.arguments import at, choice, flag, number
+from meshlib.core.errors import ShapeError
+from meshlib.core.graph import Tensor, scope
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
-from meshlib.ops.activations import gelu, silu
 from meshlib.ops.building import as_dim, as_dims, tensor
-from meshlib.ops.einsum import einsum
-from meshlib.ops.elementwise import add, cast, multiply, relu
-from meshlib.ops.random import dropout as dropped
-from meshlib.ops.shape import rename_dimension
+from meshlib.ops.contraction.einsum import einsum
+from meshlib.ops.movement.shape import rename_dimension
+from meshlib.ops.pointwise.activations import gelu, silu
+from meshlib.ops.pointwise.elementwise import add, cast, multiply, relu
+from meshlib.ops.pointwise.random import dropout as dropped
 
 Activation = Callable[[Tensor], Tensor]
 

@@ -6,17 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from layouts import Dimension, Shape
-from meshlib import initializers
-from meshlib.checks import at, number
-from meshlib.dtypes import FLOAT32, DType
-from meshlib.errors import ShapeError
-from meshlib.graph import Tensor, scope
+from meshlib.core import initializers
+from meshlib.core.arguments import at, number
+from meshlib.core.dtypes import FLOAT32, DType
+from meshlib.core.errors import ShapeError
+from meshlib.core.graph import Tensor, scope
+from meshlib.layers.expert_assignment import SMALL, Slots, chosen_by_experts, chosen_by_tokens, counts, seated
 from meshlib.layers.norms import widened
 from meshlib.layers.numerics import Numerics
 from meshlib.layers.routing import Routing
-from meshlib.layers.seating import SMALL, Slots, chosen_by_experts, chosen_by_tokens, counts, seated
 from meshlib.ops.building import floats, tensor
-from meshlib.ops.elementwise import (
+from meshlib.ops.control.sources import variable
+from meshlib.ops.control.state import stop_gradient
+from meshlib.ops.movement.indexing import gather
+from meshlib.ops.pointwise.elementwise import (
     add,
     cast,
     divide,
@@ -26,11 +29,8 @@ from meshlib.ops.elementwise import (
     sign,
     where,
 )
-from meshlib.ops.index import gather
-from meshlib.ops.random import random_uniform
-from meshlib.ops.reduce import reduce_logsumexp, reduce_mean, reduce_sum, softmax
-from meshlib.ops.sources import variable
-from meshlib.ops.state import stop_gradient
+from meshlib.ops.pointwise.random import random_uniform
+from meshlib.ops.pointwise.reductions import reduce_logsumexp, reduce_mean, reduce_sum, softmax
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from math import ceil
 
-from meshlib.checks import at, choice, flag, number, whole
-from meshlib.errors import GraphError
+from meshlib.core.arguments import at, choice, flag, number, whole
+from meshlib.core.errors import GraphError
 
 GATINGS = ("top_k", "top_2", "switch", "ntlb", "expert_choice")
 POLICIES = ("all", "none", "threshold", "random")

@@ -7,16 +7,16 @@ from functools import partial
 from typing import Any
 
 from layouts import Dimension, Shape
-from meshlib.checks import at, number
-from meshlib.errors import ShapeError
-from meshlib.graph import Tensor
+from meshlib.core.arguments import at, number
+from meshlib.core.errors import ShapeError
+from meshlib.core.graph import Tensor
 from meshlib.layers.norms import widened
 from meshlib.ops.building import floats
-from meshlib.ops.einsum import einsum
-from meshlib.ops.elementwise import cast, maximum, multiply, sqrt, square
-from meshlib.ops.reduce import reduce_mean
-from meshlib.ops.rewrite import custom_gradient
-from meshlib.ops.state import identity
+from meshlib.ops.contraction.einsum import einsum
+from meshlib.ops.control.custom_gradients import custom_gradient
+from meshlib.ops.control.state import identity
+from meshlib.ops.pointwise.elementwise import cast, maximum, multiply, sqrt, square
+from meshlib.ops.pointwise.reductions import reduce_mean
 
 
 def us_einsum(

@@ -13,23 +13,23 @@ from functools import partial
 from typing import Any
 
 from layouts import Dimension, Shape
-from meshlib import initializers
-from meshlib.checks import at, flag, number, whole
-from meshlib.dtypes import INT32
-from meshlib.errors import GraphError, ShapeError
-from meshlib.graph import UPDATE, Operation, Tensor, find_dim, region, scope
+from meshlib.core import initializers
+from meshlib.core.arguments import at, flag, number, whole
+from meshlib.core.dtypes import INT32
+from meshlib.core.errors import GraphError, ShapeError
+from meshlib.core.graph import UPDATE, Operation, Tensor, find_dim, region, scope
+from meshlib.core.names import free_name
 from meshlib.layers.norms import checked_norm, widened
 from meshlib.layers.numerics import DEFAULT, Numerics
 from meshlib.layers.projection import projection
-from meshlib.names import free_name
 from meshlib.ops.building import as_dims, tensor
-from meshlib.ops.elementwise import add, cast, maximum, multiply, rsqrt, square
-from meshlib.ops.index import gather
-from meshlib.ops.reduce import reduce_mean, reduce_sum
-from meshlib.ops.rewrite import custom_gradient
-from meshlib.ops.shape import broadcast, reshape, transpose
-from meshlib.ops.sources import variable
-from meshlib.ops.state import assign, stored
+from meshlib.ops.control.custom_gradients import custom_gradient
+from meshlib.ops.control.sources import variable
+from meshlib.ops.control.state import assign, stored
+from meshlib.ops.movement.indexing import gather
+from meshlib.ops.movement.shape import broadcast, reshape, transpose
+from meshlib.ops.pointwise.elementwise import add, cast, maximum, multiply, rsqrt, square
+from meshlib.ops.pointwise.reductions import reduce_mean, reduce_sum
 
 Updates = list[Operation]
 Groups = int | Dimension | Sequence[Dimension]

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from layouts import Dimension, Shape
-from meshlib import initializers
-from meshlib.checks import at, flag, number, whole
-from meshlib.errors import GraphError, ShapeError
-from meshlib.graph import UPDATE, Operation, Tensor, find_dim, region, scope
+from meshlib.core import initializers
+from meshlib.core.arguments import at, flag, number, whole
+from meshlib.core.errors import GraphError, ShapeError
+from meshlib.core.graph import UPDATE, Operation, Tensor, find_dim, region, scope
 from meshlib.layers.norms import widened
 from meshlib.ops.building import as_dims, floats
-from meshlib.ops.einsum import einsum
-from meshlib.ops.elementwise import cast, maximum, multiply, sqrt, square
-from meshlib.ops.reduce import reduce_sum
-from meshlib.ops.sources import variable
-from meshlib.ops.state import assign, stop_gradient, stored
+from meshlib.ops.contraction.einsum import einsum
+from meshlib.ops.control.sources import variable
+from meshlib.ops.control.state import assign, stop_gradient, stored
+from meshlib.ops.pointwise.elementwise import cast, maximum, multiply, sqrt, square
+from meshlib.ops.pointwise.reductions import reduce_sum
 
 
 def spectral_norm(

@@ -32,13 +32,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from layouts import Report
-from meshlib.compiler import XLA_TPU, Compiler
-from meshlib.graph import Operation
+from meshlib.core.compiler import XLA_TPU, Compiler
+from meshlib.core.graph import Operation
 from meshlib.lowering.balance import Balance
 from meshlib.lowering.session import Outputs, Session
 from meshlib.program.instructions import Instruction, Value
-from meshlib.program.listing import collectives_table, explain
 from meshlib.program.records import Collective, Program
+from meshlib.program.views.listing import collectives_table, explain
 
 __all__ = [
     "Balance",

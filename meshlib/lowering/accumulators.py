@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from math import inf
 
 from layouts import Sharding
-from meshlib.graph import Operation, Tensor
-from meshlib.loop_record import LoopRecord
-from meshlib.lowering.homes import Homes
+from meshlib.core.graph import Operation, Tensor
+from meshlib.core.loop_record import LoopRecord
+from meshlib.core.opdef import Home, Kind
+from meshlib.core.replay import needed
+from meshlib.lowering.assigned import Homes
 from meshlib.lowering.simplification import Simplified
-from meshlib.operation import Home, Kind
-from meshlib.ops.sources import is_zero
-from meshlib.replay import needed
+from meshlib.ops.control.sources import is_zero
 
 _KEEPS_DIMS = (Kind.ELEMENTWISE, Kind.VIEW, Kind.INDEXED)
 

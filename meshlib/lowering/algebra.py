@@ -13,9 +13,9 @@ from math import isfinite, prod
 from typing import Any, TypeAlias
 
 from layouts import Dimension
-from meshlib.graph import BACKWARD, Operation, Tensor
+from meshlib.core.graph import BACKWARD, Operation, Tensor
+from meshlib.core.opdef import RESIDENT, Combination, OpDef, PowerProduct, Total
 from meshlib.lowering.simplification import Simplified
-from meshlib.operation import RESIDENT, Combination, OpDef, PowerProduct, Total
 
 DEEPEST = 8  # operations that a product is followed through
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshlib.lowering.arrivals import Prices
-from meshlib.operation import Work
+from meshlib.core.opdef import Work
+from meshlib.lowering.materialisation import Prices
 
 
 @dataclass(frozen=True)

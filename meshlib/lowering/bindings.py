@@ -6,10 +6,10 @@ import enum
 from collections.abc import Sequence
 
 from layouts import Sharding
-from meshlib.graph import UPDATE, Operation, Tensor
-from meshlib.lowering.homes import Homes
+from meshlib.core.graph import UPDATE, Operation, Tensor
+from meshlib.core.opdef import Home
+from meshlib.lowering.assigned import Homes
 from meshlib.lowering.simplification import Simplified
-from meshlib.operation import Home
 
 
 class Binding(enum.Enum):

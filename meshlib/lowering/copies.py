@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from layouts import Mesh, Shape, Sharding
 from layouts.dims import Dimension
 from layouts.sharding import Pending, laid
-from meshlib.lowering.arrivals import Prices, between
 from meshlib.lowering.balance import Balance
 from meshlib.lowering.elimination import FactorGraph, Floats, Ints
+from meshlib.lowering.materialisation import Prices, between
 
 COLLECTIVE, STRAY = 2.0**-10, 2.0**-16  # bytes: ties go to fewer collectives, then to the plain reading of the layout
 DIRECT_ENTRIES = 60_000  # of a table of trees

@@ -16,13 +16,12 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from layouts.plan import Step
+from meshlib.core.opdef import Factor, Work
 from meshlib.lowering.balance import Balance
-from meshlib.lowering.near import phase
+from meshlib.lowering.expected_halos import phase
 from meshlib.lowering.passes import remove_dead_code
-from meshlib.operation import Factor, Work
-from meshlib.program.exchange import RUNS
-from meshlib.program.instructions import Compute, Instruction, Move, Reason, Value, Widen
-from meshlib.program.margins import (
+from meshlib.program.exchanges import RUNS
+from meshlib.program.halo_margins import (
     Margin,
     fits,
     given_away,
@@ -31,6 +30,7 @@ from meshlib.program.margins import (
     row_size,
     takes_margins,
 )
+from meshlib.program.instructions import Compute, Instruction, Move, Reason, Value, Widen
 from meshlib.program.records import Program
 
 Wide = dict[str, Margin]  # by dim

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from layouts import Dimension, Shape, Sharding
-from meshlib.graph import Graph, Operation, Tensor
-from meshlib.loop_record import LoopRecord
+from meshlib.core.graph import Graph, Operation, Tensor
+from meshlib.core.loop_record import LoopRecord
+from meshlib.core.opdef import Kind
 from meshlib.lowering.accumulators import Destination, accumulated_terms, destination
-from meshlib.lowering.homes import Homes
+from meshlib.lowering.assigned import Homes
 from meshlib.lowering.simplification import Simplified
-from meshlib.operation import Kind
 from meshlib.program.instructions import Value
 from meshlib.program.records import Program
 

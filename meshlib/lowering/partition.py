@@ -10,21 +10,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from layouts import Sharding
-from meshlib.graph import UPDATE, Operation, Tensor
+from meshlib.core.graph import UPDATE, Operation, Tensor
+from meshlib.core.opdef import Home, Kind
+from meshlib.lowering.assigned import Homes
 from meshlib.lowering.bindings import binding, least_memory
-from meshlib.lowering.homes import Homes
+from meshlib.lowering.expected_halos import Near
+from meshlib.lowering.graph_cache import Prices
 from meshlib.lowering.loops import Body, Loops
-from meshlib.lowering.memos import Prices
-from meshlib.lowering.near import Near
-from meshlib.lowering.places import Places
+from meshlib.lowering.placements import Places
 from meshlib.lowering.problem import Problem, best_choices
 from meshlib.lowering.reasons import explain_exchange
 from meshlib.lowering.simplification import Simplified
 from meshlib.lowering.strategies import Choice
-from meshlib.operation import Home, Kind
+from meshlib.program.factor_shardings import beside
 from meshlib.program.instructions import Commit, Compute, Loop, Resident, Value
 from meshlib.program.signature import Signatures
-from meshlib.program.split import beside
 
 
 @dataclass(eq=False)

@@ -10,23 +10,23 @@ from typing import NamedTuple
 import numpy as np
 
 from layouts import Sharding
-from meshlib.graph import UPDATE, Operation, Tensor
-from meshlib.lowering.arrivals import BYTES_PER_OPERATION, again_axes, made_again
+from meshlib.core.graph import UPDATE, Operation, Tensor
+from meshlib.core.opdef import RESIDENT, Home, Kind, Role
+from meshlib.lowering.assigned import Homes
 from meshlib.lowering.balance import Balance
 from meshlib.lowering.bindings import Binding, binding
 from meshlib.lowering.copies import STRAY, Copies, distances
 from meshlib.lowering.elimination import FactorGraph, Solution, solve
-from meshlib.lowering.homes import Homes
+from meshlib.lowering.expected_halos import Near
+from meshlib.lowering.graph_cache import Prices
 from meshlib.lowering.loops import Loops
-from meshlib.lowering.memos import Prices
-from meshlib.lowering.near import Near
-from meshlib.lowering.places import blockwise
-from meshlib.lowering.pricing import Strategy
+from meshlib.lowering.materialisation import BYTES_PER_OPERATION, again_axes, made_again
+from meshlib.lowering.placements import blockwise
 from meshlib.lowering.simplification import Simplified
 from meshlib.lowering.strategies import Choice, Space
-from meshlib.operation import RESIDENT, Home, Kind, Role
+from meshlib.lowering.strategy_costs import Strategy
+from meshlib.program.factor_shardings import beside
 from meshlib.program.signature import Signatures
-from meshlib.program.split import beside
 
 MOST_VALUES = 1500
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from layouts import Sharding
 from layouts.plan import Step
-from meshlib.graph import Operation, Tensor
-from meshlib.operation import Kind, Role
-from meshlib.program.exchange import Exchange
+from meshlib.core.graph import Operation, Tensor
+from meshlib.core.opdef import Kind, Role
+from meshlib.program.exchanges import Exchange
 from meshlib.program.instructions import Reason
 
 if TYPE_CHECKING:
-    from meshlib.lowering.homes import Homes
+    from meshlib.lowering.assigned import Homes
 
 
 def explain_step(

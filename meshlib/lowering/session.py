@@ -8,20 +8,20 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from layouts import LayoutRules, Mesh, Report
-from meshlib.checks import choice
-from meshlib.collector import uncollected
-from meshlib.compiler import XLA_TPU, Compiler, require_compiler
-from meshlib.errors import GraphError
-from meshlib.graph import FORWARD, Graph, Operation, Tensor
+from meshlib.core.arguments import choice
+from meshlib.core.compiler import XLA_TPU, Compiler, require_compiler
+from meshlib.core.errors import GraphError
+from meshlib.core.garbage import uncollected
+from meshlib.core.graph import FORWARD, Graph, Operation, Tensor
+from meshlib.core.replay import all_operations
+from meshlib.lowering.assigned import Subjects, check_layout, refuse_faults
 from meshlib.lowering.balance import Balance
-from meshlib.lowering.homes import Subjects, check_layout, refuse_faults
-from meshlib.lowering.layout import Lowering
-from meshlib.lowering.memos import Memos
+from meshlib.lowering.graph_cache import Memos
+from meshlib.lowering.one_layout import Lowering
 from meshlib.lowering.simplification import simplify
-from meshlib.ops.state import assigned
+from meshlib.ops.control.state import assigned
 from meshlib.program.checker import Sound
 from meshlib.program.records import Program
-from meshlib.replay import all_operations
 
 Outputs = Mapping[str, Tensor] | Sequence[Tensor] | Tensor | None
 T = TypeVar("T", Mesh, LayoutRules)

@@ -17,12 +17,12 @@ from functools import cached_property
 from math import prod
 
 from layouts import Shape
-from meshlib.graph import BACKWARD, FORWARD, Graph, Operation, Tensor, TensorType, absolute_scope, region
+from meshlib.core.graph import BACKWARD, FORWARD, Graph, Operation, Tensor, TensorType, absolute_scope, region
+from meshlib.core.opdef import RESIDENT, Kind, OpDef, record_of
+from meshlib.core.source_lines import written_at
 from meshlib.lowering.algebra import Algebra, Factor, Monomial, Sum
-from meshlib.lowering.homes import Homes
+from meshlib.lowering.assigned import Homes
 from meshlib.lowering.simplification import Simplified
-from meshlib.operation import RESIDENT, Kind, OpDef, record_of
-from meshlib.origin import written_at
 
 SMALL = 8  # times a sum must be smaller than what is summed to be kept from forward for backward
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from meshlib.graph import Graph, Operation, Tensor
-from meshlib.operation import Home, Kind, Storage
-from meshlib.replay import needed
+from meshlib.core.graph import Graph, Operation, Tensor
+from meshlib.core.opdef import Home, Kind, Storage
+from meshlib.core.replay import needed
 
 
 @dataclass(eq=False)

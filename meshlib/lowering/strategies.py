@@ -13,11 +13,11 @@ from itertools import chain, combinations, product
 from typing import NamedTuple, TypeAlias
 
 from layouts import Sharding
-from meshlib.graph import Operation, Tensor
-from meshlib.lowering.homes import Homes, scope_of
+from meshlib.core.graph import Operation, Tensor
+from meshlib.core.opdef import RESIDENT, Factor, Kind, Linear, Role
+from meshlib.lowering.assigned import Homes, scope_of
 from meshlib.lowering.simplification import Simplified
-from meshlib.operation import RESIDENT, Factor, Kind, Linear, Role
-from meshlib.program.exchange import Exchange
+from meshlib.program.exchanges import Exchange
 from meshlib.program.signature import Signature, Signatures
 
 Axes: TypeAlias = tuple[str, ...]

@@ -49,7 +49,7 @@ if _TYPE_CHECKING:
     from meshlib.models.train import train_step as train_step
     from meshlib.models.usual import usual_layouts as usual_layouts
 else:
-    from meshlib.calls import explained_calls as _explained_calls
-    from meshlib.lazy import lazy_names as _lazy_names
+    from meshlib.core.explained_calls import explained_calls as _explained_calls
+    from meshlib.core.lazy_imports import lazy_names as _lazy_names
 
     __getattr__, __dir__ = _lazy_names(__name__, _explained_calls(__name__))

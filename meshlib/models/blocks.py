@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from layouts import Dimension
 from meshlib import layers
-from meshlib.graph import Tensor, scope
+from meshlib.core.graph import Tensor, scope
 from meshlib.layers.attention import Cache
 from meshlib.layers.experts import Mixture
 from meshlib.models.caches import Caches
 from meshlib.models.config import Heads, LayerKind, TransformerConfig
-from meshlib.ops.elementwise import add, not_equal
-from meshlib.ops.random import dropout
+from meshlib.ops.pointwise.elementwise import add, not_equal
+from meshlib.ops.pointwise.random import dropout
 
 
 def head_dims(heads: Heads) -> tuple[list[Dimension], list[Dimension]]:

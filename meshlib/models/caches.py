@@ -15,16 +15,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from layouts import Dimension, Shape
-from meshlib.graph import Graph, Operation, Tensor, scope
+from meshlib.core.graph import Graph, Operation, Tensor, scope
 from meshlib.layers.attention import Cache, Held
-from meshlib.ops.elementwise import cast, floordiv, less, less_equal, mod
-from meshlib.ops.index import gather
-from meshlib.ops.index import range as positions_of
-from meshlib.ops.quantized import quantize
-from meshlib.ops.shape import broadcast, rename_dimension, transpose
-from meshlib.ops.sources import variable
-from meshlib.ops.state import assign
-from meshlib.ops.update import update_slice
+from meshlib.ops.contraction.quantized import quantize
+from meshlib.ops.control.sources import variable
+from meshlib.ops.control.state import assign
+from meshlib.ops.movement.dynamic_slices import update_slice
+from meshlib.ops.movement.indexing import gather
+from meshlib.ops.movement.indexing import range as positions_of
+from meshlib.ops.movement.shape import broadcast, rename_dimension, transpose
+from meshlib.ops.pointwise.elementwise import cast, floordiv, less, less_equal, mod
 
 SLOTS, SOURCE = "cache_length", "source_length"
 CACHE_DTYPES = ("float32", "bfloat16", "float64", "int8", "float8_e4m3fn", "float8_e5m2")

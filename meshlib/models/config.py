@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from itertools import groupby
 from math import lcm
 
-from meshlib.checks import at, choice, flag, number, whole
-from meshlib.errors import GraphError
+from meshlib.core.arguments import at, choice, flag, number, whole
+from meshlib.core.errors import GraphError
 from meshlib.layers.numerics import MIXED, Numerics, as_numerics
 from meshlib.layers.positions import RotaryScaling, check_scaling
 from meshlib.models.experts import Experts

@@ -7,7 +7,7 @@ training step. Norms, activations, softmax and recomputation do not count.
 
 from __future__ import annotations
 
-from meshlib.checks import flag, whole
+from meshlib.core.arguments import flag, whole
 from meshlib.models.config import Heads, TransformerConfig
 
 PASSES = 3  # forward, and backward with respect to activations and to weights

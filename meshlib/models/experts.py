@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from meshlib.checks import at, choice, whole
-from meshlib.errors import GraphError
+from meshlib.core.arguments import at, choice, whole
+from meshlib.core.errors import GraphError
 from meshlib.layers.experts import FORMS
 from meshlib.layers.routing import Routing
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from layouts import Dimension
-from meshlib.checks import at, whole
-from meshlib.errors import GraphError
+from meshlib.core.arguments import at, whole
+from meshlib.core.errors import GraphError
 from meshlib.layers.latent import LatentDims
 
 

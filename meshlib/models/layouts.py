@@ -19,8 +19,8 @@ from layouts import (
 )
 from layouts.errors import LayoutError
 from layouts.mesh import MeshLike
-from meshlib.checks import at
-from meshlib.errors import nearest
+from meshlib.core.arguments import at
+from meshlib.core.errors import nearest
 from meshlib.models.config import TransformerConfig
 from meshlib.models.stages import stacks
 

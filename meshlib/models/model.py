@@ -11,25 +11,26 @@ from types import MappingProxyType
 from typing import Any
 
 from layouts import Dimension, Shape
-from meshlib import initializers, layers
-from meshlib.checks import at, flag, whole
-from meshlib.errors import GraphError
-from meshlib.graph import Tensor, absolute_scope, current_scope, scope, scoped_name
-from meshlib.initializers import Initializer
+from meshlib import layers
+from meshlib.core import initializers
+from meshlib.core.arguments import at, flag, whole
+from meshlib.core.errors import GraphError
+from meshlib.core.graph import Tensor, absolute_scope, current_scope, scope, scoped_name
+from meshlib.core.initializers import Initializer
 from meshlib.layers.projection import ACTIVATIONS
 from meshlib.layers.router import real_share
 from meshlib.models.blocks import Blocks, head_dims
 from meshlib.models.caches import SLOTS, Caches
 from meshlib.models.config import LayerKind, TransformerConfig
 from meshlib.models.stages import MICROBATCH, STAGE, Pipeline
-from meshlib.ops.elementwise import add_n, cast, divide, maximum, multiply, not_equal, tanh
-from meshlib.ops.index import gather
-from meshlib.ops.loop import scan
-from meshlib.ops.reduce import reduce_mean, reduce_sum
-from meshlib.ops.remat import Policy
-from meshlib.ops.rewrite import recompute_grad
-from meshlib.ops.shape import rename_dimension
-from meshlib.ops.sources import input
+from meshlib.ops.control.custom_gradients import recompute_grad
+from meshlib.ops.control.loops import scan
+from meshlib.ops.control.remat import Policy
+from meshlib.ops.control.sources import input
+from meshlib.ops.movement.indexing import gather
+from meshlib.ops.movement.shape import rename_dimension
+from meshlib.ops.pointwise.elementwise import add_n, cast, divide, maximum, multiply, not_equal, tanh
+from meshlib.ops.pointwise.reductions import reduce_mean, reduce_sum
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from meshlib.checks import at
-from meshlib.errors import GraphError
+from meshlib.core.arguments import at
+from meshlib.core.errors import GraphError
 from meshlib.program.records import Program
 
 Array = np.ndarray[Any, Any]

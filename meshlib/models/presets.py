@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import MappingProxyType
 
-from meshlib.checks import at
-from meshlib.errors import GraphError, nearest
+from meshlib.core.arguments import at
+from meshlib.core.errors import GraphError, nearest
 from meshlib.layers.positions import RotaryScaling
 from meshlib.models.config import TransformerConfig
 from meshlib.models.expert_presets import FAMILIES as WITH_EXPERTS
@@ -175,7 +175,8 @@ def preset(name: str) -> TransformerConfig:
       540356474880
       >>> preset("lama2-70b")
       Traceback (most recent call last):
-      meshlib.errors.GraphError: preset (<doctest meshlib.models.presets.preset[1]>:1): no model 'lama2-70b'; did you...
+      meshlib.core.errors.GraphError: preset (<doctest meshlib.models.presets.preset[1]>:1): no model 'lama2-70b'; did
+      you...
     """
     if not isinstance(name, str):
         raise GraphError(f"{at('preset')}: expected the name of a model such as 'llama2-70b', got {name!r:.80}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
-from meshlib.checks import at, whole
-from meshlib.errors import GraphError, nearest
+from meshlib.core.arguments import at, whole
+from meshlib.core.errors import GraphError, nearest
 
 
 @dataclass(frozen=True)

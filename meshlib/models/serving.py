@@ -11,19 +11,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from layouts import Dimension, Shape
-from meshlib.checks import at, choice, flag, whole
-from meshlib.errors import GraphError
-from meshlib.graph import Operation, Tensor, scope
+from meshlib.core.arguments import at, choice, flag, whole
+from meshlib.core.errors import GraphError
+from meshlib.core.graph import Operation, Tensor, scope
 from meshlib.models.caches import CACHE_DTYPES, TOKEN, Caches
 from meshlib.models.config import TransformerConfig
 from meshlib.models.model import Builder
-from meshlib.ops.elementwise import add_n, less
-from meshlib.ops.index import gather
-from meshlib.ops.index import range as positions_of
-from meshlib.ops.reduce import reduce_sum
-from meshlib.ops.shape import broadcast, rename_dimension, reshape
-from meshlib.ops.sources import input, variable
-from meshlib.ops.state import assign, assign_add
+from meshlib.ops.control.sources import input, variable
+from meshlib.ops.control.state import assign, assign_add
+from meshlib.ops.movement.indexing import gather
+from meshlib.ops.movement.indexing import range as positions_of
+from meshlib.ops.movement.shape import broadcast, rename_dimension, reshape
+from meshlib.ops.pointwise.elementwise import add_n, less
+from meshlib.ops.pointwise.reductions import reduce_sum
 
 Step = tuple[dict[str, Tensor], list[Operation]]
 

@@ -8,16 +8,16 @@ from math import prod
 
 from layouts import Dimension
 from meshlib import layers
-from meshlib.checks import at, whole
-from meshlib.dtypes import FLOAT32
-from meshlib.errors import GraphError
-from meshlib.graph import Tensor
+from meshlib.core.arguments import at, whole
+from meshlib.core.dtypes import FLOAT32
+from meshlib.core.errors import GraphError
+from meshlib.core.graph import Tensor
 from meshlib.models.config import TransformerConfig
-from meshlib.ops.elementwise import cast, multiply
-from meshlib.ops.index import one_hot
-from meshlib.ops.reduce import reduce_sum
-from meshlib.ops.remat import Policy, checked_policy
-from meshlib.ops.shape import reshape, transpose
+from meshlib.ops.control.remat import Policy, checked_policy
+from meshlib.ops.movement.indexing import one_hot
+from meshlib.ops.movement.shape import reshape, transpose
+from meshlib.ops.pointwise.elementwise import cast, multiply
+from meshlib.ops.pointwise.reductions import reduce_sum
 
 MICROBATCH, STAGE = "microbatch", "stage"
 STACKED = ("layers",)  # dims of layers that are trips of a loop in a stage

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from types import MappingProxyType
 
 from meshlib import layers, optimize
-from meshlib.checks import at
-from meshlib.collector import uncollected
-from meshlib.errors import GraphError, nearest
-from meshlib.graph import Operation, Tensor
+from meshlib.core.arguments import at
+from meshlib.core.errors import GraphError, nearest
+from meshlib.core.garbage import uncollected
+from meshlib.core.graph import Operation, Tensor
 from meshlib.models.config import TransformerConfig
 from meshlib.models.model import Transformer, transformer
 from meshlib.models.stages import Pipeline
-from meshlib.ops.remat import Policy
-from meshlib.ops.state import assign
+from meshlib.ops.control.remat import Policy
+from meshlib.ops.control.state import assign
 from meshlib.optimize.base import LearningRate, Optimizer
 
 OPTIMIZERS: MappingProxyType[str, Callable[[LearningRate], Optimizer]] = MappingProxyType(

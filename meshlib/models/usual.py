@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import gcd
 
-from meshlib.checks import whole
+from meshlib.core.arguments import whole
 from meshlib.models.config import TransformerConfig
 
 TENSOR = 8  # devices at most over which heads are split: they talk in every block

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from layouts import Dimension, Shape
-from meshlib.errors import LayoutError, ShapeError, nearest
-from meshlib.graph import Graph, Operation, Tensor, checked_op_name, innermost
-from meshlib.operation import OpDef
-from meshlib.origin import source_line
+from meshlib.core.errors import LayoutError, ShapeError, nearest
+from meshlib.core.graph import Graph, Operation, Tensor, checked_op_name, innermost
+from meshlib.core.opdef import OpDef
+from meshlib.core.source_lines import source_line
 
 
 def build(kind: OpDef, inputs: Sequence[Tensor], attrs: Mapping[str, Any], name: str | None = None) -> Tensor:
@@ -52,7 +52,7 @@ def as_tensor(x: object, like: Tensor | None, what: str) -> Tensor:
     if isinstance(x, Tensor):
         return x
     if isinstance(x, bool | int | float | np.generic) and like is not None:
-        from meshlib.ops.sources import scalar
+        from meshlib.ops.control.sources import scalar
 
         return scalar(x, like)
     wanted = "a tensor" if like is None else "a tensor or a number"

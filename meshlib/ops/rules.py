@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from layouts import Dimension, Shape
-from meshlib.dtypes import BOOL, DType
-from meshlib.errors import ShapeError
-from meshlib.graph import Operation, Tensor, TensorType
-from meshlib.operation import Array, Factor, Role, Work
+from meshlib.core.dtypes import BOOL, DType
+from meshlib.core.errors import ShapeError
+from meshlib.core.graph import Operation, Tensor, TensorType
+from meshlib.core.opdef import Array, Factor, Role, Work
 
 
 def no_work(ins: Sequence[TensorType], out: TensorType, attrs: Mapping[str, Any]) -> Work:

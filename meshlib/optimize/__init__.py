@@ -34,7 +34,7 @@ if _TYPE_CHECKING:
     from meshlib.optimize.schedules import product as product
     from meshlib.optimize.schedules import warmup_then_decay as warmup_then_decay
 else:
-    from meshlib.calls import explained_calls as _explained_calls
-    from meshlib.lazy import lazy_names as _lazy_names
+    from meshlib.core.explained_calls import explained_calls as _explained_calls
+    from meshlib.core.lazy_imports import lazy_names as _lazy_names
 
     __getattr__, __dir__ = _lazy_names(__name__, _explained_calls(__name__))

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Unpack
 
 from layouts import Dimension, Shape
-from meshlib.checks import FRACTION, POSITIVE, at, bounded, flag, whole
-from meshlib.dtypes import DType
-from meshlib.errors import GraphError
-from meshlib.graph import Tensor
-from meshlib.ops.elementwise import cast, maximum, minimum, pow, rsqrt, square
-from meshlib.ops.reduce import reduce_mean
+from meshlib.core.arguments import FRACTION, POSITIVE, at, bounded, flag, whole
+from meshlib.core.dtypes import DType
+from meshlib.core.errors import GraphError
+from meshlib.core.graph import Tensor
+from meshlib.ops.pointwise.elementwise import cast, maximum, minimum, pow, rsqrt, square
+from meshlib.ops.pointwise.reductions import reduce_mean
 from meshlib.optimize.base import (
     Kept,
     LearningRate,

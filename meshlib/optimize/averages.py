@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from meshlib import initializers
-from meshlib.checks import FRACTION, at, bounded, items, whole
-from meshlib.errors import GraphError
-from meshlib.face import public
-from meshlib.graph import UPDATE, Operation, Tensor, absolute_scope, region
-from meshlib.ops.elementwise import cast, less, where
-from meshlib.ops.sources import make_variable, step
-from meshlib.ops.state import ASSIGN, assign
+from meshlib.core import initializers
+from meshlib.core.arguments import FRACTION, at, bounded, items, whole
+from meshlib.core.errors import GraphError
+from meshlib.core.graph import UPDATE, Operation, Tensor, absolute_scope, region
+from meshlib.core.public_calls import public
+from meshlib.ops.control.sources import make_variable, step
+from meshlib.ops.control.state import ASSIGN, assign
+from meshlib.ops.pointwise.elementwise import cast, less, where
 from meshlib.optimize.base import compute_dtype
 
 SLOT = "moving_average"

@@ -17,19 +17,19 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 
 from layouts import Shape
-from meshlib import initializers
-from meshlib.checks import NOT_NEGATIVE, at, bounded, items, number
-from meshlib.differentiation import gradients
-from meshlib.dtypes import FLOAT32, FLOAT64, DType, as_dtype
-from meshlib.errors import ArgumentError, GraphError, nearest
-from meshlib.face import public
-from meshlib.graph import UPDATE, Operation, Tensor, absolute_scope, region
+from meshlib.core import initializers
+from meshlib.core.arguments import NOT_NEGATIVE, at, bounded, items, number
+from meshlib.core.dtypes import FLOAT32, FLOAT64, DType, as_dtype
+from meshlib.core.errors import ArgumentError, GraphError, nearest
+from meshlib.core.graph import UPDATE, Operation, Tensor, absolute_scope, region
+from meshlib.core.public_calls import public
 from meshlib.ops.building import tensor
-from meshlib.ops.elementwise import add_n, cast, equal, maximum, sqrt, square, where
-from meshlib.ops.reduce import reduce_mean, reduce_sum
-from meshlib.ops.shape import broadcast
-from meshlib.ops.sources import make_variable, step
-from meshlib.ops.state import assign, stored
+from meshlib.ops.control.sources import make_variable, step
+from meshlib.ops.control.state import assign, stored
+from meshlib.ops.gradients import gradients
+from meshlib.ops.movement.shape import broadcast
+from meshlib.ops.pointwise.elementwise import add_n, cast, equal, maximum, sqrt, square, where
+from meshlib.ops.pointwise.reductions import reduce_mean, reduce_sum
 from meshlib.optimize.loss_scale import DynamicLossScale, Scaling
 from meshlib.optimize.schedules import Schedule
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from layouts import Shape
-from meshlib.checks import at, number, whole
-from meshlib.errors import GraphError
-from meshlib.graph import UPDATE, Operation, Tensor, absolute_scope, region
-from meshlib.ops.elementwise import cast, greater_equal, logical_and, logical_not, maximum, minimum, where
-from meshlib.ops.sources import make_variable
-from meshlib.ops.state import assign
+from meshlib.core.arguments import at, number, whole
+from meshlib.core.errors import GraphError
+from meshlib.core.graph import UPDATE, Operation, Tensor, absolute_scope, region
+from meshlib.ops.control.sources import make_variable
+from meshlib.ops.control.state import assign
+from meshlib.ops.pointwise.elementwise import cast, greater_equal, logical_and, logical_not, maximum, minimum, where
 
 
 class DynamicLossScale:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from layouts import Dimension, Shape
-from meshlib.checks import at, whole
-from meshlib.differentiation import gradients
-from meshlib.dtypes import BOOL, FLOAT32, FLOAT64, INT32
-from meshlib.errors import GraphError
-from meshlib.graph import BACKWARD, Graph, Operation, Tensor, innermost, region
-from meshlib.operation import Kind
+from meshlib.core.arguments import at, whole
+from meshlib.core.dtypes import BOOL, FLOAT32, FLOAT64, INT32
+from meshlib.core.errors import GraphError
+from meshlib.core.graph import BACKWARD, Graph, Operation, Tensor, innermost, region
+from meshlib.core.opdef import Kind
 from meshlib.ops.building import tensor
-from meshlib.ops.elementwise import CAST, cast, equal, where
-from meshlib.ops.index import gather, range
-from meshlib.ops.loop import while_loop
-from meshlib.ops.shape import broadcast, reshape
-from meshlib.ops.sources import _constant, scalar
+from meshlib.ops.control.loops import while_loop
+from meshlib.ops.control.sources import _constant, scalar
+from meshlib.ops.gradients import gradients
+from meshlib.ops.movement.indexing import gather, range
+from meshlib.ops.movement.shape import broadcast, reshape
+from meshlib.ops.pointwise.elementwise import CAST, cast, equal, where
 
 MICROBATCH = "microbatch"
 

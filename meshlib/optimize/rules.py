@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Unpack
 
-from meshlib.checks import FRACTION, POSITIVE, flag
-from meshlib.dtypes import DType
-from meshlib.graph import Tensor
-from meshlib.ops.elementwise import cast, greater, logical_and, pow, sign, sqrt, square, where
-from meshlib.ops.reduce import reduce_sum
-from meshlib.ops.sources import scalar
+from meshlib.core.arguments import FRACTION, POSITIVE, flag
+from meshlib.core.dtypes import DType
+from meshlib.core.graph import Tensor
+from meshlib.ops.control.sources import scalar
+from meshlib.ops.pointwise.elementwise import cast, greater, logical_and, pow, sign, sqrt, square, where
+from meshlib.ops.pointwise.reductions import reduce_sum
 from meshlib.optimize.base import Kept, LearningRate, Optimizer, Scalars, Update
 
 # Variables of layers that weight decay and trust ratios leave alone: scales and biases of norms, biases of products,

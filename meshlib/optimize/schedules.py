@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from meshlib.checks import POSITIVE, at, bounded, items, number, whole
-from meshlib.errors import GraphError
-from meshlib.graph import Tensor
-from meshlib.ops.elementwise import cast, cos, less, maximum, minimum, pow, rsqrt, where
-from meshlib.ops.sources import scalar
+from meshlib.core.arguments import POSITIVE, at, bounded, items, number, whole
+from meshlib.core.errors import GraphError
+from meshlib.core.graph import Tensor
+from meshlib.ops.control.sources import scalar
+from meshlib.ops.pointwise.elementwise import cast, cos, less, maximum, minimum, pow, rsqrt, where
 
 Schedule = Callable[[Tensor], Tensor | float]
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from layouts import LayoutError, Mesh, Shape, Sharding
 from layouts.plan import Step
 from layouts.sharding import laid
-from meshlib.errors import ProgramError
-from meshlib.operation import Factor, Linear, Role
-from meshlib.program.exchange import plan_exchanges
+from meshlib.core.errors import ProgramError
+from meshlib.core.opdef import Factor, Linear, Role
+from meshlib.program.exchanges import plan_exchanges
+from meshlib.program.factor_shardings import beside, derive
+from meshlib.program.halo_margins import fits, given_away, keeps_margins, needed_margins, row_size, takes_margins
 from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value, Widen
-from meshlib.program.margins import fits, given_away, keeps_margins, needed_margins, row_size, takes_margins
 from meshlib.program.records import Program
 from meshlib.program.signature import Signature, Signatures
-from meshlib.program.split import beside, derive
 
 _WITH_MARGINS = (Compute, Widen)  # which may take them
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from layouts import Shape, Sharding
 from layouts.plan import Step
-from meshlib.graph import Operation, Tensor, TensorType
-from meshlib.loop_record import LoopRecord
-from meshlib.program.exchange import Exchange, busiest_bytes
-from meshlib.program.margins import Margin
+from meshlib.core.graph import Operation, Tensor, TensorType
+from meshlib.core.loop_record import LoopRecord
+from meshlib.program.exchanges import Exchange, busiest_bytes
+from meshlib.program.halo_margins import Margin
 
 if TYPE_CHECKING:
-    from meshlib.program.buffers import Buffer, MemoryPlan
+    from meshlib.program.analysis.buffers import Buffer, MemoryPlan
     from meshlib.program.records import Program
 
 
@@ -250,7 +250,7 @@ class Loop(Instruction):
     @cached_property
     def memory_plan(self) -> MemoryPlan:
         """Which values share memory during a trip, and from when to when; what is written in place."""
-        from meshlib.program.buffers import plan_buffers
+        from meshlib.program.analysis.buffers import plan_buffers
 
         return plan_buffers(self.body, self)
 

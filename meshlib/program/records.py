@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from layouts import LayoutRules, Mesh
-from meshlib.compiler import XLA_TPU, Compiler
-from meshlib.errors import GraphError
-from meshlib.operation import Kind, Work
-from meshlib.program.exchange import busiest_bytes
+from meshlib.core.compiler import XLA_TPU, Compiler
+from meshlib.core.errors import GraphError
+from meshlib.core.opdef import Kind, Work
+from meshlib.core.text import bytes_text
+from meshlib.program.exchanges import busiest_bytes
 from meshlib.program.instructions import Compute, Instruction, Loop, Value
-from meshlib.text import bytes_text
 
 if TYPE_CHECKING:
-    from meshlib.program.buffers import Buffer, MemoryPlan
-    from meshlib.program.memory import Memory
+    from meshlib.program.analysis.buffers import Buffer, MemoryPlan
+    from meshlib.program.analysis.memory import Memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class Program:
     @cached_property
     def memory_plan(self) -> MemoryPlan:
         """Which values share memory, and from when to when; what is written in place."""
-        from meshlib.program.buffers import plan_buffers
+        from meshlib.program.analysis.buffers import plan_buffers
 
         return plan_buffers(self)
 
@@ -142,14 +142,14 @@ class Program:
     @cached_property
     def memory(self) -> Memory:
         """Peak bytes per device, by kind, with the values live at the peak. Exact for this order."""
-        from meshlib.program.memory import measure
+        from meshlib.program.analysis.memory import measure
 
         return measure(self)
 
     @cached_property
     def work(self) -> Work:
         """What one core does in one run of the program, duplicates included. Exact."""
-        from meshlib.program.work import local_work
+        from meshlib.program.analysis.work import local_work
 
         done = [(times, local_work(program, i)) for i, program, times in walk(self)]
         return Work(sum(n * w.mxu_flops for n, w in done), sum(n * w.vpu_ops for n, w in done))
@@ -184,7 +184,7 @@ class Program:
         return f"<Program of {self.headline}: {len(self.instructions)} instructions, {sent}>"
 
     def __str__(self) -> str:
-        from meshlib.program.listing import listing
+        from meshlib.program.views.listing import listing
 
         return listing(self)
 

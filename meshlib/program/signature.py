@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from layouts import LayoutError, Mesh, Sharding
 from layouts.sharding import block
-from meshlib.graph import Operation, Tensor, TensorType
-from meshlib.operation import Work
-from meshlib.program.exchange import Exchange, plan_exchanges
-from meshlib.program.split import Axes, derive
+from meshlib.core.graph import Operation, Tensor, TensorType
+from meshlib.core.opdef import Work
+from meshlib.program.exchanges import Exchange, plan_exchanges
+from meshlib.program.factor_shardings import Axes, derive
 
 
 class Blocks(NamedTuple):

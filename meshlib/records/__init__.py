@@ -11,18 +11,18 @@ making   folders of images, tables, IDX files and texts turned into records
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _TYPE_CHECKING:
+    from meshlib.records.conversion import make as make
     from meshlib.records.crc import crc32c as crc32c
     from meshlib.records.example import decode as decode
     from meshlib.records.example import encode as encode
-    from meshlib.records.frames import Fault as Fault
+    from meshlib.records.framing import Fault as Fault
     from meshlib.records.idx import read_idx as read_idx
-    from meshlib.records.making import make as make
-    from meshlib.records.naming import files_of as files_of
     from meshlib.records.reading import read as read
+    from meshlib.records.shard_names import files_of as files_of
     from meshlib.records.writing import Writer as Writer
     from meshlib.records.writing import write as write
 else:
-    from meshlib.calls import explained_calls as _explained_calls
-    from meshlib.lazy import lazy_names as _lazy_names
+    from meshlib.core.explained_calls import explained_calls as _explained_calls
+    from meshlib.core.lazy_imports import lazy_names as _lazy_names
 
     __getattr__, __dir__ = _lazy_names(__name__, _explained_calls(__name__))

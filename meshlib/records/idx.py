@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshlib.errors import DataError
-from meshlib.files import most_unpacked_bytes, open_file
+from meshlib.core.errors import DataError
+from meshlib.core.files import most_unpacked_bytes, open_file
 
 # Third byte of the magic number -> big-endian element type (the format's description on the MNIST page).
 IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshlib.errors import DataError, MissingError
-from meshlib.files import open_file
+from meshlib.core.errors import DataError, MissingError
+from meshlib.core.files import open_file
 
 Image = NDArray[np.uint8]
 MOST_BYTES, MOST_PIXELS = 2**28, 2**26  # of a file, and of what it holds

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshlib.errors import DataError, nearest
-from meshlib.records.frames import Fault, compression_of, scan
-from meshlib.records.naming import Paths, files_of
+from meshlib.core.errors import DataError, nearest
+from meshlib.records.framing import Fault, compression_of, scan
+from meshlib.records.shard_names import Paths, files_of
 
 ON_FAULT = ("error", "skip")
 

@@ -1,7 +1,7 @@
 """Sets of record files, "name@count": their names, and the hidden manifest that says which files are the set.
 
     train-00003-of-00010            a member
-    train-00003~1a2b3c4d-of-00010   a member until it has its own name (`meshlib.filesets`)
+    train-00003~1a2b3c4d-of-00010   a member until it has its own name (`meshlib.core.file_sets`)
     .train@10.json                  the manifest: names, sizes and CRC-32s
 
 Files of other programs have no manifest: then the set is whatever has the names.
@@ -15,9 +15,9 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from meshlib.documents import read_json
-from meshlib.errors import DataError
-from meshlib.filesets import TAG, FileSet, Member, checked
+from meshlib.core.documents import read_json
+from meshlib.core.errors import DataError
+from meshlib.core.file_sets import TAG, FileSet, Member, checked
 
 FORMAT = "meshlib records 1"
 MOST_SHARDS = 99_999  # of five digits

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import BinaryIO
 
-from meshlib.errors import DataError
-from meshlib.files import Replacement
-from meshlib.filesets import FileSet
-from meshlib.records.frames import WBITS, frames
-from meshlib.records.naming import shard_names
+from meshlib.core.errors import DataError
+from meshlib.core.file_sets import FileSet
+from meshlib.core.files import Replacement
+from meshlib.records.framing import WBITS, frames
 from meshlib.records.sets import manifest_of, new_set, set_of
+from meshlib.records.shard_names import shard_names
 
 HELD_BYTES = 1 << 20  # of records that wait for their sums, which cost least many at once
 
@@ -26,9 +26,9 @@ class Writer:
       compression: None, "gzip" or "zlib".
     Raises: DataError if a file can't be written.
 
-    The files have temporary names until the block ends without a fault. Several appear together (`meshlib.filesets`):
-    whoever is killed leaves all files of the old set or all of the new one, which a hidden file beside them names. Of
-    several writers of one path the last to end stays.
+    The files have temporary names until the block ends without a fault. Several appear together
+    (`meshlib.core.file_sets`): whoever is killed leaves all files of the old set or all of the new one, which a hidden
+    file beside them names. Of several writers of one path the last to end stays.
     """
 
     def __init__(self, path: str | os.PathLike[str], compression: str | None = None) -> None:

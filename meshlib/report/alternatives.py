@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meshlib.core.text import bytes_text, seconds_text
 from meshlib.report.markup import EXACT, MODELLED, folded, paragraph, section, table, text
 from meshlib.report.svg import Picture, Scale, binary_ticks
-from meshlib.text import bytes_text, seconds_text
 
 SHOWN, MOST = 12, 200
 

@@ -7,13 +7,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from meshlib.core.text import bytes_text, seconds_text
 from meshlib.estimation import Estimate
-from meshlib.estimation.rows import Row
-from meshlib.estimation.scheduling import Schedule
+from meshlib.estimation.time.scheduling import Schedule
+from meshlib.estimation.views.rows import Row
 from meshlib.program.records import Collective
 from meshlib.report.links import Anchors
 from meshlib.report.markup import EXACT, MODELLED, folded, paragraph, section, table, text
-from meshlib.text import bytes_text, seconds_text
 
 MEMBERS = 40  # collectives of one cause that are listed
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from meshlib.core.graph import FORWARD
+from meshlib.core.text import bytes_text
 from meshlib.estimation import Estimate
-from meshlib.graph import FORWARD
 from meshlib.program.instructions import Value
 from meshlib.program.records import walk
 from meshlib.report.markup import EXACT, paragraph, section, table, tag, text
 from meshlib.report.shards import shards
-from meshlib.text import bytes_text
 
 EXAMPLES = 3
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
+from meshlib.core.text import bytes_text, seconds_text
 from meshlib.estimation import Estimate
-from meshlib.program.memory import KINDS
+from meshlib.program.analysis.memory import KINDS
 from meshlib.report.links import Anchors
 from meshlib.report.markup import EXACT, folded, legend, paragraph, section, table, text
 from meshlib.report.svg import Picture, Scale, binary_ticks
-from meshlib.text import bytes_text, seconds_text
 
 COLUMNS = 400  # moments that a picture can tell apart
 SHOWN = 12  # buffers of the peak that are not folded away

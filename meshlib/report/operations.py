@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from meshlib.core.text import bytes_text, count_text, seconds_text
 from meshlib.estimation import Estimate
-from meshlib.estimation.profile import UNITS, Part
+from meshlib.estimation.views.profile import UNITS, Part
 from meshlib.report.links import Anchors
 from meshlib.report.markup import EXACT, MODELLED, folded, paragraph, section, table, tag, text
-from meshlib.text import bytes_text, count_text, seconds_text
 
 SHOWN, MOST = 25, 400  # rows that are not folded away, and rows in all
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from meshlib.errors import GraphError
+from meshlib.core.errors import GraphError
+from meshlib.core.files import replace_file
+from meshlib.core.version import VERSION
 from meshlib.estimation import Estimate, estimate
-from meshlib.files import replace_file
 from meshlib.program.records import Program
 from meshlib.report.alternatives import Alternative, alternatives
 from meshlib.report.collectives import collectives
@@ -23,7 +24,6 @@ from meshlib.report.roofline import roofline
 from meshlib.report.timeline import timeline
 from meshlib.report.torus import torus
 from meshlib.report.verdict import about, verdict
-from meshlib.version import VERSION
 
 
 def page(

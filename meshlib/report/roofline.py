@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from meshlib.core.text import count_text
 from meshlib.estimation import Estimate
-from meshlib.estimation.profile import UNIT_OF
+from meshlib.estimation.views.profile import UNIT_OF
 from meshlib.report.links import Anchors
 from meshlib.report.markup import paragraph, section, text
 from meshlib.report.svg import Picture, Scale
-from meshlib.text import count_text
 
 LARGEST, SMALLEST = 9.0, 2.5  # radius in pixels
 SHOWN = 200  # points, those with most flops

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 
 from hardware.chips import Chip
 from hardware.placement import places
+from meshlib.core.text import seconds_text
 from meshlib.estimation import Estimate
-from meshlib.estimation.moments import divided, exposed
-from meshlib.estimation.profile import UNIT_OF
 from meshlib.estimation.result import engine_name
-from meshlib.estimation.rows import kernel_bound
-from meshlib.estimation.scheduling import Event, Schedule
-from meshlib.estimation.units import HOST_COPIES
+from meshlib.estimation.time.attribution import divided, exposed
+from meshlib.estimation.time.scheduling import Event, Schedule
+from meshlib.estimation.views.profile import UNIT_OF
+from meshlib.estimation.views.rows import kernel_bound
+from meshlib.estimation.work.units import HOST_COPIES
 from meshlib.report.links import Anchors
 from meshlib.report.markup import legend, paragraph, tag, text
 from meshlib.report.svg import Picture, Scale, shortened
-from meshlib.text import seconds_text
 
 CORE, WAITS = "core", "waits"
 UNITS = ("MXU", "VPU", "HBM", "ICI", "DCN", "host", "idle")

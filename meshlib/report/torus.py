@@ -8,11 +8,11 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from hardware.placement import CORES, DCN, Placement, place_name, places
+from meshlib.core.text import bytes_text, seconds_text
 from meshlib.estimation import Estimate
 from meshlib.estimation.result import engine_name
 from meshlib.report.markup import EXACT, MODELLED, legend, paragraph, section, table, tag, text
 from meshlib.report.svg import Picture
-from meshlib.text import bytes_text, seconds_text
 
 LOADS = ((0.5, "over 50 %"), (0.2, "20 to 50 %"), (0.05, "5 to 20 %"), (0.0, "under 5 %"))  # of the step
 MOST_SIDE, MOST_PLANES = 16, 4  # what is drawn of a large torus

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from meshlib.core.text import bytes_text, count_text, seconds_text, usd_text
 from meshlib.estimation import Estimate
-from meshlib.program.memory import KINDS
+from meshlib.program.analysis.memory import KINDS
 from meshlib.report.markup import EXACT, MODELLED, table, tag, text
-from meshlib.text import bytes_text, count_text, seconds_text, usd_text
 
 
 def tokens_of(est: Estimate) -> int | None:

@@ -29,15 +29,15 @@ from typing import Any
 from hardware.errors import HardwareError
 from hardware.slices import Slice
 from layouts import LayoutRules, Mesh
-from meshlib.checks import items, number, whole
-from meshlib.compiler import XLA_TPU, Compiler, require_compiler
-from meshlib.errors import GraphError, LayoutError, MeshlibError, SliceError, nearest
+from meshlib.core.arguments import items, number, whole
+from meshlib.core.compiler import XLA_TPU, Compiler, require_compiler
+from meshlib.core.errors import GraphError, LayoutError, MeshlibError, SliceError, nearest
 from meshlib.models import TransformerConfig, layout, train_step, usual_layouts
-from meshlib.searching.found import Found
-from meshlib.searching.keeping import KeptEstimates, keys_of
-from meshlib.searching.problem import OFFLOAD, Build, Objective, Problem, problem_of, transformer_builder
+from meshlib.searching.exploration import Search
+from meshlib.searching.programs import OFFLOAD, Build, Objective, Problem, problem_of, transformer_builder
+from meshlib.searching.result import Found
+from meshlib.searching.resume_file import KeptEstimates, keys_of
 from meshlib.searching.roles import roles_of, space_of
-from meshlib.searching.rounds import Search
 from meshlib.searching.space import Candidate, Choices, Fixed, candidates, laid, lighter_ones
 from meshlib.searching.workers import check_forks
 

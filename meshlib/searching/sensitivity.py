@@ -13,12 +13,12 @@ from typing import Any
 from hardware.errors import HardwareError
 from hardware.slices import Slice
 from layouts import LayoutRules, Mesh
-from meshlib.compiler import Compiler
-from meshlib.errors import GraphError, LayoutError, SliceError
+from meshlib.core.compiler import Compiler
+from meshlib.core.errors import GraphError, LayoutError, SliceError
+from meshlib.core.text import grid, seconds_text
 from meshlib.estimation import Estimate, estimate
-from meshlib.searching.outcome import Outcome
-from meshlib.searching.problem import Build, Objective, problem_of
-from meshlib.text import grid, seconds_text
+from meshlib.searching.outcomes import Outcome
+from meshlib.searching.programs import Build, Objective, problem_of
 
 LINKS, RATE, SLICE = "links", "flops", "slice"
 

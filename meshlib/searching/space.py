@@ -15,7 +15,7 @@ from math import prod
 from hardware.slices import Slice
 from layouts import LayoutRules, Mesh, joined
 from layouts.rules import Rule
-from meshlib.keys import key_of
+from meshlib.core.canonical_keys import key_of
 from meshlib.searching.roles import Role
 
 Choices = tuple[tuple[str, object], ...]  # the arguments of the builder, by name

@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeAlias
 
-from meshlib.errors import GraphError
-from meshlib.subprocesses import describe_exit, exit_with_parent
+from meshlib.core.errors import GraphError
+from meshlib.core.subprocesses import describe_exit, exit_with_parent
 
 Task: TypeAlias = Callable[[int], Any]
 THREADED = ("jax", "tensorflow")  # runtimes whose threads may hold locks at any time

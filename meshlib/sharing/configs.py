@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 from types import MappingProxyType
 from typing import Any
 
-from meshlib.errors import CheckpointError, nearest
+from meshlib.core.errors import CheckpointError, nearest
 from meshlib.layers.numerics import Numerics
 from meshlib.layers.positions import RotaryScaling
 from meshlib.layers.routing import Routing
@@ -16,7 +16,7 @@ from meshlib.models.experts import Experts
 from meshlib.models.images.resnet import ResNetConfig
 from meshlib.models.images.vit import ViTConfig
 from meshlib.models.latent import LatentAttention
-from meshlib.ops.remat import Remat
+from meshlib.ops.control.remat import Remat
 
 TYPE = "type"
 RECORDS: MappingProxyType[str, type[Any]] = MappingProxyType(

@@ -4,7 +4,7 @@
     model.safetensors   its variables, as `mtf.save` writes them; no slots of an optimizer
     tokenizer.json      of a model of text its vocabulary, as `BytePairs.save` writes it
 
-The files change together (`meshlib.filesets`): whoever is killed leaves the old model or the new one.
+The files change together (`meshlib.core.file_sets`): whoever is killed leaves the old model or the new one.
 
 Nothing in it depends on the mesh, the layout or the devices on which the model was trained. `load_model` needs nothing
 but this library and NumPy to predict on one core; a mesh, a layout and JAX's devices are options.
@@ -17,11 +17,11 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from meshlib.checkpoint import write_state
-from meshlib.checks import at
-from meshlib.errors import CheckpointError, GraphError
-from meshlib.files import make_folder
-from meshlib.filesets import TAG, FileSet, Member, plain_name
+from meshlib.core.arguments import at
+from meshlib.core.errors import CheckpointError, GraphError
+from meshlib.core.file_sets import TAG, FileSet, Member, plain_name
+from meshlib.core.files import make_folder
+from meshlib.data.text import BytePairs
 from meshlib.generation.tokens import ByteTokenizer
 from meshlib.models.config import TransformerConfig
 from meshlib.models.images.resnet import ResNetConfig
@@ -31,7 +31,7 @@ from meshlib.sharing.pictures import ImageInput
 from meshlib.sharing.programs import Build, Config, forward_program, kind_of
 from meshlib.sharing.variables import values_of
 from meshlib.simulation import Simulation, simulate
-from meshlib.vocabulary import BytePairs
+from meshlib.storage.checkpoint import write_state
 
 FORMAT, VERSION = "meshlib model", 2
 CONFIG, VARIABLES, VOCABULARY = "config.json", ("model", ".safetensors"), ("tokenizer", ".json")

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from meshlib.checks import at
-from meshlib.documents import FLAG, NUMBER, POSITIVE, RECORD, SIZE, TEXT, Schema, check_fields, read_json
-from meshlib.errors import CheckpointError, GraphError, MeshlibError
+from meshlib.core.arguments import at
+from meshlib.core.documents import FLAG, NUMBER, POSITIVE, RECORD, SIZE, TEXT, Schema, check_fields, read_json
+from meshlib.core.errors import CheckpointError, GraphError, MeshlibError
 from meshlib.layers.positions import RotaryScaling
 from meshlib.models.config import TransformerConfig
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from layouts.mesh import MeshLike
-from meshlib.checkpoint import load
-from meshlib.checks import at, whole
-from meshlib.documents import COUNT, RECORD, TEXT, Schema, read_json
-from meshlib.errors import CheckpointError, FeedError, GraphError
-from meshlib.filesets import checked
+from meshlib.core.arguments import at, whole
+from meshlib.core.documents import COUNT, RECORD, TEXT, Schema, read_json
+from meshlib.core.errors import CheckpointError, FeedError, GraphError
+from meshlib.core.file_sets import checked
+from meshlib.data.text import BytePairs
 from meshlib.generation.generator import Generator, check_options
 from meshlib.generation.tokens import ByteTokenizer
 from meshlib.lowering import Program
@@ -26,7 +26,7 @@ from meshlib.sharing.exporting import BYTES, CONFIG, FORMAT, MEMBERS, OWN_FILE, 
 from meshlib.sharing.pictures import ImageInput, pixels_of
 from meshlib.sharing.programs import Build, check_layout, forward_program, image_program, kind_of
 from meshlib.simulation import Simulation, simulate
-from meshlib.vocabulary import BytePairs
+from meshlib.storage.checkpoint import load
 
 Array = np.ndarray[Any, Any]
 MAX_TOKENS = 64

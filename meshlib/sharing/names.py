@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from meshlib.checks import at
-from meshlib.errors import GraphError
+from meshlib.core.arguments import at
+from meshlib.core.errors import GraphError
 from meshlib.models.config import TransformerConfig
 
 AS_IT_IS = ""

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from meshlib.checks import at, items, number
-from meshlib.errors import DataError, FeedError, GraphError
+from meshlib.core.arguments import at, items, number
+from meshlib.core.errors import DataError, FeedError, GraphError
 from meshlib.records.images import read_image
 
 Array = np.ndarray[Any, Any]

@@ -8,11 +8,11 @@ from typing import Any
 
 from layouts import Dimension, LayoutRules, Mesh
 from layouts.mesh import MeshLike
-from meshlib.checks import at
-from meshlib.errors import GraphError
-from meshlib.graph import Graph
+from meshlib.core.arguments import at
+from meshlib.core.errors import GraphError
+from meshlib.core.graph import Graph
 from meshlib.lowering import Program, Session, lower
-from meshlib.lowering.homes import refuse_faults
+from meshlib.lowering.assigned import refuse_faults
 from meshlib.models.config import TransformerConfig
 from meshlib.models.images.resnet import ResNetConfig
 from meshlib.models.images.step import ImageConfig, classifier
@@ -20,8 +20,8 @@ from meshlib.models.images.tower import BATCH, image_dims
 from meshlib.models.images.vit import ViTConfig
 from meshlib.models.model import transformer
 from meshlib.models.serving import prefill
-from meshlib.ops.reduce import softmax
-from meshlib.ops.sources import input as given
+from meshlib.ops.control.sources import input as given
+from meshlib.ops.pointwise.reductions import softmax
 
 Config = TransformerConfig | ImageConfig | Mapping[str, Any]
 Build = Callable[..., Any]

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from meshlib.checkpoint import load
-from meshlib.checks import at
-from meshlib.errors import GraphError, nearest
-from meshlib.graph import Graph
+from meshlib.core.arguments import at
+from meshlib.core.errors import GraphError, nearest
+from meshlib.core.graph import Graph
 from meshlib.lowering import Program
 from meshlib.models.config import TransformerConfig
 from meshlib.models.model import transformer
 from meshlib.simulation import Simulation, simulate
+from meshlib.storage.checkpoint import load
 
 Array = np.ndarray[Any, Any]
 SHOWN = 8  # faults that a message lists

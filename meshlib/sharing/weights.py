@@ -17,15 +17,15 @@ import einops
 import ml_dtypes
 import numpy as np
 
-from meshlib.checks import at, choice, whole
-from meshlib.documents import RECORD, read_json
-from meshlib.errors import CheckpointError, GraphError, nearest
-from meshlib.files import make_folder
-from meshlib.filesets import TAG, FileSet, Member, checked
+from meshlib.core.arguments import at, choice, whole
+from meshlib.core.documents import RECORD, read_json
+from meshlib.core.errors import CheckpointError, GraphError, nearest
+from meshlib.core.file_sets import TAG, FileSet, Member, checked
+from meshlib.core.files import make_folder
 from meshlib.models.config import TransformerConfig
-from meshlib.safetensors import Tensors, write_tensors
 from meshlib.sharing.names import Family, Row, family_of
 from meshlib.sharing.variables import variables_of
+from meshlib.storage.safetensors import Tensors, write_tensors
 
 Array = np.ndarray[Any, Any]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -11,16 +11,16 @@ import numpy as np
 
 from hardware.slices import Slice
 from layouts import Sharding
-from meshlib.checks import at, choice, flag
-from meshlib.engine import Engine
-from meshlib.errors import FeedError, GraphError, NotFiniteError
-from meshlib.ops.sources import STEP
+from meshlib.core.arguments import at, choice, flag
+from meshlib.core.engine import Engine
+from meshlib.core.errors import FeedError, GraphError, NotFiniteError
+from meshlib.core.slices import slice_for
+from meshlib.ops.control.sources import STEP
 from meshlib.program.instructions import Instruction, Value
 from meshlib.program.records import Program, require_program
 from meshlib.simulation.exact import Blocks, run_exact
 from meshlib.simulation.fast import FastExecutor
 from meshlib.simulation.state import State, fed_arrays
-from meshlib.slices import slice_for
 
 __all__ = ["Simulation", "State", "simulate"]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from meshlib.engine import Engine
-from meshlib.errors import ProgramError
-from meshlib.graph import Operation, TensorType
-from meshlib.operation import Block, Summary
+from meshlib.core.engine import Engine
+from meshlib.core.errors import ProgramError
+from meshlib.core.graph import Operation, TensorType
+from meshlib.core.opdef import Block, Summary
 
 Array = np.ndarray[Any, Any]
 

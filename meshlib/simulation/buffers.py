@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from meshlib.arrays import new_array, unwritten
-from meshlib.operation import EVERY, Storage
+from meshlib.core.arrays import new_array, unwritten
+from meshlib.core.opdef import EVERY, Storage
 from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value
 from meshlib.program.records import Program
 

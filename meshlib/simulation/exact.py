@@ -17,12 +17,12 @@ import numpy as np
 from hardware.numerics import ring_reduce, ring_reduce_scatter
 from layouts import Mesh, Shape, Sharding, permute_pairs
 from layouts.plan import Step, gathered_axes
-from meshlib.dtypes import DType
-from meshlib.engine import Engine
-from meshlib.errors import ProgramError
-from meshlib.graph import Operation, TensorType
-from meshlib.operation import Block, Factor, Halo, Role, Summary
-from meshlib.program.exchange import RUNS, run_factors, runs, summary_factor
+from meshlib.core.dtypes import DType
+from meshlib.core.engine import Engine
+from meshlib.core.errors import ProgramError
+from meshlib.core.graph import Operation, TensorType
+from meshlib.core.opdef import Block, Factor, Halo, Role, Summary
+from meshlib.program.exchanges import RUNS, run_factors, runs, summary_factor
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value, Widen
 from meshlib.program.interpreter import Interpreter
 from meshlib.program.records import Program

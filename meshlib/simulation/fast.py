@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from hardware.numerics import round_to_bfloat16
-from meshlib.arrays import new_array, unwritten
-from meshlib.dtypes import FLOAT32
-from meshlib.engine import Engine
-from meshlib.operation import ON_MXU
-from meshlib.ops.elementwise import WHERE
+from meshlib.core.arrays import new_array, unwritten
+from meshlib.core.dtypes import FLOAT32
+from meshlib.core.engine import Engine
+from meshlib.core.opdef import ON_MXU
+from meshlib.ops.pointwise.elementwise import WHERE
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
 from meshlib.program.interpreter import Interpreter
 from meshlib.program.records import Program

@@ -19,9 +19,9 @@ import numpy as np
 
 from hardware.numerics import round_to_bfloat16
 from layouts import Dimension
-from meshlib.engine import Engine
-from meshlib.graph import TensorType
-from meshlib.operation import Factor, Role
+from meshlib.core.engine import Engine
+from meshlib.core.graph import TensorType
+from meshlib.core.opdef import Factor, Role
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
 from meshlib.program.records import Program
 from meshlib.simulation.blocks import compute

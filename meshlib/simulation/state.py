@@ -10,12 +10,12 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 
 from layouts import Shape
-from meshlib.checks import is_masked, stored
-from meshlib.dtypes import INT32, DType, kind_of
-from meshlib.errors import FeedError, nearest
-from meshlib.graph import Operation
-from meshlib.initializers import make_key
-from meshlib.ops.sources import STEP
+from meshlib.core.arguments import is_masked, stored
+from meshlib.core.dtypes import INT32, DType, kind_of
+from meshlib.core.errors import FeedError, nearest
+from meshlib.core.graph import Operation
+from meshlib.core.initializers import make_key
+from meshlib.ops.control.sources import STEP
 from meshlib.program.records import Program
 
 Array = np.ndarray[Any, Any]

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from meshlib.checks import at
+from meshlib.core.arguments import at
+from meshlib.core.errors import FeedError, GraphError
 from meshlib.data import Data, Feed
-from meshlib.errors import FeedError, GraphError
 from meshlib.program.records import Program, require_program
 from meshlib.simulation import Simulation
-from meshlib.training.feeding import examples_of, mask_of
+from meshlib.training.feeds import examples_of, mask_of
 
 Array = np.ndarray[Any, Any]
 Batch = Mapping[str, Array]

@@ -9,10 +9,10 @@ import os
 from pathlib import Path
 from typing import Any, NoReturn
 
-from meshlib.documents import COUNT, MOST_BYTES, parse_json
-from meshlib.drawing import new_figure, save_figure
-from meshlib.errors import CheckpointError, GraphError
-from meshlib.files import append_line, open_file, replace_file
+from meshlib.core.documents import COUNT, MOST_BYTES, parse_json
+from meshlib.core.drawing import new_figure, save_figure
+from meshlib.core.errors import CheckpointError, GraphError
+from meshlib.core.files import append_line, open_file, replace_file
 
 Row = dict[str, Any]
 TIMES = ("examples_per_second", "waited_seconds")  # what no two runs have in common

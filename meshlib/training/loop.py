@@ -18,15 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from meshlib.checks import at, choice, flag, whole
+from meshlib.core.arguments import at, choice, flag, whole
+from meshlib.core.errors import GraphError, NotFiniteError
 from meshlib.data import Feed, Stats
-from meshlib.errors import GraphError, NotFiniteError
 from meshlib.program.records import Program
 from meshlib.simulation import Simulation, simulate
+from meshlib.training.checkpoints import ON_DAMAGE, Keeper
 from meshlib.training.evaluation import Evaluation, feeds_of, single_numbers
-from meshlib.training.feeding import Feeding, examples_of, feeding_of
+from meshlib.training.feeds import Feeding, examples_of, feeding_of
 from meshlib.training.history import TIMES, History, Row
-from meshlib.training.keeping import ON_DAMAGE, Keeper
 from meshlib.training.progress import Bar
 from meshlib.training.signals import noted
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import time
 
+from meshlib.core.text import count_text
 from meshlib.estimation import estimate
 from meshlib.program.records import Program
 from meshlib.simulation import Simulation
-from meshlib.text import count_text
 from meshlib.training.history import Row
 
 BATCH = "batch"

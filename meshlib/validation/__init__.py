@@ -1,6 +1,6 @@
 """Published measurements as programs, and predictions beside them.
 
 policies  runs  training  micro  published   measured rows as programs
-calibrate                                    fitting of the constants of `meshlib.estimation.physics`
+calibrate                                    fitting of the constants of `meshlib.estimation.time.physics`
 naive  validating  report                    predicted beside measured, with errors
 """

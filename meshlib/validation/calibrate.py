@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from meshlib.errors import GraphError
+from meshlib.core.errors import GraphError
 from meshlib.estimation import CALIBRATED, Physics
 
 # Errors of about this size are expected of every row; beyond, they count linearly.

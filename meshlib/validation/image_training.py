@@ -12,9 +12,9 @@ from functools import lru_cache
 
 from hardware.slices import Slice
 from layouts import Dimension
-from meshlib.compiler import XLA_TPU, Compiler
+from meshlib.core.compiler import XLA_TPU, Compiler
+from meshlib.core.graph import Graph
 from meshlib.estimation import Estimate, Physics, estimate
-from meshlib.graph import Graph
 from meshlib.lowering import lower
 from meshlib.models.images.resnet import ResNetConfig
 from meshlib.models.images.step import image_evaluation, image_step

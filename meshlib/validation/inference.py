@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from hardware.chips import get_chip
-from meshlib.compiler import XLA_TPU, Compiler
+from meshlib.core.compiler import XLA_TPU, Compiler
+from meshlib.core.graph import Graph
 from meshlib.estimation import Estimate, balance, estimate
-from meshlib.graph import Graph
 from meshlib.layers.numerics import Numerics
 from meshlib.lowering import lower
 from meshlib.models import TransformerConfig, decode_step, prefill

@@ -13,17 +13,17 @@ from hardware.chips import Chip, get_chip
 from hardware.placement import CORES, Placement, placements
 from hardware.slices import Slice, legal_slices
 from layouts import Dimension
-from meshlib.compiler import XLA_TPU, Compiler
+from meshlib.core.compiler import XLA_TPU, Compiler
+from meshlib.core.graph import Graph, Tensor
 from meshlib.estimation import CALIBRATED, Estimate, Physics, estimate
-from meshlib.graph import Graph, Tensor
 from meshlib.lowering import lower
-from meshlib.ops.einsum import EIGHT_BIT, einsum
-from meshlib.ops.elementwise import relu
-from meshlib.ops.reduce import reduce_sum
-from meshlib.ops.sources import input as input_
-from meshlib.ops.sources import zeros
-from meshlib.ops.state import constrain
-from meshlib.ops.window import shift
+from meshlib.ops.contraction.einsum import EIGHT_BIT, einsum
+from meshlib.ops.control.sources import input as input_
+from meshlib.ops.control.sources import zeros
+from meshlib.ops.control.state import constrain
+from meshlib.ops.movement.runs import shift
+from meshlib.ops.pointwise.elementwise import relu
+from meshlib.ops.pointwise.reductions import reduce_sum
 from meshlib.validation.machine import shape_of
 from meshlib.validation.policies import NotExpressed
 from meshlib.validation.priced import Priced

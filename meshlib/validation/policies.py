@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshlib.errors import GraphError
+from meshlib.core.errors import GraphError
 
 # Names of values in published recomputation policies -> names of operations here.
 _NAMES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 
-from meshlib.text import grid, seconds_text
+from meshlib.core.text import grid, seconds_text
 from meshlib.validation.rankings import TIE, Pair, share_right
 from meshlib.validation.validating import Checked, Validation, absolute, percentile
 

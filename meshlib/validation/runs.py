@@ -16,7 +16,7 @@ from typing import Any
 
 from hardware.chips import Chip, get_chip
 from hardware.slices import Slice
-from meshlib.dtypes import as_dtype
+from meshlib.core.dtypes import as_dtype
 from meshlib.models import PRESETS, Experts, TransformerConfig
 from meshlib.validation.experts import experts_of, with_experts
 from meshlib.validation.machine import axes_of, slice_of

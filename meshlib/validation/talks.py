@@ -21,8 +21,8 @@ from functools import lru_cache
 from typing import Any
 
 from hardware.slices import Slice
+from meshlib.core.graph import Graph
 from meshlib.estimation import CALIBRATED, Estimate, HostInput, estimate
-from meshlib.graph import Graph
 from meshlib.lowering import lower
 from meshlib.models.images.biggan import BigGANConfig, gan_step
 from meshlib.models.images.resnet import ResNetConfig

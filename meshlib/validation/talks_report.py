@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshlib.text import grid, seconds_text, usd_text
+from meshlib.core.text import grid, seconds_text, usd_text
 from meshlib.validation.published import ROWS
 from meshlib.validation.talks import Talks
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from layouts import LayoutRules, Mesh, Rule
-from meshlib.compiler import XLA_TPU, Compiler
+from meshlib.core.compiler import XLA_TPU, Compiler
+from meshlib.core.graph import Graph
 from meshlib.estimation import Estimate, Physics, estimate
-from meshlib.graph import Graph
 from meshlib.lowering import lower
 from meshlib.models import PRESETS, TransformerConfig, train_step, transformer
 from meshlib.models.layouts import layout as model_layout
 from meshlib.models.layouts import with_unsplit
-from meshlib.ops.remat import Remat
+from meshlib.ops.control.remat import Remat
 from meshlib.optimize import AdamWOptimizer
 from meshlib.program.records import Program
 from meshlib.validation.experts import TILE_WIDTH, latent_of

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from hardware.errors import HardwareError
-from meshlib.compiler import XLA_TPU, Compiler, require_compiler
-from meshlib.documents import read_json
-from meshlib.errors import GraphError, MeshlibError
+from meshlib.core.compiler import XLA_TPU, Compiler, require_compiler
+from meshlib.core.documents import read_json
+from meshlib.core.errors import GraphError, MeshlibError
 from meshlib.estimation import CALIBRATED, Physics
 from meshlib.validation import inference, micro
 from meshlib.validation.calibrate import Case, fit, left_out

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from layouts import LayoutRules, Mesh
-from meshlib.errors import FeedError, GraphError
-from meshlib.graph import Operation
+from meshlib.core.errors import FeedError, GraphError
+from meshlib.core.graph import Operation
 from meshlib.lowering.session import Session, fetched_outputs
 from meshlib.lowering.simplification import simplify
-from meshlib.ops.state import assigned
+from meshlib.ops.control.state import assigned
 from meshlib.verification.candidates import legal_layouts
 from meshlib.verification.feeds import Borrowed, all_gradients
 from meshlib.verification.job import Job

@@ -11,11 +11,11 @@ import numpy as np
 
 from layouts import LayoutRules, Mesh
 from layouts.rules import place
-from meshlib.errors import GraphError
-from meshlib.graph import Operation
-from meshlib.lowering.homes import scope_of
-from meshlib.operation import Home
-from meshlib.replay import all_operations
+from meshlib.core.errors import GraphError
+from meshlib.core.graph import Operation
+from meshlib.core.opdef import Home
+from meshlib.core.replay import all_operations
+from meshlib.lowering.assigned import scope_of
 
 Lies = tuple[tuple[tuple[str, ...], ...], ...]  # per tensor, per dim, the axes
 

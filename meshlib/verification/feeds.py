@@ -7,18 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from meshlib.differentiation import gradients
-from meshlib.dtypes import BOOL
-from meshlib.errors import FeedError, GraphError, nearest
-from meshlib.graph import BACKWARD, Graph, Operation, Tensor
+from meshlib.core.dtypes import BOOL
+from meshlib.core.errors import FeedError, GraphError, nearest
+from meshlib.core.graph import BACKWARD, Graph, Operation, Tensor
+from meshlib.core.opdef import RESIDENT, Kind
+from meshlib.core.replay import all_operations
 from meshlib.lowering.simplification import simplify
-from meshlib.operation import RESIDENT, Kind
-from meshlib.ops.index import index_count
-from meshlib.ops.sources import STEP
-from meshlib.ops.sources import input as declare_input
+from meshlib.ops.control.sources import STEP
+from meshlib.ops.control.sources import input as declare_input
+from meshlib.ops.gradients import gradients
+from meshlib.ops.movement.indexing import index_count
 from meshlib.program.instructions import Move
 from meshlib.program.records import Program
-from meshlib.replay import all_operations
 from meshlib.simulation.state import State, to_storage
 
 Array = np.ndarray[Any, Any]

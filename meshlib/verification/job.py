@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from layouts import LayoutRules, Mesh
-from meshlib.dtypes import INT32
-from meshlib.engine import Engine
-from meshlib.errors import FeedError, LayoutError
-from meshlib.graph import Graph, Tensor
+from meshlib.core.dtypes import INT32
+from meshlib.core.engine import Engine
+from meshlib.core.errors import FeedError, LayoutError
+from meshlib.core.graph import Graph, Tensor
 from meshlib.lowering.session import Session
-from meshlib.ops.sources import STEP
+from meshlib.ops.control.sources import STEP
 from meshlib.program.instructions import Instruction, Value
 from meshlib.program.records import Program
 from meshlib.simulation.exact import Blocks, run_exact

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshlib.errors import ProgramError
-from meshlib.text import bytes_text, grid
+from meshlib.core.errors import ProgramError
+from meshlib.core.text import bytes_text, grid
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from meshlib.dtypes import BFLOAT16, E4M3, E5M2, FLOAT32, FLOAT64, DType
-from meshlib.engine import Engine
-from meshlib.graph import Operation, Tensor, TensorType
-from meshlib.operation import ON_MXU, Block, Kind, Role
+from meshlib.core.dtypes import BFLOAT16, E4M3, E5M2, FLOAT32, FLOAT64, DType
+from meshlib.core.engine import Engine
+from meshlib.core.graph import Operation, Tensor, TensorType
+from meshlib.core.opdef import ON_MXU, Block, Kind, Role
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
 from meshlib.program.interpreter import Interpreter
 from meshlib.program.records import Program

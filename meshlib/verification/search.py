@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from meshlib.errors import MeshlibError
+from meshlib.core.errors import MeshlibError
 from meshlib.program.instructions import Compute, Instruction, Move, Resident, Value
 from meshlib.program.records import Program
 from meshlib.simulation.exact import Blocks

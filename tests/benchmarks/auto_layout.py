@@ -19,11 +19,11 @@ from itertools import product
 import meshlib as mtf
 from hardware.slices import Slice
 from layouts import LayoutRules, Mesh
-from meshlib.errors import LayoutError
-from meshlib.searching.problem import Problem, problem_of, transformer_builder
+from meshlib.core.errors import LayoutError
+from meshlib.core.text import bytes_text, grid
+from meshlib.searching.programs import Problem, problem_of, transformer_builder
 from meshlib.searching.roles import roles_of
 from meshlib.searching.space import Candidate, laid
-from meshlib.text import bytes_text, grid
 
 SLICE, ROWS, COLS = "v2-512", 16, 32
 BATCH, LENGTH = 256, 256

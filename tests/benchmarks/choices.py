@@ -36,8 +36,8 @@ LAYOUTS = (
 def subjects(sets: set[str], pairs: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """Names of programs, and how to lower each."""
     import meshlib as mtf
-    from tests.lowering_minima import ROWS
-    from tests.lowering_pairs import pair
+    from tests.lowering.minima_tables import ROWS
+    from tests.lowering.pairs import pair
 
     if "minima" in sets:
         for name, build in ROWS.items():
@@ -77,8 +77,8 @@ def measure(sets: set[str], pairs: int) -> None:
 
 def cost_of_work(program: Any, balance: Any) -> float:
     """What the work of one device is worth in bytes, loops included."""
+    from meshlib.program.analysis.work import local_work
     from meshlib.program.instructions import Loop
-    from meshlib.program.work import local_work
 
     bodies = sum(i.trips * cost_of_work(i.body, balance) for i in program.instructions if isinstance(i, Loop))
     return float(bodies + sum(balance.bytes_of(local_work(program, i)) for i in program.instructions))

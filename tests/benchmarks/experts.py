@@ -17,11 +17,11 @@ from typing import Any
 
 import meshlib as mtf
 from layouts import Mesh
-from meshlib.errors import MeshlibError
+from meshlib.core.errors import MeshlibError
+from meshlib.core.text import grid, seconds_text
 from meshlib.models import train_step
 from meshlib.optimize import AdamWOptimizer
-from meshlib.searching.outcome import Outcome
-from meshlib.text import grid, seconds_text
+from meshlib.searching.outcomes import Outcome
 from meshlib.validation.policies import NotExpressed
 from meshlib.validation.published import ROWS
 from meshlib.validation.runs import Run, run_of

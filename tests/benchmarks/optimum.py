@@ -21,8 +21,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import meshlib as mtf
-from tests.lowering_optimum import Comparison, compare
-from tests.lowering_pairs import FAMILIES, Pair, pair
+from tests.lowering.optimum import Comparison, compare
+from tests.lowering.pairs import FAMILIES, Pair, pair
 
 SAME = 1.0001
 

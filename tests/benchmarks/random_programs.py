@@ -2,8 +2,9 @@
 
     python tests/benchmarks/random_programs.py [--programs 60] [--scale 16]
 
-Programs come from the writer of `tests/test_property_programs.py`, with every dim `scale` times as large. The NumPy
-side runs each operation of the graph once on whole arrays, allocating as NumPy does. Printed: quantiles of the ratio.
+Programs come from the writer of `tests/simulation/test_property_programs.py`, with every dim `scale` times as large.
+The NumPy side runs each operation of the graph once on whole arrays, allocating as NumPy does. Printed: quantiles of
+the ratio.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from hypothesis import HealthCheck, given, settings
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the tests' writer of programs
 
 import meshlib as mtf
-from meshlib.engine import Engine
-from meshlib.graph import Graph, Operation, Tensor
+from meshlib.core.engine import Engine
+from meshlib.core.graph import Graph, Operation, Tensor
+from meshlib.core.opdef import Array, Block
 from meshlib.lowering.simplification import simplify
-from meshlib.operation import Array, Block
-from tests import test_property_programs as writer
+from tests.simulation import test_property_programs as writer
 
 
 def evaluate(operations: list[Operation], inputs: Mapping[Tensor, Array], same: Callable, engine: Engine) -> dict:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.paths import SHARED
+
 DATA = Path(__file__).resolve().parent / "data"
-FOLDER = Path(__file__).resolve().parents[2].parent / "shared" / "reference"
+FOLDER = SHARED / "reference"
 
 
 def held(name):

@@ -13,8 +13,8 @@ import numpy as np
 import hardware
 from hardware import CHIPS, Chip, Demand, HardwareError, Links, Matmul, Placement, Slice, Torus, Work
 from hardware.placement import Factor, placements
+from tests.core.public import public_names
 from tests.effort import each
-from tests.public import public_names
 
 JUNK: list[Callable[[], object]] = [
     lambda: None, lambda: "", lambda: "x", lambda: "xy", lambda: "v3", lambda: "v3-8", lambda: "v3-٨",

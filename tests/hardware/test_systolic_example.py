@@ -3,13 +3,11 @@
 import importlib.util
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from examples import systolic
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.paths import ROOT
 
 
 def test_default_shows_every_register_of_the_first_cycles(capsys, monkeypatch):

@@ -10,7 +10,7 @@ pytest.importorskip("jax", reason="needs JAX: pip install -e '.[jax]'")
 import meshlib as mtf
 from tests.effort import some
 from tests.jax.lowered import exchanges, in_program, in_text
-from tests.lowering_minima import ROWS
+from tests.lowering.minima_tables import ROWS
 
 NAMES = (
     "pipelines_of_microbatches_step",

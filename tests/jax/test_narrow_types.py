@@ -10,10 +10,10 @@ import pytest
 pytest.importorskip("jax", reason="needs JAX: pip install -e '.[jax]'")
 
 import meshlib as mtf
-from meshlib.dtypes import as_dtype
+from meshlib.core.dtypes import as_dtype
 from tests.effort import some
 from tests.jax.lowered import in_program, in_text
-from tests.test_narrow_types import NARROW, numbers
+from tests.ops.test_narrow_types import NARROW, numbers
 
 D = mtf.Dimension
 B, K, F, W = D("b", 64), D("k", 16), D("f", 24), D("words", 8)

@@ -13,9 +13,9 @@ jax = pytest.importorskip("jax", reason="needs JAX: pip install -e '.[jax]'")
 import meshlib as mtf
 from meshlib.program.records import Program
 from tests.effort import deep, draws
+from tests.lowering.test_halos import drawn
 from tests.oracle import Array, assert_close, draw_layout, run
-from tests.test_halos import drawn
-from tests.test_property_programs import Written, programs
+from tests.simulation.test_property_programs import Written, programs
 
 DEVICES = 8
 SHARDS = 4  # which run beside each other

@@ -16,9 +16,9 @@ pytest.importorskip("jax", reason="needs JAX: pip install -e '.[jax]'")
 
 import meshlib as mtf
 from layouts import Shape
-from meshlib.graph import Operation
+from meshlib.core.graph import Operation
+from meshlib.core.opdef import OPERATIONS
 from meshlib.jax.table import ROWS
-from meshlib.operation import OPERATIONS
 from tests.cases import CASES, Array, Case
 from tests.effort import deep
 from tests.oracle import Layout, draw_layout, needed

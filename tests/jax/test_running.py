@@ -18,16 +18,16 @@ jax = pytest.importorskip("jax", reason="needs JAX: pip install -e '.[jax]'")
 import jax.numpy as jnp
 
 import meshlib as mtf
-from meshlib.graph import TensorType
+from meshlib.core.graph import TensorType
+from meshlib.core.opdef import OPERATIONS, Kind, operation
 from meshlib.jax.rows.sources import _positions
 from meshlib.jax.table import ROWS, row
-from meshlib.operation import OPERATIONS, Kind, operation
 from meshlib.ops.building import build
 from meshlib.ops.rules import named_factors, not_differentiable, vector_work
 from tests.jax.lowered import in_program, in_text
 from tests.jax.models import mlp, mlp_feeds, transformer
+from tests.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 N, B = mtf.Dimension("n", 16), mtf.Dimension("b", 8)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.layers_reference import gelu_exact, layer_norm
+from tests.layers.layers_reference import gelu_exact, layer_norm
 
 Array = np.ndarray[Any, Any]
 State = dict[str, Array]

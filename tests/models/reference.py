@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.experts_reference import mixture
+from tests.layers.experts_reference import mixture
 
 Array = np.ndarray[Any, Any]
 

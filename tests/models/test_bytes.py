@@ -24,9 +24,9 @@ import meshlib as mtf
 from tests.compilers import FREE_WEIGHTS
 from tests.effort import some
 
-bindings, elimination, partition, places, problem, strategies = (
+bindings, elimination, partition, placements, problem, strategies = (
     importlib.import_module(f"meshlib.lowering.{part}")
-    for part in ("bindings", "elimination", "partition", "places", "problem", "strategies")
+    for part in ("bindings", "elimination", "partition", "placements", "problem", "strategies")
 )
 pass_options = strategies.pass_options
 
@@ -428,11 +428,11 @@ def test_with_everything_brought_home(sabotage):
 
 def test_without_sharing_what_was_gathered(sabotage):
     """Lookup and logits gather the table apart."""
-    use = places.Places.use
+    use = placements.Places.use
 
     def for_itself(self: Any, t: mtf.Tensor, *args: Any) -> Any:
         del self.instances[t][1:]
         return use(self, t, *args)
 
-    sabotage.setattr(places.Places, "use", for_itself)
+    sabotage.setattr(placements.Places, "use", for_itself)
     assert_sends_more("fsdp", 4, allowed("fsdp", 4))

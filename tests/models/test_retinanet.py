@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import meshlib as mtf
-from meshlib.detection import Objects
+from meshlib.models.images.detection import Objects
 from tests.models import images_reference as ref
 from tests.models.test_images import drawn_state, images_input
 from tests.oracle import assert_close, run

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import meshlib as mtf
-from meshlib.safetensors import Tensors, write_tensors
+from meshlib.storage.safetensors import Tensors, write_tensors
 from tests.sharing import reference
 
 Array = np.ndarray[Any, Any]

@@ -10,7 +10,7 @@ import pytest
 
 import meshlib as mtf
 from meshlib.estimation import Physics
-from meshlib.estimation.physics import CALIBRATED
+from meshlib.estimation.time.physics import CALIBRATED
 from meshlib.validation.calibrate import Case, fit, left_out
 
 TRUTH = dataclasses.replace(CALIBRATED, product_rate=0.8, block_edge=700.0, score_vpu_ops=9.0, slice_jitter=0.03)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from meshlib.estimation.fitting import memory_on
+from meshlib.estimation.memory.device_memory import memory_on
 from meshlib.validation.policies import NotExpressed
 from meshlib.validation.runs import Run, run_of
 from meshlib.validation.training import lowered

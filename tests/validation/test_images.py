@@ -8,7 +8,7 @@ import pytest
 
 import meshlib as mtf
 from meshlib.__main__ import main
-from meshlib.estimation.physics import CALIBRATED
+from meshlib.estimation.time.physics import CALIBRATED
 from meshlib.validation.hosts import Host, host_of
 from meshlib.validation.image_training import prepare_images
 from meshlib.validation.images import image_run_of, is_of_images

@@ -6,7 +6,7 @@ import pytest
 
 from hardware import CHIPS, Slice
 from hardware.placement import DCN
-from meshlib.estimation.moves import placed
+from meshlib.estimation.work.communication import placed
 from meshlib.validation.machine import slice_of
 from meshlib.validation.measured import flops_per_token, local_layers, parameters
 from meshlib.validation.policies import NotExpressed

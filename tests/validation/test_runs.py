@@ -9,7 +9,7 @@ import pytest
 
 import meshlib as mtf
 from hardware import Slice
-from meshlib.estimation.physics import CALIBRATED, Physics
+from meshlib.estimation.time.physics import CALIBRATED, Physics
 from meshlib.validation.naive import naive_seconds, naive_without_chip_seconds
 from meshlib.validation.policies import NotExpressed, Policy, lightest, policy_of
 from meshlib.validation.runs import run_of

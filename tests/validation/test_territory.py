@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshlib.estimation import cautions
+from meshlib.estimation.views import cautions
 from meshlib.validation.policies import NotExpressed
 from meshlib.validation.published import ROWS
 from meshlib.validation.runs import Run, run_of

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 import meshlib as mtf
 from meshlib.__main__ import main
 from meshlib.estimation import Physics
-from meshlib.estimation.physics import CALIBRATED
+from meshlib.estimation.time.physics import CALIBRATED
 from meshlib.validation.published import ROWS
 from meshlib.validation.runs import run_of
 from meshlib.validation.training import prepare
 from meshlib.validation.validating import Validation, absolute, check_row, percentile, validate
 from tests.effort import deep
+from tests.paths import SHARED
 from tests.validation.rows import BY_NAME, LOOKED_AT, MICRO, PREDICTED, TRAINING
 
 DECODE = BY_NAME["inf-62b-ll-decode"]
 
-FILE = Path(__file__).resolve().parents[3] / "shared" / "reference" / "published_results.json"
+FILE = SHARED / "reference" / "published_results.json"
 
 
 @pytest.fixture(scope="module")

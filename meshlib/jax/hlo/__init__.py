@@ -9,7 +9,7 @@ scopes       the named scope of each instruction
 
 from __future__ import annotations
 
-from meshlib.errors import ProgramError
+from meshlib.core.errors import ProgramError
 from meshlib.jax.hlo.collectives import collectives_of
 from meshlib.jax.hlo.text import parse
 

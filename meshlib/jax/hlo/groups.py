@@ -16,7 +16,7 @@ from math import prod
 import numpy as np
 
 from layouts import Mesh
-from meshlib.errors import ProgramError
+from meshlib.core.errors import ProgramError
 
 Groups = tuple[tuple[int, ...], ...]
 

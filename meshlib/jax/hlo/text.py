@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
-from meshlib.errors import ProgramError
+from meshlib.core.errors import ProgramError
 
 _HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->\s*.*)?\{\s*$")
 _RESULT = re.compile(r"^\s+(ROOT\s+)?%?([\w.\-]+) = ")

@@ -14,10 +14,12 @@ import jax
 import numpy as np
 
 from layouts import Shape
-from meshlib.checks import at, flag, whole
-from meshlib.dtypes import as_dtype
-from meshlib.errors import GraphError
-from meshlib.initializers import Initializer, zeros
+from meshlib.core.arguments import at, flag, whole
+from meshlib.core.dtypes import as_dtype
+from meshlib.core.errors import GraphError
+from meshlib.core.initializers import Initializer, zeros
+from meshlib.core.replay import all_operations, needed
+from meshlib.core.source_lines import UNKNOWN_LINE
 from meshlib.jax.importing import (  # the table's rows
     control,
     convolution,
@@ -48,10 +50,8 @@ from meshlib.jax.importing.pairs import packed
 from meshlib.jax.importing.table import RULES
 from meshlib.jax.importing.tracing import Tracing
 from meshlib.jax.importing.writing import Writer
-from meshlib.ops.elementwise import cast
-from meshlib.ops.sources import input, variable
-from meshlib.origin import UNKNOWN_LINE
-from meshlib.replay import all_operations, needed
+from meshlib.ops.control.sources import input, variable
+from meshlib.ops.pointwise.elementwise import cast
 
 _ROWS = (control, convolution, draws, elementwise, indexing, passing, shapes, windows)
 

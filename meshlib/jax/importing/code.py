@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from meshlib.errors import GraphError
+from meshlib.core.errors import GraphError
 from meshlib.jax.importing.axes import Axis
 
 Array = np.ndarray[Any, Any]

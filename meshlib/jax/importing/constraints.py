@@ -8,8 +8,8 @@ from typing import Any
 
 from layouts import LayoutRules, Shape
 from layouts.rules import Rule
-from meshlib.graph import Tensor
-from meshlib.ops.state import constrain
+from meshlib.core.graph import Tensor
+from meshlib.ops.control.state import constrain
 
 
 @dataclass(frozen=True)

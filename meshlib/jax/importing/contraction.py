@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from meshlib.dtypes import as_dtype
-from meshlib.graph import Tensor
+from meshlib.core.dtypes import as_dtype
+from meshlib.core.graph import Tensor
 from meshlib.jax.importing.axes import Axes, Axis
 from meshlib.jax.importing.code import DTYPES, Code, Step, Var
 from meshlib.jax.importing.scores import fused
 from meshlib.jax.importing.table import RULES, give, rule
 from meshlib.jax.importing.writing import Writer
-from meshlib.ops.einsum import einsum
-from meshlib.ops.elementwise import cast, multiply
-from meshlib.ops.reduce import reduce_sum
+from meshlib.ops.contraction.einsum import einsum
+from meshlib.ops.pointwise.elementwise import cast, multiply
+from meshlib.ops.pointwise.reductions import reduce_sum
 
 
 @dataclass(frozen=True)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from meshlib.graph import Tensor, current_graph
+from meshlib.core.graph import Tensor, current_graph
 from meshlib.jax.importing.axes import Axes
 from meshlib.jax.importing.code import Code, Step, Var
 from meshlib.jax.importing.table import RULES, give, rule, same_axes
 from meshlib.jax.importing.writing import Writer
-from meshlib.ops.elementwise import equal, where
-from meshlib.ops.index import range as positions
-from meshlib.ops.loop import make_loop
-from meshlib.ops.remat import Parts, Policy, Remat
-from meshlib.ops.rewrite import recompute_grad
+from meshlib.ops.control.custom_gradients import recompute_grad
+from meshlib.ops.control.loops import make_loop
+from meshlib.ops.control.remat import Parts, Policy, Remat
+from meshlib.ops.movement.indexing import range as positions
+from meshlib.ops.pointwise.elementwise import equal, where
 
 
 def unify(axes: Axes, code: Code) -> None:

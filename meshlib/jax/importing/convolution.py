@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from layouts import Dimension, Shape
-from meshlib.graph import Tensor
+from meshlib.core.graph import Tensor
 from meshlib.jax.importing.axes import Axes, Axis
 from meshlib.jax.importing.code import Step
 from meshlib.jax.importing.contraction import precision_of
 from meshlib.jax.importing.table import give, rule
 from meshlib.jax.importing.writing import Writer
-from meshlib.ops.convolve import convolve
-from meshlib.ops.einsum import einsum
-from meshlib.ops.elementwise import cast
-from meshlib.ops.shape import rename_dimension, reshape
-from meshlib.ops.sliding import Slide, Window
+from meshlib.ops.contraction.einsum import einsum
+from meshlib.ops.images.convolve import convolve
+from meshlib.ops.images.sliding import Slide, Window
+from meshlib.ops.movement.shape import rename_dimension, reshape
+from meshlib.ops.pointwise.elementwise import cast
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from meshlib.origin import shown_file
+from meshlib.core.source_lines import shown_file
 
 DECORATORS = ("custom_jvp_call", "custom_vjp_call")
 _JAX = os.path.dirname(jax.__file__) + os.sep

@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 from layouts import Shape
-from meshlib.graph import Tensor
+from meshlib.core.graph import Tensor
 from meshlib.jax.importing.axes import Axes
 from meshlib.jax.importing.code import DTYPES, Code, Step
 from meshlib.jax.importing.table import fresh, rule
 from meshlib.jax.importing.writing import Writer
-from meshlib.ops.elementwise import cast, floor, less, minimum
-from meshlib.ops.random import random_normal, random_uniform
+from meshlib.ops.pointwise.elementwise import cast, floor, less, minimum
+from meshlib.ops.pointwise.random import random_normal, random_uniform
 
 KEYS = "random_seed random_split random_fold_in random_wrap random_unwrap random_clone key_reuse_check threefry2x32"
 

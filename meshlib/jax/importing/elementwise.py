@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from meshlib.dtypes import BOOL, INT32
-from meshlib.graph import Tensor
+from meshlib.core.dtypes import BOOL, INT32
+from meshlib.core.graph import Tensor
 from meshlib.jax.importing.code import DTYPES, Array, Step
 from meshlib.jax.importing.masks import condition_of
 from meshlib.jax.importing.table import Operand, rule, same_axes
 from meshlib.jax.importing.writing import Writer
-from meshlib.ops.elementwise import (
+from meshlib.ops.pointwise.elementwise import (
     abs,
     add,
     cast,
@@ -55,7 +55,7 @@ from meshlib.ops.elementwise import (
     tanh,
     where,
 )
-from meshlib.ops.logic import logical_xor
+from meshlib.ops.pointwise.logic import logical_xor
 
 Function = Callable[..., Any]
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from layouts import LayoutRules, Shape
-from meshlib.checks import at
-from meshlib.errors import GraphError, nearest
-from meshlib.graph import Graph, Tensor
+from meshlib.core.arguments import at
+from meshlib.core.errors import GraphError, nearest
+from meshlib.core.graph import Graph, Tensor
 from meshlib.jax.importing.constraints import Constraint
 from meshlib.jax.importing.leaves import leaves_of
 from meshlib.jax.importing.placement import Specs, rules_of

@@ -9,12 +9,15 @@ from math import prod
 import numpy as np
 
 from layouts import Dimension, Shape
-from meshlib.graph import Tensor
+from meshlib.core.graph import Tensor
 from meshlib.jax.importing.axes import Axes, Axis
 from meshlib.jax.importing.code import Step, Var
 from meshlib.jax.importing.table import give, rule, same_axes
 from meshlib.jax.importing.writing import Writer, renamed
-from meshlib.ops.elementwise import (
+from meshlib.ops.movement.indexing import gather, scatter_add
+from meshlib.ops.movement.indexing import range as positions
+from meshlib.ops.movement.shape import broadcast
+from meshlib.ops.pointwise.elementwise import (
     add,
     cast,
     equal,
@@ -27,10 +30,7 @@ from meshlib.ops.elementwise import (
     subtract,
     where,
 )
-from meshlib.ops.index import gather, scatter_add
-from meshlib.ops.index import range as positions
-from meshlib.ops.reduce import reduce_sum
-from meshlib.ops.shape import broadcast
+from meshlib.ops.pointwise.reductions import reduce_sum
 
 # ---------------------------------------------------------------- which axes the indices go into
 

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from layouts import Dimension, Shape
-from meshlib.dtypes import BOOL, INT32
-from meshlib.graph import Operation, Tensor
+from meshlib.core.dtypes import BOOL, INT32
+from meshlib.core.graph import Operation, Tensor
 from meshlib.jax.importing.code import Array
 from meshlib.jax.importing.table import Operand
-from meshlib.ops.elementwise import cast, greater_equal, logical_and, logical_not
-from meshlib.ops.index import RANGE, one_hot
-from meshlib.ops.index import range as positions
-from meshlib.ops.sources import constant
+from meshlib.ops.control.sources import constant
+from meshlib.ops.movement.indexing import RANGE, one_hot
+from meshlib.ops.movement.indexing import range as positions
+from meshlib.ops.pointwise.elementwise import cast, greater_equal, logical_and, logical_not
 
 # Scores from here on down have no weight in a softmax with others: exp(-10000 + 9900) is 0 in float32.
 HIDING = -1e4

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
 
-from meshlib.checks import at
-from meshlib.errors import GraphError, nearest
+from meshlib.core.arguments import at
+from meshlib.core.errors import GraphError, nearest
 from meshlib.jax.importing.axes import Axes, Axis
 from meshlib.jax.importing.code import Code, Var
 

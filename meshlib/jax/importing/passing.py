@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from meshlib.dtypes import as_dtype
-from meshlib.graph import Tensor
+from meshlib.core.dtypes import as_dtype
+from meshlib.core.graph import Tensor
 from meshlib.jax.importing.axes import Axes
 from meshlib.jax.importing.code import DTYPES, Step, numpy_type
 from meshlib.jax.importing.masks import hot
 from meshlib.jax.importing.table import rule, same_axes
 from meshlib.jax.importing.writing import Writer
-from meshlib.ops.elementwise import CAST, cast, not_equal
-from meshlib.ops.state import identity, stop_gradient
+from meshlib.ops.control.state import identity, stop_gradient
+from meshlib.ops.pointwise.elementwise import CAST, cast, not_equal
 
 
 def _convert(w: Writer, step: Step) -> Tensor:

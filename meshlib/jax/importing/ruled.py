@@ -17,18 +17,18 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from meshlib.graph import Tensor
+from meshlib.core.graph import Tensor
 from meshlib.jax.importing.axes import Axes
 from meshlib.jax.importing.code import DTYPES, Code, Step, Var
 from meshlib.jax.importing.control import unify
 from meshlib.jax.importing.pairs import is_complex, parts_of
 from meshlib.jax.importing.table import give, rule, same_axes
 from meshlib.jax.importing.writing import Writer
-from meshlib.ops.elementwise import cast
-from meshlib.ops.reduce import reduce_sum
-from meshlib.ops.rewrite import gradient_of_residuals
-from meshlib.ops.shape import transpose
-from meshlib.ops.sources import constant
+from meshlib.ops.control.custom_gradients import gradient_of_residuals
+from meshlib.ops.control.sources import constant
+from meshlib.ops.movement.shape import transpose
+from meshlib.ops.pointwise.elementwise import cast
+from meshlib.ops.pointwise.reductions import reduce_sum
 
 KIND = "custom_rule"
 

@@ -10,11 +10,11 @@ import math
 from dataclasses import dataclass, field
 
 from layouts import Dimension, Shape
-from meshlib.graph import Operation, Tensor
+from meshlib.core.graph import Operation, Tensor
 from meshlib.jax.importing.masks import HIDING, known, lowest, negated, number_of, op_of, seen_by
-from meshlib.ops.attention import attention
-from meshlib.ops.elementwise import cast, logical_and, not_equal
-from meshlib.ops.shape import broadcast, reshape
+from meshlib.ops.fused_attention.attention import attention
+from meshlib.ops.movement.shape import broadcast, reshape
+from meshlib.ops.pointwise.elementwise import cast, logical_and, not_equal
 
 _SAME = ("identity", "broadcast", "transpose", "stop_gradient")
 

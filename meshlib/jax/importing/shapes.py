@@ -9,20 +9,20 @@ from typing import Any
 import numpy as np
 
 from layouts import Dimension
-from meshlib.graph import Tensor
+from meshlib.core.graph import Tensor
 from meshlib.jax.importing.axes import Axes, Axis
 from meshlib.jax.importing.code import DTYPES, Array, Step
 from meshlib.jax.importing.table import fresh, give, rule, same_axes
 from meshlib.jax.importing.writing import Writer
-from meshlib.ops.cumulative import cumprod, cumsum
-from meshlib.ops.elementwise import cast, exp, log, multiply, negative, pow
-from meshlib.ops.index import gather
-from meshlib.ops.index import range as positions
-from meshlib.ops.ranking import argmax, argsort, top_k
-from meshlib.ops.reduce import reduce_all, reduce_any, reduce_max, reduce_min, reduce_sum
-from meshlib.ops.shape import rename_dimension
-from meshlib.ops.state import stop_gradient
-from meshlib.ops.window import slice
+from meshlib.ops.control.state import stop_gradient
+from meshlib.ops.movement.indexing import gather
+from meshlib.ops.movement.indexing import range as positions
+from meshlib.ops.movement.ranking import argmax, argsort, top_k
+from meshlib.ops.movement.runs import slice
+from meshlib.ops.movement.shape import rename_dimension
+from meshlib.ops.pointwise.cumulative import cumprod, cumsum
+from meshlib.ops.pointwise.elementwise import cast, exp, log, multiply, negative, pow
+from meshlib.ops.pointwise.reductions import reduce_all, reduce_any, reduce_max, reduce_min, reduce_sum
 
 # ---------------------------------------------------------------- the same value
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshlib.core.source_lines import shown_file
 from meshlib.jax.importing.axes import Axes
 from meshlib.jax.importing.code import Array, Code, Place, Step, Var, numpy_type
 from meshlib.jax.importing.contraction import mark_scores
@@ -23,7 +24,6 @@ from meshlib.jax.importing.rewrites import OWN_LINES, REWRITES
 from meshlib.jax.importing.ruled import KIND as CUSTOM_RULE
 from meshlib.jax.importing.ruled import ruled
 from meshlib.jax.importing.table import RULES
-from meshlib.origin import shown_file
 
 # Primitives that are a call of what they hold, and where that is.
 _CALLS = {

@@ -10,16 +10,16 @@ import jax
 import numpy as np
 
 from layouts import Dimension
-from meshlib.graph import Tensor
+from meshlib.core.graph import Tensor
 from meshlib.jax.importing.axes import Axes, Axis
 from meshlib.jax.importing.code import Array, Step, Var
 from meshlib.jax.importing.table import RULES, give, rule, same_axes
 from meshlib.jax.importing.writing import Writer, renamed
-from meshlib.ops.elementwise import cast, maximum, minimum
-from meshlib.ops.shape import broadcast, reshape, transpose
-from meshlib.ops.stacking import stack
-from meshlib.ops.update import dynamic_slice, update_slice
-from meshlib.ops.window import concat, pad, shift, slice, strided_slice
+from meshlib.ops.movement.dynamic_slices import dynamic_slice, update_slice
+from meshlib.ops.movement.runs import concat, pad, shift, slice, strided_slice
+from meshlib.ops.movement.shape import broadcast, reshape, transpose
+from meshlib.ops.movement.stacking import stack
+from meshlib.ops.pointwise.elementwise import cast, maximum, minimum
 
 Run = tuple[int, int, int]  # begin, size, stride
 

@@ -14,22 +14,22 @@ from typing import Any
 import numpy as np
 
 from layouts import Dimension, Shape
-from meshlib.face import public
-from meshlib.graph import Tensor, current_graph, scope
+from meshlib.core.graph import Tensor, current_graph, scope
+from meshlib.core.public_calls import public
+from meshlib.core.source_lines import written_at
 from meshlib.jax.importing.axes import Axes, Axis
 from meshlib.jax.importing.code import DTYPES, Code, Place, Step, Var
 from meshlib.jax.importing.constraints import Constraints
 from meshlib.jax.importing.masks import known
 from meshlib.jax.importing.table import RULES, Operand
-from meshlib.ops.elementwise import cast
-from meshlib.ops.index import RANGE
-from meshlib.ops.index import range as positions
-from meshlib.ops.remat import Parts
-from meshlib.ops.shape import broadcast, rename_dimension, reshape, transpose
-from meshlib.ops.sources import constant
-from meshlib.ops.state import identity
-from meshlib.ops.window import slice
-from meshlib.origin import written_at
+from meshlib.ops.control.remat import Parts
+from meshlib.ops.control.sources import constant
+from meshlib.ops.control.state import identity
+from meshlib.ops.movement.indexing import RANGE
+from meshlib.ops.movement.indexing import range as positions
+from meshlib.ops.movement.runs import slice
+from meshlib.ops.movement.shape import broadcast, rename_dimension, reshape, transpose
+from meshlib.ops.pointwise.elementwise import cast
 
 
 class Writer:

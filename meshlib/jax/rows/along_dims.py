@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax import lax
 
+from meshlib.core.opdef import Factor
 from meshlib.jax.context import Array, Index
 from meshlib.jax.table import Part, Split, row
-from meshlib.operation import Factor
 
 
 def _axis(part: Part) -> int:

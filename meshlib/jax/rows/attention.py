@@ -1,7 +1,7 @@
 """Fused attention on JAX: cuDNN's kernel where it makes just this, else queries run by run; scores are never whole.
 
 Each operation is the same walk over runs of queries. Of keys that are split, a device knows what it has heard of the
-others' (see `meshlib.ops.attention_split`).
+others' (see `meshlib.ops.fused_attention.split_sequence`).
 """
 
 from __future__ import annotations

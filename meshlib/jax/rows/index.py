@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from meshlib.jax.context import Array
 from meshlib.jax.table import Part, aligned, row, widest
-from meshlib.ops.index import index_count
+from meshlib.ops.movement.indexing import index_count
 
 Names = tuple[str, ...]
 

@@ -15,13 +15,13 @@ import numpy as np
 from jax import lax
 
 from hardware.eight_bit import LARGEST
-from meshlib.dtypes import INT32
-from meshlib.engine import Engine
-from meshlib.graph import TensorType
+from meshlib.core.dtypes import INT32
+from meshlib.core.engine import Engine
+from meshlib.core.graph import TensorType
+from meshlib.core.opdef import Block
 from meshlib.jax.context import Array, Context
 from meshlib.jax.table import Part, aligned, rounded, row, widened
-from meshlib.operation import Block
-from meshlib.ops.einsum import EIGHT_BIT, Names, matmul_plan
+from meshlib.ops.contraction.einsum import EIGHT_BIT, Names, matmul_plan
 
 
 def operand(x: Array, context: Context, precise: bool = False) -> Array:

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from meshlib.initializers import limits
+from meshlib.core.initializers import limits
+from meshlib.core.random import PARITY, ROTATIONS
 from meshlib.jax.context import Array, Index
 from meshlib.jax.table import Part, rounded, row, storage, widest
-from meshlib.threefry import PARITY, ROTATIONS
 
 
 @row("input")
@@ -53,7 +53,7 @@ def _range(part: Part) -> Array:
 
 
 def threefry2x32(key: tuple[Array, Array], high: Array, low: Array) -> tuple[Array, Array]:
-    """Encrypt the counters (high, low), uint32, under `key`: as `meshlib.threefry`."""
+    """Encrypt the counters (high, low), uint32, under `key`: as `meshlib.core.random`."""
     words = (key[0], key[1], key[0] ^ key[1] ^ np.uint32(PARITY))
     x, y = high + words[0], low + words[1]
     for group in range(5):

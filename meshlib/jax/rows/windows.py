@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from meshlib.core.opdef import Halo
 from meshlib.jax.context import Array, Index
 from meshlib.jax.rows.products import operand
 from meshlib.jax.table import Names, Part, aligned, row
-from meshlib.operation import Halo
-from meshlib.ops.convolution_kernel import Classes
-from meshlib.ops.reduce_window import COMPARE, identity
-from meshlib.ops.resize import taps_of
-from meshlib.ops.sliding import Slide, Window
+from meshlib.ops.images.convolution_kernel import Classes
+from meshlib.ops.images.reduce_window import COMPARE, identity
+from meshlib.ops.images.resize import taps_of
+from meshlib.ops.images.sliding import Slide, Window
 
 
 @row("convolution", native=True)

@@ -11,25 +11,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layouts import Dimension
-from meshlib import initializers, layers
-from meshlib.checks import at, number, whole
-from meshlib.errors import GraphError
-from meshlib.graph import Operation, Tensor, find_dim, scope
+from meshlib import layers
+from meshlib.core import initializers
+from meshlib.core.arguments import at, number, whole
+from meshlib.core.errors import GraphError
+from meshlib.core.graph import Operation, Tensor, find_dim, scope
 from meshlib.layers.norms import widened
 from meshlib.layers.numerics import MIXED, Numerics
 from meshlib.layers.set_norms import Groups
 from meshlib.models.images.tower import BATCH, CHANNELS, COLOURS, HEIGHT, WIDTH, Tower, image_dims, spatial
 from meshlib.models.record import Config
-from meshlib.ops.elementwise import cast, floor, relu, tanh
-from meshlib.ops.index import gather
-from meshlib.ops.pooling import pool
-from meshlib.ops.random import random_normal, random_uniform
-from meshlib.ops.rearrange import repeat
-from meshlib.ops.reduce import reduce_mean, reduce_sum
-from meshlib.ops.shape import rename_dimension
-from meshlib.ops.sources import input as given
-from meshlib.ops.stacking import stack, unstack
-from meshlib.ops.window import concat, split
+from meshlib.ops.control.sources import input as given
+from meshlib.ops.images.pooling import pool
+from meshlib.ops.movement.indexing import gather
+from meshlib.ops.movement.rearrange import repeat
+from meshlib.ops.movement.runs import concat, split
+from meshlib.ops.movement.shape import rename_dimension
+from meshlib.ops.movement.stacking import stack, unstack
+from meshlib.ops.pointwise.elementwise import cast, floor, relu, tanh
+from meshlib.ops.pointwise.random import random_normal, random_uniform
+from meshlib.ops.pointwise.reductions import reduce_mean, reduce_sum
 from meshlib.optimize.averages import moving_averages
 from meshlib.optimize.base import Optimizer
 

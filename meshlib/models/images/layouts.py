@@ -9,8 +9,8 @@ from typing import Protocol
 from layouts import LayoutRules, Mesh
 from layouts.errors import LayoutError
 from layouts.mesh import MeshLike
-from meshlib.checks import at
-from meshlib.errors import nearest
+from meshlib.core.arguments import at
+from meshlib.core.errors import nearest
 from meshlib.models.images.tower import BATCH, CHANNELS, HEIGHT, WIDTH
 
 IMAGE_LAYOUTS: MappingProxyType[str, str] = MappingProxyType(

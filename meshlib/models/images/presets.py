@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Any
 
-from meshlib.checks import at
-from meshlib.errors import GraphError, nearest
+from meshlib.core.arguments import at
+from meshlib.core.errors import GraphError, nearest
 from meshlib.models.images.resnet import RESNETS, ResNetConfig
 from meshlib.models.images.vit import VITS, ViTConfig
 

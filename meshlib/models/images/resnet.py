@@ -7,16 +7,16 @@ from types import MappingProxyType
 
 from layouts import Dimension
 from meshlib import layers
-from meshlib.checks import at, choice, number, whole
-from meshlib.errors import GraphError
-from meshlib.graph import Operation, Tensor, scope
+from meshlib.core.arguments import at, choice, number, whole
+from meshlib.core.errors import GraphError
+from meshlib.core.graph import Operation, Tensor, scope
 from meshlib.layers.numerics import MIXED, Numerics
 from meshlib.layers.set_norms import Groups
 from meshlib.models.images.tower import CHANNELS, Tower, check_images, late, spatial
 from meshlib.models.record import Config
-from meshlib.ops.elementwise import relu
-from meshlib.ops.pooling import max_pool
-from meshlib.ops.reduce import reduce_mean
+from meshlib.ops.images.pooling import max_pool
+from meshlib.ops.pointwise.elementwise import relu
+from meshlib.ops.pointwise.reductions import reduce_mean
 
 # Blocks of the four stages, and whether a block is a bottleneck: He et al., arXiv:1512.03385, table 1.
 DEPTHS: MappingProxyType[int, tuple[tuple[int, ...], bool]] = MappingProxyType(

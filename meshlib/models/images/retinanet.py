@@ -14,20 +14,21 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from layouts import Dimension
-from meshlib import initializers, layers
-from meshlib.checks import at, choice, number, whole
-from meshlib.detection import Anchors, Objects
-from meshlib.errors import GraphError
-from meshlib.graph import Operation, Tensor, scope
+from meshlib import layers
+from meshlib.core import initializers
+from meshlib.core.arguments import at, choice, number, whole
+from meshlib.core.errors import GraphError
+from meshlib.core.graph import Operation, Tensor, scope
 from meshlib.layers.norms import widened
+from meshlib.models.images.detection import Anchors, Objects
 from meshlib.models.images.resnet import ResNetConfig, features
 from meshlib.models.images.tower import BATCH, CHANNELS, Tower, check_images, image_dims, late, spatial
 from meshlib.models.record import Config
-from meshlib.ops.elementwise import cast, greater_equal, maximum, not_equal, relu, sigmoid
-from meshlib.ops.index import one_hot
-from meshlib.ops.rearrange import rearrange, repeat
-from meshlib.ops.reduce import reduce_sum
-from meshlib.ops.sources import input as given
+from meshlib.ops.control.sources import input as given
+from meshlib.ops.movement.indexing import one_hot
+from meshlib.ops.movement.rearrange import rearrange, repeat
+from meshlib.ops.pointwise.elementwise import cast, greater_equal, maximum, not_equal, relu, sigmoid
+from meshlib.ops.pointwise.reductions import reduce_sum
 from meshlib.optimize.base import Optimizer
 
 UNDECIDED = -2  # as of `mtf.detection`

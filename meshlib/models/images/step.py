@@ -6,18 +6,18 @@ from collections.abc import Sequence
 
 from layouts import Dimension, Shape
 from meshlib import layers
-from meshlib.checks import at, whole
-from meshlib.collector import uncollected
-from meshlib.errors import GraphError
-from meshlib.graph import Operation, Tensor
+from meshlib.core.arguments import at, whole
+from meshlib.core.errors import GraphError
+from meshlib.core.garbage import uncollected
+from meshlib.core.graph import Operation, Tensor
 from meshlib.models.images.resnet import ResNetConfig, resnet
 from meshlib.models.images.tower import BATCH, image_dims
 from meshlib.models.images.vit import ViTConfig, vit
 from meshlib.ops.building import as_dims
-from meshlib.ops.elementwise import cast, equal
-from meshlib.ops.ranking import argmax
-from meshlib.ops.reduce import reduce_mean, reduce_sum
-from meshlib.ops.sources import input as given
+from meshlib.ops.control.sources import input as given
+from meshlib.ops.movement.ranking import argmax
+from meshlib.ops.pointwise.elementwise import cast, equal
+from meshlib.ops.pointwise.reductions import reduce_mean, reduce_sum
 from meshlib.optimize.base import Optimizer
 
 ImageConfig = ResNetConfig | ViTConfig

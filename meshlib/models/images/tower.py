@@ -8,16 +8,16 @@ from typing import Protocol
 
 from layouts import Dimension
 from meshlib import layers
-from meshlib.checks import at
-from meshlib.errors import GraphError
-from meshlib.graph import Operation, Tensor, find_dim
-from meshlib.initializers import Initializer
+from meshlib.core.arguments import at
+from meshlib.core.errors import GraphError
+from meshlib.core.graph import Operation, Tensor, find_dim
+from meshlib.core.initializers import Initializer
 from meshlib.layers.numerics import MIXED, Numerics
 from meshlib.layers.projection import projection
 from meshlib.layers.set_norms import Groups
 from meshlib.ops.building import floats
-from meshlib.ops.elementwise import relu
-from meshlib.ops.shape import rename_dimension
+from meshlib.ops.movement.shape import rename_dimension
+from meshlib.ops.pointwise.elementwise import relu
 
 BATCH, HEIGHT, WIDTH, CHANNELS = "batch", "height", "width", "channels"
 COLOURS = "image_channels"  # so that a rule for channels does not reach the three of an image

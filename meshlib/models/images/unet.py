@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 from layouts import Dimension
 from meshlib import layers
-from meshlib.checks import at
-from meshlib.errors import GraphError
-from meshlib.graph import Operation, Tensor, scope
+from meshlib.core.arguments import at
+from meshlib.core.errors import GraphError
+from meshlib.core.graph import Operation, Tensor, scope
 from meshlib.layers.numerics import MIXED, Numerics
 from meshlib.layers.set_norms import Groups
 from meshlib.models.images.tower import CHANNELS, Tower, check_images, spatial
 from meshlib.models.record import Config
-from meshlib.ops.pooling import pool
-from meshlib.ops.rearrange import repeat
-from meshlib.ops.window import concat
+from meshlib.ops.images.pooling import pool
+from meshlib.ops.movement.rearrange import repeat
+from meshlib.ops.movement.runs import concat
 
 
 @dataclass(frozen=True)

@@ -6,21 +6,22 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from layouts import Dimension
-from meshlib import initializers, layers
-from meshlib.checks import at, number
-from meshlib.errors import GraphError
-from meshlib.graph import Operation, Tensor, scope
+from meshlib import layers
+from meshlib.core import initializers
+from meshlib.core.arguments import at, number
+from meshlib.core.errors import GraphError
+from meshlib.core.graph import Operation, Tensor, scope
 from meshlib.layers.numerics import MIXED, Numerics
 from meshlib.models.blocks import Blocks
 from meshlib.models.config import LayerKind, TransformerConfig
 from meshlib.models.images.tower import BATCH, COLOURS, check_images
 from meshlib.models.record import Config
-from meshlib.ops.loop import scan
-from meshlib.ops.rearrange import rearrange
-from meshlib.ops.reduce import reduce_sum
-from meshlib.ops.remat import Policy
-from meshlib.ops.shape import broadcast
-from meshlib.ops.window import concat, slice
+from meshlib.ops.control.loops import scan
+from meshlib.ops.control.remat import Policy
+from meshlib.ops.movement.rearrange import rearrange
+from meshlib.ops.movement.runs import concat, slice
+from meshlib.ops.movement.shape import broadcast
+from meshlib.ops.pointwise.reductions import reduce_sum
 
 
 @dataclass(frozen=True)

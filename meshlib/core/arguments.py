@@ -1,0 +1,190 @@
+"""Checks of plain arguments: each answers a wrong one with one error that names it, its value and the user's line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from layouts.parsing import is_iterable
+from meshlib.core.dtypes import BOOL, INT4, DType
+from meshlib.core.errors import GraphError, MeshlibError, ShapeError, nearest
+from meshlib.core.graph import Tensor
+from meshlib.core.source_lines import UNKNOWN_LINE, source_line
+
+Array = np.ndarray[Any, Any]
+
+
+def at(what: str) -> str:
+    """`what` with the line of the user's code that is running: how a message about an argument begins."""
+    line = source_line()
+    return what if line == UNKNOWN_LINE else f"{what} ({line})"
+
+
+def number(value: object, what: str, argument: str) -> float:
+    """`value` as a finite float; bools and text are none.
+
+    >>> number(np.float32(0.5), "dropout", "rate")
+    0.5
+    """
+    if isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool):
+        try:
+            found = float(value)
+        except OverflowError:
+            found = math.inf
+        if math.isfinite(found):
+            return found
+    raise GraphError(f"{at(what)}: {argument} must be a finite number, got {_shown(value)}")
+
+
+POSITIVE, NOT_NEGATIVE, FRACTION = "be positive", "not be negative", "be in [0, 1)"
+_BOUNDS: dict[str, Callable[[float], bool]] = {
+    POSITIVE: lambda x: x > 0,
+    NOT_NEGATIVE: lambda x: x >= 0,
+    FRACTION: lambda x: 0 <= x < 1,
+}
+
+
+def bounded(value: object, what: str, argument: str, rule: str = NOT_NEGATIVE) -> float:
+    """`value` as a finite float that is positive, not negative, or a fraction."""
+    found = number(value, what, argument)
+    if not _BOUNDS[rule](found):
+        raise GraphError(f"{at(what)}: {argument} must {rule}, got {found:g}")
+    return found
+
+
+def whole(value: object, what: str, argument: str, low: int | None = None) -> int:
+    """`value` as an int, at least `low`; bools and floats are none.
+
+    >>> whole(np.int64(3), "slice", "begin")
+    3
+    """
+    if isinstance(value, int | np.integer) and not isinstance(value, bool):
+        if low is None or value >= low:
+            return int(value)
+        raise GraphError(f"{at(what)}: {argument} must be at least {low}, got {_text(value)}")
+    raise GraphError(f"{at(what)}: {argument} must be an integer, got {_shown(value)}")
+
+
+def flag(value: object, what: str, argument: str) -> bool:
+    """`value` as a bool."""
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    raise GraphError(f"{at(what)}: {argument} must be True or False, got {_shown(value)}")
+
+
+def choice(value: object, what: str, argument: str, options: tuple[str, ...]) -> str:
+    """`value`, which must be one of some words."""
+    if isinstance(value, str) and value in options:
+        return value
+    words = " or ".join(map(repr, options))
+    raise GraphError(f"{at(what)}: {argument} must be {words}, got {value!r:.80}{nearest(value, options)}")
+
+
+def items(values: object, what: str, argument: str) -> list[Any]:
+    """The elements of a list, tuple or the like; a single tensor or a text is none."""
+    if not isinstance(values, Tensor | str | bytes) and is_iterable(values):
+        return list(values)
+    raise ShapeError(f"{at(what)}: {argument} must be a list, got {_shown(values)}")
+
+
+def fitting(value: object, dtype: DType, what: str) -> bool | int | float:
+    """A Python number that an element of `dtype` can hold: nothing is cut off silently.
+
+    >>> from meshlib.core.dtypes import INT32
+    >>> fitting(3.0, INT32, "constant")
+    3
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if not isinstance(value, bool | int | float):
+        raise ShapeError(
+            f"{at(what)}: expected a number, got {_shown(value)}; arrays are NumPy's, in mtf.constant or mtf.input"
+        )
+    if dtype.is_float:
+        try:
+            held = float(value)
+            with np.errstate(over="ignore"):
+                fits = not math.isfinite(held) or np.isfinite(dtype.public.type(held))
+        except OverflowError:
+            fits = False
+        if fits:
+            return held
+        raise ShapeError(f"{at(what)}: the number {_text(value)} does not fit {dtype.name}")
+    low, high = (0, 1) if dtype is BOOL else dtype.bounds
+    if not low <= value <= high or value != int(value):
+        raise ShapeError(f"{at(what)}: the number {_text(value)} does not fit {dtype.name}; use a float dtype, or cast")
+    return bool(value) if dtype is BOOL else int(value)
+
+
+def stored(array: Array, dtype: DType, what: str, fault: type[MeshlibError]) -> Array:
+    """Numbers of any width as the simulation stores a `dtype`, C-contiguous; only digits may get lost.
+
+    Raises: `fault` for masked elements, and numbers beyond the range of the dtype.
+    """
+    if is_masked(array):
+        raise fault(f"{what}: a masked array has elements without a value; give them one, as in array.filled(0)")
+    if array.dtype == dtype.public:
+        return np.asarray(array, dtype=dtype.storage, order="C")
+    if dtype.kind == "integer" and array.size:
+        low, high = dtype.bounds
+        array = array.astype(np.int8) if array.dtype == INT4.public else array
+        if array.max() > high or array.min() < low:
+            raise fault(f"{what}: value {array.max() if array.max() > high else array.min()} does not fit {dtype.name}")
+    with np.errstate(all="ignore"):
+        out = np.asarray(array, dtype=dtype.storage, order="C")
+        out = dtype.rounded(out)
+    if dtype.is_float and not np.isfinite(out).all():
+        lost = np.argwhere(~np.isfinite(out) & np.isfinite(array))
+        if len(lost):
+            where = lost[0].tolist()
+            raise fault(f"{what}: the number {array[tuple(where)]:.6g} at index {where} does not fit {dtype.name}")
+    return out
+
+
+def examples_of(arrays: object) -> tuple[list[str], dict[str, int]]:
+    """What is wrong with a dict of arrays whose first dim counts examples, and how many each sound one has.
+
+    >>> examples_of({"x": np.zeros((3, 2)), "y": np.zeros(2)})
+    (['the arrays have unequal numbers of examples: x 3, y 2'], {'x': 3, 'y': 2})
+    """
+    if not isinstance(arrays, Mapping) or not arrays:
+        return [f"expected a dict of names to arrays, got {type(arrays).__name__} {arrays!r:.80}"], {}
+    faults, counts = [], {}
+    for name, array in arrays.items():
+        if not isinstance(name, str):
+            faults.append(f"the names of arrays are text, got {name!r:.80}")
+        elif not isinstance(array, np.ndarray):
+            faults.append(f"'{name}' must be a NumPy array, got {type(array).__name__}; use np.asarray")
+        elif is_masked(array):
+            faults.append(f"'{name}' is a masked array; give its elements values, as in array.filled(0)")
+        elif not array.ndim:
+            faults.append(f"'{name}' needs a first dim that counts the examples, got a scalar")
+        else:
+            counts[name] = len(array)
+    if len(set(counts.values())) > 1:
+        told = ", ".join(f"{name} {count}" for name, count in counts.items())
+        faults.append(f"the arrays have unequal numbers of examples: {told}")
+    elif counts and not min(counts.values()):
+        faults.append(f"no examples in {', '.join(counts)}")
+    return faults, counts
+
+
+def is_masked(value: object) -> bool:
+    """Whether `value` is a masked array, or a list that holds one: NumPy's conversions drop masks silently."""
+    if isinstance(value, list | tuple):
+        return any(map(is_masked, value))
+    return isinstance(value, np.ma.MaskedArray)
+
+
+def _shown(value: object) -> str:
+    return f"{type(value).__name__} {_text(value)}"
+
+
+def _text(value: object) -> str:
+    try:
+        return f"{value!r:.80}"
+    except ValueError:  # Python does not write integers of more than 4,300 digits
+        return "of too many digits to be shown"

@@ -1,0 +1,142 @@
+"""How a compiler runs a program, as one record that lowering, estimates, searches and the command line share.
+
+A layout says where tensors live. What happens between two of them is up to a compiler: whether it moves a weight or the
+activations, what it overlaps, whether it writes out a loop, on which links it places the mesh. `mtf.lower` and
+`mtf.estimate` take these decisions from the same record, so that a plan is priced as it would be run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+
+from meshlib.core.arguments import at, choice, flag, number, whole
+from meshlib.core.errors import GraphError, nearest
+
+# What hides collectives: `meshlib.estimation.time.scheduling` has the rules of each.
+OVERLAPS = ("none", "independent", "collective matmul")
+PARTITIONERS = ("explicit", "gspmd")
+_FLAGS = ("stationary_weights", "unrolled_loops", "whole_torus_axes", "slice_jitter")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiler:
+    """What a compiler decides about a program once its layout is given.
+
+    Change one with `dataclasses.replace`; printing it names what differs from the record of its name.
+
+    Attributes:
+      name: what tables print; the records of `mtf.COMPILERS` are named by what they stand for.
+      overlap: what hides collectives: "none"; "independent" work that does not need them; "collective matmul" besides
+        cuts those that feed or follow a product in pieces (windowed einsum).
+      windowed_einsum_bytes: what is gathered or reduced has at least so many bytes where it is cut in pieces, counted
+        as one device has it whole.
+      stationary_weights: a variable never moves over an axis that a required rule gives to one of its dims, if the rule
+        holds for activations too: these come to the weight, as in Megatron. Optional rules and those for variables
+        alone say where a weight is stored, as in fully sharded training; it is gathered where that sends less.
+      unrolled_loops: loops are written out, so that what one trip sends may arrive during the next.
+      whole_torus_axes: each mesh axis takes whole axes of the torus, where there are any, as `create_device_mesh` of
+        `jax.experimental.mesh_utils` places them; otherwise the best of all placements.
+      slice_jitter: slices joined by DCN wait for the slowest of them, `mtf.Physics.slice_jitter` of a step.
+      step_overhead_seconds: fixed cost of a step on the device, besides the launches of kernels and collectives, which
+        are facts of the chip.
+      rounding_noise_bytes: of random bits that a product in int8 reads for each element of a cotangent that it rounds;
+        4 with AQT's stochastic rounding, 0 where it rounds to nearest.
+      ragged_tile_width: products of experts are those of a kernel for ragged groups (megablox `gmm`), which multiplies
+        whole tiles of so many inputs and outputs where a weight has more; 0: batched products as any other.
+      partitioner: "explicit" runs the program that `mtf.lower` returns, collectives included, as `mtf.on_jax` does
+        through `shard_map`; "gspmd" is `jax.jit` with sharding annotations, which differs in memory.
+    Raises: GraphError for a value that a field cannot have.
+    Example:
+      >>> from dataclasses import replace
+      >>> import meshlib as mtf
+      >>> print(mtf.XLA_TPU)
+      xla-tpu
+      >>> print(replace(mtf.XLA_TPU, unrolled_loops=True, rounding_noise_bytes=4))
+      xla-tpu with unrolled_loops=True, rounding_noise_bytes=4
+
+    Sources: Wang et al., "Overlap communication with dependent computation via decomposition", ASPLOS 2023; Shoeybi et
+    al., arXiv:1909.08053 (Megatron-LM); Xu et al., "GSPMD", arXiv:2105.04663; openxla/xla:
+    xla/service/spmd/spmd_partitioner.h, SpmdPartitionerOptions.threshold_for_windowed_einsum_mib (256); ragged tiles:
+    jax.experimental.pallas.ops.tpu.megablox.
+    """
+
+    name: str
+    overlap: str = "collective matmul"
+    windowed_einsum_bytes: int = 256 * 2**20
+    stationary_weights: bool = True
+    unrolled_loops: bool = False
+    whole_torus_axes: bool = True
+    slice_jitter: bool = True
+    step_overhead_seconds: float = 0.5e-6
+    rounding_noise_bytes: int = 0
+    ragged_tile_width: int = 0
+    partitioner: str = "explicit"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise GraphError(f"{at('Compiler')}: name must be text, got {self.name!r:.80}")
+        choice(self.overlap, "Compiler", "overlap", OVERLAPS)
+        choice(self.partitioner, "Compiler", "partitioner", PARTITIONERS)
+        for field in _FLAGS:
+            flag(getattr(self, field), "Compiler", field)
+        if number(self.step_overhead_seconds, "Compiler", "step_overhead_seconds") < 0:
+            raise GraphError(
+                f"{at('Compiler')}: step_overhead_seconds must not be negative, got {self.step_overhead_seconds}"
+            )
+        for field in ("windowed_einsum_bytes", "rounding_noise_bytes", "ragged_tile_width"):
+            whole(getattr(self, field), "Compiler", field, low=0)
+
+    def cuts_in_pieces(self, size_bytes: float) -> bool:
+        """Whether a collective next to a product runs in pieces beside it; `size_bytes`: of what it brings or reduces.
+
+        >>> XLA_TPU.cuts_in_pieces(2**20), IDEAL.cuts_in_pieces(2**20), NO_OVERLAP.cuts_in_pieces(2**40)
+        (False, True, False)
+        """
+        return self.overlap == "collective matmul" and size_bytes >= self.windowed_einsum_bytes
+
+    @property
+    def changes(self) -> dict[str, object]:
+        """The fields in which it differs from the record of its name in `COMPILERS`, or from the default."""
+        like = COMPILERS.get(self.name, XLA_TPU)
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "name"}
+        return {field: value for field, value in values.items() if value != getattr(like, field)}
+
+    def __str__(self) -> str:
+        changes = ", ".join(f"{field}={value}" for field, value in self.changes.items())
+        return f"{self.name} with {changes}" if changes else self.name
+
+
+# Copies and small products on v7 take 1.4-1.8 us more than their bytes; 1 us of it is each operation's launch
+# (`hardware.chip_figures`), the rest, half a microsecond, that of a program. One-operation programs cannot tell the two
+# apart: assumed.
+XLA_TPU = Compiler(name="xla-tpu")
+"""What compilers for TPUs do by default, given a program with its collectives: published runs are predicted with it."""
+GSPMD = Compiler(name="gspmd", partitioner="gspmd")
+"""`jax.jit` with sharding annotations, the collectives being the compiler's choice."""
+IDEAL = Compiler(
+    name="ideal",
+    windowed_einsum_bytes=0,
+    unrolled_loops=True,
+    whole_torus_axes=False,
+    slice_jitter=False,
+    step_overhead_seconds=0.0,
+)
+"""As much overlap as dependencies allow, the best placement, no overhead: what a compiler could reach at most."""
+NO_OVERLAP = Compiler(name="no-overlap", overlap="none")
+"""Each collective waits for the core, and the core for it."""
+COMPILERS = MappingProxyType({c.name: c for c in (XLA_TPU, GSPMD, IDEAL, NO_OVERLAP)})
+"""The compilers that have a name, as `meshlib --compiler` takes them."""
+
+
+def require_compiler(value: object, what: str) -> Compiler:
+    """`value`, if it is a Compiler.
+
+    Raises: GraphError that begins with `what`.
+    """
+    if isinstance(value, Compiler):
+        return value
+    hint = ""
+    if isinstance(value, str):
+        hint = f"; it is mtf.COMPILERS[{value!r}]" if value in COMPILERS else nearest(value, COMPILERS)
+    raise GraphError(f"{at(what)}: compiler must be an mtf.Compiler, got {type(value).__name__} {value!r:.80}{hint}")

@@ -1,0 +1,140 @@
+"""JSON from outside: read whole or refused in one line, whatever the file holds.
+
+A file may be of any size, nested so deep that a parser runs out of stack, name one key twice, write numbers that are
+none, or hold text where a number is expected. `read_json` bounds the size, `parse_json` the depth; both refuse equal
+keys, of which a dict would keep the last, and check the types of the fields that a `Schema` names.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeAlias
+
+from meshlib.core.files import open_file
+
+Fail: TypeAlias = Callable[[str], NoReturn]
+MOST_BYTES = 64 * 2**20  # of a file: the vocabularies and indexes of published models have up to a third of it
+MOST_DEPTH = 64
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a field may be: words for it, and a test."""
+
+    words: str
+    accepts: Callable[[Any], bool]
+    required: bool = True
+
+    def optional(self) -> Kind:
+        """The same of a field that may be missing, or null."""
+        return Kind(f"{self.words}, or missing", lambda x: x is None or self.accepts(x), required=False)
+
+
+Schema: TypeAlias = Mapping[str, Kind]
+
+
+def _number(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and abs(x) < 1e300 and math.isfinite(x)
+
+
+def _whole(x: Any, low: int) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and low <= x < 2**63
+
+
+SIZE = Kind("an integer of at least 1", lambda x: _whole(x, 1))
+COUNT = Kind("an integer of at least 0", lambda x: _whole(x, 0))
+NUMBER = Kind("a finite number", _number)
+POSITIVE = Kind("a positive number", lambda x: _number(x) and x > 0)
+FLAG = Kind("true or false", lambda x: isinstance(x, bool))
+TEXT = Kind("text", lambda x: isinstance(x, str))
+LIST = Kind("a list", lambda x: isinstance(x, list))
+RECORD = Kind("an object", lambda x: isinstance(x, dict))
+
+
+def read_json(
+    path: object,
+    what: str,
+    error: type[Exception],
+    sound: str,
+    schema: Schema | None = None,
+    constants: bool = False,
+    a_list: bool = False,
+) -> tuple[Any, str]:
+    """The object in a JSON file, and the file's own path.
+
+    Args:
+      path, what, error: as of `meshlib.core.files.open_file`.
+      sound: how messages call a sound file, such as "an index of safetensors files".
+      schema: the types of its fields; those that it does not name may be anything.
+      constants: whether it may have NaN and Infinity; a_list: whether it may be a list instead.
+    Raises: `error` for a file that can't be read, has more than 64 MiB, or is no such object.
+    """
+    with open_file(path, what, error, MOST_BYTES) as (file, target):
+        raw = file.read()
+
+    def fail(fault: str) -> NoReturn:
+        raise error(f"{what}: {target} is not {sound}: {fault}") from None
+
+    return parse_json(raw, fail, schema, constants, a_list), target
+
+
+def parse_json(
+    raw: bytes | str, fail: Fail, schema: Schema | None = None, constants: bool = False, a_list: bool = False
+) -> Any:
+    """The object that a JSON text holds; arguments as of `read_json`."""
+
+    def no_constant(word: str) -> NoReturn:
+        fail(f"{word} is no number in JSON")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            ((name, count),) = Counter(name for name, _ in pairs).most_common(1)
+            fail(f"the key {name!r:.80} occurs {count} times")
+        return made
+
+    try:
+        text = raw.decode() if isinstance(raw, bytes) else raw
+        found = json.loads(text, object_pairs_hook=unique, parse_constant=None if constants else no_constant)
+    except UnicodeDecodeError as fault:
+        fail(f"it is not UTF-8: byte {fault.start} of {len(raw)} is 0x{fault.object[fault.start]:02x}")
+    except RecursionError:
+        fail(f"it is nested deeper than {MOST_DEPTH} levels")
+    except ValueError as fault:
+        fail(f"it is not valid JSON: {fault!s:.160}")
+    if not isinstance(found, dict) and not (a_list and isinstance(found, list)):
+        fail(f"it holds {type(found).__name__} {_shown(found)}, not an object")
+    if not _shallow(found, MOST_DEPTH):
+        fail(f"it is nested deeper than {MOST_DEPTH} levels")
+    if isinstance(found, dict):
+        check_fields(found, schema or {}, fail)
+    return found
+
+
+def check_fields(record: Mapping[str, Any], schema: Schema, fail: Fail) -> None:
+    """Call `fail` for the first field that is missing, or is not what the schema says."""
+    for name, kind in schema.items():
+        if name not in record:
+            if kind.required:
+                fail(f"it has no '{name}', which must be {kind.words}")
+        elif not kind.accepts(record[name]):
+            value = record[name]
+            fail(f"'{name}' must be {kind.words}, got {type(value).__name__} {_shown(value)}")
+
+
+def _shallow(found: Any, depth: int) -> bool:
+    """Whether nothing is nested deeper; level by level, as recursion would fail itself."""
+    level = [found]
+    while level and depth >= 0:
+        depth -= 1
+        nested = [x.values() if isinstance(x, dict) else x for x in level if isinstance(x, dict | list)]
+        level = [x for group in nested for x in group if isinstance(x, dict | list)]
+    return not level
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.60}" if _shallow(value, 8) else "nested deeply"

@@ -1,0 +1,180 @@
+"""Public functions and classes that explain calls which fit no signature of theirs.
+
+Python's own TypeError of a call tells neither who called nor what there is to give. Arguments are looked at after a
+call has failed, so that a sound one pays for one frame more.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
+from inspect import Parameter, isclass, isfunction, signature
+from typing import Any, ParamSpec, TypeAlias, TypeVar
+
+from meshlib.core.errors import ArgumentError, nearest
+from meshlib.core.foreign_names import OF_ARGUMENTS
+from meshlib.core.source_lines import source_line
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Called: TypeAlias = tuple[str, Sequence[Callable[..., Any]], Sequence[object]]
+OWN = ("hardware", "layouts", "meshlib")
+SELF = ("self", "cls")
+_KINDS = (
+    Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.VAR_POSITIONAL, Parameter.KEYWORD_ONLY,
+    Parameter.VAR_KEYWORD,
+)  # fmt: skip
+
+
+def explained_calls(
+    package: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any] | None] = lambda function: None
+) -> Callable[[Any], Any]:
+    """What a package exports instead of a value: of a function, a wrapped one; of a class the same one, whose methods
+    are wrapped from then on.
+
+    Args:
+      package: its `__name__`.
+      wrap: another wrapper of a function, which calls `refuse_misfit` itself; None for those that need none.
+    """
+    calls: dict[object, Any] = {}  # a function may have two names, but is one
+
+    def exported(value: Any) -> Any:
+        if isclass(value):
+            _explain_class(value)
+        elif isfunction(value):
+            if value not in calls:
+                calls[value] = call = wrap(value) or _explaining(value, partial(_function_called, value))
+                call.__module__ = package  # where pickle looks for it
+            return calls[value]
+        return value
+
+    return exported
+
+
+def explain_module(name: str) -> None:
+    """Wrap the public functions and classes of a module that is public itself: called at its end, with its name."""
+    module = sys.modules[name]
+    for shown, part in list(vars(module).items()):
+        if shown.startswith("_") or getattr(part, "__module__", "") != name:
+            continue
+        if isclass(part):
+            _explain_class(part)
+        elif isfunction(part) and not hasattr(part, "__wrapped__"):
+            setattr(module, shown, _explaining(part, partial(_function_called, part)))
+
+
+def refuse_misfit(
+    fault: TypeError,
+    name: str,
+    functions: Sequence[Callable[..., Any]],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+) -> None:
+    """Raise ArgumentError if a call failed because its arguments do not fit; return if it failed within.
+
+    Args:
+      functions: the one that was called, and those to which it hands on arguments that it does not name itself.
+    """
+    if not isinstance(fault, ArgumentError) and (told := _misfit(functions, args, kwargs)):
+        raise ArgumentError(f"{name} ({source_line()}): {told}") from None
+
+
+# ------------------------------------------------------------ what is wrapped
+
+
+def _explaining(function: Callable[P, T], called: Callable[[tuple[Any, ...]], Called]) -> Callable[P, T]:
+    """`function`, whose misfitting calls raise ArgumentError; `called` says from its arguments what was called."""
+
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as fault:
+            refuse_misfit(fault, *called(args), kwargs)
+            raise
+
+    return checked
+
+
+_explained: set[type] = set()
+
+
+def _explain_class(kind: type) -> None:
+    """Wrap `__init__` and the public methods of a class of ours, and of those that it derives from."""
+    for base in kind.__mro__:
+        if base in _explained or base.__module__.partition(".")[0] not in OWN:
+            continue
+        _explained.add(base)
+        for name, method in list(vars(base).items()):
+            if name == "__init__":
+                setattr(base, name, _explaining(method, _constructed))
+            elif isfunction(method) and not name.startswith("_"):
+                setattr(base, name, _explaining(method, partial(_method_called, method)))
+            elif isinstance(method, staticmethod | classmethod) and isfunction(method.__func__):
+                function = method.__func__
+                called = partial(_function_called, function)
+                setattr(base, name, type(method)(_explaining(function, called)))
+
+
+def _function_called(function: Callable[..., Any], args: tuple[Any, ...]) -> Called:
+    return function.__qualname__, [function], args
+
+
+def _constructed(args: tuple[Any, ...]) -> Called:
+    kind = type(args[0])
+    return kind.__name__, [vars(k)["__init__"] for k in kind.__mro__[:-1] if "__init__" in vars(k)], args
+
+
+def _method_called(method: Callable[..., Any], args: tuple[Any, ...]) -> Called:
+    return f"{type(args[0]).__name__ if args else ''}.{method.__name__}", [method], args
+
+
+# ------------------------------------------------------------ what is wrong
+
+
+def _misfit(
+    functions: Sequence[Callable[..., Any]], args: Sequence[object], kwargs: Mapping[str, object]
+) -> str | None:
+    """What is wrong with the arguments of a call; None if they fit."""
+    parameters = _parameters(functions)
+    by_kind = {kind: [n for n, p in parameters.items() if p.kind is kind and n not in SELF] for kind in _KINDS}
+    in_order = [*by_kind[Parameter.POSITIONAL_ONLY], *by_kind[Parameter.POSITIONAL_OR_KEYWORD]]
+    known = [*in_order, *by_kind[Parameter.KEYWORD_ONLY]]
+    count = len(args) - any(n in SELF for n in parameters)
+    if not by_kind[Parameter.VAR_KEYWORD]:
+        for name in kwargs:
+            if name not in known:
+                hint = OF_ARGUMENTS.get(name)
+                hint = f"; {hint}" if hint else nearest(name, known)
+                return f"no argument {name!r:.80}{hint or _listed(known)}"
+    if count > len(in_order) and not by_kind[Parameter.VAR_POSITIONAL]:
+        most = (
+            f"at most {len(in_order)} arguments by position ({', '.join(in_order)})" if in_order else "none by position"
+        )
+        by_name = ", ".join(by_kind[Parameter.KEYWORD_ONLY])
+        return f"it takes {most}, got {count}{f'; {by_name} go by name' if by_name else ''}"
+    if twice := [name for name in in_order[:count] if name in kwargs]:
+        return f"'{twice[0]}' is given twice, by position and by name"
+    given = {*in_order[:count], *kwargs}
+    missing = [n for n in known if n not in given and parameters[n].default is Parameter.empty]
+    if missing:
+        return f"{' and '.join(repr(n) for n in missing)} must be given{_listed(known)}"
+    return None
+
+
+def _listed(known: Sequence[str]) -> str:
+    return f"; it has {', '.join(known)}" if known else "; it has none"
+
+
+def _parameters(functions: Sequence[Callable[..., Any]]) -> dict[str, Parameter]:
+    """Those of the first function, and of the next ones as far as arguments are handed on to them."""
+    merged: dict[str, Parameter] = {}
+    for n, function in enumerate(functions):
+        own = signature(function).parameters
+        hands_on = any(p.kind is Parameter.VAR_KEYWORD for p in own.values()) and n + 1 < len(functions)
+        variadic = (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)
+        merged.update({k: p for k, p in own.items() if k not in merged and not (hands_on and p.kind in variadic)})
+        if not hands_on:
+            break
+    return merged

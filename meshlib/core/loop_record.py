@@ -1,0 +1,134 @@
+"""What a loop is: one record, which the gradient, the lowering and whoever looks inside read in place of attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+
+from layouts import Dimension
+
+if TYPE_CHECKING:
+    from meshlib.core.graph import Graph, Tensor
+
+T = TypeVar("T")
+
+
+class Operands(NamedTuple, Generic[T]):
+    """One of something per operand of a loop: carries before the first trip, what is sliced, what else is taken."""
+
+    inits: Sequence[T]
+    slices: Sequence[T]
+    captured: Sequence[T]
+
+
+class Results(NamedTuple, Generic[T]):
+    """One of something per output of a loop: carries after the last trip and what the user stacks; then, stacked for
+    gradients alone, the carries before each trip and what the policy of rematerialisation keeps."""
+
+    finals: Sequence[T]
+    stacks: Sequence[T]
+    befores: Sequence[T]
+    saved: Sequence[T]
+
+
+@dataclass(frozen=True)
+class Active:
+    """Which indices of a dim the trips of a loop work on: the stages of a pipeline, of which some are idle.
+
+    What a trip makes at other indices of `dim` is no part of any sum and of nothing that is used. Devices that hold
+    such indices compute them all the same, since all run one program; who simulates need not.
+
+    dim       name of the dim, which values of the body have
+    indices   per index of the loop's dim those that work, in ascending order
+    size      of the dim
+    note      the same in words
+    """
+
+    dim: str
+    indices: tuple[tuple[int, ...], ...]
+    size: int
+    note: str = ""
+
+    @property
+    def share(self) -> float:
+        """The part of all work that counts."""
+        return sum(map(len, self.indices)) / (self.size * len(self.indices))
+
+    def runs(self, trip: int) -> list[tuple[int, int]]:
+        """The indices that work in a trip, as runs [begin, end).
+
+        >>> Active("stage", ((0, 1, 3),), 4).runs(0)
+        [(0, 2), (3, 4)]
+        """
+        made: list[tuple[int, int]] = []
+        for n in self.indices[trip]:
+            if made and made[-1][1] == n:
+                made[-1] = (made[-1][0], n + 1)
+            else:
+                made.append((n, n + 1))
+        return made
+
+
+@dataclass(frozen=True, eq=False)
+class LoopRecord:
+    """A body that is run once per index of a dim: `op.loop` of a loop, None of every other operation.
+
+    dim       what the loop goes over
+    reverse   whether from the last index to the first
+    body      the graph of one trip
+    given     what stands in the body for each operand
+    made      the values of the body behind each output
+    kept      of `made.saved`, the values themselves, which may be copied to the host to be saved
+    needs     which operands the body computes with, by number: the others led to what it is given, and matter to
+              gradients alone
+    active    which indices of a dim of the values inside count in which trip; None: all
+    working   the same as a value of the body, a slice of a table
+    going     the number of the carry that says whether another trip runs, where that is no matter of the dim alone
+    """
+
+    dim: Dimension
+    reverse: bool
+    body: Graph
+    given: Operands[Tensor]
+    made: Results[Tensor]
+    kept: tuple[Tensor, ...]
+    needs: tuple[int, ...]
+    active: Active | None = None
+    working: Tensor | None = None
+    going: int | None = None
+
+    @property
+    def carries(self) -> int:
+        """How many values go from trip to trip."""
+        return len(self.given.inits)
+
+    @property
+    def stand_ins(self) -> tuple[Tensor, ...]:
+        """`given`, in the order of the operands."""
+        return tuple(t for part in self.given for t in part)
+
+    @property
+    def results(self) -> tuple[Tensor, ...]:
+        """The values of the body that the user returned: the carries after a trip, then what is stacked."""
+        return (*self.made.finals, *self.made.stacks)
+
+    @property
+    def stacked(self) -> tuple[Tensor, ...]:
+        """The values of the body that are stacked, for the user or for gradients, in the order of the outputs."""
+        return (*self.made.stacks, *self.made.befores, *self.made.saved)
+
+    @property
+    def trip_order(self) -> range:
+        """The indices of `dim` in the order of the trips."""
+        return range(self.dim.size)[:: -1 if self.reverse else 1]
+
+    def operands(self, parts: Sequence[T]) -> Operands[T]:
+        """One thing per operand, told apart by what the operand is to the loop."""
+        count, stop = self.carries, self.carries + len(self.given.slices)
+        return Operands(parts[:count], parts[count:stop], parts[stop:])
+
+    def outputs(self, parts: Sequence[T]) -> Results[T]:
+        """One thing per output, told apart by what the output is."""
+        count, made = self.carries, len(self.results)
+        return Results(parts[:count], parts[count:made], parts[made : made + count], parts[made + count :])

@@ -1,0 +1,71 @@
+"""Whose a tensor is: what a public function returns is the user's, what it makes on the way is the library's own.
+
+The user answers for the layout of the first. The second (softmax's maximum, the product of two of three factors, a
+gradient's slices) he has never seen: it is laid out by what fits it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from meshlib.core.explained_calls import explained_calls, refuse_misfit
+from meshlib.core.source_lines import is_users, shown_file
+
+if TYPE_CHECKING:
+    from meshlib.core.graph import Operation
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def public(function: Callable[P, T]) -> Callable[P, T]:
+    """`function` as users call it: operations that it adds to a graph and does not return are marked as inner ones."""
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        made: list[Operation] = []  # filled by `record`, which finds it in this frame
+        try:
+            result = function(*args, **kwargs)
+        except TypeError as fault:
+            refuse_misfit(fault, function.__name__, [function], args, kwargs)
+            raise
+        if made:
+            returned = set(_operations(result))
+            for op in made:
+                if op not in returned:
+                    op.graph.inner.add(op)
+        return result
+
+    return called
+
+
+_FACE: CodeType = public(lambda: None).__code__  # all wrappers share it
+
+
+def public_calls(package: str, modules: Sequence[str]) -> Callable[[Any], Any]:
+    """As `explained_calls`; functions of modules whose names begin as one of `modules` do what `public` says."""
+    return explained_calls(package, lambda f: public(f) if f.__module__.startswith(tuple(modules)) else None)
+
+
+def record(op: Operation) -> None:
+    """Tell the public function that makes `op`, if the library's code calls it and not the user's, called by it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not (shown_file(frame.f_code.co_filename) and is_users(frame)):  # the first is fast
+        if frame.f_code is _FACE:
+            frame.f_locals["made"].append(op)
+            return
+        frame = frame.f_back
+
+
+def _operations(result: object) -> Iterator[Any]:
+    if isinstance(result, list | tuple):
+        for part in result:
+            yield from _operations(part)
+    elif isinstance(result, dict):
+        yield from _operations(list(result.values()))
+    else:
+        yield getattr(result, "operation", result)

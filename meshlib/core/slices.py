@@ -1,0 +1,36 @@
+"""The slice that a program is to run on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hardware.errors import HardwareError
+from hardware.slices import Slice
+from layouts import Mesh
+from meshlib.core.errors import SliceError
+
+
+def slice_for(what: str, mesh: Mesh, slice: Any) -> Slice:
+    """The slice of that name, or the slice itself, checked to have a device for each core of the mesh.
+
+    Raises: SliceError with both numbers.
+    """
+    try:
+        found = slice if isinstance(slice, Slice) else Slice(slice)
+    except HardwareError as fault:
+        raise SliceError(f"{what}: {fault}") from None
+    if found.devices != mesh.size:
+        raise SliceError(
+            f"{what}: mesh {mesh} has {mesh.size} positions, but slice {found.name} has {found.devices} devices "
+            f"({found.chips} chips, {found.cores} cores); {_remedy(mesh, found)}"
+        )
+    return found
+
+
+def _remedy(mesh: Mesh, found: Slice) -> str:
+    """A mesh of the right size: the largest axis that can take the difference does."""
+    for axis, size in sorted(mesh.sizes_by_axis.items(), key=lambda item: -item[1]):
+        if size * found.devices % mesh.size == 0:
+            sizes = {**mesh.sizes_by_axis, axis: size * found.devices // mesh.size}
+            return f"take {';'.join(f'{name}:{n}' for name, n in sizes.items())}"
+    return "make their numbers equal"

@@ -1,0 +1,98 @@
+"""Where an operation was written: the line of the user's code, or what another front end says.
+
+Every operation and every message names one line, `file.py:12`: that of the innermost frame of the user's code. Code
+of a model that the library writes has one such line, the call; there the scoped name of the operation, which stands
+beside the line wherever it is shown, tells rows apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
+from types import FrameType
+
+import numpy as np
+
+from meshlib.core.errors import GraphError
+
+_given: ContextVar[tuple[str, FrameType | None] | None] = ContextVar("given", default=None)
+
+
+UNKNOWN_LINE = "unknown line"
+
+
+def source_line() -> str:
+    """`file.py:line` of the innermost frame of the user's code; or what `written_at` says.
+
+    "unknown line" where no frame is the user's: a thread pool that runs a function of this package.
+    """
+    given = _given.get()
+    if given is not None and given[1] is None:
+        return given[0]
+    frame = _user_frame()
+    if given is not None and frame is given[1]:
+        return given[0]
+    return UNKNOWN_LINE if frame is None else f"{shown_file(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+@contextlib.contextmanager
+def written_at(position: str, default: bool = False) -> Iterator[None]:
+    """Operations made inside, and messages about them, name `position` as where they were written.
+
+    For what is written on behalf of something else: gradients name the line of the operation that they belong to,
+    copies that of the original, and a front end that traces other programs the lines of these. With
+    `meshlib.core.graph.absolute_scope`, which does the same for names, nothing of the caller shows.
+
+    Args:
+      position: such as "model.py:12".
+      default: lines of the user's code that runs inside come first, such as those of a gradient rule of his own.
+    Raises: GraphError for a position that is no text.
+    Example:
+      >>> import meshlib as mtf
+      >>> from meshlib.core.graph import absolute_scope
+      >>> with mtf.Graph() as graph, written_at("traced.py:3"), absolute_scope("block"):
+      ...     x = mtf.ones([mtf.Dimension("d", 4)])
+      >>> graph.operations[0]
+      constant 'block/ones' (traced.py:3)
+    """
+    if not isinstance(position, str) or not position:
+        raise GraphError(f"written_at: expected a position such as 'model.py:12', got {position!r:.80}")
+    token = _given.set((position, _user_frame() if default else None))
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
+def is_users(frame: FrameType) -> bool:
+    """Whether a frame runs the user's code: not this package, nor what Python and NumPy put in between."""
+    code = frame.f_code
+    # What dataclasses make from text has no file; text that the user runs has none either.
+    return bool(shown_file(code.co_filename)) and not code.co_qualname.startswith("__create_fn__.")
+
+
+def _user_frame() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not (shown_file(frame.f_code.co_filename) and is_users(frame)):  # the first is fast
+        frame = frame.f_back
+    return frame
+
+
+# As the frames have it, which holds in archives and after a move of compiled files too.
+_PACKAGE = os.path.dirname(os.path.dirname(_user_frame.__code__.co_filename))
+_NUMPY, _LIBRARY = os.path.dirname(np.__file__), os.path.dirname(contextlib.__file__)
+
+
+@functools.cache
+def shown_file(file: str) -> str:
+    """The name of a file of the user's; "" for this package and what calls back: NumPy, Python's own library."""
+    if file.startswith("<frozen ") or any(file.startswith(folder + os.sep) for folder in (_PACKAGE, _NUMPY)):
+        return ""
+    inside = file.removeprefix(_LIBRARY + os.sep)
+    if inside != file and not inside.startswith(("site-packages", "dist-packages")):
+        return ""
+    return os.path.basename(file)

@@ -1,0 +1,246 @@
+"""Batches of examples: of one size, in an order that seed and epoch alone decide, from any position on.
+
+The order of epoch e under seed s sorts the examples by the raw 64-bit words of NumPy's Philox generator (4x64, ten
+rounds) with key (s, e) and counter 0: word i belongs to example i, ties go to the lower index. NumPy keeps raw words
+of a bit generator the same across versions, unlike `Generator.permutation`, so that a run can be resumed elsewhere.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from meshlib.core.arguments import examples_of
+from meshlib.core.errors import FeedError, nearest
+from meshlib.data.prefetch import Ahead
+
+__all__ = ["Batches", "Position"]
+
+Array = np.ndarray[Any, Any]
+Batch = dict[str, Array]
+REMAINDERS = ("drop", "pad")
+
+
+class Position(NamedTuple):
+    """A place in the sequence of batches: the next one is number `batch` of epoch `epoch`, both from 0."""
+
+    epoch: int
+    batch: int
+
+
+class Batches(Iterator[Batch]):
+    """An iterator of dicts that `Simulation.step` takes: `for batch in batches: sim.step(batch)`.
+
+    Args:
+      arrays: name -> array; the first dim of each counts the examples.
+      batch_size: examples in every batch, the last one of an epoch too.
+      remainder: "drop" leaves the last `examples % batch_size` examples of an epoch's order out; "pad" fills the last
+        batch up with examples from the beginning of the order, and adds to every batch the float32 array `mask`, 1 for
+        an example and 0 for a repeated one.
+      shuffle_seed: the order of an epoch depends on this number and the epoch alone (see above); None keeps the order
+        of the arrays.
+      epochs: how many; None goes on for ever.
+      prefetch: how many batches a thread gets ready ahead; 0 makes each when it is asked for. The batches are the same.
+        The thread ends with the last batch, with `close()` and with the iterator; what goes wrong in it is raised here.
+      mask: the name of the mask.
+    Raises: FeedError with all that is wrong with the arguments.
+
+    Batches are copies. To go on after `mtf.load`, continue where the step says, or where `state` said:
+    `batches.seek(*divmod(int(sim.state["step"]), batches.per_epoch))`.
+
+    Example:
+      >>> batches = Batches({"x": np.arange(5)}, 2, remainder="pad", epochs=1)
+      >>> [(batch["x"].tolist(), batch["mask"].tolist()) for batch in batches]
+      [([0, 1], [1.0, 1.0]), ([2, 3], [1.0, 1.0]), ([4, 0], [1.0, 0.0])]
+      >>> batches.seek(0, 2)
+      >>> next(batches)["x"].tolist(), batches.state
+      ([4, 0], Position(epoch=1, batch=0))
+    """
+
+    def __init__(
+        self,
+        arrays: Mapping[str, Array],
+        batch_size: int,
+        *,
+        remainder: str = "drop",
+        shuffle_seed: int | None = None,
+        epochs: int | None = None,
+        prefetch: int = 0,
+        mask: str = "mask",
+    ) -> None:
+        _check(arrays, batch_size, remainder, shuffle_seed, epochs, prefetch, mask)
+        seed = None if shuffle_seed is None else int(shuffle_seed)
+        pad_name = mask if remainder == "pad" else None
+        self._source = _Source(dict(arrays), int(batch_size), pad_name, seed, epochs)
+        self._prefetch = int(prefetch)
+        self._state = Position(0, 0)
+        self._ahead: Ahead[Batch] | None = None
+        self._stop: weakref.finalize[[], Batches] | None = None
+        self._closed = False
+        self._starting = threading.Lock()  # close() may come from another thread than the one that waits for a batch
+
+    @property
+    def per_epoch(self) -> int:
+        """The number of batches in an epoch."""
+        return self._source.per_epoch
+
+    @property
+    def mask(self) -> str | None:
+        """The name of the array that is 1 for rows that count; None where batches are not filled up."""
+        return self._source.mask
+
+    @property
+    def state(self) -> Position:
+        """The position of the next batch, for `seek`; batches that are only prefetched don't count."""
+        return self._state
+
+    def seek(self, epoch: int, batch: int = 0) -> None:
+        """Go on with batch number `batch` of epoch `epoch`.
+
+        Raises: FeedError for a position outside the sequence; its end is the last one allowed.
+        """
+        position, source = Position(epoch, batch), self._source
+        faults = [
+            f"{name} must be an integer >= 0, got {value!r:.80}"
+            for name, value in zip(position._fields, position, strict=True)
+            if not _whole(value, 0)
+        ]
+        if not faults and batch >= source.per_epoch:
+            faults.append(f"an epoch has batches 0 to {source.per_epoch - 1}, got batch {batch}")
+        if not faults and source.epochs is not None and (epoch, batch) > (source.epochs, 0):
+            faults.append(f"{source.epochs} epochs end at epoch {source.epochs}, batch 0, got {epoch}, {batch}")
+        if faults:
+            raise FeedError(f"Batches.seek: {'; '.join(faults)}")
+        self._end_thread()
+        self._state = Position(int(epoch), int(batch))
+
+    def close(self) -> None:
+        """End the thread, if there is one; there are no batches after this. Any thread may call it."""
+        with self._starting:
+            self._closed = True
+        self._end_thread()
+
+    def __next__(self) -> Batch:
+        self._check_open()
+        if self._source.ended(self._state):
+            self._end_thread()
+            raise StopIteration
+        made = self._take() if self._prefetch else self._source.make(self._state)
+        self._state = self._source.after(self._state)
+        if self._source.ended(self._state):
+            self._end_thread()
+        return made
+
+    def __enter__(self) -> Batches:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    # ------------------------------------------------------------ inside
+
+    def _take(self) -> Batch:
+        with self._starting:
+            self._check_open()
+            ahead = self._ahead
+            if ahead is None:
+                # The thread knows the source alone, so that this iterator can be dropped while it runs.
+                self._ahead = ahead = Ahead(self._source.batches(self._state), self._prefetch, "meshlib.Batches")
+                self._stop = weakref.finalize(self, ahead.stop)
+        try:
+            return ahead.take()
+        except StopIteration:
+            raise FeedError("Batches: closed while a batch was waited for") from None
+        except BaseException:
+            self._end_thread()  # asked again, this batch is made again
+            raise
+
+    def _end_thread(self) -> None:
+        with self._starting:
+            stop = self._stop
+            self._ahead = self._stop = None
+        if stop is not None:
+            stop()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise FeedError("Batches: closed; make another to go on")
+
+
+class _Source:
+    """Makes the batch at a position; holds no position itself."""
+
+    def __init__(self, arrays: Batch, batch_size: int, mask: str | None, seed: int | None, epochs: int | None) -> None:
+        self.arrays, self.batch_size, self.mask, self.seed = arrays, batch_size, mask, seed
+        self.epochs = None if epochs is None else int(epochs)
+        self.examples = len(next(iter(arrays.values())))
+        self.per_epoch = self.examples // batch_size if mask is None else -(-self.examples // batch_size)
+        self.order: tuple[int, Array] | None = None  # of the epoch in use
+
+    def ended(self, at: Position) -> bool:
+        return self.epochs is not None and at.epoch >= self.epochs
+
+    def after(self, at: Position) -> Position:
+        return Position(at.epoch, at.batch + 1) if at.batch + 1 < self.per_epoch else Position(at.epoch + 1, 0)
+
+    def batches(self, at: Position) -> Iterator[Batch]:
+        """All from a position on."""
+        while not self.ended(at):
+            yield self.make(at)
+            at = self.after(at)
+
+    def make(self, at: Position) -> Batch:
+        places = np.arange(at.batch * self.batch_size, (at.batch + 1) * self.batch_size)
+        picks = places % self.examples
+        order = self._order(at.epoch)
+        chosen = picks if order is None else order[picks]
+        made = {name: np.asarray(array[chosen]) for name, array in self.arrays.items()}
+        if self.mask is not None:
+            made[self.mask] = (places < self.examples).astype(np.float32)
+        return made
+
+    def _order(self, epoch: int) -> Array | None:
+        if self.seed is None:
+            return None
+        kept = self.order
+        if kept is None or kept[0] != epoch:
+            words = np.random.Philox(key=np.array([self.seed, epoch], np.uint64)).random_raw(self.examples)
+            self.order = kept = (epoch, np.argsort(words, kind="stable"))
+        return kept[1]
+
+
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= least
+
+
+def _check(
+    arrays: object, batch_size: object, remainder: object, seed: object, epochs: object, prefetch: object, mask: object
+) -> None:
+    """Raise FeedError with everything that is wrong with the arguments of `Batches`."""
+    faults, counts = examples_of(arrays)
+    if not isinstance(remainder, str) or remainder not in REMAINDERS:
+        faults.append(f"remainder must be 'drop' or 'pad', got {remainder!r:.80}{nearest(remainder, REMAINDERS)}")
+    if not isinstance(batch_size, int | np.integer) or not _whole(batch_size, 1):
+        faults.append(f"batch_size must be an integer >= 1, got {batch_size!r:.80}")
+    elif remainder == "drop" and counts and 0 < min(counts.values()) < batch_size:
+        faults.append(
+            f"a batch of {batch_size} is larger than the data of {min(counts.values())} examples, and 'drop' would "
+            "leave nothing; use a smaller batch_size, or remainder='pad'"
+        )
+    if seed is not None and (not _whole(seed, 0) or int(seed) >= 2**64):  # type: ignore[call-overload]
+        faults.append(f"shuffle_seed must be None or an integer from 0 to 2**64 - 1, got {seed!r:.80}")
+    if epochs is not None and not _whole(epochs, 1):
+        faults.append(f"epochs must be None or an integer >= 1, got {epochs!r:.80}")
+    if not _whole(prefetch, 0):
+        faults.append(f"prefetch must be an integer >= 0, got {prefetch!r:.80}")
+    if not isinstance(mask, str) or not mask:
+        faults.append(f"mask must be a name, got {mask!r:.80}")
+    elif isinstance(remainder, str) and remainder == "pad" and isinstance(arrays, Mapping) and mask in arrays:
+        faults.append(f"the mask's name '{mask}' is also that of an array; give another, as in mask='{mask}_of_batch'")
+    if faults:
+        raise FeedError(f"Batches: {'; '.join(faults)}")

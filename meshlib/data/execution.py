@@ -1,0 +1,206 @@
+"""Carries out the plan of a `Data` from a place on: draws in order, their examples, batches, the place after each."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshlib.core.errors import DataError
+from meshlib.data.batching import Array, Batch, Batcher, Batching, Drawn, Example, filled_up
+from meshlib.data.order import Order
+from meshlib.data.workers import Pool
+
+if TYPE_CHECKING:
+    from meshlib.data.pipeline import Data
+
+CHUNK = 32  # examples that one worker makes at a time
+
+
+class Place(NamedTuple):
+    """Where an iterator is: the draws that follow begin with `next`; `pending` are those that a batcher holds."""
+
+    next: int
+    pending: list[Any]
+
+
+class Made(NamedTuple):
+    """A batch, how many examples it has, and where the iterator is after it."""
+
+    batch: Any
+    examples: int
+    after: Place
+
+
+class Maker(Iterator[Made]):
+    """Makes batches from a place on."""
+
+    def __init__(self, data: Data, place: Place, rows: NDArray[np.int64] | None) -> None:
+        self.data, self.rows = data, rows
+        self.count = len(data.source)
+        self.order = Order(self.count, data.seed, data.buffer)
+        self.last = None if data.epochs is None else data.epochs * self.count
+        self.pool = Pool(data) if data.workers else None
+        self.examples, self.seconds = 0, 0.0
+        data.source.keep(2 * (data.buffer or 0) + 2 * CHUNK * (data.workers + 1))
+        self.batches = self._from(place)
+
+    def __next__(self) -> Made:
+        begun = time.perf_counter()
+        made = next(self.batches)
+        self.seconds += time.perf_counter() - begun
+        self.examples += made.examples
+        return made
+
+    def close(self) -> None:
+        self.batches.close()
+        if self.pool is not None:
+            self.pool.close()
+
+    # ------------------------------------------------------------ inside
+
+    def _from(self, place: Place) -> Generator[Made, None, None]:
+        data, asked = self.data, self.data.batching
+        if asked is None:
+            for draw, example in self._drawn(place.next):
+                if example is not None:
+                    yield Made(example, 1, Place(draw + 1, []))
+            return
+        plain = not data.maps and asked.lengths is None and data.source.stacks
+        if (plain or self.rows is not None) and not place.pending:
+            yield from self._by_place(place.next, asked, plain)
+            return
+        yield from self._batched(place, asked)
+
+    def _by_place(self, begin: int, asked: Batching, plain: bool) -> Iterator[Made]:
+        """Batches whose examples are known from their places: straight from columns, or some rows alone."""
+        while self.last is None or begin < self.last:
+            stop = begin + asked.size
+            epoch_ends = (begin // self.count + 1) * self.count
+            end = min(stop, self.last or stop) if self.data.joined else min(stop, epoch_ends)
+            if end == stop or asked.remainder == "pad":
+                draws = begin + np.arange(asked.size) % (end - begin)
+                draws = draws if self.rows is None else draws[self.rows]
+                places = self.order.places(begin, end)[draws - begin]
+                made = self.data.source.columns(places) if plain else self._mapped(draws, places, asked)
+                if self.rows is not None:
+                    made = {name: _spread(x, self.rows, asked.size) for name, x in made.items()}
+                if asked.remainder == "pad":
+                    made = _with_mask(made, asked, end - begin)
+                yield self._finished(made, end - begin, Place(end, []))
+            begin = end
+
+    def _mapped(self, draws: NDArray[np.int64], places: NDArray[np.int64], asked: Batching) -> Batch:
+        """Examples of some draws, mapped and stacked."""
+        parts = [slice(n, n + CHUNK) for n in range(0, len(draws), CHUNK)]
+        asks = [(draws[part].tolist(), places[part].tolist()) for part in parts]
+        if self.pool is None:
+            found = [self.data.examples(*ask) for ask in asks]
+        else:
+            found = [self.pool.answer(future) for future in [self.pool.ask(*ask) for ask in asks]]
+        examples = [example for part in found for example in part if example is not None]
+        return asked.stacked([Drawn(int(draw), example) for draw, example in zip(draws, examples, strict=True)])
+
+    def _batched(self, place: Place, asked: Batching) -> Iterator[Made]:
+        batcher = asked.batcher()
+        if place.pending:
+            self._refill(batcher, place.pending)
+        fresh = place.next  # where the epoch began from which nothing has come yet
+        ends = place.next if place.next and place.next % self.count == 0 else None
+        drawn = self._drawn(place.next)
+        while True:
+            if ends is not None and (not self.data.joined or ends == self.last):
+                while (rows := batcher.flush()) is not None:
+                    if len(rows) == asked.size or asked.remainder == "pad":
+                        yield self._of_rows(rows, asked, Place(ends, batcher.pending()))
+                        fresh = ends
+                if ends - fresh >= self.count:
+                    raise DataError(f"data: {self.data} made no batch of {self.count} examples, those of an epoch")
+            elif ends is not None and ends - fresh >= self.count * max(1, asked.size) and self._none_left(batcher):
+                raise DataError(f"data: {self.data} has no example left after filters and faults")
+            found = next(drawn, None)
+            if found is None:
+                return
+            draw, example = found
+            ends = draw + 1 if (draw + 1) % self.count == 0 else None
+            rows = None if example is None else batcher.add(draw, example)
+            if rows is not None:
+                yield self._of_rows(rows, asked, Place(draw + 1, batcher.pending()))
+                fresh = draw + 1 if ends is None else ends
+
+    def _none_left(self, batcher: Batcher) -> bool:
+        return not any(row for group in batcher.pending() for row in group)
+
+    def _of_rows(self, rows: list[list[Drawn]], asked: Batching, after: Place) -> Made:
+        full = len(rows)
+        examples = sum(map(len, rows))
+        made = asked.finished(filled_up(rows, asked), full)
+        return self._finished(made, examples, after)
+
+    def _finished(self, batch: Batch, examples: int, after: Place) -> Made:
+        for stage, mapped in enumerate(self.data.of_batches):
+            made = mapped(
+                batch,
+                after.next,
+                len(self.data.maps) + stage,
+                lambda: f"the batch that ends with draw {after.next - 1}",
+            )
+            assert made is not None
+            batch = made
+        return Made(batch, examples, after)
+
+    def _refill(self, batcher: Batcher, pending: list[Any]) -> None:
+        """Give a batcher the examples that it held, read again."""
+        draws = [draw for group in pending for row in group for draw in row]
+        places = [int(self.order.places(draw, draw + 1)[0]) for draw in draws]
+        found = dict(zip(draws, self.data.examples(draws, places), strict=True))
+        lost = [draw for draw, example in found.items() if example is None]
+        if lost:
+            raise DataError(
+                f"data: {self.data.source.where(places[draws.index(lost[0])])} is gone, and was there before"
+            )
+        batcher.restore([[[Drawn(d, found[d]) for d in row] for row in group] for group in pending])
+
+    def _drawn(self, begin: int) -> Iterator[tuple[int, Example | None]]:
+        """Draws from one on, in order, with their examples."""
+        chunks = self._chunks(begin)
+        if self.pool is None:
+            for draws, places in chunks:
+                yield from zip(draws, self.data.examples(draws, places), strict=True)
+            return
+        waiting: deque[tuple[range, Future[Any]]] = deque()
+        for draws, places in chunks:
+            waiting.append((draws, self.pool.ask(draws, places)))
+            if len(waiting) > 2 * self.data.workers:
+                done, future = waiting.popleft()
+                yield from zip(done, self.pool.answer(future), strict=True)
+        while waiting:
+            done, future = waiting.popleft()
+            yield from zip(done, self.pool.answer(future), strict=True)
+
+    def _chunks(self, begin: int) -> Iterator[tuple[range, list[int]]]:
+        """Runs of draws, none over the end of an epoch."""
+        while self.last is None or begin < self.last:
+            end = min(begin + CHUNK, (begin // self.count + 1) * self.count)
+            yield range(begin, end), self.order.places(begin, end).tolist()
+            begin = end
+
+
+def _spread(rows: Array, places: NDArray[np.int64], size: int) -> Array:
+    """Rows where they belong in a batch, between zeros."""
+    made = np.zeros((size, *rows.shape[1:]), rows.dtype)
+    made[places] = rows
+    return made
+
+
+def _with_mask(batch: Batch, asked: Batching, full: int) -> Batch:
+    if asked.mask in batch:
+        raise DataError(
+            f"batch: '{asked.mask}' is a field of the examples and the name of the mask; mask= names another"
+        )
+    return {**batch, asked.mask: (np.arange(asked.size) < full).astype(np.float32)}

@@ -1,0 +1,21 @@
+"""Texts as numbers: byte pairs, and problems from one text to another.
+
+words      where pairs may not reach across
+merging    pairs learnt, and applied
+bytepairs  a vocabulary
+tokenizer_file  its file
+problems   pairs of texts as arrays of static lengths
+"""
+
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+if _TYPE_CHECKING:
+    from meshlib.data.text.bytepairs import BytePairs as BytePairs
+    from meshlib.data.text.text_pairs import TextExamples as TextExamples
+    from meshlib.data.text.text_pairs import text_to_text as text_to_text
+    from meshlib.data.text.text_pairs import texts_in_rows as texts_in_rows
+else:
+    from meshlib.core.explained_calls import explained_calls as _explained_calls
+    from meshlib.core.lazy_imports import lazy_names as _lazy_names
+
+    __getattr__, __dir__ = _lazy_names(__name__, _explained_calls(__name__))

@@ -1,0 +1,324 @@
+"""A vocabulary of byte pairs: any text as numbers, and back to the last byte.
+
+A text is cut into words by a pattern (`meshlib.data.text.pretokenizer`), each word's bytes are joined by what was
+learnt (`meshlib.data.text.merges`). Each byte is a token of its own, so that there is no text without tokens.
+
+Its file is a tokenizer.json (`meshlib.data.text.tokenizer_file`), as of GPT-2, Llama 3 and the like.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, lru_cache
+from typing import Any, NoReturn
+
+import numpy as np
+
+from layouts.parsing import is_iterable
+from meshlib.core.arguments import at, choice, flag, items, whole
+from meshlib.core.documents import read_json
+from meshlib.core.errors import CheckpointError, GraphError
+from meshlib.core.files import replace_file
+from meshlib.data.text.merges import Pair, learnt, merged
+from meshlib.data.text.pretokenizer import GPT2, WHITE, compiled, words
+from meshlib.data.text.tokenizer_file import BYTES, FORMS, STRIPS, arguments_in, record_of
+
+WHAT = "BytePairs"
+PAD, END = "<pad>", "<end>"
+ENDS = (END, "</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|im_end|>")  # what others call it
+CACHED_WORDS = 1 << 16
+
+
+class BytePairs:
+    """Texts as tokens and back, exactly: `decode(encode(text)) == text` for every text.
+
+    Make one with `BytePairs.learn`, or read one with `BytePairs.load`. It is a tokenizer for `mtf.generate`. One that
+    was read may ask for a normal form, or a blank before each text: then that is what comes back.
+
+    Attributes:
+      pieces: the bytes of each token; of a special one none.
+      specials: the numbers of tokens that stand for no text, by name.
+      patterns: of the words across which nothing is joined; each cuts further what the one before left.
+      added: the numbers of tokens that are their text wherever it occurs, whatever is around it.
+      normal_form: of Unicode, to which texts are brought; None leaves them as they are.
+    Example:
+      >>> found = BytePairs.learn(["the cat, the hat", "the bat"], size=264)
+      >>> found.encode("the rat"), found.decode(found.encode("the rat ☃"))
+      ([260, 34, 116, 258], 'the rat ☃')
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[bytes],
+        merges: Sequence[Pair],
+        specials: Mapping[str, int],
+        patterns: str | Sequence[str] = GPT2,
+        whole_words: bool = False,
+        prefix_space: bool = False,
+        added: Mapping[str, int] | None = None,
+        normal_form: str | None = None,
+        blanks: Mapping[str, Sequence[str]] | None = None,
+        end_name: str | None = None,
+    ) -> None:
+        self.patterns = (patterns,) if isinstance(patterns, str) else tuple(items(patterns, WHAT, "patterns"))
+        _check(
+            pieces, merges, {**specials, **(added or {})} if isinstance(specials, Mapping) else specials, self.patterns
+        )
+        self.pieces, self.specials, self.added = tuple(pieces), dict(specials), dict(added or {})
+        self.normal_form = None if normal_form is None else choice(normal_form, WHAT, "normal_form", FORMS)
+        self.blanks = {name: tuple(sides) for name, sides in (blanks or {}).items()}
+        if any(side not in STRIPS for sides in self.blanks.values() for side in sides):
+            raise GraphError(f"{at(WHAT)}: blanks are taken {' or '.join(STRIPS)} a token, got {blanks!r:.80}")
+        self.end_name = next((name for name in ENDS if name in self.specials), None) if end_name is None else end_name
+        if self.end_name is not None and self.end_name not in self.specials:
+            self._special(self.end_name)
+        self.whole_words, self.prefix_space = (
+            flag(whole_words, WHAT, "whole_words"),
+            flag(prefix_space, WHAT, "prefix_space"),
+        )
+        self.merges = tuple(merges)
+        special = {*self.specials.values(), *self.added.values()}
+        self._numbers = {piece: n for n, piece in enumerate(self.pieces) if n not in special}
+        self._bytes = [self._numbers[bytes([b])] for b in range(256)]
+        self._ranks: dict[Pair, Pair] = {}
+        for rank, (a, b) in enumerate(self.merges):
+            self._ranks.setdefault((a, b), (rank, self._numbers[self.pieces[a] + self.pieces[b]]))
+        self._word = lru_cache(CACHED_WORDS)(self._tokens)
+        for pattern in self.patterns:
+            compiled(pattern)
+
+    @classmethod
+    def learn(
+        cls,
+        texts: str | Iterable[str],
+        size: int,
+        specials: Sequence[str] = (PAD, END),
+        progress: Callable[[int, int], object] | None = None,
+    ) -> BytePairs:
+        """A vocabulary of the pairs that are most frequent in texts. The same texts give the same vocabulary.
+
+        Args:
+          texts: one text, or several.
+          size: how many tokens, special ones and all bytes included; fewer where no pair occurs twice.
+          specials: tokens that stand for no text; they are the first numbers, so that <pad> is 0.
+          progress: called with (pairs so far, pairs in all).
+        Raises: GraphError for bad arguments.
+        """
+        what = f"{WHAT}.learn"
+        if progress is not None and not callable(progress):
+            raise GraphError(f"{at(what)}: progress must be a function, got {progress!r:.80}")
+        given = [texts] if isinstance(texts, str) else list(texts) if isinstance(texts, Iterable) else [texts]
+        if not all(isinstance(text, str) for text in given):
+            strange = next(text for text in given if not isinstance(text, str))
+            raise GraphError(f"{at(what)}: texts must be text, got {type(strange).__name__} {strange!r:.80}")
+        names = items(specials, what, "specials")
+        if not all(isinstance(name, str) and name for name in names) or len(set(names)) < len(names):
+            raise GraphError(f"{at(what)}: specials must be different names, got {names!r:.80}")
+        room = whole(size, what, "size") - len(names) - 256
+        if room < 0:
+            raise GraphError(
+                f"{at(what)}: size must be at least {256 + len(names)}, for the bytes and {len(names)} special tokens, "
+                f"got {size}"
+            )
+        counts: Counter[bytes] = Counter()
+        for text in given:
+            counts.update(_bytes(word) for word in words(text, GPT2))
+        first = len(names)
+        pieces = [b""] * first + [bytes([b]) for b in range(256)]
+        merges: list[Pair] = []
+        known = set(pieces)
+        for a, b in learnt(counts, room, progress):
+            made = pieces[first + a] + pieces[first + b]
+            pieces.append(made)
+            known.add(made)
+            merges.append((first + a, first + b))
+        return cls(pieces, merges, {name: n for n, name in enumerate(names)})
+
+    @property
+    def size(self) -> int:
+        """How many tokens there are."""
+        return len(self.pieces)
+
+    @property
+    def end(self) -> int:
+        """The number of the token that ends a text: <end>, or what others call it. Raises: GraphError without one."""
+        return self._special(self.end_name or END)
+
+    @property
+    def pad(self) -> int:
+        """The number of <pad>. Raises: GraphError where there is none."""
+        return self._special(PAD)
+
+    def encode(self, text: str, specials: bool = False) -> list[int]:
+        """The tokens of a text.
+
+        Args:
+          text: any.
+          specials: whether names of special tokens in the text stand for them; else they are text as any other.
+        Raises: GraphError for what is no text.
+        """
+        if not isinstance(text, str):
+            raise GraphError(f"{at(WHAT)}: text must be text, got {type(text).__name__} {text!r:.80}")
+        made: list[int] = []
+        at_ = 0
+        names = {**self.added, **(self.specials if specials else {})}
+        for found in self._named(specials).finditer(text) if names else ():
+            made += self._of_text(text[at_ : found.start()])
+            made.append(names[found[found.lastindex or 0]])
+            at_ = found.end()
+        return made + self._of_text(text[at_:])
+
+    def _of_text(self, text: str) -> list[int]:
+        """The tokens of a text, or of a part of one, without added ones."""
+        if self.normal_form is not None:
+            text = unicodedata.normalize(self.normal_form, text)  # type: ignore[arg-type]
+        if self.prefix_space and text and not text.startswith(" "):
+            text = f" {text}"
+        parts = [text]
+        for pattern in self.patterns:
+            parts = [word for part in parts for word in words(part, pattern)]
+        return [token for word in parts for token in self._word(word)]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of tokens; special ones have none. Bytes that are no UTF-8 show as a replacement character.
+
+        Raises: GraphError for numbers that are no tokens.
+        """
+        if not is_iterable(tokens):
+            raise GraphError(
+                f"{at(WHAT)}: tokens must be a list of numbers, got {type(tokens).__name__} {tokens!r:.80}"
+            )
+        raw = b"".join(self.pieces[self._checked(token)] for token in tokens)
+        try:
+            return raw.decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError:
+            return raw.decode("utf-8", "replace")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BytePairs) and self.__reduce__() == other.__reduce__()
+
+    def __hash__(self) -> int:
+        return hash((self.pieces, self.merges))
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __reduce__(self) -> tuple[Any, ...]:  # what words come to is no part of it
+        parts = self.pieces, self.merges, self.specials, self.patterns, self.whole_words, self.prefix_space
+        return type(self), (*parts, self.added, self.normal_form, self.blanks, self.end_name)
+
+    def __repr__(self) -> str:
+        return f"<BytePairs of {self.size} tokens, {len(self.merges)} pairs>"
+
+    # ------------------------------------------------------------ files
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as a tokenizer.json, whole or not at all.
+
+        Raises: CheckpointError where the file can't be written.
+        """
+        replace_file(path, lambda file: file.write(self.as_json()), f"{WHAT}.save", CheckpointError)
+
+    def as_json(self) -> bytes:
+        """The content of its tokenizer.json."""
+        return json.dumps(record_of(self), ensure_ascii=False, indent=1).encode()
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], end: str | None = None) -> BytePairs:
+        """Read a tokenizer.json of byte-level byte pairs.
+
+        What a file asks for beyond that is refused: other models (Unigram, WordPiece), bytes as a fall-back
+        (SentencePiece's, as of Llama 2), texts that are changed otherwise than to a normal form of Unicode, words that
+        are cut otherwise than by patterns. What a template puts around a text, such as a token for its beginning, is
+        not put there by `encode`.
+
+        Args:
+          path: the file, or its folder.
+          end: the name of the special token that ends texts; the first of the usual names unless given.
+        Raises: CheckpointError where the file is none, or asks for what is not here; GraphError for an end that it has
+          not.
+        """
+        what = f"{WHAT}.load"
+        if isinstance(path, str | os.PathLike) and os.path.isdir(path):
+            path = os.path.join(path, "tokenizer.json")
+        record, target = read_json(path, what, CheckpointError, "a tokenizer of byte-level byte pairs")
+
+        def fail(fault: str) -> NoReturn:
+            raise CheckpointError(f"{what}: {target} is no tokenizer of byte-level byte pairs: {fault}")
+
+        read = arguments_in(record, fail)
+        try:
+            return cls(**read, end_name=end)
+        except GraphError as fault:
+            if end is not None and end not in read["specials"]:
+                raise
+            fail(str(fault))
+
+    # ------------------------------------------------------------ inside
+
+    def _tokens(self, word: str) -> tuple[int, ...]:
+        raw = _bytes(word)
+        if self.whole_words and raw in self._numbers:
+            return (self._numbers[raw],)
+        return tuple(merged((self._bytes[b] for b in raw), self._ranks))
+
+    def _checked(self, token: object) -> int:
+        if isinstance(token, int | np.integer) and not isinstance(token, bool) and 0 <= token < len(self.pieces):
+            return int(token)
+        raise GraphError(f"{at(WHAT)}: tokens are numbers from 0 to {len(self.pieces) - 1}, got {token!r:.40}")
+
+    def _special(self, name: str) -> int:
+        if name not in self.specials:
+            there = ", ".join(self.specials) or "none"
+            raise GraphError(f"{at(WHAT)}: the vocabulary has no {name}; its special tokens: {there}")
+        return self.specials[name]
+
+    @cache  # noqa: B019 (two patterns at most, which live as long as the vocabulary)
+    def _named(self, specials: bool) -> re.Pattern[str]:
+        """The names of tokens in a text, the longest first, with the blanks that some take."""
+        names = [*self.added, *(self.specials if specials else ())]
+        ways = []
+        for name in sorted(names, key=len, reverse=True):
+            before, after = (f"[{WHITE}]*" if side in self.blanks.get(name, ()) else "" for side in STRIPS)
+            ways.append(f"{before}({re.escape(name)}){after}")
+        return re.compile("|".join(ways))
+
+
+def _check(pieces: object, merges: object, specials: object, patterns: tuple[object, ...]) -> None:
+    """Raise GraphError for arguments that make no vocabulary."""
+    given = items(pieces, WHAT, "pieces")
+    if not all(isinstance(piece, bytes) for piece in given):
+        raise GraphError(f"{at(WHAT)}: pieces must be bytes, got {pieces!r:.80}")
+    if not isinstance(specials, Mapping) or not all(isinstance(name, str) and name for name in specials):
+        raise GraphError(f"{at(WHAT)}: specials must be numbers by name, got {specials!r:.80}")
+    numbers = [whole(n, WHAT, "each special token") for n in specials.values()]
+    if len(set(numbers)) < len(numbers) or not all(0 <= n < len(given) for n in numbers):
+        raise GraphError(
+            f"{at(WHAT)}: specials must be different numbers from 0 to {len(given) - 1}, got {specials!r:.80}"
+        )
+    known = {piece for n, piece in enumerate(given) if n not in set(numbers)}
+    for name in specials:  # in its file a name stands among the pieces, which are written in letters
+        if all(letter in BYTES for letter in name) and bytes(BYTES[letter] for letter in name) in known:
+            raise GraphError(f"{at(WHAT)}: the special token {name!r:.40} is written as one of the pieces is")
+    lost = [b for b in range(256) if bytes([b]) not in known]
+    if lost:
+        raise GraphError(f"{at(WHAT)}: {len(lost)} of the 256 bytes are no pieces, the first is 0x{lost[0]:02x}")
+    for pair in items(merges, WHAT, "merges"):
+        parts = items(pair, WHAT, "each merge")
+        if len(parts) != 2 or not all(0 <= whole(n, WHAT, "each merge") < len(given) for n in parts):
+            raise GraphError(
+                f"{at(WHAT)}: merges must be pairs of numbers from 0 to {len(given) - 1}, got {pair!r:.80}"
+            )
+        if given[parts[0]] + given[parts[1]] not in known:
+            raise GraphError(f"{at(WHAT)}: the merge {pair!r:.80} makes no piece")
+    if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
+        raise GraphError(f"{at(WHAT)}: patterns must be text, got {patterns!r:.80}")
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")

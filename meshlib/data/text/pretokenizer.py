@@ -1,0 +1,139 @@
+"""Where byte pairs may not reach across: a text cut into words, numbers, marks and blanks by a pattern.
+
+Patterns are those of tokenizer files, in which \\p{L} is any letter, \\p{N} any digit and \\s Unicode's white space.
+Python's `re` has no classes by category, so that they are written out here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+import unicodedata
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+from meshlib.core.errors import GraphError
+
+# Radford et al., "Language Models are Unsupervised Multitask Learners", 2019; openai/gpt-2: src/encoder.py.
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+WHITE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"  # Python's \s has four more, \x1c to \x1f
+MOST_CHARACTERS, MOST_COUNT, MOST_ENDLESS = 10_000, 1000, 3  # of a pattern; published ones have 400, 3 and 2
+parser: Any = importlib.import_module("re._parser")  # the trees that `re` compiles
+_ESCAPE = re.compile(r"\\(?:p\{\^?(\w+)\}|P\{(\w+)\}|(.))", re.S)
+
+
+@cache
+def compiled(pattern: str) -> re.Pattern[str]:
+    """A pattern for `re`.
+
+    Raises: GraphError for one that it has no counterpart for.
+    >>> compiled(GPT2).findall("It's 3 cafés,  no?")
+    ['It', "'s", ' 3', ' cafés', ',', ' ', ' no', '?']
+    """
+    try:
+        if len(pattern) > MOST_CHARACTERS:
+            raise ValueError(f"it has {len(pattern)} characters, more than {MOST_CHARACTERS}")
+        python = "".join(_translated(pattern))
+        _check_time(parser.parse(python), "")
+        return re.compile(python)
+    except (re.error, ValueError, OverflowError, RecursionError) as fault:
+        raise GraphError(f"the pattern {pattern!r:.120} can't be used here: {fault}") from None
+
+
+def _check_time(parsed: Any, repeated: str) -> None:
+    """Raise ValueError for a pattern that may take more time than the cube of a text's length: repeats of repeats."""
+    endless = 0
+    for op, of in parsed:
+        name = str(op)
+        if name.startswith("GROUPREF"):
+            raise ValueError("it refers back to what a group has found")
+        if name in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
+            least, most, inner = of
+            count = f"{{{least},{'' if most == parser.MAXREPEAT else most}}}"
+            if least > MOST_COUNT or (most != parser.MAXREPEAT and most > MOST_COUNT):
+                raise ValueError(f"it repeats something {count} times, more than {MOST_COUNT}")
+            if repeated and least != most:
+                raise ValueError(f"within what is repeated {repeated} times something is repeated {count} times")
+            endless += most == parser.MAXREPEAT
+            _check_time(inner, count if most > 1 else repeated)
+        elif name == "BRANCH":
+            if repeated:
+                raise ValueError(f"what is repeated {repeated} times has alternatives, which may overlap")
+            for branch in of[1]:
+                _check_time(branch, repeated)
+        elif name in ("SUBPATTERN", "ATOMIC_GROUP", "ASSERT", "ASSERT_NOT", "GROUPREF_EXISTS"):
+            _check_time(of if name == "ATOMIC_GROUP" else of[-1], repeated)
+    if endless > MOST_ENDLESS:
+        raise ValueError(f"{endless} parts that follow each other are repeated without end, more than {MOST_ENDLESS}")
+
+
+def escaped(text: str) -> str:
+    """A pattern of this very text."""
+    return "".join(c if c.isalnum() or c == "_" else f"\\{c}" for c in text)
+
+
+def words(text: str, pattern: str) -> Iterator[str]:
+    """The parts of a text; together they are the text, whatever the pattern leaves out."""
+    at = 0
+    for found in compiled(pattern).finditer(text):
+        if found.start() > at:
+            yield text[at : found.start()]
+        if found.end() > found.start():
+            yield found[0]
+        at = found.end()
+    if at < len(text):
+        yield text[at:]
+
+
+def _translated(pattern: str) -> Iterator[str]:
+    at, inside = 0, False
+    while at < len(pattern):
+        if pattern[at] == "\\":
+            found = _ESCAPE.match(pattern, at)
+            if found is None:
+                raise ValueError(f"a lone backslash at {at}")
+            yield _class(found, inside)
+            at = found.end()
+            continue
+        if pattern[at] == "[" and not inside:
+            inside = True
+        elif pattern[at] == "[":
+            raise ValueError("classes within classes are not known")
+        elif pattern[at] == "]":
+            inside = False
+        yield pattern[at]
+        at += 1
+
+
+def _class(found: re.Match[str], inside: bool) -> str:
+    """A class written out; others as they are."""
+    negated = found[2] is not None or "{^" in found[0] or found[3] == "S"
+    if found[1] or found[2]:
+        members = _category(found[1] or found[2])
+    elif found[3] in ("s", "S"):
+        members = WHITE
+    else:
+        return found[0]
+    if inside and negated:
+        raise ValueError(f"{found[0]} within a class is not known")
+    return members if inside else f"[{'^' if negated else ''}{members}]"
+
+
+@cache
+def _runs() -> list[tuple[str, int, int]]:
+    """All of Unicode as runs of one category: its name, the first character and the last."""
+    names = [*map(unicodedata.category, map(chr, range(sys.maxunicode + 1))), ""]
+    ends = [n for n, (name, following) in enumerate(pairwise(names)) if name != following]
+    return [(names[last], first + 1, last) for first, last in pairwise([-1, *ends])]
+
+
+@cache
+def _category(name: str) -> str:
+    """All characters of a category, such as L or Lu, as the inside of a class."""
+    runs = [f"\\U{first:08x}-\\U{last:08x}" for category, first, last in _runs() if category.startswith(name)]
+    if not runs:
+        raise ValueError(f"no characters of category {name}")
+    return "".join(runs)

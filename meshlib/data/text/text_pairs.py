@@ -1,0 +1,247 @@
+"""Pairs of texts, and single ones, as arrays of static lengths: what a model with `packed=True` is fed.
+
+Each row of an array holds one text, or, packed, as many as have room, one after the other. "segment_ids" says of each
+token which text of its row it is of, from 1; 0 is padding, which no token sees and no loss counts.
+"segment_positions" counts in the text. So what a model makes of a text does not depend on what it is packed with.
+
+Source: Raffel et al., arXiv:1910.10683, section 3.1.2 (packing).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from meshlib.core.arguments import at, choice, flag, whole
+from meshlib.core.errors import GraphError
+
+Array = np.ndarray[Any, Any]
+TOO_LONG = ("cut", "skip", "refuse")
+OPEN_ROWS = 32  # that have room left, in which a text is tried to be put
+
+
+class Encoder(Protocol):
+    """A vocabulary with an end of texts, such as `mtf.BytePairs`."""
+
+    @property
+    def end(self) -> int:
+        """The token after a text."""
+        ...
+
+    def encode(self, text: str) -> Sequence[int]:
+        """The tokens of a text."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class TextExamples:
+    """Texts as arrays. Made by `text_to_text` and `texts_in_rows`.
+
+    Attributes:
+      arrays: int32 [rows, length] by the name of a model's input: for `mtf.Batches`.
+      texts: how many are in there, and how many were too long: `cut` are in there without their end, `skipped` not.
+      filled: the share of all places that holds a token which counts.
+    """
+
+    arrays: dict[str, Array]
+    texts: int
+    cut: int
+    skipped: int
+
+    @property
+    def rows(self) -> int:
+        """Examples of a batch that there are."""
+        return len(next(iter(self.arrays.values())))
+
+    @property
+    def filled(self) -> float:
+        """See above."""
+        numbers = [x for name, x in self.arrays.items() if name.endswith("segment_ids")]
+        return float(sum((x > 0).sum() for x in numbers) / sum(x.size for x in numbers))
+
+    def __repr__(self) -> str:
+        return f"<TextExamples: {self.texts} texts in {self.rows} rows, {self.filled:.0%} filled>"
+
+
+def text_to_text(
+    pairs: Iterable[tuple[str, str]],
+    vocabulary: Encoder,
+    source_length: int,
+    length: int,
+    packed: bool = True,
+    too_long: str = "cut",
+    start_token: int = 0,
+) -> TextExamples:
+    """A problem from one text to another, for an encoder-decoder: `train_step(..., packed=True)`.
+
+    Args:
+      pairs: (source, target) texts.
+      vocabulary: what makes tokens of text; its `end` ends each target.
+      source_length, length: of a row of sources, and of targets.
+      packed: whether several pairs share a row, as far as both have room; else each has its own.
+      too_long: what becomes of a text with more tokens than its row: "cut" at the end, left out ("skip"), or "refuse".
+      start_token: what the decoder begins with, as of `mtf.generate`.
+    Returns: `TextExamples` with "sources", "source_segment_ids", "source_positions", "tokens", "targets",
+      "segment_ids" and "segment_positions".
+    Raises: GraphError for bad arguments, texts that are none, no pairs at all, and what is too long if refused.
+    Example:
+      >>> import meshlib as mtf
+      >>> words = mtf.BytePairs.learn("to be or not to be", 260)
+      >>> made = mtf.text_to_text([("to be", "or not"), ("a", "b")], words, source_length=8, length=12)
+      >>> made.arrays["segment_ids"].tolist()
+      [[1, 1, 1, 1, 1, 1, 1, 2, 2, 0, 0, 0]]
+    """
+    what = "text_to_text"
+    rows = _Rows(what, {"source": source_length, "target": length}, packed, too_long)
+    end, start = _end(vocabulary, what), _start(start_token, what)
+    for n, pair in enumerate(_given(pairs, what, "pairs")):
+        if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+            raise GraphError(f"{at(what)}: pair {n} must be (source, target), got {pair!r:.80}")
+        source, target = (_encoded(vocabulary, text, what, n) for text in pair)
+        rows.add(n, {"source": source, "target": [*target, end]})
+    sources = rows.laid("source")
+    targets = rows.laid("target")
+    return rows.examples(
+        {
+            "sources": sources.tokens,
+            "source_segment_ids": sources.segments,
+            "source_positions": sources.positions,
+            **_shifted(targets, start),
+        }
+    )
+
+
+def texts_in_rows(
+    texts: Iterable[str],
+    vocabulary: Encoder,
+    length: int,
+    packed: bool = True,
+    too_long: str = "cut",
+    start_token: int = 0,
+) -> TextExamples:
+    """Texts for a decoder, each of whose tokens is predicted from those before: `train_step(..., packed=True)`.
+
+    Args: as of `text_to_text`.
+    Returns: `TextExamples` with "tokens", "targets", "segment_ids" and "segment_positions".
+    Raises: as `text_to_text`.
+    """
+    what = "texts_in_rows"
+    rows = _Rows(what, {"target": length}, packed, too_long)
+    end, start = _end(vocabulary, what), _start(start_token, what)
+    for n, text in enumerate(_given(texts, what, "texts")):
+        rows.add(n, {"target": [*_encoded(vocabulary, text, what, n), end]})
+    return rows.examples(_shifted(rows.laid("target"), start))
+
+
+# ------------------------------------------------------------ inside
+
+
+@dataclass(frozen=True)
+class _Laid:
+    """Tokens of one side in rows."""
+
+    tokens: Array
+    segments: Array
+    positions: Array
+
+
+def _shifted(targets: _Laid, start: int) -> dict[str, Array]:
+    """Each token is predicted from the one before it in its text, the first from the start token."""
+    tokens = np.zeros_like(targets.tokens)
+    tokens[:, 1:] = targets.tokens[:, :-1]
+    tokens[(targets.positions == 0) & (targets.segments > 0)] = start
+    tokens[targets.segments == 0] = 0
+    return {
+        "tokens": tokens,
+        "targets": targets.tokens,
+        "segment_ids": targets.segments,
+        "segment_positions": targets.positions,
+    }
+
+
+class _Rows:
+    """Which texts share a row, and where they lie in it."""
+
+    def __init__(self, what: str, lengths: dict[str, int], packed: bool, too_long: str) -> None:
+        self.what, self.packed = what, flag(packed, what, "packed")
+        self.too_long = choice(too_long, what, "too_long", TOO_LONG)
+        self.lengths = {side: whole(n, what, f"the length of a {side}") for side, n in lengths.items()}
+        small = {side: n for side, n in self.lengths.items() if n < 1}
+        if small:
+            raise GraphError(f"{at(what)}: lengths must be at least 1, got {small}")
+        self.rows: list[list[dict[str, list[int]]]] = []
+        self.open: deque[tuple[int, dict[str, int]]] = deque(maxlen=OPEN_ROWS)  # number of a row, room in it
+        self.cut = self.skipped = 0
+
+    def add(self, number: int, sides: dict[str, list[int]]) -> None:
+        """Put a text, or a pair, where there is room."""
+        over = {side: len(tokens) for side, tokens in sides.items() if len(tokens) > self.lengths[side]}
+        if over and self.too_long == "refuse":
+            told = ", ".join(f"{n} tokens of the {side} for {self.lengths[side]}" for side, n in over.items())
+            raise GraphError(f"{at(self.what)}: text {number} is too long: {told}")
+        if over and self.too_long == "skip":
+            self.skipped += 1
+            return
+        self.cut += bool(over)
+        kept = {side: tokens[: self.lengths[side]] for side, tokens in sides.items()}
+        for row, room in self.open if self.packed else ():
+            if all(len(tokens) <= room[side] for side, tokens in kept.items()):
+                self.rows[row].append(kept)
+                for side, tokens in kept.items():
+                    room[side] -= len(tokens)
+                return
+        self.rows.append([kept])
+        self.open.append((len(self.rows) - 1, {side: n - len(kept[side]) for side, n in self.lengths.items()}))
+
+    def laid(self, side: str) -> _Laid:
+        """One side of all rows as arrays."""
+        shape = (len(self.rows), self.lengths[side])
+        tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
+        for r, row in enumerate(self.rows):
+            begin = 0
+            for n, text in enumerate(row, start=1):
+                stop = begin + len(text[side])
+                tokens[r, begin:stop] = text[side]
+                segments[r, begin:stop] = n
+                positions[r, begin:stop] = np.arange(stop - begin)
+                begin = stop
+        return _Laid(tokens, segments, positions)
+
+    def examples(self, arrays: dict[str, Array]) -> TextExamples:
+        """What the caller gets."""
+        if not self.rows:
+            left = f"; {self.skipped} were too long" if self.skipped else ""
+            raise GraphError(f"{at(self.what)}: there are no texts{left}")
+        return TextExamples(arrays, sum(map(len, self.rows)), self.cut, self.skipped)
+
+
+def _given(values: object, what: str, name: str) -> Iterator[Any]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise GraphError(f"{at(what)}: {name} must be several, got {type(values).__name__} {values!r:.80}")
+    return iter(values)
+
+
+def _end(vocabulary: object, what: str) -> int:
+    if not hasattr(vocabulary, "encode") or not hasattr(vocabulary, "end"):
+        raise GraphError(
+            f"{at(what)}: vocabulary must have encode and end, as mtf.BytePairs, got {type(vocabulary).__name__} "
+            f"{vocabulary!r:.80}"
+        )
+    return whole(vocabulary.end, what, "the end of the vocabulary")
+
+
+def _start(token: object, what: str) -> int:
+    start = whole(token, what, "start_token")
+    if not 0 <= start < 1 << 31:
+        raise GraphError(f"{at(what)}: start_token must be a token, got {start}")
+    return start
+
+
+def _encoded(vocabulary: Encoder, text: object, what: str, n: int) -> list[int]:
+    if not isinstance(text, str):
+        raise GraphError(f"{at(what)}: text {n} must be text, got {type(text).__name__} {text!r:.80}")
+    return list(vocabulary.encode(text))

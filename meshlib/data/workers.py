@@ -1,0 +1,130 @@
+"""Workers that make examples: threads, or processes, which share nothing but what they are asked and answer.
+
+A process is started anew (`spawn`), so that it has none of the threads and devices of the one that asks, which a fork
+would find halfway. It gets the data once, pickled, and then numbers of draws; it answers with examples, and with what
+it left out.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import wait
+from multiprocessing.context import SpawnContext, SpawnProcess
+from typing import TYPE_CHECKING, Any
+
+from meshlib.core.arguments import at
+from meshlib.core.errors import DataError, FeedError
+from meshlib.core.subprocesses import WatchedName, describe_exit, exit_with_parent
+from meshlib.data.batching import Example
+from meshlib.records.framing import Fault
+
+if TYPE_CHECKING:
+    from meshlib.data.pipeline import Data
+
+Made = list[Example | None]
+KINDS = ("threads", "processes")
+
+_data: Data | None = None  # of a worker's process
+
+
+class _Worker(SpawnProcess):
+    """A process of a pool; `stopped` if the pool ended it, rather than that it ended by itself."""
+
+    stopped = False
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.name = WatchedName(self.name)
+
+    def terminate(self) -> None:
+        """End it, as the executor does with all of its processes when one of them has ended."""
+        self.stopped = self.stopped or not wait([self.sentinel], 0)
+        super().terminate()
+
+
+class _Context(SpawnContext):
+    """Starts processes and keeps them in the order of their start."""
+
+    def __init__(self) -> None:
+        self.workers: list[_Worker] = []
+
+    def Process(self, *args: Any, **options: Any) -> _Worker:  # type: ignore[override]
+        """A new process, not yet started."""
+        self.workers.append(_Worker(*args, **options))
+        return self.workers[-1]
+
+
+class Pool:
+    """Threads or processes that make the examples of draws."""
+
+    def __init__(self, data: Data) -> None:
+        self.data = data
+        self.pool: ThreadPoolExecutor | ProcessPoolExecutor
+        self.context = _Context()
+        if data.kind == "threads":
+            self.pool = ThreadPoolExecutor(data.workers, "meshlib.data")
+        else:
+            self.pool = ProcessPoolExecutor(data.workers, self.context, _begin, (pickled(data),))
+
+    def ask(self, draws: Sequence[int], numbers: Sequence[int]) -> Future[tuple[Made, list[Fault]]]:
+        """A future of the examples of draws. Raises: DataError if a process has ended by itself."""
+        if self.data.kind == "threads":
+            return self.pool.submit(lambda: (self.data.examples(draws, numbers), []))
+        try:
+            return self.pool.submit(_made, draws, numbers)
+        except BrokenProcessPool:
+            raise self._ended() from None
+
+    def answer(self, asked: Future[tuple[Made, list[Fault]]]) -> Made:
+        """The examples of a future. Raises: what making them raised; DataError if a process has ended by itself."""
+        try:
+            made, faults = asked.result()
+        except BrokenProcessPool:
+            raise self._ended() from None
+        for fault in faults:
+            self.data.source.leave_out(fault)
+        return made
+
+    def close(self) -> None:
+        """End the workers."""
+        self.pool.shutdown(wait=True, cancel_futures=True)
+
+    def _ended(self) -> DataError:
+        """The error that names the processes which ended by themselves."""
+        self.close()  # waits until the executor has ended the others
+        count = self.data.workers
+        ended = [
+            f"worker process {n} of {count} (pid {worker.pid}, {describe_exit(worker.exitcode)})"
+            for n, worker in enumerate(self.context.workers, start=1)
+            if not worker.stopped
+        ]
+        return DataError(
+            f"data: {' and '.join(ended) or 'a worker process'} ended by itself while making examples of "
+            f"{self.data.source.name}; a script that uses processes needs its lines under "
+            "if __name__ == '__main__', and memory for each of them: take fewer, or kind='threads'"
+        )
+
+
+def pickled(data: Data) -> bytes:
+    """Data as they are sent to a process. Raises: FeedError for functions that can't be."""
+    try:
+        return pickle.dumps(data)
+    except (pickle.PicklingError, AttributeError, TypeError) as fault:
+        raise FeedError(
+            f"{at('data.parallel')}: {data} can't be sent to another process ({fault}); define functions at the top of "
+            "a module, or use kind='threads'"
+        ) from None
+
+
+def _begin(sent: bytes) -> None:
+    global _data
+    exit_with_parent()
+    _data = pickle.loads(sent)
+
+
+def _made(draws: Sequence[int], numbers: Sequence[int]) -> tuple[Made, list[Fault]]:
+    assert _data is not None
+    return _data.examples(draws, numbers), _data.source.skipped

@@ -1,0 +1,319 @@
+"""What would lower the peak of a device's memory, and by how much.
+
+Each remedy is a change of what some buffers take. The program's buffers are added up again with that, so a gain
+counts that the peak moves elsewhere. It is exact for this order; a changed program may have another, and buffers that
+this one does not have: for what is gathered then the largest weight is counted, for what a loop computes again what one
+trip keeps. A layout that the library would refuse is no remedy. Where no remedy suffices those are combined that save
+most, until the program fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from math import prod
+
+from layouts import LayoutRules, Mesh
+from meshlib.core.dtypes import FLOAT32
+from meshlib.core.graph import BACKWARD, Tensor
+from meshlib.core.opdef import Kind
+from meshlib.core.text import bytes_text
+from meshlib.estimation.memory.remat_segments import segments
+from meshlib.estimation.work.tiles import tiled_bytes, tiled_value_bytes
+from meshlib.lowering.assigned import Subjects, check_layout
+from meshlib.program.analysis.memory import bytes_after, kind_of, live_buffers
+from meshlib.program.instructions import Loop, Value
+from meshlib.program.records import Program, walk
+
+Change = Callable[[Value], int | None]  # bytes that it would take instead; None: as many
+
+_WORTH = 0.01  # of the peak: what saves less is not worth a line
+_MOST = 8  # remedies shown
+_TOGETHER = 3  # remedies combined at most
+_PARTS = 8  # of a loss
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Something that would lower the peak: what to do, and the bytes of the peak that it would save, about."""
+
+    what: str
+    gain_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.what}: saves about {bytes_text(self.gain_bytes)}"
+
+
+@dataclass(frozen=True, eq=False)
+class _Idea:
+    """A remedy before it is worked out.
+
+    Attributes:
+      change: what buffers take then; more_bytes: what it takes besides.
+      subject: what it is about: of ideas about one thing one is taken.
+      mesh, rule: the mesh, and a further rule, under which the program has to be lowered then.
+    """
+
+    what: str
+    change: Change
+    subject: str
+    more_bytes: int = 0
+    mesh: str = ""
+    rule: str = ""
+
+
+def remedies(program: Program, room_bytes: int) -> tuple[Remedy, ...]:
+    """The best remedies for a device with `room_bytes`, best first; combined ones if none alone suffices."""
+    usage = bytes_after(program, tiled_value_bytes)
+    peak = max(usage)
+    n = usage.index(peak) - 1
+    live = [b.at(n)[1] for b in live_buffers(program, n)]
+    kinds = {b.owner: kind_of(program, b.owner, b.begin) for b in program.buffers}
+    legal = _Legal(program)
+    ideas = [*(_more_devices(program) or _new_axis(program, live)), *_rules(program, live, kinds, legal)]
+    ideas += [*_recomputed(program, live), *_smaller_batch(program, live, kinds), *_narrow(program), *_loss(program)]
+    gains = {idea: peak - _peak(program, [idea]) for idea in ideas}
+    worth = sorted((i for i in ideas if gains[i] >= _WORTH * peak), key=lambda i: -gains[i])
+    taken: list[_Idea] = []
+    for idea in worth:
+        if len(taken) < _MOST and legal([idea]):
+            taken.append(idea)
+    found = [Remedy(i.what, gains[i]) for i in taken]
+    if peak > room_bytes and taken and peak - gains[taken[0]] > room_bytes:
+        together = _combined(program, taken, legal, room_bytes)
+        if together:
+            what = "together: " + "; and ".join(i.what for i in together)
+            found.insert(0, Remedy(what, peak - _peak(program, together)))
+    return tuple(found)
+
+
+def _combined(program: Program, ideas: Sequence[_Idea], legal: _Legal, room_bytes: int) -> list[_Idea]:
+    """Ideas that save most together, as many as it takes to fit; none if they do not."""
+    chosen: list[_Idea] = []
+    while len(chosen) < _TOGETHER:
+        subjects = {i.subject for i in chosen}
+        others = [[*chosen, i] for i in ideas if i.subject not in subjects]
+        others = sorted(others, key=lambda these: _peak(program, these))
+        chosen = next((these for these in others if legal(these)), [])
+        if not chosen or _peak(program, chosen) <= room_bytes:
+            return chosen
+    return []
+
+
+def _peak(program: Program, ideas: Sequence[_Idea]) -> int:
+    """The peak with these changes, each of which shrinks what the others leave."""
+
+    def size(v: Value) -> int:
+        whole = tiled_value_bytes(v)
+        shares = [found / whole for i in ideas if whole and (found := i.change(v)) is not None]
+        return round(whole * prod(shares)) if shares else whole
+
+    return max(bytes_after(program, size)) + sum(i.more_bytes for i in ideas)
+
+
+class _Legal:
+    """Whether the library lowers a program with some ideas, as far as they are about mesh and layout."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        operations = dict.fromkeys(i.operation for i in program.instructions)
+        self.subjects = Subjects(next(iter(operations)).graph.root, operations)
+
+    def __call__(self, ideas: Iterable[_Idea]) -> bool:
+        mesh = next((i.mesh for i in ideas if i.mesh), str(self.program.mesh))
+        rules = ";".join(filter(None, (str(self.program.layout), *(i.rule for i in ideas))))
+        return check_layout(self.subjects, Mesh(mesh), LayoutRules(rules)).ok
+
+
+def _cut(v: Value, ways: Callable[[str], int]) -> int:
+    """Bytes of a value's block with each dim in that many parts more."""
+    return tiled_bytes(tuple(-(-d.size // ways(d.name)) for d in v.local.shape), v.tensor.dtype.itemsize)
+
+
+def _more_devices(program: Program) -> list[_Idea]:
+    """An axis of the mesh twice as long."""
+    found: list[_Idea] = []
+    for axis in program.mesh.axes:
+        size = program.mesh.axis_size(axis)
+        if not any(axis in rule.axes for rule in program.layout.rules):
+            continue  # it would only repeat
+
+        def change(v: Value, axis: str = axis) -> int | None:
+            split = {d.name for d, axes in zip(v.local.shape, v.sharding.axes, strict=True) if axis in axes}
+            return _cut(v, lambda dim: 2 if dim in split else 1) if split else None
+
+        mesh = ";".join(f"{a}:{program.mesh.axis_size(a) * (1 + (a == axis))}" for a in program.mesh.axes)
+        what = f"twice the devices, mesh axis '{axis}' {size} -> {2 * size}"
+        found.append(_Idea(what, change, "devices", mesh=mesh))
+    return found
+
+
+def _new_axis(program: Program, live: list[Value]) -> list[_Idea]:
+    """Where no axis splits anything: one that splits a dim of what is live."""
+
+    def halved(dim: str) -> Change:
+        return lambda v: _cut(v, lambda name: 2 if name == dim else 1) if dim in v.local.shape else None
+
+    dims = [
+        d
+        for d in _free_dims(program, live)
+        if all(v.local.shape.dim(d).size % 2 == 0 for v in live if d in v.local.shape)
+    ]
+    what, mesh = "twice the devices, a new mesh axis 'new' of 2 with rule", f"{program.mesh};new:2"
+    return [_Idea(f"{what} '{d}:new'", halved(d), "devices", mesh=mesh, rule=f"{d}:new") for d in dims]
+
+
+def _rules(program: Program, live: list[Value], kinds: Mapping[Value, str], legal: _Legal) -> Iterator[_Idea]:
+    """For each axis the best layout rule that splits a dim wherever the axis is free, and the best for slots alone."""
+    dims = _free_dims(program, live)
+    for axis in program.mesh.axes:
+        where, slots = f"(split wherever {axis} is free)", "(ZeRO-1: slots and gradients split)"
+        for scope, note in (("", where), ("slots/", slots)):
+            ideas = []
+            for dim in dims:
+                rule = f"{scope}{dim}:{axis}{'' if scope else '?'}"
+                change = _split(program, dim, axis)
+                more = 0 if scope else _gathered_bytes(program, change, program.mesh.axis_size(axis))
+                change = _of_slots(change, kinds) if scope else change
+                ideas.append(_Idea(f"layout rule '{rule}' {note}", change, f"axis {axis}", more, rule=rule))
+            gains = {i: sum(map(partial(_gain, i.change), live)) - i.more_bytes for i in ideas}
+            better = sorted((i for i in ideas if gains[i] > 0), key=lambda i: -gains[i])
+            yield from islice((i for i in better if legal([i])), 1)
+
+
+def _gain(change: Change, v: Value) -> int:
+    size = change(v)
+    return 0 if size is None else tiled_value_bytes(v) - size
+
+
+def _free_dims(program: Program, live: list[Value]) -> list[str]:
+    """Dims of what is live that no rule splits and no loop goes over."""
+    taken = {rule.dim for rule in program.layout.rules}
+    taken |= {i.record.dim.name for i in program.instructions if isinstance(i, Loop)}
+    return sorted({d.name for v in live for d in v.local.shape} - taken)
+
+
+def _gathered_bytes(program: Program, change: Change, ways: int) -> int:
+    """The largest weight as a product takes it, of those variables that `change` splits: it is gathered before, or the
+    other operand is where that is smaller."""
+    split = [frozenset(v.tensor.shape.names) for v in program.variables.values() if change(v) is not None]
+    found = 0
+    for i, _, _ in walk(program):
+        if i.operation.kind.kind is Kind.CONTRACTION and len(i.inputs) > 1:
+            for x, other in (i.inputs[:2], i.inputs[1::-1]):
+                if change(x) is not None and any(dims.issuperset(x.tensor.shape.names) for dims in split):
+                    found = max(found, min(tiled_value_bytes(x), ways * tiled_value_bytes(other)))
+    return found
+
+
+def _split(program: Program, dim: str, axis: str) -> Change:
+    ways = program.mesh.axis_size(axis)
+    gathered = {y for i in program.instructions for y in i.outputs if i.opcode == "all_gather"}  # wanted whole
+
+    def change(v: Value) -> int | None:
+        used = {a for axes in v.sharding.axes for a in axes} | set(v.sharding.pending_axes)
+        if axis in used or dim not in v.local.shape or v.local.shape.dim(dim).size % ways or v in gathered:
+            return None
+        return _cut(v, lambda name: ways if name == dim else 1)
+
+    return change
+
+
+def _of_slots(change: Change, kinds: Mapping[Value, str]) -> Change:
+    """The same for slots and gradients alone; not for what is inside loops."""
+    return lambda v: change(v) if kinds.get(v) in ("slots", "gradients") else None
+
+
+def _recomputed(program: Program, live: list[Value]) -> Iterator[_Idea]:
+    """What the forward pass keeps for the backward pass: computed again, or on the host."""
+    stacked, carries = dict[Value, int](), set()
+    for i in program.instructions:
+        if isinstance(i, Loop):
+            *_, befores, saved = i.record.outputs(i.operation.outputs)
+            carries |= {y for y in i.outputs if y.tensor in befores}
+            stacked |= {y: i.trips for y in i.outputs if y.tensor in saved}
+    pieces = segments(program, tiled_value_bytes)
+    if pieces is not None:
+        again = f"compute again what the forward pass keeps, in {pieces.pieces} parts (mtf.recompute_grad of each)"
+        yield _Idea(again, lambda v: 0 if v in pieces.spared else None, "kept values", pieces.more_bytes)
+    if stacked:
+        again = "compute again what the loop keeps (mtf.scan, remat='full')"
+        of_a_trip = {v: tiled_value_bytes(v) // trips for v, trips in stacked.items()}  # there while it runs again
+        yield _Idea(again, of_a_trip.get, "what the loop keeps")
+    if carries:
+        offload = "keep what the loop carries on the host (mtf.scan, remat=mtf.Remat(offload_carries=True))"
+        yield _Idea(offload, lambda v: 0 if v in carries else None, "carries")
+
+
+def _smaller_batch(program: Program, live: list[Value], kinds: Mapping[Value, str]) -> Iterator[_Idea]:
+    """Half the batch, at once or in two parts of a step: of the first dim that all inputs have and no variable."""
+    given = {*program.inputs.values()}
+    inputs = [v for v in given if v.local_shape.sizes]
+    own = {d.name for v in program.variables.values() for d in v.tensor.shape}
+    shared = [d for d in inputs[0].tensor.shape if all(d in v.tensor.shape for v in inputs)] if inputs else []
+    batch = next((d for d in shared if d.name not in own), None)
+    if batch is None or any(v.local_shape.dim(batch.name).size % 2 for v in inputs):
+        return
+    name = batch.name
+
+    def half(v: Value) -> int | None:
+        return _cut(v, lambda dim: 2 if dim == name else 1) if name in v.local_shape else None
+
+    yield _Idea(f"half the batch, '{name}' {batch.size} -> {batch.size // 2}", half, "batch")
+    if program.updates and any(i.operation.region == BACKWARD for i in program.instructions):
+        # Gradients of all parts are added up in float32, split as their variables; what a loop stacks of one part is
+        # there beside that, pending, until it is added.
+        trained = _trained(program)
+        sums = sum(tiled_bytes(v.local_shape.sizes, 4) for v in trained)
+        sums += sum(tiled_bytes(v.local_shape.sizes, width) for v, width in trained.items() if width)
+        there = sum(tiled_value_bytes(v) for v in live if kinds.get(v) == "gradients")
+        what = f"2 microbatches of '{name}' (mtf.serialize_training_step, num_splits=2)"
+        yield _Idea(what, lambda v: None if v in given else half(v), "batch", max(0, sums - there))
+
+
+def _trained(program: Program) -> dict[Value, float]:
+    """The variables that gradients were declared for, each with the bytes of an element that a loop stacks for it."""
+    variables = {v.tensor.operation: v for v in program.variables.values()}
+    graphs = dict.fromkeys(op.graph for op in variables)
+    gradients = [pair for graph in graphs for pair in graph.gradient_of.items()]
+    return {variables[op]: _stacked_width(gradient) for gradient, op in gradients if op in variables}
+
+
+def _stacked_width(gradient: Tensor) -> float:
+    """The bytes of an element of the stack that a gradient is a cast or view of; 0 of what no loop stacks."""
+    while gradient.operation.kind.cheap:
+        gradient = gradient.operation.inputs[0]
+    op = gradient.operation
+    stacked = op.loop is not None and gradient in op.loop.outputs(op.outputs).stacks
+    return gradient.dtype.itemsize if stacked else 0
+
+
+def _narrow(program: Program) -> Iterator[_Idea]:
+    """Variables that nothing updates, in bfloat16; an optimizer would keep them in float32 besides."""
+    wide = {v for name, v in program.variables.items() if v.tensor.dtype is FLOAT32 and name not in program.updates}
+    what = "variables in bfloat16 (slice_dtype='bfloat16')"
+    yield _Idea(what, lambda v: tiled_bytes(v.local_shape.sizes, 2) if v in wide else None, "variables")
+
+
+def _loss(program: Program) -> Iterator[_Idea]:
+    """A softmax over a dim of the variables, such as the vocabulary, in parts of all other dims."""
+    own = {d.name for v in program.variables.values() for d in v.tensor.shape}
+    over = {
+        d.name
+        for i in program.instructions
+        if i.operation.kind.kind is Kind.REDUCTION and i.opcode == "reduce_max"
+        for d in i.inputs[0].tensor.shape
+        if d not in i.outputs[0].tensor.shape and d.name in own
+    }
+    residents = {*program.variables.values(), *program.inputs.values()}
+    for name in sorted(over):
+
+        def part(v: Value, name: str = name) -> int | None:
+            if v in residents or name not in v.local_shape or own.issuperset(v.local_shape.names):
+                return None
+            rest = prod(d.size for d in v.local_shape if d.name not in own)
+            return -(-tiled_value_bytes(v) // _PARTS) if rest % _PARTS == 0 else None
+
+        yield _Idea(f"the loss over '{name}' in {_PARTS} parts (mtf.scan over them, remat='full')", part, "loss")

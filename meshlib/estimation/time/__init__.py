@@ -1,0 +1,1 @@
+"""When everything runs: kernel times, engines, shared links, the schedule and its attribution."""

@@ -1,0 +1,137 @@
+"""A schedule cut into moments, each given to what bounds it: every second of a step belongs to one thing alone.
+
+    the core runs a kernel        its launch is latency; the rest belongs to the unit that bounds it (`kernel_bound`)
+    something is sent, the core   the collective that began first: its links, the network between slices, and what is
+    computes nothing              neither (hops, its launch) as latency, in the order latency, ici, dcn
+    after the last kernel         HBM does what collectives still want of it
+    copies run longer             pcie
+
+What a loop does is its body, trip after trip.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from hardware.chips import Chip
+from meshlib.estimation.time.scheduling import Event, Schedule
+from meshlib.estimation.views.rows import kernel_bound, kernel_latency, network_parts
+
+ROUNDING = 1e-12  # of a step: shorter gaps come of sums of floats
+Span = tuple[float, float]
+
+
+class Moment(NamedTuple):
+    """From `begin` to `end`, seconds in its schedule, `bound` (one of `BOUNDS`) is what the step waits for.
+
+    `event` is what happens meanwhile; of a loop, which is to be looked into, `bound` is "".
+    """
+
+    begin: float
+    end: float
+    bound: str
+    event: Event | None
+
+
+def moments(made: Schedule, chip: Chip) -> Iterator[Moment]:
+    """The moments of one schedule in their order, from 0 to its end without a gap; loops as one moment each."""
+    waits = {begin: (end, event) for begin, end, event in exposed(made)}
+    starts = sorted(waits)
+    at = 0.0
+    for event in sorted((e for e in made.events if e.on_core), key=lambda e: (e.start, e.end)):
+        begin = max(at, computes_from(event))
+        yield from _idle(at, begin, waits, starts, chip, "latency")
+        end = max(begin, event.end)
+        if event.loop is not None:
+            yield Moment(begin, end, "", event)
+        else:
+            yield from _kernel(event, begin, end)
+        at = end
+    own_copies = made.host_exposed_seconds - sum(
+        e.trips * e.loop.host_exposed_seconds for e in made.events if e.loop is not None
+    )
+    copies = min(max(0.0, own_copies), max(0.0, made.seconds - at))
+    yield from _idle(at, made.seconds - copies, waits, starts, chip, "hbm")
+    if copies:
+        yield Moment(made.seconds - copies, made.seconds, "pcie", next((e for e in made.events if e.copy), None))
+
+
+def divided(made: Schedule, chip: Chip, times: int = 1) -> Iterator[tuple[Event | None, str, float]]:
+    """(event, bound, seconds) of everything, loops looked into; their sum is `times` the schedule's seconds."""
+    for m in moments(made, chip):
+        if m.event is not None and m.event.loop is not None and not m.bound:
+            yield from divided(m.event.loop, chip, times * m.event.trips)
+        else:
+            yield m.event, m.bound, times * (m.end - m.begin)
+
+
+def computes_from(event: Event) -> float:
+    """When the core begins: one that awaits the last piece of its operand computes at its end."""
+    return event.end - event.time.seconds if event.time else event.start
+
+
+def exposed(made: Schedule) -> Iterator[tuple[float, float, Event]]:
+    """When something is sent and the core computes nothing, and what: of several that which began first."""
+    gaps = _gaps([(computes_from(e), e.end) for e in made.events if e.on_core])
+    starts = [begin for begin, _ in gaps]
+    done = 0.0
+    for e in sorted((e for e in made.events if e.move is not None), key=lambda e: e.start):
+        begin = max(done, e.start)
+        for a, b in gaps[max(0, bisect_right(starts, begin) - 1) : bisect_right(starts, e.end)]:
+            if min(b, e.end) > max(a, begin):
+                yield max(a, begin), min(b, e.end), e
+        done = max(done, e.end)
+
+
+def _gaps(intervals: Sequence[Span]) -> list[Span]:
+    """What intervals leave free from 0 on."""
+    found, last = [], 0.0
+    for begin, end in sorted(intervals):
+        if begin > last:
+            found.append((last, begin))
+        last = max(last, end)
+    return [*found, (last, float("inf"))]
+
+
+def _kernel(event: Event, begin: float, end: float) -> Iterator[Moment]:
+    assert event.time is not None
+    started = min(end, begin + kernel_latency(event.time))
+    if started > begin:
+        yield Moment(begin, started, "latency", event)
+    if end > started:
+        yield Moment(started, end, kernel_bound(event.time), event)
+
+
+def _idle(
+    begin: float, end: float, waits: dict[float, tuple[float, Event]], starts: Sequence[float], chip: Chip, rest: str
+) -> Iterator[Moment]:
+    """A time in which the core computes nothing: what is sent then, else `rest`."""
+    at = begin
+    for start in starts[bisect_right(starts, begin) - 1 if bisect_right(starts, begin) else 0 :]:
+        stop, event = waits[start]
+        if start >= end:
+            break
+        first, last = max(at, start), min(end, stop)
+        if last <= first:
+            continue
+        if first - at > end * ROUNDING:
+            yield Moment(at, first, rest, None)
+        yield from _sent(event, first, last, chip)
+        at = last
+    if end - at > end * ROUNDING:
+        yield Moment(at, end, rest, None)
+
+
+def _sent(event: Event, begin: float, end: float, chip: Chip) -> Iterator[Moment]:
+    """A collective that is waited for, in the parts that it is made of."""
+    assert event.cost is not None
+    ici, dcn, latency = network_parts(event.cost, chip)
+    whole = ici + dcn + latency
+    at = begin
+    for bound, seconds in (("latency", latency), ("ici", ici), ("dcn", dcn)):
+        if seconds:
+            after = at + (end - begin) * seconds / whole
+            yield Moment(at, after, bound, event)
+            at = after

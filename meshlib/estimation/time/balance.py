@@ -1,0 +1,72 @@
+"""What bytes and work are worth on a slice, for a lowering that goes by time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hardware.errors import HardwareError
+from hardware.network import Demand, best_placement, collective_cost
+from hardware.vpu import vpu_seconds
+from layouts import Mesh
+from meshlib.core.errors import SliceError
+from meshlib.core.slices import slice_for
+from meshlib.lowering import Balance
+
+PAYLOAD_BYTES = 64 << 20  # large enough that the wire decides
+HEAVIER = 16  # times what the axis before it sends: layouts put what sends least first, and so over DCN
+EXPOSED = 0.5  # of a collective's time: products hide the rest, while nothing hides a product. Assumed
+
+
+def balance(slice: Any, mesh: Any) -> Balance:
+    """The balance of a slice: what `mtf.lower(..., balance=...)` weighs choices by, in place of a machine of no kind.
+
+    A byte along each mesh axis costs what an all_gather along it takes per byte sent, the cheapest axis counting 1: an
+    axis over the slow links between slices is dear. The axes lie as is best if each sends much more than the one before
+    it, so the first goes over the slow links. Work is priced at the peak rates of matrix and vector unit, half of each
+    collective being hidden behind products. Starting a collective costs what one of a single byte takes along the
+    quickest axis.
+
+    Args:
+      slice: a name like "v5e-256", or a `hardware.Slice`.
+      mesh: "rows:2;cols:4", a dict, pairs or a Mesh, with as many positions as the slice has devices.
+    Returns: a Balance.
+    Raises: SliceError for an unknown slice or one of another size.
+    Example:
+      >>> import meshlib as mtf
+      >>> found = mtf.balance("v5e-256", "data:16;model:16")
+      >>> found.axis_prices
+      (('data', 1.0), ('model', 1.0))
+
+    Rates: `hardware.chips`; times of collectives: `hardware.network`. Modelled.
+    """
+    mesh = Mesh(mesh)
+    slice_ = slice_for("balance", mesh, slice)
+    sizes = {axis: n for axis, n in mesh.sizes_by_axis.items() if n > 1}
+    try:
+        placement, _ = best_placement(
+            slice_,
+            mesh.sizes_by_axis,
+            [Demand("all_gather", (axis,), PAYLOAD_BYTES * HEAVIER**n) for n, axis in enumerate(sizes)],
+        )
+        seconds = {
+            axis: collective_cost(placement, "all_gather", (axis,), PAYLOAD_BYTES).seconds / _sent(n)
+            for axis, n in sizes.items()
+        }
+        flops_per_second = slice_.chip.peak_flops("bf16") / slice_.chip.devices_per_chip
+    except HardwareError as fault:
+        raise SliceError(f"balance: mesh {mesh} on {slice_.name}: {fault}") from None
+    if not seconds:
+        return Balance()
+    byte_seconds = min(seconds.values())
+    start_seconds = min(collective_cost(placement, "all_gather", (axis,), 1).seconds for axis in sizes)
+    return Balance(
+        mxu_flops_per_byte=EXPOSED * flops_per_second * byte_seconds,
+        vpu_ops_per_byte=byte_seconds / vpu_seconds(slice_.chip, 1.0),
+        axis_prices=tuple((axis, round(s / byte_seconds, 3)) for axis, s in seconds.items()),
+        collective_bytes=start_seconds / byte_seconds,
+    )
+
+
+def _sent(n: int) -> float:
+    """Bytes that a device sends in an all_gather of the payload on a ring."""
+    return PAYLOAD_BYTES * (n - 1) / n

@@ -1,0 +1,199 @@
+"""Modelled time of one fusion group on one device, from its work, the chip and the constants of `Physics`.
+
+MXU, VPU and HBM work at once within a group:
+
+    seconds = launch + max(max(mxu, vpu) + exposed, hbm)
+
+`exposed` is what nothing can hide: the first pieces of a product and its last block over HBM; of fused attention the
+part of the softmax that runs between products.
+
+A group alone in its program has the launches, bytes and loops of its passes besides (`passes`).
+
+A product alone in its program passes through VMEM in the best blocks (`hardware.blocking`). Among others it reaches
+`product_rate` of that rate, and its blocks have `block_edge` rows and columns: [m, k] x [k, n] reads m k n / edge
+elements of each operand.
+
+A product in eight bits reads its operands as they were quantised before, in a pass of its own: what is read, and a byte
+an element written. The pass is over before the product starts; products of one operand with the same scales share it.
+
+A softmax or norm keeps a block of rows in VMEM. Rows that do not fit are read again after every reduction.
+
+Fused attention contracts scores over the key dim (both passes) and cotangents over the value dim: dims narrower than
+the array fill it in part. Products over the memory dim can be turned so that these dims stream.
+
+Sources: Hong and Kung, STOC 1981 (traffic of blocks); Dao et al., arXiv:2205.14135 (products of each pass).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hardware.blocking import Blocks, matmul_blocks
+from hardware.chips import Chip
+from hardware.core import Matmul, Time, Work, time_of
+from hardware.memory import hbm_seconds, vmem_bytes
+from hardware.vpu import vpu_seconds
+from meshlib.estimation.time.physics import Physics
+from meshlib.estimation.work.kernel_passes import Passes, awaited_seconds, product_launch_seconds, summed_block_bytes
+from meshlib.estimation.work.kernels import Kernel
+from meshlib.estimation.work.products import Attention
+from meshlib.estimation.work.vmem_reuse import found_bytes, kept_bytes
+
+SCOPED_BYTES = 16 << 20  # the compiler's default: xla_tpu_scoped_vmem_limit_kib (from memory)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTime:
+    """Modelled time of one fusion group. `traffic_bytes` are padded, with what a product reads again.
+
+    `early_seconds`: of those over HBM, what may be fetched while something else runs; `first_seconds`: of the exposed
+    ones, the first pieces of that. `hidden_seconds`: what the schedule has found to be fetched before.
+    """
+
+    mxu_seconds: float
+    vpu_seconds: float
+    hbm_seconds: float
+    exposed_seconds: float
+    launch_seconds: float
+    traffic_bytes: float
+    early_seconds: float = 0.0
+    first_seconds: float = 0.0
+    hidden_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """From its launch to its end."""
+        return self.launch_seconds + self.busy_seconds - self.hidden_seconds
+
+    @property
+    def busy_seconds(self) -> float:
+        """Without the launch."""
+        return max(max(self.mxu_seconds, self.vpu_seconds) + self.exposed_seconds, self.hbm_seconds)
+
+    @property
+    def upper_seconds(self) -> float:
+        """No overlap at all within the group."""
+        return self.mxu_seconds + self.vpu_seconds + self.hbm_seconds + self.launch_seconds
+
+
+class Times:
+    """Times of kernels on one chip, remembered by what they depend on: layers repeat.
+
+    `alone`: of a program that is a single kernel.
+    """
+
+    def __init__(self, chip: Chip, physics: Physics, alone: bool = False) -> None:
+        self.chip = chip
+        self.physics = replace(physics.without_losses(), lone_passes=physics.lone_passes) if alone else physics
+        self._known: dict[tuple[object, ...], KernelTime] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        """What stays on the chip between kernels: its common memory (CMEM of v4), or of VMEM half.
+
+        A running kernel has SCOPED_BYTES of each core's VMEM, which is all that v2 and v3 have.
+        """
+        chip, vmem = self.chip, vmem_bytes(self.chip)
+        beside = vmem - SCOPED_BYTES * chip.cores_per_device
+        return max(chip.cmem_bytes // chip.devices_per_chip, min(vmem // 2, beside))
+
+    @property
+    def ahead_seconds(self) -> float:
+        """Time of HBM for what half of VMEM holds."""
+        return hbm_seconds(self.chip, vmem_bytes(self.chip) // 2)
+
+    def of(self, kernel: Kernel) -> KernelTime:
+        """Modelled time of a kernel."""
+        key = kernel.key
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._time(kernel)
+        return found
+
+    def _time(self, kernel: Kernel) -> KernelTime:
+        if kernel.free:
+            return KernelTime(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        if kernel.attention is not None:
+            return self._attention(kernel, kernel.attention)
+        chip, again, exposed, first = self.chip, 0.0, 0.0, 0.0
+        for product, sizes in kernel.matmuls:
+            cut = matmul_blocks(chip, product, *sizes)
+            again += self._read(cut, product, sizes) - kernel.operand_bytes
+            exposed += cut.exposed_bytes
+            pieces = zip(kernel.at_hand, (cut.rows, cut.columns), sizes, strict=True)
+            first += cut.depth * sum(size * edge for here, edge, size in pieces if here)
+        found = found_bytes(kernel, chip, self.held_bytes)
+        elsewhere = kept_bytes(kernel, chip) + kernel.spared_bytes + found
+        traffic = kernel.padded_bytes + again - elsewhere + kernel.quantised_bytes
+        lone, share = kernel.passes, self.physics.lone_passes
+        if lone is not None and share:
+            blocks = lone.block_bytes + sum(summed_block_bytes(chip, product) for product, _ in kernel.matmuls)
+            traffic += share * (lone.sweeps * kernel.read_bytes + blocks)
+        elif not kernel.matmuls and 2 * kernel.row_bytes > vmem_bytes(chip) // 2:  # a row and its result, half of VMEM
+            traffic += kernel.sweeps * kernel.read_bytes
+        # bfloat16 takes half the time where lanes work in it.
+        ops = kernel.padded_vpu_ops - (kernel.narrow_vpu_ops / 2 if chip.vpu_bf16 else 0.0)
+        time: Time = time_of(chip, Work(tuple(p for p, _ in kernel.matmuls), vpu_ops=ops, hbm_bytes=traffic))
+        bare_seconds = hbm_seconds(chip, min(exposed, traffic) + kernel.quantised_bytes) if time.mxu_seconds else 0.0
+        mxu = time.mxu_seconds / self.physics.product_rate
+        made = KernelTime(
+            mxu, time.vpu_seconds, time.hbm_seconds, bare_seconds, time.launch_seconds, traffic,
+            early_seconds=self._early(kernel, time.hbm_seconds, found),
+            first_seconds=min(bare_seconds, hbm_seconds(chip, first)),
+        )  # fmt: skip
+        return self._alone(kernel, lone, made) if lone is not None and share else made
+
+    def _alone(self, kernel: Kernel, passes: Passes, time: KernelTime) -> KernelTime:
+        """The time of a program's only kernel: launches of its passes, and what they do not overlap."""
+        share = self.physics.lone_passes
+        if time.mxu_seconds:
+            ((product, sizes),) = kernel.matmuls
+            exposed = max(time.exposed_seconds, share * awaited_seconds(self.chip, product, sizes))
+            return replace(time, launch_seconds=product_launch_seconds(self.chip), exposed_seconds=exposed)
+        launch = time.launch_seconds * passes.launches
+        loop = share * passes.loop_seconds(self.chip, time.traffic_bytes)
+        if loop == 0:
+            return replace(time, launch_seconds=launch)
+        vpu = max(time.vpu_seconds, loop)
+        return replace(time, launch_seconds=launch, vpu_seconds=vpu, exposed_seconds=time.hbm_seconds)
+
+    def _read(self, blocks: Blocks, product: Matmul, sizes: tuple[float, float]) -> float:
+        """Bytes that a product reads of its operands."""
+        edge = self.physics.block_edge
+        if not edge:
+            return blocks.read_bytes
+        left = sizes[0] * product.m * product.k * max(1.0, product.n / edge)
+        right = sizes[1] * product.taps * product.k * product.n * max(1.0, product.m / edge)
+        return product.batch * (left + right)
+
+    def _early(self, kernel: Kernel, most: float, found: float) -> float:
+        """Seconds over HBM of what may be fetched before a kernel starts: half of VMEM holds it."""
+        wanted = max(0.0, kernel.at_hand_bytes - found)
+        return min(most, hbm_seconds(self.chip, min(wanted, vmem_bytes(self.chip) // 2)))
+
+    def attention_seconds(self, work: Attention) -> tuple[float, float, float]:
+        """Modelled seconds of fused attention: on the MXU, on the vector unit, and of these what is not hidden."""
+        chip, physics = self.chip, self.physics
+        peak = chip.peak_flops("bf16") / chip.devices_per_chip * chip.mxu_efficiency * physics.product_rate
+        together = chip.attention_backward_kernels == 1
+        contracted, turned = work.products(together)
+        padded = sum(-(-size // chip.mxu_rows) * chip.mxu_rows for size in contracted)
+        scores = work.scores_in(self._tile(work))
+        mxu = work.passes * scores * 2 * (padded + sum(turned)) / peak
+        half = physics.score_backward_ops / 2
+        factor = 1.0 if not work.of.backward else half if not together else 0.0 if work.of.spared else 2 * half
+        vpu = vpu_seconds(chip, scores * physics.score_vpu_ops * factor)
+        return mxu, vpu, (1 - physics.attention_overlap) * min(mxu, vpu)
+
+    def _attention(self, kernel: Kernel, work: Attention) -> KernelTime:
+        chip = self.chip
+        mxu, vpu, bare = self.attention_seconds(work)
+        found = found_bytes(kernel, chip, self.held_bytes)
+        traffic = kernel.padded_bytes - found
+        hbm = hbm_seconds(chip, traffic)
+        return KernelTime(mxu, vpu, hbm, bare, chip.launch_seconds, traffic, self._early(kernel, hbm, found))
+
+    def _tile(self, work: Attention) -> int:
+        """Queries and keys of a tile of scores."""
+        forward_in_window = work.window is not None and not work.of.backward
+        return self.chip.attention_window_tile if forward_in_window else self.chip.attention_tile

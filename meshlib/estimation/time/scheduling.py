@@ -1,0 +1,369 @@
+"""When everything runs: a deterministic schedule of the program's order over the engines of one device.
+
+The core runs one fusion group at a time, in the program's order (`meshlib.estimation.time.kernel_times`), while HBM
+fetches ahead (`hbm`). A collective starts when its operands are ready, shares the places that it crosses (chip, torus
+axes, DCN) with what else is on its way (`links`), and holds up only the first group that uses its result. Small ones go
+together (`combining`). Policies of a compiler (`meshlib.core.compiler`):
+
+    none                each collective waits for the core, and the core for it
+    independent         as above; work that does not depend on a collective hides it
+    collective matmul   besides, an all_gather that feeds products, and a reduce_scatter or all_reduce of what a
+                        kernel makes, run in as many pieces as there are devices in the group if they are large: the
+                        first piece of one starts the other, the last ends it. All products in a row that take one
+                        gathered value share its window: only the last of them awaits the last piece, which then goes
+                        through all
+
+What waits for something on its way, and what nothing large waits for (the update of a weight by its gradient), holds up
+nobody: it runs when what it needs is there. A collective that the program issues early starts when the core reaches the
+product before which it stands. A collective is chained if the first product after it needs its result, or if there is
+none; only these are cut in pieces. Others run beside the core. Overlap is not free: of these the core loses a share of
+the time for which links are busy (`Physics.early_exposed`), and HBM the bytes that they move (`hbm`). Time in which the
+core waits for something pays both, so overlap never costs more than it hides.
+
+Copies to and from the host run ahead or behind on their own, a trip of a loop early or late, so they hold up nobody;
+but a program, or a trip, lasts at least as long as its copies take in either direction.
+
+A loop is its body's schedule, `trips` times one after the other; trips do not overlap, unless they are written out
+(`unrolled_loops`): then what one sends may end in the next. Of the trips of a pipeline that part is a bubble in which a
+stage is idle: the device computes, for nothing.
+
+Sources: Wang et al., "Overlap communication with dependent computation via decomposition", ASPLOS 2023 (collective
+matmul); openxla/xla latency_hiding_scheduler (start and done).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hardware.chips import Chip
+from hardware.memory import hbm_seconds, pcie_seconds
+from hardware.network import Cost
+from meshlib.core.compiler import Compiler
+from meshlib.estimation.time.hbm_engine import Hbm
+from meshlib.estimation.time.kernel_times import KernelTime, Times
+from meshlib.estimation.time.link_sharing import Links
+from meshlib.estimation.time.physics import Physics
+from meshlib.estimation.work.communication import Move
+from meshlib.estimation.work.kernels import Kernel
+from meshlib.estimation.work.units import HOST_COPIES, Plan, Unit
+
+# What arrives is written to HBM and what leaves is read: of an all_reduce in both of its halves.
+HBM_PASSES = {"all_reduce": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that runs from `start` to `end` (seconds from the start of the program, or of the trip)."""
+
+    start: float
+    end: float
+    first: int  # number of its first instruction
+    region: str
+    kernel: Kernel | None = None
+    time: KernelTime | None = None
+    move: Move | None = None
+    cost: Cost | None = None
+    loop: Schedule | None = None
+    trips: int = 1
+    active: float = 1.0  # of a loop, the part of its work that counts
+    copy: tuple[str, int] | None = None  # to or from the host, bytes
+    name: str = ""
+    source: str = ""
+
+    @property
+    def on_core(self) -> bool:
+        """Whether the core runs it: a fusion group or a loop."""
+        return self.time is not None or self.loop is not None
+
+    @property
+    def seconds(self) -> float:
+        """From start to end."""
+        return self.end - self.start
+
+
+@dataclass(slots=True)
+class Schedule:
+    """The events of a program in the order in which they were placed, and their totals in seconds.
+
+    `busy` has, per engine ("mxu", "vpu", "hbm", a place of the network as its number), the seconds for which it works;
+    `serial_seconds` is everything one after the other with no overlap anywhere; `exposed_seconds` the time in which
+    something is being sent and the core computes nothing, `host_exposed_seconds` that of copies to and from the host;
+    `core_seconds` is when the core has finished, though something may still be on its way; `spare_seconds`, what HBM
+    has had to spare for what comes next; `bubble_seconds`, of what the core does, the time spent in the bubbles of
+    pipelines, where nothing counts.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    seconds: float = 0.0
+    busy: dict[str | int, float] = field(default_factory=dict)
+    serial_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    host_exposed_seconds: float = 0.0
+    core_seconds: float = 0.0
+    spare_seconds: float = 0.0
+    bubble_seconds: float = 0.0
+
+    @property
+    def host_seconds(self) -> float:
+        """What copies to or from the host take, the longer of both."""
+        return max(self.busy.get(way, 0.0) for way in HOST_COPIES)
+
+    def use(self, engine: str | int, seconds: float) -> None:
+        """Count busy time."""
+        self.busy[engine] = self.busy.get(engine, 0.0) + seconds
+
+
+def schedule(plan: Plan, times: Times, compiler: Compiler, spare_seconds: float | None = None) -> Schedule:
+    """The schedule of a plan, from 0, with a compiler's policy of overlap and its loops kept or unrolled.
+
+    `spare_seconds`: of HBM before it starts, for what is fetched ahead; None for a program, before which nothing runs.
+    """
+    return _Run(plan, times, compiler, spare_seconds).run()
+
+
+def scheduled(plan: Plan, chip: Chip, physics: Physics, compiler: Compiler) -> Schedule:
+    """The schedule of a whole program on one device of a chip; one of a single kernel has the chip for itself."""
+    return schedule(plan, Times(chip, physics, alone=plan.kernels == 1), compiler)
+
+
+class _Run:
+    def __init__(self, plan: Plan, times: Times, compiler: Compiler, spare_seconds: float | None) -> None:
+        self.plan, self.times, self.compiler = plan, times, compiler
+        self.overlap, self.unrolled = compiler.overlap, compiler.unrolled_loops
+        self.made = Schedule()
+        self.core = 0.0  # when the core is free
+        self.owed_seconds = 0.0  # of the core, for collectives beside it; time in which it waits counts towards it
+        self.ready: dict[int, float] = {}
+        self.links = Links()
+        self.pieces: dict[int, Event] = {}  # what a collective matmul may take or give piece by piece
+        self.sent: dict[int, tuple[int, ...]] = {}  # number of a collective's event -> values that it brings
+        self.hbm = Hbm(times.ahead_seconds, spare_seconds)
+        self.later: list[Unit] = []  # what was put off, and the values that it makes
+        self.awaited: set[int] = set()
+        self.windows: dict[int, float] = {}  # gathered value -> seconds of the products that have taken its pieces
+
+    def run(self) -> Schedule:
+        for unit in self.plan.units:
+            self._catch_up()
+            if not self._is_put_off(unit):
+                self._place(unit)
+        made = self.made
+        end = max([self.core + self.owed_seconds, *(e.end for e in made.events if e.copy is None)])
+        self.core = max(self._paid(), self.core + self.hbm.left(end - self.core))
+        made.core_seconds = self.core + sum(self.times.of(u.kernel).seconds for u in self.later if u.kernel)
+        made.spare_seconds = self.hbm.spare_seconds or 0.0
+        while self.later:
+            self._place_later(min(self.later, key=self._when))
+        made.seconds = max([self.core, *(e.end for e in made.events if e.copy is None)], default=0.0)
+        sent = [(e.start, e.end) for e in made.events if e.move is not None]
+        computed = [e for e in made.events if e.on_core]
+        # A group that awaits the last piece of its operand computes at its end.
+        busy = [(e.end - e.time.seconds if e.time else e.start, e.end) for e in computed]
+        made.exposed_seconds += uncovered(sent, busy)
+        copies = made.host_seconds
+        made.host_exposed_seconds += max(0.0, copies - made.seconds)
+        made.seconds = max(made.seconds, copies)
+        return made
+
+    def _is_put_off(self, unit: Unit) -> bool:
+        """Whether a unit waits for something on its way while others run: nothing large waits for it."""
+        if unit.leads_on or self.overlap == "none":
+            return False
+        if self.awaited.isdisjoint(unit.inputs) and (unit.kernel is None or self._given(unit) <= self.core):
+            return False
+        self.later.append(unit)
+        self.awaited.update(unit.outputs)
+        return True
+
+    def _when(self, unit: Unit) -> float:
+        """When what was put off may run."""
+        return math.inf if not self.awaited.isdisjoint(unit.inputs) else self._given(unit)
+
+    def _catch_up(self) -> None:
+        """Run what was put off and has arrived."""
+        for unit in [*self.later]:
+            if self._when(unit) <= self.core:
+                self._place_later(unit)
+
+    def _place_later(self, unit: Unit) -> None:
+        self.later.remove(unit)
+        self.awaited.difference_update(unit.outputs)
+        self._place(unit)
+
+    def _place(self, unit: Unit) -> None:
+        if unit.body is not None:
+            self._loop(unit, unit.body)
+        elif unit.kernel is not None:
+            self._kernel(unit, unit.kernel)
+        elif unit.host_bytes is not None:
+            self._copy(unit, *unit.host_bytes)
+        else:
+            self._collective(unit)
+
+    def _given(self, unit: Unit) -> float:
+        """When all that a unit reads is there."""
+        return max((self.ready.get(x, 0.0) for x in unit.inputs), default=0.0)
+
+    def _event(self, unit: Unit, start: float, end: float, **what: Any) -> Event:
+        """What a unit does from start to end, noted down."""
+        event = Event(start, end, unit.number, unit.region, **{"name": unit.name, "source": unit.source, **what})
+        self.made.events.append(event)
+        return event
+
+    def _copy(self, unit: Unit, way: str, size: int) -> None:
+        seconds = pcie_seconds(self.times.chip, size)
+        self.ready.update(dict.fromkeys(unit.outputs, self._given(unit)))
+        start = self.made.busy.get(way, 0.0)
+        self.made.use(way, seconds)
+        self.made.serial_seconds += seconds
+        self._event(unit, start, start + seconds, copy=(way, size))
+
+    def _collective(self, unit: Unit) -> None:
+        ((move, cost),) = unit.moves
+        ready = max(self.core if unit.early else 0.0, self._given(unit))
+        giver = self._giver(unit, move) if unit.chained else None
+        if giver is not None:
+            ready = giver.start + giver.seconds / move.group
+        event = self._send(unit, move, cost, ready)
+        if giver is not None:
+            end = giver.end + event.seconds / move.group
+            if event.end < end:  # its last piece has to wait
+                event = self.made.events[-1] = replace(event, end=end)
+        elif self.overlap != "none" and not unit.chained:
+            wire = max((busy for _, busy in cost.busy_seconds), default=0.0)
+            self.owed_seconds += self.times.physics.early_exposed * wire
+        if self.overlap != "none":
+            self.hbm.owe(hbm_seconds(self.times.chip, HBM_PASSES.get(move.kind, 2) * move.larger_bytes))
+        self.sent[len(self.made.events) - 1] = unit.outputs
+        for y in unit.outputs:
+            self.ready[y] = event.end
+            if move.kind == "all_gather" and unit.chained and self.compiler.cuts_in_pieces(move.larger_bytes):
+                self.pieces[y] = event
+
+    def _send(self, unit: Unit, move: Move, cost: Cost, ready: float) -> Event:
+        seconds = cost.seconds + self.times.chip.collective_launch_seconds
+        if self.overlap == "none":
+            ready = max(ready, self.core)
+        # What is still on its way leaves the links to the next one.
+        start, shared, passed = self.links.send(len(self.made.events), cost, ready)
+        for other in passed:
+            self._delay(other.event, other.late_seconds)
+        if self.overlap == "none":
+            self.core = start + seconds
+        for place, busy in cost.busy_seconds:
+            self.made.use(place, busy)
+        self.made.serial_seconds += seconds
+        name = f"{move.kind} of {move.name}"
+        return self._event(unit, start, start + seconds + shared, move=move, cost=cost, name=name)
+
+    def _delay(self, number: int, seconds: float) -> None:
+        """A collective has been passed: what it brings is there later."""
+        event = self.made.events[number]
+        later = self.made.events[number] = replace(event, end=event.end + seconds)
+        for y in self.sent.get(number, ()):
+            self.ready[y] = later.end
+            if self.pieces.get(y) is event:
+                self.pieces[y] = later
+
+    def _kernel(self, unit: Unit, kernel: Kernel) -> None:
+        if kernel.free:
+            self.ready.update(dict.fromkeys(unit.outputs, self._given(unit)))
+            return
+        waits, window = self._waits(unit)
+        for move, cost in unit.moves:
+            waits = max(waits, self._send(unit, move, cost, waits).end)
+        time = self.times.of(kernel)
+        start = max(self._paid(), waits)
+        time = self.hbm.run(time, self.core, start)
+        end = computed = start + time.seconds
+        for x, gather, group in window:
+            taken = self.windows[x] = self.windows.get(x, 0.0) + time.seconds
+            if x in unit.closes:  # the last piece comes, and goes through all products of the window
+                end = max(end, gather.end + taken / group)
+        self.hbm.idle(end - computed)
+        self.core = end
+        event = self._event(unit, start, end, kernel=kernel, time=time)
+        self.made.use("mxu", time.mxu_seconds)
+        self.made.use("vpu", time.vpu_seconds)
+        self.made.use("hbm", time.hbm_seconds)
+        self.made.serial_seconds += time.upper_seconds
+        self._finish(unit, event)
+
+    def _paid(self) -> float:
+        """When the core has given collectives beside it the time that it owes them; it owes nothing then."""
+        paid, self.owed_seconds = self.core + self.owed_seconds, 0.0
+        return paid
+
+    def _waits(self, unit: Unit) -> tuple[float, list[tuple[int, Event, int]]]:
+        """When a group may start, and what it takes piece by piece: value, collective, and pieces of each."""
+        waits, window = 0.0, []
+        for x in unit.inputs:
+            piece = self.pieces.get(x) if unit.product else None
+            if piece is not None and piece.move is not None:
+                waits = max(waits, piece.start + piece.seconds / piece.move.group)
+                window.append((x, piece, piece.move.group))
+            else:
+                waits = max(waits, self.ready.get(x, 0.0))
+        return waits, window
+
+    def _finish(self, unit: Unit, event: Event) -> None:
+        for y in unit.outputs:
+            self.ready[y] = event.end
+            if event.kernel is not None:
+                self.pieces[y] = event
+
+    def _giver(self, unit: Unit, move: Move) -> Event | None:
+        """The kernel whose sum a reduction can take piece by piece."""
+        if move.kind not in ("reduce_scatter", "all_reduce") or len(unit.inputs) != 1:
+            return None
+        if not self.compiler.cuts_in_pieces(move.larger_bytes):
+            return None
+        found = self.pieces.get(unit.inputs[0])
+        return found if found is not None and found.kernel is not None else None
+
+    def _loop(self, unit: Unit, plan: Plan) -> None:
+        body = schedule(plan, self.times, self.compiler, 0.0)
+        if body.spare_seconds and unit.trips > 1:  # what HBM had to spare at the end of a trip serves the next
+            body = schedule(plan, self.times, self.compiler, body.spare_seconds)
+        period, tail = body.seconds, 0.0
+        if self.unrolled:
+            period = max(
+                [body.core_seconds, body.host_seconds, *(s for e, s in body.busy.items() if isinstance(e, int))]
+            )
+            tail = max(0.0, body.seconds - period)
+        seconds = unit.trips * period
+        # What the body sends must not meet what is still on the way.
+        places = [e for e in body.busy if isinstance(e, int)]
+        start = max([self._paid(), self._given(unit), *map(self.links.free, places)])
+        self.core = start + seconds
+        for place in places:
+            self.links.block(place, self.core)
+        event = self._event(unit, start, self.core + tail, loop=body, trips=unit.trips, active=unit.active)
+        for engine, busy in body.busy.items():
+            self.made.use(engine, unit.trips * busy)
+        self.made.serial_seconds += unit.trips * body.serial_seconds
+        bare = body.exposed_seconds - tail if self.unrolled else body.exposed_seconds
+        self.made.exposed_seconds += unit.trips * max(0.0, bare)
+        self.made.bubble_seconds += seconds * (1 - unit.active) + unit.trips * unit.active * body.bubble_seconds
+        self.made.host_exposed_seconds += unit.trips * body.host_exposed_seconds
+        self._finish(unit, event)
+
+
+def uncovered(intervals: Sequence[tuple[float, float]], covers: Sequence[tuple[float, float]]) -> float:
+    """Length of the union of `intervals` minus the union of `covers`.
+
+    >>> uncovered([(0.0, 4.0), (3.0, 6.0)], [(1.0, 2.0), (5.0, 9.0)])
+    4.0
+    """
+    marks = [(a, 0, 1) for a, b in intervals if b > a] + [(b, 0, -1) for a, b in intervals if b > a]
+    marks += [(a, 1, 1) for a, b in covers if b > a] + [(b, 1, -1) for a, b in covers if b > a]
+    total, last, open_ = 0.0, 0.0, [0, 0]
+    for at, which, change in sorted(marks):
+        if open_[0] and not open_[1]:
+            total += at - last
+        last = at
+        open_[which] += change
+    return total

@@ -1,0 +1,1 @@
+"""Estimates for people: tables, profiles, traces, scaling, whole runs, cautions."""

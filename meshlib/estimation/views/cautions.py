@@ -1,0 +1,87 @@
+"""What a plan risks, one line each: memory near the limit, weights that move, figures outside validated territory.
+
+The territory is that of the training runs that `python -m meshlib validate` compares with the model (bf16, unless a
+program has products in eight bits). Outside of it nothing says that the model's error is the one that is printed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from math import prod
+
+from meshlib.core.graph import Tensor
+from meshlib.core.text import bytes_text
+from meshlib.estimation.result import Estimate
+from meshlib.lowering.assigned import Homes
+from meshlib.program.instructions import Move
+from meshlib.program.records import Program, walk
+
+NEAR_LIMIT = 0.95  # of the memory that a device offers; whole runs add to their training step
+# Ranges over the training runs in `meshlib/validation/published_results.json` that are judged: least and most.
+VALIDATED_MFU = {"bf16": 0.715, "int8": 1.061, "fp8": 0.805}  # the most that was measured
+VALIDATED_CHIPS = (8, 4096)
+VALIDATED_LENGTHS = (512, 131_072)  # tokens of a sequence
+VALIDATED_TOKENS_PER_CHIP = (1_024, 163_840)
+
+
+def cautions(est: Estimate) -> list[str]:
+    """What to know before acting on an estimate, each on one line; empty where there is nothing.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", [mtf.Dimension("batch", 4096), mtf.Dimension("inner", 4096)], "bfloat16")
+      ...     w = mtf.variable("w", [mtf.Dimension("inner", 4096), mtf.Dimension("outer", 4096)], dtype="bfloat16")
+      ...     program = mtf.lower({"y": mtf.einsum([x, w])}, mesh="a:4", layout="batch:a;inner:a?")
+      >>> for line in cautions(mtf.estimate(program, "v5e-4")):
+      ...     print(line)
+      moves weights over a (4 devices): 24 MiB sent from each device in a step
+      outside validated territory: 4 chips (validated: 8 to 4,096)
+    """
+    return [*_memory(est), *_weights(est.program), *_territory(est)]
+
+
+def _memory(est: Estimate) -> Iterator[str]:
+    peak, capacity = est.memory.peak_bytes, est.memory.capacity_bytes
+    if NEAR_LIMIT * capacity < peak <= capacity:
+        yield f"memory near the limit: {bytes_text(peak)} of {bytes_text(capacity)} on each device"
+
+
+def _weights(program: Program) -> Iterator[str]:
+    """Over which axes variables are gathered, and what that sends."""
+    sent: defaultdict[tuple[str, ...], float] = defaultdict(float)
+    for i, _, times in walk(program):
+        for step, value, _ in i.transfers if isinstance(i, Move) else ():
+            homes = Homes(value.tensor.graph, program.mesh, program.layout)
+            if step.kind == "all_gather" and homes.is_weight(value.tensor):
+                sent[step.axes] += times * step.sent_bytes
+    for axes, size in sorted(sent.items(), key=lambda item: -item[1]):
+        devices = prod(program.mesh.axis_size(axis) for axis in axes)
+        where = f"{'+'.join(axes)} ({devices} devices)"
+        yield f"moves weights over {where}: {bytes_text(size)} sent from each device in a step"
+
+
+def _is_text(t: Tensor) -> bool:
+    """Whether an input is a batch of sequences of tokens."""
+    return t.dtype.kind == "integer" and len(t.shape) > 1
+
+
+def _territory(est: Estimate) -> Iterator[str]:
+    """In what an estimate lies outside of the runs that the model was compared with."""
+    outside = []
+    dtypes = {row.mxu_dtype for row in est.rows if row.mxu_dtype} or {"bf16"}
+    most = max(VALIDATED_MFU.get(dtype, VALIDATED_MFU["bf16"]) for dtype in dtypes)
+    if est.mfu > most:
+        outside.append(f"MFU {est.mfu:.1%} (validated: up to {most:.1%})")
+    figures = [("chips", est.slice.chips, VALIDATED_CHIPS)]
+    tokens = [t.tensor.shape for t in est.program.inputs.values() if _is_text(t.tensor)]
+    if tokens:
+        largest = max(tokens, key=lambda shape: shape.size)
+        figures += [("tokens in a sequence", largest.sizes[-1], VALIDATED_LENGTHS)]
+        figures += [("tokens per chip", largest.size // est.slice.chips, VALIDATED_TOKENS_PER_CHIP)]
+    for what, value, (least, greatest) in figures:
+        if not least <= value <= greatest:
+            outside.append(f"{value:,} {what} (validated: {least:,} to {greatest:,})")
+    if outside:
+        yield f"outside validated territory: {', '.join(outside)}"

@@ -1,0 +1,404 @@
+"""Where the time of a step goes, as a profiler shows it: by unit, by kind of operation, by the user's line.
+
+Each moment of the step is given to what bounds it (`meshlib.estimation.time.attribution`), so that shares add up to the
+step. Beside it stands how long a unit works, whoever bounds the step meanwhile: units work at once, so these do not add
+up.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hardware.placement import DCN
+from meshlib.core.arguments import at, choice, whole
+from meshlib.core.compiler import Compiler
+from meshlib.core.drawing import new_figure, save_figure
+from meshlib.core.errors import GraphError
+from meshlib.core.source_lines import UNKNOWN_LINE
+from meshlib.core.text import grid, seconds_text, wrapped
+from meshlib.estimation.time.attribution import divided
+from meshlib.estimation.time.scheduling import Event, Schedule
+from meshlib.estimation.work.plan import kernels_of
+from meshlib.program.instructions import Loop
+from meshlib.program.records import Program
+
+if TYPE_CHECKING:
+    from meshlib.estimation.result import Estimate
+
+# What a step is waiting for, by the unit that does it.
+UNIT_OF = {
+    **{"mxu": "MXU", "vpu": "VPU", "hbm": "HBM", "ici": "ICI", "dcn": "DCN"},
+    **{"pcie": "host", "input": "host", "latency": "idle"},
+}
+UNITS = tuple(dict.fromkeys(UNIT_OF.values()))
+VIEWS = ("kind", "line", "operation", "phase")
+AIM = 0.70  # of the MXU: "we try to shoot for about 70 percent", Training with TPUs, Google Cloud Next 2018
+NAME = 40  # letters of a name in a table
+FEW = 4  # lines of a program, up to which its operations are shown, too
+BAR = 30  # characters of a whole step
+OVERHEAD, INPUT, SLOWEST, TRAFFIC = "step overhead", "input", "slowest slice", "memory of collectives"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something's part in a step. Modelled, but for `measured_seconds`.
+
+    Attributes:
+      name: of the operation, or what the view is by: its kind, line or phase.
+      kind: such as "einsum" or "all_reduce"; source: the user's line; phase: "forward", "backward", "update", "again"
+        where several meet "".
+      seconds: of the step, by the unit that bounds it meanwhile (`UNITS`).
+      busy_seconds: for which each unit works for it, hidden or not.
+      measured_seconds: on real devices, where they were measured: for which a device works on it, hidden or not.
+    """
+
+    name: str
+    kind: str = ""
+    source: str = ""
+    phase: str = ""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    busy_seconds: Mapping[str, float] = field(default_factory=dict)
+    measured_seconds: float | None = None
+
+    @property
+    def total_seconds(self) -> float:
+        """Of the step, whatever bounds it."""
+        return sum(self.seconds.values())
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What devices did in a step, as JAX's profiler saw it. Made by `OnJax.profile`.
+
+    Attributes:
+      step_seconds: of a step, from feeds to results, with the profiler watching.
+      seconds: of the devices' work, the mean over devices: by the name of the instruction, its kind, line and phase.
+      other_seconds: of work that belongs to no instruction, or to several without saying so.
+      devices, steps: how many were watched.
+    """
+
+    step_seconds: float
+    seconds: Mapping[tuple[str, str, str, str], float]
+    other_seconds: float
+    devices: str
+    steps: int
+
+    @property
+    def device_seconds(self) -> float:
+        """All that a device did in a step."""
+        return sum(self.seconds.values()) + self.other_seconds
+
+    def by(self, view: str) -> dict[str, float]:
+        """Seconds by "kind", "line", "operation" or "phase"."""
+        place = {"operation": 0, "kind": 1, "line": 2, "phase": 3}[choice(view, "Measured.by", "view", VIEWS)]
+        found: dict[str, float] = defaultdict(float)
+        for key, seconds in self.seconds.items():
+            found[key[place]] += seconds
+        return dict(found)
+
+    def of(self, est: Estimate) -> Measured:
+        """The same by the events of an estimate: what is fused there counts for the group that it is in."""
+        owner = dict(_owners(est.program, est.schedule))
+        seconds: dict[tuple[str, str, str, str], float] = defaultdict(float)
+        for key, taken in self.seconds.items():
+            seconds[owner.get(key[0], key)] += taken
+        return replace(self, seconds=dict(seconds))
+
+    def __str__(self) -> str:
+        total = self.device_seconds
+        cells = [("kind", "measured", "share")]
+        for name, seconds in sorted(self.by("kind").items(), key=lambda item: -item[1]):
+            cells.append((name, seconds_text(seconds), f"{seconds / total:.1%}"))
+        if self.other_seconds:
+            cells.append(("(of no instruction)", seconds_text(self.other_seconds), f"{self.other_seconds / total:.1%}"))
+        head = (
+            f"{self.devices}: {seconds_text(self.step_seconds)} a step, of it {seconds_text(total)} of work on each "
+            f"device; mean of {self.steps}"
+        )
+        return "\n".join([head, *grid(cells, right=(1, 2))])
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Profile:
+    """Where the time of a step goes. Made by `Estimate.profile`. Modelled, but for what was measured.
+
+    Attributes:
+      step_seconds: of the step.
+      seconds: of the step, by the unit that bounds each moment: MXU, VPU, HBM, ICI, DCN, host (its input, copies over
+        PCIe) and idle (launches, hops, the fixed cost of a step). They add up to the step.
+      busy_seconds: for which each unit works; of several ICI axes the busiest one.
+      parts: by operation, that which takes most first.
+      title: slice, mesh and layout; compiler: what the step was scheduled for.
+      measured: on real devices, or None.
+    """
+
+    step_seconds: float
+    seconds: Mapping[str, float]
+    busy_seconds: Mapping[str, float]
+    parts: tuple[Part, ...]
+    title: str
+    compiler: Compiler
+    measured: Measured | None = None
+
+    @property
+    def mxu_share(self) -> float:
+        """Of the step, the time for which the MXU works; a talk of 2018 aims at 0.7."""
+        return self.busy_seconds["MXU"] / self.step_seconds if self.step_seconds else 0.0
+
+    def share(self, unit: str) -> float:
+        """Of the step, the time that a unit bounds.
+
+        Raises: GraphError for what is no unit.
+        """
+        name = choice(unit, "Profile.share", "unit", UNITS)
+        return self.seconds[name] / self.step_seconds if self.step_seconds else 0.0
+
+    def by(self, view: str) -> list[Part]:
+        """The parts together by "kind", "line", "operation" or "phase", that which takes most first.
+
+        Raises: GraphError for another view.
+        """
+        choice(view, "Profile.by", "view", VIEWS)
+        groups: dict[str, list[Part]] = defaultdict(list)
+        for part in self.parts:
+            groups[_key(part, view)].append(part)
+        measured = self.measured.by(view) if self.measured is not None else {}
+        for name in measured:
+            groups.setdefault(name, [])
+        made = [_together(name, members, measured.get(name)) for name, members in groups.items()]
+        return sorted(made, key=lambda p: (-p.total_seconds, -(p.measured_seconds or 0.0), p.name))
+
+    def table(self, rows: int | None = 12) -> str:
+        """As text: units, kinds of operations, lines of the program, or its operations; of each `rows`, None shows all.
+
+        Raises: GraphError where rows is neither a number nor None.
+        """
+        if rows is not None and whole(rows, "Profile.table", "rows") < 0:
+            raise GraphError(f"{at('Profile.table')}: rows must not be negative, got {rows}")
+        blocks = [self._units(), self._view("kind", "kind", rows)]
+        if any(p.source and p.source[0] != "(" and p.source != UNKNOWN_LINE for p in self.parts):
+            blocks.append(self._view("line", "your line", rows))
+        if len(self.by("line")) <= FEW:  # a model of the library is one line of the user's
+            blocks.append(self._view("operation", "operation", rows))
+        blocks.append(["* modelled: shares of the step, each moment given to what bounds it", *self._beside()])
+        return "\n\n".join("\n".join(lines) for lines in blocks)
+
+    def plot(self, path: str | Path) -> None:
+        """Draw it: a bar for each line of the program and kind of operation, in parts by unit. Needs matplotlib.
+
+        Raises: GraphError where matplotlib is missing or the file cannot be written.
+        """
+        save_figure(self._figure, path, "Profile.plot")
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def __repr__(self) -> str:
+        return f"<Profile of {self.title}: {seconds_text(self.step_seconds)}, MXU works {self.mxu_share:.1%}>"
+
+    # ------------------------------------------------------------ inside
+
+    def _units(self) -> list[str]:
+        cells = [("", "bounds*", "works*", "")]
+        for unit in UNITS:
+            busy = self.busy_seconds.get(unit, 0.0)
+            if self.seconds[unit] or busy:
+                works = "" if unit == "idle" else self._percent(busy)
+                cells.append(
+                    (f"  {unit}", self._percent(self.seconds[unit]), works, "#" * round(BAR * self.share(unit)))
+                )
+        return [
+            *wrapped(self.title, "", ";"),
+            f"compiler: {self.compiler}",
+            f"{seconds_text(self.step_seconds)} a step*, of which each unit",
+            *grid(cells, right=(1, 2)),
+            f"the MXU works {self.mxu_share:.1%} of the step; aim at about {AIM:.0%}",
+        ]
+
+    def _percent(self, seconds: float) -> str:
+        share = seconds / self.step_seconds if self.step_seconds else 0.0
+        return f"{share:.1%}" if share >= 0.0005 else "-"
+
+    def _view(self, view: str, title: str, rows: int | None) -> list[str]:
+        parts = [p for p in self.by(view) if p.total_seconds or p.measured_seconds]
+        shown, rest = (parts, []) if rows is None else (parts[:rows], parts[rows:])
+        units = [u for u in UNITS if self.seconds[u]]
+        cells = [self._head(title, units), *(self._cells(_short(p.name), [p], units) for p in shown)]
+        if rest:
+            cells.append(self._cells(f"... {len(rest)} more", rest, units))
+        return grid(cells, right=range(1, len(cells[0])))
+
+    def _head(self, title: str, units: Sequence[str]) -> tuple[str, ...]:
+        measured = ("measured", "share") if self.measured is not None else ()
+        return (title, "time*", "share*", *units, *measured)
+
+    def _cells(self, name: str, parts: Sequence[Part], units: Sequence[str]) -> tuple[str, ...]:
+        total = sum(p.total_seconds for p in parts)
+        by_unit = [sum(p.seconds.get(unit, 0.0) for p in parts) for unit in units]
+        cells = [name, seconds_text(total) if total else "-", self._percent(total)]
+        cells += [self._percent(s) for s in by_unit]
+        if self.measured is not None:
+            found = sum(p.measured_seconds or 0.0 for p in parts)
+            whole_seconds = self.measured.device_seconds
+            cells += [seconds_text(found), f"{found / whole_seconds:.1%}"] if found else ["-", "-"]
+        return tuple(cells)
+
+    def _beside(self) -> list[str]:
+        if self.measured is None:
+            return []
+        m = self.measured
+        other = f", of which {seconds_text(m.other_seconds)} belong to no instruction" if m.other_seconds else ""
+        return [
+            f"measured on {m.devices}, mean of {m.steps} steps: {seconds_text(m.step_seconds)} a step under the "
+            f"profiler, {seconds_text(m.device_seconds)} of work on each device{other}"
+        ]
+
+    def _figure(self) -> Any:
+        figure = new_figure("Profile.plot", 9, 6)
+        views = figure.subplots(2, 1)
+        first = "line" if len(self.by("line")) > FEW else "operation"
+        for axes, view in zip(views, (first, "kind"), strict=True):
+            shown = [p for p in self.by(view)[:10] if self._percent(p.total_seconds) != "-"][::-1]
+            left = [0.0] * len(shown)
+            for n, unit in enumerate(UNITS):
+                share = [100 * p.seconds.get(unit, 0.0) / self.step_seconds for p in shown]
+                axes.barh([p.name for p in shown], share, left=left, label=unit, color=f"C{n}", height=0.7)
+                left = [a + b for a, b in zip(left, share, strict=True)]
+            axes.set_title(f"by {view}", fontsize=9, loc="left")
+            axes.set_xlabel("% of the step (modelled)", fontsize=8)
+            axes.tick_params(labelsize=8)
+            axes.spines[["top", "right"]].set_visible(False)
+        views[1].legend(fontsize=8, frameon=False, loc="lower right")
+        works = f"{seconds_text(self.step_seconds)} a step, the MXU works {self.mxu_share:.0%} of it"
+        figure.suptitle("\n".join([*wrapped(self.title, "", ";"), works]), fontsize=9)
+        return figure
+
+
+def profile(est: Estimate, measured: object = None) -> Profile:
+    """`Estimate.profile`."""
+    if measured is not None and not isinstance(measured, Measured):
+        raise GraphError(
+            f"{at('Estimate.profile')}: measured must be what run.profile(...) of an mtf.on_jax run returns, "
+            f"got {type(measured).__name__} {measured!r:.80}"
+        )
+    made: dict[tuple[str, str, str, str], tuple[dict[str, float], dict[str, float]]] = {}
+
+    def part(*key: str) -> tuple[dict[str, float], dict[str, float]]:
+        return made.setdefault((*key, *("",) * (4 - len(key))), (defaultdict(float), defaultdict(float)))  # type: ignore[arg-type]
+
+    for event, bound, seconds in divided(est.schedule, est.slice.chip):
+        part(*_named(event))[0][UNIT_OF[bound]] += seconds
+    for event, times in _events(est.schedule):
+        for unit, seconds in _busy(event):
+            part(*_named(event))[1][unit] += times * seconds
+    for name, unit, seconds in (
+        (OVERHEAD, "idle", est.step_overhead_seconds),
+        (SLOWEST, "DCN", est.jitter_seconds),
+        (INPUT, "host", est.input_wait_seconds),
+    ):
+        if seconds:
+            part(name, name, f"({name})")[0][unit] += seconds
+    if est.input is not None:
+        part(INPUT, INPUT, f"({INPUT})")[1]["host"] += est.input.seconds
+    parts = [Part(*key, dict(seconds), dict(busy)) for key, (seconds, busy) in made.items()]
+    parts.sort(key=lambda p: -p.total_seconds)
+    totals = {unit: sum(p.seconds.get(unit, 0.0) for p in parts) for unit in UNITS}
+    title = f"{est.slice.name}, mesh {est.program.mesh}, layout {est.program.layout or '(none)'}"
+    seen = None if measured is None else measured.of(est)
+    return Profile(est.step_seconds, totals, _working(est), tuple(parts), title, est.compiler, seen)
+
+
+def _owners(program: Program, made: Schedule) -> Iterator[tuple[str, tuple[str, str, str, str]]]:
+    """(name of an instruction, what the event is called in which it runs)."""
+    events = {e.first: e for e in made.events}
+    for members in kernels_of(program):
+        event = events.get(members[0].group)
+        if event is None:
+            continue
+        for i in members:
+            if isinstance(i, Loop):
+                if event.loop is not None:
+                    yield from _owners(i.body, event.loop)
+            else:
+                yield i.scope, _named(event)
+
+
+def _working(est: Estimate) -> dict[str, float]:
+    """For how long each unit works in a step."""
+    engines = est.engine_seconds
+    links = [seconds for name, seconds in engines.items() if name.startswith("ici") or name == "core to core"]
+    copies = max(engines.get("to_host", 0.0), engines.get("from_host", 0.0))
+    return {
+        "MXU": engines.get("mxu", 0.0),
+        "VPU": engines.get("vpu", 0.0),
+        "HBM": engines.get("hbm", 0.0),
+        "ICI": max(links, default=0.0),
+        "DCN": engines.get("dcn", 0.0),
+        "host": max(copies, est.input.seconds if est.input is not None else 0.0),
+    }
+
+
+def _events(made: Schedule, times: int = 1) -> Iterator[tuple[Event, int]]:
+    """All events but loops, with how often each happens."""
+    for event in made.events:
+        if event.loop is not None:
+            yield from _events(event.loop, times * event.trips)
+        else:
+            yield event, times
+
+
+def _named(event: Event | None) -> tuple[str, str, str, str]:
+    """(name, kind, line, phase) of an event; of none, what HBM still does for collectives."""
+    if event is None:
+        return TRAFFIC, TRAFFIC, f"({TRAFFIC})", ""
+    kind = (
+        event.kernel.opcode if event.kernel else event.move.kind if event.move else event.copy[0] if event.copy else ""
+    )
+    return event.name, kind, event.source, event.region
+
+
+def _busy(event: Event) -> list[tuple[str, float]]:
+    """For how long each unit works for an event."""
+    if event.time is not None:
+        time = event.time
+        return [("MXU", time.mxu_seconds), ("VPU", time.vpu_seconds), ("HBM", time.hbm_seconds)]
+    if event.cost is not None:
+        inside = max((s for place, s in event.cost.busy_seconds if place != DCN), default=0.0)
+        return [("ICI", inside), ("DCN", sum(s for place, s in event.cost.busy_seconds if place == DCN))]
+    return [("host", event.seconds)]
+
+
+def _short(name: str) -> str:
+    """The end of a scoped name, which says most."""
+    return name if len(name) <= NAME else f"...{name[3 - NAME :]}"
+
+
+def _key(part: Part, view: str) -> str:
+    return {"kind": part.kind, "line": part.source, "operation": part.name, "phase": part.phase or part.kind}[view]
+
+
+def _together(name: str, parts: Sequence[Part], measured: float | None) -> Part:
+    def one(values: Iterator[str]) -> str:
+        found = set(values)
+        return found.pop() if len(found) == 1 else ""
+
+    def total(which: str) -> dict[str, float]:
+        sums: dict[str, float] = defaultdict(float)
+        for part in parts:
+            for unit, seconds in getattr(part, which).items():
+                sums[unit] += seconds
+        return dict(sums)
+
+    return Part(
+        name,
+        one(p.kind for p in parts),
+        one(p.source for p in parts),
+        one(p.phase for p in parts),
+        total("seconds"),
+        total("busy_seconds"),
+        measured,
+    )

@@ -1,0 +1,163 @@
+"""Rows of an estimate: one for each fusion group, collective and loop, exact figures beside modelled ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hardware.chips import Chip
+from hardware.memory import PCIE_EFFICIENCY, hbm_rate
+from hardware.network import Cost
+from hardware.placement import CORES, DCN
+from meshlib.core.graph import FORWARD
+from meshlib.estimation.time.kernel_times import KernelTime
+from meshlib.estimation.time.scheduling import Event, Schedule
+
+BOUNDS = ("mxu", "vpu", "hbm", "ici", "dcn", "pcie", "latency", "input")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One fusion group, collective or copy to or from the host.
+
+    `hidden_seconds` is what of a kernel ran before its turn: operands that were fetched while others ran.
+    `launch_seconds` is the part of `latency_seconds` that starting it takes; the rest is hops.
+
+    Exact, for one run on one device: `mxu_flops` executed, `useful_flops` of them not repeated elsewhere
+    (on average over the trips of a pipeline, none of those in a bubble),
+    `vpu_ops`, `hbm_bytes` at the group's boundary without padding, `payload_bytes` and `sent_bytes` of a collective,
+    and `count`, its runs in a step. Modelled: everything in seconds, `traffic_bytes` over HBM (padding and what a
+    product reads again), `bound`, `utilisation`: the share of the bounding engine's nominal rate that is reached (0
+    where latency bounds).
+    """
+
+    name: str
+    opcode: str
+    kind: str  # "compute", "collective" or "copy" (to or from the host)
+    phase: str
+    source: str
+    count: int
+    group: int
+    seconds: float
+    bound: str
+    utilisation: float
+    mxu_seconds: float = 0.0
+    vpu_seconds: float = 0.0
+    hbm_seconds: float = 0.0
+    ici_seconds: float = 0.0
+    dcn_seconds: float = 0.0
+    latency_seconds: float = 0.0
+    launch_seconds: float = 0.0
+    hidden_seconds: float = 0.0
+    mxu_flops: int = 0
+    useful_flops: float = 0.0
+    vpu_ops: int = 0
+    hbm_bytes: int = 0
+    traffic_bytes: float = 0.0
+    payload_bytes: int = 0
+    sent_bytes: float = 0.0
+    axes: tuple[str, ...] = ()
+    mxu_dtype: str = ""  # in which its product runs: "bf16", "int8", "fp8"
+
+    @property
+    def total_seconds(self) -> float:
+        """Of all runs in a step."""
+        return self.seconds * self.count
+
+
+def rows_of(made: Schedule, chip: Chip, count: int = 1, active: float = 1.0) -> Iterator[Row]:
+    """The rows of a schedule in its order; a loop's rows stand in its place, counted as often as they run.
+
+    `active` is the part of these runs that counts: not those in the bubble of a pipeline.
+    """
+    for event in made.events:
+        if event.loop is not None:
+            yield from rows_of(event.loop, chip, count * event.trips, active * event.active)
+        elif event.move is not None:
+            yield _collective_row(event, chip, count)
+        elif event.copy is not None:
+            yield _copy_row(event, event.copy, count)
+        else:
+            yield _compute_row(event, chip, count, active)
+
+
+def names_of_forward(made: Schedule) -> frozenset[str]:
+    """What runs in the forward pass, by the names of its events: what has one of them later runs again."""
+    found = {e.name for e in made.events if e.region == FORWARD and e.loop is None}
+    return frozenset(found.union(*(names_of_forward(e.loop) for e in made.events if e.loop is not None)))
+
+
+def kernel_bound(time: KernelTime) -> str:
+    """Which unit a kernel works longest on; "latency" if its launch takes longer than any."""
+    parts = {
+        "mxu": time.mxu_seconds,
+        "vpu": time.vpu_seconds,
+        "hbm": time.hbm_seconds,
+        "latency": time.launch_seconds,
+    }
+    return max(parts, key=lambda name: parts[name])
+
+
+def kernel_latency(time: KernelTime) -> float:
+    """Of its launch, what nothing that was fetched before makes up for."""
+    return max(0.0, time.launch_seconds - time.hidden_seconds)
+
+
+def _compute_row(event: Event, chip: Chip, count: int, active: float) -> Row:
+    kernel, time = event.kernel, event.time
+    assert kernel is not None
+    assert time is not None
+    bound = kernel_bound(time)
+    dtype = kernel.matmuls[0][0].dtype if kernel.matmuls else "bf16" if chip.peak_bf16_flops else "int8"
+    peak = chip.peak_flops(dtype) / chip.devices_per_chip
+    # Engines work on what is there: of the vector unit's time that on padding is none, and HBM moves what leaves VMEM.
+    # Where attention makes both gradients at once, one of them finds its scores there: the MXU does less than counted.
+    whole = kernel.vpu_ops / kernel.padded_vpu_ops if kernel.padded_vpu_ops and kernel.attention is None else 1.0
+    reached = {
+        "mxu": min(kernel.mxu_flops / peak, time.mxu_seconds),
+        "vpu": time.vpu_seconds * whole,
+        "hbm": min(kernel.hbm_bytes / hbm_rate(chip), time.hbm_seconds),
+    }
+    own = time.seconds
+    alone = own + time.hidden_seconds
+    share = reached[bound] / alone if bound in reached and alone else 0.0
+    return Row(
+        kernel.name, kernel.opcode, "compute", kernel.region, kernel.source, count, event.first, own, bound, share,
+        mxu_seconds=time.mxu_seconds, vpu_seconds=time.vpu_seconds, hbm_seconds=time.hbm_seconds,
+        latency_seconds=kernel_latency(time), launch_seconds=time.launch_seconds,
+        hidden_seconds=time.hidden_seconds, mxu_flops=kernel.mxu_flops, useful_flops=active * kernel.useful_flops,
+        vpu_ops=kernel.vpu_ops, hbm_bytes=kernel.hbm_bytes, traffic_bytes=time.traffic_bytes, mxu_dtype=dtype,
+    )  # fmt: skip
+
+
+def network_parts(cost: Cost, chip: Chip) -> tuple[float, float, float]:
+    """(ici, dcn, latency) seconds of a collective: the busiest link inside a slice, the NIC, and what is neither."""
+    dcn = sum(seconds for place, seconds in cost.busy_seconds if place == DCN)
+    cores = sum(seconds for place, seconds in cost.busy_seconds if place == CORES)
+    links = max((seconds for place, seconds in cost.busy_seconds if place >= 0), default=0.0)
+    ici = min(cores + links, cost.seconds - dcn)
+    return ici, dcn, max(0.0, cost.seconds - ici - dcn) + chip.collective_launch_seconds
+
+
+def _collective_row(event: Event, chip: Chip, count: int) -> Row:
+    move, cost = event.move, event.cost
+    assert move is not None
+    assert cost is not None
+    ici, dcn, latency = network_parts(cost, chip)
+    own = cost.seconds + chip.collective_launch_seconds
+    parts = {"ici": ici, "dcn": dcn, "latency": latency}
+    bound = max(parts, key=lambda name: parts[name])
+    share = {"ici": ici * chip.ici_efficiency / own, "dcn": dcn / own}.get(bound, 0.0)
+    return Row(
+        move.name, move.kind, "collective", event.region, event.source, count, event.first, own, bound, share,
+        ici_seconds=ici, dcn_seconds=dcn, latency_seconds=latency, launch_seconds=chip.collective_launch_seconds,
+        payload_bytes=move.payload_bytes, sent_bytes=move.sent_bytes, axes=move.axes,
+    )  # fmt: skip
+
+
+def _copy_row(event: Event, copy: tuple[str, int], count: int) -> Row:
+    way, size = copy
+    return Row(
+        event.name, way, "copy", event.region, event.source, count, event.first, event.seconds, "pcie", PCIE_EFFICIENCY,
+        payload_bytes=size,
+    )  # fmt: skip

@@ -1,0 +1,174 @@
+"""Step time, efficiency and memory over slices: one program built for each, estimated, tabulated, plotted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hardware.errors import HardwareError
+from hardware.slices import Slice
+from meshlib.core.arguments import items
+from meshlib.core.compiler import Compiler
+from meshlib.core.drawing import new_figure, save_figure
+from meshlib.core.errors import GraphError, SliceError
+from meshlib.core.text import bytes_text, grid, seconds_text, usd_text
+from meshlib.estimation import Estimate, HostInput, estimate
+from meshlib.estimation.views.rows import BOUNDS
+from meshlib.program.records import Program
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Estimates of one program over slices, in the order given.
+
+    `efficiency` compares useful flops per second and share of the peak with the first slice: 1 is perfect scaling,
+    whether the batch grows with the slice or not. Modelled.
+    """
+
+    estimates: tuple[Estimate, ...]
+
+    @property
+    def efficiency(self) -> tuple[float, ...]:
+        """MFU of each over that of the first. Modelled; 0 where the first does no product."""
+        first = self.estimates[0].mfu
+        return tuple(e.mfu / first if first else 0.0 for e in self.estimates)
+
+    @property
+    def speedup(self) -> tuple[float, ...]:
+        """Useful flops per second of all devices, over those of the first. Modelled."""
+        rates = [e.useful_flops * e.slice.devices / e.step_seconds if e.step_seconds else 0.0 for e in self.estimates]
+        return tuple(r / rates[0] if rates[0] else 0.0 for r in rates)
+
+    def __str__(self) -> str:
+        head = ("slice", "devices", "mesh", "step*", "exposed comm*", "MFU*", "speed-up*", "efficiency*", "bound*",
+                "1,000 steps*", "peak memory", "fits")  # fmt: skip
+        cells: list[tuple[str, ...]] = [head]
+        for e, speed, share in zip(self.estimates, self.speedup, self.efficiency, strict=True):
+            cost = "-" if e.slice.usd_per_hour is None else usd_text(e.usd(1000))
+            cells.append(
+                (
+                    e.slice.name, str(e.slice.devices), str(e.program.mesh), seconds_text(e.step_seconds),
+                    seconds_text(e.exposed_comm_seconds), f"{e.mfu:.1%}", f"{speed:.4g}x", f"{share:.1%}", e.bound,
+                    cost,
+                    bytes_text(e.memory.peak_bytes), "yes" if e.fits else "no",
+                )
+            )  # fmt: skip
+        compilers = ", ".join(dict.fromkeys(str(e.compiler) for e in self.estimates))
+        notes = ["* modelled; all others exact", f"compiler: {compilers}"]
+        return "\n".join([*grid(cells, right=(1, 3, 4, 5, 6, 7, 9, 10)), *notes])
+
+    def plot(self, path: str | Path) -> None:
+        """Draw step time by what bounds it, efficiency, and peak memory beside HBM into a file; needs matplotlib.
+
+        Args:
+          path: the file; its ending says the format, such as .png, .svg or .pdf.
+        Raises: GraphError where matplotlib is not installed, or the file cannot be written.
+        """
+        save_figure(self._figure, path, "Scaling.plot")
+
+    def _figure(self) -> Any:
+        figure = new_figure("Scaling.plot", max(13.0, 4 + 2.4 * len(self.estimates)), 4.2)
+        times, shares, memory = figure.subplots(1, 3)
+        self._draw_times(times)
+        self._draw_efficiency(shares)
+        self._draw_memory(memory)
+        for axes in (times, shares, memory):
+            axes.set_xticks(range(len(self.estimates)), [self._tick(e) for e in self.estimates])
+            axes.set_xlabel("slice, devices")
+            axes.set_xlim(-0.6, len(self.estimates) - 0.4)
+            axes.spines[["top", "right"]].set_visible(False)
+        return figure
+
+    @staticmethod
+    def _tick(e: Estimate) -> str:
+        return f"{e.slice.name}\n{e.slice.devices:,}"
+
+    def _draw_times(self, axes: Any) -> None:
+        """Stacked bars: what bounds the step."""
+        unit, size = _unit(max(e.step_seconds for e in self.estimates), (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)))
+        bottom = [0.0] * len(self.estimates)
+        for name in BOUNDS:
+            parts = [e.bound_seconds[name] / size for e in self.estimates]
+            if any(parts):
+                axes.bar(range(len(parts)), parts, 0.7, bottom, label=name, color=_COLOURS.get(name))
+                bottom = [a + b for a, b in zip(bottom, parts, strict=True)]
+        for n, height in enumerate(bottom):
+            axes.annotate(f"{height:.3g} {unit}", (n, height), ha="center", va="bottom")
+        axes.set(title="step time by bound (modelled)", ylabel=unit)
+        axes.margins(y=0.25)
+        axes.legend(ncols=3, frameon=False, loc="upper center")
+
+    def _draw_efficiency(self, axes: Any) -> None:
+        axes.axhline(100, color="0.6", linestyle="--", linewidth=1, zorder=0)
+        shares = [100 * share for share in self.efficiency]
+        axes.bar(range(len(shares)), shares, 0.7, color="tab:blue")
+        for n, (share, e) in enumerate(zip(shares, self.estimates, strict=True)):
+            axes.annotate(f"{share:.0f} %\nMFU {100 * e.mfu:.1f} %", (n, share), ha="center", va="bottom")
+        axes.set(title=f"efficiency against {self.estimates[0].slice.name} (modelled)", ylabel="%")
+        axes.set_ylim(0, 1.25 * max(100.0, *shares))
+
+    def _draw_memory(self, axes: Any) -> None:
+        gib = 2**30
+        peaks = [e.memory.peak_bytes / gib for e in self.estimates]
+        colours = ["tab:blue" if e.fits else "tab:red" for e in self.estimates]
+        axes.bar(range(len(peaks)), peaks, 0.7, color=colours)
+        for n, e in enumerate(self.estimates):
+            capacity = e.memory.capacity_bytes / gib
+            axes.plot([n - 0.42, n + 0.42], [capacity, capacity], color="black", label="HBM" if n == 0 else None)
+            axes.annotate(bytes_text(e.memory.peak_bytes), (n, peaks[n]), ha="center", va="bottom")
+        axes.set(title="peak memory per device (exact)", ylabel="GiB")
+        axes.margins(y=0.15)
+        axes.legend(frameon=False)
+
+
+_COLOURS = {
+    "mxu": "tab:blue", "vpu": "tab:cyan", "hbm": "tab:green", "ici": "tab:orange", "dcn": "tab:red",
+    "latency": "tab:gray", "input": "tab:brown",
+}  # fmt: skip
+
+
+def _unit(value: float, units: Sequence[tuple[str, float]]) -> tuple[str, float]:
+    """The largest unit that the value reaches, else the smallest."""
+    return next((unit for unit in units if value >= unit[1]), units[-1])
+
+
+def scaling(
+    program_builder: Callable[[Slice], Program],
+    slices: Iterable[str | Slice],
+    compiler: Compiler | None = None,
+    input: HostInput | None = None,
+) -> Scaling:
+    """Estimates of a program over slices.
+
+    Args:
+      program_builder: takes a `hardware.Slice` and returns the program lowered for a mesh of its `devices`.
+      slices: names or Slices, at least one; the first is what the others are compared with.
+      compiler, input: as of `mtf.estimate`.
+    Raises: SliceError for an unknown slice or a program that does not fit one; GraphError for other bad arguments.
+    Example:
+      >>> import meshlib as mtf
+      >>> def build(slice):
+      ...     batch, inner = mtf.Dimension("batch", 64 * slice.devices), mtf.Dimension("inner", 1024)
+      ...     with mtf.Graph():
+      ...         w = mtf.variable("w", [inner, mtf.Dimension("outer", 1024)])
+      ...         loss = mtf.reduce_mean(mtf.einsum([mtf.input("x", [batch, inner]), w]))
+      ...         train = mtf.optimize.SgdOptimizer(0.1).minimize(loss)
+      ...         return mtf.lower({"loss": loss}, train, mesh=f"data:{slice.devices}", layout="batch:data")
+      >>> found = mtf.scaling(build, ["v3-8", "v3-32"])
+      >>> [e.slice.devices for e in found.estimates], found.efficiency[0]
+      ([8, 32], 1.0)
+    """
+    if not callable(program_builder):
+        raise GraphError(f"scaling: program_builder must take a Slice, got {program_builder!r:.80}")
+    made = []
+    for name in items(slices, "scaling", "slices"):
+        try:
+            slice_ = name if isinstance(name, Slice) else Slice(name)
+        except HardwareError as fault:
+            raise SliceError(f"scaling: {fault}") from None
+        made.append(estimate(program_builder(slice_), slice_, compiler, input=input))
+    if not made:
+        raise GraphError("scaling: slices is empty; name at least one, such as 'v3-8'")
+    return Scaling(tuple(made))

@@ -1,0 +1,174 @@
+"""Estimates as text: totals, the groups that take most, and two estimates side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from hardware.chips import Chip
+from meshlib.core.errors import GraphError
+from meshlib.core.graph import FORWARD
+from meshlib.core.text import bytes_text, count_text, grid, seconds_text, usd_text
+from meshlib.estimation.views.rows import Row, names_of_forward
+
+if TYPE_CHECKING:
+    from meshlib.estimation.result import Estimate
+
+
+def table(est: Estimate, rows: int | None) -> str:
+    """`Estimate.table`."""
+    if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 0):
+        raise GraphError(f"Estimate.table: rows must be a number of rows or None, got {rows!r:.80}")
+    lines = [*_head(est), "", *_rows(est, rows), "", est.memory.message]
+    lines += [f"note: {note}" for note in est.program.notes] if est.fits else []  # else the message has them
+    lines += [
+        "",
+        *_bounds(est),
+        f"compiler: {est.compiler}; overlap of collectives: {est.compiler.overlap}",
+        *_placed(est),
+    ]
+    return "\n".join(lines)
+
+
+def _head(est: Estimate) -> list[str]:
+    program = est.program
+    passed = ", which products in fewer bits pass" if est.hfu > 1 else ""
+    lines = [
+        f"one step on {est.slice.name}, mesh {program.mesh}, layout {program.layout or '(none)'}, "
+        f"precision {program.precision}",
+        f"  step time        {seconds_text(est.step_seconds):>10}  modelled; between {seconds_text(est.lower_seconds)} "
+        f"(busiest engine) and {seconds_text(est.upper_seconds)} (no overlap)",
+        f"  bound            {est.bound:>10}  modelled",
+        f"  MFU              {est.mfu:>10.2%}  modelled, of the bf16 peak{passed}; {est.hfu:.2%} with repeated work",
+        f"  exposed comm     {seconds_text(est.exposed_comm_seconds):>10}  modelled; of "
+        f"{seconds_text(est.comm_seconds)} in all",
+        *_bubble(est),
+        f"  MXU flops        {count_text(est.flops):>10}  exact, per device",
+        f"  HBM bytes        {bytes_text(est.hbm_bytes):>10}  exact, per device, at the boundaries of fusion groups",
+        f"  sent bytes       {bytes_text(est.sent_bytes):>10}  exact, per device, in {len(program.collectives)} values",
+    ]
+    if est.input is not None:
+        lines.append(_fed(est))
+    if est.slice.usd_per_hour is not None:
+        lines.append(
+            f"  cost             {usd_text(est.usd(1000)):>10}  modelled, for 1,000 steps at the list price of "
+            f"${est.slice.usd_per_hour:,.2f} an hour{_recalled(est.slice.chip, 'usd_per_chip_hour')}"
+        )
+    return lines
+
+
+def _fed(est: Estimate) -> str:
+    """What the hosts give, and whether the devices wait for it."""
+    given = est.input
+    assert given is not None
+    hosts = f"{given.hosts} host{'s' * (given.hosts > 1)}"
+    how = "over PCIe" if given.pcie_seconds > given.host_seconds else f"at {given.rate:,.0f} a second from each"
+    text = f"  input            {seconds_text(given.seconds):>10}  modelled; "
+    return f"{text}{given.examples:,} examples of {hosts}, {how}; " + (
+        f"the devices wait {seconds_text(est.input_wait_seconds)} a step"
+        if est.input_wait_seconds
+        else f"ready before the devices, which take {seconds_text(est.device_seconds)}"
+    )
+
+
+def _bubble(est: Estimate) -> list[str]:
+    """Where there is a pipeline."""
+    if not est.bubble_seconds:
+        return []
+    seconds = seconds_text(est.bubble_seconds)
+    return [f"  pipeline bubble  {seconds:>10}  modelled, {est.bubble_share:.1%} of the step: work on no microbatch"]
+
+
+def _recalled(chip: Chip, figure: str) -> str:
+    """Says so where nobody has read a figure again in its source."""
+    return " (from memory)" if "from memory" in chip.source(figure) else ""
+
+
+def _rows(est: Estimate, limit: int | None) -> list[str]:
+    order = sorted(est.rows, key=lambda r: -r.total_seconds)
+    shown = order if limit is None else order[:limit]
+    forward = names_of_forward(est.schedule)
+    head = ("operation", "kind", "phase", "count", "each*", "total*", "share*", "bound*", "util*", "flops",
+            "HBM or sent", "line")  # fmt: skip
+    cells = [head, *(_cells(est, r, forward) for r in shown)]
+    lines = grid(cells, right=(3, 4, 5, 6, 8, 9, 10))
+    rest = order[len(shown) :]
+    if rest:
+        total = sum(r.total_seconds for r in rest)
+        lines.append(f"... {len(rest)} more rows, {seconds_text(total)} together*")
+    note = "; again: runs a second time, for the backward pass" if any(c[2] == "again" for c in cells) else ""
+    lines.append(f"* modelled; all others exact, for one run on one device{note}")
+    return lines
+
+
+def _cells(est: Estimate, r: Row, forward: frozenset[str]) -> tuple[str, ...]:
+    name = r.name if r.kind == "compute" else f"{r.opcode} of {r.name}"
+    share = r.total_seconds / est.step_seconds if est.step_seconds else 0.0
+    moved = {"compute": r.hbm_bytes, "collective": r.sent_bytes, "copy": r.payload_bytes}[r.kind]
+    return (
+        name,
+        {"compute": r.opcode, "collective": "+".join(r.axes), "copy": "pcie"}[r.kind],
+        "again" if r.phase != FORWARD and name in forward else r.phase,
+        str(r.count),
+        seconds_text(r.seconds),
+        seconds_text(r.total_seconds),
+        f"{share:.1%}",
+        r.bound,
+        f"{r.utilisation:.0%}" if r.bound != "latency" else "-",
+        count_text(r.mxu_flops) if r.mxu_flops else "-",
+        bytes_text(moved),
+        r.source,
+    )
+
+
+def _bounds(est: Estimate) -> list[str]:
+    parts = [f"{name} {seconds_text(s)}" for name, s in est.bound_seconds.items() if s]
+    engines = [f"{name} {seconds_text(s)}" for name, s in est.engine_seconds.items() if s]
+    return [
+        "what bounds the step (modelled): " + ", ".join(parts),
+        "busy engines (modelled): " + ", ".join(engines),
+    ]
+
+
+def _placed(est: Estimate) -> list[str]:
+    return str(est.placement).splitlines()
+
+
+def comparison(a: Estimate, b: Estimate) -> str:
+    """`Estimate.compare`."""
+    kinds = [k for k in a.memory.by_kind if a.memory.by_kind[k] or b.memory.by_kind[k]]
+    figures: list[tuple[str, str, float, float, str]] = [
+        ("step time", "seconds", a.step_seconds, b.step_seconds, "modelled"),
+        ("  lower bound", "seconds", a.lower_seconds, b.lower_seconds, "modelled"),
+        ("  upper bound", "seconds", a.upper_seconds, b.upper_seconds, "modelled"),
+        ("computation", "seconds", a.compute_seconds, b.compute_seconds, "modelled"),
+        ("communication", "seconds", a.comm_seconds, b.comm_seconds, "modelled"),
+        ("waiting for input", "seconds", a.input_wait_seconds, b.input_wait_seconds, "modelled"),
+        ("exposed comm", "seconds", a.exposed_comm_seconds, b.exposed_comm_seconds, "modelled"),
+        ("pipeline bubble", "seconds", a.bubble_seconds, b.bubble_seconds, "modelled"),
+        ("MFU", "share", a.mfu, b.mfu, "modelled"),
+        ("MXU flops per device", "count", a.flops, b.flops, "exact"),
+        ("HBM bytes per device", "bytes", a.hbm_bytes, b.hbm_bytes, "exact"),
+        ("sent bytes per device", "bytes", a.sent_bytes, b.sent_bytes, "exact"),
+        ("peak memory per device", "bytes", a.memory.peak_bytes, b.memory.peak_bytes, "exact"),
+        *((f"  {k}", "bytes", a.memory.by_kind[k], b.memory.by_kind[k], "exact") for k in kinds),
+    ]
+    texts: dict[str, Callable[[float], str]] = {
+        "seconds": seconds_text,
+        "count": count_text,
+        "bytes": bytes_text,
+        "share": "{:.2%}".format,
+    }
+    cells = [("", _title(a), _title(b), "second/first", "")]
+    for name, unit, x, y, sure in figures:
+        ratio = f"{y / x:.3g}x" if x else ("-" if not y else "new")
+        cells.append((name, texts[unit](x), texts[unit](y), ratio, sure))
+    cells.append(("bound", a.bound, b.bound, "", "modelled"))
+    cells.append(("compiler", str(a.compiler), str(b.compiler), "", "assumed"))
+    cells.append(("overlap of collectives", a.compiler.overlap, b.compiler.overlap, "", "assumed"))
+    cells.append(("fits", "yes" if a.fits else "no", "yes" if b.fits else "no", "", "exact"))
+    return "\n".join(grid(cells, right=(1, 2, 3)))
+
+
+def _title(est: Estimate) -> str:
+    return f"{est.slice.name} {est.program.mesh} {est.program.layout or '(none)'}"

@@ -1,0 +1,279 @@
+"""A schedule as Chrome-trace JSON: one track for each engine, HBM as counters. Opens in ui.perfetto.dev.
+
+    phase            forward, backward, update
+    loop             the trips of loops, a track for each depth
+    core             fusion groups with their launches; the fixed cost of the step at the end
+    mxu  vpu  hbm    when these engines work for them
+    to_host, from_host   copies over PCIe
+    ici ..., dcn     collectives on the places that they cross
+    exposed          what is sent while the core computes nothing
+    bound by         what each moment of the step waits for
+
+Times are whole nanoseconds, written in microseconds as the format asks. Slices are "X" events (begin and duration in
+one), sorted by time; on one track none overlaps another. What runs a second time for the backward pass is marked
+"(again)". Loops show all their trips; where that would be more than `SLICE_LIMIT` slices, the first trips and then, on
+each engine, one slice for the rest.
+
+Source: "Trace Event Format", the Chromium project, 2016; perfetto.dev docs on JSON traces.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hardware.placement import places
+from meshlib.core.errors import GraphError
+from meshlib.core.files import replace_file
+from meshlib.core.graph import FORWARD
+from meshlib.estimation.result import engine_name
+from meshlib.estimation.time.attribution import exposed, moments
+from meshlib.estimation.time.scheduling import Event, Schedule
+from meshlib.estimation.views.profile import UNIT_OF, UNITS
+from meshlib.estimation.views.rows import names_of_forward
+from meshlib.estimation.work.units import HOST_COPIES
+from meshlib.program.analysis.memory import KINDS
+
+if TYPE_CHECKING:
+    from meshlib.estimation.time.attribution import exposed, moments
+from meshlib.estimation.result import Estimate
+
+PHASE, LOOP, CORE, EXPOSED, BOUND = "phase", "loop", "core", "exposed", "bound by"
+COUNTER = "HBM bytes (exact)"
+WORKING = "MXU works, % (modelled)"
+WINDOWS = 100  # of the step, in each of which the share of the MXU's time is counted
+SLICE_LIMIT = 50_000
+TRIPS_SHARE = "share of the time that it works (modelled)"  # of an engine in trips that are not shown one by one
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something on a track: nanoseconds from the start of the step."""
+
+    track: str
+    name: str
+    begin: int
+    end: int
+    args: dict[str, Any]
+
+
+def trace_events(est: Estimate) -> list[dict[str, Any]]:
+    """The events of the trace, as the JSON holds them: names of tracks first, then everything by time."""
+    spans = _in_turns(est, (s for s in _Writer(est).spans() if s.end > s.begin))
+    number = {name: n for n, name in enumerate(_tracks(est, {s.track for s in spans}), start=1)}
+    events = [_named("process_name", f"one device of {est.slice.name} (modelled times, exact counts)", 0)]
+    for name, n in number.items():
+        events.append(_named("thread_name", name, n))
+        events.append({"ph": "M", "pid": 1, "tid": n, "name": "thread_sort_index", "args": {"sort_index": n}})
+    timed: list[dict[str, Any]] = [
+        {
+            "ph": "X", "pid": 1, "tid": number[s.track], "name": s.name, "cat": s.track,
+            "ts": s.begin / 1000, "dur": (s.end - s.begin) / 1000, "args": s.args,
+        }
+        for s in spans
+    ]  # fmt: skip
+    timed += _counters(est)
+    timed += _working(est, [s for s in spans if s.track == "mxu"])
+    return events + sorted(timed, key=lambda e: (e["ts"], e.get("tid", 0)))
+
+
+def _in_turns(est: Estimate, spans: Iterable[Span]) -> list[Span]:
+    """On links, what is passed by something small stops for it, and what is left of it comes later."""
+    network = {engine_name(place) for place, _ in places(est.slice)}
+    found: list[Span] = []
+    sent = defaultdict[str, list[Span]](list)
+    for s in spans:
+        (sent[s.track] if s.track in network else found).append(s)
+    for track in sent.values():
+        turns = [(s.begin, s.end, n, s) for n, s in enumerate(track)]
+        heapify(turns)
+        while turns:
+            begin, end, n, s = heappop(turns)
+            if turns and turns[0][0] < end:
+                passing = turns[0]
+                if passing[0] > begin:  # or else the shorter one, which comes first
+                    found.append(replace(s, begin=begin, end=passing[0]))
+                    heappush(turns, (passing[1], end + passing[1] - passing[0], n, s))
+                    continue
+                heappop(turns)
+                heappush(turns, (end, passing[1] + end - begin, *passing[2:]))
+            found.append(replace(s, begin=begin, end=end))
+    return found
+
+
+def _tracks(est: Estimate, used: set[str]) -> list[str]:
+    """The names of the tracks from top to bottom; those of engines also where nothing runs on them."""
+    loops = sorted(name for name in used if name.startswith(LOOP))
+    network = [engine_name(place) for place, size in places(est.slice) if size > 1]
+    phase, sent = ([name] if name in used else [] for name in (PHASE, EXPOSED))
+    copies = [way for way in HOST_COPIES if way in used]
+    return [*phase, *loops, CORE, "mxu", "vpu", "hbm", *network, *copies, *sent, BOUND]
+
+
+def _named(what: str, name: str, thread: int) -> dict[str, Any]:
+    return {"ph": "M", "pid": 1, "tid": thread, "name": what, "args": {"name": name}}
+
+
+class _Writer:
+    """The slices of an estimate's schedule."""
+
+    def __init__(self, est: Estimate) -> None:
+        self.est = est
+        self.forward = names_of_forward(est.schedule)
+
+    def spans(self) -> Iterator[Span]:
+        made = self.est.schedule
+        yield from _phases(made)
+        loops = sum(e.loop is not None for e in made.events)
+        room = max(0, SLICE_LIMIT - _size(made, trips=False)) // max(1, loops)
+        yield from self._schedule(made, 0.0, room, 1)
+        yield _span(BOUND, "idle", made.seconds, self.est.step_seconds, {})
+        rest = {"seconds (assumed)": self.est.step_seconds - made.seconds}
+        yield _span(CORE, "step overhead", made.seconds, self.est.step_seconds, rest)
+
+    def _schedule(self, made: Schedule, at: float, room: int, depth: int) -> Iterator[Span]:
+        for e in made.events:
+            if e.loop is not None:
+                yield from self._loop(e, e.loop, at, room, depth)
+            elif e.move is not None:
+                yield from self._collective(e, at)
+            elif e.copy is not None:
+                yield self._span(e, engine_name(e.copy[0]), at + e.start, at + e.end, {"bytes (exact)": e.copy[1]})
+            else:
+                yield from self._kernel(e, at)
+        for begin, end, e in exposed(made):
+            yield self._span(e, EXPOSED, at + begin, at + end)
+        for unit, run in groupby(moments(made, self.est.slice.chip), key=lambda m: UNIT_OF.get(m.bound)):
+            spans = [(m.begin, m.end) for m in run]
+            if unit is not None:  # of a loop, its trips say it
+                yield _span(BOUND, unit, at + spans[0][0], at + spans[-1][1], {})
+
+    def _loop(self, e: Event, body: Schedule, at: float, room: int, depth: int) -> Iterator[Span]:
+        track = LOOP if depth == 1 else f"{LOOP}, depth {depth}"
+        shown = min(e.trips, max(1, room // _size(body)))
+        for trip in range(shown):
+            begin = at + e.start + trip * body.seconds
+            args = {"trips": e.trips, "line": e.source, "phase": e.region}
+            yield _span(track, f"{e.name} {trip + 1}/{e.trips}", begin, begin + body.seconds, args)
+            yield from self._schedule(body, begin, room // shown, depth + 1)
+        if shown == e.trips:
+            return
+        begin, end = at + e.start + shown * body.seconds, at + e.end
+        name = f"{e.name}: {e.trips - shown} more trips"
+        yield _span(track, name, begin, end, {"trips": e.trips - shown, "line": e.source, "phase": e.region})
+        for engine, busy in (("core", body.seconds), *body.busy.items()):
+            share = {TRIPS_SHARE: busy / body.seconds if body.seconds else 0.0}
+            yield _span(engine_name(engine), name, begin, end, share)
+
+    def _collective(self, e: Event, at: float) -> Iterator[Span]:
+        assert e.move is not None
+        assert e.cost is not None
+        args = {
+            "payload_bytes (exact)": e.move.payload_bytes,
+            "sent_bytes (exact)": e.move.sent_bytes,
+            "axes": "+".join(e.move.axes),
+            "reason": e.move.reason,
+        }
+        for place, busy in e.cost.busy_seconds:
+            yield self._span(e, engine_name(place), at + e.start, at + e.start + busy, args)
+
+    def _kernel(self, e: Event, at: float) -> Iterator[Span]:
+        kernel, time = e.kernel, e.time
+        assert kernel is not None
+        assert time is not None
+        args = {
+            "mxu_flops (exact)": kernel.mxu_flops,
+            "vpu_ops (exact)": kernel.vpu_ops,
+            "hbm_bytes (exact)": kernel.hbm_bytes,
+            "launch seconds (modelled)": time.launch_seconds,
+        }
+        begin, end = at + e.start, at + e.end
+        yield self._span(e, CORE, begin, end, args)
+        start = begin + time.launch_seconds
+        for track, seconds in (("mxu", time.mxu_seconds), ("vpu", time.vpu_seconds), ("hbm", time.hbm_seconds)):
+            yield self._span(e, track, start, min(end, start + seconds), args)
+
+    def _span(self, e: Event, track: str, begin: float, end: float, args: Mapping[str, Any] | None = None) -> Span:
+        """A slice of what an event does on one track."""
+        name = f"{e.name} (again)" if e.region != FORWARD and e.name in self.forward else e.name
+        return _span(track, name, begin, end, {**(args or {}), "line": e.source, "phase": e.region})
+
+
+def _span(track: str, name: str, begin: float, end: float, args: dict[str, Any]) -> Span:
+    return Span(track, name, round(begin * 1e9), round(end * 1e9), args)
+
+
+def _size(made: Schedule, trips: bool = True) -> int:
+    """How many slices a schedule takes at most, with all the trips of its loops or without them."""
+    total = 1
+    for e in made.events:
+        if e.loop is not None:
+            total += e.trips * _size(e.loop) if trips else 0
+        elif e.cost is not None:
+            total += len(e.cost.busy_seconds) + 2
+        elif e.time is not None:
+            total += 2 + sum(s > 0 for s in (e.time.mxu_seconds, e.time.vpu_seconds, e.time.hbm_seconds))
+    return total
+
+
+def _phases(made: Schedule) -> Iterator[Span]:
+    """Runs of one region on the core."""
+    core = sorted((e for e in made.events if e.on_core), key=lambda e: e.start)
+    begin = 0
+    for n, (e, after) in enumerate(pairwise([*core, None]), start=1):
+        assert e is not None
+        if after is None or after.region != e.region:
+            yield _span(PHASE, e.region, core[begin].start, e.end, {})
+            begin = n
+
+
+def _counters(est: Estimate) -> Iterator[dict[str, Any]]:
+    """HBM in all and by kind when each group starts, and at the end."""
+    memory = est.memory.timeline_by_kind
+    shown = [n for n, _ in enumerate(KINDS) if any(kinds[n] for kinds in memory)]
+    last, held = -1, memory[-1] if memory else ()
+    for e in sorted((e for e in est.schedule.events if e.on_core), key=lambda e: e.start):
+        if e.first < len(memory) and round(e.start * 1e9) > last:
+            last, held = round(e.start * 1e9), memory[e.first]
+            yield _counted(last, held, shown)
+    end = round(est.step_seconds * 1e9)
+    if held and end > last:
+        yield _counted(end, held, shown)
+
+
+def _counted(at: int, held: Sequence[int], shown: Sequence[int]) -> dict[str, Any]:
+    args = {"total": sum(held)} | {KINDS[n]: held[n] for n in shown}
+    return {"ph": "C", "pid": 1, "name": COUNTER, "ts": at / 1000, "args": args}
+
+
+def _working(est: Estimate, spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
+    """In each window of the step, the share of the time for which the MXU works."""
+    width = max(1, -(-round(est.step_seconds * 1e9) // WINDOWS))
+    worked = [0.0] * WINDOWS
+    for s in spans:
+        share = s.args.get(TRIPS_SHARE, 1.0)
+        for n in range(s.begin // width, min(WINDOWS, -(-s.end // width))):
+            worked[n] += share * (min(s.end, (n + 1) * width) - max(s.begin, n * width)) / width
+    for n, share in enumerate(worked):
+        yield {"ph": "C", "pid": 1, "name": WORKING, "ts": n * width / 1000, "args": {"MXU": round(100 * share, 1)}}
+
+
+def save_trace(est: Estimate, path: str | Path) -> None:
+    """`Estimate.save_trace`."""
+    found = est.profile()
+    about: dict[str, object] = {
+        "slice": str(est.slice), "mesh": str(est.program.mesh), "layout": str(est.program.layout),
+        "compiler": str(est.compiler), "overlap": est.compiler.overlap,
+        "figures": "bytes and counts exact, times modelled",
+        "seconds of the step by what bounds it": {unit: found.seconds[unit] for unit in UNITS},
+        "share of the step for which the MXU works": found.mxu_share,
+    }  # fmt: skip
+    trace = {"traceEvents": trace_events(est), "displayTimeUnit": "ns", "otherData": about}
+    text = json.dumps(trace)
+    replace_file(path, lambda file: file.write(text.encode()), "save_trace", GraphError)

@@ -1,0 +1,245 @@
+"""A whole run: steps, their input, evaluations and checkpoints; hours and dollars.
+
+    seconds = start + steps * step + evaluations * evaluation + checkpoints * checkpoint
+
+A step lasts as long as its input where hosts are slower (`HostInput`); so does one of an evaluation. Evaluations come
+every so many steps and after the last one, as checkpoints do. What a run takes to start (compiling, filling queues) is
+nought unless it is said: it belongs to the software.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+from meshlib.core.arguments import at, number, whole
+from meshlib.core.compiler import Compiler
+from meshlib.core.errors import GraphError, SliceError
+from meshlib.core.text import count_text, grid, seconds_text, usd_text
+from meshlib.estimation.time.host_input import BATCH
+from meshlib.program.records import Program
+
+if TYPE_CHECKING:
+    from meshlib.estimation.result import Estimate
+
+WHAT = "Estimate.run"
+LENGTH = "length"
+
+
+@dataclass(frozen=True)
+class WholeRun:
+    """What a run takes. Made by `Estimate.run`. Counts are exact, times modelled, the price is the list's.
+
+    Attributes:
+      steps: of training; examples: of one of them, or None where the program has no dim "batch".
+      training_seconds: of all steps, input waited for included; input_wait_seconds: of that, waiting.
+      evaluations: how often, and evaluation_seconds, all of them; checkpoints and checkpoint_seconds as well.
+      start_seconds: before the first step.
+      usd_per_hour: of the slice, or None without a published price.
+      slice: its name; compiler: what its steps were scheduled for.
+    """
+
+    steps: int
+    examples: int | None
+    tokens: int | None
+    training_seconds: float
+    input_wait_seconds: float
+    evaluations: int
+    evaluation_seconds: float
+    checkpoints: int
+    checkpoint_seconds: float
+    start_seconds: float
+    usd_per_hour: float | None
+    slice: str
+    compiler: Compiler
+
+    @property
+    def seconds(self) -> float:
+        """From start to end."""
+        return self.start_seconds + self.training_seconds + self.evaluation_seconds + self.checkpoint_seconds
+
+    @property
+    def hours(self) -> float:
+        """The same in hours."""
+        return self.seconds / 3600
+
+    @property
+    def usd(self) -> float:
+        """At the list price of the slice, in US dollars.
+
+        Raises: SliceError for a chip without a published price.
+        """
+        if self.usd_per_hour is None:
+            raise SliceError(f"{at('WholeRun.usd')}: no list price of {self.slice} is published")
+        return self.usd_per_hour * self.hours
+
+    def __str__(self) -> str:
+        parts = [
+            ("start", self.start_seconds, ""),
+            ("training", self.training_seconds, self._trained()),
+            ("evaluations", self.evaluation_seconds, f"{self.evaluations:,}"),
+            ("checkpoints", self.checkpoint_seconds, f"{self.checkpoints:,}"),
+        ]
+        shown = [part for part in parts if part[1] or part[0] == "training"]
+        cells = [("", "time*", "share*", "")]
+        cells += [(f"  {name}", long_text(s), f"{s / self.seconds:.1%}", about) for name, s, about in shown]
+        price = "" if self.usd_per_hour is None else f", {usd_text(self.usd)}* at list price"
+        return "\n".join(
+            [
+                f"a whole run on {self.slice}, compiler {self.compiler}: {long_text(self.seconds)}*{price}",
+                *grid(cells, right=(1, 2)),
+            ]
+        )
+
+    def _trained(self) -> str:
+        told = f"{self.steps:,} step{'s' * (self.steps != 1)}"
+        if self.tokens:
+            told += f" of {count_text(self.tokens)} tokens"
+        elif self.examples:
+            told += f" of {self.examples:,} examples"
+        if self.input_wait_seconds:
+            told += f"; waits for input {long_text(self.input_wait_seconds)}*"
+        return told
+
+    def as_json(self) -> dict[str, Any]:
+        """The same figures for programs."""
+        return {
+            "compiler": str(self.compiler),
+            "steps": self.steps,
+            "evaluations": self.evaluations,
+            "checkpoints": self.checkpoints,
+            "seconds_modelled": self.seconds,
+            "training_seconds_modelled": self.training_seconds,
+            "input_wait_seconds_modelled": self.input_wait_seconds,
+            "evaluation_seconds_modelled": self.evaluation_seconds,
+            "checkpoint_seconds": self.checkpoint_seconds,
+            "usd_modelled": None if self.usd_per_hour is None else self.usd,
+        }
+
+
+def long_text(seconds: float) -> str:
+    """Hours and days for people, too.
+
+    >>> long_text(59), long_text(5400), long_text(10 * 86400)
+    ('59 s', '1.5 hours', '10 days')
+    """
+    for size, unit in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
+        if seconds >= 2 * size or (unit == "hours" and seconds >= size):
+            return f"{seconds / size:.4g} {unit}"
+    return seconds_text(seconds)
+
+
+def whole_run(
+    est: Estimate,
+    steps: object,
+    epochs: object,
+    examples: object,
+    tokens: object,
+    evaluation: object,
+    evaluation_examples: object,
+    evaluate_every: object,
+    checkpoint_every: object,
+    checkpoint_seconds: object,
+    start_seconds: object,
+) -> WholeRun:
+    """`Estimate.run`."""
+    batch, length = sizes_of(est.program)
+    count = _steps(est.program, steps, epochs, examples, tokens, batch, length)
+    if (evaluation is None) != (evaluation_examples is None):
+        raise GraphError(f"{at(WHAT)}: evaluation and evaluation_examples go together; give both or neither")
+    if evaluation is None and evaluate_every is not None:
+        raise GraphError(f"{at(WHAT)}: evaluate_every needs evaluation, the estimate of one of its steps")
+    evaluations, each = 0, 0.0
+    if evaluation is not None:
+        if not isinstance(evaluation, type(est)):
+            raise GraphError(f"{at(WHAT)}: evaluation must be an Estimate, got {type(evaluation).__name__}")
+        evaluations = _times(count, evaluate_every, "evaluate_every")
+        each = evaluation_steps(evaluation, evaluation_examples) * evaluation.step_seconds
+    checkpoints = 0 if checkpoint_every is None else _times(count, checkpoint_every, "checkpoint_every")
+    return WholeRun(
+        count,
+        batch,
+        None if batch is None or length is None else batch * length,
+        count * est.step_seconds,
+        count * est.input_wait_seconds,
+        evaluations,
+        evaluations * each,
+        checkpoints,
+        checkpoints * _duration(checkpoint_seconds, "checkpoint_seconds"),
+        _duration(start_seconds, "start_seconds"),
+        est.slice.usd_per_hour,
+        est.slice.name,
+        est.compiler,
+    )
+
+
+def sizes_of(program: Program) -> tuple[int | None, int | None]:
+    """Examples of a step and tokens of each: the dims "batch" and "length" of the inputs."""
+    shapes = [v.tensor.shape for v in program.inputs.values()]
+    batches = [s.dim(BATCH).size for s in shapes if BATCH in s.names]
+    both = [s for s in shapes if BATCH in s.names and LENGTH in s.names]
+    own = program.inputs.get("tokens")
+    if own is not None and own.tensor.shape in both:  # of an encoder-decoder what it learns to write
+        both = [own.tensor.shape]
+    return max(batches, default=None), max((s.dim(LENGTH).size for s in both), default=None)
+
+
+def evaluation_steps(evaluation: Estimate, examples: object) -> int:
+    """Steps that so many examples take, the last one filled up."""
+    count = whole(examples, WHAT, "evaluation_examples", 1)
+    batch, _ = sizes_of(evaluation.program)
+    if batch is None:
+        raise GraphError(f"{at(WHAT)}: no input of the evaluation has a dim '{BATCH}', so its steps can't be counted")
+    return ceil(count / batch)
+
+
+def _steps(
+    program: Program,
+    steps: object,
+    epochs: object,
+    examples: object,
+    tokens: object,
+    batch: int | None,
+    length: int | None,
+) -> int:
+    given: Mapping[str, object] = {"steps": steps, "epochs": epochs, "tokens": tokens}
+    said = [name for name, value in given.items() if value is not None]
+    if len(said) != 1:
+        raise GraphError(f"{at(WHAT)}: say how long by one of steps, epochs (with examples) or tokens; got {said}")
+    if (epochs is None) != (examples is None):
+        raise GraphError(f"{at(WHAT)}: epochs and examples, those of one epoch, go together")
+    if steps is not None:
+        return whole(steps, WHAT, "steps", 1)
+    names = ", ".join(map(repr, program.inputs)) or "none"
+    if batch is None or (tokens is not None and length is None):
+        lost = BATCH if batch is None else LENGTH
+        raise GraphError(f"{at(WHAT)}: no input of the program has a dim '{lost}' (its inputs: {names}); give steps")
+    if tokens is not None:
+        assert length is not None
+        return ceil(_positive(tokens, "tokens") / (batch * length))
+    return ceil(_positive(epochs, "epochs") * whole(examples, WHAT, "examples", 1) / batch)
+
+
+def _times(steps: int, every: object, argument: str) -> int:
+    """How often something happens that comes every so many steps and at the end."""
+    if every is None:
+        return 1
+    if whole(every, WHAT, argument) < 1:
+        raise GraphError(f"{at(WHAT)}: {argument} must be at least 1, got {every}")
+    return ceil(steps / whole(every, WHAT, argument))
+
+
+def _positive(value: object, argument: str) -> float:
+    found = number(value, WHAT, argument)
+    if found <= 0:
+        raise GraphError(f"{at(WHAT)}: {argument} must be positive, got {found:g}")
+    return found
+
+
+def _duration(value: object, argument: str) -> float:
+    found = number(value, WHAT, argument)
+    if found < 0:
+        raise GraphError(f"{at(WHAT)}: {argument} must not be negative, got {found:g}")
+    return found

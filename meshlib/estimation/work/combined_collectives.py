@@ -1,0 +1,147 @@
+"""Small collectives go together, as compilers combine them: several payloads, one launch, the hops once.
+
+A collective that takes longer to start and to pass the hops than to send its bytes is combined with others of its kind
+over the same axes, up to the threshold of XLA's combiners. Members do not depend on each other, and nobody who uses one
+waits: what they send is there before the first of their users. So a collective may be issued later than the program
+says, but before its first user; or earlier, if all that it is made of is there and costs next to nothing (the cast of a
+bias).
+
+Sources: openxla/xla all_reduce_combiner, all_gather_combiner and reduce_scatter_combiner; the threshold is
+kDefaultAllReduceCombineThreshold of xla/service/collective_utils.h. Only what is mostly latency is combined here: of
+larger ones the hiding by pieces would be lost (`meshlib.estimation.time.scheduling`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from hardware.memory import hbm_seconds
+from meshlib.estimation.work.communication import Move, Network
+from meshlib.estimation.work.units import Unit
+
+COMBINED = ("all_reduce", "all_gather", "reduce_scatter")
+THRESHOLD_BYTES = 30 * 2**20
+
+
+def combined(units: Sequence[Unit], network: Network) -> list[Unit]:
+    """The units with small collectives combined, in an order in which all that a unit reads is made before it."""
+    groups = _Grouping(units, network).groups
+    if not groups:
+        return list(units)
+    return _ordered(units, groups, network)
+
+
+@dataclass(eq=False)
+class _Group:
+    """Collectives that go together: their places among the units, and between which places they may be issued."""
+
+    members: list[int] = field(default_factory=list)
+    size_bytes: int = 0
+    earliest: int = 0
+    latest: int = 0
+
+    def takes(self, place: int, size_bytes: int, earliest: int, latest: int) -> bool:
+        """Adds a collective if it fits in."""
+        first, last = max(self.earliest, earliest), min(self.latest, latest)
+        if self.members and (first > last or self.size_bytes + size_bytes > THRESHOLD_BYTES):
+            return False
+        if not self.members:
+            first, last = earliest, latest
+        self.members.append(place)
+        self.size_bytes += size_bytes
+        self.earliest, self.latest = first, last
+        return True
+
+
+class _Grouping:
+    def __init__(self, units: Sequence[Unit], network: Network) -> None:
+        self.units, self.network = units, network
+        self.maker = {y: n for n, u in enumerate(units) for y in u.outputs}
+        self.first_user: dict[int, int] = {}
+        for n, u in enumerate(units):
+            for x in u.inputs:
+                self.first_user.setdefault(x, n)
+        self.at_once: list[bool] = []  # what is there at the start, or made of it at next to no cost
+        groups: list[_Group] = []
+        open_: dict[object, _Group] = {}
+        for n, unit in enumerate(units):
+            rooted = all(self.at_once[self.maker[x]] for x in unit.inputs if x in self.maker)
+            self.at_once.append(rooted and self._next_to_nothing(unit))
+            if not self._is_small(unit):
+                continue
+            ((move, _),) = unit.moves
+            latest = min((self.first_user.get(y, len(units)) for y in unit.outputs), default=len(units))
+            span = n, move.larger_bytes, 0 if rooted and not unit.early else n, latest
+            key = move.kind, move.axes
+            if key not in open_ or not open_[key].takes(*span):
+                open_[key] = _Group()
+                open_[key].takes(*span)
+                groups.append(open_[key])
+        self.groups = [g for g in groups if len(g.members) > 1]
+
+    def _is_small(self, unit: Unit) -> bool:
+        if not unit.is_collective:
+            return False
+        ((move, cost),) = unit.moves
+        wire = max((busy for _, busy in cost.busy_seconds), default=0.0)
+        return move.kind in COMBINED and wire < cost.seconds - wire + self.network.launch_seconds
+
+    def _next_to_nothing(self, unit: Unit) -> bool:
+        if unit.kernel is None or unit.product or unit.moves:
+            return False
+        chip = self.network.placement.slice.chip
+        return hbm_seconds(chip, unit.kernel.padded_bytes) <= chip.launch_seconds
+
+
+def _ordered(units: Sequence[Unit], groups: Sequence[_Group], network: Network) -> list[Unit]:
+    maker = {y: n for n, u in enumerate(units) for y in u.outputs}
+    starts: dict[int, list[_Group]] = {}
+    for g in groups:
+        starts.setdefault(max(g.earliest, g.members[0]), []).append(g)
+    together = {n for g in groups for n in g.members}
+    order: list[Unit] = []
+    done: set[int] = set()
+
+    def put(n: int) -> None:
+        """A unit, after those that make what it reads."""
+        if n in done:
+            return
+        done.add(n)
+        for x in units[n].inputs:
+            if x in maker:
+                put(maker[x])
+        if n not in together:
+            order.append(units[n])
+
+    for n in range(len(units)):
+        for g in starts.get(n, ()):
+            for member in g.members:
+                put(member)
+            order.append(_together([units[m] for m in g.members], network))
+        if n not in together:
+            put(n)
+    return order
+
+
+def _together(members: Sequence[Unit], network: Network) -> Unit:
+    """One launch for all."""
+    moves = [move for u in members for move, _ in u.moves]
+    first = moves[0]
+    move = Move(
+        first.kind,
+        first.axes,
+        first.group,
+        sum(m.payload_bytes for m in moves),
+        sum(m.sent_bytes for m in moves),
+        sum(m.larger_bytes for m in moves),
+        f"{first.name} and {len(moves) - 1} more",
+        first.reason,
+    )
+    return replace(
+        members[0],
+        inputs=tuple(dict.fromkeys(x for u in members for x in u.inputs)),
+        outputs=tuple(y for u in members for y in u.outputs),
+        moves=((move, network.cost(move)),),
+        early=all(u.early for u in members),
+    )

@@ -1,0 +1,114 @@
+"""What a fusion group reads and writes: each buffer once, whole tiles, and parts where only parts are looked at.
+
+An operation that looks only at a part of an operand (gather, slice) reads that part, a gather of rows the tiles of 8
+rows in which they are; one that writes in place writes a part. Of what readers make (`stored`) they read what it is
+made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hardware.memory import LANES, SUBLANES
+from meshlib.estimation.work.stored_values import Stored
+from meshlib.program.instructions import Commit, Instruction, Move, Resident, Value
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Of one buffer what a group reads or writes: exact and padded bytes.
+
+    `written`: or else read; `passes`: whether it only passes between groups, and need not be in HBM for its own sake.
+    """
+
+    buffer: Value
+    exact_bytes: int
+    padded_bytes: int
+    written: bool
+    passes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """What a group reads, then what it writes."""
+
+    uses: tuple[Use, ...]
+
+    @property
+    def exact_bytes(self) -> int:
+        """Of all."""
+        return sum(u.exact_bytes for u in self.uses)
+
+    @property
+    def padded_bytes(self) -> int:
+        """Of all."""
+        return sum(u.padded_bytes for u in self.uses)
+
+    @property
+    def read_bytes(self) -> int:
+        """Padded, of what is read."""
+        return sum(u.padded_bytes for u in self.uses if not u.written)
+
+    @property
+    def at_hand_bytes(self) -> int:
+        """Padded, of what is read and there from the start: variables, inputs, slices of a loop's stacks."""
+        return sum(u.padded_bytes for u in self.uses if not (u.written or u.passes))
+
+
+def boundary_of(members: Sequence[Instruction], stored: Stored, in_place: frozenset[Value]) -> Boundary:
+    """The boundary of a group; `in_place`, which results are there already but for the part that is written."""
+    inside = {y for i in members for y in i.outputs}
+    read: dict[Value, tuple[int, int]] = {}
+    written: dict[Value, tuple[int, int]] = {}
+    needed: set[Value] = set()  # of what members make, what goes into something that is written
+    for i in reversed(members):
+        if isinstance(i, Resident | Commit):
+            continue
+        stays = i.outputs[0] in in_place
+        part = i.inputs[1] if stays else None
+        made = {y: y if y in stored.held else stored.of(y) for y in i.outputs if stored.is_written(y)}
+        # What is derived from a buffer that lies outside is not written; who reads it derives it again.
+        own = {b: stored.sizes(part or y) for y, b in made.items() if b in inside}
+        if not own and needed.isdisjoint(i.outputs):
+            continue
+        written |= own
+        for n, x in enumerate(i.inputs):
+            needed.add(x)
+            if stays and n == 0:
+                continue
+            for v in (x,) if x in inside else stored.through.get(x, (x,)):
+                if v not in inside:
+                    for b, found in _buffers_read(i, n if v is x else None, v, stored):
+                        read[b] = max(read.get(b, found), found)
+    uses = [Use(b, *found, False, b not in stored.held) for b, found in read.items()]
+    uses += [Use(b, *found, True, b not in stored.held) for b, found in written.items()]
+    return Boundary(tuple(uses))
+
+
+def _buffers_read(i: Instruction, n: int | None, x: Value, stored: Stored) -> Iterator[tuple[Value, tuple[int, int]]]:
+    """What is read of operand `n`, or of what that is made of: its buffer, and the scales of one in fewer bits."""
+    yield stored.of(x), stored.sizes(x) if n is None else _read(i, n, x, stored)
+    for scale in stored.scales(x):
+        yield scale, stored.sizes(scale)
+
+
+def _read(i: Instruction, n: int, x: Value, stored: Stored) -> tuple[int, int]:
+    whole = stored.sizes(x)
+    if n == 0 and (i.operation.kind.reads_part or isinstance(i, Move)):  # a cut, if it is a move
+        exact, padded = stored.sizes(i.outputs[0])
+        row = row_looked_up(i, x)
+        if row and row % LANES:  # laid out anew: the table is read and written
+            return min(whole[0], exact), 2 * whole[1]
+        return min(whole[0], exact), min(whole[1], padded * (SUBLANES if row else 1))
+    return whole
+
+
+def row_looked_up(i: Instruction, x: Value) -> int:
+    """Elements of what an index of a gather selects, if that is a row within tiles, of which all is read; else 0."""
+    indices = i.operation.kind.indices
+    if indices is None or isinstance(i, Move):  # a move of its operand looks nothing up
+        return 0
+    named = {d.name for d in i.inputs[indices].tensor.shape} | {i.operation.attrs["dim"].name}
+    own = [d.size for d in x.local_shape if d.name not in named]
+    return own[0] if len(own) == 1 else 0

@@ -1,0 +1,174 @@
+"""A program that is a single fusion group: how compilers for TPUs cut it in passes, and what these cost.
+
+A reduction ends a fusion: what uses its result needs all of a row first. So a softmax runs as three fusions (the
+maximum; the sum of exponentials; the quotient), a layer norm as three and two more over its row statistics. Each has a
+launch of its own and reads the operands of the group again.
+
+A pass keeps a float32 block of what it computes: a reduction accumulates one as large as its operand, and a result in
+fewer bits is rounded from one. These blocks count like operands.
+
+An instruction that is alone in its pass is no fusion. Where its operands take more than a window, its loop over
+registers of 8 x 128 does not overlap with the copies of the next window (`Chip.vector_loop_cycles` each).
+
+A product starts when half of an operand that stays in VMEM has arrived, and its launch is work of the core: as many
+cycles on every chip as on the one where it was measured.
+
+Where it holds: programs of one group, which compilers estimate. Training steps measured on devices, whose groups are
+pipelined among others, show none of it (`physics`); their groups are priced by what crosses their boundaries.
+
+Sources: fusions and cycles that XLA for TPUs reports for softmax, norms, reductions, casts, element-wise operations and
+products alone, on v4, v5e and v6e; the names of these fusions (`convert_reduce_fusion`, `multiply_reduce_fusion`,
+`add_rsqrt_fusion`) in profiles. Launch: `hardware.chip_figures`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hardware.chips import Chip
+from hardware.core import Matmul, strength_reduced
+from hardware.memory import LANES, SUBLANES, hbm_seconds, vmem_bytes
+from meshlib.core.opdef import Kind, Summary
+from meshlib.estimation.work.hbm_traffic import row_looked_up
+from meshlib.estimation.work.products import is_matmul
+from meshlib.estimation.work.stored_values import Stored
+from meshlib.estimation.work.tiles import tiled_bytes
+from meshlib.program.instructions import Compute, Instruction, Value
+
+LAUNCH_CLOCK_HZ = 2.2e9  # of v7, where launches were measured
+WINDOW_BYTES = 10 << 20  # operands, result and float32 block that one window holds: cycles change there
+_REGISTER_BYTES = 4 * SUBLANES * LANES
+_BLOCK_ITEMSIZE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """The passes of a fusion group that is alone in its program.
+
+    Attributes:
+      launches: fusions that run.
+      sweeps: times that the operands are read after the first pass.
+      block_bytes: of the float32 blocks of all passes, in whole tiles.
+      registers: of float32 in the first pass, if that is a single instruction; else 0.
+    """
+
+    launches: int
+    sweeps: int
+    block_bytes: int
+    registers: int
+
+    def loop_seconds(self, chip: Chip, traffic_bytes: float) -> float:
+        """Time of a single instruction's loop that does not overlap with copies: where more than a window passes."""
+        if traffic_bytes <= WINDOW_BYTES:
+            return 0.0
+        return self.registers * chip.vector_loop_cycles / (chip.clock_hz * chip.cores_per_device)
+
+
+def passes_of(members: Sequence[Instruction], stored: Stored) -> Passes:
+    """The passes of the only fusion group of a program."""
+    computed = [i for i in members if isinstance(i, Compute)]
+    rows = max((_extent(i) for i in computed), default=0)
+    level = _levels(computed)
+    sweeping = [i for i in computed if 2 * _extent(i) > rows]
+    statistics = {level[i] for i in computed if level[i] and 2 * _extent(i) <= rows}
+    sweeps = 0 if any(map(is_matmul, computed)) else max(0, len({level[i] for i in sweeping}) - 1)
+    blocks: dict[int, int] = {}  # of the reductions of each pass, which share its operands
+    for i in computed:
+        if _reduces(i):
+            blocks[level[i]] = max(blocks.get(level[i], 0), _block_bytes(i.inputs[0]))
+    rounded = (y for i in sweeping for y in i.outputs if _is_rounded(i, y, stored))
+    block_bytes = sum(blocks.values()) + sum(map(_block_bytes, rounded))
+    running = [(n, i.outputs[0]) for i in sweeping if (n := _running_passes(i))]
+    block_bytes += sum(2 * n * _block_bytes(y) for n, y in running)  # handed from pass to pass
+    anew = [v for i in computed for v in _laid_out_anew(i)]
+    block_bytes += sum(map(_block_bytes, anew))
+    launches = 1 + sweeps + len(statistics) + sum(n for n, _ in running) + len(anew)
+    return Passes(launches, sweeps, block_bytes, _registers(sweeping, level, rows))
+
+
+def product_launch_seconds(chip: Chip) -> float:
+    """Launch of a product: a fixed number of the core's cycles."""
+    return chip.launch_seconds * LAUNCH_CLOCK_HZ / chip.clock_hz
+
+
+def awaited_seconds(chip: Chip, product: Matmul, sizes: tuple[float, float]) -> float:
+    """Time in which half of the larger operand arrives, if VMEM holds it beside what else passes; else 0."""
+    left = sizes[0] * product.m * product.k
+    right = sizes[1] * product.taps * product.k * product.n
+    larger = product.batch * max(left, right)
+    return hbm_seconds(chip, larger / 2) if larger <= vmem_bytes(chip) // 2 else 0.0
+
+
+def summed_block_bytes(chip: Chip, product: Matmul) -> int:
+    """The float32 block that a product with a vector accumulates where the vector unit sums it; else 0."""
+    if not strength_reduced(chip, product):
+        return 0
+    return _BLOCK_ITEMSIZE * product.batch * product.taps * product.k * max(product.m, product.n)
+
+
+def _levels(members: Sequence[Compute]) -> dict[Compute, int]:
+    """Reductions that have to run, one after the other, before each instruction starts."""
+    level: dict[Compute, int] = {}
+    after: dict[Value, int] = {}
+    for i in members:
+        level[i] = max((after.get(x, 0) for x in i.inputs), default=0)
+        after.update(dict.fromkeys(i.outputs, level[i] + _reduces(i)))
+    return level
+
+
+def _registers(sweeping: Sequence[Compute], level: dict[Compute, int], rows: int) -> int:
+    """Float32 registers that the first pass goes over, if it is a single instruction that is no fusion."""
+    first = [i for i in sweeping if level[i] == 0]
+    if len(first) != 1 or not _is_plain(first[0]):
+        return 0
+    (only,) = first
+    if any(2 * x.local_size <= rows for x in only.inputs):  # broadcast on the way, which makes a fusion of it
+        return 0
+    values = only.outputs if only.operation.kind.reads_part else (*only.inputs, *only.outputs)
+    return max(map(_block_bytes, values)) // _REGISTER_BYTES
+
+
+def _is_plain(i: Compute) -> bool:
+    """Whether an operation is a single instruction that moves each element through a register: arithmetic that rounds,
+    a reduction, a slice."""
+    kind = i.operation.kind
+    if kind.reads_part:
+        return kind.indices is None
+    return kind.kind is Kind.REDUCTION or (kind.kind is Kind.ELEMENTWISE and not kind.exact)
+
+
+def _running_passes(i: Compute) -> int:
+    """Further passes of a running sum, or another recurrence along a dim: XLA lays rows out in blocks of lanes, sums
+    within these, adds the sums of the blocks before, and lays the result out again."""
+    kind = i.operation.kind
+    running = kind.kind is Kind.INDEXED and isinstance(kind.lower, Summary) and kind.indices is None
+    return 3 if running and i.inputs[-1].local_size == i.outputs[0].local_size else 0
+
+
+def _laid_out_anew(i: Compute) -> tuple[Value, ...]:
+    """The table and the result of a gather of rows that are no whole lanes: both go through a float32 block."""
+    whole = row_looked_up(i, i.inputs[0]) % LANES == 0 if i.operation.kind.reads_part else True
+    return () if whole else (i.inputs[0], i.outputs[0])
+
+
+def _extent(i: Instruction) -> int:
+    """Elements that an instruction goes over."""
+    return max(v.local_size for v in (*i.inputs, *i.outputs))
+
+
+def _reduces(i: Compute) -> bool:
+    kind = i.operation.kind
+    over_rows = kind.kind is Kind.REDUCTION or (kind.kind is Kind.INDEXED and not kind.reads_part)
+    return over_rows and kind.indices is None and 2 * i.outputs[0].local_size <= i.inputs[0].local_size
+
+
+def _is_rounded(i: Compute, y: Value, stored: Stored) -> bool:
+    """Whether a result of computed values leaves its pass in a float type of fewer bits than it was computed in."""
+    computed = i.operation.kind.kind is not Kind.SOURCE and i.operation.kind.indices is None and not _reduces(i)
+    dtype = y.tensor.dtype
+    return computed and dtype.is_float and dtype.itemsize < _BLOCK_ITEMSIZE and stored.is_written(y)
+
+
+def _block_bytes(v: Value) -> int:
+    return tiled_bytes(v.local_shape.sizes, _BLOCK_ITEMSIZE)

@@ -1,0 +1,213 @@
+"""Fusion groups as work of one device: matrix products, vector operations, bytes at the boundary. No time yet.
+
+Counts are exact and without padding; `padded_bytes` and `padded_vpu_ops` are what tiles of (8, 128) make of them, the
+densest way round. Groups are those of the program; what lies in memory between them says `stored`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from hardware.core import Matmul
+from hardware.memory import SUBLANES
+from meshlib.core.dtypes import BFLOAT16
+from meshlib.core.graph import FORWARD
+from meshlib.core.opdef import Kind, Storage
+from meshlib.estimation.work.hbm_traffic import Use, boundary_of
+from meshlib.estimation.work.kernel_passes import Passes
+from meshlib.estimation.work.products import (
+    Attention,
+    Quantised,
+    at_hand,
+    attention_of,
+    is_matmul,
+    matmul_of,
+    operand_itemsizes,
+    share_useful,
+    useful_flops,
+)
+from meshlib.estimation.work.stored_values import Stored
+from meshlib.estimation.work.tiles import tiled_value_bytes
+from meshlib.program.analysis.work import local_work
+from meshlib.program.instructions import Commit, Compute, Instruction, Resident, Value
+from meshlib.program.records import Program, walk
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What one fusion group asks of one device, once.
+
+    Attributes:
+      name, opcode, source, region: of its main operation: the product, else the last one whose result others read.
+      matmuls: its products with bytes per element of rows and columns, as HBM holds them; at most one in a group.
+      attention: what it computes of one.
+      mxu_flops: executed, passes of higher precision included; useful_flops: of them, those that no other device
+        repeats and the model asks for (one pass). Exact.
+      vpu_ops, hbm_bytes: exact, without padding; the padded figures are what the engines see.
+      uses: what it reads and writes; kept: of what is used again soon, the bytes that are moved in between, and its
+        own.
+      quantised_bytes: padded, what quantising the operands of a product in eight bits reads and writes, where that has
+        not been done before; spared_bytes: by how much less the product then reads than the operands as they were.
+      at_hand_bytes: padded, of what it reads that is there from the start: variables, inputs, slices of a loop's
+        stacks; at_hand: whether the first and the second operand of its product are.
+      row_bytes: in float32, of a block of rows that reductions in it run along; sweeps: reductions whose results its
+        own members need, each of which has to see all of a row first; read_bytes: padded, of what it reads.
+      again: of what lies in HBM all the time and it used not long ago, the bytes moved in between,
+        its own, and those that finding it spares.
+      passes: how a compiler cuts the group, where it is all of its program.
+      free: nothing runs: sources that are there already, renamings, constants of one element.
+    """
+
+    name: str
+    opcode: str
+    source: str
+    region: str
+    matmuls: tuple[tuple[Matmul, tuple[float, float]], ...]
+    mxu_flops: int
+    useful_flops: float
+    vpu_ops: int
+    padded_vpu_ops: float
+    narrow_vpu_ops: float  # of the padded ones, those in bfloat16
+    hbm_bytes: int
+    padded_bytes: int
+    free: bool
+    uses: tuple[Use, ...] = ()
+    kept: tuple[tuple[int, float], ...] = ()
+    attention: Attention | None = None
+    quantised_bytes: int = 0
+    spared_bytes: int = 0
+    at_hand_bytes: int = 0
+    at_hand: tuple[bool, bool] = (False, False)
+    row_bytes: int = 0
+    sweeps: int = 0
+    read_bytes: int = 0
+    again: tuple[tuple[int, int, float], ...] = ()
+    passes: Passes | None = None
+
+    @cached_property
+    def key(self) -> tuple[object, ...]:
+        """What its time depends on."""
+        work = (self.matmuls, self.padded_vpu_ops, self.narrow_vpu_ops, self.padded_bytes)
+        narrow = self.quantised_bytes, self.spared_bytes
+        here = self.at_hand_bytes, self.at_hand, self.row_bytes, self.sweeps, self.read_bytes
+        return (*work, self.free, self.kept, self.attention, *narrow, *here, self.again, self.passes)
+
+    @cached_property
+    def operand_bytes(self) -> float:
+        """Bytes of the operands of its product, each read once."""
+        return sum(p.batch * p.k * (left * p.m + right * p.taps * p.n) for p, (left, right) in self.matmuls)
+
+
+def kernel_of(
+    program: Program,
+    members: Sequence[Instruction],
+    stored: Stored,
+    quantised: Quantised,
+    forward: frozenset[str],
+    in_place: frozenset[Value],
+    region: str | None,
+) -> Kernel:
+    """The work of a fusion group.
+
+    `stored`: what of the program lies in memory; `quantised`: the operands that are there in eight bits already, which
+    those of this group join. `forward`: the names of the forward pass's operations, by which those that a backward pass
+    computes again are known: copies keep their names. `in_place`: which results are there already but for the part that
+    is written. `region` is that of a loop around which is no part of the forward pass: then nothing inside is, whatever
+    it was written for.
+    """
+    made = [i for i in reversed(members) if any(y not in stored.fused for y in i.outputs)] or members[::-1]
+    large = (i for i in made if any(y.local_size > 1 for y in i.outputs))
+    main = next((i for i in members if is_matmul(i)), None) or next(large, members[-1])
+    matmuls, flops, useful, ops, padded_ops, narrow = [], 0, 0.0, 0, 0.0, 0.0
+
+    def again(i: Instruction) -> bool:
+        return i.operation.name in forward and (region or i.operation.region) != FORWARD
+
+    attention = attention_of(program, main) if main.operation.kind.scores and isinstance(main, Compute) else None
+    for i in members:
+        work = local_work(program, i)
+        flops += work.mxu_flops
+        ops += work.vpu_ops
+        if work.vpu_ops:
+            stretched = work.vpu_ops * _stretch(i)
+            padded_ops += stretched
+            narrow += stretched if i.outputs[0].tensor.dtype is BFLOAT16 else 0.0
+        if is_matmul(i):
+            product = matmul_of(program, i)
+            matmuls.append((product, operand_itemsizes(i, stored)))
+            useful += useful_flops(program, i, again(i)) / product.passes
+    if attention is not None and isinstance(main, Compute):
+        useful += flops / attention.passes * attention.useful * share_useful(program, main, again(main))
+    passed, spared = quantised.moved(main, stored) if is_matmul(main) else (0, 0)
+    boundary = boundary_of(members, stored, in_place)
+    free = all(_is_free(i) for i in members)
+    row_bytes, sweeps = _rows(members)
+    return Kernel(
+        name=main.operation.name,
+        opcode=main.opcode,
+        source=main.operation.source,
+        region=region or main.region,
+        matmuls=tuple(matmuls),
+        mxu_flops=flops,
+        useful_flops=useful,
+        vpu_ops=ops,
+        padded_vpu_ops=padded_ops,
+        narrow_vpu_ops=narrow,
+        hbm_bytes=0 if free else boundary.exact_bytes,
+        padded_bytes=0 if free else boundary.padded_bytes,
+        free=free,
+        uses=() if free else boundary.uses,
+        attention=attention,
+        quantised_bytes=passed,
+        spared_bytes=spared,
+        at_hand_bytes=boundary.at_hand_bytes,
+        at_hand=at_hand(main, members, stored.held) if is_matmul(main) else (False, False),
+        row_bytes=row_bytes,
+        sweeps=sweeps,
+        read_bytes=boundary.read_bytes,
+    )
+
+
+def _rows(members: Sequence[Instruction]) -> tuple[int, int]:
+    """Bytes of a block of rows that a group reduces, and how many of its reductions its own members wait for."""
+    used = {x for i in members for x in i.inputs}
+    row = sweeps = 0
+    for i in members:
+        if isinstance(i, Compute) and i.operation.kind.kind is Kind.REDUCTION and i.outputs[0] in used:
+            length = i.inputs[0].local_size // max(1, i.outputs[0].local_size)
+            if length > 1:
+                row, sweeps = max(row, 4 * SUBLANES * length), sweeps + 1
+    return row, sweeps
+
+
+def forward_names(program: Program) -> frozenset[str]:
+    """Names of the operations of the forward pass, those in loops included."""
+    return frozenset(i.operation.name for i, _, _ in walk(program) if i.operation.region == FORWARD)
+
+
+def _is_free(i: Instruction) -> bool:
+    kind = i.operation.kind
+    if isinstance(i, Resident | Commit):
+        return True
+    if not isinstance(i, Compute):
+        return False
+    if kind.storage is Storage.ALIAS:
+        return True
+    if kind.remade:
+        return all(y.local_bytes <= 8 for y in i.outputs)
+    if kind.storage is Storage.RESHAPED or (
+        kind.kind is Kind.REDUCTION and i.inputs[0].sharding.local_size == i.outputs[0].sharding.local_size
+    ):
+        # Tiles stay as they are where the two minor dims do; one element of each is its own sum.
+        return i.inputs[0].local.shape.sizes[-2:] == i.outputs[0].local.shape.sizes[-2:]
+    return False
+
+
+def _stretch(i: Instruction) -> float:
+    """How much more elements the vector unit handles than there are: those of the tiles of the largest value."""
+    largest = max((*i.inputs, *i.outputs), key=lambda v: v.local_size)
+    if not largest.local.shape.sizes:
+        return 1.0
+    return tiled_value_bytes(largest) / max(1, largest.local_bytes)

@@ -1,0 +1,221 @@
+"""A program as the schedule sees it: units in their order, with kernels, moves and dependencies. No constants yet.
+
+Making a plan walks the program once; scheduling a plan again, with other constants, takes a fraction of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from meshlib.core.compiler import Compiler
+from meshlib.core.graph import FORWARD, UPDATE
+from meshlib.core.opdef import Kind
+from meshlib.estimation.work.combined_collectives import combined
+from meshlib.estimation.work.communication import Network, moves_of
+from meshlib.estimation.work.kernel_passes import passes_of
+from meshlib.estimation.work.kernels import Kernel, forward_names, kernel_of
+from meshlib.estimation.work.products import Quantised, in_ragged_tiles, is_matmul, narrow_values
+from meshlib.estimation.work.stored_values import Stored
+from meshlib.estimation.work.units import Plan, Unit
+from meshlib.estimation.work.vmem_reuse import Recent
+from meshlib.program.analysis.buffers import written_inside
+from meshlib.program.instructions import Compute, Instruction, Loop, Value
+from meshlib.program.instructions import Move as Reshard
+from meshlib.program.records import Program
+
+_ELEMENTWISE = (Kind.ELEMENTWISE, Kind.VIEW, Kind.SOURCE)
+
+
+def plan_of(program: Program, network: Network, compiler: Compiler) -> Plan:
+    """The plan of a program, with a compiler's rounding noise and tiles of ragged products."""
+    weights = frozenset(d.name for x in program.variables.values() for d in x.tensor.shape)
+    whole = _Whole(network, forward_names(program), compiler, weights)
+    plan = _planned(program, whole, Recent(), program.memory_plan.in_place, None)
+    if plan.kernels == 1:
+        _note_passes(plan, program)
+    return plan
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """What holds for a program and for the bodies of its loops.
+
+    `forward`: names of the forward pass's operations; `weight_dims`: names of the dims of its variables.
+    """
+
+    network: Network
+    forward: frozenset[str]
+    compiler: Compiler
+    weight_dims: frozenset[str]
+
+
+def _planned(program: Program, whole: _Whole, recent: Recent, in_place: frozenset[Value], region: str | None) -> Plan:
+    """The plan of a program, or of a loop's body.
+
+    `region` is that of the loop, or of one around it, if it is no part of the forward pass.
+    """
+    planner = _Planner(program, whole, recent, in_place, region)
+    units = [planner.unit(n, members) for n, members in enumerate(kernels_of(program))]
+    recent.close(units)
+    units = combined(units, whole.network)
+    _note_chains(units)
+    _note_windows(units)
+    _note_leaders(units)
+    return Plan(tuple(units))
+
+
+def kernels_of(program: Program) -> list[list[Instruction]]:
+    """The fusion groups in order; those of one weight's update, which share what they read, are one kernel.
+
+    Slots and weight are results of the program, so each has a group of its own; a compiler writes them in one pass.
+    """
+    kernels: list[list[Instruction]] = []
+    for _, members in groupby(program.instructions, key=lambda i: i.group):
+        group = list(members)
+        if kernels and _is_update(group) and _is_update(kernels[-1]) and _share(kernels[-1], group):
+            kernels[-1] += group
+        else:
+            kernels.append(group)
+    return kernels
+
+
+def _is_update(group: Sequence[Instruction]) -> bool:
+    return all(
+        isinstance(i, Compute) and i.region == UPDATE and not i.transfers and i.operation.kind.kind in _ELEMENTWISE
+        for i in group
+    )
+
+
+def _share(a: Sequence[Instruction], b: Sequence[Instruction]) -> bool:
+    """Whether a group reads an array of more than one element that another one reads or makes."""
+    known = {x for i in a for x in (*i.inputs, *i.outputs) if x.local_size > 1}
+    return any(x in known for i in b for x in i.inputs)
+
+
+class _Planner:
+    def __init__(
+        self, program: Program, whole: _Whole, recent: Recent, in_place: frozenset[Value], region: str | None
+    ) -> None:
+        self.program, self.whole, self.recent = program, whole, recent
+        self.in_place, self.region = in_place, region
+        self.numbers: dict[Value, int] = {}
+        self.stored = Stored(program)
+        self.quantised = Quantised(whole.compiler.rounding_noise_bytes, whole.forward)
+        self.narrow = narrow_values(program)
+
+    def unit(self, place: int, members: Sequence[Instruction]) -> Unit:
+        first = members[0]
+        made = {y for i in members for y in i.outputs}
+        operands = dict.fromkeys(x for i in members for x in i.inputs if x not in made)
+        unit = Unit(
+            first.group,
+            first.operation.name,
+            first.operation.source,
+            self.region or first.region,
+            tuple(self._number(x) for x in operands),
+            tuple(self._number(y) for i in members for y in i.outputs),
+        )
+        if isinstance(first, Loop):
+            inside = Recent.of(first)
+            region = self.region or (None if first.region == FORWARD else first.region)
+            written = written_inside(first, self.in_place)
+            unit.body = _planned(first.body, self.whole, inside, written, region)
+            unit.trips = first.trips
+            unit.active = 1.0 if first.record.active is None else first.record.active.share
+            self.recent.moved_bytes += first.trips * inside.moved_bytes
+            return unit
+        if isinstance(first, Compute) and first.operation.kind.kind is Kind.COPY:
+            unit.host_bytes = first.opcode, sum(y.local_bytes for i in members for y in i.outputs)
+            return unit
+        unit.early = isinstance(first, Reshard) and first.early
+        moves = [m for i in members for m in moves_of(self.program, i)]
+        if first.is_collective and all(y in self.narrow for y in first.outputs):
+            gathered = self.quantised.gathered
+            gathered.update({y: gathered.get(x, x) for x, y in zip(first.inputs, first.outputs, strict=True)})
+            wide = first.inputs[0].tensor.dtype
+            moves = [replace(m, larger_bytes=m.larger_bytes * 8 // wide.bits) for m in moves]
+        unit.moves = tuple((m, self.whole.network.cost(m)) for m in moves)
+        if first.is_collective:
+            self.recent.leave(map(self.stored.of, operands))
+            self.recent.moved_bytes += sum(y.local_bytes for i in members for y in i.outputs)
+        else:
+            unit.kernel = kernel_of(
+                self.program, members, self.stored, self.quantised, self.whole.forward, self.in_place, self.region
+            )
+            unit.kernel = self._in_tiles(self.recent.run(place, unit.kernel), members)
+            unit.product = bool(unit.kernel.matmuls)
+            unit.name, unit.source, unit.region = unit.kernel.name, unit.kernel.source, unit.kernel.region
+        return unit
+
+    def _in_tiles(self, kernel: Kernel, members: Sequence[Instruction]) -> Kernel:
+        """A kernel whose product, if it is one of experts, multiplies whole tiles of their weights."""
+        width = self.whole.compiler.ragged_tile_width
+        products = [i for i in members if is_matmul(i)] if width else []
+        if not products:
+            return kernel
+        (product,), ((matmul, itemsizes),) = products, kernel.matmuls
+        tiled = in_ragged_tiles(matmul, product, self.whole.weight_dims, width)
+        return replace(kernel, matmuls=((tiled, itemsizes),))
+
+    def _number(self, value: Value) -> int:
+        return self.numbers.setdefault(value, len(self.numbers))
+
+
+def _note_passes(plan: Plan, program: Program) -> None:
+    """How the only kernel of a program is cut in passes; one in the body of a loop is not alone."""
+    stored = Stored(program)
+    groups = {members[0].group: members for members in kernels_of(program)}
+    for unit in plan.units:
+        if unit.kernel is not None and not unit.kernel.free and unit.kernel.attention is None:
+            unit.kernel = replace(unit.kernel, passes=passes_of(groups[unit.number], stored))
+
+
+def _note_chains(units: Sequence[Unit]) -> None:
+    """Which collectives the first product after them needs, itself or through what runs in between; or the end."""
+    needs: dict[int, frozenset[int]] = {}  # value -> places of the collectives since the last product behind it
+    since: list[int] = []
+    for place, unit in enumerate(units):
+        behind = frozenset[int]().union(*(needs.get(x, frozenset()) for x in unit.inputs))
+        if unit.product or unit.body is not None:
+            for n in since:
+                units[n].chained = n in behind
+            needs, since, behind = {}, [], frozenset()
+        if unit.is_collective and not unit.early:
+            since.append(place)
+            behind |= {place}
+        needs.update(dict.fromkeys(unit.outputs, behind))
+    for n in since:
+        units[n].chained = True
+
+
+def _note_windows(units: Sequence[Unit]) -> None:
+    """Which product is the last of those that take one gathered value piece by piece.
+
+    A window holds products with nothing but element-wise work between them: the first product, loop or attention that
+    does not read the value ends it.
+    """
+    last: dict[int, Unit] = {}  # gathered value -> the last product of its open window
+    gathered: set[int] = set()
+    for unit in units:
+        if unit.is_collective and unit.moves[0][0].kind == "all_gather" and unit.chained:
+            gathered.update(unit.outputs)
+        if not unit.is_large:
+            continue
+        taken = {x for x in unit.inputs if x in gathered} if unit.product else set()
+        for x in [x for x in last if x not in taken]:
+            last.pop(x).closes |= {x}
+            gathered.discard(x)
+        last.update(dict.fromkeys(taken, unit))
+    for x, unit in last.items():
+        unit.closes |= {x}
+
+
+def _note_leaders(units: Sequence[Unit]) -> None:
+    """What a product, attention or loop needs, itself or through what runs in between."""
+    needed: set[int] = set()
+    for unit in reversed(units):
+        unit.leads_on = unit.is_large or not needed.isdisjoint(unit.outputs)
+        if unit.leads_on:
+            needed.update(unit.inputs)

@@ -1,0 +1,237 @@
+"""What a fusion group asks of the MXU: products and attention on one device, useful work, operands in eight bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeGuard
+
+from hardware.core import Matmul
+from meshlib.core.dtypes import INT4
+from meshlib.core.graph import BACKWARD
+from meshlib.core.opdef import Kind, Product, Scores
+from meshlib.estimation.work.stored_values import Stored
+from meshlib.estimation.work.tiles import tiled_bytes
+from meshlib.ops.contraction.einsum import EIGHT_BIT, matmul_plan
+from meshlib.ops.fused_attention.attention import executed_share, seen_pairs
+from meshlib.program.analysis.work import attributes, local_types, local_work
+from meshlib.program.instructions import Compute, Instruction, Value
+from meshlib.program.records import Program
+
+_LENGTHS = ("length", "memory_length")  # of queries, of keys
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """What a kernel of fused attention computes on one device.
+
+    Attributes:
+      of: what its record says.
+      scores: pairs of query and key in the tiles that it computes, all heads and sequences; key, value: sizes of the
+        dims of one head; passes: runs through the MXU.
+      length, memory: queries and keys of a sequence, on all devices; causal, window: which keys a query sees.
+    """
+
+    of: Scores
+    scores: int
+    key: int
+    value: int
+    passes: int
+    length: int = 1
+    memory: int = 1
+    causal: bool = False
+    window: int | None = None
+
+    def scores_in(self, tile: int) -> float:
+        """Pairs of query and key that a kernel computes whose tiles, skipped where nobody sees any, have that many."""
+        seen = self.length, self.memory, self.causal, self.window
+        return float(self.scores * executed_share(*seen, tile) / executed_share(*seen))
+
+    def products(self, together: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Products per score, as sizes of head dims: those contracted over, and those that stream instead.
+
+        `together`: scores and their cotangents, which both gradients need, are computed with the keys' gradient only.
+        """
+        sizes = {"key_dim": self.key, "value_dim": self.value}
+        contracted = () if together and self.of.spared else self.of.contracted
+        return tuple(sizes[d] for d in contracted), tuple(sizes[d] for d in self.of.turned)
+
+    @property
+    def useful(self) -> float:
+        """The share of its products that is no repetition of the forward pass."""
+        products = len(self.of.contracted) + len(self.of.turned)
+        return (products - self.of.repeated) / products
+
+
+def is_matmul(i: Instruction) -> TypeGuard[Compute]:
+    """Whether an instruction is a product that other work may fuse with."""
+    return isinstance(i, Compute) and i.operation.kind.kind is Kind.CONTRACTION
+
+
+def _product_of(i: Compute) -> Product:
+    of = i.operation.kind.product
+    assert of is not None
+    return of(*local_types(i), i.operation.attrs)
+
+
+def rows_first(product: Compute) -> tuple[Value, Value]:
+    """The operands of a product, that of its rows first."""
+    first, second = product.inputs[:2]
+    return (second, first) if _product_of(product).swapped else (first, second)
+
+
+def matmul_of(program: Program, instruction: Compute) -> Matmul:
+    """The products that a contraction is on one device."""
+    p, op = _product_of(instruction), instruction.operation
+    passes = 1
+    if attributes(program, op).get("precision") == "highest":
+        once = op.kind.work(*local_types(instruction), {**op.attrs, "precision": "default"}).mxu_flops
+        if once:  # windows may see nothing but padding
+            passes = local_work(program, instruction).mxu_flops // once
+    dtype = mxu_dtype(instruction)
+    return Matmul(p.rows, p.contracted, p.columns, p.batch, dtype, passes, p.taps, p.beside, p.packs)
+
+
+def in_ragged_tiles(matmul: Matmul, product: Compute, weight_dims: frozenset[str], width: int) -> Matmul:
+    """A product of experts in whole tiles of their weights; any other product as it is.
+
+    Experts are a dim of the batch of a product that one of its operands, or its result, has besides dims of variables
+    only. Rows of tokens are as many as they are.
+
+    Args:
+      matmul, product: the product on one device, and its instruction.
+      weight_dims: names of the dims of the program's variables.
+      width: inputs and outputs of a tile.
+    """
+    if product.opcode != "einsum" or matmul.batch == 1:
+        return matmul
+    shapes = [x.tensor.shape.names for x in (*product.inputs[:2], *product.outputs)]
+    roles = matmul_plan(*shapes)
+    weight = next((names for names in shapes if weight_dims.issuperset(names)), ())
+    sizes = {"m": roles.rows, "k": roles.contracted, "n": roles.columns}
+    tiled = {
+        size: -(-getattr(matmul, size) // width) * width
+        for size, names in sizes.items()
+        if names and set(names) <= set(weight) and getattr(matmul, size) > width
+    }
+    return replace(matmul, **tiled)
+
+
+def mxu_dtype(product: Compute) -> str:
+    """What the MXU multiplies in: what the precision says, else the wider operand's type if that is narrow."""
+    precision = product.operation.attrs.get("precision")
+    if precision in EIGHT_BIT:
+        return str(precision)
+    dtypes = [x.tensor.dtype for x in product.inputs[:2]]
+    if all(t.is_narrow_integer for t in dtypes):
+        return "int4" if all(t is INT4 for t in dtypes) else "int8"
+    return "fp8" if all(t.is_float and not t.computes for t in dtypes) else "bf16"
+
+
+def operand_itemsizes(product: Compute, stored: Stored) -> tuple[float, float]:
+    """Bytes of an element of rows and columns in HBM: of what casts make, those of what is cast."""
+    if product.operation.attrs.get("precision") in EIGHT_BIT:
+        return 1, 1
+    first, second = (stored.itemsize(x) for x in rows_first(product))
+    return first, second
+
+
+def at_hand(product: Compute, members: Sequence[Instruction], held: set[Value]) -> tuple[bool, bool]:
+    """Which sides of a product, rows and columns, are made of nothing but what is there from the start."""
+    maker = {y: i for i in members for y in i.outputs}
+
+    def here(x: Value) -> bool:
+        made = maker.get(x)
+        return x in held if made is None else all(here(z) for z in made.inputs)
+
+    first, second = rows_first(product)
+    return here(first), here(second)
+
+
+def attention_of(program: Program, instruction: Instruction) -> Attention:
+    """What a kernel of fused attention computes on one device."""
+    q, k, v = (x.sharding.local_shape for x in instruction.inputs[:3])
+    attrs = instruction.operation.attrs
+    key, value = q.dim(attrs["key_dim"]).size, v.dim(attrs["value_dim"]).size
+    scores = seen_pairs(q, k, attrs)
+    of = instruction.operation.kind.scores
+    assert of is not None
+    contracted, turned = Attention(of, scores, key, value, 1).products(together=False)
+    once = 2 * scores * (sum(contracted) + sum(turned))
+    passes = max(1, local_work(program, instruction).mxu_flops // max(1, once))
+    length, memory = (x.tensor.shape.dim(attrs[n]).size for x, n in zip(instruction.inputs, _LENGTHS, strict=False))
+    return Attention(of, scores, key, value, passes, length, memory, attrs["causal"], attrs["window"])
+
+
+def useful_flops(program: Program, i: Compute, again: bool) -> float:
+    """Those of an instruction's flops, passes included, that nobody repeats; the mean of devices that differ.
+
+    `again`: whether an earlier pass has made them already.
+    """
+    op, attrs = i.operation, attributes(program, i.operation)
+    share = share_useful(program, i, again)
+    if op.kind.lower is None:
+        return op.kind.work(*local_types(i), attrs).mxu_flops * share
+    whole = op.kind.work(tuple(x.tensor.type for x in i.inputs), op.output.type, attrs)
+    return whole.mxu_flops / program.mesh.size if share else 0.0
+
+
+def share_useful(program: Program, i: Compute, again: bool) -> float:
+    """Of an instruction's flops on one device, those that no other repeats and no earlier pass has made already."""
+    return 0.0 if again else 1 / duplication(program, i)
+
+
+def duplication(program: Program, instruction: Compute) -> int:
+    """On how many devices the same part of an operation runs: the mesh over the axes that split it."""
+    split = program.mesh.group_size(tuple(dict.fromkeys(axis for axis, _ in instruction.assignment)))
+    return program.mesh.size // split
+
+
+def quantises(i: Instruction) -> bool:
+    """Whether an instruction is a product that quantises its operands, with scales beside them."""
+    return isinstance(i, Compute) and i.operation.attrs.get("precision") in EIGHT_BIT and len(i.inputs) == 4
+
+
+@dataclass(eq=False)
+class Quantised:
+    """Which operands are there in eight bits already, in the order of a program.
+
+    Attributes:
+      gathered: of operands that came in eight bits, the blocks from which.
+      noise_bytes: of the random number by which each element of a cotangent is rounded, where software draws them into
+        memory; 0 where cotangents are rounded to the nearest number, as this library does.
+      forward: names of the forward pass's operations; other products in the backward pass are of a cotangent first.
+    """
+
+    noise_bytes: int = 0
+    forward: frozenset[str] = frozenset()
+    gathered: dict[Value, Value] = field(default_factory=dict)
+    _done: set[tuple[Value, Value]] = field(default_factory=set)  # with their scales
+
+    def moved(self, product: Compute, stored: Stored) -> tuple[int, int]:
+        """Of a product in eight bits, bytes that quantising moves, and those by which its operands are smaller then."""
+        if not quantises(product):
+            return 0, 0
+        moved = spared = 0
+        of_cotangent = product.region == BACKWARD and product.operation.name not in self.forward
+        for n, (x, scales) in enumerate(zip(product.inputs[:2], product.inputs[2:], strict=True)):
+            noise = 2 * self.noise_bytes * x.local_size if of_cotangent and n == 0 else 0  # written, and read
+            wide, narrow = (tiled_bytes(x.local_shape.sizes, size) for size in (stored.itemsize(x), 1))
+            spared += wide - narrow
+            if (x, scales) not in self._done:
+                self._done.add((x, scales))
+                block = self.gathered.get(x, x)
+                moved += (wide + narrow + noise) * block.local_size // max(1, x.local_size)
+        return moved, spared
+
+
+def narrow_values(program: Program) -> set[Value]:
+    """What is gathered for products in eight bits only: it is quantised before, and a byte an element is sent."""
+    wide = {*program.outputs.values(), *program.updates.values()}
+    narrow: set[Value] = set()
+    for i in reversed(program.instructions):
+        eight = quantises(i)
+        gather = i.is_collective and i.opcode == "all_gather" and i.outputs[0] in narrow
+        for n, x in enumerate(i.inputs):
+            (narrow if gather or (eight and n < 2) else wide).add(x)
+    return narrow - wide

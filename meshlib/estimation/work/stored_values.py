@@ -1,0 +1,110 @@
+"""What lies in memory for each value of a program: itself, or what its readers make it of.
+
+A compiler puts cheap work into every kernel that reads its result. A value that follows from one no wider by a cast, a
+scaling or a shift is never stored: its readers read that and do it again. So are those that `through` finds. A value
+that is made and used inside one group takes no bytes. What a program, or a trip of a loop, is given and returns is
+there whatever runs.
+
+Each block takes the tiles that it fills, the densest way round (`tiles`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshlib.core.opdef import RESIDENT, Kind
+from meshlib.estimation.work.inlined_values import made_by_readers
+from meshlib.estimation.work.tiles import tiled_bytes
+from meshlib.program.analysis.buffers import fused_values
+from meshlib.program.instructions import Compute, Instruction, Loop, Value
+from meshlib.program.records import Program
+
+
+class Stored:
+    """What lies in memory for the values of a program, or of a loop's body.
+
+    Attributes:
+      fused: values that never leave their groups; held: what is there whatever runs; through: values that their
+        readers make, each of which.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._maker: dict[Value, Instruction] = {y: i for i in program.instructions for y in i.outputs}
+        self._known: dict[Value, Value] = {}
+        self.fused = fused_values(program)
+        self.held = held_values(program)
+        self.through = made_by_readers(program, self.fused, self.held, lambda v: self.sizes(v)[1])
+
+    def is_written(self, v: Value) -> bool:
+        """Whether the group that makes a value leaves it, or what it follows from, in memory."""
+        return v not in self.fused and v not in self.through
+
+    def of(self, v: Value) -> Value:
+        """What is in memory for a value: another one, if it follows from that alone."""
+        found = self._known.get(v)
+        if found is None:
+            source, scale = self._source(v)
+            if source is None or (scale is not None and self.itemsize(source) >= v.tensor.dtype.itemsize):
+                found = v
+            else:
+                found = self.of(source)
+            self._known[v] = found
+        return found
+
+    def scales(self, v: Value) -> Iterator[Value]:
+        """What is read beside `of(v)`: numbers, computed before, that scale it."""
+        while self.of(v) is not v:
+            source, scale = self._source(v)
+            assert source is not None
+            if scale is not None:
+                yield self._uncast(scale)
+            v = source
+
+    def itemsize(self, v: Value) -> float:
+        """Bytes of an element, as memory holds it."""
+        return self.of(v).tensor.dtype.itemsize
+
+    def sizes(self, v: Value) -> tuple[int, int]:
+        """Bytes of what is in memory for the block of a value: exact, and in whole tiles."""
+        dtype = self.of(v).tensor.dtype
+        return dtype.size_bytes(v.local_size), tiled_bytes(v.local_shape.sizes, dtype.itemsize)
+
+    def _source(self, v: Value) -> tuple[Value | None, Value | None]:
+        """The one operand that is no wider and has the shape of `v`; a smaller one beside it that scales it, if any."""
+        i = self._maker.get(v)
+        if not isinstance(i, Compute) or not i.operation.kind.repeated:
+            return None, None
+        sources = [x for x in i.inputs if not _is_small(x, v)]
+        scales = [x for x in sources if _is_part(x, v)]
+        rest = [x for x in sources if x not in scales]
+        if len(rest) != 1 or len(scales) > 1 or rest[0].tensor.shape != v.tensor.shape:
+            return None, None
+        if rest[0].tensor.dtype.itemsize > v.tensor.dtype.itemsize:
+            return None, None
+        return rest[0], scales[0] if scales else None
+
+    def _uncast(self, v: Value) -> Value:
+        """What a value is made of by casts alone, which are made on the way."""
+        i = self._maker.get(v)
+        while isinstance(i, Compute) and i.operation.kind.repeated and len(i.inputs) == 1:
+            (v,) = i.inputs
+            i = self._maker.get(v)
+        return v
+
+
+def _is_part(x: Value, v: Value) -> bool:
+    small, large = x.tensor.shape, v.tensor.shape
+    return small.size < large.size and set(small) <= set(large)
+
+
+def _is_small(x: Value, beside: Value) -> bool:
+    """Whether an operand costs its readers next to nothing: it is made anew, or repeated over what is beside it."""
+    kind = x.tensor.operation.kind.kind
+    return kind is Kind.SOURCE or (kind in RESIDENT and x.tensor.shape.size < beside.tensor.shape.size)
+
+
+def held_values(program: Program) -> set[Value]:
+    """Values that have to be in memory: what a program, or a trip of a loop, is given and returns."""
+    faces = (program.inputs, program.variables, program.outputs, program.updates)
+    loops = [v for i in program.instructions if isinstance(i, Loop) for v in (*i.inputs, *i.outputs)]
+    return {*loops, *(v for face in faces for v in face.values())}

@@ -1,0 +1,70 @@
+"""What the schedule places: fusion groups, collectives, copies and loops, with what each reads and makes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hardware.network import Cost
+from meshlib.estimation.work.communication import Move
+from meshlib.estimation.work.kernels import Kernel
+
+HOST_COPIES = ("to_host", "from_host")
+
+
+@dataclass(slots=True)
+class Unit:
+    """A fusion group, collective, copy to or from the host, or loop.
+
+    Attributes:
+      number: of its first instruction, which is that of the fusion group.
+      inputs, outputs: numbers of the values that it reads from outside and makes.
+      moves: what it sends, with the price of each; of a collective exactly one.
+      kernel: of a fusion group; body, trips: of a loop; active: the part of its work that counts, the rest of which is
+        done in the bubbles of a pipeline; host_bytes: of a copy to or from the host, by its direction.
+      early: a collective that is issued before the last product that it does not depend on.
+      chained: a collective that the first product after it needs, or after which there is none.
+      product: whether it holds a product written as einsum.
+      leads_on: whether a product, attention or loop is it, or needs what it makes.
+      closes: of what it reads, gathered values that no further product of the same window reads.
+    """
+
+    number: int
+    name: str
+    source: str
+    region: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    moves: tuple[tuple[Move, Cost], ...] = ()
+    kernel: Kernel | None = None
+    body: Plan | None = None
+    trips: int = 1
+    active: float = 1.0
+    host_bytes: tuple[str, int] | None = None
+    early: bool = False
+    chained: bool = False
+    product: bool = False
+    leads_on: bool = False
+    closes: frozenset[int] = frozenset()
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it is a product, attention, or a loop: what hides collectives."""
+        return self.product or self.body is not None or (self.kernel is not None and self.kernel.attention is not None)
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether it only sends."""
+        return bool(self.moves) and self.kernel is None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The units of a program, or of a loop's body, in order; nothing of the program itself."""
+
+    units: tuple[Unit, ...]
+
+    @property
+    def kernels(self) -> int:
+        """How many fusion groups run, loops' included once."""
+        inside = sum(u.body.kernels for u in self.units if u.body is not None)
+        return inside + sum(u.kernel is not None and not u.kernel.free for u in self.units)

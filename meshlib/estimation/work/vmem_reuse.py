@@ -1,0 +1,123 @@
+"""What a kernel reads that is still in VMEM: weights used before, what a loop takes from outside, its carries.
+
+A compiler leaves a buffer in VMEM between two uses if it has the room. Here a use finds it there if all that was moved
+since the use before, and the buffer itself, fit what a chip holds: the rule of a cache that forgets what was used least
+recently. A small network, the weights of a recurrent one and the cache of a short decode so cost HBM once.
+
+Of what does not fit whole a chip's common memory (CMEM of v4) holds as much as what is moved in between leaves room
+for: a compiler that knows the uses puts a part there. Of what only passes from kernel to kernel, and all who read it
+find there, nothing is written to HBM.
+
+In a loop the use before may be one of the trip before. What goes from trip to trip without being read or written in HBM
+saves that in all trips but the first.
+
+Source: Mattson et al., "Evaluation techniques for storage hierarchies", IBM Systems Journal 9(2), 1970 (distances in a
+stack); openxla/xla memory_space_assignment keeps buffers in the alternate memory by the same question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from hardware.chips import Chip
+from meshlib.estimation.work.kernels import Kernel
+from meshlib.estimation.work.units import Unit
+from meshlib.program.instructions import Loop, Value
+
+MOST_BYTES = 1 << 27  # no chip holds more: CMEM of v4
+
+
+@dataclass(eq=False)
+class Recent:
+    """Bytes that a device has moved when it last used each buffer, in the order of a program or a loop's body.
+
+    Attributes:
+      trips: of the loop; 1 of a program.
+      stays: of a body's buffers, those that are the same in the next trip; a carry's result stands for its operand.
+      moved_bytes: so far.
+    """
+
+    trips: int = 1
+    stays: Mapping[Value, Value] = field(default_factory=dict)
+    moved_bytes: int = 0
+    _last: dict[Value, tuple[int, int]] = field(default_factory=dict)  # moved till then, bytes used of it
+    _first: dict[Value, tuple[int, int, int, int]] = field(default_factory=dict)  # unit, all, largest, moved before
+    _passes: dict[Value, list[tuple[int, int, int, int]]] = field(
+        default_factory=dict
+    )  # unit, bytes, moved before, till
+
+    @classmethod
+    def of(cls, loop: Loop) -> Recent:
+        """Of the body of a loop: what it takes whole from outside is the same in each trip, carries are in place."""
+        body = loop.body
+        stays = {v: v for name, v in body.inputs.items() if name not in loop.slices}
+        stays |= {body.outputs[end]: body.inputs[begin] for begin, end in loop.carries}
+        return cls(loop.trips, stays)
+
+    def run(self, unit: int, kernel: Kernel) -> Kernel:
+        """A kernel with what it finds again of what lies in HBM; what it moves is counted."""
+        known: dict[Value, list[int]] = {}  # a carry may be read and written at once
+        before, after = self.moved_bytes, self.moved_bytes + kernel.padded_bytes
+        for use in kernel.uses:
+            if not use.passes:
+                known.setdefault(self.stays.get(use.buffer, use.buffer), []).append(use.padded_bytes)
+            elif use.written or use.buffer in self._passes:
+                uses = [] if use.written else self._passes[use.buffer]
+                self._passes[use.buffer] = [*uses, (unit, use.padded_bytes, before, after)]
+        again = []
+        for buffer, sizes in known.items():
+            if buffer in self._last:
+                then, used = self._last[buffer]
+                if before - then < MOST_BYTES:
+                    again.append((before - then, max(sizes), float(sum(min(used, size) for size in sizes))))
+            elif buffer in self.stays and self.trips > 1:
+                self._first[buffer] = unit, sum(sizes), max(sizes), before
+        self.moved_bytes = after
+        self._last.update({buffer: (after, max(sizes)) for buffer, sizes in known.items()})
+        return replace(kernel, again=tuple(again)) if again else kernel
+
+    def leave(self, buffers: Iterable[Value]) -> None:
+        """Note that something other than a kernel reads them, and so in HBM."""
+        for buffer in buffers:
+            self._passes.pop(buffer, None)
+
+    def _kept(self) -> dict[int, list[tuple[int, float]]]:
+        """For each unit, the values that pass: bytes moved since the use before, and of the value."""
+        found: dict[int, list[tuple[int, float]]] = {}
+        for uses in self._passes.values():
+            between = [now - then for (_, _, _, then), (_, _, now, _) in pairwise(uses)]
+            for (unit, size, _, _), moved in zip(uses, [max(between, default=MOST_BYTES), *between], strict=True):
+                if moved < MOST_BYTES:
+                    found.setdefault(unit, []).append((moved, float(size)))
+        return found
+
+    def close(self, units: Sequence[Unit]) -> None:
+        """Add to the units what they keep of the values that pass, and to those of a body what the trip before left."""
+        for place, kept in self._kept().items():
+            kernel = units[place].kernel
+            if kernel is not None:
+                units[place].kernel = replace(kernel, kept=tuple(sorted(kept)))
+        for buffer, (place, size, largest, before) in self._first.items():
+            then, used = self._last[buffer]
+            between = self.moved_bytes - then + before
+            kernel = units[place].kernel
+            if between < MOST_BYTES and kernel is not None:
+                spared = size * min(1.0, used / max(1, largest)) * (self.trips - 1) / self.trips
+                units[place].kernel = replace(kernel, again=(*kernel.again, (between, largest, spared)))
+
+
+def kept_bytes(kernel: Kernel, chip: Chip) -> float:
+    """Bytes that only pass and stay in the chip's common memory, where it has one (CMEM of v4)."""
+    held = chip.cmem_bytes // chip.devices_per_chip
+    return sum(min(size, max(0, held - between)) for between, size in kernel.kept)
+
+
+def found_bytes(kernel: Kernel, chip: Chip, held_bytes: int) -> float:
+    """Of what a kernel reads in HBM, the bytes that are still on the chip where so much stays there."""
+    total = 0.0
+    for between, size, spared in kernel.again:
+        share = max(0.0, min(1.0, (held_bytes - between) / max(1, size)))
+        total += spared * (share if chip.cmem_bytes else float(share == 1.0))
+    return total

@@ -1,0 +1,228 @@
+"""Which tokens sit with which experts: choices, places, and who comes first.
+
+A decision is made for each group of tokens by itself. Its result is `Slots`: of each place in each expert the token
+that takes it, and with what weight. Both ways to move tokens (`experts`) are written against that.
+
+Order of precedence where an expert has fewer places than tokens that chose it: first choices before second ones, and
+so on; of equal choices the token that comes first. Of equal scores the expert of the lower index is chosen; where
+experts choose tokens, the earlier token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from layouts import Dimension, Shape
+from meshlib.core.graph import Tensor
+from meshlib.layers.routing import Routing
+from meshlib.ops.control.sources import constant_like, ones_like, zeros_like
+from meshlib.ops.control.state import stop_gradient
+from meshlib.ops.movement.indexing import gather, scatter_add
+from meshlib.ops.movement.indexing import range as positions
+from meshlib.ops.movement.ranking import argsort, top_k
+from meshlib.ops.movement.shape import broadcast, rename_dimension, reshape, transpose
+from meshlib.ops.pointwise.cumulative import cumsum
+from meshlib.ops.pointwise.elementwise import (
+    cast,
+    divide,
+    equal,
+    greater,
+    less,
+    logical_and,
+    logical_or,
+    maximum,
+    multiply,
+    where,
+)
+from meshlib.ops.pointwise.random import random_uniform
+from meshlib.ops.pointwise.reductions import reduce_sum
+
+SMALL = 1e-20  # keeps a sum of gates that all underflow from being divided by
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Who sits where. Dims: experts (those of the router), groups, places.
+
+    `token`: index of the token in each place, -1 in empty ones; `gate`: its weight, 0 in empty ones.
+    """
+
+    token: Tensor
+    gate: Tensor
+
+
+# ---------------------------------------------------------------- tokens choose
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Of each token and choice the expert, or their number where there is none, and the gate: [groups, tokens, k]."""
+
+    index: Tensor
+    gate: Tensor
+
+
+def chosen_by_tokens(
+    scores: Tensor, favour: Tensor, experts: Dimension, routing: Routing, training: bool, nonpadding: Tensor | None
+) -> Chosen:
+    """Each token's experts: those that `favour` ranks first, with the gates that `scores` give them.
+
+    Args:
+      scores: what gates are made of, [groups, tokens, experts]; favour: what is ranked, scores or these with a bias.
+    """
+    if routing.expert_groups > 1:
+        favour = _within_best_groups(favour, experts, routing)
+    asked = routing.ntlb_top_k if routing.gating == "ntlb" else routing.choices
+    gate, index = top_k(favour, experts, Dimension("choices", asked), "choice")
+    if favour is not scores:
+        gate = gather(scores, index, experts)
+        gate = transpose(gate, index.shape)
+    choices = index.shape.dim("choices")
+    if routing.renormalise and routing.gating in ("top_k", "top_2"):
+        gate = divide(gate, reduce_sum(gate, reduced_dim=choices) + SMALL)
+    if routing.gating == "top_2" and routing.second_policy != "all":
+        index = where(_kept_seconds(gate, choices, routing, training), index, experts.size, index.shape)
+    if nonpadding is not None:
+        index = where(nonpadding, index, experts.size, index.shape)
+    return Chosen(index, gate * routing.scale if routing.scale != 1.0 else gate)
+
+
+def _kept_seconds(gate: Tensor, choices: Dimension, routing: Routing, training: bool) -> Tensor:
+    """Which choices the policy of second ones keeps; at random only in training, else by the threshold."""
+    first = equal(numbers_beside(gate, choices), 0)
+    if routing.second_policy == "none":
+        return broadcast(first, gate.shape)
+    bound = constant_like(routing.second_threshold, gate, gate.dtype)
+    if routing.second_policy == "random" and training:
+        bound = multiply(random_uniform(gate.shape, 0.0, 1.0, gate.dtype), bound)
+    return logical_or(first, greater(gate, bound))
+
+
+def _within_best_groups(favour: Tensor, experts: Dimension, routing: Routing) -> Tensor:
+    """`favour`, but minus infinity in experts whose group is none of a token's best."""
+    groups = Dimension("expert_groups", routing.expert_groups)
+    members = Dimension("group_experts", experts.size // groups.size)
+    rest = [d for d in favour.shape if d != experts]
+    apart = reshape(stop_gradient(favour), [*rest, groups, members])
+    count = 1 if routing.group_score == "max" else 2
+    best, _ = top_k(apart, members, Dimension("best", count))
+    total = reduce_sum(best, output_shape=[*rest, groups])
+    kept = Dimension("kept_groups", routing.groups_per_token)
+    _, index = top_k(total, groups, kept)
+    hit = reduce_sum(cast(equal(index, numbers_beside(favour, groups)), "int32"), output_shape=[*rest, groups])
+    taken = reshape(broadcast(greater(hit, 0), [*rest, groups, members]), favour.shape)
+    return where(taken, favour, -1e30)
+
+
+def numbers_beside(x: Tensor, dim: Dimension) -> Tensor:
+    """0, 1, ... along `dim`, in the graph of `x`."""
+    with x.graph:
+        return positions(dim)
+
+
+# ---------------------------------------------------------------- places
+
+
+def seated(
+    chosen: Chosen, tokens: Dimension, experts: Dimension, places: Dimension, routing: Routing
+) -> tuple[Slots, Tensor, Tensor]:
+    """Slots, how many choices found no room, and how many chose each expert, by group."""
+    if routing.gating == "ntlb":
+        return _seated_somewhere(chosen, tokens, experts, places)
+    position, load = _positions(chosen.index, tokens, experts)
+    dropped = reduce_sum(maximum(load - places.size, 0), reduced_dim=experts)
+    return _slots(chosen.index, chosen.gate, position, tokens, experts, places), dropped, load
+
+
+def _positions(index: Tensor, tokens: Dimension, experts: Dimension) -> tuple[Tensor, Tensor]:
+    """The place of each choice in its expert's queue, and how many stand in each.
+
+    All choices of a group are sorted by expert, first choices first; the sort keeps the order of equal ones. So a
+    choice's place is its place among all less the number of choices of experts before its own.
+    """
+    choices = index.shape.dim("choices")
+    groups = [d for d in index.shape if d not in (tokens, choices)]
+    queue = Dimension("queue", choices.size * tokens.size)
+    flat = reshape(transpose(index, [*groups, choices, tokens]), [*groups, queue])
+    order = rename_dimension(argsort(flat, queue), queue.name, "rank")
+    rank = scatter_add(numbers_beside(index, Dimension("rank", queue.size)), order, queue, flat.shape)
+    load = counts(index, experts, Shape([*groups, experts]))
+    before = gather(cumsum(load, experts, exclusive=True), flat, experts, out_of_range="zero")
+    place = reshape(rank - transpose(before, rank.shape), [*groups, choices, tokens])
+    return transpose(place, index.shape), load
+
+
+def counts(index: Tensor, experts: Dimension, shape: Shape) -> Tensor:
+    """How many chose each expert."""
+    return scatter_add(ones_like(index), index, experts, shape, out_of_range="zero")
+
+
+def _slots(
+    index: Tensor, gate: Tensor, position: Tensor, tokens: Dimension, experts: Dimension, places: Dimension
+) -> Slots:
+    """Of each place the token and the gate of the choice that has it."""
+    groups = [d for d in index.shape if d not in (tokens, index.shape.dim("choices"))]
+    seats = Dimension("seats", experts.size * places.size)
+    seated = logical_and(less(position, places.size), less(index, experts.size))
+    seat = where(seated, index * places.size + position, seats.size)
+    ordered = [experts, *groups, places]
+
+    def held(values: Tensor) -> Tensor:
+        flat = scatter_add(values, seat, seats, Shape([*groups, seats]), out_of_range="zero")
+        return transpose(reshape(flat, [*groups, experts, places]), ordered)
+
+    return Slots(held(numbers_beside(index, tokens) + 1) - 1, held(gate))
+
+
+def _seated_somewhere(
+    chosen: Chosen, tokens: Dimension, experts: Dimension, places: Dimension
+) -> tuple[Slots, Tensor, Tensor]:
+    """Round by round all tokens that still stand ask their next choice; one that finds room has its only place."""
+    choices = chosen.index.shape.dim("choices")
+    rest = [d for d in chosen.index.shape if d != choices]
+    queues = Shape([*(d for d in rest if d != tokens), experts])
+    one, nobody = Dimension(choices.name, 1), experts.size
+    rounds = [[gather(x, n, choices) for x in (chosen.index, chosen.gate)] for n in range(choices.size)]
+    index, gate = zeros_like(rounds[0][0]) + nobody, zeros_like(rounds[0][1])
+    place, taken = zeros_like(index), zeros_like(counts(index, experts, queues))
+    for wanted, weight in rounds:
+        asked = where(less(index, nobody), nobody, wanted)
+        queued, _ = _positions(reshape(asked, [*rest, one]), tokens, experts)
+        before = gather(taken, asked, experts, out_of_range="zero")
+        found = reshape(queued, rest) + transpose(before, rest)
+        fits = logical_and(less(found, places.size), less(asked, nobody))
+        index, gate, place = where(fits, asked, index), where(fits, weight, gate), where(fits, found, place)
+        taken = taken + counts(where(fits, asked, nobody), experts, queues)
+    load = counts(rounds[0][0], experts, queues)
+    dropped = reduce_sum(load - taken, reduced_dim=experts)
+    index, gate, place = (reshape(x, [*rest, one]) for x in (index, gate, place))
+    return _slots(index, gate, place, tokens, experts, places), dropped, load
+
+
+# ---------------------------------------------------------------- experts choose
+
+
+def chosen_by_experts(
+    scores: Tensor,
+    tokens: Dimension,
+    experts: Dimension,
+    places: Dimension,
+    routing: Routing,
+    nonpadding: Tensor | None,
+) -> tuple[Slots, Tensor, Tensor]:
+    """Each expert the tokens of its highest scores; what is dropped are tokens that no expert took."""
+    if nonpadding is not None:
+        scores = where(nonpadding, scores, -1.0, scores.shape)  # below all others
+    gate, token = top_k(scores, tokens, places, "choice")
+    groups = [d for d in scores.shape if d not in (tokens, experts)]
+    gate, token = (transpose(t, [experts, *groups, places]) for t in (gate, token))
+    real = greater(gate, -0.5)
+    token = where(real, token, -1)
+    gate = where(real, gate * routing.scale if routing.scale != 1.0 else gate, 0.0)
+    takers = scatter_add(ones_like(token), token, tokens, Shape([*groups, tokens]), out_of_range="zero")
+    left = equal(takers, 0)
+    if nonpadding is not None:
+        left = logical_and(left, nonpadding)
+    dropped = reduce_sum(cast(left, "int32"), reduced_dim=tokens)
+    load = reduce_sum(cast(real, "int32"), output_shape=[*groups, experts])
+    return Slots(token, gate), dropped, load

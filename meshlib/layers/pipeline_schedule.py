@@ -1,0 +1,125 @@
+"""Which stage of a pipeline works on which microbatch in which trip.
+
+GPipe: each trip moves every microbatch on by one stage. With `repeats` the pipeline is a circle that each microbatch
+goes round several times, so that a stage holds several short runs of layers in place of a long one (interleaved, as in
+Megatron-LM): as many stages as before fill and drain the pipeline, but each of their trips takes 1/repeats of the time.
+Microbatches go round in groups of as many as there are stages: what leaves the last stage is what the first takes next,
+so nothing ever waits.
+
+Sources: Huang et al., "GPipe", arXiv:1811.06965; Narayanan et al., arXiv:2104.04473, section 2.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from meshlib.core.arguments import whole
+from meshlib.core.loop_record import Active
+from meshlib.core.text import grid
+
+
+class Turn(NamedTuple):
+    """What a stage does in a trip: a microbatch, the `repeat`-th time that it comes round."""
+
+    microbatch: int
+    repeat: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Turns of all stages in all trips; made by `mtf.layers.schedule`."""
+
+    stages: int
+    microbatches: int
+    repeats: int = 1
+
+    @property
+    def trips(self) -> int:
+        """How many trips until the last microbatch has left the last stage."""
+        group, place = divmod(self.microbatches - 1, self.stages)
+        return (group * self.repeats + self.repeats - 1) * self.stages + place + self.stages
+
+    @property
+    def work(self) -> int:
+        """How many trips a stage works in."""
+        return self.microbatches * self.repeats
+
+    @property
+    def bubble(self) -> float:
+        """Time in which a stage is idle, in parts of the time in which it works.
+
+        (stages - 1) / (repeats * microbatches) where there is one repeat, or microbatches are a multiple of stages.
+        """
+        return (self.trips - self.work) / self.work
+
+    def turn(self, trip: int, stage: int) -> Turn | None:
+        """What a stage does in a trip; None where it is idle."""
+        if trip < stage:
+            return None
+        group, within = divmod(trip - stage, self.repeats * self.stages)
+        repeat, place = divmod(within, self.stages)
+        microbatch = group * self.stages + place
+        return Turn(microbatch, repeat) if microbatch < self.microbatches else None
+
+    @cached_property
+    def turns(self) -> tuple[tuple[Turn | None, ...], ...]:
+        """Per trip, what each stage does."""
+        return tuple(tuple(self.turn(trip, stage) for stage in range(self.stages)) for trip in range(self.trips))
+
+    def active(self, dim: str) -> Active:
+        """The stages that work in each trip, where they are called `dim`."""
+        working = tuple(tuple(n for n, turn in enumerate(row) if turn is not None) for row in self.turns)
+        return Active(dim, working, self.stages, self.summary)
+
+    @property
+    def summary(self) -> str:
+        """Stages, trips and what is idle, in a line."""
+        again = f", each {self.repeats} times round" if self.repeats > 1 else ""
+        idle = self.trips - self.work
+        return (
+            f"{self.stages} stages, {self.microbatches} microbatches{again}: {self.trips} trips, {idle} of them idle, "
+            f"{self.bubble:.1%} of the work"
+        )
+
+    def __str__(self) -> str:
+        letters = [_letter(repeat) for repeat in range(self.repeats)] if self.repeats > 1 else [""]
+        rows = [
+            [f"stage {stage}", *("." if turn is None else f"{turn.microbatch}{letters[turn.repeat]}" for turn in row)]
+            for stage, row in enumerate(zip(*self.turns, strict=True))
+        ]
+        head = ["trip", *map(str, range(self.trips))]
+        lines = [self.summary, *grid([head, *rows], right=tuple(range(1, self.trips + 1)))]
+        if self.repeats > 1:
+            lines.append(f"{letters[0]} to {letters[-1]}: the run of layers that a stage applies; . idle")
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def _letter(repeat: int) -> str:
+    """The runs of layers as a, b, ... z, aa, ab, ..."""
+    text = ""
+    while repeat >= 0:
+        repeat, last = divmod(repeat, 26)
+        text, repeat = chr(ord("a") + last) + text, repeat - 1
+    return text
+
+
+def schedule(stages: int, microbatches: int, repeats: int = 1) -> Schedule:
+    """Which stage of a pipeline works on which microbatch in which trip: print it.
+
+    Args:
+      stages, microbatches, repeats: as of `mtf.layers.pipeline`.
+    Returns: a `Schedule` with `.trips`, `.bubble`, `.turn(trip, stage)`.
+    Raises: GraphError for numbers below 1.
+    Example:
+      >>> import meshlib as mtf
+      >>> print(mtf.layers.schedule(stages=3, microbatches=4))
+      3 stages, 4 microbatches: 6 trips, 2 of them idle, 50.0% of the work
+      trip     0  1  2  3  4  5
+      stage 0  0  1  2  3  .  .
+      stage 1  .  0  1  2  3  .
+      stage 2  .  .  0  1  2  3
+    """
+    given = {"stages": stages, "microbatches": microbatches, "repeats": repeats}
+    return Schedule(*(whole(count, "schedule", name, low=1) for name, count in given.items()))

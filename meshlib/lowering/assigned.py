@@ -1,0 +1,239 @@
+"""Home: the sharding that the layout rules give a tensor (rule 1 of the lowering)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+
+from layouts import Dimension, LayoutRules, Mesh, Report, Shape, Sharding, check
+from layouts.checking import some
+from layouts.rules import Fault
+from layouts.sharding import Axes
+from meshlib.core.errors import LayoutError
+from meshlib.core.graph import UPDATE, Graph, Operation, Tensor
+from meshlib.core.opdef import Home, Kind, Role
+from meshlib.core.replay import all_operations
+
+if TYPE_CHECKING:
+    from meshlib.lowering.accumulators import Destination
+
+Region: TypeAlias = str | None  # None: wherever it is wanted
+
+
+@dataclass(eq=False)
+class Homes:
+    """The homes of one graph's tensors under one layout, made on demand."""
+
+    graph: Graph
+    mesh: Mesh
+    rules: LayoutRules
+    regather: bool = True
+    destinations: dict[Tensor, Destination] = field(default_factory=dict)  # of a loop's body: its accumulators
+    _made: dict[Tensor, Sharding] = field(default_factory=dict)
+
+    def is_weight(self, t: Tensor) -> bool:
+        """Whether it is a variable, or one in another dtype."""
+        op = _outermost(t).operation
+        if op.kind.home is Home.OPERAND:
+            return self.is_weight(op.inputs[0])
+        return op.kind.kind is Kind.VARIABLE and not op.attrs["slot_of"]
+
+    def stationary_axes(self, t: Tensor) -> Axes:
+        """The axes over which a variable does not move where weights are stationary: see `Balance`; of others none."""
+        if not self.is_weight(t):
+            return ()
+        return tuple(axis for d in t.shape for axis in stationary_axes(self.rules, d))
+
+    def bind(self, t: Tensor, sharding: Sharding) -> None:
+        """Give a tensor a home that the rules do not tell: what a loop's body takes from outside, or stacks for it."""
+        self._made[t] = sharding
+
+    def reach(self, t: Tensor, s: Sharding, region: str) -> Region:
+        """Who may use a tensor that a region has at `s`.
+
+        Everybody, unless keeping it takes more memory than its home does, and it is to be gathered again instead.
+        """
+        return region if self.regather and s.local_size > self.of(t).local_size else None
+
+    def inside(self, body: Graph) -> Homes:
+        """The homes of a loop's body under the same layout."""
+        return Homes(body, self.mesh, self.rules, self.regather)
+
+    def of(self, t: Tensor) -> Sharding:
+        """The home of a tensor."""
+        found = self._made.get(t)
+        if found is None:
+            found = self._made[t] = self._make(t)
+        return found
+
+    def _make(self, t: Tensor) -> Sharding:
+        op = t.operation
+        if op.kind.home is Home.GIVEN:
+            rules: LayoutRules = op.attrs["layout"]
+            return rules.sharding(t.shape, self.mesh, "activations")
+        if op.kind.home is Home.OPERAND and t not in op.graph.gradient_of:
+            return self.of(op.inputs[0])
+        if is_constrained(t, self.rules):
+            before, names = self.of(op.inputs[0]), {f.outputs[0]: str(f.operands[0]) for f in op.kind.roles(op)}
+            return Sharding(t.shape, self.mesh, [before.of(names[d.name]) for d in t.shape])
+        if is_inner(t):
+            return self.rules.fitting(t.shape, self.mesh, scope_of(t))
+        try:
+            return self.rules.sharding(t.shape, self.mesh, scope_of(t))
+        except LayoutError as fault:
+            raise LayoutError(f"{op}: {t}\n{fault}") from None
+
+
+def stationary_axes(rules: LayoutRules, dim: Dimension) -> Axes:
+    """The axes of a dim over which a weight that has it does not move: those of a rule that activations follow too."""
+    axes = rules.required_axes(dim, "variables")
+    return axes if axes and axes == rules.required_axes(dim, "activations") else ()
+
+
+def scope_of(t: Tensor) -> str:
+    """Which scoped rules hold for a tensor: variables, slots (gradients and updates too) or activations."""
+    t = _outermost(t)
+    op = t.operation
+    if op.kind.kind is Kind.VARIABLE:
+        return "slots" if op.attrs["slot_of"] else "variables"
+    if t in op.graph.gradient_of or (op.region == UPDATE and op.owner is not None):
+        return "slots"
+    return "activations"
+
+
+def is_constrained(t: Tensor, rules: LayoutRules) -> bool:
+    """Whether a constraint says where it lies: its own, or that of what it is but for the names or order of dims.
+
+    A new name for which the layout has a rule is meant to be laid elsewhere.
+    """
+    op = t.operation
+    if op.kind.home is Home.GIVEN:
+        return True
+    if t in op.graph.gradient_of or not (op.kind.home is Home.OPERAND or _turns(op)):
+        return False
+    new = [d.name for d in t.shape if d not in op.inputs[0].shape]
+    return is_constrained(op.inputs[0], rules) and not any(rules.for_dim(n, scope_of(t)) for n in new)
+
+
+def _turns(op: Operation) -> bool:
+    """Whether it gives its operand's dims other names, or another order, and does nothing else."""
+    if op.kind.kind is not Kind.VIEW or len(op.inputs[0].shape) != len(op.output.shape):
+        return False
+    x, alone = op.inputs[0].shape, [f for f in op.kind.roles(op) if f.role is Role.PARALLEL]
+    sizes = {f.outputs[0]: x.dim(f.operands[0]).size for f in alone if f.operands[0] is not None}
+    return all(sizes.get(d.name) == d.size for d in op.output.shape)
+
+
+def _outermost(t: Tensor) -> Tensor:
+    """`t`, or what it stands for in a loop's body: a tensor from outside, or its slices."""
+    while t in t.graph.outside:
+        t = t.graph.outside[t]
+    return t
+
+
+class Subjects:
+    """What a layout is checked over: the operations that are lowered, and the names that the whole graph knows."""
+
+    def __init__(self, graph: Graph, operations: Iterable[Operation]) -> None:
+        self.operations = list(all_operations(operations))
+        self.names = {d.name for op in all_operations(graph.operations) for y in op.public_outputs for d in y.shape}
+        self._judged = [
+            ((_label(op, y), y.shape, scope_of(y)), is_inner(y), op.output if self._follows(op) else None)
+            for op, y in _judged(self.operations)
+        ]
+
+    @staticmethod
+    def _follows(op: Operation) -> bool:
+        """Whether a constraint goes along to its result, unless a rule has the new name of a dim."""
+        return is_constrained(op.output, LayoutRules())
+
+    def judged(self, rules: LayoutRules, inner: bool) -> list[tuple[str, Shape, str]]:
+        """Label, shape and scope of what the rules lay out: of the library's own tensors, or of the user's."""
+        return [
+            entry
+            for entry, own, follows in self._judged
+            if own is inner and not (follows is not None and is_constrained(follows, rules))
+        ]
+
+
+def check_layout(subjects: Subjects, mesh: Mesh, rules: LayoutRules) -> Report:
+    """All faults of a layout over a program at once, and notes on what it leaves unused."""
+    constrained = [op for op in subjects.operations if op.kind.home is Home.GIVEN]
+    splitting = {axis for op in constrained for rule in op.attrs["layout"].rules for axis in rule.axes}
+    report = check(rules, mesh, subjects.judged(rules, False), subjects.names, subjects.judged(rules, True), splitting)
+    bound = [_check_constrained(op, mesh) for op in constrained]
+    faults = (*report.faults, *(text for r in bound for text in r.faults))
+    return Report(faults, report.notes, (*report.found, *(found for r in bound for found in r.found)))
+
+
+def _check_constrained(op: Operation, mesh: Mesh) -> Report:
+    return check(op.attrs["layout"], mesh, [(_label(op, op.output), op.output.shape, "activations")])
+
+
+def refuse_faults(report: Report, subjects: Subjects, mesh: Mesh, rules: LayoutRules) -> None:
+    """Raise one LayoutError that holds all faults, each with the first operation it concerns and the remedy."""
+    if report.ok:
+        return
+    known = {_label(op, y): op for op in subjects.operations for y in op.public_outputs}
+    texts = [_fault_text(fault, labels, known, mesh, rules) for fault, labels in report.found]
+    if len(texts) == 1:
+        raise LayoutError(texts[0])
+    numbered = [f"{n}. {text}".replace("\n", "\n   ") for n, text in enumerate(texts, start=1)]
+    raise LayoutError("\n".join([f"{len(texts)} faults in the layout", *numbered]))
+
+
+def _fault_text(
+    fault: Fault, labels: tuple[str, ...], known: Mapping[str, Operation], mesh: Mesh, rules: LayoutRules
+) -> str:
+    first = known[labels[0]] if labels else None
+    bound = first is not None and first.kind.home is Home.GIVEN
+    place = f"mesh {mesh}   layout {(first.attrs['layout'] if first and bound else rules) or '(none)'}"
+    if first is None or (fault.of_rule and not bound):
+        return f"{fault.what}\n  {place}"
+    lines = [f"{first}: {fault.what}", "   ".join(map(str, (*first.inputs, *first.outputs))), place]
+    remedy = _remedy_of_new_size(fault, first) or fault.remedy
+    lines += [remedy] if remedy else []
+    if len(labels) > 1:
+        lines.append(f"The same in {some([str(known[x]) for x in labels[1:]])}.")
+    return "\n  ".join(lines)
+
+
+def _remedy_of_new_size(fault: Fault, op: Operation) -> str:
+    """For a dim whose size the operation changes (a slice, a pad, ...): padding the dim everywhere would not help."""
+    numbers = re.match(r"(\d+) % (\d+) = \d+\.", fault.remedy)
+    changed = [
+        d for d in op.output.shape for x in op.inputs if d.name in x.shape and x.shape.dim(d.name).size != d.size
+    ]
+    if numbers is None or not changed or f"'{changed[0].name}'" not in fault.what:
+        return ""
+    size, blocks = (int(n) for n in numbers.groups())
+    name = changed[0].name
+    fitting = [n for n in (size // blocks * blocks, -(-size // blocks) * blocks) if n]
+    return (
+        f"{numbers.group(0)} Make the result {' or '.join(map(str, fitting))} long, or rename '{name}' of its operands "
+        f"first (mtf.rename_dimension), so that the rule does not reach it"
+    )
+
+
+def _label(op: Operation, y: Tensor) -> str:
+    return f"{op}: {y.type}"
+
+
+def is_inner(t: Tensor) -> bool:
+    """Whether the library made a tensor for itself: no variable, no input of the program, nothing that is bound."""
+    op = t.operation
+    resident = op.kind.kind is Kind.VARIABLE or (op.kind.kind is Kind.INPUT and op.graph.parent is None)
+    return op in op.graph.inner and not resident and t not in op.graph.gradient_of
+
+
+def _judged(operations: Iterable[Operation]) -> Iterator[tuple[Operation, Tensor]]:
+    for op in operations:
+        if op.kind.home is not Home.RULES:
+            continue
+        if op.kind.kind is Kind.INPUT and op.graph.parent is not None:
+            continue  # stands for what is judged outside
+        for y in op.public_outputs:
+            if y is op.output or y.shape != op.output.shape:
+                yield op, y

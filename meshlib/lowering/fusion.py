@@ -1,0 +1,245 @@
+"""Fusion groups: which values never reach HBM.
+
+A group runs as one kernel: at most one matmul with element-wise work before and after it, or element-wise work that
+ends in a reduction. Going backwards, an instruction joins the group of its users if they are all in one group; it then
+runs directly before them, which no dependency can forbid.
+
+A product does not join users that wait for later products while what it reads would lie in memory longer than what it
+makes: the gradient of the head's weights is there before the layers' backward pass, though the embedding's joins it.
+
+Such a group ends in a reduction, because somebody may need all of its result first. But what a softmax or a norm makes
+of one row depends on that row alone, and rows fit VMEM. So when the order is known, element-wise groups and reductions
+over minor dims, of which one reads what another makes, are joined: what passes between them never reaches HBM either.
+
+Sums over rows (of a batch norm, of a bias's gradient) need all of what they add up, but nothing waits for them in the
+kernel that makes it: they are taken on the way, before its blocks leave VMEM, of a product too. Sums of one value that
+no kernel of this kind makes are taken in one pass.
+
+Source: openxla/xla multi_output_fusion (a producer with its reductions, and reductions that share an operand).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from meshlib.core.opdef import Kind
+from meshlib.program.analysis.stored_values import keeps_rows
+from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
+from meshlib.program.records import Program
+
+_FUSIBLE = (Kind.ELEMENTWISE, Kind.VIEW, Kind.SOURCE)
+_BY_ROW = (*_FUSIBLE, Kind.REDUCTION)
+_STREAMED = (*_BY_ROW, Kind.CONTRACTION)
+
+
+@dataclass(eq=False)
+class Group:
+    """Instructions that run as one kernel, in order."""
+
+    members: list[Instruction] = field(default_factory=list)
+    matmuls: int = 0
+    reductions: int = 0
+    open: bool = False  # whether producers may join
+
+
+def fusion_groups(program: Program) -> list[list[Instruction]]:
+    """The program's instructions as groups, in the order of their last members."""
+    pinned = {*program.outputs.values(), *program.updates.values()}
+    users: dict[Value, set[int]] = {}
+    groups: list[Group] = []
+    rounds = _rounds(program)
+    resident = {*program.inputs.values(), *program.variables.values()}
+    for instruction in reversed(program.instructions):
+        joined = _joinable(instruction, users, groups, pinned)
+        if joined is not None and _kind(instruction) is Kind.CONTRACTION:
+            wait = max((rounds.get(x, 0) for i in groups[joined].members for x in i.inputs), default=0)
+            read = sum(x.local_bytes for x in instruction.inputs if x not in users and x not in resident)
+            if wait > rounds[instruction.outputs[0]] and read > sum(y.local_bytes for y in instruction.outputs):
+                joined = None
+        if joined is None:
+            joined = len(groups)
+            groups.append(Group(open=_opens(instruction)))
+        group = groups[joined]
+        group.members.append(instruction)
+        if isinstance(instruction, Compute) and instruction.exchanges:
+            group.open = False  # what it reads has to be there before its edges move
+        kind = _kind(instruction)
+        group.matmuls += kind is Kind.CONTRACTION
+        group.reductions += kind is Kind.REDUCTION
+        for x in instruction.inputs:
+            users.setdefault(x, set()).add(joined)
+    return [g.members[::-1] for g in reversed(groups)]
+
+
+def _rounds(program: Program) -> dict[Value, int]:
+    """How many products and loops follow each other up to a value, it included."""
+    found: dict[Value, int] = {}
+    for i in program.instructions:
+        behind = max((found.get(x, 0) for x in i.inputs), default=0)
+        own = isinstance(i, Loop) or _kind(i) is Kind.CONTRACTION
+        found.update(dict.fromkeys(i.outputs, behind + own))
+    return found
+
+
+def _kind(instruction: Instruction) -> Kind | None:
+    """The kind of a computation, a local cut counting as a view; None for what is no kernel of its own."""
+    if isinstance(instruction, Move) and not instruction.is_collective:
+        return Kind.VIEW
+    if not isinstance(instruction, Compute):
+        return None
+    kind = instruction.operation.kind.kind
+    # A product whose operands' edges move first is a kernel that others may follow.
+    return None if instruction.exchanges and kind is not Kind.CONTRACTION else kind
+
+
+def _opens(instruction: Instruction) -> bool:
+    kind = _kind(instruction)
+    return kind in (*_FUSIBLE, Kind.CONTRACTION, Kind.REDUCTION)
+
+
+def _joinable(
+    instruction: Instruction, users: dict[Value, set[int]], groups: list[Group], pinned: set[Value]
+) -> int | None:
+    kind = _kind(instruction)
+    if kind is None or any(y in pinned for y in instruction.outputs):
+        return None
+    into = {g for y in instruction.outputs for g in users.get(y, ())}
+    if len(into) != 1:
+        return None
+    (number,) = into
+    group = groups[number]
+    if not group.open:
+        return None
+    if kind in _FUSIBLE:
+        return number
+    if kind is Kind.CONTRACTION and group.matmuls == group.reductions == 0:
+        return number
+    return None
+
+
+def groups_of(program: Program) -> list[list[Instruction]]:
+    """The fusion groups of an ordered program."""
+    return [list(members) for _, members in groupby(program.instructions, key=lambda i: i.group)]
+
+
+def numbered(groups: Sequence[Sequence[Instruction]]) -> list[Instruction]:
+    """The instructions of groups in their order, each group with the number of its first instruction."""
+    order: list[Instruction] = []
+    for group in groups:
+        number = len(order)
+        order += [i.with_group(number) for i in group]
+    return order
+
+
+def join_rows(program: Program) -> Program:
+    """Groups that run row by row together, as one; they stand where the first of them does."""
+    return program.with_instructions(numbered(_RowJoiner(program).run()))
+
+
+def _totals(group: Sequence[Instruction]) -> set[Value]:
+    """Sums over rows, and what follows from them in the group."""
+    found: set[Value] = set()
+    for i in group:
+        if not keeps_rows(i) or not found.isdisjoint(i.inputs):
+            found.update(i.outputs)
+    return found
+
+
+def _spread_again(group: Sequence[Instruction], totals: set[Value]) -> bool:
+    """Whether a group makes of its totals something larger: then it reads what it sums up a second time."""
+    largest = max((y.local_size for i in group if not keeps_rows(i) for y in i.outputs), default=0)
+    return any(y in totals and y.local_size > largest for i in group for y in i.outputs)
+
+
+class _RowJoiner:
+    def __init__(self, program: Program) -> None:
+        self.groups = groups_of(program)
+        self.joined: list[list[Instruction]] = []
+        self.open: list[bool] = []  # whether others may join
+        self.sums: dict[Value, int] = {}  # what sums of a group of their own read, and its place
+        self.totals: set[Value] = set()  # sums over rows, and what follows from them in their groups
+        self.maker: dict[Value, tuple[int, Instruction]] = {}
+        self.sources: dict[Value, list[Instruction]] = {}  # groups of nothing but sources, by what they make
+
+    def run(self) -> list[list[Instruction]]:
+        for group in self.groups:
+            if all(_kind(i) is Kind.SOURCE and not i.inputs for i in group):
+                # They hold nobody up: they run as soon as somebody needs them.
+                self.sources.update((y, group) for i in group for y in i.outputs)
+                continue
+            by_row = all(isinstance(i, Compute) and _kind(i) in _BY_ROW for i in group)
+            totals = _totals(group) if by_row else set()
+            place = self._place(group) if by_row else None
+            if totals and not _spread_again(group, totals):
+                place = self._summed_at(group, place)
+            if place is None:
+                place = len(self.joined)
+                self.joined.append([])
+                self.open.append(by_row)
+            self.totals |= totals
+            self._put(group, place)
+        return list(self._with_sources())
+
+    def _put(self, group: Sequence[Instruction], place: int) -> None:
+        self.joined[place] += group
+        self.maker.update({y: (place, i) for i in group for y in i.outputs})
+
+    def _place(self, group: list[Instruction]) -> int | None:
+        """The group that makes the last of what this one reads, if they can run row by row together."""
+        read = [self.maker[x] for i in group for x in i.inputs if x in self.maker]
+        last = max((place for place, _ in read), default=-1)
+        if last < 0 or not self.open[last]:
+            return None
+        whole = any(place == last and not keeps_rows(i) for place, i in read)
+        return None if whole else last
+
+    def _summed_at(self, group: list[Instruction], beside: int | None) -> int | None:
+        """Where sums run: in the kernel of the product that they add up, else `beside` others or with sums of the same.
+
+        What is made again for each reader anyway, such as the cast to float32 in between, goes with them.
+        """
+        between = [] if beside is None else self.joined[beside]
+        if not all(i.operation.kind.repeated or i.outputs[0] in self.totals for i in between):
+            return beside
+        place = self._streamed_at([*between, *group])
+        if place is not None and beside is not None:
+            self.joined[beside] = []
+            self._put(between, place)
+        if place is not None or beside is not None:
+            return beside if place is None else place
+        read = [x for i in group for x in i.inputs if x in self.maker]
+        last = max((self.maker[x][0] for x in read), default=-1)
+        place = max((self.sums[x] for x in read if x in self.sums), default=-1)
+        self.sums.update((x, len(self.joined)) for x in read if x not in self.sums)
+        return place if place > last else None
+
+    def _streamed_at(self, group: Sequence[Instruction]) -> int | None:
+        """The kernel of a product that makes the last of what a group reads."""
+        own = {y for i in group for y in i.outputs}
+        read = {x: self.maker[x][0] for i in group for x in i.inputs if x in self.maker and x not in own}
+        last = max(read.values(), default=-1)
+        kinds = {_kind(i) for i in self.joined[last]} if last >= 0 else set()
+        if Kind.CONTRACTION not in kinds or not kinds <= {*_STREAMED}:
+            return None
+        return None if any(place == last and x in self.totals for x, place in read.items()) else last
+
+    def _with_sources(self) -> Iterator[list[Instruction]]:
+        """The groups, each of nothing but sources before the first that uses it; others at the end."""
+        waiting = dict(self.sources)
+        for group in self.joined:
+            for source in [waiting[x] for i in group for x in i.inputs if x in waiting]:
+                if source[0].outputs[0] in waiting:
+                    yield self._taken(source, waiting)
+            yield group
+        for source in [*waiting.values()]:
+            if source[0].outputs[0] in waiting:
+                yield self._taken(source, waiting)
+
+    @staticmethod
+    def _taken(source: list[Instruction], waiting: dict[Value, list[Instruction]]) -> list[Instruction]:
+        for i in source:
+            for y in i.outputs:
+                del waiting[y]
+        return source

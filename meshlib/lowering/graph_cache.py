@@ -1,0 +1,89 @@
+"""What lowering learns about one graph that holds under every layout.
+
+    per operation      its signature: what the record says of it      (graph)
+    per signature      what an assignment of axes means               (mesh)
+                       its strategies and their prices                (the same, home, balance, what may be split)
+    per graph, body    dead code and common subexpressions            (results)
+                       sums that follow from others                   (results, which sums are over split dims)
+    per computation    that the checker found it sound                (shardings, assignment)
+
+Nothing here depends on the layout: a key names the shardings that a layout led to, so what two layouts have in common
+is computed once. Reshard prices and `LayoutRules.sharding` know no graph; `layouts` itself remembers them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from layouts import Sharding
+from meshlib.core.graph import Graph, Tensor
+from meshlib.lowering.balance import Balance
+from meshlib.lowering.bindings import Binding
+from meshlib.lowering.elimination import FactorGraph
+from meshlib.lowering.expected_halos import Near
+from meshlib.lowering.shared_sums import Sharing, shared_sums
+from meshlib.lowering.simplification import Simplified, simplify
+from meshlib.lowering.strategy_costs import Pricing
+from meshlib.program.signature import Signature, Signatures
+
+MOST = 1 << 13  # priced operations, and 8 times as many computations found sound: a search meets thousands of layouts
+
+
+@dataclass(eq=False)
+class Prices:
+    """The priced strategies of operations at one balance."""
+
+    balance: Balance
+    _of: dict[object, Pricing] = field(default_factory=dict)
+    tables: dict[object, FactorGraph] = field(default_factory=dict)  # of the copies of tensors that are alike
+
+    def of(self, signature: Signature, home: Sharding, binding: Binding, near: Near) -> Pricing:
+        """The strategies of operations that are alike."""
+        key = (signature, home, binding, near)
+        found = self._of.get(key)
+        if found is None:
+            found = self._of[key] = Pricing(signature, home, binding, near, self.balance)
+        return found
+
+    def __len__(self) -> int:
+        return len(self._of) + len(self.tables)
+
+
+@dataclass(eq=False)
+class Memos:
+    """See above."""
+
+    signatures: Signatures = field(default_factory=Signatures)
+    _prices: dict[Balance, Prices] = field(default_factory=dict)
+    computations: set[object] = field(default_factory=set)
+    _simplified: dict[object, Simplified] = field(default_factory=dict)
+    _sharings: dict[object, Sharing | None] = field(default_factory=dict)
+
+    def prices(self, balance: Balance) -> Prices:
+        """The priced strategies at a balance."""
+        return self._prices.setdefault(balance, Prices(balance))
+
+    def simplified(self, graph: Graph, results: Sequence[Tensor], taken: bool) -> Simplified:
+        """The body of a loop, simplified; `taken`: its results are needed under whatever sharding."""
+        key = (graph, tuple(results), taken)
+        if key not in self._simplified:
+            simple = self._simplified[key] = simplify(graph, results, ())
+            simple.taken.update(simple.of(t) for t in results if taken)
+        return self._simplified[key]
+
+    def sharing(
+        self, simple: Simplified, split: Mapping[Tensor, frozenset[str]], fetched: Sequence[Tensor]
+    ) -> Sharing | None:
+        """What need not be reduced of the sums over split dims."""
+        key = (simple, tuple(split.items()), tuple(fetched))
+        if key not in self._sharings:
+            self._sharings[key] = shared_sums(simple, split, fetched)
+        return self._sharings[key]
+
+    def trim(self) -> None:
+        """Start anew with what grows from layout to layout, where that has become too much to hold."""
+        if sum(map(len, self._prices.values())) > MOST or len(self.computations) > 8 * MOST:
+            self._prices.clear()
+            self.computations.clear()
+            self.signatures.forget_assignments()

@@ -1,0 +1,199 @@
+"""How a value comes to where it is wanted: from the nearest place where it exists, or made again there.
+
+What is made of nothing, or of something smaller (a mask of positions, a one-hot of labels, a cast of what is there), is
+made again wherever that sends less than moving it: its price is that of bringing its operands there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import NamedTuple, TypeAlias
+
+from layouts import Sharding, reshard, resharding
+from layouts.resharding import at_least
+from meshlib.core.graph import Operation, Tensor
+from meshlib.core.opdef import Home, Kind, Role
+from meshlib.lowering.simplification import Simplified
+from meshlib.program.signature import Signature
+
+Prices: TypeAlias = tuple[tuple[str, float], ...]  # per axis, of a byte sent along it; 1 for axes that have none
+Price: TypeAlias = tuple[float, int]  # bytes and collectives
+Path: TypeAlias = tuple[int, ...]  # (): the value itself; (n, ...): from its n-th operand
+
+# Making something again is worth it nearly always: a lane operation takes a thousandth of the time of a byte sent.
+BYTES_PER_OPERATION = 1e-3
+_DEEPEST = 8  # operations in a row that are made again
+_MADE_AGAIN = (Kind.SOURCE, Kind.ELEMENTWISE, Kind.VIEW)
+
+
+class Source(NamedTuple):
+    """Where a value is to be had."""
+
+    lies: tuple[Sharding, ...]
+    itemsize: float
+    prices: Prices = ()
+    made: Made | None = None  # how it can be made again
+
+
+class Made(NamedTuple):
+    """An operation that may run again, and where its operands are to be had."""
+
+    signature: Signature
+    operands: tuple[Source, ...]
+
+
+class Way(NamedTuple):
+    """How a value comes to a place; `new` is where it and what it is made of lie besides afterwards.
+
+    What is summed up or put in another order on the way is there for others.
+    """
+
+    cost: float
+    collectives: int
+    origin: int  # which of `lies` it comes from; -1: it is made again
+    new: tuple[tuple[Path, Sharding], ...]
+
+
+NOWHERE = Way(float("inf"), 0, -1, ())
+
+
+def obtain(source: Source, wanted: Sharding) -> Way:
+    """The cheapest way to `wanted`.
+
+    Ways that name an operation are remembered beside its signature, and gone with its graph; those of shardings alone
+    are remembered for all graphs.
+    """
+    if source.made is None:
+        return _moved(source, wanted)
+    key, ways = (source, wanted), source.made.signature.ways
+    found: Way | None = ways.get(key)
+    if found is None:
+        found = ways[key] = _obtained(source, wanted)
+    return found
+
+
+def _obtained(source: Source, wanted: Sharding) -> Way:
+    if wanted in source.lies:
+        return Way(0, 0, source.lies.index(wanted), ())
+    best, n = _nearest(source, wanted)
+    if source.made is not None and best[0] > 0:
+        again = _made_again(source.made, wanted)
+        if again is not NOWHERE and again.cost < best[0]:
+            return again
+    if n < 0:
+        return NOWHERE
+    ends, plan = (*source.lies, wanted), reshard(source.lies[n], wanted, source.itemsize)
+    before_last = [t for t in plan.steps[:-1] if not t.after.pending]
+    reached = [t.after for t in before_last if t.before.pending or t.kind in ("collective_permute", "all_to_all")]
+    useful = [s for s in reached if s not in source.lies and not parks(s, ends)]
+    return Way(*best, n, tuple([((), s) for s in (*useful, wanted)]))
+
+
+_moved = lru_cache(maxsize=1 << 14)(_obtained)
+
+
+def _nearest(source: Source, wanted: Sharding) -> tuple[Price, int]:
+    """What it costs to move it to `wanted` from where that costs least, and which of `lies` this is; -1: none."""
+    best: Price = float("inf"), 0
+    found = -1
+    for n, s in enumerate(source.lies):
+        if can_become(s, wanted) and (found < 0 or _least_cost(source, s, wanted) <= best[0]):
+            cost = between(s, wanted, source.itemsize, source.prices)
+            if cost < best:
+                best, found = cost, n
+    return best, found
+
+
+def between(here: Sharding, there: Sharding, itemsize: float, prices: Prices) -> Price:
+    """What it costs to move a value from one place alone to another, and in how many collectives."""
+    if not can_become(here, there):
+        return float("inf"), 0
+    if not prices:
+        return resharding.price(here, there, itemsize)
+    plan = reshard(here, there, itemsize)
+    return sum([step.sent_bytes * axes_price(step.axes, prices) for step in plan.steps]), plan.collectives
+
+
+def _least_cost(source: Source, s: Sharding, wanted: Sharding) -> float:
+    least = at_least(s, wanted) * source.itemsize
+    return least * min([1.0, *[price for _, price in source.prices]]) if source.prices else least
+
+
+def axes_price(axes: Iterable[str], prices: Prices) -> float:
+    """Of a byte sent along these axes at once."""
+    by_axis = dict(prices)
+    return max((by_axis.get(a, 1.0) for a in axes), default=1.0)
+
+
+def parks(s: Sharding, ends: Iterable[Sharding]) -> bool:
+    """Whether it has an axis on a dim where none of `ends` has it: no user would bring it there (rule 2)."""
+    return any(not any(a in end.axes[d] for end in ends) for d, entry in enumerate(s.axes) for a in entry)
+
+
+def can_become(source: Sharding, target: Sharding) -> bool:
+    """Whether a reshard leads there: a maximum that is taken does not wait again, a sum may."""
+    return (
+        not target.pending
+        or set(target.pending) <= set(source.pending)
+        or all(kind == "sum" for _, kind in (*source.pending, *target.pending))
+    )
+
+
+def _made_again(made: Made, wanted: Sharding) -> Way:
+    axes = again_axes(made.signature, wanted)
+    assigned = None if axes is None else made.signature.under(wanted.mesh, axes, ((),) * len(made.operands))
+    if axes is None or assigned is None or assigned.out.axes != wanted.axes:
+        return NOWHERE
+    counts = tuple([wanted.mesh.group_size(axes.get(name, ())) for name in made.signature.names])
+    blocks = made.signature.cut(counts)
+    assert blocks is not None
+    cost, collectives = BYTES_PER_OPERATION * (blocks.work.vpu_ops + 1), 0
+    new: list[tuple[Path, Sharding]] = []
+    for n, (x, s) in enumerate(zip(made.operands, assigned.operands, strict=True)):
+        way = obtain(x, s)
+        if way is NOWHERE:
+            return NOWHERE
+        cost += way.cost
+        collectives += way.collectives
+        new += [((n, *path), at) for path, at in way.new]
+    return Way(cost, collectives, -1, (*new, ((), wanted)))
+
+
+def again_axes(signature: Signature, wanted: Sharding) -> Mapping[str, tuple[str, ...]] | None:
+    """The assignment under which an operation makes `wanted`, block by block; None if it can't."""
+    if wanted.pending:
+        return None
+    axes: dict[str, tuple[str, ...]] = {}
+    for f in signature.factors:
+        name = f.outputs[0]
+        over = wanted.of(name) if name is not None and name in wanted.shape else ()
+        if over and f.role is not Role.PARALLEL:
+            return None
+        if over:
+            axes[f.name] = over
+    return axes
+
+
+def made_again(graph: Simplified) -> set[Tensor]:
+    """The tensors that may be made again: of nothing, or of what is smaller or may be made again itself."""
+    depth: dict[Tensor, int] = {}
+    for op in graph.operations:
+        if not _can_run_again(op):
+            continue
+        operands = graph.inputs[op]
+        far = 1 + max((depth.get(x, 0) for x in operands), default=0)
+        y = op.output
+        if far <= _DEEPEST and all(x in depth or _bytes(x) < _bytes(y) for x in operands):
+            depth[y] = far
+    return set(depth)
+
+
+def _can_run_again(op: Operation) -> bool:
+    kind = op.kind
+    plain = (kind.kind in _MADE_AGAIN or kind.remade) and kind.home is not Home.GIVEN and kind.show is None
+    return plain and len(op.outputs) == 1 and op.output not in op.graph.gradient_of
+
+
+def _bytes(t: Tensor) -> int:
+    return t.dtype.size_bytes(t.shape.size)

@@ -1,0 +1,195 @@
+"""The lowering of one program under one mesh and layout: sweeps over it and its loop bodies, then the passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from layouts import LayoutRules, Mesh, Sharding
+from meshlib.core.compiler import Compiler
+from meshlib.core.graph import Graph, Operation, Tensor
+from meshlib.core.opdef import Kind
+from meshlib.lowering.accumulators import bind_terms
+from meshlib.lowering.assigned import Homes
+from meshlib.lowering.balance import Balance
+from meshlib.lowering.expected_halos import Near, near_shifts
+from meshlib.lowering.graph_cache import Memos
+from meshlib.lowering.halos import share_halos
+from meshlib.lowering.loops import Body, Makers
+from meshlib.lowering.materialisation import axes_price
+from meshlib.lowering.ordering import order_and_fuse
+from meshlib.lowering.partition import Partitioner
+from meshlib.lowering.passes import join_gathers, merge_small_collectives, remove_dead_code
+from meshlib.lowering.shared_sums import split_sums
+from meshlib.lowering.simplification import Simplified
+from meshlib.program.checker import Sound, check_program
+from meshlib.program.instructions import Value
+from meshlib.program.records import Program
+
+Nears: TypeAlias = Mapping[Operation, Near]  # see `near_shifts`
+Lowered: TypeAlias = Callable[[Simplified, Homes, Nears, bool], Program]
+PASSES = (remove_dead_code, share_halos, join_gathers, merge_small_collectives, order_and_fuse)
+LITTLE = 1e-3  # of what a program sends, or holds: less is not worth a second search, more is too much to pay for it
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """One mesh and layout: what the lowering of a program and of the loop bodies in it have in common."""
+
+    mesh: Mesh
+    rules: LayoutRules
+    precision: str
+    balance: Balance
+    regather: bool
+    notes: tuple[str, ...]
+    memos: Memos
+    sound: Sound
+    compiler: Compiler
+    # Alike loops are lowered once.
+    _bodies: dict[object, Program] = field(default_factory=dict)
+    _trials: dict[object, Partitioner] = field(default_factory=dict)
+
+    def program(self, simple: Simplified, fetched: Mapping[str, Tensor], counts_steps: bool) -> Program:
+        """The whole program, through all passes."""
+        homes = Homes(simple.graph, self.mesh, self.rules, self.regather)
+
+        def lowered(simple: Simplified, homes: Homes, near: Nears, across: bool) -> Program:
+            kept = {name: simple.of(t) for name, t in fetched.items()}
+            sweep = self._sweep(simple, homes, kept.values(), near)
+            outputs = {name: sweep.at_home(t) for name, t in kept.items()}
+            return self._finished(sweep, sweep.inputs, outputs, counts_steps, self.notes, across)
+
+        return self._cheapest(simple, homes, fetched.values(), lowered)
+
+    def body(
+        self,
+        graph: Graph,
+        homes: Homes,
+        results: Sequence[Tensor],
+        ends: Sequence[Sharding | None],
+        names: Sequence[str],
+    ) -> Program:
+        """The body of a loop, whose results lie as given; with None where the body has them anyway."""
+        key = (graph, tuple(results), tuple(ends), *self._given(graph, homes))
+        if key in self._bodies:
+            return self._bodies[key]
+        simple = self.memos.simplified(graph, results, taken=True)
+
+        def lowered(simple: Simplified, homes: Homes, near: Nears, across: bool) -> Program:
+            kept = [simple.of(t) for t in results]
+            bound = {t: end for t, end in zip(kept, ends, strict=True) if end is not None}
+            for t, end in bound.items():
+                if t.operation.kind.kind is not Kind.INPUT:
+                    homes.bind(t, end)
+            sweep = self._sweep(simple, homes, bound, near)
+            placed = [sweep.as_it_lies(t) if s is None else sweep.at(t, s) for t, s in zip(kept, ends, strict=True)]
+            outputs = {f"{v.tensor.name} ({n})": v for n, v in enumerate(placed)}
+            for name in names:
+                if name not in sweep.inputs:  # a carry that the body ignores
+                    sweep.resident(graph.inputs[name])
+            inputs = {name: sweep.inputs[name] for name in names}
+            return self._finished(sweep, inputs, outputs, False, (), across, is_body=True)
+
+        program = self._bodies[key] = self._cheapest(simple, homes, results, lowered)
+        return program
+
+    def trial(
+        self, graph: Graph, homes: Homes, results: Sequence[Tensor], bound: Sequence[Tensor]
+    ) -> Callable[[Tensor], tuple[Sharding, Makers]]:
+        """The body of a loop partitioned, not finished: how it makes a tensor, and who leaves that pending."""
+        key = (graph, tuple(results), tuple(bound), *self._given(graph, homes))
+        if key not in self._trials:
+            simple = self.memos.simplified(graph, results, taken=False)
+            self._trials[key] = self._sweep(simple, homes, [simple.of(t) for t in bound])
+        sweep = self._trials[key]
+
+        def made(t: Tensor) -> tuple[Sharding, Makers]:
+            t = sweep.graph.of(t)
+            return sweep.places.made(t).sharding, sweep.places.makers.get(t, {})
+
+        return made
+
+    @staticmethod
+    def _given(graph: Graph, homes: Homes) -> Sequence[object]:
+        """What the body of a loop is told by the graph around it."""
+        return [*(homes.of(op.output) for op in graph.inputs.values()), *homes.destinations.items()]
+
+    def _cheapest(self, simple: Simplified, homes: Homes, fetched: Iterable[Tensor], lowered: Lowered) -> Program:
+        """The graph as it is written, or with sums made of others, if that costs less and takes no more memory."""
+        best = self._nearest(simple, homes, lowered)
+        sharing = self.memos.sharing(simple, split_sums(simple, homes), [simple.of(t) for t in fetched])
+        if sharing is not None and 2 * sharing.bytes > LITTLE * best.sent_bytes:
+            other = self._nearest(sharing.graph, replace(homes, graph=sharing.graph.graph), lowered)
+            best = other if self._pays(other, best) else best
+        return best
+
+    def _pays(self, other: Program, than: Program) -> bool:
+        """Whether another program sends less, as the balance prices it, costs less with its work, and holds no more."""
+        if other.memory.peak_bytes > than.memory.peak_bytes * (1 + LITTLE):
+            return False
+        sent, before = self._priced(other), self._priced(than)
+        works, worked = (self.balance.bytes_of(p.work) for p in (other, than))
+        return sent < before and sent + works < before + worked
+
+    def _priced(self, program: Program) -> float:
+        """What a program sends; along axes of several prices, that of each collective; and what starting them costs."""
+        prices, start = self.balance.axis_prices, self.balance.collective_bytes
+        if not prices and not start:
+            return program.sent_bytes
+        return sum(c.count * (c.sent_bytes * axes_price(c.axes, prices) + start) for c in program.collectives)
+
+    def _nearest(self, simple: Simplified, homes: Homes, lowered: Lowered) -> Program:
+        """What sends less: shifts priced each for itself, or as if they shared what they need of their neighbours.
+
+        What forward has of them serves backward, too, if it is to be kept: it takes a copy with margins.
+        """
+        best = lowered(simple, homes, {}, False)
+        tried: Nears = {}
+        for across in (False, *([] if self.regather else [True])):
+            near = near_shifts(simple, homes, self.memos.signatures, across)
+            if near != tried:
+                tried, other = near, lowered(simple, homes, near, across)
+                best = other if other.sent_bytes < best.sent_bytes else best
+        return best
+
+    def _sweep(
+        self, simple: Simplified, homes: Homes, fetched: Iterable[Tensor], near: Nears | None = None
+    ) -> Partitioner:
+        memos, fetched = self.memos, set(fetched)
+        bind_terms(simple, homes, fetched)
+        body = Body(self.body, self.trial)
+        sweep = Partitioner(simple, homes, memos.prices(self.balance), memos.signatures, fetched, body, near or {})
+        sweep.run()
+        return sweep
+
+    def _finished(
+        self,
+        sweep: Partitioner,
+        inputs: Mapping[str, Value],
+        outputs: Mapping[str, Value],
+        counts_steps: bool,
+        notes: tuple[str, ...],
+        across: bool,
+        is_body: bool = False,
+    ) -> Program:
+        program = Program(
+            self.mesh,
+            self.rules,
+            self.precision,
+            tuple(sweep.places.instructions),
+            inputs,
+            sweep.variables,
+            outputs,
+            sweep.updates,
+            counts_steps,
+            notes,
+            is_body,
+            sweep.excess_bytes,
+            self.compiler,
+        )
+        check_program(program, "partitioning", sound=self.sound)
+        for run in PASSES:
+            made = share_halos(program, across) if run is share_halos else run(program)
+            program = check_program(made, run.__name__, before=program, sound=self.sound)
+        return program

@@ -1,0 +1,224 @@
+"""The order: fusion groups scheduled so that what frees memory runs as soon as it can.
+
+What the backward pass computes again comes right before who needs it. What uses a value that is still on its way waits
+for a product, if there is one, that hides the way; what no product waits for (the update of a weight by a gradient that
+is being reduced) until about as much is computed as the way takes. Then groups that run row by row are joined, and
+collectives are issued one product early where they do not depend on it (the weights of the next layer arrive while this
+one computes), and no earlier, because what arrives takes memory. This is *the* order: the executors, the buffers and
+the estimate all use it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from meshlib.core.opdef import Kind
+from meshlib.lowering.fusion import fusion_groups, groups_of, join_rows, numbered
+from meshlib.program.analysis.work import local_work
+from meshlib.program.instructions import Compute, Instruction, Loop, Move, Resident, Value
+from meshlib.program.records import Program
+
+Group: TypeAlias = Sequence[Instruction]
+
+_FIRST, _NEXT, _LAST = range(3)
+# How much is computed while a collective is on its way, nominally: at 100 Tflop/s, 50 GB/s, and 20 us for its start.
+FLOPS_PER_SENT_BYTE = 2_000
+FLOPS_PER_START = 2_000_000_000
+
+
+@dataclass(eq=False)
+class _Scheduler:
+    """List scheduling: groups that free more than they take go first, the others in the order they came.
+
+    `arrives` has, per value of a collective, how many flops are done when it is there: for groups that lead to a
+    product by the next product, for others nominally. Groups that use it are not first before that.
+    """
+
+    program: Program
+    groups: Sequence[Group]
+
+    def run(self) -> list[Instruction]:
+        self._analyse()
+        ready: list[tuple[int, int]] = []
+        sent: set[Value] = set()  # by collectives since the last product
+        arrives: dict[Value, float] = {}
+        flops = 0.0
+        waiting: list[int] = []  # groups that use such a value
+        done = [False] * len(self.groups)
+        for g, count in enumerate(self.unmet):
+            if count == 0:
+                there = isinstance(self.groups[g][0], Resident)  # lies in memory already: nobody waits for it
+                heapq.heappush(ready, (_FIRST if there else self._when(g, late=False), g))
+        order: list[Group] = []
+        while ready:
+            _, g = heapq.heappop(ready)
+            if done[g]:
+                continue
+            done[g] = True
+            order.append(self.groups[g])
+            for i in self.groups[g]:
+                if i.is_collective:
+                    sent.update(i.outputs)
+                    way = FLOPS_PER_START + FLOPS_PER_SENT_BYTE * i.sent_bytes
+                    arrives.update(dict.fromkeys(i.outputs, flops + way))
+            touched = self._finish(g)
+            if self.hidden_flops[g]:
+                flops += self.hidden_flops[g]
+                sent.clear()
+                touched, waiting = sorted({*touched, *waiting}), []
+            for user in touched:
+                if self.unmet[user] == 0 and not done[user]:
+                    if self.leads_on[user]:
+                        late = not sent.isdisjoint(self.inputs[user])
+                    else:
+                        late = any(arrives.get(x, 0) > flops for x in self.inputs[user])
+                    heapq.heappush(ready, (self._when(user, late), user))
+                    if late:
+                        waiting.append(user)
+        assert len(order) == len(self.groups)
+        return numbered(order)
+
+    def _when(self, g: int, late: bool) -> int:
+        """When a group should run; `late`: something that it uses is still on its way."""
+        if not any(self.users.get(y) for i in self.groups[g] for y in i.outputs):
+            numbers = all(x.sharding.local_size == 1 for x in self.inputs[g])
+            if numbers:
+                return _LAST  # nobody waits for a loss
+        if late and not self.leads_on[g]:
+            return _LAST  # or for a new weight
+        return _FIRST if self._frees(g) and not late else _NEXT
+
+    def _analyse(self) -> None:
+        """Who makes and who uses each value that leaves its group."""
+        pinned = {*self.program.outputs.values()}
+        self.made_in = {y: g for g, group in enumerate(self.groups) for i in group for y in i.outputs}
+        self.users: dict[Value, set[int]] = {}
+        for g, group in enumerate(self.groups):
+            for i in group:
+                for x in i.inputs:
+                    if self.made_in[x] != g:
+                        self.users.setdefault(x, set()).add(g)
+        self.left = {x: len(users) for x, users in self.users.items()}
+        self.inputs = [
+            {x for i in group for x in i.inputs if self.made_in[x] != g} for g, group in enumerate(self.groups)
+        ]
+        self.unmet = [len(xs) for xs in self.inputs]
+        self.hidden_flops = [sum(_hidden_flops(self.program, i) for i in group) for group in self.groups]
+        self.leads_on = [bool(flops) for flops in self.hidden_flops]  # to a product or loop
+        for g in reversed(range(len(self.groups))):
+            users = {u for i in self.groups[g] for y in i.outputs for u in self.users.get(y, ())}
+            self.leads_on[g] |= any(self.leads_on[u] for u in users)
+        resident = {*self.program.inputs.values(), *self.program.variables.values()}
+        self.lasting = pinned | resident
+        # The new value of a variable takes the place of the old one once nobody else will read that.
+        self.replaces = {
+            v: self.program.variables[name]
+            for name, v in self.program.updates.items()
+            if name in self.program.variables and v not in self.lasting
+        }
+
+    def _frees(self, g: int) -> bool:
+        freed = sum(_device_bytes(x) for x in self.inputs[g] if self.left[x] == 1 and x not in self.lasting)
+        taken = 0
+        for i in self.groups[g]:
+            for y in i.outputs:
+                if not (self.users.get(y) or y in self.lasting) or isinstance(i, Resident):
+                    continue
+                old = self.replaces.get(y)
+                in_place = old is not None and self.left.get(old, 0) == (old in self.inputs[g])
+                taken += 0 if in_place else _device_bytes(y)
+        return freed > taken
+
+    def _finish(self, g: int) -> list[int]:
+        """Groups that may have become ready, or more attractive, by running `g`."""
+        touched: set[int] = set()
+        for x in self.inputs[g]:
+            self.left[x] -= 1
+            if self.left[x] == 1:
+                touched |= self.users[x]
+        for i in self.groups[g]:
+            for y in i.outputs:
+                for user in self.users.get(y, ()):
+                    self.unmet[user] -= 1
+                    touched.add(user)
+        return sorted(touched)
+
+
+def _device_bytes(v: Value) -> int:
+    return 0 if v.tensor.on_host else v.local_bytes
+
+
+def _hides(i: Instruction) -> bool:
+    """Whether it computes for long enough to hide what is being sent."""
+    return isinstance(i, Loop) or (isinstance(i, Compute) and i.operation.kind.kind is Kind.CONTRACTION)
+
+
+def _hidden_flops(program: Program, i: Instruction) -> float:
+    """What it computes while something is being sent."""
+    if isinstance(i, Loop):
+        return max(1.0, i.trips * i.body.work.mxu_flops)  # one without products hides something, too
+    return float(local_work(program, i).mxu_flops) if _hides(i) else 0.0
+
+
+def order_and_fuse(program: Program) -> Program:
+    """The program in its final order, every instruction with its fusion group."""
+    ordered = program.with_instructions(_Scheduler(program, _on_demand(fusion_groups(program))).run())
+    return issue_early(join_rows(ordered))
+
+
+def _on_demand(groups: Sequence[Group]) -> list[Group]:
+    """The groups, each that the backward pass computes again right before the first who needs it."""
+    maker = {y: g for g, group in enumerate(groups) for i in group for y in i.outputs}
+    needs = [{maker[x] for i in group for x in i.inputs} - {g} for g, group in enumerate(groups)]
+    wanted = set().union(*needs)
+    again = [g in wanted and all(i.operation in i.operation.graph.again for i in groups[g]) for g in range(len(groups))]
+    order: list[Group] = []
+    written: set[int] = set()
+    for g in range(len(groups)):
+        waiting = [] if again[g] else [g]
+        while waiting:
+            missing = needs[waiting[-1]] - written
+            if missing:
+                waiting += sorted(missing, reverse=True)
+                continue
+            last = waiting.pop()
+            if last not in written:
+                written.add(last)
+                order.append(groups[last])
+    return order
+
+
+def issue_early(program: Program) -> Program:
+    """Collectives before the last product that they do not depend on, with what only prepares them: casts."""
+    order: list[Group] = []
+    depth: dict[Value, int] = {}  # how many products came before a value, or made it
+    waiting: list[Group] = []  # what has come since the last product, that product first
+    products = 0
+    for group in groups_of(program):
+        behind = max((depth.get(x, 0) for i in group for x in i.inputs), default=0)
+        if any(_hides(i) for i in group):
+            order += waiting
+            waiting = []
+            products += 1
+            behind = products
+        first = group[0]
+        if isinstance(first, Move) and first.is_collective and behind < products:
+            order += [*_taken(waiting, first.inputs), [replace(first, early=True)]]
+        else:
+            waiting.append(group)
+        depth.update((y, behind) for i in group for y in i.outputs)
+    return program.with_instructions(numbered([*order, *waiting]))
+
+
+def _taken(waiting: list[Group], wanted: Sequence[Value]) -> list[Group]:
+    """Takes out of `waiting` the groups that make the wanted values, and what these need, in order."""
+    needed, chosen = set(wanted), []
+    for group in reversed(waiting):
+        if any(y in needed for i in group for y in i.outputs):
+            needed.update(x for i in group for x in i.inputs)
+            chosen.append(group)
+    waiting[:] = [group for group in waiting if not any(group is other for other in chosen)]
+    return chosen[::-1]

@@ -1,0 +1,181 @@
+"""Where each tensor exists while a program is written, and how it gets elsewhere.
+
+A value is brought to a sharding once and serves everybody there: other regions too, unless keeping it takes more memory
+than its home does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import permutations
+
+from layouts import Sharding, reshard
+from meshlib.core.graph import Operation, Tensor
+from meshlib.lowering.assigned import Homes
+from meshlib.lowering.loops import Makers
+from meshlib.lowering.materialisation import Made, Prices, Source, again_axes, between, made_again, obtain
+from meshlib.lowering.reasons import explain_step
+from meshlib.lowering.simplification import Simplified
+from meshlib.program.instructions import Compute, Instruction, Move, Value
+from meshlib.program.signature import Signatures
+
+MOST_ORDERED = 4  # placements of one tensor of which every order is tried
+
+
+@dataclass(eq=False)
+class Places:
+    """The shardings in which each tensor exists; emits the instructions that bring it to others."""
+
+    graph: Simplified
+    homes: Homes
+    signatures: Signatures
+    prices: Prices
+    instructions: list[Instruction] = field(default_factory=list)
+    # For every region (None) or within one.
+    instances: dict[Tensor, list[tuple[str | None, Value]]] = field(default_factory=dict)
+    # For a pending tensor: per axis the operation that left it pending, and the dim that it reduced.
+    makers: dict[Tensor, Makers] = field(default_factory=dict)
+    # Per tensor and region the placements under which it is used, in order.
+    uses: dict[Tensor, dict[str, dict[Sharding, None]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._again = made_again(self.graph)
+
+    def known(self, t: Tensor, region: str) -> list[Value]:
+        """The values of `t` that a region may use."""
+        return [v for r, v in self.instances[t] if r is None or r == region]
+
+    def _there(self, t: Tensor, wanted: Sharding, region: str) -> Value | None:
+        """The value of `t` that a region has under `wanted` already, if any."""
+        return next((v for v in self.known(t, region) if v.sharding == wanted), None)
+
+    def made(self, t: Tensor) -> Value:
+        """`t` as its operation made it."""
+        return self.instances[t][0][1]
+
+    def add(self, t: Tensor, value: Value, region: str) -> None:
+        """Another place where `t` is to be had."""
+        self.instances.setdefault(t, []).append((self.homes.reach(t, value.sharding, region), value))
+
+    def use(self, t: Tensor, wanted: Sharding, op: Operation) -> Value:
+        """The value of `t` under `wanted`, for an operation; copies from which later uses start first, if that pays."""
+        there = self._there(t, wanted, op.region)
+        if there is not None:
+            return there
+        if self._by_way_of_home(t, wanted, op.region):
+            self.bring(t, self.homes.of(t), op.region, op)
+        for s in self._first(t, wanted, op.region):
+            self.bring(t, s, op.region, op)
+        value = self.bring(t, wanted, op.region, op)
+        for s in self._kept(t, wanted, op.region):
+            self.bring(t, s, op.region, op)
+        return value
+
+    def _kept(self, t: Tensor, there: Sharding, region: str) -> Sequence[Sharding]:
+        """The slices of a copy to keep for later regions, where the copy itself would take too much memory."""
+        if self.homes.reach(t, there, region) is None:
+            return ()
+        slices: dict[Sharding, None] = {}
+        for other, placements in self.uses.get(t, {}).items():
+            have = [v.sharding for v in self.known(t, other)]
+            for s in placements if other != region and have else ():
+                small = s.local_size <= self.homes.of(t).local_size
+                if small and self._is_slice(t, s, [there]) and not self._is_slice(t, s, have):
+                    slices.setdefault(s)
+        return list(slices)
+
+    def _is_slice(self, t: Tensor, s: Sharding, copies: Sequence[Sharding]) -> bool:
+        """Whether nothing need be sent for `s` where there are these copies."""
+        return any(between(at, s, t.dtype.itemsize, self.prices)[0] == 0 for at in copies)
+
+    def _first(self, t: Tensor, wanted: Sharding, region: str) -> Sequence[Sharding]:
+        """The placements that are still to be used in a region and should be made before `wanted`: a cheapest tree."""
+        have = [v.sharding for v in self.known(t, region)]
+        left = [s for s in self.uses.get(t, {}).get(region, ()) if s not in have and s != wanted]
+        if not 0 < len(left) <= MOST_ORDERED:
+            return ()
+
+        def cost(order: Sequence[Sharding]) -> float:
+            there, total = list(have), 0.0
+            for s in order:
+                total += min(between(at, s, t.dtype.itemsize, self.prices)[0] for at in there)
+                there.append(s)
+            return total
+
+        best = min(permutations((wanted, *left)), key=cost)  # of equal ones the first: `wanted` before all others
+        return best[: best.index(wanted)]
+
+    def _by_way_of_home(self, t: Tensor, wanted: Sharding, region: str) -> bool:
+        """Whether to leave a copy under the assigned sharding on the way: later regions may use it, and save more."""
+        home, have = self.homes.of(t), [v.sharding for v in self.known(t, region)]
+        if home in have or wanted == home or home.pending:
+            return False
+
+        def cost(s: Sharding, there: Sequence[Sharding]) -> float:
+            return min([between(at, s, t.dtype.itemsize, self.prices)[0] for at in there], default=float("inf"))
+
+        saved = cost(wanted, have) - cost(home, have) - cost(wanted, [home, *have])
+        lasting = [wanted] if self.homes.reach(t, wanted, region) is None else []
+        for other, placements in self.uses.get(t, {}).items():
+            there = [v.sharding for v in self.known(t, other)]
+            if other != region and there:
+                there += lasting
+                saved += sum(max(0.0, cost(s, there) - cost(s, [home])) for s in placements if s not in there)
+        return saved > 0
+
+    def bring(self, t: Tensor, wanted: Sharding, region: str, user: Operation | None) -> Value:
+        """The value of `t` under `wanted`, from where it is nearest; None as user: to its home."""
+        there = self._there(t, wanted, region)
+        if there is not None:
+            return there
+        if wanted.pending and t in self._again:  # computed again it is complete, and counts on one device
+            self.bring(t, wanted.drop_pending(), region, user)
+        known = self.known(t, region)
+        way = obtain(self.source(t, region), wanted)
+        if way.origin < 0:
+            value = self._made_again(t, wanted, region, user)
+            self.add(t, value, region)
+            return value
+        passed = {v.sharding: v for v in self.walk(known[way.origin], wanted, user)}
+        for _, s in way.new:
+            self.add(t, passed[s], region)
+        return passed[wanted]
+
+    def source(self, t: Tensor, region: str) -> Source:
+        """Where `t` is to be had."""
+        made = None
+        if t in self._again:
+            op = t.operation
+            made = Made(self.signatures.of(op), tuple([self.source(x, region) for x in self.graph.inputs[op]]))
+        return Source(tuple([v.sharding for v in self.known(t, region)]), t.dtype.itemsize, self.prices, made)
+
+    def _made_again(self, t: Tensor, wanted: Sharding, region: str, user: Operation | None) -> Value:
+        op, value = t.operation, Value(t, wanted)
+        signature, inputs = self.signatures.of(op), self.graph.inputs[op]
+        axes = again_axes(signature, wanted)
+        assigned = None if axes is None else signature.under(wanted.mesh, axes, ((),) * len(inputs))
+        assert axes is not None  # as it was priced
+        assert assigned is not None
+        taken = [self.bring(x, s, region, user) for x, s in zip(inputs, assigned.operands, strict=True)]
+        split = tuple((a, f) for f, entry in axes.items() for a in entry)
+        self.instructions.append(Compute(op, tuple(taken), (value,), region, split))
+        return value
+
+    def walk(self, value: Value, wanted: Sharding, user: Operation | None) -> list[Value]:
+        """Emit the steps of the cheapest reshard. Returns `value`, then what each step makes of it."""
+        t, values = value.tensor, [value]
+        for step in reshard(value.sharding, wanted, t.dtype.itemsize).steps:
+            reduces = step.kind in ("all_reduce", "reduce_scatter")
+            makers = [self.makers[t][a] for a in step.axes] if reduces else []
+            reason = explain_step(step, t, makers, user, self.homes)
+            after = Value(t, step.after)
+            op = user or t.operation
+            self.instructions.append(Move(op, (values[-1],), (after,), reason.phase, (step,), (reason,)))
+            values.append(after)
+        return values
+
+
+def blockwise(sharding: Sharding) -> tuple[tuple[str, str], ...]:
+    """The assignment of an operation that makes every block of its result from nothing but the block that is there."""
+    return tuple((a, d.name) for d, axes in zip(sharding.shape, sharding.axes, strict=True) for a in axes)

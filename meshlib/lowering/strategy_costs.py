@@ -1,0 +1,121 @@
+"""Strategies with their prices, for all operations that are alike: those that no other strategy makes superfluous."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from layouts import Sharding
+from meshlib.lowering.balance import Balance
+from meshlib.lowering.bindings import Binding
+from meshlib.lowering.copies import COLLECTIVE, STRAY, distances
+from meshlib.lowering.expected_halos import Near
+from meshlib.lowering.materialisation import axes_price
+from meshlib.lowering.strategies import Axes, Choice, Question, assignments
+from meshlib.program.exchanges import busiest_bytes
+from meshlib.program.signature import Signature
+
+Stationary: TypeAlias = tuple[Sharding, Axes] | None  # an operand's assigned sharding, and axes over which it stays
+
+
+class Strategy(NamedTuple):
+    """A choice with its price: bytes sent inside the operation and to bring the result home, and duplicated work."""
+
+    choice: Choice
+    cost: float
+    made: tuple[Sharding, ...]  # the placements of the result: as computed, and that to which it is bound
+    home_cost: float  # of bringing it there
+
+
+class Pricing:
+    """The strategies of operations that are alike and whose results have the same assigned sharding.
+
+    Args:
+      binding: whether the result is brought to its assigned sharding.
+      near: operands and dims of which another operation brings the halo that this one needs.
+    """
+
+    def __init__(self, signature: Signature, home: Sharding, binding: Binding, near: Near, balance: Balance) -> None:
+        self.signature, self.home, self.binding, self.near, self.balance = signature, home, binding, near, balance
+        self._plain = self._plain_work()
+        self._strategies: dict[object, tuple[Strategy, ...]] = {}
+
+    def _plain_work(self) -> float:
+        """The work of computing one block of the assigned sharding; strategies are charged what exceeds it."""
+        counts = dict(zip(self.home.shape.names, self.home.block_counts, strict=True))
+        own = (f.outputs[0] if f.shares is None else None for f in self.signature.factors)
+        plain = self.signature.cut(tuple(counts.get(name or "", 1) for name in own))
+        return 0.0 if plain is None else self.balance.bytes_of(plain.work)
+
+    def strategies(self, asked: Question, held: Sequence[Stationary]) -> tuple[Strategy, ...]:
+        """The strategies worth looking at, the cheapest first; `held` says over which axes operands must not move."""
+        key = (asked, *held)
+        found = self._strategies.get(key)
+        if found is None:
+            priced = [self._priced(*each) for each in assignments(self.signature, asked, self.home)]
+            possible = [s for s in priced if s is not None]
+            # Where each way of running it moves a weight that should stay, as a convolution's whole kernel, it moves.
+            staying = [s for s in possible if not self._moves(s.choice, held)]
+            found = self._strategies[key] = tuple(self._undominated(asked, staying or possible))
+        return found
+
+    def _moves(self, choice: Choice, held: Sequence[Stationary]) -> bool:
+        """Whether a weight would be moved over an axis over which it is stationary."""
+        return any(
+            a in own and a not in to
+            for each, wanted in zip(held, choice.operands, strict=True)
+            if each is not None
+            for own, to in zip(each[0].axes, wanted.axes, strict=True)
+            for a in each[1]
+        )
+
+    def _priced(self, axes: Mapping[str, Axes], passed: tuple[Axes, ...]) -> Strategy | None:
+        """An assignment with its price; None where it is impossible."""
+        signature, home, prices = self.signature, self.home, self.balance.axis_prices
+        count = home.mesh.group_size
+        blocks = signature.cut(tuple([count(axes[name]) if name in axes else 1 for name in signature.names]))
+        assigned = None if blocks is None else signature.under(home.mesh, axes, passed)
+        if blocks is None or assigned is None:
+            return None
+        out = assigned.out
+        exchanges = [e for e in assigned.exchanges if (e.operand, e.dim) not in self.near]
+        strays = sum(map(len, passed)) + (out.axes != home.axes)
+        home_cost = 0.0
+        cost = self.balance.bytes_of(blocks.work) - self._plain + STRAY * strays
+        cost += (COLLECTIVE + self.balance.collective_bytes) * len(exchanges)
+        for over in dict.fromkeys(e.axes for e in exchanges):
+            cost += busiest_bytes((e, 1) for e in exchanges if e.axes == over) * axes_price(over, prices)
+        made: tuple[Sharding, ...] = (out,)
+        settled = self.binding.settled(out, home)
+        if settled != out:
+            home_cost = float(distances((out, settled), signature.op.output.dtype.itemsize, self.balance)[0, 1])
+            made = (out, settled)
+        choice = Choice(axes, assigned.operands, out, assigned.exchanges, passed)
+        return Strategy(choice, cost + home_cost, made, home_cost)
+
+    def _undominated(self, asked: Question, found: list[Strategy]) -> list[Strategy]:
+        """Without the strategies that are no cheaper than another one with reshards before and after it."""
+        if len(found) <= 1:
+            return found
+        found.sort(key=lambda s: s.cost)
+        op = self.signature.op
+        several = len(op.outputs) > 1  # the others may be bound or not: compared as they are computed
+        own = np.array([s.cost - s.home_cost * several for s in found])
+        instead = np.repeat(own[:, None], len(found), axis=1)  # [b, a]: strategy b, with operands and results of a
+        for n, x in enumerate(op.inputs):
+            numbers: dict[Sharding, int] = {}
+            of = [numbers.setdefault(s.choice.operands[n], len(numbers)) for s in found]
+            instead += distances(tuple(numbers), x.dtype.itemsize, self.balance)[np.ix_(of, of)].T
+        numbers = {}
+        rows = [[numbers.setdefault(at, len(numbers)) for at in (s.made[:1] if several else s.made)] for s in found]
+        between = distances(tuple(numbers), sum(y.dtype.itemsize for y in op.outputs), self.balance)
+        nearest = np.array([between[row].min(axis=0) for row in rows])  # from what b makes to each placement
+        instead += np.array([nearest[:, row].sum(axis=1) for row in rows]).T
+        better = instead <= own + 1e-9
+        kept: list[int] = []
+        for n in range(len(found)):
+            if not better[kept, n].any():
+                kept.append(n)
+        return [found[n] for n in kept]

@@ -1,0 +1,157 @@
+"""Anchors of a feature pyramid, and what each of them is to find."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from meshlib.core.arguments import at, number, whole
+from meshlib.core.errors import ShapeError
+from meshlib.models.images.detection.boxes import (
+    Array,
+    Integers,
+    as_boxes,
+    as_vector,
+    box_iou,
+    decode_boxes,
+    encode_boxes,
+    suppress,
+)
+from meshlib.models.images.detection.precision import Objects
+
+NOTHING, UNDECIDED = -1, -2  # classes of anchors that lie on no object, and of those between
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What anchors are to find: classes [n] (-1: nothing, -2: not counted), codes [n, 4] to the box (0 without one)."""
+
+    classes: Integers
+    codes: Array
+
+    @property
+    def objects(self) -> int:
+        """How many anchors hold an object: what the losses are divided by."""
+        return int((self.classes >= 0).sum())
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """The anchors of an image at each level l of a pyramid, whose places are 2^l pixels apart.
+
+    At each place there is one of each scale and ratio: of area (base * scale * 2^l)^2, and of height / width = ratio.
+
+    Args:
+      height, width: of the image in pixels.
+      levels: of the pyramid; level l has ceil(height / 2^l) rows.
+      scales: relative to one another, per octave.
+      ratios: heights over widths.
+      base: side of an anchor of scale and ratio 1 over the distance of places.
+    Raises: ShapeError for sizes that are not positive.
+    Source: Lin et al. (RetinaNet), arXiv:1708.02002, section 4.
+    Example:
+      >>> anchors = Anchors(64, 64, levels=(3, 4), scales=(1.0,), ratios=(1.0,))
+      >>> anchors.boxes.shape, anchors.boxes[0].tolist()  # 8 x 8 + 4 x 4 of them, the first 32 wide around (4, 4)
+      ((80, 4), [-12.0, -12.0, 20.0, 20.0])
+    """
+
+    height: int
+    width: int
+    levels: Sequence[int] = (3, 4, 5, 6, 7)
+    scales: Sequence[float] = (1.0, 2 ** (1 / 3), 2 ** (2 / 3))
+    ratios: Sequence[float] = (0.5, 1.0, 2.0)
+    base: float = 4.0
+
+    def __post_init__(self) -> None:
+        what = "Anchors"
+        sizes = [whole(n, what, "height and width") for n in (self.height, self.width)]
+        levels = [whole(n, what, "each level") for n in self.levels]
+        rest = [number(x, what, "scales, ratios and base") for x in (*self.scales, *self.ratios, self.base)]
+        if min(sizes) < 1 or not levels or min(levels) < 0 or not self.scales or not self.ratios or min(rest) <= 0:
+            raise ShapeError(
+                f"{at(what)}: sizes, scales, ratios and base must be positive, levels not negative, none of them "
+                f"empty; got {self}"
+            )
+
+    @property
+    def each(self) -> int:
+        """How many there are at one place."""
+        return len(self.scales) * len(self.ratios)
+
+    def places(self, level: int) -> tuple[int, int]:
+        """Rows and columns of the feature map of a level."""
+        return -(-self.height // 2**level), -(-self.width // 2**level)
+
+    @cached_property
+    def boxes(self) -> Array:
+        """[n, 4], by level, row, column, scale, ratio: the order in which a head's outputs are merged."""
+        roots = np.sqrt(np.array(self.ratios, np.float64))
+        sides = np.stack([roots, 1 / roots], axis=-1)  # height, width of each ratio
+        sizes = (np.array(self.scales)[:, None, None] * sides * self.base).reshape(-1, 2)
+        found = []
+        for level in self.levels:
+            rows, columns = self.places(level)
+            centres = (np.indices((rows, columns)).transpose(1, 2, 0).reshape(-1, 1, 2) + 0.5) * 2**level
+            half = sizes[None] * 2**level / 2
+            found.append(np.concatenate([centres - half, centres + half], axis=-1).reshape(-1, 4))
+        return np.concatenate(found)
+
+    def targets(self, boxes: ArrayLike, classes: ArrayLike, positive: float = 0.5, negative: float = 0.4) -> Targets:
+        """What each anchor is to find among the objects of an image.
+
+        The object that it overlaps most, if by at least `positive`; nothing, if by less than `negative`; between, it
+        is not counted. The anchors that overlap an object most find it all the same, so that none is missed.
+
+        Args:
+          boxes: [m, 4].
+          classes: [m] of integers from 0.
+          positive, negative: of intersection over union.
+        Raises: ShapeError for shapes that do not fit.
+        """
+        what = "Anchors.targets"
+        own = as_boxes(boxes, what, "boxes")
+        kinds = as_vector(classes, len(own), what, "classes").astype(np.int64)
+        found = np.full(len(self.boxes), NOTHING, np.int64)
+        codes = np.zeros((len(self.boxes), 4))
+        if not len(own):
+            return Targets(found, codes)
+        overlaps = box_iou(self.boxes, own)
+        best, most = overlaps.argmax(axis=1), overlaps.max(axis=1)
+        found[most >= negative] = UNDECIDED
+        chosen = most >= positive
+        for one in range(len(own)):  # the first of equals; a later object takes what an earlier one has
+            anchor = int(overlaps[:, one].argmax())
+            if overlaps[anchor, one] > 0:
+                chosen[anchor], best[anchor] = True, one
+        found[chosen] = kinds[best[chosen]]
+        codes[chosen] = encode_boxes(own[best[chosen]], self.boxes[chosen])
+        return Targets(found, codes)
+
+    def decode(
+        self, scores: ArrayLike, codes: ArrayLike, least: float = 0.05, iou: float = 0.5, limit: int = 100
+    ) -> Objects:
+        """The objects that a detector found in one image.
+
+        Args:
+          scores: [n, classes], probabilities: each class is found by itself.
+          codes: [n, 4], see `encode_boxes`.
+          least: of the scores that count.
+          iou: above which the less likely of two of a class is suppressed.
+          limit: how many are kept, the most likely.
+        Raises: ShapeError for shapes that do not fit.
+        """
+        what = "Anchors.decode"
+        score = np.asarray(scores, np.float64)
+        if score.ndim != 2 or len(score) != len(self.boxes):
+            raise ShapeError(f"{at(what)}: scores must be [{len(self.boxes)}, classes], got {list(score.shape)}")
+        boxes = decode_boxes(codes, self.boxes, (self.height, self.width))
+        parts = []
+        for kind in range(score.shape[1]):
+            likely = np.flatnonzero(score[:, kind] >= least)
+            kept = likely[suppress(boxes[likely], score[likely, kind], iou, limit)]
+            parts.append(Objects(boxes[kept], np.full(len(kept), kind), score[kept, kind]))
+        return Objects.joined(parts).best(limit)

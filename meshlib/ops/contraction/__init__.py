@@ -1,0 +1,1 @@
+"""Products: einsum, and products in eight bits."""

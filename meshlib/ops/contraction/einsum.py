@@ -1,0 +1,355 @@
+"""einsum by dim names, the operation of the MXU; matmul and products of more operands are written with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from hardware.eight_bit import round_to_eight_bits
+from layouts import Dimension, Shape
+from meshlib.core.arguments import at, choice, items
+from meshlib.core.dtypes import FLOAT32, INT32, DType, as_dtype
+from meshlib.core.errors import ShapeError
+from meshlib.core.graph import Operation, Tensor, TensorType
+from meshlib.core.opdef import (
+    NONLINEAR,
+    Array,
+    Block,
+    Form,
+    Kind,
+    Linear,
+    PowerProduct,
+    Product,
+    Total,
+    Work,
+    operation,
+)
+from meshlib.ops.building import as_dims, build, tensor
+from meshlib.ops.rules import reducing_factors, same_dtype, union
+
+Names = tuple[str, ...]
+
+EIGHT_BIT = ("int8", "fp8")
+PRECISIONS = ("default", "highest", *EIGHT_BIT)
+
+
+@dataclass(frozen=True)
+class MatmulPlan:
+    """A binary einsum as one batched matmul: which dims are batch, rows, contracted, columns."""
+
+    summed_a: Names  # only in a, not in the result: summed before
+    summed_b: Names
+    batch: Names
+    rows: Names
+    contracted: Names
+    columns: Names
+    swapped: bool  # operands exchanged so that the result comes out in its own order
+
+
+@lru_cache(maxsize=65536)
+def matmul_plan(a: Names, b: Names, out: Names) -> MatmulPlan:
+    """The roles of the dims of `a` and `b`; the order of operands that writes the result without a transpose."""
+    batch = tuple(n for n in out if n in a and n in b)
+    contracted = tuple(n for n in a if n in b and n not in out)
+    rows = tuple(n for n in out if n in a and n not in b)
+    columns = tuple(n for n in out if n in b and n not in a)
+    summed_a = tuple(n for n in a if n not in b and n not in out)
+    summed_b = tuple(n for n in b if n not in a and n not in out)
+    if out == batch + columns + rows and out != batch + rows + columns:
+        return MatmulPlan(summed_b, summed_a, batch, columns, contracted, rows, True)
+    return MatmulPlan(summed_a, summed_b, batch, rows, contracted, columns, False)
+
+
+def _arrange(x: Array, names: Names, summed: Names, groups: Sequence[Names]) -> Array:
+    """`x` with each group of dims merged into one axis, after summing `summed`."""
+    if summed:
+        x = np.add.reduce(x, axis=tuple(names.index(n) for n in summed))
+        names = tuple(n for n in names if n not in summed)
+    x = x.transpose([names.index(n) for g in groups for n in g])
+    sizes = dict(zip([n for g in groups for n in g], x.shape, strict=True))
+    return x.reshape([prod(sizes[n] for n in g) for g in groups])
+
+
+def _local(block: Block, a: Array, b: Array) -> Array:
+    precision = block.attrs["precision"]
+    if a.dtype == np.int8:
+        return _product_of_bytes(block, a, b)
+    if precision in EIGHT_BIT:
+        return product_of_blocks(block, *(round_to_eight_bits(x, precision) for x in (a, b)))
+    precise = precision == "highest"
+    return product_of_blocks(block, *(block.engine.mxu_operand(x, precise) for x in (a, b)))
+
+
+def _product_of_bytes(block: Block, a: Array, b: Array) -> Array:
+    """The product of int8 and int4, exact modulo 2^32: float64 holds every sum of up to 2^39 products."""
+    wide = replace(block, buffer=np.empty(block.out.shape.sizes))
+    found = product_of_blocks(wide, a.astype(np.float64), b.astype(np.float64))
+    out = block.result()
+    np.copyto(out, found.astype(np.int64), casting="unsafe")
+    return out
+
+
+def product_of_blocks(block: Block, a: Array, b: Array) -> Array:
+    """The product of the first two operands' blocks, as the MXU takes them, in the result's array."""
+    x, y, *_ = block.inputs
+    out_names = block.out.shape.names
+    plan = matmul_plan(x.shape.names, y.shape.names, out_names)
+    engine = block.engine
+    a_names, b_names = x.shape.names, y.shape.names
+    if plan.swapped:
+        a, b, a_names, b_names = b, a, b_names, a_names
+    left = _arrange(a, a_names, plan.summed_a, (plan.batch, plan.rows, plan.contracted))
+    right = _arrange(b, b_names, plan.summed_b, (plan.batch, plan.contracted, plan.columns))
+    natural = plan.batch + plan.rows + plan.columns
+    shape = (left.shape[0], left.shape[1], right.shape[2])
+    if natural == out_names:
+        out = block.result()
+        engine.matmul(left, right, out.reshape(shape))
+        return out
+    sizes = {d.name: d.size for d in block.out.shape}
+    temporary = np.empty(shape, left.dtype)
+    engine.matmul(left, right, temporary)
+    unmerged = temporary.reshape([sizes[n] for n in natural])
+    out = block.result()
+    np.copyto(out, unmerged.transpose([natural.index(n) for n in out_names]))
+    return out
+
+
+def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
+    dtype = _dtype_of_product(types, attrs["precision"])
+    _check_dims(types, attrs["shape"])
+    wanted = attrs.get("dtype") or dtype
+    if not (wanted.is_wide_float if dtype.is_float else wanted is INT32):
+        made = "a float dtype to compute in" if dtype.is_float else "int32, as every sum of integers is; cast it after"
+        raise ShapeError(f"the result's dtype must be {made}, got {wanted.name}")
+    return TensorType(attrs["shape"], wanted)
+
+
+def _dtype_of_product(types: Sequence[TensorType], precision: str) -> DType:
+    """What the MXU makes of the operands, unless another dtype is asked for."""
+    dtypes = [t.dtype for t in types]
+    narrow = all(t.is_float and not t.computes for t in dtypes), all(t.is_narrow_integer for t in dtypes)
+    if any(narrow):
+        if precision != "default":
+            raise ShapeError(
+                f"precision {precision!r} is for operands that the vector unit computes in, got {dtypes[0].name}; "
+                "the MXU takes that as it is"
+            )
+        return FLOAT32 if narrow[0] else INT32
+    dtype = same_dtype(types)
+    if not dtype.is_wide_float:
+        raise ShapeError(
+            f"needs float operands (or int32 without a precision), got {dtype.name}; cast them with mtf.cast"
+        )
+    return dtype
+
+
+def _check_dims(types: Sequence[TensorType], out: Shape) -> None:
+    everything = union([t.shape for t in types])
+    for d in out:
+        if d.name not in everything:
+            raise ShapeError(
+                f"output dim '{d.name}' is in no operand; einsum can't invent it (mtf.broadcast adds dims)"
+            )
+        if everything.dim(d.name).size != d.size:
+            raise ShapeError(
+                f"output dim '{d.name}' has size {d.size}, but {everything.dim(d.name).size} in the operands"
+            )
+
+
+def _form(op: Operation) -> Form | None:
+    if op.attrs["precision"] in EIGHT_BIT:
+        return None
+    sums = any(d not in op.output.shape for x in op.inputs for d in x.shape)
+    return Total() if sums else PowerProduct((1, 1))
+
+
+def _grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
+    from meshlib.ops.pointwise.elementwise import cast
+
+    if not op.output.dtype.is_float:
+        return [None, None]
+    # A cotangent does not lie on a grid of eight bits: what it is multiplied with is as wide.
+    precision = "highest" if op.attrs["precision"] == "highest" else "default"
+    wide = op.inputs[0].dtype.of_cotangents
+    dy = cast(dy, wide)
+    return sides_of(op, lambda z, reached: einsum([dy, cast(z, wide)], output_shape=reached, precision=precision), dy)
+
+
+def sides_of(op: Operation, product: Callable[[Tensor, Shape], Tensor], dy: Tensor) -> list[Tensor | None]:
+    """The cotangents of the two operands of a product: `product` of dy with the other one, down to given dims."""
+    from meshlib.ops.movement.shape import broadcast
+
+    sides: list[Tensor | None] = []
+    for this, other in ((0, 1), (1, 0)):
+        x, z = op.inputs[this], op.inputs[other]
+        # Dims that only this operand has and that were summed away: their cotangent is the same at every index.
+        reached = Shape([d for d in x.shape if d in dy.shape or d in z.shape])
+        side = product(z, reached)
+        sides.append(side if reached == x.shape else broadcast(side, x.shape))
+    return sides
+
+
+def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
+    a, b = (t.shape for t in ins)
+    plan = matmul_plan(a.names, b.names, out.shape.names)
+    contracted = prod(a.dim(n).size for n in plan.contracted)
+    # float32 through takes several bfloat16 passes: the 3 largest of the products of 3-way split operands, doubled
+    # for accuracy, as XLA's HIGHEST does: 6.
+    passes = 6 if attrs["precision"] == "highest" and ins[0].dtype.itemsize >= 4 else 1
+    others = {*out.shape.names}
+    summed = sum(t.size for t, other in ((a, b), (b, a)) if {*t.names} - {*other.names} - others)
+    return Work(2 * out.shape.size * contracted * passes, summed)
+
+
+def product_of(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Product:
+    """The sizes of one device's product."""
+    a, b = (t.shape for t in ins[:2])
+    plan = matmul_plan(a.names, b.names, out.shape.names)
+    sizes = {d.name: d.size for shape in (a, b) for d in shape}
+    batch, rows, contracted, columns = (
+        prod(sizes[n] for n in dims) for dims in (plan.batch, plan.rows, plan.contracted, plan.columns)
+    )
+    return Product(batch, rows, contracted, columns, swapped=plan.swapped)
+
+
+EINSUM = operation(
+    "einsum",
+    kind=Kind.CONTRACTION,
+    shape=_shape,
+    roles=reducing_factors,
+    local=_local,
+    grad=_grad,
+    linear=lambda op: NONLINEAR if op.attrs["precision"] in EIGHT_BIT else Linear((0, 1)),  # parts lie on no grid
+    form=_form,
+    work=_work,
+    product=product_of,
+)
+
+
+def einsum(
+    xs: Sequence[Tensor],
+    output_shape: Shape | Sequence[Dimension] | None = None,
+    reduced_dims: Sequence[Dimension] | None = None,
+    *,
+    precision: str = "default",
+    dtype: object | None = None,
+    name: str | None = None,
+) -> Tensor:
+    """Multiply tensors, matching dims by name, and sum over every dim that is not in the output.
+
+    A[b, k], B[k, c]  ->  C[b, c] = sum over k of A[b, k] * B[k, c]
+
+    Args:
+      xs: one or more tensors of one float dtype, or int32; of narrow types two, both of int8 and int4 or both of
+        fp8. More than two are multiplied pairwise from the left.
+      output_shape: dims of the result, in order; or
+      reduced_dims: dims to sum over, the rest stays in order of appearance; without either, dims that several
+        operands share are summed.
+      precision: "default" rounds float32 operands to bfloat16 into the MXU; "highest" keeps float32 through; "int8"
+        and "fp8" (e4m3) say that the operands hold numbers of these grids, and round what does not. To quantise them
+        as well, see `quantized_einsum`.
+      dtype: of the result, a float dtype for float operands: what the sums are rounded to.
+      name: of the operation, in listings.
+    Returns: a tensor of `dtype`, else of the operands' one; of fp8 float32, of int8 and int4 int32. Products are exact,
+      sums float32, of integers both are exact modulo 2^32.
+    Gradient: fp8 operands have theirs in bfloat16, by products in bfloat16; integers have none.
+    Cost: 2 x (product of all dims) MXU flops for two operands, at the chip's rate for narrow types. The MXU takes no
+      int32: its products are made and summed on the vector unit, one operation each.
+    Raises: ShapeError where sizes clash, an output dim is in no operand, dtypes differ.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x = mtf.zeros([mtf.Dimension("batch", 8), mtf.Dimension("inner", 4)])
+      ...     w = mtf.zeros([mtf.Dimension("inner", 4), mtf.Dimension("outer", 2)])
+      >>> print(mtf.einsum([x, w], reduced_dims=[mtf.Dimension("inner", 4)]).shape)
+      [batch:8, outer:2]
+    """
+    if isinstance(xs, Tensor):
+        raise ShapeError(f"{at('einsum')}: takes a list of tensors, got one tensor; write einsum([x, w], ...)")
+    xs = items(xs, "einsum", "xs")
+    if not xs:
+        raise ShapeError(f"{at('einsum')}: needs at least one tensor, got an empty list")
+    choice(precision, "einsum", "precision", PRECISIONS)
+    operands = [tensor(x, "einsum") for x in xs]
+    made = None if dtype is None else as_dtype(dtype)
+    out = _output_shape(operands, output_shape, reduced_dims)
+    if len(operands) == 1:
+        from meshlib.ops.pointwise.elementwise import cast
+        from meshlib.ops.pointwise.reductions import reduce_sum
+
+        summed = reduce_sum(operands[0], output_shape=out, name=name)
+        return summed if made is None else cast(summed, made)
+    integers = all(x.dtype is INT32 for x in operands) and precision not in EIGHT_BIT
+    if integers and made in (None, INT32):
+        try:
+            _check_dims([x.type for x in operands], out)
+        except ShapeError as fault:
+            raise ShapeError(f"{at('einsum')}: {fault}" + "".join(f"\n  {x}" for x in operands)) from None
+    result = operands[0]
+    for i, x in enumerate(operands[1:], start=2):
+        keep = out
+        if i < len(operands):
+            later = {d.name for y in operands[i:] for d in y.shape} | set(out.names)
+            keep = Shape([d for d in union([result.shape, x.shape]) if d.name in later])
+        if integers:
+            result = _product_of_integers(result, x, keep, name)
+        else:
+            attrs = {"shape": keep, "precision": precision}
+            result = build(EINSUM, [result, x], attrs if made is None else {**attrs, "dtype": made}, name)
+    return result
+
+
+def _product_of_integers(a: Tensor, b: Tensor, shape: Shape, name: str | None) -> Tensor:
+    from meshlib.ops.pointwise.elementwise import multiply
+    from meshlib.ops.pointwise.reductions import reduce_sum
+
+    a, b = (reduce_sum(x, output_shape=[d for d in x.shape if d in z.shape or d in shape]) for x, z in ((a, b), (b, a)))
+    if set(a.shape) | set(b.shape) == set(shape):
+        return multiply(a, b, shape, name)
+    return reduce_sum(multiply(a, b), output_shape=shape, name=name)
+
+
+def _output_shape(
+    xs: Sequence[Tensor],
+    output_shape: Shape | Sequence[Dimension] | None,
+    reduced_dims: Sequence[Dimension] | None,
+) -> Shape:
+    if output_shape is not None and reduced_dims is not None:
+        raise ShapeError(f"{at('einsum')}: give output_shape or reduced_dims, not both")
+    if output_shape is not None:
+        return Shape(as_dims(output_shape, "einsum output_shape", xs))
+    try:
+        everything = union([x.shape for x in xs])
+    except ShapeError as fault:
+        raise ShapeError(f"{at('einsum')}: {fault}" + "".join(f"\n  {x}" for x in xs)) from None
+    if reduced_dims is not None:
+        dims = as_dims(reduced_dims, "einsum reduced_dims", xs)
+        missing = [str(d) for d in dims if d not in everything]
+        if missing:
+            raise ShapeError(
+                f"{at('einsum')}: reduced dims {', '.join(missing)} are in no operand; all dims: {everything}"
+            )
+        gone = {d.name for d in dims}
+    else:
+        gone = {d.name for d in everything if sum(d.name in x.shape for x in xs) > 1}
+    return Shape([d for d in everything if d.name not in gone])
+
+
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    output_shape: Shape | Sequence[Dimension] | None = None,
+    reduced_dims: Sequence[Dimension] | None = None,
+    *,
+    precision: str = "default",
+    dtype: object | None = None,
+    name: str | None = None,
+) -> Tensor:
+    """`einsum` of two tensors."""
+    return einsum([a, b], output_shape, reduced_dims, precision=precision, dtype=dtype, name=name)

@@ -1,0 +1,183 @@
+"""Products in eight bits: both operands are quantised as they come, multiplied on the MXU and scaled back.
+
+Each row of an operand along the dims that are summed over has a scale of its own, its largest magnitude over the
+largest number of the grid. That takes a maximum over all of the row, over the cores that hold it too, so no layout
+changes a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hardware.eight_bit import LARGEST, round_to_eight_bits
+from layouts import Dimension, Shape
+from meshlib.core.arguments import at, choice, items
+from meshlib.core.dtypes import BFLOAT16, BOOL, FLOAT32, as_dtype
+from meshlib.core.errors import ShapeError
+from meshlib.core.graph import Operation, Tensor, TensorType
+from meshlib.core.opdef import Array, Block, Kind, Work, operation
+from meshlib.ops.building import as_dims, build, floats, tensor
+from meshlib.ops.contraction.einsum import EIGHT_BIT, EINSUM, product_of, product_of_blocks, sides_of
+from meshlib.ops.control.state import stop_gradient
+from meshlib.ops.pointwise.elementwise import abs as magnitude
+from meshlib.ops.pointwise.elementwise import cast, equal, where
+from meshlib.ops.pointwise.elementwise import round as round_to_whole
+from meshlib.ops.pointwise.reductions import reduce_max
+from meshlib.ops.rules import align
+
+
+def _local(block: Block, a: Array, b: Array, *scales: Array) -> Array:
+    names = [t.shape.names for t in block.inputs]
+    held = (
+        round_to_eight_bits(x / align(s, names[n + 2], names[n]), grid)
+        for n, (x, s, grid) in enumerate(zip((a, b), scales, block.attrs["grids"], strict=True))
+    )
+    out = product_of_blocks(block, *held)
+    for n, s in enumerate(scales, start=2):
+        np.multiply(out, align(s, names[n], block.out.shape.names), out=out)
+    return out
+
+
+def _grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
+    # Straight through: as if the operands had not been rounded. The cotangent's products are quantised as well.
+    grid, of_gradient = op.attrs["precision"], op.attrs["gradient"]
+    grids = of_gradient, grid
+    sides = sides_of(op, lambda z, reached: _quantized([dy, z], reached, grids, grid, of_gradient), dy)
+    return [*sides, None, None]
+
+
+def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
+    product = EINSUM.work(ins[:2], out, attrs)
+    # Of each operand's elements division, rounding and limits; of the result's two factors.
+    quantising = 3 * sum(t.shape.size for t in ins[:2]) + 2 * out.shape.size
+    return Work(product.mxu_flops, product.vpu_ops + quantising)
+
+
+QUANTIZED = operation(
+    "quantized_einsum",
+    kind=Kind.CONTRACTION,
+    shape=lambda types, attrs: EINSUM.shape(types[:2], attrs),
+    roles=EINSUM.roles,
+    local=_local,
+    grad=_grad,
+    work=_work,
+    product=product_of,
+)
+
+
+def quantized_einsum(
+    inputs: Sequence[Tensor],
+    output_shape: Shape | Sequence[Dimension],
+    dtype: str = "int8",
+    name: str | None = None,
+    gradient_dtype: str | None = None,
+) -> Tensor:
+    """`einsum` of two tensors on the MXU in eight bits, both quantised as they come.
+
+    With s_a = max over k of |A[b, k]| / m and s_b likewise, m = 127 (int8), 448 (fp8) or 57344 (its gradients in e5m2),
+    and q(x) the nearest number of the grid:
+    C[b, c] = s_a[b] s_b[c] * sum over k of q(A[b, k] / s_a[b]) q(B[k, c] / s_b[c])
+
+    Args:
+      inputs: two tensors of one float dtype.
+      output_shape: dims of the result, in order; the others are summed over.
+      dtype: "int8", or "fp8" (e4m3).
+      name: of the operation, in listings.
+      gradient_dtype: of the result's cotangent in the products of the gradient: `dtype`, or with "fp8" also
+        "fp8_e5m2", which has less precision and a wider range.
+    Returns: a tensor of the operands' dtype; products are exact, sums float32.
+    Gradient: that of the product without rounding, whose own products are quantised in the same way.
+    Cost: the MXU flops of `einsum` at the chip's rate for the dtype, vector work to quantise and scale, and two
+      maxima, which are reduced over the cores that share a row.
+    Raises: ShapeError as einsum, or for another number of tensors; GraphError for another dtype.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     k, one = mtf.Dimension("k", 3), mtf.Dimension("one", 1)
+      ...     x, w = mtf.input("x", [k]), mtf.input("w", [k])
+      ...     y = mtf.quantized_einsum([x, w], [])
+      >>> float(mtf.simulate(mtf.lower({"y": y})).step(x=[127.0, 2.4, -3.0], w=[1.0, 127.0, 0.0])["y"])
+      381.0
+
+    Source: Abdelfattah et al., AQT, github.com/google/aqt; Micikevicius et al., FP8 formats for deep learning,
+      arXiv:2209.05433.
+    """
+    choice(dtype, "quantized_einsum", "dtype", EIGHT_BIT)
+    of_gradient = dtype if gradient_dtype is None else gradient_dtype
+    choice(of_gradient, "quantized_einsum", "gradient_dtype", ("fp8", "fp8_e5m2") if dtype == "fp8" else (dtype,))
+    operands = [tensor(x, "quantized_einsum") for x in items(inputs, "quantized_einsum", "inputs")]
+    if len(operands) != 2:
+        raise ShapeError(f"{at('quantized_einsum')}: takes two tensors, got {len(operands)}")
+    out = Shape(as_dims(output_shape, "quantized_einsum output_shape", operands))
+    for x in operands:
+        if not x.dtype.is_wide_float:
+            raise ShapeError(f"{at('quantized_einsum')}: needs float operands, got {x}; cast it with mtf.cast")
+    return _quantized(operands, out, (dtype, dtype), dtype, of_gradient, name)
+
+
+def _quantized(
+    operands: Sequence[Tensor],
+    out: Shape,
+    grids: tuple[str, str],
+    dtype: str,
+    of_gradient: str,
+    name: str | None = None,
+) -> Tensor:
+    """The product of operands on these grids, which the MXU takes as `dtype`."""
+    scales = [
+        _scale(x, Shape([d for d in x.shape if d in out]), LARGEST[g]) for x, g in zip(operands, grids, strict=True)
+    ]
+    attrs = {"shape": out, "precision": dtype, "grids": grids, "gradient": of_gradient}
+    return build(QUANTIZED, [*operands, *scales], attrs, name)
+
+
+def _scale(x: Tensor, kept: Shape, largest: float) -> Tensor:
+    """What the numbers of the grid count in, one of each row of `x` along the dims that are not kept."""
+    found = reduce_max(magnitude(x), output_shape=kept)
+    wide = cast(found, FLOAT32) if x.dtype is BFLOAT16 else found
+    return where(equal(wide, 0.0), 1.0, wide / largest)  # of a row with a NaN the scale is NaN
+
+
+def quantize(
+    x: Tensor, reduced_dim: Dimension | Sequence[Dimension], dtype: object = "int8", name: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """`x` in a narrow type, with a scale of its own for each row along `reduced_dim`, as the channels of a weight.
+
+    scale[c] = max over r of |x[r, c]| / m,  q[r, c] = the nearest number of the type to x[r, c] / scale[c], where m is
+    127 (int8), 7 (int4), 448 (e4m3) or 57344 (e5m2): cast(q, x.dtype) * scale is nearly `x`.
+
+    Args:
+      x: a float tensor.
+      reduced_dim: the dim or dims whose elements share a scale: of a weight those that a product sums over.
+      dtype: "int8", "int4", "float8_e4m3fn" or "float8_e5m2".
+      name: of the values, in listings.
+    Returns: the values in `dtype`, of the shape of `x`, and the scale in float32 (float64 of float64), of the other
+      dims; 1 where all of a row is 0, and NaN where some of it is NaN, whatever the values then are.
+    Gradient: of fp8 as if nothing had been rounded and the scale were constant; integers pass none.
+    Cost: vector work, and a maximum that is reduced over the cores that share a row.
+    Raises: ShapeError for another dtype, a tensor that is no float, or dims that it lacks.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     d, f = mtf.Dimension("d", 2), mtf.Dimension("f", 2)
+      ...     q, scale = mtf.quantize(mtf.constant(np.array([[1.0, 4.0], [-2.0, 1.0]]), [d, f]), d)
+      >>> found = mtf.simulate(mtf.lower({"q": q, "scale": scale * 127})).step()
+      >>> found["q"].tolist(), found["scale"].tolist()
+      ([[64, 127], [-127, 32]], [2.0, 4.0])
+
+    Source: symmetric per-channel quantisation: Jacob et al., arXiv:1712.05877; Nagel et al., arXiv:2106.08295.
+    """
+    made = as_dtype(dtype)
+    floats(x, "quantize")
+    if made.computes or made is BOOL:
+        raise ShapeError(f"{at('quantize')}: dtype must be int8, int4, float8_e4m3fn or float8_e5m2, got {made.name}")
+    dims = as_dims(reduced_dim, "quantize reduced_dim", [x])
+    missing = [str(d) for d in dims if d not in x.shape]
+    if missing:
+        raise ShapeError(f"{at('quantize')}: reduced dims {', '.join(missing)} are not in {x}")
+    scale = stop_gradient(_scale(x, Shape([d for d in x.shape if d not in dims]), made.largest))
+    units = cast(x, scale.dtype) / scale
+    return cast(units if made.is_float else round_to_whole(units), made, name), scale

@@ -1,0 +1,1 @@
+"""Sources, state, loops, rematerialisation, custom gradients, host callbacks."""

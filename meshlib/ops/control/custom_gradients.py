@@ -1,0 +1,122 @@
+"""Functions with a gradient of their own: `custom_gradient`, and `recompute_grad`, which trades memory for work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from meshlib.core.arguments import at, items
+from meshlib.core.errors import GraphError
+from meshlib.core.graph import Operation, Tensor, innermost
+from meshlib.core.replay import Rewrite
+from meshlib.ops.building import tensor
+from meshlib.ops.control.remat import Policy, checked_policy, kept_values
+from meshlib.ops.control.state import identity
+
+Function = Callable[..., Any]
+
+
+def recompute_grad(function: Function, explicit_inputs: Sequence[Tensor], remat: Policy = "full") -> Any:
+    """function(*explicit_inputs), computed again for its gradient instead of kept.
+
+    Args:
+      function: takes the inputs. Values that it takes from outside without naming them in `explicit_inputs` get their
+        gradients too.
+      explicit_inputs: tensors that stay in memory until the backward.
+      remat: what else stays, as of `scan`. The backward repeats the rest: the work, and the gathers.
+    Returns: what `function` returns: a tensor, or a list or tuple of them.
+    Raises: GraphError for a policy that is none.
+    """
+    policy = checked_policy(remat, "recompute_grad")
+    return _with_gradient(function, explicit_inputs, "recompute_grad", None, policy)
+
+
+def custom_gradient(function: Function, gradient: Function, explicit_inputs: Sequence[Tensor]) -> Any:
+    """function(*explicit_inputs) with a gradient rule of your own.
+
+    Args:
+      function: takes the inputs, returns a tensor, or a list or tuple of them.
+      gradient: takes a list of the inputs, a list of the results that are used, in the order in which they are
+        returned, and a list of their cotangents; returns a cotangent, or None, per input. It applies whatever the
+        function does: to a result that is an input itself, or does not depend on any.
+      explicit_inputs: where gradients go; what the function takes from outside gets none.
+    Example: gradient reversal.
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", [mtf.Dimension("d", 2)])
+      ...     y = mtf.custom_gradient(lambda v: v, lambda inputs, outputs, dys: [mtf.negative(dys[0])], [x])
+      ...     (dx,) = mtf.gradients(mtf.reduce_sum(mtf.square(y)), [x])
+      >>> mtf.simulate(mtf.lower({"dx": dx})).step(x=[1.0, 2.0])["dx"].tolist()
+      [-2.0, -4.0]
+    """
+    if not callable(gradient):
+        raise GraphError(f"{at('custom_gradient')}: gradient must be a function, got {gradient!r:.80}")
+    return _with_gradient(function, explicit_inputs, "custom_gradient", gradient)
+
+
+def gradient_of_residuals(
+    function: Callable[..., tuple[Sequence[Tensor], Sequence[Tensor]]],
+    gradient: Callable[[Sequence[Tensor], Sequence[Tensor | None]], Sequence[Tensor | None]],
+    explicit_inputs: Sequence[Tensor],
+) -> list[Tensor]:
+    """The results of function(*explicit_inputs), which returns them and the residuals that its gradient reads.
+
+    Args:
+      function: takes the inputs, returns a list of results and a list of residuals, any tensors. A checkpoint or loop
+        around computes residuals again, or keeps them, as it does with any value.
+      gradient: takes the residuals and a cotangent for each result, None where there is none; returns a cotangent, or
+        None, per input. It must not refer to other tensors.
+      explicit_inputs: where gradients go.
+    Returns: the results.
+    """
+    residuals: list[Tensor] = []
+
+    def results(*inputs: Tensor) -> list[Tensor]:
+        made, read = function(*inputs)
+        residuals.extend(read)
+        return list(made)
+
+    made: list[Tensor] = _with_gradient(results, explicit_inputs, "custom_gradient", gradient, residuals=residuals)
+    return made
+
+
+def _with_gradient(
+    function: Function,
+    explicit_inputs: Sequence[Tensor],
+    what: str,
+    gradient: Function | None,
+    remat: Policy = "full",
+    residuals: Sequence[Tensor] | None = None,
+) -> Any:
+    if not callable(function):
+        raise GraphError(f"{at(what)}: expected a function of tensors, got {function!r:.80}")
+    inputs = [tensor(x, what) for x in items(explicit_inputs, what, "explicit_inputs")]
+    if not inputs:
+        raise GraphError(f"{at(what)}: explicit_inputs must be a non-empty list of tensors, got []")
+    graph = innermost(inputs, what)
+    inputs = [graph.adopt(x) for x in inputs]
+    count = len(graph.operations)
+    made = function(*inputs)
+    results = [made] if isinstance(made, Tensor) else items(made, what, "what the function returns")
+    for y in results:
+        if tensor(y, what).graph not in graph.around:
+            raise GraphError(f"{at(what)}: the function must return tensors of the graph of its inputs, got {y}")
+    kept = tuple(kept_values(graph.operations[count:], remat, what))
+    own = [] if gradient is None else _own(results, graph.operations[count:])
+    run = tuple(graph.operations[count:])
+    if run:
+        read = None if residuals is None else tuple(residuals)
+        graph.rewrites.append(Rewrite(run, tuple(inputs), tuple(own), gradient, kept, read))
+    if gradient is None:
+        return made
+    return own[0] if isinstance(made, Tensor) else tuple(own) if isinstance(made, tuple) else own
+
+
+def _own(results: Sequence[Tensor], run: Sequence[Operation]) -> list[Tensor]:
+    """The results, each a tensor for itself that the function makes: its inputs, say, get another name."""
+    reads = ("variable", "input")
+    made = {y for op in run if op.kind.name not in reads for y in op.outputs}
+    own: list[Tensor] = []
+    for y in results:
+        own.append(y if y in made and y not in own else identity(y))
+    return own

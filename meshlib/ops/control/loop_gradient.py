@@ -1,0 +1,142 @@
+"""The gradient of a scan: a scan over the same dim the other way round.
+
+Its carries are the cotangents of the loop's carries, and a sum for each tensor from outside; its slices are the
+loop's, with the carries before each trip, what the policy of rematerialisation kept, and the cotangents of what was
+stacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from meshlib.core.errors import GraphError
+from meshlib.core.graph import Graph, Operation, Tensor
+from meshlib.core.loop_record import LoopRecord
+from meshlib.core.replay import needed, replay
+from meshlib.ops.control.host import from_host
+from meshlib.ops.control.loops import make_loop
+from meshlib.ops.control.sources import constant_full
+from meshlib.ops.gradients import gradients, is_wanted
+from meshlib.ops.movement.shape import rename_dimension, transpose
+from meshlib.ops.pointwise.elementwise import where
+
+
+def loop_gradient(op: Operation, *dys: Tensor | None) -> list[Tensor | None]:
+    """A cotangent per operand of a loop, for those that are wanted; carries have theirs in any case."""
+    if op.loop is not None and op.loop.going is not None:
+        raise GraphError(
+            f"{op} has no gradient: how many trips its condition lets run is known after the last; "
+            "give while_loop a number of trips, or stop_gradient what it takes"
+        )
+    return _Backwards(op, dys).run()
+
+
+@dataclass(eq=False)
+class _Backwards:
+    """One gradient of one loop."""
+
+    op: Operation
+    dys: Sequence[Tensor | None]
+    loop: LoopRecord = field(init=False)
+    with_gradient: list[int] = field(default_factory=list)  # of the loop's xs, those that the body gives one
+
+    def __post_init__(self) -> None:
+        assert self.op.loop is not None
+        self.loop = self.op.loop
+        self.inits, self.xs, self.outer = self.loop.operands(self.op.inputs)
+        _, _, self.befores, self.saved = self.loop.outputs(self.op.outputs)
+        dys = self.loop.outputs(self.dys)
+        self.floats = [x for x in self.inits if x.dtype.is_float]
+        self.sums = [x for x in self.outer if x.dtype.is_float and is_wanted(x)]
+        self.stacked = [(n, dy) for n, dy in enumerate(dys.stacks) if dy is not None]
+        # At second order the carries before each trip have cotangents too: each joins that of its trip's carry.
+        joined = [dy for x, dy in zip(self.inits, dys.befores, strict=True) if x.dtype.is_float]
+        self.joining = {n: dy for n, dy in enumerate(joined) if dy is not None}
+
+    def run(self) -> list[Tensor | None]:
+        """Write the loop; a cotangent or None per operand."""
+        dys = zip(self.inits, self.dys, strict=False)
+        begin = [_no_cotangent(x) if dy is None else dy for x, dy in dys if x.dtype.is_float]
+        begin += [_no_cotangent(x) for x in self.sums]
+        slices = [*self.befores, *self.xs, *self.saved, *(dy for _, dy in self.stacked), *self.joining.values()]
+        dim, active, backwards = self.loop.dim, self.loop.active, not self.loop.reverse
+        finals, dxs = make_loop("scan", self._step, begin, slices, dim, backwards, None, active=active)
+        found = dict(zip(self.sums, finals[len(self.floats) :], strict=True))
+        carried = iter(finals[: len(self.floats)])
+        sides: list[Tensor | None] = [next(carried) if x.dtype.is_float else None for x in self.inits]
+        sliced = {n: _like(dx, self.xs[n]) for n, dx in zip(self.with_gradient, dxs, strict=True)}
+        return [*sides, *(sliced.get(n) for n in range(len(self.xs))), *(found.get(x) for x in self.outer)]
+
+    def _step(self, carries: Sequence[Tensor], slices: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        graph = slices[0].graph
+        rest = iter(slices)
+        befores, xs, saved, dys, joining = (
+            list(islice(rest, len(part))) for part in (self.befores, self.xs, self.saved, self.stacked, self.joining)
+        )
+        befores = [_as_carried(from_host(t) if t.on_host else t, x) for t, x in zip(befores, self.inits, strict=True)]
+        results = self._again(graph, befores, xs, saved)
+        ends, stacks = self.loop.made.finals, self.loop.made.stacks
+        ys = [results[y] for y in (*(y for y in ends if y.dtype.is_float), *(stacks[n] for n, _ in self.stacked))]
+        seeds = [*carries[: len(self.floats)], *dys]
+        before = [t for t in befores if t.dtype.is_float]
+        sliced = [(n, xs[n]) for n, x in enumerate(self.xs) if x.dtype.is_float and is_wanted(x)]
+        taken = [graph.adopt(x) for x in self.sums]
+        found = gradients(ys, [*before, *(t for _, t in sliced), *taken], seeds)
+        filled = [_no_cotangent(t) if g is None else g for g, t in zip(found, before, strict=False)]
+        for n, dy in zip(self.joining, joining, strict=True):
+            filled[n] = filled[n] + _as_carried(dy, filled[n])
+        stop = len(before) + len(sliced)
+        dxs = {n: g for (n, _), g in zip(sliced, found[len(before) : stop], strict=True) if g is not None}
+        self.with_gradient = list(dxs)
+        counted = [g if g is None else self._counted(graph, g) for g in found[stop:]]
+        sums = [a if g is None else a + g for a, g in zip(carries[len(before) :], counted, strict=True)]
+        _drop_cheap(graph, [*filled, *sums, *dxs.values()])
+        return [*filled, *sums], list(dxs.values())
+
+    def _counted(self, graph: Graph, g: Tensor) -> Tensor:
+        """Of the cotangent of what all trips share, the part of the indices that work in this one."""
+        if graph.working is None or not set(graph.working.shape) <= set(g.shape):
+            return g
+        return where(graph.working, g, 0, output_shape=g.shape)
+
+    def _again(
+        self, graph: Graph, befores: Sequence[Tensor], xs: Sequence[Tensor], saved: Sequence[Tensor]
+    ) -> Mapping[Tensor, Tensor]:
+        """One trip's body written again, of which what was saved is known."""
+        body = self.loop.body
+        given = (*befores, *xs, *(graph.adopt(x) for x in self.outer))
+        inside = dict(zip(self.loop.stand_ins, given, strict=True))
+        # Before the copies that take it.
+        kept = [
+            (y, from_host(t) if t.on_host and not y.on_host else t) for y, t in zip(self.loop.kept, saved, strict=True)
+        ]
+        results = replay(body.operations, body.rewrites, inside, graph)
+        graph.known.update((results[y], value) for y, value in kept)
+        return results
+
+
+def _drop_cheap(graph: Graph, results: Sequence[Tensor]) -> None:
+    """Forget kept casts and views of what is kept as well, and used: they are made again from it."""
+    live = needed(graph.known.get(y, y).operation for y in results)
+    for y, value in tuple(graph.known.items()):
+        operand = y.operation.inputs[0] if y.operation.kind.cheap else None
+        source = graph.known.get(operand) if operand is not None else None
+        if value.operation in live and source is not None and source.operation in live:
+            del graph.known[y]
+
+
+def _as_carried(before: Tensor, carry: Tensor) -> Tensor:
+    """What was stacked of a carry, or its cotangent, with the names of the carry's dims: one may be the loop's."""
+    for stacked, own in zip(before.shape.names, carry.shape.names, strict=True):
+        before = rename_dimension(before, stacked, own)
+    return before
+
+
+def _no_cotangent(x: Tensor) -> Tensor:
+    return constant_full(0, x, x.dtype.of_cotangents)
+
+
+def _like(dx: Tensor, x: Tensor) -> Tensor:
+    return transpose(dx, x.shape)

@@ -1,0 +1,366 @@
+"""Loops: `scan` over a stacked dim with carries; `while_loop`, a scan over nothing, whose trips a condition may end.
+
+One body, lowered once, that an instruction holds and repeats. The gradient of a scan is a scan run backwards: it takes
+the carries before each trip and what a policy of rematerialisation keeps of it, which the forward run stacks up if they
+are asked for, and computes the rest of each trip's body again to differentiate it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from layouts import Dimension, Shape
+from meshlib.core.arguments import at, flag, items, whole
+from meshlib.core.dtypes import BOOL
+from meshlib.core.errors import GraphError, ShapeError
+from meshlib.core.graph import (
+    Graph,
+    Operation,
+    Tensor,
+    TensorType,
+    absolute_scope,
+    checked_op_name,
+    current_graph,
+    current_scope,
+    innermost,
+)
+from meshlib.core.loop_record import Active, LoopRecord, Operands, Results
+from meshlib.core.names import free_name, relative_name
+from meshlib.core.opdef import Array, Block, Factor, Kind, Role, Work, operation
+from meshlib.core.replay import needed
+from meshlib.ops.building import build_source, tensor
+from meshlib.ops.control.host import to_host
+from meshlib.ops.control.remat import Parts, Policy, Remat, checked_policy, kept_values
+from meshlib.ops.control.sources import INPUT, _constant
+from meshlib.ops.movement.shape import rename_dimension
+from meshlib.ops.movement.tables import table
+from meshlib.ops.pointwise.elementwise import add
+
+Body = Callable[..., Any]
+
+
+def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
+    raise AssertionError("a loop's results have several shapes: see _add")
+
+
+def _roles(op: Operation) -> tuple[Factor, ...]:
+    # The body is partitioned by itself; to the outside every operand must be where the body expects it.
+    count = len(op.inputs)
+    return tuple(
+        Factor(f"{n}/{d.name}", d.size, tuple(d.name if k == n else None for k in range(count)), (None,), Role.WHOLE)
+        for n, x in enumerate(op.inputs)
+        for d in x.shape
+    )
+
+
+def _local(block: Block, *arrays: Array) -> Array:
+    raise AssertionError("executors run the body's instructions")
+
+
+def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
+    loop: LoopRecord = attrs["loop"]
+    once = (op.kind.work(tuple(x.type for x in op.inputs), op.output.type, op.attrs) for op in loop.body.operations)
+    return Work.total(once, times=loop.dim.size)
+
+
+def _grad(op: Operation, *dys: Tensor | None) -> Sequence[Tensor | None]:
+    from meshlib.ops.control.loop_gradient import loop_gradient
+
+    return loop_gradient(op, *dys)
+
+
+LOOP = operation(
+    "scan",
+    kind=Kind.LOOP,
+    shape=_shape,
+    roles=_roles,
+    local=_local,
+    grad=_grad,
+    work=_work,
+)
+
+
+def scan(
+    body: Body,
+    carries: Sequence[Tensor],
+    xs: Sequence[Tensor] = (),
+    dim: Dimension | None = None,
+    reverse: bool = False,
+    name: str | None = None,
+    stack_variables: bool = False,
+    remat: Policy = "full",
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Run `body` once per index of `dim`, carrying tensors from trip to trip.
+
+    Args:
+      body: takes a tuple of carries and a tuple of slices (each of `xs` at this index, without `dim`); returns new
+        carries of the same types, and a tuple of tensors to stack. It may use tensors from outside; random numbers in
+        it differ from trip to trip.
+      carries: the values before the first trip. Where one has `dim` itself, what a second derivative takes of it names
+        that `carried_<dim>`.
+      xs: tensors that have `dim`: weights of stacked layers, steps of a sequence. `dim` is made whole on every device.
+      dim: what to go over.
+      reverse: from the last index to the first.
+      stack_variables: whether each trip has its own values of the variables that `body` makes: they get `dim` as their
+        first dim, as the weights of stacked layers. Otherwise all trips share them.
+      remat: what the gradient finds of each trip besides `xs` and the carries before it, and does not compute again:
+        "full" nothing; "none" everything it has a use for, but casts and what constants alone make; "matmuls" the
+        products whose operands share no dim that stays (with weights, but not of queries with keys); or what an
+        `mtf.Remat` names. Values that have `dim` are computed again.
+    Returns: the carries after the last trip, and the stacked results, whose first dim is `dim`.
+    Raises: GraphError, ShapeError for a body that changes types, or xs without `dim`.
+    Gradient: a scan the other way round, which computes each trip again from what is there.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", [mtf.Dimension("time", 4)])
+      ...     last, sums = mtf.scan(lambda c, s: ((c[0] + s[0],), (c[0] + s[0],)), [mtf.constant(0.0)], [x], x.shape[0])
+      >>> mtf.simulate(mtf.lower({"sums": sums[0]})).step(x=[1.0, 2.0, 3.0, 4.0])["sums"].tolist()
+      [1.0, 3.0, 6.0, 10.0]
+    """
+    begin = [tensor(x, "scan") for x in items(carries, "scan", "carries")]
+    stacked = [tensor(x, "scan") for x in items(xs, "scan", "xs")]
+    if not isinstance(dim, Dimension):
+        raise ShapeError(f"{at('scan')}: expected a Dimension to go over, got {dim!r:.80}")
+    if not begin and not stacked:
+        raise GraphError(f"{at('scan')}: needs carries or xs, got none")
+    for x in stacked:
+        if dim not in x.shape:
+            raise ShapeError(f"{at('scan')}: {x} has no dim {dim}")
+    if not callable(body):
+        raise GraphError(f"{at('scan')}: body must be a function of carries and slices, got {body!r:.80}")
+    policy = checked_policy(remat, "scan")
+    backwards, stack = flag(reverse, "scan", "reverse"), flag(stack_variables, "scan", "stack_variables")
+    return make_loop("scan", body, begin, stacked, dim, backwards, name, stack=stack, remat=policy)
+
+
+def while_loop(
+    cond: int | Callable[..., Tensor],
+    body: Body,
+    inputs: Sequence[Tensor],
+    name: str | None = None,
+    has_accumulators: bool = False,
+    most_trips: int | None = None,
+) -> tuple[Tensor, ...]:
+    """Apply `body` again and again, inputs <- body(*inputs): so many times, or as long as a condition holds.
+
+    Args:
+      cond: how often, fixed when the program is written; or a function of as many tensors as there are inputs that
+        returns a bool tensor without dims: whether another trip runs, asked before each.
+      body: takes as many tensors as there are inputs, returns as many of the same shapes and dtypes. It may use
+        tensors from outside; random numbers in it differ from trip to trip.
+      inputs: the values before the first trip.
+      has_accumulators: what the body returns beyond as many tensors as it takes is summed over the trips.
+      most_trips: with a condition, after how many trips the loop ends in any case. Memory, work and collectives of a
+        program, and estimates, count so many; who runs it stops when the condition fails.
+    Returns: the values after the last trip, then the sums. Between trips they lie at home under the layout.
+    Raises: GraphError, ShapeError for bad trips, a condition that is none, or a body that changes types.
+    Gradient: as of `scan`; none with a condition.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", [mtf.Dimension("d", 2)])
+      ...     (y,) = mtf.while_loop(3, lambda v: v * 2.0, [x])
+      ...     (z,) = mtf.while_loop(lambda v: mtf.less(mtf.reduce_sum(v), 40.0), lambda v: v * 2.0, [x], most_trips=9)
+      >>> found = mtf.simulate(mtf.lower({"y": y, "z": z})).step(x=[1.0, 5.0])
+      >>> found["y"].tolist(), found["z"].tolist()
+      ([8.0, 40.0], [8.0, 40.0])
+    """
+    what = "while_loop"
+    conditional = callable(cond)
+    if conditional == (most_trips is None):
+        wanted = "a condition needs most_trips, which bounds memory and work" if conditional else "has no condition"
+        raise GraphError(f"{at(what)}: {wanted}, got most_trips={most_trips!r}")
+    given, which = (most_trips, "most_trips") if conditional else (cond, "trips")
+    trips = whole(given, what, which)
+    if trips < 1:
+        raise GraphError(f"{at(what)}: trips must be an integer of at least 1, got {given!r}")
+    if not callable(body):
+        raise GraphError(f"{at(what)}: body must be a function of tensors, got {body!r:.80}")
+    begin = [tensor(x, what) for x in items(inputs, what, "inputs")]
+    if not begin:
+        raise GraphError(f"{at(what)}: inputs must be a non-empty list of tensors, got []")
+    ahead = [_condition(cond, begin)] if callable(cond) else []
+
+    def step(carries: Sequence[Tensor], slices: Sequence[Tensor]) -> tuple[Any, tuple[()]]:
+        made = body(*carries[len(ahead) :])
+        if not callable(cond):
+            return made, ()
+        results = _tensors(made, f"{what} '{name or what}'")
+        return [_condition(cond, results[: len(begin)]), *results], ()
+
+    taken = {d.name for x in begin for d in x.shape}
+    trip = Dimension(free_name("loop_trip", taken), trips)
+    going = 0 if ahead else None
+    finals, _ = make_loop(what, step, [*ahead, *begin], [], trip, False, name, has_accumulators, going=going)
+    return finals[len(ahead) :]
+
+
+def _condition(cond: Callable[..., Tensor], values: Sequence[Tensor]) -> Tensor:
+    """Whether another trip runs with these values."""
+    found = tensor(cond(*values), "while_loop")
+    if found.dtype is not BOOL or len(found.shape):
+        raise ShapeError(
+            f"{at('while_loop')}: the condition must be bool without dims, got {found}; mtf.reduce_all and "
+            "mtf.reduce_any make one of many"
+        )
+    return found
+
+
+def make_loop(
+    what: str,
+    body: Body,
+    carries: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    dim: Dimension,
+    reverse: bool,
+    name: str | None,
+    has_accumulators: bool = False,
+    stack: bool = False,
+    remat: Policy | Parts = "full",
+    active: Active | None = None,
+    going: int | None = None,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Record the body in a graph of its own, and the loop that holds it."""
+    outer = innermost([*carries, *xs], what)
+    checked_op_name(name, what)
+    full = outer.unique_name(name or what)
+    inside = Graph(parent=outer, scope=tuple(full.split("/")), scope_around=current_scope())
+    inside.stacks = dim if stack else None
+    if active is not None:
+        with outer:
+            xs = [*xs, works_table(active, dim)]
+    with inside, absolute_scope(full):
+        carried = [_placeholder(inside, f"{full}/carry_{n}", x.type) for n, x in enumerate(carries)]
+        sliced = [
+            _placeholder(inside, label, TensorType(_without(x.shape, dim), x.dtype), x.on_host)
+            for label, x in zip(_slice_names(full, xs), xs, strict=True)
+        ]
+        inside.outside.update(zip(sliced, xs, strict=True))
+        inside.working = sliced[-1] if active is not None else None
+        made = body(tuple(carried), tuple(sliced[:-1] if active is not None else sliced))
+    ends, ys = _returned(made, what, full)
+    if flag(has_accumulators, "while_loop", "has_accumulators"):
+        carries = list(carries)
+        for n, y in enumerate(ends[len(carries) :], start=len(carries)):
+            carries.append(_constant(outer, 0, y.shape, y.dtype, "zeros"))
+            carried.append(_placeholder(inside, f"{full}/carry_{n}", y.type))
+            with absolute_scope(full):
+                ends[n] = add(carried[n], y)
+    _check_ends(carries, ends, f"{at(what)} '{full}'")
+    xs, sliced = [*xs, *inside.stacked], [*sliced, *inside.stacked.values()]
+    results = tuple(inside.adopt(y) for y in (*ends, *ys))
+    live = needed(inside.known.get(y, y).operation for y in results)
+    given = Operands(tuple(carried), tuple(sliced), tuple(inside.captured.values()))
+    with inside, absolute_scope(full):
+        kept = _kept(inside, live, dim, remat, f"{what} '{full}'")
+        # For the gradient: the carries before each trip, and what the policy keeps.
+        host = isinstance(remat, Remat) and remat.offload_carries
+        before = [_stackable(t, dim) for t in carried]
+        befores = tuple(to_host(t) if host else t for t in before)
+    record = LoopRecord(
+        dim,
+        reverse,
+        inside,
+        given,
+        Results(results[: len(carries)], results[len(carries) :], befores, tuple(where for _, where in kept)),
+        tuple(y for y, _ in kept),
+        tuple(n for n, t in enumerate(x for part in given for x in part) if n < len(carried) or t.operation in live),
+        active,
+        inside.working,
+        going,
+    )
+    types = [*(x.type for x in carries), *(_stacked(y.type, dim, what, full) for y in record.stacked)]
+    # as in "layers/scan:feed_forward/wi"
+    named = [t.name.removeprefix(f"{full}/") for t in (*carried, *(y for y, _ in kept))]
+    op = outer.add(
+        LOOP,
+        [outer.adopt(x) for x in (*carries, *xs, *inside.captured)],
+        types,
+        {"loop": record},
+        exact_name=full,
+        last_outputs=named,
+    )
+    made = record.outputs(op.outputs)
+    return tuple(made.finals), tuple(made.stacks)
+
+
+def works_table(active: Active, trips: Dimension) -> Tensor:
+    """Whether each index works in each trip: bool [trips, active.dim]."""
+    works = np.zeros((trips.size, active.size), np.bool_)
+    for trip, indices in enumerate(active.indices):
+        works[trip, list(indices)] = True
+    return table(current_graph("scan"), works, Shape([trips, Dimension(active.dim, active.size)]), BOOL, "works")
+
+
+def _returned(made: object, what: str, full: str) -> tuple[list[Tensor], list[Tensor]]:
+    """The carries after a trip, and what to stack."""
+    if not isinstance(made, tuple | list) or len(made) != 2:
+        raise GraphError(
+            f"{at(what)} '{full}': body must return a pair of carries and tensors to stack, got {made!r:.80}"
+        )
+    ends, ys = (_tensors(part, f"{what} '{full}'") for part in made)
+    return ends, ys
+
+
+def _check_ends(carries: Sequence[Tensor], ends: Sequence[Tensor], where: str) -> None:
+    """Raise unless a trip ends with what the next begins with."""
+    if len(ends) != len(carries):
+        raise GraphError(f"{where}: body must return {len(carries)} tensors, as it takes, got {list(ends)!r:.80}")
+    for before, after in zip(carries, ends, strict=True):
+        if after.type != before.type:
+            raise ShapeError(f"{where}: the body turns {before} into {after}; types must stay the same")
+
+
+def _slice_names(full: str, xs: Sequence[Tensor]) -> list[str]:
+    """What the slices are called in listings: as their variables, without the scopes that are the loop's too."""
+    names: list[str] = []
+    for n, x in enumerate(xs):
+        variable = x.operation.kind.kind is Kind.VARIABLE
+        name = f"{full}/{relative_name(x.name, full) if variable else f'slice_{n}'}"
+        names.append(f"{name}_{n}" if name in names else name)
+    return names
+
+
+def _kept(
+    body: Graph, live: set[Operation], dim: Dimension, remat: Policy | Parts, what: str
+) -> list[tuple[Tensor, Tensor]]:
+    """What the policy keeps of each trip, with where; by names or not at all what has the loop's dim already."""
+    chosen = set(body.choices.values())  # of weights, which are there anyway
+    kept = [
+        (y, x) for y, x in kept_values([op for op in body.operations if op in live], remat, what) if y not in chosen
+    ]
+    return kept if isinstance(remat, Remat) else [(y, x) for y, x in kept if dim.name not in y.shape]
+
+
+def _stackable(carry: Tensor, dim: Dimension) -> Tensor:
+    """`carry`, of which a dim that has the loop's name has another: the values before each trip are stacked."""
+    if dim.name not in carry.shape:
+        return carry
+    return rename_dimension(carry, dim.name, free_name(f"carried_{dim.name}", carry.shape))
+
+
+def _tensors(part: object, what: str) -> list[Tensor]:
+    if isinstance(part, Tensor):
+        return [part]
+    return [tensor(t, what) for t in items(part, what, "what the body returns")]
+
+
+def _without(shape: Shape, dim: Dimension) -> Shape:
+    return Shape([d for d in shape if d != dim])
+
+
+def _stacked(t: TensorType, dim: Dimension, what: str, full: str) -> TensorType:
+    if dim.name in t.shape:
+        raise ShapeError(f"{at(what)} '{full}': {t} has the dim {dim} of the loop already; rename it inside the body")
+    return TensorType(Shape([dim, *t.shape]), t.dtype)
+
+
+def _placeholder(graph: Graph, name: str, t: TensorType, on_host: bool = False) -> Tensor:
+    attrs = {"shape": t.shape, "dtype": t.dtype, "on_host": on_host}
+    op = build_source(graph, INPUT, attrs, exact_name=name)
+    graph.inputs[name] = op
+    return op.output

@@ -1,0 +1,218 @@
+"""Rematerialisation: what a loop, or a function under `recompute_grad`, keeps of its forward pass for its gradient.
+
+Everything is written again for the gradient; a policy says which values are there already. Copies of operations whose
+results are known, and whatever only they needed, are dead code. So a policy only ever chooses what may be kept: what
+the gradient has no use for is not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from meshlib.core.arguments import at, choice, flag, items
+from meshlib.core.errors import GraphError, nearest
+from meshlib.core.graph import Operation, Tensor
+from meshlib.core.opdef import MOST_OPS, RESIDENT, THROUGH, Home, Kind
+from meshlib.ops.control.host import to_host
+
+POLICIES = ("full", "none", "matmuls")
+
+
+@dataclass(frozen=True)
+class Remat:
+    """A policy that keeps values by name: `mtf.Remat(save=["q", "k", "v"], offload=["context"])`.
+
+    An operation is meant if the last part of its name in the listing, without the number that tells repetitions
+    apart, is in the list: "q" means "decoder/attention/q" and "decoder/attention/q_1". Its result is kept: where
+    a dim changes its name to lie elsewhere, as of tokens dispatched to experts, what has been sent.
+
+    Args:
+      save: kept in HBM.
+      offload: kept in the memory of the host: copied there in the forward, and back before they are used.
+      offload_carries: whether what a loop carries, before each trip, is kept on the host.
+    Raises: GraphError for what is no list of names, or one that is in both.
+    Example:
+      >>> import meshlib as mtf
+      >>> layers, d = mtf.Dimension("layers", 6), mtf.Dimension("d", 8)
+      >>> with mtf.Graph():
+      ...     x, w = mtf.input("x", [d]), mtf.variable("w", [layers, d])
+      ...     body = lambda carries, slices: ([mtf.tanh(mtf.multiply(*carries, *slices), name="y")], [])
+      ...     (y,), _ = mtf.scan(body, [x], [w], layers, remat=mtf.Remat(offload=["y"]))
+      ...     program = mtf.lower(mtf.gradients([y], [w]))
+      >>> program.to_host_bytes, program.from_host_bytes, 6 * 8 * 4
+      (192, 192, 192)
+    """
+
+    save: Sequence[str] = ()
+    offload: Sequence[str] = ()
+    offload_carries: bool = False
+
+    def __post_init__(self) -> None:
+        for where in ("save", "offload"):
+            names = items(getattr(self, where), "Remat", where)
+            for name in names:
+                if not isinstance(name, str) or not name or "/" in name:
+                    raise GraphError(f"{at('Remat')}: {where} must be a list of last parts of names, got {name!r:.80}")
+            object.__setattr__(self, where, tuple(names))
+        flag(self.offload_carries, "Remat", "offload_carries")
+        both = sorted({*self.save} & {*self.offload})
+        if both:
+            raise GraphError(f"{at('Remat')}: '{both[0]}' is in save and in offload; take it out of one")
+
+
+@dataclass(eq=False)
+class Parts:
+    """Everything is kept, but of some operations what policies of their own say, as of functions in a loop's body."""
+
+    parts: list[tuple[set[Operation], str | Remat]] = field(default_factory=list)
+
+    def add(self, operations: Sequence[Operation], remat: str | Remat) -> None:
+        """Say what is kept of these; whatever was said of some of them alone no longer holds."""
+        whole = set(operations)
+        self.parts = [(part, policy) for part, policy in self.parts if not part <= whole]
+        self.parts.append((whole, remat))
+
+
+Policy = str | Remat
+
+
+def checked_policy(remat: object, what: str) -> Policy:
+    """`remat` itself, one of the policies by name or a `Remat`."""
+    if isinstance(remat, Remat):
+        return remat
+    if isinstance(remat, str):
+        return choice(remat, what, "remat", POLICIES)
+    raise GraphError(f"{at(what)}: remat must be {', '.join(map(repr, POLICIES))} or an mtf.Remat, got {remat!r:.80}")
+
+
+def kept_values(operations: Sequence[Operation], remat: Policy | Parts, what: str) -> list[tuple[Tensor, Tensor]]:
+    """The values that `remat` keeps of these operations, each with where it is kept: itself, or its copy on the host.
+
+    Raises: GraphError if a name of the policy is that of no operation.
+    """
+    if isinstance(remat, Parts):
+        inside = {op for part, _ in remat.parts for op in part}
+        kept = [(y, y) for y in _dear(operations) if y.operation not in inside]
+        for part, policy in remat.parts:
+            kept += kept_values([op for op in operations if op in part], policy, what)
+        return kept
+    if isinstance(remat, Remat):
+        return _by_name(operations, remat, what)
+    if remat == "none":
+        return [(y, y) for y in _dear(operations)]
+    if remat == "matmuls":
+        settled = _Settled(operations)
+        return [(y, y) for y in dict.fromkeys(settled.of(op.output) for op in operations if _is_plain_product(op))]
+    return []
+
+
+def _by_name(operations: Sequence[Operation], remat: Remat, what: str) -> list[tuple[Tensor, Tensor]]:
+    named: dict[str, list[Operation]] = {}
+    for op in operations:
+        if op.kind.kind in RESIDENT:
+            continue  # is there anyway
+        last = op.name.rpartition("/")[2]
+        for name in dict.fromkeys((last, re.sub(r"_\d+$", "", last))):
+            named.setdefault(name, []).append(op)
+    for name in (*remat.save, *remat.offload):
+        if name not in named:
+            raise GraphError(f"{at(what)}: no operation is named '{name}', which remat keeps{nearest(name, named)}")
+    settled = _Settled(operations)
+    both = {"save": remat.save, "offload": remat.offload}
+    wanted = [
+        (how, y) for how, names in both.items() for name in names for op in named[name] for y in op.public_outputs
+    ]
+    kept = {settled.of(y): how for how, y in wanted}
+    return [(y, y if how == "save" else to_host(y)) for y, how in kept.items()]
+
+
+class _Settled:
+    """Where a value is kept that is used in one place only, which constrains it: behind that, as it then lies."""
+
+    def __init__(self, operations: Sequence[Operation]) -> None:
+        self.users: dict[Tensor, list[Operation]] = {}
+        for op in operations:
+            for x in op.inputs:
+                self.users.setdefault(x, []).append(op)
+
+    def of(self, y: Tensor) -> Tensor:
+        """`y`, or what it becomes by being constrained."""
+        users = self.users.get(y, [])
+        return self.of(users[0].output) if len(users) == 1 and users[0].kind.home is Home.GIVEN else y
+
+
+def _dear(operations: Sequence[Operation]) -> list[Tensor]:
+    """All that a fusing compiler does not make again on the way, of what is not the same in every trip.
+
+    So neither what is made of constants alone, nor what follows element by element, in few lane operations, from what
+    is kept or there anyway. But where the gradient needs such a value, and it takes less to keep than what it is made
+    of and nobody needs besides, it is kept itself: the sum of two products, a narrowing cast.
+    """
+    constant = _constants(operations)
+    needed = _needed(operations, constant)
+    made: dict[Tensor, tuple[frozenset[Tensor], int]] = {}  # of which kept values, in how many lane operations
+    found: list[Tensor] = []
+    for op in operations:
+        if op.kind.kind in RESIDENT or op in constant:
+            continue  # there anyway
+        if not _is_through(op):
+            found += op.outputs
+            made.update((y, (frozenset((y,)), 0)) for y in op.outputs)
+            continue
+        y, sources = op.output, [made[x] for x in op.inputs if x in made]
+        of = frozenset[Tensor]().union(*(kept for kept, _ in sources))
+        work = op.kind.work(tuple(x.type for x in op.inputs), y.type, op.attrs)
+        ops = work.vpu_ops + sum(n for _, n in sources)
+        alone = sum(_size(x) for x in of if x not in needed)
+        # Random numbers are dear, but what they decide is narrower.
+        if (op.inputs and ops > MOST_OPS * y.shape.size) or (y in needed and alone >= _size(y)):
+            found.append(y)
+            of, ops = frozenset((y,)), 0
+        elif y in needed:
+            needed |= of
+        made[y] = of, ops
+    return found
+
+
+def _constants(operations: Sequence[Operation]) -> set[Operation]:
+    """What is the same in every trip."""
+    found: set[Operation] = set()
+    for op in operations:
+        resident = op.kind.kind in RESIDENT
+        if not resident and not op.kind.unique and all(x.operation in found for x in op.inputs):
+            found.add(op)
+    return found
+
+
+def _needed(operations: Sequence[Operation], constant: set[Operation]) -> set[Tensor]:
+    """The values that gradients are computed with: operands of what is not linear, and of products with others."""
+    found: set[Tensor] = set()
+    for op in operations:
+        linear = op.kind.linear(op)
+        for n, x in enumerate(op.inputs):
+            beside = (*op.inputs[:n], *op.inputs[n + 1 :])
+            others = any(z.dtype.is_float and z.operation not in constant for z in beside)
+            passed = op.kind.home is Home.OPERAND or (n in linear.operands and (linear.together or not others))
+            if not passed:
+                found.add(x)
+    return found
+
+
+def _is_through(op: Operation) -> bool:
+    """Whether who reads the result can make it on the way, from what lies on the same device."""
+    kind = op.kind
+    return kind.kind in THROUGH and kind.home is not Home.GIVEN and kind.lower is None and kind.show is None
+
+
+def _size(x: Tensor) -> int:
+    return x.dtype.size_bytes(x.shape.size)
+
+
+def _is_plain_product(op: Operation) -> bool:
+    """An einsum whose operands share no dim that stays in the result: a product with weights, not one per head."""
+    if op.kind.kind is not Kind.CONTRACTION:
+        return False
+    a, b, *_ = op.inputs
+    return not any(d in a.shape and d in b.shape for d in op.output.shape)

@@ -1,0 +1,154 @@
+"""Functions of the user's own, run block by block: what the library has no operation for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from layouts import Dimension, Shape
+from meshlib.core.arguments import at, is_masked, items, number
+from meshlib.core.dtypes import as_dtype
+from meshlib.core.errors import GraphError, ProgramError, ShapeError
+from meshlib.core.graph import Operation, Tensor, TensorType
+from meshlib.core.opdef import Array, Block, Factor, Kind, Role, Work, operation
+from meshlib.ops.building import as_dims, build, tensor
+from meshlib.ops.rules import named_factors, union
+
+
+def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
+    out: Shape = attrs["shape"]
+    # A dim is the same one in the operands; in the result it may have another size, unless it is split.
+    everything = union([t.shape for t in types])
+    for d in attrs["splittable"]:
+        if d not in everything or d not in out:
+            raise ShapeError(f"splittable dim {d} must be in the result {out} and in an operand, with that size")
+    return TensorType(out, attrs["dtype"])
+
+
+def _roles(op: Operation) -> tuple[Factor, ...]:
+    names = dict.fromkeys(d.name for t in (*op.inputs, *op.outputs) for d in t.shape)
+    splittable = {d.name for d in op.attrs["splittable"]}
+    return named_factors(op, {n: Role.WHOLE for n in names if n not in splittable})
+
+
+def _local(block: Block, *arrays: Array) -> Array:
+    operands = [x.view() for x in arrays]
+    for x in operands:
+        x.flags.writeable = False
+    try:
+        given = block.attrs["fn"](*operands)
+    except Exception as fault:
+        fault.add_note(f"in the function of {block.operation}")
+        raise
+    if is_masked(given):
+        raise ProgramError(
+            f"{block.operation}: the function made a masked array, which has elements without a value; give them one, "
+            "as in array.filled(0)"
+        )
+    try:
+        made = np.asarray(given)
+    except ValueError:  # rows of different lengths
+        made = np.asarray(given, dtype=object)
+    out = block.result()
+    if made.shape != out.shape or not np.can_cast(made.dtype, out.dtype, "same_kind"):
+        taken = ", ".join(f"{x.dtype}{list(x.shape)}" for x in operands)
+        raise ProgramError(
+            f"{block.operation}: the function made {made.dtype}{list(made.shape)} of {taken}, "
+            f"but the block of its result {block.operation.output} is {out.dtype}{list(out.shape)}"
+        )
+    np.copyto(out, made, casting="same_kind")
+    return out
+
+
+def _grad(op: Operation, dy: Tensor) -> Sequence[Tensor | None]:
+    rule = op.attrs["grad_function"]
+    if rule is None:
+        raise GraphError(f"{op} has no gradient: NumPy functions are not differentiated; give it a grad_function")
+    made = items(rule(op, [dy]), f"{op}: grad_function", "what it returns")
+    if len(made) != len(op.inputs):
+        raise GraphError(f"{op}: grad_function returned {len(made)} cotangents for {len(op.inputs)} operands")
+    for x, dx in zip(op.inputs, made, strict=True):
+        if dx is not None and tensor(dx, "grad_function").type != x.type:
+            raise GraphError(f"{op}: grad_function returned the cotangent {dx} for the operand {x}; types must agree")
+    return made
+
+
+def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
+    if attrs["vpu_ops"] is not None:
+        ops = int(number(attrs["vpu_ops"]([t.shape for t in ins], out.shape), "slicewise", "what vpu_ops returns"))
+        if ops < 0:
+            raise GraphError(f"{at('slicewise')}: what vpu_ops returns must not be negative, got {ops}")
+    else:
+        ops = sum(t.shape.size for t in ins) + out.shape.size
+    return Work(0, ops)
+
+
+SLICEWISE = operation(
+    "slicewise",
+    kind=Kind.INDEXED,  # nobody knows how it reaches its elements: a kernel of its own, on the vector unit
+    shape=_shape,
+    roles=_roles,
+    local=_local,
+    grad=_grad,
+    work=_work,
+)
+
+
+def slicewise(
+    fn: Callable[..., Any],
+    xs: Sequence[Tensor],
+    output_shape: Shape | Sequence[Dimension] | None = None,
+    output_dtype: object | None = None,
+    splittable_dims: Sequence[Dimension] | None = None,
+    grad_function: Callable[..., Sequence[Tensor | None]] | None = None,
+    name: str | None = None,
+    vpu_ops: Callable[[Sequence[Shape], Shape], int] | None = None,
+) -> Tensor:
+    """fn(*blocks of xs), run by each device on its own blocks.
+
+    Args:
+      fn: of NumPy arrays, which it must not change; returns the block of the result. Axes are dims in the order of
+        each tensor. It must do the same to a block as to the same part of the whole: blocks may have any size along
+        `splittable_dims` (the fast executor calls it once on all blocks), and are whole along all others. bfloat16
+        comes as float32, and the result is rounded.
+      xs: its operands.
+      output_shape, output_dtype: of the result; those of the first operand unless given.
+      splittable_dims: dims along which fn works on each index alone, which are in the result and in an operand. All
+        others are made whole on every device first; without this argument all are.
+      grad_function: (operation, [cotangent of the result]) -> a cotangent or None per operand, made of operations;
+        `operation.inputs` and `operation.outputs` are tensors. Without it asking for a gradient is an error.
+      name: of the operation, in listings.
+      vpu_ops: (shapes of the operands' blocks, shape of the result's block) -> lane operations of one call on them.
+        One per element of operands and result unless given.
+    Returns: the result.
+    Raises: ShapeError for dims that do not fit; GraphError for a gradient without rule; ProgramError at run time for a
+      result of another shape or kind of dtype than declared.
+    Example:
+      >>> import meshlib as mtf
+      >>> batch, n = mtf.Dimension("batch", 2), mtf.Dimension("n", 3)
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", [batch, n])
+      ...     y = mtf.slicewise(lambda x: np.median(x, axis=1), [x], [batch], splittable_dims=[batch])
+      >>> program = mtf.lower({"y": y}, mesh="p:2", layout="batch:p")
+      >>> mtf.simulate(program).step(x=[[1, 5, 2], [9, 7, 8]])["y"].tolist()
+      [2.0, 8.0]
+    """
+    what = "slicewise"
+    for function, argument in ((fn, "fn"), (grad_function, "grad_function"), (vpu_ops, "vpu_ops")):
+        if not callable(function) and (function is not None or argument == "fn"):
+            raise GraphError(f"{at(what)}: {argument} must be a function, got {function!r:.80}")
+    operands = [tensor(x, what) for x in items(xs, what, "xs")]
+    if not operands:
+        raise ShapeError(f"{at(what)}: xs must be a non-empty list of tensors, got []")
+    first = operands[0]
+    attrs = {
+        "fn": fn,
+        "shape": first.shape if output_shape is None else Shape(as_dims(output_shape, f"{what} output_shape")),
+        "dtype": first.dtype if output_dtype is None else as_dtype(output_dtype),
+        "splittable": () if splittable_dims is None else as_dims(splittable_dims, f"{what} splittable_dims"),
+        "grad_function": grad_function,
+        "vpu_ops": vpu_ops,
+    }
+    return build(SLICEWISE, operands, attrs, name)

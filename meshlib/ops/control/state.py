@@ -1,0 +1,148 @@
+"""Operations that pass a value on with a meaning: identity, stop_gradient, constrain, assign."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from layouts import LayoutRules
+from meshlib.core.arguments import at
+from meshlib.core.errors import GraphError, ShapeError, nearest
+from meshlib.core.graph import UPDATE, Operation, Tensor, region
+from meshlib.core.opdef import NONLINEAR, GradRule, Home, Kind, Linear, OpDef, Storage, operation
+from meshlib.ops.building import build, tensor
+from meshlib.ops.rules import named_factors, no_work, not_differentiable
+
+
+def _define(name: str, grad: GradRule, linear: Linear, kind: Kind = Kind.VIEW, **traits: Any) -> OpDef:
+    return operation(
+        name,
+        kind=kind,
+        shape=lambda types, attrs: types[0],
+        roles=named_factors,
+        local=lambda block, x: x,
+        grad=grad,
+        linear=lambda op: linear,
+        work=no_work,
+        storage=Storage.ALIAS,
+        exact=True,
+        **traits,
+    )
+
+
+# These say something to the gradient, nothing to a core.
+IDENTITY = _define("identity", lambda op, dy: [dy], Linear((0,)), home=Home.OPERAND)
+STOP_GRADIENT = _define("stop_gradient", not_differentiable, Linear((0,)), home=Home.OPERAND)
+CONSTRAIN: OpDef = _define("constrain", lambda op, dy: [build(CONSTRAIN, [dy], op.attrs)], NONLINEAR, home=Home.GIVEN)
+ASSIGN = _define("assign", not_differentiable, NONLINEAR, Kind.COMMIT, home=Home.OPERAND, unique=True)
+
+
+def identity(x: Tensor, name: str | None = None) -> Tensor:
+    """`x` under another name."""
+    return build(IDENTITY, [tensor(x, "identity")], {}, name)
+
+
+def stop_gradient(x: Tensor, name: str | None = None) -> Tensor:
+    """`x`, through which no gradient flows."""
+    return build(STOP_GRADIENT, [tensor(x, "stop_gradient")], {}, name)
+
+
+def constrain(x: Tensor, layout: object, name: str | None = None) -> Tensor:
+    """`x`, bound to the home that `layout` gives it at this point: `mtf.constrain(x, "length:model")`.
+
+    The rules given here replace the program's for this tensor and for its cotangent.
+    """
+    rules = LayoutRules(layout)  # type: ignore[arg-type]
+    tensor(x, "constrain")
+    unknown = [d for d in rules.dims if d not in x.shape]
+    if unknown:
+        hint = nearest(unknown[0], x.shape.names)
+        raise ShapeError(f"{at('constrain')}: {x} has no dim '{unknown[0]}' of the layout {rules}{hint}")
+    return build(CONSTRAIN, [x], {"layout": rules}, name)
+
+
+def assign(variable: Tensor, value: Tensor, name: str | None = None) -> Operation:
+    """The update that writes `value` to `variable` when a program with it in `updates` ends its step.
+
+    Reads in the same step see the state before it. `variable` is what `mtf.variable` returned.
+    Raises: GraphError if `variable` is none, ShapeError if shapes differ.
+    """
+    target = stored(variable)
+    old = target.output
+    tensor(value, "assign")
+    if set(value.shape) != set(old.shape):
+        raise ShapeError(f"{at('assign')} to variable '{target.name}': the value {value} has other dims than {old}")
+    if value.dtype is not old.dtype and not (value.dtype.is_float and old.dtype.is_float):
+        raise ShapeError(
+            f"{at('assign')} to variable '{target.name}': the value {value} does not fit {old}; cast it with mtf.cast"
+        )
+    with region(UPDATE, target):
+        if value.shape != old.shape:
+            from meshlib.ops.movement.shape import transpose
+
+            value = transpose(value, old.shape)
+        if value.dtype is not old.dtype:
+            from meshlib.ops.pointwise.elementwise import cast
+
+            value = cast(value, old.dtype)
+        return build(ASSIGN, [value], {"variable": target.name}, name).operation
+
+
+def assign_add(variable: Tensor, value: Tensor | float, name: str | None = None) -> Operation:
+    """The update that adds `value` to `variable`, as `assign` writes; a dim that `value` lacks is broadcast."""
+    from meshlib.ops.pointwise.elementwise import add
+
+    return _assign_changed(add, variable, value, "assign_add", name)
+
+
+def assign_sub(variable: Tensor, value: Tensor | float, name: str | None = None) -> Operation:
+    """The update that subtracts `value` from `variable`, as `assign` writes; a dim that `value` lacks is broadcast."""
+    from meshlib.ops.pointwise.elementwise import subtract
+
+    return _assign_changed(subtract, variable, value, "assign_sub", name)
+
+
+def _assign_changed(
+    change: Callable[..., Tensor], variable: Tensor, value: Tensor | float, what: str, name: str | None
+) -> Operation:
+    target = stored(variable)
+    old = target.output
+    with region(UPDATE, target):
+        if isinstance(value, Tensor) and value.dtype.is_float and old.dtype.is_float:
+            from meshlib.ops.pointwise.elementwise import cast
+
+            value = cast(value, old.dtype)
+        new = change(old, value)
+    if set(new.shape) != set(old.shape):
+        raise ShapeError(f"{at(what)} to variable '{target.name}': the value {value} has other dims than {old}")
+    return assign(variable, new, what if name is None else name)
+
+
+def stored(variable: Tensor) -> Operation:
+    """The `variable` operation behind a variable's value, which may be a cast of what is stored."""
+    op = tensor(variable, "variable").operation
+    from meshlib.ops.control.sources import VARIABLE
+    from meshlib.ops.pointwise.elementwise import CAST
+
+    while op.kind is CAST and op.inputs[0].operation.kind in (CAST, VARIABLE):
+        op = op.inputs[0].operation
+    if op.kind is not VARIABLE:
+        raise GraphError(
+            f"{at('expected a variable')}: {variable} ({op.source}) is none; pass what mtf.variable returned"
+        )
+    return op
+
+
+def assigned(updates: Sequence[Operation]) -> dict[str, Operation]:
+    """The updates by variable name; two writes to one variable are an error that names both lines."""
+    found: dict[str, Operation] = {}
+    for update in updates:
+        if not isinstance(update, Operation) or update.kind is not ASSIGN:
+            raise GraphError(f"updates must be what mtf.assign or an optimizer returned, got {update!r:.80}")
+        name = update.attrs["variable"]
+        if name in found and found[name] is not update:
+            raise GraphError(
+                f"variable '{name}' is written twice in one step: at {found[name].source} and at {update.source}"
+            )
+        found[name] = update
+    return found

@@ -1,0 +1,315 @@
+"""NumPy for fused attention on one device's blocks: batched products over tiles of rows, so that memory stays small.
+
+Of keys that are split a device knows what it has `heard` of the others: see
+`meshlib.ops.fused_attention.split_sequence`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from meshlib.core.dtypes import BOOL, INT32
+from meshlib.core.opdef import Array, Block, Halo
+from meshlib.ops.rules import align
+
+# Scores held at once: what is done to them element by element stays in the second-level cache.
+_CHUNK = 1 << 17
+
+Names = tuple[str, ...]
+Cut = tuple[slice, ...]
+Heard = tuple[Array, Array]  # of all blocks: log(sum(exp(scores))), and the mean of the weights' cotangents
+
+
+def seen_keys(start: int, stop: int, memory: int, causal: bool, window: int | None) -> tuple[int, int]:
+    """The run of keys that queries [start, stop) see among them."""
+    low = 0 if window is None else max(0, start - window + 1)
+    high = min(memory, stop) if causal else memory if window is None else min(memory, stop + window - 1)
+    return low, high
+
+
+def cuts(sizes: Sequence[int], limit: int) -> Iterator[Cut]:
+    """Parts of an array of these sizes with at most `limit` elements each: runs of one dim, the later ones whole.
+
+    >>> [[c.start for c in part[:2]] for part in cuts((2, 4, 3), 6)]
+    [[0, 0], [0, 2], [1, 0], [1, 2]]
+    """
+    if not sizes:
+        yield ()
+        return
+    rest = prod(sizes[1:])
+    step = max(1, limit // rest)
+    for start in range(0, sizes[0], step):
+        first = slice(start, min(start + step, sizes[0]))
+        if rest <= limit:
+            yield (first, *(slice(0, n) for n in sizes[1:]))
+        else:
+            yield from ((first, *later) for later in cuts(sizes[1:], limit))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Keys and values of some batches: [batch, memory, dim], and transposed, which BLAS is twice as fast on."""
+
+    batch: Cut
+    k: Array
+    v: Array
+    k_columns: Array
+    v_columns: Array
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Queries of these batches, and their cotangents: [batch, group and queries, dim]; the keys here that they see."""
+
+    queries: slice
+    keys: slice  # of this block
+    q: Array
+    dy: Array
+    hidden: Array | None  # bool, broadcasts to `shape`: what stays out of the softmax
+    bias: Array | None  # broadcasts to `shape`: added to the scaled scores
+    shape: tuple[int, ...]  # [batches ..., groups ..., queries, keys]
+
+
+class Kernel:
+    """One device's operands, seen as [batches ..., groups ..., length, key] and [batches ..., memory, key or value]."""
+
+    def __init__(self, block: Block, arrays: tuple[Array, ...], with_cotangent: bool) -> None:
+        self.block, self.engine = block, block.engine
+        names = [block.attrs[n] for n in ("length", "memory_length", "key_dim", "value_dim")]
+        self.length, self.memory, self.key, self.value = names
+        q, k = (t.shape.names for t in block.inputs[:2])
+        self.batch: Names = tuple(n for n in q if n in k and n != self.key)
+        self.group: Names = tuple(n for n in q if n not in k and n != self.length)
+        rows = (*self.batch, *self.group, self.length)
+        named = [t.shape.names for t in block.inputs]
+        self.q = align(arrays[0], named[0], (*rows, self.key))
+        self.k = align(arrays[1], named[1], (*self.batch, self.memory, self.key))
+        self.v = align(arrays[2], named[2], (*self.batch, self.memory, self.value))
+        self.dy = align(arrays[3], named[3], (*rows, self.value)) if with_cotangent else None
+        count = 4 if with_cotangent else 3
+        pairs = (*rows, self.memory)
+        further = zip(arrays[count:], block.inputs[count:], strict=True)
+        extra = [(align(x, t.shape.names, pairs), t.dtype) for x, t in further]
+        self.mask = next((x for x, dtype in extra if dtype is BOOL), None)
+        self.segments = [x for x, dtype in extra if dtype is INT32]  # of queries and of keys
+        self.bias = next((x for x, dtype in extra if dtype.is_wide_float), None)
+        # Of runs that a window needs, `starts` says where they begin.
+        runs = isinstance(block.operation.kind.lower, Halo)
+        self.first_query = block.start(0, self.length) if runs else block.offsets[self.length]
+        self.first_key = block.start(1, self.memory) if runs else block.offsets[self.memory]
+        whole = block.operation.inputs[1].shape.dim(self.memory).size
+        self.blind = bool(extra) or self.k.shape[-2] < whole  # whether a query may see no key here
+
+    def batches(self) -> Iterator[Memory]:
+        """Batches, as many as have about `_CHUNK` scores."""
+        count = len(self.batch)
+        groups, length = prod(self.q.shape[count:-2]), self.q.shape[-2]
+        scores = groups * min(length, self._most_rows()) * self.k.shape[-2]
+        for cut in cuts(self.q.shape[:count], max(1, _CHUNK // scores)):
+            k, v = self._operand(self.k[cut], count), self._operand(self.v[cut], count)
+            yield Memory(cut, k, v, *(np.ascontiguousarray(x.swapaxes(1, 2)) for x in (k, v)))
+
+    def rows(self, memory: Memory) -> Iterator[Rows]:
+        """The queries of these batches, run by run."""
+        count, length = len(self.batch), self.q.shape[-2]
+        causal, window = self.block.attrs["causal"], self.block.attrs["window"]
+        step = self._most_rows()
+        for start in range(0, length, step):
+            queries = slice(start, min(start + step, length))
+            first, last = self.first_query + queries.start, self.first_query + queries.stop
+            here = self.first_key
+            low, high = (n - here for n in seen_keys(first, last, here + self.k.shape[-2], causal, window))
+            keys = slice(max(low, 0), max(low, high, 0))
+            q, *more = (x[memory.batch][..., queries, :] for x in (self.q, self.dy) if x is not None)
+            merged = [self._operand(x, count) for x in (q, *more)]
+            shape = (*q.shape[:-1], keys.stop - keys.start)
+            hidden = self._hidden(np.arange(first, last)[:, None], here + np.arange(keys.start, keys.stop))
+            part = (*memory.batch, *(slice(None) for _ in self.group), queries, keys)
+            bias = None if self.bias is None else _cut(self.bias, part)
+            yield Rows(queries, keys, merged[0], merged[-1], self._masked(hidden, part), bias, shape)
+
+    def _most_rows(self) -> int:
+        scores: int = prod(self.q.shape[len(self.batch) : -2]) * self.k.shape[-2]
+        return max(1, _CHUNK // scores)
+
+    def _operand(self, x: Array, count: int) -> Array:
+        """A part as the MXU takes it: [batch, rows, dim], contiguous."""
+        dense = np.ascontiguousarray(x).reshape(prod(x.shape[:count]), -1, x.shape[-1])
+        return self.engine.mxu_operand(dense, False)
+
+    def _hidden(self, i: Array, j: Array) -> Array | None:
+        hidden = np.zeros((i.shape[0], j.size), bool)
+        if self.block.attrs["causal"]:
+            hidden |= j > i
+        if self.block.attrs["window"] is not None:
+            hidden |= np.abs(i - j) >= self.block.attrs["window"]
+        return hidden if hidden.any() else None
+
+    def _masked(self, hidden: Array | None, part: Cut) -> Array | None:
+        if self.mask is not None:
+            unseen = ~_cut(self.mask, part)
+            hidden = unseen if hidden is None else unseen | hidden
+        if self.segments:
+            q, k = (_cut(x, part) for x in self.segments)
+            hidden = q != k if hidden is None else (q != k) | hidden
+        return hidden
+
+    def product(self, a: Array, b: Array) -> Array:
+        """a @ b on the MXU, batch by batch; zeros if there is nothing to multiply, as with no key in sight."""
+        out = np.empty((a.shape[0], a.shape[1], b.shape[2]), a.dtype)
+        if a.size and b.size:
+            self.engine.matmul(a, b, out)
+        else:
+            out.fill(0)
+        return out
+
+    def row_sized(self) -> Array:
+        """A number for each query: [batches ..., groups ..., length, 1], of the type that sums have."""
+        return np.zeros((*self.q.shape[:-1], 1), self.q.dtype)
+
+    def weights(self, rows: Rows, memory: Memory) -> tuple[Array, Array, Array]:
+        """exp(scores - maximum), its sums over the keys, and log(sum(exp(scores))), -inf where a query sees no key.
+
+        [batch, group and queries, keys] and twice [..., 1]; a sum of nothing is given as 1.
+        """
+        s = self.product(rows.q, memory.k_columns[:, :, rows.keys])
+        np.multiply(s, s.dtype.type(self.block.attrs["scale"]), out=s)
+        if rows.bias is not None:
+            scores = s.reshape(rows.shape)
+            np.add(scores, rows.bias, out=scores)
+        if rows.hidden is not None:
+            np.copyto(s.reshape(rows.shape), -np.inf, where=rows.hidden)
+        peak = _largest(s)
+        if self.blind:
+            peak[np.isneginf(peak)] = 0
+        np.subtract(s, peak, out=s)
+        np.exp(s, out=s)
+        total = s @ np.ones((s.shape[2], 1), s.dtype)  # several times as fast as a sum over short rows
+        level = peak + np.log(total)
+        if self.blind:
+            total[total == 0] = 1
+        return s, total, level
+
+    def share(self, level: Array, heard: Array, rows: Rows, memory: Memory) -> Array:
+        """This block's part of each query's softmax, from log(sum(exp(scores))) here and `heard` of all blocks."""
+        whole = self.of_rows(heard, rows, memory)
+        return np.where(np.isneginf(level), 0, np.exp(level - whole))
+
+    def of_rows(self, x: Array, rows: Rows, memory: Memory) -> Array:
+        """These rows of what is `row_sized`: [batch, group and queries, 1]."""
+        part: Array = x[memory.batch][..., rows.queries, :]
+        return part.reshape(memory.k.shape[0], -1, 1)
+
+    def probabilities(self, rows: Rows, memory: Memory, heard: Array | None = None) -> tuple[Array, Array]:
+        """The weights of the softmax over the keys here, or over all with what was `heard` of them; and its level."""
+        p, total, level = self.weights(rows, memory)
+        scale = 1 / total if heard is None else self.share(level, heard, rows, memory) / total
+        np.multiply(p, scale, out=p)
+        return p, level
+
+    def weight_cotangents(self, p: Array, rows: Rows, memory: Memory) -> tuple[Array, Array]:
+        """The cotangents of the probabilities, and their mean over the keys here: [..., keys] and [..., 1]."""
+        dp = self.product(rows.dy, memory.v_columns[:, :, rows.keys])
+        return dp, np.einsum("bij,bij->bi", p, dp)[..., None]
+
+    def cotangents(self, rows: Rows, memory: Memory, heard: Heard | None) -> tuple[Array, Array]:
+        """The probabilities, and the cotangents of the products of queries and keys."""
+        p, _ = self.probabilities(rows, memory, heard and heard[0])
+        ds, mean = self.weight_cotangents(p, rows, memory)
+        np.subtract(ds, mean if heard is None else self.of_rows(heard[1], rows, memory), out=ds)
+        np.multiply(ds, p, out=ds)
+        np.multiply(ds, ds.dtype.type(self.block.attrs["scale"]), out=ds)
+        return p, self.engine.made_inside(ds)
+
+
+def _cut(x: Array, part: Cut) -> Array:
+    """This part of a mask or bias; a dim that it lacks has size 1 and broadcasts."""
+    return x[tuple(c if n > 1 else slice(None) for c, n in zip(part, x.shape, strict=True))]
+
+
+def _largest(x: Array) -> Array:
+    """The maximum of each row, kept as a dim: halves first, because NumPy is slow on short rows."""
+    while x.shape[-1] > 8 and x.shape[-1] % 2 == 0:
+        half = x.shape[-1] // 2
+        x = np.maximum(x[..., :half], x[..., half:])
+    peak: Array = x.max(axis=-1, keepdims=True, initial=-np.inf)
+    return peak
+
+
+def put(out: Array, cut: Cut, queries: slice, made: Array) -> None:
+    """Write what was made of some queries of one batch where it belongs in `out`."""
+    part = out[cut][..., queries, :]
+    part[...] = made.reshape(part.shape)
+
+
+def local_result(block: Block, *arrays: Array) -> Array:
+    """The attention of this device's queries."""
+    return result(block, arrays, None)
+
+
+def result(block: Block, arrays: tuple[Array, ...], heard: Array | None) -> Array:
+    """The attention of this device's queries; of a split memory its part, by what all parts `heard` of each other."""
+    kernel = Kernel(block, arrays, with_cotangent=False)
+    out = block.result()
+    y = align(out, block.out.shape.names, (*kernel.batch, *kernel.group, kernel.length, kernel.value))
+    for memory in kernel.batches():
+        for rows in kernel.rows(memory):
+            weights, total, level = kernel.weights(rows, memory)
+            made = kernel.product(kernel.engine.made_inside(weights), memory.v[:, rows.keys])
+            np.divide(made, total, out=made)
+            if heard is not None:
+                np.multiply(made, kernel.share(level, heard, rows, memory), out=made)
+            put(y, memory.batch, rows.queries, made)
+    return out
+
+
+def local_grad_query(block: Block, *arrays: Array) -> Array:
+    """The cotangent of this device's queries."""
+    return _shared_gradients(block, arrays)[0]
+
+
+def local_grad_memory(block: Block, *arrays: Array) -> tuple[Array, Array]:
+    """The cotangents of keys and values, summed over this device's queries."""
+    _, dk, dv = _shared_gradients(block, arrays)
+    return dk, dv
+
+
+def _shared_gradients(block: Block, arrays: tuple[Array, ...]) -> tuple[Array, Array, Array]:
+    """dq, dk, dv: what one of the two gradients of the same operands finds serves the other, too."""
+    shared, attrs = block.engine.shared, block.attrs
+    if shared is None:
+        return gradients(block, arrays)
+    length, memory = attrs["length"], attrs["memory_length"]
+    places = (block.offsets[length], block.start(0, length), block.start(1, memory))
+    options = (attrs["causal"], attrs["window"], attrs["scale"], *places)
+    key = ("attention", block.engine.trips, *options, *map(id, arrays))
+    if key in shared:
+        found: tuple[Array, Array, Array] = shared.pop(key)[0]
+        return found
+    made = gradients(block, arrays)
+    shared[key] = made, arrays  # the operands are kept, so that no other arrays take their identities
+    return made
+
+
+def gradients(block: Block, arrays: tuple[Array, ...], heard: Heard | None = None) -> tuple[Array, Array, Array]:
+    """The cotangents of queries, keys and values; of a split memory by what its parts `heard` of each other."""
+    kernel = Kernel(block, arrays, with_cotangent=True)
+    dq, dk, dv = (np.empty(x.shape, x.dtype) for x in arrays[:3])
+    q, k, v = (t.shape.names for t in block.inputs[:3])
+    dq_rows = align(dq, q, (*kernel.batch, *kernel.group, kernel.length, kernel.key))
+    dk_rows = align(dk, k, (*kernel.batch, kernel.memory, kernel.key))
+    dv_rows = align(dv, v, (*kernel.batch, kernel.memory, kernel.value))
+    for memory in kernel.batches():
+        k_sum, v_sum = np.zeros(memory.k.shape, memory.k.dtype), np.zeros(memory.v.shape, memory.v.dtype)
+        for rows in kernel.rows(memory):
+            p, ds = kernel.cotangents(rows, memory, heard)
+            put(dq_rows, memory.batch, rows.queries, kernel.product(ds, memory.k[:, rows.keys]))
+            k_sum[:, rows.keys] += kernel.product(ds.swapaxes(1, 2), rows.q)
+            v_sum[:, rows.keys] += kernel.product(kernel.engine.made_inside(p).swapaxes(1, 2), rows.dy)
+        put(dk_rows, memory.batch, slice(None), k_sum)
+        put(dv_rows, memory.batch, slice(None), v_sum)
+    return dq, dk, dv

@@ -1,0 +1,129 @@
+"""How fused attention runs along a split sequence: what blocks need of each other.
+
+Where the keys are split, each device works on its own and needs of the others' a number per query, the logarithm of the
+sum of exp(scores), by which its share of the softmax is weighed; for gradients, besides, the mean of the weights'
+cotangents. Through a window a query sees its neighbours only: where queries and keys are split alike, a run of keys
+beside the own ones moves, and for the gradients of keys and values, one of queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from layouts import Shape
+from meshlib.core.dtypes import FLOAT32, FLOAT64
+from meshlib.core.graph import Operation, TensorType
+from meshlib.core.opdef import Array, Block, Factor, Halo, Role, Summary
+from meshlib.ops.fused_attention.kernel import Kernel, gradients, local_grad_memory, put, result
+from meshlib.ops.rules import named_factors
+
+# ---------------------------------------------------------------- keys split over devices
+
+
+def _levels(block: Block, *arrays: Array) -> tuple[Array, ...]:
+    """Per query log(sum(exp(scores))) over the keys of this block."""
+    kernel = Kernel(block, arrays, with_cotangent=False)
+    levels = kernel.row_sized()
+    for memory in kernel.batches():
+        for rows in kernel.rows(memory):
+            put(levels, memory.batch, rows.queries, kernel.weights(rows, memory)[2])
+    return (levels,)
+
+
+def _levels_and_means(block: Block, *arrays: Array) -> tuple[Array, ...]:
+    """As `_levels`; besides the mean of the cotangents of the weights, by the softmax over the keys of this block."""
+    kernel = Kernel(block, arrays, with_cotangent=True)
+    levels, means = kernel.row_sized(), kernel.row_sized()
+    for memory in kernel.batches():
+        for rows in kernel.rows(memory):
+            p, level = kernel.probabilities(rows, memory)
+            _, mean = kernel.weight_cotangents(p, rows, memory)
+            put(levels, memory.batch, rows.queries, level)
+            put(means, memory.batch, rows.queries, mean)
+    return levels, means
+
+
+def _combined(levels: Array, means: Array | None = None) -> tuple[Array, ...]:
+    """Those over the keys of all blocks."""
+    whole = np.logaddexp.reduce(levels, axis=0)
+    if means is None:
+        return (whole,)
+    shares = np.where(np.isneginf(levels), 0, np.exp(levels - whole))
+    return whole, np.add.reduce(shares * means, axis=0)
+
+
+def _summary_types(count: int) -> Callable[[tuple[TensorType, ...], Mapping[str, Any]], tuple[TensorType, ...]]:
+    """So many numbers for each query, in float32 unless all is in float64."""
+
+    def types(ins: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+        rows = Shape([d for d in ins[0].shape if d.name != attrs["key_dim"]])
+        return (TensorType(rows, FLOAT64 if ins[0].dtype is FLOAT64 else FLOAT32),) * count
+
+    return types
+
+
+SPLIT_RESULT = Summary(
+    _levels,
+    lambda block, heard, index, *arrays: result(block, arrays, heard[0]),
+    _summary_types(1),
+    _combined,
+)
+SPLIT_GRAD_QUERY = Summary(
+    _levels_and_means,
+    lambda block, heard, index, *arrays: gradients(block, arrays, heard)[0],
+    _summary_types(2),
+    _combined,
+)
+SPLIT_GRAD_MEMORY = replace(
+    SPLIT_GRAD_QUERY, finish=lambda block, heard, index, *arrays: gradients(block, arrays, heard)[1:]
+)
+
+
+# ---------------------------------------------------------------- windows over queries and keys that are split alike
+
+
+def joined_factors(op: Operation, out: str, special: Mapping[str, Role]) -> tuple[Factor, ...]:
+    """Queries and keys as one factor, whose blocks need runs of each other's; the result has the dim `out`."""
+    length, memory = op.attrs["length"], op.attrs["memory_length"]
+    apart = [f for f in named_factors(op, special) if f.name not in (length, memory)]
+    operands = tuple(next((n for n in (length, memory) if n in x.shape), None) for x in op.inputs)
+    size = op.inputs[0].shape.dim(length).size
+    return (Factor(length, size, operands, (op.attrs[out],) * len(op.outputs), Role.HALO), *apart)
+
+
+def _reach(op: Operation) -> tuple[int, int]:
+    """How many keys before and after itself a query sees."""
+    far: int = op.attrs["window"] - 1
+    return far, 0 if op.attrs["causal"] else far
+
+
+def _of_queries(op: Operation, factor: Factor, operand: int, start: int, stop: int) -> tuple[int, int]:
+    """The queries [start, stop), and the keys that they see."""
+    before, after = (0, 0) if op.attrs["length"] in op.inputs[operand].shape else _reach(op)
+    return start - before, stop + after
+
+
+def _of_keys(op: Operation, factor: Factor, operand: int, start: int, stop: int) -> tuple[int, int]:
+    """The queries that see the keys [start, stop), and all keys that these see, which share their softmax."""
+    before, after = _reach(op)
+    start, stop = start - after, stop + before
+    return (start, stop) if op.attrs["length"] in op.inputs[operand].shape else (start - before, stop + after)
+
+
+WINDOW_RESULT = Halo(_of_queries)
+WINDOW_GRAD_MEMORY = Halo(_of_keys)
+
+
+def window_grad_memory(block: Block, *arrays: Array) -> tuple[Array, Array]:
+    """The cotangents of the keys and values of this block, of the run that was needed."""
+    length, memory = block.attrs["length"], block.attrs["memory_length"]
+    begin, made = block.offsets[length] - block.start(1, memory), block.out.shape.dim(memory).size
+    found = []
+    for x, t in zip(local_grad_memory(block, *arrays), block.inputs[1:3], strict=True):
+        own = (np.s_[:],) * t.shape.index(memory) + (np.s_[begin : begin + made],)
+        found.append(np.ascontiguousarray(x[own]))
+    return found[0], found[1]

@@ -1,0 +1,97 @@
+"""Convolutions of images that are cut into blocks, as Mesh TensorFlow has them: [..., h_blocks, w_blocks, h, w, c].
+
+The blocks are put together under the names of the dims that count them, so what splits these splits the image, and the
+convolution brings the edges of neighbouring blocks itself. The result is that of the whole image, in blocks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from layouts import Dimension
+from meshlib.core.arguments import at
+from meshlib.core.errors import ShapeError
+from meshlib.core.graph import Tensor, find_dim
+from meshlib.ops.building import tensor
+from meshlib.ops.images.convolution import conv2d, conv3d
+from meshlib.ops.images.sliding_arguments import Padding, PerDim
+from meshlib.ops.movement.shape import reshape, transpose
+
+
+def conv2d_with_blocks(
+    x: Tensor,
+    filters: Tensor,
+    stride: PerDim = 1,
+    padding: Padding = "SAME",
+    h_blocks_dim: Dimension | None = None,
+    w_blocks_dim: Dimension | None = None,
+    name: str | None = None,
+) -> Tensor:
+    """`conv2d` of an image in blocks: [..., h_blocks, w_blocks, h, w, channels], either dim of blocks may be missing.
+
+    Stride and padding are those of the whole image, in lists. Raises: ShapeError if its result can't be cut into as
+    many blocks.
+    """
+
+    def conv(whole: Tensor) -> Tensor:
+        return conv2d(whole, filters, stride, padding, name=name)
+
+    return in_whole("conv2d_with_blocks", x, 2, (h_blocks_dim, w_blocks_dim), conv)
+
+
+def conv3d_with_blocks(
+    x: Tensor,
+    filters: Tensor,
+    stride: PerDim = 1,
+    padding: Padding = "SAME",
+    d_blocks_dim: Dimension | None = None,
+    h_blocks_dim: Dimension | None = None,
+    name: str | None = None,
+) -> Tensor:
+    """`conv3d` of a volume in blocks: [..., d_blocks, h_blocks, d, h, w, channels]; see `conv2d_with_blocks`."""
+
+    def conv(whole: Tensor) -> Tensor:
+        return conv3d(whole, filters, stride, padding, name=name)
+
+    return in_whole("conv3d_with_blocks", x, 3, (d_blocks_dim, h_blocks_dim), conv)
+
+
+def in_whole(
+    what: str,
+    x: Tensor,
+    count: int,
+    blocks: Sequence[Dimension | None],
+    conv: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """What `conv` makes of x with its blocks put together, cut into blocks again.
+
+    Args:
+      what: the caller, for messages.
+      x: [..., one dim for each of `blocks` that is there ..., `count` spatial dims, channels].
+      count: of spatial dims.
+      blocks: dims that count the blocks of the first spatial dims, one for each; None where it is whole.
+      conv: keeps the names of spatial dims, and the channels last.
+    """
+    if len(tensor(x, what).shape) <= count:
+        raise ShapeError(f"{at(what)}: needs {count} spatial dims before the last, the channels, got {x}")
+    inner = x.shape.dims[-count - 1 : -1]
+    by_name = {d.name: find_dim(x, b, what) for d, b in zip(inner, blocks, strict=False) if b is not None}
+    if not by_name:
+        return conv(x)
+    if not {*by_name.values()}.isdisjoint((*inner, x.shape[-1])):
+        raise ShapeError(f"{at(what)}: the dims that count blocks must not be spatial dims or the channels of {x}")
+    outer = [d for d in x.shape.dims[: -count - 1] if d not in by_name.values()]
+    beside = [d for s in inner for d in ([by_name[s.name]] if s.name in by_name else []) + [s]]
+    whole = [Dimension(by_name[s.name].name, by_name[s.name].size * s.size) if s.name in by_name else s for s in inner]
+    y = conv(reshape(transpose(x, [*outer, *beside, x.shape[-1]]), [*outer, *whole, x.shape[-1]]))
+    parts, made = [*y.shape.dims[: len(outer)]], y.shape.dims[len(outer) : len(outer) + count]
+    for d, s in zip(made, inner, strict=True):
+        b = by_name.get(s.name)
+        if b is not None and d.size % b.size:
+            raise ShapeError(f"{at(what)}: dim '{s.name}' of the result, {d.size} long, is not {b.size} blocks\n  {x}")
+        parts += [d] if b is None else [b, Dimension(s.name, d.size // b.size)]
+    channels = y.shape.dims[len(outer) + count :]
+    counts = list(by_name.values())
+    last = [d for d in parts if d not in counts and d not in outer]
+    order = [d for d in x.shape.dims[: -count - 1] if d in (*outer, *counts)]
+    return transpose(reshape(y, [*parts, *channels]), [*order, *last, *channels])

@@ -1,0 +1,331 @@
+"""Convolutions of images and sequences in named dims: conv1d to conv3d, transposed, depthwise, in groups.
+
+    x [..., height, width, channels]  filters [kh, kw, channels, out]  ->  y [..., height, width, out]
+
+    y[i] = sum over taps f and channels of x[stride * i + dilation * f - before] * filters[f]
+
+A spatial dim keeps its name and takes its new size, so one layout rule `height:rows` lays out a whole network.
+Arguments follow tf.nn.convolution; dims are matched by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from layouts import Dimension, Shape
+from meshlib.core.arguments import at, choice, whole
+from meshlib.core.errors import ShapeError
+from meshlib.core.graph import Tensor, find_dim
+from meshlib.core.names import free_name
+from meshlib.ops.building import as_dims, floats
+from meshlib.ops.images.convolve import convolve
+from meshlib.ops.images.sliding import Slide, Window, window_sizes
+from meshlib.ops.images.sliding_arguments import Padding, PerDim, dims_of, numbers_per_dim, paddings_per_dim
+from meshlib.ops.movement.shape import rename_dimension, reshape
+
+Spatial = Mapping[Dimension | str, Dimension | str]
+PRECISIONS = ("default", "highest")
+
+
+@dataclass(frozen=True)
+class _Dims:
+    """The dims of a convolution: each spatial one with its filter dim, channels in and out, those that are kept."""
+
+    spatial: tuple[Dimension, ...]
+    windows: tuple[Dimension, ...]
+    channels: Dimension | None
+    made: tuple[Dimension, ...]
+
+
+class Convolution(Protocol):
+    """A public convolution."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        filters: Tensor,
+        stride: PerDim = 1,
+        padding: Padding = "SAME",
+        dilation: PerDim = 1,
+        groups: int = 1,
+        *,
+        spatial: Spatial | None = None,
+        group_dims: Sequence[Dimension] = (),
+        precision: str = "default",
+        name: str | None = None,
+    ) -> Tensor: ...
+
+
+def _public(what: str, count: int, doc: str) -> Convolution:
+    def function(
+        x: Tensor,
+        filters: Tensor,
+        stride: PerDim = 1,
+        padding: Padding = "SAME",
+        dilation: PerDim = 1,
+        groups: int = 1,
+        *,
+        spatial: Spatial | None = None,
+        group_dims: Sequence[Dimension] = (),
+        precision: str = "default",
+        name: str | None = None,
+    ) -> Tensor:
+        return _conv(what, count, x, filters, stride, padding, dilation, groups, spatial, group_dims, precision, name)
+
+    function.__name__ = function.__qualname__ = what
+    function.__doc__ = doc
+    return function
+
+
+conv1d = _public(
+    "conv1d",
+    1,
+    """A convolution along one dim: see `conv2d`, of which it has the arguments.
+
+    x[..., length, channels], filters[k, channels, out]  ->  y[..., length, out]
+    """,
+)
+conv2d = _public(
+    "conv2d",
+    2,
+    """A convolution along two dims: every output is the sum of a window of the input times the filters.
+
+    x[..., height, width, channels], filters[kh, kw, channels, out]  ->  y[..., height, width, out]
+
+    Args:
+      x: float; its spatial dims are the two before the last, unless `spatial` says otherwise.
+      filters: of x's dtype; the first two dims are the windows', unless `spatial` says otherwise. Of the others, one is
+        x's channels, which are summed over; those that x lacks are the result's channels.
+      stride: distance between windows: one for all dims, a list, or a dict by dim.
+      padding: "SAME" (a window for every `stride` elements), "VALID" (windows inside only), or elements of zeros on
+        both sides: a number, a pair per dim in a list, or a dict by dim.
+      dilation: distance between the elements of a window, as `stride`.
+      groups: into how many runs channels in and out are cut, each of which sees its own only; then filters have the
+        channels of one group.
+      spatial: {dim of x: dim of filters}.
+      group_dims: dims of x and filters that the result keeps: each index is a convolution of its own (depthwise).
+      precision: as of `einsum`, "default" or "highest".
+      name: of the operation.
+    Returns: x's dims in their order, spatial ones in their new sizes, out in place of the channels; x's dtype.
+    Raises: ShapeError for dims that do not match, windows larger than what they slide over.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     image = mtf.input("image", mtf.Shape("batch:8;height:224;width:224;rgb:3").dims)
+      ...     filters = mtf.variable("filters", mtf.Shape("kh:7;kw:7;rgb:3;channels:64").dims)
+      ...     print(mtf.conv2d(image, filters, stride=2).shape)
+      [batch:8, height:112, width:112, channels:64]
+
+    Source: tf.nn.convolution; Mesh TensorFlow's Conv2dOperation.
+    """,
+)
+conv3d = _public(
+    "conv3d",
+    3,
+    """A convolution along three dims: see `conv2d`, of which it has the arguments.
+
+    x[..., depth, height, width, channels], filters[kd, kh, kw, channels, out]  ->  y[..., depth, height, width, out]
+    """,
+)
+conv1d_transpose = _public("conv1d_transpose", 1, "A transposed convolution along one dim: see `conv2d_transpose`.")
+conv2d_transpose = _public(
+    "conv2d_transpose",
+    2,
+    """A transposed convolution along two dims: what `conv2d` with these arguments gives its input as a gradient.
+
+    x[..., height, width, channels], filters[kh, kw, out, channels]  ->  y[..., height * stride, width * stride, out]
+
+    Args: as of `conv2d`; padding is that of the convolution of which this is the transposed one. A dim of n elements
+      becomes n * stride long if padding is "SAME", (n - 1) * stride + max(window, stride) if it is "VALID", and
+      (n - 1) * stride + window less its padding if that is given in numbers.
+    Raises: as `conv2d`.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", mtf.Shape("batch:8;height:4;width:4;channels:512").dims)
+      ...     filters = mtf.variable("filters", mtf.Shape("kh:4;kw:4;out:256;channels:512").dims)
+      ...     print(mtf.conv2d_transpose(x, filters, stride=2).shape)
+      [batch:8, height:8, width:8, out:256]
+
+    Source: tf.nn.conv2d_transpose.
+    """,
+)
+conv3d_transpose = _public("conv3d_transpose", 3, "A transposed convolution along three dims: see `conv2d_transpose`.")
+
+
+def depthwise_conv2d(
+    x: Tensor,
+    filters: Tensor,
+    stride: PerDim = 1,
+    padding: Padding = "SAME",
+    dilation: PerDim = 1,
+    *,
+    spatial: Spatial | None = None,
+    precision: str = "default",
+    name: str | None = None,
+) -> Tensor:
+    """A filter, or some, for each channel: `conv2d` that keeps the channels.
+
+    x[..., height, width, channels], filters[kh, kw, channels]  ->  y[..., height, width, channels]
+
+    Filters with one dim more, [kh, kw, channels, multiplier], add that to the result, after the others.
+    Source: tf.nn.depthwise_conv2d, which merges the last two dims.
+    """
+    kept = [d for d in floats(filters, "depthwise_conv2d").shape if d in floats(x, "depthwise_conv2d").shape]
+    return _conv("depthwise_conv2d", 2, x, filters, stride, padding, dilation, 1, spatial, kept, precision, name)
+
+
+def _conv(
+    what: str,
+    count: int,
+    x: Tensor,
+    filters: Tensor,
+    stride: PerDim,
+    padding: Padding,
+    dilation: PerDim,
+    groups: int,
+    spatial: Spatial | None,
+    group_dims: Sequence[Dimension],
+    precision: str,
+    name: str | None,
+) -> Tensor:
+    x, filters = floats(x, what), floats(filters, what)
+    precision = choice(precision, what, "precision", PRECISIONS)
+    groups = whole(groups, what, "groups")
+    kept = as_dims(group_dims, f"{what} group_dims")
+    dims = _dims(what, count, x, filters, spatial, kept, groups)
+    slides = _slides(
+        dims,
+        numbers_per_dim(stride, dims.spatial, what, "stride"),
+        numbers_per_dim(dilation, dims.spatial, what, "dilation"),
+        paddings_per_dim(padding, dims.spatial, what),
+        what.endswith("_transpose"),
+    )
+    empty = [f"'{d.name}' ({d.size} long, window {f.size})"
+             for d, f, s in zip(dims.spatial, dims.windows, slides, strict=True) if s.out < 1]  # fmt: skip
+    if empty:
+        raise ShapeError(
+            f"{at(what)}: no window fits dim {', '.join(empty)}; pad more, as with padding='SAME'\n  {x}\n  {filters}"
+        )
+    windows = [Window(d.name, f.name, d.name, s) for d, f, s in zip(dims.spatial, dims.windows, slides, strict=True)]
+    name = what if name is None else name
+    if groups == 1:
+        return convolve(x, filters, windows, _result(x.shape, windows, dims.channels, dims.made), precision, name)
+    return _in_groups(x, filters, windows, dims, groups, precision, name)
+
+
+def _slides(
+    dims: _Dims, strides: list[int], dilations: list[int], paddings: list[Any], transposed: bool
+) -> list[Slide]:
+    found = []
+    for d, f, stride, dilation, padding in zip(dims.spatial, dims.windows, strides, dilations, paddings, strict=True):
+        if not transposed:
+            out, (before, _) = window_sizes(d.size, f.size, stride, dilation, padding)
+            found.append(Slide(stride, dilation, 1, before, d.size, f.size, out))
+            continue
+        reach, last = (f.size - 1) * dilation + 1, (d.size - 1) * stride
+        if padding == "SAME":
+            made = d.size * stride
+        else:
+            made = last + (max(reach, stride) if padding == "VALID" else reach - sum(padding))
+        _, (before, _) = window_sizes(max(1, made), f.size, stride, dilation, padding)
+        found.append(Slide(stride, dilation, 1, before, made, f.size, d.size).first_cotangent())
+    return found
+
+
+def _result(shape: Shape, windows: Sequence[Window], channels: Dimension | None, made: Sequence[Dimension]) -> Shape:
+    """x's dims with spatial ones in their new sizes, and the new channels in place of the old, or at the end."""
+    sizes = {w.out: w.slide.out for w in windows}
+    dims: list[Dimension] = []
+    for d in shape:
+        dims += (
+            made if channels is not None and d.name == channels.name else [Dimension(d.name, sizes.get(d.name, d.size))]
+        )
+    return Shape(dims if channels is not None else [*dims, *made])
+
+
+def _in_groups(
+    x: Tensor, filters: Tensor, windows: Sequence[Window], dims: _Dims, groups: int, precision: str, name: str
+) -> Tensor:
+    """Channels as [group, channel of the group], the group under their own name: it is what a layout splits."""
+    channels, (made,) = dims.channels, dims.made
+    assert channels is not None
+    used = (*x.shape, *filters.shape)
+    inner, inner_out = (Dimension(free_name(f"{d.name}_in_group", used), d.size // groups) for d in (channels, made))
+    group = Dimension(channels.name, groups)
+    apart = reshape(x, _replaced(x.shape, channels.name, [group, inner]))
+    own = rename_dimension(filters, channels.name, inner.name)
+    own = reshape(own, _replaced(own.shape, made.name, [group, inner_out]))
+    y = convolve(apart, own, windows, _result(apart.shape, windows, inner, [inner_out]), precision, name)
+    at_group = y.shape.index(group.name)
+    return reshape(y, [*y.shape.dims[:at_group], made, *y.shape.dims[at_group + 2 :]])
+
+
+def _replaced(shape: Shape, name: str, by: Sequence[Dimension]) -> list[Dimension]:
+    found: list[Dimension] = []
+    for d in shape:
+        found += by if d.name == name else [d]
+    return found
+
+
+# ---------------------------------------------------------------- which dim is what
+
+
+def _dims(
+    what: str,
+    count: int,
+    x: Tensor,
+    filters: Tensor,
+    spatial: Spatial | None,
+    kept: Sequence[Dimension],
+    groups: int,
+) -> _Dims:
+    """The dims of a convolution, checked. Raises: ShapeError with all faults that were found."""
+    if spatial is None:
+        if len(x.shape) <= count or len(filters.shape) <= count:
+            raise ShapeError(
+                f"{at(what)}: x needs {count} spatial dim{'s' * (count > 1)} before its last, the channels, and "
+                f"filters as many first; or say which they are, as in spatial={{'height': 'kh'}}\n  {x}\n  {filters}"
+            )
+        slid = list(zip(x.shape.dims[-count - 1 : -1], filters.shape.dims[:count], strict=True))
+    else:
+        slid = [(d, find_dim(filters, f, what)) for d, f in dims_of(x, spatial, what, "spatial")]
+        if len(slid) != count or len({f for _, f in slid}) != count:
+            raise ShapeError(f"{at(what)}: spatial must name {count} dims of x and filters each, got {spatial!r:.80}")
+    dims, windows = tuple(d for d, _ in slid), tuple(f for _, f in slid)
+    faults = [f"'{f.name}' of the window is a dim of x, too; rename it" for f in windows if f.name in x.shape]
+    faults += [f"spatial dim '{d.name}' is in filters" for d in dims if d.name in filters.shape]
+    for d in kept:
+        if d not in x.shape or d not in filters.shape or d in (*dims, *windows):
+            faults.append(f"dim {d} of group_dims must be in x and in filters, and not slide")
+    rest = [d for d in filters.shape if d not in windows and d not in kept and d.name not in [s.name for s in dims]]
+    shared = [d for d in rest if d.name in x.shape]
+    made = tuple(d for d in rest if d.name not in x.shape)
+    if len(shared) > 1:
+        names = " and ".join(f"'{d.name}'" for d in shared)
+        faults.append(f"filters share {names} with x, of which one can be the channels; name the others in group_dims")
+    if not shared and not kept:
+        faults.append("filters share no dim with x that could be the channels")
+    channels = x.shape.dim(shared[0].name) if len(shared) == 1 else None
+    if groups < 1:
+        faults.append(f"groups must be at least 1, got {groups}")
+    elif groups > 1 and (channels is None or len(made) != 1):
+        faults.append("groups need one dim of channels in, and one out")
+    elif channels is not None:
+        faults += _group_faults(channels, shared[0].size, made, groups)
+    if faults:
+        raise ShapeError(f"{at(what)}: {'; '.join(faults)}\n  {x}\n  {filters}")
+    return _Dims(dims, windows, channels, made)
+
+
+def _group_faults(channels: Dimension, of_filters: int, made: Sequence[Dimension], groups: int) -> list[str]:
+    faults = []
+    if channels.size % groups or any(d.size % groups for d in made if groups > 1):
+        sizes = " and ".join(str(d) for d in (channels, *made))
+        faults.append(f"{groups} groups do not divide the channels {sizes}")
+    elif of_filters * groups != channels.size:
+        needed = f"{channels.size} / {groups} groups = {channels.size // groups}" if groups > 1 else str(channels.size)
+        faults.append(f"filters have {of_filters} of the channels '{channels.name}', but need {needed}")
+    return faults

@@ -1,0 +1,1 @@
+"""Operations that move elements: reshapes, slices, gathers, sorting, rearrange."""

@@ -1,0 +1,81 @@
+"""Changes of several dims at once: replaced, combined, made anonymous."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import overload
+
+from layouts import Dimension, Shape
+from meshlib.core.arguments import at
+from meshlib.core.errors import ShapeError
+from meshlib.core.graph import Tensor
+from meshlib.ops.building import as_dims, tensor
+from meshlib.ops.movement.shape import reshape
+from meshlib.ops.rules import size_of
+
+Dims = Dimension | Shape | Sequence[Dimension]
+
+
+@overload
+def replace_dimensions(tensor_or_shape: Tensor, old_dim_or_dims: Dims, new_dim_or_dims: Dims) -> Tensor: ...
+@overload
+def replace_dimensions(tensor_or_shape: Shape, old_dim_or_dims: Dims, new_dim_or_dims: Dims) -> Shape: ...
+def replace_dimensions(tensor_or_shape: Tensor | Shape, old_dim_or_dims: Dims, new_dim_or_dims: Dims) -> Tensor | Shape:
+    """A tensor or a shape with neighbouring dims replaced by others of the same number of elements.
+
+    Args:
+      tensor_or_shape: what has the dims.
+      old_dim_or_dims: dims that follow one another there, in this order.
+      new_dim_or_dims: what takes their place; a tensor is reshaped.
+    Raises: ShapeError if they do not follow one another, or the tensor's number of elements would change.
+    Example:
+      >>> a, b = Dimension("a", 2), Dimension("b", 3)
+      >>> print(replace_dimensions(Shape([Dimension("n", 6), Dimension("c", 4)]), Dimension("n", 6), [a, b]))
+      [a:2, b:3, c:4]
+    """
+    what = "replace_dimensions"
+    shape = tensor_or_shape if isinstance(tensor_or_shape, Shape) else tensor(tensor_or_shape, what).shape
+    old, new = as_dims(old_dim_or_dims, what), as_dims(new_dim_or_dims, what)
+    if not old or not new:
+        raise ShapeError(f"{at(what)}: needs at least one old and one new dim")
+    begin = shape.dims.index(old[0]) if old[0] in shape else 0
+    if shape.dims[begin : begin + len(old)] != old:
+        raise ShapeError(
+            f"{at(what)}: the dims {', '.join(map(str, old))} do not follow one another in {shape}; "
+            "transpose it with mtf.transpose first"
+        )
+    made = as_dims([*shape.dims[:begin], *new, *shape.dims[begin + len(old) :]], what)
+    if isinstance(tensor_or_shape, Shape):
+        return Shape(made)
+    if size_of(old) != size_of(new):
+        raise ShapeError(
+            f"{at(what)}: {', '.join(map(str, old))} have {size_of(old)} elements in all, but "
+            f"{', '.join(map(str, new))} have {size_of(new)}\n  {tensor_or_shape}"
+        )
+    return reshape(tensor_or_shape, made)
+
+
+def combined_dimension(dims: Sequence[Dimension], name: str | None = None) -> Dimension:
+    """A dim with as many elements as `dims` together, named `name`, or as the first of them.
+
+    >>> combined_dimension([Dimension("heads", 8), Dimension("d_head", 64)], "d_attention")
+    Dimension('d_attention', 512)
+    """
+    found = as_dims(dims, "combined_dimension")
+    if not found:
+        raise ShapeError(f"{at('combined_dimension')}: needs at least one dim")
+    return Dimension(found[0].name if name is None else name, size_of(found))
+
+
+def anonymous_shape(shape: Shape | Sequence[Dimension]) -> Shape:
+    """The sizes of `shape` under names that no layout rule knows: `_anonymous_0`, `_anonymous_1`, ...
+
+    >>> print(anonymous_shape(Shape("batch:4;hidden:6")))
+    [_anonymous_0:4, _anonymous_1:6]
+    """
+    return Shape([(f"_anonymous_{n}", d.size) for n, d in enumerate(as_dims(shape, "anonymous_shape"))])
+
+
+def anonymize(x: Tensor) -> Tensor:
+    """`x` under the dims of `anonymous_shape`, so that every core has all of it."""
+    return reshape(x, anonymous_shape(tensor(x, "anonymize").shape))

@@ -1,0 +1,157 @@
+"""Parts of a tensor addressed by where they start, which is itself a tensor: one read, one written in place.
+
+Each row may have a start of its own, as the sequences of a batch in a cache. Where the dim is split each device writes
+what falls into its block, and the tensor stays where it is. A compiler writes over a tensor that nobody reads later; so
+does the plan of buffers, and then a kernel moves the part alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from layouts import Dimension
+from meshlib.core.arguments import at, choice, whole
+from meshlib.core.dtypes import INT32
+from meshlib.core.errors import ShapeError
+from meshlib.core.graph import Operation, Tensor, TensorType, find_dim
+from meshlib.core.opdef import Array, Block, Kind, Linear, Role, Work, operation
+from meshlib.ops.building import as_tensor, build, tensor
+from meshlib.ops.control.sources import constant_full, constant_like
+from meshlib.ops.movement.indexing import gather, index_count, index_fault
+from meshlib.ops.movement.indexing import range as positions
+from meshlib.ops.movement.shape import rename_dimension, transpose
+from meshlib.ops.rules import named_factors, union
+
+
+def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
+    x, part, _ = types
+    union([t.shape for t in types])
+    if x.dtype is not part.dtype:
+        raise ShapeError(f"operands have dtypes {x.dtype.name} and {part.dtype.name}; cast the part with mtf.cast")
+    return x
+
+
+def _local(block: Block, x: Array, part: Array, start: Array) -> Array:
+    if block.attrs["out_of_range"] == "error":
+        wrong = (start < 0) | (start >= index_count(block.operation))
+        if wrong.any():
+            raise index_fault(block.operation, int(start[wrong][0]))
+    out = block.result()
+    if out is not x:
+        np.copyto(out, x)
+    dim, run = block.attrs["dim"].name, block.attrs["run"].name
+    names, p_names, s_names = (t.shape.names for t in block.inputs)
+    if run not in p_names:
+        part, p_names = part[..., None], (*p_names, run)
+    size, count = out.shape[names.index(dim)], part.shape[p_names.index(run)]
+    place = start[..., None] + np.arange(count) - block.offsets[dim]
+    inside = (place >= 0) & (place < size)
+    rest = [n for n in names if n != dim and n not in s_names]
+    into = out.transpose([names.index(n) for n in (*s_names, dim, *rest)])
+    of = part.transpose([p_names.index(n) for n in (*s_names, run, *rest)])
+    at_rows = np.nonzero(inside)
+    into[(*at_rows[:-1], place[inside])] = of[at_rows]
+    return out
+
+
+def _grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
+    _, part, start = op.inputs
+    dim, run = op.attrs["dim"], op.attrs["run"]
+    hidden = build(UPDATE_SLICE, [dy, constant_full(0, part, dy.dtype), start], op.attrs)
+    with start.graph:
+        chosen = positions(run) + start if run.name in part.shape else start
+    return [hidden, transpose(gather(dy, chosen, dim, out_of_range="zero"), part.shape), None]
+
+
+UPDATE_SLICE = operation(
+    "update_slice",
+    kind=Kind.INDEXED,
+    shape=_shape,
+    roles=lambda op: named_factors(op, {op.attrs["run"].name: Role.WHOLE}),
+    local=_local,
+    grad=_grad,
+    linear=lambda op: Linear((0, 1), together=True),
+    work=lambda ins, out, attrs: Work(0, ins[1].shape.size),
+    overwrites=1,
+    exact=True,
+    writes_part=True,
+    indices=2,
+)
+
+
+def update_slice(
+    x: Tensor,
+    part: Tensor,
+    dim: Dimension | str,
+    start: Tensor | int,
+    name: str | None = None,
+    out_of_range: str = "error",
+) -> Tensor:
+    """`x` with [start, start + n) of one dim replaced by `part`.
+
+    X[B, I], P[B, n], s[B]  ->  Y[B, I]: Y[b, s[b] + j] = P[b, j], else X[b, i]
+
+    Args:
+      x: any dtype.
+      part: the dims of x, but `dim` of size n, or another dim of size n in its place, which layouts that split `dim`
+        leave whole, or none: then n is 1. Dtype of x.
+      dim: dim of x, by name or itself.
+      start: a number, or int32 of dims of x but `dim`: each row has its own, such as each sequence of a batch.
+      name: of the result.
+      out_of_range: what becomes of a part that leaves the dim: "error" raises, "drop" writes only what falls inside.
+    Returns: the type of x.
+    Cost: in place, where nobody reads x later, the bytes of the part; else those of x, read and written, too. Nothing
+      is sent where `dim` is split: each device writes what falls into its block, and x stays where it is.
+    Raises: ShapeError for dims or dtypes that do not fit; FeedError at run time if the part leaves the dim.
+    Example:
+      >>> import meshlib as mtf
+      >>> batch, length = mtf.Dimension("batch", 2), mtf.Dimension("length", 4)
+      >>> with mtf.Graph():
+      ...     at, new = mtf.input("at", [batch], "int32"), mtf.input("new", [batch])
+      ...     y = mtf.update_slice(mtf.zeros([batch, length]), new, length, at)
+      >>> mtf.simulate(mtf.lower({"y": y})).step(at=[0, 3], new=[5, 7])["y"].tolist()
+      [[5.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 7.0]]
+    """
+    what = "update_slice"
+    choice(out_of_range, what, "out_of_range", ("error", "drop"))
+    d = find_dim(tensor(x, what), dim, what)
+    runs = [p for p in tensor(part, what).shape if p.name == d.name or p.name not in x.shape]
+    rest = {p for p in part.shape if p not in runs}
+    if len(runs) > 1 or rest != {p for p in x.shape if p != d}:
+        raise ShapeError(f"{at(what)}: {part} must have the dims of {x}, but for '{d.name}' or one in its place")
+    begin = _start(start, x, d, what)
+    run = Dimension(f"{d.name}_run", runs[0].size if runs else 1)
+    moved = rename_dimension(part, runs[0].name, run.name) if runs else part
+    return build(UPDATE_SLICE, [x, moved, begin], {"dim": d, "run": run, "out_of_range": out_of_range}, name)
+
+
+def dynamic_slice(x: Tensor, start: Tensor | int, size: int, dim: Dimension | str, name: str | None = None) -> Tensor:
+    """Elements [start, start + size) of one dim, where `start` is a number, or int32 of dims of x but `dim`.
+
+    Along a split dim the parts are a pending sum. Raises: FeedError at run time if the run leaves the dim.
+    """
+    what = "dynamic_slice"
+    d = find_dim(tensor(x, what), dim, what)
+    size = whole(size, what, "size")
+    if not 1 <= size <= d.size:
+        raise ShapeError(f"{at(what)}: size {size} is not in 1 to {d.size}, the size of dim {d}")
+    run = Dimension(f"{d.name}_run", size)
+    chosen = positions(run) + _start(start, x, d, what)
+    shape = x.shape.resize(d.name, size).rename(d.name, run.name)
+    return rename_dimension(transpose(gather(x, chosen, d), shape), run.name, d.name, name)
+
+
+def _start(start: Tensor | int, x: Tensor, dim: Dimension, what: str) -> Tensor:
+    if isinstance(start, int | np.integer) and not isinstance(start, bool):
+        return constant_like(int(start), x, "int32")
+    begin = as_tensor(start, None, what)
+    stray = [str(d) for d in begin.shape if d not in x.shape or d == dim]
+    if stray or begin.dtype is not INT32:
+        raise ShapeError(
+            f"{at(what)}: start must be a number, or int32 of dims of {x} but '{dim.name}'; got {begin}"
+            + (f", whose dims {', '.join(stray)} are none" if stray else "; cast it with mtf.cast")
+        )
+    return begin

@@ -1,0 +1,372 @@
+"""Runs of a dim: slice, strided slice, pad, shift, concat, split, halo exchange.
+
+Along a split dim each device receives just the indices that its block of the result needs and does not hold: see
+`Halo`. So none of them gathers anything. Of a slice whose size a split can't divide (the last token) each device takes
+what lies there, and zeros for the rest: a pending sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from layouts import Dimension
+from meshlib.core.arguments import at, fitting, flag, items, whole
+from meshlib.core.dtypes import BOOL
+from meshlib.core.errors import ShapeError
+from meshlib.core.graph import Operation, Tensor, TensorType, find_dim
+from meshlib.core.opdef import Array, Block, Factor, Halo, Kind, Linear, OpDef, Role, Storage, operation
+from meshlib.ops.building import build, tensor
+from meshlib.ops.control.sources import is_zero
+from meshlib.ops.movement.shape import reshape
+from meshlib.ops.rules import named_factors, same_dtype, vector_work
+
+
+def _roles(op: Operation) -> tuple[Factor, ...]:
+    return named_factors(op, {op.attrs["dim"]: Role.HALO})
+
+
+_define = partial(operation, roles=_roles, work=vector_work)
+
+
+def _run(axis: int, begin: int, end: int) -> tuple[Any, ...]:
+    return (np.s_[:],) * axis + (np.s_[begin:end],)
+
+
+def _place(out: Array, piece: Array, axis: int, position: int) -> None:
+    """Copy `piece` into `out` so that it begins at `position` along `axis`; what falls outside is cut."""
+    begin, end = max(position, 0), min(position + piece.shape[axis], out.shape[axis])
+    if begin < end:
+        out[_run(axis, begin, end)] = piece[_run(axis, begin - position, end - position)]
+
+
+# ---------------------------------------------------------------- slice
+
+
+def _slice_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
+    (x,) = types
+    d = x.shape.dim(attrs["dim"])
+    begin, size = attrs["begin"], attrs["size"]
+    if not 0 <= begin < begin + size <= d.size:
+        raise ShapeError(f"slice [{begin}, {begin + size}) of dim '{d.name}' lies outside its {d.size} elements")
+    return TensorType(x.shape.resize(d.name, size), x.dtype)
+
+
+def _slice_roles(op: Operation) -> tuple[Factor, ...]:
+    """By runs, or by a mask: of the elements in each block and zeros the sum, of flags the maximum (False < True)."""
+    dim = op.attrs["dim"]
+    role = Role.MAX if op.output.dtype is BOOL else Role.SUM
+    return (*_roles(op), Factor(_masked(dim), op.inputs[0].shape.dim(dim).size, (dim,), (None,), role))
+
+
+def _masked(dim: str) -> str:
+    """The factor that splits a dim by a mask."""
+    return dim + "'"
+
+
+def _slice_local(block: Block, x: Array) -> Array:
+    dim = block.attrs["dim"]
+    axis = block.out.shape.index(dim)
+    size = block.out.shape.dim(dim).size
+    # Where in x the block of the result begins. Only one way to split the dim has offsets: by runs those of the result,
+    # by a mask those of x.
+    begin = block.attrs["begin"] + block.offsets[dim] - block.start(0, dim) - block.offsets[_masked(dim)]
+    if begin >= 0 and begin + size <= x.shape[axis]:
+        run: Array = x[_run(axis, begin, begin + size)]
+        return run
+    out = block.result()
+    out[...] = 0
+    _place(out, x, axis, -begin)
+    return out
+
+
+def _slice_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
+    size = op.inputs[0].shape.dim(op.attrs["dim"]).size
+    begin = op.attrs["begin"]
+    return [pad(dy, [begin, size - begin - op.attrs["size"]], op.attrs["dim"])]
+
+
+SLICE = _define(
+    "slice",
+    kind=Kind.VIEW,
+    shape=_slice_shape,
+    roles=_slice_roles,
+    local=_slice_local,
+    grad=_slice_grad,
+    linear=lambda op: Linear((0,)),
+    storage=Storage.VIEW,
+    exact=True,
+    reads_part=True,
+    lower=Halo(lambda op, f, i, start, stop: (start + op.attrs["begin"], stop + op.attrs["begin"])),
+)
+
+
+def slice(x: Tensor, begin: int, size: int, slice_dim_name: str, name: str | None = None) -> Tensor:
+    """Elements [begin, begin + size) of one dim; the dim keeps its name.
+
+    As many elements of a tensor that was padded with zeros as it had before are a `shift` of it.
+    """
+    d = find_dim(tensor(x, "slice"), slice_dim_name, "slice")
+    begin, size = whole(begin, "slice", "begin"), whole(size, "slice", "size")
+    if (begin, size) == (0, d.size):
+        return x
+    padded = x.operation if _along(x, PAD, d) and x.operation.attrs["value"] == 0 else None
+    if padded is not None and size == padded.inputs[0].shape.dim(d.name).size and 0 <= begin <= d.size - size:
+        return shift(padded.inputs[0], padded.attrs["before"] - begin, d.name, False, name)
+    return build(SLICE, [x], {"dim": d.name, "begin": begin, "size": size}, name)
+
+
+def split(
+    x: Tensor, split_dim: Dimension, num_or_size_splits: int | Sequence[int], name: str | None = None
+) -> list[Tensor]:
+    """Consecutive parts of one dim: that many equal ones, or one per given size; each keeps the dim's name."""
+    d = find_dim(tensor(x, "split"), split_dim, "split")
+    if isinstance(num_or_size_splits, Sequence):
+        sizes = [whole(n, "split", "each size") for n in items(num_or_size_splits, "split", "num_or_size_splits")]
+    else:
+        count = whole(num_or_size_splits, "split", "num_or_size_splits")
+        if count < 1 or d.size % count:
+            raise ShapeError(f"{at('split')}: dim {d} can't be cut into {count} equal parts; give their sizes")
+        sizes = [d.size // count] * count
+    if sum(sizes) != d.size or any(n < 1 for n in sizes):
+        raise ShapeError(f"{at('split')}: sizes {sizes} must be positive and sum to the {d.size} of dim '{d.name}'")
+    begins = [0, *accumulate(sizes)]
+    return [slice(x, b, n, d.name, name) for b, n in zip(begins, sizes, strict=False)]
+
+
+def strided_slice(
+    x: Tensor, begin: int, size: int, stride: int, slice_dim_name: str, name: str | None = None
+) -> Tensor:
+    """Elements begin, begin + stride, ..., `size` of them, of one dim; the dim keeps its name."""
+    d = find_dim(tensor(x, "strided_slice"), slice_dim_name, "strided_slice")
+    begin, size, stride = (whole(n, "strided_slice", "begin, size and stride") for n in (begin, size, stride))
+    if stride < 1 or size < 1 or begin < 0 or begin + (size - 1) * stride >= d.size:
+        raise ShapeError(
+            f"{at('strided_slice')}: {size} elements from {begin} on, each {stride} further, do not fit the {d.size} "
+            f"of dim '{d.name}'"
+        )
+    if stride == 1:
+        return slice(x, begin, size, d.name, name)
+    # Cut into runs of `stride`, of which one element is taken. The runs may begin before the first element, so that
+    # they stay inside the dim; filling is only needed where they take more than all of it.
+    inside = max(0, min(begin, d.size - size * stride))
+    filled = pad(x, [0, max(0, inside + size * stride - d.size)], d.name)
+    run = slice(filled, inside, size * stride, d.name)
+    runs = [Dimension(d.name, size), Dimension(f"{d.name}_stride", stride)]
+    at_dim = x.shape.index(d.name)
+    dims = list(run.shape)
+    apart = reshape(run, [*dims[:at_dim], *runs, *dims[at_dim + 1 :]])
+    chosen = slice(apart, begin - inside, 1, f"{d.name}_stride")
+    return reshape(chosen, [*dims[:at_dim], runs[0], *dims[at_dim + 1 :]], name)
+
+
+# ---------------------------------------------------------------- pad
+
+
+def _pad_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
+    (x,) = types
+    if attrs["before"] < 0 or attrs["after"] < 0:
+        raise ShapeError(f"paddings must not be negative, got [{attrs['before']}, {attrs['after']}]")
+    old = x.shape.dim(attrs["dim"]).size
+    return TensorType(x.shape.resize(attrs["dim"], old + attrs["before"] + attrs["after"]), x.dtype)
+
+
+def _pad_local(block: Block, x: Array) -> Array:
+    dim = block.attrs["dim"]
+    out = block.result()
+    out[...] = block.attrs["value"]
+    _place(out, x, block.out.shape.index(dim), block.attrs["before"] + block.start(0, dim) - block.offsets[dim])
+    return out
+
+
+PAD = _define(
+    "pad",
+    kind=Kind.INDEXED,
+    shape=_pad_shape,
+    local=_pad_local,
+    grad=lambda op, dy: [slice(dy, op.attrs["before"], op.inputs[0].shape.dim(op.attrs["dim"]).size, op.attrs["dim"])],
+    linear=lambda op: Linear((0,)) if op.attrs["value"] == 0 else Linear(()),
+    lower=Halo(lambda op, f, i, start, stop: (start - op.attrs["before"], stop - op.attrs["before"])),
+)
+
+
+def pad(x: Tensor, paddings: Sequence[int], dim_name: str, pad_value: float = 0.0, name: str | None = None) -> Tensor:
+    """`x` with paddings = [before, after] elements of `pad_value` added to one dim; the dim keeps its name."""
+    d = find_dim(tensor(x, "pad"), dim_name, "pad")
+    given = items(paddings, "pad", "paddings")
+    if len(given) != 2:
+        raise ShapeError(f"{at('pad')}: paddings must be [before, after], got {given!r:.80}")
+    before, after = (whole(n, "pad", "each of paddings") for n in given)
+    pad_value = fitting(pad_value, x.dtype, "pad pad_value")
+    if (before, after) == (0, 0):
+        return x
+    return build(PAD, [x], {"dim": d.name, "before": before, "after": after, "value": pad_value}, name)
+
+
+# ---------------------------------------------------------------- shift
+
+
+def _shift_local(block: Block, x: Array) -> Array:
+    dim, offset = block.attrs["dim"], block.attrs["offset"]
+    axis, made = block.out.shape.index(dim), block.out.shape.dim(dim).size
+    first = block.offsets[dim] - offset - block.start(0, dim)  # where in x the first element of the result lies
+    out = block.result()
+    if block.attrs["wrap"]:
+        size = block.operation.output.shape.dim(dim).size
+        np.take(x, (first + np.arange(made)) % size, axis=axis, out=out, mode="clip")
+    else:
+        out[...] = 0
+        _place(out, x, axis, -first)
+    return out
+
+
+SHIFT = _define(
+    "shift",
+    kind=Kind.INDEXED,
+    shape=lambda types, attrs: types[0],
+    local=_shift_local,
+    grad=lambda op, dy: [shift(dy, -op.attrs["offset"], op.attrs["dim"], op.attrs["wrap"])],
+    linear=lambda op: Linear((0,)),
+    exact=True,
+    lower=Halo(
+        lambda op, f, i, start, stop: (start - op.attrs["offset"], stop - op.attrs["offset"]),
+        wrap=lambda op: bool(op.attrs["wrap"]),
+    ),
+)
+
+
+def shift(x: Tensor, offset: int, dim: Dimension | str, wrap: bool, name: str | None = None) -> Tensor:
+    """`x` moved by `offset` along `dim`: y[i] = x[i - offset]; what comes in is zero, or the other end if `wrap`."""
+    d = find_dim(tensor(x, "shift"), dim, "shift")
+    offset, wrap = whole(offset, "shift", "offset"), flag(wrap, "shift", "wrap")
+    if wrap:
+        offset %= d.size
+    return build(SHIFT, [x], {"dim": d.name, "offset": offset, "wrap": wrap}, name) if offset else x
+
+
+# ---------------------------------------------------------------- concat
+
+
+def _concat_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
+    dim = attrs["dim"]
+    first = types[0].shape
+    for t in types:
+        if dim not in t.shape:
+            raise ShapeError(f"{t.shape} has no dim '{dim}'")
+        if t.shape.resize(dim, 1) != first.resize(dim, 1):
+            raise ShapeError(f"{t.shape} and {first} differ in more than the size of '{dim}'")
+    return TensorType(first.resize(dim, sum(t.shape.dim(dim).size for t in types)), same_dtype(types))
+
+
+def _begins(op: Operation) -> list[int]:
+    return [0, *accumulate(x.shape.dim(op.attrs["dim"]).size for x in op.inputs)]
+
+
+def _concat_needs(op: Operation, factor: Factor, operand: int, start: int, stop: int) -> tuple[int, int]:
+    begin = _begins(op)[operand]
+    return start - begin, stop - begin
+
+
+def _concat_local(block: Block, *xs: Array) -> Array:
+    dim = block.attrs["dim"]
+    axis, out = block.out.shape.index(dim), block.result()
+    for n, (x, begin) in enumerate(zip(xs, _begins(block.operation), strict=False)):
+        _place(out, x, axis, begin + block.start(n, dim) - block.offsets[dim])
+    return out
+
+
+def _concat_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
+    dim = op.attrs["dim"]
+    sizes = [x.shape.dim(dim).size for x in op.inputs]
+    return [slice(dy, b, n, dim) for b, n in zip(_begins(op), sizes, strict=False)]
+
+
+CONCAT = _define(
+    "concat",
+    kind=Kind.INDEXED,
+    shape=_concat_shape,
+    local=_concat_local,
+    grad=_concat_grad,
+    linear=lambda op: Linear(tuple(range(len(op.inputs))), together=True),
+    lower=Halo(_concat_needs),
+    exact=True,
+)
+
+
+def concat(xs: Sequence[Tensor], concat_dim_name: str, name: str | None = None) -> Tensor:
+    """The tensors one after the other along a dim that all have; their other dims are the same, in the same order.
+
+    Zeros and what they leave of a tensor, which keeps its size, are a `shift` of it.
+    """
+    operands = [tensor(x, "concat") for x in items(xs, "concat", "xs")]
+    if not operands:
+        raise ShapeError(f"{at('concat')}: needs at least one tensor, got an empty list")
+    d = find_dim(operands[0], concat_dim_name, "concat")
+    if len(operands) == 1:
+        return operands[0]
+    if len(operands) == 2 and (shifted := _shifted(operands[0], operands[1], d.name, name)) is not None:
+        return shifted
+    return build(CONCAT, operands, {"dim": d.name}, name)
+
+
+def _along(x: Tensor, kind: OpDef, dim: Dimension) -> bool:
+    """Whether an operation along a dim made it."""
+    return x.operation.kind is kind and x.operation.attrs["dim"] == dim.name
+
+
+def _shifted(first: Tensor, second: Tensor, dim: str, name: str | None) -> Tensor | None:
+    """A tensor moved along a dim, if one of these is zeros and the other what they leave of it; else None."""
+    zeros, kept = (first, second) if is_zero(first.operation) else (second, first)
+    if not is_zero(zeros.operation) or not _along(kept, SLICE, kept.shape.dim(dim)) or zeros.dtype is not kept.dtype:
+        return None
+    (x,), offset = kept.operation.inputs, zeros.shape.dim(dim).size
+    begin = 0 if zeros is first else offset  # of what stays
+    same = zeros.shape.resize(dim, 1) == kept.shape.resize(dim, 1)
+    fits = same and (x.shape.dim(dim).size, kept.operation.attrs["begin"]) == (offset + kept.shape.dim(dim).size, begin)
+    return shift(x, offset if zeros is first else -offset, dim, False, name) if fits else None
+
+
+# ---------------------------------------------------------------- halo exchange
+
+
+def halo_exchange(
+    x: Tensor, blocks_dim: Dimension, block_size_dim: Dimension, halo_size: int, wrap: bool = False
+) -> Tensor:
+    """Each block with margins of its neighbours: [blocks, size] -> [blocks, halo + size + halo].
+
+    Args:
+      x: a sequence cut into blocks: has both dims.
+      blocks_dim: counts the blocks; may be split, only the margins then move.
+      block_size_dim: within a block; it grows by 2 * halo_size.
+      halo_size: may be larger than a block.
+      wrap: whether the ends are each other's neighbours; zeros come in otherwise.
+    """
+    return _with_margins(x, blocks_dim, block_size_dim, halo_size, wrap, both=True)
+
+
+def left_halo_exchange(
+    x: Tensor, blocks_dim: Dimension, block_size_dim: Dimension, halo_size: int, wrap: bool = False
+) -> Tensor:
+    """As `halo_exchange`, with a margin on the left only: [blocks, halo + size]."""
+    return _with_margins(x, blocks_dim, block_size_dim, halo_size, wrap, both=False)
+
+
+def _with_margins(
+    x: Tensor, blocks_dim: Dimension, block_size_dim: Dimension, halo_size: int, wrap: bool, both: bool
+) -> Tensor:
+    find_dim(tensor(x, "halo_exchange"), blocks_dim, "halo_exchange")
+    find_dim(x, block_size_dim, "halo_exchange")
+    halo, block = whole(halo_size, "halo_exchange", "halo_size"), block_size_dim.size
+    if halo < 0:
+        raise ShapeError(f"{at('halo_exchange')}: halo_size must not be negative, got {halo}")
+    parts = [x]
+    for begin in range(0, halo, block):  # nearest first
+        distance, size = begin // block + 1, min(block, halo - begin)
+        parts.insert(0, shift(slice(x, block - size, size, block_size_dim.name), distance, blocks_dim, wrap))
+        if both:
+            parts.append(shift(slice(x, 0, size, block_size_dim.name), -distance, blocks_dim, wrap))
+    return concat(parts, block_size_dim.name)

@@ -1,0 +1,202 @@
+"""Operations that change dims, not values: reshape, rename_dimension, transpose, broadcast."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from math import gcd
+from typing import Any
+
+import numpy as np
+
+from layouts import Dimension, Shape
+from meshlib.core.arguments import at
+from meshlib.core.errors import ShapeError
+from meshlib.core.graph import Operation, Tensor, TensorType, find_dim
+from meshlib.core.opdef import Array, Block, Factor, Kind, Linear, PowerProduct, Role, Storage, Work, operation
+from meshlib.ops.building import as_dims, build, tensor
+from meshlib.ops.rules import align, named_factors, no_work
+
+# Elements of one operand, under other dims.
+_define = partial(operation, kind=Kind.VIEW, linear=lambda op: Linear((0,)), exact=True)
+
+
+def _copy_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
+    # One pass of the vector unit over the larger side: a relayout in tiled memory is never free.
+    return Work(0, max(ins[0].shape.size, out.shape.size))
+
+
+# ---------------------------------------------------------------- transpose
+
+
+def _transpose_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
+    (x,) = types
+    out: Shape = attrs["shape"]
+    if set(out) != set(x.shape):
+        raise ShapeError(f"the new order {out} must hold the same dims as {x.shape}")
+    return TensorType(out, x.dtype)
+
+
+def _aligned(block: Block, x: Array) -> Array:
+    return align(x, block.inputs[0].shape.names, block.out.shape.names)
+
+
+TRANSPOSE = _define(
+    "transpose",
+    shape=_transpose_shape,
+    roles=named_factors,
+    local=_aligned,
+    grad=lambda op, dy: [transpose(dy, op.inputs[0].shape)],
+    form=lambda op: PowerProduct((1,)),
+    work=_copy_work,
+    storage=Storage.VIEW,
+)
+
+
+def transpose(x: Tensor, new_shape: Shape | Sequence[Dimension], name: str | None = None) -> Tensor:
+    """`x` with its dims in the order of `new_shape`."""
+    shape = Shape(as_dims(new_shape, "transpose", [tensor(x, "transpose")]))
+    return x if x.shape == shape else build(TRANSPOSE, [x], {"shape": shape}, name)
+
+
+# ---------------------------------------------------------------- rename
+
+
+def _rename_roles(op: Operation) -> tuple[Factor, ...]:
+    x, y = op.inputs[0].shape, op.output.shape
+    return tuple(Factor(a.name, a.size, (a.name,), (b.name,), Role.PARALLEL) for a, b in zip(x, y, strict=True))
+
+
+RENAME = _define(
+    "rename_dimension",
+    shape=lambda types, attrs: TensorType(types[0].shape.rename(attrs["old"], attrs["new"]), types[0].dtype),
+    roles=_rename_roles,
+    local=lambda block, x: x,
+    grad=lambda op, dy: [rename_dimension(dy, op.attrs["new"], op.attrs["old"])],
+    work=no_work,
+    storage=Storage.ALIAS,
+)
+
+
+def rename_dimension(x: Tensor, old_name: str, new_name: str, name: str | None = None) -> Tensor:
+    """`x` with one dim under another name, which layout rules may lay elsewhere."""
+    old_name = find_dim(tensor(x, "rename_dimension"), old_name, "rename_dimension").name
+    if not isinstance(new_name, str):
+        raise ShapeError(f"{at('rename_dimension')}: the new name must be a string, got {new_name!r:.80}")
+    if old_name == new_name:
+        return x
+    if new_name in x.shape:
+        raise ShapeError(
+            f"{at('rename_dimension')}: {x} already has a dim '{new_name}'; choose a name it does not have"
+        )
+    return build(RENAME, [x], {"old": old_name, "new": new_name}, name)
+
+
+# ---------------------------------------------------------------- reshape
+
+
+def reshape_groups(old: Shape, new: Shape) -> list[tuple[tuple[Dimension, ...], tuple[Dimension, ...]]]:
+    """Cut both shapes, left to right, into the smallest groups of equal size.
+
+    >>> a = Shape("b:2;h:3;k:4"); c = Shape("b:2;d:12")
+    >>> [(len(i), len(o)) for i, o in reshape_groups(a, c)]
+    [(1, 1), (2, 1)]
+    """
+    groups = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        start_i, start_j, left, right = i, j, 1, 1
+        while True:
+            if i < len(old) and (left <= right or j == len(new)):
+                left *= old[i].size
+                i += 1
+            elif j < len(new):
+                right *= new[j].size
+                j += 1
+            if (left == right and j > start_j and i > start_i) or (i == len(old) and j == len(new)):
+                break
+        groups.append((tuple(old.dims[start_i:i]), tuple(new.dims[start_j:j])))
+    return groups
+
+
+def _reshape_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
+    (x,) = types
+    out: Shape = attrs["shape"]
+    if out.size != x.shape.size:
+        raise ShapeError(f"{x.shape} has {x.shape.size} elements, but {out} has {out.size}")
+    return TensorType(out, x.dtype)
+
+
+def _reshape_roles(op: Operation) -> tuple[Factor, ...]:
+    # Splitting the major dim of a group splits the group's elements into runs, and so the major dim of the
+    # other side: axes stay on the major part.
+    factors = []
+    for old, new in reshape_groups(op.inputs[0].shape, op.output.shape):
+        a = next((d for d in old if d.size > 1), None)
+        b = next((d for d in new if d.size > 1), None)
+        if a is not None and b is not None:
+            factors.append(Factor(a.name, gcd(a.size, b.size), (a.name,), (b.name,), Role.PARALLEL))
+        factors += [Factor(d.name, d.size, (d.name,), (None,), Role.WHOLE) for d in old if d is not a]
+        factors += [Factor(d.name + "'", d.size, (None,), (d.name,), Role.WHOLE) for d in new if d is not b]
+    return tuple(factors)
+
+
+RESHAPE = _define(
+    "reshape",
+    shape=_reshape_shape,
+    roles=_reshape_roles,
+    local=lambda block, x: x.reshape(block.out.shape.sizes),
+    grad=lambda op, dy: [reshape(dy, op.inputs[0].shape)],
+    work=_copy_work,
+    storage=Storage.RESHAPED,
+)
+
+
+def reshape(x: Tensor, new_shape: Shape | Sequence[Dimension], name: str | None = None) -> Tensor:
+    """`x` with its elements, in row-major order, under other dims: splits and merges of dims.
+
+    The axes of a split or merged dim stay on its major part; where they can't, the value is gathered.
+    """
+    shape = Shape(as_dims(new_shape, "reshape", [x]))
+    return x if tensor(x, "reshape").shape == shape else build(RESHAPE, [x], {"shape": shape}, name)
+
+
+# ---------------------------------------------------------------- broadcast
+
+
+def _broadcast_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
+    (x,) = types
+    out: Shape = attrs["shape"]
+    missing = [str(d) for d in x.shape if d not in out]
+    if missing:
+        raise ShapeError(f"the new shape {out} lacks {', '.join(missing)}; broadcast only adds dims")
+    return TensorType(out, x.dtype)
+
+
+def _broadcast_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
+    from meshlib.ops.pointwise.reductions import reduce_sum
+
+    return [reduce_sum(dy, output_shape=op.inputs[0].shape)]
+
+
+BROADCAST = _define(
+    "broadcast",
+    shape=_broadcast_shape,
+    roles=named_factors,
+    local=lambda block, x: np.broadcast_to(_aligned(block, x), block.out.shape.sizes),
+    grad=_broadcast_grad,
+    form=lambda op: PowerProduct((1,)),
+    work=_copy_work,
+    storage=Storage.VIEW,
+    remade=True,
+)
+
+
+def broadcast(x: Tensor, new_shape: Shape | Sequence[Dimension], name: str | None = None) -> Tensor:
+    """`x` repeated over the dims of `new_shape` that it lacks."""
+    shape = Shape(as_dims(new_shape, "broadcast", [x]))
+    if tensor(x, "broadcast").shape == shape:
+        return x
+    if len(shape) == len(x.shape):
+        return transpose(x, shape, name)
+    return build(BROADCAST, [x], {"shape": shape}, name)

@@ -1,0 +1,1 @@
+"""Operations that work element by element, reductions, running sums and random numbers."""

@@ -1,0 +1,72 @@
+"""Logic written with comparison and selection: exclusive or, choosing between branches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from layouts import Dimension, Shape
+from meshlib.core.arguments import at
+from meshlib.core.dtypes import BOOL
+from meshlib.core.errors import ShapeError
+from meshlib.core.graph import Tensor
+from meshlib.ops.building import tensor
+from meshlib.ops.pointwise.elementwise import not_equal, where
+
+
+def _flags(x: object, what: str) -> Tensor:
+    found = tensor(x, what)
+    if found.dtype is not BOOL:
+        raise ShapeError(f"{at(what)}: needs a bool tensor, got {found}; compare first, as in mtf.not_equal(x, 0)")
+    return found
+
+
+def logical_xor(
+    x1: Tensor, x2: Tensor, output_shape: Shape | Sequence[Dimension] | None = None, name: str | None = None
+) -> Tensor:
+    """Either x1 or x2, not both; broadcast by name; bool."""
+    return not_equal(_flags(x1, "logical_xor"), _flags(x2, "logical_xor"), output_shape, name)
+
+
+Branch = Tensor | Sequence[Tensor]
+
+
+def cond(
+    pred: Tensor, true_fn: Callable[[], Branch], false_fn: Callable[[], Branch], name: str | None = None
+) -> Tensor | list[Tensor]:
+    """What `true_fn()` returns where `pred` holds, else what `false_fn()` returns.
+
+    Both branches are computed, always, and paid for: a program without branches runs in step on all cores, whatever
+    the data. So a branch does not guard: its own derivative may be infinite where it is not chosen, and 0 times
+    infinity is NaN (choose a harmless operand with `mtf.where` first). A variable that is to change in one branch
+    only is assigned the result: `mtf.assign(v, mtf.cond(pred, lambda: new, lambda: v))`.
+
+    Args:
+      pred: bool, without dims; `mtf.where` chooses element by element.
+      true_fn, false_fn: functions without arguments, each of a tensor, or each of a list of as many.
+      name: of the result, where it is one tensor.
+    Returns: a tensor, or a list of them.
+    Raises: ShapeError if the branches differ in number, shapes or dtypes.
+    """
+    if len(_flags(pred, "cond").shape):
+        raise ShapeError(f"{at('cond')}: pred must have no dims, got {pred}; mtf.where chooses element by element")
+    made = []
+    for argument, function in (("true_fn", true_fn), ("false_fn", false_fn)):
+        if not callable(function):
+            raise ShapeError(f"{at('cond')}: {argument} must be a function, got {function!r:.80}; write lambda: x")
+        made.append(function())
+    for argument, result in zip(("true_fn", "false_fn"), made, strict=True):
+        for x in [result] if not isinstance(result, list | tuple) else result:
+            tensor(x, f"cond {argument}()")
+    a, b = made
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return _chosen(pred, a, b, name)
+    if isinstance(a, Tensor) or isinstance(b, Tensor) or len(a) != len(b):
+        one, other = ("a tensor" if isinstance(x, Tensor) else f"a list of {len(x)}" for x in made)
+        raise ShapeError(f"{at('cond')}: true_fn returns {one}, but false_fn {other}")
+    return [_chosen(pred, x, y, None) for x, y in zip(a, b, strict=True)]
+
+
+def _chosen(pred: Tensor, a: Tensor, b: Tensor, name: str | None) -> Tensor:
+    if a.type != b.type:
+        raise ShapeError(f"{at('cond')}: the branches return different types\n  true_fn: {a}\n  false_fn: {b}")
+    return where(pred, a, b, name="cond" if name is None else name)

@@ -1,0 +1,116 @@
+"""Random numbers, the same under every layout, and dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from layouts import Dimension, Shape
+from meshlib.core import initializers
+from meshlib.core.arguments import at, fitting, number
+from meshlib.core.dtypes import as_dtype
+from meshlib.core.errors import ShapeError
+from meshlib.core.graph import Tensor, TensorType, current_graph
+from meshlib.core.opdef import Array, Block, Kind, Work
+from meshlib.ops.building import as_dims, build_source, floats, tensor
+from meshlib.ops.control.sources import beside, source
+from meshlib.ops.pointwise.elementwise import cast, less
+
+
+def _random_local(block: Block) -> Array:
+    names, out = block.out.shape.names, block.out
+    whole = block.operation.output.shape.sizes
+    offsets = [block.offsets[n] for n in names]
+    return initializers.draw(
+        block.attrs["law"], block.engine.key(block.operation.name), whole, offsets, out.shape.sizes, out.dtype
+    )
+
+
+# Threefry-2x32 takes 20 rounds of 4 lane operations; half of them per value, since a block yields two words.
+def _random_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
+    return Work(0, 80 * out.shape.size)
+
+
+RANDOM = source("random", Kind.SOURCE, _random_local, _random_work, exact=True, unique=True)
+
+
+def _random(shape: object, law: tuple[str, float, float], dtype: object, name: str | None, what: str) -> Tensor:
+    drawn = as_dtype(dtype)
+    if not drawn.is_wide_float:
+        raise ShapeError(f"{at(what)}: needs a float dtype to compute in, got {drawn.name}; cast the result")
+    for bound in law[1:]:
+        fitting(bound, drawn, what)
+    attrs = {"shape": Shape(as_dims(shape, what)), "dtype": drawn, "law": law}
+    return build_source(current_graph(what), RANDOM, attrs, what if name is None else name).output
+
+
+def random_uniform(
+    shape: Shape | Sequence[Dimension],
+    minval: float = 0.0,
+    maxval: float = 1.0,
+    dtype: object = "float32",
+    name: str | None = None,
+) -> Tensor:
+    """Uniform in [minval, maxval), new at every step; the same numbers under every layout.
+
+    Threefry-2x32 keyed by (seed, scoped name of the operation, step), counted by global position.
+    """
+    what = "random_uniform"
+    return _random(
+        shape, ("uniform", number(minval, what, "minval"), number(maxval, what, "maxval")), dtype, name, what
+    )
+
+
+def random_normal(
+    shape: Shape | Sequence[Dimension],
+    mean: float = 0.0,
+    stddev: float = 1.0,
+    dtype: object = "float32",
+    name: str | None = None,
+) -> Tensor:
+    """Normal with `mean` and `stddev`, new at every step; the same numbers under every layout."""
+    what = "random_normal"
+    return _random(shape, ("normal", number(mean, what, "mean"), number(stddev, what, "stddev")), dtype, name, what)
+
+
+def dropout(
+    x: Tensor,
+    is_training: bool,
+    keep_prob: float | None = None,
+    rate: float | None = None,
+    noise_shape: Shape | Sequence[Dimension] | None = None,
+    name: str | None = None,
+) -> Tensor:
+    """Keep each element with probability `keep_prob` (= 1 - `rate`) and scale it by 1 / keep_prob, else 0.
+
+    One draw serves all elements along dims that are not in `noise_shape` (default: the shape of `x`). Without
+    `is_training` it returns `x`. The mask does not depend on the layout.
+    Raises: ShapeError unless exactly one of keep_prob and rate is given, in (0, 1] and [0, 1).
+    """
+    tensor(x, "dropout")
+    if not isinstance(is_training, bool | np.bool_):
+        raise ShapeError(
+            f"{at('dropout')}: is_training must be True or False, got {is_training!r:.80}; "
+            "write dropout(x, True, rate=0.1) or dropout(x, True, keep_prob=0.9)"
+        )
+    if (keep_prob is None) == (rate is None):
+        given = "neither" if rate is None else f"keep_prob={keep_prob!r} and rate={rate!r}"
+        raise ShapeError(f"{at('dropout')}: give exactly one of keep_prob and rate, got {given}")
+    keep = 1 - number(rate, "dropout", "rate") if keep_prob is None else number(keep_prob, "dropout", "keep_prob")
+    if not 0 < keep <= 1:
+        wanted = (
+            f"rate must be in [0, 1), got {rate}" if keep_prob is None else f"keep_prob must be in (0, 1], got {keep}"
+        )
+        raise ShapeError(f"{at('dropout')}: {wanted}")
+    floats(x, "dropout")
+    if not is_training or keep == 1:
+        return x
+    noise = Shape(as_dims(noise_shape, "dropout noise_shape")) if noise_shape is not None else x.shape
+    strange = [str(d) for d in noise if d not in x.shape]
+    if strange:
+        raise ShapeError(f"{at('dropout')}: noise_shape dims {', '.join(strange)} are not in {x}")
+    attrs = {"shape": noise, "dtype": as_dtype("float32"), "law": ("uniform", 0.0, 1.0)}
+    drawn = build_source(beside(x), RANDOM, attrs, "dropout" if name is None else name).output
+    return x * (cast(less(drawn, keep), x.dtype) * (1 / keep))

@@ -1,0 +1,1 @@
+"""What a program's records imply: buffers, memory, stored values, work."""

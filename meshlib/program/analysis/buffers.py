@@ -1,0 +1,271 @@
+"""Which values share memory, and from when to when: the plan of a program's buffers, made once for its final order.
+
+Rules: variables, slots and inputs stay. A value used inside its fusion group only takes nothing, and neither does one
+that its readers make again (`meshlib.program.analysis.stored_values`). A value is freed after its last user, all
+operands of a group after the group's last member: one kernel reads them. A kernel writes over an operand of the same
+size that dies there and of which it needs, for each element of the result, the same element or row; so do all_reduce
+and, with what it carries, a loop. Renaming takes nothing; the new value of a variable takes its place if no later
+instruction reads the old one, that of a carry likewise, and what a loop stacks is written where the stack is. What lies
+on the host takes no HBM.
+
+A part that is written over what nobody reads later is written in place, and nothing else is moved: a token into a
+cache. So is what each trip of a loop writes into its slice of a stack, if it returns the slice to be stacked again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from meshlib.core.opdef import Kind, Storage
+from meshlib.program.analysis.stored_values import Kept, is_elementwise, keeps_rows
+from meshlib.program.instructions import Compute, Instruction, Loop, Resident, Value
+from meshlib.program.records import Program
+
+START = -1  # in place of the number of an instruction: before the first
+
+
+@dataclass(eq=False, slots=True)
+class Buffer:
+    """Memory of one device for values that follow each other, or that are other names of each other.
+
+    Attributes:
+      owner: the value that it was made for, whose size it has.
+      begin, end: the first and the last instruction during which it is needed; START, and the number of instructions.
+      shown: (instruction, value): which value it holds from when.
+    """
+
+    owner: Value
+    begin: int
+    end: int
+    shown: list[tuple[int, Value]]
+
+    def at(self, n: int) -> tuple[int, Value]:
+        """What it holds after instruction `n`, and since when."""
+        return next((begin, v) for begin, v in reversed(self.shown) if begin <= n)
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryPlan:
+    """The `buffers` in the order in which they are taken; which results of `update_slice`, and which stacks of loops,
+    are `in_place`: what they are made of lies there already."""
+
+    buffers: tuple[Buffer, ...]
+    in_place: frozenset[Value]
+
+
+def fused_values(program: Program, written: frozenset[Value] = frozenset()) -> set[Value]:
+    """Values that are used inside the fusion group that makes them only, or by nobody: they occupy no HBM.
+
+    `written`: results of a body that go into stacks outside.
+    """
+    users: dict[Value, set[int]] = {}
+    for i in program.instructions:
+        for x in i.inputs:
+            users.setdefault(x, set()).add(i.group)
+    kept = {*program.outputs.values(), *program.updates.values()} - written
+    made = [(y, i.group) for i in program.instructions if not isinstance(i, Resident) for y in i.outputs]
+    return {y for y, group in made if users.get(y, set()) <= {group} and y not in kept}
+
+
+def kept_of(program: Program, loop: Loop | None = None) -> Kept:
+    """What of a program, or of a body with the `loop` that runs it, is kept and what is made again."""
+    old = {v: program.variables[n] for n, v in program.updates.items() if n in program.variables}
+    makers = {y: i for i in program.instructions for y in i.outputs}
+    written: frozenset[Value] = frozenset()
+    if loop is not None:
+        carried = {program.outputs[end]: program.inputs[start] for start, end in loop.carries}
+        written = frozenset(program.outputs[name] for name in loop.stacks) - carried.keys()
+        given = {*program.inputs.values()}
+        old |= {new: before for new, before in carried.items() if new not in given}
+        old |= {program.outputs[end]: program.inputs[start] for end, start in rewritten(loop).items()}
+    for new, before in [*old.items()]:
+        way = [*_on_the_way(makers, new)]
+        if before in way:  # what is rewritten several times stays in one place
+            old |= dict.fromkeys(way[1 : way.index(before)], before)
+    return Kept(program, fused_values(program, written), old, written)
+
+
+def _on_the_way(makers: Mapping[Value, Instruction], v: Value) -> Iterator[Value]:
+    """A value and those of which it is another name, or a copy with other parts."""
+    yield v
+    i = makers.get(v)
+    while isinstance(i, Compute) and (i.operation.kind.writes_part or i.operation.kind.storage is Storage.ALIAS):
+        yield i.inputs[0]
+        i = makers.get(i.inputs[0])
+
+
+def rewritten(loop: Loop) -> dict[str, str]:
+    """The stacks of a loop that may lie where it takes slices: per result of the body what it rewrites a part of."""
+    body, found = loop.body, dict[str, str]()
+    makers = {y: i for i in body.instructions for y in i.outputs}
+    slices = {body.inputs[name]: name for name in loop.slices if loop.slice_axis(name) == 0}
+    for end in loop.stacks:
+        v = body.outputs[end]
+        for x in _on_the_way(makers, v):
+            alone = x in slices and loop.inputs.count(loop.inputs[[*body.inputs].index(slices[x])]) == 1
+            if alone and x is not v and slices[x] not in found.values() and x.sharding == v.sharding:
+                found[end] = slices[x]
+    return found
+
+
+def written_inside(loop: Loop, in_place: frozenset[Value]) -> frozenset[Value]:
+    """What a trip of a loop writes in place, where of the loop's own results those are: what is stacked elsewhere than
+    its slices lie is copied there."""
+    body, copied = loop.body, set[Value]()
+    makers = {y: i for i in body.instructions for y in i.outputs}
+    stacks = dict(zip(loop.stacks, loop.outputs[len(loop.carries) :], strict=True))
+    for end in rewritten(loop):
+        if stacks[end] not in in_place:
+            copied.update(_on_the_way(makers, body.outputs[end]))
+    return loop.memory_plan.in_place - copied
+
+
+def plan_buffers(program: Program, loop: Loop | None = None) -> MemoryPlan:
+    """The plan of a program, or of a body with the `loop` that runs it."""
+    planner = _Planner(program, loop)
+    return MemoryPlan(tuple(planner.run()), frozenset(planner.in_place))
+
+
+@dataclass(eq=False)
+class _Planner:
+    """One walk over a program's order that allocates, shares and frees."""
+
+    program: Program
+    loop: Loop | None = None
+    found: list[Buffer] = field(default_factory=list)
+    of: dict[Value, Buffer] = field(default_factory=dict)  # live values
+    holders: dict[Buffer, int] = field(default_factory=dict)  # live values in each
+    shared: dict[Buffer, list[Value]] = field(default_factory=dict)  # all values that each has held
+    in_place: set[Value] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        program = self.program
+        self.ends = {i.group: n for n, i in enumerate(program.instructions)}
+        self.begins = {i.group: n for n, i in reversed([*enumerate(program.instructions)])}
+        groups: dict[int, list[Instruction]] = {}
+        for i in program.instructions:
+            groups.setdefault(i.group, []).append(i)
+        self.groups = groups
+        self.resident = {v for v in (*program.inputs.values(), *program.variables.values()) if not v.tensor.on_host}
+        self.kept = kept_of(program, self.loop)
+        self.old, self.last = self.kept.old, self.kept.last
+        self.unstored = (self.kept.fused - self.kept.inside) | self.kept.again.keys()
+        self.places: dict[int, list[Value]] = {}  # per group, what its results may be written over
+
+    def run(self) -> list[Buffer]:
+        program = self.program
+        end = len(program.instructions)
+        for v in (*program.inputs.values(), *program.variables.values()):
+            if v in self.resident:
+                self._allocate(START, v, end)
+        leaving: dict[int, list[Value]] = {}
+        for n, i in enumerate(program.instructions):
+            for k, y in enumerate(i.outputs):
+                leaving.setdefault(self.last.get(y, n), []).append(y)
+                if not (isinstance(i, Resident) or y in self.unstored or y.tensor.on_host):
+                    self._place(n, i, k)
+            for y in leaving.pop(n, ()):
+                self._release(n, y)
+        return self.found
+
+    def _place(self, n: int, i: Instruction, k: int) -> None:
+        y = i.outputs[k]
+        old = self.old.get(y)
+        if old is not None and self._replaces(i, k, old):
+            shared = self.of[old]
+        else:
+            shared = next(self._dying(i, k, y), None) or self._allocate(n, y, len(self.program.instructions))
+        if self._continues(i, k) and any(self.of.get(x) is shared for x in self._over(i, k)):
+            self.in_place.add(y)
+        if shared.owner is not y:
+            self._share(n, y, shared)
+
+    def _continues(self, i: Instruction, k: int) -> bool:
+        """Whether the result is what it is written over, but for a part."""
+        if isinstance(i, Loop):
+            return k >= len(i.carries)
+        return _writes_part(i)
+
+    def _replaces(self, i: Instruction, k: int, old: Value) -> bool:
+        """Whether a new value may take the place of an old one: nobody reads later what lies there."""
+        buffer = self.of.get(old)
+        if buffer is None or buffer.owner is not old:
+            return False
+        over = self._over(i, k)
+        lasts = ((self.last.get(v, START), v) for v in self.shared[buffer])
+        return all(n < self.begins[i.group] or (n <= self.ends[i.group] and v in over) for n, v in lasts)
+
+    def _over(self, i: Instruction, k: int) -> list[Value]:
+        """The operands that result `k` may be written over if they die."""
+        if i.is_collective:
+            return [i.inputs[k]] if i.opcode == "all_reduce" else []
+        if not isinstance(i, Loop):
+            return self._overwritable(i.group)
+        given = dict(zip(i.body.inputs, i.inputs, strict=True))
+        if k < len(i.carries):
+            return [given[i.carries[k][0]]]
+        end = i.stacks[k - len(i.carries)]
+        within = i.body.outputs[end] in i.memory_plan.in_place
+        return [given[start] for name, start in rewritten(i).items() if name == end and within]
+
+    def _dying(self, i: Instruction, k: int, y: Value) -> Iterator[Buffer]:
+        """Buffers that the result may take over: that of what it renames, or of an operand of its size that dies."""
+        if isinstance(i, Compute) and i.operation.kind.storage is Storage.ALIAS and i.inputs[0] in self.of:
+            yield self.of[i.inputs[0]]
+        for x in self._over(i, k):
+            buffer = self.of.get(x)
+            if buffer is None or buffer.owner in self.resident or self.holders[buffer] > 1:
+                continue
+            if self.last[x] <= self.ends[i.group] and buffer.owner.local_bytes == y.local_bytes:
+                yield buffer
+
+    def _overwritable(self, group: int) -> list[Value]:
+        """The operands in memory of which a kernel needs, for each element of its results, the same element or row."""
+        if group not in self.places:
+            elsewhere: set[Value] = set()  # values of which something is needed for results at other places
+            placed: dict[Value, bool] = {}
+            for i in reversed(self.groups[group]):
+                free = elsewhere.isdisjoint(i.outputs)
+                every = is_elementwise(i) or _reduces_rows(i)
+                for k, x in enumerate(i.inputs):
+                    same = free and (every or (k == 0 and _writes_part(i)))
+                    if not same:
+                        elsewhere.add(x)
+                    made = self.kept.again.get(x)
+                    for v, at_its_place in ({x: True} if made is None else made.of).items():
+                        placed[v] = placed.get(v, True) and same and at_its_place
+            self.places[group] = [v for v, same in placed.items() if same]
+        return self.places[group]
+
+    def _allocate(self, n: int, v: Value, end: int) -> Buffer:
+        buffer = Buffer(v, n, end, [(n, v)])
+        self.found.append(buffer)
+        self.of[v], self.holders[buffer], self.shared[buffer] = buffer, 1, [v]
+        return buffer
+
+    def _share(self, n: int, v: Value, buffer: Buffer) -> None:
+        self.of[v] = buffer
+        self.holders[buffer] += 1
+        self.shared[buffer].append(v)
+        if v.local_bytes and buffer.owner not in self.resident:
+            buffer.shown.append((n, v))
+
+    def _release(self, n: int, v: Value) -> None:
+        buffer = self.of.get(v)
+        if buffer is None or buffer.owner in self.resident:
+            return
+        del self.of[v]
+        self.holders[buffer] -= 1
+        if not self.holders[buffer]:
+            buffer.end = n
+
+
+def _writes_part(i: Instruction) -> bool:
+    """Whether the result is operand 0 with another part."""
+    return isinstance(i, Compute) and i.operation.kind.writes_part
+
+
+def _reduces_rows(i: Instruction) -> bool:
+    """Whether it reduces each row by itself."""
+    return isinstance(i, Compute) and not i.exchanges and i.operation.kind.kind is Kind.REDUCTION and keeps_rows(i)

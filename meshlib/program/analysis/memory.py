@@ -1,0 +1,167 @@
+"""Memory per device over the program's final order: what its buffers take. Exact bytes, without tile padding.
+
+Who shares memory with whom, and from when to when, is the program's plan (`meshlib.program.analysis.buffers`); how
+large a buffer is, is up to the caller: as many bytes as its block has, or the tiles that this fills. While a loop runs,
+its body's own buffers lie on top; its operands are counted outside. `host_bytes` is the most that lies on the host at
+once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+from meshlib.core.graph import FORWARD
+from meshlib.core.opdef import Kind
+from meshlib.core.text import bytes_text
+from meshlib.program.analysis.buffers import START, Buffer
+from meshlib.program.instructions import Instruction, Loop, Value
+from meshlib.program.records import Program
+
+KINDS = ("variables", "slots", "inputs", "activations", "gradients", "collective buffers", "temporaries")
+
+Size = Callable[[Value], int]  # bytes that a buffer takes
+
+
+@dataclass(frozen=True)
+class Live:
+    """One buffer at the peak: the tensor it holds, its kind, its bytes on one device, its source line."""
+
+    name: str
+    type: str
+    kind: str
+    bytes: int
+    source: str
+
+    def __str__(self) -> str:
+        return f"{bytes_text(self.bytes):>10}  {self.kind:<18} {self.name}: {self.type}  ({self.source})"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peak bytes of one device. All figures are exact for the program's order.
+
+    `by_kind` sums `live`, the buffers at the peak, largest first; `at` says where the peak is; `timeline_bytes` has one
+    figure per instruction. `host_bytes` is the peak of what this device keeps in the memory of its host, apart from the
+    rest.
+    """
+
+    peak_bytes: int
+    by_kind: dict[str, int]
+    live: tuple[Live, ...]
+    at: str
+    timeline_bytes: tuple[int, ...]
+    host_bytes: int = 0
+
+    def __str__(self) -> str:
+        lines = [f"memory per core: peak {bytes_text(self.peak_bytes)} ({self.peak_bytes} bytes, exact) at {self.at}"]
+        lines += [f"  {kind:<18} {bytes_text(n):>10}" for kind, n in self.by_kind.items() if n]
+        lines += ["  live at the peak:"]
+        lines += [f"    {v}" for v in self.live]
+        if self.host_bytes:
+            lines.append(f"  on the host: {bytes_text(self.host_bytes)} ({self.host_bytes} bytes, exact)")
+        return "\n".join(lines)
+
+
+def exact_size(v: Value) -> int:
+    """Bytes of a value's block on one device, without padding."""
+    return v.local_bytes
+
+
+def measure(program: Program, size: Size = exact_size) -> Memory:
+    """The memory of a device where buffers take `size` bytes."""
+    usage = bytes_after(program, size)
+    peak = max(usage)
+    n = usage.index(peak) - 1
+    live = [_live(program, *b.at(n), size(b.owner)) for b in live_buffers(program, n)]
+    at = "the start" if n == START else moment(program.instructions[n])
+    inside = peak - sum(v.bytes for v in live)
+    if inside:
+        live.append(Live(at, "inside the loop", "temporaries", inside, at))
+    live.sort(key=lambda v: (-v.bytes, v.name))
+    by_kind = {k: sum(v.bytes for v in live if v.kind == k) for k in KINDS}
+    return Memory(peak, by_kind, tuple(live), at, tuple(usage[1:]), host_bytes(program))
+
+
+def moment(i: Instruction) -> str:
+    """An instruction as a place in time."""
+    return f"{i.opcode} '{i.operation.name}' ({i.operation.source})"
+
+
+def bytes_after(program: Program, size: Size, loop: Loop | None = None) -> list[int]:
+    """Bytes taken at the start, then during each instruction, where a buffer takes `size(owner)`; of a body with the
+    `loop` that runs it."""
+    change = [0] * (len(program.instructions) + 2)
+    for b in program.buffers if loop is None else loop.buffers:
+        change[b.begin + 1] += size(b.owner)
+        if b.end < len(program.instructions):
+            change[b.end + 2] -= size(b.owner)
+    taken = [*accumulate(change)][:-1]
+    for n, inner in inside_loops(program, size):
+        taken[n + 1] += inner
+    return taken
+
+
+def inside_loops(program: Program, size: Size) -> Iterator[tuple[int, int]]:
+    """Per loop its number and what its body takes at most on top of its operands."""
+    for n, i in enumerate(program.instructions):
+        if isinstance(i, Loop):
+            outside = sum(size(v) for v in i.body.inputs.values() if not v.tensor.on_host)
+            yield n, max(bytes_after(i.body, size, i)) - outside
+
+
+def kinds_after(program: Program, size: Size) -> Mapping[str, list[int]]:
+    """As `bytes_after`, without the start, divided by kind."""
+    end = len(program.instructions)
+    change = {kind: [0] * (end + 2) for kind in KINDS}
+    for b in program.buffers:
+        until = [*(n for n, _ in b.shown[1:]), b.end + 1 if b.end < end else end]
+        for (begin, v), stop in zip(b.shown, until, strict=True):
+            kind = change[kind_of(program, v, begin)]
+            kind[begin + 1] += size(b.owner)
+            kind[stop + 1] -= size(b.owner)
+    found = {kind: [*accumulate(steps)][1:-1] for kind, steps in change.items()}
+    for n, inner in inside_loops(program, size):
+        found["temporaries"][n] += inner
+    return found
+
+
+def kind_of(program: Program, v: Value, made_at: int) -> str:
+    """What a value in memory is, of `KINDS`; `made_at` is the number of the instruction that makes it."""
+    op = v.tensor.operation
+    if made_at == START:
+        if op.kind.kind is Kind.INPUT:
+            return "inputs"
+        return "slots" if op.attrs["slot_of"] else "variables"
+    if v.tensor in op.graph.gradient_of:
+        return "gradients"
+    if program.instructions[made_at].is_collective:
+        return "collective buffers"
+    return "activations" if op.region == FORWARD else "temporaries"
+
+
+def live_buffers(program: Program, n: int) -> list[Buffer]:
+    """The buffers that are taken during instruction `n`."""
+    return [b for b in program.buffers if b.begin <= n <= b.end]
+
+
+def _live(program: Program, made_at: int, v: Value, size: int) -> Live:
+    t = v.tensor
+    return Live(t.name, str(v), kind_of(program, v, made_at), size, t.operation.source)
+
+
+def host_bytes(program: Program) -> int:
+    """The most that lies on the host at once; what the body of a loop takes and returns is counted outside."""
+    outside = {*program.inputs.values(), *(program.outputs.values() if program.is_body else ())}
+    ends: dict[int, int] = {}  # by instruction, how many bytes it is the last to use
+    peak = now = 0
+    for n, i in enumerate(program.instructions):
+        for y in i.outputs:
+            if y.tensor.on_host and y not in outside:
+                now += y.local_bytes
+                last = program.last_use.get(y, n)
+                ends[last] = ends.get(last, 0) + y.local_bytes
+        peak = max(peak, now + (host_bytes(i.body) if isinstance(i, Loop) else 0))
+        now -= ends.get(n, 0)
+    return peak

@@ -1,0 +1,50 @@
+"""What one core does in one instruction: the work of its operation on local shapes, at the program's precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from meshlib.core.graph import Operation, TensorType
+from meshlib.core.opdef import ON_MXU, Work
+from meshlib.ops.contraction.einsum import EIGHT_BIT
+from meshlib.program.halo_margins import Margin
+from meshlib.program.instructions import Compute, Instruction, Value
+from meshlib.program.records import Program
+
+_NONE = Work(0, 0)
+_found: WeakKeyDictionary[Compute, dict[str, Work]] = WeakKeyDictionary()  # by precision
+
+
+def local_work(program: Program, instruction: Instruction) -> Work:
+    """The work of one run of an instruction on one core, without that of a loop's body. Exact.
+
+    Moves do none; what they send is in `Program.collectives`.
+    """
+    if not isinstance(instruction, Compute):
+        return _NONE
+    known = _found.setdefault(instruction, {})
+    if program.precision not in known:
+        op = instruction.operation
+        known[program.precision] = op.kind.work(*local_types(instruction), attributes(program, op))
+    return known[program.precision]
+
+
+def local_types(instruction: Compute) -> tuple[tuple[TensorType, ...], TensorType]:
+    """The types of what one core works on: of operands with margins what the result needs, its own where it has any."""
+    out = instruction.outputs[0]
+    taken = (replace(x, margins=_shared(x, out)) if x.margins else x for x in instruction.inputs)
+    return tuple(x.local for x in taken), out.local
+
+
+def attributes(program: Program, op: Operation) -> Mapping[str, Any]:
+    """An operation's attributes at the program's precision: it is costed as the passes that it takes."""
+    if op.kind.kind in ON_MXU and program.precision == "highest" and op.attrs.get("precision") not in EIGHT_BIT:
+        return {**op.attrs, "precision": "highest"}
+    return op.attrs
+
+
+def _shared(x: Value, out: Value) -> tuple[Margin, ...]:
+    return tuple(m for m in out.margins if m.dim in x.tensor.shape)

@@ -1,0 +1,179 @@
+"""What devices send each other inside one instruction: runs of a split dim, or summaries of blocks.
+
+An operation whose blocks need a little of the others' (a slice, a shift, a running sum along a split dim) is one
+instruction that says what moves: less than any reshard of its operands would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from layouts import Sharding
+from meshlib.core.graph import Operation, TensorType
+from meshlib.core.opdef import Factor, Halo, Role, Summary
+
+Axes = tuple[str, ...]
+RUNS = (Role.HALO, Role.OVERLAP)  # of factors whose blocks need runs of each other's
+TOGETHER = (*RUNS, Role.SUMMARY, Role.SHARE)  # of factors whose blocks need each other
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One collective inside an instruction. `operand` is -1 for a summary, which is made of all operands.
+
+    An all_gather tells everybody the summaries along `dim`; an all_to_all tells each device its share of `to_dim`.
+    `by_block` is what each device along `axes` sends; `sent_bytes` the most of that. Of several exchanges the busiest
+    device may be neither's: see `busiest_bytes`.
+    """
+
+    kind: str
+    axes: Axes
+    dim: str
+    operand: int
+    payload_bytes: int
+    by_block: tuple[int | float, ...]
+    to_dim: str | None = None
+
+    @property
+    def sent_bytes(self) -> int | float:
+        """Bytes that the busiest device sends."""
+        return max(self.by_block)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A piece of a dim: indices [begin, end), all within one source block."""
+
+    source: int
+    begin: int
+    end: int
+
+
+def runs(begin: int, end: int, size: int, block: int, wrap: bool) -> Iterator[Run]:
+    """The indices [begin, end) of a dim cut at its blocks; outside [0, size) they are padding, or go round.
+
+    >>> list(runs(-1, 3, 4, 2, wrap=True))
+    [Run(source=1, begin=3, end=4), Run(source=0, begin=0, end=2), Run(source=1, begin=2, end=3)]
+    """
+    at = begin if wrap else max(begin, 0)
+    stop = end if wrap else min(end, size)
+    while at < stop:
+        here = at % size
+        source = here // block
+        length = min((source + 1) * block - here, stop - at)
+        yield Run(source, here, here + length)
+        at += length
+
+
+def run_factors(factors: Sequence[Factor], axes: Mapping[str, Axes]) -> tuple[Factor, ...]:
+    """The factors that are split though their blocks need runs of each other's, in the order in which these move."""
+    return tuple([f for f in factors if f.role in RUNS and axes.get(f.name)])
+
+
+def summary_factor(factors: Sequence[Factor], axes: Mapping[str, Axes]) -> Factor | None:
+    """The factor that is split though its blocks need a summary of each other, if any."""
+    return next((f for f in factors if f.role in (Role.SUMMARY, Role.SHARE) and axes.get(f.name)), None)
+
+
+def plan_exchanges(
+    op: Operation,
+    factors: Sequence[Factor],
+    axes: Mapping[str, Axes],
+    operands: Sequence[Sharding],
+    out: Sharding,
+) -> tuple[Exchange, ...]:
+    """What an operation sends under an assignment of axes, besides the reshards of its operands."""
+    if (factor := summary_factor(factors, axes)) is not None:
+        return _summaries(op, factor, axes[factor.name], operands)
+    moving = run_factors(factors, axes)
+    if not moving:
+        return ()
+    found = []
+    for i, (s, x) in enumerate(zip(operands, op.inputs, strict=True)):
+        sizes = dict(zip(s.local_shape.names, s.local_shape.sizes, strict=True))  # with what has come already
+        for f in moving:
+            dim = f.operands[i]
+            if dim is None:
+                continue
+            count = out.mesh.group_size(axes[f.name])
+            rows = _Rows(op, f, i, count)
+            row = prod(n for name, n in sizes.items() if name != dim)
+            given = tuple(x.dtype.size_bytes(n * row) for n in rows.given_away())
+            if any(given):
+                found.append(Exchange("collective_permute", axes[f.name], dim, i, max(given), given))
+            sizes[dim] = rows.longest
+    return tuple(found)
+
+
+def _summaries(op: Operation, factor: Factor, over: Axes, operands: Sequence[Sharding]) -> tuple[Exchange, ...]:
+    """What blocks tell each other along a factor of role SUMMARY or SHARE."""
+    lower = op.kind.lower
+    assert isinstance(lower, Summary)
+    count = operands[0].mesh.group_size(over)
+    types = tuple(TensorType(s.local_shape, x.dtype) for s, x in zip(operands, op.inputs, strict=True))
+    payload = sum(t.dtype.size_bytes(t.shape.size) for t in lower.types(types, op.attrs))
+    along = next(d for d in factor.operands if d is not None)
+    if factor.shares is not None:
+        sent: tuple[int | float, ...] = ((count - 1) * (payload // count),) * count
+        return (Exchange("all_to_all", over, along, -1, payload, sent, factor.shares),)
+    if lower.combine is not None:  # by a ring, or as all_to_all, combining, all_gather: the same bytes
+        sent = (2 * (count - 1) * payload / count,) * count
+        return (Exchange("all_reduce", over, along, -1, payload, sent),)
+    return (Exchange("all_gather", over, along, -1, payload, ((count - 1) * payload,) * count),)
+
+
+def busiest_bytes(exchanges: Iterable[tuple[Exchange, int]]) -> int | float:
+    """Bytes sent by the device that sends most in all of them, each given with how often it runs.
+
+    Exact along one set of mesh axes, and along several that have none in common: some device is the busiest on each.
+    """
+    totals: dict[Axes, tuple[int | float, ...]] = {}
+    for e, times in exchanges:
+        before = totals.get(e.axes, (0,) * len(e.by_block))
+        totals[e.axes] = tuple(a + times * b for a, b in zip(before, e.by_block, strict=True))
+    return sum(map(max, totals.values()))
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Which indices of an operand's split dim the blocks of a factor need, one set of indices per block."""
+
+    op: Operation
+    factor: Factor
+    operand: int
+    count: int
+
+    def given_away(self) -> list[int]:
+        """How many indices each block gives to others."""
+        sent = [0] * self.count
+        for j in range(self.count):
+            for part in self._halo.parts(self.op, self.factor, self.operand, *self._made(j)):
+                for run in self._cut(part):
+                    if run.source != j:
+                        sent[run.source] += run.end - run.begin
+        return sent
+
+    @property
+    def longest(self) -> int:
+        """The most indices that a block holds when it has got what it needs: all devices hold as many."""
+        needed = [self._halo.needs(self.op, self.factor, self.operand, *self._made(j)) for j in range(self.count)]
+        return max(sum(run.end - run.begin for run in self._cut(each)) for each in needed)
+
+    @property
+    def _halo(self) -> Halo:
+        assert isinstance(self.op.kind.lower, Halo)
+        return self.op.kind.lower
+
+    def _made(self, block: int) -> tuple[int, int]:
+        """The indices that a block works on."""
+        made = self._halo.length(self.op, self.factor) // self.count
+        return block * made, (block + 1) * made
+
+    def _cut(self, needed: tuple[int, int]) -> Iterator[Run]:
+        """Indices of the operand cut at the blocks that have them."""
+        dim = self.factor.operands[self.operand]
+        assert dim is not None
+        size = self.op.inputs[self.operand].shape.dim(dim).size
+        return runs(*needed, size, size // self.count, self._halo.wrap(self.op))

@@ -1,0 +1,146 @@
+"""Margins: indices of a split dim that a block holds beside its own, so that several operations need one exchange.
+
+A value with margins is made by `Widen`, which brings them from the blocks that have them; by a local cut of what lies
+there whole; or by an element-wise operation, or a shift, on operands that have them: it then works on its own block and
+the margins. Who needs less than a block holds cuts it off, which sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from layouts import Sharding
+from meshlib.core.graph import Operation, Tensor
+from meshlib.core.opdef import ON_MXU, Factor, Halo, Kind
+from meshlib.program.exchanges import RUNS, TOGETHER, runs
+
+
+@dataclass(frozen=True, slots=True)
+class Margin:
+    """So many indices of a dim before a block and after it.
+
+    `wrap`: the ends of the dim are neighbours; else the blocks at the ends have nothing there, and lie apart from the
+    others in being shorter.
+    """
+
+    dim: str
+    before: int
+    after: int
+    wrap: bool
+
+    def run(self, index: int, block: int, size: int) -> tuple[int, int]:
+        """The indices that block number `index` of a dim holds; past the ends of the dim if they go round."""
+        begin, end = index * block - self.before, (index + 1) * block + self.after
+        return (begin, end) if self.wrap else (max(begin, 0), min(end, size))
+
+    def covers(self, other: Margin) -> bool:
+        """Whether who needs `other` has it here."""
+        enough = self.before >= other.before and self.after >= other.after
+        return (self.dim, self.wrap) == (other.dim, other.wrap) and enough
+
+    def joined(self, other: Margin | None) -> Margin:
+        """The least that covers both."""
+        if other is None:
+            return self
+        assert (self.dim, self.wrap) == (other.dim, other.wrap)
+        return Margin(self.dim, max(self.before, other.before), max(self.after, other.after), self.wrap)
+
+    def __str__(self) -> str:
+        return f"{self.dim} {self.before}+{self.after}{' round' if self.wrap else ''}"
+
+
+Margins = Mapping[str, Margin]  # by dim
+Split = Mapping[str, int]  # per factor that is split, into how many blocks
+
+
+def reach(op: Operation, factor: Factor, operand: int, count: int) -> tuple[int, int] | None:
+    """How far before its own block a block of a factor needs an operand, and how far after; negative if not all of it.
+
+    None where each of the `count` blocks needs other rows, counted from its own.
+    """
+    lower, name = op.kind.lower, factor.operands[operand]
+    if not isinstance(lower, Halo) or factor.role not in RUNS or name is None:
+        return None
+    size, made = op.inputs[operand].shape.dim(name).size, lower.length(op, factor) // count
+    block, found = size // count, set()
+    for j in range(count):
+        begin, end = lower.needs(op, factor, operand, j * made, (j + 1) * made)
+        found.add((j * block - begin, end - (j + 1) * block))
+    if len(found) > 1:
+        return None
+    ((before, after),) = found
+    if lower.wrap(op) and before > size // 2:  # it is nearer the other way round
+        before, after = before - size, after + size
+    return before, after
+
+
+def takes_margins(op: Operation, factors: Sequence[Factor], split: Split) -> bool:
+    """Whether an operation finds what it needs, if its operands have margins along the factors in `split`."""
+    apart = [f for f in factors if f.name in split and f.role in TOGETHER]
+    return all(
+        reach(op, f, n, split[f.name]) is not None for f in apart for n, dim in enumerate(f.operands) if dim is not None
+    )
+
+
+def keeps_margins(op: Operation, factors: Sequence[Factor], split: Split) -> bool:
+    """Whether it can make its result with margins, too, by little work."""
+    alike = op.kind.kind is Kind.ELEMENTWISE or (isinstance(op.kind.lower, Halo) and op.kind.kind not in ON_MXU)
+    return alike and len(op.outputs) == 1 and _side_by_side(op, factors, split) and takes_margins(op, factors, split)
+
+
+def _side_by_side(op: Operation, factors: Sequence[Factor], split: Split) -> bool:
+    """Whether operands and result have as many indices along each factor: what is needed moves along with an index."""
+    for f in factors:
+        if f.name in split and f.role in RUNS:
+            sizes = {x.shape.dim(dim).size for x, dim in zip(op.inputs, f.operands, strict=True) if dim is not None}
+            if sizes != {Halo.length(op, f)} or f.outputs[0] is None:
+                return False
+    return True
+
+
+def needed_margins(op: Operation, factors: Sequence[Factor], operand: int, made: Margins, split: Split) -> Margins:
+    """The margins that one operand must have, for a result with margins `made`, along the factors in `split`."""
+    found: dict[str, Margin] = {}
+    for f in factors:
+        dim, out = f.operands[operand], f.outputs[0]
+        if dim is None or f.name not in split:
+            continue
+        wanted = made.get(out) if out is not None else None
+        if f.role in RUNS and isinstance(op.kind.lower, Halo):
+            far = reach(op, f, operand, split[f.name])
+            assert far is not None
+            before, after = (n + far[k] for k, n in enumerate((wanted.before, wanted.after) if wanted else (0, 0)))
+            wanted = Margin(dim, max(before, 0), max(after, 0), op.kind.lower.wrap(op))
+        elif wanted is not None:
+            wanted = replace(wanted, dim=dim)  # the result may have it under another name
+        if wanted is not None and (wanted.before or wanted.after):
+            found[dim] = wanted
+    return found
+
+
+def given_away(margin: Margin, count: int, size: int) -> list[int]:
+    """How many indices each of `count` blocks gives to others that hold a margin."""
+    block, sent = size // count, [0] * count
+    for j in range(count):
+        for run in runs(*margin.run(j, block, size), size, block, margin.wrap):
+            if run.source != j:
+                sent[run.source] += run.end - run.begin
+    return sent
+
+
+def row_size(t: Tensor, sharding: Sharding, margins: Sequence[Margin], dim: str) -> int:
+    """Elements of one index of a dim, in the block that holds most besides: of two blocks each lies at an end."""
+    found = sharding.local_size // sharding.local_shape.dim(dim).size
+    for m in margins:
+        block, size = sharding.local_shape.dim(m.dim).size, t.shape.dim(m.dim).size
+        held = (m.run(j, block, size) for j in range(size // block))
+        found = found // block * max(end - begin for begin, end in held)
+    return found
+
+
+def fits(margin: Margin, t: Tensor, sharding: Sharding) -> bool:
+    """Whether blocks can have a margin: those that go round must not meet themselves."""
+    size, block = t.shape.dim(margin.dim).size, sharding.local_shape.dim(margin.dim).size
+    held = block + margin.before + margin.after
+    return min(margin.before, margin.after) >= 0 and (held <= size or not margin.wrap)

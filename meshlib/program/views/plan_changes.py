@@ -1,0 +1,67 @@
+"""Which operations two programs run otherwise: what a change of plan between neighbouring sizes is told by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from meshlib.core.graph import Operation
+from meshlib.program.instructions import Compute
+from meshlib.program.records import Program, walk
+
+SHOWN = 3  # operations that a note names; the rest are counted
+
+
+@dataclass(frozen=True)
+class Replanned:
+    """An operation that both programs run, split otherwise: `a` and `b` say by what, "whole" where by nothing."""
+
+    operation: str
+    name: str
+    source: str
+    phase: str
+    a: str
+    b: str
+
+    def __str__(self) -> str:
+        return f"{self.operation} '{self.name}' ({self.source})"
+
+
+def replanned(a: Program, b: Program) -> tuple[Replanned, ...]:
+    """Matched by name, phase and, where one runs several times, by order; in the order of a."""
+    left, right = _ways(a), _ways(b)
+    return tuple(
+        Replanned(op.kind.name, op.name, op.source, str(key[0]), way, right[key][1])
+        for key, (op, way) in left.items()
+        if key in right and right[key][1] != way
+    )
+
+
+def plan_notes(changes: Sequence[Replanned]) -> tuple[str, ...]:
+    """A line for all that change in one way in one phase, the first of them by name."""
+    alike: dict[tuple[str, str, str], list[Replanned]] = {}
+    for x in changes:
+        alike.setdefault((x.phase, x.a, x.b), []).append(x)
+    notes = []
+    for (phase, before, after), members in alike.items():
+        more = f" and {len(members) - SHOWN} more" if len(members) > SHOWN else ""
+        names = ", ".join(map(str, members[:SHOWN])) + more
+        notes.append(f"{phase}: {_split(after)} in b, {_split(before)} in a: {names}")
+    return tuple(notes)
+
+
+def _split(way: str) -> str:
+    return "whole" if way == "whole" else f"split by {way}"
+
+
+def _ways(program: Program) -> Mapping[tuple[object, ...], tuple[Operation, str]]:
+    found: dict[tuple[object, ...], tuple[Operation, str]] = {}
+    met: dict[tuple[object, ...], int] = {}
+    for i, _, _ in walk(program):
+        if isinstance(i, Compute):
+            op = i.operation
+            key = (i.region, op.name, op.kind.name)
+            number = met[key] = met.get(key, 0) + 1
+            by = sorted(f"{factor}@{axis}" for axis, factor in i.assignment)
+            found[*key, number] = op, " ".join(by) or "whole"
+    return found

@@ -1,0 +1,232 @@
+"""Records in files, as TensorFlow writes them (TFRecord): each is checked twice when it is read.
+
+    8 bytes     length of the data, little-endian
+    4 bytes     masked CRC-32C of these 8 bytes
+    the data
+    4 bytes     masked CRC-32C of the data
+
+Files may be compressed as a whole, with gzip or zlib; which, their first bytes say. A file that is not compressed is
+read at any place; one that is, from its beginning on.
+
+Source of the format: tensorflow/tensorflow, tensorflow/core/lib/io/record_writer.h.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshlib.core.errors import DataError
+from meshlib.core.files import most_unpacked_bytes, open_file
+from meshlib.records.crc import crc32c, masked, masked_crcs
+
+HEADER, FOOTER = struct.Struct("<QI"), struct.Struct("<I")
+FRAME_BYTES = HEADER.size + FOOTER.size
+CHUNK_BYTES = 1 << 20  # read of a file at once
+AUTOMATIC = 32 + zlib.MAX_WBITS  # zlib's own word for either header
+WBITS = {None: 0, "gzip": 16 + zlib.MAX_WBITS, "zlib": zlib.MAX_WBITS}
+
+Whole = NDArray[np.int64]
+
+
+class Fault(NamedTuple):
+    """What is wrong with a file, and where: `offset` counts the bytes of the records, decompressed."""
+
+    path: str
+    offset: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: at byte {self.offset}: {self.what}"
+
+    def error(self) -> DataError:
+        """The same, to be raised."""
+        return DataError(f'records: {self}; on_fault="skip" leaves out and counts what is damaged')
+
+
+@dataclass(frozen=True)
+class Index:
+    """Where the records of a file lie: the first byte of the data of each, and how many there are, int64 [n].
+
+    fault: what ended the file early; None if it is whole.
+    """
+
+    starts: Whole
+    sizes: Whole
+    fault: Fault | None
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+
+@lru_cache(1 << 12)
+def length_crc(length: int) -> int:
+    """The masked sum of a length, which few records have a length of their own for."""
+    return masked(crc32c(struct.pack("<Q", length)))
+
+
+def frame(data: bytes) -> bytes:
+    """A record as it stands in a file.
+
+    >>> frame(b"hi").hex(" ", -4)
+    '02000000 00000000 78270b34 686913d6 0856'
+    """
+    return HEADER.pack(len(data), length_crc(len(data))) + data + FOOTER.pack(masked(crc32c(data)))
+
+
+def frames(records: Sequence[bytes]) -> bytes:
+    """Many of them, one behind the other."""
+    parts: list[bytes] = []
+    for data, crc in zip(records, masked_crcs(records).tolist(), strict=True):
+        parts += (HEADER.pack(len(data), length_crc(len(data))), data, FOOTER.pack(crc))
+    return b"".join(parts)
+
+
+def compression_of(path: str | os.PathLike[str]) -> str | None:
+    """How a file is compressed: None, "gzip" or "zlib". A sound header of a record says that it is not."""
+    with open_file(path, "records", DataError) as (file, _):
+        head = file.read(HEADER.size)
+    if len(head) == HEADER.size:
+        length, crc = HEADER.unpack(head)
+        if length_crc(length) == crc:
+            return None
+    if head[:2] == b"\x1f\x8b":
+        return "gzip"
+    is_zlib = len(head) > 1 and head[0] & 15 == 8 and int.from_bytes(head[:2], "big") % 31 == 0
+    return "zlib" if is_zlib else None
+
+
+def index_of(path: str | os.PathLike[str]) -> Index:
+    """Where the records of a file that is not compressed lie: reads their headers alone."""
+    starts: list[int] = []
+    sizes: list[int] = []
+    fault = None
+    with open_file(path, "records", DataError) as (file, target):
+        total, at = os.fstat(file.fileno()).st_size, 0
+        while at < total:
+            head = file.read(HEADER.size)
+            what = _wrong_head(head) or _cut_short(head, total - at)
+            if what:
+                fault = Fault(target, at, what)
+                break
+            length = HEADER.unpack(head)[0]
+            starts.append(at + HEADER.size)
+            sizes.append(length)
+            at += length + FRAME_BYTES
+            file.seek(length + FOOTER.size, os.SEEK_CUR)
+    return Index(np.array(starts, np.int64), np.array(sizes, np.int64), fault)
+
+
+def _wrong_head(head: bytes) -> str | None:
+    """What is wrong with a header."""
+    if len(head) < HEADER.size:
+        return f"truncated: a header takes {HEADER.size} bytes, {len(head)} are left"
+    length, crc = HEADER.unpack(head)
+    if length_crc(length) != crc:
+        return f"the length {length} has the CRC {length_crc(length):#010x}, but was written with {crc:#010x}"
+    return None
+
+
+def _cut_short(head: bytes, left: int) -> str | None:
+    need = HEADER.unpack(head)[0] + FRAME_BYTES
+    return f"truncated: the record takes {need} bytes, {left} are left" if need > left else None
+
+
+def wrong_data(records: Sequence[bytes], crcs: Sequence[int]) -> list[tuple[int, str]]:
+    """Of records and the sums that were written with them those that differ: number and what is wrong."""
+    found = masked_crcs(records)
+    wrong = np.flatnonzero(found != np.array(crcs, np.uint32)).tolist()
+    return [
+        (n, f"the {len(records[n])} bytes of data have the CRC {found[n]:#010x}, but were written with {crcs[n]:#010x}")
+        for n in wrong
+    ]
+
+
+class Found(NamedTuple):
+    """A record of a file that is read from its beginning: its data, or what is wrong with it."""
+
+    data: bytes | None
+    fault: Fault | None
+
+
+def scan(path: str | os.PathLike[str], compression: str | None = None) -> Iterator[Found]:
+    """The records of a file, from its beginning; a fault after which no more can be found comes last."""
+    with open_file(path, "records", DataError) as (file, target):
+        chunks = _Chunks(file, compression)
+        most = most_unpacked_bytes(os.fstat(file.fileno()).st_size)
+        held, begin = bytearray(), 0  # what is not yet told, and where in the file it begins
+        need = HEADER.size
+        while True:
+            ready: list[bytes] = []
+            crcs: list[int] = []
+            starts: list[int] = []
+            at, what = 0, None
+            while len(held) - at >= HEADER.size:
+                head = bytes(held[at : at + HEADER.size])
+                what = _wrong_head(head)
+                need = FRAME_BYTES + HEADER.unpack(head)[0]
+                if not what and need > most:
+                    what = f"the record takes {need} bytes, more than the {most} that its file may unpack to"
+                if what or len(held) - at < need:
+                    break
+                ready.append(bytes(held[at + HEADER.size : at + need - FOOTER.size]))
+                crcs += FOOTER.unpack_from(held, at + need - FOOTER.size)
+                starts.append(begin + at)
+                at += need
+            wrong = dict(wrong_data(ready, crcs))
+            for n, data in enumerate(ready):
+                yield Found(None, Fault(target, starts[n], wrong[n])) if n in wrong else Found(data, None)
+            if what:
+                yield Found(None, Fault(target, begin + at, what))
+                return
+            del held[:at]
+            begin += at
+            try:
+                chunk = chunks.next()
+            except zlib.error as fault:
+                yield Found(None, Fault(target, begin, f"the {compression} stream is damaged: {fault}"))
+                return
+            if not chunk:
+                break
+            held += chunk
+        if held:
+            head = bytes(held[: HEADER.size])
+            what = _wrong_head(head) or _cut_short(head, len(held))
+            yield Found(None, Fault(target, begin, str(what)))
+
+
+class _Chunks:
+    """The content of a file, decompressed, in pieces."""
+
+    def __init__(self, file: BinaryIO, compression: str | None) -> None:
+        self.file = file
+        self.stream = None if compression is None else zlib.decompressobj(AUTOMATIC)
+        self.left = b""
+        self.begun = False
+
+    def next(self) -> bytes:
+        """More of it; nothing at the end. Raises zlib.error for a damaged or truncated stream."""
+        if self.stream is None:
+            return self.file.read(CHUNK_BYTES)
+        while True:
+            raw = self.left or self.file.read(CHUNK_BYTES)
+            if not raw:
+                if self.begun:
+                    raise zlib.error("it ends before its end is written")
+                return b""
+            self.begun = True
+            made = self.stream.decompress(raw, CHUNK_BYTES)  # no more at once, however much it holds
+            self.left = self.stream.unconsumed_tail
+            if self.stream.eof:  # another may follow, as where gzipped files were put one behind the other
+                self.left = self.stream.unused_data
+                self.stream, self.begun = zlib.decompressobj(AUTOMATIC), False
+            if made:
+                return made

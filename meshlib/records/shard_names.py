@@ -1,0 +1,87 @@
+"""Names of files that hold one set of records: "train-00003-of-00010" is one of ten, "train@10" all of them."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshlib.core.errors import DataError
+from meshlib.records.sets import SHARD, Sets, set_of
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+def shard_names(name: str) -> list[str]:
+    """The files of a set: those of "name@count", or the one file of any other name.
+
+    >>> shard_names("train@2"), shard_names("train.records")
+    (['train-00000-of-00002', 'train-00001-of-00002'], ['train.records'])
+
+    Raises: DataError for more files than have names, or none.
+    """
+    parts = set_of(name)
+    if parts is None:
+        return [name]
+    stem, count = parts
+    return [f"{stem}-{n:05d}-of-{count:05d}" for n in range(count)]
+
+
+def files_of(paths: Paths) -> list[str]:
+    """The files that names stand for, in the order given, those of a pattern in the order of their names.
+
+    Args:
+      paths: a file, "name@10", a pattern with * ? or [], a folder (all files in it), or a list of these.
+    Raises: DataError for what is not there, a set that lacks some of its files, and files named twice.
+    """
+    given = [paths] if isinstance(paths, str | os.PathLike) else list(paths) if isinstance(paths, Sequence) else []
+    if not given or not all(isinstance(p, str | os.PathLike) for p in given):
+        raise DataError(f"records: expected the path of a file, or a list of paths, got {paths!r:.80}")
+    found: list[str] = []
+    sets = Sets()
+    for path in given:
+        name = os.fspath(path)
+        if os.path.isdir(name):
+            # Names of files that are being written, or were when their writer was killed, begin with a dot.
+            inside = sorted(str(p) for p in Path(name).iterdir() if p.is_file() and not p.name.startswith("."))
+            inside = [p for p in inside if sets.has(p)]
+            if not inside:
+                raise DataError(f"records: the folder {name} has no files in it")
+            found += inside
+        elif os.path.exists(name):
+            if not sets.has(name):
+                raise DataError(
+                    f"records: {name} is left from an earlier set, or one that was never finished: the manifest "
+                    f"{sets.manifest(name)} does not name it"
+                )
+            found.append(name)
+        elif any(c in name for c in "*?["):
+            matching = sorted(n for n in glob.glob(name) if os.path.isfile(n) and sets.has(n))
+            if not matching:
+                raise DataError(f"records: no file matches '{name}'")
+            found += matching
+        else:
+            found += sets.members(name) or shard_names(name)
+    faults = [f"no file {name}" for name in found if not os.path.isfile(name)]
+    faults += [f"{name} is named {found.count(name)} times" for name in dict.fromkeys(found) if found.count(name) > 1]
+    faults += _missing(found)
+    if faults:
+        more = f", and {len(faults) - 8} more" if len(faults) > 8 else ""
+        raise DataError(f"records: {'; '.join(faults[:8])}{more}")
+    return found
+
+
+def _missing(found: Sequence[str]) -> list[str]:
+    """Of sets of which some files are there, those that are not."""
+    sets: dict[tuple[str, int, str], set[int]] = {}
+    for name in found:
+        parts = SHARD.fullmatch(name)
+        if parts:
+            sets.setdefault((parts[1], int(parts[4]), parts[5]), set()).add(int(parts[2]))
+    return [
+        f"of {count} files {stem}-*-of-{count:05d}{end} {len(there)} were named, the first that lacks is "
+        f"{min(set(range(count)) - there):05d}"
+        for (stem, count, end), there in sets.items()
+        if len(there) < count and len(found) > 1
+    ]

@@ -1,0 +1,260 @@
+"""What no schedule of a candidate can beat: counted from the program on one device, before it is lowered.
+
+* Time: every product and every fused attention at the rate that kernels reach at most, or the HBM time of the operands
+  that a product reads block by block, divided by the axes that could split it, with its launch. Kernels follow each
+  other, so their times add up. An axis may split an operation only along a dim for which the layout has a rule (rule 2
+  of the lowering), under whatever name the dim has got since; an axis with none for any of its dims computes it again
+  on every device.
+* Memory: variables, slots and inputs lie where the layout puts them, all the time: exact. What one loop stacks for
+  another (activations for the backward pass) lies there while the other runs, besides what that stacks itself, each
+  divided by all axes that could split it.
+
+Both are sound: no estimate is below them, which tests try on small spaces against all candidates.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from hardware.chips import Chip
+from hardware.memory import hbm_rate
+from hardware.slices import Slice
+from layouts import Shape
+from meshlib.core.compiler import Compiler
+from meshlib.core.graph import Operation
+from meshlib.core.opdef import Kind
+from meshlib.estimation.time.kernel_times import Times
+from meshlib.estimation.time.physics import CALIBRATED, Physics
+from meshlib.estimation.work.products import attention_of, mxu_dtype
+from meshlib.estimation.work.stored_values import Stored
+from meshlib.lowering.assigned import scope_of
+from meshlib.program.analysis.buffers import rewritten
+from meshlib.program.analysis.work import local_work
+from meshlib.program.instructions import Compute, Loop, Value
+from meshlib.program.records import Program, walk
+from meshlib.searching.bounds.critical_path import Waiting
+from meshlib.searching.bounds.dataflow import Flow
+from meshlib.searching.bounds.products import Kernel, Operands
+from meshlib.searching.renamed_dims import Names, Passages
+from meshlib.searching.space import Candidate
+
+Floats: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float64]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Times:
+    """Seconds of the kinds of kernels on one chip; the rows of `columns`: on the core, by how much scores are rounded
+    down where they are split, reading operands over HBM, bytes of both operands, and how many run."""
+
+    columns: np.ndarray[tuple[int, int], np.dtype[np.float64]]
+    held_bytes: float
+    ahead_seconds: float
+    bytes_per_second: float
+    launch_seconds: float
+
+    def core(self, ways: Floats) -> Floats:
+        """On the core, cut in so many parts."""
+        least: Floats = np.maximum(self.columns[0] / ways - self.columns[1], 0.0)
+        return least
+
+    def reads(self, ways: Floats) -> Floats:
+        """Over HBM, without what half of VMEM may fetch before, and operands that may still be on the chip."""
+        _, _, read, first, second, count = self.columns
+        parts = np.stack([first, second]) / ways
+        kept = np.where(parts <= self.held_bytes, parts, 0.0).sum(axis=0) / self.bytes_per_second
+        fetched: Floats = count * (self.ahead_seconds + kept)
+        return read / ways - fetched
+
+
+@dataclass(frozen=True, eq=False)
+class Bounds:
+    """Of one program.
+
+    Attributes:
+      kernels: of each kind of products how many run in a step, and their flops.
+      resident: how many variables, slots and inputs there are of each shape, scope and width in bytes.
+      moments: what is stacked, as the dims by which it can be split and bytes, at moments of which one is the peak or
+        below it.
+      alone: whether there is but one product, which is then measured alone and loses nothing.
+    """
+
+    kernels: Mapping[Kernel, tuple[int, int]]
+    resident: Mapping[tuple[Shape, str, float], int]
+    moments: Sequence[Mapping[Names | None, int]]
+    alone: bool
+    flow: Flow
+    passages: Passages
+    compiler: Compiler
+    _hits: dict[Names, np.ndarray[tuple[int], np.dtype[np.bool_]]] = field(default_factory=dict)
+    _times: dict[tuple[Chip, int], _Times | None] = field(default_factory=dict)
+    _ways_of: dict[object, Floats] = field(default_factory=dict)
+    _known: dict[Chip, dict[object, Any]] = field(default_factory=dict)  # what closer bounds have in common
+
+    @staticmethod
+    def of(whole: Program, operations: Iterable[Operation]) -> Bounds:
+        """From the program lowered for one device, and all operations that it is made of."""
+        passages = Passages.of(operations)
+        kernels: dict[Kernel, tuple[int, int]] = {}
+        products = 0
+        stored: dict[Program, Stored] = {}
+        flow = Flow.of(whole, passages)
+        reducible = set(flow.reducible)
+        for i, program, times in walk(whole):
+            if not isinstance(i, Compute) or not (i.operation.kind.kind is Kind.CONTRACTION or i.operation.kind.scores):
+                continue
+            products += 1
+            if i in reducible:
+                continue
+            dims = passages.reached(name for v in (*i.inputs, *i.outputs) for name in v.tensor.shape.names)
+            attention = attention_of(program, i) if i.operation.kind.scores else None
+            if program not in stored:
+                stored[program] = Stored(program)
+            operands = Operands.of(program, i, stored[program]) if attention is None else None
+            kind = Kernel(dims, mxu_dtype(i) if attention is None else "bf16", attention, operands)
+            count, flops = kernels.get(kind, (0, 0))
+            kernels[kind] = count + times, flops + times * local_work(program, i).mxu_flops
+        held: Counter[tuple[Shape, str, float]] = Counter()
+        for v in (*whole.variables.values(), *whole.inputs.values()):
+            if not v.tensor.on_host:
+                held[v.tensor.shape, scope_of(v.tensor), v.local_bytes / max(1, v.local_size)] += 1
+        moments = []
+        for values in _moments(whole):
+            sizes: Counter[Names | None] = Counter()
+            for v in values:
+                sizes[passages.reached(v.tensor.shape.names)] += v.local_bytes
+            moments.append(sizes)
+        return Bounds(kernels, held, moments, products < 2, flow, passages, whole.compiler)
+
+    # ------------------------------------------------------------ time
+
+    def seconds(self, c: Candidate) -> float:
+        """Of one step, at least."""
+        key = c.slice.chip, c.slice.slices
+        if key not in self._times:
+            self._times[key] = self._timed(c.slice)
+        times = self._times[key]
+        if times is None:
+            return 0.0
+        ways = self._ways(c)[: len(self.kernels)]
+        seconds = times.launch_seconds + float(np.maximum(times.core(ways), times.reads(ways)).sum())
+        return self._whole_step(c, seconds)
+
+    @property
+    def physics(self) -> Physics:
+        """As the estimate has it."""
+        return CALIBRATED.without_losses() if self.alone else CALIBRATED
+
+    def waiting_seconds(self, c: Candidate) -> float:
+        """Of one step, at least, with what has to be sent: `seconds` or more, at a hundred times its cost."""
+        shared = self._known.setdefault(c.slice.chip, {})
+        waiting = Waiting(c, self.passages, self.physics, self.compiler, shared)
+        return self._whole_step(c, waiting.seconds(self.flow))
+
+    def _whole_step(self, c: Candidate, seconds: float) -> float:
+        """With what slices wait for each other, and the step's overhead."""
+        jitter = CALIBRATED.jitter(c.slice.slices) * self.compiler.slice_jitter
+        return seconds * (1 + jitter) + self.compiler.step_overhead_seconds
+
+    def _timed(self, where: Slice) -> _Times | None:
+        """None where the chip can't run a kernel, as its estimate will say."""
+        chip = where.chip
+        times = Times(chip, self.physics)
+        rows, launches = [], 0
+        for kernel, (count, flops) in self.kernels.items():
+            core = kernel.seconds(chip, self.physics, count, flops)
+            if core is None:
+                return None
+            read, operands = 0.0, (0.0, 0.0)
+            # A common memory (CMEM of v4) holds parts of what kernels pass on.
+            if kernel.operands is not None and not (self.alone or chip.cmem_bytes):
+                read = count * kernel.operands.read_seconds(times)
+                operands = kernel.operands.bytes
+            rows.append((*core, read, *operands, count))
+            launches += count
+        columns = np.array(rows).reshape(len(rows), 6).T
+        return _Times(columns, times.held_bytes, times.ahead_seconds, hbm_rate(chip), launches * chip.launch_seconds)
+
+    # ------------------------------------------------------------ memory
+
+    def held_bytes(self, c: Candidate) -> float:
+        """What a device holds at some moment, without padding.
+
+        Raises: LayoutError where a variable cannot lie so.
+        """
+        total = 0.0
+        for (shape, scope, width), count in self.resident.items():
+            total += count * width * c.layout.sharding(shape, c.mesh, scope).local_size
+        return total + self._stacked(c)
+
+    def least_bytes(self, c: Candidate) -> float:
+        """As `held_bytes`, or less, at a fraction of its cost: as if all that an axis could split were split by it."""
+        begin, end = len(self.kernels), len(self.kernels) + len(self.resident)
+        return float((self._bytes[begin:end] / self._ways(c)[begin:end]).sum()) + self._stacked(c)
+
+    def _stacked(self, c: Candidate) -> float:
+        if not self._starts.size:
+            return 0.0
+        return float(np.add.reduceat(self._bytes / self._ways(c), self._starts).max())
+
+    # ------------------------------------------------------------ what axes may split
+
+    @cached_property
+    def _cut(self) -> list[Names | None]:
+        """The dims by which things can be cut: kernels, what is resident, then moment after moment."""
+        resident = [frozenset(shape.names) for shape, _, _ in self.resident]
+        return [*(k.dims for k in self.kernels), *resident, *(names for sizes in self.moments for names in sizes)]
+
+    @cached_property
+    def _bytes(self) -> Floats:
+        """Of the same things on one device."""
+        resident = [count * width * shape.size for (shape, _, width), count in self.resident.items()]
+        stacked = [size for sizes in self.moments for size in sizes.values()]
+        return np.array([0.0] * len(self.kernels) + resident + stacked)
+
+    @cached_property
+    def _starts(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """Where each moment begins among them."""
+        counts = [len(self.kernels) + len(self.resident), *map(len, self.moments)]
+        return np.cumsum(counts)[:-1]
+
+    def _ways(self, c: Candidate) -> Floats:
+        """In how many parts each thing may be cut."""
+        found = self._ways_of.get(c.splits)
+        if found is None:
+            found = self._ways_of[c.splits] = np.ones(len(self._cut))
+            for dims, size in c.splits:
+                hits = self._hits.get(dims)
+                if hits is None:
+                    can = [names is None or not names.isdisjoint(dims) for names in self._cut]
+                    hits = self._hits[dims] = np.array(can, bool)
+                found[hits] *= size
+        return found
+
+
+def _moments(program: Program) -> Iterator[list[Value]]:
+    """Values in memory at once, each in a place of its own: when a loop ends, what earlier ones stacked for it, and
+    what it stacks. Inside of a loop, what its body has so, besides."""
+    stacks: set[Value] = set()
+    for i in program.instructions:
+        if isinstance(i, Loop):
+            own = _stacked_by(i, program)
+            there = [*dict.fromkeys(x for x in i.inputs if x in stacks), *own]
+            if there:
+                yield there
+            for inner in _moments(i.body):
+                yield [*there, *inner]
+            stacks.update(own)
+
+
+def _stacked_by(loop: Loop, program: Program) -> list[Value]:
+    """What a loop stacks in new memory: not where a slice, a variable or a carry lies."""
+    placed = {*program.updates.values(), *(program.outputs.values() if program.is_body else ())}
+    over = rewritten(loop)
+    made = zip(loop.stacks, loop.outputs[len(loop.carries) :], strict=True)
+    return [y for name, y in made if name not in over and y not in placed and not y.tensor.on_host]

@@ -1,0 +1,356 @@
+"""The longest row of products and collectives that wait for each other: no schedule of a candidate is shorter.
+
+Each mesh axis splits a product along one of its dims, or not at all. For every such choice of a node the earliest end:
+that of what it needs, by the best choice there, with what has to be sent in between; then its own work. So nothing is
+assumed of how a lowering chooses: it takes some choice at every node, and this the best one at each by itself.
+
+Where collectives run in pieces, a reduction begins with the product before it, and a product with the first piece of
+its operand: it cannot end before the last piece is there.
+
+What is sent in between is one value of the way, the smallest, by one collective of the right kind where it takes least;
+a sum and what is not summed by one each. Products run one after the other, and trips of a loop too, none before it can
+begin. What a product reads and writes first and last over HBM adds to it, as far as nothing can fetch it before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import combinations, product
+from math import prod
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from hardware.slices import Slice
+from layouts import Sharding
+from meshlib.core.compiler import Compiler
+from meshlib.estimation.time.kernel_times import Times
+from meshlib.estimation.time.physics import Physics
+from meshlib.searching.bounds.collectives import GATHER, REDUCE, SCATTER, SWAP, least_seconds, wire_seconds
+from meshlib.searching.bounds.dataflow import Bytes, Flow, Node, Placed, Split, Use, Way
+from meshlib.searching.bounds.min_sum import Table
+from meshlib.searching.bounds.products import Contraction, Timed
+from meshlib.searching.renamed_dims import Passages
+from meshlib.searching.space import Candidate
+
+Floats: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float64]]
+Ints: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+# Of a value over one axis: the dim along which it is split, or one of these.
+WHOLE, SUM, ANY, FREE = "", "+", "*", "?"  # on each device; a partial sum; as it comes; nothing is known
+MOST_TARGETS = 4  # of one node, which are looked at together
+KINDS = ("", GATHER, SCATTER, REDUCE, SWAP)
+
+
+@dataclass(eq=False)
+class Waiting:
+    """One candidate.
+
+    `physics`: as of the estimate; `compiler`: says which collectives run in pieces beside a product (windowed einsum);
+    `shared`: what others with the same program and chip know, too.
+    """
+
+    candidate: Candidate
+    passages: Passages
+    physics: Physics
+    compiler: Compiler
+    shared: dict[object, Any] = field(default_factory=dict)
+    _homes: dict[Placed, Sharding] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], Any] = field(default_factory=dict)
+
+    @cached_property
+    def axes(self) -> Sequence[tuple[str, frozenset[str], int]]:
+        """The axes of more than one device: name, dims that they may split, size."""
+        return [axis for axis in self.candidate.named_splits if axis[2] > 1]
+
+    @cached_property
+    def _group(self) -> Sequence[int]:
+        return [size for _, _, size in self.axes]
+
+    @property
+    def slice(self) -> Slice:
+        return self.candidate.slice
+
+    def seconds(self, flow: Flow, begins: bool = True) -> float:
+        """From the first thing to the last of a program, which `begins`; or of one trip."""
+        begins_at: list[Floats] = []
+        ends: list[Floats] = []
+        owns: list[Floats] = []
+        heads: list[tuple[float, float]] = []
+        for number, ways in enumerate(flow.ways):
+            own, since_start = self._own(flow, number)
+            owns.append(own)
+            begin, last_piece = np.zeros(len(own)), np.zeros(len(own))
+            for way in ways:
+                first, last = self._arrival(flow, way, begins_at[way.source], ends[way.source])
+                begin, last_piece = np.maximum(begin, first), np.maximum(last_piece, last)
+            heads.append((float(begin.min()), float(own.min())))
+            begins_at.append(begin)
+            end = np.maximum(begin + own, last_piece)
+            ends.append(np.maximum(end, since_start) if begins else end)
+        longest = max((float(end.min()) for end in ends), default=0.0)
+        return max([longest, _one_by_one(heads), *(self._serial(flow, owns, n) for n in range(len(self.axes)))])
+
+    def _serial(self, flow: Flow, owns: Sequence[Floats], axis: int) -> float:
+        """Everything that the core computes, and what has to be sent over one axis, one after the other.
+
+        The core waits for what its next product needs, and owes `early_exposed` of what else is sent, which it pays
+        while it waits, too (`estimation.scheduling`): so it loses at least half of the sum. Each node splits its work
+        over the axis in one way, for all who need what it makes: the least of the sum of all.
+        What may be sent in pieces beside a product is left out: it costs the core nothing.
+        """
+        table, wire = Table(), np.array([self._wire(axis, kind) for kind in range(len(KINDS))])
+        for n, (node, own) in enumerate(zip(flow.nodes, owns, strict=True)):
+            counts = [len(self._choices(node, m)) for m in range(len(self.axes))]
+            others = tuple(m for m in range(len(self.axes)) if m != axis)
+            table.add((n,), own.reshape(counts).min(axis=others) if own.size > 1 else own)
+        for ways in ([way for way in ways if not self._in_pieces(way)] for ways in flow.apart):
+            if not ways:
+                continue
+            source = ways[0].source
+            targets = list(dict.fromkeys(way.target for way in ways))[:MOST_TARGETS]
+            scope = (source, *targets)
+            worst = np.zeros([len(self._choices(flow.nodes[n], axis)) for n in scope])
+            for way in ways:
+                if way.target in targets:
+                    kinds = self._kinds(flow.nodes[source], flow.nodes[way.target], way, axis)
+                    sent = wire[kinds] * self._least_bytes(way.sizes, [axis])
+                    shape = [1] * len(scope)
+                    shape[0], shape[1 + targets.index(way.target)] = sent.shape
+                    worst = np.maximum(worst, sent.reshape(shape))
+            table.add(scope, worst)
+        return table.least()
+
+    def _wire(self, axis: int, kind: int) -> float:
+        """Seconds per byte that the core loses: over that axis alone, or over others besides if that is faster."""
+        if not kind:
+            return 0.0
+        every = range(len(self.axes))
+        least = min(wire_seconds(self.slice, self._group, axes, KINDS[kind]) for axes in _among(every, (axis,)))
+        return self.physics.early_exposed / 2 * least
+
+    # ------------------------------------------------------------ nodes
+
+    def _own(self, flow: Flow, number: int) -> tuple[Floats, Floats]:
+        """What a node takes itself, under each choice; and when it can end, the program having started at 0."""
+        node = flow.nodes[number]
+        if node.loop is not None:
+            return _both(np.array([node.trips * self.seconds(node.loop, False)]))
+        launch = self.slice.chip.launch_seconds
+        if node.attention is not None:
+            found = node.attention.seconds(self.slice.chip, self.physics, 1, 0.0)
+            if found is None:  # refused when it is looked at
+                return _both(np.zeros(len([*self._cuts(node)])))
+            whole, rounded = found
+            made = [max(0.0, whole / prod(cuts.values()) - rounded) + launch for cuts in self._cuts(node)]
+            return _both(np.array(made))
+        if node.product is None:
+            return _both(np.zeros(1))
+        if node.smaller or self.slice.chip.peak(node.product.whole.dtype) is None:
+            return _both(np.zeros(len([*self._cuts(node)])))
+        uses = (*node.reads, *flow.written[number])
+        late = sum(self._moved_bytes(use) for use in uses if not use.early)
+        moved = late + sum(self._moved_bytes(use) for use in uses if use.early)
+        times = [self._timed(node, node.product, cuts).seconds(moved, late) for cuts in self._cuts(node)]
+        busy, since_start = np.array(times).T
+        return busy + launch, since_start + launch
+
+    def _cuts(self, node: Node) -> Iterator[dict[int, int]]:
+        """Under each choice, in how many parts each factor is cut, by its number."""
+        assert node.splits is not None
+        for chosen in product(*(self._choices(node, n) for n in range(len(self.axes)))):
+            cuts: dict[int, int] = {}
+            for split, (_, _, size) in zip(chosen, self.axes, strict=True):
+                if split is not None:
+                    number = node.splits.index(split)
+                    cuts[number] = cuts.get(number, 1) * size
+            yield cuts
+
+    def _timed(self, node: Node, of: Contraction, cuts: Mapping[int, int]) -> Timed:
+        key = node, tuple(cuts.items())
+        if key not in self.shared:
+            self.shared[key] = of.timed(self.slice.chip, self.physics, cuts)
+        made: Timed = self.shared[key]
+        return made
+
+    def _moved_bytes(self, use: Use) -> float:
+        """Of what a product reads or writes, without what may stay on the chip between its uses."""
+        held = self._held_bytes if use.early or self.slice.chip.cmem_bytes else 0
+        return max(0.0, self._least_bytes(use.sizes, ()) - held)
+
+    @cached_property
+    def _held_bytes(self) -> int:
+        """What a chip keeps between kernels."""
+        return Times(self.slice.chip, self.physics).held_bytes
+
+    def _choices(self, node: Node, axis: int) -> Sequence[Split | None]:
+        """Along what an axis may split a product; None: it does not. Others have no choice."""
+        if node.splits is None:
+            return (None,)
+        key = node, self.axes[axis][1:]
+        if key not in self.shared:
+            _, dims, size = self.axes[axis]
+            self.shared[key] = [
+                *(s for s in node.splits if s.size % size == 0 and (s.reached is None or s.reached & dims)),
+                None,
+            ]
+        chosen: Sequence[Split | None] = self.shared[key]
+        return chosen
+
+    def _home(self, placed: Placed, axis: int) -> str:
+        found = self._homes.get(placed)
+        if found is None:
+            c = self.candidate
+            found = self._homes[placed] = c.layout.fitting(placed.shape, c.mesh, placed.scope)
+        name = self.axes[axis][0]
+        return next((d.name for d in placed.shape if name in found.of(d.name)), WHOLE)
+
+    def _left(self, node: Node, axis: int) -> Sequence[str]:
+        """How a node leaves its value, under each choice of an axis."""
+        if node.placed is not None:
+            return (self._home(node.placed, axis),)
+        if node.splits is None:
+            return (FREE,)
+        return [
+            WHOLE if s is None else FREE if s.free else SUM if s.output is None else s.output
+            for s in self._choices(node, axis)
+        ]
+
+    def _needed(self, node: Node, way: Way, axis: int) -> Sequence[str]:
+        """How a node needs an operand, under each choice of an axis."""
+        if way.home is not None:
+            return (self._home(way.home, axis),)
+        if node.splits is None:
+            return (FREE,)
+        return [
+            ANY if s is None else FREE if s.free else s.operands[way.operand] or WHOLE
+            for s in self._choices(node, axis)
+        ]
+
+    # ------------------------------------------------------------ ways
+
+    def _arrival(self, flow: Flow, way: Way, begins: Floats, ends: Floats) -> tuple[Floats, Floats]:
+        """When the first piece of an operand can be there, and its last, under each choice of the node that needs it.
+
+        `begins` and `ends` are of its source, under each of its choices. Without pieces both are when all has been sent
+        after the source's end. With them a sum runs beside its source, and is there as a whole before the target
+        begins, unless its second half is a gather; a gather runs beside its target. Of each one piece is left for the
+        time without the other.
+        """
+        source, target = flow.nodes[way.source], flow.nodes[way.target]
+        if source.splits is None and source.placed is None:
+            return _both(ends)  # in any form
+        codes: Ints = np.zeros((1, 1), np.int64)
+        present: list[list[int]] = []
+        for n in range(len(self.axes)):
+            kinds = self._kinds(source, target, way, n)
+            present.append(sorted(set(kinds.ravel().tolist())))
+            codes = len(KINDS) * codes[:, None, :, None] + kinds[None, :, None, :]
+            codes = codes.reshape(codes.shape[0] * codes.shape[1], -1)
+        if not way.sizes or all(kinds == [0] for kinds in present):
+            return _both(np.full(codes.shape[1], ends.min()))
+        moved = np.zeros(len(KINDS) ** len(self.axes))  # what is not summed
+        summed, whole = moved.copy(), moved.copy()  # sums, and of them what is no gather
+        sizes = tuple(way.sizes.items())
+        for chosen in product(*present):
+            code = 0
+            for kind in chosen:
+                code = len(KINDS) * code + kind
+            key = sizes, chosen
+            if key not in self._known:
+                self._known[key] = self._sent(way.sizes, chosen)
+            moved[code], summed[code] = self._known[key]
+            whole[code] = summed[code] / (2 if KINDS.index(REDUCE) in chosen else 1)
+        begun, ended = begins[:, None], ends[:, None]
+        sent = (moved + summed)[codes]
+        if not self._in_pieces(way):
+            return _both((ended + sent).min(axis=0))
+        first: Floats = np.maximum(ended + sent / prod(self._group), begun + whole[codes]).min(axis=0)
+        last: Floats = np.maximum(ended + moved[codes], begun + sent).min(axis=0)
+        return first, last
+
+    def _in_pieces(self, way: Way) -> bool:
+        """Whether what is sent on a way may be large enough to be cut in pieces."""
+        return self.compiler.cuts_in_pieces(max(way.sizes.values(), default=0.0))
+
+    def _kinds(self, source: Node, target: Node, way: Way, axis: int) -> Ints:
+        """The collective of each choice of both ends, as its number among KINDS."""
+        key = way, axis
+        if key not in self._known:
+            left, needed = self._left(source, axis), self._needed(target, way, axis)
+            self._known[key] = np.array([[self._kind(a, b, way) for b in needed] for a in left], np.int64)
+        kinds: Ints = self._known[key]
+        return kinds
+
+    def _kind(self, left: str, needed: str, way: Way) -> int:
+        """The collective that makes of one form another, as its number among KINDS."""
+        if left in (FREE, WHOLE):
+            return 0
+        if left == SUM:
+            if way.linear and way.taken and needed in (ANY, FREE):
+                return 0
+            return KINDS.index(REDUCE if needed in (ANY, WHOLE) else SCATTER)
+        if needed in (ANY, WHOLE):
+            return KINDS.index(GATHER)
+        return 0 if needed == FREE or self.passages.same(left, needed) else KINDS.index(SWAP)
+
+    def _sent(self, sizes: Bytes, chosen: Sequence[int]) -> tuple[float, float]:
+        """The least seconds of what is sent on a way: of what is not summed, and of sums, one after the other.
+
+        Of several kinds of sums, or of the others, the longest: one collective may serve them all.
+        """
+
+        def together(axes: Sequence[int], kind: int) -> float:
+            """One collective over these axes, or over others besides, on which a sum may be pending from further back:
+            more devices have more links."""
+            return min(
+                least_seconds(self.slice, self._group, more, KINDS[kind], self._least_bytes(sizes, more))
+                for more in _among(range(len(self.axes)), axes)
+            )
+
+        def least(axes: Sequence[int], kind: int) -> float:
+            """One, or several one after the other."""
+            first, *others = axes
+            found = together(axes, kind)
+            for part in _among(axes, (first,)):
+                if len(part) < len(axes):
+                    found = min(found, together(part, kind) + least([n for n in others if n not in part], kind))
+            return found
+
+        kinds = {kind: [axis for axis, other in enumerate(chosen) if other == kind] for kind in set(chosen) if kind}
+        longest = [0.0, 0.0]
+        for kind, axes in kinds.items():
+            summed = KINDS[kind] in (SCATTER, REDUCE)
+            longest[summed] = max(longest[summed], least(axes, kind))
+        return longest[0], longest[1]
+
+    def _least_bytes(self, sizes: Bytes, axes: Sequence[int]) -> float:
+        """On a device, as if all other axes split what they may."""
+        others = [(dims, size) for n, (_, dims, size) in enumerate(self.axes) if n not in axes]
+        return min(
+            whole / prod(size for dims, size in others if names is None or not names.isdisjoint(dims))
+            for names, whole in sizes.items()
+        )
+
+
+def _both(seconds: Floats) -> tuple[Floats, Floats]:
+    return seconds, seconds
+
+
+def _one_by_one(heads: Sequence[tuple[float, float]]) -> float:
+    """When kernels can all have run, one at a time: each with when it can begin, and what it takes.
+
+    >>> _one_by_one([(0.0, 1.0), (5.0, 2.0), (6.0, 3.0)])
+    10.0
+    """
+    end = 0.0
+    for begin, own in sorted(heads):
+        end = max(end, begin) + own
+    return end
+
+
+def _among(every: Sequence[int], these: Sequence[int]) -> list[tuple[int, ...]]:
+    """The sets of some of all axes that have these among them."""
+    others = [n for n in every if n not in these]
+    return [(*these, *more) for count in range(len(others) + 1) for more in combinations(others, count)]

@@ -1,0 +1,401 @@
+"""Which products wait for which data, and in what form: read once from the program on one device.
+
+A *node* is a product, or attention; or something that lies where the layout puts it (a variable, an input, the carry of
+a loop); or any other operation, which may have its data in any form. Between nodes lie *ways*: values that element-wise
+operations, casts and views make one of another. Over one mesh axis a value is whole on each device, split along a dim,
+or a partial sum; so wherever a node leaves it in another form than the next one needs, one of the values on the way is
+sent. Which one is open, so the smallest counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TypeAlias
+
+from layouts import Shape
+from meshlib.core.graph import Operation, Tensor
+from meshlib.core.opdef import Factor, Kind, Role, Total
+from meshlib.estimation.work.products import attention_of
+from meshlib.estimation.work.stored_values import Stored
+from meshlib.lowering.assigned import scope_of
+from meshlib.ops.contraction.einsum import EIGHT_BIT
+from meshlib.program.instructions import Compute, Instruction, Loop, Resident, Value
+from meshlib.program.records import Program
+from meshlib.searching.bounds.products import Contraction, Kernel
+from meshlib.searching.renamed_dims import Names, Passages
+
+MOST_WAYS = 4  # by which a value may be reached that are followed: those of the most bytes
+
+# The bytes of values in a row, by the dims along which they can be split: of those with the same the least.
+Bytes: TypeAlias = Mapping[Names | None, float]
+
+
+@dataclass(frozen=True)
+class Split:
+    """One way to split a product, or attention, over an axis: `reached` has the dims whose rules bring an axis there
+    (None: any may).
+
+    `operands`: the dim of each operand that is split with it, None where the operand has to be whole; `output`: that of
+    the result, None where a partial sum is left. `free`: nothing is known of what it needs.
+    """
+
+    reached: Names | None
+    size: int
+    operands: tuple[str | None, ...]
+    output: str | None
+    free: bool = False
+
+
+@dataclass(frozen=True)
+class Placed:
+    """What a layout says of where something lies."""
+
+    shape: Shape
+    scope: str
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a product reads or writes in HBM: one of some values. `early`: it may be there when the program starts."""
+
+    sizes: Bytes
+    early: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """Something that makes a value. `placed`: it lies there; `splits`: one for each way to split it; neither: its value
+    is there in any form.
+
+    `product`, `attention`: what it computes; `reads`: what a product reads in HBM; `loop`: it is one, of so many trips.
+    """
+
+    placed: Placed | None = None
+    splits: tuple[Split, ...] | None = None
+    product: Contraction | None = None
+    reads: Sequence[Use] = ()
+    attention: Kernel | None = None
+    loop: Flow | None = None
+    trips: int = 1
+    smaller: bool = False  # whether a product of factors of its operands may stand in its place, with less work
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether no kernel of a product takes part in it, so that what passes between both does so in HBM."""
+        return any(x is not None for x in (self.placed, self.product, self.attention, self.loop))
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """How data gets from a node to an operand of another one, or to its `home`.
+
+    `linear`: whether a partial sum may pass; `taken`: whether the node takes one, too.
+    """
+
+    source: int
+    target: int
+    operand: int
+    sizes: Bytes
+    linear: bool
+    taken: bool = True
+    home: Placed | None = None
+    values: frozenset[Value] = frozenset()
+
+    @property
+    def least_bytes(self) -> float:
+        """Of the smallest value on it, on one device."""
+        return min(self.sizes.values(), default=0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Flow:
+    """A program, or a loop's body: nodes in order, and the ways into each."""
+
+    nodes: Sequence[Node]
+    ways: Sequence[Sequence[Way]]  # per node, those that end there
+
+    @cached_property
+    def apart(self) -> Sequence[Sequence[Way]]:
+        """Ways of which no two have a value in common, unless they come from the same node: those of each node.
+
+        Of the ways that cross the ones of the most bytes are taken.
+        """
+        taken: dict[Value, int] = {}
+        found: dict[int, list[Way]] = {}
+        every = [way for ways in self.ways for way in ways if way.values and self._is_serial(way)]
+        for way in sorted(every, key=lambda way: (-way.least_bytes, -way.source, way.target)):
+            if all(taken.get(v, way.source) == way.source for v in way.values):
+                taken.update(dict.fromkeys(way.values, way.source))
+                found.setdefault(way.source, []).append(way)
+        return [found[source] for source in sorted(found)]
+
+    @property
+    def reducible(self) -> Iterator[Compute]:
+        """Products, those of loops included, that may be replaced by smaller ones."""
+        for node in self.nodes:
+            if node.loop is not None:
+                yield from node.loop.reducible
+            elif node.smaller and node.product is not None:
+                yield node.product.instruction
+
+    @cached_property
+    def written(self) -> Sequence[Sequence[Use]]:
+        """Of each node what it writes for another kernel, or for home: the most that goes one way."""
+        found: dict[int, Way] = {}
+        for way in (way for ways in self.ways for way in ways if way.sizes and self.nodes[way.target].is_apart):
+            if way.source not in found or way.least_bytes > found[way.source].least_bytes:
+                found[way.source] = way
+        return [[Use(found[n].sizes, False)] if n in found else [] for n in range(len(self.nodes))]
+
+    def _is_serial(self, way: Way) -> bool:
+        """Whether no other attention can run while something is sent on a way between products, or to or from
+        attention: before, or after both."""
+        ends = way.source, way.target
+        if any(self.nodes[n].splits is None for n in ends):
+            return True
+        attention = [n for n, node in enumerate(self.nodes) if node.attention is not None and n not in ends]
+        return all(n in self._before[way.source] or way.target in self._before[n] for n in attention)
+
+    @cached_property
+    def _before(self) -> Sequence[frozenset[int]]:
+        """The nodes that each one waits for."""
+        found: list[frozenset[int]] = []
+        for ways in self.ways:
+            found.append(frozenset().union(*(found[way.source] | {way.source} for way in ways)))
+        return found
+
+    @staticmethod
+    def of(whole: Program, passages: Passages) -> Flow:
+        """From a program lowered for one device."""
+        given = {v: Placed(v.tensor.shape, scope_of(v.tensor)) for v in _resident(whole)}
+        maker = _Maker(whole, passages, given)
+        maker.run()
+        for name, v in whole.updates.items():
+            held = whole.variables.get(name)
+            if held is not None:
+                maker.bring(v, given[held])
+        return Flow(maker.nodes, maker.ways)
+
+
+def _resident(program: Program) -> Iterable[Value]:
+    return (v for v in (*program.variables.values(), *program.inputs.values()) if not v.tensor.on_host)
+
+
+@dataclass(frozen=True)
+class _Reach:
+    """That a value is reached from a node."""
+
+    source: int
+    sizes: Bytes
+    linear: bool
+    values: frozenset[Value]
+
+    @property
+    def least_bytes(self) -> float:
+        return min(self.sizes.values())
+
+
+@dataclass(eq=False)
+class _Maker:
+    """Walks a program, or a body, whose `given` values lie where the layout puts them."""
+
+    program: Program
+    passages: Passages
+    given: Mapping[Value, Placed]
+    nodes: list[Node] = field(default_factory=list)
+    ways: list[list[Way]] = field(default_factory=list)
+    reached: dict[Value, list[_Reach]] = field(default_factory=dict)
+    full: set[Value] = field(default_factory=set)  # what no product of smaller values makes
+    early: set[Value] = field(default_factory=set)  # what may be there at the start, or is made of that alone
+    stored: Stored = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stored = Stored(self.program)
+        self.early.update(self.stored.held)
+
+    def run(self) -> None:
+        for v, placed in self.given.items():
+            self._start(v, self._add(Node(placed=placed)))
+        for i in self.program.instructions:
+            if isinstance(i, Resident) or not i.outputs:
+                continue
+            if not _is_large(i) and self.early.issuperset(i.inputs):
+                self.early.update(i.outputs)
+            if isinstance(i, Loop):
+                self._loop(i)
+            elif isinstance(i, Compute) and i.operation.kind.kind is Kind.CONTRACTION:
+                self._product(i)
+            elif isinstance(i, Compute) and _keeps_elements(i.operation):
+                self._pass_on(i)
+            elif not isinstance(i.operation.kind.form(i.operation), Total):
+                self._other(i)
+
+    def bring(self, value: Value, home: Placed) -> None:
+        """A value has to be at home at the end."""
+        if self.reached.get(value):
+            self._add(Node(placed=home), [(0, value, home)])
+
+    # ------------------------------------------------------------ nodes
+
+    def _add(
+        self, node: Node, needs: Iterable[tuple[int, Value, Placed | None]] = (), linear: Sequence[int] = ()
+    ) -> int:
+        number = len(self.nodes)
+        self.nodes.append(node)
+        self.ways.append(
+            [
+                Way(reach.source, number, operand, reach.sizes, reach.linear, operand in linear, home, reach.values)
+                for operand, x, home in needs
+                for reach in self.reached.get(x, ())
+            ]
+        )
+        return number
+
+    def _start(self, value: Value, source: int, full: bool = True) -> None:
+        self.reached[value] = [_Reach(source, self._sizes(value), True, frozenset({value}))]
+        if full:
+            self.full.add(value)
+
+    def _product(self, i: Compute) -> None:
+        # Where an operand is made of factors that lack some of its dims, sums of it may be made of smaller ones.
+        told = all(x in self.full for x in i.inputs)
+        op = i.operation
+        splits = tuple(self._split(f, told) for f in op.kind.roles(op))
+        if op.attrs.get("precision") in EIGHT_BIT:  # rounded before they are sent
+            for x in i.inputs[:2]:
+                least = {self.passages.reached(x.tensor.shape.names): float(x.local_size)}
+                self.reached[x] = [replace(r, sizes=_less(r.sizes, least)) for r in self.reached.get(x, ())]
+        product = Contraction.of(self.program, i, self.stored, self.early)
+        node = Node(splits=splits, product=product, reads=self._reads(i), smaller=not told)
+        number = self._add(node, ((n, x, None) for n, x in enumerate(i.inputs)), op.kind.linear(op).operands)
+        summed = any(f.role is not Role.PARALLEL for f in op.kind.roles(op))
+        for y in i.outputs:
+            self._start(y, number, summed or self._is_full(i, y))
+
+    def _reads(self, i: Compute) -> list[Use]:
+        """Of each operand that does not come to be inside of the product's own kernel, if all differ."""
+        found: list[Use] = []
+        seen: set[Value] = set()
+        for x in i.inputs[:2]:
+            stored = [r for r in self.reached.get(x, ()) if self.nodes[r.source].is_apart]
+            if stored:
+                most = max(stored, key=lambda r: r.least_bytes)
+                if seen.isdisjoint(most.values):
+                    found.append(Use(most.sizes, x in self.early))
+                    seen |= most.values
+        return found
+
+    def _split(self, f: Factor, told: bool = True) -> Split:
+        names = [name for name in (*f.operands, *f.outputs) if name is not None]
+        known = f.role is Role.PARALLEL or (f.role is Role.SUM and told)
+        return Split(self.passages.reached(names), f.size, f.operands, f.outputs[0], not known)
+
+    def _share(self, f: Factor) -> Split:
+        """One way to split attention."""
+        names = [name for name in (*f.operands, *f.outputs) if name is not None]
+        known = f.role in (Role.PARALLEL, Role.SUM, Role.SHARE, Role.SUMMARY) and f.shares is None
+        return Split(self.passages.reached(names), f.size, f.operands, f.outputs[0], not known)
+
+    def _names(self, i: Compute) -> Names | None:
+        return self.passages.reached(name for v in (*i.inputs, *i.outputs) for name in v.tensor.shape.names)
+
+    def _other(self, i: Instruction) -> None:
+        node, op = Node(), i.operation
+        if isinstance(i, Compute) and op.kind.scores:
+            splits = tuple(self._share(f) for f in op.kind.roles(op) if f.role is not Role.WHOLE)
+            node = Node(splits=splits, attention=Kernel(self._names(i), "bf16", attention_of(self.program, i)))
+        number = self._add(node, ((n, x, None) for n, x in enumerate(i.inputs)), op.kind.linear(op).operands)
+        for y in i.outputs:
+            self._start(y, number)
+
+    def _pass_on(self, i: Compute) -> None:
+        linear = i.operation.kind.linear(i.operation).operands
+        for y in i.outputs:
+            own = self._sizes(y)
+            found: dict[int, _Reach] = {}
+            for n, x in enumerate(i.inputs):
+                for r in self.reached.get(x, ()):
+                    made = _Reach(r.source, _less(r.sizes, own), r.linear and n in linear, r.values | {y})
+                    before = found.get(r.source)
+                    if before is None or made.least_bytes > before.least_bytes:
+                        found[r.source] = made
+            most = sorted(found.values(), key=lambda r: (-r.least_bytes, -r.source))
+            self.reached[y] = most[:MOST_WAYS]
+            if self._is_full(i, y):
+                self.full.add(y)
+
+    def _is_full(self, i: Compute, y: Value) -> bool:
+        """Whether one operand has all dims of the result: then it is no product of smaller factors."""
+        names = set(y.tensor.shape.names)
+        return any(x in self.full and names <= set(x.tensor.shape.names) for x in i.inputs)
+
+    # ------------------------------------------------------------ loops
+
+    def _loop(self, loop: Loop) -> None:
+        body = loop.body
+        given: dict[Value, Placed] = {}
+        for inner, outer in zip(body.inputs.values(), loop.inputs, strict=True):
+            if outer in self.given:
+                given[inner] = self.given[outer]
+        carried: dict[str, Placed] = {}
+        for before, after in loop.carries:
+            if not _adds_up(body, body.inputs[before], body.outputs[after]):
+                carried[before] = _home(body.inputs[before].tensor)
+                given[body.inputs[before]] = carried[before]
+        maker = _Maker(body, self.passages, given)
+        maker.full.update(body.inputs.values())  # what a body is given it knows no factors of
+        maker.run()
+        for before, after in loop.carries:
+            if before in carried:
+                maker.bring(body.outputs[after], carried[before])
+        homes = [carried.get(name) for name in body.inputs]
+        node = self._add(
+            Node(loop=Flow(maker.nodes, maker.ways), trips=loop.trips),
+            ((n, x, home) for n, (x, home) in enumerate(zip(loop.inputs, homes, strict=True))),
+            range(len(loop.inputs)),
+        )
+        for n, y in enumerate(loop.outputs):
+            at_home = carried.get(loop.carries[n][0]) if n < len(loop.carries) else None
+            self._start(y, node if at_home is None else self._after(node, at_home))
+
+    def _after(self, loop: int, home: Placed) -> int:
+        """What a loop leaves at home."""
+        made = self._add(Node(placed=home))
+        self.ways[made].append(Way(loop, made, 0, {}, True, True))
+        return made
+
+    def _sizes(self, v: Value) -> Bytes:
+        return {self.passages.reached(v.tensor.shape.names): float(v.local_bytes)}
+
+
+def _is_large(i: Instruction) -> bool:
+    """Whether it is a kernel of its own, in which no product takes part, or a loop."""
+    return not isinstance(i, Compute) or i.operation.kind.kind is Kind.CONTRACTION or bool(i.operation.kind.scores)
+
+
+def _keeps_elements(op: Operation) -> bool:
+    """Whether each element of the operands is in the result, at its place along every dim."""
+    kind = op.kind
+    if kind.kind not in (Kind.ELEMENTWISE, Kind.VIEW) or kind.reads_part or kind.writes_part:
+        return False
+    return all(f.role is Role.PARALLEL and f.outputs[0] is not None for f in kind.roles(op))
+
+
+def _home(t: Tensor) -> Placed:
+    return Placed(t.shape, scope_of(t))
+
+
+def _less(a: Bytes, b: Bytes) -> Bytes:
+    """The least of both."""
+    made = dict(a)
+    for names, size in b.items():
+        made[names] = min(size, made.get(names, size))
+    return made
+
+
+def _adds_up(body: Program, before: Value, after: Value) -> bool:
+    """Whether a carry may be a partial sum: nothing uses it but what makes the next one."""
+    users = [i for i in body.instructions if before in i.inputs]
+    return not users or (len(users) == 1 and after in users[0].outputs)

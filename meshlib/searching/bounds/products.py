@@ -1,0 +1,202 @@
+"""Products and fused attention as a bound sees them: what no lowering makes faster."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TypeAlias
+
+from hardware.blocking import matmul_blocks
+from hardware.chips import Chip
+from hardware.core import Matmul, time_of
+from hardware.core import Work as Engines
+from hardware.memory import hbm_rate
+from hardware.vpu import vpu_rate
+from layouts import Shape
+from meshlib.core.graph import TensorType
+from meshlib.estimation.time.kernel_times import Times
+from meshlib.estimation.time.physics import Physics
+from meshlib.estimation.work.kernels import Kernel as Work
+from meshlib.estimation.work.products import Attention, matmul_of, operand_itemsizes, rows_first
+from meshlib.estimation.work.stored_values import Stored
+from meshlib.ops.contraction.einsum import EIGHT_BIT
+from meshlib.program.instructions import Compute, Instruction, Value
+from meshlib.program.records import Program
+from meshlib.searching.renamed_dims import Names
+
+# Bytes that nothing hides, and of these what may be fetched before: one pair for each way that they may be held.
+Pieces: TypeAlias = tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True)
+class Operands:
+    """A product with bytes per element of its rows and columns, as narrow as memory may hold them."""
+
+    product: Matmul
+    itemsizes: tuple[float, float]
+
+    @staticmethod
+    def of(program: Program, instruction: Compute, stored: Stored) -> Operands | None:
+        """Of a program on one device; None where a kernel may make an operand of less than it is."""
+        maker = {y: i for i in program.instructions if i.group == instruction.group for y in i.outputs}
+        for x in instruction.inputs[:2]:
+            if x in maker and not any(z.local_size >= x.local_size for z in _read_for(x, maker)):
+                return None
+        stored_sizes = operand_itemsizes(instruction, stored)
+        dtypes = (x.tensor.dtype.itemsize for x in rows_first(instruction))
+        first, second = (min(size, own) for size, own in zip(stored_sizes, dtypes, strict=True))
+        return Operands(matmul_of(program, instruction), (first, second))
+
+    @property
+    def bytes(self) -> tuple[float, float]:
+        """Of each operand, once."""
+        p, (first, second) = self.product, self.itemsizes
+        return first * p.batch * p.m * p.k, second * p.batch * p.taps * p.k * p.n
+
+    def read_seconds(self, times: Times) -> float:
+        """HBM time of what a product reads of its operands, block by block."""
+        bare = Work(
+            name="", opcode="", source="", region="", matmuls=((self.product, self.itemsizes),), mxu_flops=0,
+            useful_flops=0.0, vpu_ops=0, padded_vpu_ops=0.0, narrow_vpu_ops=0.0, hbm_bytes=0,
+            padded_bytes=round(sum(self.bytes)), free=False,
+        )  # fmt: skip
+        return times.of(bare).hbm_seconds
+
+
+def _read_for(value: Value, maker: Mapping[Value, Instruction]) -> Iterator[Value]:
+    """What a kernel reads to make a value; `maker`: who makes what inside of it."""
+    made = maker.get(value)
+    if made is None:
+        yield value
+        return
+    for x in made.inputs:
+        yield from _read_for(x, maker)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """All products of one kind: what they multiply in, or their attention; the dims by which they can be split."""
+
+    dims: Names | None
+    dtype: str
+    attention: Attention | None = None
+    operands: Operands | None = None  # of a product, where they are known
+
+    def seconds(self, chip: Chip, physics: Physics, count: int, flops: float) -> tuple[float, float] | None:
+        """Of so many on one device, without launches; and by how much scores are rounded down where they are split.
+
+        None where the chip has no rate for them, as its estimate will say.
+        """
+        if chip.peak(self.dtype) is None:
+            return None
+        if self.attention is not None:
+            mxu, vpu, bare = Times(chip, physics).attention_seconds(self.attention)
+            seconds = max(mxu, vpu) + bare
+            return count * seconds, count * seconds / max(1, self.attention.scores)
+        rate = chip.peak_flops(self.dtype) / chip.devices_per_chip * chip.mxu_efficiency * physics.product_rate
+        return flops / max(rate, vpu_rate(chip)), 0.0  # what is faster on the vector unit runs there
+
+
+@dataclass(frozen=True)
+class Side:
+    """The rows or the columns of a product: bytes of an element that HBM may hold, the fewest first; `early`: whether
+    they may be fetched before the product starts, since nothing that they are made of is computed on the way."""
+
+    itemsizes: tuple[float, ...]
+    early: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A product on one device without its launch: seconds on the core; of its first pieces and its last block, bytes
+    that nothing hides, and of these what may be fetched before, for each way to hold its operands; bytes a second."""
+
+    core_seconds: float
+    exposed: Pieces
+    rate: float
+
+    def seconds(self, moved_bytes: float, late_bytes: float) -> tuple[float, float]:
+        """At least, from its launch to its end; and to that from the start of a program, as nothing is fetched before.
+
+        Args:
+          moved_bytes: what it reads and writes in HBM, at least; late_bytes: of that what is computed on the way.
+        """
+        if not self.exposed:
+            return self.core_seconds, self.core_seconds
+        late, bare = float("inf"), moved_bytes
+        for exposed, early in self.exposed:
+            late, bare = min(late, min(exposed, moved_bytes) - early), min(bare, exposed)
+        busy = max(self.core_seconds + max(0.0, late) / self.rate, late_bytes / self.rate)
+        return busy, self.core_seconds + bare / self.rate
+
+
+@dataclass(frozen=True, eq=False)
+class Contraction:
+    """A product by its sizes, with those of its parts. `sides` are unknown of one that quantises its operands."""
+
+    instruction: Compute
+    whole: Matmul
+    sides: tuple[Side, Side] | None = None
+
+    @staticmethod
+    def of(program: Program, instruction: Compute, stored: Stored, early: Container[Value]) -> Contraction:
+        """Of a program on one device; `early`: values that may be there when it starts."""
+        sides = None
+        if instruction.operation.attrs.get("precision") not in EIGHT_BIT:
+            first, second = (
+                Side(tuple(sorted({stored.itemsize(x), float(x.tensor.dtype.itemsize)})), x in early)
+                for x in rows_first(instruction)
+            )
+            sides = first, second
+        return Contraction(instruction, matmul_of(program, instruction), sides)
+
+    def _part(self, cuts: Mapping[int, int]) -> Matmul | None:
+        op = self.instruction.operation
+        factors = op.kind.roles(op)
+        if any(factors[n].size % parts for n, parts in cuts.items()):
+            return None
+        inputs, (out, *_) = self.instruction.inputs, self.instruction.outputs
+        types = [
+            _cut(x.local, {factors[n].operands[place]: parts for n, parts in cuts.items()})
+            for place, x in enumerate(inputs)
+        ]
+        made = _cut(out.local, {factors[n].outputs[0]: parts for n, parts in cuts.items()})
+        assert op.kind.product is not None
+        p = op.kind.product(tuple(types), made, op.attrs)
+        return replace(self.whole, m=p.rows, k=p.contracted, n=p.columns, batch=p.batch)
+
+    def timed(self, chip: Chip, physics: Physics, cuts: Mapping[int, int]) -> Timed:
+        """One device's part, where factors, by their numbers, are cut in so many; infinite where there is no such."""
+        part = self._part(cuts)
+        rate = hbm_rate(chip) * chip.hbm_efficiency
+        if part is None:
+            return Timed(float("inf"), (), rate)
+        mxu, vpu = _product_seconds(chip, part)
+        pieces = _exposed_bytes(chip, part, *self.sides) if self.sides is not None and mxu else ()
+        return Timed(max(mxu / physics.product_rate, vpu), pieces, rate)
+
+
+@lru_cache(maxsize=1 << 16)
+def _product_seconds(chip: Chip, product: Matmul) -> tuple[float, float]:
+    time = time_of(chip, Engines((product,)))
+    return time.mxu_seconds, time.vpu_seconds
+
+
+@lru_cache(maxsize=1 << 16)
+def _exposed_bytes(chip: Chip, product: Matmul, rows: Side, columns: Side) -> Pieces:
+    """Of the first pieces of a product and its last block, bytes that nothing hides, and of these what may be fetched
+    before: for all widths that its operands may have."""
+    found = []
+    for first in rows.itemsizes:
+        for second in columns.itemsizes:
+            blocks = matmul_blocks(chip, product, first, second)
+            early = blocks.depth * (first * blocks.rows * rows.early + second * blocks.columns * columns.early)
+            found.append((blocks.exposed_bytes, early))
+    return tuple(found)
+
+
+def _cut(t: TensorType, parts: Mapping[str | None, int]) -> TensorType:
+    """A type of which dims are cut."""
+    shape = Shape([(d.name, -(-d.size // parts.get(d.name, 1))) for d in t.shape])
+    return TensorType(shape, t.dtype)

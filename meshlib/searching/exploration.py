@@ -1,0 +1,361 @@
+"""Which candidates are looked at next: the neighbours of the best, and those that could be best by their bounds.
+
+A round of a fixed size takes most of its candidates from beside the best ones (one axis with another role, a factor
+moved, one argument changed), and the others from all: those first whose bound is least, times what candidates with the
+same roles and arguments have come to over theirs so far. Before a candidate is lowered its bound is looked at closely,
+with what it has to send; that takes a tenth of lowering it. What is left at the end is bounded below, or named as not
+reached: the certificate says which.
+
+Rounds do not depend on how many processes work on them (`workers`), so the same space gives the same result. Where
+there are several, they estimate what a round has chosen, and look closely at more candidates than are needed next.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import islice
+from typing import Any
+
+from meshlib.core.errors import LayoutError
+from meshlib.core.text import bytes_text
+from meshlib.searching.outcomes import ALIKE, BOUNDED, ESTIMATED, NEEDLESS, OPEN, REFUSED, TOO_LARGE, Figures, Outcome
+from meshlib.searching.programs import Build, Objective, Problem
+from meshlib.searching.result import Found
+from meshlib.searching.resume_file import KeptEstimates
+from meshlib.searching.roles import Role
+from meshlib.searching.space import Candidate, Choices
+from meshlib.searching.workers import Task, Workers, usual_workers
+
+FIRST, ROUND = 2, 8  # candidates of the first round, before which no bound rules anything out, and of the others
+POOL = 2  # times as many are looked at closely, to choose the best of
+LEADERS = 3  # the best so far, whose neighbours are looked at
+PAYS_SECONDS = 0.1  # of work at once, from which forking processes for it pays
+AHEAD = 8  # candidates that each process looks at closely at once
+Progress = Callable[[int, int, str], object]
+
+
+class Search:
+    """One search, run once."""
+
+    def __init__(
+        self,
+        build: Build,
+        problems: Mapping[Choices, Problem],
+        space: Sequence[Candidate],
+        first: int,
+        lighter: Mapping[int, Sequence[int]],
+        objective: Objective,
+        seconds: float | None,
+        workers: int | None,
+        progress: Progress | None,
+        kept: KeptEstimates | None,
+        begun: float,
+    ) -> None:
+        self.build = build
+        self.problems, self.space, self.objective = problems, space, objective
+        self.first = first  # so many of the space are known to be good
+        self.until = None if seconds is None else begun + seconds
+        self.progress, self.kept = progress, kept
+        self.count = usual_workers(ROUND) if workers is None else min(workers, ROUND)  # more have nothing to do
+        self.workers: Workers | None = None
+        self.took: dict[str, float] = {}  # seconds of one task, by its name
+        self.bounds = [self._bound(c) for c in space]
+        self.order = sorted(range(len(space)), key=lambda n: (self.bounds[n], len(space[n].parts), n))
+        self.ranks = {n: rank for rank, n in enumerate(self.order)}
+        self.best = float("inf")  # of what fits
+        numbers: dict[Role, int] = {}  # of the roles, which take longer to compare
+        self.axes = [frozenset((numbers.setdefault(p.role, len(numbers)), p.size) for p in c.parts) for c in space]
+        self.roles = [frozenset(role for role, _ in axes) for axes in self.axes]
+        self.traits = [(*roles, *c.choices, c.slice) for roles, c in zip(self.roles, space, strict=True)]
+        self.values: dict[object, list[float]] = {}
+        self.means: dict[object, float] = {}
+        self.bare: dict[int, float] = {}  # what the bounds were of those that have been looked at closely
+        self.closer: dict[int, float] = {}  # closer bounds, also of candidates whose turn has not come
+        self.outcomes: dict[int, Outcome] = dict(self._too_large())
+        self.seen: dict[object, int] = {}
+        self.lighter = lighter  # of a candidate, the same ones that recompute less
+        self.deferred = False  # whether a candidate has been passed over until a lighter one is known
+        self.begun = begun
+
+    def run(self) -> Found:
+        """All rounds, until everything is accounted for or time runs out."""
+        try:
+            while not self._ends():
+                chosen = self._round()
+                if not chosen or self._ends():
+                    break
+                fresh = [n for n in chosen if not self._is_known(n)]
+                made = self._estimated(fresh)  # fewer where time runs out
+                chosen = [n for n in chosen if n in made or n not in fresh]
+                for n in chosen:
+                    self.outcomes[n] = made[n] if n in made else self._recalled(n)
+                self._learn(chosen)
+                if fresh:
+                    self._write()
+                if self.progress is not None:
+                    self.progress(len(self.outcomes), len(self.space), self._text())
+        finally:
+            if self.workers is not None:
+                self.workers.close()
+        return self._found()
+
+    def _too_large(self) -> Iterator[tuple[int, Outcome]]:
+        """What does not fit whatever the lowering does, told before anything is lowered."""
+        for n, c in enumerate(self.space):
+            held = self.problems[c.choices].bounds.least_bytes(c)
+            if self._exceeds(c, held):
+                yield n, Outcome(c, TOO_LARGE, self.bounds[n], why=_too_large(c, held))
+
+    # ------------------------------------------------------------ rounds
+
+    def _round(self) -> list[int]:
+        """The next candidates; none where all are accounted for."""
+        chosen = self._choose()
+        while not chosen and self.deferred and not self._ends():
+            chosen = self._choose()
+        return chosen
+
+    def _choose(self) -> list[int]:
+        """Known ones and neighbours of the leaders first, then by promise; the rest by what keeps the gap open."""
+        self.deferred = False
+        chosen: list[int] = []
+        left = [n for n in self.order if n not in self.outcomes and self._may_win(n)]
+        most = ROUND if self.values else FIRST
+        self._take(chosen, [n for n in left if n < self.first], most // 2)
+        self._take(chosen, self._beside(left), most * 5 // 8)
+        near = self._looked_at(sorted(left, key=self._promise), chosen, POOL * most)
+        self._take(chosen, sorted(near, key=self._promise), most - most // 4)
+        self._take(chosen, sorted(left, key=self.bounds.__getitem__), most)
+        return chosen
+
+    def _take(self, chosen: list[int], among: Iterable[int], most: int) -> None:
+        """Chooses those that have to be estimated, until there are so many."""
+        for n in among:
+            if len(chosen) >= most or self._ends():
+                break
+            if n not in chosen and self._open(n) and self._looked(n):
+                chosen.append(n)
+
+    def _looked_at(self, order: Sequence[int], chosen: Sequence[int], most: int) -> list[int]:
+        """The first of an order that could win by their closer bounds, so many."""
+        found: list[int] = []
+        for place, n in enumerate(order):
+            if len(found) == most or self._ends():
+                break
+            if n not in chosen and self._open(n):
+                self._look_ahead(order, place)
+                if self._looked(n):
+                    found.append(n)
+        return found
+
+    def _may_win(self, n: int) -> bool:
+        """Whether a candidate can be the fastest; of those that are known to be good, whether it can be a tie."""
+        tie = self.best * (1 + self.objective.error)
+        return self.bounds[n] < (tie if n < self.first else self.best)
+
+    def _looked(self, n: int) -> bool:
+        """Whether a candidate could win by its closer bound, too."""
+        if self.objective.closer is not None and n not in self.bare:
+            self.bare[n] = self.bounds[n]
+            if n not in self.closer:
+                self.closer |= self._answers("bound", [n])
+            self.bounds[n] = max(self.bounds[n], self.closer[n])
+        return self._may_win(n)
+
+    def _look_ahead(self, order: Sequence[int], place: int) -> None:
+        """Have the closer bounds of what follows in an order computed at once, if there are several processes."""
+        if self.objective.closer is None or self.count == 1 or order[place] in self.closer:
+            return
+        following = (n for n in order[place:] if n not in self.closer and n not in self.outcomes and self._may_win(n))
+        self.closer |= self._answers("bound", [*islice(following, AHEAD * self.count)])
+
+    def _promise(self, n: int) -> tuple[float, int, int]:
+        """What is looked at first: by its bound times the mean of what its parts have come to over theirs."""
+        c = self.space[n]
+        known = [self.means[part] for part in self.traits[n] if part in self.means]
+        ratio = sum(known) / len(known) if known else 1.0
+        return ratio * self.bounds[n], len(c.parts), self.ranks[n]
+
+    def _learn(self, fresh: Sequence[int]) -> None:
+        """By how much candidates are above their bounds, for each of their parts; what does not fit counts as worse."""
+        for n in fresh:
+            o = self.outcomes[n]
+            if o.fits:
+                self.best = min(self.best, o.value)
+            if o.figures is not None:
+                value = (
+                    o.value
+                    / (o.bound or 1.0)
+                    * (1.0 if o.fits else max(2.0, o.figures.peak_bytes / o.figures.capacity_bytes))
+                )
+                for part in self.traits[n]:
+                    self.values.setdefault(part, []).append(value)
+                    self.means[part] = sum(self.values[part]) / len(self.values[part])
+
+    def _beside(self, left: Sequence[int]) -> Iterator[int]:
+        leaders = sorted((o.value, n) for n, o in self.outcomes.items() if o.fits)[:LEADERS]
+        for _, leader in leaders:
+            yield from (n for n in left if self._are_neighbours(n, leader))
+
+    def _are_neighbours(self, m: int, n: int) -> bool:
+        """Whether they differ in one thing: an argument, the role of one axis, where a factor is, an axis more."""
+        a, b = self.space[m], self.space[n]
+        if a.slice != b.slice:
+            return False
+        differing = sum(x != y for x, y in zip(a.choices, b.choices, strict=True))
+        mine, other = self.axes[m], self.axes[n]
+        if differing:
+            return differing == 1 and mine == other and a.given == b.given
+        if self.roles[m] == self.roles[n]:
+            return len(mine - other) <= 2
+        if len(mine) == len(other):
+            return len(mine - other) == 1
+        return abs(len(mine) - len(other)) == 1 and len(mine & other) >= min(len(mine), len(other)) - 1
+
+    def _open(self, n: int) -> bool:
+        """Whether it has to be estimated; if not, why not is written down."""
+        if n in self.outcomes:
+            return False
+        c, problem, bound = self.space[n], self.problems[self.space[n].choices], self.bounds[n]
+        for lighter in self.lighter.get(n, ()):
+            known = self._known_of(lighter)
+            if known is not None and known.fits:
+                self.outcomes[n] = Outcome(c, NEEDLESS, bound, why=f"fits with less recomputed: {known.candidate}")
+                return False
+            if known is None and self._may_win(lighter):
+                self.deferred = True
+                return False
+        try:
+            held = problem.bounds.held_bytes(c)
+        except LayoutError as fault:
+            self.outcomes[n] = Outcome(c, REFUSED, bound, why=str(fault).splitlines()[-1].strip())
+            return False
+        if self._exceeds(c, held):
+            self.outcomes[n] = Outcome(c, TOO_LARGE, bound, why=_too_large(c, held))
+            return False
+        first = self.seen.setdefault(problem.alike(c), n)
+        if first != n:
+            self.outcomes[n] = Outcome(c, ALIKE, bound, why=f"lies as {self.space[first]}")
+            return False
+        return True
+
+    def _known_of(self, n: int) -> Outcome | None:
+        """What became of a candidate, or of the one that it is alike."""
+        outcome = self.outcomes.get(n)
+        if outcome is not None and outcome.state == ALIKE:
+            c = self.space[n]
+            outcome = self.outcomes.get(self.seen[self.problems[c.choices].alike(c)])
+        return outcome
+
+    def _exceeds(self, c: Candidate, held: float) -> bool:
+        """Whether it can't fit, as far as that is asked for."""
+        return held > c.slice.usable_hbm_bytes_per_device and self.objective.name != "peak memory"
+
+    def _bound(self, c: Candidate) -> float:
+        problem = self.problems[c.choices]
+        return self.objective.bound(problem.bounds, c) / problem.units
+
+    # ------------------------------------------------------------ tasks
+
+    def _ends(self) -> bool:
+        """Whether time has run out; something is said however little there is."""
+        return bool(self.values) and self.until is not None and time.monotonic() > self.until
+
+    def _bound_closely(self, n: int) -> float:
+        problem, closer = self.problems[self.space[n].choices], self.objective.closer
+        assert closer is not None
+        return closer(problem.bounds, self.space[n]) / problem.units
+
+    def _estimate(self, n: int) -> Outcome:
+        """Lower and estimate one candidate."""
+        c = self.space[n]
+        return self.problems[c.choices].estimated(c, self.objective, self.bounds[n])
+
+    def _estimated(self, chosen: Sequence[int]) -> dict[int, Outcome]:
+        made = self._answers("estimate", chosen)
+        # What comes from another process has a copy of the candidate.
+        return {n: replace(o, candidate=self.space[n], bound=self.bounds[n]) for n, o in made.items()}
+
+    def _answers(self, task: str, numbers: Sequence[int]) -> dict[int, Any]:
+        """Of each candidate what a task says; of fewer where time runs out."""
+        expected = len(numbers) * self.took.get(task, 0.0)
+        if self.workers is None and self.count > 1 and self.values and len(numbers) > 1 and expected > PAYS_SECONDS:
+            self.workers = Workers(self.count, self._tasks)
+        if self.workers is not None and len(numbers) > 1:
+            return self.workers.answers(task, numbers, self.until)
+        found: dict[int, Any] = {}
+        for n in numbers:
+            begun = time.monotonic()
+            found[n] = self._tasks[task](n)
+            self.took[task] = time.monotonic() - begun
+            if task == "estimate" and self.until is not None and time.monotonic() > self.until:
+                break
+        return found
+
+    @property
+    def _tasks(self) -> Mapping[str, Task]:
+        return {"bound": self._bound_closely, "estimate": self._estimate}
+
+    # ------------------------------------------------------------ the end
+
+    def _found(self) -> Found:
+        best = self.best
+        for n, c in enumerate(self.space):
+            if n not in self.outcomes:
+                state = BOUNDED if self.bounds[n] >= best else OPEN
+                why = "time ran out" if state == OPEN else self._behind(n, best)
+                self.outcomes[n] = Outcome(c, state, self.bounds[n], why=why)
+        made = [self.outcomes[n] for n in range(len(self.space))]
+        return Found(tuple(made), self.objective, self.problems, self.build, time.monotonic() - self.begun)
+
+    def _behind(self, n: int, best: float) -> str:
+        """Why a candidate can't be the best, by its bound."""
+        bound, bare = self.bounds[n], self.bare.get(n, self.bounds[n])
+        if best <= 0:
+            return "not better by its bound"
+        what = (
+            f"by what it has to send; by its products alone {bare / best - 1:+.1%}"
+            if bare < best
+            else "by its products"
+        )
+        return f"at least {bound / best - 1:.1%} worse {what}"
+
+    def _text(self) -> str:
+        fitting = [o for o in self.outcomes.values() if o.fits]
+        if not fitting:
+            return "nothing fits yet"
+        best = min(fitting, key=lambda o: o.value)
+        return f"{best.candidate.mesh} {best.value:.4g}"
+
+    # ------------------------------------------------------------ resuming
+
+    def _write(self) -> None:
+        if self.kept is None:
+            return
+        for o in self.outcomes.values():
+            if o.state == ESTIMATED and o.figures is not None:
+                self.kept.estimates[o.candidate.identity] = {"value": o.value, "figures": asdict(o.figures)}
+            elif o.state == REFUSED:
+                self.kept.estimates[o.candidate.identity] = {"why": o.why}
+        self.kept.write()
+
+    def _is_known(self, n: int) -> bool:
+        return self.kept is not None and self.space[n].identity in self.kept.estimates
+
+    def _recalled(self, n: int) -> Outcome:
+        assert self.kept is not None
+        c, entry = self.space[n], self.kept.estimates[self.space[n].identity]
+        if "figures" not in entry:
+            return Outcome(c, REFUSED, self.bounds[n], why=str(entry["why"]))
+        figures = dict(entry["figures"])
+        figures["largest"] = tuple(figures["largest"])
+        return Outcome(c, ESTIMATED, self.bounds[n], float(entry["value"]), Figures(**figures))
+
+
+def _too_large(c: Candidate, held: float) -> str:
+    return (
+        f"does not fit: at least {bytes_text(held)} of variables, slots and what is kept for the backward pass, "
+        f"HBM has {bytes_text(c.slice.usable_hbm_bytes_per_device)}"
+    )

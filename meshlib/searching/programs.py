@@ -1,0 +1,227 @@
+"""The programs that are searched: one for each choice of the builder's arguments, lowered by a session of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from layouts import LayoutRules
+from meshlib.core.arguments import number
+from meshlib.core.canonical_keys import key_of
+from meshlib.core.compiler import XLA_TPU, Compiler
+from meshlib.core.errors import GraphError, LayoutError, SliceError
+from meshlib.core.graph import Graph, Operation, Tensor
+from meshlib.core.opdef import Home, Kind
+from meshlib.core.replay import all_operations
+from meshlib.estimation import Estimate, estimate
+from meshlib.lowering import Session
+from meshlib.lowering.assigned import Subjects, stationary_axes
+from meshlib.models import Pipeline, TransformerConfig, train_step
+from meshlib.models.stages import MICROBATCH
+from meshlib.ops.control.remat import Remat
+from meshlib.searching.bounds.candidate import Bounds
+from meshlib.searching.outcomes import ESTIMATED, REFUSED, Figures, Outcome
+from meshlib.searching.roles import Tensors
+from meshlib.searching.space import Candidate, Choices
+
+Build = Callable[..., tuple[Any, Sequence[Operation]]]
+MODEL_ERROR = 0.035  # at least the median error on published training runs: `python -m meshlib validate`
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is to be least: a figure of the estimate, over the sizes of some dims of the program."""
+
+    name: str
+    of: Callable[[Estimate], float]
+    bound: Callable[[Bounds, Candidate], float]
+    closer: Callable[[Bounds, Candidate], float] | None = None  # as `bound` or more, at a hundred times its cost
+    given: object = None  # the figure's name, or the function, as the user gave it
+    error: float = 0.0  # below which differences say nothing, as a share
+
+    @property
+    def key(self) -> str:
+        """The canonical key: of a name, or of a function's code and closure. Raises: GraphError where it has none."""
+        return key_of("search: objective", self.given)
+
+    @staticmethod
+    def named(given: object) -> Objective:
+        """From what a user gives: the name of a figure of `Estimate`, "usd", "memory", or a function of it."""
+        if given == "memory":
+            return Objective("peak memory", lambda est: est.memory.peak_bytes, _state, given=given)
+        if given == "usd":
+            return Objective("cost of a step", lambda est: est.usd(), _usd, _closer_usd, given, MODEL_ERROR)
+        if given == "step_seconds":
+            return Objective("step", lambda est: est.step_seconds, _seconds, _closer_seconds, given, MODEL_ERROR)
+        if isinstance(given, str) and isinstance(getattr(Estimate, given, None), property):
+            return Objective(
+                given, lambda est: number(getattr(est, given), "search", "objective"), _nothing, None, given
+            )
+        if not isinstance(given, str) and callable(given):
+            made: Callable[[Estimate], float] = given
+            return Objective("objective", lambda est: number(made(est), "search", "objective"), _nothing, None, given)
+        raise GraphError(
+            "search: objective must be 'step_seconds', 'usd', 'memory', the name of another figure of mtf.Estimate, "
+            f"or a function of an Estimate, got {given!r:.80}"
+        )
+
+
+def _seconds(bounds: Bounds, c: Candidate) -> float:
+    return bounds.seconds(c)
+
+
+def _closer_seconds(bounds: Bounds, c: Candidate) -> float:
+    return bounds.waiting_seconds(c)
+
+
+def _usd(bounds: Bounds, c: Candidate) -> float:
+    return (c.slice.usd_per_hour or 0.0) / 3600 * _seconds(bounds, c)
+
+
+def _closer_usd(bounds: Bounds, c: Candidate) -> float:
+    return (c.slice.usd_per_hour or 0.0) / 3600 * _closer_seconds(bounds, c)
+
+
+def _state(bounds: Bounds, c: Candidate) -> float:
+    try:
+        return bounds.held_bytes(c)
+    except LayoutError:  # it is refused when it is looked at
+        return 0.0
+
+
+def _nothing(bounds: Bounds, c: Candidate) -> float:
+    return float("-inf")
+
+
+@dataclass(eq=False)
+class Problem:
+    """The program of one choice, with what the search asks of it."""
+
+    choices: Choices
+    outputs: Any
+    updates: Sequence[Operation]
+    compiler: Compiler
+    session: Session
+    subjects: Subjects
+    tensors: Tensors
+    dims: tuple[str, ...]
+    batch: str | None
+    units: float
+    _shapes: list[tuple[Any, str]] = field(default_factory=list)
+
+    @cached_property
+    def named(self) -> tuple[str, ...]:
+        """The axes that constraints in the program name."""
+        bound = [op.attrs["layout"] for op in self.subjects.operations if op.kind.home is Home.GIVEN]
+        return tuple(dict.fromkeys(axis for rules in bound for axis in rules.axes))
+
+    @cached_property
+    def bounds(self) -> Bounds:
+        """What no layout can beat."""
+        mesh = dict.fromkeys(self.named, 1) or {"device": 1}
+        return Bounds.of(self.session.lower(mesh, compiler=self.compiler), self.subjects.operations)
+
+    @property
+    def key(self) -> str:
+        """The canonical key of the program, of the arguments it was built with, and of the units of the objective."""
+        return key_of("search", self.choices, self.outputs, self.updates, self.units)
+
+    def alike(self, c: Candidate) -> object:
+        """Equal for candidates that differ in the names of axes alone: tensors have the same shardings, and each axis
+        the same dims that it may split."""
+        numbers: dict[str, int] = {}
+        shardings: list[object] = []
+        for shape, scope in self._shapes:
+            sharding = c.layout.fitting(shape, c.mesh, scope)
+            shardings.append(
+                tuple(tuple(numbers.setdefault(a, len(numbers)) for a in sharding.of(d)) for d in shape.names)
+            )
+            if scope == "variables" and self.compiler.stationary_weights:
+                shardings.append(frozenset(numbers.get(a) for d in shape for a in stationary_axes(c.layout, d)))
+        axes: dict[str, set[str]] = {axis: set() for axis in [*numbers, *c.mesh.sizes_by_axis]}
+        for rule in c.layout.rules:
+            for axis in rule.axes:
+                axes[axis].add(rule.dim)
+        named = tuple((c.mesh.axis_size(axis), frozenset(dims)) for axis, dims in axes.items())
+        return (c.choices, c.slice, named, tuple(shardings))
+
+    def estimated(self, c: Candidate, objective: Objective, bound: float) -> Outcome:
+        """Lower it and estimate it."""
+        try:
+            est = self.estimate(c)
+            value = objective.of(est) / self.units
+        except (LayoutError, SliceError) as fault:  # a chip without a rate or a price that is needed, too
+            return Outcome(c, REFUSED, bound, why=str(fault).splitlines()[0])
+        return Outcome(c, ESTIMATED, bound, value, Figures.of(est))
+
+    def estimate(self, c: Candidate) -> Estimate:
+        """The estimate of a candidate."""
+        return estimate(self.session.lower(c.mesh, c.layout, compiler=self.compiler), c.slice)
+
+
+def problem_of(
+    build: Build, choices: Choices, per: Sequence[str], forbid: Sequence[str], compiler: Compiler = XLA_TPU
+) -> Problem:
+    """Build the program of a choice.
+
+    Raises: GraphError where the builder gives no outputs and updates, or a dim is unknown.
+    """
+    with Graph():
+        made = build(**dict(choices))
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise GraphError(f"search: build must return (outputs, updates), as mtf.lower takes them, got {made!r:.80}")
+    outputs, updates = made
+    session = Session(outputs, updates)
+    subjects = session.subjects
+    both = [*subjects.judged(LayoutRules(), False), *subjects.judged(LayoutRules(), True)]
+    tensors = Tensors.of(both)
+    sources = [op for op in subjects.operations if op.kind.kind in (Kind.INPUT, Kind.VARIABLE) and _outside(op)]
+    stacked = {op.loop.dim.name for op in all_operations(subjects.operations) if op.loop is not None}
+    sizes = tensors.sizes
+    for name in (*per, *forbid):
+        if name not in sizes:
+            raise GraphError(f"search: the program has no dim {name!r}; there are {', '.join(sizes)}")
+    named = dict.fromkeys(d.name for op in sources for d in op.output.shape)
+    if MICROBATCH in sizes:  # what a pipeline cuts the batch into goes where the stages do, before and after them
+        named[MICROBATCH] = None
+    dims = tuple(n for n in named if sizes.get(n, 1) > 1 and n not in stacked and n not in forbid)
+    units = 1.0
+    for name in per:
+        units *= sizes[name]
+    inputs = [op.output.shape.names for op in sources if op.kind.kind is Kind.INPUT]
+    batch = next((names[0] for names in inputs if names and names[0] in dims), None)
+    return Problem(
+        choices, outputs, updates, compiler, session, subjects, tensors, dims, batch, units, list(tensors.counts)
+    )
+
+
+def _outside(op: Operation) -> bool:
+    return op.graph.parent is None
+
+
+# What a model may be built with besides the arguments of `train_step`.
+OFFLOAD = "offload"  # of remat: everything is computed again, from what each layer is given, which waits on the host
+
+
+def transformer_builder(config: TransformerConfig, batch: int | None, length: int | None) -> Build:
+    """Builds the training step of a model.
+
+    Its choices are arguments of `train_step`; "offload" as remat; and stages with microbatches of a pipeline.
+    """
+
+    def build(**choices: Any) -> tuple[Mapping[str, Tensor], Sequence[Operation]]:
+        sizes = {"batch": batch, "length": length} | choices
+        if sizes.get("remat") == OFFLOAD:
+            sizes["remat"] = Remat(offload_carries=True)
+        stages, microbatches = sizes.pop("stages", 1), sizes.pop("microbatches", None)
+        if stages != 1:
+            sizes["pipeline"] = Pipeline(
+                stages=stages, microbatches=4 * stages if microbatches is None else microbatches
+            )
+        elif microbatches not in (None, 1):
+            raise GraphError("microbatches are for a pipeline: with one stage give 1")
+        return train_step(config, **sizes)
+
+    return build

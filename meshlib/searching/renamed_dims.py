@@ -1,0 +1,43 @@
+"""Under which names a dim goes on through a program, and so which rules may split what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from meshlib.core.graph import Operation
+from meshlib.core.opdef import Home
+
+Names: TypeAlias = frozenset[str]
+
+
+@dataclass(frozen=True)
+class Passages:
+    """The names under which dims go on, through renamings and reshapes; `bound`: those that constraints lay out."""
+
+    names: Mapping[str, Names]
+    bound: Names
+
+    @staticmethod
+    def of(operations: Iterable[Operation]) -> Passages:
+        """From all operations of a program, those in loops included."""
+        groups: dict[str, set[str]] = {}
+        bound: set[str] = set()
+        for op in operations:
+            for f in op.kind.roles(op):
+                together = {name for name in (*f.operands, *f.outputs) if name is not None}
+                joined = together.union(*(groups.get(name, ()) for name in together))
+                groups.update(dict.fromkeys(joined, joined))
+            if op.kind.home is Home.GIVEN:
+                bound |= {rule.dim for rule in op.attrs["layout"].rules}
+        return Passages({name: frozenset(group) for name, group in groups.items()}, frozenset(bound))
+
+    def reached(self, dims: Iterable[str]) -> Names | None:
+        """The dims by whose rules an axis may get to any of these; None where a constraint may bring any axis."""
+        found: Names = frozenset().union(*(self.names.get(name, frozenset({name})) for name in dims))
+        return found if found.isdisjoint(self.bound) else None
+
+    def same(self, a: str, b: str) -> bool:
+        """Whether one dim may have both names."""
+        return a == b or b in self.names.get(a, ())

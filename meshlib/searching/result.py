@@ -1,0 +1,327 @@
+"""What a search found: the ranking, what is not dominated, why the others lose, and how sure that is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from meshlib.core.arguments import items, whole
+from meshlib.core.compiler import Compiler
+from meshlib.core.errors import GraphError
+from meshlib.core.text import bytes_text, grid, seconds_text
+from meshlib.estimation import Estimate
+from meshlib.estimation.views.cautions import cautions
+from meshlib.program.records import Program
+from meshlib.searching.outcomes import ALIKE, BOUNDED, ESTIMATED, NEEDLESS, OPEN, REFUSED, TOO_LARGE, Outcome
+from meshlib.searching.plainness import plainness
+from meshlib.searching.programs import MODEL_ERROR, Build, Objective, Problem
+from meshlib.searching.sensitivity import Sensitivity, sensitivity
+from meshlib.searching.space import Choices
+
+SHOWN = 8  # lines of the ranking
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Found:
+    """All candidates of a search, each with its verdict. Made by `mtf.search`."""
+
+    outcomes: tuple[Outcome, ...]
+    objective: Objective
+    problems: Mapping[Choices, Problem]
+    build: Build
+    seconds: float
+    left_out: Mapping[Choices, str] = field(default_factory=dict)  # choices that the builder refused, and why
+    space: str = ""  # what it declares, in words
+
+    @cached_property
+    def ranking(self) -> tuple[Outcome, ...]:
+        """What was estimated, the best first; what does not fit comes after all that does."""
+        made = [o for o in self.outcomes if o.figures is not None]
+        return tuple(sorted(made, key=lambda o: (not o.fits, o.value if o.fits else _peak(o), len(o.candidate.mesh))))
+
+    @property
+    def fastest(self) -> Outcome:
+        """The first of the ranking: least by the objective, of those that fit.
+
+        Raises: GraphError where nothing was estimated: everything was refused, or too large.
+        """
+        if not self.ranking:
+            raise GraphError(f"search: no candidate could be estimated: {self._tally}; {self._advice()}")
+        return self.ranking[0]
+
+    @cached_property
+    def best(self) -> Outcome:
+        """The winner: the plainest layout of those that the model's error does not tell from the fastest.
+
+        Raises: GraphError where nothing was estimated: everything was refused, or too large.
+        """
+        return min(self.tied, key=self._plainness)
+
+    @cached_property
+    def tied(self) -> tuple[Outcome, ...]:
+        """The fastest, and what is behind it by less than the model's error with the same choices on the same slice."""
+        first = self.fastest
+        most = first.value * (1 + self.objective.error)
+        mine = (first.candidate.choices, first.candidate.slice)
+        others = (o for o in self.ranking[1:] if o.fits and o.value <= most)
+        same = (o for o in others if (o.candidate.choices, o.candidate.slice) == mine)
+        return (first, *(same if first.fits else ()))
+
+    def _plainness(self, o: Outcome) -> tuple[tuple[int, ...], float]:
+        c = o.candidate
+        return plainness(c.mesh, c.layout, self.problems[c.choices].batch), o.value
+
+    @property
+    def fits(self) -> bool:
+        """Whether any candidate fits."""
+        return bool(self.ranking) and self.ranking[0].fits
+
+    @cached_property
+    def pareto(self) -> tuple[Outcome, ...]:
+        """Of what was estimated and fits, what none beats in both the objective and peak memory; by the objective."""
+        front: list[Outcome] = []
+        for o in self.ranking:
+            if o.fits and (not front or _peak(o) < _peak(front[-1])):
+                front.append(o)
+        return tuple(front)
+
+    # ------------------------------------------------------------ the certificate
+
+    @cached_property
+    def _tally(self) -> str:
+        counts = Counter(o.state for o in self.outcomes)
+        order = (ESTIMATED, TOO_LARGE, REFUSED, ALIKE, NEEDLESS, BOUNDED, OPEN)
+        return ", ".join(f"{counts[state]:,} {state}" for state in order if counts[state])
+
+    @property
+    def gap(self) -> float:
+        """By what share of it the fastest could still be beaten within the declared space; 0 where it is proved."""
+        left = [o.bound for o in self.outcomes if o.state == OPEN]
+        if not left or not self.fits:
+            return 0.0 if not left else float("inf")
+        best, least = self.fastest.value, max(0.0, min(left))
+        return max(0.0, 1 - least / best) if best > 0 else 0.0
+
+    @property
+    def exact(self) -> bool:
+        """Whether every candidate is accounted for."""
+        return not any(o.state == OPEN for o in self.outcomes)
+
+    @property
+    def certificate(self) -> str:
+        """How much is proved, and of what, in words."""
+        head = f"{len(self.outcomes):,} candidates: {self._tally}."
+        if self.exact:
+            proved = "All are accounted for: within this space nothing is better by the model."
+        else:
+            proved = f"Time ran out: what was not reached could be better by at most {self.gap:.1%}."
+        return "\n".join([f"{head} {proved}", *self._chosen(), f"The space: {self.space}."])
+
+    def _chosen(self) -> Iterator[str]:
+        """Why the winner is not the fastest."""
+        if self.fits and self.best is not self.fastest:
+            behind = self.best.value / self.fastest.value - 1
+            yield (
+                f"The winner is the plainest of {len(self.tied)} that are a tie within the model's error "
+                f"({self.objective.error:.1%}), {behind:.1%} behind the fastest."
+            )
+
+    # ------------------------------------------------------------ the winner
+
+    @property
+    def compiler(self) -> Compiler:
+        """What all candidates were lowered and scheduled for."""
+        return next(iter(self.problems.values())).compiler
+
+    def program(self, outcome: Outcome | None = None) -> Program:
+        """The program of a candidate, the best one unless given."""
+        return self.estimate(outcome).program
+
+    def estimate(self, outcome: Outcome | None = None) -> Estimate:
+        """The whole estimate of a candidate, the best one unless given."""
+        candidate = (outcome or self.best).candidate
+        return self.problems[candidate.choices].estimate(candidate)
+
+    def why(self, outcome: Outcome) -> str:
+        """Why a candidate loses, in one line; of the winner and of what is faster by less than the error, a tie."""
+        if outcome is not self.best and self.fits and outcome in self.tied:
+            return f"a tie within the model's error: {outcome.value / self.best.value - 1:+.1%}, not as plain"
+        return outcome.against(self.best)
+
+    def sensitivity(self, leaders: int = 6, **changes: Iterable[Any]) -> Sensitivity:
+        """How the winner changes when something else does: the best candidates, estimated again.
+
+        Args:
+          leaders: how many of the ranking, those that fit.
+          changes: `links` or `flops`: factors on the rates of the links, or of the MXU; `slice`: names of slices of as
+            many devices; all others: arguments of the builder, such as batch=[64, 256].
+        Returns: a Sensitivity; print it.
+        Raises: GraphError where nothing fits, for a number of leaders below 1, or a change without values.
+        """
+        fitting = [o for o in self.ranking if o.fits][: whole(leaders, "sensitivity", "leaders")]
+        if not fitting or leaders < 1:
+            raise GraphError("sensitivity: there is no candidate that fits; leaders must be at least 1")
+        given = {name: items(values, "sensitivity", name) for name, values in changes.items()}
+        if not given or not all(given.values()):
+            raise GraphError("sensitivity: say what changes, such as links=[0.5, 2] or batch=[64, 256]")
+        return sensitivity(self.build, self.objective, fitting, given, self.compiler)
+
+    # ------------------------------------------------------------ text
+
+    def report(self, path: str | Path, title: str = "") -> None:
+        """Write one self-contained HTML page: that of the winner's estimate, with all that was estimated beside it.
+
+        Args:
+          path: of the file, such as "plan.html"; title: of the page; by default mesh and slice.
+        Raises: GraphError where nothing was estimated, or the path cannot be written.
+        """
+        from meshlib.report.page import page, write_page
+        from meshlib.report.ranked import alternatives_of
+
+        write_page(path, page(self.estimate(), title, alternatives_of(self), self.certificate), "Found.report")
+
+    def as_json(self) -> dict[str, Any]:
+        """Figures of the ranking and the certificate, for programs."""
+        return {
+            "objective": self.objective.name,
+            "compiler": str(self.compiler),
+            "fits": self.fits,
+            "exact": self.exact,
+            "gap": self.gap if self.gap != float("inf") else None,
+            "certificate": self.certificate,
+            "cautions": list(self.cautions) if self.ranking else [],
+            "best": self.ranking.index(self.best) if self.ranking else None,  # its place in the ranking
+            "left_out": self._without(),
+            "ranking": [
+                {
+                    **{name: str(value) for name, value in o.candidate.choices},
+                    "slice": o.candidate.slice.name,
+                    "mesh": str(o.candidate.mesh),
+                    "layout": str(o.candidate.layout),
+                    "value": o.value,
+                    "fits": o.fits,
+                    "why": self.why(o),
+                    **(asdict(o.figures) if o.figures is not None else {}),
+                }
+                for o in self.ranking
+            ],
+        }
+
+    def _advice(self) -> str:
+        whys = Counter(o.why for o in self.outcomes if o.why)
+        return whys.most_common(1)[0][0] if whys else "take a larger slice"
+
+    def _verdict(self) -> str:
+        if not self.ranking and not any(o.state == TOO_LARGE for o in self.outcomes):
+            return f"nothing could be estimated: {self._advice()}"
+        if not self.fits:
+            return f"nothing fits{self._least()}"
+        best = self.best
+        chosen = "".join(f" {name}={value}" for name, value in best.candidate.choices)
+        lines = [f"best: mesh {best.candidate.mesh}", f"      layout {best.candidate.layout or '(nothing is split)'}"]
+        if chosen or self._several:
+            lines.append(f"      on {best.candidate.slice.name}{',' if chosen else ''}{chosen}")
+        return "\n".join([*lines, *self._second(), *(f"      {text}" for text in self.cautions)])
+
+    @cached_property
+    def cautions(self) -> tuple[str, ...]:
+        """What to know before acting on the winner: see `meshlib.estimation.views.cautions`."""
+        return tuple(cautions(self.estimate()))
+
+    def _least(self) -> str:
+        """What the smallest takes."""
+        if self.ranking:
+            return f"; the least that was found is {bytes_text(_peak(self.ranking[0]))}"
+        large = [o.candidate for o in self.outcomes if o.state == TOO_LARGE]
+        if not large:
+            return ""
+        needed, capacity = min(
+            (self.problems[c.choices].bounds.least_bytes(c), c.slice.usable_hbm_bytes_per_device) for c in large
+        )
+        return f"; every layout takes at least {bytes_text(needed)} of each device, which has {bytes_text(capacity)}"
+
+    def _second(self) -> list[str]:
+        """How near the next ones are: the next that is no tie, and what is bounded below may be nearer."""
+        best = self.best.value
+        others = [o for o in self.ranking if o.fits and o not in self.tied]
+        passed = [o.bound for o in self.outcomes if o.state == BOUNDED and o.bound != float("-inf")]
+        if best <= 0 or not (len(self.tied) > 1 or others or passed):
+            return []
+        lines = []
+        if len(self.tied) > 1:
+            lines.append(
+                f"      {len(self.tied) - 1} others are a tie within the model's error, {self.objective.error:.1%}"
+            )
+        if others:
+            behind = others[0].value / best - 1
+            lines.append(f"      the next is {behind:.1%} behind; the model's median error is {MODEL_ERROR:.1%}")
+        if passed and (not others or min(passed) < others[0].value):
+            lines.append(
+                f"      ({len(passed):,} that were not estimated are at least {min(passed) / best - 1:.1%} behind)"
+            )
+        return lines
+
+    def _row(self, rank: int, o: Outcome) -> tuple[str, ...]:
+        c, f = o.candidate, o.figures
+        assert f is not None
+        own = (f"{o.value:.4g}",) if self._own_column else ()
+        fits = "" if f.fits else " !"
+        chosen = (str(value) for _, value in c.choices)
+        where = (c.slice.name,) if self._several else ()
+        return (f"{rank}", *own, seconds_text(f.step_seconds), f"{f.mfu:.1%}", bytes_text(f.peak_bytes) + fits,
+                *chosen, *where, str(c.mesh))  # fmt: skip
+
+    @property
+    def _several(self) -> bool:
+        """Whether there is more than one slice."""
+        return len({o.candidate.slice for o in self.outcomes}) > 1
+
+    @property
+    def _own_column(self) -> bool:
+        return self.objective.name not in ("step", "peak memory") or any(p.units != 1 for p in self.problems.values())
+
+    def table(self, rows: int | None = SHOWN) -> str:
+        """The ranking as text, the best `rows` or all: figures and mesh, then the layout, then why it loses."""
+        names = [name for name, _ in self.outcomes[0].candidate.choices]
+        own = (self.objective.name,) if self._own_column else ()
+        shown = self.ranking if rows is None else self.ranking[:rows]
+        where = ("slice",) if self._several else ()
+        head = ("", *own, "step*", "MFU*", "peak", *names, *where, "mesh")
+        right = range(len(own) + 4)
+        lines = grid([head, *(self._row(n, o) for n, o in enumerate(shown, start=1))], right=right)
+        margin = " " * (len(f"{len(shown)}") + 2)
+        text = lines[:1]
+        for line, o in zip(lines[1:], shown, strict=True):
+            text += [line, f"{margin}{o.candidate.layout or '(nothing is split)'}"]
+            text += [f"{margin}{why}"] if (why := self.why(o)) else []
+        return "\n".join(text)
+
+    def __str__(self) -> str:
+        parts = [self._verdict()]
+        if self.ranking:
+            parts += [self.table(), "* modelled; all others exact. ! does not fit"]
+        end = [f"{self.certificate} ({self.seconds:.0f} s)", f"compiler: {self.compiler}", *self._without()]
+        return "\n\n".join([*parts, "\n".join(end)])
+
+    def _without(self) -> list[str]:
+        """The choices that are no part of the space, those with one reason together."""
+        reasons: dict[str, list[str]] = {}
+        for chosen, why in self.left_out.items():
+            reasons.setdefault(why, []).append(" ".join(f"{name}={value}" for name, value in chosen))
+        return [
+            f"left out: {chosen[0]}{f' and {len(chosen) - 1} more' if len(chosen) > 1 else ''}: {why}"
+            for why, chosen in reasons.items()
+        ]
+
+    def __repr__(self) -> str:
+        best = f"{self.best.candidate}" if self.ranking else "nothing"
+        return f"<Found {best} of {len(self.outcomes):,} candidates>"
+
+
+def _peak(o: Outcome) -> float:
+    assert o.figures is not None
+    return o.figures.peak_bytes

@@ -1,0 +1,78 @@
+"""The file of estimates that a later search takes up: `search(resume=...)`.
+
+It has the canonical keys of all that an estimate depends on, and a checksum over everything. A file of another program,
+machine, compiler, objective or version of the library is refused, with the name of what differs; so is one whose
+checksum is another, because somebody edited it or a disk did.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from hardware.slices import Slice
+from meshlib.core.canonical_keys import key_of, library_key
+from meshlib.core.documents import read_json
+from meshlib.core.errors import GraphError
+from meshlib.core.files import replace_file
+from meshlib.estimation.time.physics import CALIBRATED
+from meshlib.searching.programs import Objective, Problem
+
+FORMAT = "meshlib search 2"
+
+
+def keys_of(problems: Collection[Problem], slices: Sequence[Slice], objective: Objective) -> dict[str, str]:
+    """All that an estimate depends on, by the words in which a message names it.
+
+    Raises: GraphError for an objective or an attribute of the program that has no key.
+    """
+    return {
+        "program": key_of("search", [p.key for p in problems]),
+        "machine": key_of("search", list(slices)),
+        "compiler": key_of("search", CALIBRATED, [p.compiler for p in problems]),
+        "objective": objective.key,
+        "version of meshlib": library_key(),
+    }
+
+
+class KeptEstimates:
+    """The estimates in a file, by `Candidate.identity`; none where there is no file yet.
+
+    Raises: GraphError for a file that is no search, is damaged, or is of a search with other keys.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], keys: Mapping[str, str]) -> None:
+        self.path, self.keys = path, dict(keys)
+        self.estimates: dict[str, dict[str, Any]] = {}
+        if os.path.lexists(path):
+            self._read()
+
+    def write(self) -> None:
+        """Write them all, whole or not at all."""
+        content = {"format": FORMAT, "keys": self.keys, "estimates": self.estimates}
+        text = json.dumps({"sha256": _checksum(content), **content})
+        replace_file(self.path, lambda file: file.write(text.encode()), "search", GraphError)
+
+    def _read(self) -> None:
+        content, _ = read_json(self.path, "search", GraphError, "a kept search; name another file", constants=True)
+        if content.get("format") != FORMAT:
+            raise GraphError(f"search: {self.path} holds no search in the format {FORMAT!r}; name another file")
+        checksum = content.pop("sha256", None)
+        if checksum != _checksum(content):
+            raise GraphError(
+                f"search: {self.path} was changed after it was written: its checksum is {str(checksum)[:16]}, that of "
+                f"its content {_checksum(content)[:16]}; delete it, or name another file"
+            )
+        other = [name for name, key in self.keys.items() if content["keys"].get(name) != key]
+        if other:
+            raise GraphError(
+                f"search: {self.path} holds the search of another {' and '.join(other)}; name another file"
+            )
+        self.estimates = content["estimates"]
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

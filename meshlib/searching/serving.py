@@ -1,0 +1,420 @@
+"""Serving on a slice: batch and layout against latency, throughput, memory and money; what is worth choosing.
+
+Each point is a real program: `models.decode_step`, lowered and estimated with full caches, and `models.prefill` of one
+prompt for each data-parallel group. The batch grows until memory is full, which is found exactly, without trying all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from hardware.errors import HardwareError
+from hardware.slices import Slice
+from layouts import LayoutRules, Mesh
+from layouts.mesh import MeshLike
+from meshlib.core.arguments import at, choice, items, whole
+from meshlib.core.compiler import XLA_TPU, Compiler, require_compiler
+from meshlib.core.drawing import new_figure, save_figure
+from meshlib.core.dtypes import as_dtype
+from meshlib.core.errors import GraphError, LayoutError, SliceError
+from meshlib.core.graph import Graph
+from meshlib.core.text import bytes_text, grid, seconds_text, usd_text
+from meshlib.estimation import Estimate, balance, estimate
+from meshlib.lowering import lower
+from meshlib.models import TransformerConfig, decode_step, layout, prefill
+
+WHAT = "serving"
+MOST_BATCH = 1 << 16
+NARROW = ("int8", "int4", "float8_e4m3fn", "float8_e5m2")  # of kernels, which have scales
+WEIGHT_DTYPES = ("bfloat16", "float32", *NARROW)
+_PARTS = {"data": "data", "tensor": "tensor", "cache": "tensor", "features": "features"}  # of layouts, with their axes
+
+
+@dataclass(frozen=True)
+class ServingPoint:
+    """One batch under one layout.
+
+    Attributes:
+      name: of the layout, as a table shows it; batch: sequences that are decoded together.
+      decode: the estimate of a step, with caches of `context` positions.
+      prefill: the estimate of reading `prompts` prompts at once, one for each data-parallel group.
+    """
+
+    name: str
+    batch: int
+    decode: Estimate
+    prefill: Estimate
+    prompts: int
+
+    @property
+    def token_seconds(self) -> float:
+        """Time between two tokens of a sequence. Modelled."""
+        return self.decode.step_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all sequences together. Modelled."""
+        return self.batch / self.decode.step_seconds
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Time until the first token of a prompt, if nobody is before it. Modelled."""
+        return self.prefill.step_seconds
+
+    @property
+    def usd_per_million_tokens(self) -> float | None:
+        """Cost of a million decoded tokens at the list price of the slice; None where none is published. Modelled."""
+        price = self.decode.slice.usd_per_hour
+        return None if price is None else price / 3600 / self.tokens_per_second * 1e6
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of a device, in the tiles that its buffers fill: the larger of a step's and a prefill's. Exact."""
+        return max(self.decode.memory.peak_bytes, self.prefill.memory.peak_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether both fit the memory of a device."""
+        return self.decode.fits and self.prefill.fits
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What `mtf.serving` found.
+
+    `points` by layout and batch; `largest`, per layout the largest batch that fits, 0 where none does; `skipped`, the
+    layouts that the model does not divide over, with the reason; `weights` and `caches`, the dtypes of both;
+    `compiler`, what all were lowered and scheduled for.
+    """
+
+    config: TransformerConfig
+    slice: Slice
+    context: int
+    prompt: int
+    weights: str
+    caches: str
+    points: tuple[ServingPoint, ...]
+    largest: Mapping[str, int]
+    skipped: Mapping[str, str]
+    compiler: Compiler
+
+    @cached_property
+    def frontier(self) -> tuple[ServingPoint, ...]:
+        """The points that no other is faster and cheaper than, the fastest first. Modelled."""
+        found: list[ServingPoint] = []
+        for p in sorted(self.points, key=lambda p: (p.token_seconds, -p.tokens_per_second)):
+            if not found or p.tokens_per_second > found[-1].tokens_per_second:
+                found.append(p)
+        return tuple(found)
+
+    def within(self, token_seconds: float) -> ServingPoint | None:
+        """The point of highest throughput whose tokens follow each other at least that fast. Modelled."""
+        return next((p for p in reversed(self.frontier) if p.token_seconds <= token_seconds), None)
+
+    def __str__(self) -> str:
+        head = ("", "layout", "batch", "a token*", "tokens/s*", "a chip*", "1 M tokens*", "prefill*", "bound*", "peak")
+        cells: list[tuple[str, ...]] = [head]
+        for p in self.points:
+            cost = p.usd_per_million_tokens
+            cells.append(
+                (
+                    "->" if p in self.frontier else "", p.name, str(p.batch), seconds_text(p.token_seconds),
+                    f"{p.tokens_per_second:,.0f}", f"{p.tokens_per_second / self.slice.chips:,.1f}",
+                    "-" if cost is None else usd_text(cost), seconds_text(p.prefill_seconds), p.decode.bound,
+                    bytes_text(p.peak_bytes),
+                )
+            )  # fmt: skip
+        lines = [f"{self._title}, prompts of {self.prompt} tokens", *grid(cells, right=(2, 3, 4, 5, 6, 7, 9))]
+        shown = {p.name for p in self.points}
+        for name, most in self.largest.items():
+            if name not in shown:
+                lines.append(f"{name}: fits with no batch" if not most else _fits_none(name, most))
+        notes = ["-> on the frontier of latency and throughput", "* modelled; all others exact"]
+        return "\n".join([*lines, *notes, f"compiler: {self.compiler}"])
+
+    @property
+    def _title(self) -> str:
+        """The model, the slice, and the dtypes that every figure depends on."""
+        return (
+            f"{self.config.name} on {self.slice.name}: weights in {self.weights}, "
+            f"{self.context} positions of cache in {self.caches}"
+        )
+
+    def plot(self, path: str | Path) -> None:
+        """Draw throughput over latency, a line for each layout and the frontier, into a file; needs matplotlib.
+
+        Raises: GraphError where matplotlib is not installed, or the file cannot be written.
+        """
+        save_figure(self._figure, path, "Serving.plot")
+
+    def _figure(self) -> Any:
+        figure = new_figure("Serving.plot", 8, 5)
+        axes = figure.subplots()
+        for name in dict.fromkeys(p.name for p in self.points):
+            line = [p for p in self.points if p.name == name]
+            axes.plot(*self._places(line), marker="o", markersize=3, linewidth=1, label=name)
+        x, y = self._places(self.frontier)
+        axes.plot(x, y, color="black", linewidth=2, zorder=0, label="frontier")
+        for p, left, up in zip(self.frontier, x, y, strict=True):
+            axes.annotate(str(p.batch), (left, up), textcoords="offset points", xytext=(4, -10), fontsize=7)
+        axes.set(
+            title=f"{self._title}\n(modelled), batches beside the frontier",
+            xlabel="ms a token",
+            ylabel="tokens/s a chip",
+            xscale="log",
+            yscale="log",
+        )
+        for axis in (axes.xaxis, axes.yaxis):  # 20, not 2 x 10^1
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter("{x:g}")
+        axes.tick_params(which="minor", labelsize=6)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(fontsize=7, frameon=False)
+        return figure
+
+    def _places(self, points: Sequence[ServingPoint]) -> tuple[list[float], list[float]]:
+        chips = self.slice.chips
+        return [1e3 * p.token_seconds for p in points], [p.tokens_per_second / chips for p in points]
+
+
+def serving(
+    config: TransformerConfig,
+    slice: str | Slice,
+    context: int = 2048,
+    prompt: int | None = None,
+    batches: Sequence[int] | None = None,
+    layouts: Sequence[tuple[MeshLike, object]] | None = None,
+    encoder_length: int | None = None,
+    cache_dtype: str | None = None,
+    compiler: Compiler = XLA_TPU,
+    group_size: int | None = None,
+    weight_dtype: str | None = None,
+) -> Serving:
+    """Sweep batch and layout of decoding on a slice.
+
+    Args:
+      config: a decoder or an encoder-decoder.
+      slice: a name or a `hardware.Slice`.
+      context: positions that caches hold, all of them full; prompt: tokens that a prefill reads, half of them unless
+        given (of an encoder-decoder one, beside `encoder_length` that are encoded).
+      batches: to try under each layout, as far as they fit and divide; else 1, 2, 4, ... for each data-parallel group,
+        up to the largest that fits, which is the last.
+      layouts: (mesh, layout) pairs; else batch, heads and features of weights split in powers of two in all ways that
+        the model divides, caches by positions where heads are fewer.
+      cache_dtype: as of `mtf.models.prefill`.
+      compiler: what the programs are lowered and scheduled for.
+      group_size: as of `mtf.models.decode_step`, of a model with experts: at most so many sequences of one
+        data-parallel group are routed together, as many as divide them. Unless given every expert computes every token.
+      weight_dtype: what weights are stored in: "bfloat16", "float32", or for the kernels of products "int8", "int4",
+        "float8_e4m3fn" or "float8_e5m2", with a scale for each channel, and bfloat16 for the others. Unless given that
+        of the config's numerics, or bfloat16, in which models are served, where these have a wider one for training.
+    Returns: a `Serving`: print it, `.frontier`, `.largest`, `.within(0.02)`, `.plot(path)`.
+    Raises: SliceError for an unknown slice; GraphError for other bad arguments; LayoutError where no layout is legal.
+    Example:
+      >>> import meshlib as mtf
+      >>> found = mtf.serving(mtf.models.preset("gpt2"), "v5e-1", batches=[8, 64], context=1024)
+      >>> fastest, cheapest = found.frontier[0], found.frontier[-1]
+      >>> fastest.batch, cheapest.batch, fastest.token_seconds < cheapest.token_seconds
+      (8, 64, True)
+
+    Source of the trade: Pope et al., arXiv:2211.05102, figure 1.
+    """
+    served = _served(TransformerConfig.checked(config, WHAT), weight_dtype)
+    try:
+        slice_ = slice if isinstance(slice, Slice) else Slice(slice)
+    except HardwareError as fault:
+        raise SliceError(f"{at(WHAT)}: {fault}") from None
+    whole(context, WHAT, "context", low=1)
+    read = (1 if config.encoder_decoder else max(1, context // 2)) if prompt is None else whole(prompt, WHAT, "prompt")
+    if not 1 <= read <= context:
+        raise GraphError(f"{at(WHAT)}: prompt must be in 1 to {context}, the context, got {read}")
+    given = None if batches is None else [whole(b, WHAT, "each batch") for b in items(batches, WHAT, "batches")]
+    if given is not None and (not given or min(given) < 1):
+        raise GraphError(f"{at(WHAT)}: batches must be a non-empty list of numbers of at least 1, got {given}")
+    if group_size is not None:
+        whole(group_size, WHAT, "group_size", low=1)
+    sweep = _Sweep(
+        served, slice_, context, read, encoder_length, cache_dtype, require_compiler(compiler, WHAT), group_size
+    )
+    return sweep.run(given, layouts)
+
+
+def weight_dtype_of(config: TransformerConfig) -> str:
+    """The dtype in which the devices store the kernels of a model."""
+    n = config.numerics
+    return n.kernel_dtype or n.slice_dtype or n.variable_dtype
+
+
+def _activations(config: TransformerConfig) -> str:
+    """The dtype of keys and values: what layers compute in, or that of the table that is looked up in."""
+    n = config.numerics
+    return n.activation_dtype or n.slice_dtype or n.variable_dtype
+
+
+def _served(config: TransformerConfig, weight_dtype: str | None) -> TransformerConfig:
+    """The config with the weights that it is served with."""
+    n = config.numerics
+    if weight_dtype is not None:
+        choice(weight_dtype, WHAT, "weight_dtype", WEIGHT_DTYPES)
+    elif n.kernel_dtype is not None or as_dtype(n.slice_dtype or n.variable_dtype).size_bytes(1) <= 2:
+        return config
+    kept = weight_dtype or "bfloat16"
+    if kept in NARROW:
+        n = replace(n, variable_dtype="bfloat16", slice_dtype=None, kernel_dtype=kept)
+    else:
+        n = replace(n, variable_dtype=kept, slice_dtype=None, kernel_dtype=None)
+    return config.replace(numerics=n)
+
+
+@dataclass
+class _Sweep:
+    """One call of `serving`."""
+
+    config: TransformerConfig
+    slice: Slice
+    context: int
+    prompt: int
+    encoder_length: int | None
+    cache_dtype: str | None
+    compiler: Compiler
+    group_size: int | None
+
+    def run(self, batches: Sequence[int] | None, layouts: Sequence[tuple[MeshLike, object]] | None) -> Serving:
+        """All points."""
+        points: list[ServingPoint] = []
+        largest: dict[str, int] = {}
+        skipped: dict[str, str] = {}
+        given = None if layouts is None else [*_pairs(layouts)]
+        if given == []:
+            raise GraphError(
+                f"{at(WHAT)}: layouts must be a non-empty list of (mesh, layout) pairs, got {layouts!r:.80}"
+            )
+        for mesh, named in self._candidates() if given is None else given:
+            name = str(mesh) if layouts is None else f"{mesh} {named}"
+            try:
+                rules = self._rules(mesh, named)
+                group = _groups(mesh, rules)
+                first = self._point(name, mesh, rules, group)
+            except LayoutError as fault:
+                skipped[name] = str(fault)
+                continue
+            largest[name] = self._most(first, mesh, rules, group)
+            points += self._of_layout(first, mesh, rules, group, batches, largest[name])
+        if not largest:
+            reasons = "\n  ".join(f"{name}: {why.splitlines()[0]}" for name, why in skipped.items())
+            raise LayoutError(
+                f"{at(WHAT)}: no layout of {self.config.name} on {self.slice.name} is legal:\n  {reasons}"
+            )
+        weights, caches = weight_dtype_of(self.config), self.cache_dtype or _activations(self.config)
+        return Serving(
+            self.config,
+            self.slice,
+            self.context,
+            self.prompt,
+            weights,
+            caches,
+            tuple(points),
+            largest,
+            skipped,
+            self.compiler,
+        )
+
+    def _candidates(self) -> Iterator[tuple[Mesh, object]]:
+        """Batch, heads and features in powers of two: data-parallel, and weights that stay where they are."""
+        n = self.slice.devices
+        powers = [1 << k for k in range(n.bit_length()) if n % (1 << k) == 0]
+        for tensor, features in product(powers, (1, 2, 4)):
+            if n % (tensor * features) or (features > 1 and tensor < 2 * features):
+                continue  # d_ff takes more devices than d_model does: Pope et al., section 3.2.2
+            sizes = {"data": n // (tensor * features), "features": features, "tensor": tensor}
+            mesh = Mesh({axis: size for axis, size in sizes.items() if size > 1} or {"data": 1})
+            parts = [part for part, axis in _PARTS.items() if axis in mesh]
+            yield mesh, "+".join(parts)
+
+    def _rules(self, mesh: Mesh, named: object) -> LayoutRules:
+        """Rules as they are given, or those of the sweep's own parts."""
+        parts = named.split("+") if isinstance(named, str) else []
+        if not parts or not {*parts} <= {*_PARTS}:
+            return LayoutRules(named)  # type: ignore[arg-type]
+        own = [part for part in parts if part != "features"]
+        rules = layout("+".join(own), self.config, mesh) if own else LayoutRules("")
+        return LayoutRules([*rules.rules, *LayoutRules("d_model:features" if "features" in parts else "").rules])
+
+    def _of_layout(
+        self, first: ServingPoint, mesh: Mesh, rules: LayoutRules, group: int, batches: Sequence[int] | None, most: int
+    ) -> Iterator[ServingPoint]:
+        """The points of a layout, as far as they fit."""
+        if batches is None:
+            tried = [group << k for k in range(MOST_BATCH.bit_length()) if group << k < most]
+            tried = [*tried, most] if most else []
+        else:
+            tried = [b for b in sorted({*batches}) if b % group == 0 and b <= most]
+        for batch in tried:
+            yield first if batch == group else replace(first, batch=batch, decode=self._decode(mesh, rules, batch))
+
+    def _most(self, first: ServingPoint, mesh: Mesh, rules: LayoutRules, group: int) -> int:
+        """The largest multiple of `group` that fits. Memory grows by nearly as much for each: guessed, then tried."""
+        if not first.fits:
+            return 0
+        low, high = 1, MOST_BATCH // group + 1  # fits, does not
+        bytes_of = {1: first.decode.memory.peak_bytes}
+        count = 2
+        while high - low > 1:
+            memory = self._decode(mesh, rules, count * group).memory
+            bytes_of[count] = memory.peak_bytes
+            low, high = (count, high) if memory.fits else (low, count)
+            a, b = sorted(bytes_of)[-2:] if memory.fits else (low, count)
+            slope = max(1.0, (bytes_of[b] - bytes_of.get(a, bytes_of[1])) / (b - a))
+            guess = low + int((memory.capacity_bytes - bytes_of[low]) / slope)
+            count = min(max(guess, low + 1), high - 1)
+        return low * group
+
+    def _point(self, name: str, mesh: Mesh, rules: LayoutRules, group: int) -> ServingPoint:
+        with Graph():
+            made = prefill(
+                self.config, group, self.prompt, self.context, self.encoder_length, cache_dtype=self.cache_dtype
+            )
+            read = self._estimate(made, mesh, rules)
+        return ServingPoint(name, group, self._decode(mesh, rules, group), read, group)
+
+    def _decode(self, mesh: Mesh, rules: LayoutRules, batch: int) -> Estimate:
+        with Graph():
+            together = self._together(batch // _groups(mesh, rules))
+            made = decode_step(
+                self.config, batch, self.context, self.encoder_length, cache_dtype=self.cache_dtype, group_size=together
+            )
+            return self._estimate(made, mesh, rules)
+
+    def _estimate(self, step: tuple[Any, Any], mesh: Mesh, rules: LayoutRules) -> Estimate:
+        """Of a step lowered at the slice's own balance: beside few bytes, starting a collective is dear."""
+        program = lower(*step, mesh=mesh, layout=rules, balance=balance(self.slice, mesh), compiler=self.compiler)
+        return estimate(program, self.slice)
+
+    def _together(self, sequences: int) -> int | None:
+        """How many of a data-parallel group's sequences are routed together."""
+        if self.group_size is None:
+            return None
+        return next(n for n in range(min(self.group_size, sequences), 0, -1) if sequences % n == 0)
+
+
+def _fits_none(name: str, most: int) -> str:
+    return f"{name}: none of the batches fits and divides; the largest that does is {most}"
+
+
+def _pairs(layouts: object) -> Iterator[tuple[Mesh, object]]:
+    for pair in items(layouts, WHAT, "layouts"):
+        if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+            raise GraphError(f"{at(WHAT)}: layouts must be (mesh, layout) pairs, got {pair!r:.80}")
+        mesh, rules = pair
+        yield mesh if isinstance(mesh, Mesh) else Mesh(mesh), rules
+
+
+def _groups(mesh: Mesh, rules: LayoutRules) -> int:
+    """Over how many devices the batch has to divide."""
+    axes = [axis for rule in rules.rules if rule.dim == "batch" for axis in rule.axes]
+    return mesh.group_size(tuple(dict.fromkeys(axes)))

@@ -1,0 +1,1 @@
+"""Tensors on disk: the safetensors format, and checkpoints of a simulation's state."""

@@ -1,0 +1,431 @@
+"""State on disk: every variable, optimizer slot, the step and the seed in one safetensors file, whole or not at all.
+
+    8 bytes             length of the header, little-endian
+    header              JSON {name: {"dtype", "shape", "data_offsets"}, "__metadata__": {text: text}}, then blanks
+    the rest            the tensors' bytes, little-endian, C order, without gaps
+
+Any reader of the format can read the files, and `load` reads the files of any writer. State is global arrays: nothing
+in a file depends on the mesh, the layout or the executor that made it. A tensor has the dtype that the devices store,
+so that a loaded run goes on bit for bit; the format has no int4, which is written as I8, a byte an element. The format
+has no sums against damage; `save` keeps CRC-32s in the metadata, and `load` compares those it finds.
+
+A file is written under a temporary name beside its target and renamed over it when all of its bytes are on the disk.
+Whoever is killed leaves the old file, and at most a temporary one that the next `save` to that path removes: writers
+hold a lock on theirs, so one without a lock has no writer any more.
+
+Source of the format: github.com/huggingface/safetensors, README.md and safetensors/src/tensor.rs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, BinaryIO, NoReturn
+
+import numpy as np
+
+from layouts import Shape
+from meshlib.core.dtypes import BFLOAT16, BOOL, INT4, INT32, DType
+from meshlib.core.errors import CheckpointError, DamagedError, nearest
+from meshlib.core.files import open_file, replace_file
+from meshlib.simulation import Simulation
+from meshlib.simulation.state import Processes
+from meshlib.storage.safetensors import CODES, METADATA, Entry, Header, header_bytes, read_header
+
+__all__ = ["load", "save"]
+
+Array = np.ndarray[Any, Any]
+Path = str | os.PathLike[str]
+Types = Mapping[str, tuple[Shape, DType]]
+Places = Mapping[str, tuple[int, Shape, DType]]  # where each tensor begins in the file, in bytes, and what it is
+
+CHUNK = 1 << 18  # elements encoded, summed and written at once: what stays in a processor's cache
+SEED, SUM = "seed", "crc32/"
+
+
+# ---------------------------------------------------------------- writing
+
+
+def save(sim: Simulation, path: Path, notes: Mapping[str, str] | None = None) -> None:
+    """Write all variables, optimizer slots, the step and the seed of `sim` to `path`, in safetensors format.
+
+    Whatever happens, `path` holds either what it held before or all of the new state; a process that has the old
+    file mapped keeps it. Beyond the state itself it takes the memory of one block of a tensor, or of one tensor where
+    the state holds a transposed view.
+
+    Args:
+      sim: the simulation.
+      path: the file; its folder must exist. A link stays a link, and its target is replaced.
+      notes: name -> text that is kept beside the variables, for `read_notes`; names begin with no "crc32/".
+    Raises: CheckpointError if the file can't be written.
+    Example:
+      >>> import tempfile
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     w = mtf.variable("w", [mtf.Dimension("d", 4)], 1.0)
+      ...     program = mtf.lower(updates=[mtf.assign(w, w * 2)], mesh="r:2", layout="d:r")
+      >>> sim, other = mtf.simulate(program, seed=3), mtf.simulate(program)
+      >>> _ = sim.step()
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     mtf.save(sim, f"{folder}/w.safetensors")
+      ...     mtf.load(f"{folder}/w.safetensors", other)
+      {}
+      >>> other.state["w"].tolist(), int(other.state["step"]), other.seed
+      ([2.0, 2.0, 2.0, 2.0], 1, 3)
+    """
+    _check_simulation(sim, "save", "save(sim, path)")
+    kept = checked_notes(notes)
+    with sim.state.lock:
+        content = _Content(sim.state.stored, _types(sim), sim.seed, kept)
+        if sim.state.processes is None:
+            replace_file(path, content.write, "save", CheckpointError)
+        else:
+            _save_together(sim.state.processes, content, path)
+
+
+def checked_notes(notes: Mapping[str, str] | None) -> dict[str, str]:
+    """Notes as `save` takes them. Raises: CheckpointError for names or texts that can't be written."""
+    kept = {} if notes is None else dict(notes)
+    taken = {"format", "meshlib", SEED, METADATA}
+    for name, text in kept.items():
+        if not isinstance(name, str) or not isinstance(text, str) or name in taken or name.startswith(SUM):
+            raise CheckpointError(f"save: notes are names and texts of your own, got {name!r:.80}: {text!r:.80}")
+    return kept
+
+
+class Snapshot:
+    """A copy of a simulation's state on the host, which can be written while the simulation goes on.
+
+    Its memory is used again by every `take`: for a large state, memory that is new takes longer than the copy.
+
+    Raises: CheckpointError for a state that several processes share: they write together.
+    """
+
+    def __init__(self, sim: Simulation) -> None:
+        if sim.state.processes is not None:
+            raise CheckpointError("save: several processes share the state, and write it together")
+        self.types, self.seed = _types(sim), sim.seed
+        self.arrays: dict[str, Array] = {}
+
+    def prepare(self) -> None:
+        """Make room for the state, so that `take` finds it; any thread may do it."""
+        for name, (shape, dtype) in self.types.items():
+            array = self.arrays.get(name)
+            if array is None or (array.shape, array.dtype) != (shape.sizes, dtype.storage):
+                self.arrays[name] = np.empty(shape.sizes, dtype.storage)
+                self.arrays[name].fill(0)  # else the system gives the memory when it is first written
+
+    def take(self, sim: Simulation) -> None:
+        """Copy the state as it is now. Not to be called while `save` is running."""
+        with sim.state.lock:
+            self.types, self.seed = _types(sim), sim.seed
+            self.prepare()
+            for name in self.types:
+                sim.state.copy_to(name, self.arrays[name])
+
+    def save(self, path: Path, notes: Mapping[str, str] | None = None) -> None:
+        """Write it as `save` does: the same bytes, whole or not at all."""
+        content = _Content(self.arrays.__getitem__, self.types, self.seed, checked_notes(notes))
+        replace_file(path, content.write, "save", CheckpointError)
+
+
+def write_state(sim: Simulation, file: BinaryIO) -> None:
+    """Write what `save` writes into an open file."""
+    with sim.state.lock:
+        _Content(sim.state.stored, _types(sim), sim.seed, {}).write(file)
+
+
+class _Content:
+    """The content of a file: a header that says where each tensor lies, and the tensors, which `array` gives."""
+
+    def __init__(self, array: Callable[[str], Array], types: Types, seed: int, notes: Mapping[str, str]) -> None:
+        if METADATA in types:
+            raise CheckpointError(
+                f"save: variable '{METADATA}' has the name that the format keeps for itself; rename it"
+            )
+        self.array = array
+        self.entries, begin = {}, 0
+        for name in sorted(types, key=lambda n: (-types[n][1].public.itemsize, n)):
+            shape, dtype = types[name]
+            end = begin + shape.size * dtype.public.itemsize
+            self.entries[name] = Entry(CODES[dtype.name], shape.sizes, begin, end)
+            begin = end
+        text = str(seed)
+        self.metadata = {"format": "np", "meshlib": "1", SEED: text, SUM + METADATA: _sum(text.encode()), **notes}
+        self.metadata.update({f"{SUM}{METADATA}/{name}": _sum(note.encode()) for name, note in notes.items()})
+        # Sums have a fixed length, so that the header can be written before they are known, and then once more.
+        self.header = self._header(dict.fromkeys(self.entries, 0))
+        self.places = {name: (len(self.header) + e.begin, *types[name]) for name, e in self.entries.items()}
+
+    def write(self, file: BinaryIO) -> None:
+        """Write all of it."""
+        self.write_by(file, lambda file, places: _write_all(self.array, file, places))
+
+    def write_by(self, file: BinaryIO, tensors: Callable[[BinaryIO, Places], Mapping[str, int]]) -> None:
+        """Write all of it; `tensors` writes those, and returns their sums."""
+        file.write(self.header)
+        sums = tensors(file, self.places)
+        file.seek(0)
+        file.write(self._header(sums))
+
+    def _header(self, sums: Mapping[str, int]) -> bytes:
+        return header_bytes("save", self.entries, {**self.metadata, **{SUM + n: _hex(sums[n]) for n in self.entries}})
+
+
+def _save_together(processes: Processes, content: _Content, path: object) -> None:
+    """The first process makes the file; the others write into it."""
+    fault = None
+    try:
+        if processes.first:
+            replace_file(path, lambda file: content.write_by(file, processes.write), "save", CheckpointError)
+        else:
+            processes.follow(content.places)
+    except Exception as found:  # whatever it is, the others must not wait for ever
+        fault = str(found) if isinstance(found, CheckpointError) else f"save: {type(found).__name__}: {found}"
+    processes.agree(fault)
+
+
+def _types(sim: Simulation) -> Types:
+    return {name: _type(sim, name) for name in sim.state.arrays}
+
+
+def _write_all(array: Callable[[str], Array], file: BinaryIO, places: Places) -> dict[str, int]:
+    """Write all tensors, one after the other; their CRC-32s."""
+    sums = {}
+    for name, (_, _, dtype) in places.items():
+        total = 0
+        for block in _encoded(array(name), dtype, name):
+            total = zlib.crc32(block, total)
+            file.write(block)
+        sums[name] = total
+    return sums
+
+
+def _encoded(array: Array, dtype: DType, name: str) -> Iterator[memoryview]:
+    """The bytes of a tensor in the file, block by block."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    for start in range(0, flat.size, CHUNK):
+        block = flat[start : start + CHUNK]
+        if dtype is BFLOAT16:  # stored as the float32 of the same value: its upper half
+            bits = block.view(np.uint32)
+            if np.any(bits & 0xFFFF):
+                at = start + int(np.flatnonzero(bits & 0xFFFF)[0])
+                raise CheckpointError(
+                    f"save: variable '{name}' is bfloat16, but its element {at} is {flat[at]!r}, which is not"
+                )
+            block = (bits >> 16).astype("<u2")
+        elif dtype.is_rounded:
+            bits = block.astype(dtype.public)
+            if not np.array_equal(bits.astype(block.dtype), block, equal_nan=True):
+                at = start + int(np.flatnonzero(bits.astype(block.dtype) != block)[0])
+                raise CheckpointError(
+                    f"save: variable '{name}' is {dtype.name}, but its element {at} is {flat[at]!r}, which is not"
+                )
+            block = bits
+        else:
+            block = block.astype(block.dtype.newbyteorder("<"), copy=False)
+        yield block.view(np.uint8).data
+
+
+# ---------------------------------------------------------------- reading
+
+
+def load(path: Path, sim: Simulation, *, strict: bool = True, only: Iterable[str] | None = None) -> dict[str, str]:
+    """Give `sim` the state in the file `path`: all of it or, if anything is wrong, nothing.
+
+    The simulation may have another mesh, layout and executor than the one that was saved; what counts are the names,
+    shapes and stored dtypes of the variables.
+
+    Args:
+      path: a file that `save` or another writer of safetensors made.
+      sim: the simulation to change.
+      strict: every tensor of the file and every variable of the simulation must have its counterpart, of the same
+        shape and dtype, and the file must hold a seed. Without it, whatever does not fit is left out.
+      only: names or patterns like "encoder/*" of the variables to load. The rest of the simulation, its seed too,
+        stays as it is, and the rest of the file is not looked at.
+    Returns: what was left out, name -> why; empty if strict.
+    Raises: CheckpointError with everything that does not fit at once, or with the first fault of the file itself.
+    """
+    _check_simulation(sim, "load", "load(path, sim)")
+    patterns = _patterns(only)
+    with open_file(path, "load", CheckpointError) as (file, target):
+        header = read_header(file, target, "load")
+        fitting, skipped = _match(header, sim, patterns)
+        seed = _seed(header, target) if patterns is None else None
+        if patterns is None and seed is None:
+            skipped[METADATA] = f"no '{SEED}' in it, only {', '.join(header.metadata) or 'nothing'}"
+        if skipped and (strict or not fitting):
+            _refuse(target, skipped, strict)
+        arrays = _read_all(sim, file, header, fitting, target)
+    with sim.state.lock:
+        for name, array in arrays.items():
+            sim.state.put(name, array)
+        if seed is not None:
+            sim.seed = sim.state.seed = seed
+    return skipped
+
+
+def read_notes(path: Path) -> dict[str, str]:
+    """What `save` was given as `notes`.
+
+    Raises: CheckpointError for a file that is none, or damaged.
+    """
+    with open_file(path, "load", CheckpointError) as (file, target):
+        header = read_header(file, target, "load")
+    metadata, mark = header.metadata, f"{METADATA}/"
+    sums = {name.removeprefix(SUM): text for name, text in metadata.items() if name.startswith(SUM)}
+    notes = {name.removeprefix(mark): metadata.get(name.removeprefix(mark)) for name in sums if name.startswith(mark)}
+    for name, text in notes.items():
+        if text is None or _sum(text.encode()) != sums[mark + name]:
+            raise DamagedError(f"load: {target} is damaged: the note '{name}' has another CRC-32")
+    if sums:  # `save` wrote the file, with a sum for everything but two names
+        summed = {METADATA, *header.entries, *(mark + name for name in notes)}
+        own = {"format", "meshlib", SEED, *notes, *(SUM + name for name in sums)}
+        if odd := sorted((sums.keys() ^ summed) | (metadata.keys() - own)):
+            raise DamagedError(f"load: {target} is damaged: '{odd[0]:.80}' and its CRC-32 do not belong together")
+    return {name: str(text) for name, text in notes.items()}
+
+
+def _read_all(sim: Simulation, file: BinaryIO, header: Header, names: list[str], target: str) -> Mapping[str, Array]:
+    """The tensors. Of several processes each looks through some of them for damage, and then reads its blocks."""
+    processes = sim.state.processes
+    if processes is None:
+        return {name: _read(file, header, name, _type(sim, name), target) for name in names}
+    fault = None
+    try:
+        for name in processes.mine(names):
+            _read(file, header, name, _type(sim, name), target)
+    except CheckpointError as found:
+        fault = str(found)
+    processes.agree(fault)
+    places = {name: (header.data_start + header.entries[name].begin, *_type(sim, name)) for name in names}
+    return processes.blocks(target, places)
+
+
+def _match(header: Header, sim: Simulation, patterns: list[str] | None) -> tuple[list[str], dict[str, str]]:
+    """The names to load, and for every other one why it can't be."""
+    wanted, given = list(sim.state.arrays), list(header.entries)
+    if patterns is not None:
+        lost = [p for p in patterns if not any(fnmatchcase(name, p) for name in wanted)]
+        if lost:
+            faults = [f"no variable of the simulation matches '{p}'{nearest(p, wanted)}" for p in lost]
+            raise CheckpointError(f"load: {'; '.join(faults)}; variables: {', '.join(wanted)}")
+        wanted = [name for name in wanted if any(fnmatchcase(name, p) for p in patterns)]
+        given = [name for name in given if name in wanted]
+    fitting, skipped = [], {}
+    for name in wanted:
+        shape, dtype = _type(sim, name)
+        expected = f"{CODES[dtype.name]} {list(shape.sizes)}"
+        entry = header.entries.get(name)
+        if entry is None:
+            spare = [n for n in header.entries if n not in sim.state.arrays]
+            skipped[name] = f"not in the file; the simulation has {expected} {shape}{nearest(name, spare)}"
+        elif (entry.code, entry.shape) != (CODES[dtype.name], shape.sizes):
+            wrong = [w for w, a, b in (("shape", entry.shape, shape.sizes), ("dtype", entry.code, CODES[dtype.name]))
+                     if a != b]  # fmt: skip
+            skipped[name] = f"other {' and '.join(wrong)}: the file has {entry}, the simulation {expected} {shape}"
+        else:
+            fitting.append(name)
+    for name in given:
+        if name not in sim.state.arrays:
+            spare = [n for n in sim.state.arrays if n not in header.entries]
+            skipped[name] = f"not in the simulation; the file has {header.entries[name]}{nearest(name, spare)}"
+    return fitting, skipped
+
+
+def _refuse(target: str, skipped: Mapping[str, str], strict: bool) -> NoReturn:
+    count = "1 fault" if len(skipped) == 1 else f"{len(skipped)} faults"
+    head = f"load: {target} does not fit the simulation, {count}" if strict else f"load: nothing in {target} fits"
+    rest = ["strict=False loads what fits and returns the rest; only=[...] loads named variables"] if strict else []
+    raise CheckpointError("\n  ".join([head, *(f"'{name}': {why}" for name, why in skipped.items()), *rest]))
+
+
+def _read(file: BinaryIO, header: Header, name: str, kind: tuple[Shape, DType], target: str) -> Array:
+    """A tensor as the simulation stores it."""
+    shape, dtype = kind
+    entry = header.entries[name]
+    out = np.empty(shape.sizes, dtype.storage)
+    flat, total = out.reshape(-1), 0
+    file.seek(header.data_start + entry.begin)
+    for start in range(0, flat.size, CHUNK):
+        part = flat[start : start + CHUNK]
+        raw = file.read(part.size * dtype.public.itemsize)
+        if len(raw) != part.size * dtype.public.itemsize:
+            raise DamagedError(
+                f"load: {target} became shorter while it was read: tensor '{name}' ends at byte {entry.end}, found "
+                f"{entry.begin + start * dtype.public.itemsize + len(raw)}"
+            )
+        total = zlib.crc32(raw, total)
+        if dtype is BFLOAT16:
+            part.view(np.uint32)[:] = np.frombuffer(raw, "<u2").astype(np.uint32) << 16
+            continue
+        if dtype.is_rounded:
+            part[:] = np.frombuffer(raw, dtype.public)
+            continue
+        bits = np.frombuffer(raw, np.uint8 if dtype is BOOL else dtype.storage.newbyteorder("<"))
+        if dtype is BOOL and bits.max() > 1:
+            at = int(np.argmax(bits > 1))
+            raise CheckpointError(f"load: {target}: element {start + at} of BOOL tensor '{name}' is {bits[at]}")
+        if dtype is INT4 and (bits.min() < -8 or bits.max() > 7):
+            at = int(np.argmax((bits < -8) | (bits > 7)))
+            raise CheckpointError(f"load: {target}: element {start + at} of int4 variable '{name}' is {bits[at]}")
+        part[:] = bits
+    expected = header.metadata.get(SUM + name)
+    if expected not in (None, _hex(total)):
+        raise DamagedError(
+            f"load: {target} is damaged: bytes {entry.begin} to {entry.end}, tensor '{name}' {entry}, have the CRC-32 "
+            f"{_hex(total)}, but were written with {expected}. If they were changed on purpose, drop the key "
+            f"'{SUM}{name}' from {METADATA}"
+        )
+    return out
+
+
+def _seed(header: Header, target: str) -> int | None:
+    text = header.metadata.get(SEED)
+    if text is None:
+        return None
+    expected = header.metadata.get(SUM + METADATA)
+    if expected not in (None, _sum(text.encode())):
+        raise DamagedError(
+            f"load: {target} is damaged: '{SEED}' in {METADATA}, {text!r:.80}, has the CRC-32 {_sum(text.encode())}, "
+            f"but was written with {expected}. If it was changed on purpose, drop the key '{SUM}{METADATA}'"
+        )
+    if not re.fullmatch(r"-?[0-9]{1,1000}", text):
+        raise CheckpointError(f"load: {target}: '{SEED}' in {METADATA} should be an integer, but is {text!r:.80}")
+    return int(text)
+
+
+# ---------------------------------------------------------------- both
+
+
+def _check_simulation(sim: object, what: str, call: str) -> None:
+    if not isinstance(sim, Simulation):
+        raise CheckpointError(
+            f"{what}: expected what mtf.simulate returned, got {type(sim).__name__} {sim!r:.80}; write mtf.{call}"
+        )
+
+
+def _patterns(only: object) -> list[str] | None:
+    if only is None:
+        return None
+    made: list[Any] = [only] if isinstance(only, str) or not isinstance(only, Iterable) else list(only)
+    if not made or not all(isinstance(p, str) for p in made):
+        raise CheckpointError(f"load: only takes names or patterns of variables, got {only!r:.80}")
+    return made
+
+
+def _sum(data: bytes) -> str:
+    return _hex(zlib.crc32(data))
+
+
+def _hex(total: int) -> str:
+    return f"{total:08x}"
+
+
+def _type(sim: Simulation, name: str) -> tuple[Shape, DType]:
+    """Shape and stored dtype of a variable; the step has no slot."""
+    slot = sim.state.slots.get(name)
+    return (slot.shape, slot.dtype) if slot else (Shape([]), INT32)

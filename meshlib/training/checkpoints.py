@@ -1,0 +1,209 @@
+"""The checkpoints of a run in one folder: the last few, and the best. Each is one file that is whole or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from meshlib.core.documents import COUNT, RECORD, TEXT, Kind, Schema, parse_json
+from meshlib.core.errors import CheckpointError, DamagedError
+from meshlib.core.files import claimed, remove_file, remove_stale
+from meshlib.simulation import Simulation
+from meshlib.storage.checkpoint import Snapshot, load, read_notes, save
+from meshlib.training.background import Background
+
+
+def _float(x: Any) -> bool:
+    """Whether it is a number, or one that is none: means of losses may be."""
+    return isinstance(x, float) or COUNT.accepts(x)
+
+
+def _has(x: Any, **fields: Callable[[Any], bool]) -> bool:
+    return isinstance(x, dict) and set(x) == set(fields) and all(accepts(x[name]) for name, accepts in fields.items())
+
+
+_SUMS = Kind("an object of numbers", lambda x: isinstance(x, dict) and all(map(_float, x.values())))
+_BEST = Kind("a step and a value", lambda x: _has(x, step=COUNT.accepts, value=_float))
+_BEST_BY = Kind("two texts", lambda x: isinstance(x, list) and len(x) == 2 and all(map(TEXT.accepts, x)))
+_SKIPPED = Kind(
+    "a list of steps, each with why",
+    lambda x: isinstance(x, list) and all(_has(one, step=COUNT.accepts, why=TEXT.accepts) for one in x),
+)
+LOOP: Schema = {
+    **dict.fromkeys(("step", "counted", "since_best"), COUNT),
+    "sums": _SUMS,
+    "data": RECORD,
+    "skipped": _SKIPPED,
+    "best": _BEST.optional(),
+    "best_by": _BEST_BY.optional(),
+}
+NOTE = "training"  # beside the variables: where the loop was
+BEST = "best.safetensors"
+LOCK = "train.pid"  # of the process that trains in the folder
+ON_DAMAGE = ("error", "previous")
+_NAME = re.compile(r"step_([0-9]{9,})\.safetensors")
+
+
+class Keeper:
+    """Writes checkpoints into a folder and keeps the last `keep`; of several processes the first removes the others."""
+
+    def __init__(self, folder: str | os.PathLike[str], keep: int, on_damage: str = "error") -> None:
+        if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+            raise CheckpointError(
+                f"train: folder must be the path of one, got {folder!r:.80}; the working directory is '.'"
+            )
+        self.folder, self.keep, self.on_damage = Path(folder), keep, on_damage
+        self.background = Background()
+        self.snapshot: Snapshot | None = None
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as fault:
+            raise CheckpointError(
+                f"train: the folder {self.folder} can't be made: {fault.strerror or fault}"
+            ) from fault
+
+    def there(self) -> list[Path]:
+        """Those in the folder, the oldest first."""
+        found = {int(m[1]): p for p in self.folder.iterdir() if (m := _NAME.fullmatch(p.name))}
+        return [found[step] for step in sorted(found)]
+
+    @contextmanager
+    def alone(self, run: Simulation) -> Iterator[None]:
+        """Keep other runs out of the folder, and clear what killed ones left; of several processes the first does.
+
+        At the end it waits for the checkpoint that is being written.
+
+        Raises: CheckpointError if a process trains in it already, with its id.
+        """
+        processes = run.state.processes
+        if processes is not None and not processes.first:
+            processes.agree(None)
+            yield
+            return
+        try:
+            claim = claimed(str(self.folder / LOCK))
+            holder = claim.__enter__()
+        except OSError as fault:
+            raise CheckpointError(f"train: {self.folder / LOCK} can't be written: {fault.strerror or fault}") from fault
+        try:
+            taken = None
+            if holder is not None:
+                taken = (
+                    f"train: process {holder or 'unknown'} trains in the folder {self.folder} already; "
+                    "wait for it or end it, or give this run another folder"
+                )
+            else:
+                remove_stale(str(self.folder))
+            if processes is not None:
+                processes.agree(taken)
+            elif taken is not None:
+                raise CheckpointError(taken)
+            with self.background:
+                yield
+        finally:
+            claim.__exit__(None, None, None)
+
+    def newest(self, run: Simulation) -> dict[str, Any] | None:
+        """Give `run` the state of the newest checkpoint; where the loop was then. None if there is none.
+
+        With `on_damage="previous"` damaged ones are passed over, with a warning, and renamed to end in `.damaged`.
+
+        Raises: DamagedError for one that is damaged, CheckpointError for one of another program.
+        """
+        damaged: list[tuple[Path, DamagedError]] = []
+        there = self.there()
+        for path in reversed(there):
+            try:
+                noted = self._restored(path, run)
+            except DamagedError as fault:
+                if self.on_damage != "previous":
+                    older = len(there) > 1
+                    raise DamagedError(
+                        f"{fault}; "
+                        + (f"on_damage='previous' goes on from {there[-2].name}" if older else "there is no older one")
+                    ) from None
+                damaged.append((path, fault))
+                continue
+            self._set_aside(run, [path for path, _ in damaged])
+            for _, damage in damaged:
+                warnings.warn(f"{damage}; training goes on from {path.name}", stacklevel=2)
+            return noted
+        if damaged:
+            raise DamagedError(f"{damaged[0][1]}; all {len(damaged)} checkpoints of the folder are damaged")
+        return None
+
+    def _restored(self, path: Path, run: Simulation) -> dict[str, Any]:
+        """Give `run` the state of a checkpoint; where the loop was then."""
+        text = read_notes(path).get(NOTE)
+        if text is None:
+            raise CheckpointError(f"train: {path} was not written by mtf.train; use another folder, or mtf.load")
+
+        def fail(fault: str) -> NoReturn:
+            raise DamagedError(f"train: the note of {path} is damaged: {fault}") from None
+
+        noted: dict[str, Any] = parse_json(text, fail, LOOP, constants=True)
+        if odd := sorted(noted.keys() ^ LOOP.keys()):
+            fail(f"it should have the fields {', '.join(LOOP)}; '{odd[0]:.40}' is missing, or none of them")
+        load(path, run)
+        return noted
+
+    def _set_aside(self, run: Simulation, damaged: list[Path]) -> None:
+        """Rename damaged checkpoints, so that they do not count among those that are kept."""
+        if run.state.processes is None or run.state.processes.first:
+            for path in damaged:
+                path.replace(path.with_suffix(".damaged"))
+
+    def save(self, run: Simulation, step: int, loop: dict[str, Any] | None, best: dict[str, Any] | None) -> None:
+        """Write a checkpoint of a step, the best one, or both, in the background, and remove those that are too old.
+
+        Returns as soon as the checkpoint before is on the disk and the state is copied. Several processes that share
+        the state write it together, and wait until it is on the disk.
+
+        Args:
+          loop: where the loop is; None writes no checkpoint of the step.
+          best: the step and the value of an evaluation, if it is the best so far.
+        Raises: CheckpointError if it or the one before can't be written.
+        """
+        files = {} if best is None else {BEST: {"best": json.dumps(best)}}
+        if loop is not None:
+            files[f"step_{step:09d}.safetensors"] = {NOTE: json.dumps(loop)}
+        if run.state.processes is not None:
+            for name, notes in files.items():
+                save(run, self.folder / name, notes)
+            if run.state.processes.first:
+                self._remove_old()
+            return
+        self.background.wait()  # the one before is written from the same memory
+        snapshot = self.snapshot = self.snapshot or Snapshot(run)
+        snapshot.take(run)
+
+        def write() -> None:
+            for name, notes in files.items():
+                snapshot.save(self.folder / name, notes)
+            self._remove_old()
+
+        self.background.start(write)
+
+    def prepare(self, run: Simulation) -> None:
+        """Make room for a copy of the state in the background, so that the first step that saves finds it."""
+        if run.state.processes is None:
+            self.snapshot = Snapshot(run)
+            self.background.start(self.snapshot.prepare)
+
+    def check(self) -> None:
+        """Raise the error of a checkpoint that could not be written."""
+        self.background.check()
+
+    def wait(self) -> None:
+        """Wait until all checkpoints are on the disk. Raises: CheckpointError if one can't be written."""
+        self.background.wait()
+
+    def _remove_old(self) -> None:
+        for path in self.there()[: -self.keep]:
+            remove_file(str(path))

@@ -1,0 +1,114 @@
+"""Batches for the loop, whatever they come from: each kind says where it is, and goes on from there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
+
+from meshlib.core.arguments import at
+from meshlib.core.documents import COUNT
+from meshlib.core.errors import FeedError
+from meshlib.data import Data, Feed
+from meshlib.data.batches import Batches
+
+MASK = "mask"
+
+
+class Feeding(Protocol):
+    """An iterator of batches with a state that JSON can hold."""
+
+    def __next__(self) -> Mapping[str, Any]: ...
+
+    def state(self) -> dict[str, Any]:
+        """Where it is."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        ...
+
+
+class _OfBatches:
+    def __init__(self, batches: Batches) -> None:
+        self.batches = batches
+
+    def __next__(self) -> Mapping[str, Any]:
+        return next(self.batches)
+
+    def state(self) -> dict[str, Any]:
+        return self.batches.state._asdict()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        _of_this_kind(state, "epoch", "batch")
+        self.batches.seek(state["epoch"], state["batch"])
+
+
+class _Counted:
+    """Any other batches: to go on, as many as were taken are passed over."""
+
+    def __init__(self, batches: Iterable[Mapping[str, Any]]) -> None:
+        self.batches: Iterator[Mapping[str, Any]] = iter(batches)
+        self.taken = 0
+
+    def __next__(self) -> Mapping[str, Any]:
+        found = next(self.batches)
+        if not isinstance(found, Mapping):
+            raise FeedError(f"{at('train')}: batch {self.taken} must be a dict of names to arrays, got {found!r:.80}")
+        self.taken += 1
+        return found
+
+    def state(self) -> dict[str, Any]:
+        return {"batches": self.taken}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        _of_this_kind(state, "batches")
+        for _ in islice(self.batches, state["batches"] - self.taken):
+            self.taken += 1
+
+
+def _of_this_kind(state: Mapping[str, Any], *names: str) -> None:
+    if not isinstance(state, Mapping) or set(state) != set(names):
+        raise FeedError(
+            f"{at('train')}: the checkpoint is of a run on data of another kind: their state has {', '.join(state)}, "
+            f"that of these {', '.join(names)}; give the data of that run, or another folder"
+        )
+    for name in names:
+        if not COUNT.accepts(state[name]):
+            raise FeedError(
+                f"{at('train')}: the checkpoint's state of the data is damaged: '{name}' is {state[name]!r:.40}"
+            )
+
+
+def mask_of(data: object, batch: Mapping[str, Any]) -> Any:
+    """Of a batch of these data the array that is 1 for rows that count; None where all do."""
+    chain = data.data if isinstance(data, Feed) else data.batches if isinstance(data, _OfBatches) else data
+    if isinstance(chain, Data | Batches):
+        return None if chain.mask is None else batch.get(chain.mask)
+    found = batch.get(MASK)  # of whoever makes batches otherwise
+    return None if found is None or np.ndim(found) != 1 else found
+
+
+def examples_of(data: object, batch: Mapping[str, Any]) -> float:
+    """How many rows of a batch count."""
+    mask = mask_of(data, batch)
+    if mask is not None:
+        return float(np.sum(mask))
+    first = next((x for x in batch.values() if np.ndim(x)), None)
+    return 1.0 if first is None else float(len(first))
+
+
+def feeding_of(data: Any) -> Feeding:
+    """Raises: FeedError for what are no batches."""
+    chain = data.data if isinstance(data, Feed) else data
+    if isinstance(chain, Data) and chain.batching is None:
+        raise FeedError(f"{at('train')}: the data are examples, not batches: {chain}; write data.batch(size)")
+    if isinstance(data, Data | Feed):
+        return iter(data)
+    if isinstance(data, Batches):
+        return _OfBatches(data)
+    if not isinstance(data, Iterable) or isinstance(data, str | bytes | Mapping):
+        raise FeedError(f"{at('train')}: data must be mtf.data, or an iterable of dicts, got {data!r:.80}")
+    return _Counted(data)

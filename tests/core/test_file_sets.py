@@ -1,0 +1,107 @@
+"""Sets of files: killed writers leave all of the old or all of the new; readers refuse what no manifest names."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import meshlib as mtf
+from tests.effort import deep
+
+TINY = mtf.models.preset("gpt2").reduced()
+PARTS = 40_000
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
+def test_no_kill_tears_a_set(tmp_path: Path) -> None:
+    """All kills: `python -m tests.core.torn FOLDER 1`."""
+    some = ["13", "export", "weights in shards, then one file", "records"]
+    command = [sys.executable, "-m", "tests.core.torn", str(tmp_path), *(["1"] if deep() else some)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3000, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["kills"] > 10
+
+
+def weights(number: float) -> dict[str, np.ndarray]:
+    with mtf.Graph():
+        outputs, _ = mtf.models.train_step(TINY, batch=1, length=4)
+        shapes = mtf.lower(outputs).variables
+    return {name: np.full(v.tensor.shape.sizes, number, np.float32) for name, v in shapes.items()}
+
+
+def number_of(folder: Path) -> set[float]:
+    return {float(n) for x in mtf.sharing.read_weights(folder, TINY).values() for n in np.unique(x)}
+
+
+def test_weights_written_over_others_are_the_ones_that_are_read(tmp_path: Path) -> None:
+    for number, shard_bytes in enumerate((PARTS, 10**9, PARTS, PARTS // 2, PARTS, 10**9)):
+        names = mtf.sharing.write_weights(weights(number), TINY, tmp_path, shard_bytes=shard_bytes)
+        assert number_of(tmp_path) == {number}
+        index = [] if shard_bytes == 10**9 else ["model.safetensors.index.json"]
+        assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*names, *index])
+        assert not any("~" in name for name in names)
+
+
+def test_shards_of_two_sets_are_refused(tmp_path: Path) -> None:
+    for number in (1, 2):
+        mtf.sharing.write_weights(weights(number), TINY, tmp_path / str(number), shard_bytes=PARTS)
+    name = sorted(p.name for p in (tmp_path / "1").glob("*.safetensors"))[1]
+    (tmp_path / "1" / name).write_bytes((tmp_path / "2" / name).read_bytes())
+    with pytest.raises(mtf.CheckpointError, match=rf"{name} is damaged, or of another set: its manifest says the CRC"):
+        mtf.sharing.read_weights(tmp_path / "1", TINY)
+    index = tmp_path / "1/model.safetensors.index.json"
+    table = json.loads(index.read_text())
+    del table["metadata"]["files"]  # as other libraries write it
+    index.write_text(json.dumps(table))
+    assert number_of(tmp_path / "1") == {1.0, 2.0}
+
+
+def test_files_of_others_stay_when_a_set_is_written_over(tmp_path: Path) -> None:
+    others = ("generation_config.json", "model-00001-of-00002.bin", "notes~1a2b3c4d.safetensors", "tokenizer.json")
+    for name in others:
+        (tmp_path / name).write_text("mine")
+    for number in (0, 1):
+        mtf.sharing.write_weights(weights(number), TINY, tmp_path, shard_bytes=PARTS)
+        mtf.export(weights(number), tmp_path, TINY)
+    assert all((tmp_path / name).read_text() == "mine" for name in others)
+
+
+def test_records_that_no_manifest_names_are_refused(tmp_path: Path) -> None:
+    mtf.records.write(tmp_path / "t@2", [b"a", b"b"])
+    stray = tmp_path / "t-00001~1a2b3c4d-of-00002"
+    stray.write_bytes((tmp_path / "t-00001-of-00002").read_bytes())
+    for paths in (tmp_path, tmp_path / "t-*", tmp_path / "t@2"):
+        assert list(mtf.records.read(paths)) == [b"a", b"b"]
+    with pytest.raises(
+        mtf.DataError, match=r"is left from an earlier set, or one that was never finished: .*t@2\.json"
+    ):
+        mtf.records.read([tmp_path / "t-00000-of-00002", stray])
+    mtf.records.write(tmp_path / "t@2", [b"c", b"d"])
+    assert not stray.exists()
+    whole = (tmp_path / "t-00001-of-00002").read_bytes()
+    (tmp_path / "t-00001-of-00002").write_bytes(whole + whole)
+    with pytest.raises(mtf.DataError, match=rf"manifest says {len(whole)} bytes, it has {2 * len(whole)}"):
+        mtf.records.read(tmp_path / "t@2")
+    (tmp_path / ".t@2.json").write_text("[" * 10_000)
+    with pytest.raises(mtf.DataError, match="is not a manifest of a set of records"):
+        mtf.records.read(tmp_path)
+    (tmp_path / ".t@2.json").unlink()  # as files of other programs, which have none
+    assert list(mtf.records.read(tmp_path / "t@2")) == [b"c", b"d", b"d"]
+
+
+def test_where_there_are_no_links_members_keep_their_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    for number in (1, 2, 3):
+        names = mtf.sharing.write_weights(weights(number), TINY, tmp_path, shard_bytes=PARTS)
+        assert all("~" in name for name in names)
+        assert number_of(tmp_path) == {number}
+        assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*names, "model.safetensors.index.json"])

@@ -1,0 +1,281 @@
+"""What lives as long as it is used: no cache holds a graph, and the collector runs as often as it must."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import meshlib as mtf
+from meshlib.core.garbage import uncollected
+from tests.effort import deep
+from tests.paths import ROOT
+
+D = mtf.Dimension
+BATCH, INNER, HIDDEN = D("batch", 8), D("inner", 16), D("hidden", 32)
+MESH, LAYOUT = "rows:2;cols:2", "batch:rows;hidden:cols"
+FEEDS = {"x": np.ones((8, 16), np.float32)}
+
+
+def build(tag: float = 0.0) -> tuple[dict[str, mtf.Tensor], list[mtf.Operation]]:
+    """A training step with what is recomputed and shared: a mask, a scan, a tied table; `tag` makes it new."""
+    x, w = mtf.input("x", [BATCH, INNER]), mtf.variable("w", [INNER, HIDDEN])
+    mask = mtf.cast(mtf.less(mtf.range(HIDDEN), 20), "float32") + tag
+    h = mtf.relu(mtf.einsum([x, w], [BATCH, HIDDEN])) * mask
+
+    def trip(carries: Any, slices: Any) -> Any:
+        return [mtf.tanh(carries[0]) * mask], []
+
+    (h,), _ = mtf.scan(trip, [h], dim=D("layers", 3))
+    loss = mtf.reduce_mean(mtf.square(mtf.einsum([h, w], [BATCH, INNER]) - x), name="loss")
+    return {"loss": loss}, mtf.optimize.AdamOptimizer(0.1).minimize(loss)
+
+
+def lowered(tag: float = 0.0) -> mtf.Program:
+    with mtf.Graph():
+        return mtf.lower(*build(tag), mesh=MESH, layout=LAYOUT)
+
+
+def of_jax() -> mtf.Graph:
+    import jax.numpy as jnp
+
+    return mtf.from_jax(lambda w, x: jnp.tanh(x @ w).sum(), np.ones((4, 4), "float32"), np.ones((2, 4), "float32"))
+
+
+def laid_out_several_times() -> object:
+    with mtf.Graph():
+        session = mtf.Session(*build())
+    return session.lower(MESH, LAYOUT), session.lower("rows:4", "batch:rows"), session
+
+
+def trained() -> object:
+    data = mtf.data.arrays({"x": np.ones((16, 16), np.float32)}).batch(8).repeat()
+    return mtf.train(lowered(), data, 3, progress=False)
+
+
+USES: dict[str, Callable[[], object]] = {
+    "lower": lowered,
+    "a session of several layouts": laid_out_several_times,
+    "simulate": lambda: mtf.simulate(lowered()).step(FEEDS),
+    "exact": lambda: mtf.simulate(lowered(), executor="exact").step(FEEDS),
+    "estimate": lambda: str(mtf.estimate(lowered(), "v5e-4")),
+    "search": lambda: str(mtf.search(build, "v5e-4", seconds=None, workers=1, axes=1)),
+    "verify": lambda: _verified(),
+    "explain and compare": lambda: (mtf.explain(lowered()), str(mtf.compare(lowered(), lowered(1.0)))),
+    "gradients twice": lambda: _second_derivatives(),
+    "train": trained,
+    "a model": lambda: _decoded(),
+    "a fault": lambda: _failed(),
+    "on_jax": lambda: mtf.on_jax(_on_one_device()).step(FEEDS),
+    "from_jax": of_jax,
+}
+NEED_JAX = ("on_jax", "from_jax")
+
+
+def _on_one_device() -> mtf.Program:
+    with mtf.Graph():
+        return mtf.lower(*build())
+
+
+def _verified() -> object:
+    with mtf.Graph():
+        return mtf.verify(*build(), layouts=[(MESH, LAYOUT)])
+
+
+def _second_derivatives() -> object:
+    with mtf.Graph():
+        w = mtf.variable("w", [HIDDEN])
+        (once,) = mtf.gradients([mtf.reduce_sum(mtf.sin(w))], [w])
+        return mtf.lower(mtf.gradients([mtf.reduce_sum(once)], [w]))
+
+
+def _decoded() -> object:
+    config = mtf.models.preset("gpt2").reduced()
+    with mtf.Graph():
+        return mtf.lower(*mtf.models.decode_step(config, 2, 8), mesh="data:2", layout="batch:data")
+
+
+def _failed() -> None:
+    with pytest.raises(mtf.FeedError):
+        mtf.simulate(lowered()).step(x=np.ones(3))
+
+
+@contextmanager
+def noted_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[mtf.Graph]]]:
+    """Weak references to all graphs that are made inside."""
+    made: list[weakref.ref[mtf.Graph]] = []
+
+    def noted_by(initialize: Any) -> Any:
+        def noted(graph: mtf.Graph, *args: Any, **kwargs: Any) -> None:
+            made.append(weakref.ref(graph))
+            initialize(graph, *args, **kwargs)
+
+        return noted
+
+    with monkeypatch.context() as patch:
+        for kind in (mtf.Graph, *mtf.Graph.__subclasses__()):
+            if "__init__" in vars(kind):
+                patch.setattr(kind, "__init__", noted_by(kind.__init__))
+        yield made
+
+
+@pytest.mark.parametrize("use", USES)
+def test_no_graph_outlives_its_program(use: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if use in NEED_JAX and importlib.util.find_spec("jax") is None:
+        pytest.skip("needs JAX")
+    if use in NEED_JAX:
+        getattr(mtf, use)  # imported functions are graphs of a class of their own, defined on first use
+    with noted_graphs(monkeypatch) as made:
+        result = USES[use]()
+        assert made
+        del result
+    gc.collect()
+    alive = [graph for ref in made if (graph := ref()) is not None]
+    holders = [type(h).__name__ for graph in alive for h in gc.get_referrers(graph) if h is not alive]
+    assert not alive, f"{len(alive)} of {len(made)} graphs are held by {holders[:8]}"
+
+
+LONG_LIFE = """
+import gc, sys
+import numpy as np
+sys.path[:0] = sys.argv[1:3]
+from tests.core.test_lifetimes import FEEDS, build, lowered, mtf
+
+def megabytes():
+    gc.collect()
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * 4096 / 2**20
+
+def grown(count, warm, run):
+    for n in range(warm):
+        run(n)
+    before = megabytes()
+    for n in range(count):
+        run(warm + n)
+    return megabytes() - before
+
+lowerings, searches, steps = map(int, sys.argv[3:])
+sim = mtf.simulate(lowered())
+print(
+    grown(lowerings, lowerings // 10 + 5, lambda n: lowered(0.0)),
+    grown(searches, searches // 10 + 2, lambda n: mtf.search(build, "v5e-4", seconds=None, workers=1, axes=1)),
+    grown(steps, steps // 10 + 50, lambda n: sim.step(FEEDS)),
+)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
+def test_long_lives_do_not_grow() -> None:
+    """1,000 lowerings, 200 searches and 6,000 steps of one process grow by less than 5 MB each."""
+    counts = (1000, 200, 6000) if deep() else (30, 2, 200)
+    root = str(ROOT)
+    made = subprocess.run(
+        [sys.executable, "-c", LONG_LIFE, root, root, *map(str, counts)], capture_output=True, text=True, check=False
+    )
+    assert made.returncode == 0, made.stderr
+    grown = [float(word) for word in made.stdout.split()]
+    limits = (5.0, 5.0, 5.0) if deep() else (1.6, 2.5, 0.5)  # a graph that stays would be 0.07 MB a lowering
+    assert all(g < most for g, most in zip(grown, limits, strict=True)), grown
+
+
+@pytest.mark.usefixtures("thawed")
+def test_large_constants_go_with_their_graphs() -> None:
+    """Without a collection that anybody asks for, however many other objects are alive: bytes count by themselves."""
+    others = [[n] for n in range(900_000)]
+    uncollected(planned)(100_000 + len(gc.get_objects()) // 2)  # enough for a collection, which counts the others
+    count = D("n", 2**20)
+    refs = []
+    for n in range(24):
+        with mtf.Graph() as graph:
+            table = mtf.constant(np.full(count.size, n, np.float32), [count])
+            mtf.lower([table * 2])
+        refs.append(weakref.ref(graph))
+        del graph, table
+    assert sum(ref() is not None for ref in refs) <= 16
+    assert len(others) == 900_000
+
+
+# ---------------------------------------------------------------- the collector
+
+
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    """Nothing is frozen, as in a process of a user's; the tests freeze what they have imported."""
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    yield
+    if frozen:
+        gc.collect()
+        gc.freeze()
+
+
+def planned(count: int) -> list[list[int]]:
+    return [[n] for n in range(count)]
+
+
+@pytest.mark.usefixtures("thawed")
+def test_nobody_pays_for_a_plan_at_the_next_allocation() -> None:
+    """What a plan has made is not looked at by the first collections after it."""
+    gc.collect()
+    looked: list[tuple[int, float]] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            looked.append((info["generation"], time.process_time()))
+        else:
+            looked[-1] = looked[-1][0], time.process_time() - looked[-1][1]
+
+    plan = uncollected(planned)(300_000)
+    others, gc.callbacks[:] = gc.callbacks[:], [note]  # JAX has one, which takes longer
+    try:
+        made = [[n] for n in range(50_000)]
+    finally:
+        gc.callbacks[:] = others
+    assert len(plan) == 300_000
+    assert len(made) == 50_000
+    assert looked
+    assert all(generation < 2 for generation, _ in looked)
+    assert max(seconds for _, seconds in looked) < 0.01  # 300,000 lists take more
+
+
+@pytest.mark.usefixtures("thawed")
+def test_garbage_of_plans_is_collected_without_being_asked() -> None:
+    class Knot:
+        """An object that only the collector frees."""
+
+        def __init__(self) -> None:
+            self.own, self.more = self, planned(1000)
+
+    count = 400 + len(gc.get_objects()) // 1000  # a collection is due when half as many as are alive have joined
+    refs = []
+    for _ in range(count):
+        refs.append(weakref.ref(uncollected(Knot)()))
+    assert sum(ref() is not None for ref in refs) < 0.7 * count
+
+
+@pytest.mark.usefixtures("thawed")
+def test_what_the_user_froze_stays_frozen() -> None:
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    uncollected(planned)(100_000)
+    assert gc.get_freeze_count() > 0.9 * frozen
+    assert gc.isenabled()
+
+
+def test_a_user_who_paused_the_collector_finds_it_paused() -> None:
+    gc.disable()
+    try:
+        uncollected(planned)(10)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

@@ -1,0 +1,105 @@
+"""Estimates of training steps that nobody would doubt: presets, slices, layouts and batches drawn at random.
+
+Overlap never costs, a faster machine is never slower, no step is faster than its roofline or than reading its state
+once, and memory holds the state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from functools import cache
+
+import pytest
+
+import meshlib as mtf
+from hardware import Slice
+from layouts.errors import LayoutError
+from meshlib.core.errors import GraphError
+from meshlib.models import layout, preset, train_step
+from tests.compilers import BY_OVERLAP
+from tests.effort import draws
+
+ROUNDING = 1 + 1e-9
+PRESETS = ("gpt2", "bert-large", "llama3-8b", "llama3-70b", "gemma3-12b", "gpt3-175b", "mixtral-8x7b", "maxtext-32b")
+SLICES = ("v3-32", "v4-128", "v5e-16", "v5e-64", "v5e-256", "v5p-256", "v6e-64", "v6e-256", "2xv5e-64", "v7-64")
+LAYOUTS = ("data", "zero1", "fsdp", "tensor", "sequence", "fsdp+tensor", "fsdp+sequence", "data+tensor", "data+fsdp")
+FASTER = {
+    "links": ("ici_bytes_per_second",),
+    "HBM": ("hbm_bytes_per_second",),
+    "DCN": ("dcn_bytes_per_second",),
+    "clock": ("clock_hz", "peak_bf16_flops"),
+}
+
+
+def drawn(rng: random.Random) -> tuple[mtf.Program, Slice, str]:
+    """A training step that can be laid out, its slice, and what it is."""
+    while True:
+        name, layout_name = rng.choice(PRESETS), rng.choice(LAYOUTS)
+        slice_ = Slice(rng.choice(SLICES))
+        parts = layout_name.split("+")
+        axes = ["tensor" if part == "sequence" else "data" if part == "zero1" else part for part in parts]
+        inner = 2 ** rng.randint(1, 3)
+        sizes = [slice_.devices] if len(axes) == 1 else [slice_.devices // inner, inner]
+        mesh = ";".join(f"{axis}:{size}" for axis, size in zip(axes, sizes, strict=True))
+        length = 2 ** rng.randint(7, 11)
+        batch = slice_.devices * 2 ** rng.randint(0, 2)
+        config = preset(name)
+        remat = rng.choice(["full", "matmuls"])
+        try:
+            with mtf.Graph():
+                outputs, updates = train_step(config, batch, min(length, config.max_length or length), "adamw", remat)
+                program = mtf.lower(outputs, updates, mesh, layout(layout_name, config, mesh))
+        except (GraphError, LayoutError):
+            continue
+        return program, slice_, f"{name} on {slice_.name}, {layout_name} {mesh}, {batch} x {length}, {remat}"
+
+
+@cache
+def sample() -> tuple[tuple[mtf.Program, Slice, str], ...]:
+    """The plans that all tests here look at."""
+    rng = random.Random(11)
+    return tuple(drawn(rng) for _ in range(draws(3, 60)))
+
+
+def twice(slice_: Slice, figures: tuple[str, ...]) -> Slice:
+    """The slice, of chips with twice these figures."""
+    faster = {name: 2 * getattr(slice_.chip, name) for name in figures}
+    return Slice(slice_.name, dataclasses.replace(slice_.chip, **faster))
+
+
+def bound_by_links() -> tuple[mtf.Program, Slice, str]:
+    """Few tokens for each gathered weight: links bound the step, and HBM serves them while the core waits."""
+    config = preset("llama3-70b")
+    with mtf.Graph():
+        outputs, updates = train_step(config, 512, 256)
+        program = mtf.lower(outputs, updates, "fsdp:256", layout("fsdp", config, "fsdp:256"))
+    return program, Slice("v6e-256"), "llama3-70b on v6e-256, fsdp, 512 x 256"
+
+
+def test_overlap_never_costs() -> None:
+    for program, slice_, what in (*sample(), bound_by_links()):
+        seconds = [mtf.estimate(program, slice_, compiler).step_seconds for compiler in BY_OVERLAP.values()]
+        assert seconds == pytest.approx(sorted(seconds, reverse=True), rel=1e-9), (what, seconds)
+
+
+@pytest.mark.parametrize("figure", FASTER)
+def test_a_machine_with_one_figure_doubled_is_never_slower(figure: str) -> None:
+    for program, slice_, what in sample():
+        for compiler in BY_OVERLAP.values():
+            slow = mtf.estimate(program, slice_, compiler)
+            fast = mtf.estimate(program, twice(slice_, FASTER[figure]), compiler)
+            assert fast.step_seconds <= slow.step_seconds * ROUNDING, (what, compiler)
+
+
+def test_no_step_is_faster_than_its_engines_allow() -> None:
+    for program, slice_, what in sample():
+        chip = slice_.chip
+        state_bytes = sum(v.local_bytes for v in program.variables.values())
+        for compiler in BY_OVERLAP.values():
+            est = mtf.estimate(program, slice_, compiler)
+            assert est.step_seconds >= est.lower_seconds, (what, compiler)
+            assert est.step_seconds >= est.flops / (chip.peak_flops("bf16") / chip.devices_per_chip), (what, compiler)
+            read_seconds = state_bytes / (chip.hbm_bytes_per_second / chip.devices_per_chip)
+            assert est.step_seconds >= read_seconds, (what, compiler)
+        assert est.memory.peak_bytes >= state_bytes, what

@@ -1,0 +1,121 @@
+"""Derivative rules that are not the derivative of the forward are imported with it, whatever is around them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+jnp, lax = jax.numpy, jax.lax
+
+import meshlib as mtf  # noqa: E402
+from tests.effort import some  # noqa: E402
+from tests.jax.importing.checks import compared  # noqa: E402
+
+X, Y = np.random.default_rng(0).normal(size=(2, 4, 3)).astype(np.float32)
+
+
+@jax.custom_vjp
+def rounded(x):
+    """Straight through."""
+    return jnp.round(x)
+
+
+rounded.defvjp(lambda x: (jnp.round(x), None), lambda _, dy: (dy,))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def clipped(x, limit):
+    """The identity, whose gradient is clipped."""
+    return x
+
+
+clipped.defvjp(lambda x, limit: (x, None), lambda limit, _, dy: (jnp.clip(dy, -limit, limit),))
+
+
+@jax.custom_gradient
+def reversed_gradient(x):
+    return x, lambda dy: (-dy,)
+
+
+@jax.custom_jvp
+def spike(x):
+    """A step with a surrogate slope."""
+    return (x > 0).astype(x.dtype)
+
+
+spike.defjvps(lambda dx, y, x: dx / (1 + jnp.abs(x)) ** 2)
+
+
+@jax.custom_jvp
+def square(x):
+    return x * x
+
+
+@square.defjvp
+def _square_rule(primals, tangents):
+    return primals[0] ** 2, 3 * primals[0] * tangents[0]
+
+
+flat_relu = jax.custom_jvp(jax.nn.relu.fun)  # a function of JAX's, with a rule that is not
+flat_relu.defjvp(lambda primals, tangents: (jax.nn.relu(*primals), jnp.zeros_like(primals[0])))
+
+OF_ITS_OWN = {
+    "rounded": rounded,
+    "clipped": lambda x: clipped(x, 0.1),
+    "reversed_gradient": reversed_gradient,
+    "spike": spike,
+    "square": square,
+    "flat_relu": flat_relu,
+}
+AROUND: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda f: f,
+    "under jit": jax.jit,
+    "for each row": jax.vmap,
+    "in a checkpoint": jax.checkpoint,
+    "in a loop": lambda f: lambda x: lax.scan(lambda carry, row: (carry, f(row)), 0.0, x)[1],
+    "in a branch": lambda f: lambda x: lax.cond(x.sum() > 0, f, lambda y: y, x),
+}
+
+
+LAYOUTS = [("rows:2;cols:3", "rows:rows;cols:cols")]
+TRIED = ["rounded-in a loop", "clipped-for each row", "square-in a checkpoint"]
+CASES = {f"{name}-{around}": (name, around) for name in OF_ITS_OWN for around in AROUND}
+
+
+@pytest.mark.parametrize("case", some([*CASES], TRIED))
+def test_its_gradient_is_that_of_its_rule(case: str) -> None:
+    name, around = CASES[case]
+    function = AROUND[around](OF_ITS_OWN[name])
+    compared(lambda w: (function(w * 2) * Y).sum(), X, names={"w": "rows cols"}, layouts=LAYOUTS)
+
+
+def test_without_its_rule_it_is_imported() -> None:
+    compared(lambda w: (rounded.fun(w) * w).sum(), X, names={"w": "rows cols"})
+
+
+def test_rules_of_jax_are_those_of_the_forward() -> None:
+    def loss(w):
+        y = jax.nn.relu(w) + jax.nn.relu6(w) + jnp.logaddexp(w, 2 * w) + jnp.sinc(w) + jax.nn.silu(w)
+        return (y * jax.nn.softmax(w) + jax.scipy.special.xlogy(w * w, w * w + 1)).sum()
+
+    compared(loss, X, names={"w": "rows cols"})
+
+
+def test_a_gradient_that_jax_took_has_followed_the_rule() -> None:
+    """What is imported is then the rule itself."""
+
+    def loss(w):
+        return (jax.grad(lambda v: (reversed_gradient(v) ** 2).sum())(w) * w).sum()
+
+    graph = mtf.from_jax(loss, X)
+    made = mtf.simulate(mtf.lower(graph.outputs)).step(graph.feeds(X))["output"]
+    np.testing.assert_allclose(made, -2 * (X**2).sum(), rtol=1e-5)
+
+
+def test_what_does_not_depend_on_an_argument_has_no_gradient() -> None:
+    mtf.from_jax(lambda w: (w * rounded(jnp.arange(3.0))).sum(), X)

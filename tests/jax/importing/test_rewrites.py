@@ -1,0 +1,325 @@
+"""Primitives in other words: loops, windows, places, curves, complex numbers; values and gradients equal JAX's."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import meshlib as mtf
+from meshlib.jax.importing.code import NotImported
+from tests.effort import some
+from tests.jax.importing.checks import compared
+from tests.jax.importing.models import tokens, weights
+
+X, Y = weights(4, 6, 8, scale=1.0), weights(4, 6, 8, scale=1.0)
+I = tokens(4, 6, below=8)  # noqa: E741
+IMAGE = ("NHWC", "HWIO", "NHWC")
+
+
+def convolved(x, kernel, strides, pads, **of):
+    return lax.conv_general_dilated(x, kernel, strides, pads, dimension_numbers=IMAGE, **of)
+
+
+def rotated(x, y):
+    z = lax.complex(x[..., ::2], x[..., 1::2]) * jnp.exp(1j * jnp.outer(jnp.arange(6), 10.0 ** -jnp.arange(4)))
+    both = jnp.concatenate([z, z.conj() / (2 + y[..., :4])], -1)
+    return jnp.stack([both.real, both.imag], -1).sum(-1) + jnp.abs(both)
+
+
+def recurrent(x, y):
+    """A linear recurrence with a complex state, by scan and by associative scan."""
+    decay = jnp.exp(-jnp.exp(y[0, 0]) + 1j * y[0, 1])
+    xs = (x * (1 + 0.5j)).swapaxes(0, 1)
+    _, slow = lax.scan(lambda h, v: (h * decay + v, h * decay + v), jnp.zeros((4, 8), jnp.complex64), xs)
+    _, fast = lax.associative_scan(
+        lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (jnp.broadcast_to(decay, xs.shape), xs)
+    )
+    return (slow.real + fast.imag).swapaxes(0, 1)
+
+
+# Each takes x and y [4, 6, 8] and indices [4, 6] below 8.
+FUNCTIONS = {
+    "convolutions": lambda x, y, i: (
+        convolved(x[..., None], y[:3, :3, None, :4], (1, 2), "SAME").sum((2, 3))
+        + convolved(x[:, :, None], y[:3, :1, :1, None].repeat(8, 3), (1, 1), "SAME", feature_group_count=8).sum((2, 3))
+    ),
+    "convolutions with gaps": lambda x, y, i: (
+        convolved(x[..., None], y[:2, :3, None, :4], (1, 1), [(1, 0), (2, -1)], rhs_dilation=(1, 2)).sum((2, 3))
+        + convolved(x[:, :, None], y[:3, :1, :4, None] * y[0, 0, :4], (1, 1), [(1, 1), (0, 1)], lhs_dilation=(2, 1),
+                    feature_group_count=2).sum((2, 3))[:, :6]
+    ),
+    "convolutions of groups of the batch": lambda x, y, i: convolved(
+        x[..., None], y[:2, :3, None, :4], (2, 1), [(1, 0), (0, 2)], batch_group_count=2
+    ).sum((2, 3)),
+    "pools": lambda x, y, i: (
+        lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 2), (1, 2, 1), "SAME").sum((1, 2))
+        + lax.reduce_window(y, 0.0, lax.add, (1, 2, 2), (1, 2, 2), "VALID").sum((1, 2)) ** 2
+        + lax.reduce_window(y, jnp.inf, lax.min, (1, 3, 1), (1, 1, 1), "SAME").sum((1, 2))
+    ),
+    "running extremes": lambda x, y, i: lax.cummax(x, 1) + lax.cummin(y, 2, reverse=True) ** 2,
+    "scattered": lambda x, y, i: (
+        jnp.zeros((8, 6, 2)).at[i, i % 6].add(x[..., :2]).sum((0, 1))[0]
+        + x.at[i[:, 0] // 2, 2:4].set(y[:, :2])
+        + y.at[:, i[0]].set(x, mode="drop")
+    ),
+    "scattered together": lambda x, y, i: (
+        x.at[1, 2, 3].set(5.0).at[:, ::2].multiply(2.0)
+        + y.at[:, jnp.array([1, 1, 4])].max(x[:, :3])
+        + jax.ops.segment_min(x.reshape(24, 8), i.reshape(24), 8)[:6]
+    ),
+    "cut at places": lambda x, y, i: (
+        lax.dynamic_update_slice(x, y[:, :2, :3], (0, i[0, 0], i[0, 1]))
+        + jax.vmap(lambda row, at: lax.dynamic_slice(row, (at // 2, at), (3, 2)))(y, i[:, 0]).sum()
+        + jax.vmap(lambda row, part, at: lax.dynamic_update_slice(row, part, (at // 2, at)))(x, y[:, 1:3, 2:4], i[:, 1])
+    ),
+    "curves": lambda x, y, i: (
+        jnp.arctan(x) + jnp.arctan2(y, x) + jnp.arcsin(jnp.tanh(x)) + jnp.arccos(jnp.tanh(y)) + jnp.arcsinh(x)
+        + jnp.arccosh(1.1 + jnp.abs(y)) + jnp.arctanh(jnp.tanh(y)) + lax.erf_inv(jnp.tanh(x))
+        + lax.lgamma(1.5 + jnp.abs(x)) + 0.1 * lax.lgamma(0.3 - jnp.abs(y)) + lax.digamma(0.6 + jnp.abs(y))
+        + lax.erf(jnp.array([0.5])) + jnp.sinc(x) + jnp.logaddexp(x, y)
+    ),
+    "complex numbers": lambda x, y, i: rotated(x, y),
+    "complex states": lambda x, y, i: recurrent(x, y),
+    "Fourier transforms": lambda x, y, i: (
+        jnp.real(jnp.fft.fft2(x)) * jnp.imag(jnp.fft.ifftn(x + 1j * y)) + jnp.abs(jnp.fft.rfft2(y)).sum()
+        + jnp.fft.irfft(jnp.fft.rfft(x) * jnp.fft.rfft(y)) + jnp.fft.irfftn(jnp.fft.rfftn(y) * (1 + 2j), y.shape)
+    ),
+    "words": lambda x, y, i: (
+        ((i & 3) + (i << 2) + (i >> 1) + lax.shift_right_logical(i - 4, 30) + (i.astype(jnp.uint32) * 3).astype(int))
+        * x[..., 0]
+        + jnp.searchsorted(jnp.linspace(-1.0, 1.0, 7), y[..., 0])
+        + jnp.interp(x[..., 1], jnp.linspace(-2.0, 2.0, 5), jnp.linspace(0.0, 1.0, 5) ** 2)
+    ),
+    "several checkpoints in a loop": lambda x, y, i: lax.scan(
+        lambda c, v: (jax.checkpoint(jnp.sin)(c * v) + jnp.tanh(c) + jax.checkpoint(jnp.cos)(c + v), None), x[0], y
+    )[0],
+}  # fmt: skip
+SAMPLE = ("convolutions", "scattered", "complex numbers", "Fourier transforms", "words")
+
+
+@pytest.mark.parametrize("name", some([*FUNCTIONS], SAMPLE))
+def test_values_and_gradients(name):
+    def loss(x, y, i):
+        made = FUNCTIONS[name](x, y, i)
+        return jnp.mean(made * jnp.arange(1, made.size + 1).reshape(made.shape) / made.size), made
+
+    layouts = some([("device:1", ""), ("data:2;t:2", "batch:data;time:t")], [("data:2;t:2", "batch:data;time:t")])
+    compared(loss, X, Y, I, names={"x": "batch time features"}, layouts=layouts, loss_close=2e-5)
+
+
+# ---------------------------------------------------------------- loops
+
+
+def until(limit, change, start=0):
+    """A loop with a counter."""
+    return lambda x, w: lax.while_loop(
+        lambda c: (c[0] < limit) & change[1](c[1]), lambda c: (c[0] + 1, change[0](c[1], w)), (start, x)
+    )
+
+
+LOOPS = {
+    "counted": until(3, (lambda x, w: jnp.tanh(x @ w), lambda x: True)),
+    "not once": until(0, (lambda x, w: jnp.tanh(x @ w), lambda x: True)),
+    "ended early": until(9, (lambda x, w: x * 0.5, lambda x: jnp.max(jnp.abs(x)) > 0.2)),
+    "downwards, by a number of another loop": lambda x, w: lax.while_loop(
+        lambda c: c[0] > c[1],
+        lambda c: (c[0] - lax.fori_loop(0, c[2], lambda n, s: s + 1, 0), c[1], c[2], jnp.sin(c[3]) @ w + c[0]),
+        (jnp.int32(7), 0, 2, x),
+    )[3],
+    "inside": lambda x, w: lax.scan(
+        lambda c, v: (v + lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, s[1] @ w), (0, c))[1], None), x,
+        x[None],
+    )[0],
+}  # fmt: skip
+
+
+def test_loops_whose_end_is_known():
+    def all_of_them(w, x):
+        return [jnp.mean(leaf) for loop in LOOPS.values() for leaf in jax.tree.leaves(loop(x, w))]
+
+    names = {"x": "batch features"}
+    graph = compared(
+        all_of_them, weights(8, 8), weights(4, 8), names=names, layouts=[("d:2", "batch:d")], gradients=False
+    )
+    lengths = [op.loop.dim.size for op in graph.operations if op.loop is not None]
+    assert lengths[:2] == [3, 9]
+
+
+def test_a_loop_whose_end_depends_on_data_is_named():
+    def loss(w, x):
+        return jnp.sum(lax.while_loop(lambda v: v.sum() < 3, lambda v: v * w, x))
+
+    with pytest.raises(
+        NotImported, match=r"while \(test_rewrites.py:\d+\): a loop whose number of trips depends on data"
+    ):
+        mtf.from_jax(loss, np.ones(4, "float32"), np.ones(4, "float32"))
+
+
+def test_order_by_several_keys_known_results_and_the_axis_of_a_map():
+    x, y = np.round(X[:, :, 0]), np.round(Y[:, :, 1] * 2)
+
+    def loss(w, x, y):
+        centred = jax.vmap(lambda row: row - jax.lax.pmean(row, "rows") + jax.lax.pmax(row, "rows"), axis_name="rows")
+        return [(w * centred(x)).sum(), *lax.sort((x, y, x * y), num_keys=2), jnp.lexsort((y, x)), jnp.ones((2, 3))]
+
+    graph = mtf.from_jax(loss, np.float32(1), x, y, names={"x": "batch time"})
+    found = mtf.simulate(mtf.lower(graph.outputs, mesh="d:2", layout="batch:d;time:d?")).step(x=x, y=y)
+    for have, want in zip(found.values(), loss(np.float32(1), x, y), strict=True):
+        np.testing.assert_allclose(have, want, rtol=1e-5)
+
+
+def test_a_loop_that_data_ends_is_bounded_by_whoever_imports_it():
+    """Newton's square root, each element until it is there."""
+
+    def root(x):
+        return lax.while_loop(lambda y: jnp.max(jnp.abs(y * y - x)) > 1e-5, lambda y: 0.5 * (y + x / y), x)
+
+    x = np.linspace(1.0, 9.0, 6, dtype=np.float32)
+    for trips, reached in ((2, False), (40, True)):
+        graph = mtf.from_jax(lambda w, x: w * root(x), np.float32(1), x, most_trips=trips)
+        (found,) = mtf.simulate(mtf.lower(graph.outputs)).step(x=x).values()
+        assert np.allclose(found, np.sqrt(x), rtol=1e-6) is reached
+    with pytest.raises(NotImported, match=r"from_jax\(\.\.\., most_trips=100\)"):
+        mtf.from_jax(lambda w, x: w * root(x), np.float32(1), x)
+    with pytest.raises(mtf.GraphError, match="most_trips must be at least 1, got 0"):
+        mtf.from_jax(lambda w, x: w * root(x), np.float32(1), x, most_trips=0)
+    with pytest.raises(mtf.GraphError, match="most_trips must be an integer"):
+        mtf.from_jax(lambda w, x: w * root(x), np.float32(1), x, most_trips=2.5)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- Fourier transforms
+
+
+@pytest.mark.parametrize("n", some([1, 2, 7, 8, 255, 257, 263, 768, 1000, 1024, 2310], [1, 2, 7, 257, 1000, 1024]))
+def test_transforms_of_any_length_against_numpy(n):
+    """One product, or rounds of smaller ones; forth and back, of real and complex numbers."""
+    rng = np.random.default_rng(n)
+    x, y = (rng.normal(size=(3, n)).astype(np.float32) for _ in range(2))
+    half = rng.normal(size=(2, 3, n // 2 + 1)).astype(np.float32)
+
+    def all_of_them(w, x, y, a, b):
+        forth, back, real = jnp.fft.fft(w * x + 1j * y), jnp.fft.ifft(x + 1j * y), jnp.fft.rfft(x)
+        again = jnp.fft.irfft(a + 1j * b, n)
+        return forth.real, forth.imag, back.real, back.imag, real.real, real.imag, again
+
+    fed = {"x": x, "y": y, "a": half[0], "b": half[1]}
+    graph = mtf.from_jax(all_of_them, np.float32(1), *fed.values())
+    program = mtf.lower(graph.outputs)
+    found = mtf.simulate(program).step(graph.feeds(np.float32(1), *fed.values()))
+    forth, back, real = np.fft.fft(x + 1j * y), np.fft.ifft(x + 1j * y), np.fft.rfft(x)
+    again = np.fft.irfft(half[0] + 1j * half[1], n)
+    wanted = (forth.real, forth.imag, back.real, back.imag, real.real, real.imag, again)
+    for have, want in zip(found.values(), wanted, strict=True):
+        np.testing.assert_allclose(np.reshape(have, want.shape), want, atol=2e-6 * max(1.0, np.abs(want).max()))
+    if n == 1024:  # 32 x 32: two rounds with 32 terms in place of one with 1,024, in 14 products at most, six passes
+        assert program.work.mxu_flops <= 14 * 6 * 2 * 3 * n * (32 + 32)
+
+
+# ---------------------------------------------------------------- what can't be, and what is drawn
+
+
+def test_complex_numbers_that_have_no_words_are_named():
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(w + 1j * x).real) + jnp.sum(jnp.sin(1j * x).real)
+
+    with pytest.raises(NotImported) as caught:
+        mtf.from_jax(loss, np.ones(4, "float32"), np.ones(4, "float32"))
+    assert "complex tanh (test_rewrites.py:" in str(caught.value)
+    assert "complex sin (test_rewrites.py:" in str(caught.value)
+
+
+def test_more_draws():
+    def draw(w, key):
+        a, b, c, d = jax.random.split(key, 4)
+        return (
+            jax.random.randint(a, (4096,), -3, 5),
+            jax.random.truncated_normal(b, -1.0, 2.0, (4096,)),
+            jax.random.permutation(c, 64),
+            jax.random.uniform(d, (4096, 2), minval=jnp.array([0.0, 10.0]), maxval=20.0) * w,
+            jax.random.bits(a, (4096,), "uint8"),
+        )
+
+    for key in (jax.random.key(0), jax.random.PRNGKey(0)):
+        graph = mtf.from_jax(draw, np.ones(2, "float32"), key)
+        assert not graph.inputs
+        whole, normal, order, uniform, few = mtf.simulate(mtf.lower(graph.outputs)).step().values()
+        assert np.bincount(whole + 3).min() > 4096 / 8 * 0.8
+        assert (whole.min(), whole.max()) == (-3, 4)
+        assert -1 <= normal.min() < -0.95
+        assert 1.8 < normal.max() <= 2
+        assert normal.mean() == pytest.approx(0.2296, abs=0.03)  # (phi(-1) - phi(2)) / (Phi(2) - Phi(-1))
+        assert sorted(order) == list(range(64)) != list(order)
+        assert uniform.min(0) == pytest.approx([0, 10], abs=0.1)
+        assert uniform.max(0) == pytest.approx([20, 20], abs=0.1)
+        assert (few.min(), few.max()) == (0, 255)
+    with pytest.raises(NotImported, match=r"random_bits .* of 32 bits for convert_element_type; shift or mask"):
+        mtf.from_jax(lambda w: jax.random.bits(jax.random.key(0), (4,)) * w, np.ones(4, "int32"))
+
+
+def test_rows_of_a_convolution_that_get_another_name():
+    """What a dense layer reads is named by its weights: rows of the image and of the result are two dims then."""
+
+    def loss(p, x):
+        h = convolved(x, p["kernel"], (2, 2), "SAME")
+        return jnp.sum(jnp.tanh(h.reshape(4, -1) @ p["dense"]) ** 2)
+
+    params = {"kernel": weights(3, 3, 4, 8), "dense": weights(4 * 4 * 8, 10)}
+    names = {"x": "batch h w c", "p.dense": "(rows columns made) out"}
+    layouts = [("p:2", "h:p"), ("p:2;q:2", "h:p;rows:q"), ("p:4", "h:p;rows:p")]
+    compared(loss, params, weights(4, 8, 8, 4), names=names, layouts=layouts)
+
+
+@pytest.mark.parametrize(("window", "layout"), [(1, "h:p;columns:q"), (3, "h:p;rows:q"), (3, "w:p;window_0:q")])
+def test_such_a_convolution_and_its_gradients_on_devices(window, layout):
+    """Each device's rows begin elsewhere, and so do its taps where the window is split."""
+
+    def loss(p, x):
+        h = convolved(x, p["kernel"], (2, 2), "SAME")
+        return jnp.sum(jnp.tanh(h.reshape(4, -1) @ p["dense"]) ** 2)
+
+    params = {"kernel": weights(window, window, 4, 8), "dense": weights(4 * 4 * 8, 10)}
+    x = weights(4, 8, 8, 4)
+    names = {"x": "batch h w c", "p.dense": "(rows columns made) out", "p.kernel": "window_0 window_1 c made"}
+    graph = mtf.from_jax(loss, params, x, names=names)
+    outputs = dict(graph.outputs)
+    with graph:
+        kernel, dense = (graph.variables[f"p/{n}"].output for n in params)
+        outputs["kernel"], outputs["dense"] = mtf.gradients([graph.loss], [kernel, dense])
+    mesh = f"p:2;q:{window if 'window' in layout else 2}"
+    program = mtf.lower(outputs, mesh=mesh, layout=layout, precision="highest")
+    feeds = graph.feeds(params, x)
+    want, have = mtf.simulate(program).step(**feeds), mtf.on_jax(program).step(**feeds)
+    for name in outputs:
+        np.testing.assert_allclose(have[name], want[name], rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+ROLLS = {  # of [batch, time, features], time over four devices; and the rows that a device sends on the way forward
+    "one on": (lambda x: jnp.roll(x, 1, 1), 1),
+    "one back": (lambda x: jnp.roll(x, -1, 1), 1),
+    "two axes": (lambda x: jnp.roll(x, (2, 3), (0, 1)), 3),
+    "parts in order": (lambda x: jnp.concatenate([x[:, 5:9], x[:, 9:], x[:, :5]], 1), 4),
+    "in a loop": (
+        lambda x: lax.scan(lambda c, _: (jnp.tanh(jnp.roll(c, 2, 1) - jnp.roll(c, -1, 1)), None), x, None, 3)[0],
+        3 * (2 + 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", some([*ROLLS], ["two axes", "parts in order", "in a loop"]))
+def test_a_rotation_sends_what_passes_the_ends_of_blocks(name):
+    """As many rows as it moves by, however often blocks are crossed; and back as many of the gradient."""
+    roll, rows = ROLLS[name]
+    x, scale = weights(2, 16, 3, scale=1.0), weights(16, scale=1.0)
+
+    def loss(scale, x):
+        return jnp.sum(roll(x * scale[:, None]) ** 2 * jnp.arange(16)[:, None])
+
+    names, mesh, layout = {"x": "batch time features", "scale": "time"}, "m:4", "time:m"
+    graph = compared(loss, scale, x, names=names, layouts=[(mesh, layout)], loss_close=2e-5)
+    with graph:
+        updates = mtf.optimize.SgdOptimizer(0.1).minimize(graph.loss)
+    sent = mtf.lower(None, updates, mesh, layout).sent_bytes
+    assert sent == 2 * rows * x.shape[0] * x.shape[2] * 4

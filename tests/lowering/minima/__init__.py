@@ -1,0 +1,1 @@
+"""The table of tests/lowering/minima_tables.py, by theme."""

@@ -1,1 +1,0 @@
-"""The table of tests/lowering_minima.py, by theme."""

@@ -1,0 +1,281 @@
+"""The bounds of a search are below what is estimated: over random programs, layouts and rates of links.
+
+With slow links nearly all of a step is collectives, so that a single one charged too much is seen.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import meshlib as mtf
+from hardware.slices import Slice
+from layouts import LayoutRules
+from meshlib.core.graph import Operation, Tensor
+from meshlib.estimation import estimate
+from meshlib.searching.bounds.min_sum import Table
+from meshlib.searching.programs import Problem, problem_of
+from meshlib.searching.roles import roles_of
+from meshlib.searching.space import Candidate, Fixed, candidates, laid
+from tests.compilers import INDEPENDENT
+from tests.effort import draws
+from tests.lowering.minima_tables import ROWS
+
+D = mtf.Dimension
+Build = Callable[[], tuple[Mapping[str, Tensor], Sequence[Operation]]]
+SLOW = 1e-5
+
+
+def network(seed: int, scale: int = 1) -> Build:
+    """A random one: branches that meet, factors, shared and stacked weights, norms, softmax, tied tables.
+
+    With a `scale` its dims are so much larger, and what products read of HBM counts.
+    """
+
+    def build() -> tuple[Mapping[str, Tensor], Sequence[Operation]]:
+        rng = random.Random(seed)
+        sizes = [scale * size for size in (8, 16, 64, 256)]
+        batch, dtype = D("batch", scale * rng.choice([16, 256, 4096])), rng.choice(["float32", "bfloat16"])
+        wide = [D(f"d{n}", rng.choice(sizes)) for n in range(3)]
+        x = mtf.input("x", [batch, wide[0]], dtype)
+        kept, shared = [x], {}
+        for n in range(rng.randint(2, 6)):
+            here = x.shape[-1]
+            what = rng.choice(["product", "product", "again", "branch", "norm", "softmax", "factor", "scan", "relu"])
+            if what == "product":
+                there = rng.choice([d for d in wide if d != here])
+                w = mtf.variable(f"w{n}", [here, there], dtype=dtype)
+                shared[here, there] = w
+                x = mtf.einsum([x, w], [batch, there])
+            elif what == "again" and shared:
+                (a, b), w = rng.choice(list(shared.items()))
+                if here in (a, b):
+                    x = mtf.einsum([x, w], [batch, b if here == a else a])
+            elif what == "branch":
+                same = [y for y in kept if y.shape == x.shape]
+                x = x + rng.choice(same) if same else x * 2.0
+            elif what == "norm":
+                x = x * mtf.rsqrt(mtf.reduce_mean(mtf.square(x), reduced_dim=here) + 1e-6)
+            elif what == "softmax":
+                x = mtf.softmax(x, here)
+            elif what == "factor":
+                x = x * mtf.variable(f"f{n}", [rng.choice([here, batch])], dtype=dtype)
+            elif what == "scan":
+                x = _layers(x, n, rng)
+            else:
+                x = mtf.relu(x)
+            kept.append(x)
+        loss = mtf.reduce_mean(x if rng.random() < 0.3 else mtf.square(x))
+        outputs: dict[str, Tensor] = {"loss": loss}
+        if rng.random() < 0.3:
+            outputs["x"] = x
+        optimizer = rng.choice([mtf.optimize.SgdOptimizer(0.1), mtf.optimize.AdamOptimizer(0.1), None])
+        train = optimizer is not None and any(op.kind.name == "variable" for op in loss.graph.operations)
+        return outputs, optimizer.minimize(loss) if train and optimizer else []
+
+    return build
+
+
+def _layers(x: Tensor, n: int, rng: random.Random) -> Tensor:
+    """Some layers in a loop, with a residual or without."""
+    batch, here = x.shape
+    layers, inner = D(f"layers{n}", rng.choice([2, 4])), D(f"inner{n}", rng.choice([16, 64]))
+    up = mtf.variable(f"up{n}", [layers, here, inner], dtype=x.dtype)
+    down = mtf.variable(f"down{n}", [layers, inner, here], dtype=x.dtype)
+    residual, remat = rng.random() < 0.6, rng.choice(["none", "full"])
+
+    def layer(carries: Any, slices: Any) -> tuple[Any, Any]:
+        h = mtf.relu(mtf.einsum([carries[0], slices[0]], [batch, inner]))
+        y = mtf.einsum([h, slices[1]], [batch, here])
+        return (carries[0] + y if residual else mtf.tanh(y),), ()
+
+    (y,), _ = mtf.scan(layer, [x], [up, down], layers, remat=remat)
+    return y
+
+
+def attending(seed: int) -> Build:
+    """Random attention: queries, keys and values that are products, of groups of heads, through a window or not."""
+
+    def build() -> tuple[Mapping[str, Tensor], Sequence[Operation]]:
+        rng = random.Random(seed)
+        batch, length, model = D("batch", rng.choice([4, 16])), D("length", rng.choice([16, 64])), D("model", 32)
+        heads, group, key = D("heads", rng.choice([2, 4])), D("group", rng.choice([1, 2])), D("key", 8)
+        memory = D("memory_length", length.size)
+        x = mtf.input("x", [batch, length, model], "bfloat16")
+        wq = mtf.variable("wq", [model, heads, group, key], dtype="bfloat16")
+        wk, wv = (mtf.variable(name, [model, heads, key], dtype="bfloat16") for name in ("wk", "wv"))
+        q = mtf.einsum([x, wq], [batch, length, heads, group, key])
+        k, v = (
+            mtf.rename_dimension(mtf.einsum([x, w], [batch, length, heads, key]), "length", "memory_length")
+            for w in (wk, wv)
+        )
+        window = rng.choice([None, None, 8])
+        y = mtf.attention(q, k, v, length, memory, key, causal=window is not None or rng.random() < 0.5, window=window)
+        if rng.random() < 0.7:
+            y = mtf.einsum(
+                [y, mtf.variable("wo", [heads, group, key, model], dtype="bfloat16")], [batch, length, model]
+            )
+        loss = mtf.reduce_mean(mtf.square(y))
+        return {"loss": loss}, mtf.optimize.AdamOptimizer(0.1).minimize(loss) if rng.random() < 0.8 else []
+
+    return build
+
+
+def slowed(name: str, links: float) -> Slice:
+    """A slice with links of another rate."""
+    chip = Slice(name).chip
+    return Slice(name, replace(chip, ici_bytes_per_second=chip.ici_bytes_per_second * links))
+
+
+def tried(problem: Problem, space: Sequence[Candidate], most: int, rng: random.Random) -> int:
+    """Bounds of some candidates against their estimates."""
+    count = 0
+    for c in rng.sample(list(space), min(most, len(space))):
+        try:
+            program = problem.session.lower(c.mesh, c.layout)
+        except mtf.LayoutError:
+            continue
+        for links in (1.0, SLOW):
+            c = replace(c, slice=slowed(c.slice.name, links))
+            step = estimate(program, c.slice).step_seconds
+            assert problem.bounds.seconds(c) <= step * (1 + 1e-9), (str(c), links)
+            assert problem.bounds.waiting_seconds(c) <= step * (1 + 1e-9), (str(c), links)
+        count += 1
+    return count
+
+
+def space_of(problem: Problem, name: str) -> list[Candidate]:
+    roles = roles_of(problem.tensors, problem.dims, problem.batch)
+    given = Fixed(LayoutRules(""), {}, problem.named)
+    return [*candidates(problem.choices, Slice(name), roles, problem.tensors.sizes, given, 3)]
+
+
+def test_nothing_is_below_its_bound_over_random_networks() -> None:
+    count = 0
+    for seed in (112, 160, *range(draws(2, 1000))):
+        rng = random.Random(seed)
+        problem = problem_of(network(seed), (), (), ())
+        count += tried(problem, space_of(problem, rng.choice(["v5e-4", "v3-8", "v4-16"])), draws(2, 4), rng)
+    assert count > 4
+
+
+def test_nothing_is_below_its_bound_over_wide_networks() -> None:
+    """Chips whose products wait for HBM."""
+    count = 0
+    for seed in range(draws(2, 300)):
+        rng = random.Random(seed)
+        problem = problem_of(network(seed, 64), (), (), ())
+        count += tried(problem, space_of(problem, rng.choice(["v6e-8", "v5e-4", "v5p-8"])), draws(2, 4), rng)
+    assert count
+
+
+def test_nothing_is_below_its_bound_over_random_attention() -> None:
+    count = 0
+    for seed in range(draws(1, 300)):
+        rng = random.Random(seed)
+        problem = problem_of(attending(seed), (), (), ())
+        count += tried(problem, space_of(problem, rng.choice(["v5e-4", "v3-8", "v4-16"])), draws(2, 4), rng)
+    assert count
+
+
+def test_a_sum_may_be_pending_over_more_axes_than_its_product_is_split_over() -> None:
+    """Then both are summed at once, over more links than one of them alone has."""
+    problem = problem_of(network(751), (), (), ())
+    (c,) = (c for c in space_of(problem, "v4-16") if str(c.layout) == "d2:model+model2;batch:model2?"
+            and str(c.mesh) == "model:4;model2:2")  # fmt: skip
+    assert tried(problem, [c], 1, random.Random(0)) == 1
+
+
+def test_a_bound_knows_what_a_product_waits_for_over_hbm() -> None:
+    """Of a small network most of a step is HBM, launches and latency."""
+
+    def build() -> tuple[Any, Any]:
+        batch, pixels, hidden, classes = (
+            D(*d) for d in (("batch", 512), ("pixels", 784), ("hidden", 1024), ("classes", 10))
+        )
+        images, labels = mtf.input("images", [batch, pixels]), mtf.input("labels", [batch], dtype="int32")
+        h = mtf.relu(mtf.einsum([images, mtf.variable("w1", [pixels, hidden])], [batch, hidden]))
+        logits = mtf.einsum([h, mtf.variable("w2", [hidden, classes])], [batch, classes])
+        losses = mtf.layers.softmax_cross_entropy_with_logits(logits, mtf.one_hot(labels, classes), classes)
+        loss = mtf.reduce_mean(losses)
+        return {"loss": loss}, mtf.optimize.SgdOptimizer(0.1).minimize(loss)
+
+    problem = problem_of(build, (), (), (), INDEPENDENT)
+    c = laid((), Slice("v3-8"), mtf.Mesh("model:8"), LayoutRules("hidden:model"), ())
+    step = problem.estimate(c).step_seconds
+    assert problem.bounds.seconds(c) < 0.4 * step
+    assert 0.9 * step < problem.bounds.waiting_seconds(c) <= step
+
+
+@pytest.mark.parametrize("name", ["class_of_the_first_token", *random.Random(5).sample(sorted(ROWS), draws(12, 200))])
+def test_what_a_bound_asks_for_is_no_more_than_what_experts_send(name: str) -> None:
+    """Programs in which sums follow from others, and slices move less than all: nothing may be charged for those."""
+    with mtf.Graph():
+        case = ROWS[name]("float32")
+    outputs = case.outputs or {}
+    problem = problem_of(lambda: (outputs, case.updates), (), (), ())
+    mesh = mtf.Mesh(case.mesh)
+    where = slowed(f"v5e-{mesh.size}" if mesh.size > 2 else "v4-4", SLOW)
+    c = laid((), where, mesh, LayoutRules(case.layout), problem.named)
+    step = estimate(problem.session.lower(c.mesh, c.layout), where).step_seconds
+    assert problem.bounds.waiting_seconds(c) <= step * (1 + 1e-9)
+
+
+def test_a_sum_of_tables_has_no_lesser_sum() -> None:
+    """Exact where tables are small, from below where they would be too large."""
+    rng = np.random.default_rng(0)
+    for count in range(2, 8):
+        table, every = Table(), np.zeros([3] * count)
+        for _ in range(2 * count):
+            scope = sorted(rng.choice(count, size=min(count, 3), replace=False).tolist())
+            values = rng.uniform(0, 9, [3] * len(scope))
+            table.add(scope, values)
+            every = every + values.reshape([3 if n in scope else 1 for n in range(count)])
+        assert table.least() == pytest.approx(every.min())
+
+
+def test_a_product_with_a_repeated_operand_may_be_a_smaller_one() -> None:
+    """A gradient that is repeated along a dim is summed up before the product, where that sends less."""
+    problem = problem_of(network(9011, 64), (), (), ())
+    (c,) = (c for c in space_of(problem, "v5p-8") if str(c.mesh) == "model:2;model2:2"
+            and str(c.layout) == "batch:model;slots/d0:model?;slots/d0:model2;d0:model2")  # fmt: skip
+    assert tried(problem, [c], 1, random.Random(0)) == 1
+
+
+def test_a_bound_knows_what_products_read_again() -> None:
+    """On v6e products of many rows take longer over HBM than on the array."""
+
+    def build() -> tuple[Any, Any]:
+        x, w = mtf.input("x", [D("batch", 2**15), D("inner", 8192)], "bfloat16"), D("outer", 28672)
+        h = mtf.relu(mtf.einsum([x, mtf.variable("w", [D("inner", 8192), w], dtype="bfloat16")]))
+        return {"y": mtf.einsum([h, mtf.variable("v", [w, D("last", 8192)], dtype="bfloat16")])}, []
+
+    problem = problem_of(build, (), (), ())
+    c = laid((), Slice("v6e-4"), mtf.Mesh("m:4"), LayoutRules("batch:m"), ())
+    est = problem.estimate(c)
+    assert est.bound == "hbm"
+    assert 0.9 * est.step_seconds < problem.bounds.seconds(c) <= est.step_seconds
+
+
+def test_a_bound_knows_what_a_layout_must_send() -> None:
+    """Gradients of a split batch; a product whose contracted dim is split; weights that are gathered, or rows."""
+    batch, inner, outer = D("batch", 2**17), D("inner", 4096), D("outer", 4096)
+
+    def build() -> tuple[Any, Any]:
+        w, v = mtf.variable("w", [inner, outer]), mtf.variable("v", [outer, inner])
+        h = mtf.relu(mtf.einsum([mtf.input("x", [batch, inner]), w], [batch, outer]))
+        loss = mtf.reduce_mean(mtf.square(mtf.einsum([h, v], [batch, inner])))
+        return {"loss": loss}, mtf.optimize.SgdOptimizer(0.1).minimize(loss)
+
+    problem = problem_of(build, (), (), ())
+    where = slowed("v5e-4", SLOW)
+    for layout in ("batch:m", "batch:m;inner:m?", "inner:m", "batch:m;outer:m?"):
+        c = laid((), where, mtf.Mesh("m:4"), LayoutRules(layout), ())
+        step = problem.estimate(c).step_seconds
+        assert problem.bounds.seconds(c) < 0.01 * step, layout
+        assert problem.bounds.waiting_seconds(c) > 0.2 * step, layout
