@@ -18,6 +18,7 @@ from meshlib.core.text import bytes_text
 from meshlib.jax.context import Array, Context, Found
 from meshlib.jax.executor import Executor
 from meshlib.jax.hlo import sent_bytes
+from meshlib.jax.imported_specs import argument_shardings, compiled, graph_of, specs_of
 from meshlib.jax.placing import device_mesh, spec_of
 from meshlib.jax.settings import by_default
 from meshlib.jax.step import platform_of
@@ -36,6 +37,10 @@ class PartitionSpecs:
 
     variables, inputs, outputs  by their names
     values                      what forward computes, by the operations' names: see `constrain`
+    unsaid                      of an imported program, where the program splits dims that no spec can: see `note`
+
+    Of an imported program these are specs of the function's own arrays, in their axes, and `shardings(*args)` gives
+    them in the form in which the function takes its arguments; there are no `values`, as none has a name of the user's.
     """
 
     program: Program = field(repr=False)
@@ -43,10 +48,25 @@ class PartitionSpecs:
     inputs: Specs
     outputs: Specs
     values: Specs
+    unsaid: tuple[str, ...] = ()
 
     def mesh(self, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
         """The program's mesh over JAX devices."""
         return device_mesh(self.program.mesh, devices)
+
+    def shardings(self, *args: Any, devices: Sequence[Any] | None = None) -> tuple[Any, ...]:
+        """The shardings of an imported function's arguments, for `jax.device_put` and `jax.jit(in_shardings=...)`.
+
+        Args:
+          args: the arguments as `mtf.from_jax` took them, arrays or shapes.
+          devices: JAX devices for the mesh; all that there are unless given.
+        Returns: for each argument a tree of NamedShardings, of no axes where the program does not know the array.
+        Raises: GraphError if the program was not imported.
+        """
+        graph = graph_of(self.program)
+        if graph is None:
+            raise GraphError("shardings: the program was not imported from JAX; use .variables, .inputs and .mesh()")
+        return argument_shardings(graph, self.variables | self.inputs, self.mesh(devices), args)
 
     def constrain(self, name: str, x: Any) -> Any:
         """`jax.lax.with_sharding_constraint` of what the program calls `name`; under a mesh that is set.
@@ -62,6 +82,8 @@ class PartitionSpecs:
 
         Compiles the unsharded program with the specs on variables, inputs, outputs and values, and reads the
         collectives off the result: exact for the compiler at hand, which needs as many devices as the mesh has.
+        Of an imported program it is the function itself, or it and its gradient, as the program's outputs are, under
+        plain `jit` with the specs on arguments and results.
         """
         return sent_bytes(_compiled(self, devices).as_text())
 
@@ -69,10 +91,11 @@ class PartitionSpecs:
         """How many bytes XLA will send, beside those of the program."""
         theirs, ours = self.xla_sent_bytes(devices), self.program.sent_bytes
         ratio = f", {theirs / ours:.2f} times as many" if ours else ""
-        return (
+        text = (
             f"under jit with these specs XLA sends {bytes_text(theirs)} a device and step{ratio} as the program "
             f"({bytes_text(ours)})"
         )
+        return "; ".join((text, *self.unsaid))
 
     def __str__(self) -> str:
         parts = (("variables", self.variables), ("inputs", self.inputs), ("outputs", self.outputs))
@@ -108,7 +131,18 @@ def partition_specs(program: Program) -> PartitionSpecs:
     def of(named: Mapping[str, Value]) -> Specs:
         return {n: spec_of(v.sharding) for n, v in named.items()}
 
-    return PartitionSpecs(program, of(program.variables), of(program.inputs), of(program.outputs), values)
+    graph = graph_of(program)
+    if graph is None:
+        return PartitionSpecs(program, of(program.variables), of(program.inputs), of(program.outputs), values)
+    found = specs_of(graph, program)
+    specs = {kind: {name: s.spec for name, s in named.items()} for kind, named in found.items()}
+    unsaid = [
+        f"{name}: no spec says that {', '.join(s.unsaid)} {'is' if len(s.unsaid) == 1 else 'are'} split within an axis"
+        for named in found.values()
+        for name, s in named.items()
+        if s.unsaid
+    ]
+    return PartitionSpecs(program, specs["variables"], specs["inputs"], specs["outputs"], {}, tuple(unsaid))
 
 
 class _Constrained(Executor):
@@ -136,6 +170,11 @@ class _Constrained(Executor):
 @by_default()
 def _compiled(specs: PartitionSpecs, devices: Sequence[Any] | None) -> Any:
     program, mesh = specs.program, specs.mesh(devices)
+    graph = graph_of(program)
+    by_kind = {"variables": specs.variables, "inputs": specs.inputs, "outputs": specs.outputs}
+    own = None if graph is None else compiled(graph, program, by_kind, mesh)
+    if own is not None:
+        return own
     fetched = {n: v.tensor for n, v in program.outputs.items()}
     updates = [i.operation for i in program.instructions if isinstance(i, Commit)]
     whole = lower(fetched, updates, precision=program.precision)
@@ -149,17 +188,16 @@ def _compiled(specs: PartitionSpecs, devices: Sequence[Any] | None) -> Any:
         values = _Constrained(context, specs, mesh).run(whole, given, context)
         return {n: values[v] for n, v in whole.outputs.items()}, {n: values[v] for n, v in whole.updates.items()}
 
-    def shaped(named: Mapping[str, Value], by: Specs) -> dict[str, Any]:
+    def placed(named: Mapping[str, Value], among: Mapping[str, Value]) -> dict[str, NamedSharding]:
+        return {n: NamedSharding(mesh, spec_of(among[n].sharding) if n in among else PartitionSpec()) for n in named}
+
+    def shaped(named: Mapping[str, Value], among: Mapping[str, Value]) -> dict[str, Any]:
+        where = placed(named, among)
         return {
-            n: jax.ShapeDtypeStruct(
-                v.tensor.shape.sizes, storage(v.tensor.dtype), sharding=NamedSharding(mesh, by.get(n, PartitionSpec()))
-            )
+            n: jax.ShapeDtypeStruct(v.tensor.shape.sizes, storage(v.tensor.dtype), sharding=where[n])
             for n, v in named.items()
         }
 
-    out = (
-        {n: NamedSharding(mesh, specs.outputs[n]) for n in whole.outputs},
-        {n: NamedSharding(mesh, specs.variables[n]) for n in whole.updates},
-    )
-    arguments = shaped(whole.variables, specs.variables), shaped(whole.inputs, specs.inputs)
+    out = placed(whole.outputs, program.outputs), placed(whole.updates, program.variables)
+    arguments = shaped(whole.variables, program.variables), shaped(whole.inputs, program.inputs)
     return jax.jit(step, out_shardings=out).lower(*arguments).compile()

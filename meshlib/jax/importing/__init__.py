@@ -34,7 +34,7 @@ from meshlib.jax.importing.axes import Axes
 from meshlib.jax.importing.code import DTYPES, NARROW, Code, NotImported, Place, Var, numpy_type, prune
 from meshlib.jax.importing.constraints import Constraints
 from meshlib.jax.importing.contraction import mark_scores
-from meshlib.jax.importing.imported import Argument, ImportedGraph
+from meshlib.jax.importing.imported import Argument, Call, ImportedGraph
 from meshlib.jax.importing.leaves import (
     COMPLEX,
     concrete,
@@ -43,6 +43,7 @@ from meshlib.jax.importing.leaves import (
     named_leaves,
     parameter_names,
     parts_of_array,
+    words,
 )
 from meshlib.jax.importing.naming import WHAT, Leaf, call_first, call_products, name_all, parsed
 from meshlib.jax.importing.pairs import flat as flat_parts
@@ -113,10 +114,9 @@ def from_jax(
     own = parameter_names(fn, len(args))
     axes = Axes()
     tracing = Tracing(axes, None if most_trips is None else _most_trips(most_trips), _half(float16))
-    flat, tree = jax.tree_util.tree_flatten(args)
-    held = [leaf for leaf in flat if is_array(leaf)]
+    call, held = _in_arrays(fn, own, args)
     leaves = _leaves(tracing, own, args, numbers)
-    closed, results = _traced(fn, flat, tree, held)
+    closed, results = _traced(call)
     ins = packed([leaf.var for leaf in leaves], [v.aval for v in closed.jaxpr.invars])
     outs = flat_parts(tracing.inline(closed, ins, Place(UNKNOWN_LINE), inherit=False))
     code = Code([leaf.var for leaf in leaves], outs, tracing.steps)
@@ -128,7 +128,10 @@ def from_jax(
     control.unify(axes, code)
     call_products(axes, waiting)
     name_all(axes, code, leaves)
-    return _graph(axes, code, leaves, held, used, own, results, Constraints(flag(constraints, WHAT, "constraints")))
+    met = Constraints(flag(constraints, WHAT, "constraints"))
+    graph = _graph(axes, code, leaves, held, used, own, results, met)
+    graph.call = call
+    return graph
 
 
 def _most_trips(given: object) -> int:
@@ -170,15 +173,28 @@ def _leaves(tracing: Tracing, own: Sequence[str], args: Sequence[Any], numbers: 
     return made
 
 
-def _traced(fn: Callable[..., Any], flat: Sequence[Any], tree: Any, held: Sequence[Any]) -> tuple[Any, Any]:
-    """The jaxpr of the function in its arrays alone, and its results by name."""
+def _in_arrays(fn: Callable[..., Any], own: Sequence[str], args: Sequence[Any]) -> tuple[Call, list[Any]]:
+    """The function in its arrays alone, and these."""
+    flat, tree = jax.tree_util.tree_flatten(args)
+    held = [leaf for leaf in flat if is_array(leaf)]
 
     def of_arrays(*arrays: Any) -> Any:
         rest = iter(arrays)
         return fn(*jax.tree_util.tree_unflatten(tree, [next(rest) if is_array(x) else x for x in flat]))
 
-    specs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in held]
-    closed, out = jax.make_jaxpr(of_arrays, return_shape=True)(*specs)
+    specs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in held)
+    names = [
+        "/".join((name, *words(path)))
+        for name, arg in zip(own, args, strict=True)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(arg)[0]
+        if is_array(leaf)
+    ]
+    return Call(of_arrays, specs, tuple(names)), held
+
+
+def _traced(call: Call) -> tuple[Any, Any]:
+    """The jaxpr of the function, and its results by name."""
+    closed, out = jax.make_jaxpr(call.function, return_shape=True)(*call.shapes)
     named = [name.replace("/", ".") for name, _ in leaves_of(["output"], [out])]  # in parts, where they are complex
     return closed, [name.removeprefix("output.") if isinstance(out, dict) else name for name in named]
 
@@ -258,6 +274,7 @@ def _graph(
                 continue
             graph.outputs[name] = writer.full(writer.tensor(out), out.axes)
             graph.shapes[name] = out.shape
+            graph.result_axes[name] = tuple(writer.shape([a]) for a in out.axes)
     graph.constraints = tuple(constraints.found)
     _drop_unused(graph)
     _mark_runs(graph)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,15 @@ class Argument:
     axes: tuple[Shape, ...]  # the dims that each axis is the product of
 
 
+@dataclass(frozen=True)
+class Call:
+    """The function itself, in its arrays alone: their shapes, and their names as those of arguments."""
+
+    function: Callable[..., Any]
+    shapes: tuple[Any, ...]
+    names: tuple[str, ...]
+
+
 @dataclass(eq=False)
 class ImportedGraph(Graph):
     """A program that was a JAX function.
@@ -45,6 +54,9 @@ class ImportedGraph(Graph):
     constraints: tuple[Constraint, ...] = ()
     # results in JAX's shapes
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    # the dims that each axis of a result is the product of
+    result_axes: dict[str, tuple[Shape, ...]] = field(default_factory=dict)
+    call: Call | None = None
 
     @property
     def loss(self) -> Tensor:
