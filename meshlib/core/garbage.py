@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 SHARE = 2  # a collection when half as many objects, or bytes, have joined as were alive
 LEAST_OBJECTS = 75_000  # for which a collection is worth it
+FEW_OBJECTS = 10_000  # which the collector looks through within a millisecond: they stay in the youngest generation
 LEAST_BYTES = 32 * 2**20  # of arrays in graphs: a graph of few operations may have large constants
 
 
@@ -34,8 +35,11 @@ class _Joined:
 
     def settle(self) -> None:
         """Let new objects join the oldest generation; collect if there are enough of them, or of their bytes."""
-        self.objects += gc.get_count()[0]
+        new_objects = gc.get_count()[0]
         many_bytes = self.bytes > max(LEAST_BYTES, self.bytes_before // SHARE)
+        if new_objects < FEW_OBJECTS and not many_bytes:
+            return
+        self.objects += new_objects
         if gc.get_freeze_count():  # the user's, who would find them thawed: what is new stays where it is
             if many_bytes:
                 gc.collect()
