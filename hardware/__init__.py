@@ -20,6 +20,8 @@ Example:
 Every bad argument raises `HardwareError`. Nothing here imports another package of this distribution.
 """
 
+from pathlib import Path as _Path
+
 from hardware.chips import CHIPS as CHIPS
 from hardware.chips import Chip as Chip
 from hardware.chips import get_chip as get_chip
@@ -41,3 +43,19 @@ from hardware.placement import placements as placements
 from hardware.slices import Slice as Slice
 from hardware.slices import legal_slices as legal_slices
 from hardware.torus import Torus as Torus
+
+
+def _check_own_packages() -> None:
+    # The three packages are installed together. `meshlib` (3-D geometry) and `hardware` on the package index are other
+    # projects, which would write into the same folders.
+    root = _Path(__file__).resolve().parent.parent
+    for name in ("meshlib", "layouts"):
+        file = root / name / "__init__.py"
+        if file.is_file() and b"meshlib-tpu" not in file.read_bytes():
+            raise ImportError(
+                f"hardware belongs to meshlib-tpu, but another distribution has written {file}; "
+                "install meshlib-tpu in an environment of its own"
+            )
+
+
+_check_own_packages()

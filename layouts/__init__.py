@@ -21,6 +21,8 @@ axis and both numbers; nothing is ever silently replicated.
 [batch:512@rows, hidden:1024@cols]
 """
 
+from pathlib import Path as _Path
+
 from layouts.checking import Report as Report
 from layouts.checking import check as check
 from layouts.dims import Dimension as Dimension
@@ -52,3 +54,19 @@ from layouts.resharding import reshard as reshard
 from layouts.rules import LayoutRules as LayoutRules
 from layouts.rules import Rule as Rule
 from layouts.sharding import Sharding as Sharding
+
+
+def _check_own_packages() -> None:
+    # The three packages are installed together. `meshlib` (3-D geometry) and `hardware` on the package index are other
+    # projects, which would write into the same folders.
+    root = _Path(__file__).resolve().parent.parent
+    for name in ("meshlib", "hardware"):
+        file = root / name / "__init__.py"
+        if file.is_file() and b"meshlib-tpu" not in file.read_bytes():
+            raise ImportError(
+                f"layouts belongs to meshlib-tpu, but another distribution has written {file}; "
+                "install meshlib-tpu in an environment of its own"
+            )
+
+
+_check_own_packages()

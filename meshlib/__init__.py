@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 
 def _check_own_packages() -> None:
-    # `hardware` and `layouts` are common names; a stray module on the path would otherwise fail in odd ways.
+    # `meshlib`, `hardware` and `layouts` are common names: on the package index two of them are other projects. A stray
+    # module on the path, or a distribution that wrote into the same folder, would otherwise fail in odd ways.
     root = _Path(__file__).resolve().parent.parent
     for name in ("hardware", "layouts"):
         spec = _find_spec(name)
@@ -25,6 +26,11 @@ def _check_own_packages() -> None:
             raise ImportError(
                 f"meshlib needs its own package '{name}', but {origin} shadows it; "
                 "rename that file or take its folder off the path"
+            )
+        if b"meshlib-tpu" not in origin.read_bytes():
+            raise ImportError(
+                f"meshlib needs its own package '{name}', but another distribution has written {origin}; "
+                "install meshlib-tpu in an environment of its own"
             )
 
 

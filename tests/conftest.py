@@ -35,7 +35,7 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 
 import meshlib.ops.catalogue  # noqa: E402, F401 (tables of tests have a row for every operation)
 from meshlib.core import arrays  # noqa: E402
-from tests.effort import DEEP_EXAMPLES  # noqa: E402
+from tests.effort import DEEP_EXAMPLES, tests_of_rows  # noqa: E402
 
 settings.register_profile(
     "ci", derandomize=True, deadline=None, max_examples=60, database=None, suppress_health_check=list(HealthCheck)
@@ -55,6 +55,11 @@ def pytest_configure(config: pytest.Config) -> None:
         here = Path(__file__).parent
         helpers = [str(p) for p in (here / "jax").glob("*.py") if not p.name.startswith("test_")]
         config.option.ignore_glob = [*(config.option.ignore_glob or ()), str(here.parent / "meshlib/jax/*"), *helpers]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests of whole tables."""
+    tests_of_rows(metafunc)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -13,6 +13,7 @@ T = TypeVar("T")
 Check = TypeVar("Check", bound=Callable[..., None])
 
 DEEP_EXAMPLES = 10_000
+ROWS = "rows_of_each"  # attribute of a test: the names of its rows, and in how many parts they run
 
 
 def deep() -> bool:
@@ -36,14 +37,15 @@ def each(names: str, rows: Mapping[str, object] | Sequence[object], parts: int =
 
     A test of its own costs milliseconds for each row, which tables of thousands of quick rows feel. `names` are those
     of the parameters that a row fills, as for `pytest.mark.parametrize`; all others are fixtures. The rows are cut into
-    `parts` tests, which may run beside each other.
+    `parts` tests, which may run beside each other. With `-k`, or a test named with its row in brackets, each row is a
+    test of its own, whose id is the name of the row: see `tests_of_rows`.
     """
     filled = [name.strip() for name in names.split(",")]
     table = list(rows.items() if isinstance(rows, Mapping) else ((str(row), row) for row in rows))
 
     def decorated(check: Check) -> Check:
-        def run(part: int, **fixtures: object) -> None:
-            faults, skipped, own = [], [], table[part::parts]
+        def run(rows: slice, **fixtures: object) -> None:
+            faults, skipped, own = [], [], table[rows]
             for name, row in own:
                 try:
                     check(**dict(zip(filled, (row,) if len(filled) == 1 else row, strict=True)), **fixtures)
@@ -59,10 +61,21 @@ def each(names: str, rows: Mapping[str, object] | Sequence[object], parts: int =
 
         signature = inspect.signature(check)
         others = [p.replace(kind=p.KEYWORD_ONLY) for n, p in signature.parameters.items() if n not in filled]
-        part = inspect.Parameter("part", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        run.__signature__ = signature.replace(parameters=[part, *others])
+        rows = inspect.Parameter("rows", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        run.__signature__ = signature.replace(parameters=[rows, *others])
         for attribute in ("__name__", "__qualname__", "__doc__", "__module__"):
             setattr(run, attribute, getattr(check, attribute))
-        return pytest.mark.parametrize("part", range(parts))(run)
+        run.__dict__[ROWS] = ([name for name, _ in table], parts)
+        return run
 
     return decorated
+
+
+def tests_of_rows(metafunc: pytest.Metafunc) -> None:
+    """Makes the tests of a table: `parts` of them, or one for each row where rows are selected by name."""
+    names, parts = getattr(metafunc.function, ROWS, ((), 0))
+    config = metafunc.config
+    if parts and (config.option.keyword or any("[" in argument for argument in config.args)):
+        metafunc.parametrize("rows", [slice(n, n + 1) for n in range(len(names))], ids=[name[:100] for name in names])
+    elif parts:
+        metafunc.parametrize("rows", [slice(n, None, parts) for n in range(parts)], ids=[str(n) for n in range(parts)])
