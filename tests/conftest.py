@@ -35,7 +35,7 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 
 import meshlib.ops.catalogue  # noqa: E402, F401 (tables of tests have a row for every operation)
 from meshlib.core import arrays  # noqa: E402
-from tests.effort import DEEP_EXAMPLES, tests_of_rows  # noqa: E402
+from tests.effort import DEEP_EXAMPLES, parametrize_rows  # noqa: E402
 
 settings.register_profile(
     "ci", derandomize=True, deadline=None, max_examples=60, database=None, suppress_health_check=list(HealthCheck)
@@ -59,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Tests of whole tables."""
-    tests_of_rows(metafunc)
+    parametrize_rows(metafunc)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -38,7 +38,7 @@ def each(names: str, rows: Mapping[str, object] | Sequence[object], parts: int =
     A test of its own costs milliseconds for each row, which tables of thousands of quick rows feel. `names` are those
     of the parameters that a row fills, as for `pytest.mark.parametrize`; all others are fixtures. The rows are cut into
     `parts` tests, which may run beside each other. With `-k`, or a test named with its row in brackets, each row is a
-    test of its own, whose id is the name of the row: see `tests_of_rows`.
+    test of its own, whose id is the name of the row: see `parametrize_rows`.
     """
     filled = [name.strip() for name in names.split(",")]
     table = list(rows.items() if isinstance(rows, Mapping) else ((str(row), row) for row in rows))
@@ -71,7 +71,7 @@ def each(names: str, rows: Mapping[str, object] | Sequence[object], parts: int =
     return decorated
 
 
-def tests_of_rows(metafunc: pytest.Metafunc) -> None:
+def parametrize_rows(metafunc: pytest.Metafunc) -> None:
     """Makes the tests of a table: `parts` of them, or one for each row where rows are selected by name."""
     names, parts = getattr(metafunc.function, ROWS, ((), 0))
     config = metafunc.config

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.effort import each, tests_of_rows
+from tests.effort import each, parametrize_rows
 
 
 def test_all_rows_that_fail_are_told() -> None:
@@ -57,9 +57,7 @@ def test_only_a_table_of_skips_is_a_skip() -> None:
         ("", ["tests/test_it.py::test_it[two]"], ["one", "two", "three"]),
     ],
 )
-def test_rows_are_tests_of_their_own_where_they_are_selected(
-    keyword: str, arguments: list[str], ids: list[str]
-) -> None:
+def test_selected_rows_are_tests_of_their_own(keyword: str, arguments: list[str], ids: list[str]) -> None:
     seen = []
 
     @each("number", {"one": 1, "two": 2, "three": 3}, parts=2)
@@ -69,7 +67,7 @@ def test_rows_are_tests_of_their_own_where_they_are_selected(
     made: dict[str, list[Any]] = {}
     config = SimpleNamespace(option=SimpleNamespace(keyword=keyword), args=arguments)
     parametrize = lambda name, values, ids: made.update({"values": values, "ids": ids})  # noqa: E731
-    tests_of_rows(SimpleNamespace(function=check, config=config, parametrize=parametrize))
+    parametrize_rows(SimpleNamespace(function=check, config=config, parametrize=parametrize))
     assert made["ids"] == ids
     for rows in made["values"]:
         check(rows)
