@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from meshlib.command.arguments import parser
-from tests import pages
+from tests.core.public import public_names
+from tests.docs import pages
 from tests.effort import deep
-from tests.public import public_names
 
 README = pages.read("README.md")
 PAGES = pages.pages()
@@ -70,7 +70,7 @@ def test_shell_commands_name_what_exists(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_fences_say_how_they_are_tested(page: str) -> None:
     for block in pages.blocks(page):
-        assert block.fence in pages.FENCES, f"{block.where}: ```{block.fence}; tests/pages.py has the fences there are"
+        assert block.fence in pages.FENCES, f"{block.where}: ```{block.fence}; the fences are in tests/docs/pages.py"
 
 
 def slug(heading: str) -> str:

@@ -8,7 +8,7 @@ A fence says how its block is tested:
     console        "$ meshlib ..." and lines that it prints: its arguments are parsed, in the deep profile it is run
     sh             commands: files and flags that they name exist
 
-Lines of output that contain "..." are not compared: there the page is abridged. `python -m tests.pages` runs all
+Lines of output that contain "..." are not compared: there the page is abridged. `python -m tests.docs.pages` runs all
 console blocks, or those of the pages named, and reports the lines that have changed.
 """
 
@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.paths import ROOT
+
 PACKAGES = ("meshlib", "layouts", "hardware")
-MOVING = ("detection", "records", "vocabulary")  # into other rooms, whose pages have them
 FENCES = ("python", "python deep", "text", "console", "sh")
 
 
@@ -49,7 +49,6 @@ class Block:
 def rooms() -> list[Path]:
     """Folders that need a page: every package, every folder of meshlib with code, and the examples."""
     inside = [path.parent for path in sorted((ROOT / "meshlib").glob("*/__init__.py"))]
-    inside = [room for room in inside if room.name not in MOVING]
     return [*(ROOT / name for name in PACKAGES), *inside, ROOT / "examples"]
 
 
