@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from meshlib.records.crc import crc32c, crc32c_each, masked
-from meshlib.records.example import Decoder
 
 import meshlib as mtf
 from meshlib import records
 from meshlib.command import main
+from meshlib.records.crc import crc32c, crc32c_each, masked
+from meshlib.records.example import Decoder
 from tests.effort import draws
 
 # ---------------------------------------------------------------- sums
