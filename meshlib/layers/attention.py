@@ -97,7 +97,8 @@ class Scores:
       bias: added to the scores, as `relative_position_bias` makes it.
       rotary_base: turns queries and keys by their positions, see `rotary`; None: does not.
       rotary_scaling: turns some pairs more slowly, see `RotaryScaling`.
-      qk_norm: RMS norm of queries and keys over their elements, before they are turned.
+      qk_norm: RMS norm of queries and keys over their elements, before they are turned; qk_norm_over_heads: over those
+        of all heads together.
       kernel: "flash", one fused operation, or "materialised", see `dot_product_attention`.
       positions: int32, by which queries and keys of one sequence are turned, in place of 0, 1, ...
       segments: int32 numbers of the queries' tokens and of the memory's, [..., length] each: a query sees what has its
@@ -115,11 +116,13 @@ class Scores:
     positions: Tensor | None = None
     segments: tuple[Tensor, Tensor] | None = None
     rotary_scaling: RotaryScaling | None = None
+    qk_norm_over_heads: bool = False
 
     def __post_init__(self) -> None:
         what = "Scores"
         check_scaling(self.rotary_scaling, what, "rotary_scaling")
         flag(self.causal, what, "causal"), flag(self.qk_norm, what, "qk_norm")
+        flag(self.qk_norm_over_heads, what, "qk_norm_over_heads")
         choice(self.kernel, what, "kernel", ("flash", "materialised"))
         if self.window is not None:
             whole(self.window, what, "window")
@@ -175,6 +178,7 @@ def multihead_attention(
     numerics: Numerics = DEFAULT,
     name: str = "multihead_attention",
     cache: Cache | None = None,
+    use_out_bias: bool | None = None,
 ) -> Tensor:
     """Attention of `query_antecedent` to `memory_antecedent`, or to itself, in several heads.
 
@@ -193,7 +197,7 @@ def multihead_attention(
         grouped-query attention; [] is one head of keys and values for all (multi-query).
       share_kv: values are what keys are before norm and rotation; then there is no `v/kernel`.
       scores: causal or not, window, scale, bias, rotation, norm, kernel: see `Scores`.
-      use_bias: whether the four products add biases.
+      use_bias: whether the four products add biases; use_out_bias: the last one, where it differs.
       numerics: dtypes of the variables and of what is computed, precision of the products with them; not of the
         kernel's, which follow that of `mtf.lower`.
       cache: what is told of keys and values, once they are normed and turned; where it returns a `Held`, queries attend
@@ -238,7 +242,8 @@ def multihead_attention(
         last = part if not normed and base is None else f"{part}/projected"
         y = projected(source, dims, part, last) if given is None else given
         if normed:
-            y = rms_norm(y, channels, numerics=numerics, name=f"{part}_norm")
+            over = dims if scores.qk_norm_over_heads else channels
+            y = rms_norm(y, over, numerics=numerics, name=f"{part}_norm")
         if base is not None:
             y = rotary(y, before, channels, base, scores.positions, part, scores.rotary_scaling)
         y = identity(y, part) if bare else y
@@ -272,7 +277,8 @@ def multihead_attention(
                 causal, window, scores.scale, numerics.softmax_dtype, "context",
             )  # fmt: skip
         start = initializers.scaled_normal(of_queries)
-        return projection(context, x.shape[-1], of_queries, use_bias, start, numerics, "out", "out")
+        biased = use_bias if use_out_bias is None else flag(use_out_bias, what, "use_out_bias")
+        return projection(context, x.shape[-1], of_queries, biased, start, numerics, "out", "out")
 
 
 def _head_dims(

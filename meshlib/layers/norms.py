@@ -68,18 +68,19 @@ def layer_norm(
 
 def rms_norm(
     x: Tensor,
-    dim: Dimension,
+    dim: Dimension | Sequence[Dimension],
     epsilon: float = 1e-6,
     numerics: Numerics = DEFAULT,
     name: str = "rms_norm",
 ) -> Tensor:
-    """x / sqrt(mean of x^2 over `dim` + epsilon) * scale.
+    """x / sqrt(mean of x^2 over `dim`, or over several dims together, + epsilon) * scale.
 
-    Arguments, result and errors as of `layer_norm`. Source: Zhang and Sennrich, arXiv:1910.07467.
+    Other arguments, result and errors as of `layer_norm`. Source: Zhang and Sennrich, arXiv:1910.07467.
     """
-    x, (d, *_), epsilon = checked_norm(x, [dim], epsilon, numerics, "rms_norm")
+    x, dims, epsilon = checked_norm(x, dim, epsilon, numerics, "rms_norm")
     wide = widened(x)
+    kept = [d for d in wide.shape if d not in dims]
     with scope(name):
-        y = wide * rsqrt(reduce_mean(square(wide), reduced_dim=d) + epsilon)
-        y = multiply(y, numerics.variable("scale", [d], initializers.ones(), wide.dtype), x.shape)
+        y = wide * rsqrt(reduce_mean(square(wide), output_shape=kept) + epsilon)
+        y = multiply(y, numerics.variable("scale", [*dims], initializers.ones(), wide.dtype), x.shape)
         return cast(y, x.dtype)

@@ -95,6 +95,9 @@ def _scores(
             numerics.slice_dtype, inputs.dtype,
         )  # fmt: skip
         logits = numerics.unquantised.product(inputs, kernel, Shape([*inputs.shape[:-1], experts]), "logits")
+        if routing.logit_bias:
+            offset = numerics.variable("logit_bias", [*held, experts], initializers.zeros(), logits.dtype)
+            logits = add(logits, offset, logits.shape)
         scores = softmax(logits, experts) if routing.scores == "softmax" else sigmoid(logits)
         if not routing.bias:
             return logits, scores, scores

@@ -26,6 +26,7 @@ class Routing:
       renormalise: whether the gates of a token are divided by their sum. Of softmax that is the softmax over the
         chosen ones. Of one choice it would leave nothing to learn: "switch", "ntlb" and "expert_choice" never do.
       scale: a factor of all gates (DeepSeek's routed scaling).
+      logit_bias: whether the product that makes scores adds a bias of each expert, which is trained (gpt-oss).
       bias: whether a bias of each expert, which is no part of the gates, takes part in the choice; a variable that is
         not trained, see `balanced_bias`.
       expert_groups, groups_per_token: experts in that many groups of equal size, of which a token takes only the best
@@ -57,6 +58,7 @@ class Routing:
     scores: str = "softmax"
     renormalise: bool = True
     scale: float = 1.0
+    logit_bias: bool = False
     bias: bool = False
     expert_groups: int = 1
     groups_per_token: int = 1

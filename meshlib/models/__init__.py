@@ -4,6 +4,7 @@ config   TransformerConfig: dimensions, parts and numerics
 experts  which layers have a mixture of experts, and which
 latent   ranks of latent attention
 presets  the published ones by name
+maxtext  MaxText's configurations, read and written
 counts   parameters and FLOPs in closed form
 serving  steps that read prompts into caches and add tokens
 """
@@ -37,6 +38,8 @@ if _TYPE_CHECKING:
     from meshlib.models.latent import LatentAttention as LatentAttention
     from meshlib.models.layouts import LAYOUTS as LAYOUTS
     from meshlib.models.layouts import layout as layout
+    from meshlib.models.maxtext.run import MaxTextRun as MaxTextRun
+    from meshlib.models.maxtext.run import read_maxtext as read_maxtext
     from meshlib.models.model import Transformer as Transformer
     from meshlib.models.model import transformer as transformer
     from meshlib.models.narrow import quantized_kernels as quantized_kernels

@@ -12,7 +12,7 @@ from meshlib.layers.attention import Cache
 from meshlib.layers.experts import Mixture
 from meshlib.models.caches import Caches
 from meshlib.models.config import Heads, LayerKind, TransformerConfig
-from meshlib.ops.pointwise.elementwise import add, not_equal
+from meshlib.ops.pointwise.elementwise import add, multiply, not_equal
 from meshlib.ops.pointwise.random import dropout
 
 
@@ -71,6 +71,9 @@ class Blocks:
             if self.memory is not None or self.source_length is not None:
                 x = self._residual(x, "cross_attention", self._cross_attention)
             x = self._residual(x, "feed_forward", feed_forward)
+        if self.config.layer_scale:
+            scale = self.config.numerics.variable("layer_scale", [], 1.0, x.dtype)
+            x = multiply(x, scale, x.shape)
         return x, said[0] if said else None
 
     def norm(self, x: Tensor, name: str) -> Tensor:
@@ -84,11 +87,13 @@ class Blocks:
     # ------------------------------------------------------------ inside
 
     def _residual(self, x: Tensor, name: str, block: Callable[[Tensor], Tensor]) -> Tensor:
-        """x + block(norm(x)), or norm(x + block(x))."""
+        """x + block(norm(x)), norm(x + block(x)), or x + norm(block(x))."""
         if self.config.norm_position == "post":
             return self.norm(add(x, self.dropped(block(x)), name="residual"), f"{name}_norm")
+        if self.config.norm_position == "output":
+            return add(x, self.dropped(self.norm(block(x), f"{name}_norm")), name="residual")
         y = block(self.norm(x, f"{name}_norm"))
-        if self.config.post_norms:
+        if self.config.post_norms and (self.config.attention_post_norm or name == "feed_forward"):
             y = self.norm(y, f"{name}_post_norm")
         return add(x, self.dropped(y), name="residual")
 
@@ -111,7 +116,7 @@ class Blocks:
             scaling = None if local else c.rope_scaling
         scores = layers.Scores(
             self.causal, window, c.attention_scale, self.bias, base, c.qk_norm, self._kernel(), self.positions,
-            None if self.segments is None else (self.segments, self.segments), scaling,
+            None if self.segments is None else (self.segments, self.segments), scaling, c.qk_norm_over_heads,
         )  # fmt: skip
         cache = None if self.caches is None else self.caches.of(window)
         return self._attend(x, None, self.mask, window, scores, cache, "attention")
@@ -121,7 +126,10 @@ class Blocks:
         pair = None
         if self.segments is not None and self.memory_segments is not None:
             pair = self.segments, self.memory_segments
-        scores = layers.Scores(scale=c.attention_scale, qk_norm=c.qk_norm, kernel=self._kernel(), segments=pair)
+        scores = layers.Scores(
+            scale=c.attention_scale, qk_norm=c.qk_norm, kernel=self._kernel(), segments=pair,
+            qk_norm_over_heads=c.qk_norm_over_heads,
+        )  # fmt: skip
         memory: Tensor | layers.Held | None = self.memory
         cache = None if self.caches is None else self.caches.of_sources
         if self.source_length is not None:
@@ -164,6 +172,7 @@ class Blocks:
             share_kv=heads.shared,
             scores=scores,
             use_bias=c.has_attention_bias,
+            use_out_bias=c.has_attention_out_bias,
             numerics=c.numerics,
             name=name,
             cache=cache,

@@ -21,7 +21,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "kind": KINDS,
     "activation": ACTIVATIONS,
     "norm": ("layer", "rms"),
-    "norm_position": ("pre", "post"),
+    "norm_position": ("pre", "post", "output"),
     "position": ("learned", "rotary", "sinusoidal", "relative", "none"),
     "attention": ("flash", "materialised"),
     "head": ("linear", "transform"),
@@ -42,10 +42,14 @@ class TransformerConfig(Config):
     Blocks:
       kind: "decoder" (causal), "encoder" (bidirectional, predicts what is masked) or "encoder-decoder".
       gated, activation: feed-forward act(x Wg) * (x Wi) Wo, or act(x Wi) Wo.
-      norm, norm_position, norm_epsilon: "layer" or "rms", before each block or after the residual sum.
-      bias: whether products and layer norms have one. attention_bias: those of attention, where they differ.
+      norm, norm_position, norm_epsilon: "layer" or "rms", before each block, after the residual sum, or of each block's
+        output before it is added (OLMo 2 and 3).
+      bias: whether products and layer norms have one. attention_bias: those of attention, where they differ;
+        attention_out_bias: its last product, where that differs from the others (Qwen 2).
       parallel: attention and feed-forward read one norm and add up (PaLM). post_norms: a norm of each block's result
-      before it is added (Gemma 3). qk_norm: an RMS norm of queries and keys. embedding_norm: one after the embeddings.
+      before it is added (Gemma 3); attention_post_norm: False where only the feed-forward block has it.
+      qk_norm: an RMS norm of the queries and keys of each head; qk_norm_over_heads: of all heads together (OLMo).
+      embedding_norm: one after the embeddings. layer_scale: each layer multiplies its result by a learned number.
     Attention:
       windows: how far each layer sees (None: all), a pattern that repeats over consecutive layers.
       attention: "flash" keeps the scores on chip (the gradient of relative positions makes them again in memory),
@@ -93,9 +97,13 @@ class TransformerConfig(Config):
     norm_epsilon: float = 1e-6
     bias: bool = False
     attention_bias: bool | None = None
+    attention_out_bias: bool | None = None
     parallel: bool = False
     post_norms: bool = False
+    attention_post_norm: bool = True
     qk_norm: bool = False
+    qk_norm_over_heads: bool = False
+    layer_scale: bool = False
     embedding_norm: bool = False
     windows: tuple[int | None, ...] = (None,)
     attention: str = "flash"
@@ -143,6 +151,11 @@ class TransformerConfig(Config):
     def has_attention_bias(self) -> bool:
         """Whether the products around attention have a bias."""
         return self.bias if self.attention_bias is None else self.attention_bias
+
+    @property
+    def has_attention_out_bias(self) -> bool:
+        """Whether the product after attention has a bias."""
+        return self.has_attention_bias if self.attention_out_bias is None else self.attention_out_bias
 
     def attention_of(self, window: int | None) -> Heads:
         """Heads and sizes of a layer with that window."""
@@ -303,10 +316,14 @@ class TransformerConfig(Config):
             faults.append(f"kind {self.kind!r} {wanted}, got {self.encoder_layers}")
         if self.encoder_decoder and self.segments:
             faults.append(f"segments are for models of one stack, got {self.segments}")
-        if self.parallel and (self.norm_position == "post" or self.encoder_decoder):
+        if self.parallel and (self.norm_position != "pre" or self.encoder_decoder):
             faults.append("parallel blocks read one norm before them: they need norm_position='pre' and one stack")
-        if self.post_norms and (self.parallel or self.norm_position == "post"):
+        if self.post_norms and (self.parallel or self.norm_position != "pre"):
             faults.append("post_norms come on top of a norm before each block: norm_position='pre', parallel=False")
+        if not self.attention_post_norm and not self.post_norms:
+            faults.append("attention_post_norm=False takes one of two post_norms away: it needs post_norms=True")
+        if self.qk_norm_over_heads and not self.qk_norm:
+            faults.append("qk_norm_over_heads says over what qk_norm is taken: it needs qk_norm=True")
         for name in ("dropout", "label_smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 faults.append(f"{name} must be in [0, 1), got {getattr(self, name)}")

@@ -172,7 +172,9 @@ def _biases(config: TransformerConfig) -> int:
     if config.has_attention_bias:
         for window in (*(None,) * encoder, *config.pattern, *((None,) * decoder if encoder else ())):
             heads = config.attention_of(window)
-            total += heads.dim * (heads.query + (1 if heads.shared else 2) * heads.memory) + config.d_model
+            total += heads.dim * (heads.query + (1 if heads.shared else 2) * heads.memory)
+    if config.has_attention_out_bias:
+        total += (encoder + (2 * decoder if encoder else decoder)) * config.d_model
     if config.bias:
         inner = (2 if config.gated else 1) * config.d_ff
         total += _layers_without_experts(config) * (inner + config.d_model)
@@ -180,6 +182,8 @@ def _biases(config: TransformerConfig) -> int:
             shared = (2 if config.gated else 1) * config.experts.shared * config.experts.d_ff + config.d_model
             each = config.experts.count * _expert_biases(config) + (shared if config.experts.shared else 0)
             total += _layers_with_experts(config) * each
+    if config.experts is not None and config.experts.routing.logit_bias:
+        total += _layers_with_experts(config) * config.experts.count
     return total + (config.d_model + config.vocab if config.head == "transform" else 0)
 
 
@@ -188,13 +192,20 @@ def _norms(config: TransformerConfig) -> int:
     each = config.d_model * (2 if config.norm == "layer" and config.bias else 1)
     blocks = 2 * encoder + (3 if encoder else 1 if config.parallel else 2) * decoder
     if config.post_norms:
-        blocks += (3 if encoder else 2) * decoder + 2 * encoder
-    stacks = (2 if encoder else 1) if config.norm_position == "pre" else 0
+        of_both = (3 if encoder else 2) * decoder + 2 * encoder
+        blocks += of_both if config.attention_post_norm else encoder + decoder
+    stacks = (2 if encoder else 1) if config.norm_position != "post" else 0
     whole_model = stacks + config.embedding_norm * (2 if encoder else 1) + (config.head == "transform")
     queries = 0
     if config.qk_norm:
-        queries = sum(2 * config.attention_of(window).dim for window in config.pattern)
-        queries += 2 * config.head_dim * (encoder + (decoder if encoder else 0))
+        others = (config.attention_of(None),) * (encoder + (decoder if encoder else 0))
+        queries = sum(_normed(config, h) for h in (*map(config.attention_of, config.pattern), *others))
     if config.latent is not None:
         queries = decoder * config.latent.norm_scales
-    return each * (blocks + whole_model) + queries
+    scales = encoder + decoder if config.layer_scale else 0
+    return each * (blocks + whole_model) + queries + scales
+
+
+def _normed(config: TransformerConfig, heads: Heads) -> int:
+    """Elements of the norms of queries and keys of a layer."""
+    return heads.dim * (heads.query + heads.memory if config.qk_norm_over_heads else 2)

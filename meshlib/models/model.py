@@ -14,6 +14,7 @@ from layouts import Dimension, Shape
 from meshlib import layers
 from meshlib.core import initializers
 from meshlib.core.arguments import at, flag, whole
+from meshlib.core.dtypes import FLOAT32
 from meshlib.core.errors import GraphError
 from meshlib.core.graph import Tensor, absolute_scope, current_scope, scope, scoped_name
 from meshlib.core.initializers import Initializer
@@ -26,11 +27,13 @@ from meshlib.models.stages import MICROBATCH, STAGE, Pipeline
 from meshlib.ops.control.custom_gradients import recompute_grad
 from meshlib.ops.control.loops import scan
 from meshlib.ops.control.remat import Policy
-from meshlib.ops.control.sources import input
+from meshlib.ops.control.sources import constant_shaped, input
 from meshlib.ops.movement.indexing import gather
-from meshlib.ops.movement.shape import rename_dimension
+from meshlib.ops.movement.shape import rename_dimension, reshape, transpose
 from meshlib.ops.pointwise.elementwise import add_n, cast, divide, maximum, multiply, not_equal, tanh
 from meshlib.ops.pointwise.reductions import reduce_mean, reduce_sum
+
+BLOCK = "loss_block"  # the dim of parts of a sequence whose losses are computed one after the other
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ def transformer(
     training: bool = False,
     pipeline: Pipeline | None = None,
     packed: bool = False,
+    loss_blocks: int = 1,
 ) -> Transformer:
     """Build a model; call it inside a graph, in an `mtf.scope` of its own if there are several.
 
@@ -91,6 +95,9 @@ def transformer(
         "segment_positions", 0, 1, ... within each. A token sees those of its own text, and `loss` is the mean over
         targets that are no padding. Of an encoder-decoder "source_segment_ids" and "source_positions", too: a text is
         decoded from the source of its number.
+      loss_blocks: in how many parts of each sequence logits and loss are computed, one after the other, at the memory
+        of one; computed again for the gradient. `logits` are then those of the first part alone, whose dim
+        `length` is shorter.
     Raises: GraphError for arguments that the config has no use for, and sequences longer than its positions.
     Example:
       >>> import meshlib as mtf
@@ -105,9 +112,9 @@ def transformer(
     _check(config, sizes, {"scan": scan, "training": training, "packed": packed})
     if pipeline is not None and not isinstance(pipeline, Pipeline):
         raise GraphError(f"{at('transformer')}: pipeline must be an mtf.models.Pipeline, got {pipeline!r:.80}")
-    return Builder(config, Dimension("batch", batch), remat, scan, training, pipeline, packed).build(
-        length, encoder_length or length, predictions
-    )
+    made = Builder(config, Dimension("batch", batch), remat, scan, training, pipeline, packed, loss_blocks)
+    made.check_blocks(length if predictions is None else predictions)
+    return made.build(length, encoder_length or length, predictions)
 
 
 def _check(config: object, sizes: Mapping[str, int | None], flags: Mapping[str, bool]) -> None:
@@ -169,6 +176,8 @@ class Builder:
     training: bool
     pipeline: Pipeline | None = None
     packed: bool = False
+    loss_blocks: int = 1
+    given: Mapping[str, Tensor] = field(default_factory=dict)  # in place of inputs of these names
     inputs: dict[str, Tensor] = field(default_factory=dict)
     said: dict[str, _Said] = field(default_factory=dict)  # by the scope of the router
     scope_around: tuple[str, ...] = field(default_factory=current_scope)
@@ -197,9 +206,13 @@ class Builder:
         if predictions is not None:
             targets = Dimension("predictions", predictions)
             x = gather(x, self._input("positions", targets), x.shape.dim("length"))
-        logits = self.logits(x)
         count = packing.get("segments") if predictions is None else None
-        loss = self._loss(logits, self._input("targets", targets), count)
+        wanted = self._input("targets", targets)
+        if self.loss_blocks > 1:
+            logits, loss = self._loss_in_blocks(x, wanted)
+        else:
+            logits = self.logits(x)
+            loss = self._loss(logits, wanted, count)
         if not self.said:
             return Transformer(c, MappingProxyType(self.inputs), logits, loss)
         with scope("experts"):
@@ -235,7 +248,8 @@ class Builder:
 
     def _input(self, name: str, dim: Dimension) -> Tensor:
         with absolute_scope("/".join(self.scope_around)):  # outside of the encoder's and the decoder's
-            made = self.inputs[name] = input(name, [self.batch, dim], "int32")
+            there = self.given.get(name)
+            made = self.inputs[name] = input(name, [self.batch, dim], "int32") if there is None else there
         return made if self.pipeline is None else self.pipeline.cut(made)
 
     def stack(self, tokens: Tensor, count: int, causal: bool, memory: Tensor | None = None, **more: Any) -> Tensor:
@@ -280,7 +294,7 @@ class Builder:
             x = self._layers(blocks, x, range(front, count), "layers", trips_from=1)
         else:
             x = self._staged(self.pipeline, blocks, x, range(front, count))
-        return blocks.norm(x, "final_norm") if c.norm_position == "pre" else x
+        return blocks.norm(x, "final_norm") if c.norm_position != "post" else x
 
     def _staged(self, pipeline: Pipeline, blocks: Blocks, x: Tensor, numbers: range) -> Tensor:
         """Layers with these numbers as stages; what their experts say is summed over microbatches, where of packed
@@ -392,14 +406,19 @@ class Builder:
                 x = self._transformed(x)
             if c.scale_logits:
                 x = x * c.d_model**-0.5
-            weights = table
-            if not c.tied:
-                start = initializers.scaled_normal([self._d_model])
-                weights = c.numerics.variable("kernel", [self._d_model, vocab], start)
+            weights = table if c.tied else self._head_kernel
             logits = c.numerics.unquantised.product(x, weights, Shape([*x.shape[:-1], vocab]), "logits")
             if transformed:
                 logits = logits + c.numerics.variable("bias", [vocab], 0.0)
             return tanh(logits * (1 / c.logit_cap)) * c.logit_cap if c.logit_cap else logits
+
+    @cached_property
+    def _head_kernel(self) -> Tensor:
+        """The weights of the logits where they are not the table."""
+        vocab = self.table.shape.dim("vocab")
+        return self.config.numerics.variable(
+            "kernel", [self._d_model, vocab], initializers.scaled_normal([self._d_model])
+        )
 
     def _transformed(self, x: Tensor) -> Tensor:
         """BERT's dense layer before the logits."""
@@ -408,6 +427,33 @@ class Builder:
         x = layers.dense(x, renamed, [self._d_model], numerics=c.numerics.unquantised, name="transform")
         x = rename_dimension(ACTIVATIONS[c.activation](x), renamed.name, "d_model")
         return Blocks(c, False, self.training).norm(x, "norm")
+
+    def check_blocks(self, length: int) -> None:
+        """Raise GraphError unless the loss can be computed in so many blocks."""
+        blocks = whole(self.loss_blocks, "transformer", "loss_blocks", 1)
+        if blocks > 1 and (self.packed or self.pipeline is not None):
+            raise GraphError(f"{at('transformer')}: loss_blocks is for whole batches without packing; got {blocks}")
+        if length % blocks:
+            raise GraphError(
+                f"{at('transformer')}: loss_blocks must divide the length: {length} % {blocks} = {length % blocks}"
+            )
+
+    def _loss_in_blocks(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of the first block of each sequence, and the mean loss; blocks are the minor part of the length."""
+        batch, length = targets.shape
+        block = Dimension(BLOCK, self.loss_blocks)
+        small = Dimension(length.name, length.size // block.size)
+        rest = [d for d in x.shape if d not in (batch, length)]
+        xs = transpose(reshape(x, [batch, small, block, *rest]), [block, batch, small, *rest])
+        wanted = transpose(reshape(targets, [batch, small, block]), [block, batch, small])
+        logits = self.logits(gather(xs, 0, block))  # its weights are made here, outside of the loop that shares them
+
+        def body(carries: tuple[Tensor, ...], slices: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
+            return [carries[0] + self._loss(self.logits(slices[0]), slices[1], None)], []
+
+        zero = constant_shaped(0.0, Shape([]), cast(x, FLOAT32))
+        (total,), _ = scan(body, [zero], [xs, wanted], block, name="loss_blocks", remat="full")
+        return logits, total * (1 / block.size)
 
     def _loss(self, logits: Tensor, targets: Tensor, segments: Tensor | None) -> Tensor:
         c = self.config

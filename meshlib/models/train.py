@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
+from layouts import Dimension
 from meshlib import layers, optimize
-from meshlib.core.arguments import at
+from meshlib.core.arguments import at, whole
 from meshlib.core.errors import GraphError, nearest
 from meshlib.core.garbage import uncollected
 from meshlib.core.graph import Operation, Tensor
 from meshlib.models.config import TransformerConfig
-from meshlib.models.model import Transformer, transformer
+from meshlib.models.model import Builder, transformer
 from meshlib.models.stages import Pipeline
 from meshlib.ops.control.remat import Policy
+from meshlib.ops.control.sources import input
 from meshlib.ops.control.state import assign
 from meshlib.optimize.base import LearningRate, Optimizer
 
+LOADS = "loads of "  # before the name of a router, among the outputs of microbatches
 OPTIMIZERS: MappingProxyType[str, Callable[[LearningRate], Optimizer]] = MappingProxyType(
     {
         "adafactor": lambda rate: optimize.AdafactorOptimizer(learning_rate=rate),
@@ -42,14 +45,19 @@ def train_step(
     predictions: int | None = None,
     pipeline: Pipeline | None = None,
     packed: bool = False,
+    accumulation: int = 1,
+    loss_blocks: int = 1,
 ) -> tuple[dict[str, Tensor], list[Operation]]:
     """What one training step of a model is lowered from; call it inside a graph.
 
     Args:
-      config, batch, length, remat, scan, encoder_length, predictions, pipeline, packed: as of `transformer`.
+      config, batch, length, remat, scan, encoder_length, predictions, pipeline, packed, loss_blocks: as of
+        `transformer`.
       optimizer: an `mtf.optimize.Optimizer`, or the name of one: "adamw", "adam", "adafactor", "lion", "sgd".
       learning_rate: of an optimizer given by name: a number, a tensor, or a schedule.
       max_norm: clip all gradients together to this norm.
+      accumulation: in how many microbatches the batch is computed, one after the other, whose gradients add up: see
+        `mtf.serialize_training_step`.
     Returns: the outputs, with the "loss", and of mixtures of experts "auxiliary_loss", which is part of it, and
       "dropped", how many choices of tokens found no room; and the updates: what `mtf.lower` takes. Variables are
       updated in float32 whatever config.numerics keeps them in. Biases that choose experts go by the loads of the
@@ -65,19 +73,66 @@ def train_step(
       (['targets', 'tokens'], Shape(''))
     """
     made = _optimizer(optimizer, learning_rate)
-    model = transformer(config, batch, length, remat, scan, encoder_length, predictions, True, pipeline, packed)
+    if whole(accumulation, "train_step", "accumulation", 1) > 1:
+        rest = {"encoder_length": encoder_length, "predictions": predictions, "pipeline": pipeline, "packed": packed}
+        wrong = [name for name, value in rest.items() if value]
+        if wrong or (isinstance(config, TransformerConfig) and config.kind != "decoder"):
+            what = f"{wrong[0]}={rest[wrong[0]]!r:.60}" if wrong else f"a model of kind {config.kind!r}"
+            raise GraphError(f"{at('train_step')}: accumulation={accumulation} is for plain decoders; got {what}")
+        return _accumulated(config, (batch, length), made, remat, scan, max_norm, accumulation, loss_blocks)
+    model = transformer(
+        config, batch, length, remat, scan, encoder_length, predictions, True, pipeline, packed, loss_blocks
+    )
     updates = made.minimize(model.loss, max_norm=max_norm)
     outputs = {"loss": model.loss, "auxiliary_loss": model.auxiliary_loss, "dropped": model.dropped}
-    return {name: y for name, y in outputs.items() if y is not None}, [*updates, *_balanced(model)]
+    return {name: y for name, y in outputs.items() if y is not None}, [*updates, *_balanced(config, model.loads)]
 
 
-def _balanced(model: Transformer) -> list[Operation]:
+def _balanced(config: TransformerConfig, loads: Mapping[str, Tensor]) -> list[Operation]:
     """Updates of the biases that choose experts, where there are some."""
-    experts = model.config.experts
-    if experts is None or not experts.routing.bias:
+    if config.experts is None or not config.experts.routing.bias:
         return []
-    held = {name: model.loss.graph.variables[f"{name}/bias"].output for name in model.loads}
-    return [assign(held[name], layers.balanced_bias(held[name], load)) for name, load in model.loads.items()]
+    variables = next(iter(loads.values())).graph.variables
+    held = {name: variables[f"{name}/bias"].output for name in loads}
+    return [assign(held[name], layers.balanced_bias(held[name], load)) for name, load in loads.items()]
+
+
+def _accumulated(
+    config: TransformerConfig,
+    sizes: tuple[int, int],
+    optimizer: Optimizer,
+    remat: Policy,
+    scan: bool,
+    max_norm: float | None,
+    accumulation: int,
+    loss_blocks: int,
+) -> tuple[dict[str, Tensor], list[Operation]]:
+    """A step in microbatches: loss and gradients of each, added up, and one update."""
+    batch, length = Dimension("batch", sizes[0]), Dimension("length", sizes[1])
+    if batch.size % accumulation:
+        raise GraphError(
+            f"{at('train_step')}: accumulation must divide the batch: {batch.size} % {accumulation} = "
+            f"{batch.size % accumulation}"
+        )
+    features = {name: input(name, [batch, length], "int32") for name in ("tokens", "targets")}
+    small = Dimension("batch", batch.size // accumulation)
+
+    def model_fn(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        builder = Builder(config, small, remat, scan, True, loss_blocks=loss_blocks, given=parts)
+        builder.check_blocks(length.size)
+        model = builder.build(length.size, length.size, None)
+        outputs = {"loss": model.loss, "auxiliary_loss": model.auxiliary_loss, "dropped": model.dropped}
+        return {name: y for name, y in outputs.items() if y is not None} | {
+            f"{LOADS}{name}": load for name, load in model.loads.items()
+        }
+
+    grads, outputs = optimize.serialize_training_step(features, model_fn, batch, accumulation)
+    kept: Sequence[Tensor | None] = grads
+    if max_norm is not None:
+        kept, _ = optimize.clip_by_global_norm(grads, max_norm)
+    updates = optimizer.apply_grads(kept, features["tokens"].graph.trainable_variables)
+    loads = {name.removeprefix(LOADS): outputs.pop(name) for name in [*outputs] if name.startswith(LOADS)}
+    return outputs, [*updates, *_balanced(config, loads)]
 
 
 def _optimizer(optimizer: object, learning_rate: LearningRate) -> Optimizer:

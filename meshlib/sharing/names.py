@@ -74,6 +74,7 @@ def _llama(c: TransformerConfig) -> Iterator[Row]:
     if c.has_attention_bias:
         for part, pattern in (("q", QUERY_BIAS), ("k", KEY_BIAS), ("v", KEY_BIAS)):
             yield Row(f"{{layer}}/attention/{part}/bias", f"{layer}self_attn.{part}_proj.bias", pattern)
+    if c.has_attention_out_bias:
         yield Row("{layer}/attention/out/bias", f"{layer}self_attn.o_proj.bias")
     if c.qk_norm:
         for part in "qk":
@@ -164,7 +165,9 @@ def family_of(config: TransformerConfig, what: str) -> tuple[str, Family]:
         for name, there in (
             ("experts", config.experts is not None),
             ("latent attention", config.latent is not None),
-            ("norms after blocks", config.norm_position == "post" or config.post_norms),
+            ("norms after blocks", config.norm_position != "pre" or config.post_norms),
+            ("a norm over all heads", config.qk_norm_over_heads),
+            ("layers with a learned factor", config.layer_scale),
             ("parallel blocks", config.parallel),
             ("windows", set(config.windows) != {None}),
             ("kernels in few bits", config.numerics.kernel_dtype is not None),

@@ -1,0 +1,9 @@
+"""MaxText configurations: read as programs, and written for plans.
+
+keys, ignored  every key: its default, and what it costs
+settings       a file, what it is based on, its model's file and overrides, as one mapping
+model          fields -> TransformerConfig, by decoder block
+mesh, rules    ICI and DCN sizes -> mesh; logical axis rules -> layout
+remat          policies by name; optimizer: its state
+run            `read_maxtext`, and the program of a run on a slice
+"""

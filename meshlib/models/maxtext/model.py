@@ -1,0 +1,324 @@
+"""The model of a MaxText configuration as a `TransformerConfig`: what each `decoder_block` makes of the fields."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from meshlib.core.errors import GraphError
+from meshlib.layers.numerics import Numerics
+from meshlib.layers.positions import RotaryScaling
+from meshlib.layers.routing import Routing
+from meshlib.models.config import TransformerConfig
+from meshlib.models.experts import Experts
+from meshlib.models.latent import LatentAttention
+from meshlib.models.maxtext.settings import WHAT, Settings
+
+Fields = dict[str, Any]
+ACTIVATIONS = {"gelu": "gelu", "silu": "silu", "swish": "silu", "relu": "relu", "sigmoid": "silu"}
+FLOATS = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
+# MaxText's word: the precision of products here.
+QUANTIZATION: Mapping[str, str] = MappingProxyType(
+    {"": "default", "int8": "int8", "fp8": "fp8", "nanoo_fp8": "fp8", "fp8_gpu": "fp8", "fp8_full": "fp8_full"}
+)
+KERNELS: Mapping[str, str] = MappingProxyType(
+    {"autoselected": "flash", "flash": "flash", "dot_product": "materialised"}
+)
+# Decoders whose layers this library does not have, by `decoder_block`.
+ABSENT: Mapping[str, str] = MappingProxyType(
+    {
+        "qwen3_next": "linear attention (Gated DeltaNet)",
+        "qwen3_5": "linear attention (Gated DeltaNet)",
+        "qwen3_custom_moe": "experts that work in another width than d_model",
+        "deepseek4": "compressed attention and hyper-connections",
+        "gemma4_small": "embeddings that every layer adds, and layers that share keys and values",
+        "default": "MaxText's SimpleDecoderLayer and custom decoders",
+        "simple": "MaxText's SimpleDecoderLayer, one product",
+        "simple_mlp": "MaxText's SimpleMlpDecoderLayer, two products without attention",
+    }
+)
+
+
+def scales(global_scale: int) -> dict[str, int]:
+    """By which powers of two `global_parameter_scale` multiplies width, heads, inner width and layers.
+
+    >>> scales(16)
+    {'emb_dim': 2, 'heads': 4, 'mlp_dim': 4, 'layers': 2}
+
+    Source: AI-Hypercomputer/maxtext: src/maxtext/configs/types.py, get_individual_scales.
+    """
+    third, rest = divmod(int(math.log2(global_scale)), 3)
+    wide = third + (rest > 0)
+    return {"emb_dim": 2 ** (third + (rest > 1)), "heads": 2**wide, "mlp_dim": 2**wide, "layers": 2**third}
+
+
+def config_of(s: Settings) -> TransformerConfig:
+    """The model that the settings describe.
+
+    Raises: GraphError for a decoder block or a field that this library has not, and sizes that do not fit.
+    """
+    block = s["decoder_block"]
+    if block in ABSENT:
+        s.fail("decoder_block", f"{ABSENT[block]}: this library has no such layers")
+    s.choice("decoder_block", tuple(BLOCKS))
+    fields = {**_common(s), **BLOCKS[block](s)}
+    name = s.values.get("model_name") or "default"
+    try:
+        return TransformerConfig(name=f"{name}" if name != "default" else f"maxtext-{block}", **fields)
+    except GraphError as fault:
+        faults = [line.strip() for line in str(fault).splitlines()]
+        raise GraphError(f"{WHAT}: {s.path}: model_name={name}: {'; '.join(faults[1:] or faults)}") from None
+
+
+def _common(s: Settings) -> Fields:
+    """What all decoder blocks have in common."""
+    scale = s.size("global_parameter_scale")
+    if scale & (scale - 1):
+        s.fail("global_parameter_scale", "must be a power of two")
+    by = scales(scale)
+    heads, kv_heads = by["heads"] * s.size("base_num_query_heads"), by["heads"] * s.size("base_num_kv_heads")
+    if heads % kv_heads:
+        s.fail("base_num_kv_heads", f"must divide base_num_query_heads: {heads} % {kv_heads} = {heads % kv_heads}")
+    gated, activation = _activations(s)
+    tied = s.flag("logits_via_embedding")
+    return {
+        "layers": by["layers"] * s.size("base_num_decoder_layers"),
+        "d_model": by["emb_dim"] * s.size("base_emb_dim"),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": s.size("head_dim"),
+        "d_ff": by["mlp_dim"] * s.size("base_mlp_dim"),
+        "vocab": s.size("vocab_size"),
+        "gated": gated,
+        "activation": activation,
+        "norm": "rms",
+        "norm_epsilon": s.number("normalization_layer_epsilon"),
+        "position": "rotary",
+        "rope_theta": s.number("rope_max_timescale"),
+        "rope_scaling": _scaling(s),
+        "tied": tied,
+        "scale_logits": tied and s.flag("normalize_embedding_logits"),
+        "logit_cap": s.number("final_logits_soft_cap"),
+        "z_loss": s.number("z_loss_multiplier"),
+        "dropout": s.number("dropout_rate") if s.flag("enable_dropout") else 0.0,
+        "attention": KERNELS[s.choice("attention", tuple(KERNELS))],
+        "numerics": numerics_of(s),
+    }
+
+
+def numerics_of(s: Settings) -> Numerics:
+    """Dtypes of weights and activations, and how products are quantised."""
+    dtype, weights = (s.choice(key, tuple(FLOATS)) for key in ("dtype", "weight_dtype"))
+    s.choice("grad_dtype", tuple(FLOATS))
+    return Numerics(
+        variable_dtype=weights,
+        activation_dtype=dtype,
+        precision=QUANTIZATION[s.choice("quantization", tuple(QUANTIZATION))],
+    )
+
+
+def _activations(s: Settings) -> tuple[bool, str]:
+    """Whether a feed-forward block is gated, and by which activation."""
+    given = s["mlp_activations"]
+    names = [given] if isinstance(given, str) else [*given]
+    if not 1 <= len(names) <= 2 or names[0] not in ACTIVATIONS or names[1:] not in ([], ["linear"]):
+        known = ", ".join(name for name in ACTIVATIONS)
+        s.fail("mlp_activations", f"must be one of {known}, alone or with 'linear' for a gated block")
+    return len(names) == 2, ACTIVATIONS[names[0]]
+
+
+def _scaling(s: Settings) -> RotaryScaling | None:
+    kind = s.choice("rope_type", ("default", "llama3.1", "yarn"))
+    original = s.size("original_max_position_embeddings")
+    if kind == "llama3.1":
+        return RotaryScaling(8.0, original_length=8192) if s.flag("rope_use_scale") else None
+    if kind == "default":
+        factor = s.number("rope_linear_scaling_factor")
+        return None if factor == 1.0 else RotaryScaling(factor)
+    factor, slow, fast = (s.number(key) for key in ("rope_factor", "beta_slow", "beta_fast"))
+    amplitude = 0.1 * math.log(factor) + 1 if s.flag("rope_attention_scaling") and factor > 1 else 1.0
+    if factor <= 1 or slow >= fast:
+        return None
+    return RotaryScaling(factor, slow, fast, original, "pairs", amplitude)
+
+
+def _sliding(s: Settings, local: int, period: int) -> Fields:
+    """`local` layers with a window in each `period`, the others without."""
+    window = s.size("sliding_window_size", 0)
+    if not window:
+        s.fail(
+            "sliding_window_size", f"decoder_block={s['decoder_block']} has layers with a window: must be at least 1"
+        )
+    return {"windows": (*(window,) * local, *(None,) * (period - local))}
+
+
+def _local_theta(s: Settings) -> float | None:
+    theta = s.number("local_rope_max_timescale")
+    return theta if theta > 0 else None
+
+
+# ------------------------------------------------------------ decoder blocks
+
+
+def _llama(s: Settings) -> Fields:
+    return {}
+
+
+def _qwen2(s: Settings) -> Fields:
+    bias = s.flag("attention_bias")
+    return {"attention_bias": bias, "attention_out_bias": False, "qk_norm": s.flag("use_qk_norm")}
+
+
+def _qwen3(s: Settings) -> Fields:
+    return {"qk_norm": s.flag("use_qk_norm")}
+
+
+def _gemma(s: Settings) -> Fields:
+    return {"scale_embedding": True}
+
+
+def _gemma2(s: Settings) -> Fields:
+    layers = 2 * s.size("base_num_decoder_layers") * scales(s.size("global_parameter_scale"))["layers"]
+    return {"scale_embedding": True, "layers": layers, **_post_norms(s), **_sliding(s, 1, 2)}
+
+
+def _gemma3(s: Settings) -> Fields:
+    return {
+        "scale_embedding": True, "qk_norm": True, **_post_norms(s), **_sliding(s, 5, 6),
+        "local_rope_theta": _local_theta(s),
+    }  # fmt: skip
+
+
+def _gemma4(s: Settings) -> Fields:
+    if s.size("num_experts") > 1:
+        s.fail(
+            "num_experts",
+            "Gemma 4 adds experts to a feed-forward block, with norms of their own: this library has no such layer",
+        )
+    kv_heads, dim = s.size("global_num_kv_heads", 0), s.size("global_head_dim", 0)
+    return {
+        **_gemma3(s), "layer_scale": True, "share_kv": s.flag("share_kv_projections"),
+        "global_head_dim": dim or None, "global_kv_heads": kv_heads or None, "rope_scaling": None,
+    }  # fmt: skip
+
+
+def _post_norms(s: Settings) -> Fields:
+    """Norms of the blocks' results: of both, or of the feed-forward block alone."""
+    attention, feed_forward = s.flag("use_post_attn_norm"), s.flag("use_post_ffw_norm")
+    if attention and not feed_forward:
+        s.fail(
+            "use_post_ffw_norm",
+            "a norm after attention alone (use_post_attn_norm=True): this library has no such layer",
+        )
+    return {"post_norms": feed_forward, **({"attention_post_norm": False} if feed_forward and not attention else {})}
+
+
+def _gpt3(s: Settings) -> Fields:
+    length = s.size("trainable_position_size", -1)
+    if length < 1:
+        s.fail("trainable_position_size", "decoder_block=gpt3 looks positions up: must be at least 1")
+    return {
+        "norm": "layer", "bias": True, "position": "learned", "max_length": length, "rope_scaling": None,
+        "rope_theta": 10_000.0,
+    }  # fmt: skip
+
+
+def _olmo3(s: Settings) -> Fields:
+    normed = s.flag("use_qk_norm")
+    return {"norm_position": "output", "qk_norm": normed, "qk_norm_over_heads": normed, **_sliding(s, 3, 4)}
+
+
+def _gpt_oss(s: Settings) -> Fields:
+    bias = s.flag("attention_bias")
+    return {"bias": s.flag("mlp_bias"), "attention_bias": bias, **_sliding(s, 1, 2), **_experts(s, router_bias=True)}
+
+
+def _mixtral(s: Settings) -> Fields:
+    return _experts(s)
+
+
+def _qwen3_moe(s: Settings) -> Fields:
+    return {**_qwen3(s), **_experts(s)}
+
+
+def _llama4(s: Settings) -> Fields:
+    return _experts(s, scores="sigmoid", renormalise=False)
+
+
+def _envy(s: Settings) -> Fields:
+    fields = {**_qwen3(s), **_post_norms(s)}
+    return fields if s.size("num_experts") == 1 else {**fields, **_experts(s)}
+
+
+def _deepseek(s: Settings) -> Fields:
+    fields = _experts(s, renormalise=s["routed_score_func"] == "sigmoid") if s.size("num_experts") > 1 else {}
+    if s["attention_type"] != "mla":
+        return fields
+    rank = s.size("q_lora_rank", 0)
+    latent = LatentAttention(
+        kv_rank=s.size("kv_lora_rank"), rope_dim=s.size("qk_rope_head_dim"), nope_dim=s.size("qk_nope_head_dim"),
+        value_dim=s.size("v_head_dim"), q_rank=rank or None,
+    )  # fmt: skip
+    return {**fields, "latent": latent, "head_dim": latent.head_dim, "kv_heads": None, "rope_scaling": None}
+
+
+def _experts(
+    s: Settings, scores: str | None = None, renormalise: bool | None = None, router_bias: bool = False
+) -> Fields:
+    """The mixture of experts; dropless ones take as many tokens as come, see `meshlib.models.maxtext.dropless`."""
+    count, top_k = s.size("num_experts"), s.size("num_experts_per_tok")
+    if count < 2:
+        s.fail("num_experts", f"decoder_block={s['decoder_block']} has experts: must be at least 2")
+    if top_k > count:
+        s.fail("num_experts_per_tok", f"must be at most num_experts={count}")
+    by = scales(s.size("global_parameter_scale"))["mlp_dim"]
+    inner = s.size("base_moe_mlp_dim", -1)
+    width = by * (inner if inner > 0 else s.size("base_mlp_dim"))
+    groups, chosen = s.size("n_routing_groups", -1), s.size("topk_routing_group", -1)
+    function = s.choice("routed_score_func", ("", "softmax", "sigmoid"))
+    if groups > 0 and (count % groups or not 1 <= chosen <= groups):
+        s.fail(
+            "n_routing_groups", f"must divide num_experts={count}, with topk_routing_group={chosen} of them for a token"
+        )
+    kept = s.flag("norm_topk_prob") if function == "" and s["decoder_block"] != "mixtral" else True
+    factor = s.number("capacity_factor")
+    routing = Routing(
+        top_k=top_k,
+        scores=scores or function or "softmax",
+        renormalise=renormalise if renormalise is not None else kept,
+        scale=s.number("routed_scaling_factor"),
+        logit_bias=router_bias and s.flag("routed_bias"),
+        bias=s.flag("routed_bias") and not router_bias,
+        expert_groups=max(1, groups),
+        groups_per_token=max(1, chosen) if groups > 0 else 1,
+        group_score="top_2" if count // max(1, groups) > 1 else "max",
+        capacity_factor=factor if factor > 0 else None,
+        min_expert_capacity=1,
+        loss_coef=s.number("load_balance_loss_weight"),
+    )
+    every = s.size("interleave_moe_layer_step")
+    experts = Experts(
+        count=count, d_ff=width, routing=routing, shared=s.size("shared_experts", 0),
+        first_dense=s.size("first_num_dense_layers", 0), every=every, form=_form(s, factor),
+    )  # fmt: skip
+    return {"experts": experts}
+
+
+def _form(s: Settings, factor: float) -> str | None:
+    """How tokens move: products with masks where `sparse_matmul` is off and experts have limited room."""
+    sparse = s.flag("sparse_matmul")
+    s.flag("megablox")
+    if sparse:
+        return "gather"
+    return "einsum" if factor > 0 else "dense"
+
+
+BLOCKS: Mapping[str, Callable[[Settings], Fields]] = MappingProxyType(
+    {
+        "llama2": _llama, "mistral": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "gemma": _gemma, "gemma2": _gemma2,
+        "gemma3": _gemma3, "gemma4": _gemma4, "gpt3": _gpt3, "olmo3": _olmo3, "mixtral": _mixtral,
+        "qwen3_moe": _qwen3_moe, "deepseek": _deepseek, "gpt_oss": _gpt_oss, "llama4": _llama4, "envy": _envy,
+    }
+)  # fmt: skip

@@ -1,0 +1,34 @@
+"""The optimizer of a MaxText configuration, with the dtypes of its state."""
+
+from __future__ import annotations
+
+from meshlib import optimize
+from meshlib.models.maxtext.model import FLOATS
+from meshlib.models.maxtext.settings import Settings
+from meshlib.optimize.base import Optimizer
+
+OPTIMIZERS = ("adamw", "adam_pax", "sgd")
+RATE = 1e-3  # no cost depends on it
+
+
+def optimizer_of(s: Settings) -> Optimizer:
+    """As `mtf.models.train_step` takes it: slots and master copies in the dtype of the weights, as optax keeps them.
+
+    Raises: GraphError for another optimizer.
+    """
+    name = s["opt_type"]
+    if name == "muon":
+        s.fail("opt_type", "this library has no Muon, which multiplies each gradient by itself several times")
+    s.choice("opt_type", OPTIMIZERS)
+    weights = s.choice("weight_dtype", tuple(FLOATS))
+    if s["mu_dtype"]:
+        s.choice("mu_dtype", tuple(FLOATS))
+    if name == "sgd":
+        return optimize.SgdOptimizer(RATE, master_dtype=weights)
+    return optimize.AdamWOptimizer(RATE, slot_dtype=weights, master_dtype=weights)
+
+
+def clipping_norm(s: Settings) -> float | None:
+    """The norm that all gradients together are clipped to; None where they are not."""
+    threshold = s.number("gradient_clipping_threshold")
+    return threshold if threshold > 0 else None

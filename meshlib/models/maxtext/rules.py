@@ -1,0 +1,231 @@
+"""MaxText's logical axis rules as this library's layout rules.
+
+MaxText names the dims of every weight and activation, and goes through its rules in order: a rule gives its axes to a
+dim of that name unless the dim has some already or another dim of the tensor has one of them. Rules here are of dims,
+for all tensors at once. So the axes of every tensor are computed as MaxText does, and rules written that give the same
+to each; where no rules do, `Translation.differing` names the tensors.
+
+Source: google/flax: flax/linen/spmd.py, _logical_to_mesh_axes; AI-Hypercomputer/maxtext: src/maxtext/layers for the
+names of the dims of each weight, src/maxtext/configs/base.yml for the rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from layouts import Dimension, LayoutRules, Mesh, Rule, Shape
+from layouts.errors import LayoutError
+from meshlib.core.errors import nearest
+from meshlib.models.config import TransformerConfig
+from meshlib.models.layouts import with_unsplit
+from meshlib.models.maxtext.keys import PARTS
+from meshlib.models.maxtext.mesh import Axes
+from meshlib.models.maxtext.settings import RULES, Settings
+
+LogicalRule = tuple[str, tuple[str, ...]]
+Named = tuple[tuple[str, str], ...]  # (dim here, MaxText's name) for each dim of a tensor
+
+_BATCH = ("data", "fsdp", "fsdp_transpose", "expert")
+_LENGTH = ("context", "context_usp_ulysses")
+_TENSOR = ("tensor", "tensor_sequence")
+_HEADS = (*_TENSOR, "autoregressive")
+_WEIGHTS = ("fsdp", "fsdp_transpose", *_LENGTH)
+DEFAULT_RULES: tuple[LogicalRule, ...] = (
+    ("activation_embed_and_logits_batch", ("data", "stage", "fsdp", "fsdp_transpose", "expert")),
+    ("activation_vocab", _TENSOR), ("activation_vocab", ("tensor",)), ("activation_vocab", ("tensor_sequence",)),
+    ("vocab", _HEADS), ("embed_vocab", (*_WEIGHTS, "expert")),
+    ("activation_batch_attn", _BATCH), ("activation_heads", _HEADS), ("activation_kv_heads", _TENSOR),
+    ("activation_length_attn", _LENGTH), ("activation_q_length", _LENGTH), ("activation_kv_length", ()),
+    ("heads", _HEADS), ("q_heads", _HEADS), ("kv_heads", _HEADS), ("qkv", ()), ("kv", ()), ("kv_head_dim", ()),
+    ("q_lora", (*_WEIGHTS, "expert")), ("q_lora", ("fsdp", *_LENGTH, "expert")), ("q_lora_up_proj", ()),
+    ("kv_lora", (*_WEIGHTS, "expert")), ("kv_lora", ("fsdp", *_LENGTH, "expert")), ("kv_lora_up_proj", ()),
+    ("activation_batch_moe", _BATCH), ("activation_length_moe", _LENGTH), ("activation_mlp_moe", _TENSOR),
+    ("activation_exp", ("expert",)), ("exp", ("expert",)), ("mlp_moe", ("fsdp_transpose", *_HEADS)),
+    ("embed_moe", _WEIGHTS), ("embed_moe", ("fsdp", *_LENGTH)), ("activation_mlp", _TENSOR),
+    ("activation_batch", _BATCH), ("activation_length", _LENGTH),
+    ("activation_norm_length", ("tensor_sequence", *_LENGTH)), ("activation_embed", ("tensor",)),
+    ("activation_stage", ("stage",)), ("mlp", ("fsdp_transpose", *_HEADS)), ("embed", (*_WEIGHTS, "expert")),
+    ("embed", ("fsdp", *_LENGTH, "expert")), ("norm", ("tensor",)), ("layers", ("stage",)),
+)  # fmt: skip
+# Dims that weights are split by where fully sharded: their rules give way to those of other dims.
+YIELDING = ("d_model", "q_rank", "kv_rank")
+# Dims of activations, and MaxText's name.
+ACTIVATIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "batch": "activation_batch", "heads": "activation_heads", "d_ff": "activation_mlp", "vocab": "activation_vocab",
+        "expert_d_ff": "activation_mlp_moe", "experts": "activation_exp", "d_model": "activation_embed",
+    }
+)  # fmt: skip
+
+
+def weights(config: TransformerConfig) -> dict[str, Named]:
+    """The weights of a model: dims here, and what MaxText calls them. Norms and biases follow them."""
+    made: dict[str, Named] = {"embedding": (("vocab", "vocab"), ("d_model", "embed_vocab"))}
+    if not config.tied:
+        made["head"] = (("d_model", "embed_vocab"), ("vocab", "vocab"))
+    if config.latent is None:
+        made |= {
+            "query": (("d_model", "embed"), ("heads", "q_heads"), ("head_dim", "kv")),
+            "key and value": (("d_model", "embed"), ("heads", "kv_heads"), ("head_dim", "kv_head_dim")),
+        }
+        if config.memory_heads == 1 < config.heads:
+            made["key and value"] = (("d_model", "embed"), ("", "kv_heads"), ("head_dim", "kv_head_dim"))
+    else:
+        made |= {
+            "wkv_a": (("d_model", "embed"), ("kv_rank", "kv_lora_up_proj")),
+            "wkv_b": (("kv_rank", "kv_lora"), ("heads", "kv_heads"), ("head_dim", "kv_head_dim")),
+        }
+        if config.latent.q_rank is None:
+            made["query"] = (("d_model", "embed"), ("heads", "q_heads"), ("head_dim", "kv"))
+        else:
+            made["wq_a"] = (("d_model", "embed"), ("q_rank", "q_lora_up_proj"))
+            made["wq_b"] = (("q_rank", "q_lora"), ("heads", "q_heads"), ("head_dim", "kv"))
+    made["out"] = (("heads", "heads"), ("head_dim", "kv"), ("d_model", "embed"))
+    kinds = {kind.experts for kind in config.kinds}
+    if False in kinds or (config.experts is not None and config.experts.shared):
+        made["mlp"] = (("d_model", "embed"), ("d_ff", "mlp"))
+    if config.experts is not None:
+        made["experts"] = (("experts", "exp"), ("d_model", "embed_moe"), ("expert_d_ff", "mlp_moe"))
+    return made
+
+
+def assigned(rules: Iterable[LogicalRule], names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes of each dim of a tensor, as MaxText's rules give them.
+
+    >>> assigned([("mlp", ("tensor",)), ("embed", ("fsdp", "tensor")), ("embed", ("fsdp",))], ["embed", "mlp"])
+    (('fsdp',), ('tensor',))
+    """
+    found: dict[int, tuple[str, ...]] = {}
+    for name, axes in rules:
+        if name in names:
+            place = names.index(name)
+            taken = {axis for other in found.values() for axis in other}
+            if place not in found and not taken & {*axes}:
+                found[place] = axes
+    return tuple(found.get(n, ()) for n in range(len(names)))
+
+
+@dataclass(frozen=True)
+class Translation:
+    """Layout rules, and the weights that they lay out in another way than MaxText."""
+
+    layout: LayoutRules
+    differing: tuple[str, ...] = ()
+
+
+def translated(s: Settings, config: TransformerConfig, axes: Axes, pipelined: bool) -> Translation:
+    """The layout of a configuration on a mesh.
+
+    Raises: GraphError for rules with axes that the mesh does not have, and heads that do not divide.
+    """
+    rules = _checked(s, axes)
+    sizes = axes.sizes
+    several = {axis for axis, size in sizes.items() if size > 1}
+
+    def used(found: Sequence[str]) -> tuple[str, ...]:
+        return tuple(axis for axis in found if axis in several)
+
+    per_weight = {
+        what: {dim: used(got) for (dim, _), got in zip(named, assigned(rules, [n for _, n in named]), strict=True)}
+        for what, named in weights(config).items()
+    }
+    _check_heads(s, config, per_weight, sizes)
+    variables: dict[str, tuple[str, ...]] = {}
+    for found in per_weight.values():
+        for dim, got in found.items():
+            if dim and len(got) > len(variables.get(dim, ())):
+                variables[dim] = got
+    activations = {dim: used(assigned(rules, [name])[0]) for dim, name in ACTIVATIONS.items()}
+    length = used(assigned(rules, ["activation_length"])[0])
+    normed = used(assigned(rules, ["activation_norm_length"])[0])
+    made = _rules(variables, activations, length, normed)
+    if s.flag("shard_optimizer_over_data") and "data" in several:
+        made.append(Rule("d_model", ("data", *variables.get("d_model", ())), optional=True, scope="slots"))
+    if pipelined and "stage" in several:
+        made += [Rule("stage", ("stage",)), Rule("microbatch", ("stage",))]
+    layout = with_unsplit(LayoutRules(_used_by(config, made)), config)
+    return Translation(layout, tuple(_differing(layout, per_weight, axes.mesh)))
+
+
+def _rules(
+    variables: Mapping[str, tuple[str, ...]],
+    activations: Mapping[str, tuple[str, ...]],
+    length: tuple[str, ...],
+    normed: tuple[str, ...],
+) -> list[Rule]:
+    made = [Rule("batch", activations["batch"])] if activations["batch"] else []
+    for dim in YIELDING:
+        of_weights, of_values = variables.get(dim, ()), activations.get(dim, ())
+        scope = "variables" if of_values else None
+        made += [Rule(dim, of_weights, optional=True, scope=scope)] if of_weights else []
+        made += [Rule(dim, of_values, optional=True, scope="activations")] if of_values else []
+    for dim in ("heads", "expert_d_ff", "d_ff", "vocab", "experts"):
+        of_weights, of_values = variables.get(dim, ()), activations.get(dim, ())
+        if of_weights == of_values:
+            made += [Rule(dim, of_weights)] if of_weights else []
+            continue
+        made += [Rule(dim, of_weights, scope="variables")] if of_weights else []
+        made += [Rule(dim, of_values, scope="activations")] if of_values else []
+    if normed == length:
+        return [*made, *([Rule("length", length)] if length else [])]
+    both = tuple(dict.fromkeys((*normed, *length)))
+    return [*made, Rule("length", both, optional=True)]
+
+
+def _used_by(config: TransformerConfig, rules: list[Rule]) -> list[Rule]:
+    """Rules for dims that the model has."""
+    dims = {dim for named in weights(config).values() for dim, _ in named}
+    always = {"batch", "length", "d_model", "stage", "microbatch"}
+    return [rule for rule in rules if rule.dim in dims | always]
+
+
+def _differing(layout: LayoutRules, per_weight: Mapping[str, Mapping[str, tuple[str, ...]]], mesh: Mesh) -> list[str]:
+    """The weights that the layout gives other axes than MaxText, with both."""
+    out = []
+    for what, wanted in per_weight.items():
+        shape = Shape([Dimension(dim, mesh.size) for dim in wanted if dim])
+        try:
+            sharding = layout.sharding(shape, mesh, "variables")
+        except LayoutError:
+            out.append(what)
+            continue
+        if any({*sharding.of(dim)} != {*got} for dim, got in wanted.items() if dim):
+            out.append(what)
+    return out
+
+
+def _checked(s: Settings, axes: Axes) -> tuple[LogicalRule, ...]:
+    if not s.rules and "logical_axis_rules" not in s.values and not s["custom_mesh_and_rule"]:
+        return DEFAULT_RULES
+    default = set(DEFAULT_RULES)
+    own = s["mesh_axes"] != [*PARTS][: len(s["mesh_axes"])]
+    for name, given in s.rules:
+        for axis in given:
+            if axis not in PARTS or (axis not in axes.ici and (name, given) not in default and not own):
+                known = axes.ici if axis in PARTS else PARTS
+                s.fail(
+                    RULES, f"the mesh has no axis {axis!r}{nearest(axis, known)}; it has {', '.join(axes.ici)}",
+                    [name, [*given]],
+                )  # fmt: skip
+    return s.rules
+
+
+def _check_heads(
+    s: Settings, config: TransformerConfig, found: Mapping[str, Mapping[str, tuple[str, ...]]], sizes: Mapping[str, int]
+) -> None:
+    """Raise GraphError where heads of keys can't be split as the rules ask for: MaxText refuses that, too."""
+    if config.latent is not None:
+        return
+    over = found["key and value"].get("heads", found["key and value"].get("", ()))
+    parts = 1
+    for axis in over:
+        parts *= sizes[axis]
+    for held in {config.attention_of(window).memory for window in config.windows}:
+        if held % parts:
+            key = f"ici_{PARTS[over[0]]}_parallelism"
+            s.fail(
+                key, f"{held} heads of keys and values don't divide over {'+'.join(over)}: {held} % {parts} = "
+                f"{held % parts}; take a size that divides {held}", sizes[over[0]],
+            )  # fmt: skip

@@ -1,0 +1,335 @@
+"""A MaxText configuration as a training run: model, mesh, layout, recomputation, batch, optimizer, program."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+from hardware.errors import HardwareError
+from hardware.slices import Slice
+from layouts import LayoutRules, Mesh
+from meshlib.core.compiler import XLA_TPU, Compiler
+from meshlib.core.errors import LayoutError, SliceError
+from meshlib.core.graph import Graph, Operation, Tensor
+from meshlib.lowering import Session
+from meshlib.models.config import TransformerConfig
+from meshlib.models.maxtext.keys import EFFECTS, PARTS, READ
+from meshlib.models.maxtext.mesh import Axes, axes_of
+from meshlib.models.maxtext.model import config_of
+from meshlib.models.maxtext.optimizer import clipping_norm, optimizer_of
+from meshlib.models.maxtext.remat import remat_of
+from meshlib.models.maxtext.rules import Translation, translated
+from meshlib.models.maxtext.settings import WHAT, Settings, settings_of
+from meshlib.models.stages import Pipeline
+from meshlib.models.train import train_step
+from meshlib.ops.control.remat import Policy
+from meshlib.optimize.base import Optimizer
+from meshlib.program.records import Program
+
+# Tiles of ragged products on TPUs, unless a configuration sets others: rows, and inputs or outputs. The kernel visits
+# tiles that experts share once for each of them, and multiplies whole tiles where a dim ends in one.
+# Source: AI-Hypercomputer/maxtext: src/maxtext/configs/types.py, wi_tile_fwd_batch_seq, wi_tile_fwd_embed_dim; and
+# jax.experimental.pallas.ops.tpu.megablox: make_group_metadata, gmm.
+TILE_ROWS = 512
+TILE_WIDTH = 1024
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A key that is not expressed: its value, MaxText's default, and what it would change."""
+
+    key: str
+    value: Any
+    default: Any
+    changes: str
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.value}: {self.changes}"
+
+
+@dataclass(frozen=True, eq=False)
+class MaxTextRun:
+    """What `read_maxtext` returns.
+
+    Attributes:
+      settings: all keys with their values, and the file each came from.
+      config, remat, length, optimizer: as `mtf.models.train_step` takes them. accumulation: microbatches of a step.
+      unread: keys that differ from their defaults, change compute, memory or communication, and are not expressed.
+    """
+
+    settings: Settings
+
+    @cached_property
+    def config(self) -> TransformerConfig:
+        """The model. Dropless experts have room for the mean load: see `dropless`."""
+        return config_of(self.settings)
+
+    @cached_property
+    def remat(self) -> Policy:
+        """What the backward pass keeps of each layer."""
+        return remat_of(self.settings, self.config)
+
+    @cached_property
+    def optimizer(self) -> Optimizer:
+        """With the dtypes of its state."""
+        return optimizer_of(self.settings)
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence."""
+        return self.settings.size("max_target_length")
+
+    @property
+    def accumulation(self) -> int:
+        """Microbatches whose gradients add up to those of a step."""
+        return self.settings.size("gradient_accumulation_steps")
+
+    @property
+    def parameters(self) -> int:
+        """Parameters as MaxText counts them: with the biases that choose experts, which no gradient trains."""
+        c, e = self.config, self.config.experts
+        biased = e is not None and e.routing.bias
+        choosing = sum(e.count for n in range(c.layers) if e is not None and e.in_layer(n)) if biased else 0
+        return c.parameters + choosing
+
+    @property
+    def dropless(self) -> bool:
+        """Whether experts take as many tokens as come, in ragged products over the tokens sorted by expert."""
+        e = self.config.experts
+        return e is not None and e.routing.capacity_factor is None and e.form == "gather"
+
+    # ------------------------------------------------------------ on a slice
+
+    def axes(self, slice: str | Slice) -> Axes:
+        """ICI and DCN sizes of all mesh axes, in MaxText's order."""
+        return axes_of(self.settings, _slice(slice))
+
+    def mesh(self, slice: str | Slice) -> Mesh:
+        """The mesh axes of more than one device."""
+        return self.axes(slice).mesh
+
+    def placement(self, slice: str | Slice) -> dict[str, int] | None:
+        """Of each mesh axis the part that joins slices, as `mtf.estimate` takes it; None on a single slice."""
+        return self.axes(slice).across or None
+
+    def translation(self, slice: str | Slice) -> Translation:
+        """The layout on a slice, and the weights that it lays out in another way than MaxText."""
+        return translated(self.settings, self.config, self.axes(slice), self._stages(slice) > 1)
+
+    @cached_property
+    def layout(self) -> LayoutRules:
+        """The layout for the mesh of any slice: rules are optional where an axis may come to have a single device."""
+        s = self.settings
+        axes = [axis for axis in s["mesh_axes"] if isinstance(axis, str) and axis in PARTS]
+        several = {axis: 2 if any(size != 1 for size in self._asked(axis)) else 1 for axis in axes}
+        made = translated(s, self.config, Axes(several, dict.fromkeys(axes, 1)), several.get("stage", 1) > 1).layout
+        filled = {axis for axis in axes if -1 in self._asked(axis)}
+        return LayoutRules([replace(r, optional=True) if filled & {*r.axes} else r for r in made.rules])
+
+    def layout_on(self, slice: str | Slice) -> LayoutRules:
+        """The layout on a slice: rules for the axes of its mesh."""
+        return self.translation(slice).layout
+
+    def batch(self, slice: str | Slice) -> int:
+        """Sequences of a step of the whole job.
+
+        Raises: GraphError where devices and microbatches do not share them evenly.
+        """
+        s, where = self.settings, _slice(slice)
+        each = s.number("per_device_batch_size")
+        if each <= 0:
+            s.fail("per_device_batch_size", "must be positive")
+        micro = int(where.devices * each + 1e-9)
+        if micro < 1:
+            s.fail("per_device_batch_size", f"{where.devices} devices * {each:g} is less than one sequence")
+        sizes = self.axes(where).sizes
+        parts = 1
+        for axis in next((r.axes for r in self.layout_on(where).rules if r.dim == "batch"), ()):
+            parts *= sizes[axis]
+        if micro % parts:
+            axes = "+".join(next(r.axes for r in self.layout_on(where).rules if r.dim == "batch"))
+            s.fail(
+                "per_device_batch_size",
+                f"{where.devices} devices * {each:g} = {micro} sequences don't divide over {axes}: {micro} % {parts} = "
+                f"{micro % parts}",
+            )
+        return micro * self.accumulation
+
+    def pipeline(self, slice: str | Slice) -> Pipeline | None:
+        """The pipeline of the layers, where the mesh has stages.
+
+        Raises: GraphError for stages, repeats and microbatches that do not divide layers and batch.
+        """
+        s, stages = self.settings, self._stages(slice)
+        if stages < 2:
+            return None
+        layers = self.config.layers - self.config.dense_front
+        of_stage = s.size("num_layers_per_pipeline_stage")
+        asked = s.size("pipeline_parallel_layers", -1)
+        if asked not in (-1, layers):
+            s.fail("pipeline_parallel_layers", f"this library cuts all {layers} layers into stages, or none")
+        repeats = s.size("num_pipeline_repeats", -1)
+        if repeats == -1:
+            repeats, rest = divmod(layers, stages * of_stage)
+            if rest:
+                s.fail(
+                    "num_layers_per_pipeline_stage",
+                    f"{layers} layers % ({stages} stages * {of_stage}) = {rest}",
+                )
+        if stages * repeats * of_stage != layers:
+            s.fail(
+                "num_pipeline_repeats", f"{stages} stages * {repeats} * {of_stage} layers of a stage are not {layers}"
+            )
+        micro = s.size("num_pipeline_microbatches", -1)
+        micro = stages if micro == -1 else micro
+        if micro < 1 or micro % stages:
+            s.fail("num_pipeline_microbatches", f"must be a multiple of the {stages} stages")
+        batch = self.batch(slice) // self.accumulation
+        if batch % micro:
+            s.fail("num_pipeline_microbatches", f"must divide the batch: {batch} % {micro} = {batch % micro}")
+        whole = s.flag("set_remat_policy_on_pipeline_iterations")
+        return Pipeline(stages=stages, microbatches=micro, repeats=repeats, remat=self.remat if whole else "none")
+
+    def _stages(self, slice: str | Slice) -> int:
+        return self.axes(slice).sizes.get("stage", 1)
+
+    def _asked(self, axis: str) -> list[int]:
+        """Sizes of an axis within and across slices, -1 for what is left."""
+        return [self.settings.size(f"{kind}_{PARTS[axis]}_parallelism", -1) for kind in ("ici", "dcn")]
+
+    # ------------------------------------------------------------ the program
+
+    def compiler(self, compiler: Compiler = XLA_TPU) -> Compiler:
+        """What the program is lowered for: with ragged products' tiles where experts are dropless."""
+        return replace(compiler, ragged_tile_width=TILE_WIDTH) if self.dropless else compiler
+
+    def built(self, slice: str | Slice) -> tuple[Mapping[str, Tensor], list[Operation]]:
+        """Outputs and updates of a training step, within a graph: what `mtf.lower` takes."""
+        s, where = self.settings, _slice(slice)
+        return train_step(
+            self.config_on(where),
+            self.batch(where),
+            self.length,
+            self.optimizer,
+            self.remat,
+            s.flag("scan_layers"),
+            max_norm=clipping_norm(s),
+            pipeline=self.pipeline(where),
+            accumulation=self.accumulation,
+            loss_blocks=s.size("num_vocab_tiling"),
+        )
+
+    def config_on(self, slice: str | Slice) -> TransformerConfig:
+        """The model with the room that experts have on a slice: of dropless ones that of even loads, and tiles.
+
+        Each expert but one takes a tile of rows more than its tokens fill, in which another's begin.
+        """
+        where, c = _slice(slice), self.config
+        if not self.dropless:
+            return c
+        e = c.experts
+        assert e is not None
+        tokens = self.batch(where) // self.accumulation * self.length / where.devices
+        factor = 1 + (e.count - 1) * TILE_ROWS / (tokens * e.routing.choices)
+        return c.replace(experts=replace(e, routing=replace(e.routing, capacity_factor=factor)))
+
+    def program(self, slice: str | Slice, compiler: Compiler = XLA_TPU) -> Program:
+        """The lowered training step on a slice.
+
+        Raises: GraphError for what does not divide, with the key at fault.
+        """
+        where = _slice(slice)
+        with Graph():
+            session = Session(*self.built(where))
+        try:
+            return session.lower(self.mesh(where), self.layout_on(where), compiler=self.compiler(compiler))
+        except LayoutError as fault:
+            raise LayoutError(f"{WHAT}: {os.path.basename(self.settings.path)} on {where.name}: {fault}") from None
+
+    @cached_property
+    def unread(self) -> tuple[Unread, ...]:
+        """Keys that differ from their defaults, have a cost, and are not expressed."""
+        s = self.settings
+        values = s.values
+        found = [
+            Unread(key, values[key], default, effect.changes)
+            for effect in EFFECTS
+            if effect.counts(values)
+            for key, default in effect.defaults.items()
+            if key in values and values[key] not in (default, None)
+        ]
+        return (*found, *_partly(s))
+
+    def __str__(self) -> str:
+        model = f"{self.config.name}: {self.config.parameters:,} parameters"
+        return "\n".join([model, *(f"not expressed: {one}" for one in self.unread)])
+
+
+def _partly(s: Settings) -> list[Unread]:
+    """Keys that are read, but of which some values are not expressed."""
+    found = []
+
+    def note(key: str, changes: str) -> None:
+        found.append(Unread(key, s[key], READ[key], changes))
+
+    weights = s["weight_dtype"]
+    if s["grad_dtype"] != "float32" and weights == "float32":
+        note("grad_dtype", "gradients are kept and clipped in this dtype; float32 here")
+    if s["mu_dtype"] and s["mu_dtype"] != weights and s["opt_type"] != "sgd":
+        note("mu_dtype", f"the first moment is kept in this dtype; as the second one in {weights} here")
+    chunk = s["chunk_attn_window_size"]
+    if chunk and chunk < s.size("max_target_length"):
+        note("chunk_attn_window_size", "three of four layers see chunks of so many tokens; all tokens here")
+    if s["context_parallel_strategy"] != "all_gather" and s["ici_context_parallelism"] != 1:
+        note("context_parallel_strategy", "how keys and values reach split queries; the cheaper of gathering keys and "
+             "of partial results here")  # fmt: skip
+    return found
+
+
+@lru_cache(maxsize=256)
+def _named(name: str) -> Slice:
+    try:
+        return Slice(name)
+    except HardwareError as fault:
+        raise SliceError(f"{WHAT}: {fault}") from None
+
+
+def _slice(slice: str | Slice) -> Slice:
+    return slice if isinstance(slice, Slice) else _named(slice)
+
+
+def read_maxtext(
+    path: str | os.PathLike[str],
+    overrides: Mapping[str, Any] | None = None,
+    models: str | os.PathLike[str] | None = None,
+) -> MaxTextRun:
+    """A training run from a MaxText configuration.
+
+    Args:
+      path: base.yml, a file with `base_config`, or a folder that holds base.yml.
+      overrides: values by key, as MaxText's command line has them; text is read as YAML.
+      models: the folder of the model files that `model_name` names; unless given, `models` beside the file.
+    Returns: a `MaxTextRun`: `.config`, `.mesh(slice)`, `.layout`, `.remat`, `.batch(slice)`, `.length`, `.optimizer`,
+      `.program(slice)` and `.unread`, the keys with a cost that are not expressed.
+    Raises: GraphError, one line that names file, key, value and rule: unknown keys, models and policies, values of the
+      wrong kind, models whose layers this library does not have; MissingError without PyYAML.
+    Example:
+      >>> import pathlib, tempfile
+      >>> import meshlib as mtf
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     file = pathlib.Path(folder, "base.yml")
+      ...     _ = file.write_text("base_num_decoder_layers: 4\\nici_tensor_parallelism: 4\\n")
+      ...     run = mtf.models.read_maxtext(file, {"per_device_batch_size": 2, "remat_policy": "save_qkv_proj"})
+      >>> print(run.mesh("v5e-16"), run.batch("v5e-16"), run.remat.save)
+      fsdp:4;tensor:4 32 ('q', 'k', 'v')
+      >>> print(run.layout)
+      batch:data+fsdp?;variables/d_model:fsdp?;activations/d_model:tensor?;heads:tensor;d_ff:tensor;vocab:tensor
+
+    Source: AI-Hypercomputer/maxtext: src/maxtext/configs (pyconfig.py, types.py, base.yml).
+    """
+    run = MaxTextRun(settings_of(path, overrides, models))
+    _ = (run.config, run.remat, run.optimizer)  # what is wrong is said at once
+    return run

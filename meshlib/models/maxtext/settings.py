@@ -1,0 +1,330 @@
+"""A MaxText configuration as one mapping: the file, what it is based on, its model's file, and overrides."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from meshlib.core.errors import GraphError, MissingError, nearest
+from meshlib.models.maxtext.keys import KNOWN, READ, REFUSED, UNREAD
+
+WHAT = "read_maxtext"
+OVERRIDES = "overrides"
+RULES = "logical_axis_rules"
+MOST_BYTES = 4 * 2**20  # base.yml has 80 kB
+_EXPONENT = re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+$")  # YAML 1.1 reads 1e-6 as text, MaxText as a number
+MOST_FILES = 16  # of a chain of base_config
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Values by key, where each came from, and the file that they are of.
+
+    `values` has what files and overrides say; other keys have MaxText's defaults, see `meshlib.models.maxtext.keys`.
+    `sources` has for each key the name of a file, or "overrides".
+    """
+
+    path: str
+    values: Mapping[str, Any]
+    sources: Mapping[str, str] = field(default_factory=dict)
+    rules: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    def __getitem__(self, key: str) -> Any:
+        value = self.values.get(key, READ[key])
+        return READ[key] if value is None and READ[key] is not None else value
+
+    def where(self, key: str) -> str:
+        """The name of the file that says so, with "(an override)" where an override does."""
+        source = self.sources.get(key)
+        name = os.path.basename(self.path)
+        return f"{name} (an override)" if source == OVERRIDES else source or f"{name} (a default)"
+
+    def fail(self, key: str, rule: str, value: Any = ...) -> NoReturn:
+        """Raise GraphError: one line that names file, key, value and rule."""
+        given = self[key] if value is ... else value
+        raise GraphError(f"{WHAT}: {self.where(key)}: {key}={_text(given)}: {rule}")
+
+    def size(self, key: str, low: int = 1) -> int:
+        """The value of a key as a whole number of at least `low`."""
+        value = self[key]
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            self.fail(key, f"must be a whole number of at least {low}")
+        return value
+
+    def number(self, key: str) -> float:
+        """The value of a key as a number."""
+        value = self[key]
+        if not isinstance(value, int | float) or isinstance(value, bool) or value != value or abs(value) > 1e300:
+            self.fail(key, "must be a number")
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        """The value of a key as True or False."""
+        value = self[key]
+        if not isinstance(value, bool):
+            self.fail(key, "must be true or false")
+        return value
+
+    def choice(self, key: str, options: Sequence[str]) -> str:
+        """The value of a key as one of some words."""
+        value = self[key]
+        if not isinstance(value, str) or value not in options:
+            hint = nearest(value, options) if isinstance(value, str) else ""
+            self.fail(key, f"must be one of {', '.join(o or repr(o) for o in options)}{hint}")
+        return value
+
+
+def _text(value: Any) -> str:
+    """A value as MaxText's command line takes it."""
+    return f"{value!r:.200}" if isinstance(value, list | dict) else f"{value}"[:200]
+
+
+def parsed(texts: Sequence[str]) -> dict[str, Any]:
+    """Overrides from the `KEY=VALUE` arguments of a MaxText command line, values as YAML.
+
+    Raises: GraphError for an argument without "=", a key that is given twice with different values, and a value that
+      is no YAML; MissingError without PyYAML.
+    """
+    found: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            raise GraphError(f"{WHAT}: an override is KEY=VALUE, such as per_device_batch_size=2, got {text!r:.80}")
+        made = _yaml(value, f"override {key}={value[:60]}")
+        if key in found and found[key] != made:
+            raise GraphError(f"{WHAT}: override {key} is given twice: {_text(found[key])} and {_text(made)}")
+        found[key] = made
+    return found
+
+
+def settings_of(
+    path: str | os.PathLike[str],
+    overrides: Mapping[str, Any] | None = None,
+    models: str | os.PathLike[str] | None = None,
+) -> Settings:
+    """Read a configuration.
+
+    Args:
+      path: base.yml, a file with `base_config`, or a folder with base.yml.
+      overrides: values by key, as the command line gives them; text is read as YAML.
+      models: the folder of model files; unless given, `models` beside the file or beside its folder.
+    Raises: GraphError for a missing or damaged file, an unknown key, an unknown model, and keys that both a model and
+      an override set without `override_model_config`.
+    """
+    place = Path(os.fspath(path))
+    if place.is_dir():
+        place = place / "base.yml"
+    given = _overrides(overrides)
+    chain = _chain(place)
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    rules: list[Any] = []
+    for file, found in reversed(chain):
+        rules = _merged(rules, found, file.name)
+        values |= found
+        sources |= dict.fromkeys(found, file.name)
+    folders = (
+        [Path(os.fspath(models))] if models is not None else [place.parent / "models", place.parent.parent / "models"]
+    )
+    for file, found in _model(place, {**values, **given}, folders, given):
+        rules = _merged(rules, found, file.name)
+        values |= found
+        sources |= dict.fromkeys(found, file.name)
+    rules = _merged(rules, given, f"{place.name} (an override)")
+    values |= given
+    sources |= dict.fromkeys(given, OVERRIDES)
+    made = Settings(str(place), {k: None if _none(v) else v for k, v in values.items()}, sources)
+    _check(made)
+    return _with_rules(made, rules, folders)
+
+
+def _none(value: Any) -> bool:
+    return isinstance(value, str) and value.lower() == "none"
+
+
+def _overrides(given: object) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+        raise GraphError(f"{WHAT}: overrides must be a dict of keys to values, got {given!r:.80}")
+    return {k: _yaml(v, f"override {k}={v[:60]}") if isinstance(v, str) else v for k, v in given.items()}
+
+
+def _chain(place: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """The file, then what it is based on, as far as `base_config` leads."""
+    chain: list[tuple[Path, dict[str, Any]]] = []
+    file: Path | None = place
+    while file is not None:
+        if any(file.resolve() == before.resolve() for before, _ in chain) or len(chain) == MOST_FILES:
+            raise GraphError(f"{WHAT}: {chain[-1][0].name}: base_config={file.name}: the files are based on each other")
+        found = _read(file)
+        chain.append((file, found))
+        base = found.get("base_config")
+        if base in (None, ""):
+            return chain
+        if not isinstance(base, str):
+            raise GraphError(f"{WHAT}: {file.name}: base_config={base!r:.60}: must be the path of a file")
+        tried = [file.parent / base, place.parent / base, place.parent.parent / base]
+        file = next((one for one in tried if one.is_file()), None)
+        if file is None:
+            raise GraphError(f"{WHAT}: {chain[-1][0].name}: base_config={base}: there is no such file")
+    return chain
+
+
+def _model(
+    place: Path, values: Mapping[str, Any], folders: Sequence[Path], given: Mapping[str, Any]
+) -> list[tuple[Path, dict[str, Any]]]:
+    """The file of the model, without what overrides replace; none for the model "default"."""
+    name = values.get("model_name", "default")
+    where = f"{place.name} (an override)" if "model_name" in given else place.name
+    if name in (None, "", "default"):
+        return []
+    if not isinstance(name, str):
+        raise GraphError(f"{WHAT}: {where}: model_name={name!r:.60}: must be the name of a model")
+    file = next(
+        (f for f in (folder / f"{name.replace('-Instruct', '')}.yml" for folder in folders) if f.is_file()), None
+    )
+    if file is None:
+        there = sorted({f.stem for folder in folders if folder.is_dir() for f in folder.glob("*.yml")})
+        hint = nearest(name, there) if there else f"; give the folder of model files, models=... (tried {folders[0]})"
+        raise GraphError(f"{WHAT}: {where}: model_name={name}: there is no file {name}.yml{hint}")
+    found = _read(file)
+    if values.get("override_model_config") is True:
+        return [(file, {k: v for k, v in found.items() if k not in given or k == RULES})]
+    for key in found:
+        if key in given and key != RULES and given[key] != found[key]:
+            raise GraphError(
+                f"{WHAT}: {place.name} (an override): {key}={_text(given[key])}: {file.name} has {_text(found[key])}; "
+                "add override_model_config=true to replace it"
+            )
+    return [(file, found)]
+
+
+def _merged(rules: list[Any], found: Mapping[str, Any], where: str) -> list[Any]:
+    """Rules replace all earlier ones of the same name, or all rules where the file says so."""
+    new = found.get(RULES)
+    if new is None:
+        return rules
+    if not isinstance(new, list) or not all(isinstance(r, list | tuple) and len(r) == 2 for r in new):
+        raise GraphError(f"{WHAT}: {where}: {RULES}={new!r:.60}: must be a list of [name, axes] pairs")
+    if found.get("override_logical_axis_rules") is True:
+        return list(new)
+    names = {str(rule[0]) for rule in new}
+    return [*(r for r in rules if str(r[0]) not in names), *new]
+
+
+def _with_rules(made: Settings, rules: list[Any], folders: Sequence[Path]) -> Settings:
+    """The settings with their rules as pairs, after a custom mesh has replaced mesh and rules."""
+    from_custom = made["custom_mesh_and_rule"]
+    values = dict(made.values)
+    sources = dict(made.sources)
+    if from_custom:
+        if not isinstance(from_custom, str):
+            made.fail("custom_mesh_and_rule", "must be the name of a file in custom_mesh_and_rule")
+        tried = [folder.parent / "custom_mesh_and_rule" / f"{from_custom}.yml" for folder in folders]
+        file = next((f for f in tried if f.is_file()), None)
+        if file is None:
+            there = sorted({f.stem for t in tried if t.parent.is_dir() for f in t.parent.glob("*.yml")})
+            made.fail("custom_mesh_and_rule", f"there is no file {from_custom}.yml{nearest(from_custom, there)}")
+        found = _read(file)
+        for key in ("mesh_axes", "data_sharding"):
+            if key in found:
+                values[key], sources[key] = found[key], file.name
+        if RULES in found:
+            rules, sources[RULES] = _merged([], found, file.name), file.name
+    pairs = []
+    for rule in rules:
+        name, axes = rule
+        listed = [axes] if isinstance(axes, str) else [] if axes is None else axes
+        if (
+            not isinstance(name, str)
+            or not isinstance(listed, list | tuple)
+            or not all(isinstance(a, str) for a in listed)
+        ):
+            made.fail(RULES, f"rule {rule!r:.80} must be [name, axis or list of axes]", rule)
+        pairs.append((name, tuple(listed)))
+    return Settings(made.path, values, sources, tuple(pairs))
+
+
+def _check(made: Settings) -> None:
+    """Raise GraphError for keys that MaxText does not have, and for models and steps that this library has not."""
+    for key, value in made.values.items():
+        if key not in KNOWN:
+            where = made.where(key)
+            hint = nearest(key, KNOWN)
+            raise GraphError(f"{WHAT}: {where}: {key}={_text(value)}: MaxText has no key {key!r}{hint}")
+        if key in REFUSED and REFUSED[key].asked(value):
+            made.fail(key, f"{REFUSED[key].reason}: this library has no such layers or steps", value)
+        default = READ.get(key, UNREAD.get(key))
+        if default is not None and value is not None:
+            _check_type(made, key, value, default)
+
+
+_WORDS: Mapping[type, str] = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list"}
+
+
+def _check_type(made: Settings, key: str, value: Any, default: Any) -> None:
+    kind = type(default)
+    fits: Callable[[Any], bool] = {
+        bool: lambda v: isinstance(v, bool),
+        int: lambda v: isinstance(v, int | float) and not isinstance(v, bool),
+        float: lambda v: isinstance(v, int | float) and not isinstance(v, bool),
+        str: lambda v: isinstance(v, str),
+        list: lambda v: isinstance(v, list | tuple | str),
+    }[kind]
+    if not fits(value):
+        raise GraphError(f"{WHAT}: {made.where(key)}: {key}={_text(value)}: must be {_WORDS[kind]}")
+
+
+# ------------------------------------------------------------ YAML
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        if file.stat().st_size > MOST_BYTES:
+            raise GraphError(f"{WHAT}: {file}: is larger than {MOST_BYTES:,} bytes; name a MaxText configuration")
+        text = file.read_text(encoding="utf-8")
+    except OSError as fault:
+        raise GraphError(f"{WHAT}: {file}: can't be read: {fault.strerror}") from None
+    except UnicodeDecodeError:
+        raise GraphError(f"{WHAT}: {file}: is no text in UTF-8") from None
+    found = _yaml(text, file.name)
+    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+        raise GraphError(f"{WHAT}: {file.name}: must hold keys and values, one a line, such as base_emb_dim: 2048")
+    return found
+
+
+def _yaml(text: str, where: str) -> Any:
+    """A document. Raises: GraphError for what is none; MissingError without PyYAML."""
+    try:
+        import yaml
+    except ImportError:
+        raise MissingError(f"{WHAT} needs PyYAML: pip install 'meshlib-tpu[configs]'") from None
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc, unused-ignore]
+        """PyYAML's own, which refuses equal keys: of these a dict would keep the last."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [str(key.value) for key, _ in node.value]
+            twice = next((key for n, key in enumerate(keys) if key in keys[:n]), None)
+            if twice is not None:
+                raise GraphError(f"{WHAT}: {where}:{node.start_mark.line + 1}: key {twice!r:.60} is there twice")
+            return super().construct_mapping(node, deep)
+
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, [*"-+0123456789."])
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as fault:
+        mark = getattr(fault, "problem_mark", None)
+        line = "" if mark is None else f":{mark.line + 1}"
+        problem = str(getattr(fault, "problem", None) or fault).splitlines()[0]
+        raise GraphError(f"{WHAT}: {where}{line}: is no YAML: {problem}") from None
+    except (RecursionError, ValueError) as fault:
+        raise GraphError(f"{WHAT}: {where}: is no YAML: {fault}") from None
