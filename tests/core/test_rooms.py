@@ -33,8 +33,8 @@ meshlib
 command
 report sharing
 generation jax searching testing training validation
-estimation storage verification
-lowering models simulation
+estimation models storage verification
+lowering simulation
 layers optimize program
 data ops
 records
