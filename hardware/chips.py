@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from hardware.cells import chip_cell
 from hardware.checks import amount, one_of, whole, wholes
 from hardware.chip_figures import COMMON, FIGURES
 from hardware.errors import HardwareError
@@ -27,7 +28,7 @@ DTYPES = ("bf16", "int8", "fp8", "int4")
 MOST_BYTES = 1 << 20  # of a chip's file
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Chip:
     """What one chip has and how fast it is. Rates and sizes are per chip unless the name says otherwise.
 
@@ -153,6 +154,15 @@ class Chip:
         for name in ("wrap_axis", "wrap_cube"):
             if getattr(self, name) is not None:
                 whole(where + name, getattr(self, name), low=1)
+
+    def __repr__(self) -> str:
+        known = ((d, self.peak(d)) for d in DTYPES)
+        rates = ", ".join(f"{rate / 1e12:.4g} T{'FLOP' if d[0] in 'bf' else 'OP'}/s {d}" for d, rate in known if rate)
+        hbm = f"HBM {self.hbm_bytes / 2**30:.4g} GiB at {self.hbm_bytes_per_second / 1e9:.4g} GB/s"
+        return f"<Chip {self.name}: {rates}, {hbm}>"
+
+    def _repr_html_(self) -> str:
+        return chip_cell(self)
 
     def peak(self, dtype: str = "bf16") -> float | None:
         """Peak operations per second of the chip in `dtype`, None where no rate is published."""

@@ -27,6 +27,7 @@ import re
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from hardware.cells import slice_cell
 from hardware.chips import CHIPS, Chip, as_chip, get_chip, true_name
 from hardware.errors import HardwareError
 
@@ -39,7 +40,7 @@ _LONGER = {"v4": ((12, 12, 24),), "v5p": ((12, 24, 24),)}
 _CUBE_PARTS = ((1, 2, 2), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Slice:
     """One or several equal slices of a chip kind, read from its name.
 
@@ -142,6 +143,13 @@ class Slice:
     def single(self) -> Slice:
         """One of the slices."""
         return Slice(f"{self.chip.name}-{'x'.join(map(str, self.torus_shape))}", self.chip)
+
+    def __repr__(self) -> str:
+        chip = "" if self.chip is CHIPS.get(self.chip.name) else f", {self.chip!r}"
+        return f"Slice({self.name!r}{chip})"
+
+    def _repr_html_(self) -> str:
+        return slice_cell(self)
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.torus_shape))

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import SupportsIndex, TypeAlias, Union, overload
 
+from layouts.cells import dimension_cell, shape_cell
 from layouts.errors import LayoutError, nearest
 from layouts.frozen import Frozen
 from layouts.parsing import checked_name, checked_size, is_iterable, named_sizes
@@ -36,6 +37,9 @@ class Dimension(Frozen):
 
     def __repr__(self) -> str:
         return f"Dimension({self.name!r}, {self.size})"
+
+    def _repr_html_(self) -> str:
+        return dimension_cell(self)
 
     def __str__(self) -> str:
         return f"{self.name}:{self.size}"
@@ -216,6 +220,9 @@ class Shape(Frozen):
                 "rename one or make them equal"
             )
         return True
+
+    def _repr_html_(self) -> str:
+        return shape_cell(self)
 
     def __str__(self) -> str:
         return f"[{', '.join(map(str, self.dims))}]"

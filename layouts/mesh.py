@@ -13,6 +13,7 @@ from math import prod
 from types import MappingProxyType
 from typing import TypeAlias, Union
 
+from layouts.cells import mesh_cell
 from layouts.dims import DimensionLike
 from layouts.errors import LayoutError, nearest
 from layouts.frozen import Frozen
@@ -142,6 +143,9 @@ class Mesh(Frozen):
 
     def __contains__(self, axis: object) -> bool:
         return axis in self.sizes_by_axis
+
+    def _repr_html_(self) -> str:
+        return mesh_cell(self)
 
     def __str__(self) -> str:
         return ";".join(f"{axis}:{size}" for axis, size in self.sizes_by_axis.items())

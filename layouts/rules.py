@@ -15,6 +15,7 @@ from functools import lru_cache
 from itertools import combinations
 from typing import TypeAlias, Union
 
+from layouts.cells import rules_cell
 from layouts.dims import Dimension, Shape, ShapeLike
 from layouts.errors import LayoutError, nearest
 from layouts.frozen import Frozen
@@ -163,6 +164,9 @@ class LayoutRules(Frozen):
 
     def __len__(self) -> int:
         return len(self.rules)
+
+    def _repr_html_(self) -> str:
+        return rules_cell(self)
 
     def __str__(self) -> str:
         return ";".join(map(str, self.rules))

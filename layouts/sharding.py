@@ -13,6 +13,7 @@ from itertools import groupby
 from math import prod
 from typing import NoReturn, TypeAlias
 
+from layouts.cells import sharding_cell
 from layouts.dims import Dimension, Shape, ShapeLike
 from layouts.errors import LayoutError, nearest
 from layouts.frozen import Frozen
@@ -188,6 +189,9 @@ class Sharding(Frozen):
             return self
         gone = self.pending_axes if axes is None else tuple(axes)
         return self.with_pending(pair for pair in self.pending if pair[0] not in gone)
+
+    def _repr_html_(self) -> str:
+        return sharding_cell(self)
 
     def __str__(self) -> str:
         entries = zip(self.shape.dims, self.axes, strict=True)

@@ -19,6 +19,7 @@ from meshlib.core.errors import GraphError, nearest
 from meshlib.core.foreign_names import OF_NUMPY, OF_TENSORS
 from meshlib.core.public_calls import record
 from meshlib.core.source_lines import source_line
+from meshlib.core.shown import Shown
 
 if TYPE_CHECKING:
     from meshlib.core.loop_record import LoopRecord
@@ -59,7 +60,7 @@ _REFLECTED = {
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Tensor:
+class Tensor(Shown):
     """One value of the program: global shape with named dims, and the operation that makes it.
 
     Python operators work by dim name: `x + y` broadcasts over the dims that one side lacks.
@@ -92,7 +93,9 @@ class Tensor:
     def __str__(self) -> str:
         return f"{self.name}: {self.dtype}{self.shape}"
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        text = str(self)
+        return text if len(text) <= 200 else f"{text[:197]}..."
 
     def __bool__(self) -> bool:
         raise GraphError(
@@ -216,8 +219,8 @@ class Operation:
     __repr__ = __str__
 
 
-@dataclass(eq=False)
-class Graph:
+@dataclass(eq=False, repr=False)
+class Graph(Shown):
     """The list of operations of one program; a context in which sources (`variable`, `input`, ...) are made.
 
     >>> with Graph() as graph:
@@ -262,6 +265,13 @@ class Graph:
     working: Tensor | None = None
     _counts: dict[str, int] = field(default_factory=dict)
     _tokens: list[Any] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        stored = sum(v.output.shape.size for v in self.variables.values())
+        return (
+            f"<Graph of {len(self.operations):,} operations, {len(self.inputs):,} inputs and {len(self.variables):,} "
+            f"variables of {stored:,} elements>"
+        )
 
     def __enter__(self) -> Graph:
         self._tokens.append(_graphs.set((*_graphs.get(), self)))

@@ -66,6 +66,15 @@ def usd_text(dollars: float) -> str:
     return f"${dollars:,.0f}" if dollars >= 1000 else f"${dollars:.4g}"
 
 
+def clipped(text: str, letters: int = 200) -> str:
+    """The beginning of a text that is too long, such as for a repr; what is left out is "...".
+
+    >>> clipped("<Program of mesh a:8>", 12)
+    '<Program ...'
+    """
+    return text if len(text) <= letters else f"{text[: letters - 3]}..."
+
+
 def grid(cells: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
     """Rows of text in aligned columns; those in `right` to the right."""
     widths = [max(len(row[k]) for row in cells) for k in range(len(cells[0]))]

@@ -12,6 +12,7 @@ from hardware.slices import Slice
 from meshlib.core.arguments import at, whole
 from meshlib.core.compiler import Compiler
 from meshlib.core.errors import GraphError, SliceError
+from meshlib.core.text import clipped
 from meshlib.estimation.memory.device_memory import DeviceMemory, memory_on
 from meshlib.estimation.time.attribution import divided
 from meshlib.estimation.time.host_input import InputTime
@@ -23,6 +24,7 @@ from meshlib.estimation.views.table import comparison, table
 from meshlib.estimation.views.whole_run import WholeRun, whole_run
 from meshlib.estimation.work.units import Plan
 from meshlib.program.records import Program
+from meshlib.core.shown import Shown
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class RooflinePoint:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Estimate:
+class Estimate(Shown):
     """Where time and memory of one step of `program` on `slice` go. Made by `mtf.estimate`.
 
     Modelled: `step_seconds`, its bounds `lower_seconds` (the busiest engine alone) and `upper_seconds` (no overlap of
@@ -401,7 +403,7 @@ class Estimate:
 
     def __repr__(self) -> str:
         step = f"{self.step_seconds * 1e6:.6g} us a step (modelled), bound by {self.bound}"
-        return f"<Estimate of mesh {self.program.mesh} on {self.slice.name}: {step}>"
+        return clipped(f"<Estimate on {self.slice.name}: {step}; mesh {self.program.mesh}>")
 
 
 def engine_name(engine: str | int) -> str:

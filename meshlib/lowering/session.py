@@ -14,6 +14,7 @@ from meshlib.core.errors import GraphError
 from meshlib.core.garbage import uncollected
 from meshlib.core.graph import FORWARD, Graph, Operation, Tensor
 from meshlib.core.replay import all_operations
+from meshlib.core.text import clipped
 from meshlib.lowering.assigned import Subjects, check_layout, refuse_faults
 from meshlib.lowering.balance import Balance
 from meshlib.lowering.graph_cache import Memos
@@ -22,13 +23,14 @@ from meshlib.lowering.simplification import simplify
 from meshlib.ops.control.state import assigned
 from meshlib.program.checker import Sound
 from meshlib.program.records import Program
+from meshlib.core.shown import Shown
 
 Outputs = Mapping[str, Tensor] | Sequence[Tensor] | Tensor | None
 T = TypeVar("T", Mesh, LayoutRules)
 PROGRAMS = 32  # that a session keeps: those that were asked for last
 
 
-class Session:
+class Session(Shown):
     """The lowering of one program, kept: layouts, meshes, precisions and balances vary.
 
     Every program is the one that `mtf.lower` would return at that moment. The last `PROGRAMS` are kept. What does not
@@ -101,6 +103,16 @@ class Session:
         sound = Sound(memos.signatures, memos.computations)
         lowering = Lowering(mesh, rules, precision, balance, regather, notes, memos, sound, compiler)
         return lowering.program(self._simple, self._outputs, counts_steps=bool(self._updates))
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """The programs that are kept, the one asked for last at the end."""
+        self._learn()
+        return tuple(self._programs.values())
+
+    def __repr__(self) -> str:
+        outputs, count = ", ".join(list(self._outputs)[:5]), len(self.programs)
+        return clipped(f"<Session of {outputs or 'updates'}: {count} program{'s' * (count != 1)} kept>")
 
     def check(self, mesh: Any = "device:1", layout: Any = "") -> Report:
         """All faults of a layout at once, and notes on what it leaves unused: as `mtf.check`."""

@@ -14,6 +14,7 @@ from meshlib.layers.positions import RotaryScaling, check_scaling
 from meshlib.models.experts import Experts
 from meshlib.models.latent import LatentAttention
 from meshlib.models.record import Config
+from meshlib.core.shown import Shown
 
 KINDS = ("decoder", "encoder", "encoder-decoder")
 ACTIVATIONS = ("gelu", "gelu_exact", "relu", "silu")
@@ -30,8 +31,8 @@ _KINDS: dict[str, Callable[[object, str, str], object]] = {"int": whole, "float"
 _COUNTS = ("encoder_layers", "segments")  # may be 0, unlike other integers
 
 
-@dataclass(frozen=True, kw_only=True)
-class TransformerConfig(Config):
+@dataclass(frozen=True, kw_only=True, repr=False)
+class TransformerConfig(Shown, Config):
     """What a Transformer is; `mtf.models.preset(name)` has the published ones.
 
     Dimensions:
@@ -189,6 +190,10 @@ class TransformerConfig(Config):
         from meshlib.models.counts import parameter_counts
 
         return parameter_counts(self)
+
+    def __repr__(self) -> str:
+        sizes = f"{self.layers} layers, d_model {self.d_model}, {self.parameters:,} parameters"
+        return f"<TransformerConfig {self.name}: {sizes}>"
 
     @property
     def parameters(self) -> int:

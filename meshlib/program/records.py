@@ -17,9 +17,10 @@ from layouts import LayoutRules, Mesh
 from meshlib.core.compiler import XLA_TPU, Compiler
 from meshlib.core.errors import GraphError
 from meshlib.core.opdef import Kind, Work
-from meshlib.core.text import bytes_text
+from meshlib.core.text import bytes_text, clipped
 from meshlib.program.exchanges import busiest_bytes
 from meshlib.program.instructions import Compute, Instruction, Loop, Value
+from meshlib.core.shown import Shown
 
 if TYPE_CHECKING:
     from meshlib.program.analysis.buffers import Buffer, MemoryPlan
@@ -55,8 +56,29 @@ class Collective:
         return f"{self.kind} of {self.tensor} over {over}: {bytes_text(self.payload_bytes)} ({self.reason})"
 
 
+class Collectives(Shown, tuple[Collective, ...]):
+    """All collectives of a program, in its order: a tuple that prints as a table.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     program = mtf.lower({"y": mtf.reduce_sum(mtf.input("x", "batch:64"))}, mesh="a:8", layout="batch:a")
+      >>> program.collectives
+      <1 collective: 7 B sent by each core>
+    """
+
+    def __repr__(self) -> str:
+        count = f"{len(self):,} collective{'s' if len(self) != 1 else ''}"
+        return f"<{count}: {bytes_text(sum(c.sent_bytes * c.count for c in self))} sent by each core>"
+
+    def __str__(self) -> str:
+        from meshlib.program.views.listing import collectives_table
+
+        return collectives_table(self)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class Program:
+class Program(Shown):
     """What every core runs, for one mesh and layout.
 
     `inputs`, `variables` map names to their values; `outputs` and `updates` name what is fetched and written back.
@@ -95,9 +117,9 @@ class Program:
         return replace(self, instructions=tuple(instructions))
 
     @cached_property
-    def collectives(self) -> tuple[Collective, ...]:
+    def collectives(self) -> Collectives:
         """Every collective, in order, with its bytes and its reason."""
-        return tuple(_collectives(self))
+        return Collectives(_collectives(self))
 
     @property
     def sent_bytes(self) -> int | float:
@@ -181,7 +203,7 @@ class Program:
 
     def __repr__(self) -> str:
         sent = f"{len(self.collectives)} collectives, {bytes_text(self.sent_bytes)} sent by each core"
-        return f"<Program of {self.headline}: {len(self.instructions)} instructions, {sent}>"
+        return clipped(f"<Program: {len(self.instructions)} instructions, {sent}; {self.headline}>")
 
     def __str__(self) -> str:
         from meshlib.program.views.listing import listing

@@ -63,7 +63,7 @@ def alternatives(options: Sequence[Alternative], capacity_bytes: float, certific
     return section("alternatives", "Alternatives", scatter(options, capacity_bytes), told, first, rest)
 
 
-def scatter(options: Sequence[Alternative], capacity_bytes: float) -> str:
+def scatter(options: Sequence[Alternative], capacity_bytes: float, linked: bool = True) -> str:
     """The picture: time to the right, memory upwards, the line that nothing beats, and what a device has."""
     picture = Picture(460, 300, label="alternatives by step time and memory")
     times, sizes = [a.step_seconds for a in options], [a.peak_bytes for a in options]
@@ -88,7 +88,7 @@ def scatter(options: Sequence[Alternative], capacity_bytes: float) -> str:
     for n, a in reversed(list(enumerate(options, start=1))):
         about = f"{a.name} {a.choices}: {seconds_text(a.step_seconds)}, {bytes_text(a.peak_bytes)}. {a.why}"
         class_ = "option" + (" chosen" if a.chosen else "") + ("" if a.fits else " large")
-        href = f"#alternative-{n}" if n <= MOST else "#alternatives"
+        href = "" if not linked else f"#alternative-{n}" if n <= MOST else "#alternatives"
         picture.circle(
             across(a.step_seconds), max(picture.top, up(a.peak_bytes)), 6 if a.chosen else 4, class_, about, href
         )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from meshlib.core.text import bytes_text, seconds_text
 from meshlib.estimation import Estimate
-from meshlib.program.analysis.memory import KINDS
+from meshlib.program.analysis.memory import KINDS, Live
 from meshlib.report.links import Anchors
 from meshlib.report.markup import EXACT, folded, legend, paragraph, section, table, text
 from meshlib.report.svg import Picture, Scale, binary_ticks
@@ -59,10 +60,19 @@ def memory(est: Estimate, anchors: Anchors) -> str:
     shown = [(f"k-{n}", kind) for n, kind in enumerate(KINDS) if any(moment[n] for moment in m.timeline_by_kind)]
     remedies = [text(remedy) for remedy in m.remedies] if not m.fits else []
     listed = "<ul>" + "".join(f"<li>{r}</li>" for r in remedies) + "</ul>" if remedies else ""
-    return section("memory", "Memory over the step", head, legend(shown), _area(est), listed, _live(est, anchors))
+    return section(
+        "memory",
+        "Memory over the step",
+        head,
+        legend(shown),
+        area(est),
+        listed,
+        f'<h3 id="live">What is live at the peak</h3>{live_table(m.live, anchors)}',
+    )
 
 
-def _area(est: Estimate) -> str:
+def area(est: Estimate, linked: bool = True) -> str:
+    """The picture of memory over the step; `linked`: the peak leads to what is live there."""
     m, moments = est.memory, _sampled(memory_over_time(est), est.schedule.seconds)
     top = max(m.peak_bytes, m.capacity_bytes) * 1.06
     picture = Picture(1000, 280, label="memory of one device over the step, stacked by kind", wide=True)
@@ -84,7 +94,14 @@ def _area(est: Estimate) -> str:
     if moments:
         peak = max(moments, key=lambda moment: moment.total)
         middle = across((peak.begin + peak.end) / 2)
-        picture.circle(middle, up(peak.total), 5, "peak", f"peak {bytes_text(m.peak_bytes)} at {m.at}", href="#live")
+        picture.circle(
+            middle,
+            up(peak.total),
+            5,
+            "peak",
+            f"peak {bytes_text(m.peak_bytes)} at {m.at}",
+            href="#live" if linked else "",
+        )
         anchor = "end" if middle > picture.right - 100 else "start"
         beside = -9 if anchor == "end" else 9
         picture.text(middle + beside, max(up(peak.total) + 16, picture.top + 12), "peak =", anchor=anchor)
@@ -104,9 +121,10 @@ def _sampled(moments: list[Moment], seconds: float) -> list[Moment]:
     return columns
 
 
-def _live(est: Estimate, anchors: Anchors) -> str:
+def live_table(buffers: Sequence[Live], anchors: Anchors) -> str:
+    """Buffers at the peak, the largest first; all but a dozen folded away."""
     rows = []
-    for live in est.memory.live:
+    for live in buffers:
         href = anchors.href(live.name)
         name = f'<a href="{href}">{text(live.name)}</a>' if href else text(live.name)
         anchors.show(live.name, "memory at the peak", "live")
@@ -119,4 +137,4 @@ def _live(est: Estimate, anchors: Anchors) -> str:
         if rows[SHOWN:]
         else ""
     )
-    return f'<h3 id="live">What is live at the peak</h3>{first}{rest}'
+    return first + rest

@@ -15,6 +15,19 @@ SHOWN = 200  # points, those with most flops
 
 def roofline(est: Estimate, anchors: Anchors) -> str:
     """The section, "" where nothing multiplies."""
+    picture = roofline_picture(est, anchors)
+    if not picture:
+        return ""
+    ridge = est.slice.peak_flops_per_device / est.slice.hbm_bytes_per_second_per_device
+    told = paragraph(
+        f"Each disc is a product; its area is its share of time ≈. Right of {text(f'{ridge:.0f}')} flops per byte the "
+        "MXU is the limit, left of it HBM. Flops and bytes are exact, rates modelled."
+    )
+    return section("roofline", "Roofline of operations", told, picture)
+
+
+def roofline_picture(est: Estimate, anchors: Anchors) -> str:
+    """The picture alone."""
     seconds = {row.name: row.total_seconds for row in est.rows if row.mxu_flops}
     points = sorted((p for p in est.roofline() if p.hbm_bytes), key=lambda p: -seconds.get(p.name, 0.0))[:SHOWN]
     if not points:
@@ -45,8 +58,4 @@ def roofline(est: Estimate, anchors: Anchors) -> str:
             across(p.intensity), up(p.flops_per_second), radius, f"u-{UNIT_OF[p.bound].lower()} dot", about, href, op
         )
         anchors.show(p.name, "roofline", "roofline")
-    told = paragraph(
-        f"Each disc is a product; its area is its share of time ≈. Right of {text(f'{ridge:.0f}')} flops per byte the "
-        "MXU is the limit, left of it HBM. Flops and bytes are exact, rates modelled."
-    )
-    return section("roofline", "Roofline of operations", told, str(picture))
+    return str(picture)

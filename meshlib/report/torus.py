@@ -82,15 +82,20 @@ def torus(est: Estimate) -> str:
     """The section of the mesh on its torus."""
     keys = legend([(f"l-{n}", name) for n, (_, name) in enumerate(LOADS)])
     head = paragraph(f"{text(est.slice)}. Links are coloured by the share of the step for which they are busy ≈.")
-    sent = sent_by_axes(est)
-    group = max(sent, key=lambda axis: sent[axis]) if sent else ""
+    sent, group = sent_by_axes(est), busiest_axis(est)
     if group:
         size = est.program.mesh.axis_size(group)
         head += paragraph(
             f"Filled: the chips of one group of mesh axis '{text(group)}' (size {size}), which sends most."
         )
     tables = tag("div", _axes(est, sent) + _places(est), class_="beside")
-    return section("torus", "Mesh on the torus", head, keys, tag("div", _picture(est, group) + tables, class_="row"))
+    return section("torus", "Mesh on the torus", head, keys, tag("div", torus_picture(est) + tables, class_="row"))
+
+
+def busiest_axis(est: Estimate) -> str:
+    """The mesh axis over which most is sent; "" where nothing is."""
+    sent = sent_by_axes(est)
+    return max(sent, key=lambda axis: sent[axis]) if sent else ""
 
 
 def _corner(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -100,7 +105,9 @@ def _corner(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*sides, *planes)
 
 
-def _picture(est: Estimate, group: str) -> str:
+def torus_picture(est: Estimate) -> str:
+    """The chips and links; filled are those of one group of the axis that sends most."""
+    group = busiest_axis(est)
     whole = est.slice.torus_shape
     shape = _corner(whole)
     flat = (*shape, 1, 1)[:3] if len(shape) < 3 else shape

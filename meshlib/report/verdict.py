@@ -26,14 +26,14 @@ def headline(est: Estimate) -> str:
     return f"Does not fit: {bytes_text(m.peak_bytes)}, {over} more than the {bytes_text(m.capacity_bytes)} of a device."
 
 
-def verdict(est: Estimate) -> str:
-    """The sentence, what takes the memory, and the cards at the top of the page."""
-    cards = "".join(
-        tag("a", tag("span", text(name)) + tag("b", value) + tag("small", text(more)), href=href, class_="card")
-        for name, value, more, href in _cards(est)
-    )
+def verdict(est: Estimate, linked: bool = True) -> str:
+    """The sentence, what takes the memory, and the cards at the top; `linked`: they lead to the page's sections."""
+    cards = []
+    for name, value, more, href in _cards(est):
+        inner = tag("span", text(name)) + tag("b", value) + tag("small", text(more))
+        cards.append(tag("a" if linked else "div", inner, href=href if linked else None, class_="card"))
     words = tag("p", text(headline(est)), class_=f"verdict {'fits' if est.fits else 'over'}")
-    return words + _bar(est) + tag("div", cards, class_="cards")
+    return words + _bar(est) + tag("div", "".join(cards), class_="cards")
 
 
 def _cards(est: Estimate) -> list[tuple[str, str, str, str]]:

@@ -12,7 +12,7 @@ from typing import Any
 from meshlib.core.arguments import items, whole
 from meshlib.core.compiler import Compiler
 from meshlib.core.errors import GraphError
-from meshlib.core.text import bytes_text, grid, seconds_text
+from meshlib.core.text import bytes_text, clipped, grid, seconds_text
 from meshlib.estimation import Estimate
 from meshlib.estimation.views.cautions import cautions
 from meshlib.program.records import Program
@@ -21,12 +21,13 @@ from meshlib.searching.plainness import plainness
 from meshlib.searching.programs import MODEL_ERROR, Build, Objective, Problem
 from meshlib.searching.sensitivity import Sensitivity, sensitivity
 from meshlib.searching.space import Choices
+from meshlib.core.shown import Shown
 
 SHOWN = 8  # lines of the ranking
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Found:
+class Found(Shown):
     """All candidates of a search, each with its verdict. Made by `mtf.search`."""
 
     outcomes: tuple[Outcome, ...]
@@ -319,7 +320,7 @@ class Found:
 
     def __repr__(self) -> str:
         best = f"{self.best.candidate}" if self.ranking else "nothing"
-        return f"<Found {best} of {len(self.outcomes):,} candidates>"
+        return clipped(f"<Found among {len(self.outcomes):,} candidates: {best}>")
 
 
 def _peak(o: Outcome) -> float:

@@ -23,10 +23,11 @@ from meshlib.core.drawing import new_figure, save_figure
 from meshlib.core.dtypes import as_dtype
 from meshlib.core.errors import GraphError, LayoutError, SliceError
 from meshlib.core.graph import Graph
-from meshlib.core.text import bytes_text, grid, seconds_text, usd_text
+from meshlib.core.text import bytes_text, clipped, grid, seconds_text, usd_text
 from meshlib.estimation import Estimate, balance, estimate
 from meshlib.lowering import lower
 from meshlib.models import TransformerConfig, decode_step, layout, prefill
+from meshlib.core.shown import Shown
 
 WHAT = "serving"
 MOST_BATCH = 1 << 16
@@ -83,8 +84,8 @@ class ServingPoint:
         return self.decode.fits and self.prefill.fits
 
 
-@dataclass(frozen=True)
-class Serving:
+@dataclass(frozen=True, repr=False)
+class Serving(Shown):
     """What `mtf.serving` found.
 
     `points` by layout and batch; `largest`, per layout the largest batch that fits, 0 where none does; `skipped`, the
@@ -115,6 +116,9 @@ class Serving:
     def within(self, token_seconds: float) -> ServingPoint | None:
         """The point of highest throughput whose tokens follow each other at least that fast. Modelled."""
         return next((p for p in reversed(self.frontier) if p.token_seconds <= token_seconds), None)
+
+    def __repr__(self) -> str:
+        return clipped(f"<Serving: {len(self.points)} points; {self._title}>")
 
     def __str__(self) -> str:
         head = ("", "layout", "batch", "a token*", "tokens/s*", "a chip*", "1 M tokens*", "prefill*", "bound*", "peak")

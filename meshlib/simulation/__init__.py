@@ -15,9 +15,11 @@ from meshlib.core.arguments import at, choice, flag
 from meshlib.core.engine import Engine
 from meshlib.core.errors import FeedError, GraphError, NotFiniteError
 from meshlib.core.slices import slice_for
+from meshlib.core.text import clipped
 from meshlib.ops.control.sources import STEP
 from meshlib.program.instructions import Instruction, Value
 from meshlib.program.records import Program, require_program
+from meshlib.core.shown import Shown
 from meshlib.simulation.exact import Blocks, run_exact
 from meshlib.simulation.fast import FastExecutor
 from meshlib.simulation.state import State, fed_arrays
@@ -60,7 +62,7 @@ def simulate(
     )
 
 
-class Simulation:
+class Simulation(Shown):
     """The variables of a program on simulated cores.
 
     `state` maps names to global arrays; `slice` is the named slice or None. Threads may share a simulation: each step,
@@ -80,6 +82,10 @@ class Simulation:
         self._ready: OrderedDict[int, FastExecutor] = OrderedDict()  # by id of the program, which each holds
         self._stepping = False
         self._declare(program)
+
+    def __repr__(self) -> str:
+        mesh, count = self.program.mesh, len(self.program.variables)
+        return clipped(f"<Simulation: {count} variables, {self.executor} executor; mesh {mesh} ({mesh.size} cores)>")
 
     def __getstate__(self) -> dict[str, Any]:
         # Buffers are no state: a copy plans its own.

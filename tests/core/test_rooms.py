@@ -44,6 +44,7 @@ FLOORS = {unit: (n, p) for n, line in enumerate(HOUSE.split("\n")) for p in line
 # What points up all the same: (module, what it imports) -> why. Each is bound when it runs, or for its type alone.
 UP = {
     ("meshlib.core.graph", "meshlib.ops.control.sources"): "a loop's stand-in for an outer value is an input",
+    ("meshlib.core.shown", "meshlib.report.cells"): "_repr_html_ of all that notebooks show",
     ("meshlib.estimation.result", "meshlib.report.page"): "Estimate.report",
     ("meshlib.program.records", "meshlib.report.page"): "Program.report",
     ("meshlib.searching.result", "meshlib.report.page"): "Found.report",

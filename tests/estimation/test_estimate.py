@@ -351,7 +351,7 @@ def test_table_marks_every_figure_and_names_lines():
     assert "test_estimate.py:" in text
     assert "mm1" in est.table(None)
     assert str(est) == est.table()
-    assert repr(est).startswith("<Estimate of mesh data:2;model:4 on v3-8: ")
+    assert repr(est).startswith("<Estimate on v3-8: ")
 
 
 def test_roofline_and_comparison():

@@ -19,10 +19,11 @@ from meshlib.estimation.memory.remedies import Remedy, remedies
 from meshlib.estimation.work.tiles import tiled_value_bytes
 from meshlib.program.analysis.memory import KINDS, Live, kinds_after, measure
 from meshlib.program.records import Program
+from meshlib.core.shown import Shown
 
 
 @dataclass(frozen=True, repr=False)
-class DeviceMemory:
+class DeviceMemory(Shown):
     """Memory of one device in one step. Bytes are exact for the program's order.
 
     Attributes:

@@ -19,12 +19,13 @@ from meshlib.core.compiler import Compiler
 from meshlib.core.drawing import new_figure, save_figure
 from meshlib.core.errors import GraphError
 from meshlib.core.source_lines import UNKNOWN_LINE
-from meshlib.core.text import grid, seconds_text, wrapped
+from meshlib.core.text import clipped, grid, seconds_text, wrapped
 from meshlib.estimation.time.attribution import divided
 from meshlib.estimation.time.scheduling import Event, Schedule
 from meshlib.estimation.work.plan import kernels_of
 from meshlib.program.instructions import Loop
 from meshlib.program.records import Program
+from meshlib.core.shown import Shown
 
 if TYPE_CHECKING:
     from meshlib.estimation.result import Estimate
@@ -123,7 +124,7 @@ class Measured:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Profile:
+class Profile(Shown):
     """Where the time of a step goes. Made by `Estimate.profile`. Modelled, but for what was measured.
 
     Attributes:
@@ -198,7 +199,8 @@ class Profile:
         return self.table()
 
     def __repr__(self) -> str:
-        return f"<Profile of {self.title}: {seconds_text(self.step_seconds)}, MXU works {self.mxu_share:.1%}>"
+        step = f"{seconds_text(self.step_seconds)} a step, the MXU works {self.mxu_share:.1%}"
+        return clipped(f"<Profile: {step}; {self.title}>")
 
     # ------------------------------------------------------------ inside
 

@@ -18,6 +18,7 @@ from meshlib.core.text import bytes_text
 from meshlib.program.analysis.buffers import START, Buffer
 from meshlib.program.instructions import Instruction, Loop, Value
 from meshlib.program.records import Program
+from meshlib.core.shown import Shown
 
 KINDS = ("variables", "slots", "inputs", "activations", "gradients", "collective buffers", "temporaries")
 
@@ -38,8 +39,8 @@ class Live:
         return f"{bytes_text(self.bytes):>10}  {self.kind:<18} {self.name}: {self.type}  ({self.source})"
 
 
-@dataclass(frozen=True)
-class Memory:
+@dataclass(frozen=True, repr=False)
+class Memory(Shown):
     """Peak bytes of one device. All figures are exact for the program's order.
 
     `by_kind` sums `live`, the buffers at the peak, largest first; `at` says where the peak is; `timeline_bytes` has one
@@ -53,6 +54,9 @@ class Memory:
     at: str
     timeline_bytes: tuple[int, ...]
     host_bytes: int = 0
+
+    def __repr__(self) -> str:
+        return f"<Memory: peak {bytes_text(self.peak_bytes)} on each core>"
 
     def __str__(self) -> str:
         lines = [f"memory per core: peak {bytes_text(self.peak_bytes)} ({self.peak_bytes} bytes, exact) at {self.at}"]

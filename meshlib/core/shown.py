@@ -1,0 +1,21 @@
+"""What notebooks show: types that derive from `Shown` are displayed by `meshlib.report.cells`."""
+
+from __future__ import annotations
+
+
+class Shown:
+    """A type with a cell of its own in notebooks, built of the parts of the report.
+
+    >>> import meshlib as mtf
+    >>> with mtf.Graph() as graph:
+    ...     x = mtf.ones("batch:8")
+    >>> "batch" in x._repr_html_()
+    True
+    """
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        from meshlib.report.cells import cell
+
+        return cell(self)

@@ -1,0 +1,285 @@
+"""What notebooks show of each type: the parts of the report that answer what a person would ask of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from functools import singledispatch
+
+from meshlib.core.graph import Graph, Tensor
+from meshlib.core.text import bytes_text, count_text, seconds_text, usd_text
+from meshlib.estimation import DeviceMemory, Estimate
+from meshlib.estimation.views.profile import UNITS, Profile
+from meshlib.lowering import Session
+from meshlib.models import TransformerConfig
+from meshlib.program.analysis.memory import KINDS, Live, Memory
+from meshlib.program.records import Collectives, Program
+from meshlib.program.views.listing import listing
+from meshlib.report.alternatives import scatter
+from meshlib.report.collectives import causes_of
+from meshlib.report.links import Anchors
+from meshlib.report.markup import EXACT, MODELLED, folded, legend, paragraph, table, tag, text
+from meshlib.report.memory import area, live_table
+from meshlib.report.page import asset
+from meshlib.report.ranked import alternatives_of
+from meshlib.report.roofline import roofline_picture
+from meshlib.report.svg import Picture, Scale
+from meshlib.report.timeline import timeline
+from meshlib.report.torus import torus_picture
+from meshlib.report.verdict import verdict
+from meshlib.searching import Found
+from meshlib.searching.serving import Serving, ServingPoint
+from meshlib.simulation import Simulation
+
+ROWS, LINES = 12, 120
+
+
+def cell(value: object) -> str:
+    """The HTML of a value, with the style that it needs."""
+    return tag("div", f"<style>{asset('page.css')}</style>{content(value)}", class_="meshlib")
+
+
+@singledispatch
+def content(value: object) -> str:
+    """The HTML of a value without its style.
+
+    Raises: TypeError for a type that has none.
+    """
+    raise TypeError(f"{type(value).__name__} has no cell")
+
+
+# ------------------------------------------------------------ programs as they are written
+
+
+@content.register
+def _tensor(x: Tensor) -> str:
+    op = x.operation
+    size = x.shape.size
+    rows = [
+        ("dims", text(x.shape)),
+        ("dtype", text(x.dtype.name)),
+        ("elements", f"{size:,}, {text(bytes_text(x.dtype.size_bytes(size)))} on one device {EXACT}"),
+        ("made by", f"{text(op.kind.name)} '{text(op.name)}', {text(op.source)}"),
+        ("of", text(", ".join(map(str, op.inputs)) or "nothing")),
+    ]
+    return table(("tensor", tag("code", text(x.name))), rows, long=(1,))
+
+
+@content.register
+def _graph(graph: Graph) -> str:
+    counts: dict[str, int] = {}
+    for op in graph.operations:
+        counts[op.kind.name] = counts.get(op.kind.name, 0) + 1
+    often = sorted(counts.items(), key=lambda item: -item[1])
+    kinds = ", ".join(f"{count:,} {name}" for name, count in often[:ROWS])
+    kinds += ", ..." if len(often) > ROWS else ""
+    variables = [v.output for v in graph.variables.values()]
+    stored = [(text(x.name), text(f"{x.dtype}{x.shape}"), f"{x.shape.size:,}") for x in variables]
+    given = [(text(op.output.name), text(f"{op.output.dtype}{op.output.shape}")) for op in graph.inputs.values()]
+    return "".join(
+        [
+            paragraph(text(repr(graph))),
+            folded("inputs", table(("input", "type"), given), is_open=True) if given else "",
+            _rows(("variable", "type", "elements"), stored, "variables", (2,)),
+            paragraph(f"operations: {text(kinds)}"),
+        ]
+    )
+
+
+def _rows(head: Sequence[str], rows: Sequence[Sequence[str]], title: str, right: Sequence[int] = ()) -> str:
+    """A table whose first rows are open."""
+    if not rows:
+        return ""
+    rest = folded(f"{len(rows) - ROWS} more {title}", table(head, rows[ROWS:], right)) if rows[ROWS:] else ""
+    return table(head, rows[:ROWS], right) + rest
+
+
+@content.register
+def _config(config: TransformerConfig) -> str:
+    experts = f", {config.active_parameters:,} active" if config.experts is not None else ""
+    per_token = config.flops_per_token(config.max_length or 8192)
+    told = f"{config.parameters:,} parameters{experts}; {count_text(per_token)} flops a token of a training step"
+    rows = []
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if f.name != "name" and value != f.default:
+            rows.append((text(f.name), text(value)))
+    return paragraph(f"<b>{text(config.name)}</b>: {text(told)} {EXACT}") + table(("field", "value"), rows)
+
+
+# ------------------------------------------------------------ programs as they run
+
+
+@content.register
+def _program(program: Program) -> str:
+    head = (
+        f"mesh <code>{text(program.mesh)}</code>, layout <code>{text(program.layout or '(nothing is split)')}</code>; "
+        f"each core sends {text(bytes_text(program.sent_bytes))} {EXACT} and holds "
+        f"{text(bytes_text(program.memory.peak_bytes))} {EXACT} at the peak; "
+        f"{text(count_text(program.work.mxu_flops))} flops {EXACT}"
+    )
+    notes = "".join(tag("li", text(note)) for note in program.notes)
+    lines = listing(program).splitlines()
+    shown = lines[:LINES] + ([f"... {len(lines) - LINES:,} more lines: print(program)"] if lines[LINES:] else [])
+    listed = folded("what each core runs", tag("div", tag("pre", text("\n".join(shown))), class_="scroll"))
+    return paragraph(head) + (tag("ul", notes) if notes else "") + content(program.collectives) + listed
+
+
+@content.register
+def _collectives(collectives: Collectives) -> str:
+    if not collectives:
+        return paragraph("sends nothing")
+    rows = []
+    for cause in causes_of(collectives):
+        c = cause.largest
+        avoid = f"<br><span class='avoid'>avoid: {text(c.avoid)}</span>" if c.avoid else ""
+        more = f" and {len(cause.members) - 1} more" if len(cause.members) > 1 else ""
+        rows.append((
+            f"{text(c.kind)} over {text('+'.join(c.axes))}", text(c.phase), text(bytes_text(cause.sent_bytes)),
+            f"{text(c.tensor)}{more}, {text(c.source)}<br>{text(c.reason)}{avoid}",
+        ))  # fmt: skip
+    head = ("collective", "phase", f"sent {EXACT}", "largest, why, and how to avoid it")
+    rest = folded(f"{len(rows) - ROWS} more causes", table(head, rows[ROWS:], (2,), long=(3,))) if rows[ROWS:] else ""
+    return table(head, rows[:ROWS], (2,), long=(3,)) + rest
+
+
+@content.register
+def _memory(memory: Memory) -> str:
+    told = f"peak {text(bytes_text(memory.peak_bytes))} {EXACT} on each device, at {text(memory.at)}"
+    return paragraph(told) + _by_kind(memory.by_kind, memory.peak_bytes) + _live(memory.live)
+
+
+@content.register
+def _device_memory(memory: DeviceMemory) -> str:
+    capacity = max(memory.capacity_bytes, memory.peak_bytes)
+    first = memory.message.splitlines()[0]
+    return paragraph(text(first)) + _by_kind(memory.by_kind, capacity) + _live(memory.live)
+
+
+def _by_kind(by_kind: dict[str, int], whole: int) -> str:
+    parts = [(n, kind, by_kind[kind]) for n, kind in enumerate(KINDS) if by_kind.get(kind)]
+    bars = "".join(f'<i class="k-{n}" style="width:{100 * size / max(1, whole):.2f}%"></i>' for n, _, size in parts)
+    keys = legend([(f"k-{n}", f"{kind} {bytes_text(size)}") for n, kind, size in parts])
+    return tag("div", bars, class_="bar") + keys
+
+
+def _live(live: Sequence[Live]) -> str:
+    return folded("what is live at the peak", live_table(live, Anchors()))
+
+
+# ------------------------------------------------------------ what they cost
+
+
+@content.register
+def _estimate(est: Estimate) -> str:
+    waits = f"{seconds_text(est.exposed_comm_seconds)} of {seconds_text(est.step_seconds)}"
+    parts = [
+        ("memory over the step", area(est, linked=False)),
+        (f"timeline: waits for collectives {waits}", timeline(est, Anchors())),
+        ("roofline", roofline_picture(est, Anchors())),
+        ("mesh on the torus", torus_picture(est)),
+    ]
+    title = paragraph(f"mesh <code>{text(est.program.mesh)}</code>, layout <code>{text(est.program.layout)}</code>")
+    return title + verdict(est, linked=False) + "".join(folded(name, part) for name, part in parts if part)
+
+
+@content.register
+def _profile(profile: Profile) -> str:
+    step = profile.step_seconds or 1.0
+    used = [unit for unit in UNITS if profile.seconds[unit]]
+    bars = "".join(
+        f'<i class="u-{unit.lower()}" style="width:{100 * profile.seconds[unit] / step:.2f}%"></i>' for unit in used
+    )
+    keys = legend([(f"u-{unit.lower()}", f"{unit} {profile.seconds[unit] / step:.1%}") for unit in used])
+    rows = [
+        (
+            text(p.name),
+            text(p.kind),
+            text(seconds_text(p.total_seconds)),
+            f"{p.total_seconds / step:.1%}",
+            text(p.source),
+        )
+        for p in profile.parts[:ROWS]
+    ]
+    told = f"{seconds_text(profile.step_seconds)} a step {MODELLED}, by what bounds each moment; the MXU works "
+    head = ("operation", "kind", f"time {MODELLED}", "of the step", "line")
+    first = paragraph(f"{text(profile.title)}: {told}{profile.mxu_share:.1%} of it")
+    return first + tag("div", bars, class_="bar") + keys + table(head, rows, (2, 3), long=(0,))
+
+
+@content.register
+def _search(search: Found) -> str:
+    options = alternatives_of(search)
+    if not options:
+        return tag("pre", text(search))
+    best = next(option for option in options if option.chosen)
+    capacity = search.best.candidate.slice.usable_hbm_bytes_per_device
+    rows = [
+        (str(n), text(seconds_text(a.step_seconds)), text(bytes_text(a.peak_bytes)) + ("" if a.fits else " !"),
+         text(a.name), text(a.choices), text(a.why))
+        for n, a in enumerate(options[:ROWS], start=1)
+    ]  # fmt: skip
+    head = ("", f"step {MODELLED}", f"peak {EXACT}", "layout", "choices", "why not")
+    told = paragraph(f"best: <b>{text(best.name)}</b> {text(best.choices)}") + paragraph(text(search.certificate))
+    return told + scatter(options, capacity, linked=False) + table(head, rows, (0, 1, 2), long=(3, 5))
+
+
+@content.register
+def _serving(serving: Serving) -> str:
+    rows = [_serving_row(p, p in serving.frontier) for p in serving.points]
+    head = ("layout", "batch", f"a token {MODELLED}", f"tokens/s {MODELLED}", f"1 M tokens {MODELLED}",
+            f"prefill {MODELLED}", f"peak {EXACT}")  # fmt: skip
+    told = paragraph(f"{text(repr(serving))}; bold is the frontier of latency and throughput")
+    return told + _latency_picture(serving) + _rows(head, rows, "points", range(1, 7))
+
+
+def _serving_row(p: ServingPoint, best: bool) -> tuple[str, ...]:
+    cost = p.usd_per_million_tokens
+    name = f"<b>{text(p.name)}</b>" if best else text(p.name)
+    return (name, f"{p.batch:,}", text(seconds_text(p.token_seconds)), f"{p.tokens_per_second:,.0f}",
+            "" if cost is None else text(usd_text(cost)), text(seconds_text(p.prefill_seconds)),
+            text(bytes_text(p.peak_bytes)))  # fmt: skip
+
+
+def _latency_picture(serving: Serving) -> str:
+    if not serving.points:
+        return ""
+    picture = Picture(460, 280, label="throughput over latency")
+    across = Scale((0.0, max(p.token_seconds for p in serving.points) * 1.06), (picture.left, picture.right))
+    up = Scale((0.0, max(p.tokens_per_second for p in serving.points) * 1.1), (picture.bottom, picture.top))
+    picture.axis_below(across, lambda t: seconds_text(t) if t else "0", "time of a token ≈")
+    picture.axis_left(up, lambda n: f"{count_text(n)}/s")
+    line = [(across(p.token_seconds), up(p.tokens_per_second)) for p in serving.frontier]
+    picture.path(line, "front", title="nothing is both faster and cheaper")
+    for p in serving.points:
+        class_ = "option chosen" if p in serving.frontier else "option"
+        about = (
+            f"{p.name}, batch {p.batch}: {seconds_text(p.token_seconds)}, {count_text(p.tokens_per_second)} tokens/s"
+        )
+        picture.circle(across(p.token_seconds), up(p.tokens_per_second), 4, class_, about)
+    return str(picture)
+
+
+@content.register
+def _session(session: Session) -> str:
+    rows = [
+        (
+            text(p.mesh),
+            text(p.layout or "(nothing is split)"),
+            text(bytes_text(p.sent_bytes)),
+            f"{len(p.collectives):,}",
+        )
+        for p in session.programs
+    ]
+    told = paragraph(text(repr(session)))
+    return told + _rows(("mesh", "layout", f"sent by a core {EXACT}", "collectives"), rows, "programs", (2, 3))
+
+
+@content.register
+def _simulation(sim: Simulation) -> str:
+    rows = [
+        (text(name), text(f"{v.tensor.dtype}{v.tensor.shape}"), text(v.sharding), text(bytes_text(v.local_bytes)))
+        for name, v in sim.program.variables.items()
+    ]
+    head = ("variable", "type", "split", f"on each core {EXACT}")
+    return paragraph(text(repr(sim))) + _rows(head, rows, "variables", (3,))
