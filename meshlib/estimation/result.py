@@ -12,6 +12,7 @@ from hardware.slices import Slice
 from meshlib.core.arguments import at, whole
 from meshlib.core.compiler import Compiler
 from meshlib.core.errors import GraphError, SliceError
+from meshlib.core.shown import Shown
 from meshlib.core.text import clipped
 from meshlib.estimation.memory.device_memory import DeviceMemory, memory_on
 from meshlib.estimation.time.attribution import divided
@@ -24,7 +25,6 @@ from meshlib.estimation.views.table import comparison, table
 from meshlib.estimation.views.whole_run import WholeRun, whole_run
 from meshlib.estimation.work.units import Plan
 from meshlib.program.records import Program
-from meshlib.core.shown import Shown
 
 
 @dataclass(frozen=True)

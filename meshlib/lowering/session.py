@@ -14,6 +14,7 @@ from meshlib.core.errors import GraphError
 from meshlib.core.garbage import uncollected
 from meshlib.core.graph import FORWARD, Graph, Operation, Tensor
 from meshlib.core.replay import all_operations
+from meshlib.core.shown import Shown
 from meshlib.core.text import clipped
 from meshlib.lowering.assigned import Subjects, check_layout, refuse_faults
 from meshlib.lowering.balance import Balance
@@ -23,7 +24,6 @@ from meshlib.lowering.simplification import simplify
 from meshlib.ops.control.state import assigned
 from meshlib.program.checker import Sound
 from meshlib.program.records import Program
-from meshlib.core.shown import Shown
 
 Outputs = Mapping[str, Tensor] | Sequence[Tensor] | Tensor | None
 T = TypeVar("T", Mesh, LayoutRules)

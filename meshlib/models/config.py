@@ -9,12 +9,12 @@ from math import lcm
 
 from meshlib.core.arguments import at, choice, flag, number, whole
 from meshlib.core.errors import GraphError
+from meshlib.core.shown import Shown
 from meshlib.layers.numerics import MIXED, Numerics, as_numerics
 from meshlib.layers.positions import RotaryScaling, check_scaling
 from meshlib.models.experts import Experts
 from meshlib.models.latent import LatentAttention
 from meshlib.models.record import Config
-from meshlib.core.shown import Shown
 
 KINDS = ("decoder", "encoder", "encoder-decoder")
 ACTIVATIONS = ("gelu", "gelu_exact", "relu", "silu")

@@ -17,10 +17,10 @@ from layouts import LayoutRules, Mesh
 from meshlib.core.compiler import XLA_TPU, Compiler
 from meshlib.core.errors import GraphError
 from meshlib.core.opdef import Kind, Work
+from meshlib.core.shown import Shown
 from meshlib.core.text import bytes_text, clipped
 from meshlib.program.exchanges import busiest_bytes
 from meshlib.program.instructions import Compute, Instruction, Loop, Value
-from meshlib.core.shown import Shown
 
 if TYPE_CHECKING:
     from meshlib.program.analysis.buffers import Buffer, MemoryPlan

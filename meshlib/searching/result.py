@@ -12,6 +12,7 @@ from typing import Any
 from meshlib.core.arguments import items, whole
 from meshlib.core.compiler import Compiler
 from meshlib.core.errors import GraphError
+from meshlib.core.shown import Shown
 from meshlib.core.text import bytes_text, clipped, grid, seconds_text
 from meshlib.estimation import Estimate
 from meshlib.estimation.views.cautions import cautions
@@ -21,7 +22,6 @@ from meshlib.searching.plainness import plainness
 from meshlib.searching.programs import MODEL_ERROR, Build, Objective, Problem
 from meshlib.searching.sensitivity import Sensitivity, sensitivity
 from meshlib.searching.space import Choices
-from meshlib.core.shown import Shown
 
 SHOWN = 8  # lines of the ranking
 

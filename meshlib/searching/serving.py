@@ -23,11 +23,11 @@ from meshlib.core.drawing import new_figure, save_figure
 from meshlib.core.dtypes import as_dtype
 from meshlib.core.errors import GraphError, LayoutError, SliceError
 from meshlib.core.graph import Graph
+from meshlib.core.shown import Shown
 from meshlib.core.text import bytes_text, clipped, grid, seconds_text, usd_text
 from meshlib.estimation import Estimate, balance, estimate
 from meshlib.lowering import lower
 from meshlib.models import TransformerConfig, decode_step, layout, prefill
-from meshlib.core.shown import Shown
 
 WHAT = "serving"
 MOST_BATCH = 1 << 16

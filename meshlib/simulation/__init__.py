@@ -14,12 +14,12 @@ from layouts import Sharding
 from meshlib.core.arguments import at, choice, flag
 from meshlib.core.engine import Engine
 from meshlib.core.errors import FeedError, GraphError, NotFiniteError
+from meshlib.core.shown import Shown
 from meshlib.core.slices import slice_for
 from meshlib.core.text import clipped
 from meshlib.ops.control.sources import STEP
 from meshlib.program.instructions import Instruction, Value
 from meshlib.program.records import Program, require_program
-from meshlib.core.shown import Shown
 from meshlib.simulation.exact import Blocks, run_exact
 from meshlib.simulation.fast import FastExecutor
 from meshlib.simulation.state import State, fed_arrays

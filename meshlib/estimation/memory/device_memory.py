@@ -14,12 +14,12 @@ from functools import cached_property
 from hardware.slices import Slice
 from meshlib.core.arguments import at, whole
 from meshlib.core.errors import GraphError
+from meshlib.core.shown import Shown
 from meshlib.core.text import bytes_text, grid
 from meshlib.estimation.memory.remedies import Remedy, remedies
 from meshlib.estimation.work.tiles import tiled_value_bytes
 from meshlib.program.analysis.memory import KINDS, Live, kinds_after, measure
 from meshlib.program.records import Program
-from meshlib.core.shown import Shown
 
 
 @dataclass(frozen=True, repr=False)

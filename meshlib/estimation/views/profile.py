@@ -18,6 +18,7 @@ from meshlib.core.arguments import at, choice, whole
 from meshlib.core.compiler import Compiler
 from meshlib.core.drawing import new_figure, save_figure
 from meshlib.core.errors import GraphError
+from meshlib.core.shown import Shown
 from meshlib.core.source_lines import UNKNOWN_LINE
 from meshlib.core.text import clipped, grid, seconds_text, wrapped
 from meshlib.estimation.time.attribution import divided
@@ -25,7 +26,6 @@ from meshlib.estimation.time.scheduling import Event, Schedule
 from meshlib.estimation.work.plan import kernels_of
 from meshlib.program.instructions import Loop
 from meshlib.program.records import Program
-from meshlib.core.shown import Shown
 
 if TYPE_CHECKING:
     from meshlib.estimation.result import Estimate

@@ -14,11 +14,11 @@ from itertools import accumulate
 
 from meshlib.core.graph import FORWARD
 from meshlib.core.opdef import Kind
+from meshlib.core.shown import Shown
 from meshlib.core.text import bytes_text
 from meshlib.program.analysis.buffers import START, Buffer
 from meshlib.program.instructions import Instruction, Loop, Value
 from meshlib.program.records import Program
-from meshlib.core.shown import Shown
 
 KINDS = ("variables", "slots", "inputs", "activations", "gradients", "collective buffers", "temporaries")
 
