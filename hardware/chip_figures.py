@@ -21,6 +21,7 @@ _INFO = "jax-ml/jax jax/_src/pallas/mosaic/tpu_info.py @04c63627"
 _BOOK = "jax-ml/scaling-book @0819a7d tpus.md"
 _PRICE = "cloud.google.com/tpu/pricing (from memory)"
 _RECIPES = "AI-Hypercomputer/tpu-recipes @c8cfe2f microbenchmarks/"
+_TRILLIUM = "AI-Hypercomputer/tpu-recipes training/trillium"
 _TRAINING = "AI-Hypercomputer/tpu-recipes training/ironwood"
 # Stacks of HBM come in powers of two; the same docs print v3, v4, v5p and tpu7x in GiB.
 _READ_AS_GIB = "read as GiB, as the docs print other kinds"
@@ -43,11 +44,9 @@ COMMON: Figures = {
         "one kernel for the gradient of queries, one for those of keys and values, each of which computes the scores "
         "again: jax-ml/jax jax/experimental/pallas/ops/tpu/flash_attention.py",
     ),
-    "attention_tile": (
-        512,
-        "sa_block_q and sa_block_kv: AI-Hypercomputer/maxtext src/MaxText/configs/base.yml",
-    ),
-    "attention_window_tile": (512, "as attention_tile"),
+    "attention_tile": ((512, 512), "sa_block_q, sa_block_kv: AI-Hypercomputer/maxtext src/MaxText/configs/base.yml"),
+    "attention_window_tile": ((512, 512), "as attention_tile"),
+    "attention_backward_tile": ((512, 512), "sa_block_q_dkv, sa_block_kv_dkv: ibid."),
     "vmem_bandwidth_ratio": (22.0, "VMEM is about 22 times HBM bandwidth (v5e): " + _BOOK),
     "cmem_bytes": (0, "only v4 has CMEM: " + _INFO),
     "hbm_reserved_bytes": (0, "not published"),
@@ -266,6 +265,9 @@ FIGURES: dict[str, Figures] = {
         "peak_int8_flops": (1836e12, _DOCS + "v6e"),
         "peak_fp8_flops": (918e12, _DOCS + "tpu7x table"),
         "vpu_bf16": (True, "bf16 lanes from v6e on: " + _BOOK),
+        "attention_tile": ((1024, 512), "sa_block_q of GPT-3 and Llama 2: " + _TRILLIUM),
+        "attention_window_tile": ((1024, 1024), "sa_block_q, sa_block_kv of Gemma 3: " + _TRILLIUM),
+        "attention_backward_tile": ((2048, 512), "sa_block_q_dkv, sa_block_q_dq of GPT-3, Llama 2: " + _TRILLIUM),
         "vmem_bytes_per_core": (128 * MIB, _INFO),
         "hbm_bytes": (32 * GIB, "32 GB: " + _DOCS + "v6e; " + _READ_AS_GIB),
         "hbm_reserved_bytes": (int(0.75 * GIB), "of 32 GiB, 31.25" + _OFFERED),
@@ -304,11 +306,12 @@ FIGURES: dict[str, Figures] = {
             1,
             "both gradients from scores that are computed once, sa_use_fused_bwd_kernel: " + _TRAINING,
         ),
-        "attention_tile": (2048, "sa_block_q, sa_block_kv and those of dkv: " + _TRAINING),
+        "attention_tile": ((2048, 2048), "sa_block_q, sa_block_kv: " + _TRAINING),
         "attention_window_tile": (
-            1024,
-            "forward over windows, local_sa_block_q of gemma4-31b and sa_block_q of gpt-oss-120b: " + _TRAINING,
+            (1024, 1024),
+            "local_sa_block_q of gemma4-31b, sa_block_q of gpt-oss-120b: " + _TRAINING,
         ),
+        "attention_backward_tile": ((2048, 2048), "sa_block_q_dkv, sa_block_kv_dkv: " + _TRAINING),
         "vmem_bytes_per_core": (64 * MIB, "uncertain, from memory"),
         "hbm_bytes": (192 * GIB, _DOCS + "tpu7x"),
         "hbm_reserved_bytes": (2 * int(1.3 * GIB), "of each device's 96 GiB, 94.7" + _OFFERED),

@@ -36,8 +36,8 @@ class Chip:
     axis length that has a wrap-around link; `wrap_cube` instead wraps every axis of a slice made of
     whole cubes of that edge. `*_efficiency` are the shares of nominal rates that programs reach. Of the `hbm_bytes`
     soldered to a chip, its runtime keeps `hbm_reserved_bytes`; programs are offered the rest.
-    `attention_*` describe the fused attention kernels of the chip: how many compute the backward pass, and queries and
-    keys of a tile.
+    `attention_*` describe the fused attention kernels of the chip: how many compute the backward pass; queries and keys
+    of a tile forward, forward over a window, and backward.
 
     Raises: HardwareError on a size that is not a positive integer, or a rate that is not finite.
     Example:
@@ -69,8 +69,9 @@ class Chip:
     vpu_bf16: bool = False
     vector_loop_cycles: float = 12.0
     attention_backward_kernels: int = 2
-    attention_tile: int = 512
-    attention_window_tile: int = 512
+    attention_tile: tuple[int, int] = (512, 512)
+    attention_window_tile: tuple[int, int] = (512, 512)
+    attention_backward_tile: tuple[int, int] = (512, 512)
     vmem_bytes_per_core: int
     vmem_bandwidth_ratio: float = 22.0
     cmem_bytes: int = 0
@@ -133,7 +134,11 @@ class Chip:
                 raise HardwareError(f"{where}the source of {figure} must be a text, not {text!r:.80}")
 
     def _check_relations(self, where: str) -> None:
-        object.__setattr__(self, "pod_shape", wholes(where + "pod_shape", self.pod_shape, low=1))
+        for name in ("pod_shape", *_TILES):
+            object.__setattr__(self, name, wholes(where + name, getattr(self, name), low=1))
+        for name in _TILES:
+            if len(getattr(self, name)) != 2:
+                raise HardwareError(f"{where}{name} must be (queries, keys), not {getattr(self, name)}")
         if all(self.peak(dtype) is None for dtype in DTYPES):
             raise HardwareError(where + "at least one of peak_bf16_flops, peak_int8_flops, ... must be given")
         if self.hbm_reserved_bytes >= self.hbm_bytes:
@@ -220,8 +225,9 @@ class Chip:
 _COUNTS = (
     "cores_per_chip", "devices_per_chip", "mxus_per_core", "mxu_rows", "mxu_columns", "vpu_sublanes",
     "vpu_lanes", "vpu_alus_per_lane", "vmem_bytes_per_core", "hbm_bytes", "max_slice_chips", "chips_per_host",
-    "attention_backward_kernels", "attention_tile", "attention_window_tile",
+    "attention_backward_kernels",
 )  # fmt: skip
+_TILES = ("attention_tile", "attention_window_tile", "attention_backward_tile")
 _RATES = (
     "clock_hz", "mxu_efficiency", "vmem_bandwidth_ratio", "hbm_bytes_per_second", "hbm_efficiency",
     "ici_efficiency", "dcn_efficiency", "dcn_bytes_per_second", "pcie_bytes_per_second",
@@ -337,8 +343,7 @@ def chip_from_table(table: Mapping[str, Any], where: str = "chip table") -> Chip
     if base is not None:
         chip = get_chip(base)
         start = {name: getattr(chip, name) for name in _FIELDS if name not in values and name != "name"}
-    if isinstance(values.get("pod_shape"), list):
-        values["pod_shape"] = tuple(values["pod_shape"])
+    values |= {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
     inherited = {key: text for key, text in start.pop("sources", ()) if key not in values}
     values = {**start, **values, "sources": tuple({**inherited, **sources}.items())}
     required = {f.name for f in dataclasses.fields(Chip) if f.default is dataclasses.MISSING}

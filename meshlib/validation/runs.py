@@ -23,6 +23,7 @@ from meshlib.validation.machine import axes_of, slice_of
 from meshlib.validation.measured import flops_per_token, local_layers, measured, parameters
 from meshlib.validation.policies import NOTHING_TWICE, NotExpressed, Policy, lightest, policy_in, policy_of
 from meshlib.validation.published import ROWS
+from meshlib.validation.recipes import with_kernels
 from meshlib.validation.submissions import UNKNOWN, Submission, submission_of
 
 Row = Mapping[str, Any]
@@ -142,6 +143,7 @@ def run_of(row: Row) -> Run:
     model, completed = dimensions(row)
     chip = get_chip(str(row["chip"]))
     slice_, assumed = slice_of(row, chip)
+    slice_, kernels = with_kernels(row, slice_)
     submission = submission_of(row)
     batch, length = _batch(row, slice_)
     axes = axes_of(row, slice_, model["d_model"])
@@ -177,7 +179,7 @@ def run_of(row: Row) -> Run:
     padded = _padded(run)
     policy, why = _policy(row, run)
     counted = (*counted, *submission.facts)
-    left_open = (*completed, *assumed, *axes.assumed, *counted, *padded, *routed, *why, *_software(run))
+    left_open = (*completed, *assumed, *axes.assumed, *counted, *padded, *routed, *why, *kernels, *_software(run))
     return replace(run, policy=policy, assumed=left_open)
 
 

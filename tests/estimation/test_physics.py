@@ -166,7 +166,8 @@ def test_causal_tiles_are_skipped():
     whole, half = (kernel(attention(128, causal), "attention") for causal in (False, True))
     # Of 8 x 8 tiles of 512 the 36 on and below the diagonal.
     assert half.mxu_flops / whole.mxu_flops == pytest.approx(36 / 64)
-    assert half.vpu_seconds / whole.vpu_seconds == pytest.approx(36 / 64)
+    # The kernels of v6e take 1024 queries at once: of 4 x 8 tiles 2 + 4 + 6 + 8.
+    assert half.vpu_seconds / whole.vpu_seconds == pytest.approx(20 / 32)
 
 
 def test_both_gradients_in_one_pass_on_later_chips():
@@ -311,5 +312,5 @@ def test_attention_computes_whole_tiles():
     """4,096 queries that see those before them: 36 of 64 tiles of 512, 3 of 4 of 2,048; of near ones 15, and all 3."""
     causal = Attention(Scores((), ()), 36 * 512**2, 128, 128, 1, 4096, 4096, True)
     near = Attention(Scores((), ()), 15 * 512**2, 128, 128, 1, 4096, 4096, True, window=512)
-    assert (causal.scores_in(512), causal.scores_in(2048)) == (36 * 512**2, 3 * 2048**2)
-    assert (near.scores_in(512), near.scores_in(2048)) == (15 * 512**2, 3 * 2048**2)
+    assert (causal.scores_in((512, 512)), causal.scores_in((2048, 2048))) == (36 * 512**2, 3 * 2048**2)
+    assert (near.scores_in((512, 512)), near.scores_in((2048, 2048))) == (15 * 512**2, 3 * 2048**2)

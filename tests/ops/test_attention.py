@@ -358,8 +358,8 @@ def test_hidden_tiles_cost_nothing():
     assert executed_share(2048, 2048, True, 512) == Fraction(1 + 2 + 2 + 2, 16)
     assert executed_share(2048, 2048, True, 514) == Fraction(1 + 2 + 3 + 3, 16)
     assert executed_share(2048, 2048, False, 1) == Fraction(4, 16)
-    assert executed_share(4096, 4096, True, None, 2048) == Fraction(3, 4)
-    assert executed_share(4096, 4096, True, 128, 1024) == Fraction(1 + 2 + 2 + 2, 16)
+    assert executed_share(4096, 4096, True, None, (2048, 2048)) == Fraction(3, 4)
+    assert executed_share(4096, 4096, True, 128, (1024, 1024)) == Fraction(1 + 2 + 2 + 2, 16)
     assert executed_share(600, 600, True, None) == Fraction(512 * 512 + 88 * 600, 600 * 600)
     rows, keys, size, batch = D("length", 2048), D("memory_length", 2048), D("head_dim", 64), D("batch", 4)
     with mtf.Graph():

@@ -193,7 +193,8 @@ class Times:
         hbm = hbm_seconds(chip, traffic)
         return KernelTime(mxu, vpu, hbm, bare, chip.launch_seconds, traffic, self._early(kernel, hbm, found))
 
-    def _tile(self, work: Attention) -> int:
+    def _tile(self, work: Attention) -> tuple[int, int]:
         """Queries and keys of a tile of scores."""
-        forward_in_window = work.window is not None and not work.of.backward
-        return self.chip.attention_window_tile if forward_in_window else self.chip.attention_tile
+        if work.of.backward:
+            return self.chip.attention_backward_tile
+        return self.chip.attention_tile if work.window is None else self.chip.attention_window_tile

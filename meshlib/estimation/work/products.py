@@ -42,8 +42,8 @@ class Attention:
     causal: bool = False
     window: int | None = None
 
-    def scores_in(self, tile: int) -> float:
-        """Pairs of query and key that a kernel computes whose tiles, skipped where nobody sees any, have that many."""
+    def scores_in(self, tile: tuple[int, int]) -> float:
+        """Pairs that a kernel computes whose tiles have so many queries and keys; it skips those nobody sees."""
         seen = self.length, self.memory, self.causal, self.window
         return float(self.scores * executed_share(*seen, tile) / executed_share(*seen))
 

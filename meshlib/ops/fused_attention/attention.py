@@ -67,17 +67,19 @@ _GRAD_OPS = TRANSCENDENTAL_OPS + 7
 
 
 @lru_cache(maxsize=4096)
-def executed_share(length: int, memory: int, causal: bool, window: int | None, tile: int = TILE) -> Fraction:
-    """Which share of all query-key pairs a kernel computes that skips tiles nobody sees.
+def executed_share(
+    length: int, memory: int, causal: bool, window: int | None, tile: tuple[int, int] = (TILE, TILE)
+) -> Fraction:
+    """Which share of all query-key pairs a kernel computes that skips tiles of (queries, keys) nobody sees.
 
     >>> executed_share(1024, 1024, True, None), executed_share(4096, 4096, False, None)
     (Fraction(3, 4), Fraction(1, 1))
     """
-    pairs = 0
-    for start in range(0, length, tile):
-        stop = min(start + tile, length)
+    pairs, (rows, columns) = 0, tile
+    for start in range(0, length, rows):
+        stop = min(start + rows, length)
         low, high = seen_keys(start, stop, memory, causal, window)
-        first, last = low // tile * tile, min(memory, -(-high // tile) * tile)
+        first, last = low // columns * columns, min(memory, -(-high // columns) * columns)
         pairs += (stop - start) * (last - first)
     return Fraction(pairs, length * memory)
 
