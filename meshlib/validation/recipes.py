@@ -18,7 +18,7 @@ from hardware.slices import Slice
 Row = Mapping[str, Any]
 Tile = tuple[int, int]  # queries, keys
 
-_JOINT = {
+_JOINT: dict[str, int | Tile] = {
     "attention_backward_kernels": 1,
     "attention_tile": (2048, 2048),
     "attention_window_tile": (2048, 2048),

@@ -80,7 +80,7 @@ def test_without_a_capacity_each_expert_but_one_takes_a_tile_more() -> None:
     assert stated.experts is not None
     assert (run.ragged, stated.ragged) == (True, False)
     assert (stated.experts.routing.capacity_factor, stated.experts.form) == (1.25, "einsum")
-    assert stated.assumed == ()
+    assert stated.assumed == ("tiles of attention as its recipe sets them",)
 
 
 @pytest.mark.parametrize("names", some([tuple(PRESETS), ("rc-v6e-mixtral-8x7b",)], [("rc-v6e-mixtral-8x7b",)]))
