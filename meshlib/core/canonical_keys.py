@@ -25,7 +25,7 @@ import struct
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from importlib import metadata
 from pathlib import Path
@@ -135,8 +135,17 @@ class _Encoder:
             self._class(type(x))
             for f in fields(x):
                 self._named(f.name, getattr(x, f.name, None))
+            self._beside(x, [f.name for f in fields(x)])
             return
         self._reduced(x)
+
+    def _beside(self, x: Any, written: Collection[str] = ()) -> None:
+        """What an instance of a class of the user's has besides, such as attributes of a list of his own kind."""
+        if _library_version(type(x).__module__) is None:
+            cached = {n for k in type(x).__mro__ for n, v in vars(k).items() if isinstance(v, functools.cached_property)}
+            for name, value in getattr(x, "__dict__", {}).items():
+                if name not in written and name not in cached:
+                    self._named(name, value)
 
     def _meet(self, x: object) -> None:
         self.met[id(x)] = len(self.met)
@@ -159,6 +168,7 @@ class _Encoder:
         self._put("items", str(len(items)).encode())
         for n, item in enumerate(items):
             self._named(str(n), item)
+        self._beside(x)
 
     def _mapping(self, x: Mapping[Any, Any]) -> None:
         self._class(type(x))
@@ -168,12 +178,14 @@ class _Encoder:
         for n, (name, value) in enumerate(x.items()):
             self.add(name)
             self._named(name if isinstance(name, str) else str(n), value)
+        self._beside(x)
 
     def _set(self, x: Iterable[Any]) -> None:
         """Elements have no order: each has a key of its own."""
         self._class(type(x))
         for one in sorted(_Encoder(self.what)._digest_one(item) for item in x):
             self._put("element", one.encode())
+        self._beside(x)
 
     def _digest_one(self, x: object) -> str:
         self.add(x)
@@ -274,7 +286,11 @@ class _Encoder:
                 name, value = f"{name}.{attribute}", getattr(value, attribute, None)
             self._named(name, value)
         for name in sorted(imported):
-            self._named(name, sys.modules.get(name) or importlib.import_module(name))
+            module = sys.modules.get(name) or importlib.import_module(name)
+            self._named(name, module)
+            if _library_version(module.__name__) is None:
+                for attribute in sorted({n for n in code.co_names if n in vars(module)}):
+                    self._named(f"{name}.{attribute}", vars(module)[attribute])
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
                 self._globals(constant, around)
@@ -313,6 +329,7 @@ class _Encoder:
         if id(kind) in self.met:
             return
         self._meet(kind)
+        self._class(type(kind))
         for base in kind.__bases__:
             self._class(base)
         for name, value in vars(kind).items():

@@ -48,7 +48,7 @@ class Map:
                 counter = np.array([0, 0, 0, stage], np.uint64)
                 random = np.random.Philox(key=np.array([self.seed, draw], np.uint64), counter=counter)
                 made = self.function(example, np.random.Generator(random))
-        except Exception as fault:
+        except (Exception, SystemExit) as fault:  # which would end a worker, or the program, without a word
             raise DataError(f"data: {self} failed at {what()}: {type(fault).__name__}: {fault}") from fault
         if self.filters:
             return example if made else None

@@ -11,11 +11,11 @@ import hashlib
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from hardware.slices import Slice
 from meshlib.core.canonical_keys import key_of, library_key
-from meshlib.core.documents import read_json
+from meshlib.core.documents import RECORD, check_fields, read_json
 from meshlib.core.errors import GraphError
 from meshlib.core.files import replace_file
 from meshlib.estimation.time.physics import CALIBRATED
@@ -60,6 +60,7 @@ class KeptEstimates:
         content, _ = read_json(self.path, "search", GraphError, "a kept search; name another file", constants=True)
         if content.get("format") != FORMAT:
             raise GraphError(f"search: {self.path} holds no search in the format {FORMAT!r}; name another file")
+        check_fields(content, {"keys": RECORD, "estimates": RECORD}, self._refuse)
         checksum = content.pop("sha256", None)
         if checksum != _checksum(content):
             raise GraphError(
@@ -72,6 +73,9 @@ class KeptEstimates:
                 f"search: {self.path} holds the search of another {' and '.join(other)}; name another file"
             )
         self.estimates = content["estimates"]
+
+    def _refuse(self, fault: str) -> NoReturn:
+        raise GraphError(f"search: {self.path} is not a kept search: {fault}; name another file")
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

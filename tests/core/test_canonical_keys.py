@@ -25,7 +25,7 @@ from hardware.slices import Slice
 from meshlib.core.canonical_keys import key_of
 from meshlib.estimation.time.physics import CALIBRATED, Physics
 from meshlib.searching import resume_file
-from tests.effort import deep, draws
+from tests.effort import deep, draws, each
 
 FACTOR = 2.0
 TOOLS = types.SimpleNamespace(factor=2.0)
@@ -244,6 +244,40 @@ def test_globals_that_an_objective_names_are_part_of_its_key(monkeypatch: pytest
     monkeypatch.setattr(TOOLS, "factor", 3.0)
     after = key_of("t", _global), key_of("t", _global_attribute), key_of("t", lambda est: _global(est))
     assert all(a != b for a, b in zip(before, after, strict=True))
+
+
+# Source of an objective, in which X is 1 in one run and 2 in the next.
+WRITTEN = {
+    "an attribute of a record": (
+        "import dataclasses\n@dataclasses.dataclass\nclass P:\n  w: int = 0\n"
+        "W = P()\nW.more = X\ndef objective(est): return W.more"
+    ),
+    "an attribute of a list": "class L(list): pass\nW = L()\nW.w = X\ndef objective(est): return W.w",
+    "an attribute of a dict": "class L(dict): pass\nW = L()\nW.w = X\ndef objective(est): return W.w",
+    "an attribute of a class of classes": (
+        "class M(type):\n  w = X\nclass C(metaclass=M):\n  def __call__(self, est): return type(self).w\nobjective = C()"
+    ),
+    "an attribute of a module": (
+        "import sys, types\nm = sys.modules['own_module'] = types.ModuleType('own_module')\nm.w = X\n"
+        "def objective(est):\n  import own_module\n  return own_module.w"
+    ),
+    "a cached property's function": (
+        "import functools\nclass C:\n  @functools.cached_property\n  def w(self): return X\n"
+        "  def __call__(self, est): return self.w\nobjective = C()"
+    ),
+}
+
+
+@each("source", WRITTEN)
+def test_what_an_objective_reads_is_part_of_its_key(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = []
+    for x in ("1", "2", "1"):
+        module = types.ModuleType("own")
+        monkeypatch.setitem(sys.modules, "own", module)
+        monkeypatch.setitem(sys.modules, "own_module", module)
+        exec(source.replace("X", x), vars(module))
+        keys.append(key_of("t", module.objective))
+    assert keys[0] == keys[2] != keys[1]
 
 
 def test_where_a_function_is_written_is_no_part_of_its_key() -> None:
