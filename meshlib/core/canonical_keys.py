@@ -142,9 +142,8 @@ class _Encoder:
     def _beside(self, x: Any, written: Collection[str] = ()) -> None:
         """What an instance of a class of the user's has besides, such as attributes of a list of his own kind."""
         if _library_version(type(x).__module__) is None:
-            cached = {n for k in type(x).__mro__ for n, v in vars(k).items() if isinstance(v, functools.cached_property)}
             for name, value in getattr(x, "__dict__", {}).items():
-                if name not in written and name not in cached:
+                if name not in written and not isinstance(getattr(type(x), name, None), functools.cached_property):
                     self._named(name, value)
 
     def _meet(self, x: object) -> None:

@@ -14,11 +14,15 @@ import re
 import secrets
 import stat
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from contextvars import ContextVar
 from functools import partial
 from hashlib import blake2b
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
+
+T = TypeVar("T")
 
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.saving", re.DOTALL)
 _NAME_BYTES = 200  # of the target's name in a temporary one: file systems take 255, and something is added
@@ -200,17 +204,89 @@ def most_unpacked_bytes(packed_bytes: int) -> int:
 
 @contextlib.contextmanager
 def open_file(
-    path: object, what: str, error: type[Exception], most_bytes: int | None = None
+    path: object, what: str, error: type[Exception], most_bytes: int | None = None, same: FileId | None = None
 ) -> Iterator[tuple[BinaryIO, str]]:
     """The file `path`, open for reading, and its own path with no link in it. Arguments and faults as above.
 
-    Raises: `error` for what is no regular file, such as a pipe or a device, and for more than `most_bytes`.
+    Args:
+      same: the file that it was when something else was read of it.
+    Raises: `error` for what is no regular file, such as a pipe or a device, for more than `most_bytes`, and for another
+      file than `same`.
     """
     with faults_of(path, what, "read", error) as target, open(target, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
+        status = os.fstat(file.fileno())
+        if (opened := _opened_files.get()) is not None:
+            opened.append((target, file_id(status)))
+        check_same(status, same, target, what, error)
+        size = status.st_size
         if most_bytes is not None and size > most_bytes:
             raise error(f"{what}: {target} has {size:,} bytes, more than the {most_bytes:,} that such a file may have")
         yield file, target
+
+
+# ------------------------------------------------------------ files that others write while they are read
+
+FileId: TypeAlias = tuple[int, int, int, int]
+ATTEMPTS = 6  # to read files as they are at one moment
+_opened_files: ContextVar[list[tuple[str, FileId]] | None] = ContextVar("opened_files", default=None)
+
+
+def file_id(status: os.stat_result) -> FileId:
+    """What tells a file from one that replaced it, or was written over it: device, inode, size, time of writing."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def file_ids(paths: Iterable[str]) -> dict[str, FileId]:
+    """Those of files, as far as they are there."""
+    known = {}
+    for path in paths:
+        with suppress(OSError):
+            known[path] = file_id(os.stat(path))
+    return known
+
+
+def check_same(status: os.stat_result, same: FileId | None, path: str, what: str, error: type[Exception]) -> None:
+    """Raise `error` if an open file is not the one that it was; None: nothing is known."""
+    if same is not None and file_id(status) != same:
+        raise error(
+            f"{what}: {path} was written again while it was read: it had {same[2]:,} bytes, and has "
+            f"{status.st_size:,}, written later; start again once nobody writes it"
+        )
+
+
+def at_one_moment(read: Callable[[], T], what: str, error: type[Exception]) -> T:
+    """What `read` returns of several files, each of which is still what it was when the last one was read.
+
+    So a set of files is read as one writer left it. Where a writer was at work, `read` is called again, a few times.
+
+    Raises: whatever `read` raises of files that nobody writes; `error` if there was a writer each time.
+    """
+    around, changed = _opened_files.get(), ""
+    for attempt in range(ATTEMPTS):
+        opened: list[tuple[str, FileId]] = []
+        token, fault, result = _opened_files.set(opened), None, None
+        try:
+            result = read()
+        except Exception as raised:
+            fault = raised
+        finally:
+            _opened_files.reset(token)
+        changed = next((path for path, known in opened if not _is_still(path, known)), "")
+        if not changed:
+            if fault is not None:
+                raise fault
+            if around is not None:
+                around += opened
+            return cast(T, result)
+        time.sleep(0.01 * 2**attempt)
+    raise error(f"{what}: {changed} was written again {ATTEMPTS} times while it was read; wait for its writer to end")
+
+
+def _is_still(path: str, known: FileId) -> bool:
+    try:
+        return file_id(os.stat(path)) == known
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager

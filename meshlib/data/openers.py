@@ -14,6 +14,7 @@ import numpy as np
 
 from meshlib.core.arguments import at, examples_of
 from meshlib.core.errors import DataError, FeedError, nearest
+from meshlib.core.files import at_one_moment
 from meshlib.data.batching import Array, Batch, Example
 from meshlib.data.pipeline import Data
 from meshlib.data.sources import Arrays, Decode, Folder, Lines, Records
@@ -282,7 +283,9 @@ def records(
         if wrong or not all(isinstance(n, str) and isinstance(f, Field) for n, f in fields.items()):
             raise FeedError(f"{at('data.records')}: fields are a dict of names to mtf.data.Field, got {fields!r:.80}")
         read = _Decoder(fields)
-    source = Records(files_of(paths), read, interleave, on_fault, _named(paths))
+    source = at_one_moment(
+        lambda: Records(files_of(paths), read, interleave, on_fault, _named(paths)), "data.records", DataError
+    )
     return _checked(source.name, Data(source))
 
 
@@ -326,7 +329,7 @@ def text(paths: Paths, field: str = "text") -> Data:
     """
     if not isinstance(field, str) or not field:
         raise FeedError(f"{at('data.text')}: field must be a name, got {field!r:.80}")
-    source = Lines(files_of(paths), field, _named(paths))
+    source = at_one_moment(lambda: Lines(files_of(paths), field, _named(paths)), "data.text", DataError)
     return _checked(source.name, Data(source))
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshlib.core.errors import DataError
-from meshlib.core.files import open_file
+from meshlib.core.files import FileId, check_same, file_ids, open_file
 from meshlib.data.batching import Array, Batch, Example
 from meshlib.records.framing import FOOTER, Fault, Found, compression_of, index_of, scan, wrong_data
 from meshlib.records.images import IMAGE_ENDINGS, read_image
@@ -137,13 +137,15 @@ class Part(Source):
 class Files:
     """Files that are read at any place by several threads."""
 
-    def __init__(self, paths: Sequence[str], error: Callable[[str, OSError], DataError]) -> None:
-        self.paths, self.error = paths, error
+    def __init__(
+        self, paths: Sequence[str], error: Callable[[str, OSError], DataError], known: Mapping[str, FileId]
+    ) -> None:
+        self.paths, self.error, self.known = paths, error, known
         self.lock = threading.Lock()
         self.opened: dict[int, BinaryIO] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"paths": self.paths, "error": self.error}
+        return {"paths": self.paths, "error": self.error, "known": self.known}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
@@ -158,7 +160,7 @@ class Files:
                 with self.lock:
                     opened.seek(at)
                     return opened.read(count)
-            with open(self.paths[file], "rb", buffering=0) as once:
+            with self._open(file) as once:
                 once.seek(at)
                 return once.read(count)
         except OSError as fault:
@@ -168,8 +170,15 @@ class Files:
         """A file that stays open, if there is room for one more."""
         with self.lock:
             if file not in self.opened and len(self.opened) < OPEN_FILES:
-                self.opened[file] = open(self.paths[file], "rb", buffering=0)  # noqa: SIM115
+                self.opened[file] = self._open(file)
             return self.opened.get(file)
+
+    def _open(self, file: int) -> BinaryIO:
+        """A file, which is the one that was indexed."""
+        path = self.paths[file]
+        opened = open(path, "rb", buffering=0)  # noqa: SIM115
+        check_same(os.fstat(opened.fileno()), self.known.get(path), path, "data", DataError)
+        return opened
 
     def __del__(self) -> None:
         for file in getattr(self, "opened", {}).values():
@@ -203,7 +212,8 @@ class Records(Source):
         self.stacks = decode.stacks and self.complete
         self.faults: list[Fault] = []
         self.lock = threading.Lock()
-        self.files = Files(self.paths, _unreadable)
+        self.known = file_ids(self.paths)
+        self.files = Files(self.paths, _unreadable, self.known)
         self.streams: dict[int, _Stream] = {}
         counts, starts, sizes = [], [], []
         for n, path in enumerate(self.paths):
@@ -216,7 +226,7 @@ class Records(Source):
                 if index.fault is not None:
                     self.leave_out(index.fault)
                 continue
-            self.streams[n] = _Stream(path, compression)
+            self.streams[n] = _Stream(path, compression, self.known.get(path))
             counts.append(self.streams[n].count)
             starts.append(np.zeros(counts[-1], np.int64))
             sizes.append(np.zeros(counts[-1], np.int64))
@@ -319,12 +329,12 @@ class Records(Source):
 class _Stream:
     """The records of a compressed file, in about their order: those that were passed over are kept for a while."""
 
-    def __init__(self, path: str, compression: str) -> None:
-        self.path, self.compression = path, compression
+    def __init__(self, path: str, compression: str, known: FileId | None) -> None:
+        self.path, self.compression, self.known = path, compression, known
         self.count = 0
         self.faults: list[tuple[Fault, bool]] = []  # and whether it is that of one record, which has a number
         last: Fault | None = None
-        for found in scan(path, compression):
+        for found in scan(path, compression, known):
             if last is not None:
                 self.faults.append((last, True))
             last = found.fault
@@ -345,7 +355,7 @@ class _Stream:
     def _begin(self) -> None:
         self.lock = threading.Lock()
         self.next, self.kept = 0, OrderedDict[int, Found]()
-        self.records: Iterator[Found] = scan(self.path, self.compression)
+        self.records: Iterator[Found] = scan(self.path, self.compression, self.known)
 
     def record(self, number: int) -> Found:
         """A record; from the beginning again if it has been passed over long ago."""
@@ -353,7 +363,7 @@ class _Stream:
             if number in self.kept:
                 return self.kept.pop(number)
             if number < self.next:
-                self.next, self.records = 0, scan(self.path, self.compression)
+                self.next, self.records = 0, scan(self.path, self.compression, self.known)
                 self.kept.clear()
             for found in self.records:
                 self.next += 1
@@ -397,7 +407,7 @@ class Lines(Source):
 
     def __init__(self, paths: Sequence[str], field: str, name: str) -> None:
         self.paths, self.field, self.name = list(paths), field, name
-        self.files = Files(self.paths, _unreadable)
+        self.files = Files(self.paths, _unreadable, file_ids(self.paths))
         files, starts, ends = [], [], []
         for n, path in enumerate(self.paths):
             begins, stops = _lines_of(path)

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshlib.core.errors import DataError
-from meshlib.core.files import most_unpacked_bytes, open_file
+from meshlib.core.files import FileId, most_unpacked_bytes, open_file
 from meshlib.records.crc import crc32c, masked, masked_crcs
 
 HEADER, FOOTER = struct.Struct("<QI"), struct.Struct("<I")
@@ -157,9 +157,12 @@ class Found(NamedTuple):
     fault: Fault | None
 
 
-def scan(path: str | os.PathLike[str], compression: str | None = None) -> Iterator[Found]:
-    """The records of a file, from its beginning; a fault after which no more can be found comes last."""
-    with open_file(path, "records", DataError) as (file, target):
+def scan(path: str | os.PathLike[str], compression: str | None = None, same: FileId | None = None) -> Iterator[Found]:
+    """The records of a file, from its beginning; a fault after which no more can be found comes last.
+
+    Raises: DataError if it is another file than `same`.
+    """
+    with open_file(path, "records", DataError, same=same) as (file, target):
         chunks = _Chunks(file, compression)
         most = most_unpacked_bytes(os.fstat(file.fileno()).st_size)
         held, begin = bytearray(), 0  # what is not yet told, and where in the file it begins

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshlib.core.errors import DataError, nearest
+from meshlib.core.files import at_one_moment, file_ids
 from meshlib.records.framing import Fault, compression_of, scan
 from meshlib.records.shard_names import Paths, files_of
 
@@ -29,11 +30,11 @@ def read(paths: Paths, on_fault: str = "error", faults: list[Fault] | None = Non
     Raises: DataError with file, byte and what is wrong there.
     """
     checked_on_fault(on_fault)
-    names = files_of(paths)
+    names, known = at_one_moment(lambda: (files := files_of(paths), file_ids(files)), "records", DataError)
 
     def told() -> Iterator[bytes]:
         for name in names:
-            for found in scan(name, compression_of(name)):
+            for found in scan(name, compression_of(name), known.get(name)):
                 if found.data is not None:
                     yield found.data
                     continue

@@ -16,6 +16,7 @@ from meshlib.core.arguments import at, whole
 from meshlib.core.documents import COUNT, RECORD, TEXT, Schema, read_json
 from meshlib.core.errors import CheckpointError, FeedError, GraphError
 from meshlib.core.file_sets import checked
+from meshlib.core.files import at_one_moment
 from meshlib.data.text import BytePairs
 from meshlib.generation.generator import Generator, check_options
 from meshlib.generation.tokens import ByteTokenizer
@@ -58,7 +59,18 @@ def load_model(
     what = "load_model"
     if not isinstance(folder, str | os.PathLike):
         raise CheckpointError(f"{what}: the folder must be text or a pathlib.Path, got {folder!r:.80}")
-    place = Path(folder)
+    if run is not None and not callable(run):
+        raise GraphError(f"{at(what)}: run must make a run of a program, as mtf.on_jax does, got {run!r:.80}")
+    if whole(batch, what, "batch") < 1:
+        raise GraphError(f"{at(what)}: batch must be at least 1, got {batch}")
+    where = _Where(mesh, layout, run, int(batch))
+    made = at_one_moment(lambda: _read(Path(folder), where, build, what), what, CheckpointError)
+    made.prepare()
+    return made
+
+
+def _read(place: Path, runs: _Where, build: Build | None, what: str) -> Model:
+    """The model of a folder, not yet lowered."""
     record, target = read_json(place / CONFIG, what, CheckpointError, "a config that export wrote", RECORDED)
     if (record["format"], record["version"]) != (FORMAT, VERSION):
         raise CheckpointError(
@@ -68,10 +80,6 @@ def load_model(
     where = f"{what}: {target}"
     config = from_json(record.get("model"), where)
     kind = kind_of(config, build, what)
-    if run is not None and not callable(run):
-        raise GraphError(f"{at(what)}: run must make a run of a program, as mtf.on_jax does, got {run!r:.80}")
-    if whole(batch, what, "batch") < 1:
-        raise GraphError(f"{at(what)}: batch must be at least 1, got {batch}")
     vocabulary = record.get("tokenizer")
     tokenizer: BytePairs | ByteTokenizer | None = ByteTokenizer() if vocabulary == BYTES else None
     wanted = MEMBERS if vocabulary == OWN_FILE else MEMBERS[:1]
@@ -83,16 +91,12 @@ def load_model(
     _check_size(config, paths["variables"], where)
     sim = simulate(forward_program(config, build))
     load(paths["variables"], sim)
-    common = config, {name: sim.state[name] for name in sim.program.variables}, _Where(mesh, layout, run, int(batch))
-    made: Model
+    common = config, {name: sim.state[name] for name in sim.program.variables}, runs
     if kind == "text":
-        made = TextModel(*common, build, tokenizer)
-    elif kind == "images":
-        made = ImageModel(*common, build, images or ImageInput())
-    else:
-        made = OwnModel(*common, build)
-    made.prepare()
-    return made
+        return TextModel(*common, build, tokenizer)
+    if kind == "images":
+        return ImageModel(*common, build, images or ImageInput())
+    return OwnModel(*common, build)
 
 
 RECORDED: Schema = {"format": TEXT, "version": COUNT, "files": RECORD}

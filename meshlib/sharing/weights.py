@@ -21,7 +21,7 @@ from meshlib.core.arguments import at, choice, whole
 from meshlib.core.documents import RECORD, read_json
 from meshlib.core.errors import CheckpointError, GraphError, nearest
 from meshlib.core.file_sets import TAG, FileSet, Member, checked
-from meshlib.core.files import make_folder
+from meshlib.core.files import at_one_moment, make_folder
 from meshlib.models.config import TransformerConfig
 from meshlib.sharing.names import Family, Row, family_of
 from meshlib.sharing.variables import variables_of
@@ -52,6 +52,11 @@ def read_weights(path: str | os.PathLike[str], config: TransformerConfig) -> dic
       >>> mtf.generate(mtf.models.preset("gpt2"), [[464, 3290]], state).tokens  # doctest: +SKIP
     """
     what = "read_weights"
+    family_of(config, what)
+    return at_one_moment(lambda: _read(path, config, what), what, CheckpointError)
+
+
+def _read(path: str | os.PathLike[str], config: TransformerConfig, what: str) -> dict[str, Array]:
     _, family = family_of(config, what)
     found = _Files(path, family.prefix, what)
     wanted = variables_of(config)

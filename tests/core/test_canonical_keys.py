@@ -255,7 +255,8 @@ WRITTEN = {
     "an attribute of a list": "class L(list): pass\nW = L()\nW.w = X\ndef objective(est): return W.w",
     "an attribute of a dict": "class L(dict): pass\nW = L()\nW.w = X\ndef objective(est): return W.w",
     "an attribute of a class of classes": (
-        "class M(type):\n  w = X\nclass C(metaclass=M):\n  def __call__(self, est): return type(self).w\nobjective = C()"
+        "class M(type):\n  w = X\nclass C(metaclass=M):\n"
+        "  def __call__(self, est): return type(self).w\nobjective = C()"
     ),
     "an attribute of a module": (
         "import sys, types\nm = sys.modules['own_module'] = types.ModuleType('own_module')\nm.w = X\n"

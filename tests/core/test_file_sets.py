@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 import meshlib as mtf
+from meshlib.core import files
+from meshlib.storage.safetensors import Tensors
 from tests.effort import deep
 
 TINY = mtf.models.preset("gpt2").reduced()
@@ -93,6 +95,49 @@ def test_records_that_no_manifest_names_are_refused(tmp_path: Path) -> None:
         mtf.records.read(tmp_path)
     (tmp_path / ".t@2.json").unlink()  # as files of other programs, which have none
     assert list(mtf.records.read(tmp_path / "t@2")) == [b"c", b"d", b"d"]
+
+
+def numbered(folder: Path, number: int) -> None:
+    """A set of three files, each as long as that of another number."""
+    mtf.records.write(folder / "t@3", [f"{number}:{k}".encode() for k in range(6)])
+
+
+def test_records_that_are_written_again_are_not_read_on(tmp_path: Path) -> None:
+    numbered(tmp_path, 1)
+    rows, data = mtf.records.read(tmp_path / "t@3"), mtf.data.records(tmp_path / "t@3")
+    lines = tmp_path / "a.txt"
+    lines.write_text("to be\nor not\n")
+    texts = mtf.data.text(lines)
+    assert next(rows).startswith(b"1:")
+    numbered(tmp_path, 2)
+    lines.write_text("so it\ngoes on\n")
+    for again in (rows, data, texts):
+        with pytest.raises(mtf.DataError, match=r"was written again while it was read: it had \d+ bytes, and has \d+"):
+            list(again)
+    assert {row[:1] for row in mtf.records.read(tmp_path / "t@3")} == {b"2"}
+
+
+@pytest.mark.parametrize("times", [1, 99])
+def test_a_set_that_is_written_again_is_read_again(times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer is done between the first file of a set and the next, once or each time."""
+    mtf.sharing.write_weights(weights(1), TINY, tmp_path, shard_bytes=PARTS)
+    left, take = times, Tensors.__getitem__
+
+    def taken(tensors: Tensors, name: str) -> np.ndarray:
+        nonlocal left
+        read = take(tensors, name)
+        if left and name.startswith("wte"):
+            left -= 1
+            mtf.sharing.write_weights(weights(2 + left % 2), TINY, tmp_path, shard_bytes=PARTS)
+        return read
+
+    monkeypatch.setattr(Tensors, "__getitem__", taken)
+    monkeypatch.setattr(files, "ATTEMPTS", 3)
+    if times == 1:
+        assert number_of(tmp_path) == {2.0}
+    else:
+        with pytest.raises(mtf.CheckpointError, match=r"was written again 3 times while it was read; wait for its wri"):
+            number_of(tmp_path)
 
 
 def test_where_there_are_no_links_members_keep_their_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
