@@ -74,10 +74,10 @@ if _TYPE_CHECKING:
     from meshlib.core.graph import Tensor as Tensor
     from meshlib.core.graph import scope as scope
     from meshlib.data.batches import Batches as Batches
-    from meshlib.data.text import BytePairs as BytePairs
-    from meshlib.data.text import TextExamples as TextExamples
-    from meshlib.data.text import text_to_text as text_to_text
-    from meshlib.data.text import texts_in_rows as texts_in_rows
+    from meshlib.data.vocabulary import BytePairs as BytePairs
+    from meshlib.data.vocabulary import TextExamples as TextExamples
+    from meshlib.data.vocabulary import text_to_text as text_to_text
+    from meshlib.data.vocabulary import texts_in_rows as texts_in_rows
     from meshlib.estimation import Estimate as Estimate
     from meshlib.estimation import HostInput as HostInput
     from meshlib.estimation import Physics as Physics

@@ -44,8 +44,7 @@ def explained_calls(
             _explain_class(value)
         elif isfunction(value):
             if value not in calls:
-                calls[value] = call = wrap(value) or _explaining(value, partial(_function_called, value))
-                call.__module__ = package  # where pickle looks for it
+                calls[value] = _exported(value, package, wrap(value))
             return calls[value]
         return value
 
@@ -81,6 +80,18 @@ def refuse_misfit(
 
 
 # ------------------------------------------------------------ what is wrapped
+
+
+def _exported(function: Callable[..., Any], package: str, call: Callable[..., Any] | None) -> Callable[..., Any]:
+    """What stands for a function, and is in the place where pickle looks for it."""
+    if call is not None:
+        call.__module__ = package
+        return call
+    call = _explaining(function, partial(_function_called, function))
+    home = sys.modules[function.__module__]
+    if getattr(home, function.__name__, None) is function:
+        setattr(home, function.__name__, call)
+    return call
 
 
 def _explaining(function: Callable[P, T], called: Callable[[tuple[Any, ...]], Called]) -> Callable[P, T]:

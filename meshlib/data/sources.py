@@ -177,7 +177,11 @@ class Files:
         """A file, which is the one that was indexed."""
         path = self.paths[file]
         opened = open(path, "rb", buffering=0)  # noqa: SIM115
-        check_same(os.fstat(opened.fileno()), self.known.get(path), path, "data", DataError)
+        try:
+            check_same(os.fstat(opened.fileno()), self.known.get(path), path, "data", DataError)
+        except DataError:
+            opened.close()
+            raise
         return opened
 
     def __del__(self) -> None:

@@ -21,7 +21,7 @@ from meshlib.core.arguments import at
 from meshlib.core.errors import CheckpointError, GraphError
 from meshlib.core.file_sets import TAG, FileSet, Member, plain_name
 from meshlib.core.files import make_folder
-from meshlib.data.text import BytePairs
+from meshlib.data.vocabulary import BytePairs
 from meshlib.generation.tokens import ByteTokenizer
 from meshlib.models.config import TransformerConfig
 from meshlib.models.images.resnet import ResNetConfig

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshlib as mtf
-from meshlib.data.text.merges import learnt, merged
-from meshlib.data.text.pretokenizer import GPT2, compiled, words
+from meshlib.data.vocabulary.merges import learnt, merged
+from meshlib.data.vocabulary.pretokenizer import GPT2, compiled, words
 from tests.effort import draws
 
 TEXT = (
@@ -109,7 +109,7 @@ def test_it_is_deterministic_and_its_file_says_all(tmp_path: Path) -> None:
 
 def foreign(pattern: str | None = None, **changes: Any) -> dict[str, Any]:
     """A tokenizer.json in its published form, bytes and a few pairs, its numbers in an order of their own."""
-    from meshlib.data.text.tokenizer_file import LETTERS
+    from meshlib.data.vocabulary.tokenizer_file import LETTERS
 
     letters = [LETTERS[b] for b in range(255, -1, -1)]
     pairs = [("t", "h"), ("th", "e"), ("\u0120", "the"), ("3", "4"), ("34", "5")]

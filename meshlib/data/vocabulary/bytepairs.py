@@ -1,9 +1,9 @@
 """A vocabulary of byte pairs: any text as numbers, and back to the last byte.
 
-A text is cut into words by a pattern (`meshlib.data.text.pretokenizer`), each word's bytes are joined by what was
-learnt (`meshlib.data.text.merges`). Each byte is a token of its own, so that there is no text without tokens.
+A text is cut into words by a pattern (`meshlib.data.vocabulary.pretokenizer`), each word's bytes are joined by what was
+learnt (`meshlib.data.vocabulary.merges`). Each byte is a token of its own, so that there is no text without tokens.
 
-Its file is a tokenizer.json (`meshlib.data.text.tokenizer_file`), as of GPT-2, Llama 3 and the like.
+Its file is a tokenizer.json (`meshlib.data.vocabulary.tokenizer_file`), as of GPT-2, Llama 3 and the like.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from meshlib.core.arguments import at, choice, flag, items, whole
 from meshlib.core.documents import read_json
 from meshlib.core.errors import CheckpointError, GraphError
 from meshlib.core.files import replace_file
-from meshlib.data.text.merges import Pair, learnt, merged
-from meshlib.data.text.pretokenizer import GPT2, WHITE, compiled, words
-from meshlib.data.text.tokenizer_file import BYTES, FORMS, STRIPS, arguments_in, record_of
+from meshlib.data.vocabulary.merges import Pair, learnt, merged
+from meshlib.data.vocabulary.pretokenizer import GPT2, WHITE, compiled, words
+from meshlib.data.vocabulary.tokenizer_file import BYTES, FORMS, STRIPS, arguments_in, record_of
 
 WHAT = "BytePairs"
 PAD, END = "<pad>", "<end>"

@@ -10,10 +10,10 @@ problems   pairs of texts as arrays of static lengths
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _TYPE_CHECKING:
-    from meshlib.data.text.bytepairs import BytePairs as BytePairs
-    from meshlib.data.text.text_pairs import TextExamples as TextExamples
-    from meshlib.data.text.text_pairs import text_to_text as text_to_text
-    from meshlib.data.text.text_pairs import texts_in_rows as texts_in_rows
+    from meshlib.data.vocabulary.bytepairs import BytePairs as BytePairs
+    from meshlib.data.vocabulary.text_pairs import TextExamples as TextExamples
+    from meshlib.data.vocabulary.text_pairs import text_to_text as text_to_text
+    from meshlib.data.vocabulary.text_pairs import texts_in_rows as texts_in_rows
 else:
     from meshlib.core.explained_calls import explained_calls as _explained_calls
     from meshlib.core.lazy_imports import lazy_names as _lazy_names

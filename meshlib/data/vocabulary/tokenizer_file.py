@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from meshlib.data.text.merges import Pair
-from meshlib.data.text.pretokenizer import GPT2, escaped
+from meshlib.data.vocabulary.merges import Pair
+from meshlib.data.vocabulary.pretokenizer import GPT2, escaped
 
 if TYPE_CHECKING:
-    from meshlib.data.text.bytepairs import BytePairs
+    from meshlib.data.vocabulary.bytepairs import BytePairs
 
 Fail = Callable[[str], NoReturn]
 FORMS = ("NFC", "NFD", "NFKC", "NFKD")
