@@ -160,8 +160,8 @@ def _notes(rules: LayoutRules, mesh: Mesh, met: _Met, known: dict[str, None]) ->
         if size > 1 and axis not in met.axes
     ]
     return notes + [
-        f"{fault.what}: {fault.remedy.partition('. ')[0]}. The library made these tensors itself and splits them as "
-        f"far as it fits: {some(list(dict.fromkeys(labels)))}"
+        f"{fault.what}: {fault.remedy.partition('. ')[0]}. Nobody named this size of these tensors, which are "
+        f"split as far as it fits: {some(list(dict.fromkeys(labels)))}"
         for fault, labels in met.misfits.items()
     ]
 

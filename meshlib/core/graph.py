@@ -244,6 +244,8 @@ class Graph(Shown):
     known: dict[Tensor, Tensor] = field(default_factory=dict)
     # operations whose results the user never sees: see `meshlib.core.public_calls`
     inner: set[Operation] = field(default_factory=set)
+    # the dims whose sizes the user named, where others came from elsewhere: a rule need not divide those; None: all
+    named_dims: frozenset[Dimension] | None = None
     # copies of operations of the forward pass that a backward pass computes again
     again: set[Operation] = field(default_factory=set)
     # runs of operations with a gradient of their own; inner ones come before those around them

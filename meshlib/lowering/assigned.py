@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from layouts import Dimension, LayoutRules, Mesh, Report, Shape, Sharding, check
 from layouts.checking import some
-from layouts.rules import Fault
+from layouts.rules import Fault, Rule
 from layouts.sharding import Axes
 from meshlib.core.errors import LayoutError
 from meshlib.core.graph import UPDATE, Graph, Operation, Tensor
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from meshlib.lowering.accumulators import Destination
 
 Region: TypeAlias = str | None  # None: wherever it is wanted
+Entry: TypeAlias = tuple[str, Shape, str]  # label, shape and scope of a tensor
 
 
 @dataclass(eq=False)
@@ -83,6 +84,8 @@ class Homes:
         try:
             return self.rules.sharding(t.shape, self.mesh, scope_of(t))
         except LayoutError as fault:
+            if unfit_dims(t.graph, t.shape, scope_of(t), self.rules, self.mesh):
+                return self.rules.fitting(t.shape, self.mesh, scope_of(t))  # as the check has noted
             raise LayoutError(f"{op}: {t}\n{fault}") from None
 
 
@@ -133,12 +136,27 @@ def _outermost(t: Tensor) -> Tensor:
     return t
 
 
+def unfit_dims(graph: Graph, shape: Shape, scope: str, rules: LayoutRules, mesh: Mesh) -> list[Dimension]:
+    """The dims whose sizes the user did not name, of an imported program, over whose axes they do not divide."""
+    while graph.parent is not None:
+        graph = graph.parent
+    if graph.named_dims is None:
+        return []
+    free = [d for d in shape if d not in graph.named_dims]
+    return [d for d in free if any(d.size % _blocks(rule, mesh) for rule in rules.for_dim(d.name, scope))]
+
+
+def _blocks(rule: Rule, mesh: Mesh) -> int:
+    return mesh.group_size([axis for axis in rule.axes if axis in mesh])
+
+
 class Subjects:
     """What a layout is checked over: the operations that are lowered, and the names that the whole graph knows."""
 
     def __init__(self, graph: Graph, operations: Iterable[Operation]) -> None:
         self.operations = list(all_operations(operations))
         self.names = {d.name for op in all_operations(graph.operations) for y in op.public_outputs for d in y.shape}
+        self._graph = graph
         self._judged = [
             ((_label(op, y), y.shape, scope_of(y)), is_inner(y), op.output if self._follows(op) else None)
             for op, y in _judged(self.operations)
@@ -149,20 +167,30 @@ class Subjects:
         """Whether a constraint goes along to its result, unless a rule has the new name of a dim."""
         return is_constrained(op.output, LayoutRules())
 
-    def judged(self, rules: LayoutRules, inner: bool) -> list[tuple[str, Shape, str]]:
-        """Label, shape and scope of what the rules lay out: of the library's own tensors, or of the user's."""
-        return [
-            entry
-            for entry, own, follows in self._judged
-            if own is inner and not (follows is not None and is_constrained(follows, rules))
-        ]
+    def judged(self, rules: LayoutRules, mesh: Mesh) -> tuple[list[Entry], list[Entry]]:
+        """Label, shape and scope of what the rules lay out: of the user's tensors, and of those that need not fit.
+
+        These are the library's own, and the user's for the sake of dims whose sizes he did not name.
+        """
+        strict, free = list[Entry](), list[Entry]()
+        for entry, own, follows in self._judged:
+            if follows is not None and is_constrained(follows, rules):
+                continue
+            label, shape, scope = entry
+            unfit = [] if own else unfit_dims(self._graph, shape, scope, rules, mesh)
+            if own or unfit:
+                free.append(entry)
+            if not own:
+                strict.append((label, Shape([d for d in shape if d not in unfit]), scope) if unfit else entry)
+        return strict, free
 
 
 def check_layout(subjects: Subjects, mesh: Mesh, rules: LayoutRules) -> Report:
     """All faults of a layout over a program at once, and notes on what it leaves unused."""
     constrained = [op for op in subjects.operations if op.kind.home is Home.GIVEN]
     splitting = {axis for op in constrained for rule in op.attrs["layout"].rules for axis in rule.axes}
-    report = check(rules, mesh, subjects.judged(rules, False), subjects.names, subjects.judged(rules, True), splitting)
+    strict, free = subjects.judged(rules, mesh)
+    report = check(rules, mesh, strict, subjects.names, free, splitting)
     bound = [_check_constrained(op, mesh) for op in constrained]
     faults = (*report.faults, *(text for r in bound for text in r.faults))
     return Report(faults, report.notes, (*report.found, *(found for r in bound for found in r.found)))

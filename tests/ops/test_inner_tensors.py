@@ -119,7 +119,7 @@ def test_inner_tensors_fall_back_with_a_note(name: str) -> None:
     program = mtf.lower(outputs, mesh=mesh, layout=layout)
     assert program.notes == report.notes
     (note,) = report.notes
-    assert note.startswith(f"{expected}. The library made these tensors itself and splits them as far as it fits: ")
+    assert note.startswith(f"{expected}. Nobody named this size of these tensors, which are split as far as it fits: ")
     assert re.search(r"test_inner_tensors\.py:\d+\): [a-z0-9]+\[", note)
 
 
@@ -180,5 +180,5 @@ def test_a_dim_of_the_users_own_never_refuses_for_the_librarys_tensors() -> None
         y = mtf.einsum([v, v, v], output_shape=[])
     program = mtf.lower({"y": y}, mesh="p:3", layout="activations/a:p")
     assert program.sent_bytes == 0
-    assert any("4 % 3 = 1" in note and "library made" in note for note in program.notes)
+    assert any("4 % 3 = 1" in note and "Nobody named" in note for note in program.notes)
     mtf.verify({"y": y}, layouts=[("p:3", "activations/a:p"), ("p:2", "activations/a:p")]).raise_for_failures()

@@ -276,6 +276,14 @@ def _graph(
             graph.shapes[name] = out.shape
             graph.result_axes[name] = tuple(writer.shape([a]) for a in out.axes)
     graph.constraints = tuple(constraints.found)
+    tokens = [
+        a
+        for leaf in leaves
+        if leaf.of_user and leaf.tokens is not None
+        for a, token in zip(leaf.var.axes, leaf.tokens, strict=False)
+        if token is not None
+    ]
+    graph.named_dims = frozenset(map(writer.dim, axes.flat(tokens)))
     _drop_unused(graph)
     _mark_runs(graph)
     return graph

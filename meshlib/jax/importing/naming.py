@@ -28,6 +28,7 @@ class Leaf:
     variable: bool
     tokens: Sequence[Token] | None = None
     part: bool = False  # of a complex array
+    of_user: bool = False  # who named its axes, not the model
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -71,7 +72,7 @@ def parsed(names: object, leaves: Sequence[Leaf]) -> None:
                     f"{at(WHAT)}: names: {key!r} has {len(tokens)} names, {given!r:.80}, but {leaf.path} has "
                     f"{len(leaf.var.shape)} axes, {list(leaf.var.shape)}"
                 )
-            leaf.tokens = tokens
+            leaf.tokens, leaf.of_user = tokens, True
 
 
 def _tokens(given: object, key: str) -> list[Token]:

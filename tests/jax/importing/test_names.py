@@ -236,3 +236,44 @@ def test_constraints_are_listed_and_bind_if_asked():
     bound = mtf.from_jax(loss, *args, names={"x": "batch features"}, constraints=True)
     with pytest.raises(LayoutError, match="rule batch:data: no axis 'data' in mesh rows:2"):
         mtf.lower(bound.outputs, mesh="rows:2", layout="batch:rows")
+
+
+def _two_kernels(params, x):
+    h = jnp.tanh(jnp.einsum("bxc,cd->bxd", x, params["first"]))
+    return (jnp.einsum("bxc,cd->bxd", h, params["second"]) ** 2).mean()
+
+
+class _Named:
+    """An array that bears names of its axes, as in Haliax."""
+
+    def __init__(self, array, axes):
+        self.array, self.axes = array, tuple(type("Axis", (), {"name": name}) for name in axes)
+
+
+jax.tree_util.register_pytree_node(
+    _Named, lambda x: ((x.array,), tuple(a.name for a in x.axes)), lambda names, xs: _Named(xs[0], names)
+)
+
+
+def test_sizes_that_nobody_named_need_not_divide():
+    """Three colours go by the name of channels, which the model gives; where the user gives it, it is his."""
+    kernels = {"first": S((3, 8), "float32"), "second": S((8, 16), "float32")}
+    names = {"first": ("fan_in", "fan_out"), "second": ("fan_out", "fan_in")}
+    params = {n: _Named(k, names[n]) for n, k in kernels.items()}
+
+    def loss(p, x):
+        return _two_kernels({n: k.array for n, k in p.items()}, x)
+
+    x = S((4, 6, 3), "float32")
+    program = mtf.lower(mtf.from_jax(loss, params, x).outputs, mesh="m:2", layout="fan_in:m")
+    (note,) = program.notes
+    assert note.startswith("dim 'fan_in' does not divide over axis 'm': 3 % 2 = 1. Nobody named this size of these")
+    assert sorted(str(v.sharding) for v in program.variables.values()) == [
+        "[fan_in:3, fan_out:8]",
+        "[fan_out:8, fan_in:16@m]",
+    ]
+    named = mtf.from_jax(loss, params, x, names={"*.first.*": "fan_in fan_out"})
+    with pytest.raises(mtf.LayoutError, match=r"dim 'fan_in' does not divide over axis 'm'[\s\S]*3 % 2 = 1"):
+        mtf.lower(named.outputs, mesh="m:2", layout="fan_in:m")
+    with pytest.raises(mtf.LayoutError, match="both split over axis 'm'"):  # what divides is as strict as ever
+        mtf.lower(mtf.from_jax(loss, params, x).outputs, mesh="m:2", layout="fan_in:m;fan_out:m")
