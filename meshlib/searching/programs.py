@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from layouts import LayoutRules
+from layouts import LayoutRules, Mesh
 from meshlib.core.arguments import number
 from meshlib.core.canonical_keys import key_of
 from meshlib.core.compiler import XLA_TPU, Compiler
@@ -175,8 +175,8 @@ def problem_of(
     outputs, updates = made
     session = Session(outputs, updates)
     subjects = session.subjects
-    both = [*subjects.judged(LayoutRules(), False), *subjects.judged(LayoutRules(), True)]
-    tensors = Tensors.of(both)
+    strict, free = subjects.judged(LayoutRules(), Mesh("device:1"))
+    tensors = Tensors.of([*strict, *free])
     sources = [op for op in subjects.operations if op.kind.kind in (Kind.INPUT, Kind.VARIABLE) and _outside(op)]
     stacked = {op.loop.dim.name for op in all_operations(subjects.operations) if op.loop is not None}
     sizes = tensors.sizes

@@ -9,6 +9,7 @@ import pytest
 
 import meshlib as mtf
 from hardware import CHIPS, Slice
+from meshlib.core.text import seconds_text
 from tests.estimation.test_trace import layered
 
 D = mtf.Dimension
@@ -105,3 +106,22 @@ def test_wrong_arguments(est, tmp_path):
         mtf.scaling(lambda _: 3, ["v3-8"])
     with pytest.raises(mtf.GraphError, match="physics must be"):
         mtf.estimate(est.program, "v3-8", physics=3)
+
+
+def test_alike_rows_of_unrolled_layers_are_one() -> None:
+    """Whose totals are those of all of them together."""
+    d, e = mtf.Dimension("d", 16), mtf.Dimension("e", 32)
+    with mtf.Graph():
+        x = mtf.input("x", [mtf.Dimension("batch", 8), d])
+        for n in range(7):
+            wide = mtf.tanh(mtf.einsum([x, mtf.variable(f"in_{n}", [d, e])], output_shape=[x.shape[0], e]))
+            x = x + mtf.einsum([wide, mtf.variable(f"out_{n}", [e, d])], output_shape=[x.shape[0], d])
+    est = mtf.estimate(mtf.lower({"x": x}, mesh="m:2", layout="e:m"), "v5e-4")
+    text = est.table(rows=None)
+    (line,) = [row for row in text.splitlines() if row.startswith("all_reduce")]
+    assert " x7 " in line
+    total = sum(r.total_seconds for r in est.rows if r.opcode == "all_reduce")
+    assert seconds_text(total) in line
+    rows = text.partition("operation ")[2].partition("* modelled")[0].splitlines()[1:]
+    folded = [int(found[1]) if (found := re.search(r" x(\d+)  ", row)) else 1 for row in rows]
+    assert sum(folded) == len(est.rows)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from hardware.chips import Chip
@@ -85,33 +86,44 @@ def _recalled(chip: Chip, figure: str) -> str:
 
 
 def _rows(est: Estimate, limit: int | None) -> list[str]:
-    order = sorted(est.rows, key=lambda r: -r.total_seconds)
-    shown = order if limit is None else order[:limit]
     forward = names_of_forward(est.schedule)
+    order = _folded(est, forward)
+    shown = order if limit is None else order[:limit]
     head = ("operation", "kind", "phase", "count", "each*", "total*", "share*", "bound*", "util*", "flops",
             "HBM or sent", "line")  # fmt: skip
-    cells = [head, *(_cells(est, r, forward) for r in shown)]
+    cells = [head, *(_cells(est, group, forward) for group in shown)]
     lines = grid(cells, right=(3, 4, 5, 6, 8, 9, 10))
     rest = order[len(shown) :]
     if rest:
-        total = sum(r.total_seconds for r in rest)
+        total = sum(r.total_seconds for group in rest for r in group)
         lines.append(f"... {len(rest)} more rows, {seconds_text(total)} together*")
     note = "; again: runs a second time, for the backward pass" if any(c[2] == "again" for c in cells) else ""
     lines.append(f"* modelled; all others exact, for one run on one device{note}")
     return lines
 
 
-def _cells(est: Estimate, r: Row, forward: frozenset[str]) -> tuple[str, ...]:
+def _folded(est: Estimate, forward: frozenset[str]) -> list[list[Row]]:
+    """Rows in groups, those that take most first: what differs in a number of its name alone, as the same operation of
+    unrolled layers does, is one group."""
+    groups: dict[object, list[Row]] = {}
+    for r in est.rows:
+        name, *shown = _cells(est, [r], forward)
+        groups.setdefault((re.sub(r"\d+", "", name), *shown), []).append(r)
+    return sorted(groups.values(), key=lambda group: -sum(r.total_seconds for r in group))
+
+
+def _cells(est: Estimate, group: Sequence[Row], forward: frozenset[str]) -> tuple[str, ...]:
+    r, total = group[0], sum(r.total_seconds for r in group)
     name = r.name if r.kind == "compute" else f"{r.opcode} of {r.name}"
-    share = r.total_seconds / est.step_seconds if est.step_seconds else 0.0
+    share = total / est.step_seconds if est.step_seconds else 0.0
     moved = {"compute": r.hbm_bytes, "collective": r.sent_bytes, "copy": r.payload_bytes}[r.kind]
     return (
-        name,
+        name if len(group) == 1 else f"{name} x{len(group)}",
         {"compute": r.opcode, "collective": "+".join(r.axes), "copy": "pcie"}[r.kind],
         "again" if r.phase != FORWARD and name in forward else r.phase,
         str(r.count),
         seconds_text(r.seconds),
-        seconds_text(r.total_seconds),
+        seconds_text(total),
         f"{share:.1%}",
         r.bound,
         f"{r.utilisation:.0%}" if r.bound != "latency" else "-",
