@@ -12,22 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import combinations, permutations
-from math import gcd, inf
+from math import inf
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from layouts import Mesh, Shape, Sharding
-from layouts.dims import Dimension
-from layouts.sharding import Pending, laid
+from layouts import Sharding
 from meshlib.lowering.balance import Balance
+from meshlib.lowering.distances import distances
 from meshlib.lowering.elimination import FactorGraph, Floats, Ints
-from meshlib.lowering.materialisation import Prices, between
 
-COLLECTIVE, STRAY = 2.0**-10, 2.0**-16  # bytes: ties go to fewer collectives, then to the plain reading of the layout
 DIRECT_ENTRIES = 60_000  # of a table of trees
 HUBS = 3  # copies that a region shares, at most
 MOST_HUB_SETS = 400
@@ -35,37 +31,6 @@ HUGE = 1e100  # bytes: for what cannot be, where infinities would not add up
 
 Spot: TypeAlias = tuple[str, int]  # region, placement
 Class = TypeVar("Class", bound=tuple[Any, ...])
-
-
-@lru_cache(maxsize=1 << 12)
-def _unit_distances(
-    mesh: Mesh, sizes: tuple[int, ...], spots: tuple[tuple[tuple[tuple[str, ...], ...], Pending], ...], prices: Prices
-) -> tuple[Floats, Floats]:
-    """Bytes and collectives from placement to placement, of one byte per element of a tensor of these sizes."""
-    shape = Shape([Dimension(f"d{n}", size) for n, size in enumerate(sizes)])
-    placements = [laid(shape, mesh, axes, pending) for axes, pending in spots]
-    pairs = [[between(a, b, 1, prices) for b in placements] for a in placements]
-    both = np.array(pairs, float).reshape(len(spots), len(spots), 2)
-    both.setflags(write=False)
-    return both[..., 0], both[..., 1]
-
-
-def distances(placements: Sequence[Sharding], itemsize: float, balance: Balance) -> Floats:
-    """The cost of a reshard from each placement (rows) to each (columns): bytes, and the price of each collective."""
-    shape, mesh, prices = placements[0].shape, placements[0].mesh, balance.axis_prices
-    start = COLLECTIVE + balance.collective_bytes
-    if itemsize % 1:
-        pairs = [[between(a, b, itemsize, prices) for b in placements] for a in placements]
-        both = np.array(pairs, float).reshape(len(placements), len(placements), 2)
-        return both[..., 0] + start * both[..., 1]
-    devices = mesh.size
-    sizes = tuple([gcd(n, devices) for n in shape.sizes])
-    unit = 1
-    for n in sizes:
-        unit *= n
-    sent, collectives = _unit_distances(mesh, sizes, tuple([(s.axes, s.pending) for s in placements]), prices)
-    found: Floats = sent * (shape.size // unit * itemsize) + start * collectives
-    return found
 
 
 @dataclass(eq=False)

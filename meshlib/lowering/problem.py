@@ -15,7 +15,8 @@ from meshlib.core.opdef import RESIDENT, Home, Kind, Role
 from meshlib.lowering.assigned import Homes
 from meshlib.lowering.balance import Balance
 from meshlib.lowering.bindings import Binding, binding
-from meshlib.lowering.copies import STRAY, Copies, distances
+from meshlib.lowering.copies import Copies
+from meshlib.lowering.distances import STRAY, distances
 from meshlib.lowering.elimination import FactorGraph, Solution, solve
 from meshlib.lowering.expected_halos import Near
 from meshlib.lowering.graph_cache import Prices

@@ -10,7 +10,7 @@ import numpy as np
 from layouts import Sharding
 from meshlib.lowering.balance import Balance
 from meshlib.lowering.bindings import Binding
-from meshlib.lowering.copies import COLLECTIVE, STRAY, distances
+from meshlib.lowering.distances import COLLECTIVE, STRAY, distances
 from meshlib.lowering.expected_halos import Near
 from meshlib.lowering.materialisation import axes_price
 from meshlib.lowering.strategies import Axes, Choice, Question, assignments
@@ -106,16 +106,17 @@ class Pricing:
         instead = np.repeat(own[:, None], len(found), axis=1)  # [b, a]: strategy b, with operands and results of a
         for n, x in enumerate(op.inputs):
             numbers: dict[Sharding, int] = {}
-            of = [numbers.setdefault(s.choice.operands[n], len(numbers)) for s in found]
-            instead += distances(tuple(numbers), x.dtype.itemsize, self.balance)[np.ix_(of, of)].T
+            of = np.array([numbers.setdefault(s.choice.operands[n], len(numbers)) for s in found])
+            instead += distances(tuple(numbers), x.dtype.itemsize, self.balance)[of, of[:, None]]
         numbers = {}
         rows = [[numbers.setdefault(at, len(numbers)) for at in (s.made[:1] if several else s.made)] for s in found]
         between = distances(tuple(numbers), sum(y.dtype.itemsize for y in op.outputs), self.balance)
-        nearest = np.array([between[row].min(axis=0) for row in rows])  # from what b makes to each placement
-        instead += np.array([nearest[:, row].sum(axis=1) for row in rows]).T
-        better = instead <= own + 1e-9
+        computed, bound = np.array([[row[0], row[-1]] for row in rows]).T
+        nearest = np.minimum(between[computed], between[bound])  # from what b makes to each placement
+        instead += nearest[:, computed] + np.where(bound == computed, 0, nearest[:, bound])
+        better = (instead <= own + 1e-9).T.tolist()  # [a][b]
         kept: list[int] = []
-        for n in range(len(found)):
-            if not better[kept, n].any():
+        for n, than in enumerate(better):
+            if not any(than[k] for k in kept):
                 kept.append(n)
         return [found[n] for n in kept]

@@ -1,0 +1,46 @@
+"""Costs between all placements at once against the reshards themselves."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from layouts import Mesh, Sharding
+from meshlib.lowering.balance import Balance
+from meshlib.lowering.distances import COLLECTIVE, distances
+from meshlib.lowering.materialisation import between
+from tests.effort import some
+
+
+def placements(rng: random.Random, count: int) -> list[Sharding]:
+    """Random placements of one shape, pending sums and maxima included."""
+    mesh = Mesh({f"m{n}": rng.choice([2, 3, 4]) for n in range(rng.choice([1, 2, 3]))})
+    dims = rng.choice([1, 2, 3])
+    shape = ";".join(f"d{n}:{mesh.size * rng.choice([1, 2, 3])}" for n in range(dims))
+    drawn: dict[Sharding, None] = {}
+    for _ in range(count):
+        axes: list[list[str]] = [[] for _ in range(dims)]
+        pending, kind = {}, rng.choice(["sum", "sum", "sum", "max"])
+        for axis in rng.sample(list(mesh.axes), len(mesh.axes)):
+            target = rng.randrange(dims + 2)
+            if target < dims:
+                axes[target].append(axis)
+            elif target == dims:
+                pending[axis] = kind
+        drawn.setdefault(Sharding(shape, mesh, axes, pending))
+    return list(drawn)
+
+
+@pytest.mark.parametrize("seed", some(range(60), range(12)))
+@pytest.mark.parametrize("priced", [False, True], ids=["bytes", "axes of several prices"])
+def test_costs_are_those_of_reshards(seed: int, priced: bool) -> None:
+    rng = random.Random(seed)
+    spots = placements(rng, 8)
+    prices = tuple((a, rng.choice([1.0, 3.0])) for a in spots[0].mesh.axes) if priced else ()
+    for few in (spots[:3], spots):  # the others join what is known of the first
+        costs = distances(few, 4, Balance(axis_prices=prices))
+        for a, source in enumerate(few):
+            for b, target in enumerate(few):
+                sent, collectives = between(source, target, 4, prices)
+                assert costs[a, b] == pytest.approx(sent + COLLECTIVE * collectives, rel=1e-12)
