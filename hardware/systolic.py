@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from hardware.errors import HardwareError
 from hardware.mxu import MXU, Mode, Schedule, check_mode
+from hardware.systolic_plot import plot_state
 
 Array = NDArray[Any]
 Ints = NDArray[np.int64]
@@ -60,6 +61,16 @@ class State:
     def busy(self) -> int:
         """Processing elements that did useful work this cycle."""
         return int((self.vector >= 0).sum())
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the array in this cycle: a square for each processing element, coloured by the row of x it works on.
+
+        Args:
+          ax: matplotlib Axes; by default those of a new figure.
+        Returns: the Axes.
+        Raises: HardwareError where matplotlib is not installed, or `ax` is something else.
+        """
+        return plot_state(self, ax)
 
 
 @dataclass(frozen=True, eq=False)

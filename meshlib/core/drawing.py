@@ -1,36 +1,72 @@
-"""Pictures in files: matplotlib, where it is installed, and files that are whole or not there."""
+"""Pictures on matplotlib Axes, where it is installed; and in files that are whole or not there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from meshlib.core.errors import GraphError
 from meshlib.core.files import replace_file
 
+Panel = Callable[[Any], None]  # draws on Axes
 
-def new_figure(what: str, width: float, height: float) -> Any:
-    """An empty figure, in inches.
 
-    Raises: GraphError where matplotlib is not installed.
+def plotted(
+    what: str, ax: object, panels: Sequence[Panel], size: tuple[float, float], rows: int = 1, title: str = ""
+) -> Any:
+    """Draw panels, each on Axes of its own.
+
+    Args:
+      what: whose picture, for messages, such as "Scaling.plot".
+      ax: matplotlib Axes to draw the first panel on; the path of a file, whose ending says the format, such as .png,
+        .svg or .pdf; None for a new figure of pyplot, which notebooks show.
+      size: of a new figure, inches; rows: of its panels; title: above them.
+    Returns: the Axes; of several panels a tuple of them.
+    Raises: GraphError where matplotlib is not installed, the file cannot be written, or `ax` is something else.
     """
+    if ax is not None and not isinstance(ax, str | os.PathLike):
+        if not callable(getattr(ax, "add_patch", None)):
+            raise GraphError(
+                f"{what}: ax must be matplotlib Axes, or the path of a file, got {type(ax).__name__} {ax!r:.80}"
+            )
+        panels[0](ax)
+        return ax
+    figure = _pyplot_figure(what, size) if ax is None else _figure(what, size)
+    columns = -(-len(panels) // rows)
+    axes = tuple(figure.add_subplot(rows, columns, n) for n in range(1, len(panels) + 1))
+    for panel, place in zip(panels, axes, strict=True):
+        panel(place)
+    if title:
+        figure.suptitle(title, fontsize=9)
+    if ax is not None:
+        _save(figure, ax, what)
+    return axes[0] if len(axes) == 1 else axes
+
+
+def _figure(what: str, size: tuple[float, float]) -> Any:
+    """An empty figure that no window shows."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise GraphError(f"{what} needs matplotlib: pip install matplotlib") from None
-    return Figure(figsize=(width, height), layout="constrained")
+    return Figure(figsize=size, layout="constrained")
 
 
-def save_figure(draw: Callable[[], Any], path: str | Path, what: str) -> None:
-    """Write what `draw` returns into a file; its ending says the format, such as .png, .svg or .pdf.
+def _pyplot_figure(what: str, size: tuple[float, float]) -> Any:
+    """An empty figure that notebooks show."""
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        raise GraphError(f"{what} needs matplotlib: pip install matplotlib") from None
+    return pyplot.figure(figsize=size, layout="constrained")
 
-    Raises: GraphError where the file cannot be written, and as `draw`.
-    """
 
+def _save(figure: Any, path: str | os.PathLike[str], what: str) -> None:
     def write(file: BinaryIO) -> None:
         try:
-            draw().savefig(file, dpi=150, format=Path(path).suffix[1:] or None)
+            figure.savefig(file, dpi=150, format=Path(path).suffix[1:] or None)
         except ValueError as fault:  # an ending that matplotlib does not know
             raise GraphError(f"{what}: {path} can't be written: {fault}") from None
 

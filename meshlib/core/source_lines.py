@@ -28,7 +28,9 @@ UNKNOWN_LINE = "unknown line"
 def source_line() -> str:
     """`file.py:line` of the innermost frame of the user's code; or what `written_at` says.
 
-    "unknown line" where no frame is the user's: a thread pool that runs a function of this package.
+    Where no frame is the user's, as at the command line, that of a model of the library which writes the operation,
+    such as `models/blocks.py:31`; "unknown line" where there is none either: a thread pool that runs a function of this
+    package.
     """
     given = _given.get()
     if given is not None and given[1] is None:
@@ -36,7 +38,7 @@ def source_line() -> str:
     frame = _user_frame()
     if given is not None and frame is given[1]:
         return given[0]
-    return UNKNOWN_LINE if frame is None else f"{shown_file(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return _model_line() if frame is None else f"{shown_file(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 @contextlib.contextmanager
@@ -76,14 +78,29 @@ def is_users(frame: FrameType) -> bool:
 
 
 def _user_frame() -> FrameType | None:
+    """The innermost frame of the user's code; what runs the command `meshlib` is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not (shown_file(frame.f_code.co_filename) and is_users(frame)):  # the first is fast
+        if frame.f_code.co_filename == _COMMAND:
+            return None
         frame = frame.f_back
     return frame
 
 
+def _model_line() -> str:
+    """The innermost line of a model of this package, `models/file.py:12`; "unknown line" where there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_MODELS):
+            return f"models/{file.removeprefix(_MODELS).replace(os.sep, '/')}:{frame.f_lineno}"
+        frame = frame.f_back
+    return UNKNOWN_LINE
+
+
 # As the frames have it, which holds in archives and after a move of compiled files too.
 _PACKAGE = os.path.dirname(os.path.dirname(_user_frame.__code__.co_filename))
+_MODELS, _COMMAND = os.path.join(_PACKAGE, "models", ""), os.path.join(_PACKAGE, "command", "__init__.py")
 _NUMPY, _LIBRARY = os.path.dirname(np.__file__), os.path.dirname(contextlib.__file__)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from hardware.placement import DCN, Placement
 from hardware.slices import Slice
@@ -373,6 +374,20 @@ class Estimate(Shown):
         from meshlib.estimation.views.trace import save_trace
 
         save_trace(self, path)
+
+    def plot(self, ax: Any = None, what: str = "timeline") -> Any:
+        """Draw the estimate; needs matplotlib.
+
+        Args:
+          ax: matplotlib Axes, or the path of a file (.png, .svg, .pdf); by default a new figure.
+          what: "timeline" of the step by engine, "memory" over the step, "roofline" of products, or "torus", the
+            slice with its links coloured by load.
+        Returns: the Axes.
+        Raises: GraphError where matplotlib is missing, the file cannot be written, or for another `what`.
+        """
+        from meshlib.report.plots import plot_estimate
+
+        return plot_estimate(self, ax, what)
 
     def report(self, path: str | Path, title: str = "", compiled: object = None) -> None:
         """Write one self-contained HTML page: the verdict, then mesh, layout, memory, timeline, roofline, collectives.

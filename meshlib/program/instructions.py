@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from layouts import Shape, Sharding
 from layouts.plan import Step
@@ -60,6 +60,19 @@ class Value:
     def local_bytes(self) -> int:
         """Bytes of one device's block, without padding. Exact."""
         return self.tensor.dtype.size_bytes(self.local_size)
+
+    def plot(self, ax: Any = None, device: int = 0) -> Any:
+        """Draw the blocks of the tensor, of any rank, with that of one device filled; needs matplotlib.
+
+        Args:
+          ax: matplotlib Axes, or the path of a file (.png, .svg, .pdf); by default a new figure.
+          device: number of the device in the mesh.
+        Returns: the Axes.
+        Raises: GraphError where matplotlib is missing, or the file cannot be written; LayoutError for another device.
+        """
+        from meshlib.report.plots import plot_sharding
+
+        return plot_sharding(self.sharding, ax, device, "Value.plot")
 
     def __str__(self) -> str:
         beside = f" with {', '.join(map(str, self.margins))}" if self.margins else ""

@@ -98,7 +98,7 @@ def busiest_axis(est: Estimate) -> str:
     return max(sent, key=lambda axis: sent[axis]) if sent else ""
 
 
-def _corner(shape: tuple[int, ...]) -> tuple[int, ...]:
+def corner(shape: tuple[int, ...]) -> tuple[int, ...]:
     """What is drawn of a torus."""
     sides = [min(side, MOST_SIDE) for side in shape[:2]]
     planes = [min(side, MOST_PLANES) for side in shape[2:]]
@@ -109,7 +109,7 @@ def torus_picture(est: Estimate) -> str:
     """The chips and links; filled are those of one group of the axis that sends most."""
     group = busiest_axis(est)
     whole = est.slice.torus_shape
-    shape = _corner(whole)
+    shape = corner(whole)
     flat = (*shape, 1, 1)[:3] if len(shape) < 3 else shape
     rows, columns, planes = flat[0], flat[1], math.prod(flat[2:])
     side = STEP if rows * columns <= 144 else STEP * 0.7

@@ -173,6 +173,20 @@ class Found(Shown):
 
     # ------------------------------------------------------------ text
 
+    def plot(self, ax: Any = None) -> Any:
+        """Draw step time against memory of all that was estimated, with the Pareto front; needs matplotlib.
+
+        Args:
+          ax: matplotlib Axes, or the path of a file (.png, .svg, .pdf); by default a new figure.
+        Returns: the Axes.
+        Raises: GraphError where nothing was estimated, matplotlib is missing, or the file cannot be written.
+        """
+        from meshlib.report.plots import plot_alternatives
+        from meshlib.report.ranked import alternatives_of
+
+        capacity = self.best.candidate.slice.usable_hbm_bytes_per_device
+        return plot_alternatives(alternatives_of(self), capacity, ax, "Found.plot")
+
     def report(self, path: str | Path, title: str = "") -> None:
         """Write one self-contained HTML page: that of the winner's estimate, with all that was estimated beside it.
 

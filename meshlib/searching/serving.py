@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from hardware.errors import HardwareError
@@ -19,7 +18,7 @@ from layouts import LayoutRules, Mesh
 from layouts.mesh import MeshLike
 from meshlib.core.arguments import at, choice, items, whole
 from meshlib.core.compiler import XLA_TPU, Compiler, require_compiler
-from meshlib.core.drawing import new_figure, save_figure
+from meshlib.core.drawing import plotted
 from meshlib.core.dtypes import as_dtype
 from meshlib.core.errors import GraphError, LayoutError, SliceError
 from meshlib.core.graph import Graph
@@ -149,16 +148,17 @@ class Serving(Shown):
             f"{self.context} positions of cache in {self.caches}"
         )
 
-    def plot(self, path: str | Path) -> None:
-        """Draw throughput over latency, a line for each layout and the frontier, into a file; needs matplotlib.
+    def plot(self, ax: Any = None) -> Any:
+        """Draw throughput over latency, a line for each layout and the frontier; needs matplotlib.
 
+        Args:
+          ax: matplotlib Axes, or the path of a file (.png, .svg, .pdf); by default a new figure.
+        Returns: the Axes.
         Raises: GraphError where matplotlib is not installed, or the file cannot be written.
         """
-        save_figure(self._figure, path, "Serving.plot")
+        return plotted("Serving.plot", ax, [self._draw], (8, 5))
 
-    def _figure(self) -> Any:
-        figure = new_figure("Serving.plot", 8, 5)
-        axes = figure.subplots()
+    def _draw(self, axes: Any) -> None:
         for name in dict.fromkeys(p.name for p in self.points):
             line = [p for p in self.points if p.name == name]
             axes.plot(*self._places(line), marker="o", markersize=3, linewidth=1, label=name)
@@ -179,7 +179,6 @@ class Serving(Shown):
         axes.tick_params(which="minor", labelsize=6)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(fontsize=7, frameon=False)
-        return figure
 
     def _places(self, points: Sequence[ServingPoint]) -> tuple[list[float], list[float]]:
         chips = self.slice.chips
@@ -217,7 +216,7 @@ def serving(
       weight_dtype: what weights are stored in: "bfloat16", "float32", or for the kernels of products "int8", "int4",
         "float8_e4m3fn" or "float8_e5m2", with a scale for each channel, and bfloat16 for the others. Unless given that
         of the config's numerics, or bfloat16, in which models are served, where these have a wider one for training.
-    Returns: a `Serving`: print it, `.frontier`, `.largest`, `.within(0.02)`, `.plot(path)`.
+    Returns: a `Serving`: print it, `.frontier`, `.largest`, `.within(0.02)`, `.plot()`.
     Raises: SliceError for an unknown slice; GraphError for other bad arguments; LayoutError where no layout is legal.
     Example:
       >>> import meshlib as mtf

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from meshlib.core.documents import COUNT, MOST_BYTES, parse_json
-from meshlib.core.drawing import new_figure, save_figure
+from meshlib.core.drawing import Panel, plotted
 from meshlib.core.errors import CheckpointError, GraphError
 from meshlib.core.files import append_line, open_file, replace_file
 
@@ -62,13 +62,16 @@ class History:
         writer.writerows(self.rows)
         replace_file(path, lambda file: file.write(made.getvalue().encode()), "history", CheckpointError)
 
-    def plot(self, path: str | os.PathLike[str], names: list[str] | None = None) -> None:
+    def plot(self, ax: Any = None, names: list[str] | None = None) -> Any:
         """Draw figures over the steps, one below the other, each beside that of the evaluation; needs matplotlib.
 
         Args:
-          path: its ending says the format, such as .png or .svg.
+          ax: matplotlib Axes for the first of them, or the path of a file (.png, .svg, .pdf) for all; by default a new
+            figure of all.
           names: which figures; all but the times unless given.
-        Raises: GraphError for names that no row has, or a file that can't be written.
+        Returns: the Axes, of several figures a tuple of them.
+        Raises: GraphError for names that no row has, where matplotlib is not installed, or a file that can't be
+          written.
         """
         if names is not None and not isinstance(names, list | tuple):
             raise GraphError(f"history.plot: names must be a list of names, got {names!r:.80}")
@@ -79,20 +82,23 @@ class History:
             raise GraphError(
                 f"history.plot: no row has {names or 'a figure'}; there are {', '.join(self.names) or 'none'}"
             )
-        save_figure(lambda: self._figure(shown), Path(path), "history.plot")
+        panels = [self._panel(name, name == shown[-1]) for name in shown]
+        return plotted("history.plot", ax, panels, (7, 1 + 2.2 * len(shown)), rows=len(shown))
 
-    def _figure(self, names: list[str]) -> Any:
-        figure = new_figure("history.plot", 7, 1 + 2.2 * len(names))
-        for n, name in enumerate(names, start=1):
-            axes = figure.add_subplot(len(names), 1, n)
+    def _panel(self, name: str, last: bool) -> Panel:
+        """One figure, of the training and of the evaluation."""
+
+        def panel(axes: Any) -> None:
             for column, label, style in ((name, "training", "-"), (f"eval_{name}", "evaluation", "o-")):
                 steps, values = self.column(column)
                 if steps:
                     axes.plot(steps, values, style, label=label, markersize=3)
             axes.set_ylabel(name)
             axes.legend()
-        axes.set_xlabel("step")
-        return figure
+            if last:
+                axes.set_xlabel("step")
+
+        return panel
 
 
 def read_history(path: str | os.PathLike[str]) -> list[Row]:

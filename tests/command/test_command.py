@@ -18,7 +18,6 @@ SMALL = ["--set", "layers=2", "--set", "d_model=64", "--set", "heads=4", "--set"
          "--set", "d_ff=128", "--set", "vocab=128"]  # fmt: skip
 FILE = """
 import meshlib as mtf
-from tests.paths import ROOT
 
 def build(batch=64, hidden=128):
     b, k, h = mtf.Dimension("batch", batch), mtf.Dimension("k", 32), mtf.Dimension("hidden", hidden)

@@ -52,7 +52,7 @@ def test_bad_arguments(tmp_path, monkeypatch):
     with pytest.raises(mtf.SliceError, match="32 devices"):
         mtf.scaling(lambda s: build(Slice("v3-8")), ["v3-32"])
     made = mtf.scaling(build, ["v3-8"])
-    with pytest.raises(mtf.GraphError, match=r"the path must be text.*got int 3"):
+    with pytest.raises(mtf.GraphError, match=r"ax must be matplotlib Axes, or the path of a file, got int 3"):
         made.plot(3)
     real = builtins.__import__
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from hardware.slices import Slice
 from meshlib.core.arguments import at, whole
@@ -115,6 +116,18 @@ class DeviceMemory(Shown):
             cells.append((*moment, *kinds, f"{bar:<20}", self.moments[n]))
         text = grid(cells, right=range(2 + len(shown)))
         return "\n".join([*text, f"bytes of one device of {self.slice_name} in tiles, exact for the program's order"])
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw memory over the program's instructions, stacked by kind; needs matplotlib.
+
+        Args:
+          ax: matplotlib Axes, or the path of a file (.png, .svg, .pdf); by default a new figure.
+        Returns: the Axes.
+        Raises: GraphError where matplotlib is missing, or the file cannot be written.
+        """
+        from meshlib.report.plots import plot_device_memory
+
+        return plot_device_memory(self, ax)
 
     def __repr__(self) -> str:
         return f"<DeviceMemory: peak {bytes_text(self.peak_bytes)} of {bytes_text(self.capacity_bytes)}>"

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hardware.placement import DCN
 from meshlib.core.arguments import at, choice, whole
 from meshlib.core.compiler import Compiler
-from meshlib.core.drawing import new_figure, save_figure
+from meshlib.core.drawing import Panel, plotted
 from meshlib.core.errors import GraphError
 from meshlib.core.shown import Shown
 from meshlib.core.source_lines import UNKNOWN_LINE
@@ -188,12 +187,25 @@ class Profile(Shown):
         blocks.append(["* modelled: shares of the step, each moment given to what bounds it", *self._beside()])
         return "\n\n".join("\n".join(lines) for lines in blocks)
 
-    def plot(self, path: str | Path) -> None:
-        """Draw it: a bar for each line of the program and kind of operation, in parts by unit. Needs matplotlib.
+    def plot(self, ax: Any = None, view: str | None = None) -> Any:
+        """Draw a bar for each line of the program and kind of operation, in parts by unit; needs matplotlib.
 
-        Raises: GraphError where matplotlib is missing or the file cannot be written.
+        Args:
+          ax: matplotlib Axes for one of the two, or the path of a file (.png, .svg, .pdf) for both; by default a new
+            figure of both.
+          view: on Axes that are given: "kind", "line", "operation" or "phase".
+        Returns: the Axes, of a whole figure both.
+        Raises: GraphError where matplotlib is missing, the file cannot be written, or for another view.
         """
-        save_figure(self._figure, path, "Profile.plot")
+        if view is not None:
+            choice(view, "Profile.plot", "view", VIEWS)
+        first = "line" if len(self.by("line")) > FEW else "operation"
+        views = dict.fromkeys((view or first, "kind"))
+        works = f"{seconds_text(self.step_seconds)} a step, the MXU works {self.mxu_share:.0%} of it"
+        title = "\n".join([*wrapped(self.title, "", ";"), works])
+        return plotted(
+            "Profile.plot", ax, [self._panel(name) for name in views], (9, 3 * len(views)), len(views), title
+        )
 
     def __str__(self) -> str:
         return self.table()
@@ -259,11 +271,8 @@ class Profile(Shown):
             f"profiler, {seconds_text(m.device_seconds)} of work on each device{other}"
         ]
 
-    def _figure(self) -> Any:
-        figure = new_figure("Profile.plot", 9, 6)
-        views = figure.subplots(2, 1)
-        first = "line" if len(self.by("line")) > FEW else "operation"
-        for axes, view in zip(views, (first, "kind"), strict=True):
+    def _panel(self, view: str) -> Panel:
+        def panel(axes: Any) -> None:
             shown = [p for p in self.by(view)[:10] if self._percent(p.total_seconds) != "-"][::-1]
             left = [0.0] * len(shown)
             for n, unit in enumerate(UNITS):
@@ -274,10 +283,9 @@ class Profile(Shown):
             axes.set_xlabel("% of the step (modelled)", fontsize=8)
             axes.tick_params(labelsize=8)
             axes.spines[["top", "right"]].set_visible(False)
-        views[1].legend(fontsize=8, frameon=False, loc="lower right")
-        works = f"{seconds_text(self.step_seconds)} a step, the MXU works {self.mxu_share:.0%} of it"
-        figure.suptitle("\n".join([*wrapped(self.title, "", ";"), works]), fontsize=9)
-        return figure
+            axes.legend(fontsize=8, frameon=False, loc="lower right")
+
+        return panel
 
 
 def profile(est: Estimate, measured: object = None) -> Profile:

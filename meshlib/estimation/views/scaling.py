@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hardware.errors import HardwareError
 from hardware.slices import Slice
-from meshlib.core.arguments import items
+from meshlib.core.arguments import choice, items
 from meshlib.core.compiler import Compiler
-from meshlib.core.drawing import new_figure, save_figure
+from meshlib.core.drawing import plotted
 from meshlib.core.errors import GraphError, SliceError
 from meshlib.core.text import bytes_text, grid, seconds_text, usd_text
 from meshlib.estimation import Estimate, HostInput, estimate
@@ -59,27 +58,34 @@ class Scaling:
         notes = ["* modelled; all others exact", f"compiler: {compilers}"]
         return "\n".join([*grid(cells, right=(1, 3, 4, 5, 6, 7, 9, 10)), *notes])
 
-    def plot(self, path: str | Path) -> None:
-        """Draw step time by what bounds it, efficiency, and peak memory beside HBM into a file; needs matplotlib.
+    def plot(self, ax: Any = None, what: str = "time") -> Any:
+        """Draw step time by what bounds it, efficiency, and peak memory beside HBM, a bar for each slice.
 
         Args:
-          path: the file; its ending says the format, such as .png, .svg or .pdf.
-        Raises: GraphError where matplotlib is not installed, or the file cannot be written.
+          ax: matplotlib Axes for one of the three, or the path of a file (.png, .svg, .pdf) for all; by default a new
+            figure of all.
+          what: on Axes that are given: "time", "efficiency" or "memory".
+        Returns: the Axes, of a whole figure three.
+        Raises: GraphError where matplotlib is not installed, the file cannot be written, or for another `what`.
         """
-        save_figure(self._figure, path, "Scaling.plot")
+        draw = {"time": self._draw_times, "efficiency": self._draw_efficiency, "memory": self._draw_memory}
+        first = choice(what, "Scaling.plot", "what", tuple(draw))
+        panels = [self._panel(draw[name]) for name in dict.fromkeys((first, *draw))]
+        if not hasattr(ax, "add_patch"):
+            panels = [self._panel(panel) for panel in draw.values()]
+        return plotted("Scaling.plot", ax, panels, (max(13.0, 4 + 2.4 * len(self.estimates)), 4.2))
 
-    def _figure(self) -> Any:
-        figure = new_figure("Scaling.plot", max(13.0, 4 + 2.4 * len(self.estimates)), 4.2)
-        times, shares, memory = figure.subplots(1, 3)
-        self._draw_times(times)
-        self._draw_efficiency(shares)
-        self._draw_memory(memory)
-        for axes in (times, shares, memory):
+    def _panel(self, draw: Callable[[Any], None]) -> Callable[[Any], None]:
+        """One bar for each slice, with its name below."""
+
+        def panel(axes: Any) -> None:
+            draw(axes)
             axes.set_xticks(range(len(self.estimates)), [self._tick(e) for e in self.estimates])
             axes.set_xlabel("slice, devices")
             axes.set_xlim(-0.6, len(self.estimates) - 0.4)
             axes.spines[["top", "right"]].set_visible(False)
-        return figure
+
+        return panel
 
     @staticmethod
     def _tick(e: Estimate) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 from meshlib.core.graph import FORWARD
 from meshlib.core.opdef import Kind
@@ -54,6 +55,18 @@ class Memory(Shown):
     at: str
     timeline_bytes: tuple[int, ...]
     host_bytes: int = 0
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw memory over the program's instructions; needs matplotlib.
+
+        Args:
+          ax: matplotlib Axes, or the path of a file (.png, .svg, .pdf); by default a new figure.
+        Returns: the Axes.
+        Raises: GraphError where matplotlib is missing, or the file cannot be written.
+        """
+        from meshlib.report.plots import plot_memory
+
+        return plot_memory(self, ax)
 
     def __repr__(self) -> str:
         return f"<Memory: peak {bytes_text(self.peak_bytes)} on each core>"
