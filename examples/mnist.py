@@ -18,11 +18,12 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a clone, installed or not
+if (ROOT := Path(__file__).resolve().parents[1]).joinpath("meshlib").is_dir():
+    sys.path.insert(0, str(ROOT))  # from a checkout, installed or not
 
 import meshlib as mtf
-from examples import devices, mnist_data
-from examples.terminal import Lines, check_least, finish
+from meshlib.command.scripts import Lines, add_device_flags, check_device_flags, check_least, finish, runner
+from meshlib.data.samples import load_digits
 
 PIXELS, CLASSES = mtf.Dimension("pixels", 784), mtf.Dimension("classes", 10)
 
@@ -59,10 +60,10 @@ def right(outputs: dict[str, np.ndarray], batch: dict[str, np.ndarray]) -> dict[
 
 def train(args: argparse.Namespace) -> None:
     """Lower, train, evaluate, and show what the layout made of the program."""
-    digits = mnist_data.load(args.data, seed=args.seed)
+    digits = load_digits(args.data, seed=args.seed)
     print(f"data: {digits.source}")
     training, evaluation = build(args)
-    sim = devices.runner(training, args)
+    sim = runner(training, args)
     print(f"slice: {sim.slice}" if args.on == "simulation" else f"devices: {sim}")
     print(f"mesh: {training.mesh}; layout: {training.layout or '(none)'}; matmul operands: {args.precision}")
     for note in training.notes:
@@ -115,16 +116,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--folder", default=None, help="for checkpoints and the history; goes on with what is there")
     parser.add_argument("--plot", default=None, help="draw the curves into this file, such as curves.png")
     parser.add_argument("--seed", type=int, default=0)
-    devices.add_flags(parser)
+    add_device_flags(parser)
     args = parser.parse_args(argv)
-    devices.check_flags(parser, args)
+    check_device_flags(parser, args)
     check_least(parser, args, hidden=1, batch=1, epochs=1, seed=0)
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the example; 2 and one clear message where the flags or the data are wrong."""
-    return finish("mnist.py", lambda: train(parse(argv)), (mtf.MeshlibError,))
+    return finish("mnist.py", lambda: train(parse(argv)))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ ahead     the thread that makes batches before they are asked for
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _TYPE_CHECKING:
+    from meshlib.data import samples as samples
     from meshlib.data.feed import Feed as Feed
     from meshlib.data.feed import Stats as Stats
     from meshlib.data.openers import Field as Field

@@ -33,7 +33,8 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # PYTHONPATH comes first
 import meshlib as mtf
-from examples import mnist, transformer
+from examples import mnist
+from examples.text import transformer
 
 Figures = dict[str, Any]
 Job = tuple[str, Callable[[], Figures]]

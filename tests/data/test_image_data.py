@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from examples import drawn_images, image_data
-from examples.drawn_images import CLASSES, draw_scenes, draw_shapes
-from examples.mnist_data import DataError
+from meshlib.core.errors import DataError
+from meshlib.data.samples import CLASSES, draw_scenes, draw_shapes
+from meshlib.data.samples import drawn_shapes as drawn_images
+from meshlib.data.samples import image_folders as image_data
 from tests.paths import SHARED
 
 MNIST = SHARED / "data" / "mnist"
@@ -69,7 +70,7 @@ def test_a_folder_of_classes(tmp_path: Path) -> None:
             pixels[:, 2:28] = colour  # the middle square, and what its edge is blended with
             image.fromarray(pixels).save(tmp_path / kind / f"{n}.png")
     (tmp_path / "red" / "notes.txt").write_text("no picture")
-    found = image_data.load(tmp_path, side=8)
+    found = image_data.load_images(tmp_path, side=8)
     assert found.classes == ("blue", "red")
     assert (len(found.train_images), len(found.test_images)) == (8, 2)
     assert "2 classes, 8 train, 2 test" in found.source
@@ -79,7 +80,7 @@ def test_a_folder_of_classes(tmp_path: Path) -> None:
         for kind in ("blue", "red"):
             (tmp_path / "split" / part).mkdir(parents=True, exist_ok=True)
             (tmp_path / "split" / part / kind).symlink_to(tmp_path / kind)
-    parted = image_data.load(tmp_path / "split", side=8)
+    parted = image_data.load_images(tmp_path / "split", side=8)
     assert (len(parted.train_images), len(parted.test_images)) == (10, 10)
     normal = parted.normalised(parted.train_images)
     np.testing.assert_allclose(normal.mean(axis=(0, 1, 2)), 0, atol=1e-5)
@@ -88,18 +89,18 @@ def test_a_folder_of_classes(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not MNIST.is_dir(), reason="the MNIST files are not beside this checkout")
 def test_idx_files_are_squares_of_one_channel() -> None:
-    found = image_data.load(MNIST)
+    found = image_data.load_images(MNIST)
     assert found.train_images.shape == (8000, 28, 28, 1)
     assert found.classes == tuple("0123456789")
 
 
 def test_faults_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nothing there"):
-        image_data.load(tmp_path / "none")
+        image_data.load_images(tmp_path / "none")
     with pytest.raises(DataError, match="one for each class; found an empty folder"):
-        image_data.load(tmp_path)
+        image_data.load_images(tmp_path)
     pytest.importorskip("PIL.Image", reason="pictures need Pillow")
     (tmp_path / "cat").mkdir()
     (tmp_path / "cat" / "a.png").write_bytes(b"no png")
     with pytest.raises(DataError, match=r"a\.png: expected a picture"):
-        image_data.load(tmp_path)
+        image_data.load_images(tmp_path)

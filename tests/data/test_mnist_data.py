@@ -18,8 +18,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from examples import mnist_data
-from examples.mnist_data import DataError, Digits, Opener, draw, load, read_idx
+from meshlib.core.errors import DataError
+from meshlib.data.samples import mnist_digits as mnist_data
+from meshlib.data.samples.mnist_digits import Digits, Opener, draw, load_digits, read_idx
 from tests.paths import SHARED
 
 REAL = SHARED / "data" / "mnist"
@@ -173,7 +174,7 @@ def check_small(digits: Digits) -> None:
 @pytest.mark.parametrize("naming", NAMINGS)
 def test_folder_under_every_name(tmp_path: Path, naming: str) -> None:
     files = {stem: gzip.compress(content) if "gz" in naming else content for stem, content in small_files().items()}
-    digits = load(write(tmp_path, files, NAMINGS[naming]))
+    digits = load_digits(write(tmp_path, files, NAMINGS[naming]))
     check_small(digits)
     assert digits.source == f"IDX files in {tmp_path}: 5 train, 3 test"
 
@@ -181,17 +182,17 @@ def test_folder_under_every_name(tmp_path: Path, naming: str) -> None:
 def test_environment_names_the_folder_and_the_argument_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path / "mine", small_files())
     monkeypatch.setenv("MESHLIB_MNIST", str(folder))
-    check_small(load())
+    check_small(load_digits())
     monkeypatch.setenv("MESHLIB_MNIST", str(tmp_path / "absent"))
-    check_small(load(str(folder)))
+    check_small(load_digits(str(folder)))
     with pytest.raises(DataError, match=r"absent: expected a folder of IDX files, found nothing there"):
-        load()
+        load_digits()
 
 
 def test_test_pair_alone_is_shuffled_and_split(tmp_path: Path) -> None:
     files = {stem: content for stem, content in small_files(test=10).items() if stem.startswith("t10k")}
     write(tmp_path, files)
-    digits = load(tmp_path, seed=3)
+    digits = load_digits(tmp_path, seed=3)
     assert digits.source == (
         f"t10k IDX files in {tmp_path}, no train files: shuffled with seed 3 and split 80/20: 8 train, 2 test"
     )
@@ -202,14 +203,14 @@ def test_test_pair_alone_is_shuffled_and_split(tmp_path: Path) -> None:
     # Image i is full of the value i, so every image kept its label.
     images = np.concatenate([digits.train_images, digits.test_images])
     np.testing.assert_array_equal(np.rint(255 * images[:, 0]), labels)
-    np.testing.assert_array_equal(load(tmp_path, seed=3).train_labels, digits.train_labels)
-    assert list(load(tmp_path, seed=4).train_labels) != list(digits.train_labels)
+    np.testing.assert_array_equal(load_digits(tmp_path, seed=3).train_labels, digits.train_labels)
+    assert list(load_digits(tmp_path, seed=4).train_labels) != list(digits.train_labels)
 
 
 def test_real_test_pair_splits_into_8000_and_2000() -> None:
     if not REAL.is_dir():
         pytest.skip(f"no MNIST files in {REAL}")
-    digits = load(REAL)
+    digits = load_digits(REAL)
     assert digits.train_images.shape == (8000, 784)
     assert digits.test_images.shape == (2000, 784)
     assert "split 80/20: 8000 train, 2000 test" in digits.source
@@ -274,14 +275,14 @@ def test_folder_faults(tmp_path: Path, fault: str) -> None:
     files, message = FOLDER_FAULTS[fault]
     write(tmp_path, files)
     with pytest.raises(DataError, match=f"^{re.escape(str(tmp_path))}.*{message}"):
-        load(tmp_path)
+        load_digits(tmp_path)
 
 
 def test_folder_that_is_a_file(tmp_path: Path) -> None:
     path = tmp_path / "digits.zip"
     path.write_bytes(b"")
     with pytest.raises(DataError, match=r"digits.zip: expected a folder of IDX files, found a file$"):
-        load(path)
+        load_digits(path)
 
 
 # ---- cache and download ----
@@ -316,27 +317,27 @@ def opener_of(
 
 def test_download_fills_the_default_cache_once(tmp_path: Path, served: dict[str, bytes]) -> None:
     opened: list[str] = []
-    digits = load(opener=opener_of(served, opened))
+    digits = load_digits(opener=opener_of(served, opened))
     check_small(digits)
     cache = tmp_path / "xdg" / "meshlib" / "mnist"
     assert digits.source == f"IDX files in {cache}: 5 train, 3 test"
     assert sorted(path.name for path in cache.iterdir()) == sorted(url.rpartition("/")[2] for url in served)
     assert opened == list(served)
-    check_small(load(opener=no_network))  # from the cache
-    check_small(load(download=False))
+    check_small(load_digits(opener=no_network))  # from the cache
+    check_small(load_digits(download=False))
 
 
 def test_cache_follows_home_without_xdg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path / ".cache" / "meshlib" / "mnist", small_files())
-    check_small(load())
+    check_small(load_digits())
 
 
 def test_download_fetches_only_what_the_cache_lacks(tmp_path: Path, served: dict[str, bytes]) -> None:
     write(tmp_path, without("t10k-labels"))
     opened: list[str] = []
-    check_small(load(cache=tmp_path, opener=opener_of(served, opened)))
+    check_small(load_digits(cache=tmp_path, opener=opener_of(served, opened)))
     assert opened == [mnist_data.MIRROR + "t10k-labels-idx1-ubyte.gz"]
 
 
@@ -354,7 +355,7 @@ def test_no_network_draws_digits_and_says_why(tmp_path: Path, error: Exception, 
     def fail(url: str, timeout: float) -> IO[bytes]:
         raise error
 
-    digits = load(cache=tmp_path / "cache", opener=fail, seed=2)
+    digits = load_digits(cache=tmp_path / "cache", opener=fail, seed=2)
     assert digits.source == (
         f"digits drawn by the program with seed 2, not MNIST (download failed: {reason}): 80 train, 20 test"
     )
@@ -386,7 +387,7 @@ def test_bad_downloads_leave_no_file(tmp_path: Path, served: dict[str, bytes]) -
         (Dropped(), "the read timed out"),
     ]
     for response, reason in table:
-        digits = load(cache=tmp_path, opener=opener_of(served, instead={url: response}))
+        digits = load_digits(cache=tmp_path, opener=opener_of(served, instead={url: response}))
         assert f"not MNIST (download failed: {reason}): 80 train" in digits.source
         assert [path.name for path in tmp_path.iterdir()] == ["train-images-idx3-ubyte.gz"]
 
@@ -398,24 +399,24 @@ def test_a_failed_write_leaves_no_file(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    digits = load(cache=tmp_path / "cache", opener=opener_of(served))
+    digits = load_digits(cache=tmp_path / "cache", opener=opener_of(served))
     assert "can't be written: No space left on device" in digits.source
     assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_the_network_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "not MNIST (download=False)" in load(cache=tmp_path, download=False, opener=no_network).source
+    assert "not MNIST (download=False)" in load_digits(cache=tmp_path, download=False, opener=no_network).source
     monkeypatch.setenv("MESHLIB_OFFLINE", "1")
-    assert "not MNIST (MESHLIB_OFFLINE is set)" in load(cache=tmp_path, opener=no_network).source
+    assert "not MNIST (MESHLIB_OFFLINE is set)" in load_digits(cache=tmp_path, opener=no_network).source
     monkeypatch.setenv("MESHLIB_OFFLINE", "0")
     with pytest.raises(AssertionError, match="a test opened https://ossci-datasets"):
-        load(cache=tmp_path)
+        load_digits(cache=tmp_path)
 
 
 def test_a_faulty_cache_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     write(tmp_path, small_files() | {"train-labels": BAD_LABEL})
     with pytest.raises(DataError, match=r"found 10 at index 2 \(in the cache; delete the file to have it"):
-        load(cache=tmp_path)
+        load_digits(cache=tmp_path)
 
 
 def test_published_sizes_are_those_of_the_real_files() -> None:

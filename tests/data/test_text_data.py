@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from examples import text_data
+from meshlib.core.errors import DataError
+from meshlib.data.samples import plain_text as text_data
 
 
 def test_default_is_the_standard_library() -> None:
-    text = text_data.load()
+    text = text_data.load_text()
     assert len(text.train) > 1_000_000
     assert b"def " in text.train.tobytes()
     assert "standard library" in text.source
@@ -22,7 +23,7 @@ def test_folder_in_order_without_binaries_and_held_out_is_the_end(tmp_path: Path
     (tmp_path / "b.txt").write_bytes(b"b" * 60)
     (tmp_path / "a.txt").write_bytes(b"a" * 40)
     (tmp_path / "c.bin").write_bytes(b"\0\1\2")
-    text = text_data.load(tmp_path)
+    text = text_data.load_text(tmp_path)
     assert text.train.tobytes() == b"a" * 40 + b"b" * 55
     assert text.held_out.tobytes() == b"b" * 5
     assert "2 files, 100 bytes" in text.source
@@ -31,7 +32,7 @@ def test_folder_in_order_without_binaries_and_held_out_is_the_end(tmp_path: Path
 def test_entropy_of_known_counts(tmp_path: Path) -> None:
     file = tmp_path / "t"
     file.write_bytes(b"ab" * 100)
-    assert text_data.load(file).unigram_entropy == pytest.approx(np.log(2))
+    assert text_data.load_text(file).unigram_entropy == pytest.approx(np.log(2))
 
 
 def test_windows_overlap_by_the_byte_to_predict() -> None:
@@ -41,9 +42,9 @@ def test_windows_overlap_by_the_byte_to_predict() -> None:
 
 
 def test_faults_of_paths(tmp_path: Path) -> None:
-    with pytest.raises(text_data.TextError, match="no such file"):
-        text_data.load(tmp_path / "nothing")
-    with pytest.raises(text_data.TextError, match="holds no text"):
-        text_data.load(tmp_path)
-    with pytest.raises(text_data.TextError, match="has 3 bytes, one example of --length 3 takes 4"):
+    with pytest.raises(DataError, match="no such file"):
+        text_data.load_text(tmp_path / "nothing")
+    with pytest.raises(DataError, match="holds no text"):
+        text_data.load_text(tmp_path)
+    with pytest.raises(DataError, match="has 3 bytes, one example of --length 3 takes 4"):
         text_data.windows(np.zeros(3, np.uint8), 3)

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from examples import detect, gan, image_data, images
-from examples.pictures import frame, grid, write_png
+from examples.images import classify, detect, gan
+from meshlib.data.samples import frame, grid, write_png
+from meshlib.data.samples import image_folders as image_data
 
 SMALL = ["--side", "16", "--features", "2", "--blocks", "1", "1", "--epochs", "1", "--examples", "128"]
 
@@ -48,14 +49,14 @@ def test_pictures(tmp_path: Path) -> None:
 def test_images_train_save_and_predict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(tmp_path / "model.safetensors")
     flags = [*SMALL, "--mesh", "data:8", "--layout", "batch:data"]
-    assert images.main([*flags, "--save", model]) == 0
+    assert classify.main([*flags, "--save", model]) == 0
     out = capsys.readouterr().out
     assert "shapes drawn by the program" in out
     assert "test accuracy" in out
     assert "all_reduce" in out
     pytest.importorskip("PIL.Image", reason="pictures need Pillow")
     write_png(tmp_path / "a.png", np.random.default_rng(0).random((20, 24, 3)))
-    assert images.main([*flags, "--load", model, "--predict", str(tmp_path / "a.png")]) == 0
+    assert classify.main([*flags, "--load", model, "--predict", str(tmp_path / "a.png")]) == 0
     shares = [float(row.split("%")[0]) for row in capsys.readouterr().out.splitlines()[1:]]
     assert len(shares) == 5
     assert shares == sorted(shares, reverse=True)
@@ -81,8 +82,8 @@ def test_a_gan_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypa
 @pytest.mark.parametrize(
     ("run", "flags", "message"),
     [
-        (images.main, ["--data", "/nonexistent"], "images.py: /nonexistent: expected a folder"),
-        (images.main, ["--examples", "64", "--side", "8", "--layout", "bacth:rows"], "did you mean 'batch'"),
+        (classify.main, ["--data", "/nonexistent"], "classify.py: /nonexistent: expected a folder"),
+        (classify.main, ["--examples", "64", "--side", "8", "--layout", "bacth:rows"], "did you mean 'batch'"),
         (detect.main, ["--layout", "spacial"], "did you mean 'spatial'"),
     ],
 )
@@ -98,5 +99,5 @@ def test_wrong_flags_give_one_message(
 @pytest.mark.parametrize("batches", ["0", "64,x", ""])
 def test_batches_are_counts(batches: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        images.main(["--batches", batches])
+        classify.main(["--batches", batches])
     assert "expected numbers of at least 1, such as 8,16" in capsys.readouterr().err

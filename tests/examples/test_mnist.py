@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import meshlib as mtf
-from examples import mnist, mnist_data
+from examples import mnist
+from meshlib.data.samples import mnist_digits as mnist_data
 from tests.paths import SHARED
 
 REAL = SHARED / "data" / "mnist"

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 import meshlib as mtf
-from examples import poetry, verse_data
+from examples.text import poetry
+from meshlib.core.errors import DataError
+from meshlib.data.samples import verse_pairs as verse_data
 from tests.effort import deep
 
 TINY = ["--vocab", "264", "--batch", "8", "--steps", "4", "--every", "2", "--beams", "2", "--precision", "float32"]
@@ -26,7 +28,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def test_the_verses_that_come_along() -> None:
-    verses = verse_data.load(None)
+    verses = verse_data.load_verses(None)
     assert len(verses.train) > 400
     assert len(verses.held_out) > 40
     assert not {*verses.train} & {*verses.held_out}
@@ -122,7 +124,7 @@ def test_wrong_flags_end_with_one_line(flags: list[str], message: str, capsys: p
 def test_texts_without_enough_lines(tmp_path: Path) -> None:
     short, plain = tmp_path / "short.txt", tmp_path / "plain.txt"
     short.write_text("one\ntwo\n")
-    with pytest.raises(verse_data.VerseError, match="holds 0 pairs of lines; it takes 20"):
-        verse_data.load(str(short))
+    with pytest.raises(DataError, match="holds 0 pairs of lines; it takes 20"):
+        verse_data.load_verses(str(short))
     plain.write_text("\n".join(f"line {n}" for n in range(60)))
-    assert len(verse_data.load(str(plain)).held_out) in (4, 5, 6)
+    assert len(verse_data.load_verses(str(plain)).held_out) in (4, 5, 6)

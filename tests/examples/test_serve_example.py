@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from examples import serve
+from examples.text import serve
 
 TINY = ["--size", "tiny", "--mesh", "data:2;tensor:4", "--steps", "2", "--batch", "8", "--length", "8", "--tokens", "4"]
 
@@ -59,7 +59,7 @@ BAD = {
 def test_wrong_flags_show_before_anything_is_trained(
     model: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(serve.transformer, "learn", lambda *args: pytest.fail("it trains"))
+    monkeypatch.setattr(serve.mtf, "train", lambda *args, **options: pytest.fail("it trains"))
     for flags in (["--top-p", "2"], ["--slice", "v99"], ["--layout", "batch:dat"]):
         assert serve.main([*model[:-2], *flags]) == 2  # without the checkpoint
         assert capsys.readouterr().err.startswith("serve.py: ")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import meshlib as mtf
-from examples import transformer
+from examples.text import transformer
 from tests.effort import some
 
 TINY = ["--size", "tiny", "--length", "16", "--batch", "8", "--sample", "5", "--every", "2"]

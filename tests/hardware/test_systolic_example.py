@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from examples import systolic
+from examples.machine import systolic
 from tests.paths import ROOT
 
 
@@ -115,14 +115,14 @@ def test_save(tmp_path, capsys):
 
 
 def test_runs_as_a_script_from_anywhere(tmp_path):
-    command = [sys.executable, str(ROOT / "examples" / "systolic.py"), "--size", "1", "--batch", "1"]
+    command = [sys.executable, str(ROOT / "examples" / "machine" / "systolic.py"), "--size", "1", "--batch", "1"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0
     assert "1 cycles" in done.stdout
 
 
 def test_a_closed_pipe_is_no_fault():
-    command = [sys.executable, str(ROOT / "examples" / "systolic.py"), "--mode", "serial", "--batch", "500"]
+    command = [sys.executable, str(ROOT / "examples" / "machine" / "systolic.py"), "--mode", "serial", "--batch", "500"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline().startswith("y = W x")
         process.stdout.close()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from examples import mnist, transformer
+from examples import mnist
+from examples.text import transformer
 
 
 def _mnist(folder: Path, *flags: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from examples import plan_pipeline
+from examples.plans import plan_pipeline
 
 
 def test_pipelines_stand_beside_the_step_without(capsys: pytest.CaptureFixture[str]) -> None:

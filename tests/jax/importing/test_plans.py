@@ -8,7 +8,7 @@ import jax
 import pytest
 
 import meshlib as mtf
-from examples import plan_jax
+from examples.plans import plan_jax
 from tests.effort import some
 from tests.jax.importing.models import LLAMA_NAMES, llama, llama_params
 

@@ -1,11 +1,11 @@
 """Complete text with a language model, token by token against a cache, on simulated TPU cores.
 
-    python examples/serve.py                                            # trains a small model first, 300 steps
-    python examples/transformer.py --folder run                         # or train one by itself, on whatever mesh,
-    python examples/serve.py --checkpoint run/step_000000300.safetensors --mesh tensor:8 --prompt "def main("
-    python examples/serve.py --checkpoint model.safetensors --beams 4   # beam search
-    python examples/serve.py --checkpoint model.safetensors --kernels int8 --cache int8
-    python examples/serve.py --plan llama2-70b --slice v5e-16           # no numbers: what to serve it with
+    python examples/text/serve.py                                            # trains a small model first, 300 steps
+    python examples/text/transformer.py --folder run                         # or train one by itself, on whatever mesh,
+    python examples/text/serve.py --checkpoint run/step_000000300.safetensors --mesh tensor:8 --prompt "def main("
+    python examples/text/serve.py --checkpoint model.safetensors --beams 4   # beam search
+    python examples/text/serve.py --checkpoint model.safetensors --kernels int8 --cache int8
+    python examples/text/serve.py --plan llama2-70b --slice v5e-16           # no numbers: what to serve it with
 
 Prompts of any lengths are completed side by side. Beside the tokens a second here stand those that the slice would
 make, modelled.
@@ -21,12 +21,21 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a clone, installed or not
+import numpy as np
+
+if (ROOT := Path(__file__).resolve().parents[2]).joinpath("meshlib").is_dir():
+    sys.path.insert(0, str(ROOT))  # from a checkout, installed or not
 
 import meshlib as mtf
-from examples import text_data, transformer
-from examples.terminal import check_least, finish, line, progress
+from meshlib.command.scripts import check_least, finish, line, progress
+from meshlib.data.samples import load_text, windows
 
+SIZES = {  # layers, d_model, heads of 32, d_ff
+    "tiny": (2, 128, 4, 512),
+    "small": (2, 256, 8, 1024),
+    "base": (6, 512, 16, 2048),
+}
+PRECISIONS = {"bfloat16": "default", "float32": "highest"}
 PROMPTS = ("def ", "import os\n", "class Reader:\n    ")
 
 
@@ -38,23 +47,58 @@ def trained(args: argparse.Namespace, ready: Callable[[mtf.Simulation], object])
     if args.checkpoint and Path(args.checkpoint).exists():
         print(f"parameters: {args.checkpoint}")
         return str(args.checkpoint)
-    flags = ["--size", args.size, "--steps", str(args.steps), "--precision", args.precision, "--seed", str(args.seed)]
-    flags += ["--text", args.text] if args.text else []
-    flags += ["--batch", str(args.batch), "--length", str(args.length)]
-    own = transformer.parse(flags)
-    training, _ = transformer.build(own)
-    sim = mtf.simulate(training, own.slice, seed=args.seed)
+    model, mesh = model_of(args), "data:2;tensor:4"
+    lr = mtf.optimize.product(
+        mtf.optimize.linear_warmup(1.0, min(50, args.steps)),
+        mtf.optimize.cosine_decay(2e-3, args.steps, alpha=0.1),
+    )
+    with mtf.Graph():
+        outputs, updates = mtf.models.train_step(
+            model, args.batch, args.length, mtf.optimize.AdamWOptimizer(lr), "none", max_norm=1.0
+        )
+        layout = mtf.models.layout("2d", model, mesh)
+        training = mtf.lower(outputs, updates, mesh, layout, precision=PRECISIONS[args.precision])
+    sim = mtf.simulate(training, "v3-8", seed=args.seed)
     ready(sim)
     print(f"parameters: trained for {args.steps} steps on mesh {training.mesh}")
-    transformer.learn(own, sim, mtf.estimate(training, sim.slice))
+    examples = mtf.data.arrays({"windows": windows(load_text(args.text).train, args.length)})
+    mtf.train(
+        sim,
+        examples.shuffle(args.seed).batch(args.batch).map(shifted).repeat(),
+        args.steps,
+        log_every=20,
+        report=lambda row: line(f"step {row['step']:>5}  loss {row['loss']:.4f}"),
+    )
     if args.checkpoint:
         mtf.save(sim, args.checkpoint)
     return sim
 
 
+def model_of(args: argparse.Namespace) -> mtf.models.TransformerConfig:
+    """A decoder over bytes: that of `transformer.py`, whose checkpoints can be read."""
+    layers, d_model, heads, d_ff = SIZES[args.size]
+    return mtf.models.TransformerConfig(
+        name=args.size,
+        layers=layers,
+        d_model=d_model,
+        heads=heads,
+        head_dim=32,
+        d_ff=d_ff,
+        vocab=256,
+        norm="rms",
+        position="rotary",
+        numerics=mtf.Numerics(activation_dtype=args.precision),
+    )
+
+
+def shifted(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Each byte with the one that follows it."""
+    return {"tokens": batch["windows"][:, :-1], "targets": batch["windows"][:, 1:]}
+
+
 def serve(args: argparse.Namespace) -> None:
     """Complete the prompts, and say how fast."""
-    config = transformer.config(args.size, args.precision)
+    config = model_of(args)
     config = config.replace(numerics=replace(config.numerics, kernel_dtype=args.kernels))
     prompts = args.prompt or list(PROMPTS)
     given = [len(prompt.encode()) for prompt in prompts]
@@ -79,7 +123,7 @@ def serve(args: argparse.Namespace) -> None:
         alpha=args.alpha,
         stop=stops(args),
         cache_dtype=args.cache,
-        precision=transformer.PRECISIONS[args.precision],
+        precision=PRECISIONS[args.precision],
         seed=args.seed,
     )
     generator = generator_of(trained(args, lambda sim: generator_of(state=sim)))
@@ -89,7 +133,7 @@ def serve(args: argparse.Namespace) -> None:
     seconds = time.perf_counter() - begun
     line("")
     for prompt, text, score in zip(prompts, made.texts, made.scores, strict=True):
-        print(transformer.indented(f"{prompt}|{text}"))
+        print("\n".join(f"    {row}" for row in f"{prompt}|{text}".splitlines()))
         print(f"    (log-probability {score:.1f}{' over the length penalty' if args.beams > 1 else ''})\n")
     slice_ = generator.sim.slice
     assert slice_ is not None
@@ -152,8 +196,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     narrow = ("int8", "float8_e4m3fn", "float8_e5m2")
     parser.add_argument("--kernels", choices=("int4", *narrow), default=None, help="what weights are stored in")
     parser.add_argument("--cache", choices=("bfloat16", *narrow), default=None, help="what caches are stored in")
-    parser.add_argument("--size", choices=transformer.SIZES, default="small", help="of the model")
-    parser.add_argument("--precision", choices=transformer.PRECISIONS, default="bfloat16")
+    parser.add_argument("--size", choices=SIZES, default="small", help="of the model")
+    parser.add_argument("--precision", choices=PRECISIONS, default="bfloat16")
     parser.add_argument("--steps", type=int, default=300, help="of training, where there is no checkpoint")
     parser.add_argument("--batch", type=int, default=16, help="of training")
     parser.add_argument("--length", type=int, default=128, help="of training")
@@ -178,7 +222,7 @@ def run(argv: Sequence[str] | None) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the example; 2 and one clear message where the flags or the text are wrong."""
-    return finish("serve.py", lambda: run(argv), (mtf.MeshlibError, text_data.TextError))
+    return finish("serve.py", lambda: run(argv))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Train a language model on real text, on simulated TPU cores.
 
-    python examples/transformer.py                                      # 2x4 cores of a v3-8, batch and heads split
-    python examples/transformer.py --mesh fsdp:8 --layout fsdp          # fully sharded instead
-    python examples/transformer.py --on jax --mesh data:1 --layout data # on JAX's devices, as many as the mesh has
-    python examples/transformer.py --experts 8                          # a mixture of experts, as dear a token
-    python examples/transformer.py --text ~/books --size base --steps 1000 --folder run
+    python examples/text/transformer.py                              # 2x4 cores of a v3-8, batch and heads split
+    python examples/text/transformer.py --mesh fsdp:8 --layout fsdp  # fully sharded instead
+    python examples/text/transformer.py --on jax --mesh data:1 --layout data # on JAX's devices, as many as the mesh has
+    python examples/text/transformer.py --experts 8                  # a mixture of experts, as dear a token
+    python examples/text/transformer.py --text ~/books --size base --steps 1000 --folder run
 
 The model is written once, in named dimensions. Mesh and layout say where the dimensions lie; the numbers stay the same
 up to rounding. The text is by default what every Python installation holds: the sources of its standard library.
@@ -19,11 +19,13 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a clone, installed or not
+if (ROOT := Path(__file__).resolve().parents[2]).joinpath("meshlib").is_dir():
+    sys.path.insert(0, str(ROOT))  # from a checkout, installed or not
 
 import meshlib as mtf
-from examples import devices, text_data
-from examples.terminal import check_least, finish, line
+from meshlib.command.scripts import add_device_flags, check_device_flags, check_least, finish, line, runner
+from meshlib.data.samples import load_text
+from meshlib.data.samples import windows as windows_of
 
 SIZES = {  # layers, d_model, heads of 32, d_ff
     "tiny": (2, 128, 4, 512),
@@ -46,7 +48,7 @@ def config(size: str, precision: str, experts: int = 0, top_k: int = 2) -> mtf.m
         heads=heads,
         head_dim=32,
         d_ff=d_ff,
-        vocab=text_data.VOCAB,
+        vocab=256,
         norm="rms",
         position="rotary",
         experts=mixture,
@@ -78,9 +80,9 @@ def build(args: argparse.Namespace) -> tuple[mtf.Program, mtf.Program]:
 
 def train(args: argparse.Namespace) -> None:
     """Lower, train, write a sample, and show what the layout made of the program and what a step would take."""
-    text = text_data.load(args.text)
+    text = load_text(args.text)
     training, sampling = build(args)
-    sim = devices.runner(training, args)
+    sim = runner(training, args)
     assert sim.slice is not None
     est = mtf.estimate(training, sim.slice)
     print(f"text: {text.source}; unigram entropy {text.unigram_entropy:.3f} nats a byte")
@@ -98,7 +100,7 @@ def train(args: argparse.Namespace) -> None:
 
 def examples(args: argparse.Namespace) -> mtf.data.Data:
     """Batches of windows of the text, each byte with the one that follows it."""
-    windows = text_data.windows(text_data.load(args.text).train, args.length)
+    windows = windows_of(load_text(args.text).train, args.length)
     return mtf.data.arrays({"windows": windows}).shuffle(args.seed).batch(args.batch).map(shifted).repeat()
 
 
@@ -127,7 +129,7 @@ def learn(args: argparse.Namespace, sim: mtf.Simulation, est: mtf.Estimate) -> N
         print(f"note: --steps {args.steps} counts from the first step; {args.folder} has done {trained.step}")
 
 
-def sample(sim: mtf.Simulation, program: mtf.Program, prompt: text_data.Tokens, args: argparse.Namespace) -> str:
+def sample(sim: mtf.Simulation, program: mtf.Program, prompt: np.ndarray, args: argparse.Namespace) -> str:
     """`args.sample` bytes that the model writes after the first of `prompt`, each drawn from its distribution."""
     rng = np.random.default_rng(args.seed)
     written = list(prompt[: args.length // 2])
@@ -178,9 +180,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sample", type=int, default=200, help="bytes to write at the end")
     parser.add_argument("--temperature", type=float, default=0.7, help="of the sample: lower is more certain")
     parser.add_argument("--seed", type=int, default=0)
-    devices.add_flags(parser)
+    add_device_flags(parser)
     args = parser.parse_args(argv)
-    devices.check_flags(parser, args)
+    check_device_flags(parser, args)
     check_least(parser, args, length=2, batch=1, steps=1, every=1, sample=0, seed=0, experts=0, top_k=1)
     if args.experts and args.top_k > max(2, args.experts):  # 2, unless given, of one expert too
         parser.error(f"--top-k {args.top_k} is more than --experts {args.experts}")
@@ -191,7 +193,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the example; 2 and one clear message where the flags or the text are wrong."""
-    return finish("transformer.py", lambda: train(parse(argv)), (mtf.MeshlibError, text_data.TextError))
+    return finish("transformer.py", lambda: train(parse(argv)))
 
 
 if __name__ == "__main__":

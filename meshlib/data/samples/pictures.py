@@ -1,4 +1,4 @@
-"""Pictures for the examples: frames and grids of images, written as PNG files without any package."""
+"""Grids of images and frames of boxes, written as PNG files without any further package."""
 
 from __future__ import annotations
 

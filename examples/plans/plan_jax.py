@@ -1,7 +1,7 @@
 """Plan the training of somebody's JAX model, unchanged: a Transformer in Flax on a v5e-256, under three layouts.
 
-    python examples/plan_jax.py                       # the Flax model; the same in plain JAX where Flax is absent
-    python examples/plan_jax.py --plain --layers 8 --slice v5e-64 --batch 64
+    python examples/plans/plan_jax.py                       # the Flax model; the same in plain JAX where Flax is absent
+    python examples/plans/plan_jax.py --plain --layers 8 --slice v5e-64 --batch 64
 
 The model below knows nothing of meshlib. `mtf.from_jax` traces its loss, without making an array; a few of its axes are
 given names, and layouts speak of these. The optimizer is the library's. For each layout: does it fit, how long does a
@@ -18,12 +18,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a clone, installed or not
+if (ROOT := Path(__file__).resolve().parents[2]).joinpath("meshlib").is_dir():
+    sys.path.insert(0, str(ROOT))  # from a checkout, installed or not
 
 import meshlib as mtf
-from examples.terminal import finish
-from hardware.errors import HardwareError
 from hardware.slices import Slice
+from meshlib.command.scripts import finish
 from meshlib.core.text import bytes_text
 
 # Names for the axes of a few arguments; the others follow from what the model computes.
@@ -196,7 +196,7 @@ def plan(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the example; 2 and one clear message where the flags are wrong."""
-    return finish("plan_jax.py", lambda: plan(parse(argv)), (mtf.MeshlibError, HardwareError))
+    return finish("plan_jax.py", lambda: plan(parse(argv)))
 
 
 if __name__ == "__main__":

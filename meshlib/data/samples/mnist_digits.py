@@ -1,6 +1,6 @@
-"""Handwritten digits for the examples: MNIST where it can be had, drawn digits where it can not.
+"""Handwritten digits: MNIST where it is available, drawn digits where it is not.
 
-`load` takes the first of these that is there:
+`load_digits` takes the first of these that exists:
 
 1. a folder of IDX files: the argument `data`, else the environment variable `MESHLIB_MNIST`;
 2. the cache, `$XDG_CACHE_HOME/meshlib/mnist` or `~/.cache/meshlib/mnist`;
@@ -52,7 +52,7 @@ class Digits:
     source: str
 
 
-def load(
+def load_digits(
     data: str | Path | None = None,
     *,
     cache: Path | None = None,

@@ -1,4 +1,4 @@
-"""Verses for the poetry example: those beside this file, or any text of the user's; and the simplest models of them."""
+"""Pairs of a line of verse and the next one, and n-gram models of them as a baseline."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from meshlib.core.errors import DataError
+
 OWN = Path(__file__).with_name("verses.txt")
 HELD_OUT = 10  # one poem of so many is held out
 START = -1  # before the first token of a line
 
 Pair = tuple[str, str]
 Lines = Sequence[Sequence[int]]
-
-
-class VerseError(Exception):
-    """A text is not there, or holds too few lines."""
 
 
 @dataclass(frozen=True)
@@ -30,17 +28,17 @@ class Verses:
     source: str
 
 
-def load(path: str | None) -> Verses:
+def load_verses(path: str | None) -> Verses:
     """The verses of a file: lines, with an empty line between poems; lines that begin with # are no verses.
 
     Of a text in fewer than `HELD_OUT` parts its last tenth is held out.
-    Raises: VerseError for a file that can't be read, or has fewer than 20 pairs of lines.
+    Raises: DataError for a file that can't be read, or has fewer than 20 pairs of lines.
     """
     file = OWN if path is None else Path(path).expanduser()
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
     except OSError as fault:
-        raise VerseError(f"{file}: {fault.strerror}") from None
+        raise DataError(f"{file}: {fault.strerror}") from None
     poems: list[list[str]] = [[]]
     for raw in text.splitlines():
         line = raw.strip()
@@ -61,7 +59,7 @@ def load(path: str | None) -> Verses:
     train = pairs_of(poem for n, poem in enumerate(poems) if n not in chosen)
     held_out = pairs_of(poems[n] for n in chosen) if poems else ()
     if len(train) + len(held_out) < 20 or not held_out:
-        raise VerseError(f"{file}: holds {len(train) + len(held_out)} pairs of lines; it takes 20")
+        raise DataError(f"{file}: holds {len(train) + len(held_out)} pairs of lines; it takes 20")
     return Verses(
         train, held_out, f"{file.name}: {len(poems)} poems, {len(train)} pairs of lines, {len(held_out)} held out"
     )

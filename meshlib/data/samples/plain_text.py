@@ -1,7 +1,7 @@
-"""Text for the language model: byte-level tokens of a file, a folder, or of what every Python installation holds.
+"""Byte-level tokens of a file, a folder, or the sources of Python's own library.
 
 The default is the standard library's own source code: a few megabytes of real text that need no download. A file or
-folder the user named must be readable and long enough: any fault in it is a `TextError`.
+folder that the user names must be readable and long enough: any fault in it is a `DataError`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from meshlib.core.errors import DataError
+
 Tokens = NDArray[np.uint8]
 Windows = NDArray[np.int32]
 
 VOCAB = 256  # a token is a byte
 LIMIT_BYTES = 8 * 2**20  # enough for any run here; more would only take memory
 HELD_OUT = 0.05  # the last part of the text, never trained on
-
-
-class TextError(ValueError):
-    """A text that cannot be read, or is too short; the message has both numbers."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +43,11 @@ class Text:
         return float(-(share * np.log(share)).sum())
 
 
-def load(path: str | Path | None = None) -> Text:
+def load_text(path: str | Path | None = None) -> Text:
     """The text at `path`, a file or all files of a folder in the order of their names; default: Python's own library.
 
     Returns: `Text`, cut at LIMIT_BYTES.
-    Raises: TextError for a path that is not there, cannot be read, or holds no text.
+    Raises: DataError for a path that is not there, cannot be read, or holds no text.
     """
     if path is None:
         folder = Path(sysconfig.get_paths()["stdlib"])
@@ -57,7 +55,7 @@ def load(path: str | Path | None = None) -> Text:
     else:
         folder = Path(path).expanduser()
         if not folder.exists():
-            raise TextError(f"--text {path}: there is no such file or folder")
+            raise DataError(f"--text {path}: there is no such file or folder")
         files, what = [folder] if folder.is_file() else sorted(folder.rglob("*")), str(path)
     count, data = 0, bytearray()
     for text in _texts(files, named=files == [folder]):
@@ -66,7 +64,7 @@ def load(path: str | Path | None = None) -> Text:
         if len(data) >= LIMIT_BYTES:
             break
     if not data:
-        raise TextError(f"{folder}: holds no text: 0 files without zero bytes")
+        raise DataError(f"{folder}: holds no text: 0 files without zero bytes")
     tokens = np.frombuffer(bytes(data[:LIMIT_BYTES]), np.uint8)
     kept = len(tokens) - int(HELD_OUT * len(tokens))
     return Text(tokens[:kept], tokens[kept:], f"{what}: {count} file{'s' * (count != 1)}, {len(tokens):,} bytes")
@@ -82,7 +80,7 @@ def _texts(files: list[Path], named: bool) -> Iterator[bytes]:
                 text = opened.read(LIMIT_BYTES)
         except OSError as fault:
             if named:
-                raise TextError(f"--text {file}: cannot be read: {fault.strerror}") from None
+                raise DataError(f"--text {file}: cannot be read: {fault.strerror}") from None
             continue
         if text and b"\0" not in text[:8192]:
             yield text
@@ -91,11 +89,11 @@ def _texts(files: list[Path], named: bool) -> Iterator[bytes]:
 def windows(tokens: Tokens, length: int) -> Windows:
     """The text cut in examples: int32 [n, length + 1]; the last byte of one is the first of the next.
 
-    Raises: TextError for a text shorter than one example.
+    Raises: DataError for a text shorter than one example.
     """
     count = (len(tokens) - 1) // length
     if count < 1:
-        raise TextError(f"the text has {len(tokens)} bytes, one example of --length {length} takes {length + 1}")
+        raise DataError(f"the text has {len(tokens)} bytes, one example of --length {length} takes {length + 1}")
     starts = length * np.arange(count)
     cut: Windows = tokens[starts[:, None] + np.arange(length + 1)].astype(np.int32)
     return cut

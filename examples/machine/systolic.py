@@ -1,8 +1,8 @@
 """Watch a systolic array compute y = W x, cycle by cycle, in the terminal.
 
-    python examples/systolic.py                      3x3 array, 3 vectors
-    python examples/systolic.py --size 2x4 --batch 5 --mode shadow
-    python examples/systolic.py --save frames.gif    one GIF (or frames.png: one PNG per cycle)
+    python examples/machine/systolic.py                      3x3 array, 3 vectors
+    python examples/machine/systolic.py --size 2x4 --batch 5 --mode shadow
+    python examples/machine/systolic.py --save frames.gif    one GIF (or frames.png: one PNG per cycle)
 
 Every box is a processing element: its weight w, the input x that moves right, and the partial sum p that
 moves down; where weights are loaded during the run (every mode but noload), also (w), the shadow register in
@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a clone, installed or not
+if (ROOT := Path(__file__).resolve().parents[2]).joinpath("meshlib").is_dir():
+    sys.path.insert(0, str(ROOT))  # from a checkout, installed or not
 
 from hardware import MXU, HardwareError
 from hardware.mxu import MODES

@@ -1,10 +1,10 @@
 """Train a residual network on images, on simulated TPU cores.
 
-    python examples/images.py                                        # shapes drawn by the program, 2x4 cores of a v3-8
-    python examples/images.py --data FOLDER                          # class/name.png or .jpg, or MNIST's IDX files
-    python examples/images.py --layout "batch:rows;height:cols"      # rows of the images split, too
-    python examples/images.py --batches 64,256,1024                  # the same epochs at other batches, as a table
-    python examples/images.py --load model.safetensors --predict cat.png
+    python examples/images/classify.py                                # shapes drawn by the program, 2x4 cores of a v3-8
+    python examples/images/classify.py --data FOLDER                  # class/name.png or .jpg, or MNIST's IDX files
+    python examples/images/classify.py --layout "batch:rows;height:cols"      # rows of the images split, too
+    python examples/images/classify.py --batches 64,256,1024          # the same epochs at other batches, as a table
+    python examples/images/classify.py --load model.safetensors --predict cat.png
 
 The learning rate is scaled to the batch, after a warm-up; nothing else changes with the batch, the mesh or the layout.
 """
@@ -20,13 +20,22 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a clone, installed or not
+if (ROOT := Path(__file__).resolve().parents[2]).joinpath("meshlib").is_dir():
+    sys.path.insert(0, str(ROOT))  # from a checkout, installed or not
 
 import meshlib as mtf
-from examples import devices, image_data
-from examples.image_data import ImageData
-from examples.terminal import Lines, check_least, counts, finish, line
 from hardware import Slice, legal_slices
+from meshlib.command.scripts import (
+    Lines,
+    add_device_flags,
+    check_device_flags,
+    check_least,
+    counts,
+    finish,
+    line,
+    runner,
+)
+from meshlib.data.samples import ImageData, load_images, read_image
 
 PRECISIONS = {"bfloat16": "bfloat16", "float32": "float32"}
 BASE_BATCH = 128  # for which --lr is meant
@@ -90,7 +99,7 @@ def train(args: argparse.Namespace, data: ImageData, batch: int) -> tuple[mtf.Si
     """Train for the epochs; the simulation, the evaluation program and the last accuracy."""
     config = model(args, data)
     training, evaluation = build(args, config, len(data.train_images), batch)
-    sim = devices.runner(training, args)
+    sim = runner(training, args)
     if args.load:
         mtf.load(args.load, sim)
     for note in training.notes:
@@ -129,7 +138,7 @@ def train(args: argparse.Namespace, data: ImageData, batch: int) -> tuple[mtf.Si
 def predict(args: argparse.Namespace, data: ImageData) -> None:
     """The classes of one picture, the likeliest first."""
     config = model(args, data)
-    picture = image_data.read_image(args.predict, config.height, config.channels)
+    picture = read_image(args.predict, config.height, config.channels)
     with mtf.Graph():
         shape = [
             mtf.Dimension(n, s)
@@ -172,7 +181,7 @@ def grown(name: str, times: float) -> Slice:
 
 def run(args: argparse.Namespace) -> None:
     """What the flags ask for."""
-    data = image_data.load(args.data, args.side, args.seed, args.examples)
+    data = load_images(args.data, args.side, args.seed, args.examples)
     line(f"data: {data.source}")
     if args.predict:
         predict(args, data)
@@ -219,9 +228,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--load", default=None, help="begin with a checkpoint")
     parser.add_argument("--predict", default=None, metavar="IMAGE", help="classify one picture, with --load")
     parser.add_argument("--seed", type=int, default=0)
-    devices.add_flags(parser)
+    add_device_flags(parser)
     args = parser.parse_args(argv)
-    devices.check_flags(parser, args)
+    check_device_flags(parser, args)
     check_least(parser, args, batch=1, epochs=1, side=8, seed=0, shift=0, features=1, eval_batch=1, groups=1)
     if args.predict and not args.load:
         parser.error("--predict needs a trained model: --load CHECKPOINT")
@@ -230,7 +239,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the example; 2 and one clear message where the flags or the data are wrong."""
-    return finish("images.py", lambda: run(parse(argv)), (mtf.MeshlibError,))
+    return finish("classify.py", lambda: run(parse(argv)))
 
 
 if __name__ == "__main__":

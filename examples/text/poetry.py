@@ -1,9 +1,9 @@
 """Given a line of a poem, the next line: a text-to-text problem, trained on simulated TPU cores.
 
-    python examples/poetry.py                                  # Shakespeare and Blake, 2x4 cores of a v3-8
-    python examples/poetry.py --text poems.txt --vocab 4096    # verses of yours, poems separated by empty lines
-    python examples/poetry.py --line "The woods are lovely, dark and deep,"
-    python examples/poetry.py --export model                   # a folder that mtf.load_model reads anywhere
+    python examples/text/poetry.py                                  # Shakespeare and Blake, 2x4 cores of a v3-8
+    python examples/text/poetry.py --text poems.txt --vocab 4096    # verses of yours, poems separated by empty lines
+    python examples/text/poetry.py --line "The woods are lovely, dark and deep,"
+    python examples/text/poetry.py --export model                   # a folder that mtf.load_model reads anywhere
 
 The problem of a talk on training with TPUs: an encoder-decoder Transformer with two layers of 128 and much dropout, as
 verses are few. Beside its perplexity on poems that it has not seen stand those of a unigram and of a bigram model of
@@ -23,12 +23,13 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a clone, installed or not
+if (ROOT := Path(__file__).resolve().parents[2]).joinpath("meshlib").is_dir():
+    sys.path.insert(0, str(ROOT))  # from a checkout, installed or not
 
 import meshlib as mtf
-from examples import devices, verse_data
-from examples.terminal import check_least, finish, line
-from examples.verse_data import Verses
+from meshlib.command.scripts import add_device_flags, check_device_flags, check_least, finish, line, runner
+from meshlib.data.samples import Verses, load_verses
+from meshlib.data.samples.verse_pairs import counted
 
 EVALUATED = 16  # lines that are evaluated at once
 
@@ -64,13 +65,13 @@ class Problem:
         room = max(self.length, -(-most // 8) * 8)
         return mtf.text_to_text(self.verses.held_out, self.words, room, room, packed=False)
 
-    def targets(self, pairs: Sequence[verse_data.Pair]) -> list[list[int]]:
+    def targets(self, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
         """The tokens of the next lines, each with its end."""
         return [[*self.words.encode(target), self.words.end] for _, target in pairs]
 
     def baselines(self) -> tuple[float, float]:
         """Perplexities of the unigram and of the bigram model on the held-out lines."""
-        models = verse_data.counted(self.targets(self.verses.train), self.words.size)
+        models = counted(self.targets(self.verses.train), self.words.size)
         return models.perplexities(self.targets(self.verses.held_out))
 
 
@@ -155,10 +156,10 @@ def complete(
 
 def run(args: argparse.Namespace) -> None:
     """What the flags ask for."""
-    problem = Problem(verse_data.load(args.text), args.vocab)
+    problem = Problem(load_verses(args.text), args.vocab)
     model = config(args, problem.words.size)
     training, evaluation = build(args, problem, model)
-    sim = devices.runner(training, args)
+    sim = runner(training, args)
     assert sim.slice is not None
     line(f"verses: {problem.verses.source}")
     line(f"vocabulary: {problem.words.size} byte pairs; {problem.train}, of {problem.length} tokens")
@@ -209,9 +210,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--line", action="append", help="a line to go on from, repeatedly; else some held-out ones")
     parser.add_argument("--beams", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    devices.add_flags(parser)
+    add_device_flags(parser)
     args = parser.parse_args(argv)
-    devices.check_flags(parser, args)
+    check_device_flags(parser, args)
     check_least(parser, args, vocab=258, steps=1, batch=1, every=1, beams=1, seed=0)
     if not 0 <= args.dropout < 1:
         parser.error(f"--dropout must be in 0 to 1, got {args.dropout}")
@@ -220,7 +221,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the example; 2 and one clear message where the flags or the text are wrong."""
-    return finish("poetry.py", lambda: run(parse(argv)), (mtf.MeshlibError, verse_data.VerseError))
+    return finish("poetry.py", lambda: run(parse(argv)))
 
 
 if __name__ == "__main__":

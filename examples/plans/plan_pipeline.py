@@ -1,8 +1,8 @@
 """Plan a training step of a large model whose layers are a pipeline over several slices: what does that buy?
 
-    python examples/plan_pipeline.py                                 # Llama 3.1 70B, 4 stages on 4*v5e-256
-    python examples/plan_pipeline.py --model 1t --slice "8*v5p-1024" --microbatches 32,64
-    python examples/plan_pipeline.py --repeats 1,2,4 --remat none --schedule
+    python examples/plans/plan_pipeline.py                                 # Llama 3.1 70B, 4 stages on 4*v5e-256
+    python examples/plans/plan_pipeline.py --model 1t --slice "8*v5p-1024" --microbatches 32,64
+    python examples/plans/plan_pipeline.py --repeats 1,2,4 --remat none --schedule
 
 Each slice holds a stage: of the weights only its own, and what goes from slice to slice is a microbatch at a time. The
 table sets pipelines beside the same step fully sharded with all slices data-parallel. No array is made; bytes and
@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a clone, installed or not
+if (ROOT := Path(__file__).resolve().parents[2]).joinpath("meshlib").is_dir():
+    sys.path.insert(0, str(ROOT))  # from a checkout, installed or not
 
 import meshlib as mtf
-from examples.terminal import check_least, counts, finish
-from hardware.errors import HardwareError
 from hardware.slices import Slice
+from meshlib.command.scripts import check_least, counts, finish
 from meshlib.models.usual import TENSOR, largest_power
 
 
@@ -180,7 +180,7 @@ def plan(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the example; 2 and one clear message where the flags are wrong."""
-    return finish("plan_pipeline.py", lambda: plan(parse(argv)), (mtf.MeshlibError, HardwareError))
+    return finish("plan_pipeline.py", lambda: plan(parse(argv)))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Train a small BigGAN on digits or drawn shapes, on simulated TPU cores.
 
-    python examples/gan.py --picture samples.png           # shapes drawn by the program
-    python examples/gan.py --data FOLDER                   # MNIST's IDX files, or class/name.png
-    python examples/gan.py --load gan.safetensors --steps 0 --truncation 0.5 --picture samples.png
+    python examples/images/gan.py --picture samples.png           # shapes drawn by the program
+    python examples/images/gan.py --data FOLDER                   # MNIST's IDX files, or class/name.png
+    python examples/images/gan.py --load gan.safetensors --steps 0 --truncation 0.5 --picture samples.png
 
 The picture has a row of samples for each class, by moving averages of the generator's weights; its last row goes from
 one sample to another. Both players learn in one program, each with an optimizer of its own.
@@ -19,13 +19,12 @@ from pathlib import Path
 import einops
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a clone, installed or not
+if (ROOT := Path(__file__).resolve().parents[2]).joinpath("meshlib").is_dir():
+    sys.path.insert(0, str(ROOT))  # from a checkout, installed or not
 
 import meshlib as mtf
-from examples import devices, image_data
-from examples.image_data import ImageData
-from examples.pictures import grid, write_png
-from examples.terminal import check_least, finish, line
+from meshlib.command.scripts import add_device_flags, check_device_flags, check_least, finish, line, runner
+from meshlib.data.samples import ImageData, grid, load_images, write_png
 
 COLUMNS = 10
 
@@ -56,7 +55,7 @@ def model(args: argparse.Namespace, data: ImageData) -> mtf.models.BigGANConfig:
 
 def train(args: argparse.Namespace) -> None:
     """Train, and draw samples of each class."""
-    data = image_data.load(args.data, args.side, args.seed)
+    data = load_images(args.data, args.side, args.seed)
     line(f"data: {data.source}")
     config = model(args, data)
     layout = mtf.models.image_layout(args.layout, config, args.mesh)
@@ -68,7 +67,7 @@ def train(args: argparse.Namespace) -> None:
     rows = len(data.classes) + 1
     with mtf.Graph():
         sampling = mtf.lower(mtf.models.gan_samples(config, rows * COLUMNS))
-    sim = devices.runner(training, args)
+    sim = runner(training, args)
     if args.load:
         mtf.load(args.load, sim)
     line(f"generator {config.generator_parameters:,} parameters, discriminator {config.discriminator_parameters:,}, "
@@ -129,16 +128,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--load", default=None, help="begin with a checkpoint")
     parser.add_argument("--picture", default=None, metavar="PNG", help="write samples of each class")
     parser.add_argument("--seed", type=int, default=0)
-    devices.add_flags(parser)
+    add_device_flags(parser)
     args = parser.parse_args(argv)
-    devices.check_flags(parser, args)
+    check_device_flags(parser, args)
     check_least(parser, args, features=1, batch=1, steps=0, every=1, seed=0)
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the example; 2 and one clear message where the flags or the data are wrong."""
-    return finish("gan.py", lambda: train(parse(argv)), (mtf.MeshlibError, OSError))
+    return finish("gan.py", lambda: train(parse(argv)))
 
 
 if __name__ == "__main__":

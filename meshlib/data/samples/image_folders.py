@@ -1,4 +1,4 @@
-"""Images for the examples: a folder of pictures by class, MNIST's IDX files, or shapes that are drawn here.
+"""Labelled images: a folder of pictures by class, MNIST's IDX files, or drawn shapes.
 
 A folder holds one folder for each class, of .png and .jpg files; or such folders under `train` and `test` (or `val`).
 Else a fifth of the images is kept for the test. It needs Pillow, the extra `images`.
@@ -16,9 +16,9 @@ import einops
 import numpy as np
 from numpy.typing import NDArray
 
-from examples import mnist_data
-from examples.drawn_images import CLASSES, draw_shapes
 from meshlib.core.errors import DataError
+from meshlib.data.samples.drawn_shapes import CLASSES, draw_shapes
+from meshlib.data.samples.mnist_digits import SIDE, load_digits
 from meshlib.records import images as pictures
 
 Images = NDArray[np.float32]
@@ -47,7 +47,7 @@ class ImageData:
         return found
 
 
-def load(data: str | Path | None, side: int = 32, seed: int = 0, count: int | None = None) -> ImageData:
+def load_images(data: str | Path | None, side: int = 32, seed: int = 0, count: int | None = None) -> ImageData:
     """The images of a folder, of IDX files, or without a folder drawn ones.
 
     Args:
@@ -80,10 +80,10 @@ def read_image(path: str | Path, side: int, channels: int = 3) -> Images:
 
 
 def _idx(path: Path, seed: int) -> ImageData:
-    digits = mnist_data.load(path, seed=seed)
+    digits = load_digits(path, seed=seed)
 
     def square(images: NDArray[Any]) -> Images:
-        return einops.rearrange(images, "n (height width) -> n height width 1", height=mnist_data.SIDE)
+        return einops.rearrange(images, "n (height width) -> n height width 1", height=SIDE)
 
     classes = tuple(str(n) for n in range(int(digits.train_labels.max()) + 1))
     train, test = square(digits.train_images), square(digits.test_images)

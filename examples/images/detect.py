@@ -1,7 +1,7 @@
 """Train a RetinaNet to find shapes in drawn scenes, on simulated TPU cores.
 
-    python examples/detect.py                                  # until the objects are found; a picture with boxes
-    python examples/detect.py --mesh "data:4;spatial:2" --layout data+spatial
+    python examples/images/detect.py                          # until the objects are found; a picture with boxes
+    python examples/images/detect.py --mesh "data:4;spatial:2" --layout data+spatial
 
 Prints the mean average precision on scenes it has not seen, and with --picture writes some of them with the boxes that
 it found (in the colour of the class) and the true ones (white).
@@ -18,13 +18,12 @@ from pathlib import Path
 import einops
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a clone, installed or not
+if (ROOT := Path(__file__).resolve().parents[2]).joinpath("meshlib").is_dir():
+    sys.path.insert(0, str(ROOT))  # from a checkout, installed or not
 
 import meshlib as mtf
-from examples import devices
-from examples.drawn_images import CLASSES, Scenes, draw_scenes
-from examples.pictures import frame, grid, write_png
-from examples.terminal import check_least, finish, line, progress
+from meshlib.command.scripts import add_device_flags, check_device_flags, check_least, finish, line, progress, runner
+from meshlib.data.samples import CLASSES, Scenes, draw_scenes, frame, grid, write_png
 from meshlib.models.images.detection import Objects, mean_average_precision
 
 COLOURS = np.array(
@@ -92,7 +91,7 @@ def train(args: argparse.Namespace) -> None:
         training = mtf.lower(outputs, updates, mesh=args.mesh, layout=layout)
     with mtf.Graph():
         finding = mtf.lower(mtf.models.detection_outputs(config, args.batch), mesh=args.mesh, layout=layout)
-    sim = devices.runner(training, args)
+    sim = runner(training, args)
     scenes = draw_scenes(args.scenes, args.side, args.seed, kinds=args.classes)
     unseen = draw_scenes(args.unseen, args.side, args.seed + 1, kinds=args.classes)
     line(
@@ -148,9 +147,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layout", default="data", help="data, spatial, channels, zero1, or several joined by +")
     parser.add_argument("--picture", default=None, metavar="PNG", help="write unseen scenes with boxes")
     parser.add_argument("--seed", type=int, default=0)
-    devices.add_flags(parser)
+    add_device_flags(parser)
     args = parser.parse_args(argv)
-    devices.check_flags(parser, args)
+    check_device_flags(parser, args)
     check_least(parser, args, classes=1, scenes=args.batch, unseen=1, batch=1, steps=1, every=1, seed=0)
     if args.classes > len(CLASSES) or args.side % 8 or args.side < 32:
         parser.error(f"--classes is at most {len(CLASSES)}, --side a multiple of 8 from 32 on")
@@ -159,7 +158,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the example; 2 and one clear message where the flags are wrong."""
-    return finish("detect.py", lambda: train(parse(argv)), (mtf.MeshlibError, OSError))
+    return finish("detect.py", lambda: train(parse(argv)))
 
 
 if __name__ == "__main__":

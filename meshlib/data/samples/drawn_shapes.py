@@ -1,4 +1,4 @@
-"""Images that the examples draw themselves: shapes of ten classes, alone or several in a scene with their boxes.
+"""Drawn images: shapes of ten classes, alone or several in a scene with their boxes.
 
 A shape has a colour and a pose (place, size, angle, stretch) of its own, on a shaded, noisy ground; nothing but its
 outline says its class. The same seed gives the same images.

@@ -1,0 +1,130 @@
+"""For scripts that train: flags that say where to run, lines of progress, and an exit status with one clear message.
+
+The examples are written with it; so may be scripts of your own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from hardware import Slice
+from meshlib.command.terminal import ended
+from meshlib.jax import measure_chip, on_jax
+from meshlib.program.records import Program
+from meshlib.simulation import simulate
+
+
+def progress(done: int, total: int, text: str) -> None:
+    """A bar on one line of the terminal; nothing where the output is not one."""
+    if sys.stdout.isatty():
+        filled = 30 * done // total
+        print(f"\r  [{'#' * filled}{'.' * (30 - filled)}] {done}/{total} {text}", end="", flush=True)
+
+
+def line(text: str) -> None:
+    """A line in place of the bar."""
+    print(("\r\033[K" if sys.stdout.isatty() else "") + text, flush=True)
+
+
+class Lines:
+    """A line for each epoch of `mtf.train`: the loss, how quick it was, and what the evaluation at its end found."""
+
+    def __init__(self, per_epoch: int) -> None:
+        self.per_epoch = per_epoch
+        self.row: dict[str, Any] = {}
+
+    def __call__(self, row: dict[str, Any]) -> None:
+        """Take a row of the history."""
+        if "eval_accuracy" not in row:
+            self.row = row
+            return
+        epoch, rate = row["step"] // self.per_epoch, self.row["examples_per_second"]
+        line(
+            f"epoch {epoch:>2}  loss {self.row['loss']:.4f}  test accuracy {row['eval_accuracy']:.2%}  "
+            f"({rate:,.0f} examples/s)"
+        )
+
+
+def check_least(parser: argparse.ArgumentParser, args: argparse.Namespace, **least: int) -> None:
+    """End with one clear message where a flag is less than it may be."""
+    for name, low in least.items():
+        if getattr(args, name) < low:
+            parser.error(f"--{name.replace('_', '-')} must be at least {low}, got {getattr(args, name)}")
+
+
+def counts(text: str) -> list[int]:
+    """Numbers of at least 1, joined by commas: the type of a flag."""
+    numbers = [int(part) if part.isascii() and part.isdigit() else 0 for part in text.split(",")]
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"expected numbers of at least 1, such as 8,16, got {text!r}")
+    return numbers
+
+
+def finish(name: str, run: Callable[[], object]) -> int:
+    """Run a script: its exit status, with one clear message where the flags or the data are wrong."""
+
+    def status() -> int:
+        run()
+        return 0
+
+    return ended(name, status)
+
+
+def add_device_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags that say where to run."""
+    parser.add_argument("--on", choices=("simulation", "jax"), default="simulation", help="simulated cores, or devices")
+    parser.add_argument(
+        "--join",
+        default=None,
+        metavar="ADDRESS,COUNT,INDEX",
+        help="with --on jax: one of COUNT processes, the first of which listens at ADDRESS; 'auto' on a TPU pod slice",
+    )
+    parser.add_argument("--slice", default="v3-8", help="the slice of simulated cores; as many as the mesh has")
+    parser.add_argument("--executor", choices=("fast", "exact"), default="fast", help="exact: core by core, slow")
+
+
+def check_device_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse what makes no sense."""
+    if args.join is None:
+        return
+    address, *counts = args.join.split(",")
+    if args.on != "jax":
+        parser.error("--join is for --on jax")
+    if args.join != "auto" and (len(counts) != 2 or not all(c.isdigit() for c in counts) or ":" not in address):
+        parser.error(f"--join takes ADDRESS,COUNT,INDEX, as in 10.0.0.1:8476,2,0, or auto; got {args.join!r}")
+
+
+def runner(program: Program, args: argparse.Namespace) -> Any:
+    """The program where the flags say: a `Simulation`, or `OnJax`, which is used in the same way."""
+    if args.on == "simulation":
+        return simulate(program, args.slice, seed=args.seed, executor=args.executor)
+    join(args.join)
+    run = on_jax(program, seed=args.seed)
+    if run.slice is None:  # devices whose figures nobody has published here
+        run.slice = measured(tuple(run.mesh_devices))
+    return run
+
+
+@lru_cache
+def measured(devices: tuple[Any, ...]) -> Slice:
+    """These devices as a slice of chips, timed once."""
+    return Slice(f"measured-{len(devices)}", measure_chip(devices))
+
+
+def join(how: str | None) -> None:
+    """Become one of several processes, before JAX looks for devices."""
+    if how is None:
+        return
+    import jax
+
+    if jax.distributed.is_initialized():
+        return
+    if how == "auto":
+        jax.distributed.initialize()
+    else:
+        address, count, index = how.split(",")
+        jax.distributed.initialize(address, int(count), int(index))

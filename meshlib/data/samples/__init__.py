@@ -1,0 +1,27 @@
+"""Sample data that need no download: digits, shapes, scenes with boxes, text and verses; and pictures of results.
+
+mnist_digits   MNIST's digits, from IDX files, a cache or a download; otherwise drawn ones
+drawn_shapes   coloured shapes of ten classes, alone or several in a scene with their boxes
+image_folders  folders of pictures by class, IDX files, or drawn shapes
+plain_text     bytes of a file, a folder, or the sources of Python's own library
+verse_pairs    lines of verse, each with the next one
+pictures       grids of images and frames of boxes as PNG files
+"""
+
+from meshlib.data.samples.drawn_shapes import CLASSES as CLASSES
+from meshlib.data.samples.drawn_shapes import Scenes as Scenes
+from meshlib.data.samples.drawn_shapes import draw_scenes as draw_scenes
+from meshlib.data.samples.drawn_shapes import draw_shapes as draw_shapes
+from meshlib.data.samples.image_folders import ImageData as ImageData
+from meshlib.data.samples.image_folders import load_images as load_images
+from meshlib.data.samples.image_folders import read_image as read_image
+from meshlib.data.samples.mnist_digits import Digits as Digits
+from meshlib.data.samples.mnist_digits import load_digits as load_digits
+from meshlib.data.samples.pictures import frame as frame
+from meshlib.data.samples.pictures import grid as grid
+from meshlib.data.samples.pictures import write_png as write_png
+from meshlib.data.samples.plain_text import Text as Text
+from meshlib.data.samples.plain_text import load_text as load_text
+from meshlib.data.samples.plain_text import windows as windows
+from meshlib.data.samples.verse_pairs import Verses as Verses
+from meshlib.data.samples.verse_pairs import load_verses as load_verses
