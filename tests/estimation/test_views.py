@@ -116,7 +116,7 @@ def test_alike_rows_of_unrolled_layers_are_one() -> None:
         for n in range(7):
             wide = mtf.tanh(mtf.einsum([x, mtf.variable(f"in_{n}", [d, e])], output_shape=[x.shape[0], e]))
             x = x + mtf.einsum([wide, mtf.variable(f"out_{n}", [e, d])], output_shape=[x.shape[0], d])
-    est = mtf.estimate(mtf.lower({"x": x}, mesh="m:2", layout="e:m"), "v5e-4")
+    est = mtf.estimate(mtf.lower({"x": x}, mesh="m:4", layout="e:m"), "v5e-4")
     text = est.table(rows=None)
     (line,) = [row for row in text.splitlines() if row.startswith("all_reduce")]
     assert " x7 " in line
