@@ -7,13 +7,15 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from meshlib.command import commands, reports
+from meshlib.command.jax_function import OPTIMIZERS
 from meshlib.command.plan import REMAT
 from meshlib.core.compiler import COMPILERS, XLA_TPU
 
 Number = TypeVar("Number", int, float)
 
 _PROGRAM = (
-    "a model (mtf.models.PRESETS), or FILE.py[:function] that returns (outputs, updates); default function: build"
+    "a model (mtf.models.PRESETS), or FILE.py[:function] that returns (outputs, updates), or a JAX function whose "
+    "arguments --arg gives, or FUNCTION_arguments beside it; default function: build"
 )
 
 
@@ -45,6 +47,8 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument("--plot", help="draw the first layout's into this file, such as profile.png")
         if name == "trace":
             command.add_argument("--out", required=True, help="the file, such as trace.json")
+    dims = _about(under, "dims", "the dims of a program, their sizes and where they come from", commands.dims, False)
+    dims.set_defaults(compiler=XLA_TPU.name)
     _validate(under.add_parser("validate", help="predicted beside published, with the error of each row"))
     slices = under.add_parser("slices", help="which slices there are")
     slices.add_argument("kind", nargs="?", help="a chip, such as v5e; all of them unless given")
@@ -68,7 +72,25 @@ def _about(under: Under, name: str, text: str, run: Run, a_slice: bool = True) -
     made.add_argument("--batch", type=_count, help="sequences in a step of a model; default: 4,096 tokens a device")
     made.add_argument("--length", type=_count, help="tokens in a sequence; default: 8,192, or the model's own limit")
     made.add_argument("--remat", choices=REMAT, help="what the backward pass of a model computes again")
-    if name in ("check", "verify"):  # neither depends on it
+    made.add_argument(
+        "--arg",
+        action="append",
+        metavar="NAME=DTYPE[SIZES]",
+        help="an array that a JAX function takes: x=f32[256,512,1024], params.w=bf16[512,512]; repeatedly",
+    )
+    made.add_argument(
+        "--names",
+        action="append",
+        metavar="PATH=NAMES",
+        help="names of its axes, for layouts: x='batch length d_model', '*.wq'='d_model (heads head_dim)'; repeatedly",
+    )
+    made.add_argument(
+        "--optimizer",
+        choices=OPTIMIZERS,
+        default=OPTIMIZERS[0],
+        help="what trains a JAX function whose first result is a number (%(default)s); none: its forward alone",
+    )
+    if name in ("check", "verify", "dims"):  # none of them depends on it
         made.set_defaults(compiler=XLA_TPU.name)
     else:
         _compiler(made)

@@ -10,6 +10,7 @@ from hardware.chips import CHIPS
 from hardware.slices import Slice, legal_slices
 from layouts import Mesh
 from meshlib.command.compiled import explained_hlo, hlo_text
+from meshlib.command.jax_function import dims_text
 from meshlib.command.plan import Asked, Plan, json_of, planned, plans_of, text_of
 from meshlib.command.subject import Subject, named_layouts, slice_of, subject_of, tried_values
 from meshlib.command.terminal import progress, progress_ends
@@ -59,6 +60,13 @@ def planned_of(args: argparse.Namespace, where: Slice) -> tuple[Subject, list[Pl
         return subject, [planned(subject, where, str(best.layout), str(best.mesh), asked, **dict(best.choices))], found
     layouts = named_layouts(args.layout, args.mesh) if args.layout else subject.usual(where.devices)
     return subject, plans_of(subject, where, layouts, args.remat, asked), None
+
+
+def dims(args: argparse.Namespace) -> int:
+    """The dims of a program."""
+    outputs, updates = subject_of(args, slice_of(args.slice) if args.slice else None).session().asked
+    print(dims_text(next(iter([*(t.graph for t in outputs.values()), *(op.graph for op in updates)]))))
+    return GOOD
 
 
 def search(args: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 from hardware.errors import HardwareError
 from hardware.slices import Slice
 from layouts import LayoutRules
+from meshlib.command.jax_function import arguments_of, builder
 from meshlib.core.compiler import COMPILERS, XLA_TPU, Compiler
 from meshlib.core.errors import GraphError, MeshlibError, SliceError
 from meshlib.core.graph import Graph, Operation
@@ -140,7 +141,14 @@ def _from_file(args: argparse.Namespace, given: Mapping[str, object]) -> Subject
     path, _, name = args.program.partition(".py:")
     file = Path(path if path.endswith(".py") else f"{path}.py")
     function = _function(file, name or FUNCTION)
-    return Subject(f"{file.name}:{name or FUNCTION}", function, given, compiler=COMPILERS[args.compiler])
+    shown = f"{file.name}:{name or FUNCTION}"
+    arguments = arguments_of(function, args.arg or ())
+    if arguments is not None:
+        function = builder(function, arguments, args)
+        shown += f", {args.optimizer}" if args.optimizer != "none" else ""
+    elif args.names:
+        raise GraphError(f"{shown}: --names are for JAX functions; give its arguments, such as --arg x=f32[256,512]")
+    return Subject(shown, function, given, compiler=COMPILERS[args.compiler])
 
 
 @contextmanager
@@ -153,7 +161,7 @@ def _users(what: str) -> Iterator[None]:
     except Exception as fault:
         last = traceback.extract_tb(fault.__traceback__)[-1]
         if last.filename == __file__:  # the function itself was called in another way than it wants
-            where = "; give its arguments with --set NAME=VALUE"
+            where = "; give its arguments with --set NAME=VALUE, those of a JAX function with --arg NAME=f32[256,512]"
         else:
             where = "" if isinstance(fault, SyntaxError) else f" ({Path(last.filename).name}:{last.lineno})"
         raise GraphError(f"{what} raised {type(fault).__name__}: {fault}{where}") from fault
