@@ -1,15 +1,18 @@
-"""What each command does: builds the program, asks the library, prints its answer."""
+"""What each command does: builds the program, asks the library, prints its answer.
+
+A package that one command alone needs is imported there, so that the others start without it.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+from typing import TYPE_CHECKING
 
 from hardware.chips import CHIPS
 from hardware.slices import Slice, legal_slices
 from layouts import Mesh
-from meshlib.command.compiled import explained_hlo, hlo_text
 from meshlib.command.jax_function import dims_text
 from meshlib.command.plan import Asked, Plan, json_of, planned, plans_of, text_of
 from meshlib.command.subject import Subject, named_layouts, slice_of, subject_of, tried_values
@@ -20,12 +23,9 @@ from meshlib.core.text import wrapped
 from meshlib.estimation import estimate
 from meshlib.lowering import Program
 from meshlib.program.views.listing import explain as explained
-from meshlib.records import make
-from meshlib.searching import Found
-from meshlib.searching import search as searched
-from meshlib.validation.talks import talks
-from meshlib.validation.validating import validate
-from meshlib.verification import verify
+
+if TYPE_CHECKING:
+    from meshlib.searching import Found
 
 GOOD, FAILED = 0, 1
 
@@ -82,6 +82,8 @@ def _told(args: argparse.Namespace, found: Found) -> int:
 
 
 def _found(args: argparse.Namespace, subject: Subject, where: Slice) -> Found:
+    from meshlib.searching import search
+
     tried = tried_values(args.tried or ())
     if args.remat:
         tried["remat"] = [args.remat]
@@ -92,7 +94,7 @@ def _found(args: argparse.Namespace, subject: Subject, where: Slice) -> Found:
     if args.layout:
         given["also"] = [(mesh, subject.rules(name, mesh)) for name, mesh in named_layouts(args.layout, args.mesh)]
     try:
-        return searched(
+        return search(
             subject.config or subject.built,
             where,
             choices=tried,
@@ -108,6 +110,8 @@ def _found(args: argparse.Namespace, subject: Subject, where: Slice) -> Found:
 
 def explain(args: argparse.Namespace) -> int:
     """The listing with reasons; of a compiled program in a file, its collectives."""
+    from meshlib.command.compiled import explained_hlo, hlo_text
+
     text = hlo_text(args.program)
     if text is not None:
         found = explained_hlo(text, args.slice, args.mesh)
@@ -173,6 +177,8 @@ def _faults(count: int) -> str:
 
 def verified(args: argparse.Namespace) -> int:
     """The numbers, against one core."""
+    from meshlib.verification import verify
+
     subject, layouts = _laid(args)
     if subject.config is not None and subject.config.parameters > 1e7:
         raise GraphError(
@@ -196,6 +202,9 @@ def traced(args: argparse.Namespace) -> int:
 
 def validated(args: argparse.Namespace) -> int:
     """Predicted beside published."""
+    from meshlib.validation.talks import talks
+    from meshlib.validation.validating import validate
+
     if args.talks and (args.file or args.refit):
         raise GraphError("validate: --talks has facts of its own; leave out --file and --refit")
     print(talks() if args.talks else validate(args.file, args.refit, COMPILERS[args.compiler]))
@@ -233,6 +242,8 @@ def _lowered(args: argparse.Namespace) -> list[Program]:
 
 def recorded(args: argparse.Namespace) -> int:
     """Records of something else."""
+    from meshlib.records import make
+
     shown = -1
 
     def told(done: int, total: int) -> None:

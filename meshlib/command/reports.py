@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from meshlib.command.commands import FAILED, GOOD, planned_of
 from meshlib.command.plan import Plan
 from meshlib.command.subject import slice_of
 from meshlib.core.errors import GraphError
-from meshlib.report.alternatives import Alternative
-from meshlib.report.page import page, write_page
-from meshlib.report.ranked import alternatives_of
-from meshlib.report.verdict import headline
+
+if TYPE_CHECKING:
+    from meshlib.report.alternatives import Alternative
 
 
 def report(args: argparse.Namespace) -> int:
     """Write the page about the best plan, with the others as alternatives."""
+    from meshlib.report.page import page, write_page
+    from meshlib.report.ranked import alternatives_of
+    from meshlib.report.verdict import headline
+
     where = slice_of(args.slice)
     subject, plans, search = planned_of(args, where)
     best = plans[0] if plans else None
@@ -35,6 +39,8 @@ def _faults(plans: Sequence[Plan]) -> str:
 
 
 def _alternatives(plans: Sequence[Plan]) -> list[Alternative]:
+    from meshlib.report.alternatives import Alternative
+
     options = []
     for n, plan in enumerate(plan for plan in plans if plan.est is not None):
         assert plan.est is not None

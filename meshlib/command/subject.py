@@ -22,7 +22,7 @@ from meshlib.core.errors import GraphError, MeshlibError, SliceError
 from meshlib.core.graph import Graph, Operation
 from meshlib.lowering import Program, Session, lower
 from meshlib.models import TransformerConfig, layout, preset, transformer, usual_layouts
-from meshlib.searching.programs import transformer_builder
+from meshlib.models.step_builder import transformer_builder
 
 TOKENS_OF_A_DEVICE = 4096
 LENGTH = 8192

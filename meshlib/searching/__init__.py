@@ -33,8 +33,9 @@ from meshlib.core.arguments import items, number, whole
 from meshlib.core.compiler import XLA_TPU, Compiler, require_compiler
 from meshlib.core.errors import GraphError, LayoutError, MeshlibError, SliceError, nearest
 from meshlib.models import TransformerConfig, layout, train_step, usual_layouts
+from meshlib.models.step_builder import OFFLOAD, transformer_builder
 from meshlib.searching.exploration import Search
-from meshlib.searching.programs import OFFLOAD, Build, Objective, Problem, problem_of, transformer_builder
+from meshlib.searching.programs import Build, Objective, Problem, problem_of
 from meshlib.searching.result import Found
 from meshlib.searching.resume_file import KeptEstimates, keys_of
 from meshlib.searching.roles import roles_of, space_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,15 +12,13 @@ from meshlib.core.arguments import number
 from meshlib.core.canonical_keys import key_of
 from meshlib.core.compiler import XLA_TPU, Compiler
 from meshlib.core.errors import GraphError, LayoutError, SliceError
-from meshlib.core.graph import Graph, Operation, Tensor
+from meshlib.core.graph import Graph, Operation
 from meshlib.core.opdef import Home, Kind
 from meshlib.core.replay import all_operations
 from meshlib.estimation import Estimate, estimate
 from meshlib.lowering import Session
 from meshlib.lowering.assigned import Subjects, stationary_axes
-from meshlib.models import Pipeline, TransformerConfig, train_step
 from meshlib.models.stages import MICROBATCH
-from meshlib.ops.control.remat import Remat
 from meshlib.searching.bounds.candidate import Bounds
 from meshlib.searching.outcomes import ESTIMATED, REFUSED, Figures, Outcome
 from meshlib.searching.roles import Tensors
@@ -202,26 +200,3 @@ def _outside(op: Operation) -> bool:
 
 
 # What a model may be built with besides the arguments of `train_step`.
-OFFLOAD = "offload"  # of remat: everything is computed again, from what each layer is given, which waits on the host
-
-
-def transformer_builder(config: TransformerConfig, batch: int | None, length: int | None) -> Build:
-    """Builds the training step of a model.
-
-    Its choices are arguments of `train_step`; "offload" as remat; and stages with microbatches of a pipeline.
-    """
-
-    def build(**choices: Any) -> tuple[Mapping[str, Tensor], Sequence[Operation]]:
-        sizes = {"batch": batch, "length": length} | choices
-        if sizes.get("remat") == OFFLOAD:
-            sizes["remat"] = Remat(offload_carries=True)
-        stages, microbatches = sizes.pop("stages", 1), sizes.pop("microbatches", None)
-        if stages != 1:
-            sizes["pipeline"] = Pipeline(
-                stages=stages, microbatches=4 * stages if microbatches is None else microbatches
-            )
-        elif microbatches not in (None, 1):
-            raise GraphError("microbatches are for a pipeline: with one stage give 1")
-        return train_step(config, **sizes)
-
-    return build
