@@ -12,8 +12,8 @@ from functools import lru_cache
 from typing import Any
 
 from hardware import Slice
+from meshlib import jax as devices
 from meshlib.command.terminal import ended
-from meshlib.jax import measure_chip, on_jax
 from meshlib.program.records import Program
 from meshlib.simulation import simulate
 
@@ -103,16 +103,16 @@ def runner(program: Program, args: argparse.Namespace) -> Any:
     if args.on == "simulation":
         return simulate(program, args.slice, seed=args.seed, executor=args.executor)
     join(args.join)
-    run = on_jax(program, seed=args.seed)
+    run = devices.on_jax(program, seed=args.seed)
     if run.slice is None:  # devices whose figures nobody has published here
         run.slice = measured(tuple(run.mesh_devices))
     return run
 
 
 @lru_cache
-def measured(devices: tuple[Any, ...]) -> Slice:
+def measured(found: tuple[Any, ...]) -> Slice:
     """These devices as a slice of chips, timed once."""
-    return Slice(f"measured-{len(devices)}", measure_chip(devices))
+    return Slice(f"measured-{len(found)}", devices.measure_chip(found))
 
 
 def join(how: str | None) -> None:
