@@ -110,9 +110,9 @@ def runner(program: Program, args: argparse.Namespace) -> Any:
 
 
 @lru_cache
-def measured(found: tuple[Any, ...]) -> Slice:
+def measured(jax_devices: tuple[Any, ...]) -> Slice:
     """These devices as a slice of chips, timed once."""
-    return Slice(f"measured-{len(found)}", devices.measure_chip(found))
+    return Slice(f"measured-{len(jax_devices)}", devices.measure_chip(jax_devices))
 
 
 def join(how: str | None) -> None:

@@ -15,6 +15,7 @@ from tests.effort import some
 from tests.paths import ROOT
 
 EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*.py") if path.name != "__init__.py")
+EXTRAS = ["jax", "matplotlib", "PIL"]
 RUN = [ROOT / "examples" / "mnist.py", ROOT / "examples" / "machine" / "systolic.py"]
 
 
@@ -31,7 +32,7 @@ def test_a_copy_runs(path: Path, tmp_path: Path) -> None:
     """Without any extra: JAX, matplotlib and Pillow are not there."""
     copy = shutil.copy(path, tmp_path)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    code = f"import runpy, sys; sys.argv = [{copy!r}, '--help']; sys.modules |= dict.fromkeys(['jax', 'matplotlib', 'PIL'])"
+    code = f"import runpy, sys; sys.argv = [{copy!r}, '--help']; sys.modules |= dict.fromkeys({EXTRAS})"
     done = subprocess.run(
         [sys.executable, "-c", f"{code}; runpy.run_path({copy!r}, run_name='__main__')"],
         cwd=tmp_path,
