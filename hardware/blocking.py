@@ -71,14 +71,14 @@ def _blocks(budget_bytes: int, m: int, k: int, n: int, batch: int, taps: int, fi
             left = first * m * k * (1 if kept else -(-n // columns))
             right = taps * second * k * n * (1 if kept else -(-m // rows))
             bare = min(depth, k) * (first * rows + second * columns) + max(first, second) * rows * columns
-            found = Blocks(rows, columns, min(depth, k), batch * (left + right), bare)
-            if best is None or (found.read_bytes, -bare) < best[0]:
-                best = (found.read_bytes, -bare), found
+            blocks = Blocks(rows, columns, min(depth, k), batch * (left + right), bare)
+            if best is None or (blocks.read_bytes, -bare) < best[0]:
+                best = (blocks.read_bytes, -bare), blocks
     assert best is not None
     return best[1]
 
 
 def _edges(size: int) -> list[int]:
     """Block edges to try: powers of two from 128 to 2048, and a smaller `size` itself."""
-    found = [edge for edge in (128, 256, 512, 1024, 2048) if edge < size]
-    return [*found, size] if size <= 2048 else found
+    edges = [edge for edge in (128, 256, 512, 1024, 2048) if edge < size]
+    return [*edges, size] if size <= 2048 else edges

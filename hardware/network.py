@@ -314,9 +314,11 @@ def _staged(name: str, orders: Sequence[Sequence[int]], torus: Sequence[_Leg]) -
 
 def _shares(whole: Sequence[Sequence[float]]) -> list[float]:
     """Of the data, the part that takes each order: equal ones, or those that end one stage together, the best."""
-    found = [[1.0] * len(whole[0]), *([1 / seconds for seconds in stage] for stage in whole)]
-    found = [[part / sum(parts) for part in parts] for parts in found]
-    return min(found, key=lambda parts: sum(max(map(math.prod, zip(parts, stage, strict=True))) for stage in whole))
+    candidates = [[1.0] * len(whole[0]), *([1 / seconds for seconds in stage] for stage in whole)]
+    candidates = [[part / sum(parts) for part in parts] for parts in candidates]
+    return min(
+        candidates, key=lambda parts: sum(max(map(math.prod, zip(parts, stage, strict=True))) for stage in whole)
+    )
 
 
 def _exchanges(torus: Sequence[_Leg]) -> tuple[_Way, ...]:

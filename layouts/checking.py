@@ -73,8 +73,8 @@ def check(
     foreign = _foreign(rules, mesh, known, met.faults)
     notes = [f"{text}; it splits nothing here, as its '?' allows" for text in dict.fromkeys(foreign)]
     notes += _notes(rules, mesh, met, known)
-    found = tuple((fault, tuple(dict.fromkeys(labels))) for fault, labels in met.faults.items())
-    return Report(tuple(_with_tensors(*item) for item in found), tuple(notes), found)
+    faults_with_labels = tuple((fault, tuple(dict.fromkeys(labels))) for fault, labels in met.faults.items())
+    return Report(tuple(_with_tensors(*item) for item in faults_with_labels), tuple(notes), faults_with_labels)
 
 
 @dataclass
@@ -168,8 +168,8 @@ def _notes(rules: LayoutRules, mesh: Mesh, met: _Met, known: dict[str, None]) ->
 
 def _swapped(rules: LayoutRules, name: str, mesh: Mesh, known: dict[str, None]) -> str:
     """A hint where a rule names an axis first, then a dim."""
-    found = [rule for rule in rules.rules if rule.dim == name and name in mesh and set(rule.axes) & set(known)]
-    return f"; rules are dim:axis, so write {found[0].axes[0]}:{name}" if found else ""
+    swapped_rules = [rule for rule in rules.rules if rule.dim == name and name in mesh and set(rule.axes) & set(known)]
+    return f"; rules are dim:axis, so write {swapped_rules[0].axes[0]}:{name}" if swapped_rules else ""
 
 
 def _why_unused(rule: Rule, present: dict[str, None]) -> str:

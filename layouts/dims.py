@@ -63,8 +63,8 @@ class Dims(tuple[Dimension, ...]):
     @overload
     def __getitem__(self, key: slice) -> Dims: ...
     def __getitem__(self, key: SupportsIndex | slice) -> Dimension | Dims:
-        found = tuple.__getitem__(self, key)
-        return Dims(found) if isinstance(key, slice) else found  # type: ignore[arg-type,return-value]
+        item = tuple.__getitem__(self, key)
+        return Dims(item) if isinstance(key, slice) else item  # type: ignore[arg-type,return-value]
 
     def __add__(self, other: Iterable[Dimension]) -> Dims:  # type: ignore[override]
         return Dims((*self, *other))
@@ -95,15 +95,15 @@ class Shape(Frozen):
     _index: dict[str, int]
 
     def __init__(self, dims: ShapeLike = ()) -> None:
-        made = _dimensions(dims)
-        index = {d.name: i for i, d in enumerate(made)}
-        if len(index) != len(made):
-            twice = next(d for i, d in enumerate(made) if index[d.name] != i)
-            sizes = " and ".join(str(d) for d in made if d.name == twice.name)
+        own_dims = _dimensions(dims)
+        index = {d.name: i for i, d in enumerate(own_dims)}
+        if len(index) != len(own_dims):
+            twice = next(d for i, d in enumerate(own_dims) if index[d.name] != i)
+            sizes = " and ".join(str(d) for d in own_dims if d.name == twice.name)
             raise LayoutError(f"dimension {twice.name!r} occurs twice in one shape: {sizes}; rename one")
-        made = made if isinstance(made, Dims) else Dims(made)
-        lengths = tuple(d.size for d in made)
-        self._fill(made, dims=made, names=tuple(index), sizes=lengths, size=prod(lengths), _index=index)
+        own_dims = own_dims if isinstance(own_dims, Dims) else Dims(own_dims)
+        lengths = tuple(d.size for d in own_dims)
+        self._fill(own_dims, dims=own_dims, names=tuple(index), sizes=lengths, size=prod(lengths), _index=index)
 
     @property
     def to_integer_list(self) -> list[int]:
@@ -177,8 +177,8 @@ class Shape(Frozen):
     @overload
     def __getitem__(self, key: slice) -> Shape: ...
     def __getitem__(self, key: int | slice) -> Dimension | Shape:
-        found = tuple.__getitem__(self.dims, key)
-        return Shape(found) if isinstance(key, slice) else found  # type: ignore[arg-type,return-value]
+        item = tuple.__getitem__(self.dims, key)
+        return Shape(item) if isinstance(key, slice) else item  # type: ignore[arg-type,return-value]
 
     def __contains__(self, dim: object) -> bool:
         """By name, or by name and size when a Dimension is given."""

@@ -25,5 +25,5 @@ def nearest(name: object, candidates: Iterable[str]) -> str:
     ''
     """
     known, word = list(candidates), str(name)
-    found = difflib.get_close_matches(word, known, n=1) or [x for x in known if x.endswith(f"_{word}")]
-    return f"; did you mean {found[0]!r}?" if found else ""
+    matches = difflib.get_close_matches(word, known, n=1) or [x for x in known if x.endswith(f"_{word}")]
+    return f"; did you mean {matches[0]!r}?" if matches else ""

@@ -50,7 +50,7 @@ def from_flax(rules: Iterable[tuple[str, Entry]], dims: Iterable[str] | None = N
     if isinstance(given, str) or not is_iterable(given):
         raise LayoutError(f"Flax rules are a list of (dim, axes) pairs, not {rules!r:.80}")
     kept = None if dims is None else set(dims)
-    made: list[Rule] = []
+    layout_rules: list[Rule] = []
     closed: set[str] = set()  # their search has ended
     for number, item in enumerate(rules):
         if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[0], str):
@@ -59,12 +59,12 @@ def from_flax(rules: Iterable[tuple[str, Entry]], dims: Iterable[str] | None = N
         if dim in closed or (kept is not None and dim not in kept):
             continue
         if axes:
-            made.append(Rule(dim, axes, optional=True, whole=len(axes) > 1))
+            layout_rules.append(Rule(dim, axes, optional=True, whole=len(axes) > 1))
             continue
         closed.add(dim)
-        if not any(rule.dim == dim for rule in made):
-            made.append(Rule(dim, ()))
-    return LayoutRules(made)
+        if not any(rule.dim == dim for rule in layout_rules):
+            layout_rules.append(Rule(dim, ()))
+    return LayoutRules(layout_rules)
 
 
 def to_flax(rules: RulesLike, scope: str | None = None) -> list[tuple[str, str | Axes | None]]:
@@ -114,12 +114,12 @@ def from_haliax(mapping: Mapping[str, Entry], params: Mapping[str, Entry] | None
     batch:data;mlp:model;variables/batch:;variables/embed:data
     """
     computed, stored = (_mapping(m, what) for m, what in ((mapping, "mapping"), (params, "params")))
-    made = [Rule(dim, axes) for dim, axes in computed.items()]
+    layout_rules = [Rule(dim, axes) for dim, axes in computed.items()]
     if params is not None:
         dims = dict.fromkeys([*computed, *stored])
         changed = [dim for dim in dims if stored.get(dim, ()) != computed.get(dim, ())]
-        made += [Rule(dim, stored.get(dim, ()), scope="variables") for dim in changed]
-    return LayoutRules(made)
+        layout_rules += [Rule(dim, stored.get(dim, ()), scope="variables") for dim in changed]
+    return LayoutRules(layout_rules)
 
 
 def from_partition_specs(
@@ -150,7 +150,7 @@ def from_partition_specs(
     if scope is not None:
         checked_scope(scope)
     faults: list[str] = []
-    found: dict[str, tuple[Axes, str]] = {}  # dim -> axes and the tensor that says so
+    axes_of_dim: dict[str, tuple[Axes, str]] = {}  # dim -> axes and the tensor that says so
     for tensor, spec in specs.items():
         try:
             placed, what = _placed(tensor, spec, dims or {})
@@ -158,7 +158,7 @@ def from_partition_specs(
             faults.append(str(fault))
             continue
         for dim, axes in placed.items():
-            known, first = found.setdefault(dim, (axes, what))
+            known, first = axes_of_dim.setdefault(dim, (axes, what))
             if known != axes:
                 faults.append(
                     f"dim {dim!r} lies on {_shown(known)} in {first}, but on {_shown(axes)} in {what}: one rule holds "
@@ -167,7 +167,7 @@ def from_partition_specs(
     if faults:
         count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
         raise LayoutError("\n  ".join([f"{count} in the specs", *faults]))
-    return LayoutRules([Rule(dim, axes, scope=scope) for dim, (axes, _) in found.items()])
+    return LayoutRules([Rule(dim, axes, scope=scope) for dim, (axes, _) in axes_of_dim.items()])
 
 
 def to_partition_spec(sharding: Sharding) -> tuple[str | Axes | None, ...]:

@@ -168,11 +168,11 @@ class _Map:
 
     def number(self, state: State) -> int:
         """The number of a state."""
-        found = self._numbers.get(state)
-        if found is None:
-            found = self._numbers[state] = len(self.states)
+        state_number = self._numbers.get(state)
+        if state_number is None:
+            state_number = self._numbers[state] = len(self.states)
             self.states.append(state)
-        return found
+        return state_number
 
     def counts(self, splits: Splits) -> list[int]:
         """Into how many blocks each dim is split."""
@@ -181,12 +181,12 @@ class _Map:
 
     def moves(self, state: int) -> list[Step]:
         """Every step that is possible in a state."""
-        found = self._moves.get(state)
-        if found is None:
-            found = self._moves[state] = []
+        known_moves = self._moves.get(state)
+        if known_moves is None:
+            known_moves = self._moves[state] = []
             for move in self._found(self.states[state]):
-                found.append((self.number(move.after), move.cost, move.kind == "slice", move))
-        return found
+                known_moves.append((self.number(move.after), move.cost, move.kind == "slice", move))
+        return known_moves
 
     def _found(self, state: State) -> Iterator[Move]:
         splits, awaited = state
@@ -271,9 +271,9 @@ class _Map:
                 if a in left and count % (left[a] * self._product(other[d])) == 0:
                     other[d] += (a,)
                     del left[a]
-        found = tuple(other)
-        if found != splits and counts == tuple(map(self._product, found)):
-            yield found
+        permuted = tuple(other)
+        if permuted != splits and counts == tuple(map(self._product, permuted)):
+            yield permuted
 
     def _product(self, entry: Numbers) -> int:
         return prod([self.axis_sizes[a] for a in entry])

@@ -91,9 +91,9 @@ class LayoutRules(Frozen):
     _table: dict[tuple[str | None, str], tuple[Rule, ...]]
 
     def __init__(self, rules: RulesLike = None) -> None:
-        made = _read(rules)
+        own_rules = _read(rules)
         table: dict[tuple[str | None, str], tuple[Rule, ...]] = {}
-        for rule in made:
+        for rule in own_rules:
             table[rule.scope, rule.dim] = (*table.get((rule.scope, rule.dim), ()), rule)
         for same in table.values():
             required = [str(rule) for rule in same if not rule.optional]
@@ -102,7 +102,7 @@ class LayoutRules(Frozen):
                     f"two required rules for dim {same[0].dim!r}: {' and '.join(required)}; remove one, "
                     f"join their axes with '+', or mark the alternative optional with '?'"
                 )
-        self._fill(made, rules=made, _table=table)
+        self._fill(own_rules, rules=own_rules, _table=table)
 
     @property
     def dims(self) -> tuple[str, ...]:
@@ -272,7 +272,7 @@ def _read(source: RulesLike) -> tuple[Rule, ...]:
         raise LayoutError(
             f"expected a layout as text like 'batch:rows;hidden:cols', a dict or pairs, not {source!r:.80}"
         )
-    made = []
+    read_rules = []
     for item in source.items() if isinstance(source, Mapping) else source:
         if not isinstance(item, Rule) and not (isinstance(item, tuple | list) and len(item) == 2):
             raise LayoutError(f"expected a (dim, axes) pair, not {item!r:.80}")
@@ -280,8 +280,8 @@ def _read(source: RulesLike) -> tuple[Rule, ...]:
         if not isinstance(left, str):
             raise LayoutError(f"the left side of a rule is the name of a dimension, not {left!r}")
         right = _joined(left, right)
-        made.append(_rule(left, right, f"{left}:{right}", 0))
-    return tuple(made)
+        read_rules.append(_rule(left, right, f"{left}:{right}", 0))
+    return tuple(read_rules)
 
 
 def _joined(dim: str, axes: object) -> str:

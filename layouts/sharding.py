@@ -168,8 +168,8 @@ class Sharding(Frozen):
             not 0 <= i < n for i, n in zip(block, self.block_counts, strict=True)
         ):
             raise LayoutError(f"no block {block} in {self}: it has {self.block_counts} blocks")
-        found = (d for d, c in enumerate(self.mesh.coordinates()) if self.block_index(c) == block)
-        return tuple(found)
+        devices = (d for d, c in enumerate(self.mesh.coordinates()) if self.block_index(c) == block)
+        return tuple(devices)
 
     def with_axes(self, axes: Sequence[Sequence[str]]) -> Sharding:
         """The same with other axes on the dimensions."""

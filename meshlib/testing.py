@@ -115,8 +115,8 @@ def assert_collectives(program: Program, expected: Sequence[Any] | Mapping[str, 
     if isinstance(expected, str) or not isinstance(expected, Sequence):
         raise GraphError(f"assert_collectives: expected must be a list of collectives, got {expected!r:.80}")
     wanted = [w for entry in expected for w in _read(entry, program)]
-    found = _found(program)
-    missing, unexpected = _unmatched(wanted, found)
+    collectives = _found(program)
+    missing, unexpected = _unmatched(wanted, collectives)
     if not missing and not unexpected:
         return
     lines = [f"other collectives than expected: {len(missing)} missing, {len(unexpected)} unexpected"]
@@ -127,7 +127,7 @@ def assert_collectives(program: Program, expected: Sequence[Any] | Mapping[str, 
             lines.append(f"      nearest: {close}")
     for c in unexpected:
         lines += [f"  + {c}  ({c.collective.source})", *c.why]
-    lines += [f"    {c}" for c in found if c not in unexpected]
+    lines += [f"    {c}" for c in collectives if c not in unexpected]
     raise AssertionError("\n".join([*lines, _place(program)]))
 
 
@@ -139,11 +139,11 @@ def _assert_counts(program: Program, expected: Mapping[str, int]) -> None:
                 f"assert_collectives: {kind!r}: {count!r:.80} must be a kind with a number; kinds are "
                 f"{', '.join(COLLECTIVES)}{nearest(kind, COLLECTIVES)}"
             )
-    found = _found(program)
-    counts = Counter(c.collective.kind for c in found)
+    collectives = _found(program)
+    counts = Counter(c.collective.kind for c in collectives)
     if counts != {kind: count for kind, count in expected.items() if count}:
         lines = [f"expected {dict(expected)}, found {dict(counts)}"]
-        for c in found:
+        for c in collectives:
             if counts[c.collective.kind] != expected.get(c.collective.kind, 0):
                 lines += [f"  {c}  ({c.collective.source})", *c.why]
         raise AssertionError("\n".join([*lines, _place(program)]))
@@ -259,10 +259,10 @@ def assert_layout_invariant(
       ['', 'batch:p', 'd:p', 'd:p;batch:p?']
     """
     __tracebackhide__ = True
-    found = verify(outputs, updates, inputs, layouts, mesh, **options)
-    if not found.ok:
-        raise AssertionError("\n".join([str(found).splitlines()[0], *map(str, found.failures)]))
-    return found
+    verification = verify(outputs, updates, inputs, layouts, mesh, **options)
+    if not verification.ok:
+        raise AssertionError("\n".join([str(verification).splitlines()[0], *map(str, verification.failures)]))
+    return verification
 
 
 def assert_fits(program: Program, slice: Any) -> None:

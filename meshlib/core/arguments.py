@@ -31,11 +31,11 @@ def number(value: object, what: str, argument: str) -> float:
     """
     if isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool):
         try:
-            found = float(value)
+            number_value = float(value)
         except OverflowError:
-            found = math.inf
-        if math.isfinite(found):
-            return found
+            number_value = math.inf
+        if math.isfinite(number_value):
+            return number_value
     raise GraphError(f"{at(what)}: {argument} must be a finite number, got {_shown(value)}")
 
 
@@ -49,10 +49,10 @@ _BOUNDS: dict[str, Callable[[float], bool]] = {
 
 def bounded(value: object, what: str, argument: str, rule: str = NOT_NEGATIVE) -> float:
     """`value` as a finite float that is positive, not negative, or a fraction."""
-    found = number(value, what, argument)
-    if not _BOUNDS[rule](found):
-        raise GraphError(f"{at(what)}: {argument} must {rule}, got {found:g}")
-    return found
+    checked_number = number(value, what, argument)
+    if not _BOUNDS[rule](checked_number):
+        raise GraphError(f"{at(what)}: {argument} must {rule}, got {checked_number:g}")
+    return checked_number
 
 
 def whole(value: object, what: str, argument: str, low: int | None = None) -> int:

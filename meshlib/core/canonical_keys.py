@@ -224,8 +224,8 @@ class _Encoder:
         if isinstance(reduced, str):
             self._put("global", reduced.encode())
             return
-        made, arguments, *rest = tuple(reduced)
-        self._named("made by", made if made is not copyreg.__newobj__ else "new")  # type: ignore[attr-defined]
+        constructor, arguments, *rest = tuple(reduced)
+        self._named("made by", constructor if constructor is not copyreg.__newobj__ else "new")  # type: ignore[attr-defined]
         self._named("arguments", arguments)
         state, items, pairs, *_ = [*rest, None, None, None]
         self._named("state", state)

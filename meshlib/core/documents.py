@@ -91,28 +91,28 @@ def parse_json(
         fail(f"{word} is no number in JSON")
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) != len(pairs):
+        entries = dict(pairs)
+        if len(entries) != len(pairs):
             ((name, count),) = Counter(name for name, _ in pairs).most_common(1)
             fail(f"the key {name!r:.80} occurs {count} times")
-        return made
+        return entries
 
     try:
         text = raw.decode() if isinstance(raw, bytes) else raw
-        found = json.loads(text, object_pairs_hook=unique, parse_constant=None if constants else no_constant)
+        document = json.loads(text, object_pairs_hook=unique, parse_constant=None if constants else no_constant)
     except UnicodeDecodeError as fault:
         fail(f"it is not UTF-8: byte {fault.start} of {len(raw)} is 0x{fault.object[fault.start]:02x}")
     except RecursionError:
         fail(f"it is nested deeper than {MOST_DEPTH} levels")
     except ValueError as fault:
         fail(f"it is not valid JSON: {fault!s:.160}")
-    if not isinstance(found, dict) and not (a_list and isinstance(found, list)):
-        fail(f"it holds {type(found).__name__} {_shown(found)}, not an object")
-    if not _shallow(found, MOST_DEPTH):
+    if not isinstance(document, dict) and not (a_list and isinstance(document, list)):
+        fail(f"it holds {type(document).__name__} {_shown(document)}, not an object")
+    if not _shallow(document, MOST_DEPTH):
         fail(f"it is nested deeper than {MOST_DEPTH} levels")
-    if isinstance(found, dict):
-        check_fields(found, schema or {}, fail)
-    return found
+    if isinstance(document, dict):
+        check_fields(document, schema or {}, fail)
+    return document
 
 
 def check_fields(record: Mapping[str, Any], schema: Schema, fail: Fail) -> None:

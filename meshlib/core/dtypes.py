@@ -141,12 +141,12 @@ def as_dtype(dtype: object) -> DType:
     if isinstance(dtype, DType):
         return dtype
     name = dtype if isinstance(dtype, str) else _numpy_name(dtype)
-    found = BY_NAME.get(name)
-    if found is None:
+    known = BY_NAME.get(name)
+    if known is None:
         raise ShapeError(
             f"unknown dtype {dtype!r:.80} ({source_line()}): use one of {', '.join(BY_NAME)}{nearest(name, BY_NAME)}"
         )
-    return found
+    return known
 
 
 def _numpy_name(dtype: object) -> str:

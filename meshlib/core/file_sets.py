@@ -129,13 +129,13 @@ class FileSet:
 
     def _named_before(self) -> list[str]:
         """The members of older sets, by their manifest and the journal of a killed writer, where these can be read."""
-        found: list[str] = []
+        earlier_names: list[str] = []
         for path, named in ((self.manifest, self.named), (self.journal, json.loads)):
             with suppress(OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError):
                 with open(self._path(path), "rb") as file:
                     names = [os.path.basename(name) for name in named(file.read())]
-                found += [*names, *map(plain_name, names)]
-        return found
+                earlier_names += [*names, *map(plain_name, names)]
+        return earlier_names
 
     def _rename(self, names: Sequence[str]) -> None:
         for one, name in zip(self.staged, names, strict=True):
@@ -144,12 +144,12 @@ class FileSet:
         sync_folder(self.folder)
 
     def _replace(self, name: str, content: bytes) -> None:
-        made = Replacement(self._path(name), self.what, self.error, follow=False)
+        replacement = Replacement(self._path(name), self.what, self.error, follow=False)
         try:
-            made.file.write(content)
-            made.finish()
+            replacement.file.write(content)
+            replacement.finish()
         finally:
-            made.close()
+            replacement.close()
 
     def _remove(self, old: Collection[str], kept: Collection[str]) -> None:
         """Remove what is stale: older members, and files of the set's pattern; the journal last, if it is one."""
@@ -184,11 +184,11 @@ def checked(folder: str | os.PathLike[str], entry: object, what: str, error: typ
         case _:
             raise error(f"{what}: {os.fspath(folder)} has a manifest that names no file of it: {entry!r:.120}")
     with open_file(path, what, error) as (file, target):
-        found = os.fstat(file.fileno()).st_size
-    if found != size:
+        actual_bytes = os.fstat(file.fileno()).st_size
+    if actual_bytes != size:
         raise error(
             f"{what}: {target} is not the file that was written with the others: its manifest says {size} bytes, it "
-            f"has {found}; write the set again, or restore all of its files"
+            f"has {actual_bytes}; write the set again, or restore all of its files"
         )
     if sums and (total := _sum(path)[1]) != crc:
         raise error(

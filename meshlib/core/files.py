@@ -40,14 +40,14 @@ def replace_file(path: object, write: Callable[[BinaryIO], object], what: str, e
     Raises: `error` if the path is none, names something else than a regular file, or can't be written; whatever `write`
       raises but OSError. A killed writer leaves a file beside the target, which the next call removes.
     """
-    made = Replacement(path, what, error)
+    replacement = Replacement(path, what, error)
     try:
-        with made.faults():
-            write(made.file)
-        made.finish()
+        with replacement.faults():
+            write(replacement.file)
+        replacement.finish()
     finally:
-        made.close()
-    return made.target
+        replacement.close()
+    return replacement.target
 
 
 class Replacement:
@@ -367,10 +367,10 @@ def remove_stale(folder: str, *names: str) -> None:
         there = os.listdir(folder)
     except PermissionError:  # a folder that may be written, not read
         return
-    for found in there:
-        if not TEMPORARY.fullmatch(found) or (stems and found[: -len("0123abcd.saving")] not in stems):
+    for entry in there:
+        if not TEMPORARY.fullmatch(entry) or (stems and entry[: -len("0123abcd.saving")] not in stems):
             continue
-        path = os.path.join(folder, found)
+        path = os.path.join(folder, entry)
         with suppress(OSError):  # another writer removed or finished it
             descriptor = os.open(path, os.O_RDWR)
             try:

@@ -462,9 +462,9 @@ def find_dim(x: Tensor, dim: Dimension | str, what: str) -> Dimension:
         raise GraphError(f"{what} ({source_line()}): expected a dim or its name, got {type(dim).__name__} {dim!r:.80}")
     if name not in x.shape:
         raise GraphError(f"{what} ({source_line()}): {x} has no dim '{name}'{nearest(str(name), x.shape.names)}")
-    found = x.shape.dim(name)
-    if isinstance(dim, Dimension) and dim.size != found.size:
+    own_dim = x.shape.dim(name)
+    if isinstance(dim, Dimension) and dim.size != own_dim.size:
         raise GraphError(
-            f"{what} ({source_line()}): dim '{name}' has size {found.size} in {x}, but {dim.size} was given"
+            f"{what} ({source_line()}): dim '{name}' has size {own_dim.size} in {x}, but {dim.size} was given"
         )
-    return found
+    return own_dim

@@ -243,11 +243,11 @@ class _TruncatedNormal:
         def drawn(key: Key) -> Array:
             return random_normal(0.0, 1.0)(key, shape, dtype if dtype is FLOAT64 else FLOAT32)
 
-        found, tries = drawn(key), 0
-        while (far := np.abs(found) > _CUT).any():
+        values, tries = drawn(key), 0
+        while (far := np.abs(values) > _CUT).any():
             tries += 1
-            found = np.where(far, drawn(make_key(*key, tries)), found)
-        out = np.asarray(self.mean + self.stddev * found, dtype.storage)
+            values = np.where(far, drawn(make_key(*key, tries)), values)
+        out = np.asarray(self.mean + self.stddev * values, dtype.storage)
         return dtype.rounded(out)
 
 

@@ -61,13 +61,13 @@ class Active:
         >>> Active("stage", ((0, 1, 3),), 4).runs(0)
         [(0, 2), (3, 4)]
         """
-        made: list[tuple[int, int]] = []
+        joined: list[tuple[int, int]] = []
         for n in self.indices[trip]:
-            if made and made[-1][1] == n:
-                made[-1] = (made[-1][0], n + 1)
+            if joined and joined[-1][1] == n:
+                joined[-1] = (joined[-1][0], n + 1)
             else:
-                made.append((n, n + 1))
-        return made
+                joined.append((n, n + 1))
+        return joined
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,5 +130,10 @@ class LoopRecord:
 
     def outputs(self, parts: Sequence[T]) -> Results[T]:
         """One thing per output, told apart by what the output is."""
-        count, made = self.carries, len(self.results)
-        return Results(parts[:count], parts[count:made], parts[made : made + count], parts[made + count :])
+        count, result_count = self.carries, len(self.results)
+        return Results(
+            parts[:count],
+            parts[count:result_count],
+            parts[result_count : result_count + count],
+            parts[result_count + count :],
+        )

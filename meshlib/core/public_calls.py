@@ -27,15 +27,15 @@ def public(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        made: list[Operation] = []  # filled by `record`, which finds it in this frame
+        created: list[Operation] = []  # filled by `record`, which finds it in this frame
         try:
             result = function(*args, **kwargs)
         except TypeError as fault:
             refuse_misfit(fault, function.__name__, [function], args, kwargs)
             raise
-        if made:
+        if created:
             returned = set(_operations(result))
-            for op in made:
+            for op in created:
                 if op not in returned:
                     op.graph.inner.add(op)
         return result
@@ -56,7 +56,7 @@ def record(op: Operation) -> None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not (shown_file(frame.f_code.co_filename) and is_users(frame)):  # the first is fast
         if frame.f_code is _FACE:
-            frame.f_locals["made"].append(op)
+            frame.f_locals["created"].append(op)
             return
         frame = frame.f_back
 

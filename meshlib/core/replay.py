@@ -39,35 +39,35 @@ def replay(
     Tensors in `given` are replaced; others that the operations do not make stay as they are.
     Returns: what stands for each tensor.
     """
-    made = dict(given)
+    replayed = dict(given)
     copies: dict[Operation, Operation] = {}
     for op in operations:
-        if op.outputs and op.outputs[0] in made:
+        if op.outputs and op.outputs[0] in replayed:
             continue
         taken = op.inputs if op.kind.show is None else op.inputs[:1]  # what was shown is not shown again
-        inputs = [graph.adopt(made.get(x, x)) for x in taken]
+        inputs = [graph.adopt(replayed.get(x, x)) for x in taken]
         with written_at(op.source):
             copy = graph.add(op.kind, inputs, [y.type for y in op.outputs], op.attrs, exact_name=op.name)
         copies[op] = copy
         graph.again.add(copy)
-        made.update(zip(op.outputs, copy.outputs, strict=True))
+        replayed.update(zip(op.outputs, copy.outputs, strict=True))
         known = op.graph.known
         for y in op.outputs:
             if y in known:
-                graph.known[made[y]] = graph.adopt(made.get(known[y], known[y]))
+                graph.known[replayed[y]] = graph.adopt(replayed.get(known[y], known[y]))
     among = set(operations)
     for rewrite in tuple(rewrites):
         run = tuple(copies[op] for op in rewrite.operations if op in copies)
         if run and among.issuperset(rewrite.operations):
-            inputs = [graph.adopt(made.get(x, x)) for x in rewrite.inputs]
-            results = [made.get(y, y) for y in rewrite.results]
-            kept = tuple((made.get(y, y), made.get(where, where)) for y, where in rewrite.kept)
+            inputs = [graph.adopt(replayed.get(x, x)) for x in rewrite.inputs]
+            results = [replayed.get(y, y) for y in rewrite.results]
+            kept = tuple((replayed.get(y, y), replayed.get(where, where)) for y, where in rewrite.kept)
             read = rewrite.residuals
-            residuals = None if read is None else tuple(graph.adopt(made.get(x, x)) for x in read)
+            residuals = None if read is None else tuple(graph.adopt(replayed.get(x, x)) for x in read)
             graph.rewrites.append(
                 Rewrite(run, tuple(inputs), tuple(results), rewrite.gradient, kept, residuals, rewrite.written)
             )
-    return made
+    return replayed
 
 
 def all_operations(operations: Iterable[Operation]) -> Iterator[Operation]:
@@ -80,11 +80,11 @@ def all_operations(operations: Iterable[Operation]) -> Iterator[Operation]:
 
 def needed(roots: Iterable[Operation]) -> set[Operation]:
     """The operations that the roots need, and these; not those whose results are known already."""
-    found: set[Operation] = set()
+    needed_operations: set[Operation] = set()
     waiting = list(roots)
     while waiting:
         op = waiting.pop()
-        if op not in found:
-            found.add(op)
+        if op not in needed_operations:
+            needed_operations.add(op)
             waiting += [op.graph.known.get(op.inputs[n], op.inputs[n]).operation for n in op.needs]
-    return found
+    return needed_operations

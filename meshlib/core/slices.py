@@ -16,15 +16,15 @@ def slice_for(what: str, mesh: Mesh, slice: Any) -> Slice:
     Raises: SliceError with both numbers.
     """
     try:
-        found = slice if isinstance(slice, Slice) else Slice(slice)
+        slice_ = slice if isinstance(slice, Slice) else Slice(slice)
     except HardwareError as fault:
         raise SliceError(f"{what}: {fault}") from None
-    if found.devices != mesh.size:
+    if slice_.devices != mesh.size:
         raise SliceError(
-            f"{what}: mesh {mesh} has {mesh.size} positions, but slice {found.name} has {found.devices} devices "
-            f"({found.chips} chips, {found.cores} cores); {_remedy(mesh, found)}"
+            f"{what}: mesh {mesh} has {mesh.size} positions, but slice {slice_.name} has {slice_.devices} devices "
+            f"({slice_.chips} chips, {slice_.cores} cores); {_remedy(mesh, slice_)}"
         )
-    return found
+    return slice_
 
 
 def _remedy(mesh: Mesh, found: Slice) -> str:

@@ -130,11 +130,11 @@ class Batches(Iterator[Batch]):
         if self._source.ended(self._state):
             self._end_thread()
             raise StopIteration
-        made = self._take() if self._prefetch else self._source.make(self._state)
+        batch = self._take() if self._prefetch else self._source.make(self._state)
         self._state = self._source.after(self._state)
         if self._source.ended(self._state):
             self._end_thread()
-        return made
+        return batch
 
     def __enter__(self) -> Batches:
         return self
@@ -199,10 +199,10 @@ class _Source:
         picks = places % self.examples
         order = self._order(at.epoch)
         chosen = picks if order is None else order[picks]
-        made = {name: np.asarray(array[chosen]) for name, array in self.arrays.items()}
+        batch = {name: np.asarray(array[chosen]) for name, array in self.arrays.items()}
         if self.mask is not None:
-            made[self.mask] = (places < self.examples).astype(np.float32)
-        return made
+            batch[self.mask] = (places < self.examples).astype(np.float32)
+        return batch
 
     def _order(self, epoch: int) -> Array | None:
         if self.seed is None:

@@ -66,14 +66,14 @@ class Batching:
 
     def finished(self, rows: Sequence[Row], full: int) -> Batch:
         """The batch of `rows`; the last but `full` of them only fill it up."""
-        made = self.stacked([row[0] for row in rows]) if self.lengths is None else self._filled(rows)
+        batch = self.stacked([row[0] for row in rows]) if self.lengths is None else self._filled(rows)
         if self.remainder == "pad":
-            if self.mask in made:
+            if self.mask in batch:
                 raise DataError(
                     f"batch: '{self.mask}' is a field of the examples and the name of the mask; mask= names another"
                 )
-            made[self.mask] = (np.arange(len(rows)) < full).astype(np.float32)
-        return made
+            batch[self.mask] = (np.arange(len(rows)) < full).astype(np.float32)
+        return batch
 
     # ------------------------------------------------------------ inside
 
@@ -89,7 +89,7 @@ class Batching:
         some = [drawn for row in rows for drawn in row]
         _check_fields(some)
         lengths = self._length_of(some)
-        made: Batch = {}
+        batch: Batch = {}
         for name in some[0].example:
             if name not in self.lengths:
                 if self.packed:
@@ -98,7 +98,7 @@ class Batching:
                         "in pack=, or leave it out with a map"
                     )
                 filled = [row[0] if row else Drawn(some[0].draw, _zeros(some[0].example)) for row in rows]
-                made[name] = _stack(name, filled)
+                batch[name] = _stack(name, filled)
                 continue
             first = np.asarray(some[0].example[name])
             for drawn in some:
@@ -108,7 +108,7 @@ class Batching:
                         f"batch: '{name}' of example {some[0].draw} is {_type(first)}, of example {drawn.draw} "
                         f"{_type(other)}; sequences of a batch differ in length alone; a map makes them alike"
                     )
-            made[name] = np.zeros((len(rows), lengths[name], *first.shape[1:]), first.dtype)
+            batch[name] = np.zeros((len(rows), lengths[name], *first.shape[1:]), first.dtype)
             ids = np.zeros((len(rows), lengths[name]), np.int32)
             positions = np.zeros_like(ids)
             for n, row in enumerate(rows):
@@ -116,7 +116,7 @@ class Batching:
                 for number, (_, example) in enumerate(row, start=1):
                     sequence = np.asarray(example[name])
                     end = at + len(sequence)
-                    made[name][n, at:end] = sequence
+                    batch[name][n, at:end] = sequence
                     ids[n, at:end] = number
                     positions[n, at:end] = np.arange(len(sequence))
                     at = end
@@ -127,8 +127,8 @@ class Batching:
                         f"batch: '{taken[0]}' is a field of the examples and the name of the segments of '{name}'; "
                         "segments= names others"
                     )
-                made.update(zip(self.segments[name], (ids, positions), strict=True))
-        return made
+                batch.update(zip(self.segments[name], (ids, positions), strict=True))
+        return batch
 
     def _length_of(self, some: Sequence[Drawn]) -> dict[str, int]:
         """To which each field is filled up: the least of its lengths that they all fit."""
@@ -313,9 +313,9 @@ def _stack(name: str, rows: Sequence[Drawn]) -> Array:
     """A field of all rows."""
     values = [drawn.example[name] for drawn in rows]
     if isinstance(values[0], str | bytes):
-        made = np.empty(len(values), object)
-        made[:] = values
-        return made
+        stacked = np.empty(len(values), object)
+        stacked[:] = values
+        return stacked
     arrays = [np.asarray(v) for v in values]
     first = arrays[0]
     for drawn, array in zip(rows, arrays, strict=True):

@@ -52,10 +52,10 @@ class Maker(Iterator[Made]):
 
     def __next__(self) -> Made:
         begun = time.perf_counter()
-        made = next(self.batches)
+        ready = next(self.batches)
         self.seconds += time.perf_counter() - begun
-        self.examples += made.examples
-        return made
+        self.examples += ready.examples
+        return ready
 
     def close(self) -> None:
         self.batches.close()
@@ -87,12 +87,12 @@ class Maker(Iterator[Made]):
                 draws = begin + np.arange(asked.size) % (end - begin)
                 draws = draws if self.rows is None else draws[self.rows]
                 places = self.order.places(begin, end)[draws - begin]
-                made = self.data.source.columns(places) if plain else self._mapped(draws, places, asked)
+                columns = self.data.source.columns(places) if plain else self._mapped(draws, places, asked)
                 if self.rows is not None:
-                    made = {name: _spread(x, self.rows, asked.size) for name, x in made.items()}
+                    columns = {name: _spread(x, self.rows, asked.size) for name, x in columns.items()}
                 if asked.remainder == "pad":
-                    made = _with_mask(made, asked, end - begin)
-                yield self._finished(made, end - begin, Place(end, []))
+                    columns = _with_mask(columns, asked, end - begin)
+                yield self._finished(columns, end - begin, Place(end, []))
             begin = end
 
     def _mapped(self, draws: NDArray[np.int64], places: NDArray[np.int64], asked: Batching) -> Batch:
@@ -100,10 +100,10 @@ class Maker(Iterator[Made]):
         parts = [slice(n, n + CHUNK) for n in range(0, len(draws), CHUNK)]
         asks = [(draws[part].tolist(), places[part].tolist()) for part in parts]
         if self.pool is None:
-            found = [self.data.examples(*ask) for ask in asks]
+            lists = [self.data.examples(*ask) for ask in asks]
         else:
-            found = [self.pool.answer(future) for future in [self.pool.ask(*ask) for ask in asks]]
-        examples = [example for part in found for example in part if example is not None]
+            lists = [self.pool.answer(future) for future in [self.pool.ask(*ask) for ask in asks]]
+        examples = [example for part in lists for example in part if example is not None]
         return asked.stacked([Drawn(int(draw), example) for draw, example in zip(draws, examples, strict=True)])
 
     def _batched(self, place: Place, asked: Batching) -> Iterator[Made]:
@@ -123,10 +123,10 @@ class Maker(Iterator[Made]):
                     raise DataError(f"data: {self.data} made no batch of {self.count} examples, those of an epoch")
             elif ends is not None and ends - fresh >= self.count * max(1, asked.size) and self._none_left(batcher):
                 raise DataError(f"data: {self.data} has no example left after filters and faults")
-            found = next(drawn, None)
-            if found is None:
+            drawn_example = next(drawn, None)
+            if drawn_example is None:
                 return
-            draw, example = found
+            draw, example = drawn_example
             ends = draw + 1 if (draw + 1) % self.count == 0 else None
             rows = None if example is None else batcher.add(draw, example)
             if rows is not None:
@@ -139,32 +139,32 @@ class Maker(Iterator[Made]):
     def _of_rows(self, rows: list[list[Drawn]], asked: Batching, after: Place) -> Made:
         full = len(rows)
         examples = sum(map(len, rows))
-        made = asked.finished(filled_up(rows, asked), full)
-        return self._finished(made, examples, after)
+        batch = asked.finished(filled_up(rows, asked), full)
+        return self._finished(batch, examples, after)
 
     def _finished(self, batch: Batch, examples: int, after: Place) -> Made:
         for stage, mapped in enumerate(self.data.of_batches):
-            made = mapped(
+            mapped_batch = mapped(
                 batch,
                 after.next,
                 len(self.data.maps) + stage,
                 lambda: f"the batch that ends with draw {after.next - 1}",
             )
-            assert made is not None
-            batch = made
+            assert mapped_batch is not None
+            batch = mapped_batch
         return Made(batch, examples, after)
 
     def _refill(self, batcher: Batcher, pending: list[Any]) -> None:
         """Give a batcher the examples that it held, read again."""
         draws = [draw for group in pending for row in group for draw in row]
         places = [int(self.order.places(draw, draw + 1)[0]) for draw in draws]
-        found = dict(zip(draws, self.data.examples(draws, places), strict=True))
-        lost = [draw for draw, example in found.items() if example is None]
+        example_of_draw = dict(zip(draws, self.data.examples(draws, places), strict=True))
+        lost = [draw for draw, example in example_of_draw.items() if example is None]
         if lost:
             raise DataError(
                 f"data: {self.data.source.where(places[draws.index(lost[0])])} is gone, and was there before"
             )
-        batcher.restore([[[Drawn(d, found[d]) for d in row] for row in group] for group in pending])
+        batcher.restore([[[Drawn(d, example_of_draw[d]) for d in row] for row in group] for group in pending])
 
     def _drawn(self, begin: int) -> Iterator[tuple[int, Example | None]]:
         """Draws from one on, in order, with their examples."""
@@ -193,9 +193,9 @@ class Maker(Iterator[Made]):
 
 def _spread(rows: Array, places: NDArray[np.int64], size: int) -> Array:
     """Rows where they belong in a batch, between zeros."""
-    made = np.zeros((size, *rows.shape[1:]), rows.dtype)
-    made[places] = rows
-    return made
+    spread = np.zeros((size, *rows.shape[1:]), rows.dtype)
+    spread[places] = rows
+    return spread
 
 
 def _with_mask(batch: Batch, asked: Batching, full: int) -> Batch:

@@ -75,16 +75,16 @@ class Feed(Iterator[Batch]):
             self._begin()
         begun = time.perf_counter()
         try:
-            made = next(self._maker) if self._ahead is None else self._ahead.take()  # type: ignore[arg-type]
+            ready = next(self._maker) if self._ahead is None else self._ahead.take()  # type: ignore[arg-type]
         except BaseException:
             self._stop()  # asked again, this batch is made again
             raise
         self._stats.waited_seconds += time.perf_counter() - begun
-        self._stats.examples += made.examples
+        self._stats.examples += ready.examples
         self._stats.batches += 1
-        self._place = made.after
-        found: Batch = made.batch
-        return found
+        self._place = ready.after
+        batch: Batch = ready.batch
+        return batch
 
     def only(self, rows: NDArray[np.bool_]) -> bool:
         """Prepare of each batch those rows alone, as one of several processes needs; the others hold zeros.

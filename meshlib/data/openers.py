@@ -77,20 +77,20 @@ class Field:
             raw = given[0] if len(given) == 1 else b""
             if len(given) > 1 or len(raw) % dtype.itemsize:
                 raise DataError(f"'{name}' is {_type(given)}, expected bytes of an array of {dtype}")
-            found = np.frombuffer(raw, self._stored)
-            found = found if self._stored == dtype else found.astype(dtype)
+            values = np.frombuffer(raw, self._stored)
+            values = values if self._stored == dtype else values.astype(dtype)
         elif self.shape == () and len(given) == 1 and dtype.kind in "iu" and given.dtype.kind == "i":
             number = int(given[0])
             if not self._bounds[0] <= number <= self._bounds[1]:
                 raise DataError(f"'{name}' holds {number}, which does not fit {dtype}")
             return dtype.type(number)
         else:
-            found = self._cast(name, given, dtype)
+            values = self._cast(name, given, dtype)
         if self.shape is None:
-            return found
-        if found.size != self._size:
-            raise DataError(f"'{name}' has {found.size} elements, expected {self._size} of shape {self.shape}")
-        return found.reshape(self.shape) if self.shape else found.reshape(())[()]
+            return values
+        if values.size != self._size:
+            raise DataError(f"'{name}' has {values.size} elements, expected {self._size} of shape {self.shape}")
+        return values.reshape(self.shape) if self.shape else values.reshape(())[()]
 
     def _of_bytes(self, name: str, given: Value) -> Any:
         """A picture, or text, or bytes, one or several."""
@@ -104,17 +104,17 @@ class Field:
                 return read_image(given[0])
             height, width, channels = self.shape
             return read_image(given[0], (height, width), channels)
-        found: list[Any] = given
+        texts: list[Any] = given
         if self.dtype == "text":
             try:
-                found = [one.decode() for one in given]
+                texts = [one.decode() for one in given]
             except UnicodeDecodeError as fault:
                 raise DataError(f"'{name}' is no UTF-8: byte {fault.start} of {len(fault.object)}") from None
         if self.shape == ():
-            return found[0]
-        made = np.empty(len(found), object)
-        made[:] = found
-        return made if self.shape is None else made.reshape(self.shape)
+            return texts[0]
+        objects = np.empty(len(texts), object)
+        objects[:] = texts
+        return objects if self.shape is None else objects.reshape(self.shape)
 
     def column(self, kind: int, rows: Array) -> Array | None:
         """The values of many examples, from the bytes of each, uint8 [n, width], in a list of a kind: [n, ...].
@@ -122,28 +122,28 @@ class Field:
         None where one does not fit, or is laid out otherwise: `value` says how it is read, or why it can't be.
         """
         dtype = self._dtype
-        found: Array | None
+        values: Array | None
         if kind == BYTES_LIST:
             if rows.shape[1] != self._size * dtype.itemsize:
                 return None
-            found = np.ascontiguousarray(rows).view(self._stored)
+            values = np.ascontiguousarray(rows).view(self._stored)
         elif kind == FLOAT_LIST:
             if rows.shape[1] != 4 * self._size or dtype.kind != "f":
                 return None
-            found = np.ascontiguousarray(rows).view("<f4")
+            values = np.ascontiguousarray(rows).view("<f4")
         else:
-            found = packed_rows(rows, self._size)
-            if found is None:
+            values = packed_rows(rows, self._size)
+            if values is None:
                 return None
             if (
                 dtype.kind in "iu"
-                and found.size
-                and not (self._bounds[0] <= found.min() and found.max() <= self._bounds[1])
+                and values.size
+                and not (self._bounds[0] <= values.min() and values.max() <= self._bounds[1])
             ):
                 return None
-            if dtype.kind == "b" and (found & ~1).any():
+            if dtype.kind == "b" and (values & ~1).any():
                 return None
-        return found.astype(dtype, copy=False).reshape(len(rows), *(self.shape or ()))
+        return values.astype(dtype, copy=False).reshape(len(rows), *(self.shape or ()))
 
     @cached_property
     def _dtype(self) -> np.dtype[Any]:
@@ -166,12 +166,12 @@ class Field:
         """Numbers in another dtype, if it can hold them."""
         if given.dtype.kind == "f" and dtype.kind != "f":
             raise DataError(f"'{name}' is {_type(given)}, expected integers for {dtype}")
-        found = given.astype(dtype)
+        converted = given.astype(dtype)
         if dtype.kind in "iub":
-            wrong = (found.astype(np.int64) != given) | ((given < 0) & (dtype.kind == "u"))
+            wrong = (converted.astype(np.int64) != given) | ((given < 0) & (dtype.kind == "u"))
             if wrong.any():
                 raise DataError(f"'{name}' holds {given[wrong][0]}, which does not fit {dtype}")
-        return found
+        return converted
 
 
 def _is_square(shape: object) -> bool:
@@ -221,20 +221,20 @@ class _Decoder:
             parts.append((rows, part))
         if len(parts) == 1:
             return parts[0][1]
-        made = {name: np.empty((len(records), *x.shape[1:]), x.dtype) for name, x in parts[0][1].items()}
+        joined = {name: np.empty((len(records), *x.shape[1:]), x.dtype) for name, x in parts[0][1].items()}
         for rows, part in parts:
             for name, column in part.items():
-                made[name][rows] = column
-        return made
+                joined[name][rows] = column
+        return joined
 
     def __call__(self, data: bytes) -> Example:
         features = self.decode(data)
-        made = {}
+        example = {}
         for name, key, field in self.fields:
             if key not in features:
                 raise DataError(f"no feature '{key}'{nearest(key, features)}; it has {', '.join(features) or 'none'}")
-            made[name] = field.value(key, features[key])
-        return made
+            example[name] = field.value(key, features[key])
+        return example
 
 
 class _Raw:

@@ -43,18 +43,18 @@ class Map:
         """The example that the function makes of another; None if it is left out."""
         try:
             if self.seed is None:
-                made = self.function(example)
+                mapped = self.function(example)
             else:
                 counter = np.array([0, 0, 0, stage], np.uint64)
                 random = np.random.Philox(key=np.array([self.seed, draw], np.uint64), counter=counter)
-                made = self.function(example, np.random.Generator(random))
+                mapped = self.function(example, np.random.Generator(random))
         except (Exception, SystemExit) as fault:  # which would end a worker, or the program, without a word
             raise DataError(f"data: {self} failed at {what()}: {type(fault).__name__}: {fault}") from fault
         if self.filters:
-            return example if made else None
-        if not isinstance(made, dict):
-            raise DataError(f"data: {self} must return a dict of fields, returned {type(made).__name__} at {what()}")
-        return made
+            return example if mapped else None
+        if not isinstance(mapped, dict):
+            raise DataError(f"data: {self} must return a dict of fields, returned {type(mapped).__name__} at {what()}")
+        return mapped
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,10 +212,10 @@ class Data:
             needs its lines under `if __name__ == "__main__":`.
         """
         _choice("parallel", "kind", kind, KINDS)
-        made = replace(self, workers=_whole("parallel", "workers", workers, 0), kind=kind)
+        parallel_data = replace(self, workers=_whole("parallel", "workers", workers, 0), kind=kind)
         if kind == "processes":
-            pickled(made)
-        return made
+            pickled(parallel_data)
+        return parallel_data
 
     def prefetch(self, count: int = 2) -> Data:
         """A thread makes so many batches ahead."""
@@ -278,17 +278,17 @@ class Data:
 
     def examples(self, draws: Sequence[int], numbers: Sequence[int]) -> list[Example | None]:
         """The examples of draws: read, then mapped; None for what is left out."""
-        made = self.source.read(numbers)
+        drawn = self.source.read(numbers)
         for k, (draw, number) in enumerate(zip(draws, numbers, strict=True)):
-            example = made[k]
+            example = drawn[k]
             for stage, mapped in enumerate(self.maps):
                 if example is None:
                     break
                 example = mapped(example, draw, stage, lambda number=number: self.source.where(number))  # type: ignore[misc]
             if example is not None and self.batching is not None:
                 example = self.batching.fitting(draw, example)
-            made[k] = example
-        return made
+            drawn[k] = example
+        return drawn
 
 
 # ---------------------------------------------------------------- checks

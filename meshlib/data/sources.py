@@ -270,27 +270,27 @@ class Records(Source):
         return self.sizes, self.order is None, np.diff(self.first)
 
     def read(self, numbers: Sequence[int]) -> list[Example | None]:
-        found = self._data_of(numbers)
-        there = [data for data in found if data is not None]
+        payloads = self._data_of(numbers)
+        there = [data for data in payloads if data is not None]
         columns = self.decode.columns(there) if self.decode.stacks and there else None
         if columns is None:
-            return [None if data is None else self._decoded(data, numbers[n]) for n, data in enumerate(found)]
+            return [None if data is None else self._decoded(data, numbers[n]) for n, data in enumerate(payloads)]
         rows = iter(_rows_of(columns, len(there)))
-        return [None if data is None else next(rows) for data in found]
+        return [None if data is None else next(rows) for data in payloads]
 
     def columns(self, numbers: Numbers) -> Batch:
-        found = [data for data in self._data_of(numbers) if data is not None]
-        made = self.decode.columns(found)
-        if made is not None:
-            return made
-        singly = [self._decoded(data, int(n)) for data, n in zip(found, numbers, strict=True)]
+        payloads = [data for data in self._data_of(numbers) if data is not None]
+        decoded = self.decode.columns(payloads)
+        if decoded is not None:
+            return decoded
+        singly = [self._decoded(data, int(n)) for data, n in zip(payloads, numbers, strict=True)]
         return {name: np.stack([example[name] for example in singly]) for name in singly[0]}
 
     def _data_of(self, numbers: Sequence[int] | Numbers) -> list[bytes | None]:
         """The bytes of records, checked; None for those that are damaged and left out."""
         places = np.asarray(numbers, np.int64)
         places = places if self.order is None else self.order[places]
-        found: list[bytes | None] = [None] * len(places)
+        payloads: list[bytes | None] = [None] * len(places)
         crcs: list[int] = [0] * len(places)
         plain: list[int] = []
         for n, (at, file, start, size) in enumerate(
@@ -299,7 +299,7 @@ class Records(Source):
         ):  # fmt: skip
             if file in self.streams:
                 there = self.streams[file].record(at - int(self.first[file]))
-                found[n] = there.data
+                payloads[n] = there.data
                 if there.fault is not None:
                     self.leave_out(there.fault)
                 continue
@@ -307,14 +307,14 @@ class Records(Source):
             if len(raw) < size + FOOTER.size:
                 self.leave_out(Fault(self.paths[file], start, f"the file became shorter: {len(raw)} bytes are left"))
                 continue
-            found[n], crcs[n] = raw[:size], FOOTER.unpack_from(raw, size)[0]
+            payloads[n], crcs[n] = raw[:size], FOOTER.unpack_from(raw, size)[0]
             plain.append(n)
-        for k, what in wrong_data([found[n] or b"" for n in plain], [crcs[n] for n in plain]):
+        for k, what in wrong_data([payloads[n] or b"" for n in plain], [crcs[n] for n in plain]):
             n = plain[k]
-            found[n] = None
+            payloads[n] = None
             at = int(places[n])
             self.leave_out(Fault(self.paths[int(self.file_of[at])], int(self.starts[at]), what))
-        return found
+        return payloads
 
     def _decoded(self, data: bytes, number: int) -> Example:
         try:
@@ -338,10 +338,10 @@ class _Stream:
         self.count = 0
         self.faults: list[tuple[Fault, bool]] = []  # and whether it is that of one record, which has a number
         last: Fault | None = None
-        for found in scan(path, compression, known):
+        for record in scan(path, compression, known):
             if last is not None:
                 self.faults.append((last, True))
-            last = found.fault
+            last = record.fault
             self.count += 1
         if last is not None and not _of_data(last):
             self.count -= 1
@@ -369,11 +369,11 @@ class _Stream:
             if number < self.next:
                 self.next, self.records = 0, scan(self.path, self.compression, self.known)
                 self.kept.clear()
-            for found in self.records:
+            for scanned in self.records:
                 self.next += 1
                 if self.next > number:
-                    return found
-                self.kept[self.next - 1] = found
+                    return scanned
+                self.kept[self.next - 1] = scanned
                 if len(self.kept) > self.room:
                     self.kept.popitem(last=False)
         return Found(None, Fault(self.path, 0, f"the file became shorter: it had {self.count} records"))
@@ -394,16 +394,16 @@ def _interleaved(counts: Sequence[int], together: int) -> Numbers:
     bounds = np.cumsum([0, *counts]).tolist()
     waiting = [iter(range(begin, end)) for begin, end in pairwise(bounds)][::-1]
     turns = deque(waiting.pop() for _ in range(min(together, len(waiting))))
-    found: list[int] = []
+    order: list[int] = []
     while turns:
         turn = turns.popleft()
         at = next(turn, None)
         if at is not None:
-            found.append(at)
+            order.append(at)
             turns.append(turn)
         elif waiting:
             turns.appendleft(waiting.pop())
-    return np.array(found, np.int64)
+    return np.array(order, np.int64)
 
 
 class Lines(Source):
@@ -430,15 +430,15 @@ class Lines(Source):
         return self.field, self.file_of, self.starts, self.ends
 
     def read(self, numbers: Sequence[int]) -> list[Example | None]:
-        made: list[Example | None] = []
+        examples: list[Example | None] = []
         for n in numbers:
             start, end = int(self.starts[n]), int(self.ends[n])
             raw = self.files.read(int(self.file_of[n]), start, end - start)
             try:
-                made.append({self.field: raw.decode()})
+                examples.append({self.field: raw.decode()})
             except UnicodeDecodeError as fault:
                 raise DataError(f"data: {self.where(n)} is not UTF-8: {fault.reason}") from None
-        return made
+        return examples
 
 
 def _lines_of(path: str) -> tuple[Numbers, Numbers]:

@@ -81,12 +81,12 @@ class Pool:
     def answer(self, asked: Future[tuple[Made, list[Fault]]]) -> Made:
         """The examples of a future. Raises: what making them raised; DataError if a process has ended by itself."""
         try:
-            made, faults = asked.result()
+            results, faults = asked.result()
         except BrokenProcessPool:
             raise self._ended() from None
         for fault in faults:
             self.data.source.leave_out(fault)
-        return made
+        return results
 
     def close(self) -> None:
         """End the workers."""

@@ -71,20 +71,26 @@ class Beams:
         """
         if self.done:
             return [(0, 0)] * self.count
-        found = [
+        extensions = [
             (before.log_prob + float(log_prob), n, int(token))
             for n, before in enumerate(self.alive)
             for log_prob, token in zip(log_probs[n], tokens[n], strict=True)
         ]
-        best = sorted(found, key=lambda one: (-one[0], one[1], one[2]))[: 2 * self.count]
+        best = sorted(extensions, key=lambda one: (-one[0], one[1], one[2]))[: 2 * self.count]
         grown = [(log_prob, n, (*self.alive[n].tokens, token)) for log_prob, n, token in best]
         penalty = length_penalty(len(grown[0][2]), self.alpha)
-        ends = [Hypothesis(made, log_prob / penalty) for log_prob, _, made in grown if made[-1] in self.stop]
+        ends = [
+            Hypothesis(tokens_so_far, log_prob / penalty)
+            for log_prob, _, tokens_so_far in grown
+            if tokens_so_far[-1] in self.stop
+        ]
         self.ended = sorted([*self.ended, *ends], key=lambda h: -h.score)[: self.count]
-        going = [(log_prob, n, made) for log_prob, n, made in grown if made[-1] not in self.stop][: self.count]
-        self.alive = [Alive(made, log_prob) for log_prob, _, made in going]
+        going = [
+            (log_prob, n, tokens_so_far) for log_prob, n, tokens_so_far in grown if tokens_so_far[-1] not in self.stop
+        ][: self.count]
+        self.alive = [Alive(tokens_so_far, log_prob) for log_prob, _, tokens_so_far in going]
         self.done = not going or len(grown[0][2]) >= self.most or self._nothing_better()
-        chosen = [(n, made[-1]) for _, n, made in going] or [(0, 0)]
+        chosen = [(n, tokens_so_far[-1]) for _, n, tokens_so_far in going] or [(0, 0)]
         return [*chosen, *[chosen[-1]] * (self.count - len(chosen))]
 
     def _nothing_better(self) -> bool:

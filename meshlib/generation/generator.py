@@ -186,8 +186,8 @@ class Generator:
             else:
                 outputs, updates = prefill(c, self.batch, reads, room, **more)
             with scope("choice"):
-                made = {**self._chosen(outputs.pop("logits")), **outputs}
-            return lower(made, updates, mesh=self.mesh, layout=self.layout, precision=self.precision)
+                fetched = {**self._chosen(outputs.pop("logits")), **outputs}
+            return lower(fetched, updates, mesh=self.mesh, layout=self.layout, precision=self.precision)
 
     def _chosen(self, logits: Tensor) -> dict[str, Tensor]:
         vocab = logits.shape.dim("vocab")
@@ -196,8 +196,8 @@ class Generator:
         log_probs = log_softmax(widened(logits), vocab)  # in bfloat16 they would have eight bits
         if self.beams > 1:
             best = Dimension("candidates", min(2 * self.beams, self.known))
-            found, tokens = largest(log_probs, vocab, best)
-            return {"tokens": tokens, "log_probs": found}
+            best_log_probs, tokens = largest(log_probs, vocab, best)
+            return {"tokens": tokens, "log_probs": best_log_probs}
         tokens = sample_with_temperature(logits, vocab, self.temperature, None, self.top_k, self.top_p)
         return {"tokens": tokens, "log_probs": gather(log_probs, tokens, vocab)}
 
@@ -258,16 +258,16 @@ class Generator:
                 f"got {len(given)} of up to {max(map(len, given))}"
             )
         self.dropped = 0
-        found = self.sim.run(self.prefill, self._feeds(given))
+        outputs = self.sim.run(self.prefill, self._feeds(given))
         if self.beams > 1:
-            return self._searched(len(given), found, progress)
-        made: list[list[int]] = [[] for _ in given]
+            return self._searched(len(given), outputs, progress)
+        completions: list[list[int]] = [[] for _ in given]
         scores, ended, steps = [0.0] * len(given), [False] * len(given), 0
         while True:
-            for n, tokens in enumerate(made):
+            for n, tokens in enumerate(completions):
                 if not ended[n]:
-                    tokens.append(int(found["tokens"][n]))
-                    scores[n] += float(found["log_probs"][n])
+                    tokens.append(int(outputs["tokens"][n]))
+                    scores[n] += float(outputs["log_probs"][n])
                     *_, ended[n] = self.stops.cut(tokens)
             if progress is not None:
                 progress(steps + 1, self.max_tokens)
@@ -275,8 +275,8 @@ class Generator:
             if all(ended) or steps == self.max_tokens:
                 break
             live = np.array([n < len(given) and not ended[n] for n in range(self.batch)])
-            found = self._step(live, tokens=found["tokens"])
-        return self._generated(made, scores, steps - 1)
+            outputs = self._step(live, tokens=outputs["tokens"])
+        return self._generated(completions, scores, steps - 1)
 
     def _feeds(self, given: Sequence[Sequence[int]]) -> dict[str, Array]:
         rows, lengths = np.zeros((self.batch, self.length), np.int32), np.ones(self.batch, np.int32)
@@ -287,10 +287,10 @@ class Generator:
         start = np.full((self.batch, 1), self.start_token, np.int32)
         return {"tokens": start, "lengths": np.ones_like(lengths), "sources": rows, "source_lengths": lengths}
 
-    def _searched(self, count: int, found: Mapping[str, Array], progress: Progress | None) -> Generated:
+    def _searched(self, count: int, outputs: Mapping[str, Array], progress: Progress | None) -> Generated:
         """Beam search. The prompt is one hypothesis, whose caches all have."""
         searches = [Beams(self.beams, self.stops.tokens, self.alpha, self.max_tokens) for _ in range(self.batch)]
-        log_probs, tokens = found["log_probs"][:, None], found["tokens"][:, None]
+        log_probs, tokens = outputs["log_probs"][:, None], outputs["tokens"][:, None]
         for steps in range(self.max_tokens):
             going = [one.extend(log_probs[n], tokens[n]) for n, one in enumerate(searches)]
             if progress is not None:
@@ -300,16 +300,16 @@ class Generator:
             parents, last = (np.array([[pair[k] for pair in row] for row in going], np.int32) for k in (0, 1))
             # After the prefill all hypotheses are the first.
             live = np.array([n < count and not one.done for n, one in enumerate(searches)])
-            found = self._step(live, tokens=last, parents=parents)
-            log_probs, tokens = found["log_probs"], found["tokens"]
+            outputs = self._step(live, tokens=last, parents=parents)
+            log_probs, tokens = outputs["log_probs"], outputs["tokens"]
         best = [one.best()[0] for one in searches[:count]]
         return self._generated([h.tokens for h in best], [h.score for h in best], steps)
 
     def _step(self, live: Array, **feeds: Array) -> dict[str, Array]:
         """One token of each sequence; those that are not `live` take no room at experts."""
-        found = self.sim.run(self.decode, **feeds, **({} if self.group_size is None else {"live": live}))
-        self.dropped += int(found.get("dropped", 0))
-        return found
+        outputs = self.sim.run(self.decode, **feeds, **({} if self.group_size is None else {"live": live}))
+        self.dropped += int(outputs.get("dropped", 0))
+        return outputs
 
     def _generated(self, made: Sequence[Sequence[int]], scores: Sequence[float], steps: int) -> Generated:
         cut = [self.stops.cut(tokens) for tokens in made]

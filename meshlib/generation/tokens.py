@@ -51,7 +51,7 @@ def encoded(prompts: object, tokenizer: Tokenizer | None, vocab: int) -> list[li
     given = [prompts] if single else items(prompts, WHAT, "prompts")
     if not given:
         raise GraphError(f"{at(WHAT)}: prompts must be a non-empty list of texts or of lists of tokens, got []")
-    found = []
+    token_lists = []
     for n, prompt in enumerate(given):
         if isinstance(prompt, str):
             if tokenizer is None:
@@ -64,8 +64,8 @@ def encoded(prompts: object, tokenizer: Tokenizer | None, vocab: int) -> list[li
         if strange or not tokens:
             what = f"has token {strange[0]}, which is not in 0 to {vocab - 1}" if strange else "is empty"
             raise GraphError(f"{at(WHAT)}: prompt {n} {what}")
-        found.append(tokens)
-    return found
+        token_lists.append(tokens)
+    return token_lists
 
 
 @dataclass(frozen=True)

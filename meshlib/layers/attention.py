@@ -61,7 +61,7 @@ def dot_product_attention(
     attrs = arguments(what, q, k, v, (length, memory_length, key_dim, value_dim), causal, window, scale)
     operands = [q, k, v, *([] if mask is None else [checked_mask(mask, q, k, what)])]
     try:
-        made = attention_type(tuple(x.type for x in operands), attrs)
+        result_type = attention_type(tuple(x.type for x in operands), attrs)
     except (ShapeError, LayoutError) as fault:
         raise ShapeError(f"{at(what)}: {fault}" + "".join(f"\n  {x}" for x in operands)) from None
     rows, memory = q.shape.dim(attrs["length"]), k.shape.dim(attrs["memory_length"])
@@ -85,7 +85,7 @@ def dot_product_attention(
     if mask is not None:
         weights = where(mask, weights, 0.0)  # a query that sees none gets zeros
     weights = drop(cast(weights, q.dtype), dropout, dropout_broadcast_dims, what)
-    return einsum([weights, v], output_shape=made.shape, name=name)
+    return einsum([weights, v], output_shape=result_type.shape, name=name)
 
 
 @dataclass(frozen=True)

@@ -163,13 +163,13 @@ def _levels(experts: object, routing: object, what: str) -> list[Level]:
         raise GraphError(f"{at(what)}: there are {len(dims)} dims of experts, but {len(given)} routings")
     levels = []
     for dim, one in zip(dims, given, strict=True):
-        found = Routing() if one is None else one
-        if not isinstance(found, Routing):
+        level = Routing() if one is None else one
+        if not isinstance(level, Routing):
             raise GraphError(
-                f"{at(what)}: routing must be an mtf.layers.Routing, got {type(found).__name__} {found!r:.80}"
+                f"{at(what)}: routing must be an mtf.layers.Routing, got {type(level).__name__} {level!r:.80}"
             )
-        found.check_experts(dim.size, what)
-        levels.append((dim, found))
+        level.check_experts(dim.size, what)
+        levels.append((dim, level))
     if len(levels) == 2 and levels[1][1].group_size is not None:
         if given[0] is not given[1]:
             raise GraphError(
@@ -225,7 +225,7 @@ def _routed(
         filled = transpose(filled, there.shape.dims[:-1])
         with scope("inner"):
             below = _routed(there, inner, (many,), filled, training, form, numerics, compute)
-        made = below.values
+        combined = below.values
         # By the groups of this level; what is dropped is summed over its experts, of losses the mean is taken.
         dropped = dropped + reduce_sum(inside.leave(below.dropped, "dropped"), output_shape=dropped.shape)
         load = inside.leave(below.load, "load")
@@ -235,9 +235,9 @@ def _routed(
             for own, t in ((loss, below.loss), (balance, below.balance_loss), (z, below.z_loss))
         )
     else:
-        made = compute(there, (*held, many), gates)
-    made = inside.leave(made, "combined")
-    values = reshape(made if back is None else back(made), x.shape, "out")
+        combined = compute(there, (*held, many), gates)
+    combined = inside.leave(combined, "combined")
+    values = reshape(combined if back is None else back(combined), x.shape, "out")
     return Mixture(values, loss, balance, z, dropped, load)
 
 
@@ -331,8 +331,8 @@ def _by_lookup(x: Tensor, tokens: Dimension, slots: Slots) -> tuple[Tensor, Back
 
     def back(y: Tensor) -> Tensor:
         weighed = multiply(widened(y), cast(slots.gate, widened(y).dtype), y.shape)
-        found = scatter_add(weighed, slots.token, tokens, x.shape, "combine", out_of_range="zero")
-        return cast(found, x.dtype)
+        token_sums = scatter_add(weighed, slots.token, tokens, x.shape, "combine", out_of_range="zero")
+        return cast(token_sums, x.dtype)
 
     return gather(x, slots.token, tokens, name="dispatch", out_of_range="zero"), back
 

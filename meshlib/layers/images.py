@@ -153,10 +153,10 @@ def _window(sizes: Sequence[int]) -> list[Dimension]:
 def _each(value: object, places: Sequence[Dimension], what: str, argument: str) -> list[int]:
     """One number for each spatial dim."""
     given = [value] * len(places) if isinstance(value, int) else items(value, what, argument)
-    found = [whole(n, what, f"each of {argument}") for n in given]
-    if len(found) != len(places) or min(found) < 1:
+    numbers = [whole(n, what, f"each of {argument}") for n in given]
+    if len(numbers) != len(places) or min(numbers) < 1:
         raise ShapeError(f"{at(what)}: {argument} must be {len(places)} positive numbers, got {value!r:.80}")
-    return found
+    return numbers
 
 
 def image_attention(

@@ -165,9 +165,9 @@ def latent_attention(
             context = _of_heads(parts, latent, shared, dims, memory, seen, by, numerics, pair)
         else:
             context = _absorbed(parts, held, dims, length, by, numerics)
-        made = [dims.heads, dims.value]
-        start = initializers.scaled_normal(made)
-        return projection(context, features, made, False, start, numerics, "out", "out")
+        value_dims = [dims.heads, dims.value]
+        start = initializers.scaled_normal(value_dims)
+        return projection(context, features, value_dims, False, start, numerics, "out", "out")
 
 
 def _of_heads(
@@ -217,9 +217,9 @@ def _checked(
     x: object, dims: object, rotary_base: object, epsilon: object, numerics: Numerics, what: str
 ) -> tuple[Tensor, float, float]:
     """x in the dtype of `numerics`, and the numbers."""
-    found = as_numerics(numerics, what).cast(floats(x, what))
+    operand = as_numerics(numerics, what).cast(floats(x, what))
     if not isinstance(dims, LatentDims):
         raise ShapeError(f"{at(what)}: dims must be mtf.layers.LatentDims(...), got {dims!r:.80}")
-    if len(found.shape) < 2:
-        raise ShapeError(f"{at(what)}: needs [..., length, channels], got {found}")
-    return found, number(rotary_base, what, "rotary_base"), number(epsilon, what, "epsilon")
+    if len(operand.shape) < 2:
+        raise ShapeError(f"{at(what)}: needs [..., length, channels], got {operand}")
+    return operand, number(rotary_base, what, "rotary_base"), number(epsilon, what, "epsilon")

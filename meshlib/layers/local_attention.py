@@ -184,7 +184,7 @@ def _attend(
     name: str | None,
 ) -> Tensor:
     """Attention within blocks, whose inner dims are merged into one for it."""
-    made = q.shape if value_dim is None else Shape([value_dim if d == key_dim else d for d in q.shape])
+    result_shape = q.shape if value_dim is None else Shape([value_dim if d == key_dim else d for d in q.shape])
     rows, keys = [c.rows for c in cuts], [c.keys for c in cuts]
     for c in cuts:
         q, k, v = c.of_queries(q), c.of_keys(k), c.of_keys(v)
@@ -199,7 +199,7 @@ def _attend(
         rest = [d for d in y.shape if d != c.rows]
         place = rest.index(c.blocks) + 1
         y = replace_dimensions(transpose(y, [*rest[:place], c.rows, *rest[place:]]), [c.blocks, c.rows], c.dim)
-    return transpose(y, made)
+    return transpose(y, result_shape)
 
 
 def _merged(x: Tensor, inner: Sequence[Dimension], name: str) -> Tensor:
@@ -247,12 +247,12 @@ def masked_local_attention_1d(
         raise ShapeError(f"{at(what)}: length_per_split {length_per_split} does not divide {length}")
     splits = 1 if length_per_split is None else length.size // length_per_split
 
-    def product(x: Tensor, part: str, reduced: Sequence[Dimension], made: Shape, result: str) -> Tensor:
+    def product(x: Tensor, part: str, reduced: Sequence[Dimension], head_shape: Shape, result: str) -> Tensor:
         weights = numerics.variable(part, [channels, *head], initializers.scaled_normal(reduced), x.dtype)
-        return numerics.product(x, weights, made, result)
+        return numerics.product(x, weights, head_shape, result)
 
     with scope(name):
-        made = Shape([*batch, head[0], length, head[1]])
-        q, k, v = (product(x, part, [channels], made, f"{part}/product") for part in "qkv")
+        head_shape = Shape([*batch, head[0], length, head[1]])
+        q, k, v = (product(x, part, [channels], head_shape, f"{part}/product") for part in "qkv")
         y = local_attention_1d(q, k, v, length, head[1], None, True, splits, window_size, sequence_id, name="context")
         return product(y, "o", head, x.shape, "out")

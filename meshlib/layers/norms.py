@@ -26,12 +26,14 @@ def checked_norm(
 ) -> tuple[Tensor, tuple[Dimension, ...], float]:
     """The operand of a norm in the dtype of `numerics`, and its dims along which variables lie."""
     floats(x, what)
-    found = tuple(find_dim(x, d, what) for d in ([dims] if isinstance(dims, Dimension) else items(dims, what, "dims")))
-    if not found:
+    norm_dims = tuple(
+        find_dim(x, d, what) for d in ([dims] if isinstance(dims, Dimension) else items(dims, what, "dims"))
+    )
+    if not norm_dims:
         raise ShapeError(f"{at(what)}: needs at least one dim, got none\n  {x}")
     if number(epsilon, what, "epsilon") < 0:
         raise ShapeError(f"{at(what)}: epsilon must not be negative, got {epsilon}")
-    return as_numerics(numerics, what).cast(x), found, float(epsilon)
+    return as_numerics(numerics, what).cast(x), norm_dims, float(epsilon)
 
 
 def layer_norm(

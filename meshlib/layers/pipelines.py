@@ -114,10 +114,10 @@ def pipeline(
 
 
 def _least_one(count: object, argument: str) -> int:
-    found = whole(count, "pipeline", argument)
-    if found < 1:
+    checked_count = whole(count, "pipeline", argument)
+    if checked_count < 1:
         raise GraphError(f"{at('pipeline')}: {argument} must be at least 1, got {count}")
-    return found
+    return checked_count
 
 
 @dataclass(frozen=True)
@@ -212,14 +212,14 @@ class _Run:
     def _stages(self, x: Tensor, beside: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """What all stages make, and what is to be summed, both checked."""
         what = "pipeline"
-        made = self.stage_fn(x, *beside)
-        self.returns_sums = not isinstance(made, Tensor)
-        if self.returns_sums and (not isinstance(made, tuple | list) or len(made) != 2):
+        returned = self.stage_fn(x, *beside)
+        self.returns_sums = not isinstance(returned, Tensor)
+        if self.returns_sums and (not isinstance(returned, tuple | list) or len(returned) != 2):
             raise GraphError(
                 f"{at(what)}: stage_fn must return a tensor, or a pair of it and a list of tensors to sum, "
-                f"got {made!r:.80}"
+                f"got {returned!r:.80}"
             )
-        y, others = (made, []) if isinstance(made, Tensor) else made
+        y, others = (returned, []) if isinstance(returned, Tensor) else returned
         sums = [x.graph.adopt(tensor(t, what)) for t in items(others, what, "what stage_fn returns to sum")]
         y = x.graph.adopt(tensor(y, what))
         if set(y.shape) != set(x.shape) or y.dtype is not x.dtype:
@@ -242,14 +242,14 @@ class _Run:
         """
         plan, graph = self.plan, current_graph("pipeline")
         shape = Shape([self.trip, self.stage])
-        made = []
+        tables = []
         if plan.repeats > 1:
             goes_on = np.ones(shape.sizes, np.bool_)
             goes_on[:, -1] = [row[-1] is not None and row[-1].repeat < plan.repeats - 1 for row in plan.turns]
-            made.append(table(graph, goes_on, shape, BOOL, "goes_on"))
+            tables.append(table(graph, goes_on, shape, BOOL, "goes_on"))
             turns = [[0 if turn is None else turn.repeat for turn in row] for row in plan.turns]
-            made.append(table(graph, np.array(turns, np.int32), shape, INT32, "turns"))
-        return made
+            tables.append(table(graph, np.array(turns, np.int32), shape, INT32, "turns"))
+        return tables
 
     def _beside(self) -> list[Tensor]:
         """What is read beside x, of each trip's and stage's microbatch: [trip, stage, ...].

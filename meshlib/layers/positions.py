@@ -194,10 +194,10 @@ def sinusoidal_positions(
     """
     what = "sinusoidal_positions"
     rows, d = as_dim(length, what), as_dim(output_dim, what)
-    made = as_dtype(dtype)
+    element_type = as_dtype(dtype)
     at_rows = positions_of(rows) if positions is None else _checked_positions(positions, what)
-    angles = _angles(at_rows, d, _checked_base(base, d, what), made if made.itemsize > 4 else "float32")
-    return cast(where(less(positions_of(d), d.size // 2), sin(angles), cos(angles), angles.shape), made)
+    angles = _angles(at_rows, d, _checked_base(base, d, what), element_type if element_type.itemsize > 4 else "float32")
+    return cast(where(less(positions_of(d), d.size // 2), sin(angles), cos(angles), angles.shape), element_type)
 
 
 def learned_positions(

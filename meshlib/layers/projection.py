@@ -121,12 +121,12 @@ def projection(
         kernel = kernel if kernel_transform is None else kernel_transform(kernel)
         bias = numerics.variable("bias", [*apart, *new], initializers.zeros(), x.dtype) if biased else None
     summed = reduced if gates is None else (*apart, *reduced)
-    made = Shape([d for d in (*(e for e in apart if e not in x.shape), *x.shape, *new) if d not in summed])
+    result_shape = Shape([d for d in (*(e for e in apart if e not in x.shape), *x.shape, *new) if d not in summed])
     if gates is not None:
         x = multiply(x, cast(gates, x.dtype), x.shape)
-        bias = None if bias is None else einsum([cast(gates, bias.dtype), bias], output_shape=made)
+        bias = None if bias is None else einsum([cast(gates, bias.dtype), bias], output_shape=result_shape)
     final = f"{name}/sum" if own else result
-    y = numerics.product(x, kernel, made, final if bias is None else f"{name}/product")
+    y = numerics.product(x, kernel, result_shape, final if bias is None else f"{name}/product")
     y = y if bias is None else add(y, bias, name=final)
     for n, (wanted, there) in enumerate(own.items(), start=1):
         y = rename_dimension(y, there, wanted, result if n == len(own) else f"{name}/renamed")

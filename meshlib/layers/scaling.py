@@ -75,8 +75,8 @@ def clip_activation_gradient(x: Tensor, rms_norm: float = 1.0, name: str | None 
     limit = number(rms_norm, what, "rms_norm")
     if limit <= 0:
         raise ShapeError(f"{at(what)}: rms_norm must be positive, got {rms_norm}")
-    made: Tensor = custom_gradient(lambda v: identity(v, name), partial(_clipped, limit), [x])
-    return made
+    clipped: Tensor = custom_gradient(lambda v: identity(v, name), partial(_clipped, limit), [x])
+    return clipped
 
 
 def _clipped(limit: float, inputs: Any, results: Any, cotangents: Sequence[Tensor]) -> list[Tensor]:

@@ -116,10 +116,10 @@ def _affine_gradient(
     mean_g, mean_gy = (sets.spread(sets.mean(multiply(s, scale, kept))) for s in (sums, products))
     of_x = mean_gy * square(deviation)
     dx = dy * (deviation * scale) - (wide * of_x + (mean_g * deviation - centre * of_x))
-    found: list[Tensor | None] = [cast(transpose(dx, x.shape), x.dtype), None, None]
+    operand_gradients: list[Tensor | None] = [cast(transpose(dx, x.shape), x.dtype), None, None]
     for parameter, total in zip(scale_bias, (products, sums) if scaled else (sums,), strict=False):
-        found.append(reduce_sum(total, output_shape=parameter.shape))
-    return found
+        operand_gradients.append(reduce_sum(total, output_shape=parameter.shape))
+    return operand_gradients
 
 
 def _normalised(
@@ -322,9 +322,9 @@ def _batch_norm(
         return cast(y if bias is None else y + bias, x.dtype), []
     y, *statistics = _normalised(x, sets, epsilon, scale, bias)
     updates = []
-    for old, found in zip(moving, statistics, strict=True):
+    for old, statistic in zip(moving, statistics, strict=True):
         with region(UPDATE, stored(old)):
-            new = reduce_mean(found, output_shape=along)
+            new = reduce_mean(statistic, output_shape=along)
             updates.append(assign(old, old * decay + new * (1 - decay)))
     return y, updates
 

@@ -154,11 +154,11 @@ class _Stored:
         A ring goes round; past the last slot of any other cache the step raises FeedError.
         """
         place = mod(self.caches.positions, self.slots.size) if ring else self.caches.positions
-        made = []
+        updated = []
         for held, part in self._parts(x):
             before = held if self.caches.parents is None else _reordered(held, self.caches.parents)
-            made.append((held, update_slice(before, part, self.slots, place)))
-        return made
+            updated.append((held, update_slice(before, part, self.slots, place)))
+        return updated
 
     def with_prompt(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
         """The variables with the tokens of a prompt; what is past the end of a sequence is never looked at."""
@@ -190,8 +190,8 @@ class _Stored:
         scaled = len(self.variables) == 2
         parts = quantize(x, self.channels, self.variables[0].dtype) if scaled else (x,)
         spread = []
-        for held, made in zip(self.variables, parts, strict=True):
-            part = cast(made, held.dtype)
+        for held, new_part in zip(self.variables, parts, strict=True):
+            part = cast(new_part, held.dtype)
             missing = [d for d in held.shape if d not in part.shape and d == self.caches.beams]
             wide = broadcast(part, Shape([part.shape[0], *missing, *part.shape[1:]])) if missing else part
             spread.append((held, wide))
@@ -200,16 +200,16 @@ class _Stored:
 
 def _length(x: Tensor) -> Dimension:
     """The dim of the tokens, whose slots are in a cache."""
-    (found,) = (d for d in x.shape if d.name in LENGTHS)
-    return found
+    (length,) = (d for d in x.shape if d.name in LENGTHS)
+    return length
 
 
 def _reordered(x: Tensor, parents: Tensor) -> Tensor:
     """x, each of whose hypotheses is that of its parent."""
     beams = parents.shape[-1]
     chosen = rename_dimension(parents, beams.name, f"{beams.name}_next")
-    found = gather(x, chosen, x.shape.dim(beams.name))
-    return transpose(rename_dimension(found, f"{beams.name}_next", beams.name), x.shape)
+    chosen_beams = gather(x, chosen, x.shape.dim(beams.name))
+    return transpose(rename_dimension(chosen_beams, f"{beams.name}_next", beams.name), x.shape)
 
 
 def _outermost(value: Tensor) -> Tensor:

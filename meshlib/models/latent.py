@@ -68,9 +68,9 @@ class LatentAttention:
     def weights(self, d_model: int, heads: int) -> int:
         """Elements of the matrices of a layer's attention."""
         queries = heads * self.head_dim
-        made = d_model * queries if self.q_rank is None else self.q_rank * (d_model + queries)
+        query_weights = d_model * queries if self.q_rank is None else self.q_rank * (d_model + queries)
         keys = d_model * (self.kv_rank + self.rope_dim) + self.kv_rank * heads * (self.nope_dim + self.value_dim)
-        return made + keys + heads * self.value_dim * d_model
+        return query_weights + keys + heads * self.value_dim * d_model
 
     @property
     def norm_scales(self) -> int:

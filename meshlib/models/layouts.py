@@ -88,8 +88,10 @@ def layout(name: str, config: TransformerConfig, mesh: MeshLike) -> LayoutRules:
         raise LayoutError(f"{at('layout')}: expected a TransformerConfig, got {type(config).__name__} {config!r:.80}")
     parts = _parts(name)
     axes = dict(zip(parts, _axes(name, parts, mesh), strict=True))
-    made = [_RULES[part](config, axis, mesh.axis_size(axis)) for part, axis in axes.items() if part != "expert"]
-    rules = joined(*made, *(_expert_rules(config, axes, mesh) if "expert" in axes else ()))
+    rules_of_parts = [
+        _RULES[part](config, axis, mesh.axis_size(axis)) for part, axis in axes.items() if part != "expert"
+    ]
+    rules = joined(*rules_of_parts, *(_expert_rules(config, axes, mesh) if "expert" in axes else ()))
     return with_unsplit(_over_both(rules, config, axes, mesh), config)
 
 
@@ -119,18 +121,18 @@ def _axes(name: str, parts: list[str], mesh: Mesh) -> list[str]:
     """The axis of each part."""
     if len(parts) == 1 and len(mesh) == 1:
         return list(mesh.axes)
-    found: list[str] = []
+    chosen_axes: list[str] = []
     for part in parts:
-        free = [axis for axis in PARTS[part] if axis in mesh and axis not in found]
-        shared = [axis for axis in found if part in _SHARING and axis in PARTS[part]]
+        free = [axis for axis in PARTS[part] if axis in mesh and axis not in chosen_axes]
+        shared = [axis for axis in chosen_axes if part in _SHARING and axis in PARTS[part]]
         if not free and not shared:
             raise LayoutError(
                 f"{at('layout')} {name!r}: {part!r} needs an axis {' or '.join(map(repr, PARTS[part]))}, "
                 f"but the mesh is {mesh}"
             )
         own = [axis for axis in free if part != "expert" or axis == part]
-        found.append((own or shared or free)[0])
-    return found
+        chosen_axes.append((own or shared or free)[0])
+    return chosen_axes
 
 
 def _tensor_dims(config: TransformerConfig, axis: str, size: int) -> list[str]:

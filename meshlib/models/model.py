@@ -112,9 +112,9 @@ def transformer(
     _check(config, sizes, {"scan": scan, "training": training, "packed": packed})
     if pipeline is not None and not isinstance(pipeline, Pipeline):
         raise GraphError(f"{at('transformer')}: pipeline must be an mtf.models.Pipeline, got {pipeline!r:.80}")
-    made = Builder(config, Dimension("batch", batch), remat, scan, training, pipeline, packed, loss_blocks)
-    made.check_blocks(length if predictions is None else predictions)
-    return made.build(length, encoder_length or length, predictions)
+    builder = Builder(config, Dimension("batch", batch), remat, scan, training, pipeline, packed, loss_blocks)
+    builder.check_blocks(length if predictions is None else predictions)
+    return builder.build(length, encoder_length or length, predictions)
 
 
 def _check(config: object, sizes: Mapping[str, int | None], flags: Mapping[str, bool]) -> None:
@@ -249,8 +249,8 @@ class Builder:
     def _input(self, name: str, dim: Dimension) -> Tensor:
         with absolute_scope("/".join(self.scope_around)):  # outside of the encoder's and the decoder's
             there = self.given.get(name)
-            made = self.inputs[name] = input(name, [self.batch, dim], "int32") if there is None else there
-        return made if self.pipeline is None else self.pipeline.cut(made)
+            input_tensor = self.inputs[name] = input(name, [self.batch, dim], "int32") if there is None else there
+        return input_tensor if self.pipeline is None else self.pipeline.cut(input_tensor)
 
     def stack(self, tokens: Tensor, count: int, causal: bool, memory: Tensor | None = None, **more: Any) -> Tensor:
         """Embeddings, and `count` layers of what is embedded; `more` is what else `Blocks` takes."""

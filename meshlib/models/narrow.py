@@ -26,7 +26,7 @@ def quantized_kernels(state: Mapping[str, Any], program: Program) -> dict[str, A
       program: what `mtf.lower` made of a model with `Numerics(kernel_dtype=...)`.
     Raises: GraphError for a kernel of another shape.
     """
-    made = dict(state)
+    narrow_state = dict(state)
     for name, v in program.variables.items():
         if not name.endswith(_SCALE) or name in state:
             continue
@@ -42,6 +42,6 @@ def quantized_kernels(state: Mapping[str, Any], program: Program) -> dict[str, A
         largest = np.abs(w).max(axis=summed, keepdims=True)
         scale = np.where(largest > 0, largest / dtype.largest, 1.0).astype(np.float32)
         units = w / scale
-        made[of] = units if dtype.is_float else np.rint(units).astype(np.int8)
-        made[name] = np.squeeze(scale, summed)
-    return made
+        narrow_state[of] = units if dtype.is_float else np.rint(units).astype(np.int8)
+        narrow_state[name] = np.squeeze(scale, summed)
+    return narrow_state

@@ -234,8 +234,8 @@ class _Serving:
 
     def _of_parents(self, x: Tensor, parents: Tensor) -> Tensor:
         beams = parents.shape[-1]
-        found = gather(x, rename_dimension(parents, beams.name, "beams_next"), beams)
-        return rename_dimension(found, "beams_next", beams.name)
+        of_parents = gather(x, rename_dimension(parents, beams.name, "beams_next"), beams)
+        return rename_dimension(of_parents, "beams_next", beams.name)
 
     def _decoder(self, tokens: Tensor, caches: Caches, **more: Any) -> Tensor:
         with scope("decoder") if self.config.encoder_decoder else nullcontext():

@@ -105,8 +105,8 @@ class Pipeline:
         """All stages, of what has been cut, `beside` too, and the sums of what they return besides."""
         micro = x.shape.dim(MICROBATCH)
         stage = Dimension(STAGE, self.stages)
-        made = layers.pipeline(stage_fn, x, stage, micro, self.repeats, beside, remat=self.remat)
-        return (made, []) if isinstance(made, Tensor) else made
+        results = layers.pipeline(stage_fn, x, stage, micro, self.repeats, beside, remat=self.remat)
+        return (results, []) if isinstance(results, Tensor) else results
 
     def sums(self, loss: Tensor, dropped: Tensor, load: Tensor) -> list[Tensor]:
         """What the experts of a stage say of one microbatch, as floats: by stage the mean loss of a group of tokens,

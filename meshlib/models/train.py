@@ -72,18 +72,20 @@ def train_step(
       >>> sorted(program.inputs), program.outputs["loss"].tensor.shape
       (['targets', 'tokens'], Shape(''))
     """
-    made = _optimizer(optimizer, learning_rate)
+    checked_optimizer = _optimizer(optimizer, learning_rate)
     if whole(accumulation, "train_step", "accumulation", 1) > 1:
         rest = {"encoder_length": encoder_length, "predictions": predictions, "pipeline": pipeline, "packed": packed}
         wrong = [name for name, value in rest.items() if value]
         if wrong or (isinstance(config, TransformerConfig) and config.kind != "decoder"):
             what = f"{wrong[0]}={rest[wrong[0]]!r:.60}" if wrong else f"a model of kind {config.kind!r}"
             raise GraphError(f"{at('train_step')}: accumulation={accumulation} is for plain decoders; got {what}")
-        return _accumulated(config, (batch, length), made, remat, scan, max_norm, accumulation, loss_blocks)
+        return _accumulated(
+            config, (batch, length), checked_optimizer, remat, scan, max_norm, accumulation, loss_blocks
+        )
     model = transformer(
         config, batch, length, remat, scan, encoder_length, predictions, True, pipeline, packed, loss_blocks
     )
-    updates = made.minimize(model.loss, max_norm=max_norm)
+    updates = checked_optimizer.minimize(model.loss, max_norm=max_norm)
     outputs = {"loss": model.loss, "auxiliary_loss": model.auxiliary_loss, "dropped": model.dropped}
     return {name: y for name, y in outputs.items() if y is not None}, [*updates, *_balanced(config, model.loads)]
 

@@ -29,7 +29,7 @@ def usual_layouts(config: TransformerConfig, devices: int, batch: int) -> list[t
     kv_heads = config.heads if config.memory_heads == 1 else config.memory_heads
     tensor = largest_power(devices, kv_heads, config.d_ff, config.vocab, most=TENSOR)
     context = devices // gcd(devices, batch)  # devices for each sequence, where there are fewer of these
-    made = []
+    layouts_and_meshes = []
     usual = [("context", context), ("tensor", tensor), ("sequence", tensor)]
     if config.experts is not None:
         usual[1:] = [("expert", largest_power(devices, config.experts.count, most=EXPERTS))]
@@ -43,8 +43,10 @@ def usual_layouts(config: TransformerConfig, devices: int, batch: int) -> list[t
             axes["context"] = several
         named = dict.fromkeys(("data", "fsdp", axis, *(["context"] if several > 1 else [])))
         parts = [part for part in named if axes["tensor" if part == "sequence" else part] > 1]
-        made.append(("+".join(parts) or "fsdp", ";".join(f"{a}:{n}" for a, n in axes.items() if n > 1) or "fsdp:1"))
-    return list(dict.fromkeys(made))
+        layouts_and_meshes.append(
+            ("+".join(parts) or "fsdp", ";".join(f"{a}:{n}" for a, n in axes.items() if n > 1) or "fsdp:1")
+        )
+    return list(dict.fromkeys(layouts_and_meshes))
 
 
 def largest_power(number: int, *others: int, most: int | None = None) -> int:

@@ -26,12 +26,12 @@ def build_all(
     checked_op_name(name, kind.name)
     types = tuple(x.type for x in inputs)
     try:
-        made = kind.shape(types, attrs)
+        output_types = kind.shape(types, attrs)
     except (ShapeError, LayoutError) as fault:
         operands = "".join(f"\n  {x}" for x in inputs)
         raise ShapeError(f"{kind.name}{f' {name!r}' if name else ''} ({source_line()}): {fault}{operands}") from None
     graph = innermost(inputs, kind.name)
-    outs = made if isinstance(made, tuple) else (made,)
+    outs = output_types if isinstance(output_types, tuple) else (output_types,)
     return graph.add(kind, [graph.adopt(x) for x in inputs], outs, attrs, name).outputs
 
 
@@ -43,8 +43,10 @@ def build_source(
     exact_name: str | None = None,
 ) -> Operation:
     """Add an operation without operands to `graph`."""
-    made = kind.shape((), attrs)
-    return graph.add(kind, (), made if isinstance(made, tuple) else (made,), attrs, name, exact_name)
+    output_types = kind.shape((), attrs)
+    return graph.add(
+        kind, (), output_types if isinstance(output_types, tuple) else (output_types,), attrs, name, exact_name
+    )
 
 
 def as_tensor(x: object, like: Tensor | None, what: str) -> Tensor:
@@ -67,10 +69,10 @@ def tensor(x: object, what: str) -> Tensor:
 
 def floats(x: object, what: str) -> Tensor:
     """`x`, checked to be a float tensor."""
-    found = tensor(x, what)
-    if not found.dtype.is_wide_float:
-        raise ShapeError(f"{what} ({source_line()}): needs a float tensor, got {found}; cast it with mtf.cast")
-    return found
+    operand = tensor(x, what)
+    if not operand.dtype.is_wide_float:
+        raise ShapeError(f"{what} ({source_line()}): needs a float tensor, got {operand}; cast it with mtf.cast")
+    return operand
 
 
 def as_dims(dims: object, what: str, among: Iterable[Tensor] = ()) -> tuple[Dimension, ...]:
@@ -110,13 +112,13 @@ def _named_dim(text: str, what: str, among: Iterable[Tensor]) -> Dimension:
     """A new dim of "name:size", or that of some tensors with a name."""
     if ":" in text:
         try:
-            (made,) = Shape(text)
-            return made
+            (new_dim,) = Shape(text)
+            return new_dim
         except (LayoutError, ValueError) as fault:
             raise ShapeError(f"{what} ({source_line()}): {text!r} is no dim, such as 'batch:8': {fault}") from None
     there = {d.name: d for x in among for d in x.shape}
-    found = there.get(text.strip())
-    if found is None:
+    known_dim = there.get(text.strip())
+    if known_dim is None:
         hint = nearest(text, there) if there else f"; give its size too, such as '{text}:8'"
         raise ShapeError(f"{what} ({source_line()}): no dim {text!r}{hint}")
-    return found
+    return known_dim

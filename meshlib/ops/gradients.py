@@ -121,14 +121,14 @@ def _gradients(op: Operation, cotangents: dict[Tensor, list[Tensor]], depends: s
         return []
     with absolute_scope(f"{op.name}/grad"), written_at(op.source):
         dys = [_total(y, cotangents) for y in op.outputs]
-        found = zip(op.inputs, op.kind.grad(op, *dys), strict=True)
-        return [(x, dx) for x, dx in found if dx is not None]
+        pairs = zip(op.inputs, op.kind.grad(op, *dys), strict=True)
+        return [(x, dx) for x, dx in pairs if dx is not None]
 
 
 def _rewritten(graph: Graph, rewrite: Rewrite, cotangents: dict[Tensor, list[Tensor]], depends: set[Tensor]) -> Sides:
     """What a function with a gradient of its own passes on: its inner values get no cotangents."""
-    made = (y for op in rewrite.operations if not _is_read(op) for y in op.outputs)
-    results = [y for y in dict.fromkeys((*rewrite.results, *made)) if y in cotangents]
+    computed = (y for op in rewrite.operations if not _is_read(op) for y in op.outputs)
+    results = [y for y in dict.fromkeys((*rewrite.results, *computed)) if y in cotangents]
     if not any(y in depends for y in results):
         return []
     first = results[0].operation
@@ -140,12 +140,14 @@ def _rewritten(graph: Graph, rewrite: Rewrite, cotangents: dict[Tensor, list[Ten
             given = rewrite.gradient(list(rewrite.inputs), results, dys)
         else:
             given = _of_residuals(graph, rewrite, dict(zip(results, dys, strict=True)), cotangents)
-        found = items(given, "custom_gradient", "what gradient returns")
-    if len(found) != len(rewrite.inputs):
+        returned = items(given, "custom_gradient", "what gradient returns")
+    if len(returned) != len(rewrite.inputs):
         raise GraphError(
-            f"{at('custom_gradient')}: gradient must return {len(rewrite.inputs)} cotangents, got {len(found)}"
+            f"{at('custom_gradient')}: gradient must return {len(rewrite.inputs)} cotangents, got {len(returned)}"
         )
-    sides = [(x, tensor(dx, "custom_gradient")) for x, dx in zip(rewrite.inputs, found, strict=True) if dx is not None]
+    sides = [
+        (x, tensor(dx, "custom_gradient")) for x, dx in zip(rewrite.inputs, returned, strict=True) if dx is not None
+    ]
     for x, dx in sides:
         if dx.type != x.type.of_cotangents:
             raise ShapeError(f"{at('custom_gradient')}: the cotangent {dx} does not have the type of {x}")
@@ -163,9 +165,9 @@ def _of_residuals(
     assert rewrite.gradient is not None
     assert rewrite.residuals is not None
     count = len(graph.operations)
-    made: Sequence[Tensor | None] = rewrite.gradient(rewrite.residuals, [dys.get(y) for y in rewrite.results])
+    returned: Sequence[Tensor | None] = rewrite.gradient(rewrite.residuals, [dys.get(y) for y in rewrite.results])
     rewrite.written.extend(graph.operations[count:])
-    return made
+    return returned
 
 
 def _is_read(op: Operation) -> bool:
@@ -176,8 +178,8 @@ def _is_read(op: Operation) -> bool:
 def _recomputed(graph: Graph, rewrite: Rewrite, results: Sequence[Tensor], dys: Sequence[Tensor]) -> Sides:
     """Write the operations again, and pass cotangents through the copies to what they take from outside."""
     kept = {y: y for op in rewrite.operations if _is_read(op) for y in op.outputs}
-    made = {y for op in rewrite.operations for y in op.outputs if y not in kept}
-    outside = list(dict.fromkeys(x for op in rewrite.operations for x in op.inputs if x not in made))
+    recomputed = {y for op in rewrite.operations for y in op.outputs if y not in kept}
+    outside = list(dict.fromkeys(x for op in rewrite.operations for x in op.inputs if x not in recomputed))
     known = {y: from_host(where) if where.on_host else where for y, where in rewrite.kept}
     count = len(graph.operations)
     again = replay(rewrite.operations, graph.rewrites[: graph.rewrites.index(rewrite)], kept, graph)
@@ -198,13 +200,13 @@ def composed_gradient(
     """
     graph = innermost([*inputs, *(dy for dy in dys if dy is not None)], "gradients")
     count = len(graph.operations)
-    made = [identity(x) for x in inputs]  # cotangents must not go on to what the inputs are made of
+    stand_ins = [identity(x) for x in inputs]  # cotangents must not go on to what the inputs are made of
     cotangents: dict[Tensor, list[Tensor]] = {}
-    for y, dy in zip(function(*made), dys, strict=True):
+    for y, dy in zip(function(*stand_ins), dys, strict=True):
         if dy is not None:
             cotangents.setdefault(y, []).append(dy)
-    _sweep(graph, graph.operations[count:], cotangents, set(made))
-    return [add_n(cotangents[x]) if x in cotangents else None for x in made]
+    _sweep(graph, graph.operations[count:], cotangents, set(stand_ins))
+    return [add_n(cotangents[x]) if x in cotangents else None for x in stand_ins]
 
 
 def _total(y: Tensor, cotangents: dict[Tensor, list[Tensor]]) -> Tensor | None:
@@ -218,12 +220,12 @@ def _total(y: Tensor, cotangents: dict[Tensor, list[Tensor]]) -> Tensor | None:
 def _depending_on(operations: Sequence[Operation], rewrites: Sequence[Rewrite], xs: set[Tensor]) -> set[Tensor]:
     """What depends on `xs`; results of a function with a rule of its own do if one of its inputs does."""
     ruled = {op: r for r in rewrites if r.gradient is not None for op in r.operations}
-    found = set(xs)
+    dependent = set(xs)
     for op in operations:
         taken = ruled[op].inputs if op in ruled and not _is_read(op) else op.inputs
-        if any(x in found for x in taken):
-            found.update(op.outputs)
-    return found
+        if any(x in dependent for x in taken):
+            dependent.update(op.outputs)
+    return dependent
 
 
 def _gathered(graph: Graph, x: Tensor, cotangents: dict[Tensor, list[Tensor]]) -> Tensor | None:

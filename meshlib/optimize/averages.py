@@ -48,16 +48,16 @@ def moving_averages(updates: Iterable[Operation], decay: float = 0.9999, start_s
     """
     what = "moving_averages"
     kept, first = bounded(decay, what, "decay", FRACTION), whole(start_step, what, "start_step", low=0)
-    made = []
+    updates_of_averages = []
     for update in items(updates, what, "updates"):
         if not isinstance(update, Operation) or update.kind is not ASSIGN:
             raise GraphError(f"{at(what)}: updates must be what an optimizer returned, got {update!r:.80}")
         owner = update.graph.root.variables[update.attrs["variable"]]
         if owner.attrs["trainable"]:
-            made.append(_followed(owner, update.inputs[0], kept, first))
-    if not made:
+            updates_of_averages.append(_followed(owner, update.inputs[0], kept, first))
+    if not updates_of_averages:
         raise GraphError(f"{at(what)}: none of the updates is of a trainable variable")
-    return made
+    return updates_of_averages
 
 
 def _followed(owner: Operation, new: Tensor, decay: float, first: int) -> Operation:
@@ -77,7 +77,7 @@ def averaged(state: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
     """
     if not isinstance(state, Mapping):
         raise GraphError(f"{at('averaged')}: expected a state, as sim.state, got {type(state).__name__} {state!r:.80}")
-    found = {n.removesuffix(f"/{SLOT}"): state[n] for n in state if isinstance(n, str) and n.endswith(f"/{SLOT}")}
-    if not found:
+    averages = {n.removesuffix(f"/{SLOT}"): state[n] for n in state if isinstance(n, str) and n.endswith(f"/{SLOT}")}
+    if not averages:
         raise GraphError(f"{at('averaged')}: the state has no moving averages; see mtf.optimize.moving_averages")
-    return found
+    return averages

@@ -67,7 +67,7 @@ class Update:
 
         It is kept in `dtype`, as all slots are unless given; layout rules reach it under `slots/`.
         """
-        made = make_variable(
+        slot_variable = make_variable(
             name,
             self.variable.output.shape if shape is None else shape,
             initializers.zeros(),
@@ -75,7 +75,7 @@ class Update:
             trainable=False,
             slot_of=self.variable.name,
         )
-        return cast(made, self.value.dtype)
+        return cast(slot_variable, self.value.dtype)
 
     def write(self, target: Tensor, new: Tensor) -> None:
         """Write the new value of a slot, or of the variable itself, unless the step is skipped."""
@@ -131,12 +131,12 @@ class Optimizer(abc.ABC):
         self.master_dtype = self._float(kept.get("master_dtype", FLOAT32), "master_dtype")
 
     def _float(self, value: object, argument: str) -> DType:
-        found = as_dtype(value)
-        if not found.is_wide_float:
+        compute_dtype = as_dtype(value)
+        if not compute_dtype.is_wide_float:
             raise GraphError(
-                f"{at(type(self).__name__)}: {argument} must be a float dtype to compute in, got {found.name}"
+                f"{at(type(self).__name__)}: {argument} must be a float dtype to compute in, got {compute_dtype.name}"
             )
-        return found
+        return compute_dtype
 
     def rate_like(self, value: object, argument: str) -> LearningRate:
         """`value`, checked to be a number, a tensor without dims, or a schedule."""
@@ -165,15 +165,15 @@ class Optimizer(abc.ABC):
     def patterns(self, value: Sequence[str] | None, argument: str) -> tuple[str, ...]:
         """`value`, checked to be regular expressions, that are searched for in variables' names."""
         what = type(self).__name__
-        found = tuple(items(value, what, argument)) if value is not None else ()
-        for p in found:
+        checked_patterns = tuple(items(value, what, argument)) if value is not None else ()
+        for p in checked_patterns:
             if not isinstance(p, str):
                 raise GraphError(f"{at(what)}: {argument} holds regular expressions, got {type(p).__name__} {p!r:.80}")
             try:
                 re.compile(p)
             except re.error as fault:
                 raise GraphError(f"{at(what)}: {argument}: {p!r:.80} is no regular expression: {fault}") from None
-        return found
+        return checked_patterns
 
     def decayed(self, u: Update, along: Tensor) -> Tensor:
         """A step that also takes `weight_decay` of the variable, unless its name is one of those to exclude."""
@@ -244,8 +244,8 @@ class Optimizer(abc.ABC):
     def number_at(self, value: LearningRate, done: Tensor, dtype: DType) -> Tensor | float:
         """A number, tensor or schedule as it is in this step, in the dtype to compute in."""
         if callable(value) and not isinstance(value, Tensor):
-            found = value(done)
-            value = self._checked(found, "the schedule's result") if isinstance(found, Tensor) else found
+            scheduled = value(done)
+            value = self._checked(scheduled, "the schedule's result") if isinstance(scheduled, Tensor) else scheduled
         if isinstance(value, Tensor):
             return cast(value, dtype)
         return self.bounded(value, "the schedule's result")
@@ -329,14 +329,14 @@ def clip_by_global_norm(grads: Sequence[Tensor | None], max_norm: float | Tensor
     """
     what = "clip_by_global_norm"
     given = items(grads, what, "grads")
-    found = [tensor(g, what) for g in given if g is not None]
-    if not found:
+    present = [tensor(g, what) for g in given if g is not None]
+    if not present:
         raise GraphError(f"{at(what)}: needs at least one gradient, got {len(given)} times None")
-    for g in found:
+    for g in present:
         if not g.dtype.is_float:
             raise GraphError(f"{at(what)}: {g} is no float tensor and has no norm")
-    owners = [g.graph.gradient_of.get(g) for g in found]
-    clipped, norm = _clip(found, owners, max_norm, what)
+    owners = [g.graph.gradient_of.get(g) for g in present]
+    clipped, norm = _clip(present, owners, max_norm, what)
     left = iter(clipped)
     return [None if g is None else next(left) for g in given], norm
 
@@ -348,11 +348,11 @@ def _each(
     argument: object,
 ) -> list[Tensor]:
     """function(gradient, argument) of each gradient, done where its variable's slots lie."""
-    made = []
+    results = []
     for g, op in zip(grads, owners, strict=True):
         with region(UPDATE, op), absolute_scope("gradient" if op is None else op.name):
-            made.append(function(g, argument))
-    return made
+            results.append(function(g, argument))
+    return results
 
 
 def _clip(

@@ -133,8 +133,8 @@ class _Step:
     def _body(self, index: Tensor) -> list[Tensor]:
         body = index.graph
         given = {n: gather(x, index, self.micro) if self.micro in x.shape else x for n, x in self.features.items()}
-        made = self.model_fn(given)
-        self.outputs = _checked_outputs(made, body)
+        model_outputs = self.model_fn(given)
+        self.outputs = _checked_outputs(model_outputs, body)
         loss = self.outputs["loss"]
         grads = self._source_gradients(body, loss)
         return [index + 1, *(self._placed(y, index) for y in self.outputs.values()), *grads]
@@ -146,9 +146,9 @@ class _Step:
             if any(x in leads for x in op.inputs):
                 leads.update(op.outputs)
         known = {outer: inner for outer, inner in body.captured.items() if outer in leads and inner.dtype.is_float}
-        found = gradients([loss], list(known.values()))
+        source_gradients = gradients([loss], list(known.values()))
         grads = []
-        for outer, g in zip(known, found, strict=True):
+        for outer, g in zip(known, source_gradients, strict=True):
             if g is not None:
                 self.sources.append(outer)
                 with region(BACKWARD):
@@ -192,14 +192,18 @@ class _Step:
         trainable = graph.trainable_variables
         with region(BACKWARD):
             seeds = [cast(self._scaled(t), r.dtype) for t, r in zip(totals, roots, strict=True)]
-        found = gradients(roots, trainable, seeds) if roots else [None] * len(trainable)
-        missing = [f"'{v.name}' ({v.operation.source})" for v, g in zip(trainable, found, strict=True) if g is None]
+        variable_gradients = gradients(roots, trainable, seeds) if roots else [None] * len(trainable)
+        missing = [
+            f"'{v.name}' ({v.operation.source})"
+            for v, g in zip(trainable, variable_gradients, strict=True)
+            if g is None
+        ]
         if missing:
             raise GraphError(
                 f"{at('serialize_training_step')}: the loss does not depend on {', '.join(missing)}; declare what "
                 "is not to be trained with trainable=False"
             )
-        return [g for g in found if g is not None]
+        return [g for g in variable_gradients if g is not None]
 
     def _lay_like_slots(self, loop: Operation, total: Tensor, variable: Operation) -> None:
         """A gradient that is summed up lies where the variable's slots do, in the loop and after it."""

@@ -211,11 +211,11 @@ def piecewise(boundaries: Sequence[int], values: Sequence[float | Schedule]) -> 
         raise GraphError(f"{at(what)}: boundaries must be positive and increase, got {ends}")
 
     def schedule(t: Tensor) -> Tensor:
-        found = _rate(parts[0], t)
+        rate = _rate(parts[0], t)
         for start, part in zip(ends, parts[1:], strict=True):
             # Before its start a part sees 0: what it says then is not used, but must not be a NaN that warns.
-            found = where(less(t, start), found, _rate(part, maximum(t - start, 0)))
-        return found
+            rate = where(less(t, start), rate, _rate(part, maximum(t - start, 0)))
+        return rate
 
     return schedule
 
@@ -251,7 +251,7 @@ def _as_schedule(value: object, what: str, argument: str) -> Schedule:
 
 def _rate(schedule: Schedule, t: Tensor) -> Tensor:
     """What a schedule says at `t`, as a float32 tensor."""
-    found = schedule(t)
-    if isinstance(found, Tensor):
-        return _float(found)
-    return scalar(bounded(found, "a schedule", "its result"), _float(t))
+    rate = schedule(t)
+    if isinstance(rate, Tensor):
+        return _float(rate)
+    return scalar(bounded(rate, "a schedule", "its result"), _float(t))

@@ -42,17 +42,17 @@ def check_program(program: Program, after: str, before: Program | None = None, s
     """
     if program is before:
         return program
-    made: set[Value] = set()
+    defined: set[Value] = set()
     known = Sound() if sound is None else sound
     for number, instruction in enumerate(program.instructions):
         try:
-            _check_instruction(instruction, made, program, known)
+            _check_instruction(instruction, defined, program, known)
         except (LayoutError, ProgramError) as fault:
             raise ProgramError(
                 f"after {after}, instruction {number} ({instruction.opcode} for {instruction.operation}): {fault}"
             ) from None
-        made.update(instruction.outputs)
-    _check_ends(program, made, after)
+        defined.update(instruction.outputs)
+    _check_ends(program, defined, after)
     if before is not None:
         _check_same_face(program, before, after)
     return program
@@ -314,18 +314,18 @@ def _check_computation(instruction: Compute, signature: Signature) -> None:
 def _check_margins(instruction: Compute, factors: Sequence[Factor], axes: Mapping[str, tuple[str, ...]]) -> None:
     """Whether the operands hold what the result and its margins need of their neighbours."""
     op = instruction.operation
-    made = {m.dim: m for y in instruction.outputs for m in y.margins}
+    margins_of_dims = {m.dim: m for y in instruction.outputs for m in y.margins}
     mesh = instruction.outputs[0].sharding.mesh
     counts = {name: mesh.group_size(over) for name, over in axes.items() if over}
     split = {f.outputs[0] for f in factors if f.name in counts}
     fitting = all(fits(m, y.tensor, y.sharding) for y in instruction.outputs for m in y.margins)
-    if made and not (fitting and keeps_margins(op, factors, counts) and split.issuperset(made)):
-        raise ProgramError(f"can't make margins {', '.join(map(str, made.values()))}")
+    if margins_of_dims and not (fitting and keeps_margins(op, factors, counts) and split.issuperset(margins_of_dims)):
+        raise ProgramError(f"can't make margins {', '.join(map(str, margins_of_dims.values()))}")
     if not takes_margins(op, factors, counts):
         raise ProgramError("needs of other blocks what no margin has")
     for n, x in enumerate(instruction.inputs):
         held = {m.dim: m for m in x.margins}
-        for dim, margin in needed_margins(op, factors, n, made, counts).items():
+        for dim, margin in needed_margins(op, factors, n, margins_of_dims, counts).items():
             if dim not in held or not held[dim].covers(margin):
                 raise ProgramError(f"operand {x.tensor.name} is {x}; its block needs margins {margin}")
 

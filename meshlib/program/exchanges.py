@@ -90,7 +90,7 @@ def plan_exchanges(
     moving = run_factors(factors, axes)
     if not moving:
         return ()
-    found = []
+    exchanges = []
     for i, (s, x) in enumerate(zip(operands, op.inputs, strict=True)):
         sizes = dict(zip(s.local_shape.names, s.local_shape.sizes, strict=True))  # with what has come already
         for f in moving:
@@ -102,9 +102,9 @@ def plan_exchanges(
             row = prod(n for name, n in sizes.items() if name != dim)
             given = tuple(x.dtype.size_bytes(n * row) for n in rows.given_away())
             if any(given):
-                found.append(Exchange("collective_permute", axes[f.name], dim, i, max(given), given))
+                exchanges.append(Exchange("collective_permute", axes[f.name], dim, i, max(given), given))
             sizes[dim] = rows.longest
-    return tuple(found)
+    return tuple(exchanges)
 
 
 def _summaries(op: Operation, factor: Factor, over: Axes, operands: Sequence[Sharding]) -> tuple[Exchange, ...]:
@@ -168,8 +168,8 @@ class _Rows:
 
     def _made(self, block: int) -> tuple[int, int]:
         """The indices that a block works on."""
-        made = self._halo.length(self.op, self.factor) // self.count
-        return block * made, (block + 1) * made
+        rows_per_block = self._halo.length(self.op, self.factor) // self.count
+        return block * rows_per_block, (block + 1) * rows_per_block
 
     def _cut(self, needed: tuple[int, int]) -> Iterator[Run]:
         """Indices of the operand cut at the blocks that have them."""

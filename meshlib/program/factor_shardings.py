@@ -59,8 +59,8 @@ def beside(op: Operation, first: Sharding) -> tuple[Sharding, ...]:
         return (first,)
     factors = op.kind.roles(op)
     axes = {f.name: first.of(f.outputs[0]) for f in factors if f.outputs[0] is not None}
-    found = [first]
+    shardings = [first]
     for n, y in enumerate(op.outputs[1:], start=1):
         by_dim = {f.outputs[n]: axes.get(f.name, ()) for f in factors}
-        found.append(_laid(y.shape, first.mesh, by_dim, first.pending))
-    return tuple(found)
+        shardings.append(_laid(y.shape, first.mesh, by_dim, first.pending))
+    return tuple(shardings)

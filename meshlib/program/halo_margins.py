@@ -62,14 +62,14 @@ def reach(op: Operation, factor: Factor, operand: int, count: int) -> tuple[int,
     lower, name = op.kind.lower, factor.operands[operand]
     if not isinstance(lower, Halo) or factor.role not in RUNS or name is None:
         return None
-    size, made = op.inputs[operand].shape.dim(name).size, lower.length(op, factor) // count
-    block, found = size // count, set()
+    size, rows_per_block = op.inputs[operand].shape.dim(name).size, lower.length(op, factor) // count
+    block, reaches = size // count, set()
     for j in range(count):
-        begin, end = lower.needs(op, factor, operand, j * made, (j + 1) * made)
-        found.add((j * block - begin, end - (j + 1) * block))
-    if len(found) > 1:
+        begin, end = lower.needs(op, factor, operand, j * rows_per_block, (j + 1) * rows_per_block)
+        reaches.add((j * block - begin, end - (j + 1) * block))
+    if len(reaches) > 1:
         return None
-    ((before, after),) = found
+    ((before, after),) = reaches
     if lower.wrap(op) and before > size // 2:  # it is nearer the other way round
         before, after = before - size, after + size
     return before, after
@@ -101,7 +101,7 @@ def _side_by_side(op: Operation, factors: Sequence[Factor], split: Split) -> boo
 
 def needed_margins(op: Operation, factors: Sequence[Factor], operand: int, made: Margins, split: Split) -> Margins:
     """The margins that one operand must have, for a result with margins `made`, along the factors in `split`."""
-    found: dict[str, Margin] = {}
+    margins_of_dims: dict[str, Margin] = {}
     for f in factors:
         dim, out = f.operands[operand], f.outputs[0]
         if dim is None or f.name not in split:
@@ -115,8 +115,8 @@ def needed_margins(op: Operation, factors: Sequence[Factor], operand: int, made:
         elif wanted is not None:
             wanted = replace(wanted, dim=dim)  # the result may have it under another name
         if wanted is not None and (wanted.before or wanted.after):
-            found[dim] = wanted
-    return found
+            margins_of_dims[dim] = wanted
+    return margins_of_dims
 
 
 def given_away(margin: Margin, count: int, size: int) -> list[int]:
@@ -131,12 +131,12 @@ def given_away(margin: Margin, count: int, size: int) -> list[int]:
 
 def row_size(t: Tensor, sharding: Sharding, margins: Sequence[Margin], dim: str) -> int:
     """Elements of one index of a dim, in the block that holds most besides: of two blocks each lies at an end."""
-    found = sharding.local_size // sharding.local_shape.dim(dim).size
+    elements = sharding.local_size // sharding.local_shape.dim(dim).size
     for m in margins:
         block, size = sharding.local_shape.dim(m.dim).size, t.shape.dim(m.dim).size
         held = (m.run(j, block, size) for j in range(size // block))
-        found = found // block * max(end - begin for begin, end in held)
-    return found
+        elements = elements // block * max(end - begin for begin, end in held)
+    return elements
 
 
 def fits(margin: Margin, t: Tensor, sharding: Sharding) -> bool:

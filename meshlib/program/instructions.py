@@ -143,9 +143,9 @@ class Instruction:
         """The same in a fusion group."""
         if group == self.group:
             return self
-        made = object.__new__(type(self))
-        vars(made).update(vars(self), group=group)  # as dataclasses.replace, in a tenth of the time
-        return made
+        copy = object.__new__(type(self))
+        vars(copy).update(vars(self), group=group)  # as dataclasses.replace, in a tenth of the time
+        return copy
 
 
 @dataclass(frozen=True, eq=False)

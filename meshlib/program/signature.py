@@ -104,14 +104,14 @@ class Signatures:
 
     def of(self, op: Operation) -> Signature:
         """The signature of an operation."""
-        found = self._of.get(op)
-        if found is None:
+        signature = self._of.get(op)
+        if signature is None:
             key = (op.kind, tuple(op.attrs.items()), *(t.type for t in op.inputs), None, *(t.type for t in op.outputs))
-            found = self._alike.get(key)
-            if found is None:
-                found = self._alike[key] = Signature(op)
-            self._of[op] = found
-        return found
+            signature = self._alike.get(key)
+            if signature is None:
+                signature = self._alike[key] = Signature(op)
+            self._of[op] = signature
+        return signature
 
     def forget_assignments(self) -> None:
         """Keep what holds for every mesh only."""

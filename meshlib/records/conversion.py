@@ -71,15 +71,15 @@ def make(
     path = Path(source)
     told = progress or (lambda done, total: None)
     if path.is_dir():
-        kind, made = "a folder of pictures", _of_pictures(path, told)
+        kind, examples = "a folder of pictures", _of_pictures(path, told)
     elif not path.is_file():
         raise DataError(f"records: expected a folder or a file, found none at {os.fspath(source)!r:.80}")
     elif path.suffix.lower() == ".csv":
-        kind, made = "a table", _of_table(path, columns or {}, told)
+        kind, examples = "a table", _of_table(path, columns or {}, told)
     elif labels is not None or "idx" in path.name:
-        kind, made = "IDX", _of_idx(path, labels, told)
+        kind, examples = "IDX", _of_idx(path, labels, told)
     else:
-        kind, made = "a text", _of_text(path, told)
+        kind, examples = "a text", _of_text(path, told)
     for option, given_one, of in (("labels", labels is not None, "IDX"), ("columns", columns is not None, "a table")):
         if given_one and kind != of:
             raise DataError(f"records: {option} is for {of}; {path} is {kind}")
@@ -88,7 +88,7 @@ def make(
         for name in writer.paths:
             if os.path.realpath(name) in given:
                 raise DataError(f"records: {name} is what is read; give the records another name")
-        for features in made:
+        for features in examples:
             writer.write(encode(features))
         if not writer.count:
             raise DataError(f"records: {path} is {kind} without a record")
@@ -134,10 +134,10 @@ def _of_table(path: Path, columns: Mapping[str, str], told: Progress) -> Iterato
             for row in rows:
                 if None in row or None in row.values():
                     raise DataError(f"records: {path}, line {rows.line_num}: expected {len(names)} values")
-                made: Features = {name: _value(kinds[name], name, row[name], path, rows.line_num) for name in names}
-                if isinstance(made.get(IMAGE), str):
-                    made[IMAGE] = _picture(path.parent / str(made[IMAGE]))
-                yield made
+                features: Features = {name: _value(kinds[name], name, row[name], path, rows.line_num) for name in names}
+                if isinstance(features.get(IMAGE), str):
+                    features[IMAGE] = _picture(path.parent / str(features[IMAGE]))
+                yield features
     except (UnicodeDecodeError, csv.Error) as fault:
         raise DataError(f"records: {path} is no table in UTF-8: {fault}") from None
 
@@ -159,23 +159,23 @@ def _counted(lines: Any, total: int, told: Progress) -> Iterator[str]:
 
 def _kinds(path: Path, columns: Mapping[str, str]) -> dict[str, str]:
     """Of each column its kind: what was asked for, else the narrowest that keeps all its values."""
-    found: dict[str, _Column] = {}
+    column_of: dict[str, _Column] = {}
     with _text(path) as file:
         table = csv.DictReader(file)
-        found = {name: _Column() for name in table.fieldnames or []}
+        column_of = {name: _Column() for name in table.fieldnames or []}
         if not isinstance(columns, Mapping):
             raise DataError(f"records: columns must be kinds by name, got {type(columns).__name__} {columns!r:.80}")
         for name, kind in columns.items():
-            if name not in found:
-                raise DataError(f"records: {path} has no column {name!r:.40}{nearest(name, found)}")
+            if name not in column_of:
+                raise DataError(f"records: {path} has no column {name!r:.40}{nearest(name, column_of)}")
             if kind not in KINDS:
                 raise DataError(f"records: column '{name}' must be {', '.join(KINDS)}, got {kind!r:.40}")
-        asked = set(found) - set(columns)
+        asked = set(column_of) - set(columns)
         for row in table:
             for name in asked:
                 if isinstance(text := row[name], str):
-                    found[name].add(text)
-    return {name: columns.get(name, column.kind) for name, column in found.items()}
+                    column_of[name].add(text)
+    return {name: columns.get(name, column.kind) for name, column in column_of.items()}
 
 
 @dataclass
@@ -226,12 +226,12 @@ def _value(kind: str, name: str, text: str, path: Path, line: int) -> int | floa
 
 def _of_idx(path: Path, labels: str | os.PathLike[str] | None, told: Progress) -> Iterator[Features]:
     images = read_idx(path)
-    found = None if labels is None else read_idx(labels, dims=1)
-    if found is not None and len(found) != len(images):
-        raise DataError(f"records: {labels}: expected {len(images)} labels, one per image, found {len(found)}")
+    label_array = None if labels is None else read_idx(labels, dims=1)
+    if label_array is not None and len(label_array) != len(images):
+        raise DataError(f"records: {labels}: expected {len(images)} labels, one per image, found {len(label_array)}")
     little = images.astype(images.dtype.newbyteorder("<"))
     for n, image in enumerate(little):
-        yield {IMAGE: image.tobytes(), **({} if found is None else {"label": int(found[n])})}
+        yield {IMAGE: image.tobytes(), **({} if label_array is None else {"label": int(label_array[n])})}
         told(n + 1, len(images))
 
 

@@ -86,15 +86,15 @@ def _in_rows(messages: Sequence[Bytes], lengths: Array, ends: Array) -> Array:
 def _row_sums(rows: Array) -> Array:
     """What each row of ROW bytes adds, if nothing follows it."""
     lookup, starts = _row_table()
-    found = np.empty(len(rows), np.uint32)
+    sums = np.empty(len(rows), np.uint32)
     room = min(len(rows), BLOCK_ROWS)
     places, added = np.empty((room, ROW), np.intp), np.empty((room, ROW), np.uint32)
     for begin in range(0, len(rows), BLOCK_ROWS):
         part = rows[begin : begin + BLOCK_ROWS]
         np.add(part, starts, out=places[: len(part)])
         np.take(lookup, places[: len(part)], out=added[: len(part)], mode="clip")  # which does not check them
-        np.bitwise_xor.reduce(added[: len(part)], axis=1, out=found[begin : begin + len(part)])
-    return found
+        np.bitwise_xor.reduce(added[: len(part)], axis=1, out=sums[begin : begin + len(part)])
+    return sums
 
 
 def _moved(sums: Array, following: Array) -> Array:
@@ -110,17 +110,17 @@ def _mapped(maps: Array, sums: Array, which: Array | int = 0) -> Array:
     """Linear maps of 32 bits, uint32 [maps, 4, 256]: of each sum the one of its number."""
     octets = sums.astype("<u4").view(np.uint8).reshape(-1, 4)
     places = octets + (np.arange(4) * 256 + np.asarray(which)[..., None] * 1024)
-    found: Array = np.bitwise_xor.reduce(maps.reshape(-1)[places], axis=-1)
-    return found
+    mapped: Array = np.bitwise_xor.reduce(maps.reshape(-1)[places], axis=-1)
+    return mapped
 
 
 @cache
 def _byte_table() -> Array:
     """The sum of each byte alone: uint32 [256]."""
-    found: Array = np.arange(256, dtype=np.uint32)
+    table: Array = np.arange(256, dtype=np.uint32)
     for _ in range(8):
-        found = (found >> 1) ^ np.where(found & 1, np.uint32(POLYNOMIAL), np.uint32(0))
-    return found
+        table = (table >> 1) ^ np.where(table & 1, np.uint32(POLYNOMIAL), np.uint32(0))
+    return table
 
 
 @cache
@@ -137,11 +137,11 @@ def _zero_bytes(power: int) -> Array:
 def _shifts(level: int) -> Array:
     """The maps of 0 to 255 times ROW * 256**level zero bytes: uint32 [256, 4, 256]."""
     step = _zero_bytes(ROW.bit_length() - 1 + 8 * level)
-    found = np.empty((256, 4, 256), np.uint32)
-    found[0] = np.arange(256, dtype=np.uint32) << (8 * np.arange(4, dtype=np.uint32)[:, None])
+    tables = np.empty((256, 4, 256), np.uint32)
+    tables[0] = np.arange(256, dtype=np.uint32) << (8 * np.arange(4, dtype=np.uint32)[:, None])
     for n in range(1, 256):
-        found[n] = _mapped(step, found[n - 1].reshape(-1)).reshape(4, 256)
-    return found
+        tables[n] = _mapped(step, tables[n - 1].reshape(-1)).reshape(4, 256)
+    return tables
 
 
 @cache

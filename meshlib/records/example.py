@@ -41,7 +41,7 @@ def decode(data: bytes) -> dict[str, Value]:
       >>> decode(encode({"label": 7, "name": "seven"}))
       {'label': array([7]), 'name': [b'seven']}
     """
-    found: dict[str, Value] = {}
+    values: dict[str, Value] = {}
     for number, features in _messages(data, 0, len(data)):
         if number != 1:
             continue
@@ -53,8 +53,8 @@ def decode(data: bytes) -> dict[str, Value]:
                         key = _text(data, span)
                     elif field == 2:
                         value = _joined(value, _feature(data, span))
-                found[key] = [] if value is None else value
-    return found
+                values[key] = [] if value is None else value
+    return values
 
 
 class Decoder:
@@ -72,9 +72,9 @@ class Decoder:
         layout = self._layouts.get(len(data))
         if layout is not None and all(data[a:b] == same for a, b, same in layout.around):
             return {name: _value_at(data, kind, span) for name, kind, span in layout.values}
-        found = decode(data)
+        features = decode(data)
         self.layout(data)
-        return found
+        return features
 
     def layout(self, data: bytes) -> Layout | None:
         """That of examples of this length, which is learnt from the first; None where they have none.
@@ -185,12 +185,12 @@ def _field(number: int, data: bytes) -> bytes:
 
 
 def _varint(n: int) -> bytes:
-    made = bytearray()
+    encoded = bytearray()
     while n > 127:
-        made.append(n & 127 | 128)
+        encoded.append(n & 127 | 128)
         n >>= 7
-    made.append(n)
-    return bytes(made)
+    encoded.append(n)
+    return bytes(encoded)
 
 
 def _varints(values: Array) -> bytes:
@@ -219,12 +219,12 @@ def _number(data: bytes, at: int, end: int) -> tuple[int, int]:
     """A varint, and where it ends."""
     if at < end and data[at] < 128:
         return data[at], at + 1
-    found = shift = 0
+    number = shift = 0
     for n in range(at, min(at + VARINT_BYTES, end)):
-        found |= (data[n] & 127) << shift
+        number |= (data[n] & 127) << shift
         shift += 7
         if data[n] < 128:
-            return found & (1 << 64) - 1, n + 1
+            return number & (1 << 64) - 1, n + 1
     raise _fail(at, "a number that does not end")
 
 
@@ -279,15 +279,15 @@ def _text(data: bytes, span: Span) -> str:
 
 def _feature(data: bytes, span: Span) -> Value | None:
     """The value of a feature: of several kinds the last; lists of one kind are joined."""
-    found: Value | None = None
+    value: Value | None = None
     for number, inner in _messages(data, *span):
         if number == BYTES_LIST:
-            found = _joined(found, [data[a:b] for n, (a, b) in _messages(data, *inner) if n == 1])
+            value = _joined(value, [data[a:b] for n, (a, b) in _messages(data, *inner) if n == 1])
         elif number == FLOAT_LIST:
-            found = _joined(found, _floats(data, inner))
+            value = _joined(value, _floats(data, inner))
         elif number == INT64_LIST:
-            found = _joined(found, _integers(data, inner))
-    return found
+            value = _joined(value, _integers(data, inner))
+    return value
 
 
 def _joined(a: Value | None, b: Value | None) -> Value | None:
@@ -344,8 +344,8 @@ def _packed(data: bytes, begin: int, end: int) -> Array:
 def _joined_digits(octets: Array, starts: Array, last: Array) -> Array:
     """The numbers, uint64, whose bytes run from `starts` to `last`, the least digits in base 128 first."""
     places = (np.arange(len(octets)) - np.repeat(starts, last - starts + 1)).astype(np.uint64)
-    made: Array = np.bitwise_or.reduceat((octets & 127).astype(np.uint64) << (np.uint64(7) * places), starts)
-    return made
+    numbers: Array = np.bitwise_or.reduceat((octets & 127).astype(np.uint64) << (np.uint64(7) * places), starts)
+    return numbers
 
 
 def packed_rows(rows: Array, count: int) -> Array | None:

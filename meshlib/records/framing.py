@@ -142,11 +142,12 @@ def _cut_short(head: bytes, left: int) -> str | None:
 
 def wrong_data(records: Sequence[bytes], crcs: Sequence[int]) -> list[tuple[int, str]]:
     """Of records and the sums that were written with them those that differ: number and what is wrong."""
-    found = masked_crcs(records)
-    wrong = np.flatnonzero(found != np.array(crcs, np.uint32)).tolist()
+    actual = masked_crcs(records)
+    wrong = set(np.flatnonzero(actual != np.array(crcs, np.uint32)).tolist())
     return [
-        (n, f"the {len(records[n])} bytes of data have the CRC {found[n]:#010x}, but were written with {crcs[n]:#010x}")
-        for n in wrong
+        (n, f"the {len(data)} bytes of data have the CRC {now:#010x}, but were written with {written:#010x}")
+        for n, (data, now, written) in enumerate(zip(records, actual, crcs, strict=True))
+        if n in wrong
     ]
 
 
@@ -226,10 +227,10 @@ class _Chunks:
                     raise zlib.error("it ends before its end is written")
                 return b""
             self.begun = True
-            made = self.stream.decompress(raw, CHUNK_BYTES)  # no more at once, however much it holds
+            chunk = self.stream.decompress(raw, CHUNK_BYTES)  # no more at once, however much it holds
             self.left = self.stream.unconsumed_tail
             if self.stream.eof:  # another may follow, as where gzipped files were put one behind the other
                 self.left = self.stream.unused_data
                 self.stream, self.begun = zlib.decompressobj(AUTOMATIC), False
-            if made:
-                return made
+            if chunk:
+                return chunk

@@ -34,8 +34,8 @@ def read_idx(path: str | os.PathLike[str], dims: int | None = None) -> NDArray[A
     magic = raw[:4]
     if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in IDX_TYPES or not 1 <= magic[3] <= 32:
         codes = "|".join(f"{code:02x}" for code in IDX_TYPES)
-        found = magic.hex(" ") or "an empty file"
-        raise DataError(f"{path}: wrong magic: expected hex 00 00 {codes} 01..20, found {found}")
+        actual_magic = magic.hex(" ") or "an empty file"
+        raise DataError(f"{path}: wrong magic: expected hex 00 00 {codes} 01..20, found {actual_magic}")
     ndim = magic[3]
     if dims not in (None, ndim):
         raise DataError(f"{path}: wrong number of dimensions: expected {dims}, found {ndim}")

@@ -46,14 +46,14 @@ def read_image(file: str | os.PathLike[str] | bytes, size: tuple[int, int] | Non
             mode = "RGB" if channels == 3 else "L"
             if size is not None:
                 picture.draft(mode, size[::-1])  # a JPEG is decoded at an eighth to the whole of its size
-            made = picture if picture.mode == mode else picture.convert(mode)
-            if size is not None and made.size != size[::-1]:
+            converted = picture if picture.mode == mode else picture.convert(mode)
+            if size is not None and converted.size != size[::-1]:
                 height, width = size
-                scale = min(made.width / width, made.height / height)
-                left, top = ((n - scale * m) / 2 for n, m in zip(made.size, (width, height), strict=True))
+                scale = min(converted.width / width, converted.height / height)
+                left, top = ((n - scale * m) / 2 for n, m in zip(converted.size, (width, height), strict=True))
                 box = (left, top, left + scale * width, top + scale * height)
-                made = made.resize((width, height), pillow.Resampling.BILINEAR, box)
-            pixels = np.asarray(made)
+                converted = converted.resize((width, height), pillow.Resampling.BILINEAR, box)
+            pixels = np.asarray(converted)
     except (pillow.UnidentifiedImageError, OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as fault:
         raise DataError(f"{what}: expected a picture, found: {fault}") from None
     return pixels.reshape(*pixels.shape[:2], channels)

@@ -34,14 +34,14 @@ def read(paths: Paths, on_fault: str = "error", faults: list[Fault] | None = Non
 
     def told() -> Iterator[bytes]:
         for name in names:
-            for found in scan(name, compression_of(name), known.get(name)):
-                if found.data is not None:
-                    yield found.data
+            for record in scan(name, compression_of(name), known.get(name)):
+                if record.data is not None:
+                    yield record.data
                     continue
-                assert found.fault is not None
+                assert record.fault is not None
                 if on_fault == "error":
-                    raise found.fault.error()
+                    raise record.fault.error()
                 if faults is not None:
-                    faults.append(found.fault)
+                    faults.append(record.fault)
 
     return told()

@@ -33,10 +33,10 @@ def set_of(name: str) -> tuple[str, int] | None:
 
     Raises: DataError for more files than have names, or none.
     """
-    found = _SET.fullmatch(name)
-    if not found:
+    match = _SET.fullmatch(name)
+    if not match:
         return None
-    stem, count = found[1], int(found[2])
+    stem, count = match[1], int(match[2])
     if not 1 <= count <= MOST_SHARDS:
         raise DataError(f"records: '{name}' has {count} files; there may be 1 to {MOST_SHARDS}")
     return stem, count
@@ -79,11 +79,11 @@ class Sets:
 
     def members(self, name: str) -> list[str]:
         """The files of "name@count" by its manifest; none where it has no manifest. Raises: as `has`."""
-        found = set_of(name)
-        if found is None:
+        record_set = set_of(name)
+        if record_set is None:
             return []
-        folder, stem = os.path.split(found[0])
-        entries = self._read(os.path.join(folder, _manifest(stem, found[1]))) or {}
+        folder, stem = os.path.split(record_set[0])
+        entries = self._read(os.path.join(folder, _manifest(stem, record_set[1]))) or {}
         return [checked(folder, entry, "records", DataError, sums=False) for entry in entries.values()]
 
     def manifest(self, path: str) -> str:

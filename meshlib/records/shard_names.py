@@ -38,7 +38,7 @@ def files_of(paths: Paths) -> list[str]:
     given = [paths] if isinstance(paths, str | os.PathLike) else list(paths) if isinstance(paths, Sequence) else []
     if not given or not all(isinstance(p, str | os.PathLike) for p in given):
         raise DataError(f"records: expected the path of a file, or a list of paths, got {paths!r:.80}")
-    found: list[str] = []
+    files: list[str] = []
     sets = Sets()
     for path in given:
         name = os.fspath(path)
@@ -48,28 +48,28 @@ def files_of(paths: Paths) -> list[str]:
             inside = [p for p in inside if sets.has(p)]
             if not inside:
                 raise DataError(f"records: the folder {name} has no files in it")
-            found += inside
+            files += inside
         elif os.path.exists(name):
             if not sets.has(name):
                 raise DataError(
                     f"records: {name} is left from an earlier set, or one that was never finished: the manifest "
                     f"{sets.manifest(name)} does not name it"
                 )
-            found.append(name)
+            files.append(name)
         elif any(c in name for c in "*?["):
             matching = sorted(n for n in glob.glob(name) if os.path.isfile(n) and sets.has(n))
             if not matching:
                 raise DataError(f"records: no file matches '{name}'")
-            found += matching
+            files += matching
         else:
-            found += sets.members(name) or shard_names(name)
-    faults = [f"no file {name}" for name in found if not os.path.isfile(name)]
-    faults += [f"{name} is named {found.count(name)} times" for name in dict.fromkeys(found) if found.count(name) > 1]
-    faults += _missing(found)
+            files += sets.members(name) or shard_names(name)
+    faults = [f"no file {name}" for name in files if not os.path.isfile(name)]
+    faults += [f"{name} is named {files.count(name)} times" for name in dict.fromkeys(files) if files.count(name) > 1]
+    faults += _missing(files)
     if faults:
         more = f", and {len(faults) - 8} more" if len(faults) > 8 else ""
         raise DataError(f"records: {'; '.join(faults[:8])}{more}")
-    return found
+    return files
 
 
 def _missing(found: Sequence[str]) -> list[str]:

@@ -41,8 +41,8 @@ class Writer:
         self.count = 0
         self._ended = False
         self._target: Replacement | FileSet
-        if (found := set_of(name)) is not None:
-            self._target = new_set(found, "records")
+        if (record_set := set_of(name)) is not None:
+            self._target = new_set(record_set, "records")
             files = [self._target.file(n) for n in range(len(self.paths))]
         else:
             self._target = Replacement(path, "records", DataError)
@@ -100,8 +100,8 @@ class _Shard:
 
     def _pack(self) -> None:
         if self.held:
-            made = frames(self.held)
-            self._put(made if self.packer is None else self.packer.compress(made))
+            framed = frames(self.held)
+            self._put(framed if self.packer is None else self.packer.compress(framed))
         self.held, self.held_bytes = [], 0
 
     def _put(self, data: bytes) -> None:

@@ -105,20 +105,20 @@ def export(
         return
     place = make_folder(folder, what, CheckpointError)
     names = [VARIABLES, VOCABULARY] if isinstance(tokenizer, BytePairs) else [VARIABLES]
-    made = FileSet(place, CONFIG, names, OWNED, lambda raw: _named(json.loads(raw)), what, CheckpointError)
+    file_set = FileSet(place, CONFIG, names, OWNED, lambda raw: _named(json.loads(raw)), what, CheckpointError)
 
     def manifest(members: Sequence[Member]) -> bytes:
         entries = {kind: m.entry() for kind, m in zip(MEMBERS, members, strict=False)}
         return json.dumps({**record, "files": entries}, indent=2).encode()
 
     try:
-        with made.faults():
-            write_state(sim, made.file(0))
+        with file_set.faults():
+            write_state(sim, file_set.file(0))
             if isinstance(tokenizer, BytePairs):
-                made.file(1).write(tokenizer.as_json())
-        made.commit(manifest)
+                file_set.file(1).write(tokenizer.as_json())
+        file_set.commit(manifest)
     finally:
-        made.close()
+        file_set.close()
 
 
 def _named(record: Any) -> list[str]:

@@ -35,23 +35,23 @@ def read_config(path: str | os.PathLike[str], name: str | None = None) -> Transf
     place = Path(path) if isinstance(path, str | os.PathLike) else path
     if isinstance(place, Path) and place.is_dir():
         place = place / "config.json"
-    found, target = read_json(place, WHAT, CheckpointError, "a config.json with a model_type", {"model_type": TEXT})
-    kind = found["model_type"]
-    _refuse(found, {"quantization_config": None})
+    given, target = read_json(place, WHAT, CheckpointError, "a config.json with a model_type", {"model_type": TEXT})
+    kind = given["model_type"]
+    _refuse(given, {"quantization_config": None})
     if kind not in _KINDS:
         raise GraphError(f"{at(WHAT)}: {target} has model_type {kind!r:.40}; known: {', '.join(_KINDS)}")
 
     def fail(fault: str) -> NoReturn:
         raise CheckpointError(f"{WHAT}: {target}: {fault}")
 
-    check_fields(found, SCHEMAS[kind], fail)
-    rope = {**(found.get("rope_parameters") or {}), **(found.get("rope_scaling") or {})}
+    check_fields(given, SCHEMAS[kind], fail)
+    rope = {**(given.get("rope_parameters") or {}), **(given.get("rope_scaling") or {})}
     check_fields(rope, ROPE, fail)
-    heads = found.get("num_attention_heads", 1)
-    if kind == "llama" and heads % (found.get("num_key_value_heads") or heads):
-        fail(f"num_key_value_heads {found['num_key_value_heads']} does not divide num_attention_heads {heads}")
+    heads = given.get("num_attention_heads", 1)
+    if kind == "llama" and heads % (given.get("num_key_value_heads") or heads):
+        fail(f"num_key_value_heads {given['num_key_value_heads']} does not divide num_attention_heads {heads}")
     try:
-        return TransformerConfig(name=name or Path(target).parent.name or str(kind), **_KINDS[kind](found))
+        return TransformerConfig(name=name or Path(target).parent.name or str(kind), **_KINDS[kind](given))
     except KeyError as fault:
         raise CheckpointError(f"{WHAT}: {target} has no {fault}") from None
     except (TypeError, ValueError, ArithmeticError) as fault:

@@ -64,9 +64,9 @@ def load_model(
     if whole(batch, what, "batch") < 1:
         raise GraphError(f"{at(what)}: batch must be at least 1, got {batch}")
     where = _Where(mesh, layout, run, int(batch))
-    made = at_one_moment(lambda: _read(Path(folder), where, build, what), what, CheckpointError)
-    made.prepare()
-    return made
+    model = at_one_moment(lambda: _read(Path(folder), where, build, what), what, CheckpointError)
+    model.prepare()
+    return model
 
 
 def _read(place: Path, runs: _Where, build: Build | None, what: str) -> Model:
@@ -186,7 +186,7 @@ class TextModel(Model):
         if self.tokenizer is None:
             raise GraphError(f"{at(what)}: the model was exported without a tokenizer")
         check_options(options, FIXED, what)
-        found: list[str] = []
+        completions: list[str] = []
         size = self.where.batch
         lengths = [len(self.tokenizer.encode(text)) for text in texts]
         if not min(lengths):
@@ -194,8 +194,8 @@ class TextModel(Model):
         longest = max(lengths)
         generator = self._generator(*self._rooms(longest, options, what))
         for first in range(0, len(texts), size):
-            found += generator([*texts[first : first + size]]).texts
-        return found[0] if isinstance(raw, str) else found
+            completions += generator([*texts[first : first + size]]).texts
+        return completions[0] if isinstance(raw, str) else completions
 
     def prepare(self) -> None:
         """As of `Model`."""
@@ -257,14 +257,14 @@ class ImageModel(Model):
         if not pictures:
             raise FeedError(f"{at(what)}: expected pictures, got none")
         sizes = (c.height, c.width, c.channels)
-        made = [self.images.normalised(pixels_of(picture, sizes, at(what))) for picture in pictures]
-        found, size = [], self.where.batch
-        for first in range(0, len(made), size):
-            part = made[first : first + size]
+        normalised = [self.images.normalised(pixels_of(picture, sizes, at(what))) for picture in pictures]
+        predictions, size = [], self.where.batch
+        for first in range(0, len(normalised), size):
+            part = normalised[first : first + size]
             fed = np.zeros((size, *sizes), np.float32)
             fed[: len(part)] = part
-            found += [self._named(row) for row in self._sim.step(images=fed)["probabilities"][: len(part)]]
-        return found if isinstance(raw, list | tuple) else found[0]
+            predictions += [self._named(row) for row in self._sim.step(images=fed)["probabilities"][: len(part)]]
+        return predictions if isinstance(raw, list | tuple) else predictions[0]
 
     def _named(self, row: Array) -> dict[str, float]:
         names = self.images.classes or tuple(map(str, range(len(row))))

@@ -175,23 +175,23 @@ def family_of(config: TransformerConfig, what: str) -> tuple[str, Family]:
         )
         if there
     ]
-    found = None
+    family = None
     if config.kind == "decoder" and config.position == "rotary" and config.norm == "rms" and config.gated:
-        found = "llama"
+        family = "llama"
     elif config.kind == "decoder" and config.position == "learned" and config.norm == "layer" and config.bias:
-        found = "gpt2"
+        family = "gpt2"
     elif config.kind == "encoder-decoder" and config.position == "relative" and config.norm == "rms":
-        found = "t5"
-    if found == "llama" and config.bias:
+        family = "t5"
+    if family == "llama" and config.bias:
         strange.append("biases of feed-forward blocks")
-    if found == "gpt2" and (config.gated or config.memory_heads != config.heads):
+    if family == "gpt2" and (config.gated or config.memory_heads != config.heads):
         strange.append("gates, or heads of keys that queries share")
-    if found == "t5" and (config.bias or config.memory_heads != config.heads):
+    if family == "t5" and (config.bias or config.memory_heads != config.heads):
         strange.append("biases, or heads of keys that queries share")
-    if found is None or strange:
+    if family is None or strange:
         has = f"has {' and '.join(strange)}" if strange else "is of another architecture"
         raise GraphError(
             f"{at(what)}: {config.name} {has}; weights by Hugging Face's names are those of Llama (rotary, gated, RMS "
             "norms), GPT-2 (learned positions, biases) and T5 (encoder-decoder, relative positions)"
         )
-    return found, FAMILIES[found]
+    return family, FAMILIES[family]

@@ -57,8 +57,8 @@ class ImageInput:
     def normalised(self, pixels: Array) -> Array:
         """Pixels [height, width, channels], integers of 0 to 255 or floats of 0 to 1, as float32."""
         scaled = pixels / np.float32(255) if pixels.dtype.kind in "ui" else pixels
-        made: Array = ((scaled - np.array(self.mean)) / np.array(self.deviation)).astype(np.float32)
-        return made
+        normalised_pixels: Array = ((scaled - np.array(self.mean)) / np.array(self.deviation)).astype(np.float32)
+        return normalised_pixels
 
 
 def pixels_of(picture: object, sizes: Sequence[int], what: str) -> Array:

@@ -67,10 +67,10 @@ def values_of(
 
 def _stacked(given: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]]) -> dict[str, Array]:
     """Variables of stacked layers, from those of layers that were trained one by one."""
-    made = {}
+    stacked = {}
     for name, shape in wanted.items():
         before, layers, after = name.rpartition("layers/")
         parts = [f"{before}layer_{n}/{after}" for n in range(shape[0])] if layers and shape else []
         if name not in given and parts and all(part in given for part in parts):
-            made[name] = np.stack([given[part] for part in parts])
-    return made
+            stacked[name] = np.stack([given[part] for part in parts])
+    return stacked

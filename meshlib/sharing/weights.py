@@ -58,28 +58,28 @@ def read_weights(path: str | os.PathLike[str], config: TransformerConfig) -> dic
 
 def _read(path: str | os.PathLike[str], config: TransformerConfig, what: str) -> dict[str, Array]:
     _, family = family_of(config, what)
-    found = _Files(path, family.prefix, what)
+    files = _Files(path, family.prefix, what)
     wanted = variables_of(config)
-    made = {name: np.empty(shape, np.float32) for name, shape in wanted.items()}
+    arrays = {name: np.empty(shape, np.float32) for name, shape in wanted.items()}
     faults, used = [], set()
     for row, name, index, theirs in _places(config, family, wanted):
         used.add(theirs)
-        if theirs not in found:
-            faults.append(f"'{theirs}' is missing{nearest(theirs, found)}; it is '{name}' here")
+        if theirs not in files:
+            faults.append(f"'{theirs}' is missing{nearest(theirs, files)}; it is '{name}' here")
             continue
-        place = made[name] if index is None else made[name][index]
-        fault = _take(row, found.shape(theirs), place.shape, config) or found.wrong_kind(theirs)
+        place = arrays[name] if index is None else arrays[name][index]
+        fault = _take(row, files.shape(theirs), place.shape, config) or files.wrong_kind(theirs)
         if fault:
             faults.append(f"'{theirs}' {fault}; it is '{name}' here")
         else:
-            place[...] = _ours(row, found[theirs], place.shape, config)
-    strange = [n for n in found if n not in used and not any(fnmatchcase(n, spare) for spare in family.spare)]
-    faults += [f"'{name}' {list(found.shape(name))} is no variable of {config.name}" for name in strange]
+            place[...] = _ours(row, files[theirs], place.shape, config)
+    strange = [n for n in files if n not in used and not any(fnmatchcase(n, spare) for spare in family.spare)]
+    faults += [f"'{name}' {list(files.shape(name))} is no variable of {config.name}" for name in strange]
     if faults:
         more = [f"and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
-        head = f"{what}: {found.target} does not fit {config.name}, {len(faults)} faults"
+        head = f"{what}: {files.target} does not fit {config.name}, {len(faults)} faults"
         raise CheckpointError("\n  ".join([head, *faults[:SHOWN], *more]))
-    return made
+    return arrays
 
 
 def write_weights(
@@ -141,7 +141,7 @@ def _written(tensors: Mapping[str, Array], folder: str, shard_bytes: int, what: 
     count = len(shards)
     names = [(f"model-{n:05}", f"-of-{count:05}.safetensors") for n in range(1, count + 1)]
     names = [("model", ".safetensors")] if count == 1 else names
-    made = FileSet(folder, INDEX, names, OWNED, lambda raw: _shards(json.loads(raw)), what, CheckpointError)
+    file_set = FileSet(folder, INDEX, names, OWNED, lambda raw: _shards(json.loads(raw)), what, CheckpointError)
 
     def index(members: Sequence[Member]) -> bytes:
         table = {tensor: m.name for m, shard in zip(members, shards, strict=True) for tensor in shard}
@@ -149,11 +149,11 @@ def _written(tensors: Mapping[str, Array], folder: str, shard_bytes: int, what: 
         return json.dumps({"metadata": about, "weight_map": table}, indent=2).encode()
 
     try:
-        with made.faults():
-            total = sum(write_tensors(made.file(n), shard, what) for n, shard in enumerate(shards))
-        return made.commit(None if count == 1 else index)
+        with file_set.faults():
+            total = sum(write_tensors(file_set.file(n), shard, what) for n, shard in enumerate(shards))
+        return file_set.commit(None if count == 1 else index)
     finally:
-        made.close()
+        file_set.close()
 
 
 def _shards(index: Any) -> list[str]:

@@ -203,22 +203,22 @@ class Simulation(Shown):
                 if _has_nan(x):
                     where = np.argwhere(np.isnan(x))[0].tolist()
                     return f"{what} '{name}' holds a NaN, first at index {where}"
-        found: list[str] = []
+        reports: list[str] = []
 
         def watch(instruction: Instruction, value: Value, blocks: Blocks) -> None:
-            if found or not value.tensor.dtype.is_float:
+            if reports or not value.tensor.dtype.is_float:
                 return
             for device, block in enumerate(blocks):
                 if not np.isfinite(block).all():
                     at = program.mesh.coordinate(device)
                     core = ", ".join(f"{a}={i}" for a, i in zip(program.mesh.axes, at, strict=True))
                     kind = "a NaN" if np.isnan(block).any() else "an infinity"
-                    found.append(f"{instruction.operation} first makes {kind}, on core {device} ({core})")
+                    reports.append(f"{instruction.operation} first makes {kind}, on core {device} ({core})")
                     return
 
         ordered = Engine(engine.seed, engine.step, engine.highest, in_order=False)
         run_exact(program, self.state.arrays, feeds, ordered, watch)
-        return found[0] if found else "only in the fast executor's order of addition"
+        return reports[0] if reports else "only in the fast executor's order of addition"
 
 
 def _has_nan(x: Array) -> bool:

@@ -52,8 +52,8 @@ def summarised(
         count = len(blocks)
         cut = [[np.split(x, count, 1 + axis) for x, axis in zip(heard, shared, strict=True)]] if shared else []
         parts = [tuple(x[n] for x in cut[0]) if cut else heard for n in range(count)]
-        made = [lower.finish(b, parts[n], n, *xs) for n, (b, xs) in enumerate(zip(blocks, arrays, strict=True))]
-        return [finished(op, outs, ys) for ys in made]
+        results = [lower.finish(b, parts[n], n, *xs) for n, (b, xs) in enumerate(zip(blocks, arrays, strict=True))]
+        return [finished(op, outs, ys) for ys in results]
 
 
 def finished(op: Operation, outs: tuple[TensorType, ...], made: Array | tuple[Array, ...]) -> tuple[Array, ...]:

@@ -88,10 +88,10 @@ class Buffers:
 
     def _doubled(self, program: Program) -> set[Value]:
         """The owners of the new values of variables that a node writes."""
-        found = {self.owner[v] for v in program.updates.values() if self.owner[v] in self.places}
-        for v in found:
+        doubled = {self.owner[v] for v in program.updates.values() if self.owner[v] in self.places}
+        for v in doubled:
             del self.places[v]
-        return found
+        return doubled
 
     def _assign(self, program: Program) -> None:
         free: list[tuple[int, int]] = []  # (bytes, buffer), sorted

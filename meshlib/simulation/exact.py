@@ -102,9 +102,9 @@ def _checked(blocks: Blocks, y: Value, instruction: Move) -> Blocks:
 
 def cut(array: Array, sharding: Sharding) -> Blocks:
     """One block per device: views, one for all that hold the same block."""
-    found = _holders(sharding)
-    views = {first: array[sharding.slices(sharding.mesh.coordinate(first))] for first in dict.fromkeys(found)}
-    return [views[first] for first in found]
+    first_holders = _holders(sharding)
+    views = {first: array[sharding.slices(sharding.mesh.coordinate(first))] for first in dict.fromkeys(first_holders)}
+    return [views[first] for first in first_holders]
 
 
 @lru_cache(maxsize=4096)
@@ -146,16 +146,16 @@ def _compute(program: Program, instruction: Compute, inputs: Sequence[Blocks], e
     types = tuple(x.local for x in instruction.inputs)
     outs = tuple(y.local for y in instruction.outputs)
     if any(v.margins for v in (*instruction.inputs, *instruction.outputs)):
-        made = [_within_margins(instruction, factors, place, d, inputs, engine) for d, place in enumerate(places)]
+        results = [_within_margins(instruction, factors, place, d, inputs, engine) for d, place in enumerate(places)]
     elif split is not None:
-        made = _summarised(instruction, split, axes[split.name], places, inputs, engine)
+        results = _summarised(instruction, split, axes[split.name], places, inputs, engine)
     else:
         taken = [_with_halos(instruction, moving, axes, n, blocks) for n, blocks in enumerate(inputs)]
-        made = []
+        results = []
         for device, offsets in enumerate(places):
             arrays, starts = [b[device] for b, _ in taken], tuple(s[device] for _, s in taken)
-            made.append(compute(op, types, outs, arrays, offsets, engine, None, starts))
-    return [[y[n] for y in made] for n in range(len(outs))]
+            results.append(compute(op, types, outs, arrays, offsets, engine, None, starts))
+    return [[y[n] for y in results] for n in range(len(outs))]
 
 
 def _places(
@@ -202,12 +202,12 @@ def _with_halos(
         axis, size = shape.index(dim), shape.dim(dim).size
         before, blocks = blocks, list(blocks)
         for group in instruction.outputs[0].sharding.mesh.groups(axes[f.name]):
-            made, block = lower.length(op, f) // len(group), size // len(group)
+            rows_per_block, block = lower.length(op, f) // len(group), size // len(group)
             for n, device in enumerate(group):
-                begin, _ = lower.needs(op, f, operand, n * made, (n + 1) * made)
+                begin, _ = lower.needs(op, f, operand, n * rows_per_block, (n + 1) * rows_per_block)
                 pieces = [before[device][(np.s_[:],) * axis + (np.s_[:0],)]]
                 at_end = begin if lower.wrap(op) else max(begin, 0)
-                for first, last in lower.parts(op, f, operand, n * made, (n + 1) * made):
+                for first, last in lower.parts(op, f, operand, n * rows_per_block, (n + 1) * rows_per_block):
                     cut = list(runs(first, last, size, block, lower.wrap(op)))
                     if cut and (first := first if lower.wrap(op) else max(first, 0)) > at_end:
                         unread = list(before[device].shape)
@@ -236,10 +236,10 @@ def _within_margins(
     op = instruction.operation
     y = instruction.outputs[0]
     coordinate = y.sharding.mesh.coordinates()[device]
-    made, wide = held_runs(y, coordinate), {m.dim for m in y.margins}
+    runs_of_dims, wide = held_runs(y, coordinate), {m.dim for m in y.margins}
     own = [held_runs(Value(x.tensor, x.sharding), coordinate) for x in instruction.inputs]
     split = {name for _, name in instruction.assignment}
-    by_factor = {f.name: made[f.outputs[0]] for f in factors if f.outputs[0] is not None}
+    by_factor = {f.name: runs_of_dims[f.outputs[0]] for f in factors if f.outputs[0] is not None}
     for f in factors:
         if f.role is Role.OVERLAP and f.name in split and (led := f.operands[f.lead]) is not None:
             by_factor[f.name] = own[f.lead][led]
@@ -270,40 +270,40 @@ def _within_margins(
         types.append(TensorType(Shape([(d, max(e - b, 1)) for d, (b, e) in wanted.items()]), x.tensor.dtype))
     outs = tuple(z.local for z in instruction.outputs)
     if wide:
-        outs = (TensorType(Shape([(d, e - b) for d, (b, e) in made.items()]), y.tensor.dtype),)
+        outs = (TensorType(Shape([(d, e - b) for d, (b, e) in runs_of_dims.items()]), y.tensor.dtype),)
     return compute(op, tuple(types), outs, arrays, offsets, engine, None, tuple(starts))
 
 
 def held_runs(v: Value, coordinate: tuple[int, ...]) -> dict[str, tuple[int, int]]:
     """The indices of each dim that one device holds, margins included."""
     margins = {m.dim: m for m in v.margins}
-    found = {}
+    runs_of_dims = {}
     for d, block, cut in zip(v.tensor.shape, v.sharding.local_shape.sizes, v.sharding.slices(coordinate), strict=True):
         margin = margins.get(d.name)
-        found[d.name] = margin.run(cut.start // block, block, d.size) if margin else (cut.start, cut.stop)
-    return found
+        runs_of_dims[d.name] = margin.run(cut.start // block, block, d.size) if margin else (cut.start, cut.stop)
+    return runs_of_dims
 
 
 def without_margins(v: Value, blocks: Blocks) -> Blocks:
     """Each device's own block."""
-    found, plain = [], Value(v.tensor, v.sharding)
+    inner_blocks, plain = [], Value(v.tensor, v.sharding)
     for block, c in zip(blocks, v.sharding.mesh.coordinates(), strict=True):
         runs_held, own = held_runs(v, c), held_runs(plain, c)
-        found.append(block[tuple(np.s_[b - runs_held[d][0] : e - runs_held[d][0]] for d, (b, e) in own.items())])
-    return found
+        inner_blocks.append(block[tuple(np.s_[b - runs_held[d][0] : e - runs_held[d][0]] for d, (b, e) in own.items())])
+    return inner_blocks
 
 
 def cut_wide(x: Value, y: Value, blocks: Blocks) -> Blocks:
     """Each device's part, with margins, of what it holds."""
-    found = []
+    wide_blocks = []
     for block, c in zip(blocks, y.sharding.mesh.coordinates(), strict=True):
         held, wanted = held_runs(x, c), held_runs(y, c)
         for axis, d in enumerate(y.tensor.shape):
             begin, end = wanted[d.name]
             # Past the ends of a whole dim it goes round.
             block = np.take(block, np.arange(begin, end) - held[d.name][0], axis=axis, mode="wrap")
-        found.append(block)
-    return found
+        wide_blocks.append(block)
+    return wide_blocks
 
 
 def widened(i: Widen, blocks: Blocks) -> Blocks:
@@ -336,15 +336,15 @@ def _summarised(
     types = tuple(x.local for x in instruction.inputs)
     outs = tuple(y.local for y in instruction.outputs)
     blocks = [Block(op, types, outs[0], place, engine) for place in places]
-    made: list[tuple[Array, ...]] = [()] * len(places)
+    results: list[tuple[Array, ...]] = [()] * len(places)
     for group in instruction.outputs[0].sharding.mesh.groups(over):
         arrays = [[b[device] for b in inputs] for device in group]
         parts = summarised(
             op, outs, [blocks[d] for d in group], arrays, bool(instruction.exchanges), _part_of(instruction, factor)
         )
         for device, part in zip(group, parts, strict=True):
-            made[device] = part
-    return made
+            results[device] = part
+    return results
 
 
 def _part_of(instruction: Compute, factor: Factor) -> tuple[int, ...]:

@@ -79,7 +79,7 @@ class FastExecutor(Interpreter[Array, Engine]):
 
     def _rounding(self) -> list[Instruction]:
         """The instructions, with operands of products rounded before the first product that reads them."""
-        found: list[Instruction] = []
+        instructions: list[Instruction] = []
         rounded: dict[Value, Value] = {}
         settled = {self.settled}
         for i in self.program.instructions:
@@ -91,10 +91,10 @@ class FastExecutor(Interpreter[Array, Engine]):
                 for x in i.inputs:
                     if x.tensor.dtype is FLOAT32 and x not in rounded:
                         rounded[x] = y = Value(x.tensor, x.sharding)
-                        found.append(Round(i.operation, (x,), (y,), i.region))
+                        instructions.append(Round(i.operation, (x,), (y,), i.region))
                 i = replace(i, inputs=tuple(rounded.get(x, x) for x in i.inputs))
-            found.append(i)
-        return found
+            instructions.append(i)
+        return instructions
 
     def _is_settled(self, i: Compute, settled: Set[Value | None]) -> bool:
         """Whether it chooses by a mask that holds, and so does nothing."""
@@ -150,35 +150,35 @@ class FastExecutor(Interpreter[Array, Engine]):
         places = [stack[trip, ...] for stack in self.stacks_of(i)]
         carried = self._carried[i]
         if i in self._partial and (run := self._partial[i].of(trip)) is not None:
-            made = self._partial[i].trip(given, context, run, dict(zip(stacked, places, strict=True)))
-            return made | dict(zip(stacked, places, strict=True))
+            results = self._partial[i].trip(given, context, run, dict(zip(stacked, places, strict=True)))
+            return results | dict(zip(stacked, places, strict=True))
         into = {v: place for v, place in zip(stacked, places, strict=True) if v in inside.buffers.fixed}
         inside.begin_trip({**into, **carried})
-        made = inside.run(inside.ready, given, context)
+        results = inside.run(inside.ready, given, context)
         for v, place in zip(stacked, places, strict=True):
-            if made[v] is not place:
-                place[...] = made[v]
+            if results[v] is not place:
+                place[...] = results[v]
         # Copied, because the next trip writes into the same buffers, but what is its own buffer.
-        ends = [v for v in (i.body.outputs[end] for _, end in i.carries) if made[v] is not carried.get(v)]
-        return made | {v: made[v].copy() for v in ends}
+        ends = [v for v in (i.body.outputs[end] for _, end in i.carries) if results[v] is not carried.get(v)]
+        return results | {v: results[v].copy() for v in ends}
 
     def written_over(self, i: Loop) -> list[Value]:
         """Of a loop with this body, the carries after a trip that may be written where those before it are."""
-        made = {
+        producers = {
             y: (n, instruction) for n, instruction in enumerate(self.ready.instructions) for y in instruction.outputs
         }
-        found = []
+        overwriting = []
         for begin, end in i.carries:
             before, after = self.program.inputs[begin], self.program.outputs[end]
-            n, maker = made.get(after, (0, None))
+            n, maker = producers.get(after, (0, None))
             if maker is None or after not in self.buffers.places:
                 continue
             over = maker.inputs[: maker.operation.kind.overwrites] if isinstance(maker, Compute) else ()
             read = [x for x in maker.inputs if self.buffers.owner[x] is before]
             once = [self.program.outputs[name] for _, name in i.carries].count(after) == 1
             if once and self.buffers.last[before] <= n and all(x is before and x in over for x in read):
-                found.append(after)
-        return found
+                overwriting.append(after)
+        return overwriting
 
     def _array(self, v: Value) -> Array:
         return new_array(v.tensor.shape.sizes, v.tensor.dtype.storage)

@@ -86,38 +86,38 @@ def parts_of(executor: FastExecutor, inputs: Mapping[Value, str], dim: Dimension
     `inputs` says under which name its inputs have the dim; with `whole` all of them are there whole, and each user
     takes what it needs; otherwise they are there in part.
     """
-    found = Parts(dim.size, dict(inputs))
+    parts = Parts(dim.size, dict(inputs))
     either = set(inputs) if whole else set()
     if not whole:
-        found.partial.update(inputs)
+        parts.partial.update(inputs)
     for i in executor.ready.instructions:
-        known = [x for x in i.inputs if x in found.dims]
+        known = [x for x in i.inputs if x in parts.dims]
         if isinstance(i, Move):
             for x, y in zip(i.inputs, i.outputs, strict=True):
-                _pass(found, either, x, y)
-                if isinstance(i, Working) and y in found.dims:
-                    found.partial.add(y)
+                _pass(parts, either, x, y)
+                if isinstance(i, Working) and y in parts.dims:
+                    parts.partial.add(y)
                     either.discard(y)
             continue
         if not isinstance(i, Compute | Loop):
             for x, y in zip(i.inputs, i.outputs, strict=False):  # an operand rounded for the MXU
-                _pass(found, either, x, y)
+                _pass(parts, either, x, y)
             continue
-        some = any(x in found.partial for x in known)
-        all_whole = any(x not in found.partial and x not in either for x in known)
+        some = any(x in parts.partial for x in known)
+        all_whole = any(x not in parts.partial and x not in either for x in known)
         in_part = some or not all_whole
         if isinstance(i, Loop):
-            _loop_parts(executor, found, i, dim, in_part and bool(known))
+            _loop_parts(executor, parts, i, dim, in_part and bool(known))
         else:
-            _compute_parts(found, i, dim, in_part)
+            _compute_parts(parts, i, dim, in_part)
         if known and all(x in either for x in known):
             # What is moved along the dim of what is there whole is right wherever it is wanted. What is moved of parts
             # is for other indices than work now, the next to work, and must stay whole.
-            either.update(y for y in i.outputs if y not in found.partial)
+            either.update(y for y in i.outputs if y not in parts.partial)
         for y in i.outputs:  # what no factor leads to is known by its name
-            if y not in found.dims and dim in y.tensor.shape:
-                found.dims[y] = dim.name
-    return found
+            if y not in parts.dims and dim in y.tensor.shape:
+                parts.dims[y] = dim.name
+    return parts
 
 
 def _pass(found: Parts, either: set[Value], x: Value, y: Value) -> None:
@@ -248,17 +248,17 @@ class PartialRun:
         given = dict(zip(body.inputs.values(), inputs, strict=True))
         sliced = {body.inputs[name]: (given[body.inputs[name]], i.slice_axis(name)) for name in i.slices}
         stacks = zip(i.outputs[len(i.carries) :], self.executor.stacks_of(i), strict=True)
-        made = [_beginning(stack, self.parts.type(y, run).shape.sizes) for y, stack in stacks]
+        beginnings = [_beginning(stack, self.parts.type(y, run).shape.sizes) for y, stack in stacks]
         for trip in i.trip_order:
             given.update({v: self.executor.sliced(x, trip, axis) for v, (x, axis) in sliced.items()})
             runner.executor.begin_trip()
             values = runner.run(given, engine.in_trip(trip), run)
-            for stack, name in zip(made, i.stacks, strict=True):
+            for stack, name in zip(beginnings, i.stacks, strict=True):
                 stack[trip] = runner.result(body.outputs[name], values, run)
             given.update(
                 {body.inputs[begin]: runner.result(body.outputs[end], values, run).copy() for begin, end in i.carries}
             )
-        return [given[body.inputs[begin]] for begin, _ in i.carries] + made
+        return [given[body.inputs[begin]] for begin, _ in i.carries] + beginnings
 
     def result(self, v: Value, values: Mapping[Value, Array], run: Run) -> Array:
         """A value of the body in part, however it was computed."""

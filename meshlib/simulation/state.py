@@ -153,9 +153,9 @@ class State(MutableMapping[str, Array]):
             if known is None:
                 self.slots[name] = slot
                 if name not in self.arrays:
-                    made = self._initial(name, slot, op)
+                    initial_value = self._initial(name, slot, op)
                     what = f"initial value of variable '{name}' ({op.source})"
-                    self.put(name, to_storage(np.asanyarray(made), slot.shape, slot.dtype, what))
+                    self.put(name, to_storage(np.asanyarray(initial_value), slot.shape, slot.dtype, what))
 
     def stored(self, name: str) -> Array:
         """The whole array of a variable as the simulation stores it; not to be written to."""
@@ -190,9 +190,9 @@ class State(MutableMapping[str, Array]):
         self._check_name(name)
         slot = self.slots.get(name)
         shape, dtype = (slot.shape, slot.dtype) if slot else (Shape([]), INT32)
-        made = to_storage(value, shape, dtype, f"state['{name}']").copy()
+        stored_value = to_storage(value, shape, dtype, f"state['{name}']").copy()
         with self.lock:
-            self.put(name, made)
+            self.put(name, stored_value)
 
     def __delitem__(self, name: str) -> None:
         raise FeedError(f"variable '{name}' can't be deleted; a program needs it")

@@ -411,10 +411,10 @@ def _check_simulation(sim: object, what: str, call: str) -> None:
 def _patterns(only: object) -> list[str] | None:
     if only is None:
         return None
-    made: list[Any] = [only] if isinstance(only, str) or not isinstance(only, Iterable) else list(only)
-    if not made or not all(isinstance(p, str) for p in made):
+    patterns: list[Any] = [only] if isinstance(only, str) or not isinstance(only, Iterable) else list(only)
+    if not patterns or not all(isinstance(p, str) for p in patterns):
         raise CheckpointError(f"load: only takes names or patterns of variables, got {only!r:.80}")
-    return made
+    return patterns
 
 
 def _sum(data: bytes) -> str:

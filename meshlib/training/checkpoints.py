@@ -70,8 +70,8 @@ class Keeper:
 
     def there(self) -> list[Path]:
         """Those in the folder, the oldest first."""
-        found = {int(m[1]): p for p in self.folder.iterdir() if (m := _NAME.fullmatch(p.name))}
-        return [found[step] for step in sorted(found)]
+        path_of_step = {int(m[1]): p for p in self.folder.iterdir() if (m := _NAME.fullmatch(p.name))}
+        return [path_of_step[step] for step in sorted(path_of_step)]
 
     @contextmanager
     def alone(self, run: Simulation) -> Iterator[None]:

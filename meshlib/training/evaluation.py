@@ -71,11 +71,11 @@ class Evaluation:
             measured: object = measure(outputs, dict(batch))
             if not isinstance(measured, Mapping):
                 raise GraphError(f"{at('Evaluation')}: measure must return names and sums, got {measured!r:.80}")
-            found = {name: float(value) for name, value in measured.items()}
-            if COUNT not in found:
-                raise GraphError(f"{at('Evaluation')}: measure must return '{COUNT}' as well, got {', '.join(found)}")
-            count += found.pop(COUNT)
-            for name, value in found.items():
+            numbers = {name: float(value) for name, value in measured.items()}
+            if COUNT not in numbers:
+                raise GraphError(f"{at('Evaluation')}: measure must return '{COUNT}' as well, got {', '.join(numbers)}")
+            count += numbers.pop(COUNT)
+            for name, value in numbers.items():
                 totals[name] = totals.get(name, 0.0) + value
         if not count:
             raise FeedError(f"{at('Evaluation')}: the data have no example that counts")
@@ -106,13 +106,13 @@ class Evaluation:
             )
 
     def _single_numbers(self, outputs: dict[str, Array], batch: dict[str, Any]) -> Mapping[str, float]:
-        found = single_numbers(outputs)
-        if COUNT in found:
-            return found
-        if not found:
+        numbers = single_numbers(outputs)
+        if COUNT in numbers:
+            return numbers
+        if not numbers:
             raise GraphError(f"{at('Evaluation')}: no output of the program is a single number; give measure=")
         count = examples_of(self.data, batch)
-        return {**{name: value * count for name, value in found.items()}, COUNT: count}
+        return {**{name: value * count for name, value in numbers.items()}, COUNT: count}
 
 
 def feeds_of(program: Program, batch: Batch) -> dict[str, Array]:

@@ -54,11 +54,11 @@ class _Counted:
         self.taken = 0
 
     def __next__(self) -> Mapping[str, Any]:
-        found = next(self.batches)
-        if not isinstance(found, Mapping):
-            raise FeedError(f"{at('train')}: batch {self.taken} must be a dict of names to arrays, got {found!r:.80}")
+        batch = next(self.batches)
+        if not isinstance(batch, Mapping):
+            raise FeedError(f"{at('train')}: batch {self.taken} must be a dict of names to arrays, got {batch!r:.80}")
         self.taken += 1
-        return found
+        return batch
 
     def state(self) -> dict[str, Any]:
         return {"batches": self.taken}
@@ -87,8 +87,8 @@ def mask_of(data: object, batch: Mapping[str, Any]) -> Any:
     chain = data.data if isinstance(data, Feed) else data.batches if isinstance(data, _OfBatches) else data
     if isinstance(chain, Data | Batches):
         return None if chain.mask is None else batch.get(chain.mask)
-    found = batch.get(MASK)  # of whoever makes batches otherwise
-    return None if found is None or np.ndim(found) != 1 else found
+    mask = batch.get(MASK)  # of whoever makes batches otherwise
+    return None if mask is None or np.ndim(mask) != 1 else mask
 
 
 def examples_of(data: object, batch: Mapping[str, Any]) -> float:

@@ -43,8 +43,8 @@ class History:
 
     def column(self, name: str) -> tuple[list[int], list[float]]:
         """The steps and the values of one of the figures, such as "loss" or "eval_loss"."""
-        found = [row for row in self.rows if name in row]
-        return [row["step"] for row in found], [row[name] for row in found]
+        rows_with_name = [row for row in self.rows if name in row]
+        return [row["step"] for row in rows_with_name], [row[name] for row in rows_with_name]
 
     @property
     def names(self) -> list[str]:
@@ -56,11 +56,11 @@ class History:
 
         Raises: CheckpointError if the file can't be written.
         """
-        made = io.StringIO()
-        writer = csv.DictWriter(made, ["step", *self.names], lineterminator="\n")
+        text = io.StringIO()
+        writer = csv.DictWriter(text, ["step", *self.names], lineterminator="\n")
         writer.writeheader()
         writer.writerows(self.rows)
-        replace_file(path, lambda file: file.write(made.getvalue().encode()), "history", CheckpointError)
+        replace_file(path, lambda file: file.write(text.getvalue().encode()), "history", CheckpointError)
 
     def plot(self, ax: Any = None, names: list[str] | None = None) -> Any:
         """Draw figures over the steps, one below the other, each beside that of the evaluation; needs matplotlib.

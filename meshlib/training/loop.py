@@ -215,10 +215,10 @@ class _Loop:
         self.saved: int | None = None  # the step of the last checkpoint
         self.begun, self.examples, self.waited = time.perf_counter(), 0, 0.0
         if keeper is not None:
-            found = keeper.newest(run)
-            if found is not None:
-                feeding.restore(found.pop("data"))
-                self.at = Standing(**found)
+            checkpoint_note = keeper.newest(run)
+            if checkpoint_note is not None:
+                feeding.restore(checkpoint_note.pop("data"))
+                self.at = Standing(**checkpoint_note)
                 if self.at.best_by not in (None, [asked.best, asked.better]):  # no measure of this one
                     self.at.best, self.at.since_best = None, 0
                 self.saved = self.at.step
@@ -260,9 +260,9 @@ class _Loop:
             if not batches:
                 return "data"
             given = [feeds_of(self.run.program, batch) for batch in batches]
-            made = self.run.several(given) if len(given) > 1 else None
+            step_feeds = self.run.several(given) if len(given) > 1 else None
             for n, batch in enumerate(batches):
-                self._step(batch, given[n], None if made is None else made[n])
+                self._step(batch, given[n], None if step_feeds is None else step_feeds[n])
             done += len(batches)
         return None
 
@@ -372,7 +372,7 @@ def _due(every: int, before: int, step: int) -> bool:
 
 
 def _least(value: object, name: str, least: int) -> int:
-    found = whole(value, "train", name)
-    if found < least:
-        raise GraphError(f"{at('train')}: {name} must be at least {least}, got {found}")
-    return found
+    checked_number = whole(value, "train", name)
+    if checked_number < least:
+        raise GraphError(f"{at('train')}: {name} must be at least {least}, got {checked_number}")
+    return checked_number

@@ -24,21 +24,21 @@ class Interruption:
 @contextmanager
 def noted(catch: bool) -> Iterator[Interruption]:
     """Note the first signal; the second does what it always does. Only a process's main thread may ask for signals."""
-    found = Interruption()
+    interruption = Interruption()
     if not catch or threading.current_thread() is not threading.main_thread():
-        yield found
+        yield interruption
         return
     before = {number: signal.getsignal(number) for number in CAUGHT}
 
     def note(number: int, frame: FrameType | None) -> None:
-        found.number = number
+        interruption.number = number
         for caught, handler in before.items():
             signal.signal(caught, handler)
 
     for number in CAUGHT:
         signal.signal(number, note)
     try:
-        yield found
+        yield interruption
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

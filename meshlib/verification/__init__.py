@@ -98,9 +98,9 @@ def verify(
         own = Session({n: y for n, y in compared.items() if n not in extra}, updates) if extra else None
         job = Job(graph, Session(compared, updates), own, precision, executor, seed, rtol)
         job.prepare([m for m, _ in pairs], inputs or {}, state or {}, steps or (2 if written else 1))
-        found = [job.row(one, rules, searched) for one, rules in pairs]
-    rows = tuple(r for r in found if isinstance(r, Row))
-    refused = tuple(r for r in found if isinstance(r, str))
+        results = [job.row(one, rules, searched) for one, rules in pairs]
+    rows = tuple(r for r in results if isinstance(r, Row))
+    refused = tuple(r for r in results if isinstance(r, str))
     notes += [*job.notes, *job.weaknesses()]
     return Verification(rows, job.names, precision, executor, seed, len(job.reference), tuple(notes), refused)
 

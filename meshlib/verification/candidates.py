@@ -91,13 +91,13 @@ def _exchanged(lies: Lies, swap: dict[str, str]) -> Lies:
 
 def _laid_out(operations: Sequence[Operation]) -> list[tuple[Any, str]]:
     """(shape, scope) of every tensor whose layout the rules decide, each once."""
-    found: dict[tuple[Any, str], None] = {}
+    shapes_and_scopes: dict[tuple[Any, str], None] = {}
     for op in all_operations(operations):
         if op.kind.home is not Home.RULES:
             continue
         for y in op.public_outputs:
-            found[y.shape, scope_of(y)] = None
-    return list(found)
+            shapes_and_scopes[y.shape, scope_of(y)] = None
+    return list(shapes_and_scopes)
 
 
 def _may_split(name: str, size: int, tensors: Sequence[tuple[Any, str]]) -> bool:

@@ -126,6 +126,6 @@ def _gradients(graph: Graph, ys: Sequence[Tensor], xs: Sequence[Tensor]) -> dict
     with graph:
         # Ones would hide much: the rows of a softmax sum to one whatever it does.
         seeds = [declare_input(f"{COTANGENT}{n}", y.shape, y.dtype.of_cotangents) for n, y in enumerate(ys)]
-        found = gradients(ys, xs, seeds)
-    order = sorted(zip(xs, found, strict=True), key=lambda pair: pair[0].operation.kind.kind is not Kind.VARIABLE)
+        cotangents = gradients(ys, xs, seeds)
+    order = sorted(zip(xs, cotangents, strict=True), key=lambda pair: pair[0].operation.kind.kind is not Kind.VARIABLE)
     return {f"d {x.operation.name}": dx for x, dx in order if dx is not None}

@@ -155,18 +155,18 @@ class Job:
             except FAULTS as fault:
                 text = f"step {number}: {type(fault).__name__}: {fault}"
                 return replace(row, fault=text, divergence=self._first(program, number))
-            made = {**outputs, **{f"new {n}": y for n, y in updates.items()}}
+            results = {**outputs, **{f"new {n}": y for n, y in updates.items()}}
             for name, (wanted, limit) in step.ends.items():
-                if name not in made:  # a gradient that this layout can't lay out
+                if name not in results:  # a gradient that this layout can't lay out
                     continue
-                off = difference(made[name], wanted)
+                off = difference(results[name], wanted)
                 most, scale = float(off.max(initial=0.0)), largest(wanted) or 1.0
                 near = most / limit if limit else float("inf") if most else 0.0
                 if near > nearness:
                     nearness, worst, error, allowed = near, name, most / scale, limit / scale
                 if most > limit:
                     first = number if first is None else first
-                    wrong.append(self._wrong(name, number, made[name], wanted, off, limit))
+                    wrong.append(self._wrong(name, number, results[name], wanted, off, limit))
         divergence = None if first is None else self._first(program, first)
         row = replace(row, ok=first is None, error=error, allowed=allowed, worst=worst)
         return replace(row, wrong=tuple(wrong), divergence=divergence)

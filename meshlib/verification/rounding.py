@@ -84,8 +84,10 @@ def _only_chosen(op: Operation, y: Array, inputs: Sequence[Array]) -> bool:
     )
     if not y.size:
         return True
-    found, known = np.abs(y), np.abs(known)
-    return bool((known == found.flat[0]).any() and np.isin(found, known).all())  # the first one settles it mostly
+    magnitudes, known = np.abs(y), np.abs(known)
+    return bool(
+        (known == magnitudes.flat[0]).any() and np.isin(magnitudes, known).all()
+    )  # the first one settles it mostly
 
 
 @dataclass(eq=False)
@@ -125,9 +127,9 @@ class Wide(Interpreter[Array, Engine]):
 
         def local(arrays: Sequence[Array]) -> list[Array]:
             with np.errstate(all="ignore"):
-                made: Any = op.kind.local(block, *arrays)
-            made = made if isinstance(made, tuple) else (made,)
-            return [self._widened(np.asarray(y), t.dtype) for y, t in zip(made, op.outputs, strict=True)]
+                results: Any = op.kind.local(block, *arrays)
+            results = results if isinstance(results, tuple) else (results,)
+            return [self._widened(np.asarray(y), t.dtype) for y, t in zip(results, op.outputs, strict=True)]
 
         plain = local(inputs)
         if self.rng is None or op.kind.exact:

@@ -74,9 +74,9 @@ class Search:
         start = sharding.offsets(coordinate)
         what = str(op)
         if isinstance(instruction, Move):
-            made, over = value.tensor.operation, "+".join(a for s in instruction.steps[:1] for a in s.axes)
-            what = f"{instruction.opcode} of {made} over {over}"
-            what, op = (what if made is op else f"{what}, for {op}"), made
+            producer, over = value.tensor.operation, "+".join(a for s in instruction.steps[:1] for a in s.axes)
+            what = f"{instruction.opcode} of {producer} over {over}"
+            what, op = (what if producer is op else f"{what}, for {op}"), producer
         split = instruction.assignment if isinstance(instruction, Compute) else ()
         return Divergence(
             op.name,

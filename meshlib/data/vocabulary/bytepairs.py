@@ -133,9 +133,9 @@ class BytePairs:
         merges: list[Pair] = []
         known = set(pieces)
         for a, b in learnt(counts, room, progress):
-            made = pieces[first + a] + pieces[first + b]
-            pieces.append(made)
-            known.add(made)
+            piece = pieces[first + a] + pieces[first + b]
+            pieces.append(piece)
+            known.add(piece)
             merges.append((first + a, first + b))
         return cls(pieces, merges, {name: n for n, name in enumerate(names)})
 
@@ -164,14 +164,14 @@ class BytePairs:
         """
         if not isinstance(text, str):
             raise GraphError(f"{at(WHAT)}: text must be text, got {type(text).__name__} {text!r:.80}")
-        made: list[int] = []
+        tokens: list[int] = []
         at_ = 0
         names = {**self.added, **(self.specials if specials else {})}
-        for found in self._named(specials).finditer(text) if names else ():
-            made += self._of_text(text[at_ : found.start()])
-            made.append(names[found[found.lastindex or 0]])
-            at_ = found.end()
-        return made + self._of_text(text[at_:])
+        for match in self._named(specials).finditer(text) if names else ():
+            tokens += self._of_text(text[at_ : match.start()])
+            tokens.append(names[match[match.lastindex or 0]])
+            at_ = match.end()
+        return tokens + self._of_text(text[at_:])
 
     def _of_text(self, text: str) -> list[int]:
         """The tokens of a text, or of a part of one, without added ones."""

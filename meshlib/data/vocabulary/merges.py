@@ -25,55 +25,55 @@ def learnt(
     """
     words = [list(word) for word in counts]
     times = list(counts.values())
-    found: Counter[Pair] = Counter()
+    pair_counts: Counter[Pair] = Counter()
     where: defaultdict[Pair, set[int]] = defaultdict(set)
     for n, word in enumerate(words):
         for pair in pairwise(word):
-            found[pair] += times[n]
+            pair_counts[pair] += times[n]
             where[pair].add(n)
-    waiting = [(-count, pair) for pair, count in found.items()]
+    waiting = [(-count, pair) for pair, count in pair_counts.items()]
     heapq.heapify(waiting)
-    made: list[Pair] = []
-    while waiting and len(made) < merges:
+    learnt_pairs: list[Pair] = []
+    while waiting and len(learnt_pairs) < merges:
         count, pair = heapq.heappop(waiting)
-        if -count != found[pair]:  # it has become less frequent since
-            if found[pair] > 0:
-                heapq.heappush(waiting, (-found[pair], pair))
+        if -count != pair_counts[pair]:  # it has become less frequent since
+            if pair_counts[pair] > 0:
+                heapq.heappush(waiting, (-pair_counts[pair], pair))
             continue
         if -count < 2:
             break
-        new = 256 + len(made)
-        made.append(pair)
+        new = 256 + len(learnt_pairs)
+        learnt_pairs.append(pair)
         touched: set[Pair] = set()
         for n in where.pop(pair):
             before, after = words[n], _joined(words[n], pair, new)
             for old in pairwise(before):
-                found[old] -= times[n]
+                pair_counts[old] -= times[n]
             for one in pairwise(after):
-                found[one] += times[n]
+                pair_counts[one] += times[n]
                 where[one].add(n)
                 touched.add(one)
             words[n] = after
-        del found[pair]
+        del pair_counts[pair]
         for one in touched:
-            heapq.heappush(waiting, (-found[one], one))
+            heapq.heappush(waiting, (-pair_counts[one], one))
         if progress is not None:
-            progress(len(made), merges)
-    return made
+            progress(len(learnt_pairs), merges)
+    return learnt_pairs
 
 
 def _joined(word: Sequence[int], pair: Pair, new: int) -> list[int]:
     """A word with a pair of it replaced, from the left."""
-    made: list[int] = []
+    joined_word: list[int] = []
     at, last = 0, len(word) - 1
     while at <= last:
         if at < last and word[at] == pair[0] and word[at + 1] == pair[1]:
-            made.append(new)
+            joined_word.append(new)
             at += 2
         else:
-            made.append(word[at])
+            joined_word.append(word[at])
             at += 1
-    return made
+    return joined_word
 
 
 def merged(word: Iterable[int], ranks: Mapping[Pair, Pair]) -> list[int]:
@@ -101,6 +101,6 @@ def merged(word: Iterable[int], ranks: Mapping[Pair, Pair]) -> list[int]:
         for first in (before[n], n):
             other = after[first] if first >= 0 else -1
             if other >= 0 and (tokens[first], tokens[other]) in ranks:
-                made = tokens[first], tokens[other]
-                heapq.heappush(waiting, (ranks[made][0], first, made))
+                candidate = tokens[first], tokens[other]
+                heapq.heappush(waiting, (ranks[candidate][0], first, candidate))
     return [token for token in tokens if token >= 0]

@@ -78,12 +78,12 @@ def escaped(text: str) -> str:
 def words(text: str, pattern: str) -> Iterator[str]:
     """The parts of a text; together they are the text, whatever the pattern leaves out."""
     at = 0
-    for found in compiled(pattern).finditer(text):
-        if found.start() > at:
-            yield text[at : found.start()]
-        if found.end() > found.start():
-            yield found[0]
-        at = found.end()
+    for match in compiled(pattern).finditer(text):
+        if match.start() > at:
+            yield text[at : match.start()]
+        if match.end() > match.start():
+            yield match[0]
+        at = match.end()
     if at < len(text):
         yield text[at:]
 
@@ -92,11 +92,11 @@ def _translated(pattern: str) -> Iterator[str]:
     at, inside = 0, False
     while at < len(pattern):
         if pattern[at] == "\\":
-            found = _ESCAPE.match(pattern, at)
-            if found is None:
+            escape = _ESCAPE.match(pattern, at)
+            if escape is None:
                 raise ValueError(f"a lone backslash at {at}")
-            yield _class(found, inside)
-            at = found.end()
+            yield _class(escape, inside)
+            at = escape.end()
             continue
         if pattern[at] == "[" and not inside:
             inside = True

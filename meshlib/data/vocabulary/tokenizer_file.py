@@ -194,15 +194,15 @@ def _pieces(vocab: object, names: Mapping[str, int], fail: Fail) -> list[bytes]:
 def _merges(found: object, numbers: Mapping[bytes, int], fail: Fail) -> list[Pair]:
     if not isinstance(found, list):
         fail("it has no merges")
-    made = []
+    merges = []
     for one in found:
         parts = one.split(" ") if isinstance(one, str) else one
         if not isinstance(parts, list) or len(parts) != 2 or not all(isinstance(p, str) for p in parts):
             fail(f"the merge {one!r:.80} is no pair")
         try:
             a, b = (bytes(BYTES[letter] for letter in part) for part in parts)
-            made.append((numbers[a], numbers[b]))
+            merges.append((numbers[a], numbers[b]))
             numbers[a + b]
         except KeyError:
             fail(f"the merge {one!r:.80} has parts, or a result, that are no tokens")
-    return made
+    return merges

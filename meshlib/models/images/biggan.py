@@ -130,12 +130,12 @@ class BigGANConfig(Config):
     @property
     def discriminated(self) -> list[tuple[int, int, bool]]:
         """(channels in, channels out, whether it halves the sides) of each block of the discriminator."""
-        made = [*self.widths[:0:-1], self.widths[0]]
-        if len(set(made)) == 1:  # small images: two blocks that halve, two that do not (Miyato et al. 2018, table 4)
-            halves = [n < 2 for n in range(len(made))]
+        widths = [*self.widths[:0:-1], self.widths[0]]
+        if len(set(widths)) == 1:  # small images: two blocks that halve, two that do not (Miyato et al. 2018, table 4)
+            halves = [n < 2 for n in range(len(widths))]
         else:
-            halves = [n < len(made) - 1 for n in range(len(made))]
-        return list(zip([self.channels, *made], made, halves, strict=False))
+            halves = [n < len(widths) - 1 for n in range(len(widths))]
+        return list(zip([self.channels, *widths], widths, halves, strict=False))
 
     @property
     def generator_parameters(self) -> int:
@@ -169,10 +169,10 @@ class BigGANConfig(Config):
         if limit <= 0:
             raise GraphError(f"{at('noise')}: truncation must be positive, got {truncation}")
         rng = np.random.default_rng(seed)
-        found = rng.normal(size=(whole(count, "noise", "count"), self.z))
-        while (far := np.abs(found) > limit).any():
-            found[far] = rng.normal(size=int(far.sum()))
-        return found.astype(np.float32)
+        values = rng.normal(size=(whole(count, "noise", "count"), self.z))
+        while (far := np.abs(values) > limit).any():
+            values[far] = rng.normal(size=int(far.sum()))
+        return values.astype(np.float32)
 
 
 def _attention(channels: int) -> int:
@@ -314,9 +314,9 @@ def gan_step(
     images, labels = given("images", [examples, *image_dims(config)]), given("labels", [examples], "int32")
     z = random_normal([examples, Dimension("z", config.z)], name="noise")
     drawn = cast(floor(random_uniform([examples], 0.0, float(config.classes), name="drawn_classes")), "int32")
-    made, updates = generator(config, z, drawn, True)
+    fakes, updates = generator(config, z, drawn, True)
     # Side by side, not one after the other: each core keeps its own examples.
-    both = stack([cast(images, made.dtype), made], pair)
+    both = stack([cast(images, fakes.dtype), fakes], pair)
     logits, judged = discriminator(config, both, stack([labels, drawn], pair), True)
     real, fake = unstack(logits, logits.shape.dim(pair))
     judge = reduce_mean(layers.hinge_loss(real, 1.0)) + reduce_mean(layers.hinge_loss(fake, -1.0))

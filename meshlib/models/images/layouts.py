@@ -82,7 +82,7 @@ def _rules(part: str, axis: str, config: Splittable, mesh: Mesh) -> list[str]:
                 "smaller axis"
             )
         return [f"{dim}:{axis}" for dim in config.split_dims]
-    found = []
+    rules = []
     for dim, along in ((HEIGHT, axis), (WIDTH, "columns")):
         if along not in mesh:
             continue
@@ -92,5 +92,5 @@ def _rules(part: str, axis: str, config: Splittable, mesh: Mesh) -> list[str]:
                 f"{at('image_layout')}: {config.name} is made for {config.spatial_split} parts of '{dim}', not for the "
                 f"{size} of axis '{along}': take a smaller axis, or a ResNet with replace(spatial_split={size})"
             )
-        found.append(f"{dim}:{along}")
-    return found
+        rules.append(f"{dim}:{along}")
+    return rules

@@ -191,17 +191,17 @@ def features(tower: Tower, config: ResNetConfig, images: Tensor) -> list[Tensor]
     """What each stage makes, [batch, height, width, channels]; the last one normed in version 2."""
     with scope("stem"):
         x = _stem(tower, config, tower.numerics.cast(images))
-    found = []
+    stage_features = []
     for number_of_stage, stage in enumerate(config.stages, start=1):
         x = late(x, stage[0].steps[-1].places, config.spatial_split)
         with scope(f"stage{number_of_stage}"):
             for n, block in enumerate(stage, start=1):
                 with scope(f"block{n}"):
                     x = _block(tower, config, x, block)
-        found.append(x)
+        stage_features.append(x)
     if config.version == "2":
-        found[-1] = tower.active(x, "last_norm")
-    return found
+        stage_features[-1] = tower.active(x, "last_norm")
+    return stage_features
 
 
 def _stem(tower: Tower, config: ResNetConfig, x: Tensor) -> Tensor:
@@ -244,14 +244,14 @@ def _stem_convolution(config: ResNetConfig) -> Convolution:
 def _stages(config: ResNetConfig) -> list[list[Block]]:
     shrunk = 4 if config.stem == "imagenet" else 1
     sizes = -(-config.height // shrunk), -(-config.width // shrunk)
-    given, found = config.features, []
+    given, stages = config.features, []
     for stage, count in enumerate(config.blocks):
         channels, own = config.features * 2**stage, []
         for n in range(count):
             own.append(_shape_of_block(config, given, channels, 2 if n == 0 < stage else 1, sizes))
             given, sizes = own[-1].steps[-1].made, own[-1].steps[-1].places
-        found.append(own)
-    return found
+        stages.append(own)
+    return stages
 
 
 def _shape_of_block(config: ResNetConfig, given: int, channels: int, stride: int, sizes: tuple[int, int]) -> Block:
@@ -260,10 +260,10 @@ def _shape_of_block(config: ResNetConfig, given: int, channels: int, stride: int
         first, second = (stride, 1) if config.version == "1" else (1, stride)
         rows = [(1, channels, first), (3, channels, second), (1, channels * EXPANSION, 1)]
     steps, inner = [], given
-    for size, made, step in rows:
+    for size, features_out, step in rows:
         sizes = _half(sizes[0], step), _half(sizes[1], step)
-        steps.append(Convolution(size, inner, made, step, sizes))
-        inner = made
+        steps.append(Convolution(size, inner, features_out, step, sizes))
+        inner = features_out
     projects = stride != 1 or given != inner
     return Block(tuple(steps), Convolution(1, given, inner, stride, sizes) if projects else None)
 
@@ -273,12 +273,12 @@ def _half(size: int, stride: int) -> int:
 
 
 def _presets() -> dict[str, ResNetConfig]:
-    found = {}
+    presets = {}
     for depth, (blocks, bottleneck) in DEPTHS.items():
         for version, suffix in (("1.5", ""), ("1", "-v1"), ("2", "-v2")):
             name = f"resnet-{depth}{suffix}"
-            found[name] = ResNetConfig(name, blocks, bottleneck, version)
-    return found
+            presets[name] = ResNetConfig(name, blocks, bottleneck, version)
+    return presets
 
 
 RESNETS: MappingProxyType[str, ResNetConfig] = MappingProxyType(_presets())

@@ -132,26 +132,26 @@ class RetinaNetConfig(Config):
     def parameters(self) -> int:
         """Numbers of trained values: backbone, pyramid, heads; convolutions of the latter two have biases."""
         f, each = self.features, self.anchors.each
-        made = [stage[-1].steps[-1].made for stage in self.backbone.stages]
-        own = [m for n, m in enumerate(made, start=1) if self.backbone_level(n) in self.levels]
+        stage_widths = [stage[-1].steps[-1].made for stage in self.backbone.stages]
+        own = [m for n, m in enumerate(stage_widths, start=1) if self.backbone_level(n) in self.levels]
         square = 9 * f * f + f
         coarse = len(self.levels) - len(own)
-        first = 9 * (made[-1] if self.coarse_from == "features" else f) * f + f
+        first = 9 * (stage_widths[-1] if self.coarse_from == "features" else f) * f + f
         pyramid = sum(m * f + f for m in own) + len(own) * square + (first + (coarse - 1) * square if coarse else 0)
         heads = 2 * self.depth * square + (9 * f + 1) * each * (self.classes + 4)
         return self.backbone.backbone_parameters + pyramid + heads
 
     def feeds(self, images: ArrayLike, objects: Sequence[Objects]) -> dict[str, NDArray[Any]]:
         """What a training step is fed: the images [batch, height, width, channels], and the targets of all anchors."""
-        found: dict[str, NDArray[Any]] = {"images": np.asarray(images, np.float32)}
+        arrays: dict[str, NDArray[Any]] = {"images": np.asarray(images, np.float32)}
         anchors = self.anchors
-        made = [anchors.targets(o.boxes, o.classes) for o in objects]
-        classes, codes = np.stack([t.classes for t in made]), np.stack([t.codes for t in made])
+        targets = [anchors.targets(o.boxes, o.classes) for o in objects]
+        classes, codes = np.stack([t.classes for t in targets]), np.stack([t.codes for t in targets])
         for level, part in self._parts().items():
-            places = (len(made), *anchors.places(level), anchors.each)
-            found[f"classes{level}"] = classes[:, part].reshape(places).astype(np.int32)
-            found[f"codes{level}"] = codes[:, part].reshape(*places, 4).astype(np.float32)
-        return found
+            places = (len(targets), *anchors.places(level), anchors.each)
+            arrays[f"classes{level}"] = classes[:, part].reshape(places).astype(np.int32)
+            arrays[f"codes{level}"] = codes[:, part].reshape(*places, 4).astype(np.float32)
+        return arrays
 
     def found(self, outputs: Mapping[str, NDArray[Any]], least: float = 0.05, iou: float = 0.5) -> list[Objects]:
         """The objects of each image, from the outputs of `detection_outputs`: decoded, the best of overlapping ones."""
@@ -167,11 +167,11 @@ class RetinaNetConfig(Config):
 
     def _parts(self) -> dict[int, slice]:
         """Which of all anchors are of each level."""
-        found, begin, anchors = {}, 0, self.anchors
+        slice_of_level, begin, anchors = {}, 0, self.anchors
         for level in self.levels:
             end = begin + math.prod(anchors.places(level)) * anchors.each
-            found[level], begin = slice(begin, end), end
-        return found
+            slice_of_level[level], begin = slice(begin, end), end
+        return slice_of_level
 
 
 @dataclass(frozen=True)
@@ -210,13 +210,13 @@ def _pyramid(tower: Tower, config: RetinaNetConfig, stages: Sequence[Tensor]) ->
     for level in reversed(own):
         x = tower.conv(by_level[level], config.features, 1, use_bias=True, name=f"lateral{level}")
         merged[level] = x + _doubled(merged[level + 1], x) if level + 1 in merged else x
-    found = {level: tower.conv(merged[level], config.features, use_bias=True, name=f"level{level}") for level in own}
-    x = stages[-1] if config.coarse_from == "features" else found[own[-1]]
+    pyramid = {level: tower.conv(merged[level], config.features, use_bias=True, name=f"level{level}") for level in own}
+    x = stages[-1] if config.coarse_from == "features" else pyramid[own[-1]]
     for level in config.levels[len(own) :]:
         x = late(x, config.anchors.places(level), config.spatial_split)
         x = tower.conv(x if level == own[-1] + 1 else relu(x), config.features, 3, 2, True, name=f"level{level}")
-        found[level] = x
-    return found
+        pyramid[level] = x
+    return pyramid
 
 
 def _doubled(x: Tensor, like: Tensor) -> Tensor:
@@ -230,7 +230,7 @@ def _doubled(x: Tensor, like: Tensor) -> Tensor:
 def _heads(tower: Tower, config: RetinaNetConfig, x: Tensor, reused: bool) -> Level:
     each = config.anchors.each
     bias = -math.log((1 - PRIOR) / PRIOR)
-    made = {}
+    heads = {}
     for part, size, dim, start in (("classes", config.classes, "classes", bias), ("boxes", 4, "coordinates", 0.0)):
         with scope(part, reuse=reused):
             y = x
@@ -240,8 +240,8 @@ def _heads(tower: Tower, config: RetinaNetConfig, x: Tensor, reused: bool) -> Le
             y = widened(y)
             y = rearrange(y, f"... (anchors {dim}) -> ... anchors {dim}", anchors=each)
             prior = tower.numerics.variable("last/bias", list(y.shape.dims[-2:]), start, y.dtype)
-            made[part] = y + prior
-    return Level(made["classes"], made["boxes"])
+            heads[part] = y + prior
+    return Level(heads["classes"], heads["boxes"])
 
 
 # ---------------------------------------------------------------- steps
@@ -273,20 +273,20 @@ def detection_step(
     if not isinstance(optimizer, Optimizer):
         raise GraphError(f"{at(what)}: optimizer must be an mtf.optimize.Optimizer, got {optimizer!r:.80}")
     levels, updates = retinanet(config, _images(config, batch, what), True)
-    found, of_classes, of_boxes = [], [], []
-    for level, made in levels.items():
-        places = made.logits.shape.dims[:-1]
+    object_counts, of_classes, of_boxes = [], [], []
+    for level, level_outputs in levels.items():
+        places = level_outputs.logits.shape.dims[:-1]
         classes = given(f"classes{level}", places, "int32")
-        codes = given(f"codes{level}", [*places, made.codes.shape[-1]])
-        wanted = one_hot(classes, made.logits.shape[-1], dtype=made.logits.dtype, out_of_range="zero")
-        counts = cast(not_equal(classes, UNDECIDED), made.logits.dtype)
-        holds = cast(greater_equal(classes, 0), made.codes.dtype)
-        focal = layers.focal_loss(made.logits, wanted, config.alpha, config.gamma)
+        codes = given(f"codes{level}", [*places, level_outputs.codes.shape[-1]])
+        wanted = one_hot(classes, level_outputs.logits.shape[-1], dtype=level_outputs.logits.dtype, out_of_range="zero")
+        counts = cast(not_equal(classes, UNDECIDED), level_outputs.logits.dtype)
+        holds = cast(greater_equal(classes, 0), level_outputs.codes.dtype)
+        focal = layers.focal_loss(level_outputs.logits, wanted, config.alpha, config.gamma)
         of_classes.append(reduce_sum(focal * counts))
-        off = layers.smooth_l1_loss(made.codes, cast(codes, made.codes.dtype), config.beta)
+        off = layers.smooth_l1_loss(level_outputs.codes, cast(codes, level_outputs.codes.dtype), config.beta)
         of_boxes.append(reduce_sum(off * holds))
-        found.append(reduce_sum(holds))
-    objects = maximum(sum(found[1:], found[0]), 1.0)
+        object_counts.append(reduce_sum(holds))
+    objects = maximum(sum(object_counts[1:], object_counts[0]), 1.0)
     class_loss = sum(of_classes[1:], of_classes[0]) / objects
     box_loss = sum(of_boxes[1:], of_boxes[0]) / (objects * 4.0)
     loss = class_loss + box_loss * config.box_weight
@@ -301,8 +301,8 @@ def detection_outputs(config: RetinaNetConfig, batch: int) -> dict[str, Tensor]:
     "codes<l>". Raises: GraphError for a batch that is none.
     """
     levels, _ = retinanet(config, _images(config, batch, "detection_outputs"), False)
-    found = {f"scores{level}": sigmoid(made.logits) for level, made in levels.items()}
-    return found | {f"codes{level}": made.codes for level, made in levels.items()}
+    outputs = {f"scores{level}": sigmoid(level_outputs.logits) for level, level_outputs in levels.items()}
+    return outputs | {f"codes{level}": level_outputs.codes for level, level_outputs in levels.items()}
 
 
 def _images(config: RetinaNetConfig, batch: int, what: str) -> Tensor:

@@ -76,13 +76,13 @@ class UNetConfig(Config):
         """Numbers of trained values: kernels, two for each channel of a norm, the head with its bias."""
         f, total, given = self.features, 0, self.channels
         for level in range(self.levels + 1):
-            made = f << level
-            total += 9 * (given * made + made * made) + 4 * made
-            given = made
+            features_out = f << level
+            total += 9 * (given * features_out + features_out * features_out) + 4 * features_out
+            given = features_out
         for level in reversed(range(self.levels)):
-            made = f << level
-            total += 9 * (2 * made * made) + 2 * made  # grown
-            total += 9 * (2 * made * made + made * made) + 4 * made
+            features_out = f << level
+            total += 9 * (2 * features_out * features_out) + 2 * features_out  # grown
+            total += 9 * (2 * features_out * features_out + features_out * features_out) + 4 * features_out
         return total + (f + 1) * self.classes
 
 

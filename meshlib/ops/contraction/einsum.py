@@ -88,9 +88,9 @@ def _local(block: Block, a: Array, b: Array) -> Array:
 def _product_of_bytes(block: Block, a: Array, b: Array) -> Array:
     """The product of int8 and int4, exact modulo 2^32: float64 holds every sum of up to 2^39 products."""
     wide = replace(block, buffer=np.empty(block.out.shape.sizes))
-    found = product_of_blocks(wide, a.astype(np.float64), b.astype(np.float64))
+    wide_product = product_of_blocks(wide, a.astype(np.float64), b.astype(np.float64))
     out = block.result()
-    np.copyto(out, found.astype(np.int64), casting="unsafe")
+    np.copyto(out, wide_product.astype(np.int64), casting="unsafe")
     return out
 
 
@@ -125,8 +125,10 @@ def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorTyp
     _check_dims(types, attrs["shape"])
     wanted = attrs.get("dtype") or dtype
     if not (wanted.is_wide_float if dtype.is_float else wanted is INT32):
-        made = "a float dtype to compute in" if dtype.is_float else "int32, as every sum of integers is; cast it after"
-        raise ShapeError(f"the result's dtype must be {made}, got {wanted.name}")
+        remedy = (
+            "a float dtype to compute in" if dtype.is_float else "int32, as every sum of integers is; cast it after"
+        )
+        raise ShapeError(f"the result's dtype must be {remedy}, got {wanted.name}")
     return TensorType(attrs["shape"], wanted)
 
 
@@ -277,16 +279,16 @@ def einsum(
         raise ShapeError(f"{at('einsum')}: needs at least one tensor, got an empty list")
     choice(precision, "einsum", "precision", PRECISIONS)
     operands = [tensor(x, "einsum") for x in xs]
-    made = None if dtype is None else as_dtype(dtype)
+    result_dtype = None if dtype is None else as_dtype(dtype)
     out = _output_shape(operands, output_shape, reduced_dims)
     if len(operands) == 1:
         from meshlib.ops.pointwise.elementwise import cast
         from meshlib.ops.pointwise.reductions import reduce_sum
 
         summed = reduce_sum(operands[0], output_shape=out, name=name)
-        return summed if made is None else cast(summed, made)
+        return summed if result_dtype is None else cast(summed, result_dtype)
     integers = all(x.dtype is INT32 for x in operands) and precision not in EIGHT_BIT
-    if integers and made in (None, INT32):
+    if integers and result_dtype in (None, INT32):
         try:
             _check_dims([x.type for x in operands], out)
         except ShapeError as fault:
@@ -301,7 +303,9 @@ def einsum(
             result = _product_of_integers(result, x, keep, name)
         else:
             attrs = {"shape": keep, "precision": precision}
-            result = build(EINSUM, [result, x], attrs if made is None else {**attrs, "dtype": made}, name)
+            result = build(
+                EINSUM, [result, x], attrs if result_dtype is None else {**attrs, "dtype": result_dtype}, name
+            )
     return result
 
 

@@ -136,8 +136,8 @@ def _quantized(
 
 def _scale(x: Tensor, kept: Shape, largest: float) -> Tensor:
     """What the numbers of the grid count in, one of each row of `x` along the dims that are not kept."""
-    found = reduce_max(magnitude(x), output_shape=kept)
-    wide = cast(found, FLOAT32) if x.dtype is BFLOAT16 else found
+    peak = reduce_max(magnitude(x), output_shape=kept)
+    wide = cast(peak, FLOAT32) if x.dtype is BFLOAT16 else peak
     return where(equal(wide, 0.0), 1.0, wide / largest)  # of a row with a NaN the scale is NaN
 
 
@@ -170,14 +170,14 @@ def quantize(
 
     Source: symmetric per-channel quantisation: Jacob et al., arXiv:1712.05877; Nagel et al., arXiv:2106.08295.
     """
-    made = as_dtype(dtype)
+    narrow = as_dtype(dtype)
     floats(x, "quantize")
-    if made.computes or made is BOOL:
-        raise ShapeError(f"{at('quantize')}: dtype must be int8, int4, float8_e4m3fn or float8_e5m2, got {made.name}")
+    if narrow.computes or narrow is BOOL:
+        raise ShapeError(f"{at('quantize')}: dtype must be int8, int4, float8_e4m3fn or float8_e5m2, got {narrow.name}")
     dims = as_dims(reduced_dim, "quantize reduced_dim", [x])
     missing = [str(d) for d in dims if d not in x.shape]
     if missing:
         raise ShapeError(f"{at('quantize')}: reduced dims {', '.join(missing)} are not in {x}")
-    scale = stop_gradient(_scale(x, Shape([d for d in x.shape if d not in dims]), made.largest))
+    scale = stop_gradient(_scale(x, Shape([d for d in x.shape if d not in dims]), narrow.largest))
     units = cast(x, scale.dtype) / scale
-    return cast(units if made.is_float else round_to_whole(units), made, name), scale
+    return cast(units if narrow.is_float else round_to_whole(units), narrow, name), scale

@@ -72,12 +72,12 @@ def gradient_of_residuals(
     residuals: list[Tensor] = []
 
     def results(*inputs: Tensor) -> list[Tensor]:
-        made, read = function(*inputs)
+        outputs, read = function(*inputs)
         residuals.extend(read)
-        return list(made)
+        return list(outputs)
 
-    made: list[Tensor] = _with_gradient(results, explicit_inputs, "custom_gradient", gradient, residuals=residuals)
-    return made
+    computed: list[Tensor] = _with_gradient(results, explicit_inputs, "custom_gradient", gradient, residuals=residuals)
+    return computed
 
 
 def _with_gradient(
@@ -96,8 +96,8 @@ def _with_gradient(
     graph = innermost(inputs, what)
     inputs = [graph.adopt(x) for x in inputs]
     count = len(graph.operations)
-    made = function(*inputs)
-    results = [made] if isinstance(made, Tensor) else items(made, what, "what the function returns")
+    outputs = function(*inputs)
+    results = [outputs] if isinstance(outputs, Tensor) else items(outputs, what, "what the function returns")
     for y in results:
         if tensor(y, what).graph not in graph.around:
             raise GraphError(f"{at(what)}: the function must return tensors of the graph of its inputs, got {y}")
@@ -108,15 +108,15 @@ def _with_gradient(
         read = None if residuals is None else tuple(residuals)
         graph.rewrites.append(Rewrite(run, tuple(inputs), tuple(own), gradient, kept, read))
     if gradient is None:
-        return made
-    return own[0] if isinstance(made, Tensor) else tuple(own) if isinstance(made, tuple) else own
+        return outputs
+    return own[0] if isinstance(outputs, Tensor) else tuple(own) if isinstance(outputs, tuple) else own
 
 
 def _own(results: Sequence[Tensor], run: Sequence[Operation]) -> list[Tensor]:
     """The results, each a tensor for itself that the function makes: its inputs, say, get another name."""
     reads = ("variable", "input")
-    made = {y for op in run if op.kind.name not in reads for y in op.outputs}
+    computed = {y for op in run if op.kind.name not in reads for y in op.outputs}
     own: list[Tensor] = []
     for y in results:
-        own.append(y if y in made and y not in own else identity(y))
+        own.append(y if y in computed and y not in own else identity(y))
     return own

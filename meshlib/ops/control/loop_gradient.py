@@ -63,11 +63,11 @@ class _Backwards:
         slices = [*self.befores, *self.xs, *self.saved, *(dy for _, dy in self.stacked), *self.joining.values()]
         dim, active, backwards = self.loop.dim, self.loop.active, not self.loop.reverse
         finals, dxs = make_loop("scan", self._step, begin, slices, dim, backwards, None, active=active)
-        found = dict(zip(self.sums, finals[len(self.floats) :], strict=True))
+        sums_of_outer = dict(zip(self.sums, finals[len(self.floats) :], strict=True))
         carried = iter(finals[: len(self.floats)])
         sides: list[Tensor | None] = [next(carried) if x.dtype.is_float else None for x in self.inits]
         sliced = {n: _like(dx, self.xs[n]) for n, dx in zip(self.with_gradient, dxs, strict=True)}
-        return [*sides, *(sliced.get(n) for n in range(len(self.xs))), *(found.get(x) for x in self.outer)]
+        return [*sides, *(sliced.get(n) for n in range(len(self.xs))), *(sums_of_outer.get(x) for x in self.outer)]
 
     def _step(self, carries: Sequence[Tensor], slices: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         graph = slices[0].graph
@@ -83,14 +83,14 @@ class _Backwards:
         before = [t for t in befores if t.dtype.is_float]
         sliced = [(n, xs[n]) for n, x in enumerate(self.xs) if x.dtype.is_float and is_wanted(x)]
         taken = [graph.adopt(x) for x in self.sums]
-        found = gradients(ys, [*before, *(t for _, t in sliced), *taken], seeds)
-        filled = [_no_cotangent(t) if g is None else g for g, t in zip(found, before, strict=False)]
+        cotangents = gradients(ys, [*before, *(t for _, t in sliced), *taken], seeds)
+        filled = [_no_cotangent(t) if g is None else g for g, t in zip(cotangents, before, strict=False)]
         for n, dy in zip(self.joining, joining, strict=True):
             filled[n] = filled[n] + _as_carried(dy, filled[n])
         stop = len(before) + len(sliced)
-        dxs = {n: g for (n, _), g in zip(sliced, found[len(before) : stop], strict=True) if g is not None}
+        dxs = {n: g for (n, _), g in zip(sliced, cotangents[len(before) : stop], strict=True) if g is not None}
         self.with_gradient = list(dxs)
-        counted = [g if g is None else self._counted(graph, g) for g in found[stop:]]
+        counted = [g if g is None else self._counted(graph, g) for g in cotangents[stop:]]
         sums = [a if g is None else a + g for a, g in zip(carries[len(before) :], counted, strict=True)]
         _drop_cheap(graph, [*filled, *sums, *dxs.values()])
         return [*filled, *sums], list(dxs.values())

@@ -186,10 +186,10 @@ def while_loop(
     ahead = [_condition(cond, begin)] if callable(cond) else []
 
     def step(carries: Sequence[Tensor], slices: Sequence[Tensor]) -> tuple[Any, tuple[()]]:
-        made = body(*carries[len(ahead) :])
+        next_carries = body(*carries[len(ahead) :])
         if not callable(cond):
-            return made, ()
-        results = _tensors(made, f"{what} '{name or what}'")
+            return next_carries, ()
+        results = _tensors(next_carries, f"{what} '{name or what}'")
         return [_condition(cond, results[: len(begin)]), *results], ()
 
     taken = {d.name for x in begin for d in x.shape}
@@ -201,13 +201,13 @@ def while_loop(
 
 def _condition(cond: Callable[..., Tensor], values: Sequence[Tensor]) -> Tensor:
     """Whether another trip runs with these values."""
-    found = tensor(cond(*values), "while_loop")
-    if found.dtype is not BOOL or len(found.shape):
+    condition = tensor(cond(*values), "while_loop")
+    if condition.dtype is not BOOL or len(condition.shape):
         raise ShapeError(
-            f"{at('while_loop')}: the condition must be bool without dims, got {found}; mtf.reduce_all and "
+            f"{at('while_loop')}: the condition must be bool without dims, got {condition}; mtf.reduce_all and "
             "mtf.reduce_any make one of many"
         )
-    return found
+    return condition
 
 
 def make_loop(
@@ -241,8 +241,8 @@ def make_loop(
         ]
         inside.outside.update(zip(sliced, xs, strict=True))
         inside.working = sliced[-1] if active is not None else None
-        made = body(tuple(carried), tuple(sliced[:-1] if active is not None else sliced))
-    ends, ys = _returned(made, what, full)
+        returned = body(tuple(carried), tuple(sliced[:-1] if active is not None else sliced))
+    ends, ys = _returned(returned, what, full)
     if flag(has_accumulators, "while_loop", "has_accumulators"):
         carries = list(carries)
         for n, y in enumerate(ends[len(carries) :], start=len(carries)):
@@ -284,8 +284,8 @@ def make_loop(
         exact_name=full,
         last_outputs=named,
     )
-    made = record.outputs(op.outputs)
-    return tuple(made.finals), tuple(made.stacks)
+    returned = record.outputs(op.outputs)
+    return tuple(returned.finals), tuple(returned.stacks)
 
 
 def works_table(active: Active, trips: Dimension) -> Tensor:

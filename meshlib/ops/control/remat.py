@@ -152,43 +152,43 @@ def _dear(operations: Sequence[Operation]) -> list[Tensor]:
     """
     constant = _constants(operations)
     needed = _needed(operations, constant)
-    made: dict[Tensor, tuple[frozenset[Tensor], int]] = {}  # of which kept values, in how many lane operations
-    found: list[Tensor] = []
+    sources_of: dict[Tensor, tuple[frozenset[Tensor], int]] = {}  # of which kept values, in how many lane operations
+    expensive: list[Tensor] = []
     for op in operations:
         if op.kind.kind in RESIDENT or op in constant:
             continue  # there anyway
         if not _is_through(op):
-            found += op.outputs
-            made.update((y, (frozenset((y,)), 0)) for y in op.outputs)
+            expensive += op.outputs
+            sources_of.update((y, (frozenset((y,)), 0)) for y in op.outputs)
             continue
-        y, sources = op.output, [made[x] for x in op.inputs if x in made]
+        y, sources = op.output, [sources_of[x] for x in op.inputs if x in sources_of]
         of = frozenset[Tensor]().union(*(kept for kept, _ in sources))
         work = op.kind.work(tuple(x.type for x in op.inputs), y.type, op.attrs)
         ops = work.vpu_ops + sum(n for _, n in sources)
         alone = sum(_size(x) for x in of if x not in needed)
         # Random numbers are dear, but what they decide is narrower.
         if (op.inputs and ops > MOST_OPS * y.shape.size) or (y in needed and alone >= _size(y)):
-            found.append(y)
+            expensive.append(y)
             of, ops = frozenset((y,)), 0
         elif y in needed:
             needed |= of
-        made[y] = of, ops
-    return found
+        sources_of[y] = of, ops
+    return expensive
 
 
 def _constants(operations: Sequence[Operation]) -> set[Operation]:
     """What is the same in every trip."""
-    found: set[Operation] = set()
+    constants: set[Operation] = set()
     for op in operations:
         resident = op.kind.kind in RESIDENT
-        if not resident and not op.kind.unique and all(x.operation in found for x in op.inputs):
-            found.add(op)
-    return found
+        if not resident and not op.kind.unique and all(x.operation in constants for x in op.inputs):
+            constants.add(op)
+    return constants
 
 
 def _needed(operations: Sequence[Operation], constant: set[Operation]) -> set[Tensor]:
     """The values that gradients are computed with: operands of what is not linear, and of products with others."""
-    found: set[Tensor] = set()
+    needed: set[Tensor] = set()
     for op in operations:
         linear = op.kind.linear(op)
         for n, x in enumerate(op.inputs):
@@ -196,8 +196,8 @@ def _needed(operations: Sequence[Operation], constant: set[Operation]) -> set[Te
             others = any(z.dtype.is_float and z.operation not in constant for z in beside)
             passed = op.kind.home is Home.OPERAND or (n in linear.operands and (linear.together or not others))
             if not passed:
-                found.add(x)
-    return found
+                needed.add(x)
+    return needed
 
 
 def _is_through(op: Operation) -> bool:

@@ -48,17 +48,17 @@ def _local(block: Block, *arrays: Array) -> Array:
             "as in array.filled(0)"
         )
     try:
-        made = np.asarray(given)
+        result = np.asarray(given)
     except ValueError:  # rows of different lengths
-        made = np.asarray(given, dtype=object)
+        result = np.asarray(given, dtype=object)
     out = block.result()
-    if made.shape != out.shape or not np.can_cast(made.dtype, out.dtype, "same_kind"):
+    if result.shape != out.shape or not np.can_cast(result.dtype, out.dtype, "same_kind"):
         taken = ", ".join(f"{x.dtype}{list(x.shape)}" for x in operands)
         raise ProgramError(
-            f"{block.operation}: the function made {made.dtype}{list(made.shape)} of {taken}, "
+            f"{block.operation}: the function made {result.dtype}{list(result.shape)} of {taken}, "
             f"but the block of its result {block.operation.output} is {out.dtype}{list(out.shape)}"
         )
-    np.copyto(out, made, casting="same_kind")
+    np.copyto(out, result, casting="same_kind")
     return out
 
 
@@ -66,13 +66,13 @@ def _grad(op: Operation, dy: Tensor) -> Sequence[Tensor | None]:
     rule = op.attrs["grad_function"]
     if rule is None:
         raise GraphError(f"{op} has no gradient: NumPy functions are not differentiated; give it a grad_function")
-    made = items(rule(op, [dy]), f"{op}: grad_function", "what it returns")
-    if len(made) != len(op.inputs):
-        raise GraphError(f"{op}: grad_function returned {len(made)} cotangents for {len(op.inputs)} operands")
-    for x, dx in zip(op.inputs, made, strict=True):
+    cotangents = items(rule(op, [dy]), f"{op}: grad_function", "what it returns")
+    if len(cotangents) != len(op.inputs):
+        raise GraphError(f"{op}: grad_function returned {len(cotangents)} cotangents for {len(op.inputs)} operands")
+    for x, dx in zip(op.inputs, cotangents, strict=True):
         if dx is not None and tensor(dx, "grad_function").type != x.type:
             raise GraphError(f"{op}: grad_function returned the cotangent {dx} for the operand {x}; types must agree")
-    return made
+    return cotangents
 
 
 def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:

@@ -126,11 +126,11 @@ def constant(
       >>> mtf.simulate(mtf.lower({"y": y})).step()["y"].tolist()
       [4.0, 6.0, 10.0]
     """
-    made = as_dtype(dtype)
+    element_type = as_dtype(dtype)
     if isinstance(value, np.ndarray):
-        return table(current_graph("constant"), value, Shape(as_dims(shape, "constant")), made, name)
-    held = fitting(value, made, "constant")
-    return _constant(current_graph("constant"), held, Shape(as_dims(shape, "constant")), made, name)
+        return table(current_graph("constant"), value, Shape(as_dims(shape, "constant")), element_type, name)
+    held = fitting(value, element_type, "constant")
+    return _constant(current_graph("constant"), held, Shape(as_dims(shape, "constant")), element_type, name)
 
 
 def zeros(shape: Shape | Sequence[Dimension] | Dimension, dtype: object = "float32", name: str | None = None) -> Tensor:

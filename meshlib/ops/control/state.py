@@ -135,14 +135,14 @@ def stored(variable: Tensor) -> Operation:
 
 def assigned(updates: Sequence[Operation]) -> dict[str, Operation]:
     """The updates by variable name; two writes to one variable are an error that names both lines."""
-    found: dict[str, Operation] = {}
+    update_of: dict[str, Operation] = {}
     for update in updates:
         if not isinstance(update, Operation) or update.kind is not ASSIGN:
             raise GraphError(f"updates must be what mtf.assign or an optimizer returned, got {update!r:.80}")
         name = update.attrs["variable"]
-        if name in found and found[name] is not update:
+        if name in update_of and update_of[name] is not update:
             raise GraphError(
-                f"variable '{name}' is written twice in one step: at {found[name].source} and at {update.source}"
+                f"variable '{name}' is written twice in one step: at {update_of[name].source} and at {update.source}"
             )
-        found[name] = update
-    return found
+        update_of[name] = update
+    return update_of

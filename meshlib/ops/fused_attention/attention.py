@@ -125,9 +125,9 @@ def _check_further(x: TensorType, q: Shape, k: Shape, key: str) -> None:
 
 def seen_masks(masks: Sequence[Tensor]) -> list[Tensor]:
     """The masks of a kernel as bool tensors: one as it is, and pairs of numbers of segments that must be equal."""
-    found = [m for m in masks if m.dtype is BOOL]
+    bool_masks = [m for m in masks if m.dtype is BOOL]
     numbers = [m for m in masks if m.dtype is INT32]
-    return [*found, *([equal(numbers[0], numbers[1])] if numbers else [])]
+    return [*bool_masks, *([equal(numbers[0], numbers[1])] if numbers else [])]
 
 
 def biases(further: Sequence[Tensor]) -> list[Tensor]:

@@ -259,11 +259,11 @@ def result(block: Block, arrays: tuple[Array, ...], heard: Array | None) -> Arra
     for memory in kernel.batches():
         for rows in kernel.rows(memory):
             weights, total, level = kernel.weights(rows, memory)
-            made = kernel.product(kernel.engine.made_inside(weights), memory.v[:, rows.keys])
-            np.divide(made, total, out=made)
+            context = kernel.product(kernel.engine.made_inside(weights), memory.v[:, rows.keys])
+            np.divide(context, total, out=context)
             if heard is not None:
-                np.multiply(made, kernel.share(level, heard, rows, memory), out=made)
-            put(y, memory.batch, rows.queries, made)
+                np.multiply(context, kernel.share(level, heard, rows, memory), out=context)
+            put(y, memory.batch, rows.queries, context)
     return out
 
 
@@ -288,11 +288,11 @@ def _shared_gradients(block: Block, arrays: tuple[Array, ...]) -> tuple[Array, A
     options = (attrs["causal"], attrs["window"], attrs["scale"], *places)
     key = ("attention", block.engine.trips, *options, *map(id, arrays))
     if key in shared:
-        found: tuple[Array, Array, Array] = shared.pop(key)[0]
-        return found
-    made = gradients(block, arrays)
-    shared[key] = made, arrays  # the operands are kept, so that no other arrays take their identities
-    return made
+        stored_gradients: tuple[Array, Array, Array] = shared.pop(key)[0]
+        return stored_gradients
+    new_gradients = gradients(block, arrays)
+    shared[key] = new_gradients, arrays  # the operands are kept, so that no other arrays take their identities
+    return new_gradients
 
 
 def gradients(block: Block, arrays: tuple[Array, ...], heard: Heard | None = None) -> tuple[Array, Array, Array]:

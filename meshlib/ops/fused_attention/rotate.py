@@ -55,5 +55,5 @@ def rotate_half(x: Tensor, dim: Dimension | str, name: str | None = None) -> Ten
 
     Raises: ShapeError for a dim of odd size.
     """
-    found = find_dim(tensor(x, "rotate_half"), dim, "rotate_half")
-    return build(ROTATE_HALF, [x], {"dim": found.name}, name)
+    rotated_dim = find_dim(tensor(x, "rotate_half"), dim, "rotate_half")
+    return build(ROTATE_HALF, [x], {"dim": rotated_dim.name}, name)

@@ -121,9 +121,9 @@ WINDOW_GRAD_MEMORY = Halo(_of_keys)
 def window_grad_memory(block: Block, *arrays: Array) -> tuple[Array, Array]:
     """The cotangents of the keys and values of this block, of the run that was needed."""
     length, memory = block.attrs["length"], block.attrs["memory_length"]
-    begin, made = block.offsets[length] - block.start(1, memory), block.out.shape.dim(memory).size
-    found = []
+    begin, length_here = block.offsets[length] - block.start(1, memory), block.out.shape.dim(memory).size
+    own_parts = []
     for x, t in zip(local_grad_memory(block, *arrays), block.inputs[1:3], strict=True):
-        own = (np.s_[:],) * t.shape.index(memory) + (np.s_[begin : begin + made],)
-        found.append(np.ascontiguousarray(x[own]))
-    return found[0], found[1]
+        own = (np.s_[:],) * t.shape.index(memory) + (np.s_[begin : begin + length_here],)
+        own_parts.append(np.ascontiguousarray(x[own]))
+    return own_parts[0], own_parts[1]

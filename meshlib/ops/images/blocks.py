@@ -84,8 +84,8 @@ def in_whole(
     beside = [d for s in inner for d in ([by_name[s.name]] if s.name in by_name else []) + [s]]
     whole = [Dimension(by_name[s.name].name, by_name[s.name].size * s.size) if s.name in by_name else s for s in inner]
     y = conv(reshape(transpose(x, [*outer, *beside, x.shape[-1]]), [*outer, *whole, x.shape[-1]]))
-    parts, made = [*y.shape.dims[: len(outer)]], y.shape.dims[len(outer) : len(outer) + count]
-    for d, s in zip(made, inner, strict=True):
+    parts, block_dims = [*y.shape.dims[: len(outer)]], y.shape.dims[len(outer) : len(outer) + count]
+    for d, s in zip(block_dims, inner, strict=True):
         b = by_name.get(s.name)
         if b is not None and d.size % b.size:
             raise ShapeError(f"{at(what)}: dim '{s.name}' of the result, {d.size} long, is not {b.size} blocks\n  {x}")

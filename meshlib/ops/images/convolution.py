@@ -219,20 +219,20 @@ def _conv(
 def _slides(
     dims: _Dims, strides: list[int], dilations: list[int], paddings: list[Any], transposed: bool
 ) -> list[Slide]:
-    found = []
+    slides = []
     for d, f, stride, dilation, padding in zip(dims.spatial, dims.windows, strides, dilations, paddings, strict=True):
         if not transposed:
             out, (before, _) = window_sizes(d.size, f.size, stride, dilation, padding)
-            found.append(Slide(stride, dilation, 1, before, d.size, f.size, out))
+            slides.append(Slide(stride, dilation, 1, before, d.size, f.size, out))
             continue
         reach, last = (f.size - 1) * dilation + 1, (d.size - 1) * stride
         if padding == "SAME":
-            made = d.size * stride
+            output_size = d.size * stride
         else:
-            made = last + (max(reach, stride) if padding == "VALID" else reach - sum(padding))
-        _, (before, _) = window_sizes(max(1, made), f.size, stride, dilation, padding)
-        found.append(Slide(stride, dilation, 1, before, made, f.size, d.size).first_cotangent())
-    return found
+            output_size = last + (max(reach, stride) if padding == "VALID" else reach - sum(padding))
+        _, (before, _) = window_sizes(max(1, output_size), f.size, stride, dilation, padding)
+        slides.append(Slide(stride, dilation, 1, before, output_size, f.size, d.size).first_cotangent())
+    return slides
 
 
 def _result(shape: Shape, windows: Sequence[Window], channels: Dimension | None, made: Sequence[Dimension]) -> Shape:
@@ -250,24 +250,26 @@ def _in_groups(
     x: Tensor, filters: Tensor, windows: Sequence[Window], dims: _Dims, groups: int, precision: str, name: str
 ) -> Tensor:
     """Channels as [group, channel of the group], the group under their own name: it is what a layout splits."""
-    channels, (made,) = dims.channels, dims.made
+    channels, (new_channels,) = dims.channels, dims.made
     assert channels is not None
     used = (*x.shape, *filters.shape)
-    inner, inner_out = (Dimension(free_name(f"{d.name}_in_group", used), d.size // groups) for d in (channels, made))
+    inner, inner_out = (
+        Dimension(free_name(f"{d.name}_in_group", used), d.size // groups) for d in (channels, new_channels)
+    )
     group = Dimension(channels.name, groups)
     apart = reshape(x, _replaced(x.shape, channels.name, [group, inner]))
     own = rename_dimension(filters, channels.name, inner.name)
-    own = reshape(own, _replaced(own.shape, made.name, [group, inner_out]))
+    own = reshape(own, _replaced(own.shape, new_channels.name, [group, inner_out]))
     y = convolve(apart, own, windows, _result(apart.shape, windows, inner, [inner_out]), precision, name)
     at_group = y.shape.index(group.name)
-    return reshape(y, [*y.shape.dims[:at_group], made, *y.shape.dims[at_group + 2 :]])
+    return reshape(y, [*y.shape.dims[:at_group], new_channels, *y.shape.dims[at_group + 2 :]])
 
 
 def _replaced(shape: Shape, name: str, by: Sequence[Dimension]) -> list[Dimension]:
-    found: list[Dimension] = []
+    new_dims: list[Dimension] = []
     for d in shape:
-        found += by if d.name == name else [d]
-    return found
+        new_dims += by if d.name == name else [d]
+    return new_dims
 
 
 # ---------------------------------------------------------------- which dim is what
@@ -302,7 +304,7 @@ def _dims(
             faults.append(f"dim {d} of group_dims must be in x and in filters, and not slide")
     rest = [d for d in filters.shape if d not in windows and d not in kept and d.name not in [s.name for s in dims]]
     shared = [d for d in rest if d.name in x.shape]
-    made = tuple(d for d in rest if d.name not in x.shape)
+    new_channels = tuple(d for d in rest if d.name not in x.shape)
     if len(shared) > 1:
         names = " and ".join(f"'{d.name}'" for d in shared)
         faults.append(f"filters share {names} with x, of which one can be the channels; name the others in group_dims")
@@ -311,13 +313,13 @@ def _dims(
     channels = x.shape.dim(shared[0].name) if len(shared) == 1 else None
     if groups < 1:
         faults.append(f"groups must be at least 1, got {groups}")
-    elif groups > 1 and (channels is None or len(made) != 1):
+    elif groups > 1 and (channels is None or len(new_channels) != 1):
         faults.append("groups need one dim of channels in, and one out")
     elif channels is not None:
-        faults += _group_faults(channels, shared[0].size, made, groups)
+        faults += _group_faults(channels, shared[0].size, new_channels, groups)
     if faults:
         raise ShapeError(f"{at(what)}: {'; '.join(faults)}\n  {x}\n  {filters}")
-    return _Dims(dims, windows, channels, made)
+    return _Dims(dims, windows, channels, new_channels)
 
 
 def _group_faults(channels: Dimension, of_filters: int, made: Sequence[Dimension], groups: int) -> list[str]:

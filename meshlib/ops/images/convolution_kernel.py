@@ -63,10 +63,10 @@ class Classes:
 
 def convolved(x: Array, w: Array, out: Array, dims: Classes, slides: Sequence[Slide], engine: Engine) -> None:
     """Write the convolution of `x` and `w` into `out`; `slides` in these blocks' own indices."""
-    channels, made = (prod(a.shape[names.index(n)] for n in classes) for a, names, classes in
+    channels, new_channels = (prod(a.shape[names.index(n)] for n in classes) for a, names, classes in
                       ((x, dims.first, dims.contracted), (w, dims.second, dims.columns)))  # fmt: skip
     short = prod(s.first for s in slides) <= 2 * prod(s.out for s in slides)  # windows: else most products are unused
-    if dims.rows and all(s.stride == 1 for s in slides) and channels > _NARROWING * made and short:
+    if dims.rows and all(s.stride == 1 for s in slides) and channels > _NARROWING * new_channels and short:
         _add_products_at_taps(x, w, out, dims, slides, engine)
         return
     for parts in product(*(tuple(s.plain()) for s in slides)):
@@ -122,8 +122,8 @@ class _Inputs:
         steps = x.strides[2:-1]
         outputs = [s * p.stride for s, p in zip(steps, self.parts, strict=True)]
         taps = [s * p.dilation for s, p in zip(steps, self.parts, strict=True)]
-        made, slid = [p.out for p in self.parts], [p.second for p in self.parts]
-        shape = [*made, *slid] if outputs_first else [*slid, *made]
+        output_sizes, slid = [p.out for p in self.parts], [p.second for p in self.parts]
+        shape = [*output_sizes, *slid] if outputs_first else [*slid, *output_sizes]
         strides = [*outputs, *taps] if outputs_first else [*taps, *outputs]
         return as_strided(
             start,
@@ -194,23 +194,23 @@ def _multiply_windows(x: Array, w: Array, out: Array, dims: Classes, parts: Sequ
     right = _arranged(w, dims.second, [dims.group, dims.taps + dims.contracted, dims.columns])
     group, lead, slid = len(right), inputs.x.shape[1], len(parts)
     order = [dims.group, dims.rows, *_each(dims.outputs), dims.columns]
-    made = _arranged(out, dims.out, order)  # [group, rows, outputs ..., columns]
-    depth, made_rows = right.shape[1], made.shape[2]
-    inner = prod(made.shape[3:-1])
+    arranged = _arranged(out, dims.out, order)  # [group, rows, outputs ..., columns]
+    depth, made_rows = right.shape[1], arranged.shape[2]
+    inner = prod(arranged.shape[3:-1])
     pieces: Iterator[tuple[int, int, int, int]] = iter([(0, lead, 0, made_rows)])
     if inputs.padded is not None or not _merges(inputs.windows(0, lead, True), 1, 1 + slid, slid + 1):
         pieces = _pieces(lead, made_rows, group * inner * depth * x.itemsize)
     for begin, end, first, last in pieces:
         windows = inputs.windows(begin, end, True)[:, :, first:last]
         left = windows.reshape(group, -1, depth)
-        target = made[:, begin:end, first:last]
+        target = arranged[:, begin:end, first:last]
         if _merges(target, 1, 1 + slid, 1):
             engine.matmul(left, right, target.reshape(group, -1, right.shape[2]))
         else:
             product_ = np.empty((group, left.shape[1], right.shape[2]), left.dtype)
             engine.matmul(left, right, product_)
             np.copyto(target, product_.reshape(target.shape))
-    _put_back(made, out, dims.out, order)
+    _put_back(arranged, out, dims.out, order)
 
 
 def _multiply_across(x: Array, w: Array, out: Array, dims: Classes, parts: Sequence[Plain], engine: Engine) -> None:
@@ -219,8 +219,8 @@ def _multiply_across(x: Array, w: Array, out: Array, dims: Classes, parts: Seque
     right = _arranged(w, dims.second, [dims.group, dims.contracted, dims.taps[:1], dims.taps[1:], dims.columns])
     group, lead, taps, _, columns = right.shape
     order = [dims.group, dims.outputs + dims.rows, dims.columns]
-    made = _arranged(out, dims.out, order)
-    slid, width = len(parts), made.shape[1]
+    arranged = _arranged(out, dims.out, order)
+    slid, width = len(parts), arranged.shape[1]
     pieces: Iterator[tuple[int, int, int, int]] = iter([(0, lead, 0, taps)])
     if inputs.padded is not None or not _merges(inputs.windows(0, lead, False), 1, 1 + slid, slid + 1):
         pieces = _pieces(lead, taps, group * right.shape[3] * width * x.itemsize)
@@ -229,12 +229,12 @@ def _multiply_across(x: Array, w: Array, out: Array, dims: Classes, parts: Seque
         windows = inputs.windows(begin, end, False)[:, :, first:last].reshape(group, -1, width)
         block = right[:, begin:end, first:last].reshape(group, -1, columns)
         if part is None:
-            engine.matmul(windows.swapaxes(1, 2), block, made)
-            part = np.empty(made.shape, made.dtype)
+            engine.matmul(windows.swapaxes(1, 2), block, arranged)
+            part = np.empty(arranged.shape, arranged.dtype)
         else:
             engine.matmul(windows.swapaxes(1, 2), block, part)
-            np.add(made, part, out=made)
-    _put_back(made, out, dims.out, order)
+            np.add(arranged, part, out=arranged)
+    _put_back(arranged, out, dims.out, order)
 
 
 def _put_back(made: Array, out: Array, names: Names, order: Sequence[Names]) -> None:
@@ -254,10 +254,10 @@ def _add_products_at_taps(
     first = _arranged(x, dims.first, [dims.group, dims.rows, *_each(dims.inputs), dims.contracted])
     right = _arranged(w, dims.second, [dims.group, dims.contracted, dims.taps + dims.columns])
     order = [dims.group, dims.rows, *_each(dims.outputs), dims.columns]
-    made = _arranged(out, dims.out, order)
-    made[...] = 0
+    arranged = _arranged(out, dims.out, order)
+    arranged[...] = 0
     group, lead, *inputs, channels = first.shape
-    taps, width = [s.second for s in slides], made.shape[-1]
+    taps, width = [s.second for s in slides], arranged.shape[-1]
     item_bytes = group * prod(inputs[1:]) * right.shape[2] * x.itemsize
     for begin, end, top, bottom in _pieces(lead, inputs[0], item_bytes):
         left = first[:, begin:end, top:bottom]
@@ -269,9 +269,9 @@ def _add_products_at_taps(
                      for n, (s, f) in enumerate(zip(slides, tap, strict=True))]  # fmt: skip
             if all(meets):
                 of = tuple(m[0] for m in meets if m)
-                target = made[(np.s_[:], np.s_[begin:end], *(m[1] for m in meets if m))]
+                target = arranged[(np.s_[:], np.s_[begin:end], *(m[1] for m in meets if m))]
                 np.add(target, apart[(np.s_[:], np.s_[:], *of, *tap)], out=target)
-    _put_back(made, out, dims.out, order)
+    _put_back(arranged, out, dims.out, order)
 
 
 def _meets(s: Slide, tap: int, run: tuple[int, int]) -> tuple[slice, slice] | None:
@@ -291,12 +291,12 @@ def _add_taps(x: Array, w: Array, out: Array, dims: Classes, parts: Sequence[Pla
     lead = dims.contracted if not dims.rows else dims.rows
     inputs = _Inputs(_arranged(x, dims.first, [(), lead, *_each(dims.inputs), dims.group]), parts)
     order = [lead if dims.rows else (), *_each(dims.outputs), dims.group]
-    made = _arranged(out, dims.out, order)
+    arranged = _arranged(out, dims.out, order)
     if dims.rows:
-        _add_windows(inputs, _arranged(w, dims.second, [*_each(dims.taps), dims.group]), made)
+        _add_windows(inputs, _arranged(w, dims.second, [*_each(dims.taps), dims.group]), arranged)
     else:
-        _add_products(inputs, _arranged(w, dims.second, [lead, *_each(dims.taps), dims.group]), made[0])
-    _put_back(made, out, dims.out, order)
+        _add_products(inputs, _arranged(w, dims.second, [lead, *_each(dims.taps), dims.group]), arranged[0])
+    _put_back(arranged, out, dims.out, order)
 
 
 def _add_windows(inputs: _Inputs, taps: Array, made: Array) -> None:

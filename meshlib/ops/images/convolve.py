@@ -74,13 +74,13 @@ def _reads(op: Operation, factor: Factor, operand: int, start: int, stop: int) -
     else:
         run = slide.first_run if operand == 0 else slide.second_run
         parts = [run((i, i + 1), (start, stop)) for i in range(slide.out)]
-    found: list[Range] = []
+    ranges: list[Range] = []
     for begin, end in sorted(part for part in parts if part[0] < part[1]):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
+        if ranges and begin <= ranges[-1][1]:
+            ranges[-1] = ranges[-1][0], max(end, ranges[-1][1])
         else:
-            found.append((begin, end))
-    return found
+            ranges.append((begin, end))
+    return ranges
 
 
 def _local(block: Block, x: Array, w: Array) -> Array:
@@ -137,15 +137,15 @@ def _product(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, A
     last dim, which lie beside each other. Of the cotangent of the filter the window is part of the rows of the result,
     and all positions are contracted.
     """
-    (first, second), made = (t.shape for t in ins), out.shape
+    (first, second), result_shape = (t.shape for t in ins), out.shape
     windows: tuple[Window, ...] = attrs["windows"]
-    dims = Classes.of(first.names, second.names, made.names, windows)
+    dims = Classes.of(first.names, second.names, result_shape.names, windows)
     sizes = {d.name: d.size for shape in (first, second) for d in shape}
     group, rows, contracted, columns = (
         prod(sizes[n] for n in names) for names in (dims.group, dims.rows, dims.contracted, dims.columns)
     )
     taps = [second.dim(w.second).size for w in windows]
-    outputs = [made.dim(w.out).size for w in windows]
+    outputs = [result_shape.dim(w.out).size for w in windows]
     if windows[0].out != windows[0].first:
         return Product(group, rows * prod(outputs), contracted * prod(taps), columns, packs=True)
     # Of a slide with spread each tap meets every so many of the outputs only.

@@ -80,12 +80,12 @@ def depth_to_space(
     rest = Dimension(depth.name, depth.size // elements)
     parts: list[Dimension] = []
     moved: list[Dimension] = []
-    made: list[Dimension] = []
+    merged_dims: list[Dimension] = []
     for d in x.shape:
         parts += [*(inner[s.name] for s in dims), rest] if d == depth else [d]
         moved += [d, inner[d.name]] if d.name in inner else [rest if d == depth else d]
-        made.append(Dimension(d.name, d.size * block) if d.name in inner else rest if d == depth else d)
-    return reshape(transpose(reshape(x, parts), moved), made, what if name is None else name)
+        merged_dims.append(Dimension(d.name, d.size * block) if d.name in inner else rest if d == depth else d)
+    return reshape(transpose(reshape(x, parts), moved), merged_dims, what if name is None else name)
 
 
 def _arguments(

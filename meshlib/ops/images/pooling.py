@@ -107,9 +107,9 @@ def _pool(
     dilation: PerDim,
     count_padding: bool,
 ) -> Tensor:
-    found = dims_of(floats(x, what) if reduction == "avg" else tensor(x, what), windows, what, "windows")
-    dims = [d for d, _ in found]
-    sizes = numbers_per_dim(dict(found), dims, what, "window")
+    sizes_of_dims = dims_of(floats(x, what) if reduction == "avg" else tensor(x, what), windows, what, "windows")
+    dims = [d for d, _ in sizes_of_dims]
+    sizes = numbers_per_dim(dict(sizes_of_dims), dims, what, "window")
     steps = sizes if strides is None else numbers_per_dim(strides, dims, what, "stride")
     dilations = numbers_per_dim(dilation, dims, what, "dilation")
     paddings = paddings_per_dim(padding, dims, what)

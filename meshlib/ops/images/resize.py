@@ -74,8 +74,8 @@ def _needs(op: Operation, factor: Factor, operand: int, start: int, stop: int) -
 def _local(block: Block, x: Array) -> Array:
     dim, out = block.attrs["dim"], block.result()
     axis = block.out.shape.index(dim)
-    begin, made = block.offsets[dim], out.shape[axis]
-    index, weight = (a[begin : begin + made] for a in taps_of(block.operation))
+    begin, rows_here = block.offsets[dim], out.shape[axis]
+    index, weight = (a[begin : begin + rows_here] for a in taps_of(block.operation))
     shape = [-1 if n == axis else 1 for n in range(x.ndim)]
     for k in range(index.shape[1]):
         tap = np.take(x, index[:, k] - block.start(0, dim), axis=axis)

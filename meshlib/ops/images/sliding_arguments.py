@@ -18,21 +18,21 @@ PADDINGS = ("SAME", "VALID")
 
 def numbers_per_dim(value: object, dims: Sequence[Dimension], what: str, argument: str) -> list[int]:
     """Integers >= 1, one for each of some dims: given as one for all, as a list, or by name (1 where it is missing)."""
-    found = [whole(n, what, f"{argument} of dim '{d.name}'") for d, n in _per_dim(value, dims, what, argument, 1)]
-    for d, n in zip(dims, found, strict=True):
+    numbers = [whole(n, what, f"{argument} of dim '{d.name}'") for d, n in _per_dim(value, dims, what, argument, 1)]
+    for d, n in zip(dims, numbers, strict=True):
         if n < 1:
             raise ShapeError(f"{at(what)}: {argument} of dim '{d.name}' must be at least 1, got {n}")
-    return found
+    return numbers
 
 
 def paddings_per_dim(value: object, dims: Sequence[Dimension], what: str) -> list[str | Range]:
     """Per dim "SAME", "VALID", or (before, after): given as one for all, as a list, or by name (0 where missing)."""
-    found: list[str | Range] = []
+    paddings: list[str | Range] = []
     if len(dims) == 1 and isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2:
         value = [value]  # of one dim there is no doubt what a pair means
     for d, given in _per_dim(value, dims, what, "padding", 0):
         if isinstance(given, str):
-            found.append(choice(given, what, f"padding of dim '{d.name}'", PADDINGS))
+            paddings.append(choice(given, what, f"padding of dim '{d.name}'", PADDINGS))
             continue
         ends = [given, given] if not isinstance(given, Sequence) else list(given)
         if len(ends) != 2:
@@ -42,8 +42,8 @@ def paddings_per_dim(value: object, dims: Sequence[Dimension], what: str) -> lis
         before, after = (whole(n, what, f"padding of dim '{d.name}'") for n in ends)
         if min(before, after) < 0:
             raise ShapeError(f"{at(what)}: padding of dim '{d.name}' must not be negative, got ({before}, {after})")
-        found.append((before, after))
-    return found
+        paddings.append((before, after))
+    return paddings
 
 
 def _per_dim(
@@ -68,8 +68,8 @@ def dims_of(x: Tensor, given: object, what: str, argument: str) -> list[tuple[Di
     """Dims of `x` with what a dict says of each."""
     if not isinstance(given, Mapping) or not given:
         raise ShapeError(f"{at(what)}: {argument} must be a dict with an entry per dim, got {given!r:.80}")
-    found = [(find_dim(x, d, what), value) for d, value in given.items()]
-    names = [d.name for d, _ in found]
+    values_of_dims = [(find_dim(x, d, what), value) for d, value in given.items()]
+    names = [d.name for d, _ in values_of_dims]
     if len(set(names)) < len(names):
         raise ShapeError(f"{at(what)}: {argument} names a dim twice: {', '.join(names)}")
-    return found
+    return values_of_dims

@@ -44,15 +44,15 @@ def replace_dimensions(tensor_or_shape: Tensor | Shape, old_dim_or_dims: Dims, n
             f"{at(what)}: the dims {', '.join(map(str, old))} do not follow one another in {shape}; "
             "transpose it with mtf.transpose first"
         )
-    made = as_dims([*shape.dims[:begin], *new, *shape.dims[begin + len(old) :]], what)
+    new_dims = as_dims([*shape.dims[:begin], *new, *shape.dims[begin + len(old) :]], what)
     if isinstance(tensor_or_shape, Shape):
-        return Shape(made)
+        return Shape(new_dims)
     if size_of(old) != size_of(new):
         raise ShapeError(
             f"{at(what)}: {', '.join(map(str, old))} have {size_of(old)} elements in all, but "
             f"{', '.join(map(str, new))} have {size_of(new)}\n  {tensor_or_shape}"
         )
-    return reshape(tensor_or_shape, made)
+    return reshape(tensor_or_shape, new_dims)
 
 
 def combined_dimension(dims: Sequence[Dimension], name: str | None = None) -> Dimension:
@@ -61,10 +61,10 @@ def combined_dimension(dims: Sequence[Dimension], name: str | None = None) -> Di
     >>> combined_dimension([Dimension("heads", 8), Dimension("d_head", 64)], "d_attention")
     Dimension('d_attention', 512)
     """
-    found = as_dims(dims, "combined_dimension")
-    if not found:
+    parts = as_dims(dims, "combined_dimension")
+    if not parts:
         raise ShapeError(f"{at('combined_dimension')}: needs at least one dim")
-    return Dimension(found[0].name if name is None else name, size_of(found))
+    return Dimension(parts[0].name if name is None else name, size_of(parts))
 
 
 def anonymous_shape(shape: Shape | Sequence[Dimension]) -> Shape:

@@ -131,9 +131,9 @@ def one_hot(
     """
     choice(out_of_range, "one_hot", "out_of_range", _OUT_OF_RANGE)
     output_dim = as_dim(output_dim, "one_hot")
-    made = as_dtype(dtype)
-    on, off = fitting(on_value, made, "one_hot on_value"), fitting(off_value, made, "one_hot off_value")
-    attrs = {"dim": output_dim, "on": on, "off": off, "dtype": made, "out_of_range": out_of_range}
+    element_type = as_dtype(dtype)
+    on, off = fitting(on_value, element_type, "one_hot on_value"), fitting(off_value, element_type, "one_hot off_value")
+    attrs = {"dim": output_dim, "on": on, "off": off, "dtype": element_type, "out_of_range": out_of_range}
     return build(ONE_HOT, [tensor(indices, "one_hot")], attrs, name)
 
 
@@ -171,7 +171,7 @@ def _gather_local(block: Block, weights: Array, indices: Array) -> Array:
     axis = w_names.index(dim.name)
     chosen, hit = _block_indices(block, indices, weights.shape[axis])
     if not set(w_names) & set(i_names):  # whole rows
-        found = np.take(np.moveaxis(weights, axis, 0), chosen, axis=0)
+        looked_up = np.take(np.moveaxis(weights, axis, 0), chosen, axis=0)
     else:
         # Of the dims that both have, index by index; of the others whole rows, which stand last in the result.
         shared = [n for n in w_names if n in i_names]
@@ -179,10 +179,12 @@ def _gather_local(block: Block, weights: Array, indices: Array) -> Array:
             weights, [w_names.index(n) for n in (*shared, dim.name)], np.arange(len(shared) + 1).tolist()
         )
         places = [align(np.arange(rows.shape[k]), (n,), i_names) for k, n in enumerate(shared)]
-        found = rows[(*places, chosen)]
+        looked_up = rows[(*places, chosen)]
     out = block.result()
     # The index arrays broadcast to the output only over dims that weights or indices have: all of them.
-    np.copyto(out, found if hit is None else np.where(align(hit, i_names, out_names), found, found.dtype.type(0)))
+    np.copyto(
+        out, looked_up if hit is None else np.where(align(hit, i_names, out_names), looked_up, looked_up.dtype.type(0))
+    )
     return out
 
 
@@ -243,10 +245,10 @@ def gather(
     from meshlib.ops.movement.shape import broadcast
 
     choice(out_of_range, "gather", "out_of_range", _OUT_OF_RANGE)
-    found = find_dim(tensor(weights, "gather"), dim, "gather")
+    indexed_dim = find_dim(tensor(weights, "gather"), dim, "gather")
     if isinstance(indices, int | np.integer) and not isinstance(indices, bool):
         indices = constant_like(fitting(indices, INT32, "gather indices"), weights, INT32)
-    attrs = {"dim": found, "out_of_range": out_of_range}
+    attrs = {"dim": indexed_dim, "out_of_range": out_of_range}
     y = build(GATHER, [weights, tensor(indices, "gather")], attrs, name)
     return y if output_shape is None else broadcast(y, output_shape)
 
@@ -374,16 +376,16 @@ def dynamic_shift(x: Tensor, offset: Tensor, dim: Dimension, wrap: bool, name: s
     from meshlib.ops.pointwise.elementwise import greater_equal, less, logical_and, mod, where
 
     what = "dynamic_shift"
-    found = find_dim(tensor(x, what), dim, what)
+    shifted_dim = find_dim(tensor(x, what), dim, what)
     if tensor(offset, what).dtype is not INT32:
         raise ShapeError(f"{at(what)}: the offset must be int32, got {offset}; cast it with mtf.cast")
-    stray = [str(d) for d in offset.shape if d == found or d not in x.shape]
+    stray = [str(d) for d in offset.shape if d == shifted_dim or d not in x.shape]
     if stray:
         raise ShapeError(f"{at(what)}: offset dims {', '.join(stray)} must be dims of x other than '{dim}'\n  {x}")
-    source = range(found) - offset
-    held = mod(source, found.size)
-    other = f"{found.name}_unshifted"
-    y = gather(rename_dimension(x, found.name, other), held, Dimension(other, found.size))
+    source = range(shifted_dim) - offset
+    held = mod(source, shifted_dim.size)
+    other = f"{shifted_dim.name}_unshifted"
+    y = gather(rename_dimension(x, shifted_dim.name, other), held, Dimension(other, shifted_dim.size))
     if flag(wrap, what, "wrap"):
         return transpose(y, x.shape, name)
-    return where(logical_and(greater_equal(source, 0), less(source, found.size)), y, 0, x.shape, name)
+    return where(logical_and(greater_equal(source, 0), less(source, shifted_dim.size)), y, 0, x.shape, name)

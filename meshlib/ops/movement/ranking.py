@@ -41,8 +41,8 @@ def _best(x: Array, indices: Array, axis: int, k: int) -> tuple[Array, Array]:
         chosen = np.take_along_axis(chosen, first, axis)
     chosen = chosen[(np.s_[:],) * axis + (np.s_[:k],)]
     values = np.take_along_axis(x, chosen, axis)
-    found = np.take_along_axis(indices, chosen, axis)
-    return np.moveaxis(values, axis, -1), np.moveaxis(found, axis, -1)
+    best_indices = np.take_along_axis(indices, chosen, axis)
+    return np.moveaxis(values, axis, -1), np.moveaxis(best_indices, axis, -1)
 
 
 def _top_k_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
@@ -238,6 +238,6 @@ def sort(x: Tensor, dim: Dimension, descending: bool = False, name: str | None =
     """`x` sorted along `dim`."""
     d = find_dim(tensor(x, "sort"), dim, "sort")
     order = rename_dimension(argsort(x, d, descending), d.name, f"{d.name}_sorted")
-    found = gather(x, order, d)
+    in_order = gather(x, order, d)
     shape = x.shape.rename(d.name, f"{d.name}_sorted")
-    return rename_dimension(transpose(found, shape), f"{d.name}_sorted", d.name, name)
+    return rename_dimension(transpose(in_order, shape), f"{d.name}_sorted", d.name, name)

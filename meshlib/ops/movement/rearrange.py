@@ -219,11 +219,13 @@ def _called(names: object, left: Sequence[Group | str], right: Sequence[Group | 
     if not isinstance(names, Mapping) or not all(isinstance(n, str) for pair in names.items() for n in pair):
         raise ShapeError(f"names must be a dict from parts of the pattern to names of dims, got {names!r:.80}")
     groups = [_words(g) for g in [*left, *right]]
-    found = {" ".join(part.replace("(", " ").replace(")", " ").split()): called for part, called in names.items()}
-    for part in found:
+    name_of_group = {
+        " ".join(part.replace("(", " ").replace(")", " ").split()): called for part, called in names.items()
+    }
+    for part in name_of_group:
         if part not in groups:
             raise ShapeError(f"names has '{part}', which is no dim of the pattern{nearest(part, groups)}")
-    return found
+    return name_of_group
 
 
 def _fitted(
@@ -257,32 +259,32 @@ def _dims_of_axes(
     parts = [(a, d.name if len(group) == 1 else None) for group, d in zip(left, shape, strict=True) for a in group]
     parts += [(a, None) for group in right for a in group]
     taken = {a for a, _ in parts if isinstance(a, str)} | set(shape.names)
-    found: dict[Axis, Dimension] = {}
+    dim_of_axis: dict[Axis, Dimension] = {}
     for axis, own in parts:
-        if axis not in found:
+        if axis not in dim_of_axis:
             name = own or (axis if isinstance(axis, str) else free_name("part", taken))
             taken.add(name)
-            found[axis] = Dimension(name, sizes[axis])
-    return found
+            dim_of_axis[axis] = Dimension(name, sizes[axis])
+    return dim_of_axis
 
 
 def _result_names(
     left: Sequence[Group], right: Sequence[Group], shape: Shape, called: Mapping[str, str], rest: Mapping[Axis, str]
 ) -> list[str]:
     merged = {_words(group): d.name for group, d in zip(left, shape, strict=True) if len(group) > 1}
-    found = []
+    result_names = []
     for place, group in enumerate(right):
         words, names = _words(group), [rest.get(a, _text(a)) for a in group]
         if words in called:
-            found.append(called[words])
+            result_names.append(called[words])
         elif not group or (len(group) == 1 and not isinstance(group[0], str)):
-            found.append(f"_anonymous_{place}")
+            result_names.append(f"_anonymous_{place}")
         elif len(group) == 1:
-            found.append(names[0])
+            result_names.append(names[0])
         else:
             joined = "_".join(names)
-            found.append(merged.get(words, joined if joined.isidentifier() else f"_{joined}"))
-    return found
+            result_names.append(merged.get(words, joined if joined.isidentifier() else f"_{joined}"))
+    return result_names
 
 
 def _without_ellipsis(
@@ -295,16 +297,16 @@ def _without_ellipsis(
         raise ShapeError(f"the left side has {named} dims, but x has {len(shape)}; '...' stands for dims without names")
     begin = left.index(_ELLIPSIS) if _ELLIPSIS in left else 0
     # Names with a sign that no axis of a pattern has.
-    found: dict[Axis, str] = {f"{_ELLIPSIS}{d.name}": d.name for d in shape.dims[begin : begin + rest]}
+    hidden_axes: dict[Axis, str] = {f"{_ELLIPSIS}{d.name}": d.name for d in shape.dims[begin : begin + rest]}
 
     def spread(groups: list[Group | str]) -> Iterator[Group]:
         for group in groups:
             if group == _ELLIPSIS:
-                yield from ((axis,) for axis in found)
+                yield from ((axis,) for axis in hidden_axes)
             else:
-                yield tuple(b for a in group for b in (found if a == _ELLIPSIS else (a,)))
+                yield tuple(b for a in group for b in (hidden_axes if a == _ELLIPSIS else (a,)))
 
-    return list(spread(left)), list(spread(right)), found
+    return list(spread(left)), list(spread(right)), hidden_axes
 
 
 def _check_names(left: list[Group], shape: Shape, called: dict[str, str], rest: Mapping[Axis, str]) -> None:
@@ -312,11 +314,11 @@ def _check_names(left: list[Group], shape: Shape, called: dict[str, str], rest: 
     faults = []
     for place, (group, d) in enumerate(zip(left, shape, strict=True)):
         if len(group) == 1 and isinstance(group[0], str) and group[0] not in rest:
-            found = called.get(group[0], group[0])
-            if found != d.name:
-                elsewhere = " (which is elsewhere: a pattern has the dims in their order)" if found in shape else ""
+            named = called.get(group[0], group[0])
+            if named != d.name:
+                elsewhere = " (which is elsewhere: a pattern has the dims in their order)" if named in shape else ""
                 faults.append(
-                    f"dim {place} of x is '{d.name}', but '{found}' in the pattern{elsewhere}; write '{d.name}', or "
+                    f"dim {place} of x is '{d.name}', but '{named}' in the pattern{elsewhere}; write '{d.name}', or "
                     f"names={{'{group[0]}': '{d.name}'}}"
                 )
     if faults:

@@ -212,12 +212,12 @@ def pad(x: Tensor, paddings: Sequence[int], dim_name: str, pad_value: float = 0.
 
 def _shift_local(block: Block, x: Array) -> Array:
     dim, offset = block.attrs["dim"], block.attrs["offset"]
-    axis, made = block.out.shape.index(dim), block.out.shape.dim(dim).size
+    axis, rows_here = block.out.shape.index(dim), block.out.shape.dim(dim).size
     first = block.offsets[dim] - offset - block.start(0, dim)  # where in x the first element of the result lies
     out = block.result()
     if block.attrs["wrap"]:
         size = block.operation.output.shape.dim(dim).size
-        np.take(x, (first + np.arange(made)) % size, axis=axis, out=out, mode="clip")
+        np.take(x, (first + np.arange(rows_here)) % size, axis=axis, out=out, mode="clip")
     else:
         out[...] = 0
         _place(out, x, axis, -first)

@@ -14,10 +14,10 @@ from meshlib.ops.pointwise.elementwise import not_equal, where
 
 
 def _flags(x: object, what: str) -> Tensor:
-    found = tensor(x, what)
-    if found.dtype is not BOOL:
-        raise ShapeError(f"{at(what)}: needs a bool tensor, got {found}; compare first, as in mtf.not_equal(x, 0)")
-    return found
+    flags = tensor(x, what)
+    if flags.dtype is not BOOL:
+        raise ShapeError(f"{at(what)}: needs a bool tensor, got {flags}; compare first, as in mtf.not_equal(x, 0)")
+    return flags
 
 
 def logical_xor(
@@ -49,19 +49,19 @@ def cond(
     """
     if len(_flags(pred, "cond").shape):
         raise ShapeError(f"{at('cond')}: pred must have no dims, got {pred}; mtf.where chooses element by element")
-    made = []
+    branches = []
     for argument, function in (("true_fn", true_fn), ("false_fn", false_fn)):
         if not callable(function):
             raise ShapeError(f"{at('cond')}: {argument} must be a function, got {function!r:.80}; write lambda: x")
-        made.append(function())
-    for argument, result in zip(("true_fn", "false_fn"), made, strict=True):
+        branches.append(function())
+    for argument, result in zip(("true_fn", "false_fn"), branches, strict=True):
         for x in [result] if not isinstance(result, list | tuple) else result:
             tensor(x, f"cond {argument}()")
-    a, b = made
+    a, b = branches
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return _chosen(pred, a, b, name)
     if isinstance(a, Tensor) or isinstance(b, Tensor) or len(a) != len(b):
-        one, other = ("a tensor" if isinstance(x, Tensor) else f"a list of {len(x)}" for x in made)
+        one, other = ("a tensor" if isinstance(x, Tensor) else f"a list of {len(x)}" for x in branches)
         raise ShapeError(f"{at('cond')}: true_fn returns {one}, but false_fn {other}")
     return [_chosen(pred, x, y, None) for x, y in zip(a, b, strict=True)]
 

@@ -64,8 +64,8 @@ def fused_values(program: Program, written: frozenset[Value] = frozenset()) -> s
         for x in i.inputs:
             users.setdefault(x, set()).add(i.group)
     kept = {*program.outputs.values(), *program.updates.values()} - written
-    made = [(y, i.group) for i in program.instructions if not isinstance(i, Resident) for y in i.outputs]
-    return {y for y, group in made if users.get(y, set()) <= {group} and y not in kept}
+    groups_of_values = [(y, i.group) for i in program.instructions if not isinstance(i, Resident) for y in i.outputs]
+    return {y for y, group in groups_of_values if users.get(y, set()) <= {group} and y not in kept}
 
 
 def kept_of(program: Program, loop: Loop | None = None) -> Kept:
@@ -97,16 +97,16 @@ def _on_the_way(makers: Mapping[Value, Instruction], v: Value) -> Iterator[Value
 
 def rewritten(loop: Loop) -> dict[str, str]:
     """The stacks of a loop that may lie where it takes slices: per result of the body what it rewrites a part of."""
-    body, found = loop.body, dict[str, str]()
+    body, slice_of_carry = loop.body, dict[str, str]()
     makers = {y: i for i in body.instructions for y in i.outputs}
     slices = {body.inputs[name]: name for name in loop.slices if loop.slice_axis(name) == 0}
     for end in loop.stacks:
         v = body.outputs[end]
         for x in _on_the_way(makers, v):
             alone = x in slices and loop.inputs.count(loop.inputs[[*body.inputs].index(slices[x])]) == 1
-            if alone and x is not v and slices[x] not in found.values() and x.sharding == v.sharding:
-                found[end] = slices[x]
-    return found
+            if alone and x is not v and slices[x] not in slice_of_carry.values() and x.sharding == v.sharding:
+                slice_of_carry[end] = slices[x]
+    return slice_of_carry
 
 
 def written_inside(loop: Loop, in_place: frozenset[Value]) -> frozenset[Value]:
@@ -232,8 +232,8 @@ class _Planner:
                     same = free and (every or (k == 0 and _writes_part(i)))
                     if not same:
                         elsewhere.add(x)
-                    made = self.kept.again.get(x)
-                    for v, at_its_place in ({x: True} if made is None else made.of).items():
+                    recomputed = self.kept.again.get(x)
+                    for v, at_its_place in ({x: True} if recomputed is None else recomputed.of).items():
                         placed[v] = placed.get(v, True) and same and at_its_place
             self.places[group] = [v for v, same in placed.items() if same]
         return self.places[group]

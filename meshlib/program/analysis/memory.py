@@ -138,10 +138,10 @@ def kinds_after(program: Program, size: Size) -> Mapping[str, list[int]]:
             kind = change[kind_of(program, v, begin)]
             kind[begin + 1] += size(b.owner)
             kind[stop + 1] -= size(b.owner)
-    found = {kind: [*accumulate(steps)][1:-1] for kind, steps in change.items()}
+    bytes_by_kind = {kind: [*accumulate(steps)][1:-1] for kind, steps in change.items()}
     for n, inner in inside_loops(program, size):
-        found["temporaries"][n] += inner
-    return found
+        bytes_by_kind["temporaries"][n] += inner
+    return bytes_by_kind
 
 
 def kind_of(program: Program, v: Value, made_at: int) -> str:

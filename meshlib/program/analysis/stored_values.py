@@ -84,9 +84,9 @@ class Kept:
     def _is_widened(self, i: Instruction, n: int) -> bool:
         """Whether operand `n` is keys or values of attention that a cast or a scaling makes."""
         x = i.inputs[n]
-        made = self.made[x][1] if x in self.made else None
+        producer = self.made[x][1] if x in self.made else None
         kernel = isinstance(i, Compute) and not i.exchanges and i.operation.kind.scores is not None
-        return kernel and n in (1, 2) and isinstance(made, Compute) and made.operation.kind.repeated
+        return kernel and n in (1, 2) and isinstance(producer, Compute) and producer.operation.kind.repeated
 
     def _may_be_made_again(self, i: Instruction) -> bool:
         return _is_through(i) and not (i.outputs[0] in self.fused or i.outputs[0] in self.asked)
@@ -94,12 +94,12 @@ class Kept:
     def _decide(self, n: int, i: Instruction) -> None:
         (y,) = i.outputs
         end = self.last.get(y, n)
-        made = self._by(i, end, {}, 0)
-        if made is None or made.ops > MOST_OPS * y.local_size:
+        recomputation = self._by(i, end, {}, 0)
+        if recomputation is None or recomputation.ops > MOST_OPS * y.local_size:
             return
-        if self._cost(made.of, end) < y.local_bytes * (end - n):
-            self.again[y] = made
-            for x in made.of:
+        if self._cost(recomputation.of, end) < y.local_bytes * (end - n):
+            self.again[y] = recomputation
+            for x in recomputation.of:
                 self.last[x] = max(self.last.get(x, 0), end)
                 if x in self.fused:
                     self.inside.add(x)
@@ -113,11 +113,11 @@ class Kept:
             if x not in known:
                 known[x] = None  # while it is looked for
                 known[x] = self._cheapest(x, end, known, depth)
-            found = known[x]
-            if found is None:
+            operand_cost = known[x]
+            if operand_cost is None:
                 return None
-            ops += found.ops
-            for v, placed in found.of.items():
+            ops += operand_cost.ops
+            for v, placed in operand_cost.of.items():
                 of[v] = of.get(v, True) and placed and same
         return Made(of, ops)
 
@@ -125,17 +125,17 @@ class Kept:
         """An operand as it lies in memory, or as it is made of what does; whichever takes less."""
         if x in self.again:
             return self.again[x]
-        found = None if x.tensor.on_host else Made({x: True}, 0)
-        cost = None if found is None else self._cost(found.of, end)
+        cheapest = None if x.tensor.on_host else Made({x: True}, 0)
+        cost = None if cheapest is None else self._cost(cheapest.of, end)
         if cost == 0 or x not in self.made or depth == _DEEPEST:
-            return found
+            return cheapest
         _, i = self.made[x]
         if _is_through(i):
             other = self._by(i, end, known, depth + 1)
             short = other is not None and other.ops <= MOST_OPS * max(1, x.local_size)
             if other is not None and short and (cost is None or self._cost(other.of, end) < cost):
                 return other
-        return found
+        return cheapest
 
     def _cost(self, of: Mapping[Value, bool], end: int) -> int:
         """Bytes times instructions for which these values have to stay longer."""

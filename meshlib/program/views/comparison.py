@@ -267,11 +267,11 @@ def _tensors(a: Program, b: Program) -> Iterator[Laid]:
 
 def _lying(program: Program) -> dict[str, tuple[Tensor, tuple[str, ...]]]:
     """Per tensor the shardings it takes, each once, in order."""
-    found: dict[str, tuple[Tensor, dict[str, None]]] = {}
+    shardings_of_tensor: dict[str, tuple[Tensor, dict[str, None]]] = {}
     for i, _, _ in walk(program):
         for y in i.outputs:
-            found.setdefault(y.tensor.name, (y.tensor, {}))[1][_where(y.sharding)] = None
-    return {name: (t, tuple(seen)) for name, (t, seen) in found.items()}
+            shardings_of_tensor.setdefault(y.tensor.name, (y.tensor, {}))[1][_where(y.sharding)] = None
+    return {name: (t, tuple(seen)) for name, (t, seen) in shardings_of_tensor.items()}
 
 
 def _where(s: Sharding) -> str:

@@ -41,24 +41,24 @@ def _line(i: Instruction, names: dict[Value, str], width: int) -> str:
     operands = ", ".join(f"{names[x]} {x.tensor.name}" for x in i.inputs)
     if isinstance(i, Commit):
         return f"{i.variable} <- {operands}  ({i.operation.source})"
-    made = i.opcode if isinstance(i, Resident) else f"{i.opcode}({operands})"
+    text = i.opcode if isinstance(i, Resident) else f"{i.opcode}({operands})"
     if isinstance(i, Move):
         where = "".join(f" {s.dim}" + (f" to {s.to_dim}" if s.to_dim else "") for s in i.steps[:1] if s.dim)
         if i.opcode == "all_gather" and not where:
             where = "".join(f" {dim}" for dim, _ in gathered_axes(i.steps[0]))
-        made += f" over {'+'.join(i.steps[0].axes)}{where}"
+        text += f" over {'+'.join(i.steps[0].axes)}{where}"
     elif isinstance(i, Loop):
-        made += f", {f'at most {i.trips}' if i.going else i.trips} trips of the body below"
+        text += f", {f'at most {i.trips}' if i.going else i.trips} trips of the body below"
     elif isinstance(i, Compute):
         split = ", ".join(f"{f}@{a}" for a, f in i.assignment)
-        made += f" split {split}" if split else ""
+        text += f" split {split}" if split else ""
         if i.operation.kind.kind is Kind.COPY:
-            made += f", copies {bytes_text(i.outputs[0].local_bytes)} {i.opcode.replace('_', ' the ')}"
+            text += f", copies {bytes_text(i.outputs[0].local_bytes)} {i.opcode.replace('_', ' the ')}"
     if i.transfers:
-        made += f", sends {bytes_text(i.sent_bytes)}: " + "; ".join(t.reason.why for t in i.transfers)
+        text += f", sends {bytes_text(i.sent_bytes)}: " + "; ".join(t.reason.why for t in i.transfers)
     results = " and ".join(f"{names[y]:<{width}} {y.tensor.name}: {y}" for y in i.outputs)
     local = bytes_text(sum(y.local_bytes for y in i.outputs))
-    return f"{results} = {made}  [{local} a core, group {i.group}]  ({i.operation.source})"
+    return f"{results} = {text}  [{local} a core, group {i.group}]  ({i.operation.source})"
 
 
 def collectives_table(collectives: Sequence[Collective]) -> str:

@@ -55,7 +55,7 @@ def _split(way: str) -> str:
 
 
 def _ways(program: Program) -> Mapping[tuple[object, ...], tuple[Operation, str]]:
-    found: dict[tuple[object, ...], tuple[Operation, str]] = {}
+    strategy_of: dict[tuple[object, ...], tuple[Operation, str]] = {}
     met: dict[tuple[object, ...], int] = {}
     for i, _, _ in walk(program):
         if isinstance(i, Compute):
@@ -63,5 +63,5 @@ def _ways(program: Program) -> Mapping[tuple[object, ...], tuple[Operation, str]
             key = (i.region, op.name, op.kind.name)
             number = met[key] = met.get(key, 0) + 1
             by = sorted(f"{factor}@{axis}" for axis, factor in i.assignment)
-            found[*key, number] = op, " ".join(by) or "whole"
-    return found
+            strategy_of[*key, number] = op, " ".join(by) or "whole"
+    return strategy_of

@@ -92,13 +92,13 @@ class Anchors:
         roots = np.sqrt(np.array(self.ratios, np.float64))
         sides = np.stack([roots, 1 / roots], axis=-1)  # height, width of each ratio
         sizes = (np.array(self.scales)[:, None, None] * sides * self.base).reshape(-1, 2)
-        found = []
+        boxes_of_levels = []
         for level in self.levels:
             rows, columns = self.places(level)
             centres = (np.indices((rows, columns)).transpose(1, 2, 0).reshape(-1, 1, 2) + 0.5) * 2**level
             half = sizes[None] * 2**level / 2
-            found.append(np.concatenate([centres - half, centres + half], axis=-1).reshape(-1, 4))
-        return np.concatenate(found)
+            boxes_of_levels.append(np.concatenate([centres - half, centres + half], axis=-1).reshape(-1, 4))
+        return np.concatenate(boxes_of_levels)
 
     def targets(self, boxes: ArrayLike, classes: ArrayLike, positive: float = 0.5, negative: float = 0.4) -> Targets:
         """What each anchor is to find among the objects of an image.
@@ -115,21 +115,21 @@ class Anchors:
         what = "Anchors.targets"
         own = as_boxes(boxes, what, "boxes")
         kinds = as_vector(classes, len(own), what, "classes").astype(np.int64)
-        found = np.full(len(self.boxes), NOTHING, np.int64)
+        target_classes = np.full(len(self.boxes), NOTHING, np.int64)
         codes = np.zeros((len(self.boxes), 4))
         if not len(own):
-            return Targets(found, codes)
+            return Targets(target_classes, codes)
         overlaps = box_iou(self.boxes, own)
         best, most = overlaps.argmax(axis=1), overlaps.max(axis=1)
-        found[most >= negative] = UNDECIDED
+        target_classes[most >= negative] = UNDECIDED
         chosen = most >= positive
         for one in range(len(own)):  # the first of equals; a later object takes what an earlier one has
             anchor = int(overlaps[:, one].argmax())
             if overlaps[anchor, one] > 0:
                 chosen[anchor], best[anchor] = True, one
-        found[chosen] = kinds[best[chosen]]
+        target_classes[chosen] = kinds[best[chosen]]
         codes[chosen] = encode_boxes(own[best[chosen]], self.boxes[chosen])
-        return Targets(found, codes)
+        return Targets(target_classes, codes)
 
     def decode(
         self, scores: ArrayLike, codes: ArrayLike, least: float = 0.05, iou: float = 0.5, limit: int = 100

@@ -37,13 +37,13 @@ def as_boxes(value: ArrayLike, what: str, argument: str) -> Array:
 
 def as_vector(value: ArrayLike, count: int, what: str, argument: str) -> NDArray[Any]:
     """`value` as one number for each of `count` boxes."""
-    found = np.asarray(value)
-    if found.shape != (count,) or found.dtype.kind not in "iuf":
+    vector = np.asarray(value)
+    if vector.shape != (count,) or vector.dtype.kind not in "iuf":
         raise ShapeError(
-            f"{at(what)}: {argument} must be {count} numbers, one for each box, got {found.dtype} of shape "
-            f"{list(found.shape)}"
+            f"{at(what)}: {argument} must be {count} numbers, one for each box, got {vector.dtype} of shape "
+            f"{list(vector.shape)}"
         )
-    return found
+    return vector
 
 
 def box_iou(a: ArrayLike, b: ArrayLike) -> Array:
@@ -60,8 +60,8 @@ def box_iou(a: ArrayLike, b: ArrayLike) -> Array:
     shared = np.prod(np.maximum(ends - starts, 0), axis=-1)
     areas = [np.prod(x[:, 2:] - x[:, :2], axis=-1) for x in (first, second)]
     union = areas[0][:, None] + areas[1][None, :] - shared
-    found: Array = np.divide(shared, union, out=np.zeros_like(shared), where=union > 0)
-    return found
+    overlap: Array = np.divide(shared, union, out=np.zeros_like(shared), where=union > 0)
+    return overlap
 
 
 def encode_boxes(boxes: ArrayLike, anchors: ArrayLike) -> Array:
