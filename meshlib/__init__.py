@@ -87,7 +87,9 @@ if _TYPE_CHECKING:
     from meshlib.estimation.views.scaling import scaling as scaling
     from meshlib.generation import Generator as Generator
     from meshlib.generation import generate as generate
+    from meshlib.jax import Compiled as Compiled
     from meshlib.jax import OnJax as OnJax
+    from meshlib.jax import compile_for as compile_for
     from meshlib.jax import from_jax as from_jax
     from meshlib.jax import measure_chip as measure_chip
     from meshlib.jax import on_jax as on_jax

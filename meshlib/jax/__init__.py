@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from meshlib.core.errors import MissingError
 
 if TYPE_CHECKING:
+    from meshlib.jax.compiling import Compiled as Compiled
+    from meshlib.jax.compiling import compile_for as compile_for
     from meshlib.jax.explaining import Explained as Explained
     from meshlib.jax.explaining import explain as explain
     from meshlib.jax.importing import from_jax as from_jax
@@ -19,8 +21,10 @@ if TYPE_CHECKING:
 
 # Public name -> the module here that defines it.
 NAMES = {
+    "Compiled": "compiling",
     "Explained": "explaining",
     "OnJax": "running",
+    "compile_for": "compiling",
     "explain": "explaining",
     "from_jax": "importing",
     "measure_chip": "measuring",
@@ -28,7 +32,15 @@ NAMES = {
     "partition_specs": "specs",
     "row": "table",
 }
-PUBLIC = ("OnJax", "from_jax", "measure_chip", "on_jax", "partition_specs")  # names of `meshlib` itself
+PUBLIC = (
+    "Compiled",
+    "OnJax",
+    "compile_for",
+    "from_jax",
+    "measure_chip",
+    "on_jax",
+    "partition_specs",
+)  # names of `meshlib` itself
 
 
 def __getattr__(name: str) -> Any:

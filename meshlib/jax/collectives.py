@@ -39,7 +39,7 @@ def move(step: Step, x: Array, context: Context) -> Array:
         case "all_reduce":
             return _REDUCE[_kind(step)](x, axes)
         case "reduce_scatter":
-            return _reduce_scatter(x, axes, dim, count, _kind(step))
+            return _reduce_scatter(x, axes, dim, context, _kind(step))
         case "slice":
             size = x.shape[dim] // count
             return lax.dynamic_slice_in_dim(x, context.index(axes) * size, size, dim)
@@ -75,12 +75,44 @@ def _kind(step: Step) -> str:
     return dict(step.before.pending)[step.axes[0]]
 
 
-def _reduce_scatter(x: Array, axes: tuple[str, ...], dim: int, count: int, kind: str) -> Array:
+def _reduce_scatter(x: Array, axes: tuple[str, ...], dim: int, context: Context, kind: str) -> Array:
+    count = context.mesh.group_size(axes)
     if kind == "sum":
-        return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+        for axis, groups in scatter_stages(context.mesh, axes, context.platform):
+            x = lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True, axis_index_groups=groups)
+        return x
     # JAX scatters sums alone. Each device's part goes to its owner, who reduces: the same bytes.
     parts = x.reshape(*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :])
     return _LOCAL[kind](lax.all_to_all(parts, axes, dim, dim), axis=dim)
+
+
+Stage = tuple[tuple[str, ...], list[list[int]] | None]
+
+
+def scatter_stages(mesh: Mesh, axes: tuple[str, ...], platform: str) -> list[Stage]:
+    """The psum_scatters of a sum over `axes`, one after the other: (axes, groups of positions along one axis, or None).
+
+    The TPU compiler makes an all-reduce and a slice of a scatter over all devices of a program, which sends twice the
+    bytes. Over a part of them it scatters, and two stages send together what one would.
+
+    >>> scatter_stages(Mesh("x:4"), ("x",), "tpu")
+    [(('x',), [[0, 2], [1, 3]]), (('x',), [[0, 1], [2, 3]])]
+    >>> scatter_stages(Mesh("x:4;y:2"), ("x",), "tpu"), scatter_stages(Mesh("x:4"), ("x",), "cpu")
+    ([(('x',), None)], [(('x',), None)])
+    """
+    if platform != "tpu" or mesh.group_size(axes) < mesh.size:
+        return [(axes, None)]
+    long = tuple(a for a in axes if mesh.axis_size(a) > 1)
+    if len(long) > 1:
+        return [((a,), None) for a in long]
+    n = mesh.group_size(axes)
+    inner = min((k for k in range(2, n) if n % k == 0 and k * k >= n), default=n)
+    if inner == n:  # of a prime number of devices
+        return [(axes, None)]
+    outer = n // inner
+    across = [[i * inner + j for i in range(outer)] for j in range(inner)]
+    within = [[i * inner + j for j in range(inner)] for i in range(outer)]
+    return [(long, across), (long, within)]
 
 
 # ---------------------------------------------------------------- runs of a dim

@@ -23,7 +23,13 @@ from meshlib.jax.hlo.groups import Part, axes_of, permuted_axes
 from meshlib.jax.hlo.reasons import phase_of, reason_of
 from meshlib.jax.hlo.text import Module, parse
 
-HIDDEN = ("/site-packages/", "/dist-packages/", "/meshlib/jax/", "/meshlib/program/")  # files that are not the user's
+HIDDEN = (
+    "/site-packages/",
+    "/dist-packages/",
+    "/meshlib/jax/",
+    "/meshlib/program/",
+    "<frozen ",
+)  # files that are not the user's
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,8 @@ class ExplainedCollective:
 
     kind, axes     as in `Program.collectives`; part of an axis as `x:(2)4`, 4 positions after 2 steps of `x`; None
                    where the groups are no axes of the mesh
-    operands       what a device gives, such as "bf16[64,8192]", one for each value that the compiler merged
+    operands       what a device gives, such as "bf16[64,8192]", one for each value that the compiler merged, and the
+                   bytes of each
     payload_bytes  of the operands; sent_bytes what a device sends on a ring
     count          runs in a step; None where the trips of a loop depend on data
     seconds        modelled time of one run alone on the network; None where the axes are unknown
@@ -43,6 +50,7 @@ class ExplainedCollective:
     kind: str
     axes: tuple[str, ...] | None
     operands: tuple[str, ...]
+    operand_bytes: tuple[int, ...]
     payload_bytes: int
     sent_bytes: float
     count: int | None
@@ -215,6 +223,7 @@ def _row(
         kind=c.kind,
         axes=None if axes is None else tuple(map(str, axes)),
         operands=tuple(map(str, c.operands)) or ("",),
+        operand_bytes=tuple(a.bytes for a in c.operands) or (0,),
         payload_bytes=c.payload_bytes,
         sent_bytes=c.sent_bytes,
         count=c.count,

@@ -80,7 +80,9 @@ class Step:
     def lowered(self) -> Any:
         """JAX's lowering of the step, whose `as_text()` shows what the compiler is given. Kept until it is compiled."""
         if self._lowered is None:
-            self._lowered = self._jitted().trace(*self._arguments()).lower()
+            # Said by name, for a TPU's topology may be compiled for by a process that has CPUs alone.
+            named = {"lowering_platforms": ("tpu",)} if platform_of(self.mesh) == "tpu" else {}
+            self._lowered = self._jitted().trace(*self._arguments()).lower(**named)
         return self._lowered
 
     @property

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from math import prod
 
 from meshlib.jax.hlo.groups import Groups, permute_pairs, replica_groups
-from meshlib.jax.hlo.loops import trip_count
 from meshlib.jax.hlo.text import Array, Computation, Instruction, Module
+from meshlib.jax.hlo.walk import Frame, walk
 
 KINDS = {
     "all-reduce": "all_reduce", "all-gather": "all_gather", "reduce-scatter": "reduce_scatter",
@@ -23,16 +23,6 @@ KINDS = {
 }  # fmt: skip
 _LOOKS = ("bitcast", "reshape", "get-tuple-element", "copy", "convert", "transpose")  # show an operand, or parts of it
 _DIMS = re.compile(r"\bdimensions=\{(\d+)\}")
-_BRANCHES = ("true_computation", "false_computation")
-
-
-@dataclass(frozen=True)
-class Frame:
-    """A computation as it runs: which instruction of which computation calls it."""
-
-    holder: Computation
-    call: Instruction | None = None
-    parent: Frame | None = None
 
 
 @dataclass(frozen=True)
@@ -100,41 +90,12 @@ def collectives_of(module: Module, hidden: tuple[str, ...] = ()) -> list[HloColl
       hidden: parts of paths of files that are not the user's, which `source` passes over.
     Raises: ProgramError for groups in an unknown notation.
     """
-    return list(_within(module, Frame(module.computations[module.entry]), 1, False, hidden))
-
-
-def _within(
-    module: Module, frame: Frame, times: int | None, branch: bool, hidden: tuple[str, ...]
-) -> Iterator[HloCollective]:
-    for i in frame.holder.instructions.values():
+    found = []
+    for frame, i, times, branch in walk(module):
         opcode = i.opcode.removesuffix("-start")
-        if opcode in KINDS:
-            if _is_counted(frame.holder, i):
-                yield _collective(module, frame, i, opcode, times, branch, hidden)
-            continue
-        for name, inner_times, inner_branch in _called(module, frame.holder, i, times, branch):
-            if name in module.computations:
-                inner = Frame(module.computations[name], i, frame)
-                yield from _within(module, inner, inner_times, inner_branch, hidden)
-
-
-def _called(
-    module: Module, holder: Computation, i: Instruction, times: int | None, branch: bool
-) -> Iterator[tuple[str, int | None, bool]]:
-    """The computations that an instruction runs, and how often."""
-    if i.opcode == "while":
-        trips = trip_count(module, holder, i)
-        inner = None if times is None or trips is None else times * trips
-        for role in ("body", "condition"):
-            yield i.called(role) or "", inner, branch
-    elif i.opcode == "conditional":
-        names = [i.called(role) or "" for role in _BRANCHES]
-        listed = i.attributes.partition("branch_computations={")[2].partition("}")[0]
-        for name in [*names, *(n.strip().lstrip("%") for n in listed.split(","))]:
-            yield name, times, True
-    elif i.opcode in ("fusion", "call", "async-start", "custom-call"):
-        for role in ("calls", "to_apply", "called_computations"):
-            yield i.called(role) or "", times, branch
+        if opcode in KINDS and _is_counted(frame.holder, i):
+            found.append(_collective(module, frame, i, opcode, times, branch, hidden))
+    return found
 
 
 def _is_counted(holder: Computation, i: Instruction) -> bool:
@@ -157,11 +118,13 @@ def _collective(
     size = 1 if permute else len(groups[0])
     operands = tuple(_operand(a, opcode, size) for a in results)
     operands = _operands_of(holder, i, operands)
+    if opcode == "all-to-all" and len(operands) > 1:  # one value, cut into a piece for each device
+        operands = (Array(operands[0].dtype, (sum(prod(a.sizes) for a in operands),)),)
     payload, result = sum(a.bytes for a in operands), sum(a.bytes for a in results)
     kind = KINDS[opcode]
     if kind == "all_reduce" and holder.name != module.entry and _gives_slice(holder, i, size):
         kind, result = "reduce_scatter", result // size
-    source = module.source(i, hidden) or _source_beside(module, holder, i, hidden)
+    source = module.source(i, hidden) or _source_beside(module, frame, i, hidden)
     return HloCollective(
         kind,
         groups,
@@ -172,7 +135,7 @@ def _collective(
         branch,
         _is_async(frame, i),
         kind == "all_reduce" and _only_sliced(module, holder, i, size),
-        i.op_name or _op_name_beside(holder, i),
+        i.op_name or _op_name_beside(frame, i),
         source,
         int(match[1]) if (match := _DIMS.search(i.attributes)) else None,
         i.name,
@@ -255,7 +218,7 @@ def _reads_slices(module: Module, holder: Computation, name: str, depth: int = 0
     return True
 
 
-def _beside(holder: Computation, i: Instruction) -> Iterator[Instruction]:
+def _beside(holder: Computation, i: Instruction, sums: bool | None = None) -> Iterator[Instruction]:
     """What a collective without a name of its own stands for: of sums what makes their operands, else its readers."""
     makers = [holder.instructions[x] for x in i.operands if x in holder.instructions]
     readers = []
@@ -263,13 +226,23 @@ def _beside(holder: Computation, i: Instruction) -> Iterator[Instruction]:
         readers.append(r)
         if r.opcode in _LOOKS:
             readers += holder.users.get(r.name, ())
-    sums = i.opcode.startswith(("all-reduce", "reduce-scatter"))
+    if sums is None:
+        sums = i.opcode.startswith(("all-reduce", "reduce-scatter"))
     yield from (*makers, *readers) if sums else (*readers, *makers)
 
 
-def _op_name_beside(holder: Computation, i: Instruction) -> str:
-    return next((other.op_name for other in _beside(holder, i) if other.op_name), "")
+def _around(frame: Frame, i: Instruction) -> Iterator[Instruction]:
+    """What is beside a collective, then beside the fusion that holds it."""
+    yield from _beside(frame.holder, i)
+    if frame.call is not None and frame.parent is not None and frame.call.opcode == "fusion":
+        sums = i.opcode.startswith(("all-reduce", "reduce-scatter"))
+        yield frame.call
+        yield from _beside(frame.parent.holder, frame.call, sums)
 
 
-def _source_beside(module: Module, holder: Computation, i: Instruction, hidden: tuple[str, ...]) -> str:
-    return next((line for other in _beside(holder, i) if (line := module.source(other, hidden))), "")
+def _op_name_beside(frame: Frame, i: Instruction) -> str:
+    return next((other.op_name for other in _around(frame, i) if other.op_name), "")
+
+
+def _source_beside(module: Module, frame: Frame, i: Instruction, hidden: tuple[str, ...]) -> str:
+    return next((line for other in _around(frame, i) if (line := module.source(other, hidden))), "")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from meshlib.jax.hlo.collectives import Frame, HloCollective
+from meshlib.jax.hlo.collectives import HloCollective
 from meshlib.jax.hlo.text import Computation, Instruction, Module
+from meshlib.jax.hlo.walk import Frame
 
 # What users write themselves, or a library for them: the primitive's name -> the function.
 WRITTEN = {

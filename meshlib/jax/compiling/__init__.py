@@ -1,0 +1,175 @@
+"""`compile_for`: the real compiler's verdict on a program, for a slice that is not there.
+
+topologies   slices as the TPU compiler names them
+worker       the process that compiles
+process      that process, seen from outside
+memory       the compiler's report of its memory, or its refusal
+matching     planned collectives beside compiled ones
+executables  compiled steps as files
+result       what a person looks at
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+from meshlib.checks import POSITIVE, at, bounded
+from meshlib.errors import GraphError, MissingError, ProgramError
+from meshlib.estimation import estimate
+from meshlib.jax.compiling.matching import differences_of
+from meshlib.jax.compiling.memory import memory_of, refusal_of
+from meshlib.jax.compiling.process import answers
+from meshlib.jax.compiling.result import Compiled
+from meshlib.jax.compiling.topologies import require_tpu_compiler, topology_of
+from meshlib.jax.compiling.worker import Answer, Failed, Task
+from meshlib.jax.explaining import explain
+from meshlib.jax.hlo.text import parse
+from meshlib.jax.hlo.work import work_of
+from meshlib.program.instructions import Loop
+from meshlib.program.records import Program, require_program, walk
+from meshlib.slices import slice_for
+from meshlib.text import bytes_text
+
+BACKENDS = ("tpu", "cpu")
+Progress = Callable[[int, int, str], object]
+
+# CPU seconds and memory of compiling, measured with libtpu 0.0.42 on steps of 70 to 400 instructions: a step without
+# loops takes a few seconds; fusions in loops are tried out against VMEM, which takes most.
+START_SECONDS, LOOP_SECONDS, PLAIN_SECONDS = 2.0, 0.35, 0.03
+START_BYTES, INSTRUCTION_BYTES = 450 << 20, 3 << 20
+
+
+def compile_for(
+    program: Any,
+    slice: Any,
+    backend: str = "tpu",
+    progress: Progress | None = None,
+    timeout_seconds: float | None = None,
+) -> Any:
+    """What the real compiler makes of a program on a slice that need not be there: memory, collectives, FLOPs, verdict.
+
+    The step of `mtf.on_jax` is compiled as it stands, in a process of its own, so that this one's JAX and environment
+    stay as they are. Minutes pass for large models: `progress` is told beforehand what to expect. The TPU compiler
+    comes with `pip install libtpu`, under its own terms; it is no part of this library.
+
+    Args:
+      program: what `mtf.lower` returned, or a list of such programs.
+      slice: a name like "v5e-16", "v5p-4x4x8" or "2*v5e-256", or a Slice of a published chip.
+      backend: "tpu", or "cpu" for XLA's compiler for CPUs, which needs no libtpu: another compiler, on as many devices.
+      progress: called with (programs done, programs, what is going on), about once a second.
+      timeout_seconds: after which a program that is still compiled is given up; unlimited unless given.
+    Returns: a `Compiled`, of several programs a list: `print` it; `.fits`, `.memory`, `.explained`, `.differences`,
+      `.work`, `.save(path)`. A program that does not fit is an answer, too: `.fits` is False and `.refusal` says by how
+      much.
+    Raises: MissingError without JAX or libtpu; SliceError for an unknown slice, one of another size than the mesh, or
+      one that the compiler does not know; ProgramError for a program that does not compile for another reason.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", "batch:8;k:4")
+      ...     y = mtf.reduce_sum(mtf.square(x))
+      ...     program = mtf.lower({"y": y}, mesh="data:4", layout="batch:data")
+      >>> made = mtf.compile_for(program, "v5e-4", backend="cpu")
+      >>> made.fits, made.sent_bytes == program.sent_bytes, len(made.differences)
+      (True, True, 0)
+    """
+    one = isinstance(program, Program)
+    programs = (program,) if one else tuple(program) if isinstance(program, Iterable) else (program,)
+    if not programs:
+        raise GraphError(f"{at('compile_for')}: give a program, or a list with at least one")
+    for p in programs:
+        require_program(p, "compile_for")
+    if backend not in BACKENDS:
+        raise GraphError(f"{at('compile_for')}: backend is 'tpu' or 'cpu', got {backend!r:.40}")
+    if timeout_seconds is not None:
+        timeout_seconds = bounded(timeout_seconds, "compile_for", "timeout_seconds", POSITIVE)
+    slices = {slice_for("compile_for", p.mesh, slice) for p in programs}
+    (slice_,) = slices
+    if find_spec("jax") is None:
+        raise MissingError("compile_for needs JAX, which is not installed: pip install 'meshlib-tpu[jax]'")
+    topology = None
+    if backend == "tpu":
+        found = topology_of(slice_)
+        topology = found.name, found.options
+        require_tpu_compiler()
+    task = Task(programs, topology, slice_.slices, {})
+    results: list[Compiled] = []
+
+    def tell(text: str) -> None:
+        if progress is not None:
+            progress(len(results), len(programs), text)
+
+    tell("; ".join(expectation(p) for p in programs) if len(programs) < 4 else f"{len(programs)} programs to compile")
+    for answer in answers(task, tell, timeout_seconds):
+        results.append(_result(programs[len(results)], slice_, backend, answer))
+    return results[0] if one else results
+
+
+def expectation(program: Program) -> str:
+    """About how long a program takes to compile for TPUs, and how much memory: "about 60 CPU s and 1.2 GiB"."""
+    seconds, memory = expected_cost(program)
+    return f"compiling takes about {seconds:.0f} CPU s and {bytes_text(memory)}"
+
+
+def expected_cost(program: Program) -> tuple[float, int]:
+    """About how many CPU seconds and bytes compiling a program for TPUs takes: within a factor of two or three."""
+    inside = sum(1 for _, holder, _ in walk(program) if holder is not program)
+    outside = len(program.instructions)
+    loops = any(isinstance(i, Loop) for i in program.instructions)
+    seconds = START_SECONDS + PLAIN_SECONDS * outside + (LOOP_SECONDS * inside if loops else 0.0)
+    return seconds, START_BYTES + INSTRUCTION_BYTES * (inside + outside)
+
+
+def _result(program: Program, slice_: Any, backend: str, answer: Answer | Failed) -> Compiled:
+    planned = estimate(program, slice_).memory
+    versions = _versions(backend)
+    if isinstance(answer, Failed):
+        refusal = refusal_of(answer.message)
+        if refusal is None:
+            text = answer.message.strip().split("\n", 1)[0][:400]
+            raise ProgramError(f"compile_for: the compiler refuses the program on {slice_.name}: {answer.kind}: {text}")
+        return Compiled(
+            program,
+            slice_,
+            backend,
+            versions,
+            None,
+            refusal,
+            planned,
+            None,
+            (),
+            None,
+            "",
+            b"",
+            "",
+            answer.cpu_seconds,
+            0,
+        )
+    explained = explain(answer.text, slice_, program.mesh)
+    return Compiled(
+        program,
+        slice_,
+        backend,
+        {**versions, **answer.versions},
+        memory_of(answer.sizes, answer.report),
+        None,
+        planned,
+        explained,
+        differences_of(program, explained),
+        work_of(parse(answer.text, "compile_for")),
+        answer.text,
+        answer.executable,
+        answer.device_kind,
+        answer.cpu_seconds,
+        answer.resident_bytes,
+    )
+
+
+def _versions(backend: str) -> dict[str, str]:
+    try:
+        return {"libtpu": version("libtpu")} if backend == "tpu" else {}
+    except PackageNotFoundError:
+        return {}

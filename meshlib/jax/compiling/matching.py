@@ -1,0 +1,273 @@
+"""The collectives of a plan beside those that a compiler made of it: which became which, and what every byte is.
+
+A compiled collective keeps the scope of the instruction that it comes from, unless the compiler merged it with others
+or fused it. So values are matched by scope first, then by kind, axes, bytes and runs, then by what compilers do to
+collectives: a reduce_scatter becomes an all_reduce, a cast moves before a gather, a reduction leaves a loop.
+Each compiled value is given to one planned value, or is an addition; so the differences add up to that of the totals.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from meshlib.jax.explaining import Explained, ExplainedCollective
+from meshlib.jax.hlo.text import Array
+from meshlib.jax.profiling import scope_in
+from meshlib.program.records import Program, walk
+from meshlib.text import bytes_text
+
+CLOSE = 0.05  # by which padding may lengthen an operand
+
+
+@dataclass(eq=False)
+class Planned:
+    """One value's part in one planned collective, and what the compiler made of it."""
+
+    scope: str
+    kind: str
+    axes: tuple[str, ...]
+    payload_bytes: int
+    sent_bytes: float
+    times: int
+    dtype_bytes: int
+    tensor: str
+    op: str
+    source: str
+    became: list[Made] = field(default_factory=list)
+
+    @property
+    def total_bytes(self) -> float:
+        """Sent in a step."""
+        return self.sent_bytes * self.times
+
+
+@dataclass(eq=False)
+class Made:
+    """One value's part in one compiled collective."""
+
+    launch: ExplainedCollective
+    scope: str | None
+    source: str
+    payload_bytes: int
+    dtype: str
+    dtype_bytes: int
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes, without the parts of them."""
+        return tuple(dict.fromkeys(a.partition(":")[0] for a in self.launch.axes or ()))
+
+    @property
+    def times(self) -> int:
+        """Runs; one where loops depend on data."""
+        return 1 if self.launch.count is None else self.launch.count
+
+    @property
+    def total_bytes(self) -> float:
+        """This value's share of what the collective sends in a step."""
+        launch = self.launch
+        return launch.total_bytes * self.payload_bytes / max(launch.payload_bytes, 1)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a compiled program sends something else than its plan.
+
+    what          in words; op, source: of the operation on whose behalf
+    planned_bytes, compiled_bytes  that a device sends in a step
+    """
+
+    what: str
+    op: str
+    source: str
+    planned_bytes: float
+    compiled_bytes: float
+
+    @property
+    def more_bytes(self) -> float:
+        """By how much the compiled program sends more."""
+        return self.compiled_bytes - self.planned_bytes
+
+    def __str__(self) -> str:
+        sign = "+" if self.more_bytes >= 0 else "-"
+        return f"{sign}{bytes_text(abs(self.more_bytes))}  {self.what}  ({self.source or 'no line'})"
+
+
+def differences_of(program: Program, explained: Explained) -> tuple[Difference, ...]:
+    """Every difference between what a program plans to send and what its compiled step sends, the largest first.
+
+    They add up: the sum of `more_bytes` is the difference of the totals.
+    """
+    planned = _planned(program)
+    added = _match(planned, _made(program, explained))
+    found = [d for p in planned if (d := _difference(p, planned)) is not None]
+    for m in added:
+        c = m.launch
+        over = "+".join(c.axes or ("unknown axes",))
+        what = f"added: {c.kind} of {m.dtype}, {bytes_text(m.payload_bytes)}, over {over}: {c.reason}"
+        found.append(Difference(what, m.scope or c.op, m.source, 0.0, m.total_bytes))
+    return tuple(sorted(_alike(found), key=lambda d: (-abs(d.more_bytes), d.what)))
+
+
+def merged_launches(explained: Explained) -> tuple[int, int]:
+    """How many values go in collectives of several, and in how many of these; loops by their trips."""
+    several = [c for c in explained.collectives if len(c.operands) > 1]
+    return sum(len(c.operands) * (c.count or 1) for c in several), sum(c.count or 1 for c in several)
+
+
+def _planned(program: Program) -> list[Planned]:
+    return [
+        Planned(
+            i.scope,
+            sent.kind,
+            tuple(sent.axes),
+            sent.payload_bytes,
+            float(sent.sent_bytes),
+            times,
+            int(x.tensor.dtype.itemsize),
+            x.tensor.name,
+            reason.op,
+            reason.source,
+        )
+        for i, _, times in walk(program)
+        for sent, x, reason in i.transfers
+        if sent.sent_bytes
+    ]
+
+
+def _made(program: Program, explained: Explained) -> list[Made]:
+    scopes = {i.scope: i.operation.source for i, _, _ in walk(program)}
+    found = []
+    for c in explained.collectives:
+        if not c.total_bytes:
+            continue
+        scope = scope_in(c.op, scopes)
+        for text, size in zip(c.operands, c.operand_bytes, strict=True):
+            dtype = text.partition("[")[0]
+            source = c.source if scope is None else scopes[scope]
+            found.append(Made(c, scope, source, size, dtype, Array(dtype, (1,)).bytes))
+    return found
+
+
+Rule = Callable[[Made, Planned], bool]
+
+
+def _match(planned: Sequence[Planned], made: Sequence[Made]) -> list[Made]:
+    """Give each compiled value to a planned one; those that none takes are returned."""
+    rules: list[tuple[Rule, bool]] = [
+        (lambda m, p: m.scope == p.scope and _same_bytes(m, p) and m.axes == p.axes, False),
+        (lambda m, p: m.scope == p.scope and _same_elements(m, p) and len(m.launch.operands) == 1, False),
+        (lambda m, p: _same_kind(m, p) and _same_bytes(m, p) and m.times == p.times, False),
+        (lambda m, p: _weaker(m, p) and _same_bytes(m, p) and m.times == p.times, False),
+        (lambda m, p: (_same_kind(m, p) or _weaker(m, p)) and _same_elements(m, p) and m.times == p.times, False),
+        (
+            lambda m, p: (_same_kind(m, p) or _weaker(m, p)) and m.payload_bytes * m.times == p.payload_bytes * p.times,
+            False,
+        ),
+        (_is_part, True),
+        (lambda m, p: m.scope == p.scope and len(m.launch.operands) == 1, True),
+        (lambda m, p: _same_kind(m, p) and m.times == p.times and _padded(m, p), False),
+    ]
+    left = list(made)
+    for rule, shared in rules:
+        rest = []
+        for m in left:
+            p = next((p for p in planned if (shared or not p.became) and rule(m, p)), None)
+            if p is None:
+                rest.append(m)
+            else:
+                p.became.append(m)
+        left = rest
+    return left
+
+
+def _same_kind(m: Made, p: Planned) -> bool:
+    return m.launch.kind == p.kind and set(m.axes) == set(p.axes)
+
+
+def _weaker(m: Made, p: Planned) -> bool:
+    """Whether it does what was planned and more."""
+    return m.launch.kind == "all_reduce" and p.kind == "reduce_scatter" and set(m.axes) == set(p.axes)
+
+
+def _same_bytes(m: Made, p: Planned) -> bool:
+    return m.payload_bytes == p.payload_bytes
+
+
+def _same_elements(m: Made, p: Planned) -> bool:
+    return m.dtype_bytes > 0 and m.payload_bytes * p.dtype_bytes == p.payload_bytes * m.dtype_bytes
+
+
+def _padded(m: Made, p: Planned) -> bool:
+    return 0 <= m.payload_bytes - p.payload_bytes <= CLOSE * p.payload_bytes
+
+
+def _is_part(m: Made, p: Planned) -> bool:
+    """One stage of a collective that goes over the parts of its axes one after the other, or evens out its blocks."""
+    if m.launch.kind != p.kind or m.times != p.times or not set(m.axes) <= set(p.axes) or m.launch.axes == p.axes:
+        return False
+    if m.scope is not None and m.scope != p.scope and m.scope.partition(":")[0] in ("reduce_scatter", "all_gather"):
+        return False
+    before = p.payload_bytes if not p.became else 0
+    share = p.payload_bytes / max(m.payload_bytes, 1)
+    return _padded(m, p) if before else abs(share - round(share)) < CLOSE and share >= 2
+
+
+def _difference(p: Planned, planned: Sequence[Planned]) -> Difference | None:
+    name = f"{p.kind} of '{p.tensor}' over {'+'.join(p.axes)}"
+    if not p.became:
+        twin = next((q for q in planned if q is not p and q.became and _is_twin(p, q)), None)
+        why = f"the compiler sends it once, with that of {twin.op}" if twin else "the compiler sends nothing for it"
+        return Difference(f"removed: {name}: {why}", p.op, p.source, p.total_bytes, 0.0)
+    total = sum(m.total_bytes for m in p.became)
+    notes = [note for note in _notes(p) if note]
+    if abs(total - p.total_bytes) < 0.5 and not notes:
+        return None
+    text = ", ".join(dict.fromkeys(notes)) or "other bytes"
+    return Difference(f"{name}: {text}", p.op, p.source, p.total_bytes, total)
+
+
+def _notes(p: Planned) -> list[str]:
+    notes = []
+    kinds = Counter(m.launch.kind for m in p.became)
+    if len(p.became) > 1:
+        parts = ", ".join(f"{m.launch.kind} over {'+'.join(m.launch.axes or ('?',))}" for m in p.became)
+        notes.append(f"goes in {len(p.became)} parts ({parts})")
+    elif p.kind not in kinds:
+        (m,) = p.became
+        cut = " and a slice" if p.kind == "reduce_scatter" and m.launch.kind == "all_reduce" else ""
+        notes.append(f"became {_article(m.launch.kind)}{cut}")
+    for m in p.became:
+        if m.dtype_bytes and m.dtype_bytes != p.dtype_bytes and _same_elements(m, p):
+            notes.append(f"sent as {m.dtype}, {m.dtype_bytes} bytes an element instead of {p.dtype_bytes}")
+        if m.times != p.times:
+            notes.append(f"{m.times:,} runs instead of {p.times:,}")
+        if len(p.became) == 1 and set(m.axes) != set(p.axes):
+            notes.append(f"over {'+'.join(m.launch.axes or ('unknown axes',))}")
+        if m.payload_bytes > p.payload_bytes and m.dtype_bytes == p.dtype_bytes and m.times == p.times:
+            notes.append(f"padded by {bytes_text(m.payload_bytes - p.payload_bytes)}")
+    return notes
+
+
+def _is_twin(p: Planned, q: Planned) -> bool:
+    return (q.tensor, q.kind, set(q.axes), q.payload_bytes) == (p.tensor, p.kind, set(p.axes), p.payload_bytes)
+
+
+def _article(kind: str) -> str:
+    return f"{'an' if kind[0] == 'a' else 'a'} {kind}"
+
+
+def _alike(found: Sequence[Difference]) -> list[Difference]:
+    """Differences of one text and line as one."""
+    groups: dict[tuple[str, str], list[Difference]] = defaultdict(list)
+    for d in found:
+        groups[d.what, d.source].append(d)
+    return [
+        Difference(
+            what if len(ds) == 1 else f"{what} ({len(ds)} times)", ds[0].op, source,
+            sum(d.planned_bytes for d in ds), sum(d.compiled_bytes for d in ds),
+        )
+        for (what, source), ds in groups.items()
+    ]  # fmt: skip

@@ -1,0 +1,93 @@
+"""What a compiled program takes of each device's memory: the compiler's own report, or its refusal."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from meshlib.text import read_bytes
+
+_SPACE = re.compile(r"^Memory Space: (\S+) \(color=(\d+)\)\s*\nTotal bytes: (\d+)", re.MULTILINE)
+_VALUE = re.compile(r"^\s+\S+\(\s*\d+%\);\s*([\d.]+\w+);\s*\d+;\s*(\d+);\s*(.+)$", re.MULTILINE)
+_USED = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", re.IGNORECASE)
+_OVER = re.compile(r"Exceeded hbm capacity by ([\d.]+)([KMGT]?)", re.IGNORECASE)
+_SIZE = re.compile(r"([\d.]+)([KMGT]?)i?B?")
+_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+@dataclass(frozen=True)
+class CompiledMemory:
+    """Bytes of one device's memory that a compiled program takes.
+
+    total_bytes      of HBM: arguments, results and temporaries, as the compiler has laid them out, padding included
+    argument_bytes   variables and inputs; output_bytes: results, of which alias_bytes are written over arguments
+    temporary_bytes  what is in HBM besides: total less arguments, less results that are not written over them
+    code_bytes       the program itself
+    largest          the largest buffers: (bytes, what they hold)
+    """
+
+    total_bytes: int
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temporary_bytes: int
+    code_bytes: int
+    largest: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A program that does not fit, as the compiler says: bytes that it needs, and bytes that there are."""
+
+    needed_bytes: int
+    capacity_bytes: int
+
+    @property
+    def over_bytes(self) -> int:
+        """Bytes too many."""
+        return self.needed_bytes - self.capacity_bytes
+
+
+def memory_of(sizes: dict[str, int], report: str) -> CompiledMemory:
+    """The memory of a compiled program.
+
+    Args:
+      sizes: what `memory_analysis` says, by name.
+      report: the compiler's memory report, "" where it writes none: then peak bytes stand for the total.
+
+    >>> sizes = {"argument": 64, "output": 32, "alias": 32, "temp": 8, "generated_code": 4, "peak": 80}
+    >>> memory_of(sizes, "Memory Space: default (color=0)\\nTotal bytes: 96 (96B)").temporary_bytes
+    32
+    """
+    space = next((m for m in _SPACE.finditer(report) if m[2] == "0"), None)
+    total = int(space[3]) if space else sizes["peak"]
+    arguments, extra = sizes["argument"], sizes["output"] - sizes["alias"]
+    largest: list[tuple[int, str]] = []
+    if space:
+        end = report.find("Memory Space:", space.end())
+        for size, count, shapes in _VALUE.findall(report[space.end() : end if end > 0 else len(report)]):
+            largest.append((_bytes(size), shapes.strip() if int(count) < 2 else f"{shapes.strip()}"))
+    temporary = max(0, total - arguments - extra)
+    return CompiledMemory(
+        total, arguments, sizes["output"], sizes["alias"], temporary, sizes["generated_code"], tuple(largest[:8])
+    )
+
+
+def refusal_of(message: str) -> Refusal | None:
+    """What the compiler says of a program that does not fit; None if that is not why it failed.
+
+    >>> refusal_of("Ran out of memory in memory space hbm. Used 17.05G of 15.75G hbm. Exceeded ... by 1.30G.").over_bytes
+    1395864371
+    """
+    used = _USED.search(message)
+    if used is None:
+        return None
+    return Refusal(_scaled(used[1], used[2]), _scaled(used[3], used[4]))
+
+
+def _scaled(number: str, unit: str) -> int:
+    return round(float(number) * 1024.0 ** _UNITS[unit.upper()])
+
+
+def _bytes(text: str) -> int:
+    return round(read_bytes(text) or 0)

@@ -1,0 +1,65 @@
+"""Slices as the TPU compiler names them: topologies of devices that need not be there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from math import prod
+from typing import Any
+
+from hardware.slices import Slice
+from meshlib.errors import MissingError, SliceError
+
+# Chip -> the compiler's name for it, and what its description needs besides: v4 runs its two cores as one device.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "v2": ("v2", {}), "v3": ("v3", {}), "v4": ("v4", {"chip_config_name": "megacore"}), "v5e": ("v5e", {}),
+    "v5p": ("v5p", {}), "v6e": ("v6e", {}), "v7": ("tpu7x", {}),
+}  # fmt: skip
+
+# What libtpu reads of a TPU's machine, so that it asks no metadata server; set in the compiling process alone.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v4-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+}
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A slice for `jax.experimental.topologies.get_topology_desc`: its name, and keyword arguments."""
+
+    name: str
+    options: dict[str, Any]
+
+
+def topology_of(slice_: Slice) -> Topology:
+    """The topology of a slice.
+
+    Raises: SliceError for a chip of your own, or one that the compiler has no name for.
+
+    >>> topology_of(Slice("v5e-16")), topology_of(Slice("2*v4-4x4x8")).options["num_slices"]
+    (Topology(name='v5e:4x4', options={}), 2)
+    """
+    kind = KINDS.get(slice_.chip.name)
+    if kind is None or slice_.chip != Slice(f"{slice_.chip.name}-{'x'.join(map(str, slice_.torus_shape))}").chip:
+        raise SliceError(
+            f"compile_for: the TPU compiler knows {', '.join(KINDS)}, not chip {slice_.chip.name!r} as it is given"
+        )
+    name, options = kind[0], dict(kind[1])
+    chips = prod(slice_.torus_shape)
+    if chips < 4:  # a host of fewer chips than usual
+        options["chips_per_host_bounds"] = (*slice_.torus_shape, *(1,) * (3 - len(slice_.torus_shape)))
+    if slice_.slices > 1:
+        options["num_slices"] = slice_.slices
+    return Topology(f"{name}:{'x'.join(map(str, slice_.torus_shape))}", options)
+
+
+def require_tpu_compiler() -> None:
+    """Raises: MissingError where libtpu is not installed, with what to install."""
+    if find_spec("libtpu") is None:
+        raise MissingError(
+            "compile_for needs the TPU compiler, which is not installed: pip install libtpu (it comes under its own "
+            "terms and is no part of this library); backend='cpu' compiles for CPUs instead"
+        )

@@ -1,0 +1,172 @@
+"""The process that compiles: reads tasks, compiles each for devices that need not be there, writes what came of it.
+
+Run as `python -m meshlib.jax.compiling.worker`. Standard input has one pickled `Task`; standard output gets pickled
+messages, each behind its length: `Began`, `Lowered`, `Answer` or `Failed` of each program in turn.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from meshlib.program.records import Program
+
+MEMORY = ("argument", "output", "alias", "temp", "generated_code")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to compile: programs, and for which devices; `topology` is None for CPUs."""
+
+    programs: tuple[Program, ...]
+    topology: tuple[str, dict[str, Any]] | None
+    slices: int
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Began:
+    """Program `number` is being lowered to StableHLO, or (`compiling`) compiled."""
+
+    number: int
+    compiling: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the compiler made of a program.
+
+    text        HLO; report: of its memory, "" where the compiler writes none
+    sizes       bytes by name, as `memory_analysis` has them
+    executable  serialised, for devices of this kind
+    """
+
+    number: int
+    text: str
+    report: str
+    sizes: dict[str, int]
+    executable: bytes
+    device_kind: str
+    versions: dict[str, str]
+    cpu_seconds: float
+    resident_bytes: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """What the compiler said of a program that it does not compile."""
+
+    number: int
+    kind: str
+    message: str
+    cpu_seconds: float
+
+
+def devices_of(task: Task) -> list[Any]:
+    """The devices of the topology, or this process's CPUs."""
+    import jax
+
+    if task.topology is None:
+        return list(jax.devices("cpu"))
+    from jax.experimental import topologies
+
+    name, options = task.topology
+    return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices)
+
+
+def arranged(devices: Sequence[Any], program: Program, slices: int) -> list[Any]:
+    """The devices in the order of a program's mesh, as JAX lays meshes over a torus."""
+    import numpy as np
+    from jax.experimental import mesh_utils
+
+    sizes = program.mesh.sizes
+    if devices[0].platform != "tpu":
+        return list(devices)
+    if slices > 1:
+        across, rest = [], slices
+        for size in sizes:  # the slow links join what is first
+            part = np.gcd(size, rest)
+            across.append(int(part))
+            rest //= part
+        inside = [n // k for n, k in zip(sizes, across, strict=True)]
+        mesh = mesh_utils.create_hybrid_device_mesh(inside, across, devices, allow_split_physical_axes=True)
+    else:
+        try:
+            mesh = mesh_utils.create_device_mesh(sizes, devices)
+        except NotImplementedError:
+            mesh = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    return list(np.asarray(mesh, dtype=object).flat)
+
+
+def compiled(task: Task, number: int, devices: Sequence[Any], tell: Any) -> Answer:
+    """Compile one program."""
+    import jax
+    import jaxlib
+    from jax.experimental import serialize_executable
+
+    import meshlib.jax.rows  # the library's own rows  # noqa: F401
+    from meshlib.jax.step import Step
+
+    program = task.programs[number]
+    begun = time.process_time()
+    tell(Began(number, False))
+    step = Step(program, arranged(devices, program, task.slices), checked=False)
+    lowered = step.lowered()
+    tell(Began(number, True))
+    with tempfile.TemporaryDirectory() as folder:
+        done = lowered.compile(compiler_options={"xla_dump_to": folder, **task.options})
+        report = "".join(p.read_text() for p in sorted(Path(folder).glob("*memory-usage-report.txt"))[:1])
+    stats = done.memory_analysis()
+    sizes = {name: int(getattr(stats, f"{name}_size_in_bytes")) for name in MEMORY}
+    sizes["peak"] = int(getattr(stats, "peak_memory_in_bytes", 0))
+    return Answer(
+        number,
+        done.as_text(),
+        report,
+        sizes,
+        serialize_executable.serialize(done)[0],
+        str(devices[0].device_kind),
+        {"jax": jax.__version__, "jaxlib": jaxlib.__version__},
+        time.process_time() - begun,
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
+
+
+def send(out: BinaryIO, message: object) -> None:
+    """Write a message behind its length."""
+    body = pickle.dumps(message)
+    out.write(len(body).to_bytes(8, "big") + body)
+    out.flush()
+
+
+def main() -> None:
+    """Answer the task on standard input."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print does not come between
+    begun = time.process_time()
+    task: Task = pickle.load(sys.stdin.buffer)
+    try:
+        devices = devices_of(task)
+    except Exception as fault:
+        send(answers, Failed(-1, type(fault).__name__, str(fault), time.process_time() - begun))
+        return
+    for number in range(len(task.programs)):
+        begun = time.process_time()
+        try:
+            send(answers, compiled(task, number, devices, lambda message: send(answers, message)))
+        except Exception as fault:
+            send(answers, Failed(number, type(fault).__name__, str(fault), time.process_time() - begun))
+
+
+if __name__ == "__main__":
+    from meshlib.jax.compiling import worker
+
+    worker.main()  # messages are of the module's own types, not of __main__'s

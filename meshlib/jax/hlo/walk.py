@@ -1,0 +1,68 @@
+"""Every instruction that a compiled module runs, and how often: loops by their trips, fusions and calls from inside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from meshlib.jax.hlo.loops import trip_count
+from meshlib.jax.hlo.text import Computation, Instruction, Module
+
+_BRANCHES = ("true_computation", "false_computation")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A computation as it runs: which instruction of which computation calls it."""
+
+    holder: Computation
+    call: Instruction | None = None
+    parent: Frame | None = None
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether this is the inside of a fusion."""
+        return self.call is not None and self.call.opcode == "fusion"
+
+
+class Visit(NamedTuple):
+    """An instruction as it runs: `times` in one run of the module, None where loops depend on data; `branch`: it is in
+    a branch of a conditional, which may not run."""
+
+    frame: Frame
+    instruction: Instruction
+    times: int | None
+    branch: bool
+
+
+def walk(module: Module) -> Iterator[Visit]:
+    """All instructions in the order of the schedule; those of a computation behind the one that calls it."""
+    yield from _within(module, Frame(module.computations[module.entry]), 1, False)
+
+
+def _within(module: Module, frame: Frame, times: int | None, branch: bool) -> Iterator[Visit]:
+    for i in frame.holder.instructions.values():
+        yield Visit(frame, i, times, branch)
+        for name, inner_times, inner_branch in _called(module, frame.holder, i, times, branch):
+            if name in module.computations:
+                yield from _within(module, Frame(module.computations[name], i, frame), inner_times, inner_branch)
+
+
+def _called(
+    module: Module, holder: Computation, i: Instruction, times: int | None, branch: bool
+) -> Iterator[tuple[str, int | None, bool]]:
+    """The computations that an instruction runs, and how often."""
+    if i.opcode == "while":
+        trips = trip_count(module, holder, i)
+        inner = None if times is None or trips is None else times * trips
+        for role in ("body", "condition"):
+            yield i.called(role) or "", inner, branch
+    elif i.opcode == "conditional":
+        names = [i.called(role) or "" for role in _BRANCHES]
+        listed = i.attributes.partition("branch_computations={")[2].partition("}")[0]
+        for name in [*names, *(n.strip().lstrip("%") for n in listed.split(","))]:
+            yield name, times, True
+    elif i.opcode in ("fusion", "call", "async-start", "custom-call"):
+        for role in ("calls", "to_apply", "called_computations"):
+            yield i.called(role) or "", times, branch
