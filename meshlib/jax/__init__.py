@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from meshlib.core.errors import MissingError
 
 if TYPE_CHECKING:
-    from meshlib.jax.compiling import Compiled as Compiled
+    from meshlib.jax.compiling.result import Compiled as Compiled
     from meshlib.jax.compiling import compile_for as compile_for
     from meshlib.jax.explaining import Explained as Explained
     from meshlib.jax.explaining import explain as explain
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Public name -> the module here that defines it.
 NAMES = {
-    "Compiled": "compiling",
+    "Compiled": "compiling.result",
     "Explained": "explaining",
     "OnJax": "running",
     "compile_for": "compiling",

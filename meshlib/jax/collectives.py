@@ -78,7 +78,8 @@ def _kind(step: Step) -> str:
 def _reduce_scatter(x: Array, axes: tuple[str, ...], dim: int, context: Context, kind: str) -> Array:
     count = context.mesh.group_size(axes)
     if kind == "sum":
-        for axis, groups in scatter_stages(context.mesh, axes, context.platform):
+        stages = scatter_stages(context.mesh, axes, context.platform) if x.nbytes >= STAGED_BYTES else [(axes, None)]
+        for axis, groups in stages:
             x = lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True, axis_index_groups=groups)
         return x
     # JAX scatters sums alone. Each device's part goes to its owner, who reduces: the same bytes.
@@ -86,6 +87,7 @@ def _reduce_scatter(x: Array, axes: tuple[str, ...], dim: int, context: Context,
     return _LOCAL[kind](lax.all_to_all(parts, axes, dim, dim), axis=dim)
 
 
+STAGED_BYTES = 1 << 16  # below, starting two collectives takes longer than the bytes that they save
 Stage = tuple[tuple[str, ...], list[list[int]] | None]
 
 

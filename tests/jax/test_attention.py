@@ -10,7 +10,7 @@ import pytest
 jax = pytest.importorskip("jax", reason="needs JAX: pip install -e '.[jax]'")
 
 import meshlib as mtf
-from meshlib.jax.rows import attention
+from meshlib.jax.rows import attention, fused_attention
 
 B, H, G, D = (mtf.Dimension(n, k) for n, k in (("b", 2), ("h", 2), ("g", 3), ("d", 8)))
 LENGTH, MEMORY = mtf.Dimension("i", 12), mtf.Dimension("j", 12)
@@ -38,11 +38,30 @@ def test_both_ways_equal_the_simulator(
     if way == "runs":
         monkeypatch.setattr(attention, "CHUNK", 12 * 6 * 3)  # a few queries at once
     else:  # the function that calls cuDNN on a GPU, in JAX's own implementation for everybody
-        result, gradients = attention.fused, attention.fused_gradients
-        monkeypatch.setattr(attention, "fusable", lambda kernel: True)
-        monkeypatch.setattr(attention, "fused", lambda kernel, q, k, v, _: result(kernel, q, k, v, "xla"))
-        monkeypatch.setattr(attention, "fused_gradients", lambda kernel, _: gradients(kernel, "xla"))
+        monkeypatch.setattr(attention, "implementation", lambda kernel: "xla")
     assert_as_simulated(program(causal, window))
+
+
+@pytest.mark.parametrize(
+    ("length", "memory", "causal", "window"),
+    [(256, 128, False, None), (256, 256, True, None), (256, 256, True, 100), (128, 128, False, 70)],
+    ids=["full", "causal", "window", "both_sides"],
+)
+def test_splash_attention_equals_the_simulator(
+    length: int, memory: int, causal: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the kernel's interpreter; key and value dims of other sizes than lanes, queries that share keys."""
+    monkeypatch.setattr(fused_attention, "INTERPRETED", True)
+    b, h, g, d, e = (mtf.Dimension(n, k) for n, k in (("b", 1), ("h", 2), ("g", 2), ("d", 8), ("e", 24)))
+    i, j = mtf.Dimension("i", length), mtf.Dimension("j", memory)
+    with mtf.Graph():
+        q, k, v = (mtf.input(n, dims) for n, dims in (("q", [i, b, g, h, d]), ("k", [h, j, b, d]), ("v", [b, h, e, j])))
+        y = mtf.attention(q, k, v, i, j, d, e, causal=causal, window=window)
+        gradients = mtf.gradients([y], [q, k, v], [mtf.input("dy", y.shape)])
+        outputs = {"y": y, **{f"d{n}": x for n, x in zip("qkv", gradients, strict=True) if x is not None}}
+        p = mtf.lower(outputs, mesh="p:2", layout="h:p", precision="highest")
+    assert set(p.outputs) == {"y", "dq", "dk", "dv"}
+    assert_as_simulated(p)
 
 
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, 4)])

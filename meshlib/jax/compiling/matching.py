@@ -18,7 +18,10 @@ from meshlib.jax.profiling import scope_in
 from meshlib.program.records import Program, walk
 from meshlib.text import bytes_text
 
-CLOSE = 0.05  # by which padding may lengthen an operand
+CLOSE = 0.15  # by which padding may lengthen an operand
+
+
+ROUNDING = 0.05  # of the number of parts
 
 
 @dataclass(eq=False)
@@ -212,7 +215,7 @@ def _is_part(m: Made, p: Planned) -> bool:
         return False
     before = p.payload_bytes if not p.became else 0
     share = p.payload_bytes / max(m.payload_bytes, 1)
-    return _padded(m, p) if before else abs(share - round(share)) < CLOSE and share >= 2
+    return _padded(m, p) if before else abs(share - round(share)) < ROUNDING and share >= 2
 
 
 def _difference(p: Planned, planned: Sequence[Planned]) -> Difference | None:

@@ -76,7 +76,7 @@ def memory_of(sizes: dict[str, int], report: str) -> CompiledMemory:
 def refusal_of(message: str) -> Refusal | None:
     """What the compiler says of a program that does not fit; None if that is not why it failed.
 
-    >>> refusal_of("Ran out of memory in memory space hbm. Used 17.05G of 15.75G hbm. Exceeded ... by 1.30G.").over_bytes
+    >>> refusal_of("Ran out of memory in memory space hbm. Used 17.05G of 15.75G hbm.").over_bytes
     1395864371
     """
     used = _USED.search(message)

@@ -78,9 +78,8 @@ def _messages(
             code = process.wait()
             errors.seek(0)
             last = [line for line in errors.read().decode(errors="replace").splitlines() if line.strip()][-1:]
-            raise ProgramError(
-                f"compile_for: the compiling process ended with {describe_exit(code)}{': ' if last else ''}{''.join(last)}"
-            )
+            said = f": {last[0]}" if last else ""
+            raise ProgramError(f"compile_for: the compiling process ended with {describe_exit(code)}{said}")
         if isinstance(message, Began):
             doing = f"{'compiling' if message.compiling else 'lowering'} program {message.number + 1}"
             tell(doing)

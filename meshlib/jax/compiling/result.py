@@ -134,7 +134,9 @@ class Compiled:
         return "\n".join(lines)
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
-        assert self.memory is not None and self.explained is not None and self.work is not None
+        assert self.memory is not None
+        assert self.explained is not None
+        assert self.work is not None
         m, kinds = self.memory, self.program.memory.by_kind
         resident = kinds["variables"] + kinds["slots"] + kinds["inputs"]
         yield _row("memory of a device", self.planned.peak_bytes, m.total_bytes, bytes_text)
@@ -160,6 +162,8 @@ class Compiled:
     def _difference_lines(self) -> list[str]:
         assert self.explained is not None
         lines = []
+        if any(c.count is None for c in self.explained.collectives):
+            lines.append("the trips of some loops depend on data; they are counted once")
         values, launches = merged_launches(self.explained)
         if launches:
             lines.append(f"merged: {values:,} values go in {launches:,} collectives")

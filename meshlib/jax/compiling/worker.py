@@ -109,7 +109,7 @@ def arranged(devices: Sequence[Any], program: Program, slices: int) -> list[Any]
 def compiled(task: Task, number: int, devices: Sequence[Any], tell: Any) -> Answer:
     """Compile one program."""
     import jax
-    import jaxlib
+    import jaxlib.version
     from jax.experimental import serialize_executable
 
     import meshlib.jax.rows  # the library's own rows  # noqa: F401
@@ -134,7 +134,7 @@ def compiled(task: Task, number: int, devices: Sequence[Any], tell: Any) -> Answ
         sizes,
         serialize_executable.serialize(done)[0],
         str(devices[0].device_kind),
-        {"jax": jax.__version__, "jaxlib": jaxlib.__version__},
+        {"jax": jax.__version__, "jaxlib": jaxlib.version.__version__},
         time.process_time() - begun,
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )

@@ -12,6 +12,7 @@ from meshlib.core.errors import ProgramError
 
 _HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->\s*.*)?\{\s*$")
 _RESULT = re.compile(r"^\s+(ROOT\s+)?%?([\w.\-]+) = ")
+_END = re.compile(r'\}(?:,\s*execution_thread="[^"]*")?\s*')
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
 _ARRAY = re.compile(r"\b(pred|token|[a-z]+\d+\w*)\[([\d,<=]*)\]")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
@@ -173,18 +174,20 @@ def parse(text: str, what: str = "explain") -> Module:
         )
     computations: dict[str, Computation] = {}
     entry, current = "", ""
-    body: dict[str, Instruction] = {}
+    body: list[str] = []
     for line in text.splitlines():
         if current:
-            if line.startswith("}"):
-                computations[current] = Computation(current, body)
+            if _END.fullmatch(line):
+                computations[current] = _computation(current, body, what)
                 current = ""
-            elif (i := _instruction(line)) is not None:
-                body[i.name] = i
+            elif _RESULT.match(line) or not body:
+                body.append(line)
+            else:  # attributes of custom kernels go on in further lines
+                body[-1] += "\n" + line
             continue
         header = None if line.startswith("HloModule") else _HEADER.match(line)
         if header is not None:
-            current, body = header[2], {}
+            current, body = header[2], []
             entry = current if header[1] else entry
     if entry not in computations:
         raise ProgramError(f"{what}: the HLO text has no whole ENTRY computation; it may be cut off")
@@ -205,6 +208,20 @@ def arrays_of(shape: str) -> tuple[Array, ...]:
         return tuple(int(n.lstrip("<=")) for n in text.split(",") if n)
 
     return tuple(Array(dtype, sizes(text)) for dtype, text in _ARRAY.findall(shape))
+
+
+def _computation(name: str, lines: list[str], what: str) -> Computation:
+    """Raises: ProgramError for a line that is no instruction, or if none is the root, instead of passing over some."""
+    instructions = {}
+    for line in lines:
+        i = _instruction(line)
+        if i is None:
+            raise ProgramError(f"{what}: not an instruction of HLO, in computation '{name}': {line.strip()[:120]}")
+        instructions[i.name] = i
+    computation = Computation(name, instructions)
+    if computation.root is None:
+        raise ProgramError(f"{what}: computation '{name}' has no ROOT; the HLO text may be cut off")
+    return computation
 
 
 def _instruction(line: str) -> Instruction | None:

@@ -1,4 +1,4 @@
-"""Fused attention on JAX: cuDNN's kernel where it makes just this, else queries run by run; scores are never whole.
+"""Fused attention on JAX: the device's kernel where it makes just this, else runs of queries; scores are never whole.
 
 Each operation is the same walk over runs of queries. Of keys that are split, a device knows what it has heard of the
 others' (see `meshlib.ops.fused_attention.split_sequence`).
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshlib.jax.context import Array, Index
+from meshlib.jax.rows.fused_attention import fused, fused_gradients, implementation
 from meshlib.jax.rows.products import dot, operand
 from meshlib.jax.table import Part, Split, aligned, row
 
@@ -186,52 +187,14 @@ def _share(level: Array, heard: Array | None) -> Array:
     return jnp.ones_like(level) if heard is None else jnp.where(jnp.isneginf(level), 0, jnp.exp(level - heard))
 
 
-# ---------------------------------------------------------------- the vendor's kernel
-
-
-def fusable(kernel: Kernel) -> bool:
-    """Whether cuDNN's kernel makes just this: bfloat16 on a GPU, whole keys, no mask but by position."""
-    attrs, size = kernel.part.attrs, kernel.q.shape[-1]
-    by_position = attrs["causal"] or attrs["window"] is not None
-    here = kernel.context.platform == "gpu" and kernel.q.dtype == jnp.bfloat16
-    # Positions are counted from the first query and key: both must be the sequence's own.
-    whole = all(isinstance(n, int) and n == 0 for n in (kernel.first_query, kernel.first_key))
-    aligned_rows = whole and not kernel.part.runs[1] and (not by_position or kernel.queries == kernel.keys)
-    fits = size == kernel.v.shape[-1] and size % 8 == 0 and size <= 128
-    return here and kernel.mask is None and aligned_rows and fits
-
-
-def fused(kernel: Kernel, q: Array, k: Array, v: Array, implementation: str) -> Array:
-    """`jax.nn.dot_product_attention` of q [batch, group, length, key], k and v [batch, memory, key]."""
-    attrs = kernel.part.attrs
-    far = None if attrs["window"] is None else attrs["window"] - 1
-    y = jax.nn.dot_product_attention(
-        jnp.swapaxes(q, 1, 2),
-        k[:, :, None],
-        v[:, :, None],
-        scale=attrs["scale"],
-        is_causal=attrs["causal"],
-        local_window_size=None if far is None else (far, 0 if attrs["causal"] else far),
-        implementation=implementation,
-    )
-    return jnp.swapaxes(y, 1, 2)
-
-
-def fused_gradients(kernel: Kernel, implementation: str) -> tuple[Array, Array, Array]:
-    """Of `fused`, which is made again for them; one call serves both of the program's operations."""
-    assert kernel.dy is not None
-    _, back = jax.vjp(lambda q, k, v: fused(kernel, q, k, v, implementation), kernel.q, kernel.k, kernel.v)
-    made: tuple[Array, Array, Array] = back(kernel.dy)
-    return made
-
-
 # ---------------------------------------------------------------- the result
 
 
 def _result(part: Part, arrays: tuple[Array, ...], heard: Array | None = None) -> Array:
     kernel = Kernel(part, arrays, with_cotangent=False)
-    if heard is None and fusable(kernel):
-        y = fused(kernel, kernel.q, kernel.k, kernel.v, "cudnn")
+    name = implementation(kernel) if heard is None else None
+    if name is not None:
+        y = fused(kernel, name)
         return kernel.of_rows(y, kernel.value, part.out.shape.names)
 
     def step(start: Index, mask: Array | None, q: Array, dy: Any, *levels: Array) -> Any:
@@ -255,8 +218,9 @@ def _levels(part: Part, *arrays: Array) -> tuple[Array, ...]:
 def _gradients(part: Part, arrays: tuple[Array, ...], query: bool, heard: tuple[Array, Array] | None = None) -> Any:
     """dq, or dk and dv."""
     kernel = Kernel(part, arrays, with_cotangent=True)
-    if heard is None and fusable(kernel):
-        dq, dk, dv = fused_gradients(kernel, "cudnn")
+    name = implementation(kernel) if heard is None else None
+    if name is not None:
+        dq, dk, dv = fused_gradients(kernel, name)
         return _given_back(kernel, (dq,) if query else (), () if query else (dk, dv))
     scale = kernel.type(part.attrs["scale"])
 
