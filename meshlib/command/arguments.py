@@ -40,6 +40,8 @@ def parser() -> argparse.ArgumentParser:
         _layout(command)
         if name == "estimate":
             command.add_argument("--rows", type=int, default=25, help="rows shown (%(default)s); 0: all")
+        if name == "check":
+            _compile(command)
         if name == "explain":
             command.add_argument("--json", action="store_true", help="of a compiled program (step.hlo.txt)")
         if name == "profile":
@@ -122,8 +124,14 @@ def _layout(made: argparse.ArgumentParser) -> None:
     made.add_argument("--mesh", help="the mesh, for layouts without their own")
 
 
+def _compile(made: argparse.ArgumentParser) -> None:
+    made.add_argument("--compile", action="store_true", help="also what the real compiler says (pip install libtpu)")
+    made.add_argument("--backend", choices=("tpu", "cpu"), default="tpu", help="whose compiler (%(default)s)")
+
+
 def _plan(made: argparse.ArgumentParser) -> None:
     _layout(made)
+    _compile(made)
     made.add_argument("--search", action="store_true", help="search meshes and layouts instead of taking usual ones")
     made.add_argument("--json", action="store_true", help="for programs")
     _run(made)

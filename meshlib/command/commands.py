@@ -37,13 +37,22 @@ def plan(args: argparse.Namespace) -> int:
     if not plans:
         assert found is not None
         return _told(args, found)  # there is nothing to plan: all is said by what was looked for
+    best, compiled = plans[0].est, None
+    if args.compile and best is not None:
+        from meshlib.command.compiled import compiled_for
+
+        (compiled,) = compiled_for([best.program], where, args)
     if args.json:
-        print(json.dumps(json_of(subject, where, plans), indent=2))
+        more = {} if compiled is None else {"compiled": compiled.as_json()}
+        print(json.dumps({**json_of(subject, where, plans), **more}, indent=2))
     else:
         print(text_of(subject, where, plans))
         if found is not None:
             print(f"\n{found}")
-    return GOOD if plans[0].est is not None and plans[0].est.fits else FAILED
+        if compiled is not None:
+            print(f"\n{compiled}")
+    fits = best is not None and best.fits if compiled is None else compiled.fits
+    return GOOD if fits else FAILED
 
 
 def planned_of(args: argparse.Namespace, where: Slice) -> tuple[Subject, list[Plan], Found | None]:
@@ -155,8 +164,11 @@ def compared(args: argparse.Namespace) -> int:
 
 def checked(args: argparse.Namespace) -> int:
     """All faults, and notes."""
+    if args.compile and not args.slice:
+        raise GraphError("check: --compile needs --slice, such as --slice v5e-16")
     subject, layouts = _laid(args)
     good = True
+    sound: list[Program] = []
     for name, mesh in layouts:
         try:
             report = subject.session(**_choices(args, subject)).check(Mesh(mesh), subject.rules(name, mesh))
@@ -168,6 +180,14 @@ def checked(args: argparse.Namespace) -> int:
         for text in (*report.faults, *(f"note: {note}" for note in report.notes)):
             print("\n".join(f"  {line}" for line in text.splitlines()))
         good = good and report.ok
+        if args.compile and report.ok:
+            sound.append(subject.lowered(name, mesh, **_choices(args, subject)))
+    if sound:
+        from meshlib.command.compiled import compiled_for
+
+        for compiled in compiled_for(sound, slice_of(args.slice), args):
+            print(f"\n{compiled}")
+            good = good and compiled.fits
     return GOOD if good else FAILED
 
 

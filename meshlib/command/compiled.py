@@ -1,12 +1,36 @@
-"""What the command line says of compiled programs."""
+"""What the command line says of compiled programs: the compiler's verdict on a plan, and the collectives of any HLO."""
 
 from __future__ import annotations
 
+import argparse
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import meshlib.jax as real
+from hardware.slices import Slice
+from meshlib.command.terminal import progress, progress_ends
 from meshlib.core.errors import GraphError
+from meshlib.program.records import Program
+
+
+def compiled_for(programs: Sequence[Program], where: Slice, args: argparse.Namespace) -> list[Any]:
+    """What the compiler makes of programs, with what it is about to take on standard error, and a bar."""
+    told = False
+
+    def tell(done: int, total: int, text: str) -> None:
+        nonlocal told
+        if not told:
+            print(f"{args.command}: {text}", file=sys.stderr)
+        told = True
+        progress(done, total, text)
+
+    try:
+        made: list[Any] = real.compile_for(list(programs), where, backend=args.backend, progress=tell)
+    finally:
+        progress_ends()
+    return made
 
 
 def hlo_text(program: str) -> str | None:
@@ -15,10 +39,10 @@ def hlo_text(program: str) -> str | None:
     Raises: GraphError for a file that can't be read.
     """
     path = Path(program)
-    if path.suffix == ".py" or ".py:" in program or not path.is_file():
-        if path.suffix in (".txt", ".hlo"):
-            raise GraphError(f"explain: no file {program}")
+    if path.suffix not in (".txt", ".hlo"):
         return None
+    if not path.is_file():
+        raise GraphError(f"explain: no file {program}")
     try:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as fault:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from meshlib.core.errors import MissingError
 
 if TYPE_CHECKING:
-    from meshlib.jax.compiling.result import Compiled as Compiled
     from meshlib.jax.compiling import compile_for as compile_for
+    from meshlib.jax.compiling.result import Compiled as Compiled
     from meshlib.jax.explaining import Explained as Explained
     from meshlib.jax.explaining import explain as explain
     from meshlib.jax.importing import from_jax as from_jax

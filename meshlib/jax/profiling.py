@@ -13,7 +13,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ import jax
 
 from meshlib.core.errors import ProgramError
 from meshlib.estimation.views.profile import Measured
-from meshlib.jax.hlo.scopes import module_name, scopes
+from meshlib.jax.hlo.scopes import module_name, scope_in, scopes
 from meshlib.jax.step import Step
 from meshlib.program.instructions import Commit, Loop, Resident
 from meshlib.program.records import Program, walk
@@ -129,24 +129,4 @@ def _keys(program: Program) -> dict[str, Key]:
         if not isinstance(i, Resident | Commit | Loop):
             source = i.transfers[0].reason.source if i.is_collective and i.transfers else i.operation.source
             found.setdefault(i.scope, (i.scope, i.opcode, source, i.region))
-    return found
-
-
-def scope_in(path: str, known: Mapping[str, object]) -> str | None:
-    """The innermost scope in the path that JAX keeps of an operation.
-
-    >>> known = dict.fromkeys(["layers/scan/add", "add", "all_reduce:add"])
-    >>> scope_in("jit(f)/shard_map/layers/scan/add/while/body/all_reduce:add/psum", known)
-    'all_reduce:add'
-    >>> scope_in("jit(f)/shard_map/layers/scan/add/add", known)
-    'layers/scan/add'
-    """
-    parts = path.split("/")[:-1]  # the last is JAX's own primitive
-    found, begin = None, 0
-    while begin < len(parts):
-        fits = (end for end in range(len(parts), begin, -1) if "/".join(parts[begin:end]) in known)
-        end = next(fits, None)
-        if end is not None:
-            found = "/".join(parts[begin:end])
-        begin = end if end is not None else begin + 1
     return found

@@ -6,6 +6,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from copy import copy
+from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
 
@@ -40,7 +41,12 @@ EXACT_CORES = 16  # up to so many the exact executor is asked where a NaN came f
 
 
 def on_jax(
-    program: Program, devices: Sequence[Any] | None = None, seed: int = 0, checked: bool = True, slice: Any = None
+    program: Program,
+    devices: Sequence[Any] | None = None,
+    seed: int = 0,
+    checked: bool = True,
+    slice: Any = None,
+    executable: Any = None,
 ) -> OnJax:
     """Run a program on the devices that JAX has: the same face, and the same numbers up to rounding, as `simulate`.
 
@@ -56,8 +62,11 @@ def on_jax(
         becomes NaN; never another element.
       slice: what the devices are, a name or a Slice, for the estimate beside the measured times (`print(run)`); what
         JAX says of them unless given. `mtf.measure_chip` makes a chip of any devices.
-    Raises: ProgramError for too few devices, float64 without JAX's own switch for it, or an operation without a row
-      (see `meshlib.jax.row`); MissingError without JAX.
+      executable: a file that `mtf.compile_for(program, ...).save(path)` wrote, for these devices and this JAX: it is
+        loaded, and nothing is compiled. Such a step does not check: it needs `checked=False`. Like every executable
+        that JAX loads it may run any code; load those that you trust.
+    Raises: ProgramError for too few devices, an executable of another program or device, float64 without JAX's own
+      switch for it, or an operation without a row (see `meshlib.jax.row`); MissingError without JAX.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -70,7 +79,10 @@ def on_jax(
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
         raise GraphError(f"on_jax: seed must be an integer, got {seed!r}")
     found = None if slice is None else slice_for("on_jax", program.mesh, slice)
-    return OnJax(program, devices, int(seed), flag(checked, "on_jax", "checked"), found)
+    checked = flag(checked, "on_jax", "checked")
+    if executable is not None and checked:
+        raise GraphError(f"{at('on_jax')}: a compiled step does not look for NaN and indices: give checked=False, too")
+    return OnJax(program, devices, int(seed), checked, found, executable)
 
 
 class DeviceState(State):
@@ -108,11 +120,18 @@ class OnJax(Simulation):
     runs_several = True
 
     def __init__(
-        self, program: Program, devices: Sequence[Any] | None, seed: int, checked: bool, slice: Slice | None
+        self,
+        program: Program,
+        devices: Sequence[Any] | None,
+        seed: int,
+        checked: bool,
+        slice: Slice | None,
+        executable: Any = None,
     ) -> None:
         self.program, self.seed, self.checked = program, seed, checked
         self.executor, self.check_nan = "jax", checked
         self.devices = devices
+        self.executable = None if executable is None else Path(executable)
         self.seconds: dict[int, deque[float]] = {}  # by id of the program, of those whose steps are kept
         self.state: DeviceState = DeviceState(seed)
         self._steps: OrderedDict[int, Step] = OrderedDict()
@@ -171,7 +190,8 @@ class OnJax(Simulation):
         """The step of a program as it is compiled for these devices: of this run's own unless given."""
         found = self.program if program is None else program
         if id(found) not in self._steps:
-            self._steps[id(found)] = Step(found, self.devices, self.checked)
+            given = self.executable if found is self.program else None
+            self._steps[id(found)] = Step(found, self.devices, self.checked, given)
         self._steps.move_to_end(id(found))
         while len(self._steps) > READY_PROGRAMS:
             self.seconds.pop(self._steps.popitem(last=False)[0], None)

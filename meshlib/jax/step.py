@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import serialize_executable
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlib.core.errors import ProgramError
 from meshlib.core.graph import Operation
 from meshlib.core.initializers import make_key
 from meshlib.jax.context import Array, Context, Found
+from meshlib.jax.executables import jax_versions, read_executable
 from meshlib.jax.executor import Executor
 from meshlib.jax.placing import between_steps, device_mesh, spec_of
 from meshlib.jax.settings import by_default
@@ -48,10 +51,17 @@ class Step:
 
     checked  whether NaN is looked for, and variables keep their old arrays until the caller drops them; else those of
              updated variables are given to the step, which writes the new ones over them
+    executable  a file of the compiled step, as `Compiled.save` writes it; it is compiled unless given
     """
 
-    def __init__(self, program: Program, devices: Sequence[jax.Device] | None, checked: bool) -> None:
-        self.program, self.checked = program, checked
+    def __init__(
+        self,
+        program: Program,
+        devices: Sequence[jax.Device] | None,
+        checked: bool,
+        executable: Path | None = None,
+    ) -> None:
+        self.program, self.checked, self.executable = program, checked, executable
         self.mesh = device_mesh(program.mesh, devices)
         self.variables = {n: self.sharding(v) for n, v in program.variables.items() if n != STEP}
         self.inputs = {n: self.sharding(v) for n, v in program.inputs.items()}
@@ -90,7 +100,8 @@ class Step:
         """The compiled step."""
         if self._compiled is None:
             begun = time.perf_counter()
-            self._compiled = self.lowered().compile()
+            lowered = self.lowered()
+            self._compiled = lowered.compile() if self.executable is None else self._loaded(lowered)
             self._lowered = None
             self.compile_seconds = time.perf_counter() - begun
         return self._compiled
@@ -144,6 +155,19 @@ class Step:
             raise first
 
     # ------------------------------------------------------------ inside
+
+    def _loaded(self, lowered: Any) -> Any:
+        """The executable in the file, on the devices of the mesh."""
+        assert self.executable is not None
+        devices = list(self.mesh.devices.flat)
+        body = read_executable(self.executable, self.program, str(devices[0].device_kind), jax_versions())
+        try:
+            return serialize_executable.deserialize_and_load(
+                body, lowered.in_tree, lowered.out_tree, backend=devices[0].client, execution_devices=devices
+            )
+        except Exception as fault:
+            said = str(fault).strip().split("\n", 1)[0][:200]
+            raise ProgramError(f"on_jax: the devices do not load executable {self.executable}: {said}") from None
 
     def _arguments(self) -> tuple[Any, ...]:
         def shaped(v: Value) -> jax.ShapeDtypeStruct:

@@ -5,7 +5,6 @@ worker       the process that compiles
 process      that process, seen from outside
 memory       the compiler's report of its memory, or its refusal
 matching     planned collectives beside compiled ones
-executables  compiled steps as files
 result       what a person looks at
 """
 
@@ -16,8 +15,10 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
-from meshlib.checks import POSITIVE, at, bounded
-from meshlib.errors import GraphError, MissingError, ProgramError
+from meshlib.core.arguments import POSITIVE, at, bounded
+from meshlib.core.errors import GraphError, MissingError, ProgramError
+from meshlib.core.slices import slice_for
+from meshlib.core.text import bytes_text
 from meshlib.estimation import estimate
 from meshlib.jax.compiling.matching import differences_of
 from meshlib.jax.compiling.memory import memory_of, refusal_of
@@ -30,8 +31,6 @@ from meshlib.jax.hlo.text import parse
 from meshlib.jax.hlo.work import work_of
 from meshlib.program.instructions import Loop
 from meshlib.program.records import Program, require_program, walk
-from meshlib.slices import slice_for
-from meshlib.text import bytes_text
 
 BACKENDS = ("tpu", "cpu")
 Progress = Callable[[int, int, str], object]

@@ -12,11 +12,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from meshlib.core.text import bytes_text
 from meshlib.jax.explaining import Explained, ExplainedCollective
+from meshlib.jax.hlo.scopes import scope_in
 from meshlib.jax.hlo.text import Array
-from meshlib.jax.profiling import scope_in
 from meshlib.program.records import Program, walk
-from meshlib.text import bytes_text
 
 CLOSE = 0.15  # by which padding may lengthen an operand
 

@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
-from meshlib.errors import GraphError, ProgramError
+from meshlib.core.errors import GraphError, ProgramError
+from meshlib.core.subprocesses import describe_exit
 from meshlib.jax.compiling.topologies import ENVIRONMENT
 from meshlib.jax.compiling.worker import Answer, Began, Failed, Task
-from meshlib.subprocesses import describe_exit
 
 TICK_SECONDS = 1.0  # between words about a program that is still compiled
 
@@ -49,11 +49,15 @@ def answers(task: Task, tell: Tell, timeout_seconds: float | None) -> Iterator[A
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(body)
-                process.stdin.close()
+                process.stdin.flush()  # and stays open: the process ends with this one
             yield from _messages(process, task, tell, timeout_seconds, errors)
         finally:
             process.kill()
             process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with contextlib.suppress(OSError):
+                    if pipe is not None:
+                        pipe.close()
 
 
 def _messages(

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from hardware.slices import Slice
-from meshlib.errors import ProgramError
+from meshlib.core.errors import ProgramError
+from meshlib.core.text import bytes_text, count_text, grid, wrapped
 from meshlib.estimation import DeviceMemory
-from meshlib.jax.compiling.executables import write_executable
 from meshlib.jax.compiling.matching import Difference, merged_launches
 from meshlib.jax.compiling.memory import CompiledMemory, Refusal
+from meshlib.jax.executables import write_executable
 from meshlib.jax.explaining import Explained
 from meshlib.jax.hlo.work import CompiledWork
 from meshlib.program.records import Program
-from meshlib.text import bytes_text, count_text, grid, wrapped
 
 SHOWN = 12  # differences in the table
 CLOCK_HZ = 1.5e9  # at which cycles are told as time, for comparison

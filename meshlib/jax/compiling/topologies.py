@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from hardware.slices import Slice
-from meshlib.errors import MissingError, SliceError
+from meshlib.core.errors import MissingError, SliceError
 
 # Chip -> the compiler's name for it, and what its description needs besides: v4 runs its two cores as one device.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -11,12 +11,14 @@ import pickle
 import resource
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from meshlib.jax.executables import jax_versions
 from meshlib.program.records import Program
 
 MEMORY = ("argument", "output", "alias", "temp", "generated_code")
@@ -108,8 +110,6 @@ def arranged(devices: Sequence[Any], program: Program, slices: int) -> list[Any]
 
 def compiled(task: Task, number: int, devices: Sequence[Any], tell: Any) -> Answer:
     """Compile one program."""
-    import jax
-    import jaxlib.version
     from jax.experimental import serialize_executable
 
     import meshlib.jax.rows  # the library's own rows  # noqa: F401
@@ -134,7 +134,7 @@ def compiled(task: Task, number: int, devices: Sequence[Any], tell: Any) -> Answ
         sizes,
         serialize_executable.serialize(done)[0],
         str(devices[0].device_kind),
-        {"jax": jax.__version__, "jaxlib": jaxlib.version.__version__},
+        jax_versions(),
         time.process_time() - begun,
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
@@ -147,12 +147,19 @@ def send(out: BinaryIO, message: object) -> None:
     out.flush()
 
 
+def _end_with_parent() -> None:
+    """The parent keeps standard input open as long as it runs."""
+    sys.stdin.buffer.read(1)
+    os._exit(1)
+
+
 def main() -> None:
     """Answer the task on standard input."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print does not come between
     begun = time.process_time()
     task: Task = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with_parent, name="meshlib.parent", daemon=True).start()
     try:
         devices = devices_of(task)
     except Exception as fault:

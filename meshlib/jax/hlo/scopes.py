@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _MADE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
@@ -53,4 +54,24 @@ def scopes(text: str) -> dict[str, str]:
             calls[made[1]] = called[1]
     for name, called_name in calls.items():
         found[name] = found[name] or inside.get(called_name, "")
+    return found
+
+
+def scope_in(path: str, known: Mapping[str, object]) -> str | None:
+    """The innermost scope in the path that JAX keeps of an operation.
+
+    >>> known = dict.fromkeys(["layers/scan/add", "add", "all_reduce:add"])
+    >>> scope_in("jit(f)/shard_map/layers/scan/add/while/body/all_reduce:add/psum", known)
+    'all_reduce:add'
+    >>> scope_in("jit(f)/shard_map/layers/scan/add/add", known)
+    'layers/scan/add'
+    """
+    parts = path.split("/")[:-1]  # the last is JAX's own primitive
+    found, begin = None, 0
+    while begin < len(parts):
+        fits = (end for end in range(len(parts), begin, -1) if "/".join(parts[begin:end]) in known)
+        end = next(fits, None)
+        if end is not None:
+            found = "/".join(parts[begin:end])
+        begin = end if end is not None else begin + 1
     return found

@@ -68,19 +68,22 @@ def _convolution(holder: Computation, i: Instruction) -> int:
     labels = _LABELS.search(i.attributes)
     if labels is None:
         return 0
-    left, right, out = (dict(zip(text, a.sizes, strict=True)) for text, a in zip(
-        labels.groups(), (_array(holder, i.operands[0]), _array(holder, i.operands[1]), i.arrays[0]), strict=True
-    ))  # fmt: skip
+    arrays = (_array(holder, i.operands[0]), _array(holder, i.operands[1]), i.arrays[0])
+    left, right, out = (
+        dict(zip(str(text), a.sizes, strict=True)) for text, a in zip(labels.groups(), arrays, strict=True)
+    )
     window = _window(i)
-    counts = 1
+    counts: int = 1
     for n in range(len(left) - 2):
         d = str(n)
         counts *= _meetings(left[d], right[d], out[d], {k: v[n] for k, v in window.items() if n < len(v)})
-    groups, batches = (
-        int(m[1]) if (m := re.search(rf"\b{name}=(\d+)", i.attributes)) else 1
-        for name in ("feature_group_count", "batch_group_count")
-    )
+    groups, batches = (_count(i, name) for name in ("feature_group_count", "batch_group_count"))
     return 2 * (left["f"] // groups) * out["f"] * (left["b"] // batches) * counts
+
+
+def _count(i: Instruction, attribute: str) -> int:
+    match = re.search(rf"\b{attribute}=(\d+)", i.attributes)
+    return int(match[1]) if match else 1
 
 
 def _window(i: Instruction) -> dict[str, list[tuple[int, ...]]]:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from meshlib.errors import ProgramError
+from meshlib.core.errors import ProgramError
 from meshlib.program.records import Program
 
 MAGIC = b"meshlib compiled step 1\n"
+
+
+def jax_versions() -> dict[str, str]:
+    """The versions that an executable depends on."""
+    return {name: version(name) for name in ("jax", "jaxlib")}
 
 
 def fingerprint(program: Program) -> str:
