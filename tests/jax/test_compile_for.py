@@ -25,8 +25,8 @@ from meshlib.jax.collectives import scatter_stages
 from meshlib.jax.compiling import process, topologies
 from meshlib.jax.compiling.matching import differences_of
 from meshlib.jax.compiling.memory import memory_of, refusal_of
+from meshlib.jax.compiling.messages import Failed
 from meshlib.jax.compiling.topologies import topology_of
-from meshlib.jax.compiling.worker import Failed
 from meshlib.jax.explaining import Explained, ExplainedCollective
 from tests.jax.models import mlp, mlp_feeds
 

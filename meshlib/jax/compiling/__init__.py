@@ -22,10 +22,10 @@ from meshlib.core.text import bytes_text
 from meshlib.estimation import estimate
 from meshlib.jax.compiling.matching import differences_of
 from meshlib.jax.compiling.memory import memory_of, refusal_of
+from meshlib.jax.compiling.messages import Answer, Failed, Task
 from meshlib.jax.compiling.process import answers
 from meshlib.jax.compiling.result import Compiled
 from meshlib.jax.compiling.topologies import require_tpu_compiler, topology_of
-from meshlib.jax.compiling.worker import Answer, Failed, Task
 from meshlib.jax.explaining import explain
 from meshlib.jax.hlo.text import parse
 from meshlib.jax.hlo.work import work_of

@@ -16,8 +16,8 @@ from typing import IO, Any
 
 from meshlib.core.errors import GraphError, ProgramError
 from meshlib.core.subprocesses import describe_exit
+from meshlib.jax.compiling.messages import Answer, Began, Failed, Task
 from meshlib.jax.compiling.topologies import ENVIRONMENT
-from meshlib.jax.compiling.worker import Answer, Began, Failed, Task
 
 TICK_SECONDS = 1.0  # between words about a program that is still compiled
 

@@ -14,81 +14,32 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import jax
+import numpy as np
+from jax.experimental import mesh_utils, serialize_executable, topologies
+
+import meshlib.jax.rows  # the library's own rows  # noqa: F401
+from meshlib.jax.compiling.messages import Answer, Began, Failed, Task
 from meshlib.jax.executables import jax_versions
+from meshlib.jax.step import Step
 from meshlib.program.records import Program
 
 MEMORY = ("argument", "output", "alias", "temp", "generated_code")
 
 
-@dataclass(frozen=True)
-class Task:
-    """What to compile: programs, and for which devices; `topology` is None for CPUs."""
-
-    programs: tuple[Program, ...]
-    topology: tuple[str, dict[str, Any]] | None
-    slices: int
-    options: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Began:
-    """Program `number` is being lowered to StableHLO, or (`compiling`) compiled."""
-
-    number: int
-    compiling: bool
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What the compiler made of a program.
-
-    text        HLO; report: of its memory, "" where the compiler writes none
-    sizes       bytes by name, as `memory_analysis` has them
-    executable  serialised, for devices of this kind
-    """
-
-    number: int
-    text: str
-    report: str
-    sizes: dict[str, int]
-    executable: bytes
-    device_kind: str
-    versions: dict[str, str]
-    cpu_seconds: float
-    resident_bytes: int
-
-
-@dataclass(frozen=True)
-class Failed:
-    """What the compiler said of a program that it does not compile."""
-
-    number: int
-    kind: str
-    message: str
-    cpu_seconds: float
-
-
 def devices_of(task: Task) -> list[Any]:
     """The devices of the topology, or this process's CPUs."""
-    import jax
-
     if task.topology is None:
         return list(jax.devices("cpu"))
-    from jax.experimental import topologies
-
     name, options = task.topology
     return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices)
 
 
 def arranged(devices: Sequence[Any], program: Program, slices: int) -> list[Any]:
     """The devices in the order of a program's mesh, as JAX lays meshes over a torus."""
-    import numpy as np
-    from jax.experimental import mesh_utils
-
     sizes = program.mesh.sizes
     if devices[0].platform != "tpu":
         return list(devices)
@@ -110,11 +61,6 @@ def arranged(devices: Sequence[Any], program: Program, slices: int) -> list[Any]
 
 def compiled(task: Task, number: int, devices: Sequence[Any], tell: Any) -> Answer:
     """Compile one program."""
-    from jax.experimental import serialize_executable
-
-    import meshlib.jax.rows  # the library's own rows  # noqa: F401
-    from meshlib.jax.step import Step
-
     program = task.programs[number]
     begun = time.process_time()
     tell(Began(number, False))
@@ -174,6 +120,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from meshlib.jax.compiling import worker
-
-    worker.main()  # messages are of the module's own types, not of __main__'s
+    main()
