@@ -7,12 +7,14 @@ import importlib
 import re
 import shlex
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from meshlib.command.arguments import parser
 from tests.core.public import public_names
-from tests.docs import pages
+from tests.core.test_rooms import HOUSE
+from tests.docs import pages, picture
 from tests.effort import deep
 
 README = pages.read("README.md")
@@ -124,6 +126,21 @@ def test_the_readme_is_a_front_page() -> None:
     assert len(README.splitlines()) <= 250
     linked = {(pages.ROOT / target).resolve() for target in re.findall(r"\]\(([\w/.]+\.md)\)", README)}
     assert {pages.ROOT / "CONTRIBUTING.md", pages.ROOT / "meshlib" / "README.md"} <= linked
+
+
+def test_the_picture_of_the_readme_is_small_and_can_be_drawn_again() -> None:
+    for svg in (picture.PICTURE.read_text(), picture.drawn()):
+        assert len(svg) < 20_000
+        assert ElementTree.fromstring(svg).tag.endswith("svg")
+        assert all(word in svg for word in ("hidden:1024@cols", "core to core", "waits"))
+
+
+def test_the_picture_of_the_rooms_is_that_of_the_imports() -> None:
+    """The block of meshlib/README.md names the rooms in the order of `tests/core/test_rooms.py`."""
+    (block,) = [b for b in pages.blocks("meshlib/README.md") if b.text.startswith("examples/")]
+    drawn = [re.split(r" {3,}", line.strip())[0].split() for line in block.text.splitlines() if line.startswith("    ")]
+    rooms = [line.split() for line in HOUSE.split("\n") if line not in ("", "__main__", "meshlib")]
+    assert drawn == rooms, "draw the rooms in meshlib/README.md as HOUSE has them"
 
 
 def test_exactly_two_setup_commands_of_one_line() -> None:
