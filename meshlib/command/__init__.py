@@ -2,6 +2,9 @@
 
 arguments  what can be asked, and how
 subject    the program that it is about: a model's name, or a function in a file
+configured configurations of MaxText and of Hugging Face
+emitting   a plan as something to run
+tuning     `plan base.yml --search`
 plan       the verdict, and the ranking of layouts
 commands   every other command
 terminal   how a run ends: closed pipes, interrupts, faults
@@ -12,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshlib.command.arguments import parser
+from meshlib.command.plan import is_maxtext
 from meshlib.command.terminal import ended
 
 
@@ -21,5 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns: 0 for good, 1 where something does not fit or a check failed, 2 for wrong arguments or files.
     """
     made = parser()
-    args = made.parse_args(argv)
+    args, rest = made.parse_known_args(argv)
+    args.overrides = rest
+    if rest and (not is_maxtext(args) or any(text.startswith("-") or "=" not in text for text in rest)):
+        made.error(f"unrecognized arguments: {' '.join(rest)}")
     return ended(made.prog, lambda: int(args.run(args)))

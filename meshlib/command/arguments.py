@@ -8,14 +8,15 @@ from typing import Any, TypeVar
 
 from meshlib.command import commands, reports
 from meshlib.command.jax_function import OPTIMIZERS
-from meshlib.command.plan import REMAT
+from meshlib.command.plan import REMAT, TARGETS
 from meshlib.core.compiler import COMPILERS, XLA_TPU
 
 Number = TypeVar("Number", int, float)
 
 _PROGRAM = (
-    "a model (mtf.models.PRESETS), or FILE.py[:function] that returns (outputs, updates), or a JAX function whose "
-    "arguments --arg gives, or FUNCTION_arguments beside it; default function: build"
+    "a model (mtf.models.PRESETS), FILE.py[:function] that returns (outputs, updates), or a JAX function whose "
+    "arguments --arg gives, or FUNCTION_arguments beside it (default function: build), a MaxText configuration such as "
+    "base.yml, followed by its KEY=VALUE overrides, or a config.json of Hugging Face's"
 )
 
 
@@ -132,7 +133,14 @@ def _compile(made: argparse.ArgumentParser) -> None:
 def _plan(made: argparse.ArgumentParser) -> None:
     _layout(made)
     _compile(made)
-    made.add_argument("--search", action="store_true", help="search meshes and layouts instead of taking usual ones")
+    made.add_argument(
+        "--search",
+        action="store_true",
+        help="search meshes and layouts instead of taking usual ones; of a MaxText configuration, tune it",
+    )
+    made.add_argument("--models", metavar="FOLDER", help="of MaxText's model files; default: models beside base.yml")
+    made.add_argument("--emit", choices=TARGETS, help="print a plan as something to run, and nothing else")
+    made.add_argument("--rank", type=_count, default=1, help="which of the ranked plans to print (%(default)s)")
     made.add_argument("--json", action="store_true", help="for programs")
     _run(made)
     _effort(made)

@@ -14,7 +14,7 @@ from hardware.chips import CHIPS
 from hardware.slices import Slice, legal_slices
 from layouts import Mesh
 from meshlib.command.jax_function import dims_text
-from meshlib.command.plan import Asked, Plan, json_of, planned, plans_of, text_of
+from meshlib.command.plan import Asked, Plan, is_maxtext, json_of, planned, plans_of, text_of
 from meshlib.command.subject import Subject, named_layouts, slice_of, subject_of, tried_values
 from meshlib.command.terminal import progress, progress_ends
 from meshlib.core.compiler import COMPILERS
@@ -33,7 +33,15 @@ GOOD, FAILED = 0, 1
 def plan(args: argparse.Namespace) -> int:
     """The verdict, and the ranking."""
     where = slice_of(args.slice)
+    if is_maxtext(args) and args.search:
+        from meshlib.command.tuning import tuned
+
+        return tuned(args, where)
     subject, plans, found = planned_of(args, where)
+    if args.emit and plans:
+        from meshlib.command.emitting import emitted
+
+        return emitted(args, subject, where, plans)
     if not plans:
         assert found is not None
         return _told(args, found)  # there is nothing to plan: all is said by what was looked for
@@ -57,8 +65,13 @@ def plan(args: argparse.Namespace) -> int:
 
 def planned_of(args: argparse.Namespace, where: Slice) -> tuple[Subject, list[Plan], Found | None]:
     """The subject, its plans, the best first, and the search, if there was one."""
-    subject = subject_of(args, where)
     asked = Asked.of(args)
+    if is_maxtext(args):
+        from meshlib.command.configured import configured
+
+        subject, name, mesh = configured(args, where)
+        return subject, [planned(subject, where, name, mesh, asked)], None
+    subject = subject_of(args, where)
     subject.session(**_choices(args, subject))  # what is wrong with the program itself is said once
     if args.search or (subject.config is None and not args.layout):
         found = _found(args, subject, where)

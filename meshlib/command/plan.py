@@ -16,8 +16,14 @@ from meshlib.estimation import Estimate, HostInput, estimate
 from meshlib.estimation.views.whole_run import WholeRun
 
 REMAT = ("full", "matmuls", "none")
+TARGETS = ("maxtext", "flax", "haliax", "specs", "python")  # what a plan can be printed for
 CAUSES = 4  # collectives that a plan names
 WIDTH = 80
+
+
+def is_maxtext(args: argparse.Namespace) -> bool:
+    """Whether a command is about a MaxText configuration."""
+    return str(getattr(args, "program", "")).endswith((".yml", ".yaml"))
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,8 @@ NOTHING = Asked({})
 def planned(subject: Subject, where: Slice, name: str, mesh: str, asked: Asked = NOTHING, **choices: object) -> Plan:
     """Lower and estimate one layout."""
     try:
-        est = estimate(subject.lowered(name, mesh, **choices), where, input=asked.input)
+        program = subject.lowered(name, mesh, **choices)
+        est = estimate(program, where, input=asked.input, placement=subject.placement)
     except MeshlibError as fault:
         return Plan(name, mesh, choices, None, str(fault))
     return Plan(name, mesh, choices, est, run=asked.run(subject, est, name, mesh))
@@ -115,6 +122,7 @@ def text_of(subject: Subject, where: Slice, plans: Sequence[Plan]) -> str:
     parts = ["\n".join(_verdict(subject, best, best.est)), str(best.run or ""), "\n".join(_causes(best.est))]
     if len(plans) > 1:
         parts.append("\n".join(_ranking(subject, plans)))
+    parts += [subject.notes] if subject.notes else []
     parts.append("* modelled; all others exact")
     return "\n\n".join(part for part in parts if part)
 

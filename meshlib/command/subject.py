@@ -34,7 +34,8 @@ class Subject:
     """A program to be laid out: how to build it, and the session of each way to do so.
 
     `config`: of a model; `sizes`: its batch and length. `arguments`: of the function that builds it. `compiler`: what
-    it is lowered for.
+    it is lowered for. `placement`: of each mesh axis the part that joins slices, where it is given. `notes`: what else
+    a plan says.
     """
 
     name: str
@@ -43,6 +44,8 @@ class Subject:
     config: TransformerConfig | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     compiler: Compiler = XLA_TPU
+    placement: Mapping[str, int] | None = None
+    notes: str = ""
     _sessions: dict[object, Session] = field(default_factory=dict)
 
     @property
@@ -111,6 +114,17 @@ class Subject:
         return usual_layouts(self.config, devices, self.sizes["batch"])
 
 
+def is_hugging_face(program: str) -> bool:
+    """Whether a program is named by a config.json, or the folder of one."""
+    return program.endswith(".json") or Path(program, "config.json").is_file()
+
+
+def _foreign(program: str) -> TransformerConfig:
+    from meshlib.sharing.foreign_config import read_config
+
+    return read_config(program)
+
+
 def slice_of(text: str) -> Slice:
     """The slice of a name."""
     try:
@@ -124,7 +138,7 @@ def subject_of(args: argparse.Namespace, where: Slice | None) -> Subject:
     given = dict(_setting(text) for text in args.set or ())
     if ".py" in args.program:
         return _from_file(args, given)
-    config = preset(args.program)
+    config = _foreign(args.program) if is_hugging_face(args.program) else preset(args.program)
     if given:
         config = config.replace(**given)
     length = args.length or min(LENGTH, config.max_length or LENGTH)

@@ -156,7 +156,7 @@ def _gemma() -> Iterator[TransformerConfig]:
             position="rotary", rope_theta=1e6, local_rope_theta=1e4, scale_embedding=True,
             attention_scale=(d_model / heads) ** -0.5 if name == "gemma3-27b" else None,
             global_head_dim=512 if fourth else None, global_kv_heads=4 if fourth else None, share_kv=fourth,
-            logit_cap=30.0 if fourth else 0.0,
+            logit_cap=30.0 if fourth else 0.0, layer_scale=fourth,
         )  # fmt: skip
 
 

@@ -26,8 +26,9 @@ def usual_layouts(config: TransformerConfig, devices: int, batch: int) -> list[t
       [('fsdp', 'fsdp:16'), ('fsdp+tensor', 'fsdp:2;tensor:8'), ('fsdp+sequence', 'fsdp:2;tensor:8')]
     """
     devices, batch = whole(devices, "usual_layouts", "devices", 1), whole(batch, "usual_layouts", "batch", 1)
-    kv_heads = config.heads if config.memory_heads == 1 else config.memory_heads
-    tensor = largest_power(devices, kv_heads, config.d_ff, config.vocab, most=TENSOR)
+    of_layers = [config.attention_of(window) for window in config.windows]
+    kv_heads = [heads.query if heads.memory == 1 else heads.memory for heads in of_layers]
+    tensor = largest_power(devices, *kv_heads, config.d_ff, config.vocab, most=TENSOR)
     context = devices // gcd(devices, batch)  # devices for each sequence, where there are fewer of these
     layouts_and_meshes = []
     usual = [("context", context), ("tensor", tensor), ("sequence", tensor)]

@@ -76,7 +76,7 @@ READ: Mapping[str, Any] = MappingProxyType(
 
 
 def _on(value: Any) -> bool:
-    return value not in (None, False, "", 0, 0.0, 1, -1, "none", [])
+    return value is True or value not in (None, False, "", 0, 1, -1, "none", [])
 
 
 def _enabled(value: Any) -> bool:

@@ -18,6 +18,7 @@ from meshlib.models.maxtext.settings import WHAT, Settings
 
 Fields = dict[str, Any]
 ACTIVATIONS = {"gelu": "gelu", "silu": "silu", "swish": "silu", "relu": "relu", "sigmoid": "silu"}
+LLAMA_SCALING = RotaryScaling(8.0, original_length=8192)  # Llama 3.1's
 FLOATS = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
 # MaxText's word: the precision of products here.
 QUANTIZATION: Mapping[str, str] = MappingProxyType(
@@ -133,7 +134,7 @@ def _scaling(s: Settings) -> RotaryScaling | None:
     kind = s.choice("rope_type", ("default", "llama3.1", "yarn"))
     original = s.size("original_max_position_embeddings")
     if kind == "llama3.1":
-        return RotaryScaling(8.0, original_length=8192) if s.flag("rope_use_scale") else None
+        return LLAMA_SCALING if s.flag("rope_use_scale") else None
     if kind == "default":
         factor = s.number("rope_linear_scaling_factor")
         return None if factor == 1.0 else RotaryScaling(factor)

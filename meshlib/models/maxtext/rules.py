@@ -11,7 +11,7 @@ names of the dims of each weight, src/maxtext/configs/base.yml for the rules.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -20,37 +20,16 @@ from layouts.errors import LayoutError
 from meshlib.core.errors import nearest
 from meshlib.models.config import TransformerConfig
 from meshlib.models.layouts import with_unsplit
+from meshlib.models.maxtext.default_rules import DEFAULT_RULES, LogicalRule
 from meshlib.models.maxtext.keys import PARTS
 from meshlib.models.maxtext.mesh import Axes
 from meshlib.models.maxtext.settings import RULES, Settings
 
-LogicalRule = tuple[str, tuple[str, ...]]
 Named = tuple[tuple[str, str], ...]  # (dim here, MaxText's name) for each dim of a tensor
 
-_BATCH = ("data", "fsdp", "fsdp_transpose", "expert")
-_LENGTH = ("context", "context_usp_ulysses")
-_TENSOR = ("tensor", "tensor_sequence")
-_HEADS = (*_TENSOR, "autoregressive")
-_WEIGHTS = ("fsdp", "fsdp_transpose", *_LENGTH)
-DEFAULT_RULES: tuple[LogicalRule, ...] = (
-    ("activation_embed_and_logits_batch", ("data", "stage", "fsdp", "fsdp_transpose", "expert")),
-    ("activation_vocab", _TENSOR), ("activation_vocab", ("tensor",)), ("activation_vocab", ("tensor_sequence",)),
-    ("vocab", _HEADS), ("embed_vocab", (*_WEIGHTS, "expert")),
-    ("activation_batch_attn", _BATCH), ("activation_heads", _HEADS), ("activation_kv_heads", _TENSOR),
-    ("activation_length_attn", _LENGTH), ("activation_q_length", _LENGTH), ("activation_kv_length", ()),
-    ("heads", _HEADS), ("q_heads", _HEADS), ("kv_heads", _HEADS), ("qkv", ()), ("kv", ()), ("kv_head_dim", ()),
-    ("q_lora", (*_WEIGHTS, "expert")), ("q_lora", ("fsdp", *_LENGTH, "expert")), ("q_lora_up_proj", ()),
-    ("kv_lora", (*_WEIGHTS, "expert")), ("kv_lora", ("fsdp", *_LENGTH, "expert")), ("kv_lora_up_proj", ()),
-    ("activation_batch_moe", _BATCH), ("activation_length_moe", _LENGTH), ("activation_mlp_moe", _TENSOR),
-    ("activation_exp", ("expert",)), ("exp", ("expert",)), ("mlp_moe", ("fsdp_transpose", *_HEADS)),
-    ("embed_moe", _WEIGHTS), ("embed_moe", ("fsdp", *_LENGTH)), ("activation_mlp", _TENSOR),
-    ("activation_batch", _BATCH), ("activation_length", _LENGTH),
-    ("activation_norm_length", ("tensor_sequence", *_LENGTH)), ("activation_embed", ("tensor",)),
-    ("activation_stage", ("stage",)), ("mlp", ("fsdp_transpose", *_HEADS)), ("embed", (*_WEIGHTS, "expert")),
-    ("embed", ("fsdp", *_LENGTH, "expert")), ("norm", ("tensor",)), ("layers", ("stage",)),
-)  # fmt: skip
 # Dims that weights are split by where fully sharded: their rules give way to those of other dims.
 YIELDING = ("d_model", "q_rank", "kv_rank")
+WIDE = ("heads", "expert_d_ff", "d_ff", "vocab", "experts")
 # Dims of activations, and MaxText's name.
 ACTIVATIONS: Mapping[str, str] = MappingProxyType(
     {
@@ -61,7 +40,7 @@ ACTIVATIONS: Mapping[str, str] = MappingProxyType(
 
 
 def weights(config: TransformerConfig) -> dict[str, Named]:
-    """The weights of a model: dims here, and what MaxText calls them. Norms and biases follow them."""
+    """The weights of a model: dims here, and what MaxText calls them. Norms and other biases follow them."""
     made: dict[str, Named] = {"embedding": (("vocab", "vocab"), ("d_model", "embed_vocab"))}
     if not config.tied:
         made["head"] = (("d_model", "embed_vocab"), ("vocab", "vocab"))
@@ -86,8 +65,12 @@ def weights(config: TransformerConfig) -> dict[str, Named]:
     kinds = {kind.experts for kind in config.kinds}
     if False in kinds or (config.experts is not None and config.experts.shared):
         made["mlp"] = (("d_model", "embed"), ("d_ff", "mlp"))
+    if config.bias and "mlp" in made:
+        made["mlp bias"] = (("d_ff", "mlp"),)
     if config.experts is not None:
         made["experts"] = (("experts", "exp"), ("d_model", "embed_moe"), ("expert_d_ff", "mlp_moe"))
+        if config.bias:
+            made["experts' bias"] = (("experts", "exp"), ("expert_d_ff", "mlp_moe"))
     return made
 
 
@@ -135,12 +118,15 @@ def translated(s: Settings, config: TransformerConfig, axes: Axes, pipelined: bo
     variables: dict[str, tuple[str, ...]] = {}
     for found in per_weight.values():
         for dim, got in found.items():
-            if dim and len(got) > len(variables.get(dim, ())):
+            if dim and len(got) >= len(variables.get(dim, ())):
                 variables[dim] = got
     activations = {dim: used(assigned(rules, [name])[0]) for dim, name in ACTIVATIONS.items()}
     length = used(assigned(rules, ["activation_length"])[0])
     normed = used(assigned(rules, ["activation_norm_length"])[0])
-    made = _rules(variables, activations, length, normed)
+    yielding = {
+        dim for found in per_weight.values() for dim, got in found.items() if dim and len(got) < len(variables[dim])
+    }
+    made = _rules(variables, activations, yielding, (length, normed))
     if s.flag("shard_optimizer_over_data") and "data" in several:
         made.append(Rule("d_model", ("data", *variables.get("d_model", ())), optional=True, scope="slots"))
     if pipelined and "stage" in several:
@@ -152,16 +138,18 @@ def translated(s: Settings, config: TransformerConfig, axes: Axes, pipelined: bo
 def _rules(
     variables: Mapping[str, tuple[str, ...]],
     activations: Mapping[str, tuple[str, ...]],
-    length: tuple[str, ...],
-    normed: tuple[str, ...],
+    yielding: Collection[str],
+    lengths: tuple[tuple[str, ...], tuple[str, ...]],
 ) -> list[Rule]:
+    """One rule for a dim where weights and activations agree; optional ones where other dims of a weight come first."""
+    length, normed = lengths
     made = [Rule("batch", activations["batch"])] if activations["batch"] else []
-    for dim in YIELDING:
+    for dim in (*YIELDING, *(d for d in WIDE if d in yielding)):
         of_weights, of_values = variables.get(dim, ()), activations.get(dim, ())
         scope = "variables" if of_values else None
         made += [Rule(dim, of_weights, optional=True, scope=scope)] if of_weights else []
         made += [Rule(dim, of_values, optional=True, scope="activations")] if of_values else []
-    for dim in ("heads", "expert_d_ff", "d_ff", "vocab", "experts"):
+    for dim in (d for d in WIDE if d not in yielding):
         of_weights, of_values = variables.get(dim, ()), activations.get(dim, ())
         if of_weights == of_values:
             made += [Rule(dim, of_weights)] if of_weights else []
@@ -197,8 +185,6 @@ def _differing(layout: LayoutRules, per_weight: Mapping[str, Mapping[str, tuple[
 
 
 def _checked(s: Settings, axes: Axes) -> tuple[LogicalRule, ...]:
-    if not s.rules and "logical_axis_rules" not in s.values and not s["custom_mesh_and_rule"]:
-        return DEFAULT_RULES
     default = set(DEFAULT_RULES)
     own = s["mesh_axes"] != [*PARTS][: len(s["mesh_axes"])]
     for name, given in s.rules:

@@ -22,7 +22,7 @@ from meshlib.models.maxtext.model import config_of
 from meshlib.models.maxtext.optimizer import clipping_norm, optimizer_of
 from meshlib.models.maxtext.remat import remat_of
 from meshlib.models.maxtext.rules import Translation, translated
-from meshlib.models.maxtext.settings import WHAT, Settings, settings_of
+from meshlib.models.maxtext.settings import OVERRIDES, WHAT, Settings, settings_of
 from meshlib.models.stages import Pipeline
 from meshlib.models.train import train_step
 from meshlib.ops.control.remat import Policy
@@ -76,6 +76,12 @@ class MaxTextRun:
     def optimizer(self) -> Optimizer:
         """With the dtypes of its state."""
         return optimizer_of(self.settings)
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """Keys and values that overrides gave."""
+        s = self.settings
+        return {key: s.values[key] for key, source in s.sources.items() if source == OVERRIDES}
 
     @property
     def length(self) -> int:

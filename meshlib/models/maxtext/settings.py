@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from meshlib.core.errors import GraphError, MissingError, nearest
+from meshlib.models.maxtext.default_rules import DEFAULT_RULES, LogicalRule
 from meshlib.models.maxtext.keys import KNOWN, READ, REFUSED, UNREAD
 
 WHAT = "read_maxtext"
@@ -31,7 +32,7 @@ class Settings:
     path: str
     values: Mapping[str, Any]
     sources: Mapping[str, str] = field(default_factory=dict)
-    rules: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    rules: tuple[LogicalRule, ...] = DEFAULT_RULES
 
     def __getitem__(self, key: str) -> Any:
         value = self.values.get(key, READ[key])
@@ -125,7 +126,7 @@ def settings_of(
     chain = _chain(place)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    rules: list[Any] = []
+    rules: list[Any] = [*DEFAULT_RULES]
     for file, found in reversed(chain):
         rules = _merged(rules, found, file.name)
         values |= found

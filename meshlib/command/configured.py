@@ -1,0 +1,69 @@
+"""MaxText configurations as subjects of commands."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from hardware.slices import Slice
+from meshlib.command.subject import Subject
+from meshlib.core.compiler import COMPILERS
+from meshlib.core.errors import GraphError
+from meshlib.core.text import wrapped
+from meshlib.lowering import Program
+from meshlib.models.maxtext.run import MaxTextRun, read_maxtext
+from meshlib.models.maxtext.settings import parsed
+
+WIDTH = 80
+# Options that a configuration has keys for.
+_KEYS = {"batch": "per_device_batch_size=", "length": "max_target_length=", "remat": "remat_policy=", "set": "KEY="}
+
+
+@dataclass(eq=False)
+class Configured(Subject):
+    """A MaxText configuration on a slice; its mesh and layout are its own."""
+
+    run: MaxTextRun | None = None
+    where: Slice | None = None
+
+    def lowered(self, name: str, mesh: str, **choices: object) -> Program:
+        """The program of the configuration."""
+        assert self.run is not None
+        assert self.where is not None
+        return self.run.program(self.where, self.compiler)
+
+
+def run_of(args: argparse.Namespace) -> MaxTextRun:
+    """The run that the arguments describe.
+
+    Raises: GraphError for options that a configuration has keys for, and as `read_maxtext`.
+    """
+    for option, key in _KEYS.items():
+        if getattr(args, option, None):
+            raise GraphError(f"--{option} is for models by name; a MaxText configuration takes {key}... after the file")
+    if getattr(args, "layout", None) or getattr(args, "mesh", None):
+        raise GraphError(
+            "--layout and --mesh are for models by name; a MaxText configuration has ici_*, dcn_* and rules"
+        )
+    return read_maxtext(args.program, parsed(args.overrides), getattr(args, "models", None))
+
+
+def configured(args: argparse.Namespace, where: Slice) -> tuple[Subject, str, str]:
+    """The subject, with the text of its layout and mesh."""
+    run = run_of(args)
+    sizes = {"batch": run.batch(where), "length": run.length}
+    subject = Configured(
+        run.config.name, lambda **choices: run.built(where), {}, run.config, sizes, COMPILERS[args.compiler],
+        run.placement(where), notes_of(run, where), run=run, where=where,
+    )  # fmt: skip
+    return subject, str(run.layout_on(where)), str(run.mesh(where))
+
+
+def notes_of(run: MaxTextRun, where: Slice) -> str:
+    """What of a configuration is not in the plan."""
+    lines: list[str] = []
+    for one in run.unread:
+        lines += wrapped(str(one), "not expressed: ", " ")
+    for weight in run.translation(where).differing:
+        lines.append(f"laid out in another way than MaxText's rules say: {weight}")
+    return "\n".join(lines)

@@ -1,0 +1,76 @@
+"""`plan ... --emit`: a plan as something to run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+
+from hardware.slices import Slice
+from meshlib.command.configured import Configured
+from meshlib.command.plan import Plan
+from meshlib.command.subject import Subject
+from meshlib.core.errors import GraphError
+from meshlib.lowering import Program
+from meshlib.models.maxtext.emission import Emission, emission_of
+from meshlib.models.step_builder import OFFLOAD
+from meshlib.ops.control.remat import Remat
+from meshlib.sharing.emission import Emitted, flax_rules, haliax_mappings, partition_specs, python_lines
+
+
+def emitted(args: argparse.Namespace, subject: Subject, where: Slice, plans: Sequence[Plan]) -> int:
+    """Print one of the plans for its target; 1 where the target can't express all of it."""
+    if args.rank > len(plans):
+        raise GraphError(f"--rank {args.rank}: there are {len(plans)} plans")
+    plan = plans[args.rank - 1]
+    if plan.est is None:
+        raise GraphError(f"there is no plan to emit: {plan.fault}")
+    emission = _TARGETS[args.emit](subject, where, plan)
+    print(emission)
+    return 1 if emission.missing else 0
+
+
+def _maxtext(subject: Subject, where: Slice, plan: Plan) -> Emission:
+    assert plan.est is not None
+    if isinstance(subject, Configured) and subject.run is not None:
+        return Emission(subject.run.overrides, tuple(map(str, subject.run.unread)))
+    if subject.config is None:
+        raise GraphError(f"--emit maxtext is for models, not for {subject.name}")
+    program = plan.est.program
+    return emission_of(
+        subject.config, program.mesh, program.layout, where, subject.sizes["batch"], subject.sizes["length"],
+        _remat(plan.choices), subject.placement,
+    )  # fmt: skip
+
+
+def _remat(choices: Mapping[str, object]) -> str | Remat:
+    remat = choices.get("remat", "full")
+    if remat == OFFLOAD:
+        return Remat(offload_carries=True)
+    return remat if isinstance(remat, Remat) else str(remat)
+
+
+def _of_program(write: Callable[[Program], Emitted]) -> Callable[[Subject, Slice, Plan], Emitted]:
+    def made(subject: Subject, where: Slice, plan: Plan) -> Emitted:
+        assert plan.est is not None
+        return write(plan.est.program)
+
+    return made
+
+
+def _python(subject: Subject, where: Slice, plan: Plan) -> Emitted:
+    assert plan.est is not None
+    if isinstance(subject, Configured):
+        assert subject.run is not None
+        return python_lines(plan.est.program, where, run=subject.run)
+    if subject.config is None:
+        raise GraphError(f"--emit python is for models; {subject.name} is Python already")
+    return python_lines(plan.est.program, where, config=subject.config, sizes=subject.sizes, remat=_remat(plan.choices))
+
+
+_TARGETS: Mapping[str, Callable[[Subject, Slice, Plan], Emission | Emitted]] = {
+    "maxtext": _maxtext,
+    "flax": _of_program(flax_rules),
+    "haliax": _of_program(haliax_mappings),
+    "specs": _of_program(partition_specs),
+    "python": _python,
+}

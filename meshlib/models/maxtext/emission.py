@@ -1,0 +1,315 @@
+"""A plan as MaxText's KEY=VALUE lines: only what differs from its defaults, and what it can't express.
+
+What is written is read back at once, and compared with the plan: every difference is reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from hardware.slices import Slice
+from layouts import Dimension, LayoutRules, Mesh, Rule, Shape
+from layouts.errors import LayoutError
+from meshlib.core.errors import GraphError, MeshlibError
+from meshlib.layers.routing import Routing
+from meshlib.models.config import TransformerConfig
+from meshlib.models.experts import Experts
+from meshlib.models.maxtext.default_rules import DEFAULT_RULES, LogicalRule
+from meshlib.models.maxtext.keys import AXES, PARTS, READ
+from meshlib.models.maxtext.model_keys import model_keys
+from meshlib.models.maxtext.remat import POLICIES, named, policy
+from meshlib.models.maxtext.rules import ACTIVATIONS, weights
+from meshlib.models.maxtext.run import MaxTextRun
+from meshlib.models.maxtext.settings import RULES, Settings
+from meshlib.ops.control.remat import Policy
+
+PLAN = "plan"
+# Axes of the library's layouts -> MaxText's.
+NAMES: Mapping[str, str] = {"model": "tensor", "pipe": "stage"}
+
+
+@dataclass(frozen=True)
+class Emission:
+    """Keys with their values, and what of a plan they do not express."""
+
+    keys: Mapping[str, Any]
+    missing: tuple[str, ...] = ()
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """As MaxText's command line takes them."""
+        return tuple(f"{key}={value_text(value)}" for key, value in self.keys.items())
+
+    def __str__(self) -> str:
+        return "\n".join([*self.lines, *(f"# not expressed: {what}" for what in self.missing)])
+
+
+def value_text(value: Any) -> str:
+    """A value as MaxText's command line takes it: lists without blanks.
+
+    >>> value_text([["embed", ["fsdp"]]]), value_text(True), value_text(1e-6)
+    ("[['embed',['fsdp']]]", 'true', '1e-06')
+    """
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(value_text(v) if isinstance(v, list | tuple) else repr(v) for v in value) + "]"
+    return f"{value}"
+
+
+def emission_of(
+    config: TransformerConfig,
+    mesh: Mesh,
+    layout: LayoutRules,
+    where: Slice,
+    batch: int,
+    length: int,
+    remat: Policy = "full",
+    across: Mapping[str, int] | None = None,
+    max_norm: float | None = None,
+) -> Emission:
+    """MaxText's keys for a training step with AdamW in the dtype of the weights.
+
+    Args:
+      config, batch, length, remat, max_norm: as of `mtf.models.train_step`.
+      mesh, layout: where it runs, with the library's axes or MaxText's.
+      where: the slice. across: of each mesh axis the part that joins slices; the first axes unless given.
+    Returns: keys whose values differ from MaxText's defaults, and what they do not express.
+    """
+    sequence = {axis for rule in layout.rules if rule.dim == "length" and rule.optional for axis in rule.axes}
+    renames = _renames(mesh, sequence, layout)
+    theirs = Mesh({renames[axis]: size for axis, size in mesh.sizes_by_axis.items()})
+    rules = LayoutRules([Rule(r.dim, tuple(renames.get(a, a) for a in r.axes), r.optional, r.scope, r.whole)
+                         for r in layout.rules])  # fmt: skip
+    keys, missing = model_keys(config)
+    keys |= _mesh_keys(theirs, where, {renames[a]: n for a, n in (across or {}).items()})
+    keys |= {"per_device_batch_size": _each(batch, where), "max_target_length": length}
+    kept = named(remat, config)
+    if kept is None:
+        missing.append(f"recomputation {remat!r}")
+    keys |= kept or {}
+    keys["gradient_clipping_threshold"] = max_norm or 0.0
+    keys |= _numerics(config, missing)
+    if any(rule.scope == "slots" for rule in rules.rules):
+        keys["shard_optimizer_over_data"] = True
+    keys |= _rule_keys(config, rules, theirs, keys, where, missing)
+    kept_keys = {key: value for key, value in keys.items() if value != READ[key]}
+    missing += _differences(kept_keys, config, theirs, rules, where, (batch, length), remat)
+    return Emission(kept_keys, tuple(dict.fromkeys(missing)))
+
+
+def _renames(mesh: Mesh, sequence: set[str], layout: LayoutRules) -> dict[str, str]:
+    """MaxText's axis for each axis of the mesh: by name, else by what it splits."""
+    made: dict[str, str] = {}
+    for axis in mesh.axes:
+        name = NAMES.get(axis, axis)
+        if name == "tensor" and axis in sequence:
+            name = "tensor_sequence"
+        if name not in AXES:
+            name = _by_role(axis, layout)
+        if name in made.values():
+            name = next(other for other in AXES if other not in made.values())
+        made[axis] = name
+    return made
+
+
+def _by_role(axis: str, layout: LayoutRules) -> str:
+    dims = {rule.dim for rule in layout.rules if axis in rule.axes}
+    for dim, name in (("experts", "expert"), ("stage", "stage")):
+        if dim in dims:
+            return name
+    if "batch" in dims:
+        return "fsdp" if "d_model" in dims else "data"
+    return "context" if dims == {"length"} else "tensor_sequence" if "length" in dims else "tensor"
+
+
+def _each(batch: int, where: Slice) -> float | int:
+    each = batch / where.devices
+    return int(each) if each.is_integer() else each
+
+
+def _mesh_keys(mesh: Mesh, where: Slice, across: Mapping[str, int]) -> dict[str, Any]:
+    """Sizes within and across slices; the order of the axes where it is not MaxText's."""
+    sizes, left = dict(mesh.sizes_by_axis), where.slices
+    joining = dict(across)
+    if not joining:
+        for axis, size in sizes.items():
+            part = max(n for n in range(1, left + 1) if left % n == 0 and size % n == 0)
+            joining, left = joining | {axis: part}, left // part
+    keys: dict[str, Any] = {}
+    for axis, size in sizes.items():
+        part = joining.get(axis, 1)
+        if axis != "fsdp":
+            keys[f"ici_{PARTS[axis]}_parallelism"] = size // part
+        if axis != "data":
+            keys[f"dcn_{PARTS[axis]}_parallelism"] = part
+    several = [axis for axis, size in sizes.items() if size > 1]
+    if several != [axis for axis in AXES if axis in several]:
+        keys["mesh_axes"] = [*several, *(axis for axis in AXES if axis not in several)]
+    return keys
+
+
+def _numerics(config: TransformerConfig, missing: list[str]) -> dict[str, Any]:
+    n = config.numerics
+    if n.slice_dtype is not None and n.slice_dtype != n.variable_dtype:
+        missing.append(f"devices store variables in {n.slice_dtype}, which are {n.variable_dtype} otherwise")
+    precision = {"default": "", "highest": ""}.get(n.precision, n.precision)
+    return {
+        "weight_dtype": n.variable_dtype,
+        "dtype": n.activation_dtype or n.variable_dtype,
+        "quantization": precision,
+    }
+
+
+# ------------------------------------------------------------ rules
+
+
+def _rule_keys(
+    config: TransformerConfig, rules: LayoutRules, mesh: Mesh, keys: Mapping[str, Any], where: Slice, missing: list[str]
+) -> dict[str, Any]:
+    """`logical_axis_rules` where the default ones do not give the layout."""
+    try:
+        if _same(_read({**keys}).layout_on(where), rules):
+            return {}
+    except MeshlibError:
+        pass  # the default rules do not even divide
+    wanted = _wanted(config, rules, mesh, missing)
+    several = set(mesh.axes)
+    default: dict[str, list[tuple[str, ...]]] = {}
+    for name, axes in DEFAULT_RULES:
+        default.setdefault(name, []).append(tuple(axis for axis in axes if axis in several))
+    changed = [
+        [name, [*axes]]
+        for name, options in wanted.items()
+        if _options(options) != _options(default.get(name, []))
+        for axes in _options(options)
+    ]
+    return {RULES: changed} if changed else {}
+
+
+def _wanted(
+    config: TransformerConfig, rules: LayoutRules, mesh: Mesh, missing: list[str]
+) -> dict[str, list[tuple[str, ...]]]:
+    """The axes that each of MaxText's dims needs, the longest of several first."""
+    wanted: dict[str, list[tuple[str, ...]]] = {}
+
+    def want(name: str, axes: tuple[str, ...]) -> None:
+        options = wanted.setdefault(name, [])
+        if axes not in options:
+            options.append(axes)
+            options.sort(key=len, reverse=True)
+
+    for tensor in weights(config).values():
+        shape = Shape([Dimension(dim, mesh.size) for dim, _ in tensor if dim])
+        try:
+            sharding = rules.sharding(shape, mesh, "variables")
+        except LayoutError as fault:
+            missing.append(str(fault).splitlines()[0])
+            continue
+        for dim, name in tensor:
+            want(name, sharding.of(dim) if dim else ())
+    dims = {dim for tensor in weights(config).values() for dim, _ in tensor} | {"batch"}
+    for dim, name in ((dim, name) for dim, name in ACTIVATIONS.items() if dim in dims):
+        shape = Shape([Dimension(d, mesh.size) for d in dict.fromkeys(("batch", dim))])
+        want(name, rules.fitting(shape, mesh, "activations").of(dim))
+    want("activation_kv_heads", wanted["activation_heads"][0])
+    want("activation_batch_moe", wanted["activation_batch"][0])
+    want("activation_embed_and_logits_batch", wanted["activation_batch"][0])
+    length = [r for r in rules.for_dim("length") if r.dim == "length"]
+    whole = length[0].axes if length else ()
+    want("activation_norm_length", whole)
+    want("activation_length", tuple(a for a in whole if not length[0].optional or a.startswith("context")))
+    return wanted
+
+
+def _options(found: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Different options of a dim; to be whole is one only where there is no other."""
+    return [axes for axes in dict.fromkeys(found) if axes] or [()]
+
+
+def _same(one: LayoutRules, other: LayoutRules) -> bool:
+    """Whether both have the same rules, apart from optional ones beside a required one, which are never used."""
+
+    def used(rules: LayoutRules) -> set[str]:
+        required = {(r.dim, r.scope) for r in rules.rules if not r.optional}
+        return {str(r) for r in rules.rules if not r.optional or (r.dim, r.scope) not in required}
+
+    return used(one) == used(other)
+
+
+# ------------------------------------------------------------ read back
+
+
+def _read(keys: Mapping[str, Any]) -> MaxTextRun:
+    """A run of these keys over MaxText's defaults."""
+    rules: tuple[LogicalRule, ...] = DEFAULT_RULES
+    if RULES in keys:
+        names = {name for name, _ in keys[RULES]}
+        rules = (
+            *(rule for rule in DEFAULT_RULES if rule[0] not in names),
+            *((name, tuple(axes)) for name, axes in keys[RULES]),
+        )
+    return MaxTextRun(Settings(PLAN, {**keys}, {}, rules))
+
+
+def _differences(
+    keys: Mapping[str, Any],
+    config: TransformerConfig,
+    mesh: Mesh,
+    rules: LayoutRules,
+    where: Slice,
+    sizes: tuple[int, int],
+    remat: Policy,
+) -> list[str]:
+    """What the keys give when they are read, where it is not the plan."""
+    try:
+        run = _read(keys)
+        found = run.config
+        out = [
+            f"{name}: {ours!r:.60} in the plan, {theirs!r:.60} in MaxText"
+            for (name, ours), (_, theirs) in zip(_plain(config), _plain(found), strict=True)
+            if ours != theirs
+        ]
+        if run.mesh(where) != mesh and mesh.size > 1:
+            out.append(f"mesh: {mesh} in the plan, {run.mesh(where)} in MaxText")
+        if not _same(run.layout_on(where), rules):
+            out.append(f"layout: {rules} in the plan, {run.layout_on(where)} in MaxText")
+        out += [f"weights laid out in another way: {', '.join(w)}" for w in [run.translation(where).differing] if w]
+        if (run.batch(where), run.length) != sizes:
+            out.append(f"batch: {sizes[0]} sequences in the plan, {run.batch(where)} in MaxText")
+        ours = policy(config, *_kept(remat)) if remat == "matmuls" else remat
+        if run.remat != ours:
+            out.append(f"recomputation: {ours!r} in the plan, {run.remat!r} in MaxText")
+    except GraphError as fault:
+        return [str(fault)]
+    return out
+
+
+def _kept(remat: Policy) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return POLICIES["minimal"] if remat == "matmuls" else ((), ())
+
+
+# Fields that change neither what a step computes nor what it stores: angles, constants of losses and of norms.
+FREE = (
+    *("name", "norm_epsilon", "attention_scale", "rope_theta", "local_rope_theta"),
+    *("label_smoothing", "relative_buckets", "relative_max_distance", "segments", "experts.routing.loss_coef"),
+    *("experts.routing.min_expert_capacity", "experts.routing.group_score", "experts.routing.renormalise"),
+)
+
+
+def _plain(config: TransformerConfig) -> list[tuple[str, Any]]:
+    """Fields as they are compared: what derived ones come to, those of experts one by one."""
+    derived: dict[str, Any] = {
+        "kv_heads": config.memory_heads,
+        "attention_bias": config.has_attention_bias,
+        "attention_out_bias": config.has_attention_out_bias,
+        "max_length": config.max_length if config.position == "learned" else None,
+        "experts": config.experts is not None,
+    }
+    made = [(f.name, derived.get(f.name, getattr(config, f.name))) for f in fields(config)]
+    experts = config.experts or Experts(count=1, d_ff=1, routing=Routing(top_k=1))
+    for prefix, record in (("experts", experts), ("experts.routing", experts.routing)):
+        made += [(f"{prefix}.{f.name}", getattr(record, f.name)) for f in fields(record) if f.name != "routing"]
+    return [(name, value) for name, value in made if name not in FREE]

@@ -1,0 +1,252 @@
+"""Tuning a MaxText run: mesh sizes, recomputation, batch and accumulation, at the tokens of a step it was given.
+
+Greedy coordinate search: from the run as given, each knob in turn is set to the value whose step is fastest and fits,
+until no knob gains. What a change gains is its own: the step without it against the step with it, in the order found.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+from hardware.slices import Slice
+from meshlib.core.compiler import XLA_TPU, Compiler
+from meshlib.core.errors import GraphError, MeshlibError
+from meshlib.core.text import bytes_text, grid, seconds_text
+from meshlib.estimation import estimate
+from meshlib.models.maxtext.emission import value_text
+from meshlib.models.maxtext.keys import AXES, PARTS, REMAT_KEYS
+from meshlib.models.maxtext.remat import POLICIES
+from meshlib.models.maxtext.run import MaxTextRun
+from meshlib.models.maxtext.settings import OVERRIDES, Settings
+
+Progress = Callable[[int, int, str], None]
+GAIN = 0.002  # of a step below which a change is not worth a line
+MOST_BATCHES = 3  # microbatch sizes on either side
+# Placements that `custom` adds to the named policies: layer inputs on the host, products where they pay.
+CUSTOM: tuple[Mapping[str, str], ...] = (
+    {"decoder_layer_input": "offload"},
+    {"decoder_layer_input": "offload", "query_proj": "device", "key_proj": "device", "value_proj": "device"},
+    {"decoder_layer_input": "offload", "query_proj": "offload", "key_proj": "offload", "value_proj": "offload"},
+    {**dict.fromkeys(("decoder_layer_input", "query_proj", "key_proj", "value_proj", "out_proj"), "offload")},
+    {"decoder_layer_input": "offload", "mlpwo": "offload"},
+    {"decoder_layer_input": "device", "context": "device"},
+    {"decoder_layer_input": "device", "out_proj": "device", "mlpwo": "device"},
+    {"decoder_layer_input": "offload", "context": "device", "out_proj": "device"},
+)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A configuration with its figures; `fault` where it can't run."""
+
+    run: MaxTextRun
+    step_seconds: float = float("inf")
+    peak_bytes: float = float("inf")
+    fits: bool = False
+    fault: str = ""
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """What fits before what does not; the fastest first, of what does not fit the smallest."""
+        return (not self.fits, self.step_seconds if self.fits else self.peak_bytes)
+
+
+@dataclass(frozen=True)
+class Change:
+    """Keys that were set, and the figures before and after."""
+
+    keys: Mapping[str, Any]
+    before: Tried
+    after: Tried
+
+    def __str__(self) -> str:
+        text = " ".join(f"{key}={value_text(value)}" for key, value in self.keys.items())
+        share = self.after.step_seconds / self.before.step_seconds - 1
+        more = self.after.peak_bytes - self.before.peak_bytes
+        sign = "+" if more >= 0 else "-"
+        gain = "now fits" if self.after.fits and not self.before.fits else f"{share:+.1%} step*".replace("%", " %")
+        return f"{text}: {gain}, {sign}{bytes_text(abs(more))}"
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What `tune` returns: the run as given, the best one, and the changes that lead there."""
+
+    slice: Slice
+    given: Tried
+    best: Tried
+    changes: tuple[Change, ...]
+    tried: int
+    seconds: float
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        figures = {
+            name: {"step_seconds_modelled": t.step_seconds, "peak_bytes": t.peak_bytes, "fits": t.fits}
+            for name, t in (("given", self.given), ("best", self.best))
+        }
+        changes = [{"keys": dict(c.keys), "text": str(c)} for c in self.changes]
+        return {"slice": self.slice.name, **figures, "changes": changes, "tried": self.tried}
+
+    def __str__(self) -> str:
+        rows = [("", "step*", "peak", "fits", "mesh")]
+        for name, one in (("given", self.given), ("best", self.best)):
+            shown = (
+                ("-", "-", "no") if one.fault
+                else (seconds_text(one.step_seconds), bytes_text(one.peak_bytes), "yes" if one.fits else "NO")
+            )  # fmt: skip
+            rows.append((name, *shown, str(one.run.mesh(self.slice))))
+        head = f"{self.best.run.config.name} on {self.slice.name}, {self._tokens:,} tokens a step"
+        lines = [head, *grid(rows, right=(1, 2))]
+        lines += [f"as given it can't run: {self.given.fault}"] if self.given.fault else []
+        lines += [
+            "",
+            "change, and what it gains:" if self.changes else "no change gains anything",
+            *map(str, self.changes),
+        ]
+        tried = f"{self.tried} configurations tried"
+        return "\n".join([*lines, "", f"{tried}; a search of one key at a time, no proof that none is better"])
+
+    @property
+    def _tokens(self) -> int:
+        run = self.best.run
+        return run.batch(self.slice) * run.length
+
+
+def tune(
+    run: MaxTextRun,
+    where: Slice,
+    seconds: float = 60.0,
+    compiler: Compiler = XLA_TPU,
+    progress: Progress | None = None,
+) -> Tuned:
+    """The fastest configuration that fits, from the one given.
+
+    Args:
+      run: as `mtf.models.read_maxtext` returns it. where: the slice. seconds: to search at most.
+    Returns: a `Tuned`: `.best`, `.changes` with what each gains, as text for people.
+    Raises: GraphError for a run that can't be built on the slice, whatever is changed.
+    """
+    start, seen = time.monotonic(), dict[str, Tried]()
+    sequences = _sequences(run, where)
+
+    def look(one: MaxTextRun) -> Tried:
+        key = repr(sorted((k, repr(v)) for k, v in one.settings.values.items()))
+        if key not in seen:
+            seen[key] = _tried(one, where, compiler)
+            if progress is not None:
+                progress(len(seen), len(seen) + 1, _name(min(seen.values(), key=lambda t: t.order)))
+        return seen[key]
+
+    given = best = look(run)
+    changes: list[Change] = []
+    gained = True
+    while gained and time.monotonic() - start < seconds:
+        gained = False
+        for knob in (_meshes, _policies, _batches):
+            options = []
+            for keys in knob(best.run, where, sequences):
+                if time.monotonic() - start > seconds:
+                    break
+                options.append((keys, look(changed(best.run, keys))))
+            if not options:
+                continue
+            keys, after = min(options, key=lambda option: option[1].order)
+            better = after.order < best.order and (not best.fits or after.step_seconds < best.step_seconds * (1 - GAIN))
+            if better:
+                changes.append(Change(keys, best, after))
+                best, gained = after, True
+    if best.fault:
+        raise GraphError(f"tune: {best.fault}")
+    faults = {_name(t): t.fault for t in seen.values() if t.fault}
+    return Tuned(where, given, best, tuple(changes), len(seen), time.monotonic() - start, faults)
+
+
+def changed(run: MaxTextRun, keys: Mapping[str, Any]) -> MaxTextRun:
+    """The run with other values of some keys."""
+    s = run.settings
+    sources = {**s.sources, **dict.fromkeys(keys, OVERRIDES)}
+    return MaxTextRun(Settings(s.path, {**s.values, **keys}, sources, s.rules))
+
+
+def _tried(run: MaxTextRun, where: Slice, compiler: Compiler) -> Tried:
+    try:
+        est = estimate(run.program(where, compiler), where, placement=run.placement(where))
+    except MeshlibError as fault:
+        return Tried(run, fault=str(fault).splitlines()[0])
+    return Tried(run, est.step_seconds, est.memory.peak_bytes, est.fits)
+
+
+def _sequences(run: MaxTextRun, where: Slice) -> int:
+    """Sequences of a step, whether the mesh can share them or not."""
+    s = run.settings
+    return round(where.devices * s.number("per_device_batch_size") + 1e-9) * run.accumulation
+
+
+def _name(tried: Tried) -> str:
+    return seconds_text(tried.step_seconds) if tried.fits else "nothing fits yet"
+
+
+# ------------------------------------------------------------ knobs
+
+
+def _meshes(run: MaxTextRun, where: Slice, sequences: int) -> Iterator[dict[str, Any]]:
+    """ICI sizes: fully sharded with tensor or sequence parallelism, transposed weights, experts, context, data."""
+    per_slice, config = where.devices // where.slices, run.config
+    heads = min(config.attention_of(window).memory for window in config.windows)
+    most = heads if heads > 1 else 1
+    tensors = [n for n in (1, 2, 4, 8, 16) if most % n == 0 and config.d_ff % n == 0 and per_slice % n == 0]
+    experts = [1]
+    if config.experts is not None:
+        experts = [n for n in (1, 2, 4, 8, 16, 32, 64) if config.experts.count % n == 0 and per_slice % n == 0]
+    axes = ("tensor", "tensor_sequence", "expert", "context", "data", "fsdp_transpose")
+    here = {key: run.settings.size(key, -1) for key in _keys_of(axes)}
+    for axis, sizes in (
+        ("tensor", tensors), ("tensor_sequence", tensors), ("expert", experts), ("context", (1, 2, 4, 8)),
+        ("data", (1, 2, 4, 8)), ("fsdp_transpose", (1, 4, 16)),
+    ):  # fmt: skip
+        if axis not in run.settings["mesh_axes"]:
+            continue
+        for size in sizes:
+            keys = {"ici_fsdp_parallelism": -1, **{k: (1 if v == -1 else v) for k, v in here.items()}}
+            keys[f"ici_{axis}_parallelism"] = size
+            if axis in ("tensor", "tensor_sequence"):
+                other = "tensor_sequence" if axis == "tensor" else "tensor"
+                keys[f"ici_{other}_parallelism"] = 1
+            kept = {k: v for k, v in keys.items() if v != run.settings[k]}
+            if kept:
+                yield kept
+
+
+def _keys_of(axes: tuple[str, ...]) -> list[str]:
+    return [f"ici_{PARTS[axis]}_parallelism" for axis in axes if axis in AXES]
+
+
+def _policies(run: MaxTextRun, where: Slice, sequences: int) -> Iterator[dict[str, Any]]:
+    """Policies by name, and custom ones that put values in host memory."""
+    for name in POLICIES:
+        if name not in (run.settings["remat_policy"], "minimal_flash"):
+            yield {"remat_policy": name}
+    plain = dict.fromkeys(REMAT_KEYS, "remat") | {"decoder_layer_input": "device"}
+    for places in CUSTOM:
+        keys: dict[str, Any] = {"remat_policy": "custom", **plain, **places}
+        kept = {key: value for key, value in keys.items() if value != run.settings[key]}
+        if kept:
+            yield {"remat_policy": "custom", **kept}
+
+
+def _batches(run: MaxTextRun, where: Slice, sequences: int) -> Iterator[dict[str, Any]]:
+    """Batch and accumulation with the same sequences in a step."""
+    for steps in sorted({n for a, n in product(range(MOST_BATCHES + 1), (1, 2, 4, 8, 16)) if sequences % n == 0}):
+        micro = sequences // steps
+        each = micro / where.devices
+        if steps != run.accumulation and each * 64 == int(each * 64):
+            yield {
+                "per_device_batch_size": int(each) if each.is_integer() else each,
+                "gradient_accumulation_steps": steps,
+            }
