@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from meshlib.core.dtypes import as_dtype
 from meshlib.core.graph import Tensor
 from meshlib.jax.importing.axes import Axes
@@ -57,9 +60,13 @@ rule(
 
 
 def _constraint(w: Writer, step: Step) -> Tensor:
+    return split_by(w, step, getattr(step.params["sharding"], "spec", ()))
+
+
+def split_by(w: Writer, step: Step, spec: Sequence[Any]) -> Tensor:
+    """The operand of a step, of which the function says that it is split by this spec."""
     (x,), (out,) = step.ins, step.outs
     parts = [w.shape([a]) for a in out.axes]
-    spec = getattr(step.params["sharding"], "spec", ())
     return w.constraints.met(w.full(w.under(x, out.axes), out.axes), parts, spec, step.place.line)
 
 

@@ -47,15 +47,15 @@ class Ruled:
     floating: tuple[int, ...]
 
 
-def ruled(eqn: Any) -> Ruled:
-    """Both functions of a call whose rule JAX knows."""
+def ruled(eqn: Any, axis_env: Sequence[tuple[str, int]] = ()) -> Ruled:
+    """Both functions of a call whose rule JAX knows; `axis_env`: the axes that are mapped over around it."""
     operands, results = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
     reals, outs = parts_of(operands), parts_of(results)
     # What a `linear_call` is not linear in has no cotangent, in JAX neither.
     fixed = sum(eqn.params.get(name, 0) for name in ("num_callee_consts", "num_res"))
     moving = tuple(n for n, a in enumerate(reals) if _is_float(a) and n >= fixed)
     floating = tuple(n for n, a in enumerate(outs) if _is_float(a))
-    function = _function(eqn)
+    function, env = _function(eqn), list(axis_env)
     trees: list[Any] = []
 
     def in_parts(*parts: Any) -> list[Any]:
@@ -76,12 +76,12 @@ def ruled(eqn: Any) -> Ruled:
         both = {False: iter(rest), True: iter(floats)}
         return [next(both[n in floating]) for n in range(len(outs))], residuals
 
-    closed, (_, kept) = jax.make_jaxpr(forward, return_shape=True)(*reals)
+    closed, (_, kept) = jax.make_jaxpr(forward, return_shape=True, axis_env=env)(*reals)
 
     def backward(residuals: Sequence[Any], *cotangents: Any) -> Any:
         return jax.tree_util.tree_unflatten(trees[-1], residuals)(list(cotangents))
 
-    back = jax.make_jaxpr(backward)(kept, *(outs[n] for n in floating))
+    back = jax.make_jaxpr(backward, axis_env=env)(kept, *(outs[n] for n in floating))
     live, _ = dce_jaxpr(back.jaxpr, [True] * len(moving), instantiate=True)
     return Ruled(closed, core.ClosedJaxpr(live, back.consts), moving, floating)
 

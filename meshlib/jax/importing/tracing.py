@@ -21,6 +21,7 @@ from meshlib.jax.importing.custom_rules import has_own_rule, named
 from meshlib.jax.importing.draws import draws
 from meshlib.jax.importing.pairs import Pair, Value, aval_of, flat, in_parts, is_complex, packed, parts_of
 from meshlib.jax.importing.rewrites import OWN_LINES, REWRITES
+from meshlib.jax.importing.rewrites.mapped import mapped_axes
 from meshlib.jax.importing.ruled import KIND as CUSTOM_RULE
 from meshlib.jax.importing.ruled import ruled
 from meshlib.jax.importing.table import RULES
@@ -57,6 +58,7 @@ class Tracing:
     steps: list[Step] = field(default_factory=list)
     policy: Callable[..., Any] | None = None  # of the innermost checkpoint around
     saved: int = 0
+    axis_env: tuple[tuple[str, int], ...] = ()  # axes that a `shard_map` around works on
     in_rule: bool = False  # of a derivative, where nothing is differentiated any more
     refused: dict[str, int] = field(default_factory=dict)  # calls that can't be imported, and how often they occur
 
@@ -143,7 +145,12 @@ class Tracing:
         other = REWRITES[name](Step(name, real, [], params, place)) if name in REWRITES else None
         if other is not None:
             written = jax.make_jaxpr(other)(*(v.aval for v in eqn.invars))
-            return self.inline(written, real, place, inherit=name not in OWN_LINES)
+            outer = self.axis_env
+            if name == "shard_map":
+                self.axis_env = (*outer, *mapped_axes(params).items())
+            made = self.inline(written, real, place, inherit=name not in OWN_LINES)
+            self.axis_env = outer
+            return made
         return self._add(name, eqn, real, place)
 
     def _in_parts(self, eqn: Any, ins: Sequence[Value], place: Place) -> list[Value]:
@@ -225,8 +232,8 @@ class Tracing:
     def _ruled(self, eqn: Any, ins: list[Value], place: Place) -> list[Value]:
         """A call whose derivative is what its rule says."""
         try:
-            call = ruled(eqn)
-        except (TypeError, ValueError, NotImplementedError) as fault:
+            call = ruled(eqn, self.axis_env)
+        except (TypeError, ValueError, NotImplementedError, NameError) as fault:
             why = f"{named(eqn)}: its derivative rule can't be traced: {str(fault).splitlines()[0]:.200}"
             self.refused[why] = self.refused.get(why, 0) + 1
             call = None

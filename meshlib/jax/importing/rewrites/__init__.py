@@ -1,16 +1,17 @@
 """Primitives that are others in other words: written in JAX itself, traced again, and brought in as those."""
 
-from meshlib.jax.importing.rewrites import (
+from meshlib.jax.importing.rewrites import (  # the table's rows
     curves,
     draws,
     indices,
     loops,
+    mapped,
     order,
     ragged,
     solves,
     windows,
-)  # the table's rows
+)
 from meshlib.jax.importing.rewrites.table import OWN_LINES as OWN_LINES
 from meshlib.jax.importing.rewrites.table import REWRITES as REWRITES
 
-_ROWS = (curves, draws, indices, loops, order, ragged, solves, windows)
+_ROWS = (curves, draws, indices, loops, mapped, order, ragged, solves, windows)

@@ -1,0 +1,216 @@
+"""`shard_map` as the global function that it is: blocks are an axis of their arrays, over which the body is mapped.
+
+An axis of the mesh becomes an axis of the arrays that it splits, as major part of what it splits; the collectives of
+the body, which `vmap` knows over an axis with a name, become sums, moves and repeats along it. A layout may split that
+part over the same axis, or over any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+
+from meshlib.jax.importing.code import Step
+from meshlib.jax.importing.passing import split_by
+from meshlib.jax.importing.rewrites.table import Function, rewrite
+from meshlib.jax.importing.table import rule, same_axes
+
+Axes = tuple[str, ...]
+
+
+# An array whose axes are split over axes of the mesh, as a constraint says it.
+SPLIT = core.Primitive("mesh_split")
+SPLIT.def_abstract_eval(lambda x, spec: x)
+rule(SPLIT.name, axes=same_axes, write=lambda w, step: split_by(w, step, step.params["spec"]), by_element=True)
+
+
+def mapped_axes(params: Mapping[str, Any]) -> dict[str, int]:
+    """The axes of the mesh that the body of a `shard_map` works by itself on, with their sizes."""
+    mesh = params["mesh"]
+    return {a: int(mesh.shape[a]) for a in mesh.axis_names if a in params["newly_manual_axes"]}
+
+
+def _axes_of(spec: Any, rank: int) -> list[Axes]:
+    """The mesh axes that split each axis of an array."""
+    entries = [(e,) if isinstance(e, str) else tuple(e or ()) for e in tuple(spec)]
+    return entries + [()] * (rank - len(entries))
+
+
+def _mapped(step: Step) -> Function:
+    p = step.params
+    body, sizes = p["jaxpr"], mapped_axes(p)
+    manual = [*sizes]
+
+    def run(*operands: Any) -> list[Any]:
+        ins = [_axes_of(spec, x.ndim) for spec, x in zip(p["in_specs"], operands, strict=True)]
+        outs = [_axes_of(spec, v.aval.ndim) for spec, v in zip(p["out_specs"], body.outvars, strict=True)]
+        blocks = [_cut(x, axes, sizes) for x, axes in zip(operands, ins, strict=True)]
+        function: Callable[..., Any] = _in_blocks(body, _Over(tuple(sizes.items()), bool(p["check_vma"])))
+        for axis in reversed(manual):
+            where = tuple(0 if axis in [a for e in axes for a in e] else None for axes in ins)
+            function = jax.vmap(function, where, 0, axis_name=axis, axis_size=sizes[axis])
+        made = function(*blocks)
+        return [_joined(y, axes, manual, sizes, bool(p["check_vma"])) for y, axes in zip(made, outs, strict=True)]
+
+    return run
+
+
+def _cut(x: Any, axes: Sequence[Axes], sizes: Mapping[str, int]) -> Any:
+    """An array with its blocks along axes at the front, in the mesh's order."""
+    shape: list[int] = []
+    places: dict[str, int] = {}
+    for n, names in zip(x.shape, axes, strict=True):
+        for a in names:
+            places[a] = len(shape)
+            shape.append(sizes[a])
+        shape.append(n // prod(sizes[a] for a in names))
+    front = [a for a in sizes if a in places]
+    if not front:
+        return x
+    x = x.reshape(shape)
+    entries = [next((a for a, at in places.items() if at == n), None) for n in range(len(shape))]
+    x = SPLIT.bind(x, spec=tuple(entries))
+    return jnp.moveaxis(x, [places[a] for a in front], range(len(front)))
+
+
+def _joined(y: Any, axes: Sequence[Axes], manual: Sequence[str], sizes: Mapping[str, int], one: bool) -> Any:
+    """An array of the results of all blocks, each axis put together; over others all are the same.
+
+    `one`: JAX has checked that. Otherwise it gives each of them an equal share of the cotangent, as a mean does.
+    """
+    used = [a for e in axes for a in e]
+    if one or not jnp.issubdtype(y.dtype, jnp.floating):
+        y = y[tuple(slice(None) if a in used else 0 for a in manual)]
+    else:
+        y = y.mean(tuple(n for n, a in enumerate(manual) if a not in used))
+    front = [a for a in manual if a in used]
+    order: list[int] = []
+    shape: list[int] = []
+    for n, names in enumerate(axes):
+        order += [front.index(a) for a in names] + [len(front) + n]
+        shape.append(y.shape[len(front) + n] * prod(sizes[a] for a in names))
+    return jnp.transpose(y, order).reshape(shape)
+
+
+# ---------------------------------------------------------------- the body, without what it says of varying
+
+
+@dataclass(frozen=True)
+class _Over:
+    """What a body is mapped over: axes with their sizes; whether JAX has checked which values vary along them."""
+
+    sizes: tuple[tuple[str, int], ...]
+    checked: bool
+
+
+def _in_blocks(jaxpr: Any, over: _Over) -> Callable[..., list[Any]]:
+    """The body as a function of one block each, where the axes have names."""
+    inner, consts = getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
+
+    def run(*operands: Any) -> list[Any]:
+        values: dict[Any, Any] = dict(zip((*inner.constvars, *inner.invars), (*consts, *operands), strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if hasattr(atom, "val") else values[atom]
+
+        for eqn in inner.eqns:
+            made = _bound(eqn, [read(v) for v in eqn.invars], over)
+            values.update(zip(eqn.outvars, made, strict=True))
+        return [read(v) for v in inner.outvars]
+
+    return run
+
+
+_SAME = ("pvary", "pcast", "sharding_constraint", "reshard", "mesh_cast")
+
+
+def _bound(eqn: Any, operands: Sequence[Any], over: _Over) -> Sequence[Any]:
+    name, params = eqn.primitive.name, dict(eqn.params)
+    if name in _SAME:
+        return operands
+    if name == "psum_invariant":
+        return [lax.psum(x, params["axes"]) for x in operands]
+    if name in ("all_gather_invariant", "all_gather_reduced"):
+        (x,) = operands
+        return [lax.all_gather(x, params["axis_name"], axis=params["all_gather_dimension"], tiled=params["tiled"])]
+    if name == "ppermute":
+        return [_permuted(x, params["axis_name"], params["perm"], dict(over.sizes)) for x in operands]
+    for key, held in params.items():
+        if key in ("sharding", "out_sharding"):
+            params[key] = None
+        elif isinstance(held, tuple) and held and all(isinstance(h, core.ClosedJaxpr) for h in held):
+            params[key] = tuple(_without(h, over) for h in held)
+        elif isinstance(held, core.ClosedJaxpr | core.Jaxpr):
+            params[key] = _without(held, over)
+    shapes = [jax.typeof(x) for x in operands]
+    # Of the context of an equation, the mesh would have the axes of the body.
+    plain = jax.make_jaxpr(lambda *xs: ([*xs], lax.neg(0.0)), axis_env=list(over.sizes))(
+        *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in shapes)
+    )
+    outs = [core.Var(v.aval.update(vma=frozenset()) if hasattr(v.aval, "vma") else v.aval) for v in eqn.outvars]
+    call = eqn.replace(invars=plain.jaxpr.invars, outvars=outs, params=params, ctx=plain.jaxpr.eqns[0].ctx)
+    alone = core.ClosedJaxpr(plain.jaxpr.replace(eqns=[call], outvars=outs), ())
+    function: Callable[..., Sequence[Any]] = core.jaxpr_as_fun(alone)
+    if name.startswith("custom_vjp") and not over.checked:
+        return _ruled(function, over)(*(_varying(x, over) for x in operands))
+    return function(*operands)
+
+
+def _ruled(function: Callable[..., Sequence[Any]], over: _Over) -> Callable[..., Sequence[Any]]:
+    """A call with a derivative rule whose results belong to each block, which has a cotangent of its own.
+
+    Mapped as it is, a sum over blocks would be one value, and its rule would get the sum of the cotangents.
+    """
+
+    @jax.custom_vjp
+    def call(*operands: Any) -> Sequence[Any]:
+        return [_varying(y, over) for y in function(*operands)]
+
+    def forward(*operands: Any) -> tuple[Sequence[Any], Any]:
+        results, pull = jax.vjp(function, *operands)
+        return [_varying(y, over) for y in results], pull
+
+    call.defvjp(forward, lambda pull, cotangents: pull(cotangents))
+    return call
+
+
+def _varying(x: Any, over: _Over) -> Any:
+    """The value as one of each block."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    for axis, _ in over.sizes:
+        x = x + (0 * lax.axis_index(axis)).astype(x.dtype)
+    return x
+
+
+def _without(held: Any, over: _Over) -> Any:
+    """A jaxpr inside the body, of a loop or a branch, in the same way."""
+    inner = getattr(held, "jaxpr", held)
+    specs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inner.invars]
+    made = jax.make_jaxpr(_in_blocks(held, over), axis_env=list(over.sizes))(*specs)
+    return made if isinstance(held, core.ClosedJaxpr) else made.jaxpr
+
+
+def _permuted(x: Any, axis: Any, perm: Sequence[tuple[int, int]], sizes: Mapping[str, int]) -> Any:
+    """What each block receives; zeros, where nobody sends it anything."""
+    names = (axis,) if isinstance(axis, str) else tuple(axis)
+    count = prod(sizes[a] for a in names)
+    if len(perm) == count:
+        return lax.ppermute(x, names, perm)
+    senders, receivers = {a for a, _ in perm}, {b for _, b in perm}
+    rest = zip(
+        [n for n in range(count) if n not in senders], [n for n in range(count) if n not in receivers], strict=True
+    )
+    moved = lax.ppermute(x, names, [*perm, *rest])
+    there = jnp.isin(lax.axis_index(names), jnp.asarray(sorted(receivers)))
+    return jnp.where(there, moved, jnp.zeros_like(moved))
+
+
+rewrite("shard_map", _mapped, own_lines=True)
