@@ -169,16 +169,17 @@ def _ruled(function: Callable[..., Sequence[Any]], over: _Over) -> Callable[...,
     Mapped as it is, a sum over blocks would be one value, and its rule would get the sum of the cotangents.
     """
 
-    @jax.custom_vjp
-    def call(*operands: Any) -> Sequence[Any]:
+    def primal(*operands: Any) -> Sequence[Any]:
         return [_varying(y, over) for y in function(*operands)]
 
     def forward(*operands: Any) -> tuple[Sequence[Any], Any]:
         results, pull = jax.vjp(function, *operands)
         return [_varying(y, over) for y in results], pull
 
+    call: Any = jax.custom_vjp(primal)
     call.defvjp(forward, lambda pull, cotangents: pull(cotangents))
-    return call
+    ruled: Callable[..., Sequence[Any]] = call
+    return ruled
 
 
 def _varying(x: Any, over: _Over) -> Any:
