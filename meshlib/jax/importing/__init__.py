@@ -35,6 +35,7 @@ from meshlib.jax.importing.code import DTYPES, NARROW, Code, NotImported, Place,
 from meshlib.jax.importing.constraints import Constraints
 from meshlib.jax.importing.contraction import mark_scores
 from meshlib.jax.importing.imported import Argument, Call, ImportedGraph
+from meshlib.jax.importing.kernels import checked_kernels, refuse_unknown
 from meshlib.jax.importing.leaves import (
     COMPLEX,
     concrete,
@@ -65,6 +66,7 @@ def from_jax(
     constraints: bool = False,
     most_trips: int | None = None,
     float16: str | None = None,
+    kernels: Mapping[str, Callable[..., Any]] | None = None,
 ) -> ImportedGraph:
     """A JAX function as a graph, from which on everything of the library works: layouts, reasons, estimates.
 
@@ -87,6 +89,9 @@ def from_jax(
         counted, and computed; what is done after the condition fails is not kept.
       float16: "bfloat16" takes all float16 for bfloat16, which has the same size and fewer digits; TPUs have no
         float16, which is refused otherwise.
+      kernels: what `pallas_call`, `pure_callback` and `io_callback` compute, by their names, as JAX functions of the
+        same operands: {"flash_attention": lambda q, k, v: ...}. Values, gradients and costs are those of the function;
+        a derivative rule around the kernel is imported with it.
     Returns: an `ImportedGraph`: `.outputs`, `.loss`, `.variables`, `.inputs`; `.feeds(*args)` and `.state(*args)` make
       what a simulation takes of arguments; `.layout(*specs)` makes rules of PartitionSpecs. An axis that `fn` splits or
       merges is the product of several dims; axes of length 1 are none. A complex argument or result is two, `z/real`
@@ -114,11 +119,13 @@ def from_jax(
     own = parameter_names(fn, len(args))
     axes = Axes()
     tracing = Tracing(axes, None if most_trips is None else _most_trips(most_trips), _half(float16))
+    tracing.kernels = checked_kernels(kernels)
     call, held = _in_arrays(fn, own, args)
     leaves = _leaves(tracing, own, args, numbers)
     closed, results = _traced(call)
     ins = packed([leaf.var for leaf in leaves], [v.aval for v in closed.jaxpr.invars])
     outs = flat_parts(tracing.inline(closed, ins, Place(UNKNOWN_LINE), inherit=False))
+    refuse_unknown(tracing.kernels, tracing.met)
     code = Code([leaf.var for leaf in leaves], outs, tracing.steps)
     used = prune(code)
     _check(code, leaves, results, tracing.refused)

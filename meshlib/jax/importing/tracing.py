@@ -19,6 +19,7 @@ from meshlib.jax.importing.contraction import mark_scores
 from meshlib.jax.importing.control import policy_of
 from meshlib.jax.importing.custom_rules import has_own_rule, named
 from meshlib.jax.importing.draws import draws
+from meshlib.jax.importing.kernels import KINDS, Kernels, kernel_name, traced_kernel, without_kernel
 from meshlib.jax.importing.pairs import Pair, Value, aval_of, flat, in_parts, is_complex, packed, parts_of
 from meshlib.jax.importing.rewrites import OWN_LINES, REWRITES
 from meshlib.jax.importing.rewrites.mapped import mapped_axes
@@ -58,6 +59,8 @@ class Tracing:
     steps: list[Step] = field(default_factory=list)
     policy: Callable[..., Any] | None = None  # of the innermost checkpoint around
     saved: int = 0
+    kernels: Kernels = field(default_factory=dict)  # by name, what is no jaxpr
+    met: list[str] = field(default_factory=list)  # of those, the names that occurred
     axis_env: tuple[tuple[str, int], ...] = ()  # axes that a `shard_map` around works on
     in_rule: bool = False  # of a derivative, where nothing is differentiated any more
     refused: dict[str, int] = field(default_factory=dict)  # calls that can't be imported, and how often they occur
@@ -121,6 +124,8 @@ class Tracing:
         name, params = eqn.primitive.name, eqn.params
         if not self.in_rule and has_own_rule(eqn) and any(x.data and "float" in x.dtype for x in flat(ins)):
             return self._ruled(eqn, ins, place)
+        if name in KINDS:
+            return self._kernel(eqn, ins, place)
         if name in _CALLS and _CALLS[name] in params:
             inner = params[_CALLS[name]]
             written_by, known = _author(inner), f"jit:{params.get('name', '')}"
@@ -225,6 +230,16 @@ class Tracing:
         mark_scores(body)
         used = [x for x in flat(ins) if not x.key]
         return self._holding("checkpoint", eqn, used, place, (body,), remat=policy_of(policy, body))
+
+    def _kernel(self, eqn: Any, ins: list[Value], place: Place) -> Sequence[Value]:
+        """A kernel or a callback, as the function that the user gave for it."""
+        name = kernel_name(eqn)
+        self.met.append(name)
+        if name in self.kernels:
+            return self.inline(traced_kernel(name, self.kernels[name], eqn), ins, place, inherit=True)
+        why = f"{eqn.primitive.name} ({place.line}): {without_kernel(eqn)}"
+        self.refused[why] = self.refused.get(why, 0) + 1
+        return [self.known(np.zeros(v.aval.shape, v.aval.dtype), v.aval) for v in eqn.outvars]
 
     def _holds_rules(self, closed: Any) -> bool:
         return not self.in_rule and any(map(has_own_rule, getattr(closed, "jaxpr", closed).eqns))

@@ -1,0 +1,71 @@
+"""Kernels and callbacks, which hold code that is no jaxpr: what they compute is given by name, as a JAX function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from meshlib.core.arguments import at
+from meshlib.core.errors import GraphError, nearest
+from meshlib.jax.importing.naming import WHAT
+
+Kernels = Mapping[str, Callable[..., Any]]
+KINDS = ("pallas_call", "pure_callback", "io_callback")
+
+
+def checked_kernels(given: object) -> Kernels:
+    """`kernels` of `from_jax`: names and functions."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(n, str) and callable(f) for n, f in given.items()):
+        raise GraphError(f"{at(WHAT)}: kernels must be a dict of names to JAX functions, got {given!r:.80}")
+    return given
+
+
+def kernel_name(eqn: Any) -> str:
+    """What a kernel or a callback is called: the name it was given, else that of its function."""
+    params = eqn.params
+    if "callback" in params:
+        function = getattr(params["callback"], "callback_func", params["callback"])
+        return str(getattr(function, "__name__", "callback"))
+    given = params.get("name") or getattr(params.get("name_and_src_info"), "name", None)
+    return str(given or getattr(params["jaxpr"].debug_info, "func_name", "kernel"))
+
+
+def without_kernel(eqn: Any) -> str:
+    """What to say of a kernel that was not given."""
+    name = kernel_name(eqn)
+    return f"'{name}': say what it computes, as a JAX function: from_jax(..., kernels={{'{name}': function}})"
+
+
+def traced_kernel(name: str, function: Callable[..., Any], eqn: Any) -> Any:
+    """The jaxpr of the function that stands for a kernel.
+
+    Raises: GraphError if its results are of other shapes and dtypes, or it is no JAX function.
+    """
+    what = f"{at(WHAT)}: kernels: '{name}'"
+    operands = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    try:
+        traced, results = jax.make_jaxpr(function, return_shape=True)(*operands)
+    except jax.errors.TracerArrayConversionError:
+        raise GraphError(f"{what} must be a JAX function (jax.numpy); it takes its operands for NumPy arrays") from None
+    except TypeError as fault:
+        raise GraphError(f"{what} takes {_types(operands)}: {str(fault).splitlines()[0]}") from None
+    made, wanted = jax.tree_util.tree_leaves(results), [v.aval for v in eqn.outvars]
+    if _types(made) != _types(wanted):
+        raise GraphError(f"{what} returns {_types(made)}, the kernel {_types(wanted)}, of {_types(operands)}")
+    return traced
+
+
+def _types(avals: Sequence[Any]) -> str:
+    return ", ".join(f"{a.dtype}{list(a.shape)}" for a in avals)
+
+
+def refuse_unknown(kernels: Kernels, met: Sequence[str]) -> None:
+    """Raise for names that the function has no kernel of."""
+    for name in kernels:
+        if name not in met:
+            there = f"; it has {', '.join(dict.fromkeys(met))}" if met else ""
+            raise GraphError(f"{at(WHAT)}: kernels: the function has none called {name!r}{nearest(name, met) or there}")
