@@ -12,6 +12,7 @@ import meshlib.jax as real
 from hardware.slices import Slice
 from meshlib.command.terminal import progress, progress_ends
 from meshlib.core.errors import GraphError
+<<<<<<< HEAD
 from meshlib.program.records import Program
 
 
@@ -31,6 +32,11 @@ def compiled_for(programs: Sequence[Program], where: Slice, args: argparse.Names
     finally:
         progress_ends()
     return made
+=======
+from meshlib.core.files import open_file
+
+MOST_BYTES = 2**30
+>>>>>>> 817d8bc (Bound aliases, depth and size of YAML; damaged HLO texts are refused; fuzz both readers)
 
 
 def hlo_text(program: str) -> str | None:
@@ -41,12 +47,17 @@ def hlo_text(program: str) -> str | None:
     path = Path(program)
     if path.suffix not in (".txt", ".hlo"):
         return None
+<<<<<<< HEAD
     if not path.is_file():
         raise GraphError(f"explain: no file {program}")
+=======
+    with open_file(path, "explain", GraphError, MOST_BYTES) as (file, target):
+        raw = file.read()
+>>>>>>> 817d8bc (Bound aliases, depth and size of YAML; damaged HLO texts are refused; fuzz both readers)
     try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as fault:
-        raise GraphError(f"explain: {program} can't be read as a text: {fault}") from None
+        return raw.decode()
+    except UnicodeDecodeError as fault:
+        raise GraphError(f"explain: {target} is not UTF-8: byte {fault.start} is 0x{raw[fault.start]:02x}") from None
 
 
 def explained_hlo(text: str, where: str | None, mesh: str | None) -> Any:

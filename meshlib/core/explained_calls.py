@@ -42,7 +42,7 @@ def explained_calls(
     def exported(value: Any) -> Any:
         if isclass(value):
             _explain_class(value)
-        elif isfunction(value):
+        elif isfunction(value) and value not in _EXPLAINED:  # by another package
             if value not in calls:
                 calls[value] = _exported(value, package, wrap(value))
             return calls[value]
@@ -88,6 +88,7 @@ def _exported(function: Callable[..., Any], package: str, call: Callable[..., An
         call.__module__ = package
         return call
     call = _explaining(function, partial(_function_called, function))
+    _EXPLAINED.add(call)
     home = sys.modules[function.__module__]
     if getattr(home, function.__name__, None) is function:
         setattr(home, function.__name__, call)
@@ -108,15 +109,15 @@ def _explaining(function: Callable[P, T], called: Callable[[tuple[Any, ...]], Ca
     return checked
 
 
-_explained: set[type] = set()
+_EXPLAINED: set[object] = set()  # classes, and what stands for functions
 
 
 def _explain_class(kind: type) -> None:
     """Wrap `__init__` and the public methods of a class of ours, and of those that it derives from."""
     for base in kind.__mro__:
-        if base in _explained or base.__module__.partition(".")[0] not in OWN:
+        if base in _EXPLAINED or base.__module__.partition(".")[0] not in OWN:
             continue
-        _explained.add(base)
+        _EXPLAINED.add(base)
         for name, method in list(vars(base).items()):
             if name == "__init__":
                 setattr(base, name, _explaining(method, _constructed))

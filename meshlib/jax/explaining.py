@@ -21,7 +21,7 @@ from meshlib.estimation.work.communication import placed_for
 from meshlib.jax.hlo.collectives import HloCollective, collectives_of
 from meshlib.jax.hlo.groups import Part, axes_of, permuted_axes
 from meshlib.jax.hlo.reasons import phase_of, reason_of
-from meshlib.jax.hlo.text import Module, parse
+from meshlib.jax.hlo.text import Module, damage_told, parse
 
 HIDDEN = (
     "/site-packages/",
@@ -185,7 +185,13 @@ def explain(compiled: Any, slice: Any, mesh: Any = None) -> Explained:
       >>> found.collectives[0].reason
       "argument 'params['w']' is split over data along dim 0; an operation without a name needs all of it"
     """
-    module = parse(_text_of(compiled))
+    text = _text_of(compiled)
+    with damage_told("explain"):
+        return _explained(text, compiled, slice, mesh)
+
+
+def _explained(text: str, compiled: Any, slice: Any, mesh: Any) -> Explained:
+    module = parse(text)
     mesh_ = _mesh(compiled, mesh, slice, module.devices)
     slice_ = slice_for("explain", mesh_, slice)
     found = collectives_of(module, HIDDEN)

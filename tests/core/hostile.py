@@ -207,6 +207,45 @@ def compared(path: Path) -> None:
         mtf.testing.assert_snapshot(program(), path)
 
 
+MAXTEXT = """
+base_emb_dim: 64
+base_num_query_heads: 4
+base_num_kv_heads: 4
+base_mlp_dim: 128
+base_num_decoder_layers: 2
+head_dim: 16
+vocab_size: 64
+max_target_length: 16
+per_device_batch_size: 1.0
+mesh_axes: ['data', 'fsdp', 'tensor']
+logical_axis_rules: [['batch', ['data', 'fsdp']], ['mlp', 'tensor'], ['embed', ['fsdp']]]
+data_sharding: [['data', 'fsdp', 'tensor']]
+learning_rate: 3.e-5
+"""
+HLO = """HloModule m, is_scheduled=true, num_partitions=4
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %z = f32[] add(%x, %y)
+}
+
+ENTRY %main (a: bf16[16,8], b: f32[64,8]) -> f32[64,8] {
+  %a = bf16[16,8]{1,0:T(8,128)(2,1)} parameter(0)
+  %b = f32[64,8]{1,0} parameter(1)
+  %g = bf16[64,8]{1,0} all-gather(%a), channel_id=1, replica_groups=[1,4]<=[4], dimensions={0}
+  ROOT %r = f32[64,8]{1,0} all-reduce(%b), channel_id=2, replica_groups={{0,1},{2,3}}, to_apply=%add
+}
+"""
+
+
+def explained(path: Path) -> object:
+    from meshlib.command.compiled import hlo_text  # imports JAX
+
+    found = hlo_text(str(path))
+    return found and str(mtf.jax.explain(found, "v5e-4", "data:4"))
+
+
 READERS: dict[str, Reader] = {
     "load": Reader(checkpoint, load_checkpoint),
     "read_notes": Reader(checkpoint, read_notes),
@@ -237,6 +276,10 @@ READERS: dict[str, Reader] = {
     "a snapshot": Reader(snapshot, compared),
     "load_chip": Reader(text('name = "mine"\nbase = "v5e"\nhbm_bytes_per_second = 1.6e12\n'), load_chip),
 }
+if importlib.util.find_spec("yaml") is not None:
+    READERS["read_maxtext"] = Reader(text(MAXTEXT), mtf.models.read_maxtext, share=30)
+if importlib.util.find_spec("jax") is not None:
+    READERS["explain a compiled program"] = Reader(text(HLO), explained, share=50)
 if importlib.util.find_spec("PIL") is not None:
     READERS["read_image"] = Reader(picture, mtf.records.images.read_image)
 WRONG: list[object] = [None, True, -1, 0, 10**400, 1e308, "x", "", [], {}, [[]], {"a": {}}, float("nan"), "\ud800", 3.5]

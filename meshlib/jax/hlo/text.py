@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
-from meshlib.core.errors import ProgramError
+from meshlib.core.errors import MeshlibError, ProgramError
 
 _HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->\s*.*)?\{\s*$")
 _RESULT = re.compile(r"^\s+(ROOT\s+)?%?([\w.\-]+) = ")
@@ -147,6 +148,19 @@ class Module:
             file, line, parent = self.frames[frame]
             yield file, line
             frame = parent
+
+
+@contextmanager
+def damage_told(what: str) -> Iterator[None]:
+    """In it, what a text lacks or has in a wrong place, which shows when it is looked at, is a ProgramError."""
+    try:
+        yield
+    except MeshlibError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as fault:
+        raise ProgramError(
+            f"{what}: the HLO text is damaged: {type(fault).__name__}: {fault!s:.120}; take it from the compiler again"
+        ) from fault
 
 
 def parse(text: str, what: str = "explain") -> Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from meshlib.core.errors import GraphError, MissingError, nearest
+from meshlib.core.files import open_file
 from meshlib.models.maxtext.default_rules import DEFAULT_RULES, LogicalRule
 from meshlib.models.maxtext.keys import KNOWN, READ, REFUSED, UNREAD
 
@@ -17,6 +19,7 @@ WHAT = "read_maxtext"
 OVERRIDES = "overrides"
 RULES = "logical_axis_rules"
 MOST_BYTES = 4 * 2**20  # base.yml has 80 kB
+MOST_VALUES, MOST_DEPTH = 100_000, 64
 _EXPONENT = re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+$")  # YAML 1.1 reads 1e-6 as text, MaxText as a number
 MOST_FILES = 16  # of a chain of base_config
 
@@ -288,12 +291,10 @@ def _check_type(made: Settings, key: str, value: Any, default: Any) -> None:
 
 
 def _read(file: Path) -> dict[str, Any]:
+    with open_file(file, WHAT, GraphError, MOST_BYTES) as (opened, _):
+        raw = opened.read()
     try:
-        if file.stat().st_size > MOST_BYTES:
-            raise GraphError(f"{WHAT}: {file}: is larger than {MOST_BYTES:,} bytes; name a MaxText configuration")
-        text = file.read_text(encoding="utf-8")
-    except OSError as fault:
-        raise GraphError(f"{WHAT}: {file}: can't be read: {fault.strerror}") from None
+        text = raw.decode("utf-8")
     except UnicodeDecodeError:
         raise GraphError(f"{WHAT}: {file}: is no text in UTF-8") from None
     found = _yaml(text, file.name)
@@ -310,7 +311,18 @@ def _yaml(text: str, where: str) -> Any:
         raise MissingError(f"{WHAT} needs PyYAML: pip install 'meshlib-tpu[configs]'") from None
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc, unused-ignore]
-        """PyYAML's own, which refuses equal keys: of these a dict would keep the last."""
+        """PyYAML's own, which refuses equal keys, of which a dict would keep the last, and deep nesting."""
+
+        depth = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            self.depth += 1
+            if self.depth > MOST_DEPTH:
+                raise GraphError(f"{WHAT}: {where}: is nested deeper than {MOST_DEPTH} levels")
+            try:
+                return super().compose_node(parent, index)
+            finally:
+                self.depth -= 1
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             keys = [str(key.value) for key, _ in node.value]
@@ -320,8 +332,13 @@ def _yaml(text: str, where: str) -> Any:
             return super().construct_mapping(node, deep)
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, [*"-+0123456789."])
+    loader = None
     try:
-        return yaml.load(text, Loader)
+        loader = Loader(text)  # which reads the first characters
+        document = loader.get_single_node()
+        if _size(document, {}) > MOST_VALUES:
+            raise GraphError(f"{WHAT}: {where}: has more than {MOST_VALUES:,} values, aliases counted as what they repeat")
+        return None if document is None else loader.construct_document(document)
     except yaml.YAMLError as fault:
         mark = getattr(fault, "problem_mark", None)
         line = "" if mark is None else f":{mark.line + 1}"
@@ -329,3 +346,16 @@ def _yaml(text: str, where: str) -> Any:
         raise GraphError(f"{WHAT}: {where}{line}: is no YAML: {problem}") from None
     except (RecursionError, ValueError) as fault:
         raise GraphError(f"{WHAT}: {where}: is no YAML: {fault}") from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def _size(node: Any, known: dict[int, float]) -> float:
+    """Values in a node of YAML, aliases counted as what they repeat; infinite for a node within itself."""
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        parts = node.value if isinstance(getattr(node, "value", None), list) else []
+        inner = [part for entry in parts for part in (entry if isinstance(entry, tuple) else (entry,))]
+        known[id(node)] = 1 + sum(_size(part, known) for part in inner)
+    return known[id(node)]
