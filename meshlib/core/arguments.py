@@ -158,6 +158,8 @@ def examples_of(arrays: object) -> tuple[list[str], dict[str, int]]:
             faults.append(f"the names of arrays are text, got {name!r:.80}")
         elif not isinstance(array, np.ndarray):
             faults.append(f"'{name}' must be a NumPy array, got {type(array).__name__}; use np.asarray")
+        elif array.dtype.hasobject:
+            faults.append(f"'{name}' has Python objects as elements; use array.astype('float32') or the like")
         elif is_masked(array):
             faults.append(f"'{name}' is a masked array; give its elements values, as in array.filled(0)")
         elif not array.ndim:

@@ -37,8 +37,8 @@ from layouts.frozen import Frozen
 from meshlib.core.errors import GraphError
 from meshlib.core.graph import Graph, Operation, Tensor
 from meshlib.core.opdef import OpDef
+from meshlib.core.source_lines import OWN
 
-OWN = ("hardware", "layouts", "meshlib")
 MOST_DEPTH = 100  # containers within containers
 _GRAPH_TABLES = ("variables", "inputs", "gradient_of", "captured", "outside", "known", "stacked", "choices")
 

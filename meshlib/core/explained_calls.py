@@ -14,12 +14,11 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from meshlib.core.errors import ArgumentError, nearest
 from meshlib.core.foreign_names import OF_ARGUMENTS
-from meshlib.core.source_lines import source_line
+from meshlib.core.source_lines import OWN, source_line
 
 P = ParamSpec("P")
 T = TypeVar("T")
 Called: TypeAlias = tuple[str, Sequence[Callable[..., Any]], Sequence[object]]
-OWN = ("hardware", "layouts", "meshlib")
 SELF = ("self", "cls")
 _KINDS = (
     Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.VAR_POSITIONAL, Parameter.KEYWORD_ONLY,

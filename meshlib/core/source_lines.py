@@ -23,6 +23,7 @@ _given: ContextVar[tuple[str, FrameType | None] | None] = ContextVar("given", de
 
 
 UNKNOWN_LINE = "unknown line"
+OWN = ("hardware", "layouts", "meshlib")
 
 
 def source_line() -> str:
@@ -102,6 +103,28 @@ def _model_line() -> str:
 _PACKAGE = os.path.dirname(os.path.dirname(_user_frame.__code__.co_filename))
 _MODELS, _COMMAND = os.path.join(_PACKAGE, "models", ""), os.path.join(_PACKAGE, "command", "__init__.py")
 _NUMPY, _LIBRARY = os.path.dirname(np.__file__), os.path.dirname(contextlib.__file__)
+
+
+@contextlib.contextmanager
+def users_function(what: str) -> Iterator[None]:
+    """In it runs a function that the user gave: what it raises becomes one line, with the user's line that raised it.
+
+    Raises: GraphError from the exception; errors of this library as they are.
+    """
+    try:
+        yield
+    except Exception as fault:
+        if type(fault).__module__.partition(".")[0] in OWN:
+            raise
+        trace, frames = fault.__traceback__, list[tuple[str, int]]()
+        while trace is not None:
+            if is_users(trace.tb_frame):
+                frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
+            trace = trace.tb_next
+        own = [f for f in frames if "site-packages" not in f[0] and "dist-packages" not in f[0]] or frames
+        where = f" at {shown_file(own[-1][0])}:{own[-1][1]}" if own else ""
+        first = next(iter(str(fault).strip().splitlines()), "")
+        raise GraphError(f"{what} failed{where}: {type(fault).__name__}: {first:.300}") from fault
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from meshlib.core.errors import GraphError, LayoutError, SliceError
 from meshlib.core.graph import Graph, Operation
 from meshlib.core.opdef import Home, Kind
 from meshlib.core.replay import all_operations
+from meshlib.core.source_lines import users_function
 from meshlib.estimation import Estimate, estimate
 from meshlib.lowering import Session
 from meshlib.lowering.assigned import Subjects, stationary_axes
@@ -59,7 +60,13 @@ class Objective:
             )
         if not isinstance(given, str) and callable(given):
             made: Callable[[Estimate], float] = given
-            return Objective("objective", lambda est: number(made(est), "search", "objective"), _nothing, None, given)
+
+            def figure(est: Estimate) -> float:
+                with users_function("search: objective"):
+                    value = made(est)
+                return number(value, "search", "objective")
+
+            return Objective("objective", figure, _nothing, None, given)
         raise GraphError(
             "search: objective must be 'step_seconds', 'usd', 'memory', the name of another figure of mtf.Estimate, "
             f"or a function of an Estimate, got {given!r:.80}"
@@ -166,7 +173,7 @@ def problem_of(
 
     Raises: GraphError where the builder gives no outputs and updates, or a dim is unknown.
     """
-    with Graph():
+    with Graph(), users_function("search: build"):
         made = build(**dict(choices))
     if not isinstance(made, tuple) or len(made) != 2:
         raise GraphError(f"search: build must return (outputs, updates), as mtf.lower takes them, got {made!r:.80}")

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from meshlib.core.arguments import at, choice, flag, whole
-from meshlib.core.errors import GraphError, NotFiniteError
+from meshlib.core.errors import FeedError, GraphError, NotFiniteError
 from meshlib.data import Feed, Stats
 from meshlib.program.records import Program
 from meshlib.simulation import Simulation, simulate
@@ -158,7 +158,8 @@ def train(
     if on_nan == "skip" and not run.check_nan:
         raise GraphError(f"{at(what)}: on_nan='skip' needs a run that looks for NaN: check_nan=True, checked=True")
     bar = flag(progress, what, "progress")
-    keeper = None if folder is None else Keeper(folder, keep, choice(on_damage, what, "on_damage", ON_DAMAGE))
+    choice(on_damage, what, "on_damage", ON_DAMAGE)
+    keeper = None if folder is None else Keeper(folder, keep, on_damage)
     feeding = feeding_of(data)
     if isinstance(feeding, Feed) and feeding is not data and (rows := run.rows_here()) is not None:
         feeding.only(rows)
@@ -167,6 +168,8 @@ def train(
         with nullcontext() if keeper is None else keeper.alone(run):
             loop = _Loop(run, feeding, asked, keeper, shown)
             stopped = loop.run_all()
+            if not loop.at.step:
+                raise FeedError(f"{at(what)}: data gave no batch at all, so that no step was done")
     finally:
         if isinstance(feeding, Feed) and feeding is not data:
             feeding.close()

@@ -352,6 +352,27 @@ MISTAKES: dict[str, Mistake] = {
         ["save_every", "folder"],
     ),
     "keeping none": (lambda: mtf.train(loss_program(), [], 1, keep=0), mtf.GraphError, ["keep", "0"]),
+    "no data": (lambda: mtf.train(loss_program(), [], 3), mtf.FeedError, ["train", "no batch at all"]),
+    "a misspelt way out of damage": (
+        lambda: mtf.train(loss_program(), [], 3, on_damage="ignore"),
+        mtf.GraphError,
+        ["on_damage must be 'error' or 'previous', got 'ignore'"],
+    ),
+    "objects as examples": (
+        lambda: mtf.data.arrays({"x": np.array([{}, {}])}),
+        mtf.FeedError,
+        ["'x' has Python objects as elements"],
+    ),
+    "an array for a tensor": (
+        in_graph(lambda: mtf.conv2d(np.ones((8, 8, 8, 3)), taps())),
+        mtf.ShapeError,
+        [r"conv2d .*expected a tensor, got ndarray float64\[8, 8, 8, 3\]; make it a tensor"],
+    ),
+    "objects for a JAX function": (
+        lambda: mtf.from_jax(lambda x: x, np.array([object()])),
+        mtf.GraphError,
+        ["from_jax", LINE, r"an array of object \[1\]; give numbers or flags"],
+    ),
     # names that no argument has
     "a schedule of a pipeline": (
         lambda: mtf.models.Pipeline(stages=2, microbatches=2, schedule="1f1b"),
@@ -629,9 +650,39 @@ def test_misfit_of(code: Callable[[], object], pattern: str) -> None:
 
 
 def test_errors_within_calls_stay_what_they_are() -> None:
-    def fails(x: mtf.Tensor) -> mtf.Tensor:
+    def fails(carries: object, slices: object) -> None:
         raise TypeError("fails() missing 1 required positional argument: 'y'")
 
-    with pytest.raises(TypeError, match="missing 1 required") as caught:
-        mtf.from_jax(fails, np.ones(2, np.float32))
+    with mtf.Graph(), pytest.raises(TypeError, match="missing 1 required") as caught:
+        mtf.scan(fails, [mtf.constant(1.0)], dim=ROWS)
     assert not isinstance(caught.value, ArgumentError)
+
+
+def raising(*args: object) -> None:
+    raise AttributeError("'Estimate' object has no attribute 'stepseconds'\nand more")
+
+
+USERS: dict[str, tuple[Callable[[], object], str]] = {
+    "an objective": (
+        lambda: searched(objective=raising),
+        r"search: objective failed at test_bad_calls\.py:\d+: AttributeError: 'Estimate' object has no",
+    ),
+    "a builder": (
+        lambda: mtf.search(raising, "v5e-8", seconds=None, workers=1),
+        r"search: build failed at test_bad_calls\.py:\d+: AttributeError: ",
+    ),
+    "a JAX function": (
+        lambda: mtf.from_jax(lambda x: x if x.sum() > 0 else -x, np.ones(3, np.float32)),
+        r"from_jax .*: JAX's trace of the function failed at test_bad_calls\.py:\d+: TracerBoolConversionError: ",
+    ),
+}
+
+
+@each("code, pattern", USERS)
+def test_what_users_functions_raise_is_told_in_a_line(code: Callable[[], object], pattern: str) -> None:
+    if "from_jax" in pattern:
+        pytest.importorskip("jax")
+    with pytest.raises(mtf.GraphError, match=pattern) as caught:
+        code()
+    assert "\n" not in str(caught.value)
+    assert caught.value.__cause__ is not None

@@ -19,7 +19,7 @@ from meshlib.core.dtypes import as_dtype
 from meshlib.core.errors import GraphError
 from meshlib.core.initializers import Initializer, zeros
 from meshlib.core.replay import all_operations, needed
-from meshlib.core.source_lines import UNKNOWN_LINE
+from meshlib.core.source_lines import UNKNOWN_LINE, users_function
 from meshlib.jax.importing import (  # the table's rows
     control,
     convolution,
@@ -189,6 +189,9 @@ def _in_arrays(fn: Callable[..., Any], own: Sequence[str], args: Sequence[Any]) 
         rest = iter(arrays)
         return fn(*jax.tree_util.tree_unflatten(tree, [next(rest) if is_array(x) else x for x in flat]))
 
+    odd = next((x for x in held if getattr(x.dtype, "kind", "V") in "OSUMm"), None)
+    if odd is not None:
+        raise GraphError(f"{at(WHAT)}: an argument is an array of {odd.dtype} {list(odd.shape)}; give numbers or flags")
     specs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in held)
     names = [
         "/".join((name, *words(path)))
@@ -201,7 +204,8 @@ def _in_arrays(fn: Callable[..., Any], own: Sequence[str], args: Sequence[Any]) 
 
 def _traced(call: Call) -> tuple[Any, Any]:
     """The jaxpr of the function, and its results by name."""
-    closed, out = jax.make_jaxpr(call.function, return_shape=True)(*call.shapes)
+    with users_function(f"{at(WHAT)}: JAX's trace of the function"):
+        closed, out = jax.make_jaxpr(call.function, return_shape=True)(*call.shapes)
     named = [name.replace("/", ".") for name, _ in leaves_of(["output"], [out])]  # in parts, where they are complex
     return closed, [name.removeprefix("output.") if isinstance(out, dict) else name for name in named]
 

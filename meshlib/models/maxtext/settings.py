@@ -337,7 +337,7 @@ def _yaml(text: str, where: str) -> Any:
         loader = Loader(text)  # which reads the first characters
         document = loader.get_single_node()
         if _size(document, {}) > MOST_VALUES:
-            raise GraphError(f"{WHAT}: {where}: has more than {MOST_VALUES:,} values, aliases counted as what they repeat")
+            raise GraphError(f"{WHAT}: {where}: has more than {MOST_VALUES:,} values, with aliases written out")
         return None if document is None else loader.construct_document(document)
     except yaml.YAMLError as fault:
         mark = getattr(fault, "problem_mark", None)
