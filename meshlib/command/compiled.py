@@ -12,8 +12,10 @@ import meshlib.jax as real
 from hardware.slices import Slice
 from meshlib.command.terminal import progress, progress_ends
 from meshlib.core.errors import GraphError
-<<<<<<< HEAD
+from meshlib.core.files import open_file
 from meshlib.program.records import Program
+
+MOST_BYTES = 2**30
 
 
 def compiled_for(programs: Sequence[Program], where: Slice, args: argparse.Namespace) -> list[Any]:
@@ -32,11 +34,6 @@ def compiled_for(programs: Sequence[Program], where: Slice, args: argparse.Names
     finally:
         progress_ends()
     return made
-=======
-from meshlib.core.files import open_file
-
-MOST_BYTES = 2**30
->>>>>>> 817d8bc (Bound aliases, depth and size of YAML; damaged HLO texts are refused; fuzz both readers)
 
 
 def hlo_text(program: str) -> str | None:
@@ -47,13 +44,10 @@ def hlo_text(program: str) -> str | None:
     path = Path(program)
     if path.suffix not in (".txt", ".hlo"):
         return None
-<<<<<<< HEAD
-    if not path.is_file():
+    if not path.exists():
         raise GraphError(f"explain: no file {program}")
-=======
     with open_file(path, "explain", GraphError, MOST_BYTES) as (file, target):
         raw = file.read()
->>>>>>> 817d8bc (Bound aliases, depth and size of YAML; damaged HLO texts are refused; fuzz both readers)
     try:
         return raw.decode()
     except UnicodeDecodeError as fault:

@@ -242,8 +242,9 @@ ENTRY %main (a: bf16[16,8], b: f32[64,8]) -> f32[64,8] {
 def explained(path: Path) -> object:
     from meshlib.command.compiled import hlo_text  # imports JAX
 
-    found = hlo_text(str(path))
-    return found and str(mtf.jax.explain(found, "v5e-4", "data:4"))
+    named = path.with_suffix(".hlo")
+    shutil.copyfile(path, named)
+    return str(mtf.jax.explain(str(hlo_text(str(named))), "v5e-4", "data:4"))
 
 
 READERS: dict[str, Reader] = {
