@@ -43,7 +43,7 @@ from meshlib.estimation.time.host_input import HostInput, input_time
 from meshlib.estimation.time.physics import CALIBRATED, Physics
 from meshlib.estimation.time.scheduling import scheduled
 from meshlib.estimation.views.rows import Row
-from meshlib.estimation.work.communication import Network, placed
+from meshlib.estimation.work.communication import Kept, Network, placed
 from meshlib.estimation.work.plan import plan_of
 from meshlib.program.records import Program, require_program
 
@@ -61,6 +61,7 @@ def estimate(
     placement: Placement | Mapping[str, int] | None = None,
     physics: Physics = CALIBRATED,
     input: HostInput | None = None,
+    compiled: Any = None,
 ) -> Estimate:
     """Where time and memory of one step go on a slice. Nothing is allocated; time does not depend on device count.
 
@@ -77,6 +78,8 @@ def estimate(
         that loses nothing.
       input: how fast a host prepares examples, `mtf.HostInput(examples_per_second=...)`; a step lasts at least as long
         as its input takes. By default input is never waited for.
+      compiled: what `mtf.compile_for` returned for this program: the collectives that the compiler kept are priced, in
+        place of those that were planned. Bytes that the program sends (`.sent_bytes`) stay the plan's.
     Returns: an Estimate: `.step_seconds .mfu .fits .memory .exposed_comm_seconds .bound .rows .table()`.
     Raises: SliceError for an unknown slice, one of another size than the mesh, or a placement of another mesh;
       GraphError for other bad arguments.
@@ -102,12 +105,25 @@ def estimate(
     try:
         if not isinstance(placement, Placement):
             placement = placed(slice_, program, compiler.whole_torus_axes, over_dcn)
-        plan = plan_of(program, Network(placement), compiler)
+        plan = plan_of(program, Network(placement), compiler, None if compiled is None else _kept(program, compiled))
         made = scheduled(plan, slice_.chip, physics, compiler)
     except HardwareError as fault:  # a chip without links between chips, without a bfloat16 rate, ...
         raise SliceError(f"estimate: program on mesh {program.mesh} cannot run on {slice_.name}: {fault}") from None
     fed = None if input is None else input_time(program, slice_, input)
     return Estimate(program, slice_, compiler, placement, physics, plan, made, fed)
+
+
+def _kept(program: Program, compiled: Any) -> Kept:
+    """The collectives of a compiled program.
+
+    Raises: GraphError for what is none, or that of another program.
+    """
+    if not callable(getattr(compiled, "kept_moves", None)):
+        raise GraphError(f"estimate: compiled is what mtf.compile_for returned, got {compiled!r:.80}")
+    if compiled.program is not program:
+        raise GraphError("estimate: compiled is of another program; compile this one: mtf.compile_for(program, slice)")
+    kept: Kept = compiled.kept_moves()
+    return kept
 
 
 def _scheduling(given: object, of_program: Compiler) -> Compiler:

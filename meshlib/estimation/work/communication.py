@@ -47,6 +47,9 @@ class Move:
     reason: str
 
 
+Kept = Mapping[Instruction, tuple[Move, ...]]  # what a compiler sends for each instruction, one move for a collective
+
+
 def moves_of(program: Program, instruction: Instruction) -> tuple[Move, ...]:
     """The collectives that an instruction starts, in order; none for a computation without exchanges."""
     mesh, transfers = program.mesh, instruction.transfers

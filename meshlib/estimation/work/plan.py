@@ -13,7 +13,7 @@ from meshlib.core.compiler import Compiler
 from meshlib.core.graph import FORWARD, UPDATE
 from meshlib.core.opdef import Kind
 from meshlib.estimation.work.combined_collectives import combined
-from meshlib.estimation.work.communication import Network, moves_of
+from meshlib.estimation.work.communication import Kept, Network, moves_of
 from meshlib.estimation.work.kernel_passes import passes_of
 from meshlib.estimation.work.kernels import Kernel, forward_names, kernel_of
 from meshlib.estimation.work.products import Quantised, in_ragged_tiles, is_matmul, narrow_values
@@ -28,10 +28,13 @@ from meshlib.program.records import Program
 _ELEMENTWISE = (Kind.ELEMENTWISE, Kind.VIEW, Kind.SOURCE)
 
 
-def plan_of(program: Program, network: Network, compiler: Compiler) -> Plan:
-    """The plan of a program, with a compiler's rounding noise and tiles of ragged products."""
+def plan_of(program: Program, network: Network, compiler: Compiler, kept: Kept | None = None) -> Plan:
+    """The plan of a program, with a compiler's rounding noise and tiles of ragged products.
+
+    `kept`: what a compiler sends for each instruction, in place of what the program says.
+    """
     weights = frozenset(d.name for x in program.variables.values() for d in x.tensor.shape)
-    whole = _Whole(network, forward_names(program), compiler, weights)
+    whole = _Whole(network, forward_names(program), compiler, weights, kept)
     plan = _planned(program, whole, Recent(), program.memory_plan.in_place, None)
     if plan.kernels == 1:
         _note_passes(plan, program)
@@ -49,6 +52,7 @@ class _Whole:
     forward: frozenset[str]
     compiler: Compiler
     weight_dims: frozenset[str]
+    kept: Kept | None = None
 
 
 def _planned(program: Program, whole: _Whole, recent: Recent, in_place: frozenset[Value], region: str | None) -> Plan:
@@ -130,8 +134,9 @@ class _Planner:
             unit.host_bytes = first.opcode, sum(y.local_bytes for i in members for y in i.outputs)
             return unit
         unit.early = isinstance(first, Reshard) and first.early
-        moves = [m for i in members for m in moves_of(self.program, i)]
-        if first.is_collective and all(y in self.narrow for y in first.outputs):
+        kept = self.whole.kept
+        moves = [m for i in members for m in (moves_of(self.program, i) if kept is None else kept.get(i, ()))]
+        if kept is None and first.is_collective and all(y in self.narrow for y in first.outputs):
             gathered = self.quantised.gathered
             gathered.update({y: gathered.get(x, x) for x, y in zip(first.inputs, first.outputs, strict=True)})
             wide = first.inputs[0].tensor.dtype

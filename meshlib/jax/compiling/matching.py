@@ -8,26 +8,28 @@ Each compiled value is given to one planned value, or is an addition; so the dif
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 from meshlib.core.text import bytes_text
+from meshlib.estimation.work.communication import Move
 from meshlib.jax.explaining import Explained, ExplainedCollective
 from meshlib.jax.hlo.scopes import scope_in
 from meshlib.jax.hlo.text import Array
+from meshlib.program.instructions import Compute, Instruction
 from meshlib.program.records import Program, walk
 
 CLOSE = 0.15  # by which padding may lengthen an operand
-
-
-ROUNDING = 0.05  # of the number of parts
 
 
 @dataclass(eq=False)
 class Planned:
     """One value's part in one planned collective, and what the compiler made of it."""
 
+    instruction: Instruction
     scope: str
     kind: str
     axes: tuple[str, ...]
@@ -114,6 +116,45 @@ def differences_of(program: Program, explained: Explained) -> tuple[Difference, 
     return tuple(sorted(_alike(found), key=lambda d: (-abs(d.more_bytes), d.what)))
 
 
+def kept_moves(program: Program, explained: Explained) -> dict[Instruction, tuple[Move, ...]]:
+    """What the compiled program sends for each instruction of the plan, for `mtf.estimate`.
+
+    A collective that became several, or goes over parts of its axes, is one move of their kind with the bytes of all;
+    one that is gone is a move of nothing. What was added goes with an operation that runs as often.
+    """
+    planned = _planned(program)
+    added = _match(planned, _made(program, explained))
+    found: dict[Instruction, list[Move]] = defaultdict(list)
+    groups: dict[tuple[Instruction, int], list[Planned]] = defaultdict(list)
+    for n, p in enumerate(planned):  # the values of one launch together; exchanges of a computation one by one
+        groups[p.instruction, 0 if p.instruction.is_collective else n].append(p)
+    for (instruction, _), values in groups.items():
+        first = values[0]
+        found[instruction].append(_move(program, first, [m for p in values for m in p.became], first.times))
+    hosts = {times: i for i, _, times in walk(program) if isinstance(i, Compute)}
+    for m in added:
+        host = hosts.get(m.times) or next(iter(hosts.values()), None)
+        if host is not None:
+            times = next(t for t, i in hosts.items() if i is host)
+            found[host].append(_move(program, None, [m], times))
+    return {i: tuple(moves) for i, moves in found.items()}
+
+
+def _move(program: Program, p: Planned | None, became: Sequence[Made], times: int) -> Move:
+    """One move that sends what the compiled values send together, in each of so many runs."""
+    if not became:
+        return Move("all_reduce", (), 1, 0, 0.0, 0, p.tensor if p else "", "the compiler sends nothing")
+    largest = max(became, key=lambda m: m.total_bytes)
+    kind = largest.launch.kind
+    axes = largest.axes or (p.axes if p else ())
+    group = program.mesh.group_size(axes)
+    sent = sum(m.total_bytes for m in became) / times
+    share = 1.0 if kind == "collective_permute" else (group - 1) / group * (2 if kind == "all_reduce" else 1)
+    larger = round(sent / share) if share else 0
+    payload = larger // group if kind == "all_gather" else larger
+    return Move(kind, axes, group, payload, sent, larger, p.tensor if p else largest.launch.name, largest.launch.reason)
+
+
 def merged_launches(explained: Explained) -> tuple[int, int]:
     """How many values go in collectives of several, and in how many of these; loops by their trips."""
     several = [c for c in explained.collectives if len(c.operands) > 1]
@@ -123,6 +164,7 @@ def merged_launches(explained: Explained) -> tuple[int, int]:
 def _planned(program: Program) -> list[Planned]:
     return [
         Planned(
+            i,
             i.scope,
             sent.kind,
             tuple(sent.axes),
@@ -213,9 +255,13 @@ def _is_part(m: Made, p: Planned) -> bool:
         return False
     if m.scope is not None and m.scope != p.scope and m.scope.partition(":")[0] in ("reduce_scatter", "all_gather"):
         return False
-    before = p.payload_bytes if not p.became else 0
-    share = p.payload_bytes / max(m.payload_bytes, 1)
-    return _padded(m, p) if before else abs(share - round(share)) < ROUNDING and share >= 2
+    if not p.became:
+        return _padded(m, p)
+    if any(b.launch.axes == m.launch.axes for b in p.became):
+        return False
+    earlier = [int(before) for a in m.launch.axes or () for before in re.findall(r":\((\d+)\)", a)]
+    whole = m.payload_bytes * prod(earlier)  # before the stages that went over what is major to its axes
+    return 0 <= whole - p.payload_bytes <= CLOSE * p.payload_bytes
 
 
 def _difference(p: Planned, planned: Sequence[Planned]) -> Difference | None:

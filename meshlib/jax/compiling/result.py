@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,13 @@ from hardware.slices import Slice
 from meshlib.core.errors import ProgramError
 from meshlib.core.text import bytes_text, count_text, grid, wrapped
 from meshlib.estimation import DeviceMemory
-from meshlib.jax.compiling.matching import Difference, merged_launches
+from meshlib.estimation.work.communication import Move
+from meshlib.jax.compiling.matching import Difference, kept_moves, merged_launches
 from meshlib.jax.compiling.memory import CompiledMemory, Refusal
 from meshlib.jax.executables import write_executable
 from meshlib.jax.explaining import Explained
 from meshlib.jax.hlo.work import CompiledWork
+from meshlib.program.instructions import Instruction
 from meshlib.program.records import Program
 
 SHOWN = 12  # differences in the table
@@ -88,6 +90,15 @@ class Compiled:
             return f"does not fit, by {over}: {bytes_text(self.peak_bytes)} of {bytes_text(capacity)}"
         whose = "the compiler" if self.backend == "tpu" else "XLA's compiler for CPUs"
         return f"fits, according to {whose}: {bytes_text(self.peak_bytes)} of {bytes_text(capacity)}"
+
+    def kept_moves(self) -> Mapping[Instruction, tuple[Move, ...]]:
+        """What the compiled program sends for each instruction: what `mtf.estimate(..., compiled=...)` prices.
+
+        Raises: ProgramError for a program that the compiler refused.
+        """
+        if self.explained is None:
+            raise ProgramError(f"estimate: the compiler refused the program: {self.headline}")
+        return kept_moves(self.program, self.explained)
 
     def save(self, path: Any) -> None:
         """Write the compiled step into a file: `mtf.on_jax(program, executable=path)` runs it where the devices are.

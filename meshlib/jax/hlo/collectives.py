@@ -238,6 +238,18 @@ def _around(frame: Frame, i: Instruction) -> Iterator[Instruction]:
         sums = i.opcode.startswith(("all-reduce", "reduce-scatter"))
         yield frame.call
         yield from _beside(frame.parent.holder, frame.call, sums)
+    yield from _behind(frame.holder, i)
+
+
+def _behind(holder: Computation, i: Instruction) -> Iterator[Instruction]:
+    """Those that read a result at second hand, the nearest first."""
+    waiting, seen = [i.name], {i.name}
+    while waiting and len(seen) < 50:
+        for r in holder.users.get(waiting.pop(0), ()):
+            if r.name not in seen:
+                seen.add(r.name)
+                waiting.append(r.name)
+                yield r
 
 
 def _op_name_beside(frame: Frame, i: Instruction) -> str:
