@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import replace
 from inspect import Parameter, signature
@@ -32,6 +33,7 @@ from layouts import LayoutRules, Mesh
 from meshlib.core.arguments import items, number, whole
 from meshlib.core.compiler import XLA_TPU, Compiler, require_compiler
 from meshlib.core.errors import GraphError, LayoutError, MeshlibError, SliceError, nearest
+from meshlib.core.executors import executor_of
 from meshlib.models import TransformerConfig, layout, train_step, usual_layouts
 from meshlib.models.step_builder import OFFLOAD, transformer_builder
 from meshlib.searching.exploration import Search
@@ -63,7 +65,7 @@ def search(
     objective: str | Callable[..., float] = "step_seconds",
     per: str | Sequence[str] = (),
     seconds: float | None = 60.0,
-    workers: int | None = None,
+    workers: int | Executor | None = None,
     progress: Callable[[int, int, str], object] | None = None,
     resume: str | Path | None = None,
     compiler: Compiler = XLA_TPU,
@@ -91,8 +93,10 @@ def search(
       seconds: stop after that long (and at least one candidate) with the best so far, and the gap to what can still be
         there; None: search it all.
       workers: processes that are forked for what takes long; 1: none. Unless given one for each core, up to eight, but
-        none where forks are not safe: outside of Linux, beside other threads of Python, and where JAX is imported. The
-        result does not depend on them, unless time runs out.
+        none where forks are not safe: outside of Linux, beside other threads of Python, and where JAX is imported. Or
+        any `concurrent.futures.Executor`, such as a ProcessPoolExecutor, Dask's `client.get_executor()` or MPI's: it
+        stays open, and what `build` and `objective` are must be picklable. The result does not depend on workers,
+        unless time runs out.
       progress: called with (done, all, the best so far as text).
       resume: a file in which the estimates are kept; those that it has are not made again. It serves the same program,
         slices, compiler, objective and version of the library; GraphError says which of them is another.
@@ -121,10 +125,11 @@ def search(
         raise GraphError(f"search: axes must not be negative, got {axes}")
     if seconds is not None and number(seconds, "search", "seconds") <= 0:
         raise GraphError(f"search: seconds must be more than 0, or None, got {seconds}")
-    if workers is not None:
-        if whole(workers, "search", "workers") < 1:
+    if workers is not None and executor_of(workers) is None:
+        count = whole(workers, "search", "workers")
+        if count < 1:
             raise GraphError(f"search: workers must be at least 1, got {workers}")
-        check_forks(workers)
+        check_forks(count)
     if progress is not None and not callable(progress):
         raise GraphError(f"search: progress must be a function of (done, all, text), got {progress!r:.80}")
     if resume is not None and not isinstance(resume, str | Path):

@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any
 
 from meshlib.core.errors import LayoutError
+from meshlib.core.executors import Tasks, executor_of
 from meshlib.core.text import bytes_text
+from meshlib.searching.executor_tasks import REMOTE, Remote
 from meshlib.searching.outcomes import ALIKE, BOUNDED, ESTIMATED, NEEDLESS, OPEN, REFUSED, TOO_LARGE, Figures, Outcome
 from meshlib.searching.programs import Build, Objective, Problem
 from meshlib.searching.result import Found
@@ -48,7 +51,7 @@ class Search:
         lighter: Mapping[int, Sequence[int]],
         objective: Objective,
         seconds: float | None,
-        workers: int | None,
+        workers: int | Executor | None,
         progress: Progress | None,
         kept: KeptEstimates | None,
         begun: float,
@@ -58,8 +61,12 @@ class Search:
         self.first = first  # so many of the space are known to be good
         self.until = None if seconds is None else begun + seconds
         self.progress, self.kept = progress, kept
-        self.count = usual_workers(ROUND) if workers is None else min(workers, ROUND)  # more have nothing to do
+        self.executor = executor_of(workers)
+        self.count = min(workers, ROUND) if isinstance(workers, int) else 1  # more have nothing to do
+        if workers is None:
+            self.count = usual_workers(ROUND)
         self.workers: Workers | None = None
+        self.tasks: Tasks | None = None  # on the executor
         self.took: dict[str, float] = {}  # seconds of one task, by its name
         self.bounds = [self._bound(c) for c in space]
         self.order = sorted(range(len(space)), key=lambda n: (self.bounds[n], len(space[n].parts), n))
@@ -280,6 +287,8 @@ class Search:
 
     def _answers(self, task: str, numbers: Sequence[int]) -> dict[int, Any]:
         """Of each candidate what a task says; of fewer where time runs out."""
+        if self.executor is not None and self.values and len(numbers) > 1:
+            return self._answers_of_executor(task, numbers)
         expected = len(numbers) * self.took.get(task, 0.0)
         if self.workers is None and self.count > 1 and self.values and len(numbers) > 1 and expected > PAYS_SECONDS:
             self.workers = Workers(self.count, self._tasks)
@@ -293,6 +302,13 @@ class Search:
             if task == "estimate" and self.until is not None and time.monotonic() > self.until:
                 break
         return found
+
+    def _answers_of_executor(self, task: str, numbers: Sequence[int]) -> dict[int, Any]:
+        assert self.executor is not None
+        if self.tasks is None:
+            payload = Remote(self.problems, self.space, self.bounds, self.objective.given)
+            self.tasks = Tasks("search", self.executor, payload)
+        return self.tasks.answers(REMOTE[task], numbers, self.until if task == "estimate" else None)
 
     @property
     def _tasks(self) -> Mapping[str, Task]:

@@ -11,12 +11,14 @@ search      the first operation that diverges
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
 from typing import Any
 
 import numpy as np
 
 from layouts import LayoutRules, Mesh
 from meshlib.core.errors import FeedError, GraphError
+from meshlib.core.executors import Tasks, executor_of
 from meshlib.core.graph import Operation
 from meshlib.lowering.session import Session, fetched_outputs
 from meshlib.lowering.simplification import simplify
@@ -42,6 +44,7 @@ def verify(
     steps: int | None = None,
     seed: int = 0,
     rtol: float | None = None,
+    workers: Executor | None = None,
 ) -> Verification:
     """Run many layouts and compare each with the unsharded program, naming the first operation that diverges.
 
@@ -66,6 +69,8 @@ def verify(
       seed: of drawn inputs, initial values, random operations and drawn layouts.
       rtol: allowed difference relative to the largest magnitude in each array; derived unless given (see
         meshlib/verification/rounding.py).
+      workers: a `concurrent.futures.Executor` that runs layouts beside each other, such as a ProcessPoolExecutor or
+        Dask's `client.get_executor()`; it stays open. One after the other unless given.
     Returns: a Verification: `.ok`, `.rows`, `.table()`, `.raise_for_failures()`. The graph is left as it was.
     Raises: LayoutError for a given layout that cannot be; FeedError for feeds; GraphError for other arguments. A
       layout whose run fails otherwise is a failing row.
@@ -82,6 +87,8 @@ def verify(
       ['', 'batch:p', 'batch:p;d:p?', 'd:p', 'd:p;batch:p?']
     """
     _check_arguments(inputs, state, precision, executor, steps, seed, rtol)
+    if workers is not None and executor_of(workers) is None:
+        raise GraphError(f"verify: workers must be a concurrent.futures.Executor, got {workers!r:.80}")
     fetched, graph = fetched_outputs(outputs, updates)
     written = assigned(updates)
     pairs = _given_pairs(layouts, mesh)
@@ -98,11 +105,21 @@ def verify(
         own = Session({n: y for n, y in compared.items() if n not in extra}, updates) if extra else None
         job = Job(graph, Session(compared, updates), own, precision, executor, seed, rtol)
         job.prepare([m for m, _ in pairs], inputs or {}, state or {}, steps or (2 if written else 1))
-        results = [job.row(one, rules, searched) for one, rules in pairs]
+        if workers is None:
+            results = [job.row(one, rules, searched) for one, rules in pairs]
+        else:
+            tasks = Tasks("verify", workers, (job, pairs, searched))
+            results = list(tasks.answers(_row, range(len(pairs))).values())
     rows = tuple(r for r in results if isinstance(r, Row))
     refused = tuple(r for r in results if isinstance(r, str))
     notes += [*job.notes, *job.weaknesses()]
     return Verification(rows, job.names, precision, executor, seed, len(job.reference), tuple(notes), refused)
+
+
+def _row(payload: tuple[Job, Sequence[tuple[Mesh, LayoutRules]], bool], n: int) -> Row | str:
+    """One layout, in a worker."""
+    job, pairs, searched = payload
+    return job.row(*pairs[n], searched)
 
 
 def _check_arguments(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from hardware.slices import Slice
@@ -161,5 +161,5 @@ def memory_on(program: Program, slice_: Slice) -> DeviceMemory:
         padded.timeline_bytes,
         tuple(zip(*kinds.values(), strict=True)),
         tuple(f"{i.opcode} {i.operation.name}" for i in program.instructions),
-        lambda: remedies(program, slice_.usable_hbm_bytes_per_device),
+        partial(remedies, program, slice_.usable_hbm_bytes_per_device),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from meshlib.core.arguments import choice, items
 from meshlib.core.compiler import Compiler
 from meshlib.core.drawing import plotted
 from meshlib.core.errors import GraphError, SliceError
+from meshlib.core.executors import Tasks, executor_of
 from meshlib.core.text import bytes_text, grid, seconds_text, usd_text
 from meshlib.estimation import Estimate, HostInput, estimate
 from meshlib.estimation.views.rows import BOUNDS
@@ -145,6 +147,7 @@ def scaling(
     slices: Iterable[str | Slice],
     compiler: Compiler | None = None,
     input: HostInput | None = None,
+    workers: Executor | None = None,
 ) -> Scaling:
     """Estimates of a program over slices.
 
@@ -152,6 +155,9 @@ def scaling(
       program_builder: takes a `hardware.Slice` and returns the program lowered for a mesh of its `devices`.
       slices: names or Slices, at least one; the first is what the others are compared with.
       compiler, input: as of `mtf.estimate`.
+      workers: a `concurrent.futures.Executor` that estimates slices beside each other, such as a ProcessPoolExecutor
+        or Dask's `client.get_executor()`; it stays open, and `program_builder` must be picklable. One after the other
+        unless given.
     Raises: SliceError for an unknown slice or a program that does not fit one; GraphError for other bad arguments.
     Example:
       >>> import meshlib as mtf
@@ -168,13 +174,26 @@ def scaling(
     """
     if not callable(program_builder):
         raise GraphError(f"scaling: program_builder must take a Slice, got {program_builder!r:.80}")
-    made = []
+    if workers is not None and executor_of(workers) is None:
+        raise GraphError(f"scaling: workers must be a concurrent.futures.Executor, got {workers!r:.80}")
+    named = []
     for name in items(slices, "scaling", "slices"):
         try:
-            slice_ = name if isinstance(name, Slice) else Slice(name)
+            named.append(name if isinstance(name, Slice) else Slice(name))
         except HardwareError as fault:
             raise SliceError(f"scaling: {fault}") from None
-        made.append(estimate(program_builder(slice_), slice_, compiler, input=input))
-    if not made:
+    if not named:
         raise GraphError("scaling: slices is empty; name at least one, such as 'v3-8'")
-    return Scaling(tuple(made))
+    job = (program_builder, tuple(named), compiler, input)
+    numbers = range(len(named))
+    if workers is None:
+        return Scaling(tuple(_estimate(job, n) for n in numbers))
+    return Scaling(tuple(Tasks("scaling", workers, job).answers(_estimate, numbers).values()))
+
+
+def _estimate(
+    job: tuple[Callable[[Slice], Program], Sequence[Slice], Compiler | None, HostInput | None], n: int
+) -> Estimate:
+    """The program of one slice, estimated."""
+    program_builder, slices, compiler, input = job
+    return estimate(program_builder(slices[n]), slices[n], compiler, input=input)
