@@ -20,6 +20,7 @@ from meshlib.command.jax_function import arguments_of, builder
 from meshlib.core.compiler import COMPILERS, XLA_TPU, Compiler
 from meshlib.core.errors import GraphError, MeshlibError, SliceError
 from meshlib.core.graph import Graph, Operation
+from meshlib.core.text import wrapped
 from meshlib.lowering import Program, Session, lower
 from meshlib.models import TransformerConfig, layout, preset, transformer, usual_layouts
 from meshlib.models.step_builder import transformer_builder
@@ -119,10 +120,12 @@ def is_hugging_face(program: str) -> bool:
     return program.endswith(".json") or Path(program, "config.json").is_file()
 
 
-def _foreign(program: str) -> TransformerConfig:
-    from meshlib.sharing.foreign_config import read_config
+def _foreign(program: str) -> tuple[TransformerConfig, str]:
+    """The model of a config.json, and what of it is not expressed."""
+    from meshlib.sharing.foreign_config import config_notes, read_config
 
-    return read_config(program)
+    lines = [line for note in config_notes(program) for line in wrapped(note, "not expressed: ", " ")]
+    return read_config(program), "\n".join(lines)
 
 
 def slice_of(text: str) -> Slice:
@@ -138,14 +141,14 @@ def subject_of(args: argparse.Namespace, where: Slice | None) -> Subject:
     given = dict(_setting(text) for text in args.set or ())
     if ".py" in args.program:
         return _from_file(args, given)
-    config = _foreign(args.program) if is_hugging_face(args.program) else preset(args.program)
+    config, notes = _foreign(args.program) if is_hugging_face(args.program) else (preset(args.program), "")
     if given:
         config = config.replace(**given)
     length = args.length or min(LENGTH, config.max_length or LENGTH)
     devices = where.devices if where is not None else 1
     sizes = {"batch": args.batch or max(1, devices * TOKENS_OF_A_DEVICE // length), "length": length}
     compiler = COMPILERS[args.compiler]
-    return Subject(config.name, transformer_builder(config, **sizes), {}, config, sizes, compiler)
+    return Subject(config.name, transformer_builder(config, **sizes), {}, config, sizes, compiler, notes=notes)
 
 
 def _from_file(args: argparse.Namespace, given: Mapping[str, object]) -> Subject:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _TYPE_CHECKING:
     from meshlib.sharing.exporting import export as export
+    from meshlib.sharing.foreign_config import config_notes as config_notes
     from meshlib.sharing.foreign_config import read_config as read_config
     from meshlib.sharing.loading import ImageModel as ImageModel
     from meshlib.sharing.loading import Model as Model

@@ -1,4 +1,4 @@
-"""The config.json of a Llama, GPT-2 or T5 in Hugging Face's form, as a `TransformerConfig`."""
+"""The config.json of a model in Hugging Face's form, as a `TransformerConfig`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any, NoReturn
 
 from meshlib.core.arguments import at
 from meshlib.core.documents import FLAG, NUMBER, POSITIVE, RECORD, SIZE, TEXT, Schema, check_fields, read_json
-from meshlib.core.errors import CheckpointError, GraphError, MeshlibError
+from meshlib.core.errors import CheckpointError, GraphError, MeshlibError, nearest
 from meshlib.layers.positions import RotaryScaling
 from meshlib.models.config import TransformerConfig
+from meshlib.sharing.foreign_families import ABSENT, FAMILIES, SCHEMA, TEXT_MODELS, notes
 
 Fields = Mapping[str, Any]
 WHAT = "read_config"
@@ -24,34 +25,60 @@ ACTIVATIONS = {
 
 
 def read_config(path: str | os.PathLike[str], name: str | None = None) -> TransformerConfig:
-    """The model that a config.json of Hugging Face's describes, of model_type "llama", "gpt2" or "t5".
+    """The model that a config.json of Hugging Face's describes.
+
+    Llama 2 to 4, Mistral, Mixtral, Gemma 1 to 4, Qwen 2 and 3 with their experts, DeepSeek 2 and 3, Kimi K2, GPT-OSS,
+    OLMo 2 and 3, OLMoE, GPT-2 and T5. Of Llama 4, Gemma 3 and 4 with a vision tower the text model, whose name ends in
+    "-text". Experts have room for the mean load. What is not expressed of a file: see `config_notes`.
 
     Args:
       path: the file, or its folder.
       name: of the model; that of the folder unless given.
-    Raises: CheckpointError for a file that is none; GraphError for another model_type, and for what the library has
-      not, such as other ways to scale rotary positions than "linear", "llama3" and "yarn".
+    Raises: CheckpointError for a file that is none; GraphError for another model_type, with what it has that the
+      library has not (linear attention, towers), and for other ways to scale rotary positions than "linear", "llama3"
+      and "yarn".
     """
+    return _read(path, name)[0]
+
+
+def config_notes(path: str | os.PathLike[str]) -> list[str]:
+    """What of a config.json the model that `read_config` returns does not express, and what it costs.
+
+    Raises: as `read_config`.
+    """
+    return _read(path, None)[1]
+
+
+def _read(path: str | os.PathLike[str], name: str | None) -> tuple[TransformerConfig, list[str]]:
     place = Path(path) if isinstance(path, str | os.PathLike) else path
     if isinstance(place, Path) and place.is_dir():
         place = place / "config.json"
     given, target = read_json(place, WHAT, CheckpointError, "a config.json with a model_type", {"model_type": TEXT})
-    kind = given["model_type"]
-    _refuse(given, {"quantization_config": None})
-    if kind not in _KINDS:
-        raise GraphError(f"{at(WHAT)}: {target} has model_type {kind!r:.40}; known: {', '.join(_KINDS)}")
+    kind, called = given["model_type"], name or Path(target).parent.name or str(given["model_type"])
+    if kind in TEXT_MODELS:
+        given, kind, called = _text_model(given, target), TEXT_MODELS[kind], name or f"{called}-text"
+    if kind in ABSENT:
+        raise GraphError(f"{at(WHAT)}: {target} has model_type {kind!r:.40}: {ABSENT[kind]}; this library has none")
+    known = (*_KINDS, *FAMILIES)
+    if kind not in known:
+        raise GraphError(
+            f"{at(WHAT)}: {target} has model_type {kind!r:.40}{nearest(kind, known)}; known: {', '.join(known)}"
+        )
+    if kind in _KINDS:
+        _refuse(given, {"quantization_config": None})
 
     def fail(fault: str) -> NoReturn:
         raise CheckpointError(f"{WHAT}: {target}: {fault}")
 
-    check_fields(given, SCHEMAS[kind], fail)
+    check_fields(given, SCHEMAS.get(kind, SCHEMA), fail)
     rope = {**(given.get("rope_parameters") or {}), **(given.get("rope_scaling") or {})}
     check_fields(rope, ROPE, fail)
     heads = given.get("num_attention_heads", 1)
-    if kind == "llama" and heads % (given.get("num_key_value_heads") or heads):
+    if kind not in ("gpt2", "t5") and heads % (given.get("num_key_value_heads") or heads):
         fail(f"num_key_value_heads {given['num_key_value_heads']} does not divide num_attention_heads {heads}")
     try:
-        return TransformerConfig(name=name or Path(target).parent.name or str(kind), **_KINDS[kind](given))
+        fields = _KINDS[kind](given) if kind in _KINDS else {**_llama(_without_towers(given)), **FAMILIES[kind](given)}
+        return TransformerConfig(name=called, **fields), notes(given, kind)
     except KeyError as fault:
         raise CheckpointError(f"{WHAT}: {target} has no {fault}") from None
     except (TypeError, ValueError, ArithmeticError) as fault:
@@ -60,6 +87,30 @@ def read_config(path: str | os.PathLike[str], name: str | None = None) -> Transf
         raise CheckpointError(f"{WHAT}: {target} holds what makes no model: {fault}") from None
 
 
+def _text_model(given: Fields, target: str) -> Fields:
+    """The fields of the text model of a file with towers."""
+    text = given.get("text_config")
+    if not isinstance(text, dict):
+        raise CheckpointError(f"{WHAT}: {target}: it has no 'text_config', which must be an object")
+    return {"tie_word_embeddings": given.get("tie_word_embeddings"), **text}
+
+
+def _without_towers(given: Fields) -> Fields:
+    """The fields that Llama's reader knows, under its names; rope fields as its families write them."""
+    made = {k: v for k, v in given.items() if k not in ("rope_scaling", "rope_parameters")}
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = given.get(key)
+        if isinstance(rope, dict) and isinstance(rope.get("full_attention"), dict):
+            rope = rope["full_attention"]  # Gemma's, by kind of layer
+        # Angles cost nothing: what is not known of them is left out.
+        known = rope is not None and rope.get("rope_type", rope.get("type", "default")) in SCALINGS
+        made[key] = {k: v for k, v in rope.items() if k not in _ANGLES} if known and rope is not None else None
+    made["hidden_act"] = given.get("hidden_activation") or given.get("hidden_act") or "silu"
+    return made
+
+
+SCALINGS = ("default", "linear", "llama3", "yarn")
+_ANGLES = ("truncate", "partial_rotary_factor")
 ROPE: Schema = {
     **{name: TEXT.optional() for name in ("rope_type", "type")},
     **{

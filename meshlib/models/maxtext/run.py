@@ -215,6 +215,7 @@ class MaxTextRun:
     def built(self, slice: str | Slice) -> tuple[Mapping[str, Tensor], list[Operation]]:
         """Outputs and updates of a training step, within a graph: what `mtf.lower` takes."""
         s, where = self.settings, _slice(slice)
+        self._check_sizes(where)
         return train_step(
             self.config_on(where),
             self.batch(where),
@@ -227,6 +228,24 @@ class MaxTextRun:
             accumulation=self.accumulation,
             loss_blocks=s.size("num_vocab_tiling"),
         )
+
+    def _check_sizes(self, where: Slice) -> None:
+        """Raise GraphError for the first size that the axes of its dim do not divide."""
+        s, c, e = self.settings, self.config, self.config.experts
+        sizes = {"base_emb_dim": ("d_model", c.d_model), "base_mlp_dim": ("d_ff", c.d_ff)}
+        sizes |= {"vocab_size": ("vocab", c.vocab), "max_target_length": ("length", self.length)}
+        if e is not None:
+            sizes |= {"num_experts": ("experts", e.count), "base_moe_mlp_dim": ("expert_d_ff", e.d_ff)}
+        mesh = self.mesh(where)
+        for key, (dim, size) in sizes.items():
+            for rule in self.layout_on(where).rules:
+                parts = mesh.group_size(rule.axes) if rule.dim == dim and rule.scope != "slots" else 1
+                if size % parts:
+                    s.fail(key, f"{dim} doesn't divide over {'+'.join(rule.axes)}: {size} % {parts} = {size % parts}")
+        blocks = s.size("num_vocab_tiling")
+        if self.length % blocks:
+            rest = self.length % blocks
+            s.fail("num_vocab_tiling", f"must divide max_target_length: {self.length} % {blocks} = {rest}")
 
     def config_on(self, slice: str | Slice) -> TransformerConfig:
         """The model with the room that experts have on a slice: of dropless ones that of even loads, and tiles.

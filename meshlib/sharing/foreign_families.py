@@ -1,0 +1,254 @@
+"""Decoders that people train, from the fields of their config.json: families beyond Llama, GPT-2 and T5.
+
+Each function takes the fields of a file, with those of Llama read already, and returns what its family has besides.
+What a family has and this library does not is in `notes`, where it costs little, or refused.
+
+Source: huggingface/transformers: src/transformers/models/<family>/configuration_<family>.py, names and defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from meshlib.core.arguments import at
+from meshlib.core.documents import COUNT, FLAG, LIST, NUMBER, POSITIVE, RECORD, SIZE, TEXT, Schema
+from meshlib.core.errors import GraphError
+from meshlib.layers.routing import Routing
+from meshlib.models.experts import Experts
+from meshlib.models.latent import LatentAttention
+
+Fields = Mapping[str, Any]
+WHAT = "read_config"
+# Files of models with towers, whose text model alone is read: the type of that.
+TEXT_MODELS: Mapping[str, str] = MappingProxyType(
+    {"llama4": "llama4_text", "gemma3": "gemma3_text", "gemma4": "gemma4_text"}
+)
+# Families that are refused, with what they have.
+ABSENT: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear", "minimax"), "linear attention"),
+        **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava", "mllama"), "a vision tower"),
+        **dict.fromkeys(("paligemma", "idefics3", "mistral3", "internvl", "kimi_vl", "pixtral"), "a vision tower"),
+        **dict.fromkeys(("qwen2_audio", "qwen3_omni_moe", "qwen2_5_omni", "whisper"), "an audio tower"),
+        **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba2"), "a state-space model"),
+        **dict.fromkeys(("deepseek_v32", "deepseek_v4"), "sparse attention by an indexer"),
+        "gemma3n": "embeddings that every layer adds",
+        "olmo": "norms without parameters",
+    }
+)
+
+_SIZES = (
+    *("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "intermediate_size_mlp", "global_head_dim"),
+    *("num_global_key_value_heads", "decoder_sparse_step", "interleave_moe_layer_step", "sliding_window_pattern"),
+)
+SCHEMA: Schema = {
+    **dict.fromkeys(("num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size"), SIZE),
+    "vocab_size": SIZE,
+    **{n: SIZE.optional() for n in ("num_key_value_heads", "head_dim", "max_position_embeddings", *_SIZES)},
+    **{n: COUNT.optional() for n in ("q_lora_rank", "n_shared_experts", "first_k_dense_replace", "sliding_window")},
+    **{n: COUNT.optional() for n in ("n_group", "topk_group", "num_nextn_predict_layers", "attention_chunk_size")},
+    **{n: COUNT.optional() for n in ("num_kv_shared_layers", "hidden_size_per_layer_input", "max_window_layers")},
+    **{n: FLAG.optional() for n in ("tie_word_embeddings", "attention_bias", "norm_topk_prob", "enable_moe_block")},
+    **{n: FLAG.optional() for n in ("use_sliding_window", "attention_k_eq_v", "mlp_bias")},
+    **{n: POSITIVE.optional() for n in ("rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar")},
+    **{n: NUMBER.optional() for n in ("attn_logit_softcapping", "final_logit_softcapping", "routed_scaling_factor")},
+    **{n: NUMBER.optional() for n in ("router_aux_loss_coef", "aux_loss_alpha")},
+    **{n: RECORD.optional() for n in ("rope_parameters", "rope_scaling")},
+    **{n: TEXT.optional() for n in ("hidden_act", "hidden_activation", "scoring_func", "topk_method")},
+    **{n: LIST.optional() for n in ("layer_types", "mlp_only_layers")},
+}
+
+
+def _refuse(found: Fields, name: str, reason: str) -> None:
+    raise GraphError(f"{at(WHAT)}: {name} is {found[name]!r:.60}: {reason}; this library has no such layers")
+
+
+def windows_of(found: Fields, default: Sequence[str] = ()) -> dict[str, Any]:
+    """How far the layers see, as the shortest pattern that repeats.
+
+    >>> windows_of({"layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 128})
+    {'windows': (128, None)}
+    """
+    types = found.get("layer_types") or [*default]
+    window = found.get("sliding_window")
+    if not types or not window:
+        return {}
+    known = {"sliding_attention": window, "full_attention": None}
+    for kind in types:
+        if kind not in known:
+            what = "linear attention" if "linear" in str(kind) else f"layers of kind {kind!r:.40}"
+            raise GraphError(f"{at(WHAT)}: layer_types has {what}; this library has no such layers")
+    each = [known[kind] for kind in types]
+    period = next(n for n in range(1, len(each) + 1) if all(x == each[i % n] for i, x in enumerate(each)))
+    return {"windows": tuple(each[:period])}
+
+
+def _scale(found: Fields) -> dict[str, Any]:
+    scalar = found.get("query_pre_attn_scalar")
+    return {} if scalar is None else {"attention_scale": scalar**-0.5}
+
+
+def _experts(found: Fields, count: str, width: str, routing: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """The mixture of experts with room for the mean load, as of dropless products over even loads."""
+    top_k = found.get("num_experts_per_tok") or 2
+    made = Routing(top_k=top_k, capacity_factor=1.0, min_expert_capacity=1, **routing)
+    return {"experts": Experts(count=found[count], d_ff=found[width], routing=made, **more)}
+
+
+def _plain(found: Fields) -> dict[str, Any]:
+    """Of families whose layers may all have a window."""
+    window = found.get("sliding_window")
+    if window and not found.get("layer_types") and found.get("use_sliding_window", True):
+        return {"windows": (window,)}
+    return windows_of(found) if found.get("use_sliding_window", True) else {}
+
+
+def _mixtral(found: Fields) -> dict[str, Any]:
+    loss = {"loss_coef": found.get("router_aux_loss_coef") or 0.0}
+    return {**_plain(found), **_experts(found, "num_local_experts", "intermediate_size", loss)}
+
+
+def _gemma(found: Fields) -> dict[str, Any]:
+    return {"scale_embedding": True, "tied": found.get("tie_word_embeddings", True) is not False}
+
+
+def _gemma2(found: Fields) -> dict[str, Any]:
+    alternating = ["sliding_attention", "full_attention"] * found["num_hidden_layers"]
+    return {
+        **_gemma(found), **_scale(found), **windows_of(found, alternating[: found["num_hidden_layers"]]),
+        "post_norms": True, "logit_cap": float(found.get("final_logit_softcapping") or 0.0),
+    }  # fmt: skip
+
+
+def _gemma3(found: Fields) -> dict[str, Any]:
+    layers, period = found["num_hidden_layers"], found.get("sliding_window_pattern") or 6
+    types = ["full_attention" if (n + 1) % period == 0 else "sliding_attention" for n in range(layers)]
+    several = windows_of(found, types)
+    local = {"local_rope_theta": float(found.get("rope_local_base_freq") or 10_000.0)}
+    both = len({w is None for w in several.get("windows", (None,))}) == 2
+    return {**_gemma2(found), **several, **(local if both else {}), "qk_norm": True}
+
+
+def _gemma4(found: Fields) -> dict[str, Any]:
+    for name, reason in (
+        ("enable_moe_block", "experts added to a feed-forward block, with norms of their own"),
+        ("hidden_size_per_layer_input", "embeddings that every layer adds"),
+        ("num_kv_shared_layers", "layers that reuse the keys and values of others"),
+    ):
+        if found.get(name):
+            _refuse(found, name, reason)
+    return {
+        **_gemma3(found), "layer_scale": True, "share_kv": bool(found.get("attention_k_eq_v")),
+        "global_head_dim": found.get("global_head_dim"), "global_kv_heads": found.get("num_global_key_value_heads"),
+    }  # fmt: skip
+
+
+def _qwen2(found: Fields) -> dict[str, Any]:
+    sliding = windows_of(found) if found.get("use_sliding_window") else {}
+    return {"attention_bias": True, "attention_out_bias": False, **sliding}
+
+
+def _qwen3(found: Fields) -> dict[str, Any]:
+    return {"qk_norm": True, **(windows_of(found) if found.get("use_sliding_window") else {})}
+
+
+def _qwen3_moe(found: Fields) -> dict[str, Any]:
+    if found.get("mlp_only_layers"):
+        _refuse(found, "mlp_only_layers", "layers without experts at places of their own")
+    routing = {
+        "renormalise": bool(found.get("norm_topk_prob")),
+        "loss_coef": found.get("router_aux_loss_coef") or 0.0,
+    }
+    step = found.get("decoder_sparse_step") or 1
+    return {**_qwen3(found), **_experts(found, "num_experts", "moe_intermediate_size", routing, every=step)}
+
+
+def _olmo2(found: Fields) -> dict[str, Any]:
+    return {"norm_position": "output", "qk_norm": True, "qk_norm_over_heads": True, **windows_of(found)}
+
+
+def _olmoe(found: Fields) -> dict[str, Any]:
+    routing = {
+        "renormalise": bool(found.get("norm_topk_prob")),
+        "loss_coef": found.get("router_aux_loss_coef") or 0.0,
+    }
+    normed = {"qk_norm": True, "qk_norm_over_heads": True}
+    return {**normed, **_experts(found, "num_experts", "intermediate_size", routing)}
+
+
+def _gpt_oss(found: Fields) -> dict[str, Any]:
+    alternating = ["sliding_attention", "full_attention"] * found["num_hidden_layers"]
+    routing = {"logit_bias": True, "loss_coef": found.get("router_aux_loss_coef") or 0.0}
+    return {
+        "bias": True, **windows_of(found, alternating[: found["num_hidden_layers"]]),
+        **_experts(found, "num_local_experts", "intermediate_size", routing),
+    }  # fmt: skip
+
+
+def _llama4(found: Fields) -> dict[str, Any]:
+    routing = {
+        "scores": "sigmoid",
+        "renormalise": False,
+        "loss_coef": found.get("router_aux_loss_coef") or 0.0,
+    }
+    step = found.get("interleave_moe_layer_step") or 1
+    return {
+        "d_ff": found.get("intermediate_size_mlp") or found["intermediate_size"],
+        **_experts(found, "num_local_experts", "intermediate_size", routing, shared=1, every=step),
+    }
+
+
+def _deepseek(found: Fields) -> dict[str, Any]:
+    latent = LatentAttention(
+        kv_rank=found["kv_lora_rank"], rope_dim=found["qk_rope_head_dim"], nope_dim=found["qk_nope_head_dim"],
+        value_dim=found["v_head_dim"], q_rank=found.get("q_lora_rank") or None,
+    )  # fmt: skip
+    third = found.get("scoring_func") == "sigmoid" or found.get("topk_method") == "noaux_tc"
+    groups = found.get("n_group") or 1
+    grouped = groups > 1 and found.get("topk_method") not in ("greedy",)
+    routing = {
+        "scores": "sigmoid" if third else "softmax",
+        "bias": third,
+        "renormalise": bool(found.get("norm_topk_prob", third)),
+        "scale": float(found.get("routed_scaling_factor") or 1.0),
+        "expert_groups": groups if grouped else 1,
+        "groups_per_token": (found.get("topk_group") or 1) if grouped else 1,
+        "group_score": "top_2" if third else "max",
+        "loss_coef": found.get("aux_loss_alpha") or 0.0,
+    }
+    shared, front = found.get("n_shared_experts") or 0, found.get("first_k_dense_replace") or 0
+    return {
+        "latent": latent, "head_dim": latent.head_dim, "kv_heads": None, "rope_scaling": None,
+        **_experts(found, "n_routed_experts", "moe_intermediate_size", routing, shared=shared, first_dense=front),
+    }  # fmt: skip
+
+
+FAMILIES: Mapping[str, Callable[[Fields], dict[str, Any]]] = MappingProxyType(
+    {
+        "mistral": _plain, "mixtral": _mixtral, "gemma": _gemma, "gemma2": _gemma2, "gemma3_text": _gemma3,
+        "gemma4_text": _gemma4, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3_moe": _qwen3_moe, "olmo2": _olmo2,
+        "olmo3": _olmo2, "olmoe": _olmoe, "gpt_oss": _gpt_oss, "llama4_text": _llama4, "deepseek_v2": _deepseek,
+        "deepseek_v3": _deepseek, "kimi_k2": _deepseek,
+    }
+)  # fmt: skip
+
+
+def notes(found: Fields, kind: str) -> list[str]:
+    """What a model costs besides, which this library does not express."""
+    out = []
+    if found.get("attn_logit_softcapping"):
+        out.append(f"attn_logit_softcapping={found['attn_logit_softcapping']}: a tanh of every attention score")
+    if kind == "gpt_oss":
+        out.append("attention sinks: one more logit for each head, and its parameter")
+    if kind == "llama4_text" and found.get("attention_chunk_size"):
+        chunk = found["attention_chunk_size"]
+        out.append(f"attention_chunk_size={chunk}: three of four layers see chunks of so many tokens; all tokens here")
+    if found.get("num_nextn_predict_layers"):
+        count = found["num_nextn_predict_layers"]
+        out.append(f"num_nextn_predict_layers={count}: layers that predict further tokens, with their parameters")
+    if found.get("quantization_config"):
+        out.append("quantization_config: how the released weights are stored; trained in bfloat16 here")
+    return out
