@@ -6,28 +6,22 @@ The examples are written with it; so may be scripts of your own.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 from hardware import Slice
 from meshlib import jax as devices
-from meshlib.command.terminal import ended
+from meshlib.command.terminal import ended, progress_ends
+from meshlib.command.terminal import progress as progress
 from meshlib.program.records import Program
 from meshlib.simulation import simulate
 
 
-def progress(done: int, total: int, text: str) -> None:
-    """A bar on one line of the terminal; nothing where the output is not one."""
-    if sys.stdout.isatty():
-        filled = 30 * done // total
-        print(f"\r  [{'#' * filled}{'.' * (30 - filled)}] {done}/{total} {text}", end="", flush=True)
-
-
 def line(text: str) -> None:
-    """A line in place of the bar."""
-    print(("\r\033[K" if sys.stdout.isatty() else "") + text, flush=True)
+    """A line in place of the bar of `progress`."""
+    progress_ends()
+    print(text, flush=True)
 
 
 class Lines:
