@@ -16,7 +16,7 @@ class Binding(enum.Enum):
     """Whether a result is brought to its assigned sharding at once."""
 
     ALWAYS = "always"
-    IF_LARGER = "if larger"  # another region uses it: until then it must not take more memory than assigned
+    IF_LARGER = "if larger"  # until it is used it must not take more memory than assigned
     NEVER = "never"
 
     def settled(self, made: Sharding, home: Sharding) -> Sharding:
@@ -40,8 +40,7 @@ def binding(t: Tensor, graph: Simplified, homes: Homes, fetched: set[Tensor]) ->
     if t in homes.graph.gradient_of:
         pending = all(_is_linear(op, i) and op.region != UPDATE for op, i in uses)
         return Binding.IF_LARGER if pending else Binding.ALWAYS
-    crosses = any(op.region != t.operation.region for op, _ in uses)
-    return Binding.IF_LARGER if crosses else Binding.NEVER
+    return Binding.NEVER
 
 
 def stored(made: Sharding, home: Sharding) -> Sharding:

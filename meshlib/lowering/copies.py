@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from layouts import Sharding
 from meshlib.lowering.balance import Balance
+from meshlib.lowering.bindings import stored
 from meshlib.lowering.distances import distances
 from meshlib.lowering.elimination import FactorGraph, Floats, Ints
 
@@ -87,6 +88,8 @@ class Copies:
         if not self.uses:
             return
         self.number(self.home)  # a copy there serves all regions
+        large = [s for s in self.placements if self.regather and s.local_size > self.home.local_size]
+        self.slices = {self.number(stored(s, self.home)) for s in large}
         variables = [v for v in dict.fromkeys((self.producer, *(u.variable for u in self.uses))) if v is not None]
         self._number_variables(variables)
         key = self._key()
@@ -142,9 +145,13 @@ class Copies:
         """From each class of what is made (rows), where a region may use it, to each placement."""
         found = np.full((len(made), len(self.placements)), inf)
         for n, spots in enumerate(made):
-            some = [s for r, s in spots if r == region or (self.light[s] and self.order[r] <= self.order[region])]
+            before = [s for r, s in spots if r != region and self.order[r] <= self.order[region]]
+            some = [s for r, s in spots if r == region] + [s for s in before if self.light[s]]
             if some:
                 found[n] = self.between[some].min(axis=0)
+            if len(before) > sum([self.light[s] for s in before]):
+                kept = self.between[before].min(axis=0) + np.where(self.light, 0, inf)
+                found[n] = np.minimum(found[n], _through(kept[None], self.between)[0])
         return found
 
     def _enter_trees(self, graph: FactorGraph) -> None:
@@ -239,7 +246,7 @@ class Copies:
         kept = {s for spots in self.made for _, s in spots if self.light[s]}
         following = [u for u in self.uses if self.order[u.region] > self.order[region]]
         later = {s for u in following for c in u.classes for s in c if self.light[s]}
-        some = {*wanted, *kept, *later, self.number(self.home)}
+        some = {*wanted, *kept, *later, *(self.slices if following else ()), self.number(self.home)}
         candidates = np.array(sorted(s for s in some if np.isfinite(root[:, s]).any()))
         free = (self.between == 0) | (self.between == 0).T
         sets: list[Ints] = []

@@ -6,7 +6,7 @@ operands, emits it, and brings the result home where it is bound (rules 1 to 4, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from layouts import Sharding
@@ -53,8 +53,8 @@ class Partitioner:
         """Lower every operation, in order."""
         problem = Problem(self.graph, self.homes, self.prices, self.signatures, self.fetched, self.loops, self.near)
         self.choices, self.excess_bytes = best_choices(problem)
-        for op, choice in self.choices.items():
-            for x, s in zip(self.graph.inputs[op], choice.operands, strict=True):
+        for op in self.graph.operations:
+            for x, s in self._wanted(op):
                 self.places.uses.setdefault(x, {}).setdefault(op.region, {}).setdefault(s)
         for op in self.graph.operations:
             match op.kind.kind:
@@ -68,6 +68,13 @@ class Partitioner:
                     self._copy(op)
                 case _:
                     self._compute(op)
+
+    def _wanted(self, op: Operation) -> Iterable[tuple[Tensor, Sharding]]:
+        """The operands of an operation, and under what it takes them."""
+        if op.kind.kind is Kind.LOOP:
+            looped = self.loops.of(op)
+            return zip(looped.operands, looped.wanted, strict=True)
+        return zip(self.graph.inputs[op], self.choices[op].operands, strict=True) if op in self.choices else ()
 
     def at_home(self, t: Tensor) -> Value:
         """The value of `t` at its home, brought there if need be: what fetches return."""
@@ -148,6 +155,8 @@ class Partitioner:
         t, home = made.tensor, self.homes.of(made.tensor)
         self.places.add(t, made, t.operation.region)
         settled = binding(t, self.graph, self.homes, self.fetched).settled(made.sharding, home)
+        if settled == made.sharding:
+            self.places.keep(t, settled)
         self.places.bring(t, settled, t.operation.region, None)
         if t.operation.kind.home is Home.GIVEN:
             # A constrained value is to be had at its home alone: its users must not go round the constraint.

@@ -13,6 +13,7 @@ from itertools import permutations
 from layouts import Sharding, reshard
 from meshlib.core.graph import Operation, Tensor
 from meshlib.lowering.assigned import Homes
+from meshlib.lowering.bindings import stored
 from meshlib.lowering.loops import Makers
 from meshlib.lowering.materialisation import Made, Prices, Source, again_axes, between, made_again, obtain
 from meshlib.lowering.reasons import explain_step
@@ -44,7 +45,8 @@ class Places:
 
     def known(self, t: Tensor, region: str) -> list[Value]:
         """The values of `t` that a region may use."""
-        return [v for r, v in self.instances[t] if r is None or r == region]
+        allowed = [v for r, v in self.instances[t] if r is None or r == region]
+        return allowed if allowed or t in self._again else [v for _, v in self.instances[t]]
 
     def _there(self, t: Tensor, wanted: Sharding, region: str) -> Value | None:
         """The value of `t` that a region has under `wanted` already, if any."""
@@ -57,6 +59,24 @@ class Places:
     def add(self, t: Tensor, value: Value, region: str) -> None:
         """Another place where `t` is to be had."""
         self.instances.setdefault(t, []).append((self.homes.reach(t, value.sharding, region), value))
+
+    def keep(self, t: Tensor, made: Sharding) -> None:
+        """Leave a copy for later regions of what was computed under `made`, if that takes too much memory."""
+        region, home = t.operation.region, self.homes.of(t)
+        uses = self.uses.get(t, {})
+        later = [s for other, placements in uses.items() if other != region for s in placements]
+        if not later or self.homes.reach(t, made, region) is None:
+            return
+
+        def cost(at: Sharding) -> float:
+            first = 0.0 if at in own else between(made, at, t.dtype.itemsize, self.prices)[0]
+            return first + sum([between(at, s, t.dtype.itemsize, self.prices)[0] for s in later])
+
+        own = uses.get(region, {})
+        candidates = [s for s in (*own, stored(made, home), *later, home) if s.local_size <= home.local_size]
+        best = min(candidates, key=cost)
+        if best not in own and not (t in self._again and between(made, best, t.dtype.itemsize, self.prices)[0]):
+            self.bring(t, best, region, None)
 
     def use(self, t: Tensor, wanted: Sharding, op: Operation) -> Value:
         """The value of `t` under `wanted`, for an operation; copies from which later uses start first, if that pays."""
