@@ -161,7 +161,6 @@ PAIRS = [
     # what forward has of a tensor serves backward by a slice that is kept, in whatever order of axes
     7_700_000, 7_700_008, 7_700_121, 7_700_151,
 ]  # fmt: skip
-ABOVE = {10_021: 1.006}  # costs that are above the least
 
 
 @each("number", PAIRS, parts=4)
@@ -171,4 +170,4 @@ def test_the_library_against_the_least(number):
     assert not found.beaten, "the library does what the search does not know of"
     assert found.known
     assert found.bytes_ratio <= SAME
-    assert found.cost_ratio <= ABOVE.get(number, SAME)
+    assert found.cost_ratio <= SAME

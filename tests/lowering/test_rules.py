@@ -395,7 +395,7 @@ def test_reasons_name_op_dim_axes_line_and_a_way_out() -> None:
     assert logits.dim == "hidden"
     assert "sums over 'hidden', split over cols" in logits.reason
     assert "hidden:cols" in logits.avoid
-    assert logits.source.startswith("test_lowering_rules.py:")
+    assert logits.source.startswith("test_rules.py:")
     gradient = next(c for c in program.collectives if c.phase == "backward" and c.payload_bytes == 512)
     assert gradient.axes == ("rows",)
     assert "'w2' needs the whole gradient" in gradient.reason
