@@ -166,10 +166,13 @@ def _equinox_attention(eqx: Any, key: Any) -> Any:
 
 
 MODELS.update({
-    "equinox_perceptron": _equinox(lambda eqx, k: eqx.nn.MLP(D, 3, WIDE, 2, key=k), X, **{"*.layers.0.weight": "wide _"}),
+    "equinox_perceptron": _equinox(
+        lambda eqx, k: eqx.nn.MLP(D, 3, WIDE, 2, key=k), X, **{"*.layers.0.weight": "wide _"}
+    ),
     "equinox_images": _equinox(
         lambda eqx, k: eqx.nn.Sequential([
-            eqx.nn.Conv2d(6, WIDE, (3, 1), key=k), eqx.nn.Lambda(lambda h: h / (1 + abs(h))), eqx.nn.AvgPool2d(2), eqx.nn.GroupNorm(2, WIDE),
+            eqx.nn.Conv2d(6, WIDE, (3, 1), key=k), eqx.nn.Lambda(lambda h: h / (1 + abs(h))), eqx.nn.AvgPool2d(2),
+            eqx.nn.GroupNorm(2, WIDE),
         ]), IMAGES,
     ),
     "equinox_loop": _equinox(_equinox_loop, SEQUENCE),

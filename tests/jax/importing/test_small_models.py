@@ -10,7 +10,7 @@ from tests.jax.importing.checks import compared
 from tests.jax.importing.small_models import LAYOUTS, MODELS
 
 pytest.importorskip("jax")
-BY_DEFAULT = ["experts_by_grouped_products", "nnx_stacked", "spiking_network"]
+BY_DEFAULT = ["experts_by_grouped_products", "nnx_stacked"]
 
 
 # Haliax, of which a preview alone goes with this JAX, uses what JAX and Equinox will no longer have.
