@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from meshlib.core.arguments import flag
 from meshlib.core.errors import GraphError, nearest
 from meshlib.core.explained_calls import explain_module
 from meshlib.core.graph import Operation, Tensor
@@ -265,15 +266,15 @@ def assert_layout_invariant(
     return verification
 
 
-def assert_fits(program: Program, slice: Any) -> None:
-    """Assert that a program's peak memory fits the HBM of one device of a slice: that `mtf.estimate(...).fits`.
+def assert_fits(program: Program, slice: Any, tight: bool = False) -> None:
+    """Assert that a program fits the HBM of one device of a slice: that `mtf.estimate(...).memory.verdict` is "yes".
 
-    The peak is that of `est.memory`: exact for the program's order, in the tiles that its buffers fill. What a runtime
-    reserves is not in it.
+    The step is compiled by what the program was lowered for; what a runtime reserves is no part of the HBM.
 
     Args:
       program: what `mtf.lower` returned.
       slice: a name like "v3-8", or a Slice; its devices must be as many as the mesh has cores.
+      tight: let the step fill what a whole run would need besides: evaluations, exports of weights.
     Raises: AssertionError with both sizes, the largest live tensors with their lines and what would help; SliceError
       for a slice that is unknown or of another size than the mesh.
     Example:
@@ -288,13 +289,19 @@ def assert_fits(program: Program, slice: Any) -> None:
     if slice is None:
         raise GraphError("assert_fits: give a slice, a name like 'v3-8'")
     memory = memory_on(program, slice_for("assert_fits", program.mesh, slice))
-    if memory.fits:
+    if memory.verdict == "yes" or (flag(tight, "assert_fits", "tight") and memory.fits):
         return
-    peak, room = memory.peak_bytes, memory.capacity_bytes
+    if memory.fits:
+        step, run, room = map(bytes_text, (memory.needed_bytes, memory.run_bytes, memory.capacity_bytes))
+        raise AssertionError(
+            f"tight on {memory.slice_name}: a step takes {step} of {room}, a run {run} ({memory.run_bytes} bytes),"
+            " with evaluations and exports of weights; split more, export smaller files, or pass tight=True"
+        )
+    peak, capacity = memory.needed_bytes, memory.capacity_bytes
     lines = [
         f"does not fit {memory.slice_name}: a core needs {bytes_text(peak)} ({peak} bytes) at its peak, in tiles, "
-        f"a device has {bytes_text(room)} ({room} bytes), {bytes_text(peak - room)} less "
-        f"({peak / room:.3g} times the memory is needed)",
+        f"a device has {bytes_text(capacity)} ({capacity} bytes), {bytes_text(peak - capacity)} less "
+        f"({peak / capacity:.3g} times the memory is needed)",
         f"  peak at {memory.at}; " + ", ".join(f"{k} {bytes_text(n)}" for k, n in memory.by_kind.items() if n),
         "  largest live tensors, bytes on one core:",
     ]

@@ -42,7 +42,7 @@ class Plan:
         """What fits before what does not, the fastest first."""
         if self.est is None:
             return (True, True, 0.0)
-        over = self.est.memory.peak_bytes if not self.est.fits else self.est.step_seconds
+        over = self.est.memory.needed_bytes if not self.est.fits else self.est.step_seconds
         return (False, not self.est.fits, over)
 
 
@@ -129,11 +129,15 @@ def text_of(subject: Subject, where: Slice, plans: Sequence[Plan]) -> str:
 
 def _verdict(subject: Subject, plan: Plan, est: Estimate) -> list[str]:
     where, memory = est.slice, est.memory
-    over = memory.peak_bytes - memory.capacity_bytes
+    over = memory.needed_bytes - memory.capacity_bytes
     fits = "fits" if est.fits else f"DOES NOT FIT, {bytes_text(over)} too much"
+    if memory.verdict == "tight":
+        fits = f"fits, but a whole run is {bytes_text(memory.run_bytes - memory.capacity_bytes)}* over: tight"
     lines = [f"{subject.name} on {where.name}: {fits}"]
     about = f"{bytes_text(memory.peak_bytes)} of {bytes_text(memory.capacity_bytes)} on each of {where.devices} devices"
     lines.append(f"  memory     {about}")
+    sizes = [bytes_text(size) for size in (memory.needed_bytes, memory.plain_jit_bytes, memory.run_bytes)]
+    lines.append("  compiled   {}*; under plain jit {}*; a whole run {}*".format(*sizes))
     kinds = sorted(((size, kind) for kind, size in memory.by_kind.items() if size), reverse=True)[:3]
     lines += wrapped(", ".join(f"{bytes_text(size)} {kind}" for size, kind in kinds), "  most of it ", " ")
     if not est.fits:
@@ -239,6 +243,10 @@ def _entry(plan: Plan) -> dict[str, Any]:
         "layout": str(est.program.layout),
         "fits": est.fits,
         "peak_bytes": est.memory.peak_bytes,
+        "verdict_modelled": est.memory.verdict,
+        "needed_bytes_modelled": est.memory.needed_bytes,
+        "plain_jit_bytes_modelled": est.memory.plain_jit_bytes,
+        "whole_run_bytes_modelled": est.memory.run_bytes,
         "capacity_bytes": est.memory.capacity_bytes,
         "sent_bytes": est.sent_bytes,
         "flops": est.flops,

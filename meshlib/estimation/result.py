@@ -233,12 +233,12 @@ class Estimate(Shown):
 
     @cached_property
     def memory(self) -> DeviceMemory:
-        """Memory of one device over time, in tiles. Exact for the order and the dims as named."""
-        return memory_on(self.program, self.slice)
+        """Memory of one device over time, in tiles, exact for the order and the dims as named; what compiling adds."""
+        return memory_on(self.program, self.slice, self.compiler)
 
     @property
     def fits(self) -> bool:
-        """Whether the peak fits the HBM of a device; `memory.message` says more."""
+        """Whether the compiled step fits the HBM of a device; `memory.verdict` also knows "tight"."""
         return self.memory.fits
 
     # ------------------------------------------------------------ money

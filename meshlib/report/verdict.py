@@ -20,10 +20,15 @@ def tokens_of(est: Estimate) -> int | None:
 def headline(est: Estimate) -> str:
     """Whether it fits, in a sentence."""
     m = est.memory
+    if m.verdict == "tight":
+        step, run = bytes_text(m.needed_bytes), bytes_text(m.run_bytes)
+        return f"Tight: the step takes {step} of {bytes_text(m.capacity_bytes)} on each device, a whole run {run}."
     if m.fits:
         return f"Fits: {bytes_text(m.peak_bytes)} of {bytes_text(m.capacity_bytes)} on each device."
-    over = bytes_text(m.peak_bytes - m.capacity_bytes)
-    return f"Does not fit: {bytes_text(m.peak_bytes)}, {over} more than the {bytes_text(m.capacity_bytes)} of a device."
+    over = bytes_text(m.needed_bytes - m.capacity_bytes)
+    return (
+        f"Does not fit: {bytes_text(m.needed_bytes)}, {over} more than the {bytes_text(m.capacity_bytes)} of a device."
+    )
 
 
 def verdict(est: Estimate, linked: bool = True) -> str:

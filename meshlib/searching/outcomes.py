@@ -18,7 +18,7 @@ CAUSES = 3  # collectives that an outcome names
 
 @dataclass(frozen=True)
 class Figures:
-    """Of an estimate, what a ranking needs. Modelled, but `peak_bytes` and `sent_bytes`."""
+    """Of an estimate, what a ranking needs. Modelled, but `sent_bytes`; `peak_bytes`: what the compiled step takes."""
 
     step_seconds: float
     mfu: float
@@ -33,7 +33,7 @@ class Figures:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak fits the HBM of a device."""
+        """Whether the compiled step fits the HBM of a device."""
         return self.peak_bytes <= self.capacity_bytes
 
     @staticmethod
@@ -48,7 +48,7 @@ class Figures:
             est.step_seconds,
             est.mfu,
             est.exposed_comm_seconds,
-            est.memory.peak_bytes,
+            est.memory.needed_bytes,
             est.memory.capacity_bytes,
             est.sent_bytes,
             None if price is None else price * est.step_seconds / 3600,

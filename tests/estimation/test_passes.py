@@ -10,7 +10,7 @@ import meshlib as mtf
 from hardware import CHIPS
 from hardware.slices import Slice
 from meshlib.estimation import Physics, Row
-from meshlib.validation.micro import seconds_of
+from meshlib.validation.micro import priced
 from tests.effort import draws
 
 D = mtf.Dimension
@@ -104,8 +104,8 @@ def test_groups_among_others_move_what_crosses_their_boundaries():
 def test_streams_of_benchmarks_have_no_passes():
     """Programs that measure HBM are written to stream: a read takes its bytes at the rate of copies."""
     made = {"chip": "v5e", "model": {"op": "HBM read", "bytes": BYTES}, "measured": {"gbytes_per_s": 700.0}}
-    predicted, measured = seconds_of(made)
-    assert predicted == pytest.approx(measured, rel=0.1)
+    found = priced(made)
+    assert found.predicted_seconds == pytest.approx(found.measured_seconds, rel=0.1)
 
 
 @pytest.mark.parametrize("chip", ["v5e-1", "v6e-1", "v7-2x2x1"])

@@ -15,6 +15,7 @@ from tests.validation.test_validate import FILE
 
 # Their sources leave the length open, 2,048 or 1,024: at 2,048 this one would take 31.9 of 30.75 GiB.
 LENGTH_OPEN = ("mt-v4-22b-1x",)
+MARGIN = 0.01  # a compiler that is short of memory reorders: by so much a run that ran may be above
 SAMPLE = ("mt-v5e-128b-1x", "rc-v6e-gpt3-175b-bf16", "rc-v6e-llama3.1-8b-8")
 
 
@@ -38,6 +39,6 @@ def test_published_decoders_fit() -> None:
     too_large = []
     for run in runs:
         memory = memory_on(lowered(run, training=True), run.slice)
-        if not memory.fits:
+        if memory.needed_bytes > (1 + MARGIN) * memory.capacity_bytes:
             too_large.append(run)
     assert not too_large, [run.name for run in too_large]

@@ -179,7 +179,7 @@ def test_what_does_not_fit_says_how_much_is_missing_and_what_is_large() -> None:
     with pytest.raises(AssertionError) as caught:
         testing.assert_fits(program, "v3-8")
     text = str(caught.value)
-    need, room = program.memory.peak_bytes, Slice("v3-8").usable_hbm_bytes_per_device
+    need, room = mtf.estimate(program, "v3-8").memory.needed_bytes, Slice("v3-8").usable_hbm_bytes_per_device
     assert room == 16 * 2**30 - int(0.52 * 2**30)
     assert need > 17 * 2**30
     assert "does not fit v3-8" in text

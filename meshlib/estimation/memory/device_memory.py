@@ -1,22 +1,24 @@
 """Memory of one device over time, in whole tiles, whether it fits, and what would help where it does not.
 
 The buffers are those of the program (`meshlib.program.analysis.buffers`); here each takes the tiles that its block
-fills, the densest way round. That is the figure that decides whether a program fits, here and in
-`mtf.testing.assert_fits`; `program.memory` has the same buffers without padding, for any machine.
+fills, the densest way round; `program.memory` has the same buffers without padding, for any machine. Whether a program
+fits, here and in `mtf.testing.assert_fits`, is decided by what its compiled step needs (`compiled`): by the same figure
+for plain jit if the program is for `mtf.GSPMD`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from hardware.slices import Slice
 from meshlib.core.arguments import at, whole
+from meshlib.core.compiler import GSPMD, Compiler
 from meshlib.core.errors import GraphError
 from meshlib.core.shown import Shown
 from meshlib.core.text import bytes_text, grid
+from meshlib.estimation.memory.compiled import FILE_BYTES, CompiledMemory, compiled_memory
 from meshlib.estimation.memory.remedies import Remedy, remedies
 from meshlib.estimation.work.tiles import tiled_value_bytes
 from meshlib.program.analysis.memory import KINDS, Live, kinds_after, measure
@@ -28,14 +30,15 @@ class DeviceMemory(Shown):
     """Memory of one device in one step. Bytes are exact for the program's order.
 
     Attributes:
-      capacity_bytes: HBM of the device.
+      capacity_bytes: HBM of the device that programs are offered; built_bytes: as built.
       peak_bytes: with tile padding; exact_peak_bytes: without, the `program.memory.peak_bytes`.
-      by_kind: padded bytes at the peak; timeline_bytes: padded, one figure per instruction; timeline_by_kind: the
-        same, divided; moments: these instructions.
+      by_kind: padded bytes at the peak; timeline_bytes: padded, one figure per instruction; moments: these
+        instructions.
       live: the buffers at the peak with their source lines, `bytes` padded, largest first.
       at: where the peak is.
       notes: of the program, such as that an axis of the mesh splits nothing.
       host_bytes: what lies in the memory of the host at most, besides.
+      compiler: what the step is compiled by.
     """
 
     slice_name: str
@@ -48,19 +51,52 @@ class DeviceMemory(Shown):
     notes: tuple[str, ...]
     host_bytes: int
     timeline_bytes: tuple[int, ...]
-    timeline_by_kind: tuple[tuple[int, ...], ...]
     moments: tuple[str, ...]
-    find_remedies: Callable[[], tuple[Remedy, ...]] = field(compare=False)
+    built_bytes: int
+    compiler: Compiler
+    program: Program = field(compare=False)
 
     @cached_property
     def remedies(self) -> tuple[Remedy, ...]:
         """What would lower the peak, best first, worked out for this order of the program; each alone, or together."""
-        return self.find_remedies()
+        return remedies(self.program, self.capacity_bytes)
+
+    @cached_property
+    def timeline_by_kind(self) -> tuple[tuple[int, ...], ...]:
+        """Padded bytes by kind, one tuple per instruction."""
+        return tuple(zip(*kinds_after(self.program, tiled_value_bytes).values(), strict=True))
+
+    @cached_property
+    def compiled(self) -> CompiledMemory:
+        """What the compiled step takes, by cause, and a whole run. Modelled."""
+        return compiled_memory(self.program, self.compiler, self.peak_bytes)
+
+    @property
+    def needed_bytes(self) -> int:
+        """What the compiled step takes. Modelled."""
+        return self.compiled.step_bytes
+
+    @property
+    def run_bytes(self) -> int:
+        """What a whole run takes, exports of float32 weights in files of 5 GB included. Modelled."""
+        return self.compiled.run_bytes
+
+    @property
+    def plain_jit_bytes(self) -> int:
+        """What the same step takes under plain `jit` with sharding annotations (`mtf.GSPMD`). Modelled."""
+        return compiled_memory(self.program, GSPMD, self.peak_bytes).step_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether the peak, padding included, is no more than the HBM of the device."""
-        return self.peak_bytes <= self.capacity_bytes
+        """Whether the compiled step needs no more than a device offers; a whole run may: see `verdict`."""
+        return self.needed_bytes <= self.capacity_bytes
+
+    @property
+    def verdict(self) -> str:
+        """ "yes"; "tight" where the step fits and what a whole run adds may not; "no"."""
+        if not self.fits:
+            return "no"
+        return "yes" if self.run_bytes <= self.capacity_bytes else "tight"
 
     @property
     def message(self) -> str:
@@ -70,11 +106,12 @@ class DeviceMemory(Shown):
         share = f"{self.peak_bytes / self.capacity_bytes:.1%}"
         if self.fits:
             line = f"fits: peak {peak} of {capacity} on each device of {self.slice_name} ({share}; in tiles)"
-            return "\n".join([line, *self._padding()])
-        over = bytes_text(self.peak_bytes - self.capacity_bytes)
+            return "\n".join([line, *self._tight(), *self._padding()])
+        over = bytes_text(self.needed_bytes - self.capacity_bytes)
+        compiled = "" if self.peak_bytes > self.capacity_bytes else f", compiled {bytes_text(self.needed_bytes)}"
         lines = [
-            f"does not fit: each device of {self.slice_name} has {capacity} ({self.capacity_bytes} bytes), "
-            f"the peak takes {peak} ({self.peak_bytes} bytes, {share}; in tiles), {over} too much, at {self.at}",
+            f"does not fit: each device of {self.slice_name} has {capacity} ({self.capacity_bytes} bytes), the peak "
+            f"takes {peak} ({self.peak_bytes} bytes, {share}; in tiles{compiled}), {over} too much, at {self.at}",
             *self._padding(),
             "  largest tensors:",
             *(f"    {v}" for v in self.live[:5]),
@@ -86,6 +123,31 @@ class DeviceMemory(Shown):
                 *(f"    {r}" for r in self.remedies),
             ]
         return "\n".join(lines)
+
+    def _tight(self) -> list[str]:
+        """What may not fit beside the step, where that is so."""
+        if self.verdict != "tight":
+            return []
+        step, over = bytes_text(self.needed_bytes), bytes_text(self.run_bytes - self.capacity_bytes)
+        return [f"  tight: the compiled step needs {step}, a whole run {bytes_text(self.run_bytes)}, {over} too much"]
+
+    def three_ways(self) -> list[str]:
+        """What the step, plain jit and a whole run take, one line each; what the device offers and has."""
+        c = self.compiled
+        offered = f"{bytes_text(self.capacity_bytes)} offered to programs of {bytes_text(self.built_bytes)}"
+        adds = {
+            "attention's layout and sums": c.layout_bytes,
+            "casts": c.casts_bytes,
+            "products in loops": c.loops_bytes,
+        }
+        adds |= {"code": c.code_bytes, "fragmentation": c.fragmentation_bytes}
+        causes = ", ".join(f"{name} {bytes_text(size)}" for name, size in adds.items() if size)
+        lines = [f"fits: {self.verdict} ({offered})"]
+        lines.append(f"  compiled step*     {bytes_text(self.needed_bytes):>10}  with {causes}")
+        if self.compiler.partitioner != GSPMD.partitioner:
+            lines.append(f"  plain jit (GSPMD)* {bytes_text(self.plain_jit_bytes):>10}")
+        export = f"; an export in files of {bytes_text(FILE_BYTES)} counts" if c.export_bytes else ""
+        return [*lines, f"  a whole run*       {bytes_text(self.run_bytes):>10}  of several programs{export}"]
 
     def _padding(self) -> list[str]:
         """What tiles add, where it is worth a line."""
@@ -141,13 +203,13 @@ class DeviceMemory(Shown):
         lines += [f"  {kind:<18} {bytes_text(n):>10}" for kind, n in self.by_kind.items() if n]
         if self.host_bytes:
             lines.append(f"  on the host, besides {bytes_text(self.host_bytes):>8}")
+        lines += [*self.three_ways(), "* modelled; all others exact"]
         return "\n".join(lines)
 
 
-def memory_on(program: Program, slice_: Slice) -> DeviceMemory:
-    """The memory of one device of `slice_` that runs `program`."""
+def memory_on(program: Program, slice_: Slice, compiler: Compiler | None = None) -> DeviceMemory:
+    """The memory of one device of `slice_` that runs `program`, compiled by what it was lowered for unless given."""
     padded = measure(program, tiled_value_bytes)
-    kinds = kinds_after(program, tiled_value_bytes)
     return DeviceMemory(
         slice_.name,
         slice_.usable_hbm_bytes_per_device,
@@ -159,7 +221,8 @@ def memory_on(program: Program, slice_: Slice) -> DeviceMemory:
         program.notes,
         padded.host_bytes,
         padded.timeline_bytes,
-        tuple(zip(*kinds.values(), strict=True)),
         tuple(f"{i.opcode} {i.operation.name}" for i in program.instructions),
-        partial(remedies, program, slice_.usable_hbm_bytes_per_device),
+        slice_.chip.hbm_bytes_per_device,
+        compiler or program.compiler,
+        program,
     )

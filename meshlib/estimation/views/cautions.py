@@ -17,7 +17,6 @@ from meshlib.lowering.assigned import Homes
 from meshlib.program.instructions import Move
 from meshlib.program.records import Program, walk
 
-NEAR_LIMIT = 0.95  # of the memory that a device offers; whole runs add to their training step
 # Ranges over the training runs in `meshlib/validation/published_results.json` that are judged: least and most.
 VALIDATED_MFU = {"bf16": 0.715, "int8": 1.061, "fp8": 0.805}  # the most that was measured
 VALIDATED_CHIPS = (8, 4096)
@@ -43,9 +42,10 @@ def cautions(est: Estimate) -> list[str]:
 
 
 def _memory(est: Estimate) -> Iterator[str]:
-    peak, capacity = est.memory.peak_bytes, est.memory.capacity_bytes
-    if NEAR_LIMIT * capacity < peak <= capacity:
-        yield f"memory near the limit: {bytes_text(peak)} of {bytes_text(capacity)} on each device"
+    memory = est.memory
+    if memory.verdict == "tight":
+        step, run, capacity = map(bytes_text, (memory.needed_bytes, memory.run_bytes, memory.capacity_bytes))
+        yield f"memory is tight: the step takes {step} of {capacity} on each device, a whole run up to {run}"
 
 
 def _weights(program: Program) -> Iterator[str]:

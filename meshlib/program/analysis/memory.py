@@ -8,7 +8,7 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -24,6 +24,8 @@ from meshlib.program.records import Program
 KINDS = ("variables", "slots", "inputs", "activations", "gradients", "collective buffers", "temporaries")
 
 Size = Callable[[Value], int]  # bytes that a buffer takes
+Scratch = Callable[[Program, Instruction], int]  # bytes that an instruction takes while it runs
+Extra = Callable[[Program, tuple[Buffer, ...]], Iterable[tuple[Buffer, int]]]  # buffers that take more bytes
 
 
 @dataclass(frozen=True)
@@ -106,26 +108,41 @@ def moment(i: Instruction) -> str:
     return f"{i.opcode} '{i.operation.name}' ({i.operation.source})"
 
 
-def bytes_after(program: Program, size: Size, loop: Loop | None = None) -> list[int]:
-    """Bytes taken at the start, then during each instruction, where a buffer takes `size(owner)`; of a body with the
-    `loop` that runs it."""
-    change = [0] * (len(program.instructions) + 2)
-    for b in program.buffers if loop is None else loop.buffers:
-        change[b.begin + 1] += size(b.owner)
-        if b.end < len(program.instructions):
-            change[b.end + 2] -= size(b.owner)
+def bytes_after(
+    program: Program, size: Size, loop: Loop | None = None, scratch: Scratch | None = None, extra: Extra | None = None
+) -> list[int]:
+    """Bytes taken at the start, then during each instruction.
+
+    Args:
+      program: with the `loop` that runs it, if it is a body.
+      size: bytes of a buffer, by its owner; extra: buffers that take more, and how many bytes.
+      scratch: bytes that an instruction takes while it runs, besides its operands and results.
+    """
+    end = len(program.instructions)
+    change = [0] * (end + 2)
+    buffers = program.buffers if loop is None else loop.buffers
+    sized = ((b, size(b.owner)) for b in buffers)
+    for b, taken_bytes in sized if extra is None else (*sized, *extra(program, buffers)):
+        change[b.begin + 1] += taken_bytes
+        if b.end < end:
+            change[b.end + 2] -= taken_bytes
     taken = [*accumulate(change)][:-1]
-    for n, inner in inside_loops(program, size):
+    for n, inner in inside_loops(program, size, scratch, extra):
         taken[n + 1] += inner
+    if scratch is not None:
+        for n, i in enumerate(program.instructions):
+            taken[n + 1] += scratch(program, i)
     return taken
 
 
-def inside_loops(program: Program, size: Size) -> Iterator[tuple[int, int]]:
-    """Per loop its number and what its body takes at most on top of its operands."""
+def inside_loops(
+    program: Program, size: Size, scratch: Scratch | None = None, extra: Extra | None = None
+) -> Iterator[tuple[int, int]]:
+    """Per loop its number and what its body takes at most on top of its operands; arguments as of `bytes_after`."""
     for n, i in enumerate(program.instructions):
         if isinstance(i, Loop):
             outside = sum(size(v) for v in i.body.inputs.values() if not v.tensor.on_host)
-            yield n, max(bytes_after(i.body, size, i)) - outside
+            yield n, max(bytes_after(i.body, size, i, scratch, extra)) - outside
 
 
 def kinds_after(program: Program, size: Size) -> Mapping[str, list[int]]:

@@ -1,0 +1,203 @@
+"""What a compiled step takes of a device's memory besides the buffers of its program, and what a whole run adds.
+
+A compiled step of our own program, as `mtf.on_jax` runs it:
+
+    layout         operands and results of attention kernels lie head by head with features last: heads of 64 fill half
+                   of the 128 lanes; all else lies the densest way round (`tiles`)
+    accumulators   gradients of keys and values are summed in float32 by the kernel that makes them; so is, in a loop,
+                   the gradient of a weight that leaves its product in fewer bits
+    code           of each kernel
+    fragmentation  what lies between buffers that come and go
+
+Plain `jit` with sharding annotations (`mtf.GSPMD`) takes more:
+
+    hoisted casts  of weights that loops slice: all layers' are cast before the loop
+    loops          where eight devices or more share a product's weight, the product is a loop over their blocks, which
+                   holds one more operand and result of the widest such product, and keeps the logits' gradient
+    fragmentation  more of it, since blocks of such loops come and go
+
+A whole run takes as much as its largest program. Besides the step that is an evaluation or the like, `RUN_ADDS_BYTES`
+more at least as measured, or an export that gathers float32 weights: the state and twice a file, whatever the batch.
+
+Sources: steps compiled for v5e ahead of time by libtpu, ours and Levanter's, of 1.5 billion parameters; runs of
+Levanter and MaxText on v5e.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil
+
+from hardware.memory import padded_bytes
+from meshlib.core.compiler import Compiler
+from meshlib.core.dtypes import FLOAT32
+from meshlib.core.graph import BACKWARD
+from meshlib.core.opdef import Kind
+from meshlib.estimation.work.tiles import tiled_bytes, tiled_value_bytes
+from meshlib.program.analysis.buffers import Buffer
+from meshlib.program.analysis.memory import bytes_after
+from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
+from meshlib.program.records import Program, walk
+
+CODE_BYTES = 120 << 10  # of a kernel: 0.04 GiB for a step of 350
+FRAGMENTATION = 0.01  # of all but variables and slots
+LOOPED_FRAGMENTATION = 0.075  # where products are loops over blocks: 6 to 9 %
+LOOPED_FROM = 8  # devices that share a gathered weight
+RUN_ADDS_BYTES = 1 << 29  # the least by which whole runs were above their step; the most were 5 GiB
+FILE_BYTES = 5 * 10**9  # of exported weights: `shard_bytes` of `mtf.save_weights`
+
+
+@dataclass(frozen=True)
+class CompiledMemory:
+    """Bytes of one device that a compiled step takes, by cause. Modelled, but `buffers_bytes`.
+
+    Attributes:
+      buffers_bytes: of the program, in tiles; layout_bytes: more at the peak by attention's layout and accumulators.
+      casts_bytes, loops_bytes: of plain jit, hoisted casts and products in loops; 0 of our own program.
+      code_bytes, fragmentation_bytes: of the whole.
+      state_bytes: variables and slots; export_bytes: what an export adds to them, 0 where nothing is trained.
+    """
+
+    buffers_bytes: int
+    layout_bytes: int
+    casts_bytes: int
+    loops_bytes: int
+    code_bytes: int
+    fragmentation_bytes: int
+    state_bytes: int
+    export_bytes: int
+
+    @property
+    def step_bytes(self) -> int:
+        """What the step takes."""
+        parts = (self.buffers_bytes, self.layout_bytes, self.casts_bytes, self.loops_bytes)
+        return sum(parts) + self.code_bytes + self.fragmentation_bytes
+
+    @property
+    def run_bytes(self) -> int:
+        """What a whole run takes; of a program that trains nothing, its step."""
+        if not self.export_bytes:
+            return self.step_bytes
+        return max(self.step_bytes + RUN_ADDS_BYTES, self.state_bytes + self.export_bytes)
+
+
+def compiled_memory(program: Program, compiler: Compiler, buffers_bytes: int) -> CompiledMemory:
+    """What a compiler's step takes.
+
+    Args:
+      program: what `mtf.lower` returned.
+      compiler: its partitioner decides whether it is our own step or plain jit's.
+      buffers_bytes: peak of the program's buffers in tiles.
+    """
+    plain = compiler.partitioner == "gspmd"
+    laid = max(bytes_after(program, tiled_value_bytes, scratch=_sums_of(program), extra=_head_by_head))
+    casts, loops = (_hoisted_casts(program), _loops(program)) if plain else (0, 0)
+    laid = max(laid, buffers_bytes)
+    share = LOOPED_FRAGMENTATION if loops else FRAGMENTATION
+    kernels = len({(id(inside), i.group) for i, inside, _ in walk(program)})
+    state = sum(tiled_value_bytes(v) for v in program.variables.values())
+    trained = [program.variables[n] for n in program.updates if n in program.variables]
+    weights = sum(4 * v.tensor.shape.size for v in trained if not v.tensor.operation.attrs["slot_of"])
+    return CompiledMemory(
+        buffers_bytes=buffers_bytes,
+        layout_bytes=laid - buffers_bytes,
+        casts_bytes=casts,
+        loops_bytes=loops,
+        code_bytes=CODE_BYTES * kernels,
+        fragmentation_bytes=ceil(share * max(0, laid + casts + loops - state)),
+        state_bytes=state,
+        export_bytes=2 * min(FILE_BYTES, weights),
+    )
+
+
+def _is_attention(i: Instruction) -> bool:
+    return isinstance(i, Compute) and i.operation.kind.scores is not None
+
+
+def _by_heads(i: Instruction, v: Value, itemsize: float) -> int:
+    """Bytes of an operand or result of attention, positions and features of a head being its minor dims."""
+    attrs = i.operation.attrs
+    sizes = {d.name: d.size for d in v.local_shape}
+    features = [attrs[n] for n in ("key_dim", "value_dim") if attrs[n] in sizes]
+    positions = [attrs[n] for n in ("length", "memory_length") if attrs[n] in sizes]
+    if not features or not positions:
+        return tiled_bytes(v.local_shape.sizes, itemsize)
+    last = positions[0], features[0]
+    return padded_bytes((*(size for n, size in sizes.items() if n not in last), *(sizes[n] for n in last)), itemsize)
+
+
+def _head_by_head(program: Program, buffers: tuple[Buffer, ...]) -> Iterator[tuple[Buffer, int]]:
+    """By how much buffers of attention's operands and results are larger than in the densest layout."""
+    taken = {v: i for i in program.instructions if _is_attention(i) for v in (*i.inputs, *i.outputs)}
+    for buffer in buffers if taken else ():
+        kernels = [(taken[v], v) for v in {buffer.owner, *(v for _, v in buffer.shown)} if v in taken]
+        wide = max((_by_heads(i, v, v.tensor.dtype.itemsize) for i, v in kernels), default=0)
+        if wide > tiled_value_bytes(buffer.owner):
+            yield buffer, wide - tiled_value_bytes(buffer.owner)
+
+
+def _sums_of(whole: Program) -> Callable[[Program, Instruction], int]:
+    """A function that says how many bytes of float32 sums an instruction of a program keeps while it runs."""
+    weight_dims = frozenset(d.name for v in whole.variables.values() for d in v.tensor.shape)
+
+    def sums(program: Program, i: Instruction) -> int:
+        if not isinstance(i, Compute) or i.region != BACKWARD or i.outputs[0].tensor.dtype.itemsize >= 4:
+            return 0
+        if i.operation.kind.scores is not None:
+            return sum(_by_heads(i, y, 4) for y in i.outputs) if len(i.outputs) > 1 else 0
+        (y, *_) = i.outputs
+        of_weight = len(y.tensor.shape) > 1 and weight_dims.issuperset(y.tensor.shape.names)
+        if program.is_body and of_weight and i.operation.kind.kind is Kind.CONTRACTION:
+            return tiled_bytes(y.local_shape.sizes, 4)
+        return 0
+
+    return sums
+
+
+def _hoisted_casts(program: Program) -> int:
+    """Bytes of bfloat16 copies of float32 variables that loops slice, one of each."""
+    sliced = {
+        v
+        for i in program.instructions
+        if isinstance(i, Loop)
+        for name, v in zip(i.body.inputs, i.inputs, strict=True)
+        if name in i.slices and v.tensor.dtype is FLOAT32 and _is_cast(i.body, i.body.inputs[name])
+    }
+    stored = {*program.variables.values()}
+    return sum(tiled_bytes(v.local_shape.sizes, 2) for v in sliced if v in stored)
+
+
+def _is_cast(body: Program, x: Value) -> bool:
+    readers = [i for i in body.instructions if x in i.inputs]
+    return any(i.opcode == "cast" and i.outputs[0].tensor.dtype.itemsize == 2 for i in readers)
+
+
+def _loops(program: Program) -> int:
+    """Bytes that products with gathered weights hold where they are loops over the blocks of their weights."""
+    widest = logits = 0
+    makers: dict[Program, Mapping[Value, Instruction]] = {}
+    for i, inside, _ in walk(program):
+        if not isinstance(i, Compute) or i.operation.kind.kind is not Kind.CONTRACTION or i.region == BACKWARD:
+            continue
+        if inside not in makers:
+            makers[inside] = {y: maker for maker in inside.instructions for y in maker.outputs}
+        gathered = [x for x in i.inputs[:2] if _gathered_over(inside, makers[inside], x) >= LOOPED_FROM]
+        if len(gathered) == 1:
+            (x,) = (x for x in i.inputs[:2] if x not in gathered)
+            result = tiled_value_bytes(i.outputs[0])
+            if inside is program:
+                logits = max(logits, result)
+            else:
+                widest = max(widest, tiled_value_bytes(x) + result)
+    return widest + logits
+
+
+def _gathered_over(program: Program, makers: Mapping[Value, Instruction], x: Value) -> int:
+    """Devices over which a value was gathered, itself or through casts and renamings; 1 if it was not."""
+    i = makers.get(x)
+    while i is not None and not i.is_collective and len(i.inputs) == 1:
+        i = makers.get(i.inputs[0])
+    if not isinstance(i, Move) or i.opcode != "all_gather":
+        return 1
+    return program.mesh.group_size(i.steps[0].axes)

@@ -1,0 +1,138 @@
+"""What a compiled step takes besides its program's buffers, each cause by hand; plain jit; whole runs; the verdict."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+import meshlib as mtf
+from hardware import CHIPS, Slice
+from meshlib.estimation.memory.compiled import CODE_BYTES, FILE_BYTES, RUN_ADDS_BYTES
+from meshlib.estimation.work.tiles import tiled_bytes
+from meshlib.testing import assert_fits
+
+D = mtf.Dimension
+GIB = 2**30
+CAPACITIES = {"v2": 7.48, "v3": 15.48, "v4": 30.75, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25, "v7": 94.7}
+
+
+@cache
+def trained(chips: int) -> mtf.Program:
+    """A training step of four layers with heads of 64, fully sharded."""
+    config = mtf.models.preset("gpt2").replace(layers=4, heads=8, head_dim=64, vocab=50_304)
+    with mtf.Graph():
+        outputs, updates = mtf.models.train_step(config, batch=8 * chips, length=1024)
+        layout = mtf.models.layout("fsdp", config, f"fsdp:{chips}")
+        return mtf.lower(outputs, updates, f"fsdp:{chips}", layout)
+
+
+def memory(program: mtf.Program, slice_: str | Slice, compiler: mtf.Compiler = mtf.XLA_TPU):
+    return mtf.estimate(program, slice_, compiler).memory
+
+
+@pytest.mark.parametrize("chip", CAPACITIES)
+def test_capacity_is_what_programs_are_offered(chip: str) -> None:
+    slice_ = Slice(f"{chip}-8")
+    found = memory(mtf.lower({"y": attention(64)}, mesh=f"a:{slice_.devices}"), slice_)
+    assert found.capacity_bytes / GIB == pytest.approx(CAPACITIES[chip], abs=0.006)
+    assert found.built_bytes == CHIPS[chip].hbm_bytes // CHIPS[chip].devices_per_chip > found.capacity_bytes
+
+
+def attention(head_dim: int) -> mtf.Tensor:
+    dims = [D("batch", 4), D("heads", 8), D("length", 1024), D("key", head_dim)]
+    with mtf.Graph():
+        q, k, v = (mtf.input(name, dims, "bfloat16") for name in "qkv")
+        k, v = (mtf.rename_dimension(mtf.sin(x), "length", "memory") for x in (k, v))
+        return mtf.attention(mtf.sin(q), k, v, "length", "memory", "key")
+
+
+def test_heads_of_64_lie_in_128_lanes() -> None:
+    """Of q, k, v and the context the sines and the result are operands of the kernel alone: four buffers of 4 MiB."""
+    narrow, wide = (mtf.lower({"y": attention(n)}) for n in (64, 128))
+    size = 4 * 8 * 1024 * 64 * 2
+    assert memory(narrow, "v5e-1").compiled.layout_bytes == 4 * size
+    assert memory(wide, "v5e-1").compiled.layout_bytes == 0
+
+
+def test_gradients_of_keys_and_values_are_summed_in_float32() -> None:
+    """Beside heads in 128 lanes, two blocks of float32 while the kernel of both gradients runs."""
+    with mtf.Graph():
+        dims = [D("batch", 4), D("heads", 8), D("length", 1024), D("key", 128)]
+        q, k, v = (mtf.input(name, dims, "bfloat16") for name in "qkv")
+        k, v = (mtf.rename_dimension(x, "length", "memory") for x in (k, v))
+        y = mtf.attention(q, k, v, "length", "memory", "key")
+        program = mtf.lower(dict(zip("ab", mtf.gradients([mtf.reduce_sum(y)], [k, v]), strict=True)))
+    assert memory(program, "v5e-1").compiled.layout_bytes == pytest.approx(2 * 4 * 4 * 8 * 1024 * 128, rel=0.01)
+
+
+def test_a_step_needs_the_sum_of_its_causes() -> None:
+    program = trained(4)
+    found = memory(program, "v5e-4")
+    c = found.compiled
+    assert found.needed_bytes == c.buffers_bytes + c.layout_bytes + c.code_bytes + c.fragmentation_bytes
+    assert c.buffers_bytes == found.peak_bytes
+    assert c.fragmentation_bytes == pytest.approx(0.01 * (c.buffers_bytes + c.layout_bytes - c.state_bytes), abs=2)
+    assert c.code_bytes % CODE_BYTES == 0
+    assert (c.casts_bytes, c.loops_bytes) == (0, 0)
+
+
+def test_gpt2_xl_on_four_chips_needs_what_libtpu_reports() -> None:
+    config = mtf.models.preset("gpt2-xl")
+    with mtf.Graph():
+        outputs, updates = mtf.models.train_step(config, batch=16, length=1024)
+        program = mtf.lower(outputs, updates, "fsdp:4", mtf.models.layout("fsdp", config, "fsdp:4"))
+    assert memory(program, "v5e-4").needed_bytes / GIB == pytest.approx(7.40, rel=0.03)
+
+
+@pytest.mark.parametrize("chips", [4, 16])
+def test_plain_jit_casts_before_loops_and_loops_over_blocks(chips: int) -> None:
+    program = trained(chips)
+    own, plain = (memory(program, f"v5e-{chips}", c) for c in (mtf.XLA_TPU, mtf.GSPMD))
+    assert own.plain_jit_bytes == plain.needed_bytes > own.needed_bytes
+    stacked = [
+        v for n, v in program.variables.items() if n.startswith("layers/") and not v.tensor.operation.attrs["slot_of"]
+    ]
+    cast = sum(tiled_bytes(v.local_shape.sizes, 2) for v in stacked if len(v.tensor.shape) > 2)
+    rest = sum(tiled_bytes(v.local_shape.sizes, 2) for v in stacked if len(v.tensor.shape) == 2)  # biases and norms
+    assert cast <= plain.compiled.casts_bytes <= cast + rest
+    tokens, d_model, d_ff, vocab = 8 * 1024, 768, 3072, 50_304
+    looped = 2 * tokens * (d_model + d_ff) + 2 * tokens * vocab if chips >= 8 else 0
+    assert plain.compiled.loops_bytes == looped
+
+
+def test_a_whole_run_takes_an_export_of_float32_weights() -> None:
+    program = trained(4)
+    found = memory(program, "v5e-4")
+    variables = [v.tensor for v in program.variables.values() if not v.tensor.operation.attrs["slot_of"]]
+    weights = sum(4 * t.shape.size for t in variables)
+    assert found.compiled.export_bytes == pytest.approx(2 * min(FILE_BYTES, weights), rel=0.01)
+    assert found.run_bytes == max(found.needed_bytes + RUN_ADDS_BYTES, found.compiled.state_bytes + 2 * weights)
+    forward = mtf.lower({"y": attention(64)})
+    assert memory(forward, "v5e-1").run_bytes == memory(forward, "v5e-1").needed_bytes
+
+
+def test_the_verdict_is_yes_tight_or_no() -> None:
+    program = trained(4)
+    needed, run = memory(program, "v5e-4").needed_bytes, memory(program, "v5e-4").run_bytes
+    for size, verdict in ((run, "yes"), (run - 1, "tight"), (needed, "tight"), (needed - 1, "no")):
+        chip = replace(CHIPS["v5e"], hbm_bytes=size, hbm_reserved_bytes=0)
+        slice_ = Slice("v5e-4", chip)
+        found = memory(program, slice_)
+        assert (found.verdict, found.fits) == (verdict, verdict != "no"), size
+        assert f"fits: {verdict} (" in str(found)
+        if verdict == "yes":
+            assert_fits(program, slice_)
+            continue
+        with pytest.raises(AssertionError, match="tight on v5e-4" if verdict == "tight" else "does not fit"):
+            assert_fits(program, slice_)
+        if verdict == "tight":
+            assert_fits(program, slice_, tight=True)
+            assert "tight: the compiled step needs" in found.message
+
+
+def test_all_three_are_printed() -> None:
+    text = str(memory(trained(4), "v5e-4"))
+    for words in ("15.75 GiB offered to programs of 16 GiB", "compiled step*", "plain jit (GSPMD)*", "a whole run*"):
+        assert words in text
