@@ -136,8 +136,8 @@ def _verdict(subject: Subject, plan: Plan, est: Estimate) -> list[str]:
     lines = [f"{subject.name} on {where.name}: {fits}"]
     about = f"{bytes_text(memory.peak_bytes)} of {bytes_text(memory.capacity_bytes)} on each of {where.devices} devices"
     lines.append(f"  memory     {about}")
-    sizes = [bytes_text(size) for size in (memory.needed_bytes, memory.plain_jit_bytes, memory.run_bytes)]
-    lines.append("  compiled   {}*; under plain jit {}*; a whole run {}*".format(*sizes))
+    three = [bytes_text(size) for size in (memory.needed_bytes, memory.plain_jit_bytes, memory.run_bytes)]
+    lines.append("  compiled   {}*; under plain jit {}*; a whole run {}*".format(*three))
     kinds = sorted(((size, kind) for kind, size in memory.by_kind.items() if size), reverse=True)[:3]
     lines += wrapped(", ".join(f"{bytes_text(size)} {kind}" for size, kind in kinds), "  most of it ", " ")
     if not est.fits:
