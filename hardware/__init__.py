@@ -1,4 +1,4 @@
-"""What a machine does: chips, slices, MXU, vector unit, memory, torus, collectives, arithmetic.
+"""The machine: chips, slices, MXU, vector unit, memory, torus, collectives, arithmetic.
 
 Usable on its own; it knows bytes, FLOPs, cycles and coordinates, and nothing of named dimensions.
 

@@ -1,4 +1,4 @@
-"""How a matrix product passes through VMEM: the blocks it is cut in, what is read again, what nothing hides.
+"""Blocks of a matrix product in VMEM: their sizes, operands read again, and time that nothing hides.
 
 The product is computed in output blocks of `rows` x `columns`, each in steps of `depth`. VMEM holds the block's
 float32 sums and two copies of the operand pieces (one arrives while the other is used). Left rows are read again for

@@ -1,4 +1,4 @@
-"""Checks of plain arguments: each answers bad input with one HardwareError that names it."""
+"""Checks of plain arguments: bad input is one HardwareError that names it."""
 
 from __future__ import annotations
 

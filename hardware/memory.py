@@ -1,4 +1,4 @@
-"""Arrays in memory: how tiling pads them, what fits, how fast they move.
+"""Arrays in memory: padding by tiles, capacity, bandwidth.
 
 An array in HBM is stored in tiles of 8 x 128 elements on its two minor dims, the register shape of the
 vector unit; narrow types are packed within a tile (two bf16, four int8 or eight int4 rows in one of 32 bits). Hence a

@@ -1,4 +1,4 @@
-"""The systolic array of a TPU: when every value moves, and how long a matrix product takes.
+"""The systolic array of a TPU: the cycle of every value, and the time of a matrix product.
 
 `MXU(rows, columns)` multiplies x [M, K] by weights [K, N]. The weights are cut in tiles of
 rows x columns, which stay in the array while M rows of x stream through:

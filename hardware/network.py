@@ -1,4 +1,4 @@
-"""Time of collectives over mesh axes as they lie on a slice, and the best placement.
+"""Time of collectives over mesh axes under a placement on a slice, and the best placement.
 
 A collective over one or more mesh axes is staged by the speed of its levels: first the devices of a chip,
 then the torus, then DCN between slices (all_gather the other way round). On the torus it runs either along

@@ -1,4 +1,4 @@
-"""Mesh axes laid over the axes of a slice.
+"""Placements of mesh axes on the axes of a slice.
 
 A slice offers *places* for mesh axes: its torus axes, the devices of a chip (where a chip shows two), and the
 slices themselves where several are joined by DCN. Each place of size n is cut in factors, each factor belongs

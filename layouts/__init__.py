@@ -1,4 +1,4 @@
-"""Where names go: dimensions, meshes, layout rules, shardings, and the ways between shardings.
+"""Layouts: dimensions, meshes, layout rules, shardings, and reshard plans between shardings.
 
 A program names its dimensions; a layout says which names are split over which axes of a mesh. This floor
 turns the two into facts about each tensor, and knows neither numbers nor hardware:

@@ -1,4 +1,4 @@
-"""All that is wrong with a layout, at once.
+"""All faults of a layout at once.
 
 `LayoutRules.sharding` looks at one tensor and must stop there. `check` looks at all tensors of a program
 under one layout and groups what it finds: a dimension that does not divide is reported once, with the

@@ -1,4 +1,4 @@
-"""A picture, in text, of which device holds which block."""
+"""A text drawing of which device holds which block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exceptions of the project, and the hint that most of their messages end with."""
+"""The exceptions of the project, and the hint of the nearest name that most messages end with."""
 
 from __future__ import annotations
 

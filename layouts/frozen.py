@@ -1,4 +1,4 @@
-"""Immutability for the small value types of this floor.
+"""Immutable small value types.
 
 They are keys of dictionaries in hot loops. A frozen dataclass would compute its hash at every look-up;
 these classes compute it once, which needs hand-written `__init__`s, and this base keeps them honest.

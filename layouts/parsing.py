@@ -1,4 +1,4 @@
-"""Reading "name:value" texts, with a caret under whatever is wrong.
+"""Parsing of "name:value" texts, with a caret under the fault.
 
 Mesh TensorFlow writes shapes, meshes and layouts alike: pairs joined by a colon and separated by any of
 `;` `,` `.` or white space. One reader serves all three.

@@ -1,4 +1,4 @@
-"""What a reshard consists of: steps, plans, and who sends to whom in a permute."""
+"""Reshard plans: their steps, and the (source, destination) devices of a permute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts that have names.
+"""Layouts by name.
 
 Each function returns ordinary `LayoutRules` for the names that a program gives its dimensions and a mesh
 its axes; nothing here could not be written by hand.

@@ -1,4 +1,4 @@
-"""Layouts in the notation of others, read and written.
+"""Layouts in the notation of Flax, Haliax and JAX, read and written.
 
     from_flax              ordered (name, axes) rules of Flax Linen and MaxText      to_flax
     from_haliax            a dict of axis names to mesh axes, of Haliax and Levanter

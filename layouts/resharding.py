@@ -1,4 +1,4 @@
-"""From one sharding to another with the fewest bytes.
+"""Reshard plans that send the fewest bytes.
 
 Names and bytes are taken off, the rest is a matter of numbers: `layouts.routes` finds the cheapest route. A whole value
 counts as a pending sum once all devices but the first along an axis hold zeros: that costs nothing.

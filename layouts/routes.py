@@ -1,4 +1,4 @@
-"""The cheapest route from one arrangement of axes on dims to another: the search behind `reshard`.
+"""The cheapest sequence of collectives between two assignments of axes to dims: the search behind `reshard`.
 
 It is A* over states (axes of each dim, pending axes still to be reduced). Three facts make it small and exact:
 

@@ -1,4 +1,4 @@
-"""Where the blocks of one tensor lie.
+"""Sharding: the axes that split each dim of a tensor, and its pending reductions.
 
 Each dimension carries an ordered tuple of mesh axes, major first: with (a, b) a device at a = i, b = j
 holds block i * |b| + j of |a| * |b|. An axis in no dimension replicates, unless it is `pending`: then the

@@ -1,4 +1,4 @@
-"""Assertions for people's own tests: what a program sends, that no layout changes it, that it fits.
+"""Assertions for users' tests: what a program sends, that no layout changes it, that it fits.
 
 Plain functions. They raise AssertionError with everything needed to understand the failure, and a MeshlibError for
 arguments that make no sense.

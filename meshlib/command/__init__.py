@@ -1,4 +1,4 @@
-"""The command `meshlib`: the library's answers without a line of Python.
+"""The command `meshlib`.
 
 arguments  what can be asked, and how
 subject    the program that it is about: a model's name, or a function in a file

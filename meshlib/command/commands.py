@@ -1,4 +1,4 @@
-"""What each command does: builds the program, asks the library, prints its answer.
+"""The function behind each command: builds the program, calls the library, prints the answer.
 
 A package that one command alone needs is imported there, so that the others start without it.
 """

@@ -1,4 +1,4 @@
-"""`meshlib plan`: the verdict first, then what it costs, where the time goes, and the other layouts."""
+"""`meshlib plan`: verdict, cost, communication, and the other layouts."""
 
 from __future__ import annotations
 

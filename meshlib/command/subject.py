@@ -1,4 +1,4 @@
-"""What a command is about: a model by name, or a function in somebody's file; built once, lowered under layouts."""
+"""The program of a command: a model by name or a function in a file, built once, lowered under several layouts."""
 
 from __future__ import annotations
 

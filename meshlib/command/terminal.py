@@ -1,4 +1,4 @@
-"""How a command ends: one clear line for a fault; closed outputs and interrupts are quiet."""
+"""Exit statuses, errors in one line, and a progress bar."""
 
 from __future__ import annotations
 

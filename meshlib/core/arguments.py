@@ -1,4 +1,4 @@
-"""Checks of plain arguments: each answers a wrong one with one error that names it, its value and the user's line."""
+"""Checks of plain arguments: a wrong one is one error that names it, its value and the user's line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays that are written before they are read: a test sees to it that no step reads what an earlier one left."""
+"""Uninitialised arrays, which tests fill with NaN to catch reads of values that were never written."""
 
 from __future__ import annotations
 

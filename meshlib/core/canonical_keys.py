@@ -1,4 +1,4 @@
-"""Canonical keys: two things with the same key are the same, in every process, on every machine and on every day.
+"""Canonical keys: equal for equal things, in every process, on every machine and at any time.
 
 Whatever is remembered between runs or between programs is remembered under such a key. It is a digest of
 

@@ -1,4 +1,4 @@
-"""JSON from outside: read whole or refused in one line, whatever the file holds.
+"""JSON files from outside: read whole, or refused in one line.
 
 A file may be of any size, nested so deep that a parser runs out of stack, name one key twice, write numbers that are
 none, or hold text where a number is expected. `read_json` bounds the size, `parse_json` the depth; both refuse equal

@@ -1,4 +1,4 @@
-"""Pictures on matplotlib Axes, where it is installed; and in files that are whole or not there."""
+"""matplotlib Axes, where it is installed, and pictures written as atomic files."""
 
 from __future__ import annotations
 

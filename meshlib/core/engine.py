@@ -1,4 +1,4 @@
-"""The arithmetic of a simulated core: how the MXU takes its operands and adds, and where random keys come from."""
+"""The arithmetic of a simulated core: rounding and accumulation of the MXU, and random keys."""
 
 from __future__ import annotations
 

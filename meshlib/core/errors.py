@@ -1,4 +1,4 @@
-"""The errors of the language floor; every one is a `MeshlibError`, so one except clause serves a user."""
+"""The errors of the library, all of them a `MeshlibError`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Public functions and classes that explain calls which fit no signature of theirs.
+"""Public functions and classes that explain calls which fit no signature.
 
 Python's own TypeError of a call tells neither who called nor what there is to give. Arguments are looked at after a
 call has failed, so that a sound one pays for one frame more.

@@ -1,4 +1,4 @@
-"""Sets of files that change together: all of them are those of one writer, whoever is killed, and whenever.
+"""Atomic sets of files: all of them are of one writer, whoever is killed.
 
     1  each member is written under a temporary name, and brought to the disk
     2  members get names with a tag that nothing has, "model~1a2b3c4d.safetensors"; a journal lists what will be stale

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written under a temporary name beside the target, flushed, and renamed.
+"""Atomic files: written under a temporary name beside the target, flushed, and renamed.
 
 Only regular files are read or replaced: renaming over a device would remove it for everyone, and a pipe may have
 nobody at its other end. Links are followed, and stay links.

@@ -1,4 +1,4 @@
-"""Names that people bring along from NumPy, JAX, PyTorch and Mesh TensorFlow, and what stands for them here."""
+"""Names from NumPy, JAX, PyTorch and Mesh TensorFlow, and their counterparts here."""
 
 from __future__ import annotations
 

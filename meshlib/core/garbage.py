@@ -1,4 +1,4 @@
-"""Python's collector of cyclic garbage, paused while a plan is made, and run when enough has come together.
+"""Python's cyclic garbage collector, paused while a plan is made.
 
 A plan is many small objects, nearly all of which stay until it is done: the collector would look through them again
 and again, and find nothing, for an eighth of the time that it takes to plan a step of DeepSeek-V3 or ResNet-50. Pausing

@@ -1,4 +1,4 @@
-"""Initial values, and the laws random numbers are drawn from: functions of a key and global positions alone.
+"""Initial values and distributions of random numbers: functions of a key and global positions.
 
 Initializers are plain data that can be called, so that programs can be compared, copied and sent elsewhere.
 """

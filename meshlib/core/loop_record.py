@@ -1,4 +1,4 @@
-"""What a loop is: one record, which the gradient, the lowering and whoever looks inside read in place of attributes."""
+"""The record of a loop: body, carries, trips; read by gradients and lowering in place of attributes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of operations in listings, and of dims that the library makes."""
+"""Names of operations in listings, and of dims that the library creates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One frozen record per operation: everything the library ever needs to know of it.
+"""`OpDef`: one frozen record per operation with everything the library knows about it.
 
 Adding an operation touches its definition and one row of `tests/cases.py`. The partitioner, the executors, the
 gradients and the estimates are written once, against this record. Idea of roles: Shardy's factors; here the named

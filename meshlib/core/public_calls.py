@@ -1,4 +1,4 @@
-"""Whose a tensor is: what a public function returns is the user's, what it makes on the way is the library's own.
+"""Public calls: what they return is the user's, tensors created inside are the library's own.
 
 The user answers for the layout of the first. The second (softmax's maximum, the product of two of three factors, a
 gradient's slices) he has never seen: it is laid out by what fits it.

@@ -1,4 +1,4 @@
-"""Threefry-2x32: random words as a pure function of (key, counter), so that no layout can change them.
+"""Threefry-2x32: random words as a pure function of (key, counter), independent of the layout.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011); 20 rounds.
 """

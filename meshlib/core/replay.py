@@ -1,4 +1,4 @@
-"""Operations written once more with other operands, as recomputation and the gradient of a loop do; walks over them."""
+"""Copies of operations on other operands, for recomputation and gradients of loops; walks over operations."""
 
 from __future__ import annotations
 

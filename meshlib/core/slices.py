@@ -1,4 +1,4 @@
-"""The slice that a program is to run on."""
+"""The slice of a program: from a name or a Slice, with as many devices as the mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where an operation was written: the line of the user's code, or what another front end says.
+"""Source lines of operations: in the user's code, or given by another front end.
 
 Every operation and every message names one line, `file.py:12`: that of the innermost frame of the user's code. Code
 of a model that the library writes has one such line, the call; there the scoped name of the operation, which stands

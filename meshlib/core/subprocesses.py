@@ -1,4 +1,4 @@
-"""What every worker process needs: to end with its parent, and a description of how it ended."""
+"""Worker processes that end with their parent, and descriptions of how they ended."""
 
 from __future__ import annotations
 

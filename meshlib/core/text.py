@@ -1,4 +1,4 @@
-"""Figures and tables as text, for people."""
+"""Figures and tables as text."""
 
 from __future__ import annotations
 

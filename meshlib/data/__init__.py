@@ -1,4 +1,4 @@
-"""Input: from files and arrays to the batches that a program is fed, in an order that seed and place alone decide.
+"""Input pipelines: from files and arrays to batches, in an order that depends on seed and position alone.
 
     data = mtf.data.records("train@10", {"image": mtf.data.Field("uint8", (28, 28)), "label": mtf.data.Field("int32")})
     data = data.shuffle(seed=0).map(scaled, workers=2).batch(128).repeat().prefetch(2)

@@ -1,4 +1,4 @@
-"""Batches of examples: of one size, in an order that seed and epoch alone decide, from any position on.
+"""Batches of one size from arrays in memory, in an order that depends on seed and epoch alone.
 
 The order of epoch e under seed s sorts the examples by the raw 64-bit words of NumPy's Philox generator (4x64, ten
 rounds) with key (s, e) and counter 0: word i belongs to example i, ties go to the lower index. NumPy keeps raw words

@@ -1,4 +1,4 @@
-"""How examples become batches of static shapes: as they are, padded or packed into rows, or apart by their lengths.
+"""Batches of static shapes: examples as they are, padded, packed into rows, or grouped by length.
 
 A batcher is given examples with the number of their draw, and keeps some until a batch is full. What it keeps is told
 as these numbers alone: whoever goes on from there reads the examples again.

@@ -1,4 +1,4 @@
-"""Carries out the plan of a `Data` from a place on: draws in order, their examples, batches, the place after each."""
+"""Execution of a `Data` from any position: draws in order, examples, batches."""
 
 from __future__ import annotations
 

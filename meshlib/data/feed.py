@@ -1,4 +1,4 @@
-"""Iterators over a `Data`: where they are, what they have done, and the threads that work ahead of them."""
+"""Iterators over a `Data`: position, statistics, and prefetching threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tells data apart between runs: an iterator's state is one of these data, and no others.
+"""Fingerprints of data: an iterator's state belongs to these data and no others.
 
 The examples have a key of their source and of how it is shuffled and batched; from other examples no run goes on. The
 functions of `map` and `filter` have another: one that was edited between two runs may be meant, and is a warning.

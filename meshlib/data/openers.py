@@ -1,4 +1,4 @@
-"""What data begin with: arrays, IDX files, records, texts, folders of pictures."""
+"""Sources by name: arrays, IDX files, records, texts, folders of pictures."""
 
 from __future__ import annotations
 

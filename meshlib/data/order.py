@@ -1,4 +1,4 @@
-"""In which order a source is read: known from seed and epoch alone, so that a place in it is one number.
+"""The order of a source: a function of seed and epoch, so that a position is one number.
 
 Draw g is example g % count of epoch g // count. The order of an epoch sorts its examples by the raw words of NumPy's
 Philox generator with key (seed, epoch), as of `mtf.Batches`: word i belongs to example i. With a buffer the examples

@@ -1,4 +1,4 @@
-"""A thread that makes what will be asked for: a bounded queue between it and whoever asks."""
+"""A prefetching thread behind a bounded queue."""
 
 from __future__ import annotations
 

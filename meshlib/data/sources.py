@@ -1,4 +1,4 @@
-"""Where examples come from. A source knows how many it has, and reads any of them by its number."""
+"""Sources of examples: their number, and each by its index."""
 
 from __future__ import annotations
 

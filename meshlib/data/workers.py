@@ -1,4 +1,4 @@
-"""Workers that make examples: threads, or processes, which share nothing but what they are asked and answer.
+"""Worker threads, and worker processes that share nothing but requests and answers.
 
 A process is started anew (`spawn`), so that it has none of the threads and devices of the one that asks, which a fork
 would find halfway. It gets the data once, pickled, and then numbers of draws; it answers with examples, and with what

@@ -1,4 +1,4 @@
-"""Program + slice -> where time and memory of a step go, without allocating an array.
+"""Estimates: time and memory of a step on a slice, without allocating an array.
 
     kernels    fusion groups as work of one device           exact counts
     through    values that their readers make again          exact bytes

@@ -1,4 +1,4 @@
-"""Text from a trained model: prompts are read into caches, then tokens are drawn one by one.
+"""Text generation: prompts are read into caches, then tokens are sampled one by one.
 
 generator  the programs of a prefill and of a step, and the loop over tokens
 beams      beam search, on the host

@@ -1,4 +1,4 @@
-"""Beam search on the host: which hypotheses go on, which have ended, and when nothing better can come.
+"""Beam search on the host: live and finished hypotheses, and when to stop.
 
 Scores are Mesh TensorFlow's: the sum of log-probabilities over ((5 + tokens) / 6) ** alpha, stop tokens counted (Wu et
 al., arXiv:1609.08144). Of the best 2 n extensions of the n hypotheses those that ended compete with what ended before,

@@ -1,4 +1,4 @@
-"""Prompts in, completions out: a prefill, then a step for each token, on the host.
+"""Completion of prompts: a prefill, then a decoding step per token, on the host.
 
 The loop over tokens runs on the host, as servers do: a step's program is the same for each token, sequences come and go
 between steps, and nobody waits for the longest. `mtf.while_loop` with a condition runs whole completions in one program

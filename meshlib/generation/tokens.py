@@ -1,4 +1,4 @@
-"""Text as tokens, and what ends a completion."""
+"""Texts as tokens, and stop texts."""
 
 from __future__ import annotations
 

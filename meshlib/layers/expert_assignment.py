@@ -1,4 +1,4 @@
-"""Which tokens sit with which experts: choices, places, and who comes first.
+"""Assignment of tokens to slots of experts: choices, capacity, and order of precedence.
 
 A decision is made for each group of tokens by itself. Its result is `Slots`: of each place in each expert the token
 that takes it, and with what weight. Both ways to move tokens (`experts`) are written against that.

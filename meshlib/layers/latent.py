@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values of all heads are made of one narrow vector of each token.
+"""Multi-head latent attention: keys and values of all heads from one narrow vector per token.
 
 The parts are functions of their own: `latent_memory` makes what a cache holds, a token's latent vector and the one key
 that all heads share; `latent_queries` the two parts of the queries. `latent_attention` makes keys and values of them

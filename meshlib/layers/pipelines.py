@@ -1,4 +1,4 @@
-"""A pipeline: layers split into stages that lie on different devices, and work on different microbatches at a time.
+"""Pipelines: stages of layers on different devices, each working on its own microbatch.
 
 The stages are a dim. In a trip of one loop all of them run at once, each on the microbatch that has got to it: what
 they read has the dim, their weights have it, and named dims do the rest. Between trips everything moves on by one

@@ -1,4 +1,4 @@
-"""The router of a mixture of experts: scores, the choice by them, and the losses that keep experts busy."""
+"""The router of a mixture of experts: scores, choices, and losses that balance the load."""
 
 from __future__ import annotations
 

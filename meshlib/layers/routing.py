@@ -1,4 +1,4 @@
-"""How tokens find experts, as one record: who chooses, by what, how much room there is, which losses keep balance."""
+"""`Routing`: how tokens choose experts, capacity, and balance losses, as one record."""
 
 from __future__ import annotations
 

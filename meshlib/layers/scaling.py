@@ -1,4 +1,4 @@
-"""Keeping activations and their gradients in scale: products of unit scale, clipped gradients."""
+"""Scale of activations and gradients: products of unit scale, clipped gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accumulators: carries of a loop that only add up one term per trip; and the tensors that become such terms.
+"""Accumulators: loop carries that add one term per trip, and the tensors that become such terms.
 
 A sum over a split dim is reduced once for a whole accumulator, after the last trip of the outermost loop: terms, and
 the accumulators of all loops around them, stay pending. So does what an inner loop stacks, such as one gradient per

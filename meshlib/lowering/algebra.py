@@ -1,4 +1,4 @@
-"""Sums of products, and what they have in common: number times factors that stay outside times a sum of the others.
+"""Sums of products with a common factor: a number times outer factors times a sum of the rest.
 
 A factor that lacks the dims that are summed over stays outside: the sum over b of x[b, d] z[b, d] q[d] is q times that
 of x z. Two sums are one where their insides are the same product, whatever was multiplied in which order.

@@ -1,4 +1,4 @@
-"""Home: the sharding that the layout rules give a tensor (rule 1 of the lowering)."""
+"""Assigned sharding: the sharding that the layout rules give a tensor (rule 1)."""
 
 from __future__ import annotations
 

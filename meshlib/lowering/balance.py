@@ -1,4 +1,4 @@
-"""What the choices of the lowering are weighed by: work against bytes, and axes against each other."""
+"""`Balance`: the price of duplicated work in bytes, and of bytes on each axis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which results are brought to their assigned sharding as soon as they are computed (rule 1 of the lowering)."""
+"""Results that take their assigned sharding as soon as they are computed (rule 1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The copies of one tensor, as tables of a factor graph: where it is made, where it is used, and reshards between.
+"""The copies of one tensor as tables of a factor graph: its producer, its consumers, and reshards between.
 
 A tensor is made under one or several *placements* (shardings, pending sums included) and used under others. One copy
 serves every use that it can reach, and a reshard may start from any copy: what the copies cost together is a cheapest

@@ -1,4 +1,4 @@
-"""Shifts that are expected to share what they need of their neighbours with others, found before partitioning.
+"""Shifts that are expected to share a halo exchange, determined before partitioning.
 
 `halos` makes them share it in the program that was found; the search for that has to know, or it takes each shift for
 dear and gathers instead. Whether it comes true depends on where values then lie, so programs found with it and without

@@ -1,4 +1,4 @@
-"""What lowering learns about one graph that holds under every layout.
+"""Facts about one graph that hold under every layout, computed once.
 
     per operation      its signature: what the record says of it      (graph)
     per signature      what an assignment of axes means               (mesh)

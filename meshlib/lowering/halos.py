@@ -1,4 +1,4 @@
-"""Several shifts along a split dim share what they need of their neighbours (a pass over a lowered program).
+"""Pass: several shifts along a split dim share one halo exchange.
 
 A shift asks its operand's neighbours for as many rows as it shifts by. Where several ask for rows of one value, that
 value is widened once, by the most that is asked for on either side, and each of them works on what is there. What they

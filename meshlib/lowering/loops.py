@@ -1,4 +1,4 @@
-"""A loop as the program around it sees it: its body lowered by itself, what it takes and what it makes.
+"""Loops in lowering: a body lowered as a program of its own, its operands and results.
 
 Carries lie at home, slices where the stacked tensors lie, the rest where it lies.
 """

@@ -1,4 +1,4 @@
-"""How a value comes to where it is wanted: from the nearest place where it exists, or made again there.
+"""Cheapest way to materialise a value under a target sharding: reshard an existing copy, or recompute it.
 
 What is made of nothing, or of something smaller (a mask of positions, a one-hot of labels, a cast of what is there), is
 made again wherever that sends less than moving it: its price is that of bringing its operands there.

@@ -1,4 +1,4 @@
-"""The lowering of one program under one mesh and layout: sweeps over it and its loop bodies, then the passes."""
+"""The lowering of a program under one mesh and layout: partitioning of graph and loop bodies, then the passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order: fusion groups scheduled so that what frees memory runs as soon as it can.
+"""The final order: fusion groups scheduled so that memory is freed as early as possible.
 
 What the backward pass computes again comes right before who needs it. What uses a value that is still on its way waits
 for a product, if there is one, that hides the way; what no product waits for (the update of a weight by a gradient that

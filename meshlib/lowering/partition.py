@@ -1,4 +1,4 @@
-"""From the unsharded graph to what one core runs: every value laid out, every reshard explicit and explained.
+"""Partitioning: from the unsharded graph to local instructions with explicit, explained reshards.
 
 First `meshlib.lowering.problem` chooses the strategy of every operation; then a sweep in program order reshards its
 operands, emits it, and brings the result home where it is bound (rules 1 to 4, 7).

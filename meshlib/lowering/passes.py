@@ -1,4 +1,4 @@
-"""Passes over a lowered program: dead code, joining and merging of collectives (rule 6). Each returns a new program."""
+"""Passes over a lowered program: dead code, joining and merging of collectives (rule 6)."""
 
 from __future__ import annotations
 

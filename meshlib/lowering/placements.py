@@ -1,4 +1,4 @@
-"""Where each tensor exists while a program is written, and how it gets elsewhere.
+"""The shardings in which each tensor exists while a program is written.
 
 A value is brought to a sharding once and serves everybody there: other regions too, unless keeping it takes more memory
 than its home does.

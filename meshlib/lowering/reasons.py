@@ -1,4 +1,4 @@
-"""Why data moves, in words (rule 7 of the lowering)."""
+"""Reasons of collectives, in words (rule 7)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many layouts of one program: what the lowering learns under one of them serves the others."""
+"""`Session`: lowerings of one program under many layouts, which share what does not depend on the layout."""
 
 from __future__ import annotations
 

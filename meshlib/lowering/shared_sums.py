@@ -1,4 +1,4 @@
-"""Sums over split dims that follow from others: one reduction serves them all.
+"""Sums over split dims that follow from others, so that one reduction serves them all.
 
 What is left pending by a split is sent once for each sum. A factor that lacks the summed dims moves out of a sum, so
 that the sum is smaller, or one that is there anyway; of cotangents that meet, the sum of each may be there; and what

@@ -1,4 +1,4 @@
-"""Before partitioning: what the fetched outputs and updates need, each common subexpression once.
+"""Simplification before partitioning: dead code and common subexpressions.
 
 This runs on the graph and not on the program, because who uses a value decides where it is materialised. The key of
 a common subexpression holds the region, so that work repeated in the backward on purpose stays repeated.

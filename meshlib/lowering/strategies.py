@@ -1,4 +1,4 @@
-"""The strategies of one operation: which mesh axis splits which of its dims, and which pending sums pass through.
+"""Strategies of one operation: the mesh axis that splits each dim, and the pending sums that pass through.
 
 The space is static. A mesh axis may split a dim of an operation where a rule of the layout names it for that dim of an
 operand or of the result (an optional rule that lost the axis to another dim included), where an assigned sharding has

@@ -1,4 +1,4 @@
-"""Strategies with their prices, for all operations that are alike: those that no other strategy makes superfluous."""
+"""Costs of the strategies of alike operations, without dominated ones."""
 
 from __future__ import annotations
 

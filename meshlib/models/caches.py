@@ -1,4 +1,4 @@
-"""What a decoder keeps of the tokens it has seen: keys and values of each layer, as variables written in place.
+"""Caches of a decoder: keys and values of past tokens in each layer, as variables written in place.
 
 A layer without a window keeps all positions, up to `cache_length`; one with a window of w keeps the last w of them, as
 a ring: position p lies at p mod w, so that a new token takes the place of the one that nobody sees any more. The slots

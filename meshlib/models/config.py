@@ -1,4 +1,4 @@
-"""One frozen record that says what a Transformer is: its dimensions, its parts and its numerics."""
+"""`TransformerConfig`: dimensions, parts and numerics of a Transformer in one frozen record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a Transformer's layers is a mixture of experts."""
+"""The layers of a Transformer that are mixtures of experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values of all heads are made of one narrow vector of each token."""
+"""Latent attention in a Transformer: training, prefill and decoding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trained kernels in few bits, as programs with `Numerics(kernel_dtype=...)` take them."""
+"""Trained kernels quantised to few bits, for `Numerics(kernel_dtype=...)`."""
 
 from __future__ import annotations
 

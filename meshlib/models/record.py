@@ -1,4 +1,4 @@
-"""What the configs of all models have in common."""
+"""The base of all model configs."""
 
 from __future__ import annotations
 

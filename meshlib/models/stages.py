@@ -1,4 +1,4 @@
-"""How the layers of a model are cut into the stages of a pipeline."""
+"""Layers of a model cut into the stages of a pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts that people train Transformers with, and meshes for them."""
+"""The usual layouts of Transformers, and meshes for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Building operations: arguments of public functions become operands and dims, or one error; operands an operation."""
+"""Building operations: arguments of public functions become operands and dims, or one error."""
 
 from __future__ import annotations
 

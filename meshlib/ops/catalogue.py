@@ -1,4 +1,4 @@
-"""Every operation of the language, defined: importing this module imports every other module of the package.
+"""All operations: importing this module imports every module that defines one.
 
 A program needs only the operations that it uses. Tables with a row for each operation, and copies of programs that
 arrive from another process, need all of them.

@@ -1,4 +1,4 @@
-"""Rules that many records share: dims of the same name are the same, no work or one operation for each element."""
+"""Rules that many operation records share: factors by name, and work per element."""
 
 from __future__ import annotations
 

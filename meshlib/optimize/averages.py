@@ -1,4 +1,4 @@
-"""Moving averages of weights, which are often better than the weights themselves: evaluate with them."""
+"""Moving averages of weights, for evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all optimizers share: from gradients to the updates of variables and slots.
+"""The base of all optimizers: from gradients to updates of variables and slots.
 
 An optimizer is one rule for one variable; everything around it is here, once: the precision it computes in, the
 master copy of a variable that is stored in a narrower type, what slots are kept in, the clipping of gradients, the

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: gradients too small for a narrow format, computed at a larger scale.
+"""Dynamic loss scaling, for gradients too small for a narrow format.
 
 Source: Micikevicius et al., "Mixed precision training", 2018, section 3.2.
 """

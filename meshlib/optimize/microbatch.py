@@ -1,4 +1,4 @@
-"""Gradient accumulation: a batch computed in several parts, one after the other, at the memory of one part."""
+"""Gradient accumulation over microbatches."""
 
 from __future__ import annotations
 

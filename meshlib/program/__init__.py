@@ -1,1 +1,1 @@
-"""The records of a lowered program and everything that is read off them: checks, work, memory, text, comparison."""
+"""The records of a lowered program, its checker, interpreter, analysis and views."""

@@ -1,4 +1,4 @@
-"""What devices send each other inside one instruction: runs of a split dim, or summaries of blocks.
+"""Exchanges inside one instruction: runs of a split dim, or summaries of blocks.
 
 An operation whose blocks need a little of the others' (a slice, a shift, a running sum along a split dim) is one
 instruction that says what moves: less than any reshard of its operands would.

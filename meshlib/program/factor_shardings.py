@@ -1,4 +1,4 @@
-"""What an assignment of mesh axes to factors means for the shardings of operands and results."""
+"""Shardings of operands and results under an assignment of mesh axes to factors."""
 
 from __future__ import annotations
 

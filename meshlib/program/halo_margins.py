@@ -1,4 +1,4 @@
-"""Margins: indices of a split dim that a block holds beside its own, so that several operations need one exchange.
+"""Margins: rows of neighbours that a block holds, so that several operations need one exchange.
 
 A value with margins is made by `Widen`, which brings them from the blocks that have them; by a local cut of what lies
 there whole; or by an element-wise operation, or a shift, on operands that have them: it then works on its own block and

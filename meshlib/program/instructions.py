@@ -1,4 +1,4 @@
-"""The instructions of a lowered program: what is resident, computed, moved, looped, committed.
+"""The instructions of a program: resident values, computations, collectives, loops, commits.
 
 One device's instructions are every device's instructions: only offsets differ. A computation names its operation, a
 move the operation on whose behalf it runs. What any of them sends is in `transfers`, whatever its type.

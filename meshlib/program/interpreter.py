@@ -1,4 +1,4 @@
-"""The one shape of an interpreter: a program run instruction by instruction, on values of any kind.
+"""The interpreter of programs, instruction by instruction, on values of any kind.
 
 Whoever runs programs (the exact executor on blocks of every device, the fast one on whole arrays, `verify` in float64)
 says what a computation and a move make of their operands. The order, the trips of a loop and who lives how long are

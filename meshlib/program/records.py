@@ -1,4 +1,4 @@
-"""Program: what one core runs. Instructions on local shapes, in their final order, collectives explicit.
+"""`Program`: instructions on local shapes in their final order, with explicit collectives.
 
 A `Program` is plain data. Every pass returns a new one, and `meshlib.program.checker` recomputes every type and
 sharding of it.

@@ -1,4 +1,4 @@
-"""What operations that compute the same have in common, under every mesh and layout.
+"""Signatures of operations: equal for those that compute the same under every mesh and layout.
 
 The layers of a model are written again and again, and a graph is lowered again and again: what an operation's record
 says of it is asked once for all that are alike, and what it means to split it once for each mesh and assignment.

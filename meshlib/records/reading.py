@@ -1,4 +1,4 @@
-"""Records out of files, in their order: `read`; the data pipeline reads them at any place, and many at once."""
+"""Reading of record files in order, at any position, and many at once."""
 
 from __future__ import annotations
 

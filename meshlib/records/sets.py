@@ -1,4 +1,4 @@
-"""Sets of record files, "name@count": their names, and the hidden manifest that says which files are the set.
+"""Sets of record files, "name@count": names, and the hidden manifest of the set.
 
     train-00003-of-00010            a member
     train-00003~1a2b3c4d-of-00010   a member until it has its own name (`meshlib.core.file_sets`)

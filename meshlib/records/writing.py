@@ -1,4 +1,4 @@
-"""Records into files: one, or several that get a record each in turn; all of them whole, or none there."""
+"""Writing of record files: one, or several in turn; all of them whole, or none."""
 
 from __future__ import annotations
 

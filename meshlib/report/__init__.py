@@ -1,4 +1,4 @@
-"""A program on a slice, to be looked at: one HTML file, cells of notebooks, matplotlib Axes.
+"""Reports of a program on a slice: an HTML page, cells of notebooks, matplotlib Axes.
 
     page          the file; its template, style and script lie beside it
     verdict  torus  layout  memory  timeline  roofline  collectives  alternatives  operations    its sections

@@ -1,4 +1,4 @@
-"""What else was looked at: step time against memory, the Pareto front, and why the others lose."""
+"""Alternatives: step time against memory, the Pareto front, and why the others lose."""
 
 from __future__ import annotations
 

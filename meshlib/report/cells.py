@@ -1,4 +1,4 @@
-"""What notebooks show of each type: the parts of the report that answer what a person would ask of it."""
+"""Notebook cells of each type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where an operation stands on the page: one anchor for each name, so that pictures and tables lead to each other."""
+"""Anchors of operations on the page, which link pictures and tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table that all pictures lead to: operations with their time, what bounds them, and where else they are shown."""
+"""The table of operations: time, bottleneck, and links to the pictures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part of a tensor a device holds, drawn: blocks of its split dims, those of one device filled."""
+"""A drawing of the blocks of a tensor, with those of one device filled."""
 
 from __future__ import annotations
 

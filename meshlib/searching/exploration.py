@@ -1,4 +1,4 @@
-"""Which candidates are looked at next: the neighbours of the best, and those that could be best by their bounds.
+"""The order in which candidates are examined: neighbours of the best, then the best bounds.
 
 A round of a fixed size takes most of its candidates from beside the best ones (one axis with another role, a factor
 moved, one argument changed), and the others from all: those first whose bound is least, times what candidates with the

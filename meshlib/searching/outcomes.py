@@ -1,4 +1,4 @@
-"""What became of a candidate: estimated, refused, or passed over for a reason that is a number."""
+"""Outcomes of candidates: estimated, refused, or bounded, each with its reason."""
 
 from __future__ import annotations
 

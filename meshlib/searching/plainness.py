@@ -1,4 +1,4 @@
-"""Which of several layouts is the plainest, where their times do not tell them apart."""
+"""The plainest of several layouts whose times the model does not tell apart."""
 
 from __future__ import annotations
 

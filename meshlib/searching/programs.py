@@ -1,4 +1,4 @@
-"""The programs that are searched: one for each choice of the builder's arguments, lowered by a session of its own."""
+"""The programs of a search: one per choice of the builder's arguments, each with its session."""
 
 from __future__ import annotations
 

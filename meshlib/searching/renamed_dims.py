@@ -1,4 +1,4 @@
-"""Under which names a dim goes on through a program, and so which rules may split what."""
+"""The names under which a dim continues through a program."""
 
 from __future__ import annotations
 

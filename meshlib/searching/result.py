@@ -1,4 +1,4 @@
-"""What a search found: the ranking, what is not dominated, why the others lose, and how sure that is."""
+"""`Found`: ranking, Pareto front, why the others lose, and the certificate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file of estimates that a later search takes up: `search(resume=...)`.
+"""The file of estimates that `search(resume=...)` reuses.
 
 It has the canonical keys of all that an estimate depends on, and a checksum over everything. A file of another program,
 machine, compiler, objective or version of the library is refused, with the name of what differs; so is one whose

@@ -1,4 +1,4 @@
-"""Roles: what an axis of a mesh may be for, read from the program.
+"""Roles of mesh axes: the dims that an axis may split, read from the program.
 
 A role is a *base*, dims of which no two share a tensor, so that all may take the axis at once, and at most one
 *companion*, a dim that takes the axis in tensors that have no dim of the base: in all tensors (`length:model?`,

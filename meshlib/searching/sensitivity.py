@@ -1,4 +1,4 @@
-"""How the winner of a search changes with what it was searched for: other sizes, another slice, faster links.
+"""Sensitivity of the winner to sizes, slices and link rates.
 
 Only the best candidates of the search are estimated again, so what wins here is the best of these: a layout that was
 poor for the program as searched is not found.

@@ -1,4 +1,4 @@
-"""Serving on a slice: batch and layout against latency, throughput, memory and money; what is worth choosing.
+"""Serving on a slice: batch and layout against latency, throughput, memory and cost.
 
 Each point is a real program: `models.decode_step`, lowered and estimated with full caches, and `models.prefill` of one
 prompt for each data-parallel group. The batch grows until memory is full, which is found exactly, without trying all.

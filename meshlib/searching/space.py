@@ -1,4 +1,4 @@
-"""The declared space of a search: every way to cut a slice into axes, and what each axis is for.
+"""The declared space of a search: all meshes of a slice with a role for each axis.
 
 Meshes have up to `axes` axes with different roles, in all sizes whose product is the slice. Of three axes or more at
 most one splits the model: the others split what variables do not have. A dim that does not divide leaves its role.

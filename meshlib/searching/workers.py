@@ -1,4 +1,4 @@
-"""Processes beside a search, forked from it: what they look at is there already, and answers come back by pipes.
+"""Forked worker processes of a search.
 
 They are forked once, after the first candidates have been estimated: so they have what the session has learnt by then.
 Each task is a number; the answers depend on nothing else, so that it does not matter who gives them, or when.

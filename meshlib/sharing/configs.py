@@ -1,4 +1,4 @@
-"""Configs of models as JSON, and back: frozen records, whose names say which they are."""
+"""Configs of models as JSON."""
 
 from __future__ import annotations
 

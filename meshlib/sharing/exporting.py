@@ -1,4 +1,4 @@
-"""A trained model in one folder: what it is, its variables, and how raw input becomes what it reads.
+"""A trained model as a folder: config, variables, and preprocessing.
 
     config.json         the config, facts of its input, and the other files with their sizes and CRC-32s
     model.safetensors   its variables, as `mtf.save` writes them; no slots of an optimizer

@@ -1,4 +1,4 @@
-"""An exported model, loaded: ready to predict on raw input, on any mesh, on simulated cores or on real devices."""
+"""Exported models, loaded on any mesh, on simulated cores or JAX's devices."""
 
 from __future__ import annotations
 

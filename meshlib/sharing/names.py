@@ -1,4 +1,4 @@
-"""What the tensors of Llama, GPT-2 and T5 are called in Hugging Face's files, and how they lie there.
+"""Names and orders of axes of Llama, GPT-2 and T5 tensors in Hugging Face's files.
 
 A row says of one of the library's variables under which name it is stored, and how its axes are ordered, as an einops
 pattern: theirs on the left, ours on the right. PyTorch's `Linear` keeps [out, in], GPT-2's `Conv1D` [in, out], where it

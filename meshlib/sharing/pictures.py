@@ -1,4 +1,4 @@
-"""Pictures as a model was trained to see them: facts that travel with it."""
+"""Preprocessing of pictures that travels with a model."""
 
 from __future__ import annotations
 

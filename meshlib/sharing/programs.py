@@ -1,4 +1,4 @@
-"""The forward pass of an exported model: which it is, by its config."""
+"""The forward pass of an exported model, by its config."""
 
 from __future__ import annotations
 

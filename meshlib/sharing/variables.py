@@ -1,4 +1,4 @@
-"""Which variables a model has, by name, without making an array; and their values, from wherever they are."""
+"""Names and shapes of a model's variables without arrays, and their values from a state or file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Program -> numbers: a simulation holds the variables and runs steps of any program on them."""
+"""Simulation: the variables of a program, and steps of any program on them."""
 
 from __future__ import annotations
 

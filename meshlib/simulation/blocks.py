@@ -1,4 +1,4 @@
-"""What both executors share: running one computation on given arrays, and checking what comes out."""
+"""One computation on given arrays, and checks of its result, for both executors."""
 
 from __future__ import annotations
 

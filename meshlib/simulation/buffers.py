@@ -1,4 +1,4 @@
-"""Buffers of the fast executor: which array each value is written to, planned once by liveness.
+"""Buffers of the fast executor, planned once from live ranges.
 
 A computation writes into a buffer; what only looks at its operand differently shares its buffer, which therefore lives
 until the last of them is used. A buffer is free again after that, and element-wise work writes over an operand that

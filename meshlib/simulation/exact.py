@@ -1,4 +1,4 @@
-"""The exact executor: each device's block apart, collectives in ring order, the MXU's own order of addition.
+"""The exact executor: blocks of each device apart, collectives in ring order, accumulation in the MXU's order.
 
 It is the proof of a program: every offset, axis and collective matters here. What must be equal on several devices
 is compared bit by bit when it is put together, so that a lost collective shows even in a value nobody expects.

@@ -1,4 +1,4 @@
-"""The fast executor: all blocks of a value are one array.
+"""The fast executor: all blocks of a value in one array.
 
 A value is stored in global order: an axis that splits a dim is part of that dim, and an axis over which the value is
 replicated is not there. So moves are free, and a computation that is parallel over an axis runs on all its blocks at

@@ -1,4 +1,4 @@
-"""Trips in which only some indices of a dim work: the fast executor computes these alone.
+"""Loop trips in which only some indices of a dim are active: the fast executor computes these alone.
 
 `LoopRecord.active` says which they are, as of the stages of a pipeline that fills or drains. A value of the body that
 has the dim is then kept in part, the run [begin, end) of its indices, and whatever is parallel along the dim, or sums

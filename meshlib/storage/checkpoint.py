@@ -1,4 +1,4 @@
-"""State on disk: every variable, optimizer slot, the step and the seed in one safetensors file, whole or not at all.
+"""Checkpoints: variables, optimizer slots, step and seed in one safetensors file, written atomically.
 
     8 bytes             length of the header, little-endian
     header              JSON {name: {"dtype", "shape", "data_offsets"}, "__metadata__": {text: text}}, then blanks

@@ -1,4 +1,4 @@
-"""The safetensors format: headers that say what lies where, and tensors of any program.
+"""The safetensors format: headers and tensors.
 
     8 bytes             length of the header, little-endian
     header              JSON {name: {"dtype", "shape", "data_offsets"}, "__metadata__": {text: text}}, then blanks

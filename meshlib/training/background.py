@@ -1,4 +1,4 @@
-"""Work that goes on beside the steps, in one thread: one task at a time, and no error is lost."""
+"""Background work beside the steps: one thread, one task at a time, no error lost."""
 
 from __future__ import annotations
 

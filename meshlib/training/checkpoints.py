@@ -1,4 +1,4 @@
-"""The checkpoints of a run in one folder: the last few, and the best. Each is one file that is whole or not there."""
+"""The checkpoints of a run in one folder: the last few, and the best, each an atomic file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches for the loop, whatever they come from: each kind says where it is, and goes on from there."""
+"""Batches for the training loop, with their position, from any kind of data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run of training was like: a row for each stretch of steps and for each evaluation, kept as JSON lines."""
+"""The history of a run: a row per stretch of steps and per evaluation, as JSON lines."""
 
 from __future__ import annotations
 

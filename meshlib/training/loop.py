@@ -1,4 +1,4 @@
-"""The loop around the steps: evaluation, checkpoints, history, and an end that can be gone on from, bit for bit.
+"""The training loop: evaluation, checkpoints, history, and a state that a later run resumes bit for bit.
 
 All that the loop knows stands in one file with the variables: the step, where the data are, the sums of the stretch
 of steps that no row of the history has yet, what was best. Whoever is killed goes on from the last of these files and

@@ -1,4 +1,4 @@
-"""A bar on one line of the terminal: steps, the loss, examples/s here and as predicted for the slice."""
+"""A progress bar: steps, loss, examples/s here and as predicted for the slice."""
 
 from __future__ import annotations
 

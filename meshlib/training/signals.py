@@ -1,4 +1,4 @@
-"""Ctrl-C, and the SIGTERM that clouds send before they take a machine away, noted until a step has ended."""
+"""Ctrl-C and SIGTERM, which end a run after the current step."""
 
 from __future__ import annotations
 

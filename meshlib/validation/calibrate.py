@@ -1,4 +1,4 @@
-"""Fitting the constants of `Physics` to measured times, and what remains of the errors when a chip is left out.
+"""Fitting of the constants of `Physics` to measured times, with each chip left out in turn.
 
 Least absolute errors of log(predicted / measured), large ones counted linearly (Huber), by Gauss-Newton steps on
 slopes that are measured one constant at a time. Each constant is held to what its cause makes plausible (its prior,

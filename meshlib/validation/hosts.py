@@ -1,4 +1,4 @@
-"""What the hosts of a published run do for each step, where the time it gives includes that.
+"""Work of the hosts in published runs whose times include it.
 
 Runs of one table differ in machine and batch only. A host prepares images at some rate, and between two steps it starts
 the next; so a step takes

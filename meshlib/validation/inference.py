@@ -1,4 +1,4 @@
-"""Published inference: a prefill, or decoding against a cache, as the programs of `models.serving`.
+"""Published inference as programs: a prefill, or decoding with a cache.
 
 A row says model, batch, phase ("prefill 2048 tokens", "decode 64 tokens after 2048 context"), precision of the weights
 and layout of the feed-forward part and of attention, in the words of Pope et al., arXiv:2211.05102: "weight-stationary

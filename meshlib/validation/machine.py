@@ -1,4 +1,4 @@
-"""The machine of a published run: its slice, and the mesh that its layout makes of it.
+"""The machine of a published run: its slice and mesh.
 
 What a row leaves open is said beside: a slice whose shape is not stated is the most compact one.
 """

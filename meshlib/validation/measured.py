@@ -1,4 +1,4 @@
-"""What a row of published results measured: the seconds of its steps, from a time or from a rate and what it counts.
+"""Measured seconds of a published row, from a time or a rate.
 
 FLOPs per token are counted in three ways: causal attention by its half, in full (PaLM's utilisation, arXiv:2204.02311;
 MaxText until its pull request 1988), and by windows as they are. A row says which in `flops_convention`.

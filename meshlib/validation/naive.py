@@ -1,4 +1,4 @@
-"""The rule to beat: a run is as good a user of its chip as the median of the others.
+"""The naive rule: a run has the median MFU of the other runs.
 
 Step time = model FLOPs / (median utilisation * peak), the median over runs of the same chip and precision; for a chip
 that is left out, over runs of all other chips at that precision (all others where none has it).

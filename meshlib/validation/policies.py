@@ -1,4 +1,4 @@
-"""Recomputation policies of published runs, by the names that they go by, and what is assumed where none is stated."""
+"""Rematerialisation policies of published runs, by name, and defaults where none is stated."""
 
 from __future__ import annotations
 

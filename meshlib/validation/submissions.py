@@ -1,4 +1,4 @@
-"""What scripts, models and logs of MLPerf submissions say that rows with their times leave out.
+"""Facts from scripts and logs of MLPerf submissions that rows leave out.
 
 A row names the file that its time was read in; facts here are of the files beside it: the script that started the run
 (`run_and_time.sh` of its system), the model that it ran, and the order of events in its log. They are looked up by that

@@ -1,4 +1,4 @@
-"""Predicted beside published: each measurement is written as a program, lowered and estimated.
+"""Predictions beside published measurements: each row built, lowered and estimated.
 
 What a row says decides what is built; nothing depends on its name. Expressed are micro-benchmarks (`micro`), inference
 (`inference`), training runs of Transformers (`runs`, `training`) and of residual networks (`images`, `image_training`);

@@ -1,4 +1,4 @@
-"""Layouts that are possible for a program: all of them, or some drawn at random."""
+"""Legal layouts of a program: all of them, or some drawn at random."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program is run on where nothing is given: inputs, cotangents and variables that hide no fault."""
+"""Default inputs, cotangents and variables of a verification, which hide no fault."""
 
 from __future__ import annotations
 

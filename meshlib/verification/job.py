@@ -1,4 +1,4 @@
-"""The unsharded program, run; and each layout run and compared with it."""
+"""A verification: the unsharded run, and each layout run and compared with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `mtf.verify` found, as data and as text."""
+"""`Verification`: the result of `mtf.verify`, as data and as text."""
 
 from __future__ import annotations
 

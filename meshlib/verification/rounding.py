@@ -1,4 +1,4 @@
-"""How much rounding alone may change every value of a program.
+"""Bounds on the effect of rounding on every value of a program.
 
 What may differ is rounding alone, so the allowed difference is derived, not guessed. A sum of n terms, added in any
 order, is the exact sum of terms each changed by a relative n u at most, where u is half the dtype's eps (backward

@@ -1,4 +1,4 @@
-"""The first operation, in a program's order, whose value is not that of the unsharded program."""
+"""The first operation, in a program's order, that differs from the unsharded program."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import pytest
 from meshlib.command.arguments import parser
 from tests.core.public import public_names
 from tests.core.test_rooms import HOUSE
-from tests.docs import pages, picture
+from tests.docs import modules, pages, picture
 from tests.effort import deep
 
 README = pages.read("README.md")
@@ -99,6 +99,16 @@ def test_links_lead_somewhere(page: str) -> None:
         if not (pages.ROOT / path).exists():
             faults.append(f"`{path}`: no such file")
     assert not faults, f"{page}: {faults}"
+
+
+@pytest.mark.parametrize("room", modules.rooms(), ids=lambda room: room.name)
+def test_every_module_is_on_the_page_of_its_room(room: Path) -> None:
+    page = (room / "README.md").read_text()
+    table = modules.SECTION.search(page)
+    assert table is not None, f"{room}: python -m tests.docs.modules adds the table of modules"
+    listed = [name for name, _ in re.findall(r"^\| \[([\w/]+)\]\(([\w/.]+)\) \|", table[0], re.M)]
+    there = [path.relative_to(room).with_suffix("").as_posix() for path in modules.modules(room)]
+    assert listed == there, "write the table again: python -m tests.docs.modules"
 
 
 def test_every_room_has_a_page() -> None:

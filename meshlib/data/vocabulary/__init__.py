@@ -1,4 +1,4 @@
-"""Texts as numbers: byte pairs, and problems from one text to another.
+"""Texts as tokens: byte pairs, and text-to-text examples.
 
 words      where pairs may not reach across
 merging    pairs learnt, and applied

@@ -1,4 +1,4 @@
-"""A vocabulary of byte pairs: any text as numbers, and back to the last byte.
+"""A byte-pair vocabulary: any text as tokens, and back to the last byte.
 
 A text is cut into words by a pattern (`meshlib.data.vocabulary.pretokenizer`), each word's bytes are joined by what was
 learnt (`meshlib.data.vocabulary.merges`). Each byte is a token of its own, so that there is no text without tokens.

@@ -1,4 +1,4 @@
-"""Byte pairs: learnt from a text, and applied to a word.
+"""Byte-pair merges: learnt from a text, applied to a word.
 
 Source: Gage, "A new algorithm for data compression", 1994; Sennrich et al., arXiv:1508.07909.
 """

@@ -1,4 +1,4 @@
-"""Where byte pairs may not reach across: a text cut into words, numbers, marks and blanks by a pattern.
+"""Pre-tokenisation: texts cut into words, numbers, punctuation and spaces, which merges do not cross.
 
 Patterns are those of tokenizer files, in which \\p{L} is any letter, \\p{N} any digit and \\s Unicode's white space.
 Python's `re` has no classes by category, so that they are written out here.

@@ -1,4 +1,4 @@
-"""Pairs of texts, and single ones, as arrays of static lengths: what a model with `packed=True` is fed.
+"""Texts and pairs of texts as arrays of static length, for models with `packed=True`.
 
 Each row of an array holds one text, or, packed, as many as have room, one after the other. "segment_ids" says of each
 token which text of its row it is of, from 1; 0 is padding, which no token sees and no loss counts.

@@ -1,4 +1,4 @@
-"""A vocabulary of byte pairs as Hugging Face's tokenizers keep it (tokenizer.json), which other programs read.
+"""Byte-pair vocabularies in Hugging Face's tokenizer.json.
 
 In it a byte stands as a letter: itself where it can be seen, else one from 256 on. Read are the files of GPT-2, Llama 3
 and the like; what one asks for that is not here is refused, by name.

@@ -1,4 +1,4 @@
-"""Memory of one device over time, in whole tiles, whether it fits, and what would help where it does not.
+"""Memory of one device over time in whole tiles, whether it fits, and remedies.
 
 The buffers are those of the program (`meshlib.program.analysis.buffers`); here each takes the tiles that its block
 fills, the densest way round; `program.memory` has the same buffers without padding, for any machine. Whether a program

@@ -1,4 +1,4 @@
-"""Where to cut a forward pass in pieces of which the backward pass computes one at a time again.
+"""Segments of a forward pass that the backward pass recomputes one at a time.
 
 At a cut all is kept that the rest of the forward pass reads of what came before; of what lies between two cuts nothing
 is, until its turn comes. So it takes what all cuts keep, and the largest piece besides (Chen et al., arXiv:1604.06174).

@@ -1,4 +1,4 @@
-"""What would lower the peak of a device's memory, and by how much.
+"""Remedies that would lower the peak of a device's memory, and by how much.
 
 Each remedy is a change of what some buffers take. The program's buffers are added up again with that, so a gain
 counts that the peak moves elsewhere. It is exact for this order; a changed program may have another, and buffers that

@@ -1,1 +1,1 @@
-"""When everything runs: kernel times, engines, shared links, the schedule and its attribution."""
+"""The schedule: kernel times, engines, shared links, attribution."""

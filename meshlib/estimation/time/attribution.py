@@ -1,4 +1,4 @@
-"""A schedule cut into moments, each given to what bounds it: every second of a step belongs to one thing alone.
+"""Attribution of a schedule: every second of the step is assigned to exactly one bottleneck.
 
     the core runs a kernel        its launch is latency; the rest belongs to the unit that bounds it (`kernel_bound`)
     something is sent, the core   the collective that began first: its links, the network between slices, and what is

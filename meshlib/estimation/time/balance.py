@@ -1,4 +1,4 @@
-"""What bytes and work are worth on a slice, for a lowering that goes by time."""
+"""The value of bytes and work on a slice, for a lowering that minimises time."""
 
 from __future__ import annotations
 

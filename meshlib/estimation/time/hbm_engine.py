@@ -1,4 +1,4 @@
-"""HBM beside the core: it fetches for the next kernel while one computes, and serves collectives in what is left.
+"""HBM as an engine: prefetches for the next kernel, and serves collectives with the remaining bandwidth.
 
 A kernel whose operands lie in HBM from the start (weights, a cache) finds as much of them in VMEM as HBM had time to
 fetch since it was last wanted, up to half of VMEM. So of a chain of small products, as in a step of decoding, neither

@@ -1,4 +1,4 @@
-"""The input of a step: what the hosts of a slice prepare, and send to their devices, while the step before runs.
+"""Input of a step: prepared and sent by the hosts while the step before runs.
 
     seconds = max(examples / (hosts * examples_per_second), bytes of the inputs of a device over its share of PCIe)
 

@@ -1,4 +1,4 @@
-"""Modelled time of one fusion group on one device, from its work, the chip and the constants of `Physics`.
+"""Time of one fusion group on one device, from its work, the chip and `Physics`.
 
 MXU, VPU and HBM work at once within a group:
 

@@ -1,4 +1,4 @@
-"""Who sends when: collectives that are on their way at once share the links that they cross.
+"""Collectives in flight at the same time share the links that they cross.
 
 Links serve the packets of all that is on its way in turn. What has less left to send than those before it is through
 first, in at most twice its own time, and they end later by its time; what has more waits behind them, which by the

@@ -1,4 +1,4 @@
-"""What real programs lose that geometry, clocks and published rates do not say: one set of constants for all chips.
+"""`Physics`: losses that geometry, clocks and published rates do not explain, one set of constants for all chips.
 
 `hardware` knows how fast an engine is when it does one thing. A training step runs hundreds of kernels beside
 collectives, and reaches less. Each constant here is one such loss, with its unit, its cause, and where its value comes

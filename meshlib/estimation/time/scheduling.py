@@ -1,4 +1,4 @@
-"""When everything runs: a deterministic schedule of the program's order over the engines of one device.
+"""A deterministic schedule of the program's order over the engines of one device.
 
 The core runs one fusion group at a time, in the program's order (`meshlib.estimation.time.kernel_times`), while HBM
 fetches ahead (`hbm`). A collective starts when its operands are ready, shares the places that it crosses (chip, torus

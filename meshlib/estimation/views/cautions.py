@@ -1,4 +1,4 @@
-"""What a plan risks, one line each: memory near the limit, weights that move, figures outside validated territory.
+"""Cautions about a plan: memory near the limit, weights that move, figures outside the validated range.
 
 The territory is that of the training runs that `python -m meshlib validate` compares with the model (bf16, unless a
 program has products in eight bits). Outside of it nothing says that the model's error is the one that is printed.

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, as a profiler shows it: by unit, by kind of operation, by the user's line.
+"""Profile of a step: time by unit, by kind of operation, by the user's line.
 
 Each moment of the step is given to what bounds it (`meshlib.estimation.time.attribution`), so that shares add up to the
 step. Beside it stands how long a unit works, whoever bounds the step meanwhile: units work at once, so these do not add

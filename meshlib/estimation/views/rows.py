@@ -1,4 +1,4 @@
-"""Rows of an estimate: one for each fusion group, collective and loop, exact figures beside modelled ones."""
+"""Rows of an estimate: one per fusion group, collective and loop, with exact and modelled figures."""
 
 from __future__ import annotations
 

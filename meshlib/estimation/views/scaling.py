@@ -1,4 +1,4 @@
-"""Step time, efficiency and memory over slices: one program built for each, estimated, tabulated, plotted."""
+"""Step time, efficiency and memory over slices, tabulated and plotted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Estimates as text: totals, the groups that take most, and two estimates side by side."""
+"""Estimates as text: totals, the operations that take most time, and comparisons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A schedule as Chrome-trace JSON: one track for each engine, HBM as counters. Opens in ui.perfetto.dev.
+"""A schedule as Chrome-trace JSON for ui.perfetto.dev: one track per engine, HBM as counters.
 
     phase            forward, backward, update
     loop             the trips of loops, a track for each depth

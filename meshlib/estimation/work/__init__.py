@@ -1,1 +1,1 @@
-"""What each part of a step asks of the machine, in counts: FLOPs, bytes, messages. No time yet."""
+"""The work of a step in counts: FLOPs, bytes, messages; no time yet."""

@@ -1,4 +1,4 @@
-"""Small collectives go together, as compilers combine them: several payloads, one launch, the hops once.
+"""Small collectives combined into one launch, as compilers do.
 
 A collective that takes longer to start and to pass the hops than to send its bytes is combined with others of its kind
 over the same axes, up to the threshold of XLA's combiners. Members do not depend on each other, and nobody who uses one

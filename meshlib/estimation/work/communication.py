@@ -1,4 +1,4 @@
-"""What a program sends, as demands on the network, and where its mesh axes lie on the slice.
+"""Collectives of a program as demands on the network, and the placement of its mesh on the slice.
 
 A reshard that is a collective is one demand, merged ones are one demand with the sum of their bytes; what moves inside
 an instruction (a halo, a summary) is a demand before its computation. The placement is the best one for all demands of

@@ -1,4 +1,4 @@
-"""What a fusion group reads and writes: each buffer once, whole tiles, and parts where only parts are looked at.
+"""HBM traffic of a fusion group: each buffer once, in whole tiles, parts where only parts are read.
 
 An operation that looks only at a part of an operand (gather, slice) reads that part, a gather of rows the tiles of 8
 rows in which they are; one that writes in place writes a part. Of what readers make (`stored`) they read what it is

@@ -1,4 +1,4 @@
-"""Values that no kernel writes, because all who read them make them on the way, where that moves fewer bytes.
+"""Values that are recomputed inside every consumer kernel instead of being written to HBM.
 
 A compiler copies cheap element-wise work into the kernels that read its result. One that follows from a single value
 no wider is never worth storing (`meshlib.estimation.work.stored_values`). One that follows from several, as the

@@ -1,4 +1,4 @@
-"""A program that is a single fusion group: how compilers for TPUs cut it in passes, and what these cost.
+"""A program of one fusion group: the passes that TPU compilers cut it into, and their cost.
 
 A reduction ends a fusion: what uses its result needs all of a row first. So a softmax runs as three fusions (the
 maximum; the sum of exponentials; the quotient), a layer norm as three and two more over its row statistics. Each has a

@@ -1,4 +1,4 @@
-"""A program as the schedule sees it: units in their order, with kernels, moves and dependencies. No constants yet.
+"""A program as schedule units in order, with kernels, collectives and dependencies.
 
 Making a plan walks the program once; scheduling a plan again, with other constants, takes a fraction of that.
 """

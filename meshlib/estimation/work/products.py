@@ -1,4 +1,4 @@
-"""What a fusion group asks of the MXU: products and attention on one device, useful work, operands in eight bits."""
+"""Work of a fusion group on the MXU: products and attention, useful FLOPs, operands in eight bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies in memory for each value of a program: itself, or what its readers make it of.
+"""Values stored in HBM, in contrast to those inlined into their consumers.
 
 A compiler puts cheap work into every kernel that reads its result. A value that follows from one no wider by a cast, a
 scaling or a shift is never stored: its readers read that and do it again. So are those that `through` finds. A value

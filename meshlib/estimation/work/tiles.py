@@ -1,4 +1,4 @@
-"""Bytes that a block takes in HBM: whole tiles, the densest way round, as a compiler lays it out.
+"""Bytes of a block in HBM: whole tiles, in the densest order of dims.
 
 Source: `hardware.memory`.
 """

@@ -1,4 +1,4 @@
-"""What the schedule places: fusion groups, collectives, copies and loops, with what each reads and makes."""
+"""Schedule units: fusion groups, collectives, copies and loops, with their operands and results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a kernel reads that is still in VMEM: weights used before, what a loop takes from outside, its carries.
+"""Operands that are still in VMEM: weights used before, values from outside a loop, carries.
 
 A compiler leaves a buffer in VMEM between two uses if it has the room. Here a use finds it there if all that was moved
 since the use before, and the buffer itself, fit what a chip holds: the rule of a cache that forgets what was used least

@@ -1,4 +1,4 @@
-"""RetinaNet: a ResNet, a feature pyramid over it, and two heads that see every place at every size.
+"""RetinaNet: a ResNet, a feature pyramid, and two heads over every anchor.
 
 Classes and codes of boxes stay apart by level, [batch, height, width, anchors, ...], as features lie: nothing moves.
 """

@@ -1,4 +1,4 @@
-"""What models of images are built with: layers that know the dims, and keep the updates of moving averages."""
+"""Building blocks of image models: layers that know the dims and collect moving averages."""
 
 from __future__ import annotations
 

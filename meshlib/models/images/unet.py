@@ -1,4 +1,4 @@
-"""U-Net: features that shrink and grow again, with a way past for each size; a class for every pixel."""
+"""U-Net: an encoder and a decoder of convolutions with skip connections; a class for every pixel."""
 
 from __future__ import annotations
 

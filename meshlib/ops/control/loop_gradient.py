@@ -1,4 +1,4 @@
-"""The gradient of a scan: a scan over the same dim the other way round.
+"""The gradient of a scan: a scan over the same dim in reverse.
 
 Its carries are the cotangents of the loop's carries, and a sum for each tensor from outside; its slices are the
 loop's, with the carries before each trip, what the policy of rematerialisation kept, and the cotangents of what was

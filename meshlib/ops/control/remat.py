@@ -1,4 +1,4 @@
-"""Rematerialisation: what a loop, or a function under `recompute_grad`, keeps of its forward pass for its gradient.
+"""Rematerialisation: what a loop, or a function under `recompute_grad`, keeps of its forward pass.
 
 Everything is written again for the gradient; a policy says which values are there already. Copies of operations whose
 results are known, and whatever only they needed, are dead code. So a policy only ever chooses what may be kept: what

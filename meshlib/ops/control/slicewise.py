@@ -1,4 +1,4 @@
-"""Functions of the user's own, run block by block: what the library has no operation for."""
+"""`slicewise`: user functions on blocks, for what the library has no operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations that pass a value on with a meaning: identity, stop_gradient, constrain, assign."""
+"""Identity, stop_gradient, constrain and assign."""
 
 from __future__ import annotations
 

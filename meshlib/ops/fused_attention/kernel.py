@@ -1,4 +1,4 @@
-"""NumPy for fused attention on one device's blocks: batched products over tiles of rows, so that memory stays small.
+"""NumPy kernel of fused attention on one device's blocks, in tiles of rows.
 
 Of keys that are split a device knows what it has `heard` of the others: see
 `meshlib.ops.fused_attention.split_sequence`.

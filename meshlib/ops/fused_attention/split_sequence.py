@@ -1,4 +1,4 @@
-"""How fused attention runs along a split sequence: what blocks need of each other.
+"""Fused attention along a split sequence: exchanges between blocks.
 
 Where the keys are split, each device works on its own and needs of the others' a number per query, the logarithm of the
 sum of exp(scores), by which its share of the softmax is weighed; for gradients, besides, the mean of the weights'

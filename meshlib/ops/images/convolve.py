@@ -1,4 +1,4 @@
-"""Convolution, an operation of the MXU: an einsum of which some dims slide along each other.
+"""Convolution, an operation of the MXU: an einsum with sliding dims.
 
 Each `Window` joins a dim of the first operand, one of the second and one of the result by a `Slide`; all other dims
 are matched by name as in an einsum. Forward the second operand is a filter, whose dims are short, and the result has

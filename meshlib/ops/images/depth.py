@@ -1,4 +1,4 @@
-"""Blocks of an image as channels, and back: reshapes and a transpose, which leave a split dim where it lies."""
+"""space_to_depth and depth_to_space: blocks of an image as channels, by reshapes and a transpose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images in other sizes: nearest or bilinear interpolation, one dim after the other; a split dim needs edges only.
+"""Resizing of images: nearest or bilinear interpolation, one dim at a time.
 
 Along a dim each element of the result is a weighted sum of a few of the operand's, its taps. The cotangent is the same
 with the taps turned round: of each element of the operand all those of the result that it is a tap of.

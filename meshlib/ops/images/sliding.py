@@ -1,4 +1,4 @@
-"""Sliding windows along one dim: which index of the result takes which of the operands. Plain integers, no tensors.
+"""Index arithmetic of sliding windows along one dim, in plain integers.
 
 A convolution adds up first[j] * second[f] into result[i] for all triples (i, f, j) with
 

@@ -1,4 +1,4 @@
-"""Arguments of public functions about windows: per dim a stride, a dilation, padding; one error names the wrong one."""
+"""Arguments of window operations: stride, dilation and padding per dim."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of a tensor addressed by where they start, which is itself a tensor: one read, one written in place.
+"""Slices whose start is a tensor: dynamic_slice, and update_slice in place.
 
 Each row may have a start of its own, as the sequences of a batch in a cache. Where the dim is split each device writes
 what falls into its block, and the tensor stays where it is. A compiler writes over a tensor that nobody reads later; so

@@ -1,4 +1,4 @@
-"""Order along a dim: top_k, argmax, n-th largest and smallest, argsort, sort.
+"""Ranking along a dim: top_k, argmax, n-th largest and smallest, argsort, sort.
 
 Ties go to the lowest index, everywhere. Along a split dim top_k and argmax find candidates in each block and rank
 those: only they move, each to the device that ranks its row where rows can be shared out, else to all.

@@ -1,4 +1,4 @@
-"""Tensors into a new dim and out of it."""
+"""stack and unstack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Constants that are arrays: tables that are part of the program."""
+"""Constants that are arrays."""
 
 from __future__ import annotations
 

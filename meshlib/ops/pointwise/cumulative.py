@@ -1,4 +1,4 @@
-"""Running sums, products and linear recurrences along a dim.
+"""Cumulative sums, products and linear recurrences along a dim.
 
 Along a split dim each device works on its own block, and needs of the blocks before it a summary only: their total,
 or the one linear function that the whole block applies to what enters it.

@@ -1,4 +1,4 @@
-"""Logic written with comparison and selection: exclusive or, choosing between branches."""
+"""Exclusive or, and `cond`, by comparison and selection."""
 
 from __future__ import annotations
 

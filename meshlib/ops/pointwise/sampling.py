@@ -1,4 +1,4 @@
-"""Drawing an index with given logits."""
+"""Sampling of an index by logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which values share memory, and from when to when: the plan of a program's buffers, made once for its final order.
+"""Buffers: values that share memory, with their live ranges, for the program's final order.
 
 Rules: variables, slots and inputs stay. A value used inside its fusion group only takes nothing, and neither does one
 that its readers make again (`meshlib.program.analysis.stored_values`). A value is freed after its last user, all

@@ -1,4 +1,4 @@
-"""Memory per device over the program's final order: what its buffers take. Exact bytes, without tile padding.
+"""Memory per device over the program's final order, in exact bytes without tile padding.
 
 Who shares memory with whom, and from when to when, is the program's plan (`meshlib.program.analysis.buffers`); how
 large a buffer is, is up to the caller: as many bytes as its block has, or the tiles that this fills. While a loop runs,

@@ -1,4 +1,4 @@
-"""What is kept in memory and what each kernel that reads it makes again, as a compiler that fuses does.
+"""Values stored in memory, and values that every consumer kernel recomputes.
 
 A value that follows element by element from what is in memory anyway is not stored for its readers: the float32 copy of
 bfloat16 logits, both exponentials of a softmax, what a norm makes between its statistics and its result, the cast of a

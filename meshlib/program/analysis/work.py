@@ -1,4 +1,4 @@
-"""What one core does in one instruction: the work of its operation on local shapes, at the program's precision."""
+"""Work of one core in one instruction, on local shapes at the program's precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What two lowered programs do differently, and why: two layouts of one graph, or two graphs.
+"""Differences between two programs: two layouts of one graph, or two graphs.
 
 Everything here is exact and read off the programs: no array is allocated. Tensors and collectives are matched by the
 names that the graph gives its tensors, so two graphs compare as far as they use the same names.

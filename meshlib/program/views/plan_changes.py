@@ -1,4 +1,4 @@
-"""Which operations two programs run otherwise: what a change of plan between neighbouring sizes is told by."""
+"""Operations with different strategies in two programs, to explain a change of plan between close sizes."""
 
 from __future__ import annotations
 

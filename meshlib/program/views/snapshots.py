@@ -1,4 +1,4 @@
-"""A program's plan as a short text that is kept beside a test: a change of it shows as a readable difference."""
+"""Snapshots: a program's plan as a short text kept beside a test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What no schedule of a candidate can beat: counted from the program on one device, before it is lowered.
+"""Lower bounds of a candidate, from the program on one device, before it is lowered.
 
 * Time: every product and every fused attention at the rate that kernels reach at most, or the HBM time of the operands
   that a product reads block by block, divided by the axes that could split it, with its launch. Kernels follow each

@@ -1,4 +1,4 @@
-"""The least that a collective can take, wherever the mesh lies on the slice.
+"""The least time of a collective, under any placement of the mesh on the slice.
 
 What a collective takes never falls with its bytes, and by the byte it never rises, since it is a start and a rate. So
 between two sizes at which all placements have been priced it is at least what it takes at the smaller one, and at least

@@ -1,4 +1,4 @@
-"""The longest row of products and collectives that wait for each other: no schedule of a candidate is shorter.
+"""The critical path of products and collectives: a lower bound for every schedule.
 
 Each mesh axis splits a product along one of its dims, or not at all. For every such choice of a node the earliest end:
 that of what it needs, by the best choice there, with what has to be sent in between; then its own work. So nothing is

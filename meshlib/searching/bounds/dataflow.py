@@ -1,4 +1,4 @@
-"""Which products wait for which data, and in what form: read once from the program on one device.
+"""Dependencies between products, and the form in which each needs its data.
 
 A *node* is a product, or attention; or something that lies where the layout puts it (a variable, an input, the carry of
 a loop); or any other operation, which may have its data in any form. Between nodes lie *ways*: values that element-wise

@@ -1,4 +1,4 @@
-"""The least of a sum of tables over choices: exact where few choices meet at a time, else from below.
+"""Minimum of a sum of tables over choices: exact where few choices meet at a time, else a lower bound.
 
 Choices are eliminated one by one: the tables that know one are added up, and of the sum the least over it is left.
 Where that would be too large a table, those are added up in several groups, each with a least of its own, which may be

@@ -1,4 +1,4 @@
-"""Products and fused attention as a bound sees them: what no lowering makes faster."""
+"""Lower bounds of products and fused attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Anchors of a feature pyramid, and what each of them is to find."""
+"""Anchors of a feature pyramid, and their targets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Boxes: overlaps, encoding relative to anchors, suppression of those that overlap better ones."""
+"""Boxes: overlap, encoding relative to anchors, non-maximum suppression."""
 
 from __future__ import annotations
 

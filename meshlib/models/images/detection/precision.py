@@ -1,4 +1,4 @@
-"""Average precision: how well found objects match the true ones, over all scores from which on one counts."""
+"""Mean average precision of detected boxes."""
 
 from __future__ import annotations
 
