@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from meshlib.searching.bounds.candidate.min_sum import Table
+from meshlib.searching.bounds.min_sum import Table
 
 import meshlib as mtf
 from hardware.slices import Slice
