@@ -24,6 +24,7 @@ from meshlib.core.slices import slice_for
 from meshlib.core.text import seconds_text
 from meshlib.estimation import estimate
 from meshlib.estimation.views.profile import Measured
+from meshlib.jax.asynchronous import Results, Stopwatch
 from meshlib.jax.measuring import known_slice
 from meshlib.jax.placing import HostArray, place, whole
 from meshlib.jax.processes import JaxProcesses
@@ -59,7 +60,8 @@ def on_jax(
       seed: of initial values and random numbers, which are those of a simulation.
       checked: indices out of range and NaN raise and leave the state as it was, for which it is held twice while a step
         runs. Without it the step writes over the state, NaN is not looked for, and what an index out of range looks up
-        becomes NaN; never another element.
+        becomes NaN; never another element. Nor does it wait: the devices work while the host feeds, and a result is
+        waited for when it is read. Only programs that print or call Python functions wait, and several processes.
       slice: what the devices are, a name or a Slice, for the estimate beside the measured times (`print(run)`); what
         JAX says of them unless given. `mtf.measure_chip` makes a chip of any devices.
       executable: a file that `mtf.compile_for(program, ...).save(path)` wrote, for these devices and this JAX: it is
@@ -136,6 +138,7 @@ class OnJax(Simulation):
         self.state: DeviceState = DeviceState(seed)
         self._steps: OrderedDict[int, Step] = OrderedDict()
         self._stepping = False
+        self.stopwatch = Stopwatch()
         self._declare(program)
         self.slice = slice or known_slice(self.mesh_devices)
 
@@ -158,8 +161,12 @@ class OnJax(Simulation):
     def step_seconds(self) -> float | None:
         """What a step of the run's own program takes, from arrays on the host to results on the host; None before one.
 
-        The median of the last steps. Neither compiling nor the first step is counted.
+        The median of the last steps. Neither compiling nor the first step is counted. Of steps that are not waited for
+        (`checked=False`) what they took one after the other since the last look, which waits for them.
         """
+        seconds = self.stopwatch.seconds()
+        if seconds is not None:
+            self._timed(self.program, seconds)
         taken = self._taken()
         return median(taken) if taken else None
 
@@ -173,7 +180,13 @@ class OnJax(Simulation):
 
     def __copy__(self) -> OnJax:
         twin = object.__new__(OnJax)
-        changed = {"state": copy(self.state), "seconds": {}, "_stepping": False, "_steps": self._steps.copy()}
+        changed = {
+            "state": copy(self.state),
+            "seconds": {},
+            "stopwatch": Stopwatch(),
+            "_stepping": False,
+            "_steps": self._steps.copy(),
+        }
         vars(twin).update(vars(self) | changed)
         return twin
 
@@ -257,17 +270,25 @@ class OnJax(Simulation):
         begun = time.perf_counter()
         number = int(arrays[STEP])
         feeds = {n: place(x, program.inputs[n].tensor.dtype, step.inputs[n]) for n, x in fed.items()}
-        made = jax.block_until_ready(step(self._lying(step), feeds, number, step.keys(self.seed)))
-        step.raise_faults()
-        self._check(program, step, made, fed)
-        _show(step.prints, made.prints)
+        made = step(self._lying(step), feeds, number, step.keys(self.seed))
+        waits = self.checked or step.calls_host or jax.process_count() > 1
+        if waits:
+            jax.block_until_ready(made)
+            step.raise_faults()
+            self._check(program, step, made, fed)
+            _show(step.prints, made.prints)
         # in the order of the program, not of JAX, which sorts them
-        results = {n: whole(made.outputs[n]).astype(v.tensor.dtype.public) for n, v in program.outputs.items()}
+        dtypes = {n: v.tensor.dtype.public for n, v in program.outputs.items()}
+        results: dict[str, HostArray] = Results({n: made.outputs[n] for n in dtypes}, dtypes)
+        if waits:
+            results = dict(results)
         counted = {STEP: np.asarray(number + 1, np.int32)} if program.counts_steps else {}
         back = {n: _moved(y, self.state.places[n]) for n, y in made.updates.items()}
         arrays.update({**back, **counted})
-        if warm:
+        if warm and waits:
             self._timed(program, time.perf_counter() - begun)
+        elif warm and program is self.program:
+            self.stopwatch.dispatched(begun, made.checks)
         return results
 
     def _timed(self, program: Program, seconds: float) -> None:

@@ -69,6 +69,9 @@ class Step:
             {i.operation.name for i, _, _ in walk(program) if isinstance(i, Compute) and i.operation.kind is RANDOM}
         )
         self.prints = _prints(program)
+        self.calls_host = bool(self.prints) or any(
+            isinstance(i, Compute) and i.operation.kind.name == "slicewise" for i, _, _ in walk(program)
+        )
         self.checks: list[Operation] = []  # those behind the rows of `Made.checks`; then what may be NaN
         self.watched: list[str] = []
         self.faults: list[Exception] = []  # of the user's own functions, while a step ran

@@ -23,7 +23,7 @@ from meshlib.command import main
 from meshlib.jax import compiling
 from meshlib.jax.collectives import scatter_stages
 from meshlib.jax.compiling import process, topologies
-from meshlib.jax.compiling.matching import differences_of
+from meshlib.jax.compiling.matching import differences_of, kept_moves
 from meshlib.jax.compiling.memory import memory_of, refusal_of
 from meshlib.jax.compiling.messages import Failed
 from meshlib.jax.compiling.topologies import topology_of
@@ -73,6 +73,46 @@ def test_every_byte_is_planned_or_named(compiled: list[mtf.Compiled], programs: 
     assert not compiled[0].differences
     assert not compiled[1].differences
     assert "sends just what was planned" in str(compiled[0])
+
+
+def test_estimates_price_what_the_compiler_kept(compiled: list[mtf.Compiled], programs: list[mtf.Program]) -> None:
+    """Nothing changed costs the same; all_reduces in place of scatters cost more; nothing at all costs nothing."""
+    same = mtf.estimate(programs[0], "v5e-8", compiled=compiled[0])
+    assert same.step_seconds == pytest.approx(mtf.estimate(programs[0], "v5e-8").step_seconds, rel=1e-6)
+    program = sharded()
+    planned = mtf.estimate(program, "v5e-8")
+    rows = [row(c.kind, [("f32[]", c.payload_bytes)], c.count, c.axes) for c in program.collectives]
+    scatter = next(n for n, c in enumerate(program.collectives) if c.kind == "reduce_scatter")
+    assert estimated(program, *rows).step_seconds == pytest.approx(planned.step_seconds, rel=1e-6)
+    heavy = [*rows]
+    heavy[scatter] = replace(rows[scatter], kind="all_reduce", sent_bytes=2 * rows[scatter].sent_bytes)
+    assert estimated(program, *heavy).step_seconds > planned.step_seconds * 1.01
+    assert estimated(program).exposed_comm_seconds == 0
+    with pytest.raises(mtf.GraphError, match="compiled is of another program"):
+        mtf.estimate(programs[1], "v5e-8", compiled=compiled[0])
+    with pytest.raises(mtf.GraphError, match=r"what mtf\.compile_for returned, got 3"):
+        mtf.estimate(programs[1], "v5e-8", compiled=3)
+
+
+def sharded() -> mtf.Program:
+    """A sum that is scattered and a value that is gathered, large enough that bytes decide."""
+    with mtf.Graph():
+        x, w = mtf.input("x", "batch:4096;k:1024"), mtf.variable("w", "k:1024;h:1024")
+        y = mtf.einsum([x, w], output_shape="batch:4096;h:1024")
+        return mtf.lower({"y": mtf.rename_dimension(y, "batch", "rows")}, mesh="m:8", layout="k:m;rows:m")
+
+
+def estimated(program: mtf.Program, *rows: Any) -> mtf.Estimate:
+    made = Explained("m", program.mesh, Slice("v5e-8"), rows, mtf.estimate(program, "v5e-8").placement)
+
+    class Made:
+        def __init__(self) -> None:
+            self.program = program
+
+        def kept_moves(self) -> Any:
+            return kept_moves(program, made)
+
+    return mtf.estimate(program, "v5e-8", compiled=Made())
 
 
 def test_a_saved_step_runs_where_the_devices_are(

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from meshlib.searching.bounds.min_sum import Table
 
 import meshlib as mtf
 from hardware.slices import Slice
 from layouts import LayoutRules
 from meshlib.core.graph import Operation, Tensor
 from meshlib.estimation import estimate
+from meshlib.searching.bounds.min_sum import Table
 from meshlib.searching.programs import Problem, problem_of
 from meshlib.searching.roles import roles_of
 from meshlib.searching.space import Candidate, Fixed, candidates, laid

@@ -46,7 +46,7 @@ from meshlib.estimation.time.hbm_engine import Hbm
 from meshlib.estimation.time.kernel_times import KernelTime, Times
 from meshlib.estimation.time.link_sharing import Links
 from meshlib.estimation.time.physics import Physics
-from meshlib.estimation.work.communication import Move
+from meshlib.estimation.work.communication import Move, launch_seconds
 from meshlib.estimation.work.kernels import Kernel
 from meshlib.estimation.work.units import HOST_COPIES, Plan, Unit
 
@@ -244,7 +244,7 @@ class _Run:
                 self.pieces[y] = event
 
     def _send(self, unit: Unit, move: Move, cost: Cost, ready: float) -> Event:
-        seconds = cost.seconds + self.times.chip.collective_launch_seconds
+        seconds = cost.seconds + launch_seconds(cost, self.times.chip)
         if self.overlap == "none":
             ready = max(ready, self.core)
         # What is still on its way leaves the links to the next one.

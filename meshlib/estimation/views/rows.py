@@ -12,6 +12,7 @@ from hardware.placement import CORES, DCN
 from meshlib.core.graph import FORWARD
 from meshlib.estimation.time.kernel_times import KernelTime
 from meshlib.estimation.time.scheduling import Event, Schedule
+from meshlib.estimation.work.communication import launch_seconds
 
 BOUNDS = ("mxu", "vpu", "hbm", "ici", "dcn", "pcie", "latency", "input")
 
@@ -136,7 +137,7 @@ def network_parts(cost: Cost, chip: Chip) -> tuple[float, float, float]:
     cores = sum(seconds for place, seconds in cost.busy_seconds if place == CORES)
     links = max((seconds for place, seconds in cost.busy_seconds if place >= 0), default=0.0)
     ici = min(cores + links, cost.seconds - dcn)
-    return ici, dcn, max(0.0, cost.seconds - ici - dcn) + chip.collective_launch_seconds
+    return ici, dcn, max(0.0, cost.seconds - ici - dcn) + launch_seconds(cost, chip)
 
 
 def _collective_row(event: Event, chip: Chip, count: int) -> Row:
@@ -144,13 +145,14 @@ def _collective_row(event: Event, chip: Chip, count: int) -> Row:
     assert move is not None
     assert cost is not None
     ici, dcn, latency = network_parts(cost, chip)
-    own = cost.seconds + chip.collective_launch_seconds
+    launch = launch_seconds(cost, chip)
+    own = cost.seconds + launch
     parts = {"ici": ici, "dcn": dcn, "latency": latency}
     bound = max(parts, key=lambda name: parts[name])
-    share = {"ici": ici * chip.ici_efficiency / own, "dcn": dcn / own}.get(bound, 0.0)
+    share = {"ici": ici * chip.ici_efficiency, "dcn": dcn}.get(bound, 0.0) / (own or 1.0)
     return Row(
         move.name, move.kind, "collective", event.region, event.source, count, event.first, own, bound, share,
-        ici_seconds=ici, dcn_seconds=dcn, latency_seconds=latency, launch_seconds=chip.collective_launch_seconds,
+        ici_seconds=ici, dcn_seconds=dcn, latency_seconds=latency, launch_seconds=launch,
         payload_bytes=move.payload_bytes, sent_bytes=move.sent_bytes, axes=move.axes,
     )  # fmt: skip
 

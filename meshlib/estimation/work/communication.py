@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from hardware.chips import Chip
 from hardware.errors import HardwareError
 from hardware.network import Cost, Demand, best_placement, collective_cost
 from hardware.placement import DCN, Placement, placements
@@ -76,6 +77,11 @@ def all_moves(program: Program) -> Iterator[tuple[Move, int]]:
     for i, holder, times in walk(program):
         for move in moves_of(holder, i):
             yield move, times
+
+
+def launch_seconds(cost: Cost, chip: Chip) -> float:
+    """What starting a collective takes besides wire and hops: nothing where no device takes part but one."""
+    return chip.collective_launch_seconds if cost.seconds else 0.0
 
 
 class Network:
