@@ -8,29 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshlib.core.errors import GraphError
+from meshlib.models.maxtext.remat import POLICIES, PRODUCTS, VALUES
 
-# Names of values in published recomputation policies -> names of operations here.
+# Names of values in published recomputation policies, beside MaxText's own -> names of operations here.
 _NAMES = {
-    "q": ("q",), "k": ("k",), "v": ("v",), "qkv": ("q", "k", "v"), "query": ("q",), "key": ("k",), "value": ("v",),
-    "query_proj": ("q",), "key_proj": ("k",), "value_proj": ("v",), "qkv_proj": ("q", "k", "v"),
-    "context": ("context",), "attention_out": ("context",), "out": ("out",), "out_proj": ("out",),
-    "mlpwi": ("wi", "wi_gate"), "mlpwi_0": ("wi_gate",), "mlpwi_1": ("wi",), "mlpwo": ("wo",),
-}  # fmt: skip
-_DOTS = ("q", "k", "v", "out", "wi", "wi_gate", "wo")
-# Policies by name: (kept in HBM, kept by the host).
-# Source: AI-Hypercomputer/maxtext src/MaxText/layers/decoders.py, get_remat_policy.
-_POLICIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "full": ((), ()),
-    "minimal": (_DOTS, ()),
-    "minimal_flash": ((*_DOTS, "context"), ()),
-    "minimal_with_context": ((*_DOTS, "context"), ()),
-    "minimal_offloaded": ((), _DOTS),
-    "save_dot_except_mlp": (("q", "k", "v", "out"), ()),
-    "save_dot_except_mlpwi": (("q", "k", "v", "out", "wo"), ()),
-    "save_dot_with_context_except_mlp": (("q", "k", "v", "out", "context"), ()),
-    "save_qkv_proj": (("q", "k", "v"), ()),
-    "save_out_proj": (("out",), ()),
-    "qkv_proj_offloaded": ((), ("q", "k", "v")),
+    **VALUES,
+    **{"q": ("q",), "k": ("k",), "v": ("v",), "qkv": ("q", "k", "v"), "query": ("q",), "key": ("k",)},
+    **{"value": ("v",), "out": ("out",)},
 }
 
 
@@ -50,7 +34,7 @@ class Policy:
     carries: bool = False
 
 
-NOTHING_TWICE = Policy((*_DOTS, "context"))
+NOTHING_TWICE = Policy((*PRODUCTS, "context"))
 """No product is computed again."""
 
 
@@ -71,10 +55,10 @@ def policy_of(text: str) -> Policy | None:
         return NOTHING_TWICE
     if text.startswith("custom"):
         return _custom(text.partition(":")[2])
-    named = [policy for policy in _POLICIES if re.search(rf"\b{policy}\b", text)]
+    named = [policy for policy in POLICIES if re.search(rf"\b{policy}\b", text)]
     if not named:
         raise NotExpressed(f"its recomputation policy {text!r} is not known")
-    return Policy(*_POLICIES[max(named, key=len)])
+    return Policy(*POLICIES[max(named, key=len)])
 
 
 def policy_in(note: str) -> str:
@@ -84,7 +68,7 @@ def policy_in(note: str) -> str:
     'save_dot_except_mlpwi'
     """
     words = re.findall(r"[a-z_]+", note.lower())
-    return next((w for w in words if w in _POLICIES and "_" in w), "")
+    return next((w for w in words if w in POLICIES and "_" in w), "")
 
 
 def lightest(model: Mapping[str, Any], state_bytes: float, tokens: float, hbm_bytes: float) -> tuple[str, Policy]:
@@ -97,9 +81,9 @@ def lightest(model: Mapping[str, Any], state_bytes: float, tokens: float, hbm_by
     widths["wi"] = model["d_ff"]
     widths["wi_gate"] = model["d_ff"] if (model.get("mlp_matrices") or 2) == 3 else 0
     for name in ("minimal", "save_dot_except_mlpwi", "save_qkv_proj"):
-        kept = model["d_model"] + sum(widths[n] for n in _POLICIES[name][0])
+        kept = model["d_model"] + sum(widths[n] for n in POLICIES[name][0])
         if state_bytes + 2 * tokens * model["layers"] * kept < 0.95 * hbm_bytes:
-            return name, Policy(*_POLICIES[name])
+            return name, Policy(*POLICIES[name])
     return "full", Policy()
 
 

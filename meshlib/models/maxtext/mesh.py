@@ -12,6 +12,8 @@ from meshlib.core.errors import nearest
 from meshlib.models.maxtext.keys import PARTS
 from meshlib.models.maxtext.settings import Settings
 
+UNUSED = "sequence"  # keys of an axis that MaxText no longer has: it takes no notice of them
+
 
 @dataclass(frozen=True)
 class Axes:
@@ -56,7 +58,8 @@ def axes_of(s: Settings, where: Slice) -> Axes:
             size = s.size(f"{kind}_{part}_parallelism", -1)
             if not size:
                 s.fail(f"{kind}_{part}_parallelism", "must be at least 1, or -1 for what is left")
-            if size != 1 and axis not in names and part not in [PARTS[name] for name in names] and kind == "ici":
+            absent = axis not in names and part not in [PARTS[name] for name in names]
+            if size != 1 and absent and axis != UNUSED and kind == "ici":
                 s.fail(f"{kind}_{part}_parallelism", f"mesh_axes has no axis {axis!r}: it has {', '.join(names)}")
     within = where.devices // where.slices
     return Axes(_filled(s, "ici", names, within, where), _filled(s, "dcn", names, where.slices, where))

@@ -308,6 +308,9 @@ def _partly(s: Settings) -> list[Unread]:
     chunk = s["chunk_attn_window_size"]
     if chunk and chunk < s.size("max_target_length"):
         note("chunk_attn_window_size", "three of four layers see chunks of so many tokens; all tokens here")
+    for key in ("ici_sequence_parallelism", "dcn_sequence_parallelism"):
+        if s[key] != 1 and "sequence" not in s["mesh_axes"]:
+            note(key, "mesh_axes has no axis 'sequence', so MaxText takes no notice of it")
     if s["context_parallel_strategy"] != "all_gather" and s["ici_context_parallelism"] != 1:
         note("context_parallel_strategy", "how keys and values reach split queries; the cheaper of gathering keys and "
              "of partial results here")  # fmt: skip
