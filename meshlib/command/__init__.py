@@ -26,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     made = parser()
     args, rest = made.parse_known_args(argv)
-    args.overrides = rest
-    if rest and (not is_maxtext(args) or any(text.startswith("-") or "=" not in text for text in rest)):
-        made.error(f"unrecognized arguments: {' '.join(rest)}")
+    args.overrides = [*getattr(args, "overrides", ()), *rest]
+    strange = [text for text in args.overrides if not is_maxtext(args) or text.startswith("-") or "=" not in text]
+    if strange:
+        made.error(f"unrecognized arguments: {' '.join(strange)}")
     return ended(made.prog, lambda: int(args.run(args)))

@@ -70,6 +70,10 @@ def _about(under: Under, name: str, text: str, run: Run, a_slice: bool = True) -
     made.set_defaults(run=run)
     made.add_argument("program", help=_PROGRAM)
     made.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="of a MaxText configuration, as its command line takes them"
+    )
+    made.add_argument("--models", metavar="FOLDER", help="of MaxText's model files; default: models beside base.yml")
+    made.add_argument(
         "--slice", required=a_slice, help="the slice, such as v5e-256 or 2*v5p-512; meshlib slices lists them"
     )
     made.add_argument("--batch", type=_count, help="sequences in a step of a model; default: 4,096 tokens a device")
@@ -138,7 +142,6 @@ def _plan(made: argparse.ArgumentParser) -> None:
         action="store_true",
         help="search meshes and layouts instead of taking usual ones; of a MaxText configuration, tune it",
     )
-    made.add_argument("--models", metavar="FOLDER", help="of MaxText's model files; default: models beside base.yml")
     made.add_argument("--emit", choices=TARGETS, help="print a plan as something to run, and nothing else")
     made.add_argument("--rank", type=_count, default=1, help="which of the ranked plans to print (%(default)s)")
     made.add_argument("--json", action="store_true", help="for programs")

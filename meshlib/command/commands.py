@@ -259,6 +259,13 @@ def _choices(args: argparse.Namespace, subject: Subject) -> dict[str, object]:
 def _laid(args: argparse.Namespace) -> tuple[Subject, list[tuple[str, str]]]:
     """The subject, and the layouts that are named; of a model on a slice, else, the first usual one."""
     where = slice_of(args.slice) if args.slice else None
+    if is_maxtext(args):
+        from meshlib.command.configured import configured
+
+        if where is None:
+            raise GraphError("a MaxText configuration has a mesh for each slice: give --slice")
+        configuration, name, mesh = configured(args, where)
+        return configuration, [(name, mesh)]
     subject = subject_of(args, where)
     if args.layout:
         return subject, named_layouts(args.layout, args.mesh)

@@ -94,6 +94,12 @@ def haliax_mappings(program: Program) -> Emitted:
     compute = {dim: layout.for_dim(dim, "activations") for dim in layout.dims}
     of_values = {dim: r[0].axes[0] if len(r[0].axes) == 1 else r[0].axes for dim, r in compute.items()
                  if r and r[0].axes and not r[0].optional}  # fmt: skip
+    batch = {axis for rule in layout.for_dim("batch", "activations") for axis in rule.axes}
+    missing += [
+        f"compute: {rule} yields to other dims of an array, which a mapping can't"
+        for dim in layout.dims for rule in layout.for_dim(dim, "activations")
+        if rule.optional and not {*rule.axes} <= batch
+    ]  # fmt: skip
     lines = (_mesh(program), f"param_mapping = {of_parameters!r}", f"compute_mapping = {of_values!r}")
     return Emitted(lines, tuple(dict.fromkeys(missing)))
 

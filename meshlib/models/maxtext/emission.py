@@ -212,7 +212,8 @@ def _wanted(
             want(name, sharding.of(dim) if dim else ())
     dims = {dim for tensor in weights(config).values() for dim, _ in tensor} | {"batch"}
     for dim, name in ((dim, name) for dim, name in ACTIVATIONS.items() if dim in dims):
-        shape = Shape([Dimension(d, mesh.size) for d in dict.fromkeys(("batch", dim))])
+        beside = "batch_unsplit" if dim in ("experts", "expert_d_ff") else "batch"
+        shape = Shape([Dimension(d, mesh.size) for d in dict.fromkeys((beside, dim))])
         want(name, rules.fitting(shape, mesh, "activations").of(dim))
     want("activation_kv_heads", wanted["activation_heads"][0])
     want("activation_batch_moe", wanted["activation_batch"][0])
