@@ -360,7 +360,7 @@ class _Encoder:
         self._put("operations", str(len(graph.operations)).encode())
         for op in graph.operations:
             self.path.append(f"operation '{op.name}'")
-            self._put("operation", f"{op.kind.name}\0{op.name}\0{op.region}".encode())
+            self._put("operation", f"{op.opdef.name}\0{op.name}\0{op.region}".encode())
             self._put("flags", f"{op in graph.inner} {op in graph.again}".encode())
             for x in op.inputs:
                 self._tensor(x)

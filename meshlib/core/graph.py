@@ -162,7 +162,7 @@ class Tensor(Shown):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Operation:
-    """One step of the program: a record (`kind`), its operands and attributes, and where it was written.
+    """One step of the program: a record (`opdef`), its operands and attributes, and where it was written.
 
     `name` is its path of scopes, `source` a line of the user's; in a gradient both are those of the operation whose
     gradient it is, with "/grad" after the name. In the update region `source` is the line that asked for the update.
@@ -170,7 +170,7 @@ class Operation:
     """
 
     name: str
-    kind: OpDef
+    opdef: OpDef
     inputs: tuple[Tensor, ...]
     attrs: Mapping[str, Any]
     graph: Graph
@@ -214,7 +214,7 @@ class Operation:
         return self
 
     def __str__(self) -> str:
-        return f"{self.kind.name} '{self.name}' ({self.source})"
+        return f"{self.opdef.name} '{self.name}' ({self.source})"
 
     __repr__ = __str__
 

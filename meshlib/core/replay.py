@@ -44,10 +44,10 @@ def replay(
     for op in operations:
         if op.outputs and op.outputs[0] in replayed:
             continue
-        taken = op.inputs if op.kind.show is None else op.inputs[:1]  # what was shown is not shown again
+        taken = op.inputs if op.opdef.show is None else op.inputs[:1]  # what was shown is not shown again
         inputs = [graph.adopt(replayed.get(x, x)) for x in taken]
         with written_at(op.source):
-            copy = graph.add(op.kind, inputs, [y.type for y in op.outputs], op.attrs, exact_name=op.name)
+            copy = graph.add(op.opdef, inputs, [y.type for y in op.outputs], op.attrs, exact_name=op.name)
         copies[op] = copy
         graph.again.add(copy)
         replayed.update(zip(op.outputs, copy.outputs, strict=True))

@@ -163,9 +163,9 @@ class Executor(Interpreter[Array, Context]):
 
     def compute(self, program: Program, i: Compute, inputs: Sequence[Array], context: Context) -> Sequence[Array]:
         op = i.operation
-        if op.kind.show is not None and len(inputs) > 1:
+        if op.opdef.show is not None and len(inputs) > 1:
             context.found.prints.append(list(inputs[1:]))
-        factors = op.kind.roles(op)
+        factors = op.opdef.roles(op)
         axes: dict[str, tuple[str, ...]] = {}
         for axis, factor in i.assignment:
             axes[factor] = (*axes.get(factor, ()), axis)
@@ -203,7 +203,7 @@ def _with_halos(
 ) -> tuple[Array, ...]:
     """An operation whose operands come as the runs that this device's block of the result needs, dim after dim."""
     op, context = i.operation, part.context
-    lower = op.kind.lower
+    lower = op.opdef.lower
     assert isinstance(lower, Halo)
     received = {(e.operand, e.dim) for e in i.exchanges}
     arrays: list[Array] = []
@@ -245,7 +245,7 @@ def _within_margins(
 ) -> tuple[Array, ...]:
     """The result with its margins, from operands that are cut to what it needs of theirs."""
     op, (y, *_) = i.operation, i.outputs
-    lower = op.kind.lower
+    lower = op.opdef.lower
     wide = {m.dim: m for m in y.margins}
     offsets, before = dict(part.offsets), {}
     for f in factors:
@@ -306,7 +306,7 @@ def _summarised(
     """An operation whose blocks tell each other a summary first."""
     op, mesh = i.operation, part.context.mesh
     found = row_of(op)
-    split, lower = found.split, op.kind.lower
+    split, lower = found.split, op.opdef.lower
     assert split is not None, f"{op} has no row for a split dim"
     assert isinstance(lower, Summary)
     arrays = list(inputs)

@@ -51,8 +51,8 @@ class Repeats:
         operands, op = tuple(self._number(x) for x in i.inputs), i.operation
         if isinstance(i, Move):
             return (tuple((s.kind, s.axes, s.dim, s.to_dim) for s in i.steps), operands)
-        if isinstance(i, Compute) and not op.kind.unique:
-            return (op.kind.name, tuple(op.attrs.items()), operands, i.assignment, tuple(y.margins for y in i.outputs))
+        if isinstance(i, Compute) and not op.opdef.unique:
+            return (op.opdef.name, tuple(op.attrs.items()), operands, i.assignment, tuple(y.margins for y in i.outputs))
         return i
 
     def _number(self, x: Value) -> int:
@@ -64,5 +64,5 @@ class Repeats:
 def _minds(i: Instruction) -> bool:
     """Whether it matters that it is made again: it moves something, or holding its result takes memory."""
     if isinstance(i, Compute):
-        return not i.operation.kind.cheap and i.operation.kind.kind is not Kind.COPY
+        return not i.operation.opdef.cheap and i.operation.opdef.kind is not Kind.COPY
     return i.is_collective

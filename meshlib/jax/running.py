@@ -369,7 +369,7 @@ def _show(prints: Sequence[Prints], made: Sequence[Any]) -> None:
             for trip in p.order:
                 _show(p.inside, jax.tree.map(lambda x, trip=trip: x[trip], held))
         else:
-            assert p.operation.kind.show is not None
-            p.operation.kind.show(
+            assert p.operation.opdef.show is not None
+            p.operation.opdef.show(
                 p.operation, [whole(x).astype(v.tensor.dtype.storage) for x, v in zip(arrays, p.values, strict=True)]
             )

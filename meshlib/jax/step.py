@@ -66,11 +66,11 @@ class Step:
         self.variables = {n: self.sharding(v) for n, v in program.variables.items() if n != STEP}
         self.inputs = {n: self.sharding(v) for n, v in program.inputs.items()}
         self.drawing = sorted(
-            {i.operation.name for i, _, _ in walk(program) if isinstance(i, Compute) and i.operation.kind is RANDOM}
+            {i.operation.name for i, _, _ in walk(program) if isinstance(i, Compute) and i.operation.opdef is RANDOM}
         )
         self.prints = _prints(program)
         self.calls_host = bool(self.prints) or any(
-            isinstance(i, Compute) and i.operation.kind.name == "slicewise" for i, _, _ in walk(program)
+            isinstance(i, Compute) and i.operation.opdef.name == "slicewise" for i, _, _ in walk(program)
         )
         self.checks: list[Operation] = []  # those behind the rows of `Made.checks`; then what may be NaN
         self.watched: list[str] = []
@@ -265,7 +265,7 @@ def _prints(program: Program) -> tuple[Prints, ...]:
             inside = _prints(i.body)
             if inside:
                 found.append(Prints(i.operation, (), inside, i.trip_order))
-        elif isinstance(i, Compute) and i.operation.kind.show is not None and len(i.inputs) > 1:
+        elif isinstance(i, Compute) and i.operation.opdef.show is not None and len(i.inputs) > 1:
             found.append(Prints(i.operation, i.inputs[1:], (), range(1)))
     return tuple(found)
 

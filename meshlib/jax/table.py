@@ -124,11 +124,11 @@ def row(name: str, *, native: bool = False, split: Split | None = None) -> Calla
 
 def row_of(op: Operation) -> Row:
     """The row of an operation. Raises: ProgramError if it has none."""
-    found = ROWS.get(op.kind.name)
+    found = ROWS.get(op.opdef.name)
     if found is None:
         raise ProgramError(
-            f"{op}: operation '{op.kind.name}' has no row for JAX; give it one, as in "
-            f"@meshlib.jax.row({op.kind.name!r}) before a function of (part, *arrays)"
+            f"{op}: operation '{op.opdef.name}' has no row for JAX; give it one, as in "
+            f"@meshlib.jax.row({op.opdef.name!r}) before a function of (part, *arrays)"
         )
     return found
 
@@ -174,7 +174,7 @@ def as_declared(op: Operation, out: TensorType, y: Any) -> Array:
 def run_row(part: Part, function: Function, arrays: Sequence[Array], *first: Any) -> tuple[Array, ...]:
     """A row's function on blocks, its results in their declared types."""
     op = part.operation
-    native = row_of(op).native or op.kind.exact
+    native = row_of(op).native or op.opdef.exact
     given = [x.astype(jnp.int8) if x.dtype == jnp.int4 else x for x in arrays]  # XLA sorts no int4, and fuses this
     given = given if native else [widened(x) for x in given]
     made = function(part, *first, *given)

@@ -82,8 +82,8 @@ def _gradient(t: Tensor, homes: Homes) -> Destination | None:
 
 def _passes(op: Operation, n: int) -> bool:
     """Whether an operation only casts, moves, masks or scales operand `n`, or adds to it, rounding aside."""
-    linear = n in op.kind.linear(op).operands or op.kind.home is Home.OPERAND
-    return linear and op.kind.kind in _KEEPS_DIMS and set(op.inputs[n].shape) <= set(op.output.shape)
+    linear = n in op.opdef.linear(op).operands or op.opdef.home is Home.OPERAND
+    return linear and op.opdef.kind in _KEEPS_DIMS and set(op.inputs[n].shape) <= set(op.output.shape)
 
 
 def accumulated_terms(op: Operation, loop: LoopRecord, graph: Simplified) -> dict[int, Tensor]:
@@ -98,7 +98,7 @@ def accumulated_terms(op: Operation, loop: LoopRecord, graph: Simplified) -> dic
         uses = sum(x is carry for other in operations for x in other.inputs) + results.count(carry)
         # The carry before each trip is asked for by a gradient alone; then it has to be whole.
         stacked = graph.uses.get(befores[n])
-        linear = add.kind.linear(add)
+        linear = add.opdef.linear(add)
         adds = linear.together and linear.operands == (0, 1)
         alone = results.count(end) == 1 and not any(end in x.inputs for x in operations)
         one = len(others) == 1 == len(add.inputs) - 1 and others[0].shape == end.shape

@@ -82,14 +82,14 @@ class Algebra:
 
         With `within`, summed over these of its dims only: to be summed over the others afterwards.
         """
-        if not isinstance(op.kind.form(op), Total) or not op.output.dtype.is_float:
+        if not isinstance(op.opdef.form(op), Total) or not op.output.dtype.is_float:
             return None
         inputs = self.graph.inputs[op]
         every = {d.name: d.size for x in inputs for d in x.shape if d.name not in op.output.shape}
         over = frozenset(every if within is None else within)
         whole = [self._monomial(x, over, op.region) for x in inputs]
         attrs = tuple((name, value) for name, value in op.attrs.items() if name != "shape")
-        found = self._summed(op.kind, attrs, whole, over, inputs)
+        found = self._summed(op.opdef, attrs, whole, over, inputs)
         if found is None or within is None:
             return found
         has = over.union(*(_names(f) for f in found.powers))
@@ -106,7 +106,7 @@ class Algebra:
         (product,) = total.parts
         for x, power in product.items():
             op = x.operation
-            form = op.kind.form(op)
+            form = op.opdef.form(op)
             if power != 1 or not isinstance(form, Combination):
                 continue
             rest: Powers = {f: n for f, n in product.items() if f is not x}
@@ -125,7 +125,7 @@ class Algebra:
     def _monomial(self, t: Tensor, over: frozenset[str], region: str, depth: int = 0) -> Monomial:
         """A tensor as a product, of those factors that matter to a sum over these dims."""
         whole, op = Monomial(1.0, {t: 1}), t.operation
-        form = op.kind.form(op)
+        form = op.opdef.form(op)
         if not isinstance(form, PowerProduct) or depth == DEEPEST or not t.dtype.is_float:
             return whole
         inputs = self.graph.inputs[op]
@@ -153,7 +153,7 @@ class Algebra:
         """Whether a region has all operands of an operation anyway."""
         return op.region == region or all(
             x.operation.region == region
-            or x.operation.kind.kind in RESIDENT
+            or x.operation.opdef.kind in RESIDENT
             or not x.shape
             or any(user.region == region for user, _ in self.graph.uses.get(x, ()))
             for x in self.graph.inputs[op]
@@ -212,7 +212,7 @@ class Algebra:
         whole = Monomial(1.0, {f: 1})
         if isinstance(f, Sum) or depth == DEEPEST:
             return whole
-        form, found = f.operation.kind.form(f.operation), ONE
+        form, found = f.operation.opdef.form(f.operation), ONE
         if not isinstance(form, PowerProduct):
             return self.total(f.operation) or whole
         for x, power in zip(self.graph.inputs[f.operation], form.powers, strict=True):

@@ -37,9 +37,9 @@ class Homes:
     def is_weight(self, t: Tensor) -> bool:
         """Whether it is a variable, or one in another dtype."""
         op = _outermost(t).operation
-        if op.kind.home is Home.OPERAND:
+        if op.opdef.home is Home.OPERAND:
             return self.is_weight(op.inputs[0])
-        return op.kind.kind is Kind.VARIABLE and not op.attrs["slot_of"]
+        return op.opdef.kind is Kind.VARIABLE and not op.attrs["slot_of"]
 
     def stationary_axes(self, t: Tensor) -> Axes:
         """The axes over which a variable does not move where weights are stationary: see `Balance`; of others none."""
@@ -71,13 +71,13 @@ class Homes:
 
     def _make(self, t: Tensor) -> Sharding:
         op = t.operation
-        if op.kind.home is Home.GIVEN:
+        if op.opdef.home is Home.GIVEN:
             rules: LayoutRules = op.attrs["layout"]
             return rules.sharding(t.shape, self.mesh, "activations")
-        if op.kind.home is Home.OPERAND and t not in op.graph.gradient_of:
+        if op.opdef.home is Home.OPERAND and t not in op.graph.gradient_of:
             return self.of(op.inputs[0])
         if is_constrained(t, self.rules):
-            before, names = self.of(op.inputs[0]), {f.outputs[0]: str(f.operands[0]) for f in op.kind.roles(op)}
+            before, names = self.of(op.inputs[0]), {f.outputs[0]: str(f.operands[0]) for f in op.opdef.roles(op)}
             return Sharding(t.shape, self.mesh, [before.of(names[d.name]) for d in t.shape])
         if is_inner(t):
             return self.rules.fitting(t.shape, self.mesh, scope_of(t))
@@ -99,7 +99,7 @@ def scope_of(t: Tensor) -> str:
     """Which scoped rules hold for a tensor: variables, slots (gradients and updates too) or activations."""
     t = _outermost(t)
     op = t.operation
-    if op.kind.kind is Kind.VARIABLE:
+    if op.opdef.kind is Kind.VARIABLE:
         return "slots" if op.attrs["slot_of"] else "variables"
     if t in op.graph.gradient_of or (op.region == UPDATE and op.owner is not None):
         return "slots"
@@ -112,9 +112,9 @@ def is_constrained(t: Tensor, rules: LayoutRules) -> bool:
     A new name for which the layout has a rule is meant to be laid elsewhere.
     """
     op = t.operation
-    if op.kind.home is Home.GIVEN:
+    if op.opdef.home is Home.GIVEN:
         return True
-    if t in op.graph.gradient_of or not (op.kind.home is Home.OPERAND or _turns(op)):
+    if t in op.graph.gradient_of or not (op.opdef.home is Home.OPERAND or _turns(op)):
         return False
     new = [d.name for d in t.shape if d not in op.inputs[0].shape]
     return is_constrained(op.inputs[0], rules) and not any(rules.for_dim(n, scope_of(t)) for n in new)
@@ -122,9 +122,9 @@ def is_constrained(t: Tensor, rules: LayoutRules) -> bool:
 
 def _turns(op: Operation) -> bool:
     """Whether it gives its operand's dims other names, or another order, and does nothing else."""
-    if op.kind.kind is not Kind.VIEW or len(op.inputs[0].shape) != len(op.output.shape):
+    if op.opdef.kind is not Kind.VIEW or len(op.inputs[0].shape) != len(op.output.shape):
         return False
-    x, alone = op.inputs[0].shape, [f for f in op.kind.roles(op) if f.role is Role.PARALLEL]
+    x, alone = op.inputs[0].shape, [f for f in op.opdef.roles(op) if f.role is Role.PARALLEL]
     sizes = {f.outputs[0]: x.dim(f.operands[0]).size for f in alone if f.operands[0] is not None}
     return all(sizes.get(d.name) == d.size for d in op.output.shape)
 
@@ -187,7 +187,7 @@ class Subjects:
 
 def check_layout(subjects: Subjects, mesh: Mesh, rules: LayoutRules) -> Report:
     """All faults of a layout over a program at once, and notes on what it leaves unused."""
-    constrained = [op for op in subjects.operations if op.kind.home is Home.GIVEN]
+    constrained = [op for op in subjects.operations if op.opdef.home is Home.GIVEN]
     splitting = {axis for op in constrained for rule in op.attrs["layout"].rules for axis in rule.axes}
     strict, free = subjects.judged(rules, mesh)
     report = check(rules, mesh, strict, subjects.names, free, splitting)
@@ -216,7 +216,7 @@ def _fault_text(
     fault: Fault, labels: tuple[str, ...], known: Mapping[str, Operation], mesh: Mesh, rules: LayoutRules
 ) -> str:
     first = known[labels[0]] if labels else None
-    bound = first is not None and first.kind.home is Home.GIVEN
+    bound = first is not None and first.opdef.home is Home.GIVEN
     place = f"mesh {mesh}   layout {(first.attrs['layout'] if first and bound else rules) or '(none)'}"
     if first is None or (fault.of_rule and not bound):
         return f"{fault.what}\n  {place}"
@@ -252,15 +252,15 @@ def _label(op: Operation, y: Tensor) -> str:
 def is_inner(t: Tensor) -> bool:
     """Whether the library made a tensor for itself: no variable, no input of the program, nothing that is bound."""
     op = t.operation
-    resident = op.kind.kind is Kind.VARIABLE or (op.kind.kind is Kind.INPUT and op.graph.parent is None)
+    resident = op.opdef.kind is Kind.VARIABLE or (op.opdef.kind is Kind.INPUT and op.graph.parent is None)
     return op in op.graph.inner and not resident and t not in op.graph.gradient_of
 
 
 def _judged(operations: Iterable[Operation]) -> Iterator[tuple[Operation, Tensor]]:
     for op in operations:
-        if op.kind.home is not Home.RULES:
+        if op.opdef.home is not Home.RULES:
             continue
-        if op.kind.kind is Kind.INPUT and op.graph.parent is not None:
+        if op.opdef.kind is Kind.INPUT and op.graph.parent is not None:
             continue  # stands for what is judged outside
         for y in op.public_outputs:
             if y is op.output or y.shape != op.output.shape:

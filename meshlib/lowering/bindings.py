@@ -34,7 +34,7 @@ def binding(t: Tensor, graph: Simplified, homes: Homes, fetched: set[Tensor]) ->
     A gradient that is scaled and added to others before the update is not, so that two losses share one reduction,
     unless it takes more memory until then; nor is one that nobody uses: a loop's running sum, in a trial.
     """
-    if t in fetched or t.operation.kind.home is Home.GIVEN:
+    if t in fetched or t.operation.opdef.home is Home.GIVEN:
         return Binding.ALWAYS
     uses = graph.uses.get(t, ())
     if t in homes.graph.gradient_of:
@@ -61,7 +61,7 @@ def stored(made: Sharding, home: Sharding) -> Sharding:
 
 def _is_linear(op: Operation, n: int) -> bool:
     """Whether an operation is linear in operand `n`, rounding aside."""
-    return n in op.kind.linear(op).operands or op.kind.home is Home.OPERAND
+    return n in op.opdef.linear(op).operands or op.opdef.home is Home.OPERAND
 
 
 def least_memory(placements: Sequence[Sharding], home: Sharding) -> Sharding:

@@ -42,7 +42,7 @@ def near_shifts(graph: Simplified, homes: Homes, signatures: Signatures, across:
     """
     groups: dict[object, list[_Need]] = {}
     for op in graph.operations:
-        if not isinstance(op.kind.lower, Halo):
+        if not isinstance(op.opdef.lower, Halo):
             continue
         factors = signatures.of(op).factors
         for factor, split in _shifted(op, factors, homes):

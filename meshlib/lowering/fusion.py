@@ -89,7 +89,7 @@ def _kind(instruction: Instruction) -> Kind | None:
         return Kind.VIEW
     if not isinstance(instruction, Compute):
         return None
-    kind = instruction.operation.kind.kind
+    kind = instruction.operation.opdef.kind
     # A product whose operands' edges move first is a kernel that others may follow.
     return None if instruction.exchanges and kind is not Kind.CONTRACTION else kind
 
@@ -201,7 +201,7 @@ class _RowJoiner:
         What is made again for each reader anyway, such as the cast to float32 in between, goes with them.
         """
         between = [] if beside is None else self.joined[beside]
-        if not all(i.operation.kind.repeated or i.outputs[0] in self.totals for i in between):
+        if not all(i.operation.opdef.repeated or i.outputs[0] in self.totals for i in between):
             return beside
         place = self._streamed_at([*between, *group])
         if place is not None and beside is not None:

@@ -116,7 +116,7 @@ class _Widening:
 
     def factors_of(self, i: Compute) -> tuple[Factor, ...]:
         if i not in self.factors:
-            self.factors[i] = i.operation.kind.roles(i.operation)
+            self.factors[i] = i.operation.opdef.roles(i.operation)
         return self.factors[i]
 
     def _uniform(self, i: Compute) -> bool:
@@ -320,7 +320,7 @@ class _Rewriter:
         step = Step("collective_permute", axes, m.dim, None, x.sharding, x.sharding, max(sent), max(sent))
         others = f" and {users - 1} more need" if users > 1 else " needs"
         lie = f"{m.before} before and {m.after} after each block, on other cores"
-        why = f"{op.kind.name} '{op.name}'{others} indices of '{m.dim}' of '{x.tensor.name}', split over {over}: {lie}"
+        why = f"{op.opdef.name} '{op.name}'{others} indices of '{m.dim}' of '{x.tensor.name}', split over {over}: {lie}"
         rules = [str(r) for r in self.widening.program.layout.rules if r.dim == m.dim]
         avoid = (
             f"leave '{m.dim}' unsplit over {over} ({f'rule {rules[0]}' if rules else 'no rule of the layout says so'})"
@@ -336,7 +336,7 @@ class _Rewriter:
             return None
         y = Value(x.tensor, x.sharding, (m,))
         op = user.operation
-        why = f"{op.kind.name} '{op.name}' needs a part of '{x.tensor.name}' only; each core keeps its own"
+        why = f"{op.opdef.name} '{op.name}' needs a part of '{x.tensor.name}' only; each core keeps its own"
         reason = Reason(op.name, m.dim, why, "costs nothing", op.source, user.region)
         self.instructions.append(Move(op, (whole,), (y,), user.region, (step,), (reason,)))
         return y

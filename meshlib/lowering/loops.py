@@ -129,7 +129,7 @@ class Loops:
         for y in terms:
             end = inside[y]
             there = destination(y, self.graph, self.homes, self.fetched) or Destination(homes.of(end), inf)
-            if y in sums and end.operation.kind.kind is not Kind.INPUT:  # a carry may be stacked as it comes in
+            if y in sums and end.operation.opdef.kind is not Kind.INPUT:  # a carry may be stacked as it comes in
                 homes.bind(end, sums[y])
             homes.destinations[end] = replace(there.of(end), accumulator=homes.of(end))
         return homes, wanted

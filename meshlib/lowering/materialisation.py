@@ -190,7 +190,7 @@ def made_again(graph: Simplified) -> set[Tensor]:
 
 
 def _can_run_again(op: Operation) -> bool:
-    kind = op.kind
+    kind = op.opdef
     plain = (kind.kind in _MADE_AGAIN or kind.remade) and kind.home is not Home.GIVEN and kind.show is None
     return plain and len(op.outputs) == 1 and op.output not in op.graph.gradient_of
 

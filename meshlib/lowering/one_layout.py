@@ -80,7 +80,7 @@ class Lowering:
             kept = [simple.of(t) for t in results]
             bound = {t: end for t, end in zip(kept, ends, strict=True) if end is not None}
             for t, end in bound.items():
-                if t.operation.kind.kind is not Kind.INPUT:
+                if t.operation.opdef.kind is not Kind.INPUT:
                     homes.bind(t, end)
             sweep = self._sweep(simple, homes, bound, near)
             placed = [sweep.as_it_lies(t) if s is None else sweep.at(t, s) for t, s in zip(kept, ends, strict=True)]

@@ -153,7 +153,7 @@ def _device_bytes(v: Value) -> int:
 
 def _hides(i: Instruction) -> bool:
     """Whether it computes for long enough to hide what is being sent."""
-    return isinstance(i, Loop) or (isinstance(i, Compute) and i.operation.kind.kind is Kind.CONTRACTION)
+    return isinstance(i, Loop) or (isinstance(i, Compute) and i.operation.opdef.kind is Kind.CONTRACTION)
 
 
 def _hidden_flops(program: Program, i: Instruction) -> float:

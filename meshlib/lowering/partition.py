@@ -57,7 +57,7 @@ class Partitioner:
             for x, s in self._wanted(op):
                 self.places.uses.setdefault(x, {}).setdefault(op.region, {}).setdefault(s)
         for op in self.graph.operations:
-            match op.kind.kind:
+            match op.opdef.kind:
                 case Kind.INPUT | Kind.VARIABLE:
                     self.resident(op)
                 case Kind.COMMIT:
@@ -71,7 +71,7 @@ class Partitioner:
 
     def _wanted(self, op: Operation) -> Iterable[tuple[Tensor, Sharding]]:
         """The operands of an operation, and under what it takes them."""
-        if op.kind.kind is Kind.LOOP:
+        if op.opdef.kind is Kind.LOOP:
             looped = self.loops.of(op)
             return zip(looped.operands, looped.wanted, strict=True)
         return zip(self.graph.inputs[op], self.choices[op].operands, strict=True) if op in self.choices else ()
@@ -97,7 +97,7 @@ class Partitioner:
         self.places.instances[op.output] = [(None, value)]
         # What is pending already is a loop's running sum.
         self.places.makers[op.output] = dict.fromkeys(value.sharding.pending_axes, (op, "trips"))
-        (self.inputs if op.kind.kind is Kind.INPUT else self.variables)[op.name] = value
+        (self.inputs if op.opdef.kind is Kind.INPUT else self.variables)[op.name] = value
         self.places.instructions.append(Resident(op, (), (value,), op.region))
 
     def _assign(self, op: Operation) -> None:
@@ -158,7 +158,7 @@ class Partitioner:
         if settled == made.sharding:
             self.places.keep(t, settled)
         self.places.bring(t, settled, t.operation.region, None)
-        if t.operation.kind.home is Home.GIVEN:
+        if t.operation.opdef.home is Home.GIVEN:
             # A constrained value is to be had at its home alone: its users must not go round the constraint.
             self.places.instances[t] = self.places.instances[t][-1:]
 

@@ -60,7 +60,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         self.again = made_again(self.graph)
-        loops = [self.loops.of(op) for op in self.graph.operations if op.kind.kind is Kind.LOOP]
+        loops = [self.loops.of(op) for op in self.graph.operations if op.opdef.kind is Kind.LOOP]
         given = {y.tensor: y.sharding for looped in loops for y in looped.made}
         self.space = Space(self.graph, self.homes, self.signatures, self.again, given)
         self.regions = self._regions()
@@ -73,7 +73,7 @@ class Problem:
         self.often: set[Tensor] = set()  # what several operations use, or one that may itself run in several ways
         found: dict[Operation, list[str]] = {}
         for op in reversed(self.graph.operations):
-            regions = {UPDATE if op.kind.kind is Kind.COMMIT else op.region}
+            regions = {UPDATE if op.opdef.kind is Kind.COMMIT else op.region}
             if op.outputs and op.output in self.again:
                 regions |= used.get(op.output, set())
             found[op] = [op.region, *sorted(regions - {op.region})]
@@ -100,7 +100,7 @@ class Problem:
         inputs = self.graph.inputs[op]
         if op in self.at_home:
             return
-        match op.kind.kind:
+        match op.opdef.kind:
             case Kind.INPUT | Kind.VARIABLE:
                 self._made(op.output, None, [[(op.region, self.homes.of(op.output))]])
             case Kind.COMMIT:
@@ -128,7 +128,7 @@ class Problem:
         for op in self.graph.operations:
             inputs = self.graph.inputs[op]
             free = bool(op.outputs) and op.output in self.again and all(x in self.free for x in inputs)
-            choice = self._home_choice(op) if free or op.kind.kind is Kind.ELEMENTWISE else None
+            choice = self._home_choice(op) if free or op.opdef.kind is Kind.ELEMENTWISE else None
             if choice is None:
                 continue
             if free:
@@ -160,7 +160,7 @@ class Problem:
     def _is_there(self, x: Tensor, assigned: Mapping[Operation, Choice]) -> bool:
         """Whether a tensor is under its assigned sharding whatever is chosen."""
         op = x.operation
-        if op.kind.kind in RESIDENT or x in self.free or op in assigned:
+        if op.opdef.kind in RESIDENT or x in self.free or op in assigned:
             return True
         return binding(x, self.graph, self.homes, self.fetched) is Binding.ALWAYS
 
@@ -170,7 +170,8 @@ class Problem:
         return all(
             user in assigned
             or (
-                user.kind.kind is Kind.COMMIT and homes.of(homes.graph.variables[user.attrs["variable"]].output) == home
+                user.opdef.kind is Kind.COMMIT
+                and homes.of(homes.graph.variables[user.attrs["variable"]].output) == home
             )
             for user, _ in self.graph.uses.get(op.output, ())
         )
@@ -197,7 +198,7 @@ class Problem:
         return self._free_costs[key]
 
     def _enter_choice(self, op: Operation) -> None:
-        strategies = self._of_copy(op) if op.kind.kind is Kind.COPY else self._of(op)
+        strategies = self._of_copy(op) if op.opdef.kind is Kind.COPY else self._of(op)
         self.space.made(op, [s.choice for s in strategies])
         values = self.values[op] = self._values(op, strategies)
         variable = self.variables[op] = self.factors.add_variable(len(values))
@@ -280,7 +281,7 @@ class Problem:
             self._copies(t).add_use(variable, region, wants)
 
     def _made(self, t: Tensor, variable: int | None, made: Sequence[Sequence[tuple[str, Sharding]]]) -> None:
-        if t.operation.kind.home is Home.GIVEN:
+        if t.operation.opdef.home is Home.GIVEN:
             made = [spots[-1:] for spots in made]
         self._copies(t).set_made(variable, made)
 

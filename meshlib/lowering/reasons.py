@@ -56,7 +56,7 @@ def _could_split(user: Operation | None, t: Tensor, dim: str | None) -> bool:
         return False
     at = [i for i, x in enumerate(user.inputs) if x is t]
     split = (Role.PARALLEL, Role.SUM)
-    return any(f.role in split and any(f.operands[i] == dim for i in at) for f in user.kind.roles(user))
+    return any(f.role in split and any(f.operands[i] == dim for i in at) for f in user.opdef.roles(user))
 
 
 def explain_exchange(exchange: Exchange, op: Operation, homes: Homes) -> Reason:
@@ -83,7 +83,7 @@ def _reduction(step: Step, t: Tensor, makers: Sequence[tuple[Operation, str]], h
     over = "+".join(step.axes)
     kind = dict(step.before.pending)[step.axes[0]]
     what = {"sum": "sums over", "max": "takes the maximum over", "min": "takes the minimum over"}[kind]
-    if maker.kind.reads_part:
+    if maker.opdef.reads_part:
         what = "takes elements along"
     named = _listed(dims)
     why = f"{_who(maker)} {what} {named}, split over {over}: every core holds a partial {_noun(kind)}"
@@ -97,14 +97,14 @@ def _reduction(step: Step, t: Tensor, makers: Sequence[tuple[Operation, str]], h
 
 def _reduced(op: Operation, factor: str) -> str:
     """The dim of a factor, which may be but one of the ways to split it."""
-    names = (name for f in op.kind.roles(op) if f.name == factor for name in f.operands if name is not None)
+    names = (name for f in op.opdef.roles(op) if f.name == factor for name in f.operands if name is not None)
     return next(names, factor)
 
 
 def _who(op: Operation) -> str:
-    if op.kind.kind is Kind.COMMIT:
+    if op.opdef.kind is Kind.COMMIT:
         return f"the update of '{op.attrs['variable']}'"
-    return f"{op.kind.name} '{op.name}'"
+    return f"{op.opdef.name} '{op.name}'"
 
 
 def _noun(kind: str) -> str:

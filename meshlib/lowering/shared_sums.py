@@ -59,7 +59,7 @@ def split_sums(simple: Simplified, homes: Homes) -> Mapping[Tensor, frozenset[st
     """What sums over dims that are split at home, with these dims."""
     found = {}
     for op in simple.operations:
-        if op.kind.kind in (Kind.REDUCTION, Kind.CONTRACTION):
+        if op.opdef.kind in (Kind.REDUCTION, Kind.CONTRACTION):
             out, inputs = op.output.shape, simple.inputs[op]
             split = {d.name for x in inputs for d in x.shape if d.name not in out and homes.of(x).of(d.name)}
             if split:
@@ -239,7 +239,7 @@ class _Rewriter:
         taken = {self.now.get(t, t) for t in self.simple.taken}
         needed, kept = fetched | taken, []
         for op in reversed(self.operations):
-            if op.kind.kind in (*RESIDENT, Kind.COMMIT) or not needed.isdisjoint(op.outputs):
+            if op.opdef.kind in (*RESIDENT, Kind.COMMIT) or not needed.isdisjoint(op.outputs):
                 kept.append(op)
                 needed.update(self.inputs[op][n] for n in op.needs)
         same = {t: self.now.get(y, y) for t, y in self.simple.same.items()} | self.now

@@ -36,7 +36,7 @@ class Simplified:
     def linked(self) -> Simplified:
         """This, with the users of each tensor, and what is copied to the host taken as it lies."""
         for op in self.operations:
-            if op.kind.kind is Kind.COPY and op.output.on_host:
+            if op.opdef.kind is Kind.COPY and op.output.on_host:
                 self.taken.update(self.inputs[op])
                 continue
             for i in op.needs:
@@ -53,12 +53,12 @@ def simplify(graph: Graph, outputs: Iterable[Tensor], updates: Iterable[Operatio
         if op not in live:
             continue
         inputs = tuple(result.of(x) for x in op.inputs)
-        alone = op.kind.unique or any(y in graph.gradient_of for y in op.outputs)
-        if not alone and op.kind.storage is Storage.ALIAS and op.kind.home is Home.OPERAND:
+        alone = op.opdef.unique or any(y in graph.gradient_of for y in op.outputs)
+        if not alone and op.opdef.storage is Storage.ALIAS and op.opdef.home is Home.OPERAND:
             result.same[op.output] = inputs[0]
             continue
         if not alone:
-            key = (op.kind, inputs, tuple(map(_exactly, op.attrs.items())), op.region, op.owner)
+            key = (op.opdef, inputs, tuple(map(_exactly, op.attrs.items())), op.region, op.owner)
             first = seen.setdefault(key, op)
             if first is not op:
                 result.same.update(zip(op.outputs, first.outputs, strict=True))

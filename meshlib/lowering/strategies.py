@@ -62,9 +62,9 @@ class Space:
     def __post_init__(self) -> None:
         for op in self.graph.operations:
             for y in op.outputs:
-                if op.kind.kind is not Kind.LOOP or y in self.given:
+                if op.opdef.kind is not Kind.LOOP or y in self.given:
                     self._enter(y)
-            if op.kind.kind not in (*RESIDENT, Kind.LOOP, Kind.COMMIT):
+            if op.opdef.kind not in (*RESIDENT, Kind.LOOP, Kind.COMMIT):
                 self._split(op)
         for op in reversed(self.graph.operations):
             if op.outputs and op.output in self.again:

@@ -121,7 +121,7 @@ def _gradients(op: Operation, cotangents: dict[Tensor, list[Tensor]], depends: s
         return []
     with absolute_scope(f"{op.name}/grad"), written_at(op.source):
         dys = [_total(y, cotangents) for y in op.outputs]
-        pairs = zip(op.inputs, op.kind.grad(op, *dys), strict=True)
+        pairs = zip(op.inputs, op.opdef.grad(op, *dys), strict=True)
         return [(x, dx) for x, dx in pairs if dx is not None]
 
 
@@ -172,7 +172,7 @@ def _of_residuals(
 
 def _is_read(op: Operation) -> bool:
     """Variables and inputs that are declared inside a function are read, not made: copies of it read the same."""
-    return op.kind.kind in RESIDENT
+    return op.opdef.kind in RESIDENT
 
 
 def _recomputed(graph: Graph, rewrite: Rewrite, results: Sequence[Tensor], dys: Sequence[Tensor]) -> Sides:
@@ -235,7 +235,7 @@ def _gathered(graph: Graph, x: Tensor, cotangents: dict[Tensor, list[Tensor]]) -
         dx = add_n(cotangents[x])
         if dx.shape != x.shape:
             dx = broadcast(dx, x.shape)
-        if x.operation.kind.kind is Kind.VARIABLE:
+        if x.operation.opdef.kind is Kind.VARIABLE:
             dx = _own(graph, dx, x.operation)
     return dx
 

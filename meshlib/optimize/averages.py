@@ -50,7 +50,7 @@ def moving_averages(updates: Iterable[Operation], decay: float = 0.9999, start_s
     kept, first = bounded(decay, what, "decay", FRACTION), whole(start_step, what, "start_step", low=0)
     updates_of_averages = []
     for update in items(updates, what, "updates"):
-        if not isinstance(update, Operation) or update.kind is not ASSIGN:
+        if not isinstance(update, Operation) or update.opdef is not ASSIGN:
             raise GraphError(f"{at(what)}: updates must be what an optimizer returned, got {update!r:.80}")
         owner = update.graph.root.variables[update.attrs["variable"]]
         if owner.attrs["trainable"]:

@@ -186,7 +186,7 @@ class _Step:
         roots = []
         for outer, total in zip(self.sources, totals, strict=True):
             root = _uncast(outer)
-            if root.operation.kind.kind is Kind.VARIABLE:
+            if root.operation.opdef.kind is Kind.VARIABLE:
                 self._lay_like_slots(loop, total, root.operation)
             roots.append(root)
         trainable = graph.trainable_variables
@@ -236,6 +236,6 @@ def _wide(x: Tensor) -> Tensor:
 
 def _uncast(x: Tensor) -> Tensor:
     """The float tensor that `x` is a cast of: sums need not be rounded to the narrow type on their way back."""
-    while x.operation.kind is CAST and x.operation.inputs[0].dtype.is_float:
+    while x.operation.opdef is CAST and x.operation.inputs[0].dtype.is_float:
         x = x.operation.inputs[0]
     return x

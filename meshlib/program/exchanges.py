@@ -109,7 +109,7 @@ def plan_exchanges(
 
 def _summaries(op: Operation, factor: Factor, over: Axes, operands: Sequence[Sharding]) -> tuple[Exchange, ...]:
     """What blocks tell each other along a factor of role SUMMARY or SHARE."""
-    lower = op.kind.lower
+    lower = op.opdef.lower
     assert isinstance(lower, Summary)
     count = operands[0].mesh.group_size(over)
     types = tuple(TensorType(s.local_shape, x.dtype) for s, x in zip(operands, op.inputs, strict=True))
@@ -163,8 +163,8 @@ class _Rows:
 
     @property
     def _halo(self) -> Halo:
-        assert isinstance(self.op.kind.lower, Halo)
-        return self.op.kind.lower
+        assert isinstance(self.op.opdef.lower, Halo)
+        return self.op.opdef.lower
 
     def _made(self, block: int) -> tuple[int, int]:
         """The indices that a block works on."""

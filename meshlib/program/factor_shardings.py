@@ -57,7 +57,7 @@ def beside(op: Operation, first: Sharding) -> tuple[Sharding, ...]:
     """The shardings of all results of an operation, of which `first` is the first's: the same axes split a factor."""
     if len(op.outputs) == 1:
         return (first,)
-    factors = op.kind.roles(op)
+    factors = op.opdef.roles(op)
     axes = {f.name: first.of(f.outputs[0]) for f in factors if f.outputs[0] is not None}
     shardings = [first]
     for n, y in enumerate(op.outputs[1:], start=1):

@@ -59,7 +59,7 @@ def reach(op: Operation, factor: Factor, operand: int, count: int) -> tuple[int,
 
     None where each of the `count` blocks needs other rows, counted from its own.
     """
-    lower, name = op.kind.lower, factor.operands[operand]
+    lower, name = op.opdef.lower, factor.operands[operand]
     if not isinstance(lower, Halo) or factor.role not in RUNS or name is None:
         return None
     size, rows_per_block = op.inputs[operand].shape.dim(name).size, lower.length(op, factor) // count
@@ -85,7 +85,7 @@ def takes_margins(op: Operation, factors: Sequence[Factor], split: Split) -> boo
 
 def keeps_margins(op: Operation, factors: Sequence[Factor], split: Split) -> bool:
     """Whether it can make its result with margins, too, by little work."""
-    alike = op.kind.kind is Kind.ELEMENTWISE or (isinstance(op.kind.lower, Halo) and op.kind.kind not in ON_MXU)
+    alike = op.opdef.kind is Kind.ELEMENTWISE or (isinstance(op.opdef.lower, Halo) and op.opdef.kind not in ON_MXU)
     return alike and len(op.outputs) == 1 and _side_by_side(op, factors, split) and takes_margins(op, factors, split)
 
 
@@ -107,11 +107,11 @@ def needed_margins(op: Operation, factors: Sequence[Factor], operand: int, made:
         if dim is None or f.name not in split:
             continue
         wanted = made.get(out) if out is not None else None
-        if f.role in RUNS and isinstance(op.kind.lower, Halo):
+        if f.role in RUNS and isinstance(op.opdef.lower, Halo):
             far = reach(op, f, operand, split[f.name])
             assert far is not None
             before, after = (n + far[k] for k, n in enumerate((wanted.before, wanted.after) if wanted else (0, 0)))
-            wanted = Margin(dim, max(before, 0), max(after, 0), op.kind.lower.wrap(op))
+            wanted = Margin(dim, max(before, 0), max(after, 0), op.opdef.lower.wrap(op))
         elif wanted is not None:
             wanted = replace(wanted, dim=dim)  # the result may have it under another name
         if wanted is not None and (wanted.before or wanted.after):

@@ -112,7 +112,7 @@ class Instruction:
     @property
     def opcode(self) -> str:
         """The operation's name, or that of a collective, or "slice" or "mask" for a local step of a reshard."""
-        return self.operation.kind.name
+        return self.operation.opdef.name
 
     @property
     def scope(self) -> str:

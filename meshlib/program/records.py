@@ -198,7 +198,7 @@ class Program(Shown):
         report_program(self, path, slice, title)
 
     def _copied(self, to_host: bool) -> int:
-        done = [(n, i) for i, _, n in walk(self) if isinstance(i, Compute) and i.operation.kind.kind is Kind.COPY]
+        done = [(n, i) for i, _, n in walk(self) if isinstance(i, Compute) and i.operation.opdef.kind is Kind.COPY]
         return sum(n * i.outputs[0].local_bytes for n, i in done if i.outputs[0].tensor.on_host == to_host)
 
     def __repr__(self) -> str:

@@ -39,8 +39,8 @@ class Signature:
 
     def __init__(self, op: Operation) -> None:
         self.op = op
-        self.factors = op.kind.roles(op)
-        self.linear = op.kind.linear(op)
+        self.factors = op.opdef.roles(op)
+        self.linear = op.opdef.linear(op)
         self.names = tuple(f.name for f in self.factors)
         self.reducing = tuple(f.name for f in self.factors if f.role.reduces)  # a split leaves the result pending
         self._blocks: dict[tuple[int, ...], Blocks | None] = {}
@@ -61,7 +61,7 @@ class Signature:
         operands = tuple(t for t in types if t is not None)
         if out is None or len(operands) < len(types):
             return None
-        return Blocks(tuple(t.shape.size for t in operands), out.shape.size, op.kind.work(operands, out, op.attrs))
+        return Blocks(tuple(t.shape.size for t in operands), out.shape.size, op.opdef.work(operands, out, op.attrs))
 
     def under(self, mesh: Mesh, axes: Mapping[str, Axes], passed: tuple[Axes, ...]) -> Assigned | None:
         """It under an assignment, `passed` pending axes of each operand going through; None where that cannot be."""
@@ -106,7 +106,7 @@ class Signatures:
         """The signature of an operation."""
         signature = self._of.get(op)
         if signature is None:
-            key = (op.kind, tuple(op.attrs.items()), *(t.type for t in op.inputs), None, *(t.type for t in op.outputs))
+            key = (op.opdef, tuple(op.attrs.items()), *(t.type for t in op.inputs), None, *(t.type for t in op.outputs))
             signature = self._alike.get(key)
             if signature is None:
                 signature = self._alike[key] = Signature(op)

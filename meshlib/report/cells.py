@@ -59,7 +59,7 @@ def _tensor(x: Tensor) -> str:
         ("dims", text(x.shape)),
         ("dtype", text(x.dtype.name)),
         ("elements", f"{size:,}, {text(bytes_text(x.dtype.size_bytes(size)))} on one device {EXACT}"),
-        ("made by", f"{text(op.kind.name)} '{text(op.name)}', {text(op.source)}"),
+        ("made by", f"{text(op.opdef.name)} '{text(op.name)}', {text(op.source)}"),
         ("of", text(", ".join(map(str, op.inputs)) or "nothing")),
     ]
     return table(("tensor", tag("code", text(x.name))), rows, long=(1,))
@@ -69,7 +69,7 @@ def _tensor(x: Tensor) -> str:
 def _graph(graph: Graph) -> str:
     counts: dict[str, int] = {}
     for op in graph.operations:
-        counts[op.kind.name] = counts.get(op.kind.name, 0) + 1
+        counts[op.opdef.name] = counts.get(op.opdef.name, 0) + 1
     often = sorted(counts.items(), key=lambda item: -item[1])
     kinds = ", ".join(f"{count:,} {name}" for name, count in often[:ROWS])
     kinds += ", ..." if len(often) > ROWS else ""

@@ -119,7 +119,7 @@ class Problem:
     @cached_property
     def named(self) -> tuple[str, ...]:
         """The axes that constraints in the program name."""
-        bound = [op.attrs["layout"] for op in self.subjects.operations if op.kind.home is Home.GIVEN]
+        bound = [op.attrs["layout"] for op in self.subjects.operations if op.opdef.home is Home.GIVEN]
         return tuple(dict.fromkeys(axis for rules in bound for axis in rules.axes))
 
     @cached_property
@@ -182,7 +182,7 @@ def problem_of(
     subjects = session.subjects
     strict, free = subjects.judged(LayoutRules(), Mesh("device:1"))
     tensors = Tensors.of([*strict, *free])
-    sources = [op for op in subjects.operations if op.kind.kind in (Kind.INPUT, Kind.VARIABLE) and _outside(op)]
+    sources = [op for op in subjects.operations if op.opdef.kind in (Kind.INPUT, Kind.VARIABLE) and _outside(op)]
     stacked = {op.loop.dim.name for op in all_operations(subjects.operations) if op.loop is not None}
     sizes = tensors.sizes
     for name in (*per, *forbid):
@@ -195,7 +195,7 @@ def problem_of(
     units = 1.0
     for name in per:
         units *= sizes[name]
-    inputs = [op.output.shape.names for op in sources if op.kind.kind is Kind.INPUT]
+    inputs = [op.output.shape.names for op in sources if op.opdef.kind is Kind.INPUT]
     batch = next((names[0] for names in inputs if names and names[0] in dims), None)
     return Problem(
         choices, outputs, updates, compiler, session, subjects, tensors, dims, batch, units, list(tensors.counts)

@@ -25,11 +25,11 @@ class Passages:
         groups: dict[str, set[str]] = {}
         bound: set[str] = set()
         for op in operations:
-            for f in op.kind.roles(op):
+            for f in op.opdef.roles(op):
                 together = {name for name in (*f.operands, *f.outputs) if name is not None}
                 joined = together.union(*(groups.get(name, ()) for name in together))
                 groups.update(dict.fromkeys(joined, joined))
-            if op.kind.home is Home.GIVEN:
+            if op.opdef.home is Home.GIVEN:
                 bound |= {rule.dim for rule in op.attrs["layout"].rules}
         return Passages({name: frozenset(group) for name, group in groups.items()}, frozenset(bound))
 

@@ -28,7 +28,7 @@ def compute(
     """Run `local` on one block: the results have the local types, rounded to what these hold."""
     block = Block(op, inputs, outs[0], offsets, engine, buffer, starts)
     with np.errstate(all="ignore"):  # overflow and NaN are values here; the NaN report finds them
-        return finished(op, outs, op.kind.local(block, *arrays))
+        return finished(op, outs, op.opdef.local(block, *arrays))
 
 
 def summarised(
@@ -44,7 +44,7 @@ def summarised(
     `told`: whether they tell each other; every one hears of the first only, if a collective was lost.
     `shared`: per array of the summary the axis along which each of them is told its own part only, if any.
     """
-    lower = op.kind.lower
+    lower = op.opdef.lower
     assert isinstance(lower, Summary)
     with np.errstate(all="ignore"):
         summaries = [lower.summarise(block, *xs) for block, xs in zip(blocks, arrays, strict=True)]
@@ -65,6 +65,6 @@ def finished(op: Operation, outs: tuple[TensorType, ...], made: Array | tuple[Ar
 def _finished(op: Operation, out: TensorType, y: Array) -> Array:
     if y.shape != out.shape.sizes or y.dtype != out.dtype.storage:
         raise ProgramError(f"{op} made {y.dtype}{list(y.shape)}, not the declared {out}")
-    if out.dtype.is_rounded and not op.kind.exact:
+    if out.dtype.is_rounded and not op.opdef.exact:
         return out.dtype.rounded(y, out=y if y.flags.writeable else None)
     return y

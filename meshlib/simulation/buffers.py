@@ -26,7 +26,7 @@ def _writes(i: Instruction) -> bool:
     """Whether an instruction writes its result into a buffer given to it."""
     if isinstance(i, Resident | Move | Loop | Commit) or len(i.outputs) != 1:
         return False
-    return not isinstance(i, Compute) or i.operation.kind.storage is Storage.FRESH
+    return not isinstance(i, Compute) or i.operation.opdef.storage is Storage.FRESH
 
 
 class Buffers:
@@ -51,7 +51,7 @@ class Buffers:
 
     def _owners(self, i: Instruction) -> Iterator[tuple[Value, Value]]:
         """Per result the value whose memory it shows. Loops, and operations with several results, make their own."""
-        fresh = not isinstance(i, Compute) or i.operation.kind.storage is Storage.FRESH
+        fresh = not isinstance(i, Compute) or i.operation.opdef.storage is Storage.FRESH
         view = isinstance(i, Move) or (not fresh and len(i.outputs) == 1)
         for n, y in enumerate(i.outputs):
             x = i.inputs[n] if i.inputs and view else y
@@ -113,7 +113,7 @@ class Buffers:
                     insort(free, (self.sizes[place], place))
 
     def _over_operand(self, n: int, i: Instruction, y: Value) -> int | None:
-        candidates = i.inputs[: i.operation.kind.overwrites if isinstance(i, Compute) else EVERY]
+        candidates = i.inputs[: i.operation.opdef.overwrites if isinstance(i, Compute) else EVERY]
         for x in candidates:
             owner = self.owner[x]
             same = owner.tensor.shape == y.tensor.shape

@@ -63,7 +63,7 @@ class _Exact(Interpreter[Blocks, Engine]):
         self.watch = watch
 
     def compute(self, program: Program, i: Compute, inputs: Sequence[Blocks], context: Engine) -> list[Blocks]:
-        if (show := i.operation.kind.show) is not None:
+        if (show := i.operation.opdef.show) is not None:
             data = list(zip(i.inputs, inputs, strict=True))[1:]
             show(i.operation, [together(v, blocks, v.tensor.name) for v, blocks in data])
         return _compute(program, i, inputs, context)
@@ -137,7 +137,7 @@ def _compute(program: Program, instruction: Compute, inputs: Sequence[Blocks], e
     Each device computes by itself, on the same arrays too: an operation whose result depends on more would show.
     """
     op = instruction.operation
-    factors = op.kind.roles(op)
+    factors = op.opdef.roles(op)
     axes: dict[str, tuple[str, ...]] = {}
     for axis, factor in instruction.assignment:
         axes[factor] = (*axes.get(factor, ()), axis)
@@ -193,7 +193,7 @@ def _with_halos(
     op = instruction.operation
     starts: list[dict[str, int]] = [{} for _ in blocks]
     received = {e.dim for e in instruction.exchanges if e.operand == operand}
-    lower, shape = op.kind.lower, op.inputs[operand].shape
+    lower, shape = op.opdef.lower, op.inputs[operand].shape
     for f in moving:
         dim = f.operands[operand]
         if dim is None:
@@ -252,10 +252,10 @@ def _within_margins(
             dim = f.operands[n]
             if dim is None or f.name not in by_factor:
                 continue
-            if f.role in RUNS and isinstance(op.kind.lower, Halo) and f.name in split:
-                begin, end = op.kind.lower.needs(op, f, n, *by_factor[f.name])
+            if f.role in RUNS and isinstance(op.opdef.lower, Halo) and f.name in split:
+                begin, end = op.opdef.lower.needs(op, f, n, *by_factor[f.name])
                 low, high = held[dim]
-                if op.kind.lower.wrap(op):
+                if op.opdef.lower.wrap(op):
                     length, begin = end - begin, low + (begin - low) % x.tensor.shape.dim(dim).size
                     end = begin + length
                 begin = min(max(begin, low), high)
@@ -350,10 +350,10 @@ def _summarised(
 def _part_of(instruction: Compute, factor: Factor) -> tuple[int, ...]:
     """The axes of the summaries along which each device is told a part only."""
     op = instruction.operation
-    assert isinstance(op.kind.lower, Summary)
+    assert isinstance(op.opdef.lower, Summary)
     if factor.shares is None:
         return ()
-    types = op.kind.lower.types(tuple(x.local for x in instruction.inputs), op.attrs)
+    types = op.opdef.lower.types(tuple(x.local for x in instruction.inputs), op.attrs)
     return tuple(t.shape.index(factor.shares) for t in types)
 
 

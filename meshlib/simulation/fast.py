@@ -61,7 +61,7 @@ class FastExecutor(Interpreter[Array, Engine]):
         self.ready = self.program.with_instructions(self._rounding())
         self.buffers = Buffers(self.ready)
         self.zero_offsets = {
-            i: {f.name: 0 for f in i.operation.kind.roles(i.operation)}
+            i: {f.name: 0 for f in i.operation.opdef.roles(i.operation)}
             for i in self.ready.instructions
             if isinstance(i, Compute)
         }
@@ -98,13 +98,13 @@ class FastExecutor(Interpreter[Array, Engine]):
 
     def _is_settled(self, i: Compute, settled: Set[Value | None]) -> bool:
         """Whether it chooses by a mask that holds, and so does nothing."""
-        if i.operation.kind is not WHERE or i.inputs[0] not in settled:
+        if i.operation.opdef is not WHERE or i.inputs[0] not in settled:
             return False
         return i.inputs[1].tensor.type == i.outputs[0].tensor.type
 
     def _rounds(self, i: Compute) -> bool:
         precise = self.program.precision == "highest" or i.operation.attrs.get("precision", "default") != "default"
-        return i.operation.kind.kind in ON_MXU and not precise
+        return i.operation.opdef.kind in ON_MXU and not precise
 
     # ------------------------------------------------------------ running
 
@@ -173,7 +173,7 @@ class FastExecutor(Interpreter[Array, Engine]):
             n, maker = producers.get(after, (0, None))
             if maker is None or after not in self.buffers.places:
                 continue
-            over = maker.inputs[: maker.operation.kind.overwrites] if isinstance(maker, Compute) else ()
+            over = maker.inputs[: maker.operation.opdef.overwrites] if isinstance(maker, Compute) else ()
             read = [x for x in maker.inputs if self.buffers.owner[x] is before]
             once = [self.program.outputs[name] for _, name in i.carries].count(after) == 1
             if once and self.buffers.last[before] <= n and all(x is before and x in over for x in read):
@@ -216,7 +216,7 @@ class FastExecutor(Interpreter[Array, Engine]):
 
     def compute(self, program: Program, i: Compute, inputs: Sequence[Array], context: Engine) -> tuple[Array, ...]:
         """All blocks at once."""
-        if (show := i.operation.kind.show) is not None:
+        if (show := i.operation.opdef.show) is not None:
             show(i.operation, inputs[1:])
         types = tuple(x.tensor.type for x in i.inputs)
         outs = tuple(y.tensor.type for y in i.outputs)

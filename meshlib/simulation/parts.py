@@ -131,7 +131,7 @@ def _pass(found: Parts, either: set[Value], x: Value, y: Value) -> None:
 
 
 def _compute_parts(found: Parts, i: Compute, dim: Dimension, in_part: bool) -> None:
-    factors = i.operation.kind.roles(i.operation)
+    factors = i.operation.opdef.roles(i.operation)
     factor = _factor(found, i, factors, dim)
     if factor is not None:
         for n, y in enumerate(i.outputs):

@@ -44,7 +44,7 @@ def legal_layouts(
     able = {a: [n for n in names if _may_split(n, mesh.axis_size(a), tensors)] for a in axes}
     claims = [[("", ""), *((d, o) for d in able[a] for o in ("", *(x for x in able[a] if x != d)))] for a in axes]
     total = prod(map(len, claims))
-    bound = any(op.kind.home is Home.GIVEN for op in all_operations(operations))
+    bound = any(op.opdef.home is Home.GIVEN for op in all_operations(operations))
     swaps = [dict(zip(axes, axes, strict=True))] if bound else _symmetries(axes, mesh)
     seen: set[object] = set()
     kept: list[LayoutRules] = []
@@ -93,7 +93,7 @@ def _laid_out(operations: Sequence[Operation]) -> list[tuple[Any, str]]:
     """(shape, scope) of every tensor whose layout the rules decide, each once."""
     shapes_and_scopes: dict[tuple[Any, str], None] = {}
     for op in all_operations(operations):
-        if op.kind.home is not Home.RULES:
+        if op.opdef.home is not Home.RULES:
             continue
         for y in op.public_outputs:
             shapes_and_scopes[y.shape, scope_of(y)] = None

@@ -75,7 +75,7 @@ def _index_bound(x: Tensor, operations: Sequence[Operation]) -> int | None:
     for op in all_operations(operations):
         if op.loop is not None:
             reached |= {b for a, b in zip(op.inputs, op.loop.stand_ins, strict=True) if a in reached}
-        elif op.kind.indices is not None and op.inputs[op.kind.indices] in reached:
+        elif op.opdef.indices is not None and op.inputs[op.opdef.indices] in reached:
             bounds.append(index_count(op))
         elif any(y in reached for y in op.inputs):
             reached |= {y for y in op.outputs if not y.dtype.is_float and y.dtype is not BOOL}
@@ -111,7 +111,7 @@ def all_gradients(graph: Graph, fetched: Mapping[str, Tensor], notes: list[str])
     xs = [
         op.output
         for op in simplify(graph, ys, ()).operations
-        if op.kind.kind in RESIDENT and op.output.dtype.is_float and op.attrs.get("trainable", True)
+        if op.opdef.kind in RESIDENT and op.output.dtype.is_float and op.attrs.get("trainable", True)
     ]
     if not xs:
         return {}
@@ -127,5 +127,5 @@ def _gradients(graph: Graph, ys: Sequence[Tensor], xs: Sequence[Tensor]) -> dict
         # Ones would hide much: the rows of a softmax sum to one whatever it does.
         seeds = [declare_input(f"{COTANGENT}{n}", y.shape, y.dtype.of_cotangents) for n, y in enumerate(ys)]
         cotangents = gradients(ys, xs, seeds)
-    order = sorted(zip(xs, cotangents, strict=True), key=lambda pair: pair[0].operation.kind.kind is not Kind.VARIABLE)
+    order = sorted(zip(xs, cotangents, strict=True), key=lambda pair: pair[0].operation.opdef.kind is not Kind.VARIABLE)
     return {f"d {x.operation.name}": dx for x, dx in order if dx is not None}

@@ -65,10 +65,10 @@ def accumulated(dtype: DType) -> float:
 def _terms(op: Operation) -> int:
     """How many terms an element of the result is the sum of, at most."""
     none: tuple[Role, ...] = (Role.PARALLEL, Role.MAX, Role.MIN)
-    if op.kind.kind is Kind.CONTRACTION:  # along the dim of an image it sums over the window's dim
+    if op.opdef.kind is Kind.CONTRACTION:  # along the dim of an image it sums over the window's dim
         none += (Role.HALO,)
     # Two ways to split a dim are one sum.
-    return prod({f.operands: f.size for f in op.kind.roles(op) if f.role not in none}.values())
+    return prod({f.operands: f.size for f in op.opdef.roles(op) if f.role not in none}.values())
 
 
 def _only_chosen(op: Operation, y: Array, inputs: Sequence[Array]) -> bool:
@@ -76,7 +76,7 @@ def _only_chosen(op: Operation, y: Array, inputs: Sequence[Array]) -> bool:
 
     Then nothing was rounded, and a later comparison with what it was chosen from must find it equal.
     """
-    if op.kind.kind in ON_MXU:
+    if op.opdef.kind in ON_MXU:
         return False
     given = [x for a in op.attrs.values() for x in (a if isinstance(a, tuple) else (a,)) if isinstance(x, int | float)]
     known = np.concatenate(
@@ -122,17 +122,17 @@ class Wide(Interpreter[Array, Engine]):
     def compute(self, program: Program, i: Compute, inputs: Sequence[Array], context: Engine) -> list[Array]:
         op = i.operation
         types = tuple(_wide_type(v.tensor) for v in i.inputs)
-        zeros = {f.name: 0 for f in op.kind.roles(op)}
+        zeros = {f.name: 0 for f in op.opdef.roles(op)}
         block = Block(op, types, _wide_type(op.output), zeros, context)
 
         def local(arrays: Sequence[Array]) -> list[Array]:
             with np.errstate(all="ignore"):
-                results: Any = op.kind.local(block, *arrays)
+                results: Any = op.opdef.local(block, *arrays)
             results = results if isinstance(results, tuple) else (results,)
             return [self._widened(np.asarray(y), t.dtype) for y, t in zip(results, op.outputs, strict=True)]
 
         plain = local(inputs)
-        if self.rng is None or op.kind.exact:
+        if self.rng is None or op.opdef.exact:
             return plain
         changed = local([self._changed(x, self._by(op, v.tensor.dtype)) for v, x in zip(i.inputs, inputs, strict=True)])
         units = [_unit(v.tensor.dtype) for v in i.inputs if v.tensor.dtype.is_float]
@@ -151,7 +151,7 @@ class Wide(Interpreter[Array, Engine]):
         terms, change = _terms(op), 0.0
         if terms > 1:
             change = terms * accumulated(dtype) + (self.parts * _unit(dtype) if dtype is BFLOAT16 else 0)
-        if op.kind.kind in ON_MXU and dtype is FLOAT32 and not self.highest:
+        if op.opdef.kind in ON_MXU and dtype is FLOAT32 and not self.highest:
             change += _unit(BFLOAT16)
         return change
 

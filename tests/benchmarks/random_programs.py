@@ -36,16 +36,16 @@ def evaluate(operations: list[Operation], inputs: Mapping[Tensor, Array], same: 
         if op.outputs and op.outputs[0] in values:
             continue
         xs = [values[same(x)] for x in op.inputs]
-        if op.kind.name == "assign":
+        if op.opdef.name == "assign":
             continue
-        if op.kind.name == "scan":
+        if op.opdef.name == "scan":
             made = loop(op, xs, engine)
         else:
-            offsets = {f.name: 0 for f in op.kind.roles(op)}
+            offsets = {f.name: 0 for f in op.opdef.roles(op)}
             types = tuple(x.type for x in op.inputs)
             block = Block(op, types, op.outputs[0].type, offsets, engine, None, (0,) * len(xs))
             with np.errstate(all="ignore"):
-                y = op.kind.local(block, *xs)
+                y = op.opdef.local(block, *xs)
             made = y if isinstance(y, tuple) else (y,)
         values.update(zip(op.outputs, made, strict=False))
     return values
@@ -107,9 +107,9 @@ def main() -> None:
         engine = Engine(0, 0, True, in_order=False)
         arrays = {}
         for op in simple.operations:
-            if op.kind.name == "input":
+            if op.opdef.name == "input":
                 arrays[op.output] = np.asarray(p.feeds[op.name], op.output.dtype.storage)
-            elif op.kind.name == "variable":
+            elif op.opdef.name == "variable":
                 arrays[op.output] = sim.state[op.name] if op.name in sim.state else np.zeros(op.output.shape.sizes)
         sim.step(feeds)
         ours: list[float] = []

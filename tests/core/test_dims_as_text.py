@@ -39,7 +39,7 @@ def test_text_means_the_same_as_dims() -> None:
         for write, shape in ((by_text, "b:8;d:4"), (by_dims, [B, D])):
             with mtf.Graph() as graph:
                 y = write(mtf.input("x", shape))
-            made.append((y.type, [(op.kind.name, op.attrs.keys(), op.output.type) for op in graph.operations]))
+            made.append((y.type, [(op.opdef.name, op.attrs.keys(), op.output.type) for op in graph.operations]))
         assert made[0] == made[1]
 
 

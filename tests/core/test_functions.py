@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import meshlib as mtf
-from meshlib.core.graph import Tensor
+from meshlib.core.graph import Tensor, current_graph
 from meshlib.core.numerics import erf
 from tests.cases import Array, dims
 from tests.oracle import run
@@ -226,7 +226,7 @@ def errors() -> dict[str, tuple[Callable[[], object], str]]:
     """What is wrong, and what the message says."""
 
     def x(*over: mtf.Dimension, dtype: str = "float32") -> Tensor:
-        return mtf.input(f"x{len(mtf.graph.current_graph('test').inputs)}", over or (A, B), dtype)
+        return mtf.input(f"x{len(current_graph('test').inputs)}", over or (A, B), dtype)
 
     def flag() -> Tensor:
         return mtf.reduce_any(x() > 0)

@@ -79,7 +79,7 @@ def test_the_gradient_of_a_shared_value_names_where_it_was_made():
         shared = mtf.sin(x)
         made = here(1)
         mtf.gradients([mtf.exp(shared), mtf.tanh(shared)], [x])
-    sums = [op for op in by_region(graph, "backward") if op.kind.name == "add_n"]
+    sums = [op for op in by_region(graph, "backward") if op.opdef.name == "add_n"]
     assert [op.source for op in sums] == [made]
 
 
@@ -107,7 +107,7 @@ def test_rows_of_a_loops_gradient_name_the_line_in_the_body(remat: str):
         rows = [lines_of for name, lines_of in found.items() if f"/{kind}/grad" in name or name.endswith(f"/{kind}")]
         assert len(rows) > 1
         assert set.union(*rows) == {lines[kind]}
-    (backwards,) = [op for op in by_region(graph, "backward") if op.kind.name == "scan"]
+    (backwards,) = [op for op in by_region(graph, "backward") if op.opdef.name == "scan"]
     assert backwards.source == lines["scan"]
 
 

@@ -43,7 +43,7 @@ def free_ops(program: mtf.Program) -> int:
 
 def sums_one(i: Instruction) -> bool:
     """Whether each sum, or maximum, of its block is of one element: a dim that is split to the last."""
-    reduces = isinstance(i, Compute) and i.operation.kind.kind is Kind.REDUCTION
+    reduces = isinstance(i, Compute) and i.operation.opdef.kind is Kind.REDUCTION
     return reduces and i.inputs[0].local_size == i.outputs[0].local_size
 
 

@@ -275,7 +275,7 @@ def test_the_form_goes_by_the_tokens_of_a_group() -> None:
     for tokens, form in ((512, "einsum"), (513, "gather")):
         with mtf.Graph() as graph:
             mtf.layers.moe(mtf.input("x", [D("batch", 1), D("length", tokens), WIDE]), D("e", 4), FF)
-        kinds = {op.kind.name for op in graph.operations if op.name.rpartition("/")[2] == "dispatch"}
+        kinds = {op.opdef.name for op in graph.operations if op.name.rpartition("/")[2] == "dispatch"}
         assert kinds == {form}
 
 

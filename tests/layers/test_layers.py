@@ -19,6 +19,7 @@ import pytest
 import meshlib as mtf
 import tests.layers.layers_reference as ref
 from layouts import Dimension, Shape
+from meshlib.core.dtypes import BFLOAT16
 from meshlib.core.graph import Tensor
 from meshlib.layers import RotaryScaling, Scores
 from meshlib.program.records import Program
@@ -766,7 +767,7 @@ def test_bfloat16_keeps_the_dtype_and_comes_close(one: Layer) -> None:
     b, wide = Built(one, "bfloat16"), copy.copy(in_float64(one.name))
     for x in (*b.feeds.values(), *b.state.values()):
         if x.dtype.kind == "f":
-            x[...] = x.astype(mtf.dtypes.BFLOAT16.public).astype(np.float64)
+            x[...] = x.astype(BFLOAT16.public).astype(np.float64)
     wide.feeds, wide.state = b.feeds, b.state
     found, wanted = b.run(b.lower(precision="default")), wide.run(wide.lower())
     in_float32 = ("cross entropy", "sigmoid_cross", "focal", "smooth", "hinge", "embedding", "positions", "relative")
@@ -972,7 +973,7 @@ def test_numerics_reach_variables_results_and_products(one: Layer, given: str, m
     for variable in graph.variables.values():
         assert (variable.attrs["public_dtype"].name, variable.output.dtype.name) == ("float32", "bfloat16")
     assert y.dtype.name == made
-    products = [op for op in graph.operations if op.kind.name in ("einsum", "quantized_einsum")]
+    products = [op for op in graph.operations if op.opdef.name in ("einsum", "quantized_einsum")]
     weights = [op for op in products if "/kernel" in op.inputs[1].name]
     assert len(weights) == sum(name.endswith("kernel") for name in graph.variables)
     assert {op.attrs["precision"] for op in weights} <= {precision}

@@ -234,10 +234,10 @@ class Pair:
         inner = graph.inner
         lines = []
         for op in graph.operations:
-            if op.region != "forward" or (op in inner and op.kind.kind not in RESIDENT):
+            if op.region != "forward" or (op in inner and op.opdef.kind not in RESIDENT):
                 continue
             operands = ", ".join(x.name for x in op.inputs)
-            lines.append(f"  {op.output.name}: {op.output.type} = {op.kind.name}({operands})")
+            lines.append(f"  {op.output.name}: {op.output.type} = {op.opdef.name}({operands})")
         what = f"{', '.join(self.outputs)}{' and updates' if self.updates else ''}"
         return "\n".join([f"{self.number} ({self.family}): {what} on {self.mesh} under {self.layout}", *lines])
 

@@ -82,12 +82,12 @@ def test_a_padded_sequence_may_be_of_a_length_that_a_split_does_not_divide() -> 
     with mtf.Graph():
         x = mtf.input("x", [B, N, C])
         y = mtf.slice(mtf.pad(x, [3, 0], "n"), 1, N.size, "n")
-        assert y.operation.kind.name == "shift"
+        assert y.operation.opdef.name == "shift"
         same = mtf.pad(x, [3, 0], "n")
         assert mtf.slice(same, 3, N.size, "n") is x
-        assert mtf.slice(same, 0, N.size - 1, "n").operation.kind.name == "slice"
+        assert mtf.slice(same, 0, N.size - 1, "n").operation.opdef.name == "slice"
         ones = mtf.pad(x, [3, 0], "n", 1.0)
-        assert mtf.slice(ones, 1, N.size, "n").operation.kind.name == "slice"
+        assert mtf.slice(ones, 1, N.size, "n").operation.opdef.name == "slice"
     assert moved(mtf.lower([y], mesh="p:4", layout="n:p")) == [("n", "x", 2 * ROW)]
 
 
@@ -97,7 +97,7 @@ def test_what_is_no_shift_stays_a_concat() -> None:
         zeros, ones = (mtf.constant(v, [B, D("n", 4), C]) for v in (0.0, 1.0))
         first, last, inner = (mtf.slice(x, begin, 60, "n") for begin in (0, 4, 2))
         kinds = {
-            name: mtf.concat(parts, "n").operation.kind.name
+            name: mtf.concat(parts, "n").operation.opdef.name
             for name, parts in {
                 "to the right": [zeros, first],
                 "to the left": [last, zeros],
@@ -345,7 +345,7 @@ def test_margins_bear_the_name_of_the_operands_dim() -> None:
     n, m = mtf.Dimension("n", 8), mtf.Dimension("m", 8)
     with mtf.Graph():
         op = mtf.rename_dimension(mtf.input("x", [n]), "n", m.name).operation
-    factors = op.kind.roles(op)
+    factors = op.opdef.roles(op)
     (factor,) = factors
     found = needed_margins(op, factors, 0, {"m": Margin("m", 2, 1, False)}, {factor.name: 1})
     assert found == {"n": Margin("n", 2, 1, False)}

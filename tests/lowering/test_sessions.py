@@ -307,7 +307,7 @@ def test_operations_alike_but_for_attributes_must_not_share_a_signature(monkeypa
         outputs = {"near": mtf.shift(x, 1, a, False), "far": mtf.shift(x, 3, a, False)}
     wanted = alone(outputs, [], [way("a:p")])
     of = Signatures.of
-    monkeypatch.setattr(Signatures, "of", lambda self, op: self._alike.setdefault(op.kind, of(self, op)))
+    monkeypatch.setattr(Signatures, "of", lambda self, op: self._alike.setdefault(op.opdef, of(self, op)))
     with pytest.raises((AssertionError, mtf.MeshlibError)):
         assert_nothing_shows(outputs, [], wanted)
 

@@ -74,7 +74,7 @@ def test_relative_positions_by_either_kernel(packed: bool) -> None:
     graph, model, program = built(config, encoder_length=4, packed=packed)
     held, fed = values(graph), feeds(config, model.inputs)
     _, _, fused = built(config.replace(attention="flash"), encoder_length=4, packed=packed)
-    kernels = [{i.operation.kind.name for i, _, _ in walk(p)} & {"attention"} for p in (program, fused)]
+    kernels = [{i.operation.opdef.name for i, _, _ in walk(p)} & {"attention"} for p in (program, fused)]
     assert kernels == [set(), {"attention"}]
     wanted, found = run(program, held, fed), run(fused, held, fed)
     assert any("relative_position_bias" in name for name in wanted)
@@ -230,7 +230,7 @@ def test_products_are_bfloat16_and_statistics_float32():
         model = transformer(preset("llama3.1-405b").reduced(), BATCH, LENGTH)
     assert {op.output.dtype.name for op in graph.variables.values()} == {"float32"}
     loop = next(op.loop for op in graph.operations if op.loop is not None)
-    kinds = {(op.kind.name, op.output.dtype.name) for op in loop.body.operations}
+    kinds = {(op.opdef.name, op.output.dtype.name) for op in loop.body.operations}
     assert {dtype for kind, dtype in kinds if kind in ("einsum", "attention")} == {"bfloat16"}
     assert {dtype for kind, dtype in kinds if kind in ("rsqrt", "reduce_sum")} == {"float32"}
     assert (model.logits.dtype.name, model.loss.dtype.name) == ("bfloat16", "float32")

@@ -35,7 +35,7 @@ def test_counts_are_the_published_ones_and_the_graphs(name: str) -> None:
     with mtf.Graph() as graph:
         mtf.models.image_evaluation(config, 1)
     assert sum(v.shape.size for v in graph.trainable_variables) == config.parameters
-    windows = [op for op in graph.operations if op.kind.name == "convolution"]
+    windows = [op for op in graph.operations if op.opdef.name == "convolution"]
     assert len(windows) == sum(c.size > 1 or c.stride > 1 for c in config.convolutions)
 
 

@@ -175,7 +175,7 @@ def test_products_of_eight_bits_are_close_and_are_those_of_layers_alone(dtype):
     change = [np.concatenate([(s.state[n] - held[n]).ravel() for n in held]) for s in (sim, exact)]
     assert np.corrcoef(change[0], change[1])[0, 1] > 0.95
     loop = next(op.loop for op in graph.operations if op.loop is not None)
-    kinds = [op.kind.name for op in loop.body.operations]
+    kinds = [op.opdef.name for op in loop.body.operations]
     assert kinds.count("quantized_einsum") == 7  # q, k, v, out, wi_gate, wi, wo
     assert "einsum" not in kinds
 

@@ -376,7 +376,7 @@ def test_hidden_tiles_cost_nothing():
     products = {"attention": 2, "attention_grad_query": 3, "attention_grad_memory": 4}
     assert flops.keys() == products.keys()
     for opcode, i in flops.items():
-        work = i.operation.kind.work(tuple(x.local for x in i.inputs), i.outputs[0].local, i.operation.attrs)
+        work = i.operation.opdef.work(tuple(x.local for x in i.inputs), i.outputs[0].local, i.operation.attrs)
         assert work.mxu_flops == products[opcode] * one
         assert work.vpu_ops > work.mxu_flops / 64 / 4  # something for every score
 

@@ -242,8 +242,8 @@ def test_what_a_body_makes_of_outer_tensors_is_made_in_every_trip(mesh: str, lay
         (y,) = mtf.while_loop(2, lambda v: v + mtf.exp(x) * 2.0, [x])
     loop = y.operation.loop
     assert loop is not None
-    assert [op.kind.name for op in y.operation.graph.operations] == ["input", "scan"]
-    assert [op.kind.name for op in loop.body.operations].count("constant") == 1
+    assert [op.opdef.name for op in y.operation.graph.operations] == ["input", "scan"]
+    assert [op.opdef.name for op in loop.body.operations].count("constant") == 1
 
 
 def looped_from_outside(name: str) -> tuple[dict[str, mtf.Tensor], list[mtf.Tensor]]:

@@ -18,7 +18,7 @@ from layouts import Dimension, Shape
 from meshlib.core.dtypes import as_dtype
 from meshlib.core.errors import LayoutError
 from meshlib.core.graph import Operation, Tensor
-from meshlib.core.opdef import ON_MXU, OPERATIONS, RESIDENT, Kind, OpDef, Storage, Work
+from meshlib.core.opdef import ON_MXU, OPERATIONS, RESIDENT, Kind, OpDef, Storage, Work, operation
 from meshlib.lowering.assigned import is_inner
 from meshlib.program.analysis.work import local_work
 from meshlib.program.instructions import Compute, Instruction, Loop, Value
@@ -162,7 +162,7 @@ def test_an_operation_without_a_field_is_refused() -> None:
     with pytest.raises(TypeError, match="work"):
         OpDef(**fields)
     with pytest.raises(ValueError, match="'add' is defined twice"):
-        mtf.operation.operation(work=OPERATIONS["add"].work, **fields)
+        operation(work=OPERATIONS["add"].work, **fields)
 
 
 # ---------------------------------------------------------------- values and gradients on one core
@@ -171,7 +171,7 @@ def test_an_operation_without_a_field_is_refused() -> None:
 @each_case
 def test_value_and_shape(case: Case) -> None:
     b = built(case, gradients=False)
-    assert case.op in {t.operation.kind.name for t in b.tensors} | {u.kind.name for u in b.updates}
+    assert case.op in {t.operation.opdef.name for t in b.tensors} | {u.opdef.name for u in b.updates}
     program = b.lower()
     wanted = np.asarray(case.reference(*case.values()))
     for tensor in b.outputs.values():
@@ -343,7 +343,7 @@ def test_layouts_at_default_precision(case: Case, dtype: str) -> None:
     b.feeds = {n: round_to(x, dtype) for n, x in b.feeds.items()}
     (wanted,) = run(b.lower(precision="default"), b.feeds)
     # Rounding into the MXU turns a last-bit difference into one of 2**-8; so does any bfloat16 result.
-    loose = dtype == "bfloat16" or any(t.operation.kind.kind in ON_MXU for t in b.tensors)
+    loose = dtype == "bfloat16" or any(t.operation.opdef.kind in ON_MXU for t in b.tensors)
     tolerance = 0 if case.bitwise else 0.04 if loose else 2e-6
     for layout in drawn_layouts(case, b, draws(1, 2))[0]:
         program = b.lower(layout, "default")
@@ -355,7 +355,7 @@ def test_layouts_at_default_precision(case: Case, dtype: str) -> None:
 
 def round_to(x: Array, dtype: str) -> Array:
     """Floats as the dtype holds them."""
-    return np.asarray(x, mtf.dtypes.as_dtype(dtype).public) if x.dtype.kind == "f" else x
+    return np.asarray(x, as_dtype(dtype).public) if x.dtype.kind == "f" else x
 
 
 @pytest.mark.parametrize("executor", ["exact", "fast"])
@@ -402,7 +402,7 @@ def test_what_leaves_a_pending_value_refuses_bool(name: str) -> None:
 
 def idle_factors(i: Instruction) -> set[str]:
     """Factors whose split does not divide an operation's vector work (of einsum: its matrix work)."""
-    return IDLE[i.operation.kind.name](i.operation) if i.operation.kind.name in IDLE else set()
+    return IDLE[i.operation.opdef.name](i.operation) if i.operation.opdef.name in IDLE else set()
 
 
 def check_work(program: Program, about: str) -> None:
@@ -415,38 +415,38 @@ def check_work(program: Program, about: str) -> None:
             continue
         op, out = i.operation, i.outputs[0]
         own = [Value(v.tensor, v.sharding).local for v in (*i.inputs, out)]  # margins are work done besides
-        local = op.kind.work(tuple(own[:-1]), own[-1], op.attrs)
+        local = op.opdef.work(tuple(own[:-1]), own[-1], op.attrs)
         done = local_work(program, i)
         margins = bool(out.margins)
         assert (done.vpu_ops > local.vpu_ops) is margins or local.vpu_ops == 0, f"{about}: {op} does {done}"
-        whole = op.kind.work(tuple(x.tensor.type for x in i.inputs), out.tensor.type, op.attrs)
+        whole = op.opdef.work(tuple(x.tensor.type for x in i.inputs), out.tensor.type, op.attrs)
         split = dict(i.assignment)
         idle = idle_factors(i)
         dividing = [a for a in mesh.axes if a in split and split[a] not in idle]
         duplicated = mesh.size // prod(mesh.axis_size(a) for a in dividing)
         text = f"{about}: {op} by {split}: {local} on each of {mesh.size}, {whole} in all"
         assert_at_least(local, whole, mesh.size, text)
-        if op.kind.name == "einsum":
+        if op.opdef.name == "einsum":
             assert local.mxu_flops * mesh.size == whole.mxu_flops * duplicated, text
             assert local.mxu_flops == einsum_flops(i), text
             assert (local.vpu_ops > 0) == bool(idle), text
-        elif op.kind.name == "quantized_einsum":
+        elif op.opdef.name == "quantized_einsum":
             a, b = (v.sharding.local_size for v in i.inputs[:2])
             assert local.mxu_flops * mesh.size == whole.mxu_flops * duplicated, text
             assert local.mxu_flops == einsum_flops(i), text
             assert local.vpu_ops == 3 * (a + b) + 2 * out.sharding.local_size, text
-        elif op.kind.name == "convolution":
+        elif op.opdef.name == "convolution":
             assert local.mxu_flops == convolution_flops(i), text
             assert local.vpu_ops == 0, text
-        elif op.kind.name.startswith("attention"):
+        elif op.opdef.name.startswith("attention"):
             assert local.mxu_flops * mesh.size == whole.mxu_flops * duplicated, text
             assert local.vpu_ops * mesh.size == whole.vpu_ops * duplicated, text
             assert local.mxu_flops == attention_flops(i), text
         else:
-            assert (local.mxu_flops > 0) == (op.kind.kind in ON_MXU), text
+            assert (local.mxu_flops > 0) == (op.opdef.kind in ON_MXU), text
             assert local.mxu_flops * prod(mesh.axis_size(a) for a in split) == whole.mxu_flops, text
             assert local.vpu_ops * mesh.size == whole.vpu_ops * duplicated, text
-        nothing = op.kind.storage is Storage.ALIAS or op.kind.kind in (*RESIDENT, Kind.COPY)
+        nothing = op.opdef.storage is Storage.ALIAS or op.opdef.kind in (*RESIDENT, Kind.COPY)
         assert (local == Work(0, 0)) == nothing, text
 
 
@@ -493,7 +493,7 @@ def attention_flops(i: Instruction) -> int:
     sizes = {d.name: d.size for v in i.inputs for d in v.sharding.local_shape}
     names = {d.name for x in op.inputs[:2] for d in x.shape} - {op.attrs["key_dim"]}
     pairs = prod(sizes[n] for n in names)
-    if op.kind.name.startswith("attention_window"):  # queries here, and all keys of one sequence
+    if op.opdef.name.startswith("attention_window"):  # queries here, and all keys of one sequence
         pairs = pairs // sizes[op.attrs["memory_length"]] * op.inputs[1].shape.dim(op.attrs["memory_length"]).size
     key, value = sizes[op.attrs["key_dim"]], sizes[op.attrs["value_dim"]]
     products = {
@@ -501,7 +501,7 @@ def attention_flops(i: Instruction) -> int:
         "attention_grad_query": 2 * key + value,  # q k, dy v, ds k
         "attention_grad_memory": 2 * key + 2 * value,  # q k, dy v, ds q, p dy
     }
-    return 2 * pairs * products[op.kind.name.replace("_window", "")]
+    return 2 * pairs * products[op.opdef.name.replace("_window", "")]
 
 
 def test_data_parallel_divides_all_flops() -> None:
@@ -512,7 +512,7 @@ def test_data_parallel_divides_all_flops() -> None:
     for layout in ("b:p", "h:p"):
         program = mtf.lower(y, mesh="p:4", layout=layout)
         (i,) = (i for i in program.instructions if i.opcode == "einsum")
-        work = i.operation.kind.work(tuple(v.local for v in i.inputs), i.outputs[0].local, i.operation.attrs)
+        work = i.operation.opdef.work(tuple(v.local for v in i.inputs), i.outputs[0].local, i.operation.attrs)
         assert work.mxu_flops == 2 * 4 * 6 * 8 // 4 == 96
 
 

@@ -297,4 +297,4 @@ def test_cotangents_may_take_the_wider_range() -> None:
     full = mtf.Numerics(precision="fp8_full")
     with mtf.Graph():
         y = mtf.layers.dense(mtf.input("x", [B, K]), N, numerics=full)
-    assert y.operation.kind.name != "einsum"
+    assert y.operation.opdef.name != "einsum"

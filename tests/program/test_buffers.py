@@ -86,7 +86,7 @@ def overwritten(program: Program, loop: Loop | None = None) -> Iterator[str]:
 
 
 def is_alias(i: object) -> bool:
-    return isinstance(i, Compute) and i.operation.kind.storage.value == "alias"
+    return isinstance(i, Compute) and i.operation.opdef.storage.value == "alias"
 
 
 @each_step

@@ -36,8 +36,8 @@ def wide_sums(program):
     found = {}
     for members in groups.values():
         for i in members:
-            if isinstance(i, Compute) and i.operation.kind.kind is Kind.REDUCTION and i.inputs[0].local_size == SIZE:
-                found[i.operation.name] = {m.operation.kind.kind for m in members}
+            if isinstance(i, Compute) and i.operation.opdef.kind is Kind.REDUCTION and i.inputs[0].local_size == SIZE:
+                found[i.operation.name] = {m.operation.opdef.kind for m in members}
     return found
 
 

@@ -75,7 +75,7 @@ def network(seed: int, scale: int = 1) -> Build:
         if rng.random() < 0.3:
             outputs["x"] = x
         optimizer = rng.choice([mtf.optimize.SgdOptimizer(0.1), mtf.optimize.AdamOptimizer(0.1), None])
-        train = optimizer is not None and any(op.kind.name == "variable" for op in loss.graph.operations)
+        train = optimizer is not None and any(op.opdef.name == "variable" for op in loss.graph.operations)
         return outputs, optimizer.minimize(loss) if train and optimizer else []
 
     return build

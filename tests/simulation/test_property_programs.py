@@ -437,7 +437,7 @@ class Written:
         shown = needed([*self.outputs.values(), *self.updates])
         forward = [t for t in self.outputs["loss"].graph.operations if t.outputs and t.output in shown]
         text = "\n".join(
-            f"  {op.output} = {op.kind.name}({', '.join(x.name for x in op.inputs)})"
+            f"  {op.output} = {op.opdef.name}({', '.join(x.name for x in op.inputs)})"
             for op in forward
             if op.region == "forward"
         )

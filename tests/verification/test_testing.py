@@ -146,7 +146,7 @@ def test_layout_invariant_fails_with_the_first_operation(monkeypatch: pytest.Mon
     with mtf.Graph():
         x = mtf.input("x", [BATCH])
         y = mtf.tanh(x, name="bent")
-        object.__setattr__(y.operation, "kind", wrong)
+        object.__setattr__(y.operation, "opdef", wrong)
         testing.assert_layout_invariant({"y": y}, mesh="p:2", layouts=[""])
         with pytest.raises(AssertionError) as caught:
             testing.assert_layout_invariant({"y": y}, mesh="p:2", layouts=["", "batch:p"])

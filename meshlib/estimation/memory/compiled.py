@@ -112,7 +112,7 @@ def compiled_memory(program: Program, compiler: Compiler, buffers_bytes: int) ->
 
 
 def _is_attention(i: Instruction) -> bool:
-    return isinstance(i, Compute) and i.operation.kind.scores is not None
+    return isinstance(i, Compute) and i.operation.opdef.scores is not None
 
 
 def _by_heads(i: Instruction, v: Value, itemsize: float) -> int:
@@ -144,11 +144,11 @@ def _sums_of(whole: Program) -> Callable[[Program, Instruction], int]:
     def sums(program: Program, i: Instruction) -> int:
         if not isinstance(i, Compute) or i.region != BACKWARD or i.outputs[0].tensor.dtype.itemsize >= 4:
             return 0
-        if i.operation.kind.scores is not None:
+        if i.operation.opdef.scores is not None:
             return sum(_by_heads(i, y, 4) for y in i.outputs) if len(i.outputs) > 1 else 0
         (y, *_) = i.outputs
         of_weight = len(y.tensor.shape) > 1 and weight_dims.issuperset(y.tensor.shape.names)
-        if program.is_body and of_weight and i.operation.kind.kind is Kind.CONTRACTION:
+        if program.is_body and of_weight and i.operation.opdef.kind is Kind.CONTRACTION:
             return tiled_bytes(y.local_shape.sizes, 4)
         return 0
 
@@ -178,7 +178,7 @@ def _loops(program: Program) -> int:
     widest = logits = 0
     makers: dict[Program, Mapping[Value, Instruction]] = {}
     for i, inside, _ in walk(program):
-        if not isinstance(i, Compute) or i.operation.kind.kind is not Kind.CONTRACTION or i.region == BACKWARD:
+        if not isinstance(i, Compute) or i.operation.opdef.kind is not Kind.CONTRACTION or i.region == BACKWARD:
             continue
         if inside not in makers:
             makers[inside] = {y: maker for maker in inside.instructions for y in maker.outputs}

@@ -201,7 +201,7 @@ def _gathered_bytes(program: Program, change: Change, ways: int) -> int:
     split = [frozenset(v.tensor.shape.names) for v in program.variables.values() if change(v) is not None]
     found = 0
     for i, _, _ in walk(program):
-        if i.operation.kind.kind is Kind.CONTRACTION and len(i.inputs) > 1:
+        if i.operation.opdef.kind is Kind.CONTRACTION and len(i.inputs) > 1:
             for x, other in (i.inputs[:2], i.inputs[1::-1]):
                 if change(x) is not None and any(dims.issuperset(x.tensor.shape.names) for dims in split):
                     found = max(found, min(tiled_value_bytes(x), ways * tiled_value_bytes(other)))
@@ -283,7 +283,7 @@ def _trained(program: Program) -> dict[Value, float]:
 
 def _stacked_width(gradient: Tensor) -> float:
     """The bytes of an element of the stack that a gradient is a cast or view of; 0 of what no loop stacks."""
-    while gradient.operation.kind.cheap:
+    while gradient.operation.opdef.cheap:
         gradient = gradient.operation.inputs[0]
     op = gradient.operation
     stacked = op.loop is not None and gradient in op.loop.outputs(op.outputs).stacks
@@ -303,7 +303,7 @@ def _loss(program: Program) -> Iterator[_Idea]:
     over = {
         d.name
         for i in program.instructions
-        if i.operation.kind.kind is Kind.REDUCTION and i.opcode == "reduce_max"
+        if i.operation.opdef.kind is Kind.REDUCTION and i.opcode == "reduce_max"
         for d in i.inputs[0].tensor.shape
         if d not in i.outputs[0].tensor.shape and d.name in own
     }

@@ -95,7 +95,7 @@ def _buffers_read(i: Instruction, n: int | None, x: Value, stored: Stored) -> It
 
 def _read(i: Instruction, n: int, x: Value, stored: Stored) -> tuple[int, int]:
     whole = stored.sizes(x)
-    if n == 0 and (i.operation.kind.reads_part or isinstance(i, Move)):  # a cut, if it is a move
+    if n == 0 and (i.operation.opdef.reads_part or isinstance(i, Move)):  # a cut, if it is a move
         exact, padded = stored.sizes(i.outputs[0])
         row = row_looked_up(i, x)
         if row and row % LANES:  # laid out anew: the table is read and written
@@ -106,7 +106,7 @@ def _read(i: Instruction, n: int, x: Value, stored: Stored) -> tuple[int, int]:
 
 def row_looked_up(i: Instruction, x: Value) -> int:
     """Elements of what an index of a gather selects, if that is a row within tiles, of which all is read; else 0."""
-    indices = i.operation.kind.indices
+    indices = i.operation.opdef.indices
     if indices is None or isinstance(i, Move):  # a move of its operand looks nothing up
         return 0
     named = {d.name for d in i.inputs[indices].tensor.shape} | {i.operation.attrs["dim"].name}

@@ -125,14 +125,14 @@ def _registers(sweeping: Sequence[Compute], level: dict[Compute, int], rows: int
     (only,) = first
     if any(2 * x.local_size <= rows for x in only.inputs):  # broadcast on the way, which makes a fusion of it
         return 0
-    values = only.outputs if only.operation.kind.reads_part else (*only.inputs, *only.outputs)
+    values = only.outputs if only.operation.opdef.reads_part else (*only.inputs, *only.outputs)
     return max(map(_block_bytes, values)) // _REGISTER_BYTES
 
 
 def _is_plain(i: Compute) -> bool:
     """Whether an operation is a single instruction that moves each element through a register: arithmetic that rounds,
     a reduction, a slice."""
-    kind = i.operation.kind
+    kind = i.operation.opdef
     if kind.reads_part:
         return kind.indices is None
     return kind.kind is Kind.REDUCTION or (kind.kind is Kind.ELEMENTWISE and not kind.exact)
@@ -141,14 +141,14 @@ def _is_plain(i: Compute) -> bool:
 def _running_passes(i: Compute) -> int:
     """Further passes of a running sum, or another recurrence along a dim: XLA lays rows out in blocks of lanes, sums
     within these, adds the sums of the blocks before, and lays the result out again."""
-    kind = i.operation.kind
+    kind = i.operation.opdef
     running = kind.kind is Kind.INDEXED and isinstance(kind.lower, Summary) and kind.indices is None
     return 3 if running and i.inputs[-1].local_size == i.outputs[0].local_size else 0
 
 
 def _laid_out_anew(i: Compute) -> tuple[Value, ...]:
     """The table and the result of a gather of rows that are no whole lanes: both go through a float32 block."""
-    whole = row_looked_up(i, i.inputs[0]) % LANES == 0 if i.operation.kind.reads_part else True
+    whole = row_looked_up(i, i.inputs[0]) % LANES == 0 if i.operation.opdef.reads_part else True
     return () if whole else (i.inputs[0], i.outputs[0])
 
 
@@ -158,14 +158,14 @@ def _extent(i: Instruction) -> int:
 
 
 def _reduces(i: Compute) -> bool:
-    kind = i.operation.kind
+    kind = i.operation.opdef
     over_rows = kind.kind is Kind.REDUCTION or (kind.kind is Kind.INDEXED and not kind.reads_part)
     return over_rows and kind.indices is None and 2 * i.outputs[0].local_size <= i.inputs[0].local_size
 
 
 def _is_rounded(i: Compute, y: Value, stored: Stored) -> bool:
     """Whether a result of computed values leaves its pass in a float type of fewer bits than it was computed in."""
-    computed = i.operation.kind.kind is not Kind.SOURCE and i.operation.kind.indices is None and not _reduces(i)
+    computed = i.operation.opdef.kind is not Kind.SOURCE and i.operation.opdef.indices is None and not _reduces(i)
     dtype = y.tensor.dtype
     return computed and dtype.is_float and dtype.itemsize < _BLOCK_ITEMSIZE and stored.is_written(y)
 

@@ -125,7 +125,7 @@ def kernel_of(
     def again(i: Instruction) -> bool:
         return i.operation.name in forward and (region or i.operation.region) != FORWARD
 
-    attention = attention_of(program, main) if main.operation.kind.scores and isinstance(main, Compute) else None
+    attention = attention_of(program, main) if main.operation.opdef.scores and isinstance(main, Compute) else None
     for i in members:
         work = local_work(program, i)
         flops += work.mxu_flops
@@ -175,7 +175,7 @@ def _rows(members: Sequence[Instruction]) -> tuple[int, int]:
     used = {x for i in members for x in i.inputs}
     row = sweeps = 0
     for i in members:
-        if isinstance(i, Compute) and i.operation.kind.kind is Kind.REDUCTION and i.outputs[0] in used:
+        if isinstance(i, Compute) and i.operation.opdef.kind is Kind.REDUCTION and i.outputs[0] in used:
             length = i.inputs[0].local_size // max(1, i.outputs[0].local_size)
             if length > 1:
                 row, sweeps = max(row, 4 * SUBLANES * length), sweeps + 1
@@ -188,7 +188,7 @@ def forward_names(program: Program) -> frozenset[str]:
 
 
 def _is_free(i: Instruction) -> bool:
-    kind = i.operation.kind
+    kind = i.operation.opdef
     if isinstance(i, Resident | Commit):
         return True
     if not isinstance(i, Compute):

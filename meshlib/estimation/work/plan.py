@@ -87,7 +87,7 @@ def kernels_of(program: Program) -> list[list[Instruction]]:
 
 def _is_update(group: Sequence[Instruction]) -> bool:
     return all(
-        isinstance(i, Compute) and i.region == UPDATE and not i.transfers and i.operation.kind.kind in _ELEMENTWISE
+        isinstance(i, Compute) and i.region == UPDATE and not i.transfers and i.operation.opdef.kind in _ELEMENTWISE
         for i in group
     )
 
@@ -130,7 +130,7 @@ class _Planner:
             unit.active = 1.0 if first.record.active is None else first.record.active.share
             self.recent.moved_bytes += first.trips * inside.moved_bytes
             return unit
-        if isinstance(first, Compute) and first.operation.kind.kind is Kind.COPY:
+        if isinstance(first, Compute) and first.operation.opdef.kind is Kind.COPY:
             unit.host_bytes = first.opcode, sum(y.local_bytes for i in members for y in i.outputs)
             return unit
         unit.early = isinstance(first, Reshard) and first.early

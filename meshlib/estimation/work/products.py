@@ -65,11 +65,11 @@ class Attention:
 
 def is_matmul(i: Instruction) -> TypeGuard[Compute]:
     """Whether an instruction is a product that other work may fuse with."""
-    return isinstance(i, Compute) and i.operation.kind.kind is Kind.CONTRACTION
+    return isinstance(i, Compute) and i.operation.opdef.kind is Kind.CONTRACTION
 
 
 def _product_of(i: Compute) -> Product:
-    of = i.operation.kind.product
+    of = i.operation.opdef.product
     assert of is not None
     return of(*local_types(i), i.operation.attrs)
 
@@ -85,7 +85,7 @@ def matmul_of(program: Program, instruction: Compute) -> Matmul:
     p, op = _product_of(instruction), instruction.operation
     passes = 1
     if attributes(program, op).get("precision") == "highest":
-        once = op.kind.work(*local_types(instruction), {**op.attrs, "precision": "default"}).mxu_flops
+        once = op.opdef.work(*local_types(instruction), {**op.attrs, "precision": "default"}).mxu_flops
         if once:  # windows may see nothing but padding
             passes = local_work(program, instruction).mxu_flops // once
     dtype = mxu_dtype(instruction)
@@ -154,7 +154,7 @@ def attention_of(program: Program, instruction: Instruction) -> Attention:
     attrs = instruction.operation.attrs
     key, value = q.dim(attrs["key_dim"]).size, v.dim(attrs["value_dim"]).size
     scores = seen_pairs(q, k, attrs)
-    of = instruction.operation.kind.scores
+    of = instruction.operation.opdef.scores
     assert of is not None
     contracted, turned = Attention(of, scores, key, value, 1).products(together=False)
     once = 2 * scores * (sum(contracted) + sum(turned))
@@ -170,9 +170,9 @@ def useful_flops(program: Program, i: Compute, again: bool) -> float:
     """
     op, attrs = i.operation, attributes(program, i.operation)
     share = share_useful(program, i, again)
-    if op.kind.lower is None:
-        return op.kind.work(*local_types(i), attrs).mxu_flops * share
-    whole = op.kind.work(tuple(x.tensor.type for x in i.inputs), op.output.type, attrs)
+    if op.opdef.lower is None:
+        return op.opdef.work(*local_types(i), attrs).mxu_flops * share
+    whole = op.opdef.work(tuple(x.tensor.type for x in i.inputs), op.output.type, attrs)
     return whole.mxu_flops / program.mesh.size if share else 0.0
 
 

@@ -72,7 +72,7 @@ class Stored:
     def _source(self, v: Value) -> tuple[Value | None, Value | None]:
         """The one operand that is no wider and has the shape of `v`; a smaller one beside it that scales it, if any."""
         i = self._maker.get(v)
-        if not isinstance(i, Compute) or not i.operation.kind.repeated:
+        if not isinstance(i, Compute) or not i.operation.opdef.repeated:
             return None, None
         sources = [x for x in i.inputs if not _is_small(x, v)]
         scales = [x for x in sources if _is_part(x, v)]
@@ -86,7 +86,7 @@ class Stored:
     def _uncast(self, v: Value) -> Value:
         """What a value is made of by casts alone, which are made on the way."""
         i = self._maker.get(v)
-        while isinstance(i, Compute) and i.operation.kind.repeated and len(i.inputs) == 1:
+        while isinstance(i, Compute) and i.operation.opdef.repeated and len(i.inputs) == 1:
             (v,) = i.inputs
             i = self._maker.get(v)
         return v
@@ -99,7 +99,7 @@ def _is_part(x: Value, v: Value) -> bool:
 
 def _is_small(x: Value, beside: Value) -> bool:
     """Whether an operand costs its readers next to nothing: it is made anew, or repeated over what is beside it."""
-    kind = x.tensor.operation.kind.kind
+    kind = x.tensor.operation.opdef.kind
     return kind is Kind.SOURCE or (kind in RESIDENT and x.tensor.shape.size < beside.tensor.shape.size)
 
 

@@ -241,11 +241,11 @@ def _looked_up(table: Tensor, indices: Tensor, one: Dimension) -> Tensor:
     """The elements at these indices; of a difference with what is the same along `one`, as a logarithm of softmax is,
     those of the first operand are looked up, so that the rest of the differences are never made."""
     op = table.operation
-    if op.kind.name == "cast" and op.inputs[0].dtype.is_float:
+    if op.opdef.name == "cast" and op.inputs[0].dtype.is_float:
         return cast(_looked_up(op.inputs[0], indices, one), table.dtype)
-    if op.kind.name == "negative":
+    if op.opdef.name == "negative":
         return negative(_looked_up(op.inputs[0], indices, one))
-    if op.kind.name == "subtract" and one in op.inputs[0].shape and {*op.inputs[1].shape} <= {*indices.shape}:
+    if op.opdef.name == "subtract" and one in op.inputs[0].shape and {*op.inputs[1].shape} <= {*indices.shape}:
         return subtract(_looked_up(op.inputs[0], indices, one), op.inputs[1])
     return gather(table, indices, one)
 

@@ -36,7 +36,7 @@ def number_of(x: Operand) -> Any:
     if not isinstance(x, Tensor):
         return x
     op = op_of(x)
-    return op.attrs["value"] if op.kind.name == "constant" else None
+    return op.attrs["value"] if op.opdef.name == "constant" else None
 
 
 def condition_of(x: Operand, y: Operand, holds: Callable[[Any, Any], Any]) -> Tensor | None:
@@ -46,9 +46,9 @@ def condition_of(x: Operand, y: Operand, holds: Callable[[Any, Any], Any]) -> Te
     if not isinstance(x, Tensor):
         return None
     op = op_of(x)
-    if op.kind.name == "where":
+    if op.opdef.name == "where":
         flags, (if_true, if_false) = op.inputs[0], map(number_of, op.inputs[1:])
-    elif op.kind.name == "cast" and op.inputs[0].dtype is BOOL:
+    elif op.opdef.name == "cast" and op.inputs[0].dtype is BOOL:
         flags, if_true, if_false = op.inputs[0], 1, 0
     elif x.dtype is BOOL:
         flags, if_true, if_false = x, True, False
@@ -65,16 +65,16 @@ def condition_of(x: Operand, y: Operand, holds: Callable[[Any, Any], Any]) -> Te
 def negated(flags: Tensor) -> Tensor:
     """not flags."""
     op = op_of(flags)
-    return op.inputs[0] if op.kind.name == "logical_not" else logical_not(flags)
+    return op.inputs[0] if op.opdef.name == "logical_not" else logical_not(flags)
 
 
 def hot(x: Tensor, dtype: str) -> Tensor | None:
     """A cast of `index == position` as what it is, a one-hot; None of others."""
     op = op_of(x)
-    if op.kind.name != "equal":
+    if op.opdef.name != "equal":
         return None
     for index, place in (op.inputs, op.inputs[::-1]):
-        if op_of(place).kind is RANGE and index.dtype is INT32 and place.shape[0] not in index.shape:
+        if op_of(place).opdef is RANGE and index.dtype is INT32 and place.shape[0] not in index.shape:
             return one_hot(index, place.shape[0], dtype=dtype, out_of_range="zero")
     return None
 
@@ -137,7 +137,7 @@ class Affine:
 def affine(t: Tensor) -> Affine | None:
     """What an int32 tensor is of positions, if it is such a sum."""
     op = op_of(t)
-    name = op.kind.name
+    name = op.opdef.name
     if name == "constant" and float(op.attrs["value"]).is_integer():
         return Affine((), int(op.attrs["value"]))
     if name == "range":
@@ -193,10 +193,10 @@ def seen_by(flags: list[Tensor], length: Dimension, memory: Dimension) -> Seen:
 
 def _conjuncts(flag: Tensor) -> Iterator[Tensor]:
     op = op_of(flag)
-    if op.kind.name == "logical_and":
+    if op.opdef.name == "logical_and":
         for part in op.inputs:
             yield from _conjuncts(part)
-    elif op.kind.name in ("broadcast", "transpose", "identity"):
+    elif op.opdef.name in ("broadcast", "transpose", "identity"):
         yield from _conjuncts(op.inputs[0])
     elif number_of(flag) is not True and number_of(flag) != 1:
         yield flag
@@ -208,19 +208,19 @@ _SIGNS = {"greater_equal": (1, 0), "greater": (1, -1), "less_equal": (-1, 0), "l
 def _reach(flag: Tensor, length: str, memory: str) -> tuple[str, int] | None:
     """("behind" or "ahead", n) of a flag that says how far a query may see: memory - length <= n, or the reverse."""
     op, negated, names = op_of(flag), False, dict[str, str]()
-    while op.kind.name in ("logical_not", "rename_dimension"):
-        if op.kind.name == "logical_not":
+    while op.opdef.name in ("logical_not", "rename_dimension"):
+        if op.opdef.name == "logical_not":
             negated = not negated
         else:
             names[op.attrs["old"]] = names.get(op.attrs["new"], op.attrs["new"])
         op = op_of(op.inputs[0])
-    if op.kind.name not in _SIGNS:
+    if op.opdef.name not in _SIGNS:
         return None
     a, b = map(affine, op.inputs)
     if a is None or b is None:
         return None
     # the flag is: value >= 0
-    sign, plus = _SIGNS[op.kind.name]
+    sign, plus = _SIGNS[op.opdef.name]
     value = Affine((), plus).added(a - b, sign)
     if negated:  # not (v >= 0) is -v - 1 >= 0
         value = Affine((), -1).added(value, -1)

@@ -27,7 +27,7 @@ def _convert(w: Writer, step: Step) -> Tensor:
     found = hot(x, to)
     if found is not None:
         return found
-    stored = x.operation.inputs[0] if x.operation.kind is CAST else x
+    stored = x.operation.inputs[0] if x.operation.opdef is CAST else x
     # An argument in eight bits or four is cast from there.
     return cast(stored if stored.dtype.is_narrow_integer and not as_dtype(to).is_narrow_integer else x, to)
 

@@ -49,7 +49,7 @@ def fused(p: Tensor, v: Tensor) -> Tensor | None:
 
 def _bare(t: Tensor) -> Tensor:
     """Without casts, and what says nothing to a core."""
-    while (op := op_of(t)).kind.name in ("cast", *_SAME) and op.inputs[0].dtype.is_float:
+    while (op := op_of(t)).opdef.name in ("cast", *_SAME) and op.inputs[0].dtype.is_float:
         t = op.inputs[0]
     return t
 
@@ -57,22 +57,22 @@ def _bare(t: Tensor) -> Tensor:
 def _softmaxed(p: Tensor) -> tuple[Tensor, Dimension] | None:
     """The scores, and the dim over which `p` is their softmax."""
     op = op_of(_bare(p))
-    if op.kind.name == "where" and number_of(op.inputs[2]) == 0:  # rows and keys that are hidden once more
+    if op.opdef.name == "where" and number_of(op.inputs[2]) == 0:  # rows and keys that are hidden once more
         op = op_of(_bare(op.inputs[1]))
-    if op.kind.name == "exp":  # exp(x - log of the sum of exp(x))
+    if op.opdef.name == "exp":  # exp(x - log of the sum of exp(x))
         return _normalised_before(op.inputs[0])
-    if op.kind.name == "multiply":  # e * (1 / sum)
+    if op.opdef.name == "multiply":  # e * (1 / sum)
         for e, inverse in (op.inputs, op.inputs[::-1]):
-            if op_of(_bare(inverse)).kind.name == "reciprocal":
+            if op_of(_bare(inverse)).opdef.name == "reciprocal":
                 return _ratio(e, op_of(_bare(inverse)).inputs[0])
-    return _ratio(*op.inputs) if op.kind.name == "divide" else None
+    return _ratio(*op.inputs) if op.opdef.name == "divide" else None
 
 
 def _ratio(e: Tensor, total: Tensor) -> tuple[Tensor, Dimension] | None:
     e, summed = _bare(e), op_of(_bare(total))
-    if summed.kind.name == "add" and (number_of(summed.inputs[1]) or 1) < 1e-6:  # against division by zero
+    if summed.opdef.name == "add" and (number_of(summed.inputs[1]) or 1) < 1e-6:  # against division by zero
         summed = op_of(_bare(summed.inputs[0]))
-    if summed.kind.name != "reduce_sum" or _bare(summed.inputs[0]) is not e or op_of(e).kind.name != "exp":
+    if summed.opdef.name != "reduce_sum" or _bare(summed.inputs[0]) is not e or op_of(e).opdef.name != "exp":
         return None
     gone = [d for d in summed.inputs[0].shape if d not in summed.output.shape]
     return (_unshifted(op_of(e).inputs[0], gone[0]), gone[0]) if len(gone) == 1 else None
@@ -80,15 +80,15 @@ def _ratio(e: Tensor, total: Tensor) -> tuple[Tensor, Dimension] | None:
 
 def _normalised_before(x: Tensor) -> tuple[Tensor, Dimension] | None:
     op = op_of(_bare(x))
-    if op.kind.name != "subtract":
+    if op.opdef.name != "subtract":
         return None
     rest, log = op.inputs[0], op_of(_bare(op.inputs[1]))
-    if log.kind.name == "add":  # log(sum(exp(x - peak))) + peak
-        log = op_of(_bare(next((y for y in log.inputs if op_of(_bare(y)).kind.name == "log"), log.inputs[0])))
-    if log.kind.name != "log":
+    if log.opdef.name == "add":  # log(sum(exp(x - peak))) + peak
+        log = op_of(_bare(next((y for y in log.inputs if op_of(_bare(y)).opdef.name == "log"), log.inputs[0])))
+    if log.opdef.name != "log":
         return None
     summed = op_of(_bare(log.inputs[0]))
-    if summed.kind.name != "reduce_sum" or op_of(_bare(summed.inputs[0])).kind.name != "exp":
+    if summed.opdef.name != "reduce_sum" or op_of(_bare(summed.inputs[0])).opdef.name != "exp":
         return None
     gone = [d for d in summed.inputs[0].shape if d not in summed.output.shape]
     if len(gone) != 1:
@@ -100,15 +100,15 @@ def _normalised_before(x: Tensor) -> tuple[Tensor, Dimension] | None:
 def _unshifted(x: Tensor, memory: Dimension) -> Tensor:
     """Scores without the maximum that was taken off against overflow, which changes nothing."""
     op = op_of(_bare(x))
-    if op.kind.name == "subtract" and memory not in op.inputs[1].shape:
+    if op.opdef.name == "subtract" and memory not in op.inputs[1].shape:
         peak = op_of(_bare(op.inputs[1]))
-        while peak.kind.name in ("maximum", "where"):  # of rows that are hidden altogether
+        while peak.opdef.name in ("maximum", "where"):  # of rows that are hidden altogether
             peak = op_of(
                 _bare(next((y for y in peak.inputs if number_of(y) is None and y.dtype.is_float), peak.output))
             )
-            if peak.kind.name not in ("maximum", "where", "reduce_max"):
+            if peak.opdef.name not in ("maximum", "where", "reduce_max"):
                 break
-        if peak.kind.name == "reduce_max":
+        if peak.opdef.name == "reduce_max":
             return _bare(op.inputs[0])
     return _bare(x)
 
@@ -118,7 +118,7 @@ def _product(x: Tensor, memory: Dimension, found: _Found) -> tuple[Tensor, Tenso
     while True:
         x = _bare(x)
         op = op_of(x)
-        name = op.kind.name
+        name = op.opdef.name
         numbers = [number_of(y) for y in op.inputs]
         if name == "multiply" and (n := next((i for i in (0, 1) if numbers[i] is not None), None)) is not None:
             found.scale *= float(numbers[n])
@@ -143,7 +143,7 @@ def _product(x: Tensor, memory: Dimension, found: _Found) -> tuple[Tensor, Tenso
 
 def _hiding(op: Operation) -> tuple[Tensor, Tensor] | None:
     """Of scores plus or minus what is 0 or very low, the scores, and the flags of what is not hidden."""
-    sign = 1 if op.kind.name == "add" else -1
+    sign = 1 if op.opdef.name == "add" else -1
     for x, bias in (op.inputs, op.inputs[::-1])[: 2 if sign == 1 else 1]:
         seen = _seen(bias, sign)
         if seen is not None:
@@ -154,17 +154,17 @@ def _hiding(op: Operation) -> tuple[Tensor, Tensor] | None:
 def _seen(bias: Tensor, sign: int) -> Tensor | None:
     """Flags that hold where a bias is 0, if it hides all the rest."""
     op = op_of(_bare(bias))
-    if op.kind.name == "where":
+    if op.opdef.name == "where":
         flag, numbers = op.inputs[0], [number_of(y) for y in op.inputs[1:]]
         if numbers[0] == 0 and _hides(numbers[1], sign):
             return flag
         return negated(flag) if numbers[1] == 0 and _hides(numbers[0], sign) else None
-    if op.kind.name == "table":
+    if op.opdef.name == "table":
         array = op.attrs["value"].array
         with bias.graph:
             whole = ((array == 0) | (sign * array <= HIDING)).all()
             return known(array == 0, op.output.shape, "bool") if whole else None
-    if op.kind.name == "multiply":
+    if op.opdef.name == "multiply":
         for side, factor in (op.inputs, op.inputs[::-1]):
             if _hides(number_of(factor), sign) and (hidden := _indicated(side)) is not None:
                 return negated(hidden)
@@ -179,12 +179,12 @@ def _indicated(t: Tensor) -> Tensor | None:
     """The flags of which numbers are 1 where they hold and 0 elsewhere; integers that are cast are taken for such."""
     op = op_of(_bare(t))
     numbers = [number_of(y) for y in op.inputs]
-    if op.kind.name == "subtract" and numbers[0] == 1:
+    if op.opdef.name == "subtract" and numbers[0] == 1:
         rest = _indicated(op.inputs[1])
         return None if rest is None else negated(rest)
-    if op.kind.name == "where" and sorted(n for n in numbers[1:] if n is not None) == [0, 1]:
+    if op.opdef.name == "where" and sorted(n for n in numbers[1:] if n is not None) == [0, 1]:
         return op.inputs[0] if numbers[1] == 1 else negated(op.inputs[0])
-    if op.kind.name == "cast" and not op.inputs[0].dtype.is_float:
+    if op.opdef.name == "cast" and not op.inputs[0].dtype.is_float:
         (flags,) = op.inputs
         return flags if flags.dtype.name == "bool" else not_equal(flags, 0)
     return None
@@ -193,7 +193,7 @@ def _indicated(t: Tensor) -> Tensor | None:
 def _unmasked(x: Tensor, seen: Tensor) -> Tensor:
     """Scores before what is hidden was set to 0 besides, as in s m - 1e10 (1 - m)."""
     op = op_of(_bare(x))
-    if op.kind.name == "multiply":
+    if op.opdef.name == "multiply":
         for scores, factor in (op.inputs, op.inputs[::-1]):
             if _indicated(factor) is seen:
                 return scores
@@ -214,14 +214,14 @@ def _unscaled(x: Tensor, found: _Found) -> Tensor:
     """Queries or keys before they were scaled, or widened for their product."""
     while True:
         op = op_of(x)
-        if op.kind.name == "cast" and op.inputs[0].dtype.is_float and op.inputs[0].dtype.itemsize <= x.dtype.itemsize:
+        if op.opdef.name == "cast" and op.inputs[0].dtype.is_float and op.inputs[0].dtype.itemsize <= x.dtype.itemsize:
             x = op.inputs[0]
             continue
         numbers = [number_of(y) for y in op.inputs]
-        if op.kind.name == "multiply" and (n := next((i for i in (0, 1) if numbers[i] is not None), None)) is not None:
+        if op.opdef.name == "multiply" and (n := next((i for i in (0, 1) if numbers[i] is not None), None)) is not None:
             found.scale *= float(numbers[n])
             x = op.inputs[1 - n]
-        elif op.kind.name == "divide" and numbers[1]:
+        elif op.opdef.name == "divide" and numbers[1]:
             found.scale /= float(numbers[1])
             x = op.inputs[0]
         else:
@@ -235,7 +235,7 @@ def _written(
     q: Tensor, k: Tensor, v: Tensor, contracted: list[Dimension], memory: Dimension, found: _Found
 ) -> Tensor | None:
     op = op_of(v)
-    if op.kind.name == "cast" and op.inputs[0].dtype.is_float and op.inputs[0].dtype.itemsize < v.dtype.itemsize:
+    if op.opdef.name == "cast" and op.inputs[0].dtype.is_float and op.inputs[0].dtype.itemsize < v.dtype.itemsize:
         v = op.inputs[0]
     of_values = [d for d in v.shape if d not in k.shape]
     if not of_values:  # as the elements of keys

@@ -223,7 +223,7 @@ def _sort(w: Writer, step: Step) -> list[Tensor | None]:
     order = rename_dimension(argsort(_widest(tensors[0]), one), one.name, sorted_dim)
     made: list[Tensor | None] = []
     for t in tensors:
-        found = order if t.operation.kind.name == "range" else gather(t, order, one)
+        found = order if t.operation.opdef.name == "range" else gather(t, order, one)
         found = rename_dimension(found, sorted_dim, one.name)
         made.append(w.apart(found, axes[at]))
     return made

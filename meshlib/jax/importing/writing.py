@@ -183,7 +183,7 @@ class Writer:
 
 def renamed(t: Tensor, names: Mapping[str, str]) -> Tensor:
     """`t` with several dims under other names at once, be they those of one another."""
-    if t.operation.kind is RANGE and names:
+    if t.operation.opdef is RANGE and names:
         with current_graph("range"):
             (d,) = t.shape
             return positions(Dimension(names[d.name], d.size), t.dtype)

@@ -100,7 +100,7 @@ def _best(x: Array, k: int) -> Array:
 def _candidates(part: Part, x: Array, k: int) -> tuple[Array, Array]:
     """The k largest of this block along the ranked dim, or all, and their global indices; that dim last."""
     x = jnp.moveaxis(x, _axis(part), -1)
-    factors: tuple[Factor, ...] = part.operation.kind.roles(part.operation)
+    factors: tuple[Factor, ...] = part.operation.opdef.roles(part.operation)
     start = sum(part.offsets[f.name] for f in factors if f.operands[0] == part.attrs["dim"])
     chosen = _best(x, min(k, x.shape[-1]))
     return jnp.take_along_axis(x, chosen, -1), chosen.astype(jnp.int32) + start

@@ -161,7 +161,7 @@ def _slicewise(part: Part, *arrays: Array) -> Array:
         given = [np.asarray(x) for x in blocks]
         types = tuple(TensorType(x.shape, x.dtype) for x in op.inputs)
         try:
-            return np.asarray(op.kind.local(Block(op, types, out, {}, Engine(0, 0, True, False)), *given))
+            return np.asarray(op.opdef.local(Block(op, types, out, {}, Engine(0, 0, True, False)), *given))
         except Exception as fault:
             faults.append(fault)  # raised when the step has ended; other devices wait for this one
             return np.zeros(out.shape.sizes, out.dtype.storage)

@@ -97,7 +97,7 @@ def _before(part: Part, slide: Slide, first: tuple[int, str], second: tuple[int,
 
     `first`, `second`: an operand and its dim; `out`: the result's.
     """
-    lower, halo = part.operation.kind.lower, first[1] == out
+    lower, halo = part.operation.opdef.lower, first[1] == out
     runs = [None if at is None else part.runs[at[0]].get(at[1]) for at in (first, second)]
     found: Index = slide.before
     known = next((run for run in runs if run is not None), None)

@@ -115,7 +115,7 @@ def _with_gradient(
 def _own(results: Sequence[Tensor], run: Sequence[Operation]) -> list[Tensor]:
     """The results, each a tensor for itself that the function makes: its inputs, say, get another name."""
     reads = ("variable", "input")
-    computed = {y for op in run if op.kind.name not in reads for y in op.outputs}
+    computed = {y for op in run if op.opdef.name not in reads for y in op.outputs}
     own: list[Tensor] = []
     for y in results:
         own.append(y if y in computed and y not in own else identity(y))

@@ -121,7 +121,7 @@ def _drop_cheap(graph: Graph, results: Sequence[Tensor]) -> None:
     """Forget kept casts and views of what is kept as well, and used: they are made again from it."""
     live = needed(graph.known.get(y, y).operation for y in results)
     for y, value in tuple(graph.known.items()):
-        operand = y.operation.inputs[0] if y.operation.kind.cheap else None
+        operand = y.operation.inputs[0] if y.operation.opdef.cheap else None
         source = graph.known.get(operand) if operand is not None else None
         if value.operation in live and source is not None and source.operation in live:
             del graph.known[y]

@@ -62,7 +62,7 @@ def _local(block: Block, *arrays: Array) -> Array:
 
 def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
     loop: LoopRecord = attrs["loop"]
-    once = (op.kind.work(tuple(x.type for x in op.inputs), op.output.type, op.attrs) for op in loop.body.operations)
+    once = (op.opdef.work(tuple(x.type for x in op.inputs), op.output.type, op.attrs) for op in loop.body.operations)
     return Work.total(once, times=loop.dim.size)
 
 
@@ -319,7 +319,7 @@ def _slice_names(full: str, xs: Sequence[Tensor]) -> list[str]:
     """What the slices are called in listings: as their variables, without the scopes that are the loop's too."""
     names: list[str] = []
     for n, x in enumerate(xs):
-        variable = x.operation.kind.kind is Kind.VARIABLE
+        variable = x.operation.opdef.kind is Kind.VARIABLE
         name = f"{full}/{relative_name(x.name, full) if variable else f'slice_{n}'}"
         names.append(f"{name}_{n}" if name in names else name)
     return names

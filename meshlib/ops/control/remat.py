@@ -111,7 +111,7 @@ def kept_values(operations: Sequence[Operation], remat: Policy | Parts, what: st
 def _by_name(operations: Sequence[Operation], remat: Remat, what: str) -> list[tuple[Tensor, Tensor]]:
     named: dict[str, list[Operation]] = {}
     for op in operations:
-        if op.kind.kind in RESIDENT:
+        if op.opdef.kind in RESIDENT:
             continue  # is there anyway
         last = op.name.rpartition("/")[2]
         for name in dict.fromkeys((last, re.sub(r"_\d+$", "", last))):
@@ -140,7 +140,7 @@ class _Settled:
     def of(self, y: Tensor) -> Tensor:
         """`y`, or what it becomes by being constrained."""
         users = self.users.get(y, [])
-        return self.of(users[0].output) if len(users) == 1 and users[0].kind.home is Home.GIVEN else y
+        return self.of(users[0].output) if len(users) == 1 and users[0].opdef.home is Home.GIVEN else y
 
 
 def _dear(operations: Sequence[Operation]) -> list[Tensor]:
@@ -155,7 +155,7 @@ def _dear(operations: Sequence[Operation]) -> list[Tensor]:
     sources_of: dict[Tensor, tuple[frozenset[Tensor], int]] = {}  # of which kept values, in how many lane operations
     expensive: list[Tensor] = []
     for op in operations:
-        if op.kind.kind in RESIDENT or op in constant:
+        if op.opdef.kind in RESIDENT or op in constant:
             continue  # there anyway
         if not _is_through(op):
             expensive += op.outputs
@@ -163,7 +163,7 @@ def _dear(operations: Sequence[Operation]) -> list[Tensor]:
             continue
         y, sources = op.output, [sources_of[x] for x in op.inputs if x in sources_of]
         of = frozenset[Tensor]().union(*(kept for kept, _ in sources))
-        work = op.kind.work(tuple(x.type for x in op.inputs), y.type, op.attrs)
+        work = op.opdef.work(tuple(x.type for x in op.inputs), y.type, op.attrs)
         ops = work.vpu_ops + sum(n for _, n in sources)
         alone = sum(_size(x) for x in of if x not in needed)
         # Random numbers are dear, but what they decide is narrower.
@@ -180,8 +180,8 @@ def _constants(operations: Sequence[Operation]) -> set[Operation]:
     """What is the same in every trip."""
     constants: set[Operation] = set()
     for op in operations:
-        resident = op.kind.kind in RESIDENT
-        if not resident and not op.kind.unique and all(x.operation in constants for x in op.inputs):
+        resident = op.opdef.kind in RESIDENT
+        if not resident and not op.opdef.unique and all(x.operation in constants for x in op.inputs):
             constants.add(op)
     return constants
 
@@ -190,11 +190,11 @@ def _needed(operations: Sequence[Operation], constant: set[Operation]) -> set[Te
     """The values that gradients are computed with: operands of what is not linear, and of products with others."""
     needed: set[Tensor] = set()
     for op in operations:
-        linear = op.kind.linear(op)
+        linear = op.opdef.linear(op)
         for n, x in enumerate(op.inputs):
             beside = (*op.inputs[:n], *op.inputs[n + 1 :])
             others = any(z.dtype.is_float and z.operation not in constant for z in beside)
-            passed = op.kind.home is Home.OPERAND or (n in linear.operands and (linear.together or not others))
+            passed = op.opdef.home is Home.OPERAND or (n in linear.operands and (linear.together or not others))
             if not passed:
                 needed.add(x)
     return needed
@@ -202,7 +202,7 @@ def _needed(operations: Sequence[Operation], constant: set[Operation]) -> set[Te
 
 def _is_through(op: Operation) -> bool:
     """Whether who reads the result can make it on the way, from what lies on the same device."""
-    kind = op.kind
+    kind = op.opdef
     return kind.kind in THROUGH and kind.home is not Home.GIVEN and kind.lower is None and kind.show is None
 
 
@@ -212,7 +212,7 @@ def _size(x: Tensor) -> int:
 
 def _is_plain_product(op: Operation) -> bool:
     """An einsum whose operands share no dim that stays in the result: a product with weights, not one per head."""
-    if op.kind.kind is not Kind.CONTRACTION:
+    if op.opdef.kind is not Kind.CONTRACTION:
         return False
     a, b, *_ = op.inputs
     return not any(d in a.shape and d in b.shape for d in op.output.shape)

@@ -38,7 +38,7 @@ def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorTyp
 
 
 def _no_local(block: Block) -> Array:
-    raise AssertionError(f"{block.operation.kind.name} values come from the state or the feeds")
+    raise AssertionError(f"{block.operation.opdef.name} values come from the state or the feeds")
 
 
 def source(name: str, kind: Kind, local: Callable[..., Array], work: Callable[..., Work], **traits: Any) -> OpDef:
@@ -84,9 +84,9 @@ def beside(x: Tensor) -> Graph:
 
 def is_zero(op: Operation) -> bool:
     """Whether it makes nothing but zeros."""
-    if op.kind is TABLE:
+    if op.opdef is TABLE:
         return not op.attrs["value"].array.any()
-    return op.kind is CONSTANT and op.attrs["value"] == 0
+    return op.opdef is CONSTANT and op.attrs["value"] == 0
 
 
 def scalar(value: object, like: Tensor) -> Tensor:

@@ -124,9 +124,9 @@ def stored(variable: Tensor) -> Operation:
     from meshlib.ops.control.sources import VARIABLE
     from meshlib.ops.pointwise.elementwise import CAST
 
-    while op.kind is CAST and op.inputs[0].operation.kind in (CAST, VARIABLE):
+    while op.opdef is CAST and op.inputs[0].operation.opdef in (CAST, VARIABLE):
         op = op.inputs[0].operation
-    if op.kind is not VARIABLE:
+    if op.opdef is not VARIABLE:
         raise GraphError(
             f"{at('expected a variable')}: {variable} ({op.source}) is none; pass what mtf.variable returned"
         )
@@ -137,7 +137,7 @@ def assigned(updates: Sequence[Operation]) -> dict[str, Operation]:
     """The updates by variable name; two writes to one variable are an error that names both lines."""
     update_of: dict[str, Operation] = {}
     for update in updates:
-        if not isinstance(update, Operation) or update.kind is not ASSIGN:
+        if not isinstance(update, Operation) or update.opdef is not ASSIGN:
             raise GraphError(f"updates must be what mtf.assign or an optimizer returned, got {update!r:.80}")
         name = update.attrs["variable"]
         if name in update_of and update_of[name] is not update:

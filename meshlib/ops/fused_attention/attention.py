@@ -207,7 +207,7 @@ def _work(over_key: int, over_value: int, ops: int, operands: int) -> Callable[.
 
 def _grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
     q, k, v, *further = op.inputs
-    of_query, of_memory = (WINDOW_QUERY, WINDOW_MEMORY) if op.kind is WINDOW else (GRAD_QUERY, GRAD_MEMORY)
+    of_query, of_memory = (WINDOW_QUERY, WINDOW_MEMORY) if op.opdef is WINDOW else (GRAD_QUERY, GRAD_MEMORY)
     dq = build(of_query, [q, k, v, dy, *further], op.attrs)
     dk, dv = build_all(of_memory, [q, k, v, dy, *further], op.attrs)
     # A bias has the cotangents of the scores themselves, which no kernel writes.

@@ -98,7 +98,7 @@ class Kernel:
         self.segments = [x for x, dtype in extra if dtype is INT32]  # of queries and of keys
         self.bias = next((x for x, dtype in extra if dtype.is_wide_float), None)
         # Of runs that a window needs, `starts` says where they begin.
-        runs = isinstance(block.operation.kind.lower, Halo)
+        runs = isinstance(block.operation.opdef.lower, Halo)
         self.first_query = block.start(0, self.length) if runs else block.offsets[self.length]
         self.first_key = block.start(1, self.memory) if runs else block.offsets[self.memory]
         whole = block.operation.inputs[1].shape.dim(self.memory).size

@@ -37,12 +37,13 @@ def index_fault(op: Operation, bad: int) -> FeedError:
     if run is not None:
         written = f"position {bad}" if run.size == 1 else f"positions {bad} to {bad + run.size - 1}"
         return FeedError(
-            f"{op.kind.name} {op.name!r} ({op.source}): {written} would be written into dim {dim}, which has positions "
-            f"0 to {dim.size - 1}; make '{dim.name}' larger, or pass out_of_range='drop' to leave out what does not fit"
+            f"{op.opdef.name} {op.name!r} ({op.source}): {written} would be written into dim {dim}, which has "
+            f"positions 0 to {dim.size - 1}; make '{dim.name}' larger, or pass out_of_range='drop' to leave out "
+            "what does not fit"
         )
     return FeedError(
-        f"{op.kind.name} {op.name!r} ({op.source}): index {bad} is out of range for dim {dim} (0 to {dim.size - 1}); "
-        f"it comes from {op.inputs[op.kind.indices or 0]}; out_of_range='zero' makes zeros of such"
+        f"{op.opdef.name} {op.name!r} ({op.source}): index {bad} is out of range for dim {dim} (0 to {dim.size - 1}); "
+        f"it comes from {op.inputs[op.opdef.indices or 0]}; out_of_range='zero' makes zeros of such"
     )
 
 

@@ -315,7 +315,7 @@ def concat(xs: Sequence[Tensor], concat_dim_name: str, name: str | None = None) 
 
 def _along(x: Tensor, kind: OpDef, dim: Dimension) -> bool:
     """Whether an operation along a dim made it."""
-    return x.operation.kind is kind and x.operation.attrs["dim"] == dim.name
+    return x.operation.opdef is kind and x.operation.attrs["dim"] == dim.name
 
 
 def _shifted(first: Tensor, second: Tensor, dim: str, name: str | None) -> Tensor | None:

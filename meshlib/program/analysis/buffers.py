@@ -90,7 +90,7 @@ def _on_the_way(makers: Mapping[Value, Instruction], v: Value) -> Iterator[Value
     """A value and those of which it is another name, or a copy with other parts."""
     yield v
     i = makers.get(v)
-    while isinstance(i, Compute) and (i.operation.kind.writes_part or i.operation.kind.storage is Storage.ALIAS):
+    while isinstance(i, Compute) and (i.operation.opdef.writes_part or i.operation.opdef.storage is Storage.ALIAS):
         yield i.inputs[0]
         i = makers.get(i.inputs[0])
 
@@ -211,7 +211,7 @@ class _Planner:
 
     def _dying(self, i: Instruction, k: int, y: Value) -> Iterator[Buffer]:
         """Buffers that the result may take over: that of what it renames, or of an operand of its size that dies."""
-        if isinstance(i, Compute) and i.operation.kind.storage is Storage.ALIAS and i.inputs[0] in self.of:
+        if isinstance(i, Compute) and i.operation.opdef.storage is Storage.ALIAS and i.inputs[0] in self.of:
             yield self.of[i.inputs[0]]
         for x in self._over(i, k):
             buffer = self.of.get(x)
@@ -263,9 +263,9 @@ class _Planner:
 
 def _writes_part(i: Instruction) -> bool:
     """Whether the result is operand 0 with another part."""
-    return isinstance(i, Compute) and i.operation.kind.writes_part
+    return isinstance(i, Compute) and i.operation.opdef.writes_part
 
 
 def _reduces_rows(i: Instruction) -> bool:
     """Whether it reduces each row by itself."""
-    return isinstance(i, Compute) and not i.exchanges and i.operation.kind.kind is Kind.REDUCTION and keeps_rows(i)
+    return isinstance(i, Compute) and not i.exchanges and i.operation.opdef.kind is Kind.REDUCTION and keeps_rows(i)

@@ -165,7 +165,7 @@ def kind_of(program: Program, v: Value, made_at: int) -> str:
     """What a value in memory is, of `KINDS`; `made_at` is the number of the instruction that makes it."""
     op = v.tensor.operation
     if made_at == START:
-        if op.kind.kind is Kind.INPUT:
+        if op.opdef.kind is Kind.INPUT:
             return "inputs"
         return "slots" if op.attrs["slot_of"] else "variables"
     if v.tensor in op.graph.gradient_of:

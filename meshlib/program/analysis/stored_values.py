@@ -85,8 +85,8 @@ class Kept:
         """Whether operand `n` is keys or values of attention that a cast or a scaling makes."""
         x = i.inputs[n]
         producer = self.made[x][1] if x in self.made else None
-        kernel = isinstance(i, Compute) and not i.exchanges and i.operation.kind.scores is not None
-        return kernel and n in (1, 2) and isinstance(producer, Compute) and producer.operation.kind.repeated
+        kernel = isinstance(i, Compute) and not i.exchanges and i.operation.opdef.scores is not None
+        return kernel and n in (1, 2) and isinstance(producer, Compute) and producer.operation.opdef.repeated
 
     def _may_be_made_again(self, i: Instruction) -> bool:
         return _is_through(i) and not (i.outputs[0] in self.fused or i.outputs[0] in self.asked)
@@ -155,13 +155,13 @@ def is_elementwise(i: Instruction) -> bool:
     """Whether each element of the result needs operands at its own position only, or what is made anew there."""
     if not isinstance(i, Compute) or i.exchanges:
         return False
-    kind = i.operation.kind
+    kind = i.operation.opdef
     return kind.kind is Kind.ELEMENTWISE or kind.storage is Storage.ALIAS or kind.remade
 
 
 def keeps_rows(i: Instruction) -> bool:
     """Whether each row of the result needs one row of the operands: no reduction, or one over minor dims."""
-    if i.operation.kind.kind is not Kind.REDUCTION:
+    if i.operation.opdef.kind is not Kind.REDUCTION:
         return True
     names = i.inputs[0].tensor.shape.names
     kept = [n for n in names if n in i.outputs[0].tensor.shape]
@@ -172,14 +172,14 @@ def _is_through(i: Instruction) -> bool:
     """Whether a kernel that reads the result can make it on the way."""
     if isinstance(i, Move):
         return not i.is_collective and len(i.outputs) == 1
-    if not isinstance(i, Compute) or i.exchanges or i.operation.kind.show:
+    if not isinstance(i, Compute) or i.exchanges or i.operation.opdef.show:
         return False
-    return i.operation.kind.kind in THROUGH or _looks_up_near(i)
+    return i.operation.opdef.kind in THROUGH or _looks_up_near(i)
 
 
 def _looks_up_near(i: Compute) -> bool:
     """Whether it looks up in a table that fits VMEM with the rest: the token that a cache takes, say."""
-    if i.operation.kind.kind is not Kind.INDEXED or not i.operation.kind.reads_part:
+    if i.operation.opdef.kind is not Kind.INDEXED or not i.operation.opdef.reads_part:
         return False
     table = i.inputs[0].local_bytes
     return table <= NEAR_BYTES and table < i.outputs[0].local_bytes
@@ -191,5 +191,5 @@ def reads_through(i: Instruction, n: int) -> bool:
         return not i.is_collective
     if not isinstance(i, Compute) or i.exchanges:
         return False
-    kind = i.operation.kind
+    kind = i.operation.opdef
     return kind.kind in _READERS or (n == 0 and kind.reads_part)

@@ -28,7 +28,7 @@ def local_work(program: Program, instruction: Instruction) -> Work:
     known = _found.setdefault(instruction, {})
     if program.precision not in known:
         op = instruction.operation
-        known[program.precision] = op.kind.work(*local_types(instruction), attributes(program, op))
+        known[program.precision] = op.opdef.work(*local_types(instruction), attributes(program, op))
     return known[program.precision]
 
 
@@ -41,7 +41,7 @@ def local_types(instruction: Compute) -> tuple[tuple[TensorType, ...], TensorTyp
 
 def attributes(program: Program, op: Operation) -> Mapping[str, Any]:
     """An operation's attributes at the program's precision: it is costed as the passes that it takes."""
-    if op.kind.kind in ON_MXU and program.precision == "highest" and op.attrs.get("precision") not in EIGHT_BIT:
+    if op.opdef.kind in ON_MXU and program.precision == "highest" and op.attrs.get("precision") not in EIGHT_BIT:
         return {**op.attrs, "precision": "highest"}
     return op.attrs
 

@@ -282,9 +282,9 @@ def _where(s: Sharding) -> str:
 
 def _group(t: Tensor) -> str:
     op = t.operation
-    if op.kind.kind is Kind.INPUT:
+    if op.opdef.kind is Kind.INPUT:
         return "inputs"
-    if op.kind.kind is Kind.VARIABLE:
+    if op.opdef.kind is Kind.VARIABLE:
         return "slots" if op.attrs["slot_of"] else "variables"
     return "gradients" if t in op.graph.gradient_of else "activations"
 

@@ -52,7 +52,7 @@ def _line(i: Instruction, names: dict[Value, str], width: int) -> str:
     elif isinstance(i, Compute):
         split = ", ".join(f"{f}@{a}" for a, f in i.assignment)
         text += f" split {split}" if split else ""
-        if i.operation.kind.kind is Kind.COPY:
+        if i.operation.opdef.kind is Kind.COPY:
             text += f", copies {bytes_text(i.outputs[0].local_bytes)} {i.opcode.replace('_', ' the ')}"
     if i.transfers:
         text += f", sends {bytes_text(i.sent_bytes)}: " + "; ".join(t.reason.why for t in i.transfers)

@@ -31,7 +31,7 @@ def replanned(a: Program, b: Program) -> tuple[Replanned, ...]:
     """Matched by name, phase and, where one runs several times, by order; in the order of a."""
     left, right = _ways(a), _ways(b)
     return tuple(
-        Replanned(op.kind.name, op.name, op.source, str(key[0]), way, right[key][1])
+        Replanned(op.opdef.name, op.name, op.source, str(key[0]), way, right[key][1])
         for key, (op, way) in left.items()
         if key in right and right[key][1] != way
     )
@@ -60,7 +60,7 @@ def _ways(program: Program) -> Mapping[tuple[object, ...], tuple[Operation, str]
     for i, _, _ in walk(program):
         if isinstance(i, Compute):
             op = i.operation
-            key = (i.region, op.name, op.kind.name)
+            key = (i.region, op.name, op.opdef.name)
             number = met[key] = met.get(key, 0) + 1
             by = sorted(f"{factor}@{axis}" for axis, factor in i.assignment)
             strategy_of[*key, number] = op, " ".join(by) or "whole"

@@ -106,13 +106,15 @@ class Bounds:
         flow = Flow.of(whole, passages)
         reducible = set(flow.reducible)
         for i, program, times in walk(whole):
-            if not isinstance(i, Compute) or not (i.operation.kind.kind is Kind.CONTRACTION or i.operation.kind.scores):
+            if not isinstance(i, Compute) or not (
+                i.operation.opdef.kind is Kind.CONTRACTION or i.operation.opdef.scores
+            ):
                 continue
             products += 1
             if i in reducible:
                 continue
             dims = passages.reached(name for v in (*i.inputs, *i.outputs) for name in v.tensor.shape.names)
-            attention = attention_of(program, i) if i.operation.kind.scores else None
+            attention = attention_of(program, i) if i.operation.opdef.scores else None
             if program not in stored:
                 stored[program] = Stored(program)
             operands = Operands.of(program, i, stored[program]) if attention is None else None

@@ -225,11 +225,11 @@ class _Maker:
                 self.early.update(i.outputs)
             if isinstance(i, Loop):
                 self._loop(i)
-            elif isinstance(i, Compute) and i.operation.kind.kind is Kind.CONTRACTION:
+            elif isinstance(i, Compute) and i.operation.opdef.kind is Kind.CONTRACTION:
                 self._product(i)
             elif isinstance(i, Compute) and _keeps_elements(i.operation):
                 self._pass_on(i)
-            elif not isinstance(i.operation.kind.form(i.operation), Total):
+            elif not isinstance(i.operation.opdef.form(i.operation), Total):
                 self._other(i)
 
     def bring(self, value: Value, home: Placed) -> None:
@@ -262,15 +262,15 @@ class _Maker:
         # Where an operand is made of factors that lack some of its dims, sums of it may be made of smaller ones.
         told = all(x in self.full for x in i.inputs)
         op = i.operation
-        splits = tuple(self._split(f, told) for f in op.kind.roles(op))
+        splits = tuple(self._split(f, told) for f in op.opdef.roles(op))
         if op.attrs.get("precision") in EIGHT_BIT:  # rounded before they are sent
             for x in i.inputs[:2]:
                 least = {self.passages.reached(x.tensor.shape.names): float(x.local_size)}
                 self.reached[x] = [replace(r, sizes=_less(r.sizes, least)) for r in self.reached.get(x, ())]
         product = Contraction.of(self.program, i, self.stored, self.early)
         node = Node(splits=splits, product=product, reads=self._reads(i), smaller=not told)
-        number = self._add(node, ((n, x, None) for n, x in enumerate(i.inputs)), op.kind.linear(op).operands)
-        summed = any(f.role is not Role.PARALLEL for f in op.kind.roles(op))
+        number = self._add(node, ((n, x, None) for n, x in enumerate(i.inputs)), op.opdef.linear(op).operands)
+        summed = any(f.role is not Role.PARALLEL for f in op.opdef.roles(op))
         for y in i.outputs:
             self._start(y, number, summed or self._is_full(i, y))
 
@@ -303,15 +303,15 @@ class _Maker:
 
     def _other(self, i: Instruction) -> None:
         node, op = Node(), i.operation
-        if isinstance(i, Compute) and op.kind.scores:
-            splits = tuple(self._share(f) for f in op.kind.roles(op) if f.role is not Role.WHOLE)
+        if isinstance(i, Compute) and op.opdef.scores:
+            splits = tuple(self._share(f) for f in op.opdef.roles(op) if f.role is not Role.WHOLE)
             node = Node(splits=splits, attention=Kernel(self._names(i), "bf16", attention_of(self.program, i)))
-        number = self._add(node, ((n, x, None) for n, x in enumerate(i.inputs)), op.kind.linear(op).operands)
+        number = self._add(node, ((n, x, None) for n, x in enumerate(i.inputs)), op.opdef.linear(op).operands)
         for y in i.outputs:
             self._start(y, number)
 
     def _pass_on(self, i: Compute) -> None:
-        linear = i.operation.kind.linear(i.operation).operands
+        linear = i.operation.opdef.linear(i.operation).operands
         for y in i.outputs:
             own = self._sizes(y)
             found: dict[int, _Reach] = {}
@@ -372,12 +372,12 @@ class _Maker:
 
 def _is_large(i: Instruction) -> bool:
     """Whether it is a kernel of its own, in which no product takes part, or a loop."""
-    return not isinstance(i, Compute) or i.operation.kind.kind is Kind.CONTRACTION or bool(i.operation.kind.scores)
+    return not isinstance(i, Compute) or i.operation.opdef.kind is Kind.CONTRACTION or bool(i.operation.opdef.scores)
 
 
 def _keeps_elements(op: Operation) -> bool:
     """Whether each element of the operands is in the result, at its place along every dim."""
-    kind = op.kind
+    kind = op.opdef
     if kind.kind not in (Kind.ELEMENTWISE, Kind.VIEW) or kind.reads_part or kind.writes_part:
         return False
     return all(f.role is Role.PARALLEL and f.outputs[0] is not None for f in kind.roles(op))

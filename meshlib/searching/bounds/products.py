@@ -153,7 +153,7 @@ class Contraction:
 
     def _part(self, cuts: Mapping[int, int]) -> Matmul | None:
         op = self.instruction.operation
-        factors = op.kind.roles(op)
+        factors = op.opdef.roles(op)
         if any(factors[n].size % parts for n, parts in cuts.items()):
             return None
         inputs, (out, *_) = self.instruction.inputs, self.instruction.outputs
@@ -162,8 +162,8 @@ class Contraction:
             for place, x in enumerate(inputs)
         ]
         made = _cut(out.local, {factors[n].outputs[0]: parts for n, parts in cuts.items()})
-        assert op.kind.product is not None
-        p = op.kind.product(tuple(types), made, op.attrs)
+        assert op.opdef.product is not None
+        p = op.opdef.product(tuple(types), made, op.attrs)
         return replace(self.whole, m=p.rows, k=p.contracted, n=p.columns, batch=p.batch)
 
     def timed(self, chip: Chip, physics: Physics, cuts: Mapping[int, int]) -> Timed:

@@ -150,7 +150,7 @@ def imported(attend):
 @pytest.mark.parametrize("attend", FUSED, ids=lambda f: f.__name__)
 def test_recognised(attend):
     graph = imported(attend)
-    (found,) = [op for op in graph.operations if op.kind.name in ("attention", "attention_window")]
+    (found,) = [op for op in graph.operations if op.opdef.name in ("attention", "attention_window")]
     assert (found.attrs["causal"], found.attrs["window"]) == FUSED[attend]
     assert (found.attrs["length"], found.attrs["memory_length"]) == ("length", "memory_length")
     assert len(found.inputs) == (4 if "padded" in attend.__name__ else 3)
@@ -175,7 +175,7 @@ def without_softmax(x, w):
 
 @pytest.mark.parametrize("attend", [with_bias, capped, without_softmax], ids=lambda f: f.__name__)
 def test_what_is_no_attention_of_the_librarys_stays(attend):
-    assert not [op for op in imported(attend).operations if op.kind.name.startswith("attention")]
+    assert not [op for op in imported(attend).operations if op.opdef.name.startswith("attention")]
 
 
 def test_bfloat16_with_a_softmax_in_float32():
@@ -187,5 +187,5 @@ def test_bfloat16_with_a_softmax_in_float32():
 
     params = {n: jax.ShapeDtypeStruct((16, H, D), "bfloat16") for n in "qkv"}
     graph = mtf.from_jax(loss, params, jax.ShapeDtypeStruct((B, L, 16), "bfloat16"))
-    (found,) = [op for op in graph.operations if op.kind.name == "attention"]
+    (found,) = [op for op in graph.operations if op.opdef.name == "attention"]
     assert {x.dtype.name for x in found.inputs} == {"bfloat16"}

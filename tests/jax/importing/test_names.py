@@ -57,7 +57,7 @@ def test_a_dim_that_meets_itself_is_renamed_by_documented_names():
 
     graph = mtf.from_jax(gram, S((8, 8), "float32"), S((4, 8), "float32"), names={"x": "batch d_model"})
     assert shapes(graph)["params"] == "[d_model:8, d_model_out:8]"
-    assert {op.attrs["new"] for op in graph.operations if op.kind.name == "rename_dimension"} == {
+    assert {op.attrs["new"] for op in graph.operations if op.opdef.name == "rename_dimension"} == {
         "memory_batch", "d_model",
     }  # fmt: skip
 
@@ -67,7 +67,7 @@ def test_parts_of_an_axis_keep_its_name():
         return jnp.mean((x[:, 1:] - x[:, :-1]) * w)
 
     graph = mtf.from_jax(loss, S((), "float32"), S((4, 9), "float32"), names={"x": "batch length"})
-    cuts = [op for op in graph.operations if op.kind.name == "slice"]
+    cuts = [op for op in graph.operations if op.opdef.name == "slice"]
     assert [str(op.output.shape) for op in cuts] == ["[batch:4, length:8]"] * 2
 
 

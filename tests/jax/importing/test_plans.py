@@ -78,7 +78,7 @@ def test_the_order_of_axes_costs_nothing():
         (turned, {"up": shape(2048, 512), "down": shape(512, 2048)}, "d_ff d_model"),
     ):
         graph = mtf.from_jax(fn, params, x, names={**names, "params.up": of_up})
-        assert not [op for op in graph.operations if op.kind.name in ("transpose", "reshape", "rename_dimension")]
+        assert not [op for op in graph.operations if op.opdef.name in ("transpose", "reshape", "rename_dimension")]
         with graph:
             updates = mtf.optimize.SgdOptimizer(0.1).minimize(graph.loss)
         program = mtf.lower(graph.outputs, updates, mesh="data:4;model:2", layout="batch:data;d_ff:model")

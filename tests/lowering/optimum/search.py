@@ -66,7 +66,7 @@ class Search:
         deadline = perf_counter() + MAX_SECONDS
         last = self.steps.ways.last
         for op in self.steps.ways.simple.operations:
-            if op.kind.kind not in RESIDENT:
+            if op.opdef.kind not in RESIDENT:
                 self.rest -= self.steps.ways.least_work_of(op)
                 if not self._follow(op, deadline):
                     return None

@@ -54,14 +54,14 @@ class Steps:
 
     def __post_init__(self) -> None:
         for op in self.ways.simple.operations:
-            for y in op.outputs if op.kind.kind is not Kind.COMMIT else ():
+            for y in op.outputs if op.opdef.kind is not Kind.COMMIT else ():
                 bound = y in self.ends or (y in self.ways.simple.graph.gradient_of and not self._waits(y))
                 self.at[y] = Whereabouts(y, self.ways.homes.of(y), bound, self.budget)
 
     def _waits(self, y: Tensor) -> bool:
         """Whether a gradient is only added to others: then it need not be at home before, unless it is larger."""
         users = [op for op, _ in self.ways.simple.uses.get(y, ())]
-        return bool(users) and all(op.kind.linear(op).together or op.kind.home is Home.OPERAND for op in users)
+        return bool(users) and all(op.opdef.linear(op).together or op.opdef.home is Home.OPERAND for op in users)
 
     def cost(self, sent: float, work: float) -> tuple[float, float]:
         """What is to be least, and what has a limit."""
@@ -82,7 +82,7 @@ class Steps:
         return tuple(dict.fromkeys(found))
 
     def _all(self, op: Operation, spots: Spots) -> Iterator[Done]:
-        if op.kind.kind is Kind.COMMIT:
+        if op.opdef.kind is Kind.COMMIT:
             home = self.ways.homes.of(self.ways.simple.graph.variables[op.attrs["variable"]].output)
             for sent, after in self._bring(op, spots, [(home,)]):
                 yield from self._ended(op, sent, 0.0, after, -1, ())
@@ -98,7 +98,7 @@ class Steps:
     def _bring(self, op: Operation, spots: Spots, wants: Sequence[Sequence[Sharding]]) -> list[tuple[float, Spots]]:
         """Bytes and spots after bringing each operand to one of the shardings wanted of it, if any is."""
         xs = self.operands(op)
-        region = UPDATE if op.kind.kind is Kind.COMMIT else op.region
+        region = UPDATE if op.opdef.kind is Kind.COMMIT else op.region
         partial = {spots: 0.0}
         for x, alternatives in zip(self.ways.simple.inputs[op], wants, strict=True):
             if not alternatives:
@@ -138,7 +138,7 @@ class Steps:
         self, op: Operation, sent: float, work: float, after: Spots, out: Sharding, ways: tuple[Way, ...]
     ) -> Iterator[Done]:
         where, y = self.at[op.output], op.output
-        if op.kind.home is Home.GIVEN:  # nobody goes round a constraint
+        if op.opdef.home is Home.GIVEN:  # nobody goes round a constraint
             sent, out = sent + where.move(out, where.home)[0], where.home
         spot = where.made(out, op.region)
         if y in self.ways.simple.graph.gradient_of and not where.bound and not where.is_small(out):

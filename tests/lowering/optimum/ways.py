@@ -70,13 +70,13 @@ class Ways:
             for x in self.again[y] if y in self.last else ():
                 self.last[x] = max(self.last[x], self.last[y], key=at.__getitem__)
         for op in simple.operations:
-            if op.kind.kind is not Kind.COMMIT:
+            if op.opdef.kind is not Kind.COMMIT:
                 self._prepare(op)
         self.least_work = sum(map(self.least_work_of, simple.operations))
 
     def _can_run_again(self, op: Operation) -> bool:
         """Whether its result may be made wherever it is wanted: of nothing, of smaller operands, or of such as it."""
-        if op.kind.kind not in AGAIN or op.kind.home is Home.GIVEN or op.kind.show or len(op.outputs) > 1:
+        if op.opdef.kind not in AGAIN or op.opdef.home is Home.GIVEN or op.opdef.show or len(op.outputs) > 1:
             return False
         y = op.output
         small = (x in self.again or _bytes(x) < _bytes(y) for x in self.simple.inputs[op])
@@ -109,7 +109,7 @@ class Ways:
 
     def least_work_of(self, op: Operation) -> float:
         """The least work an operation can do."""
-        if op.kind.kind is Kind.COMMIT or op.output in self.again:
+        if op.opdef.kind is Kind.COMMIT or op.output in self.again:
             return 0.0
         return min((way.work for way in self.of.get(op, ())), default=0.0)
 
@@ -122,7 +122,7 @@ class Ways:
             for d in y.shape
         }
         self._waiting[y] = set(home.mesh.axes) if is_zero(op) else set()
-        if op.kind.kind in RESIDENT:
+        if op.opdef.kind in RESIDENT:
             return
         xs = self.simple.inputs[op]
         signature = self._signatures.of(op)
@@ -198,12 +198,12 @@ class Ways:
     def adding(self, op: Operation, out: Sharding, count: int) -> Work:
         """The work of adding so many terms."""
         block = TensorType(out.local_shape, op.output.dtype)
-        return op.kind.work((block,) * count, block, op.attrs)
+        return op.opdef.work((block,) * count, block, op.attrs)
 
 
 def adds(signature: Signature) -> bool:
     """Whether an operation is the sum of its operands."""
-    return signature.op.kind.name == "add_n"
+    return signature.op.opdef.name == "add_n"
 
 
 def _bytes(t: Tensor) -> int:

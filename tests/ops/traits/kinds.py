@@ -27,7 +27,7 @@ def _nudged(s: Sample, n: int, at: tuple[Any, ...]) -> list[Array]:
         x[at] = x[at] * 1.375 + 0.109375
     else:
         dim = s.op.attrs.get("dim")
-        x[at] = (x[at] + 1) % index_count(s.op) if s.op.kind.indices == n and dim is not None else x[at] + 1
+        x[at] = (x[at] + 1) % index_count(s.op) if s.op.opdef.indices == n and dim is not None else x[at] + 1
     return [*s.arrays[:n], x, *s.arrays[n + 1 :]]
 
 

@@ -80,19 +80,19 @@ def samples(dtype: str = "float64") -> Mapping[str, tuple[Sample, ...]]:
         values: dict[Any, Array] = {}
         for op in roots[0].graph.operations:
             made = _evaluated(op, values, b.feeds, dtype)
-            if op.kind.name == case.op and all(x in values for x in op.inputs):
+            if op.opdef.name == case.op and all(x in values for x in op.inputs):
                 found.setdefault(case.op, []).append(Sample(op, tuple(values[x] for x in op.inputs)))
             values.update(zip(op.outputs, made, strict=False))
     return {name: tuple(uses) for name, uses in found.items()}
 
 
 def _evaluated(op: Operation, values: Mapping[Any, Array], feeds: Mapping[str, Array], dtype: str) -> Sequence[Array]:
-    if op.kind.kind in RESIDENT:
+    if op.opdef.kind in RESIDENT:
         whole = feeds[op.name] if op.name in feeds else np.full(op.output.shape.sizes, 1.25)
         return [np.asarray(round_to(np.asarray(whole), dtype), op.output.dtype.storage)]
-    if op.kind.kind in STRUCTURE or any(x not in values for x in op.inputs):
+    if op.opdef.kind in STRUCTURE or any(x not in values for x in op.inputs):
         return []
-    return stored(op, apply(op.kind, op, [values[x] for x in op.inputs]))
+    return stored(op, apply(op.opdef, op, [values[x] for x in op.inputs]))
 
 
 def stored(op: Operation, made: Sequence[Array]) -> list[Array]:
