@@ -47,6 +47,8 @@ class Var:
     const: Array | None = None
     key: bool = False
     data: bool = False
+    # in the body of a loop: which loop, and what the value is in each trip, where that is known
+    trips: tuple[int, Array] | None = None
     maker: Step | None = None
     users: list[Step] = field(default_factory=list)
 

@@ -26,6 +26,7 @@ from meshlib.jax.importing.rewrites.mapped import mapped_axes
 from meshlib.jax.importing.ruled import KIND as CUSTOM_RULE
 from meshlib.jax.importing.ruled import ruled
 from meshlib.jax.importing.table import RULES
+from meshlib.jax.importing.trips import count_trips, follow
 
 # Primitives that are a call of what they hold, and where that is.
 _CALLS = {
@@ -189,6 +190,8 @@ class Tracing:
             return outs
         for out in outs:
             out.maker = step
+        if any(x.trips is not None for x in ins):
+            follow(step)
         where = _kept(self.policy, eqn) if self.policy is not None and len(outs) == 1 else None
         if where is not None:
             self.saved += 1
@@ -276,6 +279,8 @@ class Tracing:
         of_keys = [isinstance(x, Var) and x.key for x in ins[consts:]]
         parts = [[self.var(part, of_keys=key) for part in parts_of([a])] for a, key in zip(avals, of_keys, strict=True)]
         own = [x for held in parts for x in held]
+        if all(len(held) == 1 for held in parts):
+            count_trips(eqn, [flat([x])[0] for x in ins], own, self.axes.space())
         body = self.body(closed, [*ins[:consts], *packed(own, avals)], Place(place.line, ()))
         body.ins = own
         count = sum(map(len, parts[:carries]))

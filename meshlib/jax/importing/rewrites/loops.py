@@ -2,8 +2,9 @@
 
 How often it runs is known where its condition depends on nothing but numbers that are known from the start, such as a
 counter: these alone are run, here and now. Where only a part of the condition is such, as in (i < 100) & (error > eps),
-that part bounds the trips, and of those after the end nothing is kept. Where there is none, whoever imports may bound
-them.
+that part bounds the trips, and of those after the end nothing is kept. So it is where the number of trips follows from
+the counter of a loop around, as in attention block by block: the most of all its trips is the bound. Where there is
+none, whoever imports may bound them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
@@ -58,8 +60,12 @@ def _conjuncts(jaxpr: Any) -> Iterator[Any]:
             yield flag
 
 
-def _trips(w: _While, operands: Sequence[Var], flag: Any) -> int | None:
-    """How often one of the conjuncts, taken alone, lets the loop run; None if that depends on data, or has no end."""
+def _trips(w: _While, operands: Sequence[Var], flag: Any) -> tuple[int, bool] | None:
+    """How often one of the conjuncts, taken alone, lets the loop run at most, and whether that is always as often.
+
+    It may differ from trip to trip of a loop around, where a bound follows from its counter.
+    Returns: None if it depends on data, or has no end.
+    """
     of_cond, of_body, carries = w.parted(operands)
     test, needed = dce_jaxpr(w.cond.jaxpr.replace(outvars=[flag]), [True], instantiate=False)
     live = list(needed[len(of_cond) :])
@@ -72,21 +78,30 @@ def _trips(w: _While, operands: Sequence[Var], flag: Any) -> int | None:
     read = [x for x, used in zip(of_cond, needed, strict=False) if used]
     read += [x for x, used in zip(of_body, reads, strict=False) if used]
     begins = [x for x, used in zip(carries, live, strict=True) if used]
-    if any(x.const is None or x.key for x in (*read, *begins)):
+    varying = [x for x in (*read, *begins) if x.const is None or x.key]
+    if any(x.trips is None for x in varying) or len({x.trips[0] for x in varying if x.trips is not None}) > 1:
         return None
+    around = next((len(x.trips[1]) for x in varying if x.trips is not None), 1)
     tested, run = (jax.extend.core.ClosedJaxpr(j, c.consts) for j, c in ((test, w.cond), (again, w.body)))
-    fixed = [[x.elements for x, used in zip(xs, which, strict=False) if used]
+
+    def each(x: Var) -> Any:
+        return np.broadcast_to(x.const, (around, *x.shape)) if x.trips is None else x.trips[1]
+
+    fixed = [[each(x) for x, used in zip(xs, which, strict=False) if used]
              for xs, which in ((of_cond, needed), (of_body, reads))]  # fmt: skip
     goes_on = jaxpr_as_fun(tested)
     trip = jaxpr_as_fun(run)
 
-    def some(state: Any) -> Any:
-        count, held = state
-        return (count < _MOST_TRIPS) & goes_on(*fixed[0], *held)[0]
+    def counted(tests: Any, runs: Any, starts: Any) -> Any:
+        def some(state: Any) -> Any:
+            count, held = state
+            return (count < _MOST_TRIPS) & goes_on(*tests, *held)[0]
+
+        return lax.while_loop(some, lambda s: (s[0] + 1, trip(*runs, *s[1])), (0, starts))[0]
 
     with jax.ensure_compile_time_eval():
-        count, _ = lax.while_loop(some, lambda s: (s[0] + 1, trip(*fixed[1], *s[1])), (0, [x.elements for x in begins]))
-    return None if int(count) == _MOST_TRIPS else int(count)
+        counts = np.asarray(jax.vmap(counted, axis_size=around)(*fixed, [each(x) for x in begins]))
+    return None if counts.max() == _MOST_TRIPS else (int(counts.max()), bool(counts.min() == counts.max()))
 
 
 def _length(step: Step) -> tuple[int | None, bool]:
@@ -95,7 +110,8 @@ def _length(step: Step) -> tuple[int | None, bool]:
     counts = [_trips(w, step.ins, flag) for flag in _conjuncts(w.cond.jaxpr)]
     known = [n for n in counts if n is not None]
     given: int | None = step.params["most_trips"]
-    return (min(known) if known else given), len(known) < len(counts)
+    always = len(known) == len(counts) and all(same for _, same in known)
+    return (min(n for n, _ in known) if known else given), not always
 
 
 def _as_scan(step: Step) -> Function | None:

@@ -1,0 +1,103 @@
+"""What is known of values in a loop trip by trip: counters, and what is computed of them alone.
+
+Loops within it may end by such values: see `meshlib.jax.importing.rewrites.loops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from meshlib.jax.importing.code import Step, Var, numpy_type
+from meshlib.jax.importing.table import RULES
+
+_MOST = 1 << 14  # trips that are followed
+
+
+def follow(step: Step) -> None:
+    """Say what a result is in each trip, if all operands are known in each trip of one loop."""
+    rule = RULES.get(step.kind)
+    loops = {x.trips[0] for x in step.ins if x.trips is not None}
+    known = all((x.const is not None or x.trips is not None) and not x.key for x in step.ins)
+    if rule is None or rule.fold is None or not known or len(loops) != 1 or len(step.outs) != 1 or step.outs[0].shape:
+        return
+    count = next(len(x.trips[1]) for x in step.ins if x.trips is not None)
+    made = [
+        rule.fold(step, *(x.elements if x.trips is None else x.trips[1][n] for x in step.ins)) for n in range(count)
+    ]
+    step.outs[0].trips = loops.pop(), np.asarray(made).reshape(count).astype(numpy_type(step.outs[0].dtype))
+
+
+def count_trips(eqn: Any, ins: Sequence[Var], own: Sequence[Var], loop: int) -> None:
+    """Say of the arguments of a `scan`'s body what they are in each trip: counters among its carries, known slices.
+
+    `own` are the body's arguments after its constants. It is looked for where a `while` inside may need it.
+    """
+    p = eqn.params
+    closed, consts, carries, length = p["jaxpr"], int(p["num_consts"]), int(p["num_carry"]), int(p["length"])
+    if not 0 < length <= _MOST or not any(e.primitive.name == "while" for e in _walk(closed.jaxpr)):
+        return
+    for x, slices in zip(own[carries:], ins[consts + carries :], strict=True):
+        if slices.const is not None and not x.shape and not x.key:
+            x.trips = loop, np.asarray(slices.elements)[:: -1 if p["reverse"] else 1]
+    counters = [n for n in range(carries) if ins[consts + n].const is not None and not own[n].shape and not own[n].key]
+    while counters:
+        wanted = [n in counters for n in range(len(closed.jaxpr.outvars))]
+        jaxpr, used = dce_jaxpr(closed.jaxpr, wanted)
+        fixed = [x for x, u in zip(ins[:consts], used, strict=False) if u]
+        foreign = any(x.const is None or x.key for x in fixed) or any(used[consts + carries :])
+        read = [n for n in range(carries) if used[consts + n]]
+        if not foreign and set(read) <= set(counters):
+            body, begins = ClosedJaxpr(jaxpr, closed.consts), [ins[consts + n] for n in counters]
+            _set(body, fixed, read, counters, begins, own, loop, length)
+            return
+        counters = _independent(closed.jaxpr, counters, ins, consts, carries)
+
+
+def _independent(jaxpr: Any, counters: Sequence[int], ins: Sequence[Var], consts: int, carries: int) -> list[int]:
+    """The counters that depend on no others than themselves and known values."""
+    kept = []
+    for n in counters:
+        _, used = dce_jaxpr(jaxpr, [m == n for m in range(len(jaxpr.outvars))])
+        known = all(ins[m].const is not None and not ins[m].key for m in range(consts) if used[m])
+        others = {m for m in range(carries) if used[consts + m]} - {*counters}
+        if known and not others and not any(used[consts + carries :]):
+            kept.append(n)
+    return kept if len(kept) < len(counters) else []
+
+
+def _set(
+    body: Any,
+    fixed: Sequence[Var],
+    read: Sequence[int],
+    counters: Sequence[int],
+    begins: Sequence[Var],
+    own: Sequence[Var],
+    loop: int,
+    length: int,
+) -> None:
+    function, at = jaxpr_as_fun(body), [*counters]
+
+    def trip(held: list[Any], _: None) -> tuple[list[Any], list[Any]]:
+        made = function(*(x.elements for x in fixed), *(held[at.index(n)] for n in read))
+        return list(made), held
+
+    with jax.ensure_compile_time_eval():
+        stacks = lax.scan(trip, [jax.numpy.asarray(x.elements) for x in begins], None, length=length)[1]
+    for n, values in zip(counters, stacks, strict=True):
+        own[n].trips = loop, np.asarray(values)
+
+
+def _walk(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for held in eqn.params.values():
+            for inner in held if isinstance(held, tuple | list) else (held,):
+                if isinstance(inner, ClosedJaxpr | Jaxpr):
+                    yield from _walk(getattr(inner, "jaxpr", inner))
