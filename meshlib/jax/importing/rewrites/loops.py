@@ -85,7 +85,10 @@ def _trips(w: _While, operands: Sequence[Var], flag: Any) -> tuple[int, bool] | 
     tested, run = (jax.extend.core.ClosedJaxpr(j, c.consts) for j, c in ((test, w.cond), (again, w.body)))
 
     def each(x: Var) -> Any:
-        return np.broadcast_to(x.const, (around, *x.shape)) if x.trips is None else x.trips[1]
+        if x.trips is not None:
+            return x.trips[1]
+        assert x.const is not None
+        return np.broadcast_to(x.const, (around, *x.shape))
 
     fixed = [[each(x) for x, used in zip(xs, which, strict=False) if used]
              for xs, which in ((of_cond, needed), (of_body, reads))]  # fmt: skip
