@@ -1,0 +1,95 @@
+"""`meshlib plan base.yml KEY=VALUE ...`, `config.json`, and plans as something to run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("yaml")
+
+from meshlib.command import main
+
+TINY = [
+    *("base_emb_dim=64", "base_num_query_heads=4", "base_num_kv_heads=4", "base_mlp_dim=128", "head_dim=16"),
+    *("vocab_size=256", "base_num_decoder_layers=2", "max_target_length=64", "per_device_batch_size=4"),
+]
+
+
+def run(*typed: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    try:
+        status = main(typed)
+    except SystemExit as stop:
+        status = int(str(stop.code))
+    shown = capsys.readouterr()
+    return status, shown.out, shown.err
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> str:
+    file = tmp_path / "base.yml"
+    file.write_text("run_name: ''\n")
+    return str(file)
+
+
+def test_a_pasted_command_line_is_planned(base: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(
+        "plan", base, *TINY, "--slice", "2*v5e-16", "ici_tensor_parallelism=4", "sa_block_q=1024", "steps=7",
+        capsys=capsys,
+    )  # fmt: skip
+    assert status == 0
+    assert "mesh       data:2;fsdp:4;tensor:4" in out
+    assert "128 sequences of 64 tokens" in out
+    assert "not expressed: sa_block_q=1024" in out
+    assert "steps" not in out
+
+
+def test_the_other_commands_take_configurations(base: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run("estimate", base, *TINY, "--slice", "v5e-16", "--rows", "3", capsys=capsys)
+    assert status == 0
+    assert "fsdp:16" in out
+
+
+def test_lines_for_maxtext_are_the_overrides(base: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run("plan", base, *TINY, "--slice", "v5e-16", "--emit", "maxtext", capsys=capsys)
+    assert (status, out.splitlines()) == (0, TINY)
+
+
+@pytest.mark.parametrize("target", ["flax", "haliax", "specs", "python"])
+def test_plans_are_printed_for_other_targets(base: str, target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, err = run("plan", base, *TINY, "--slice", "v5e-16", "--emit", target, capsys=capsys)
+    assert err == ""
+    assert ("read_maxtext(" if target == "python" else "jax.make_mesh((16,), ('fsdp',))") in out
+
+
+def test_configs_of_hugging_face_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "config.json"
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    file.write_text(json.dumps({"model_type": "qwen2", "vocab_size": 256, **sizes}))
+    args = ("--slice", "v5e-4", "--length", "64", "--batch", "8", "--layout", "fsdp@fsdp:4", "--remat", "full")
+    status, out, _ = run("plan", str(file), *args, capsys=capsys)
+    assert status == 0
+    assert "115,392 parameters" in out  # 2 * 256 * 64 + 64 + 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64 + 3 * 64)
+
+
+MISTAKES = {
+    "unknown key": ("plan BASE per_device_batchsize=2 --slice v5e-16", "did you mean 'per_device_batch_size'"),
+    "no equals": ("plan BASE steps --slice v5e-16", "unrecognized arguments: steps"),
+    "overrides of a model": ("plan gpt2 steps=2 --slice v5e-16", "unrecognized arguments: steps=2"),
+    "batch": ("plan BASE --batch 3 --slice v5e-16", "per_device_batch_size="),
+    "layout": ("plan BASE --layout fsdp@fsdp:16 --slice v5e-16", "ici_*"),
+    "rank": ("plan BASE --slice v5e-16 --emit maxtext --rank 2", "there are 1 plans"),
+    "target": ("plan BASE --slice v5e-16 --emit torch", "invalid choice: 'torch'"),
+    "no slice": ("explain BASE", "give --slice"),
+    "no file": ("plan /nowhere/base.yml --slice v5e-16", "can't be read"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_one_line(base: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    typed, text = MISTAKES[name]
+    status, out, err = run(*typed.replace("BASE", base).split(), capsys=capsys)
+    assert (status, out) == (2, "")
+    assert text in err
+    assert "Traceback" not in err
