@@ -102,3 +102,18 @@ def test_an_ambient_mesh_needs_no_devices_and_its_axes_are_constraints() -> None
     assert [str(c.rules) for c in graph.constraints] == ["n:a;k:b", "k:b"]
     program = mtf.lower(graph.outputs, mesh="a:2;b:2")
     assert [(c.kind, c.axes) for c in program.collectives] == [("all_reduce", ("b",)), ("all_reduce", ("a",))]
+
+
+def test_constants_of_the_body_bear_no_mesh() -> None:
+    """As those of jitted functions of JAX's own, under a mesh that is set."""
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+    def body(x):
+        whole = jnp.argmax(x, -1, keepdims=True) // 2 + lax.axis_index("a") % 2
+        return x * whole.astype(x.dtype)
+
+    def loss(w, x):
+        return (jax.shard_map(body, in_specs=BOTH, out_specs=BOTH)(x) @ w).sum()
+
+    with jax.set_mesh(mesh):
+        compared(loss, W, X, names=NAMES, layouts=LAYOUTS[:1])

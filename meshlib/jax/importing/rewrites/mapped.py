@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core
 
@@ -115,10 +116,11 @@ def _in_blocks(jaxpr: Any, over: _Over) -> Callable[..., list[Any]]:
     inner, consts = getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
     def run(*operands: Any) -> list[Any]:
-        values: dict[Any, Any] = dict(zip((*inner.constvars, *inner.invars), (*consts, *operands), strict=True))
+        values: dict[Any, Any] = dict(zip(inner.invars, operands, strict=True))
+        values.update((v, _plain(x, v.aval)) for v, x in zip(inner.constvars, consts, strict=True))
 
         def read(atom: Any) -> Any:
-            return atom.val if hasattr(atom, "val") else values[atom]
+            return _plain(atom.val, atom.aval) if hasattr(atom, "val") else values[atom]
 
         for eqn in inner.eqns:
             made = _bound(eqn, [read(v) for v in eqn.invars], over)
@@ -126,6 +128,11 @@ def _in_blocks(jaxpr: Any, over: _Over) -> Callable[..., list[Any]]:
         return [read(v) for v in inner.outvars]
 
     return run
+
+
+def _plain(value: Any, aval: Any) -> Any:
+    """A constant without what it says of the mesh, whose axes are those of the body."""
+    return value if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) else np.asarray(value, aval.dtype)
 
 
 _SAME = ("pvary", "pcast", "sharding_constraint", "reshard", "mesh_cast")
