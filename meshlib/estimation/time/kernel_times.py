@@ -10,7 +10,8 @@ part of the softmax that runs between products.
 A group alone in its program has the launches, bytes and loops of its passes besides (`passes`).
 
 A product alone in its program passes through VMEM in the best blocks (`hardware.blocking`). Among others it reaches
-`product_rate` of that rate, and its blocks have `block_edge` rows and columns: [m, k] x [k, n] reads m k n / edge
+`product_rate` of that rate, but for as many rows as the array has: while these stream, the next weights shift in at the
+array's own pace, which leaves time for what else the rate stands for. Its blocks have `block_edge` rows and columns: [m, k] x [k, n] reads m k n / edge
 elements of each operand.
 
 A product in eight bits reads its operands as they were quantised before, in a pass of its own: what is read, and a byte
@@ -135,7 +136,7 @@ class Times:
         ops = kernel.padded_vpu_ops - (kernel.narrow_vpu_ops / 2 if chip.vpu_bf16 else 0.0)
         time: Time = time_of(chip, Work(tuple(p for p, _ in kernel.matmuls), vpu_ops=ops, hbm_bytes=traffic))
         bare_seconds = hbm_seconds(chip, min(exposed, traffic) + kernel.quantised_bytes) if time.mxu_seconds else 0.0
-        mxu = time.mxu_seconds / self.physics.product_rate
+        mxu = time.mxu_seconds * self._slowed(kernel)
         made = KernelTime(
             mxu, time.vpu_seconds, time.hbm_seconds, bare_seconds, time.launch_seconds, traffic,
             early_seconds=self._early(kernel, time.hbm_seconds, found),
@@ -156,6 +157,12 @@ class Times:
             return replace(time, launch_seconds=launch)
         vpu = max(time.vpu_seconds, loop)
         return replace(time, launch_seconds=launch, vpu_seconds=vpu, exposed_seconds=time.hbm_seconds)
+
+    def _slowed(self, kernel: Kernel) -> float:
+        """How much longer products take among others than alone: but for the rows of the array."""
+        rows = self.chip.mxu_rows
+        pace = max((rows / max(rows, min(p.m, p.n)) for p, _ in kernel.matmuls), default=0.0)
+        return pace + (1 - pace) / self.physics.product_rate
 
     def _read(self, blocks: Blocks, product: Matmul, sizes: tuple[float, float]) -> float:
         """Bytes that a product reads of its operands."""
