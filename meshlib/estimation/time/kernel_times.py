@@ -11,8 +11,8 @@ A group alone in its program has the launches, bytes and loops of its passes bes
 
 A product alone in its program passes through VMEM in the best blocks (`hardware.blocking`). Among others it reaches
 `product_rate` of that rate, but for as many rows as the array has: while these stream, the next weights shift in at the
-array's own pace, which leaves time for what else the rate stands for. Its blocks have `block_edge` rows and columns: [m, k] x [k, n] reads m k n / edge
-elements of each operand.
+array's own pace, which leaves time for what else the rate stands for. Its blocks have `block_edge` rows and columns:
+[m, k] x [k, n] reads m k n / edge elements of each operand.
 
 A product in eight bits reads its operands as they were quantised before, in a pass of its own: what is read, and a byte
 an element written. The pass is over before the product starts; products of one operand with the same scales share it.
