@@ -194,8 +194,9 @@ def _explained(text: str, compiled: Any, slice: Any, mesh: Any) -> Explained:
     module = parse(text)
     mesh_ = _mesh(compiled, mesh, slice, module.devices)
     slice_ = slice_for("explain", mesh_, slice)
-    found = collectives_of(module, HIDDEN)
-    if module.devices and module.devices != mesh_.size:
+    slices = _slices_of(module, mesh_, slice_)
+    found = collectives_of(module, HIDDEN, slices)
+    if module.devices and module.devices * slices != mesh_.size:
         raise ProgramError(
             f"explain: module '{module.name}' is compiled for {module.devices} devices, but mesh {mesh_} has "
             f"{mesh_.size}; give the mesh and the slice that it was compiled for"
@@ -204,6 +205,21 @@ def _explained(text: str, compiled: Any, slice: Any, mesh: Any) -> Explained:
     placement, names = _placement(slice_, mesh_, found, parts)
     rows = tuple(_row(c, axes, placement, names, reason) for c, axes, reason in _with_reasons(module, found, parts))
     return Explained(module.name, mesh_, slice_, rows, placement)
+
+
+def _slices_of(module: Module, mesh: Mesh, slice_: Slice) -> int:
+    """For how many slices a module is written slice by slice; 1 for one that names all devices.
+
+    Raises: ProgramError where slices join otherwise than along the first axis of the mesh.
+    """
+    if slice_.slices == 1 or module.devices * slice_.slices != mesh.size:
+        return 1
+    if mesh.sizes[0] % slice_.slices:
+        raise ProgramError(
+            f"explain: {slice_.name} has {slice_.slices} slices, which join along the first axis of a mesh; "
+            f"{mesh.sizes[0]} of '{mesh.axes[0]}' does not divide by that"
+        )
+    return slice_.slices
 
 
 def _with_reasons(

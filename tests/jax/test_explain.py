@@ -179,6 +179,54 @@ def test_a_collective_spread_over_fusions_counts_once_and_a_sliced_sum_is_a_scat
     assert found == [("all_gather", 3 * 16 * 8 * 2.0, True), ("reduce_scatter", 3 / 4 * 64 * 8 * 4, False)]
 
 
+def test_attributes_of_kernels_go_on_in_further_lines() -> None:
+    """What is behind such a kernel is not lost, and a text without a ROOT is refused."""
+    kernel = """  %k = bf16[16,8]{1,0} custom-call(%a), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"block": "{512}"
+}}, metadata={op_name="jit(f)/kernel"}
+"""
+    text = SPREAD.replace("  %f.1 = ", kernel + "  %f.1 = ")
+    module = parse(text)
+    assert module.computations["main"].instructions["k"].op_name == "jit(f)/kernel"
+    assert len(collectives_of(module)) == 2
+    with pytest.raises(mtf.ProgramError, match="'main' has no ROOT"):
+        parse(SPREAD.replace("ROOT %f.3", "%f.3"))
+
+
+# As a compiler writes one of two slices: a sum inside, and its host transfer to the other slice.
+TWO_SLICES = """HloModule step, is_scheduled=true, num_partitions=4
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %z = f32[] add(%x, %y)
+}
+
+ENTRY %main (p: f32[8,128]) -> f32[8,128] {
+  %p = f32[8,128]{1,0} parameter(0)
+  %r = f32[8,128]{1,0} all-reduce(%p), channel_id=1, replica_groups={{0,1},{2,3}}, to_apply=%add
+  %t = token[] after-all()
+  %s = (f32[8,128]{1,0}, u32[], token[]) send(%r, %t), is_host_transfer=true, frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
+  %v = (f32[8,128]{1,0}, u32[], token[]) recv(%t), is_host_transfer=true, frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
+  %d = (f32[8,128]{1,0}, token[]) recv-done(%v), is_host_transfer=true
+  ROOT %g = f32[8,128]{1,0} get-tuple-element(%d), index=0
+}
+"""  # noqa: E501
+
+
+def test_transfers_between_slices_are_collectives_over_the_first_axis() -> None:
+    found = mtf.jax.explain(TWO_SLICES, "2*v5e-4", mesh="data:2;x:2;y:2")
+    assert [(c.kind, c.axes, c.sent_bytes) for c in found.collectives] == [
+        ("all_reduce", ("y",), 4096.0),
+        ("all_reduce", ("data",), 4096.0),
+    ]
+    inside, between = found.collectives
+    assert inside.seconds is not None
+    assert between.seconds is not None
+    with pytest.raises(mtf.ProgramError, match="join along the first axis"):
+        mtf.jax.explain(TWO_SLICES, "2*v5e-4", mesh="x:1;data:2;y:4")
+
+
 @pytest.mark.parametrize(
     ("attributes", "wanted"),
     [

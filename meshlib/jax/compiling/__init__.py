@@ -38,7 +38,7 @@ Progress = Callable[[int, int, str], object]
 # CPU seconds and memory of compiling, measured with libtpu 0.0.42 on steps of 70 to 400 instructions: a step without
 # loops takes a few seconds; fusions in loops are tried out against VMEM, which takes most.
 START_SECONDS, LOOP_SECONDS, PLAIN_SECONDS = 2.0, 0.35, 0.03
-START_BYTES, INSTRUCTION_BYTES = 450 << 20, 3 << 20
+START_BYTES, INSTRUCTION_BYTES = 450 << 20, 3 << 19
 
 
 def compile_for(

@@ -2,16 +2,18 @@
 
 Compilers write one collective in several ways. A pair of `-start` and `-done` counts once. So does one that a TPU's
 compiler spreads over several fusions, which hold a copy each: that beside `AsyncCollectiveStart` counts. An all-reduce
-in a fusion that gives each device its slice is a reduce-scatter.
+in a fusion that gives each device its slice is a reduce-scatter. A module for several slices is written for one of
+them: what goes between slices are host transfers, sends that name the kind of collective.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
+from meshlib.core.errors import ProgramError
 from meshlib.jax.hlo.groups import Groups, permute_pairs, replica_groups
 from meshlib.jax.hlo.text import Array, Computation, Instruction, Module
 from meshlib.jax.hlo.walk import Frame, walk
@@ -22,6 +24,12 @@ KINDS = {
     "collective-broadcast": "collective_permute",
 }  # fmt: skip
 _LOOKS = ("bitcast", "reshape", "get-tuple-element", "copy", "convert", "transpose")  # show an operand, or parts of it
+# Host transfers between slices, by the type that the compiler writes.
+BETWEEN = {
+    "ALL_REDUCE": "all_reduce", "ALL_GATHER": "all_gather", "REDUCE_SCATTER": "reduce_scatter",
+    "ALL_TO_ALL": "all_to_all", "ONE_TO_ONE": "collective_permute", "COLLECTIVE_PERMUTE": "collective_permute",
+}  # fmt: skip
+_BETWEEN = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _DIMS = re.compile(r"\bdimensions=\{(\d+)\}")
 
 
@@ -82,20 +90,50 @@ class HloCollective:
         return max(self.payload_bytes, self.result_bytes)
 
 
-def collectives_of(module: Module, hidden: tuple[str, ...] = ()) -> list[HloCollective]:
+def collectives_of(module: Module, hidden: tuple[str, ...] = (), slices: int = 1) -> list[HloCollective]:
     """All collectives that run, in the order of the schedule; loops once with their trips as `count`.
 
     Args:
       module: what `parse` returned.
       hidden: parts of paths of files that are not the user's, which `source` passes over.
+      slices: for how many slices the module is, each with the devices that its header says; numbered slice by slice.
     Raises: ProgramError for groups in an unknown notation.
     """
     found = []
     for frame, i, times, branch in walk(module):
         opcode = i.opcode.removesuffix("-start")
         if opcode in KINDS and _is_counted(frame.holder, i):
-            found.append(_collective(module, frame, i, opcode, times, branch, hidden))
+            c = _collective(module, frame, i, opcode, times, branch, hidden)
+            found.append(c if slices == 1 else replace(c, groups=_in_each(c.groups, module.devices, slices)))
+        elif i.opcode == "send" and (between := _BETWEEN.search(i.attributes)):
+            found.append(_between(module, frame, i, between[1], times, branch, hidden, slices))
     return found
+
+
+def _in_each(groups: Groups, devices: int, slices: int) -> Groups:
+    """The groups of one slice, in each of several."""
+    return tuple(tuple(d + s * devices for d in g) for s in range(slices) for g in groups)
+
+
+def _between(
+    module: Module, frame: Frame, i: Instruction, transfer: str, times: int | None, branch: bool,
+    hidden: tuple[str, ...], slices: int,
+) -> HloCollective:  # fmt: skip
+    """A collective between slices: each device with those at its place in the others."""
+    if transfer not in BETWEEN:
+        raise ProgramError(f"explain: a transfer between slices of a kind that is not known: {transfer}")
+    kind = BETWEEN[transfer]
+    groups = tuple(tuple(d + s * module.devices for s in range(slices)) for d in range(module.devices))
+    if kind == "collective_permute":
+        groups = tuple((d + s * module.devices, d + (s + 1) % slices * module.devices) for d in range(module.devices)
+                       for s in range(slices))  # fmt: skip
+    operand = i.arrays[0]
+    result = operand.bytes * {"all_gather": slices}.get(kind, 1)
+    name = i.op_name or _op_name_beside(frame, i)
+    source = module.source(i, hidden) or _source_beside(module, frame, i, hidden)
+    return HloCollective(
+        kind, groups, (operand,), operand.bytes, result, times, branch, True, False, name, source, None, i.name, frame
+    )
 
 
 def _is_counted(holder: Computation, i: Instruction) -> bool:
