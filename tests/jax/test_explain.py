@@ -181,7 +181,7 @@ def test_a_collective_spread_over_fusions_counts_once_and_a_sliced_sum_is_a_scat
 
 def test_attributes_of_kernels_go_on_in_further_lines() -> None:
     """What is behind such a kernel is not lost, and a text without a ROOT is refused."""
-    kernel = """  %k = bf16[16,8]{1,0} custom-call(%a), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+    kernel = """  %k = bf16[16,8]{1,0} custom-call(%a), custom_call_target="x", frontend_attributes={kernel_metadata={
 "block": "{512}"
 }}, metadata={op_name="jit(f)/kernel"}
 """
