@@ -311,7 +311,7 @@ def test_names_of_differences() -> None:
     more = changed(program, row("all_reduce", [("f32[32,64]", size), ("f32[8]", 32)]))
     assert more == ["added: all_reduce of f32, 32 B, over data: why"]
     moved = changed(program, row("all_reduce", [("f32[16,64]", size // 2)], count=2))
-    assert moved == [f"{name}: moved out of the loop, 2 runs instead of 1"]
+    assert moved == [f"{name}: in pieces, 2 runs instead of 1"]
     padded = changed(program, row("all_reduce", [("f32[33,64]", 33 * 64 * 4)]))
     assert padded == [f"{name}: padded by 256 B"]
 

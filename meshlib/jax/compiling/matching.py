@@ -292,7 +292,8 @@ def _notes(p: Planned) -> list[str]:
         if m.dtype_bytes and m.dtype_bytes != p.dtype_bytes and _same_elements(m, p):
             notes.append(f"sent as {m.dtype}, {m.dtype_bytes} bytes an element instead of {p.dtype_bytes}")
         if m.times != p.times:
-            moved = "moved out of the loop, " if m.times * m.payload_bytes == p.times * p.payload_bytes else ""
+            same = m.times * m.payload_bytes == p.times * p.payload_bytes
+            moved = "" if not same else "moved out of the loop, " if m.times < p.times else "in pieces, "
             notes.append(f"{moved}{m.times:,} runs instead of {p.times:,}")
         if len(p.became) == 1 and set(m.axes) != set(p.axes):
             notes.append(f"over {'+'.join(m.launch.axes or ('unknown axes',))}")
