@@ -1,0 +1,158 @@
+"""Products of bfloat16 values through BLAS, in the order of addition of the systolic array, to the last bit.
+
+The product of two bfloat16 values has 16 significant bits, so it is exact in float32 and a fused multiply-add rounds
+once, as a multiplication followed by an addition does. What is left to settle is the order of addition. A BLAS adds
+k = 0, 1, ... into one accumulator for each element of the result wherever its kernels work on whole register tiles;
+at ragged edges, and for depths that it cuts in blocks, it may not. So operands are padded with zeros to panels of a few
+fixed shapes, one tile of the array deep, and each shape is compared with the ordered loop, bit for bit, before it is
+used for the first time in a process. A shape that differs, under this BLAS on this processor, is never used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Ordered = Callable[[Array, Array, Array, int], None]  # first [K, B, M], second [K, B, N], out [B, M, N], rows
+
+EDGES = (48, 96, 192, 384)  # of panels: multiples of the register tiles of all common kernels
+DEPTHS = (16, 32, 64)  # of panels less deep than the array
+MOST_PADDING = 8  # a panel costs an eighth of the ordered loop for each multiply-add, at the most
+LARGEST_PRODUCT = float(np.finfo(np.float32).max)
+SMALLEST_PRODUCT = 2.0**-134  # whose last of 16 bits is still on the grid of float32's subnormals
+
+_MAGNITUDE, _LOWER_HALF, _INFINITY = np.uint32(0x7FFFFFFF), np.uint32(0xFFFF), np.uint32(0x7F800000)
+
+
+class Panel(NamedTuple):
+    """The shape of one call of BLAS: [height, depth] times [depth, width]."""
+
+    height: int
+    width: int
+    depth: int
+
+
+def multiply_exactly(left: Array, right: Array, out: Array, rows: int, ordered: Ordered) -> bool:
+    """Multiply as an array of `rows` rows does, where BLAS is known to give the same bits.
+
+    Args:
+      left: [B, M, K], float32. right: [B, K, N], float32.
+      out: [B, M, N], float32, filled if the result is True and left alone otherwise.
+      rows: depth of a tile: partial sums begin at 0 in each, and tiles are added in order.
+      ordered: the ordered loop, which new shapes of panels are compared with.
+    Returns: whether `out` was filled. Operands that are not bfloat16 values, that are not finite, or whose products
+      leave the range in which they are exact are refused, and so are shapes that padding would make too large.
+    Example:
+      >>> from hardware.numerics import mxu_matmul  # which calls this function
+      >>> x = np.arange(-2304, 2304, dtype=np.float32).reshape(48, 96) / 64
+      >>> x.view(np.uint32)[...] &= np.uint32(0xFFFF0000)  # now bfloat16 values
+      >>> bool((mxu_matmul(x, x.T) == x.astype(np.float64) @ x.T.astype(np.float64)).mean() > 0.5)
+      True
+    """
+    batch, height, depth = left.shape
+    width = right.shape[2]
+    if 0 in (batch, height, width, depth):
+        return False
+    tile = min(rows, next((d for d in DEPTHS if d >= depth), rows))
+    heights, widths = _edges(height), _edges(width)
+    tiles = math.ceil(depth / tile)
+    if sum(heights) * sum(widths) * tiles * tile > MOST_PADDING * height * width * depth:
+        return False
+    if not _products_are_exact(left, right):
+        return False
+    if not all(_is_exact(Panel(h, w, tile), ordered) for h in {*heights} for w in {*widths}):
+        return False
+    a = _padded(left, sum(heights), tiles * tile)
+    b = _padded(right, tiles * tile, sum(widths))
+    for n in range(batch):
+        for i, h in _runs(heights):
+            for j, w in _runs(widths):
+                total = _sum_of_tiles(a[n, i : i + h], b[n, :, j : j + w], tile)
+                place = out[n, i : i + h, j : j + w]
+                place[...] = total[: place.shape[0], : place.shape[1]]
+    return True
+
+
+def _sum_of_tiles(a: Array, b: Array, tile: int) -> Array:
+    """The product of one panel, tile after tile: the accumulator begins at 0."""
+    total = np.zeros((a.shape[0], b.shape[1]), np.float32)
+    partial = np.empty_like(total)
+    for k in range(0, a.shape[1], tile):
+        np.matmul(a[:, k : k + tile], b[k : k + tile], out=partial)
+        np.add(total, partial, out=total)
+    return total
+
+
+def _edges(size: int) -> list[int]:
+    """The edges of the panels that cover `size` rows or columns: largest ones, then the least that holds the rest."""
+    whole, rest = divmod(size, EDGES[-1])
+    return [EDGES[-1]] * whole + ([next(e for e in EDGES if e >= rest)] if rest else [])
+
+
+def _runs(edges: list[int]) -> Iterator[tuple[int, int]]:
+    begin = 0
+    for edge in edges:
+        yield begin, edge
+        begin += edge
+
+
+def _padded(x: Array, height: int, width: int) -> Array:
+    if x.shape[1:] == (height, width) and x.flags.c_contiguous:
+        return x
+    wide = np.zeros((x.shape[0], height, width), np.float32)
+    wide[:, : x.shape[1], : x.shape[2]] = x
+    return wide
+
+
+def _products_are_exact(left: Array, right: Array) -> bool:
+    """Whether all operands are bfloat16 values, and all products of two of them exact in float32."""
+    ranges = _magnitudes(left), _magnitudes(right)
+    if None in ranges:
+        return False
+    (least, most), (other_least, other_most) = (r for r in ranges if r is not None)
+    return most * other_most <= LARGEST_PRODUCT and least * other_least >= SMALLEST_PRODUCT
+
+
+def _magnitudes(x: Array) -> tuple[float, float] | None:
+    """The least magnitude but zero and the greatest of finite bfloat16 values; None for any other values."""
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    if np.bitwise_or.reduce(bits, axis=None) & _LOWER_HALF:
+        return None
+    magnitudes = bits & _MAGNITUDE
+    most = magnitudes.max()
+    if most >= _INFINITY:
+        return None
+    least = np.minimum.reduce(magnitudes - np.uint32(1), axis=None)  # zero becomes the greatest
+    values = np.array([most if least >= _INFINITY else least + np.uint32(1), most], np.uint32).view(np.float32)
+    return (float(values[0]) or 1.0, float(values[1]))
+
+
+@lru_cache(maxsize=256)
+def _is_exact(panel: Panel, ordered: Ordered) -> bool:
+    """Whether BLAS adds a panel of this shape in order: tried once on values whose sums depend on their order."""
+    for seed in range(2):
+        a, b = (_probe((height, width), seed + n) for n, (height, width) in enumerate(
+            ((panel.height, panel.depth), (panel.depth, panel.width))
+        ))  # fmt: skip
+        expected = np.empty((1, panel.height, panel.width), np.float32)
+        ordered(np.ascontiguousarray(a.T)[:, None], b[:, None], expected, panel.depth)
+        if not np.array_equal(_sum_of_tiles(a, b, panel.depth).view(np.uint32), expected[0].view(np.uint32)):
+            return False
+    return True
+
+
+def _probe(shape: tuple[int, int], seed: int) -> Array:
+    """bfloat16 values over 2**-70 to 2**60, some zero of either sign: sums that cancel, absorb and are subnormal."""
+    random = np.random.default_rng(seed)
+    exponents = random.integers(-8, 9, shape) + random.choice([-62, 0, 52], (shape[0], 1))
+    values = np.ldexp(random.normal(size=shape), exponents).astype(np.float32)
+    values[random.random(shape) < 0.1] *= np.float32(0)
+    bits = values.view(np.uint32)
+    bits &= np.uint32(0xFFFF0000)
+    return values
