@@ -151,7 +151,7 @@ def _probe(shape: tuple[int, int], seed: int) -> Array:
     """bfloat16 values over 2**-70 to 2**60, some zero of either sign: sums that cancel, absorb and are subnormal."""
     random = np.random.default_rng(seed)
     exponents = random.integers(-8, 9, shape) + random.choice([-62, 0, 52], (shape[0], 1))
-    values = np.ldexp(random.normal(size=shape), exponents).astype(np.float32)
+    values: Array = np.ldexp(random.normal(size=shape), exponents).astype(np.float32)
     values[random.random(shape) < 0.1] *= np.float32(0)
     bits = values.view(np.uint32)
     bits &= np.uint32(0xFFFF0000)
