@@ -112,16 +112,19 @@ class Keeper:
     def newest(self, run: Simulation) -> dict[str, Any] | None:
         """Give `run` the state of the newest checkpoint; where the loop was then. None if there is none.
 
-        With `on_damage="previous"` damaged ones are passed over, with a warning, and renamed to end in `.damaged`.
+        With `on_damage="previous"` those that are damaged, or can't be read, are passed over, with a warning, and
+        renamed to end in `.damaged`.
 
         Raises: DamagedError for one that is damaged, CheckpointError for one of another program.
         """
-        damaged: list[tuple[Path, DamagedError]] = []
+        damaged: list[tuple[Path, CheckpointError]] = []
         there = self.there()
         for path in reversed(there):
             try:
                 noted = self._restored(path, run)
-            except DamagedError as fault:
+            except CheckpointError as fault:
+                if not isinstance(fault, DamagedError) and not isinstance(fault.__cause__, OSError):
+                    raise  # it is sound, but of another program
                 if self.on_damage != "previous":
                     older = len(there) > 1
                     raise DamagedError(

@@ -453,6 +453,15 @@ def test_a_damaged_checkpoint_is_passed_over_if_asked(tmp_path: Path) -> None:
     (folder / "step_000000006.safetensors").unlink()
     with pytest.raises(mtf.CheckpointError, match=r"on_damage='previous' goes on from step_000000002\.safetensors"):
         mtf.train(lowered, data(), 6, folder=folder, **options)
+    (folder / newest).unlink()
+    (folder / newest).symlink_to(folder / "gone")  # what can't be read is no better than what is damaged
+    with pytest.raises(mtf.CheckpointError, match=r"gone can't be read: .*'previous' goes on from step_000000002"):
+        mtf.train(lowered, data(), 6, folder=folder, **options)
+    with pytest.warns(UserWarning, match=r"gone can't be read: .*; training goes on from step_000000002"):
+        assert mtf.train(lowered, data(), 6, folder=folder, on_damage="previous", **options).step == 6
+    (folder / "step_000000006.safetensors").unlink()
+    (folder / newest).unlink(missing_ok=True)
+    (folder / newest).write_bytes(content[newest][:-1])
     (folder / "step_000000002.safetensors").write_bytes(b"")
     with pytest.raises(mtf.CheckpointError, match="all 2 checkpoints of the folder are damaged"):
         mtf.train(lowered, data(), 6, folder=folder, on_damage="previous", **options)
