@@ -55,8 +55,8 @@ class Generated:
       scores: of beam search the score, else the sum of the log-probabilities of all tokens that were drawn.
       ended: whether a stop token or text ended it, and not the number of tokens.
       steps: how many tokens were decoded after the prefill, at most, of a sequence.
-      dropped: of a model whose experts take tokens of several sequences together (`group_size`), how many choices of
-        experts found no room, in all layers and steps, those of rows that are done or empty included.
+      dropped: of a model with experts, how many choices of them found no room, in all layers: those of prompts, and with
+        `group_size` those of all steps, of rows that are done or empty, too.
     """
 
     tokens: tuple[tuple[int, ...], ...]
@@ -257,8 +257,8 @@ class Generator:
                 f"{at(WHAT)}: room for {self.batch} prompts of {self.length} tokens, "
                 f"got {len(given)} of up to {max(map(len, given))}"
             )
-        self.dropped = 0
         outputs = self.sim.run(self.prefill, self._feeds(given))
+        self.dropped = int(outputs.get("dropped", 0))
         if self.beams > 1:
             return self._searched(len(given), outputs, progress)
         completions: list[list[int]] = [[] for _ in given]

@@ -56,7 +56,9 @@ def prefill(
         ring that a layer with a window keeps), and `source_length` of the encoder's sequence: where there are fewer
         heads of keys than devices, which each hold all of them otherwise.
       scan: as of `transformer`.
-    Returns: ({"logits": [batch, vocab]}, updates) for `mtf.lower`. The updates write the caches and the positions.
+    Returns: ({"logits": [batch, vocab]}, updates) for `mtf.lower`. The updates write the caches and the positions. Of a
+      model with experts also "dropped", how many choices of experts found no room in all layers: those of prompts have
+      the room of `Routing.capacity_factor_eval`.
     Raises: GraphError for a config that does not decode, sizes that do not fit, and a cache_dtype that is none.
     Example:
       >>> import numpy as np
@@ -184,7 +186,8 @@ class _Serving:
         last = gather(x, lengths - 1, dim, name="last")
         begin = lengths if self.hypotheses is None else broadcast(lengths, Shape([self.sequences, self.hypotheses]))
         positions = assign(self._state("positions", self.hypotheses), begin)
-        return {"logits": self.builder.logits(last)}, [*caches.updates, positions]
+        outputs = {"logits": self.builder.logits(last), **self._dropped()}
+        return outputs, [*caches.updates, positions]
 
     def decode(self) -> Step:
         """One token."""
@@ -208,13 +211,19 @@ class _Serving:
         moved = assign_add(held, 1) if parents is None else assign(held, positions + 1)
         outputs = {"logits": self.builder.logits(x)}
         if self.group_size is not None:
-            outputs["dropped"] = add_n([reduce_sum(said.dropped) for said in self.builder.said.values()])
+            outputs |= self._dropped()
         return outputs, [*caches.updates, moved]
 
     # ------------------------------------------------------------ inside
 
     def _input(self, name: str, *dims: Dimension) -> Tensor:
         return input(name, [self.sequences, *dims], "int32")
+
+    def _dropped(self) -> dict[str, Tensor]:
+        """How many choices of experts found no room, of a model in which that may be."""
+        if not self.builder.said:
+            return {}
+        return {"dropped": add_n([reduce_sum(said.dropped) for said in self.builder.said.values()])}
 
     def _within(self, length: Dimension, lengths: Tensor) -> Tensor | None:
         """Which tokens are of a prompt, for experts, if there are any."""

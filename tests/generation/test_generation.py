@@ -62,10 +62,10 @@ def test_experts_that_take_prompts_together_say_what_they_drop() -> None:
     assert config.experts is not None
     state = trained(config)
 
-    def made(room: float, **options: Any) -> mtf.Generated:
+    def made(room: float, prompts: Any = ((3, 1), (3, 1)), **options: Any) -> mtf.Generated:
         routing = replace(config.experts.routing, capacity_factor_eval=room, min_expert_capacity=1)
         held = config.replace(experts=replace(config.experts, routing=routing))
-        return mtf.generate(held, [[3, 1], [3, 1]], state, max_tokens=4, precision="highest", **options)
+        return mtf.generate(held, prompts, state, max_tokens=4, precision="highest", **options)
 
     alone, roomy, tight = made(8.0), made(8.0, group_size=2), made(1e-6, group_size=2)
     assert (alone.tokens, alone.dropped) == (roomy.tokens, roomy.dropped)
@@ -73,6 +73,7 @@ def test_experts_that_take_prompts_together_say_what_they_drop() -> None:
     choices = config.layers * config.experts.routing.choices
     assert tight.dropped >= choices  # those of the second prompt, which wants what the first has taken
     assert tight.tokens[0] == alone.tokens[0]
+    assert made(1e-6, [[3, 3, 3]]).dropped >= 2 * config.experts.routing.choices  # of the prompt, in the first layer
 
 
 # ---------------------------------------------------------------- the likeliest tokens
