@@ -175,7 +175,7 @@ def _users(what: str) -> Iterator[None]:
         yield
     except (MeshlibError, HardwareError):
         raise
-    except Exception as fault:
+    except (Exception, SystemExit) as fault:
         last = traceback.extract_tb(fault.__traceback__)[-1]
         if last.filename == __file__:  # the function itself was called in another way than it wants
             where = "; give its arguments with --set NAME=VALUE, those of a JAX function with --arg NAME=f32[256,512]"
