@@ -55,8 +55,8 @@ class Generated:
       scores: of beam search the score, else the sum of the log-probabilities of all tokens that were drawn.
       ended: whether a stop token or text ended it, and not the number of tokens.
       steps: how many tokens were decoded after the prefill, at most, of a sequence.
-      dropped: of a model with experts, how many choices of them found no room, in all layers: those of prompts, and with
-        `group_size` those of all steps, of rows that are done or empty, too.
+      dropped: of a model with experts, how many choices of them found no room, in all layers: those of
+        prompts, and with `group_size` those of all steps, of rows that are done or empty, too.
     """
 
     tokens: tuple[tuple[int, ...], ...]
