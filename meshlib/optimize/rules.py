@@ -101,6 +101,7 @@ class AdamOptimizer(Optimizer):
       lr: learning rate.
       beta_1, beta_2: in [0, 1).
       epsilon: added to the root.
+      mean_dtype: what m is kept in, where it differs from other slots.
     Slots: `adam_m`, `adam_v`.
     Source: Kingma and Ba, "Adam: a method for stochastic optimization", 2015, algorithm 1.
     Example:
@@ -115,11 +116,18 @@ class AdamOptimizer(Optimizer):
     """
 
     def __init__(
-        self, lr: LearningRate, beta_1: float = 0.9, beta_2: float = 0.999, epsilon: float = 1e-8, **kept: Unpack[Kept]
+        self,
+        lr: LearningRate,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-8,
+        mean_dtype: object = None,
+        **kept: Unpack[Kept],
     ) -> None:
         super().__init__(lr, **kept)
         self.beta_1, self.beta_2 = self.bounded(beta_1, "beta_1", FRACTION), self.bounded(beta_2, "beta_2", FRACTION)
         self.epsilon = self.bounded(epsilon, "epsilon")
+        self.mean_dtype = None if mean_dtype is None else self._float(mean_dtype, "mean_dtype")
 
     def scalars(self, done: Tensor, dtype: DType) -> Scalars:
         """The corrections of both means, taken out of the large tensors."""
@@ -139,7 +147,7 @@ class AdamOptimizer(Optimizer):
 
     def means(self, u: Update) -> tuple[Tensor, Tensor]:
         """The new running means of g and g^2, written to their slots."""
-        m, v = u.slot("adam_m"), u.slot("adam_v")
+        m, v = u.slot("adam_m", dtype=self.mean_dtype), u.slot("adam_v")
         new_m = m * self.beta_1 + u.grad * (1 - self.beta_1)
         new_v = v * self.beta_2 + square(u.grad) * (1 - self.beta_2)
         u.write(m, new_m)
@@ -151,7 +159,7 @@ class AdamWOptimizer(AdamOptimizer):
     """Adam with decoupled weight decay: what `AdamOptimizer` does, and w <- w - lr weight_decay w.
 
     Args:
-      lr, beta_1, beta_2, epsilon: as in AdamOptimizer.
+      lr, beta_1, beta_2, epsilon, mean_dtype: as in AdamOptimizer.
       weight_decay: fraction of w that a step at learning rate 1 takes away.
       exclude_from_weight_decay: regular expressions; a variable in whose name one is found is not decayed.
     Slots: `adam_m`, `adam_v`.
@@ -175,9 +183,10 @@ class AdamWOptimizer(AdamOptimizer):
         epsilon: float = 1e-8,
         weight_decay: float = 0.01,
         exclude_from_weight_decay: Sequence[str] | None = None,
+        mean_dtype: object = None,
         **kept: Unpack[Kept],
     ) -> None:
-        super().__init__(lr, beta_1, beta_2, epsilon, **kept)
+        super().__init__(lr, beta_1, beta_2, epsilon, mean_dtype, **kept)
         self.weight_decay = self.bounded(weight_decay, "weight_decay")
         self.exclude = self.patterns(exclude_from_weight_decay, "exclude_from_weight_decay")
 

@@ -132,7 +132,7 @@ def mixture(
     for g, group in enumerate(x):
         seen = np.ones(len(group), bool) if real is None else real[g]
         seen_of_all = 1.0 if real is None else max(float(np.mean(real)), 1e-20)
-        outcome = seats(group @ w["router/kernel"], w.get("router/bias"), r, seen)
+        outcome = seats(group @ w["router/kernel"] + w.get("router/logit_bias", 0.0), w.get("router/bias"), r, seen)
         for t, e, gate in outcome.seats:
             out[g, t] += gate * block(group[t], {n: v[e] for n, v in parts["experts"].items()}, activation)
         if parts["shared"]:

@@ -53,7 +53,7 @@ def values(graph: mtf.Graph, seed: int = 0) -> dict[str, Array]:
             made[name] = 0.3 * rng.normal(size=shape)
         else:
             inner = shape[1:] if name.startswith(("layers/", "encoder/layers/", "decoder/layers/")) else shape
-            made[name] = rng.normal(size=shape) * (np.prod(inner) / max(inner)) ** -0.25
+            made[name] = rng.normal(size=shape) * (np.prod(inner) / max(inner, default=1)) ** -0.25
     return {name: value.astype(np.float32) for name, value in made.items()}
 
 

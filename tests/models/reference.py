@@ -52,6 +52,12 @@ def normed(x: Array, w: Weights, config: Any) -> Array:
     return y + w["bias"] if "bias" in w else y
 
 
+def rms_of_all(x: Array, scale: Array, epsilon: float) -> Array:
+    """RMS norm over all axes but the first."""
+    flat = rms(x.reshape(len(x), -1), scale.reshape(-1), epsilon)
+    return flat.reshape(x.shape)
+
+
 def rms(x: Array, scale: Array, epsilon: float) -> Array:
     """RMS norm over the last axis."""
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * scale
@@ -171,7 +177,9 @@ def attention(
         q = q[:, :, None]  # [length, group, 1, head_dim]
     elif q.ndim == 3:
         q = q[:, None]
-    if config.qk_norm:
+    if config.qk_norm_over_heads:
+        q, k = (rms_of_all(y, w[f"{part}_norm/scale"], 1e-6) for part, y in (("q", q), ("k", k)))
+    elif config.qk_norm:
         q, k = rms(q, w["q_norm/scale"], 1e-6), rms(k, w["k_norm/scale"], 1e-6)
     hidden = np.array([[not seen(i, j, causal, window) for j in range(len(memory))] for i in range(len(x))])
     scale = q.shape[-1] ** -0.5 if config.attention_scale is None else config.attention_scale
@@ -261,11 +269,13 @@ def layer(
         own = w.under(f"{name}_norm")
         if config.norm_position == "post":
             x = normed(x + block(x), own, config)
-        elif config.post_norms:
+        elif config.norm_position == "output":
+            x = x + normed(block(x), own, config)
+        elif config.post_norms and (config.attention_post_norm or name == "feed_forward"):
             x = x + normed(block(normed(x, own, config)), w.under(f"{name}_post_norm"), config)
         else:
             x = x + block(normed(x, own, config))
-    return x
+    return x * w["layer_scale"] if config.layer_scale else x
 
 
 def stack(
@@ -287,7 +297,7 @@ def stack(
         unrolled = any(name.startswith(f"{w.prefix}layer_{n}/") for name in w.values)
         own = w.under(f"layer_{n}") if unrolled else w.under(one, trip)
         x = layer(x, own, config, causal, config.windows[n % len(config.windows)], bias, memory, losses)
-    return normed(x, w.under("final_norm"), config) if config.norm_position == "pre" else x
+    return normed(x, w.under("final_norm"), config) if config.norm_position != "post" else x
 
 
 def relative_bias(table: Array, length: int, config: Any, causal: bool) -> Array:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -65,6 +67,39 @@ def test_loss_and_gradients_equal_the_reference(name):
         slope = float((gradient.astype(np.float64) * direction).sum())
         scale = float(np.linalg.norm(gradient) * np.linalg.norm(direction) / np.sqrt(gradient.size))
         assert slope == pytest.approx((ahead - behind) / (2 * h), rel=2e-3, abs=2e-3 * scale + 1e-6), variable
+
+
+# Parts of decoders that no preset has: OLMo's norms, Qwen 2's biases, gpt-oss's router, one norm after a block.
+PARTS = {
+    "norms of outputs": {"norm_position": "output"},
+    "a norm over heads": {"qk_norm": True, "qk_norm_over_heads": True},
+    "a norm after one block": {"post_norms": True, "attention_post_norm": False},
+    "factors of layers": {"layer_scale": True},
+    "biases of q, k, v": {"attention_bias": True, "attention_out_bias": False},
+}
+
+
+@pytest.mark.parametrize("part", [*PARTS, "a bias of the router"])
+def test_parts_of_other_decoders_equal_the_reference(part):
+    config = small("llama3.1-405b").replace(**PARTS.get(part, {}))
+    if part not in PARTS:
+        experts = small("mixtral-8x7b").experts
+        config = config.replace(experts=replace(experts, routing=replace(experts.routing, logit_bias=True)))
+    graph, model, program = built(config, training=True)
+    held, fed = values(graph), feeds(config, model.inputs)
+    found = run(program, held, fed)
+    exact = {n: v.astype(np.float64) for n, v in held.items()}
+    rng = np.random.default_rng(1)
+    directions = {n: rng.normal(size=g.shape) for n, g in found.items() if n != "loss"}
+
+    def loss(step):
+        moved = {n: v + step * directions.get(n, 0.0) for n, v in exact.items()}
+        return reference.forward(config, moved, fed, training=True)
+
+    assert found["loss"] == pytest.approx(loss(0.0), rel=2e-5)
+    slope = sum(float((found[n].astype(np.float64) * d).sum()) for n, d in directions.items())
+    assert slope == pytest.approx((loss(1e-5) - loss(-1e-5)) / 2e-5, rel=5e-3)
+    assert sum(v.size for v in held.values()) == config.parameters
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -12,7 +12,8 @@ RATE = 1e-3  # no cost depends on it
 
 
 def optimizer_of(s: Settings) -> Optimizer:
-    """As `mtf.models.train_step` takes it: slots and master copies in the dtype of the weights, as optax keeps them.
+    """As `mtf.models.train_step` takes it: slots and master copies in the dtype of the weights, as optax keeps them;
+    the first moment in `mu_dtype` where it is given.
 
     Raises: GraphError for another optimizer.
     """
@@ -21,11 +22,10 @@ def optimizer_of(s: Settings) -> Optimizer:
         s.fail("opt_type", "this library has no Muon, which multiplies each gradient by itself several times")
     s.choice("opt_type", OPTIMIZERS)
     weights = s.choice("weight_dtype", tuple(FLOATS))
-    if s["mu_dtype"]:
-        s.choice("mu_dtype", tuple(FLOATS))
+    mean = s.choice("mu_dtype", tuple(FLOATS)) if s["mu_dtype"] else None
     if name == "sgd":
         return optimize.SgdOptimizer(RATE, master_dtype=weights)
-    return optimize.AdamWOptimizer(RATE, slot_dtype=weights, master_dtype=weights)
+    return optimize.AdamWOptimizer(RATE, mean_dtype=mean, slot_dtype=weights, master_dtype=weights)
 
 
 def clipping_norm(s: Settings) -> float | None:

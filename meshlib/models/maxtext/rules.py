@@ -70,7 +70,7 @@ def weights(config: TransformerConfig) -> dict[str, Named]:
     if config.experts is not None:
         made["experts"] = (("experts", "exp"), ("d_model", "embed_moe"), ("expert_d_ff", "mlp_moe"))
         if config.bias:
-            made["experts' bias"] = (("experts", "exp"), ("expert_d_ff", "mlp_moe"))
+            made["experts' bias"] = (("experts", "exp"), ("expert_d_ff", "activation_mlp"))
     return made
 
 

@@ -300,11 +300,8 @@ def _partly(s: Settings) -> list[Unread]:
     def note(key: str, changes: str) -> None:
         found.append(Unread(key, s[key], READ[key], changes))
 
-    weights = s["weight_dtype"]
-    if s["grad_dtype"] != "float32" and weights == "float32":
+    if s["grad_dtype"] != "float32" and s["weight_dtype"] == "float32":
         note("grad_dtype", "gradients are kept and clipped in this dtype; float32 here")
-    if s["mu_dtype"] and s["mu_dtype"] != weights and s["opt_type"] != "sgd":
-        note("mu_dtype", f"the first moment is kept in this dtype; as the second one in {weights} here")
     chunk = s["chunk_attn_window_size"]
     if chunk and chunk < s.size("max_target_length"):
         note("chunk_attn_window_size", "three of four layers see chunks of so many tokens; all tokens here")
