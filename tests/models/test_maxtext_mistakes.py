@@ -133,5 +133,5 @@ def test_damaged_files_are_refused_in_one_line(base: Path, name: str) -> None:
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(mtf.MeshlibError, match=r"nothing\.yml: can't be read: No such file"):
+    with pytest.raises(mtf.MeshlibError, match=r"nothing\.yml can't be read: No such file"):
         read_maxtext(tmp_path / "nothing.yml")
