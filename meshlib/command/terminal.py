@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 
 from hardware.errors import HardwareError
 from layouts.errors import LayoutError
+from meshlib.command.output import terminal_width
 from meshlib.core.errors import MeshlibError
 
 INTERRUPTED = 130  # what shells say of ctrl-C
@@ -44,15 +46,39 @@ def _say_no_more() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def progress(done: int, total: int, text: str) -> None:
-    """A bar on one line of the terminal; nothing where the output is not one."""
-    if sys.stderr.isatty():
-        filled = 30 * done // max(1, total)
-        line = f"[{'#' * filled}{'.' * (30 - filled)}] {done:,}/{total:,} {text}"
-        print(f"\r\033[K{line[:79]}", end="", file=sys.stderr, flush=True)
+class Progress:
+    """A bar on one line of the error stream, with the time that is left; shown after `DELAY` seconds.
+
+    Nothing is written where the error stream is no terminal, or `quiet`.
+    """
+
+    DELAY = 1.0
+
+    def __init__(self, quiet: bool = False) -> None:
+        self.shown = not quiet and sys.stderr is not None and sys.stderr.isatty()
+        self.begun = time.monotonic()
+
+    def __call__(self, done: int, total: int, text: str = "") -> None:
+        """Show that `done` of `total` steps are done."""
+        spent = time.monotonic() - self.begun
+        if self.shown and spent >= self.DELAY:
+            print(f"\r\033[K{bar(done, total, text, spent)[: terminal_width() - 1]}", end="", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        if self.shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def progress_ends() -> None:
-    """Take the bar away."""
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
+def bar(done: int, total: int, text: str, spent_seconds: float) -> str:
+    """Progress as a line.
+
+    >>> bar(10, 40, "best 2.1 s", 5)
+    '[#####...............] 10 of 40, about 15 s left, best 2.1 s'
+    """
+    filled = 20 * done // max(1, total)
+    left = f", about {spent_seconds * (total - done) / done:.0f} s left" if done else ""
+    more = f", {text}" if text else ""
+    return f"[{'#' * filled}{'.' * (20 - filled)}] {done:,} of {total:,}{left}{more}"

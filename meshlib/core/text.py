@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 
 def bytes_text(n: int | float) -> str:
@@ -75,27 +77,76 @@ def clipped(text: str, letters: int = 200) -> str:
     return text if len(text) <= letters else f"{text[: letters - 3]}..."
 
 
+_width: ContextVar[int | None] = ContextVar("width", default=None)
+LEAST = 10  # letters that a column keeps when a table is made narrower
+USUAL = 80
+
+
+@contextmanager
+def fitted_to(width: int | None) -> Iterator[None]:
+    """Tables and wrapped lines made inside fit into a width in letters; None: tables are as wide as they are.
+
+    >>> with fitted_to(20):
+    ...     grid([("a/very/long/name", "1 KiB"), ("b", "2 KiB")], right=(1,))
+    ['.../long/name  1 KiB', 'b              2 KiB']
+    """
+    token = _width.set(width)
+    try:
+        yield
+    finally:
+        _width.reset(token)
+
+
+def width() -> int:
+    """Letters of a line: those of `fitted_to`, or 80."""
+    return _width.get() or USUAL
+
+
 def grid(cells: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Rows of text in aligned columns; those in `right` to the right."""
+    """Rows of text in aligned columns; those in `right` to the right. The widest others give way to `fitted_to`."""
     widths = [max(len(row[k]) for row in cells) for k in range(len(cells[0]))]
+    limit = _width.get()
+    if limit is not None:
+        widths = _narrowed(widths, [k for k in range(len(widths)) if k not in right], limit)
     return [
         "  ".join(f"{c:>{w}}" if k in right else f"{c:<{w}}" for k, (c, w) in enumerate(zip(row, widths, strict=True)))
         .rstrip()
-        for row in cells
+        for row in ([ending(c, w) for c, w in zip(row, widths, strict=True)] for row in cells)
     ]  # fmt: skip
 
 
-def wrapped(text: str, head: str, after: str, width: int = 80) -> list[str]:
-    """Text in lines of at most `width`, cut behind `after`; the first begins with `head`, the others below it.
+def _narrowed(widths: Sequence[int], flexible: Sequence[int], limit: int) -> list[int]:
+    """Widths of columns of which the widest flexible ones are cut until all fit, or none has more than `LEAST`."""
+    result = list(widths)
+    while sum(result) + 2 * (len(result) - 1) > limit:
+        widest = max(flexible, key=lambda k: result[k], default=None)
+        if widest is None or result[widest] <= LEAST:
+            break
+        result[widest] -= 1
+    return result
+
+
+def ending(name: str, letters: int) -> str:
+    """The end of a scoped name that is too long, which says most.
+
+    >>> ending("layers/scan/feed_forward", 15)
+    '...feed_forward'
+    """
+    return name if len(name) <= letters else f"...{name[3 - letters :]}"
+
+
+def wrapped(text: str, head: str, after: str, limit: int | None = None) -> list[str]:
+    """Text in lines of at most `limit` letters (`width()` unless given), cut behind `after`; `head` begins the first.
 
     >>> wrapped("batch:data;d_model:data?;heads:model", "layout ", ";", 24)
     ['layout batch:data;', '       d_model:data?;', '       heads:model']
     """
+    limit = limit or width()
     lines, margin = [head], " " * len(head)
     parts = text.split(after)
     for n, part in enumerate(parts):
         piece = part + (after if n < len(parts) - 1 else "")
-        if len(lines[-1]) > len(head) and len(lines[-1]) + len(piece.rstrip()) > width:
+        if len(lines[-1]) > len(head) and len(lines[-1]) + len(piece.rstrip()) > limit:
             lines.append(margin)
         lines[-1] += piece
     return [line.rstrip() for line in lines]

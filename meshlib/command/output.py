@@ -1,0 +1,59 @@
+"""What commands print: lines that fit the terminal, JSON, a colour for the verdict where the terminal has colours."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterable
+
+from meshlib.core.text import USUAL
+
+SMALLEST = 40  # letters of a line, however narrow the terminal says that it is
+MARGIN = 4  # of lines that go on
+GREEN, RED, PLAIN = "\033[32;1m", "\033[31;1m", "\033[0m"
+
+
+def terminal_width() -> int:
+    """Letters of a line of the terminal, or what COLUMNS says; 80 where neither is known."""
+    return max(SMALLEST, shutil.get_terminal_size((USUAL, 24)).columns)
+
+
+def say(text: object) -> None:
+    """Print text; lines that are too long go on below, further to the right."""
+    width = terminal_width()
+    for line in str(text).splitlines() or [""]:
+        for part in folded(line, width):
+            print(part)
+
+
+def folded(line: str, width: int) -> Iterable[str]:
+    """A line in parts of at most `width` letters, cut at blanks, else behind `;`, `/`, `,` or anywhere.
+
+    >>> list(folded("  layout  batch:data;d_model:data", 24))
+    ['  layout  batch:data;', '      d_model:data']
+    """
+    margin = " " * min(len(line) - len(line.lstrip()) + MARGIN, width // 2)
+    while len(line) > width:
+        start = len(line) - len(line.lstrip())
+        cut = line.rfind(" ", start, width + 1)
+        if cut <= start + (width - start) // 3:  # a blank far to the left would waste the line
+            cut = max((line.rfind(mark, start, width) + 1 for mark in ";/,+"), default=0)
+        if cut <= start + (width - start) // 3:
+            cut = width
+        yield line[:cut].rstrip()
+        line = margin + line[cut:].lstrip()
+    yield line
+
+
+def say_json(value: object) -> None:
+    """Print a value as JSON."""
+    print(json.dumps(value, indent=2, default=str))
+
+
+def coloured(text: str, good: bool) -> str:
+    """Text in green or red, where the output is a terminal and NO_COLOR is not set (https://no-color.org)."""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return text
+    return f"{GREEN if good else RED}{text}{PLAIN}"
