@@ -17,7 +17,7 @@ from meshlib.core.errors import GraphError, nearest
 from meshlib.core.explained_calls import explain_module
 from meshlib.core.graph import Operation, Tensor
 from meshlib.core.slices import slice_for
-from meshlib.core.text import bytes_text, read_bytes
+from meshlib.core.text import bytes_text, exact_text, read_bytes
 from meshlib.estimation.memory.device_memory import memory_on
 from meshlib.program.instructions import COLLECTIVES, Instruction, Move, Value
 from meshlib.program.records import Collective, Program, require_program, walk
@@ -342,8 +342,8 @@ def assert_sent_at_most(program: Program, bytes: float | str) -> None:
         return
     most = sorted(_found(program), key=lambda c: -c.collective.sent_bytes * c.collective.count)
     lines = [
-        f"a core sends {bytes_text(sent)} ({sent:.10g} bytes), more than {bytes_text(most_bytes)} ({most_bytes:.10g} "
-        f"bytes) by {bytes_text(sent - most_bytes)}; the largest of {len(most)} collectives:"
+        f"a core sends {bytes_text(sent)} ({exact_text(sent)} bytes), more than {bytes_text(most_bytes)} "
+        f"({exact_text(most_bytes)} bytes) by {bytes_text(sent - most_bytes)}; the largest of {len(most)} collectives:"
     ]
     for c in most[:SHOWN_TENSORS]:
         x = c.collective

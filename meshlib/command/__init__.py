@@ -2,11 +2,11 @@
 
 arguments  what can be asked, and how
 subject    the program that it is about: a model's name, or a function in a file
-configured configurations of MaxText and of Hugging Face
-emitting   a plan as something to run
-tuning     `plan base.yml --search`
-plan       the verdict, and the ranking of layouts
-commands   every other command
+planning   plan, search, report; plan: the verdict and the ranking as text and as JSON
+configured  emitting  tuning    configurations of MaxText; a plan as something to run; `plan base.yml --search`
+commands   explain, estimate, profile, compare, check, verify, trace, dims
+serving  initial_check  tables    serve; init; slices, models, validate, records
+argument_parser  output  figures    arguments that explain themselves; lines that fit; what --json prints
 terminal   how a run ends: closed pipes, interrupts, faults
 """
 
@@ -15,8 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshlib.command.arguments import parser
-from meshlib.command.plan import is_maxtext
+from meshlib.command.output import terminal_width
 from meshlib.command.terminal import ended
+from meshlib.core.text import fitted_to
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,10 +25,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns: 0 for good, 1 where something does not fit or a check failed, 2 for wrong arguments or files.
     """
-    made = parser()
-    args, rest = made.parse_known_args(argv)
+    top = parser()
+    args, rest = top.parse_known_args(argv)
     args.overrides = [*getattr(args, "overrides", ()), *rest]
-    strange = [text for text in args.overrides if not is_maxtext(args) or text.startswith("-") or "=" not in text]
-    if strange:
-        made.error(f"unrecognized arguments: {' '.join(strange)}")
-    return ended(made.prog, lambda: int(args.run(args)))
+    unknown = [text for text in args.overrides if not is_maxtext(args) or text.startswith("-") or "=" not in text]
+    if unknown:
+        top.error(f"unrecognized arguments: {' '.join(unknown)}")
+    with fitted_to(terminal_width()):
+        return ended(f"{top.prog} {args.command}", lambda: int(args.run(args)))

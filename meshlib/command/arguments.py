@@ -3,39 +3,42 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from importlib import import_module
 from typing import Any, TypeVar
 
-from meshlib.command import commands, reports
-from meshlib.command.jax_function import OPTIMIZERS
-from meshlib.command.plan import REMAT, TARGETS
+from meshlib.command.argument_parser import Parser
+from meshlib.command.choices import OPTIMIZERS, REMAT, TARGETS
 from meshlib.core.compiler import COMPILERS, XLA_TPU
+from meshlib.core.version import VERSION
 
 Number = TypeVar("Number", int, float)
 
 _PROGRAM = (
-    "a model (mtf.models.PRESETS), FILE.py[:function] that returns (outputs, updates), or a JAX function whose "
+    "a model (meshlib models lists them), FILE.py[:function] that returns (outputs, updates), or a JAX function whose "
     "arguments --arg gives, or FUNCTION_arguments beside it (default function: build), a MaxText configuration such as "
     "base.yml, followed by its KEY=VALUE overrides, or a config.json of Hugging Face's"
 )
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """All commands."""
-    made = argparse.ArgumentParser(prog="meshlib", description="Plan, prove and price programs on TPU meshes.")
-    made.set_defaults(run=None)
-    under = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _plan(_about(under, "plan", "does it fit, what does it send, how fast is it, and which layout?", commands.plan))
-    _search(_about(under, "search", "the best mesh and layout of a slice, with a certificate", commands.search))
-    _report(_about(under, "report", "the plan as one HTML page, with pictures", reports.report))
+    top = Parser(prog="meshlib", description="Plan, prove and price programs on TPU meshes.")
+    top.add_argument("--version", action="version", version=f"meshlib {VERSION}")
+    top.set_defaults(run=None)
+    under = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+    _plan(_about(under, "plan", "does it fit, what does it send, how fast is it, and which layout?", "planning:plan"))
+    _search(_about(under, "search", "the best mesh and layout of a slice, with a certificate", "planning:search"))
+    _report(_about(under, "report", "the plan as one HTML page, with pictures", "planning:report"))
+    _init(_about(under, "init", "write a test for CI that keeps the plan", "initial_check:init"))
+    _serve(_about(under, "serve", "batch and layout of decoding: latency, throughput, price", "serving:serve"))
     for name, text, run in (
-        ("explain", "what one core runs, and why it sends; or the collectives of step.hlo.txt", commands.explain),
-        ("estimate", "where time and memory go, operation by operation", commands.estimated),
-        ("profile", "which share of the step each unit works, and for what", commands.profiled),
-        ("compare", "the first layout against the others", commands.compared),
-        ("check", "all faults of a layout at once", commands.checked),
-        ("verify", "run the layout on simulated cores and compare with one core", commands.verified),
-        ("trace", "write the schedule for ui.perfetto.dev", commands.traced),
+        ("explain", "what one core runs, and why it sends; or the collectives of step.hlo.txt", "commands:explain"),
+        ("estimate", "where time and memory go, operation by operation", "commands:estimated"),
+        ("profile", "which share of the step each unit works, and for what", "commands:profiled"),
+        ("compare", "the first layout against the others", "commands:compared"),
+        ("check", "all faults of a layout at once", "commands:checked"),
+        ("verify", "run the layout on simulated cores and compare with one core", "commands:verified"),
+        ("trace", "write the schedule for ui.perfetto.dev", "commands:traced"),
     ):
         command = _about(under, name, text, run, a_slice=name in ("estimate", "profile", "compare", "trace"))
         _layout(command)
@@ -43,31 +46,42 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument("--rows", type=int, default=25, help="rows shown (%(default)s); 0: all")
         if name == "check":
             _compile(command)
-        if name == "explain":
-            command.add_argument("--json", action="store_true", help="of a compiled program (step.hlo.txt)")
         if name == "profile":
             command.add_argument("--rows", type=int, default=12, help="rows of each table (%(default)s); 0: all")
             command.add_argument("--plot", help="draw the first layout's into this file, such as profile.png")
         if name == "trace":
             command.add_argument("--out", required=True, help="the file, such as trace.json")
-    dims = _about(under, "dims", "the dims of a program, their sizes and where they come from", commands.dims, False)
+    dims = _about(under, "dims", "the dims of a program, their sizes and where they come from", "commands:dims", False)
     dims.set_defaults(compiler=XLA_TPU.name)
-    _validate(under.add_parser("validate", help="predicted beside published, with the error of each row"))
-    slices = under.add_parser("slices", help="which slices there are")
+    _validate(_command(under, "validate", "predicted beside published, with the error of each row", "tables:validated"))
+    slices = _command(under, "slices", "which slices there are", "tables:slices")
     slices.add_argument("kind", nargs="?", help="a chip, such as v5e; all of them unless given")
-    slices.set_defaults(run=commands.slices)
-    _records(under.add_parser("records", help="write records of a folder of pictures, a table, IDX files or a text"))
-    return made
+    _command(under, "models", "which models there are", "tables:models")
+    _records(_command(under, "records", "write records of pictures, a table, IDX files or a text", "tables:recorded"))
+    top.commands = dict(under.choices)
+    return top
 
 
 Under = Any  # what `add_subparsers` returns has no public type
-Run = Callable[[argparse.Namespace], int]
 
 
-def _about(under: Under, name: str, text: str, run: Run, a_slice: bool = True) -> argparse.ArgumentParser:
-    """A command about a program."""
+def _command(under: Under, name: str, text: str, run: str) -> argparse.ArgumentParser:
+    """A command that `run`, a "module:function" of this package, answers."""
+
+    def answer(args: argparse.Namespace) -> int:  # what other commands need is not loaded
+        module, _, function = run.partition(":")
+        return int(getattr(import_module(f"meshlib.command.{module}"), function)(args))
+
     made: argparse.ArgumentParser = under.add_parser(name, help=text, description=text)
-    made.set_defaults(run=run)
+    made.set_defaults(run=answer)
+    made.add_argument("--json", action="store_true", help="figures for programs, as the command's page describes them")
+    made.add_argument("--quiet", action="store_true", help="no progress, no hints")
+    return made
+
+
+def _about(under: Under, name: str, text: str, run: str, a_slice: bool = True) -> argparse.ArgumentParser:
+    """A command about a program."""
+    made = _command(under, name, text, run)
     made.add_argument("program", help=_PROGRAM)
     made.add_argument(
         "overrides", nargs="*", metavar="KEY=VALUE", help="of a MaxText configuration, as its command line takes them"
@@ -144,7 +158,6 @@ def _plan(made: argparse.ArgumentParser) -> None:
     )
     made.add_argument("--emit", choices=TARGETS, help="print a plan as something to run, and nothing else")
     made.add_argument("--rank", type=_count, default=1, help="which of the ranked plans to print (%(default)s)")
-    made.add_argument("--json", action="store_true", help="for programs")
     _run(made)
     _effort(made)
 
@@ -155,6 +168,24 @@ def _report(made: argparse.ArgumentParser) -> None:
     made.add_argument("--out", required=True, help="the file to write, such as plan.html")
     _run(made)
     _effort(made)
+
+
+def _init(made: argparse.ArgumentParser) -> None:
+    _layout(made)
+    made.add_argument("--search", action="store_true", help="search meshes and layouts instead of taking usual ones")
+    made.add_argument("--out", default="test_plan.py", help="the test to write (%(default)s), its snapshot beside it")
+    made.add_argument("--force", action="store_true", help="write it although it is there")
+    _run(made)
+    _effort(made)
+
+
+def _serve(made: argparse.ArgumentParser) -> None:
+    made.add_argument("--context", type=_count, help="positions that caches hold; 2,048, or the model's own limit")
+    made.add_argument("--prompt", type=_count, help="tokens that a prefill reads; half the context unless given")
+    made.add_argument("--within", type=_amount, help="milliseconds that a token may take; the best throughput so fast")
+    made.add_argument("--weights", help="dtype of weights: bfloat16, int8, int4, ...; that of the model unless given")
+    made.add_argument("--caches", help="dtype of caches, such as int8")
+    made.add_argument("--plot", help="draw throughput over latency into this file, such as serving.png")
 
 
 def _run(made: argparse.ArgumentParser) -> None:
@@ -176,7 +207,6 @@ def _search(made: argparse.ArgumentParser) -> None:
     made.add_argument("--forbid", default="", help="dims that are not split")
     made.add_argument("--axes", type=int, default=3, help="axes at most (%(default)s)")
     made.add_argument("--resume", help="a file that keeps what was found, and goes on with it")
-    made.add_argument("--json", action="store_true", help="for programs")
     _effort(made)
 
 
@@ -198,7 +228,6 @@ def _validate(made: argparse.ArgumentParser) -> None:
     made.add_argument("--refit", action="store_true", help="fit the constants to the training runs first")
     made.add_argument("--talks", action="store_true", help="the figures of the talks, in place of the rows")
     _compiler(made)
-    made.set_defaults(run=commands.validated)
 
 
 def _records(made: argparse.ArgumentParser) -> None:
@@ -213,7 +242,6 @@ def _records(made: argparse.ArgumentParser) -> None:
         help="of a table: integer, float or text, for a column that is not what it looks; may be repeated",
     )
     made.add_argument("--compression", choices=("gzip", "zlib"), help="of the files; none unless given")
-    made.set_defaults(run=commands.recorded)
 
 
 def _column(text: str) -> tuple[str, str]:

@@ -1,133 +1,22 @@
-"""The function behind each command: builds the program, calls the library, prints the answer.
-
-A package that one command alone needs is imported there, so that the others start without it.
-"""
+"""Commands about one program under given layouts: each builds it, asks the library, prints its answer."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-from typing import TYPE_CHECKING
+from typing import Any
 
-from hardware.chips import CHIPS
-from hardware.slices import Slice, legal_slices
 from layouts import Mesh
+from meshlib.command import figures
 from meshlib.command.jax_function import dims_text
-from meshlib.command.plan import Asked, Plan, is_maxtext, json_of, planned, plans_of, text_of
-from meshlib.command.subject import Subject, named_layouts, slice_of, subject_of, tried_values
-from meshlib.command.terminal import progress, progress_ends
-from meshlib.core.compiler import COMPILERS
+from meshlib.command.output import say, say_json
+from meshlib.command.planning import FAILED, GOOD, first_choices
+from meshlib.command.subject import Subject, completed_layouts, named_layouts, slice_of, subject_of
 from meshlib.core.errors import GraphError, LayoutError
-from meshlib.core.text import wrapped
-from meshlib.estimation import estimate
+from meshlib.estimation import Estimate, estimate
+from meshlib.estimation.views.difference import difference
 from meshlib.lowering import Program
 from meshlib.program.views.listing import explain as explained
-
-if TYPE_CHECKING:
-    from meshlib.searching import Found
-
-GOOD, FAILED = 0, 1
-
-
-def plan(args: argparse.Namespace) -> int:
-    """The verdict, and the ranking."""
-    where = slice_of(args.slice)
-    if is_maxtext(args) and args.search:
-        from meshlib.command.tuning import tuned
-
-        return tuned(args, where)
-    subject, plans, found = planned_of(args, where)
-    if args.emit and plans:
-        from meshlib.command.emitting import emitted
-
-        return emitted(args, subject, where, plans)
-    if not plans:
-        assert found is not None
-        return _told(args, found)  # there is nothing to plan: all is said by what was looked for
-    best, compiled = plans[0].est, None
-    if args.compile and best is not None:
-        from meshlib.command.compiled import compiled_for
-
-        (compiled,) = compiled_for([best.program], where, args)
-    if args.json:
-        more = {} if compiled is None else {"compiled": compiled.as_json()}
-        print(json.dumps({**json_of(subject, where, plans), **more}, indent=2))
-    else:
-        print(text_of(subject, where, plans))
-        if found is not None:
-            print(f"\n{found}")
-        if compiled is not None:
-            print(f"\n{compiled}")
-    fits = best is not None and best.fits if compiled is None else compiled.fits
-    return GOOD if fits else FAILED
-
-
-def planned_of(args: argparse.Namespace, where: Slice) -> tuple[Subject, list[Plan], Found | None]:
-    """The subject, its plans, the best first, and the search, if there was one."""
-    asked = Asked.of(args)
-    if is_maxtext(args):
-        from meshlib.command.configured import configured
-
-        subject, name, mesh = configured(args, where)
-        return subject, [planned(subject, where, name, mesh, asked)], None
-    subject = subject_of(args, where)
-    subject.session(**_choices(args, subject))  # what is wrong with the program itself is said once
-    if args.search or (subject.config is None and not args.layout):
-        found = _found(args, subject, where)
-        if not found.ranking:
-            return subject, [], found
-        best = found.best.candidate
-        subject = subject.sized(**dict(best.choices))
-        return subject, [planned(subject, where, str(best.layout), str(best.mesh), asked, **dict(best.choices))], found
-    layouts = named_layouts(args.layout, args.mesh) if args.layout else subject.usual(where.devices)
-    return subject, plans_of(subject, where, layouts, args.remat, asked), None
-
-
-def dims(args: argparse.Namespace) -> int:
-    """The dims of a program."""
-    outputs, updates = subject_of(args, slice_of(args.slice) if args.slice else None).session().asked
-    print(dims_text(next(iter([*(t.graph for t in outputs.values()), *(op.graph for op in updates)]))))
-    return GOOD
-
-
-def search(args: argparse.Namespace) -> int:
-    """The best mesh and layout."""
-    where = slice_of(args.slice)
-    return _told(args, _found(args, subject_of(args, where), where))
-
-
-def _told(args: argparse.Namespace, found: Found) -> int:
-    """What a search found."""
-    print(json.dumps(found.as_json(), indent=2) if args.json else found)
-    return GOOD if found.fits else FAILED
-
-
-def _found(args: argparse.Namespace, subject: Subject, where: Slice) -> Found:
-    from meshlib.searching import search
-
-    tried = tried_values(args.tried or ())
-    if args.remat:
-        tried["remat"] = [args.remat]
-    further = ("objective", "fix", "sizes", "forbid", "axes", "resume")
-    given = {name: getattr(args, name) for name in further if hasattr(args, name)}
-    if subject.config is not None:  # what steps of several sizes take is compared by the token
-        given |= {**subject.sizes, "per": [name for name in subject.sizes if name in tried]}
-    if args.layout:
-        given["also"] = [(mesh, subject.rules(name, mesh)) for name, mesh in named_layouts(args.layout, args.mesh)]
-    try:
-        return search(
-            subject.config or subject.built,
-            where,
-            choices=tried,
-            seconds=args.seconds,
-            workers=args.workers,
-            compiler=subject.compiler,
-            progress=lambda done, total, text: progress(done, total, f"best: {text}"),
-            **given,
-        )
-    finally:
-        progress_ends()
+from meshlib.verification import verify
 
 
 def explain(args: argparse.Namespace) -> int:
@@ -136,42 +25,58 @@ def explain(args: argparse.Namespace) -> int:
 
     text = hlo_text(args.program)
     if text is not None:
-        found = explained_hlo(text, args.slice, args.mesh)
-        print(json.dumps(found.as_json(), indent=2) if args.json else found)
+        compiled = explained_hlo(text, args.slice, args.mesh)
+        if args.json:
+            say_json(compiled.as_json())
+        else:
+            say(compiled)
         return GOOD
+    programs = _lowered(args)
     if args.json:
-        raise GraphError("explain: --json is for compiled programs, files such as step.hlo.txt")
-    for program in _lowered(args):
-        print(explained(program))
+        say_json([figures.of_program(program) for program in programs])
+    else:
+        for program in programs:
+            say(explained(program))
     return GOOD
 
 
 def estimated(args: argparse.Namespace) -> int:
     """The whole table."""
-    fits = True
-    for program in _lowered(args):
-        est = estimate(program, slice_of(args.slice))
-        print(est.table(args.rows or None))
-        fits = fits and est.fits
-    return GOOD if fits else FAILED
+    estimates = _estimates(args)
+    if args.json:
+        say_json([figures.of_rows(est) for est in estimates])
+    else:
+        for est in estimates:
+            say(est.table(args.rows or None))
+    return GOOD if all(est.fits for est in estimates) else FAILED
 
 
 def profiled(args: argparse.Namespace) -> int:
     """Where the time goes, by unit."""
-    found = [estimate(program, slice_of(args.slice)).profile() for program in _lowered(args)]
-    print("\n\n".join(profile.table(args.rows or None) for profile in found))
+    estimates = _estimates(args)
+    profiles = [est.profile() for est in estimates]
+    if args.json:
+        say_json([figures.of_profile(profile) for profile in profiles])
+    else:
+        for est, profile in zip(estimates, profiles, strict=True):
+            say("\n".join([profile.table(args.rows or None), *(f"note: {note}" for note in est.program.notes), ""]))
     if args.plot:
-        found[0].plot(args.plot)
+        profiles[0].plot(args.plot)
     return GOOD
 
 
 def compared(args: argparse.Namespace) -> int:
-    """The first layout beside each other one."""
-    programs = _lowered(args)
-    if len(programs) < 2:
+    """The first layout beside each other one, what changed in a sentence first."""
+    first, *others = _estimates(args)
+    if not others:
         raise GraphError("compare needs at least two --layout")
-    first, *others = (estimate(program, slice_of(args.slice)) for program in programs)
-    print("\n\n".join(first.compare(other) for other in others))
+    if args.json:
+        found = [{"sentence": difference(first, other), "second": figures.of_estimate(other)} for other in others]
+        say_json({"first": figures.of_estimate(first), "others": found})
+        return GOOD
+    for other in others:
+        notes = dict.fromkeys((*first.program.notes, *other.program.notes))
+        say("\n".join([difference(first, other), "", first.compare(other), *(f"note: {note}" for note in notes), ""]))
     return GOOD
 
 
@@ -180,80 +85,80 @@ def checked(args: argparse.Namespace) -> int:
     if args.compile and not args.slice:
         raise GraphError("check: --compile needs --slice, such as --slice v5e-16")
     subject, layouts = _laid(args)
-    good = True
+    entries: list[dict[str, Any]] = []
     sound: list[Program] = []
     for name, mesh in layouts:
         try:
-            report = subject.session(**_choices(args, subject)).check(Mesh(mesh), subject.rules(name, mesh))
+            report = subject.session(**first_choices(args, subject)).check(Mesh(mesh), subject.rules(name, mesh))
         except LayoutError as fault:  # no layout of that name can be made
-            print(f"{name} on {mesh}: {fault}")
-            good = False
+            entries.append({"layout": name, "mesh": mesh, "ok": False, "faults": [str(fault)], "notes": []})
             continue
-        print(f"{name} on {mesh}: {'good' if report.ok else _faults(len(report.faults))}")
-        for text in (*report.faults, *(f"note: {note}" for note in report.notes)):
-            print("\n".join(f"  {line}" for line in text.splitlines()))
-        good = good and report.ok
+        faults, notes = [str(f) for f in report.faults], [str(n) for n in report.notes]
+        entries.append({"layout": name, "mesh": mesh, "ok": report.ok, "faults": faults, "notes": notes})
         if args.compile and report.ok:
-            sound.append(subject.lowered(name, mesh, **_choices(args, subject)))
-    if sound:
-        from meshlib.command.compiled import compiled_for
+            sound.append(subject.lowered(name, mesh, **first_choices(args, subject)))
+    compiled = _compiled(args, sound) if sound else []
+    if args.json:
+        say_json({"layouts": entries, "compiled": [c.as_json() for c in compiled]})
+    else:
+        for part in (*map(_checked_text, entries), *(f"\n{c}" for c in compiled)):
+            say(part)
+    return GOOD if all(entry["ok"] for entry in entries) and all(c.fits for c in compiled) else FAILED
 
-        for compiled in compiled_for(sound, slice_of(args.slice), args):
-            print(f"\n{compiled}")
-            good = good and compiled.fits
-    return GOOD if good else FAILED
+
+def _compiled(args: argparse.Namespace, programs: list[Program]) -> list[Any]:
+    from meshlib.command.compiled import compiled_for
+
+    return compiled_for(programs, slice_of(args.slice), args)
 
 
-def _faults(count: int) -> str:
-    return f"{count} fault" + ("s" if count > 1 else "")
+def _checked_text(entry: dict[str, Any]) -> str:
+    faults, notes = entry["faults"], entry["notes"]
+    count = f"{len(faults)} fault" + ("s" if len(faults) > 1 else "")
+    lines = [f"{entry['layout']} on {entry['mesh']}: {'good' if entry['ok'] else count}"]
+    for text in (*faults, *(f"note: {note}" for note in notes)):
+        lines += [f"  {line}" for line in text.splitlines()]
+    return "\n".join(lines)
 
 
 def verified(args: argparse.Namespace) -> int:
     """The numbers, against one core."""
-    from meshlib.verification import verify
-
     subject, layouts = _laid(args)
     if subject.config is not None and subject.config.parameters > 1e7:
         raise GraphError(
             f"verify computes every number of {subject.name}: make it small, such as "
             "--set layers=2 --set d_model=64 --set heads=4 --set head_dim=16 --set d_ff=128 --set vocab=128"
         )
-    made = verify(*subject.compared(), layouts=[(mesh, subject.rules(name, mesh)) for name, mesh in layouts])
-    print(made.table())
-    return GOOD if made.ok else FAILED
+    result = verify(*subject.compared(), layouts=[(mesh, subject.rules(name, mesh)) for name, mesh in layouts])
+    if args.json:
+        say_json(figures.of_verification(result))
+    else:
+        say(result.table())
+    return GOOD if result.ok else FAILED
 
 
 def traced(args: argparse.Namespace) -> int:
     """The schedule as a file."""
-    (program, *others) = _lowered(args)
+    (est, *others) = _estimates(args)
     if others:
         raise GraphError("trace writes one file: give one --layout")
-    estimate(program, slice_of(args.slice)).save_trace(args.out)
-    print(f"{args.out}: open it at ui.perfetto.dev")
+    est.save_trace(args.out)
+    if args.json:
+        say_json({"file": args.out, **figures.of_estimate(est)})
+    else:
+        say("\n".join([f"{args.out}: open it at ui.perfetto.dev", *(f"note: {note}" for note in est.program.notes)]))
     return GOOD
 
 
-def validated(args: argparse.Namespace) -> int:
-    """Predicted beside published."""
-    from meshlib.validation.talks import talks
-    from meshlib.validation.validating import validate
-
-    if args.talks and (args.file or args.refit):
-        raise GraphError("validate: --talks has facts of its own; leave out --file and --refit")
-    print(talks() if args.talks else validate(args.file, args.refit, COMPILERS[args.compiler]))
+def dims(args: argparse.Namespace) -> int:
+    """The dims of a program."""
+    outputs, updates = subject_of(args, slice_of(args.slice) if args.slice else None).session().asked
+    text = dims_text(next(iter([*(t.graph for t in outputs.values()), *(op.graph for op in updates)])))
+    if args.json:
+        say_json({"text": text})
+    else:
+        say(text)
     return GOOD
-
-
-def slices(args: argparse.Namespace) -> int:
-    """Names of slices."""
-    for kind in [args.kind] if args.kind else sorted(CHIPS):
-        names = legal_slices(kind)
-        print("\n".join(wrapped(" ".join(names), f"{kind:<5} ", " ")))
-    return GOOD
-
-
-def _choices(args: argparse.Namespace, subject: Subject) -> dict[str, object]:
-    return {"remat": args.remat or "full"} if subject.config is not None else {}
 
 
 def _laid(args: argparse.Namespace) -> tuple[Subject, list[tuple[str, str]]]:
@@ -269,6 +174,9 @@ def _laid(args: argparse.Namespace) -> tuple[Subject, list[tuple[str, str]]]:
     subject = subject_of(args, where)
     if args.layout:
         return subject, named_layouts(args.layout, args.mesh)
+    if args.mesh:
+        complete = completed_layouts(subject, args.mesh)
+        return subject, complete if args.command == "compare" else complete[:1]
     if where is None:
         raise GraphError("say how it is laid out: --layout LAYOUT@MESH; of a model, --slice takes a usual one")
     usual = subject.usual(where.devices)
@@ -277,32 +185,8 @@ def _laid(args: argparse.Namespace) -> tuple[Subject, list[tuple[str, str]]]:
 
 def _lowered(args: argparse.Namespace) -> list[Program]:
     subject, layouts = _laid(args)
-    return [subject.lowered(name, mesh, **_choices(args, subject)) for name, mesh in layouts]
+    return [subject.lowered(name, mesh, **first_choices(args, subject)) for name, mesh in layouts]
 
 
-def recorded(args: argparse.Namespace) -> int:
-    """Records of something else."""
-    from meshlib.records import make
-
-    shown = -1
-
-    def told(done: int, total: int) -> None:
-        nonlocal shown
-        if 1000 * done // total > shown:
-            shown = 1000 * done // total
-            progress(done, total, "written")
-
-    try:
-        count, paths = make(
-            args.source,
-            args.target,
-            labels=args.labels,
-            columns=dict(args.column) if args.column else None,
-            compression=args.compression,
-            progress=told,
-        )
-    finally:
-        progress_ends()
-    where = paths[0] if len(paths) == 1 else f"{paths[0]} to {os.path.basename(paths[-1])}"
-    print(f"{count:,} records in {where}")
-    return GOOD
+def _estimates(args: argparse.Namespace) -> list[Estimate]:
+    return [estimate(program, slice_of(args.slice)) for program in _lowered(args)]

@@ -10,7 +10,7 @@ from typing import Any
 
 import meshlib.jax as real
 from hardware.slices import Slice
-from meshlib.command.terminal import progress, progress_ends
+from meshlib.command.terminal import Progress
 from meshlib.core.errors import GraphError
 from meshlib.core.files import open_file
 from meshlib.program.records import Program
@@ -20,20 +20,18 @@ MOST_BYTES = 2**30
 
 def compiled_for(programs: Sequence[Program], where: Slice, args: argparse.Namespace) -> list[Any]:
     """What the compiler makes of programs, with what it is about to take on standard error, and a bar."""
-    told = False
+    told = args.quiet
 
     def tell(done: int, total: int, text: str) -> None:
         nonlocal told
         if not told:
             print(f"{args.command}: {text}", file=sys.stderr)
         told = True
-        progress(done, total, text)
+        bar(done, total, text)
 
-    try:
-        made: list[Any] = real.compile_for(list(programs), where, backend=args.backend, progress=tell)
-    finally:
-        progress_ends()
-    return made
+    with Progress(args.quiet) as bar:
+        verdicts: list[Any] = real.compile_for(list(programs), where, backend=args.backend, progress=tell)
+    return verdicts
 
 
 def hlo_text(program: str) -> str | None:

@@ -20,7 +20,6 @@ from meshlib.optimize import AdamOptimizer, SgdOptimizer
 if TYPE_CHECKING:
     from meshlib.jax.importing.imported import ImportedGraph
 
-OPTIMIZERS = ("adam", "sgd", "none")
 _DTYPES = {
     "f32": "float32", "f64": "float64", "f16": "float16", "bf16": "bfloat16", "i32": "int32", "s32": "int32",
     "i64": "int64", "i16": "int16", "i8": "int8", "i4": "int4", "u8": "uint8", "u16": "uint16", "u32": "uint32",

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hardware.slices import Slice
+from meshlib.command.choices import REMAT
 from meshlib.command.subject import Subject
 from meshlib.core.errors import GraphError, MeshlibError
-from meshlib.core.text import bytes_text, count_text, grid, seconds_text, usd_text, wrapped
+from meshlib.core.graph import FORWARD
+from meshlib.core.text import bytes_text, count_text, ending, grid, seconds_text, usd_text, width, wrapped
 from meshlib.estimation import Estimate, HostInput, estimate
+from meshlib.estimation.views.rows import Row, names_of_forward
 from meshlib.estimation.views.whole_run import WholeRun
 
-REMAT = ("full", "matmuls", "none")
-TARGETS = ("maxtext", "flax", "haliax", "specs", "python")  # what a plan can be printed for
 CAUSES = 4  # collectives that a plan names
-WIDTH = 80
-
-
-def is_maxtext(args: argparse.Namespace) -> bool:
-    """Whether a command is about a MaxText configuration."""
-    return str(getattr(args, "program", "")).endswith((".yml", ".yaml"))
 
 
 @dataclass(frozen=True)
@@ -36,6 +32,11 @@ class Plan:
     est: Estimate | None
     fault: str = ""
     run: WholeRun | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether it was estimated, and fits."""
+        return self.est is not None and self.est.fits
 
     @property
     def order(self) -> tuple[bool, bool, float]:
@@ -102,13 +103,25 @@ def plans_of(
     made = sorted(
         (planned(subject, where, name, mesh, asked, **first) for name, mesh in layouts), key=lambda p: p.order
     )
-    if first and remat is None and made[0].est is not None and made[0].est.fits:
-        best = made[0]
-        for other in REMAT[1:]:  # each keeps more than the one before
-            made.append(planned(subject, where, best.name, best.mesh, asked, remat=other))
-            if made[-1].est is None or not made[-1].est.fits:
-                break
+    if first and remat is None:
+        fastest = min((p.est.step_seconds for p in made if p.est is not None and p.est.fits), default=0.0)
+        for plan in list(made):
+            if plan.est is None or not plan.est.fits or _least_seconds(plan.est) >= fastest:
+                continue
+            for other in REMAT[1:]:  # each keeps more than the one before
+                lighter = planned(subject, where, plan.name, plan.mesh, asked, remat=other)
+                made.append(lighter)
+                if lighter.est is None or not lighter.est.fits:
+                    break
+                fastest = min(fastest, lighter.est.step_seconds)
     return sorted(made, key=lambda p: p.order)
+
+
+def _least_seconds(est: Estimate) -> float:
+    """A step without what its backward pass computes or gathers again takes at least about this. Modelled."""
+    forward = names_of_forward(est.schedule)
+    again = sum(r.total_seconds for r in est.rows if r.phase != FORWARD and r.name in forward)
+    return est.step_seconds - again
 
 
 # ------------------------------------------------------------ text
@@ -119,7 +132,8 @@ def text_of(subject: Subject, where: Slice, plans: Sequence[Plan]) -> str:
     best = plans[0]
     if best.est is None:
         return "\n".join([f"{subject.name} on {where.name}: NOT POSSIBLE", best.fault])
-    parts = ["\n".join(_verdict(subject, best, best.est)), str(best.run or ""), "\n".join(_causes(best.est))]
+    parts = ["\n".join(_verdict(subject, best, best.est)), _notes(best.est), str(best.run or "")]
+    parts.append("\n".join(_causes(best.est)))
     if len(plans) > 1:
         parts.append("\n".join(_ranking(subject, plans)))
     parts += [subject.notes] if subject.notes else []
@@ -142,16 +156,18 @@ def _verdict(subject: Subject, plan: Plan, est: Estimate) -> list[str]:
     lines += wrapped(", ".join(f"{bytes_text(size)} {kind}" for size, kind in kinds), "  most of it ", " ")
     if not est.fits:
         lines += _remedies(est)
-    lines.append(f"  step       {seconds_text(est.step_seconds)}*, MFU {_mfu(subject, est):.1%}*{_rates(subject, est)}")
+    lines.append(f"  step       {seconds_text(est.step_seconds)}*, MFU {est.mfu:.1%}*{_rates(subject, est)}")
     shares = sorted(est.bound_seconds.items(), key=lambda item: -item[1])[:3]
     named = ", ".join(f"{name} {seconds / est.step_seconds:.0%}" for name, seconds in shares if seconds)
     lines.append(f"  bound by   {named}; waits for collectives {seconds_text(est.exposed_comm_seconds)}*")
     if where.usd_per_hour is not None:
-        of_tokens = f", {usd_text(est.usd() / subject.tokens * 1e9)}* a billion tokens" if subject.tokens else ""
-        lines.append(f"  price      {usd_text(where.usd_per_hour)} an hour{of_tokens}")
+        lines.append(f"  price      {usd_text(where.usd_per_hour)} an hour{_price(subject, est)}")
     if subject.tokens:
         sizes = f"{subject.sizes['batch']:,} sequences of {subject.sizes['length']:,} tokens"
         lines.append(f"  one step   {sizes}: forward, backward, AdamW")
+    if subject.image is not None:
+        lines.append(f"  one step   {subject.sizes['batch']:,} images: forward, backward, momentum")
+        lines.append(f"  model      {subject.image.parameters:,} parameters")
     if (config := subject.config) is not None:
         active = f", {config.active_parameters:,} active" if config.experts is not None else ""
         lines.append(f"  model      {config.parameters:,} parameters{active}")
@@ -162,6 +178,22 @@ def _verdict(subject: Subject, plan: Plan, est: Estimate) -> list[str]:
     return lines
 
 
+def _price(subject: Subject, est: Estimate) -> str:
+    if subject.counted is None:
+        return f", {usd_text(est.usd(1000))}* a thousand steps"
+    number, what = subject.counted
+    size, many = (1e9, "a billion") if what == "tokens" else (1e6, "a million")
+    return f", {usd_text(est.usd() / number * size)}* {many} {what}"
+
+
+def _notes(est: Estimate) -> str:
+    """What the layout leaves unused, with what that costs."""
+    lines = [line for note in est.program.notes for line in wrapped(note, "note: ", " ")]
+    if lines and est.hfu > 1.5 * est.mfu > 0 and est.program.mesh.size > 1:
+        lines += wrapped(f"every product runs {est.hfu / est.mfu:.2g} times in all: see meshlib check", "      ", " ")
+    return "\n".join(lines)
+
+
 def _remedies(est: Estimate) -> list[str]:
     found = [str(remedy) for remedy in est.memory.remedies[:3]]
     return [
@@ -169,28 +201,25 @@ def _remedies(est: Estimate) -> list[str]:
     ]
 
 
-def _mfu(subject: Subject, est: Estimate) -> float:
-    if subject.config is None:
-        return est.mfu
-    flops = subject.config.flops_per_token(subject.sizes["length"]) * (subject.tokens or 0)
-    return flops / est.step_seconds / est.slice.peak_flops_per_device / est.slice.devices
-
-
 def _rates(subject: Subject, est: Estimate) -> str:
-    return f", {count_text(subject.tokens / est.step_seconds)} tokens/s*" if subject.tokens else ""
+    if subject.counted is None:
+        return ""
+    number, what = subject.counted
+    return f", {count_text(number / est.step_seconds)} {what}/s*"
 
 
 def _causes(est: Estimate) -> list[str]:
     """The collectives that take longest on the wire, those of one cause together."""
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     sent: dict[tuple[str, str], float] = defaultdict(float)
-    names: dict[tuple[str, str], list[str]] = defaultdict(list)
+    largest: dict[tuple[str, str], Row] = {}
     for row in est.rows:
         if row.kind == "collective":
             key = row.opcode, "+".join(row.axes)
             seconds[key] += row.total_seconds
             sent[key] += row.sent_bytes * row.count
-            names[key].append(row.name)
+            if key not in largest or row.total_seconds > largest[key].total_seconds:
+                largest[key] = row
     if not seconds:
         return ["sends nothing"]
     lines = [f"sends {bytes_text(est.sent_bytes)} from each device in a step:"]
@@ -199,13 +228,20 @@ def _causes(est: Estimate) -> list[str]:
         (f"  {k} over {axes}", bytes_text(sent[k, axes]), f"{seconds_text(seconds[k, axes])}*") for k, axes in keys
     ]
     for key, text in zip(keys, grid(cells, right=(1, 2)), strict=True):
-        lines.append(f"{text}  {_short(names[key][0], WIDTH - len(text) - 2)}")
+        lines.append(f"{text}  {ending(largest[key].name, max(12, width() - len(text) - 2))}")
     return lines
 
 
-def _short(name: str, room: int) -> str:
-    """The end of a scoped name, which says most."""
-    return name if len(name) <= room else "..." + name[3 - room :]
+def next_commands(args: argparse.Namespace, plan: Plan) -> list[str]:
+    """Commands that go on from a plan: as a page, as a check in CI, a wider search, or a larger slice."""
+    program = args.program
+    given = "".join(f" --{name} {getattr(args, name)}" for name in ("batch", "length") if getattr(args, name))
+    given += "".join(f" --set {shlex.quote(setting)}" for setting in args.set or ())
+    about = f"{shlex.quote(program)} --slice {shlex.quote(args.slice)}{given}"
+    chosen = f"--layout {shlex.quote(f'{plan.name}@{plan.mesh}')}"
+    chosen += f" --remat {plan.choices['remat']}" if "remat" in plan.choices else ""
+    commands = [f"meshlib report {about} {chosen} --out plan.html", f"meshlib init {about} {chosen}"]
+    return [*commands, f"meshlib search {about}"]
 
 
 def _ranking(subject: Subject, plans: Sequence[Plan]) -> list[str]:
@@ -218,7 +254,7 @@ def _ranking(subject: Subject, plans: Sequence[Plan]) -> list[str]:
             faults += ["", f"{plan.name} on {plan.mesh}: {plan.fault}"]
             continue
         peak = bytes_text(plan.est.memory.peak_bytes) + ("" if plan.est.fits else " !")
-        figures = (seconds_text(plan.est.step_seconds), f"{_mfu(subject, plan.est):.1%}", peak)
+        figures = (seconds_text(plan.est.step_seconds), f"{plan.est.mfu:.1%}", peak)
         cells.append((str(n), *figures, *chosen, plan.name, plan.mesh))
     note = ["! does not fit"] if any(p.est is not None and not p.est.fits for p in plans) else []
     return [*grid(cells, right=(1, 2, 3)), *note, *faults]

@@ -15,28 +15,49 @@ from typing import Any
 
 from hardware.errors import HardwareError
 from hardware.slices import Slice
-from layouts import LayoutRules
+from layouts import LayoutRules, Mesh
+from layouts.errors import LayoutError
 from meshlib.command.jax_function import arguments_of, builder
 from meshlib.core.compiler import COMPILERS, XLA_TPU, Compiler
-from meshlib.core.errors import GraphError, MeshlibError, SliceError
+from meshlib.core.errors import GraphError, MeshlibError, SliceError, nearest
 from meshlib.core.graph import Graph, Operation
 from meshlib.core.text import wrapped
 from meshlib.lowering import Program, Session, lower
-from meshlib.models import TransformerConfig, layout, preset, transformer, usual_layouts
+from meshlib.models import (
+    IMAGE_PRESETS,
+    PRESETS,
+    TransformerConfig,
+    image_layout,
+    image_preset,
+    image_step,
+    layout,
+    preset,
+    transformer,
+    usual_layouts,
+)
 from meshlib.models.step_builder import transformer_builder
+from meshlib.optimize import MomentumOptimizer
 
 TOKENS_OF_A_DEVICE = 4096
+IMAGES_OF_A_DEVICE = 128
 LENGTH = 8192
 FUNCTION = "build"
+# Parts that go together, for a mesh without a layout.
+LAYOUTS_OF_MODELS = (
+    "fsdp", "data", "tensor", "fsdp+tensor", "fsdp+sequence", "fsdp+context", "fsdp+expert", "data+tensor", "data+fsdp",
+    "data+fsdp+tensor", "data+fsdp+sequence", "data+fsdp+context", "fsdp+expert+context",
+)  # fmt: skip
+LAYOUTS_OF_IMAGES = ("data", "zero1", "data+spatial", "data+channels", "spatial", "channels")
 
 
 @dataclass(eq=False)
 class Subject:
     """A program to be laid out: how to build it, and the session of each way to do so.
 
-    `config`: of a model; `sizes`: its batch and length. `arguments`: of the function that builds it. `compiler`: what
-    it is lowered for. `placement`: of each mesh axis the part that joins slices, where it is given. `notes`: what else
-    a plan says.
+    `config`: of a Transformer; `image`: of a model of images; `sizes`: its batch and length; `given_batch`: whether the
+    batch was asked for; `settings`: what --set gave. `arguments`: of the function that builds it. `compiler`: what it is
+    lowered for. `placement`: of each mesh axis the part that joins slices, where it is given. `notes`: what else a plan
+    says.
     """
 
     name: str
@@ -47,12 +68,22 @@ class Subject:
     compiler: Compiler = XLA_TPU
     placement: Mapping[str, int] | None = None
     notes: str = ""
+    image: Any = None
+    given_batch: bool = True
+    settings: Mapping[str, object] = field(default_factory=dict)
     _sessions: dict[object, Session] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int | None:
         """Of one step of a model."""
         return self.sizes["batch"] * self.sizes["length"] if self.config is not None else None
+
+    @property
+    def counted(self) -> tuple[int, str] | None:
+        """What one step of a model has: (how many, "tokens" or "images"); None for a function."""
+        if self.tokens is not None:
+            return self.tokens, "tokens"
+        return None if self.image is None else (self.sizes["batch"], "images")
 
     def built(self, **choices: object) -> tuple[Any, Sequence[Operation]]:
         """Outputs and updates."""
@@ -101,7 +132,8 @@ class Subject:
     def rules(self, name: str, mesh: str) -> LayoutRules:
         """A layout as text, or of a model by name."""
         if self.config is None or ":" in name or not name:
-            return LayoutRules(name)
+            named = self.image is not None and ":" not in name
+            return image_layout(name, self.image, mesh) if named else LayoutRules(name)
         return layout(name, self.config, mesh)
 
     def lowered(self, name: str, mesh: str, **choices: object) -> Program:
@@ -110,6 +142,8 @@ class Subject:
 
     def usual(self, devices: int) -> list[tuple[str, str]]:
         """Layouts to begin with, where none is named: of a model the usual ones."""
+        if self.image is not None:
+            return [("data", f"data:{devices}")]
         if self.config is None:
             raise GraphError(f"{self.name}: say how it is laid out: --layout RULES@MESH, such as batch:data@data:8")
         return usual_layouts(self.config, devices, self.sizes["batch"])
@@ -141,14 +175,56 @@ def subject_of(args: argparse.Namespace, where: Slice | None) -> Subject:
     given = dict(_setting(text) for text in args.set or ())
     if ".py" in args.program:
         return _from_file(args, given)
-    config, notes = _foreign(args.program) if is_hugging_face(args.program) else (preset(args.program), "")
+    devices = where.devices if where is not None else 1
+    if args.program in IMAGE_PRESETS:
+        return _of_images(args, given, devices)
+    config, notes = _config(args.program)
     if given:
         config = config.replace(**given)
     length = args.length or min(LENGTH, config.max_length or LENGTH)
-    devices = where.devices if where is not None else 1
-    sizes = {"batch": args.batch or max(1, devices * TOKENS_OF_A_DEVICE // length), "length": length}
+    sizes = {"batch": args.batch or usual_batch(devices, length), "length": length}
+    subject = of_model(config, sizes, COMPILERS[args.compiler], args.batch is not None)
+    return replace(subject, settings=given, notes=notes)
+
+
+def of_model(config: TransformerConfig, sizes: Mapping[str, int], compiler: Compiler, given_batch: bool) -> Subject:
+    """A training step of a Transformer."""
+    build = transformer_builder(config, **sizes)
+    return Subject(config.name, build, {}, config, sizes, compiler, given_batch=given_batch)
+
+
+def usual_batch(devices: int, length: int) -> int:
+    """Sequences of a step: 4,096 tokens for each device, but a whole sequence at least."""
+    return max(devices, devices * TOKENS_OF_A_DEVICE // length)
+
+
+def _config(name: str) -> tuple[TransformerConfig, str]:
+    """The model of a preset, or of a config.json of Hugging Face's, and what is to be said of it."""
+    if is_hugging_face(name):
+        return _foreign(name)
+    if name not in PRESETS:
+        hint = nearest(name, [*PRESETS, *IMAGE_PRESETS])
+        raise GraphError(
+            f"no model {name!r}{hint or '; meshlib models lists them, a file is FILE.py[:function] or config.json'}"
+        )
+    return preset(name), ""
+
+
+def _of_images(args: argparse.Namespace, given: Mapping[str, Any], devices: int) -> Subject:
+    """A training step of a model of images."""
+    for flag in ("length", "remat"):
+        if getattr(args, flag, None):
+            raise GraphError(f"--{flag} is for Transformers; {args.program} is a model of images")
+    config = image_preset(args.program)
+    if given:
+        config = config.replace(**given)
+    batch = args.batch or IMAGES_OF_A_DEVICE * devices
+
+    def build(**choices: Any) -> Any:
+        return image_step(config, choices.get("batch", batch), MomentumOptimizer(0.1))
+
     compiler = COMPILERS[args.compiler]
-    return Subject(config.name, transformer_builder(config, **sizes), {}, config, sizes, compiler, notes=notes)
+    return Subject(args.program, build, {}, None, {"batch": batch}, compiler, image=config, settings=given)
 
 
 def _from_file(args: argparse.Namespace, given: Mapping[str, object]) -> Subject:
@@ -165,7 +241,7 @@ def _from_file(args: argparse.Namespace, given: Mapping[str, object]) -> Subject
         shown += f", {args.optimizer}" if args.optimizer != "none" else ""
     elif args.names:
         raise GraphError(f"{shown}: --names are for JAX functions; give its arguments, such as --arg x=f32[256,512]")
-    return Subject(shown, function, given, compiler=COMPILERS[args.compiler])
+    return Subject(shown, function, given, compiler=COMPILERS[args.compiler], settings=given)
 
 
 @contextmanager
@@ -228,6 +304,29 @@ def tried_values(texts: Sequence[str]) -> dict[str, list[object]]:
             raise GraphError(f"--try is NAME=VALUE,VALUE, such as batch=64,128, got {text!r}")
         found[name.strip()] = [_literal(value.strip()) for value in values.split(",")]
     return found
+
+
+def completed_layouts(subject: Subject, mesh: str) -> list[tuple[str, str]]:
+    """The usual layouts that a mesh has the axes for.
+
+    Raises: GraphError for a function, and where no layout takes the mesh.
+    """
+    names = LAYOUTS_OF_IMAGES if subject.image is not None else LAYOUTS_OF_MODELS if subject.config is not None else ()
+    legal, faults = [], []
+    for name in names:
+        try:
+            subject.rules(name, mesh)
+        except LayoutError as fault:
+            faults.append(str(fault).splitlines()[0])
+            continue
+        legal.append((name, mesh))
+    if not legal:
+        what = "; ".join(faults[:2]) or f"{subject.name} is no model of the library"
+        raise GraphError(f"--mesh {mesh} without --layout: {what}; give --layout RULES")
+    used = {
+        name: set(Mesh(mesh).axes) <= {a for r in subject.rules(name, mesh).rules for a in r.axes} for name, _ in legal
+    }
+    return [pair for pair in legal if used[pair[0]]] or legal
 
 
 def named_layouts(texts: Sequence[str], mesh: str | None) -> list[tuple[str, str]]:

@@ -62,7 +62,9 @@ class Progress:
         """Show that `done` of `total` steps are done."""
         spent = time.monotonic() - self.begun
         if self.shown and spent >= self.DELAY:
-            print(f"\r\033[K{bar(done, total, text, spent)[: terminal_width() - 1]}", end="", file=sys.stderr, flush=True)
+            print(
+                f"\r\033[K{bar(done, total, text, spent)[: terminal_width() - 1]}", end="", file=sys.stderr, flush=True
+            )
 
     def __enter__(self) -> Progress:
         return self
@@ -82,3 +84,19 @@ def bar(done: int, total: int, text: str, spent_seconds: float) -> str:
     left = f", about {spent_seconds * (total - done) / done:.0f} s left" if done else ""
     more = f", {text}" if text else ""
     return f"[{'#' * filled}{'.' * (20 - filled)}] {done:,} of {total:,}{left}{more}"
+
+
+_running: list[Progress] = []  # the bar of a script
+
+
+def progress(done: int, total: int, text: str) -> None:
+    """The bar of a script, until `progress_ends`."""
+    if not _running:
+        _running.append(Progress())
+    _running[0](done, total, text)
+
+
+def progress_ends() -> None:
+    """Take the bar of a script away."""
+    while _running:
+        _running.pop().__exit__()

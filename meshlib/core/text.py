@@ -35,6 +35,15 @@ def read_bytes(text: str) -> float | None:
     return float(number) * float(1024 ** units[unit])
 
 
+def exact_text(n: float) -> str:
+    """All digits of a figure that is exact.
+
+    >>> exact_text(44463783180), exact_text(2.5), exact_text(44463783180.0)
+    ('44,463,783,180', '2.5', '44,463,783,180')
+    """
+    return f"{int(n):,}" if n == int(n) else f"{n:,}"
+
+
 def seconds_text(seconds: float) -> str:
     """Seconds for people.
 
@@ -78,7 +87,7 @@ def clipped(text: str, letters: int = 200) -> str:
 
 
 _width: ContextVar[int | None] = ContextVar("width", default=None)
-LEAST = 10  # letters that a column keeps when a table is made narrower
+LEAST, LEGIBLE = 10, 22  # letters that a column keeps at least, and where columns may be left out, in a narrow table
 USUAL = 80
 
 
@@ -102,12 +111,26 @@ def width() -> int:
     return _width.get() or USUAL
 
 
-def grid(cells: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Rows of text in aligned columns; those in `right` to the right. The widest others give way to `fitted_to`."""
+def grid(cells: Sequence[Sequence[str]], right: Sequence[int] = (), spare: Sequence[int] = ()) -> list[str]:
+    """Rows of text in aligned columns; those in `right` to the right.
+
+    Where `fitted_to` leaves too little room, columns in `spare` are left out, the first one first, as long as names in
+    the others would become shorter than `LEGIBLE`; then the widest of those that are not in `right` give way.
+    """
     widths = [max(len(row[k]) for row in cells) for k in range(len(cells[0]))]
     limit = _width.get()
     if limit is not None:
-        widths = _narrowed(widths, [k for k in range(len(widths)) if k not in right], limit)
+        flexible = [k for k in range(len(widths)) if k not in right]
+        for k in spare:
+            least = [min(w, LEGIBLE) if n in flexible else w for n, w in enumerate(widths)]
+            if sum(least) + 2 * (len(least) - 1) <= limit:
+                break
+            rest = [n for n in range(len(cells[0])) if n != k]
+            places = {n: place for place, n in enumerate(rest)}
+            cells = [[row[n] for n in rest] for row in cells]
+            kept_right = [places[n] for n in right if n != k]
+            return grid(cells, kept_right, [places[n] for n in spare if n != k])
+        widths = _narrowed(widths, flexible, limit)
     return [
         "  ".join(f"{c:>{w}}" if k in right else f"{c:<{w}}" for k, (c, w) in enumerate(zip(row, widths, strict=True)))
         .rstrip()

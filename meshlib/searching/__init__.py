@@ -36,7 +36,7 @@ from meshlib.core.errors import GraphError, LayoutError, MeshlibError, SliceErro
 from meshlib.core.executors import executor_of
 from meshlib.models import TransformerConfig, layout, train_step, usual_layouts
 from meshlib.models.step_builder import OFFLOAD, transformer_builder
-from meshlib.searching.exploration import Search
+from meshlib.searching.exploration import Search, SearchInterrupted
 from meshlib.searching.programs import Build, Objective, Problem, problem_of
 from meshlib.searching.result import Found
 from meshlib.searching.resume_file import KeptEstimates, keys_of
@@ -44,7 +44,7 @@ from meshlib.searching.roles import roles_of, space_of
 from meshlib.searching.space import Candidate, Choices, Fixed, candidates, laid, lighter_ones
 from meshlib.searching.workers import check_forks
 
-__all__ = ["Candidate", "Found", "search"]
+__all__ = ["Candidate", "Found", "SearchInterrupted", "search"]
 
 LINE = 300  # letters of a fault at most, where it is one line among others
 REMAT = ("none", "matmuls", "full", OFFLOAD)  # each computes more again, or moves more, than the one before
@@ -174,7 +174,12 @@ def search(
     largest = max((p.dims for p in made.values()), key=len)
     left_out = {chosen: _line(fault) for chosen, fault in refused.items()}
     recomputed = "; of each layout the least recomputation that fits" if lighter else ""
-    return replace(run.run(), left_out=left_out, space=space_of(largest, axes) + recomputed)
+    declared = space_of(largest, axes) + recomputed
+    try:
+        return replace(run.run(), left_out=left_out, space=declared)
+    except SearchInterrupted as stop:
+        stop.result = replace(stop.result, left_out=left_out, space=declared)
+        raise
 
 
 def _builder(build: object, batch: object, length: object, choices: object) -> tuple[Build, dict[str, list[object]]]:

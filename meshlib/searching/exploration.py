@@ -21,7 +21,7 @@ from typing import Any
 
 from meshlib.core.errors import LayoutError
 from meshlib.core.executors import Tasks, executor_of
-from meshlib.core.text import bytes_text
+from meshlib.core.text import bytes_text, seconds_text
 from meshlib.searching.executor_tasks import REMOTE, Remote
 from meshlib.searching.outcomes import ALIKE, BOUNDED, ESTIMATED, NEEDLESS, OPEN, REFUSED, TOO_LARGE, Figures, Outcome
 from meshlib.searching.programs import Build, Objective, Problem
@@ -37,6 +37,14 @@ LEADERS = 3  # the best so far, whose neighbours are looked at
 PAYS_SECONDS = 0.1  # of work at once, from which forking processes for it pays
 AHEAD = 8  # candidates that each process looks at closely at once
 Progress = Callable[[int, int, str], object]
+
+
+class SearchInterrupted(KeyboardInterrupt):
+    """A search that somebody interrupted; `result` is what it had come to, as if its time had run out."""
+
+    def __init__(self, result: Found) -> None:
+        super().__init__("the search was interrupted")
+        self.result = result
 
 
 class Search:
@@ -103,6 +111,8 @@ class Search:
                     self._write()
                 if self.progress is not None:
                     self.progress(len(self.outcomes), len(self.space), self._text())
+        except KeyboardInterrupt:
+            raise SearchInterrupted(self._found()) from None
         finally:
             if self.workers is not None:
                 self.workers.close()
@@ -343,7 +353,8 @@ class Search:
         if not fitting:
             return "nothing fits yet"
         best = min(fitting, key=lambda o: o.value)
-        return f"{best.candidate.mesh} {best.value:.4g}"
+        value = seconds_text(best.value) if self.objective.name == "step" else f"{best.value:.4g} {self.objective.name}"
+        return f"{best.candidate.mesh}, {value}"
 
     # ------------------------------------------------------------ resuming
 

@@ -37,6 +37,7 @@ class Found(Shown):
     seconds: float
     left_out: Mapping[Choices, str] = field(default_factory=dict)  # choices that the builder refused, and why
     space: str = ""  # what it declares, in words
+    stopped: bool = False  # whether somebody interrupted it
 
     @cached_property
     def ranking(self) -> tuple[Outcome, ...]:
@@ -119,7 +120,8 @@ class Found(Shown):
         if self.exact:
             proved = "All are accounted for: within this space nothing is better by the model."
         else:
-            proved = f"Time ran out: what was not reached could be better by at most {self.gap:.1%}."
+            why = "Interrupted" if self.stopped else "Time ran out"
+            proved = f"{why}: what was not reached could be better by at most {self.gap:.1%}."
         return "\n".join([f"{head} {proved}", *self._chosen(), f"The space: {self.space}."])
 
     def _chosen(self) -> Iterator[str]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -153,19 +153,26 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
-def validate(path: str | Path | None = None, refit: bool = False, compiler: Compiler = XLA_TPU) -> Validation:
+def validate(
+    path: str | Path | None = None,
+    refit: bool = False,
+    compiler: Compiler = XLA_TPU,
+    progress: Callable[[int, int], object] | None = None,
+) -> Validation:
     """Predict every row of a file of published results, or of the set in the package.
 
     Args:
       path: JSON: {"rows": [...]} or a list; each row has `id`, `family`, `chip`, `model`, `measured`, `slice`.
       refit: fit the constants to the training runs among the rows first.
       compiler: for which programs are lowered and scheduled, with what a row says of its own software.
+      progress: called with (rows done, all rows) after each.
     Raises: GraphError for a file that cannot be read or has no rows.
     """
     rows = ROWS if path is None else _load(path)
     require_compiler(compiler, "validate")
+    told = progress or (lambda done, total: None)
     checked = [check_row(row, compiler) for row in rows]
-    return _with_runs(checked, refit, compiler)
+    return _with_runs(checked, refit, compiler, told)
 
 
 def _load(path: str | Path) -> list[dict[str, Any]]:
@@ -204,12 +211,15 @@ def check_row(row: Mapping[str, Any], compiler: Compiler = XLA_TPU) -> Checked:
         return replace(checked, why_not=f"its figures make no program: {fault}".splitlines()[0])
 
 
-def _with_runs(checked: Sequence[Checked], refit: bool, compiler: Compiler) -> Validation:
+def _with_runs(
+    checked: Sequence[Checked], refit: bool, compiler: Compiler, told: Callable[[int, int], object]
+) -> Validation:
     """Fill in the times of training runs."""
     prepared: dict[int, Prepared] = {}
     of_images: dict[int, PreparedImages] = {}
     rows = list(checked)
     for n, row in enumerate(rows):
+        told(n, len(rows))
         try:
             if row.run is not None:
                 prepared[n] = prepare(row.run, compiler)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from hardware.chips import Chip
 from meshlib.core.errors import GraphError
 from meshlib.core.graph import FORWARD
-from meshlib.core.text import bytes_text, count_text, grid, seconds_text, usd_text
+from meshlib.core.text import bytes_text, count_text, grid, seconds_text, usd_text, width, wrapped
 from meshlib.estimation.views.rows import Row, names_of_forward
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _rows(est: Estimate, limit: int | None) -> list[str]:
     head = ("operation", "kind", "phase", "count", "each*", "total*", "share*", "bound*", "util*", "flops",
             "HBM or sent", "line")  # fmt: skip
     cells = [head, *(_cells(est, group, forward) for group in shown)]
-    lines = grid(cells, right=(3, 4, 5, 6, 8, 9, 10))
+    lines = grid(cells, right=(3, 4, 5, 6, 8, 9, 10), spare=(9, 10, 8, 1, 4, 2))
     rest = order[len(shown) :]
     if rest:
         total = sum(r.total_seconds for group in rest for r in group)
@@ -171,7 +171,7 @@ def comparison(a: Estimate, b: Estimate) -> str:
         "bytes": bytes_text,
         "share": "{:.2%}".format,
     }
-    cells = [("", _title(a), _title(b), "second/first", "")]
+    cells = [("", "first", "second", "second/first", "")]
     for name, unit, x, y, sure in figures:
         ratio = f"{y / x:.3g}x" if x else ("-" if not y else "new")
         cells.append((name, texts[unit](x), texts[unit](y), ratio, sure))
@@ -179,7 +179,10 @@ def comparison(a: Estimate, b: Estimate) -> str:
     cells.append(("compiler", str(a.compiler), str(b.compiler), "", "assumed"))
     cells.append(("overlap of collectives", a.compiler.overlap, b.compiler.overlap, "", "assumed"))
     cells.append(("fits", "yes" if a.fits else "no", "yes" if b.fits else "no", "", "exact"))
-    return "\n".join(grid(cells, right=(1, 2, 3)))
+    titles = [
+        line for name, e in (("first:  ", a), ("second: ", b)) for line in wrapped(_title(e), name, ";", width())
+    ]  # fmt: skip
+    return "\n".join([*titles, *grid(cells, right=(1, 2, 3))])
 
 
 def _title(est: Estimate) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from meshlib.core.documents import MOST_BYTES
 from meshlib.core.errors import GraphError
 from meshlib.core.files import open_file, replace_file
+from meshlib.core.text import exact_text
 from meshlib.program.records import Program, require_program
 
 UPDATE = "MESHLIB_UPDATE_SNAPSHOTS"  # set to 1, and snapshots are written
@@ -63,8 +64,8 @@ def snapshot(program: Program) -> str:
         sent[cause] += c.sent_bytes * c.count
         counts[cause] += c.count
     lines = [f"mesh {program.mesh}", f"layout {program.layout or '(none)'}"]
-    lines += [f"{cause.format(counts[cause])}, sends {sent[cause]:,.10g} bytes" for cause in sent]
-    lines.append(f"sends {program.sent_bytes:,.10g} bytes in all")
+    lines += [f"{cause.format(counts[cause])}, sends {exact_text(sent[cause])} bytes" for cause in sent]
+    lines.append(f"sends {exact_text(program.sent_bytes)} bytes in all")
     lines.append(f"holds {program.memory.peak_bytes:,} bytes at its peak")
     lines += [f"  {kind}: {size:,} bytes" for kind, size in program.memory.by_kind.items() if size]
     return "\n".join(lines) + "\n"

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from meshlib.command.choices import is_maxtext
 from meshlib.core.errors import nearest
 
 WRONG = 2  # exit status of wrong arguments
@@ -19,16 +20,28 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **kwargs)
         self.commands: dict[str, Parser] = {}
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """The arguments.
 
         Raises: SystemExit with status 2 for arguments that do not exist, after one line that names the nearest.
         """
         given, unknown = self.parse_known_args(args, namespace)
-        if unknown:
+        given.overrides = []
+        if is_maxtext(given) and all("=" in text and not text.startswith("-") for text in unknown):
+            given.overrides = unknown
+        elif unknown:
             command = self.commands.get(getattr(given, "command", ""), self)
             command.error(command.unknown(unknown))
         return given
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As in `argparse`; options that do not exist are told before those that are missing."""
+        known = [option for action in self._actions for option in action.option_strings]
+        for argument in () if self.commands or args is None else args:
+            name = argument.partition("=")[0]
+            if name.startswith("--") and name != "--" and not any(option.startswith(name) for option in known):
+                self.error(self.unknown([argument]))
+        return super().parse_known_args(args, namespace)
 
     def unknown(self, arguments: Sequence[str]) -> str:
         """What to say of arguments that the parser does not know."""
@@ -41,9 +54,21 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """One line, then the usage."""
-        usage = " ".join(self.format_usage().split())
-        sys.stderr.write(f"{self.prog}: {message}\n{usage[:400]}\nmore: {self.prog} --help\n")
+        sys.stderr.write(f"{self.prog}: {message}\nusage: {self.short_usage()}; {self.prog} --help says more\n")
         sys.exit(WRONG)
+
+    def short_usage(self) -> str:
+        """The usage with what has to be given alone."""
+        if self.commands:
+            return f"{self.prog} {{{','.join(self.commands)}}} ..."
+        words = [self.prog]
+        for action in self._actions:
+            name = action.metavar or action.dest.upper()
+            if not action.option_strings:
+                words.append(str(name) if action.nargs != "?" else f"[{name}]")
+            elif action.required:
+                words.append(f"{action.option_strings[-1]} {name}")
+        return " ".join([*words, "[options]"])
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:

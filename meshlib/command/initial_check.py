@@ -1,0 +1,116 @@
+"""`meshlib init`: a test for CI that keeps a plan as it is: it fits, its collectives, its bytes, its dollars."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from string import Template
+
+from meshlib.command.choices import is_maxtext
+from meshlib.command.output import say, say_json
+from meshlib.command.planning import FAILED, GOOD, planned_of
+from meshlib.command.subject import Subject, slice_of
+from meshlib.core.errors import GraphError
+from meshlib.core.files import replace_file
+from meshlib.testing import assert_snapshot
+
+MARGIN = 1.02  # of budgets above the plan
+TEST = Template('''\
+"""The plan of $name on $slice: it fits, sends what it sent, costs what it cost. Written by meshlib init."""
+
+from pathlib import Path
+
+import pytest
+
+import meshlib as mtf
+
+SLICE, MESH = "$slice", "$mesh"
+LAYOUT = "$layout"
+SENT_BYTES = $sent  # of each device in a step, exact
+$dollars
+
+$build
+
+
+@pytest.fixture(scope="module")
+def program() -> mtf.Program:
+    with mtf.Graph():
+        outputs, updates = build()
+        return mtf.lower(outputs, updates, mesh=MESH, layout=LAYOUT)
+
+
+def test_it_fits(program: mtf.Program) -> None:
+    mtf.testing.assert_fits(program, SLICE)
+
+
+def test_it_sends_no_more_than_its_budget(program: mtf.Program) -> None:
+    mtf.testing.assert_sent_at_most(program, SENT_BYTES)
+
+
+def test_its_collectives_and_memory_are_as_they_were(program: mtf.Program) -> None:
+    # MESHLIB_UPDATE_SNAPSHOTS=1 writes the file again; review the difference.
+    mtf.testing.assert_snapshot(program, Path(__file__).with_name("$snapshot"))
+$cost''')
+COST = """
+
+def test_it_costs_no_more_than_its_budget(program: mtf.Program) -> None:
+    assert mtf.estimate(program, SLICE).usd(1000) <= USD_PER_1000_STEPS
+"""
+
+
+def init(args: argparse.Namespace) -> int:
+    """Write the test and its snapshot."""
+    where = slice_of(args.slice)
+    subject, plans, _ = planned_of(args, where)
+    best = plans[0] if plans else None
+    if best is None or best.est is None:
+        raise GraphError(f"{subject.name} on {where.name}: there is no plan to check; see meshlib plan")
+    est, path = best.est, Path(args.out)
+    if path.exists() and not args.force:
+        raise GraphError(f"init: {path} is there already; --out says another file, --force writes it again")
+    from_models = _build(args, subject, best.choices)
+    priced = est.slice.usd_per_hour is not None
+    snapshot = path.with_suffix(".snapshot.txt")
+    text = TEST.substitute(
+        name=subject.name, slice=est.slice.name, mesh=est.program.mesh, layout=est.program.layout,
+        sent=f"{round(est.sent_bytes * MARGIN):_}", snapshot=snapshot.name, build=from_models,
+        dollars=f"USD_PER_1000_STEPS = {est.usd(1000) * MARGIN:.2f}  # modelled time, list price" if priced else "",
+        cost=COST if priced else "",
+    )  # fmt: skip
+    replace_file(path, lambda file: file.write(text.encode()), "init", GraphError)
+    assert_snapshot(est.program, snapshot, update=True)
+    if args.json:
+        say_json({"files": [str(path), str(snapshot)], "fits": est.fits})
+    else:
+        say(f"wrote {path} and {snapshot}: run pytest {path}")
+    return GOOD if est.fits else FAILED
+
+
+def _build(args: argparse.Namespace, subject: Subject, choices: dict[str, object]) -> str:
+    """The function of the test that builds the program."""
+    if is_maxtext(args):
+        raise GraphError("init: of a MaxText configuration, plan ... --emit python says how to build its program")
+    settings = ", ".join(f"{name}={value!r}" for name, value in subject.settings.items())
+    if subject.config is not None:
+        read = f'mtf.models.preset("{args.program}")'
+        if Path(args.program).suffix == ".json" or Path(args.program).is_dir():
+            read = f'mtf.sharing.read_config("{os.path.abspath(args.program)}")'
+        read += f".replace({settings})" if settings else ""
+        sizes = ", ".join(f"{name}={size}" for name, size in subject.sizes.items())
+        chosen = "".join(f", {name}={value!r}" for name, value in choices.items())
+        return f"def build():\n    return mtf.models.train_step({read}, {sizes}{chosen})"
+    if subject.image is not None:
+        read = f'mtf.models.image_preset("{args.program}")' + (f".replace({settings})" if settings else "")
+        batch = subject.sizes["batch"]
+        return f"def build():\n    return mtf.models.image_step({read}, {batch}, mtf.optimize.MomentumOptimizer(0.1))"
+    if args.arg or args.names:
+        raise GraphError("init: a JAX function is imported with mtf.from_jax; write its test by hand")
+    path, _, function = args.program.partition(".py")
+    name = function.lstrip(":") or "build"
+    return (
+        "import sys\n\n"
+        f'sys.path.insert(0, "{os.path.abspath(os.path.dirname(path) or ".")}")\n'
+        f"from {os.path.basename(path)} import {name} as written  # noqa: E402\n\n\n"
+        f"def build():\n    return written({settings})"
+    )

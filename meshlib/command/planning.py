@@ -1,0 +1,201 @@
+"""`meshlib plan`, `search` and `report`: usual layouts compared, or all of a space searched."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from hardware.slices import Slice
+from meshlib.command.choices import is_maxtext
+from meshlib.command.output import coloured, say, say_json
+from meshlib.command.plan import Asked, Plan, json_of, next_commands, planned, plans_of, text_of
+from meshlib.command.subject import (
+    Subject,
+    completed_layouts,
+    named_layouts,
+    of_model,
+    slice_of,
+    subject_of,
+    tried_values,
+)
+from meshlib.command.terminal import INTERRUPTED, Progress
+from meshlib.core.errors import GraphError
+from meshlib.report.alternatives import Alternative
+from meshlib.report.page import page, write_page
+from meshlib.report.ranked import alternatives_of
+from meshlib.report.verdict import headline
+from meshlib.searching import Found, SearchInterrupted
+from meshlib.searching import search as searched
+
+GOOD, FAILED = 0, 1
+
+
+def plan(args: argparse.Namespace) -> int:
+    """The verdict, and the ranking."""
+    where = slice_of(args.slice)
+    if is_maxtext(args) and args.search:
+        from meshlib.command.tuning import tuned
+
+        return tuned(args, where)
+    subject, plans, search_result = planned_of(args, where)
+    if args.emit and plans:
+        from meshlib.command.emitting import emitted
+
+        return emitted(args, subject, where, plans)
+    if not plans:
+        assert search_result is not None
+        return _told(args, search_result)  # there is nothing to plan: all is said by what was looked for
+    best, compiled = plans[0], None
+    fits = best.est is not None and best.est.fits
+    if args.compile and best.est is not None:
+        from meshlib.command.compiled import compiled_for
+
+        (compiled,) = compiled_for([best.est.program], where, args)
+        fits = compiled.fits
+    if args.json:
+        say_json({**json_of(subject, where, plans), **({} if compiled is None else {"compiled": compiled.as_json()})})
+        return GOOD if fits else FAILED
+    first, _, rest = text_of(subject, where, plans).partition("\n")
+    print(coloured(first, fits))
+    say(rest)
+    if search_result is not None:
+        say(f"\n{search_result}")
+    if compiled is not None:
+        say(f"\n{compiled}")
+    if not args.quiet:
+        say("\n".join(["", "next:", *(f"  {line}" for line in next_commands(args, best))]))
+    return GOOD if fits else FAILED
+
+
+def planned_of(args: argparse.Namespace, where: Slice) -> tuple[Subject, list[Plan], Found | None]:
+    """The subject, its plans, the best first, and the search, if there was one."""
+    asked = Asked.of(args)
+    if is_maxtext(args):
+        from meshlib.command.configured import configured
+
+        subject, name, mesh = configured(args, where)
+        return subject, [planned(subject, where, name, mesh, asked)], None
+    subject = subject_of(args, where)
+    if args.mesh and args.search:
+        raise GraphError("--mesh with --search: say the sizes of axes with meshlib search --sizes")
+    subject.session(**first_choices(args, subject))  # what is wrong with the program itself is said once
+    unnamed = subject.config is None and subject.image is None and not args.layout
+    if args.search or (unnamed and not args.mesh):
+        result = search_of(args, subject, where)
+        if not result.ranking:
+            return subject, [], result
+        best = result.best.candidate
+        subject = subject.sized(**dict(best.choices))
+        choices = dict(best.choices)
+        return subject, [planned(subject, where, str(best.layout), str(best.mesh), asked, **choices)], result
+    plans = plans_of(subject, where, _layouts(args, subject, where), args.remat, asked)
+    while not args.layout and not plans[0].fits and (smaller := _with_half_the_batch(subject, where)) is not None:
+        other = plans_of(smaller, where, _layouts(args, smaller, where), args.remat, asked)
+        if other[0].fits or other[0].order < plans[0].order:
+            subject, plans = smaller, other
+        if other[0].est is None or not other[0].fits:
+            break
+    return subject, plans, None
+
+
+def _layouts(args: argparse.Namespace, subject: Subject, where: Slice) -> list[tuple[str, str]]:
+    if args.layout:
+        return named_layouts(args.layout, args.mesh)
+    return completed_layouts(subject, args.mesh) if args.mesh else subject.usual(where.devices)
+
+
+def _with_half_the_batch(subject: Subject, where: Slice) -> Subject | None:
+    """The subject with half as many sequences; None where the batch was asked for, or fills devices no more."""
+    if subject.config is None or subject.given_batch or subject.sizes["batch"] < 2:
+        return None
+    sizes = {**subject.sizes, "batch": subject.sizes["batch"] // 2}
+    return of_model(subject.config, sizes, subject.compiler, given_batch=True)
+
+
+def first_choices(args: argparse.Namespace, subject: Subject) -> dict[str, object]:
+    """With what a model is built first."""
+    return {"remat": args.remat or "full"} if subject.config is not None else {}
+
+
+# ------------------------------------------------------------ search
+
+
+def search(args: argparse.Namespace) -> int:
+    """The best mesh and layout."""
+    where = slice_of(args.slice)
+    return _told(args, search_of(args, subject_of(args, where), where))
+
+
+def _told(args: argparse.Namespace, result: Found) -> int:
+    """What a search came to."""
+    if args.json:
+        say_json(result.as_json())
+    else:
+        say(result)
+    if result.stopped:
+        return INTERRUPTED
+    return GOOD if result.fits else FAILED
+
+
+def search_of(args: argparse.Namespace, subject: Subject, where: Slice) -> Found:
+    """The search that the arguments ask for; one that is interrupted ends with what it has so far."""
+    tried = tried_values(args.tried or ())
+    if args.remat:
+        tried["remat"] = [args.remat]
+    further = ("objective", "fix", "sizes", "forbid", "axes", "resume")
+    given: dict[str, Any] = {name: getattr(args, name) for name in further if hasattr(args, name)}
+    if subject.config is not None:  # what steps of several sizes take is compared by the token
+        given |= {**subject.sizes, "per": [name for name in subject.sizes if name in tried]}
+    if args.layout:
+        given["also"] = [(mesh, subject.rules(name, mesh)) for name, mesh in named_layouts(args.layout, args.mesh)]
+    with Progress(args.quiet) as bar:
+        try:
+            return searched(
+                subject.config or subject.built,
+                where,
+                choices=tried,
+                seconds=args.seconds,
+                workers=args.workers,
+                compiler=subject.compiler,
+                progress=lambda done, total, text: bar(done, total, f"layouts; best: {text}"),
+                **given,
+            )
+        except SearchInterrupted as stop:
+            return replace(stop.result, stopped=True)
+
+
+# ------------------------------------------------------------ report
+
+
+def report(args: argparse.Namespace) -> int:
+    """Write the page about the best plan, with the others as alternatives."""
+    where = slice_of(args.slice)
+    subject, plans, result = planned_of(args, where)
+    best = plans[0] if plans else None
+    if best is None or best.est is None:
+        raise GraphError(f"{subject.name} on {where.name}: no layout could be estimated: {_faults(plans)}")
+    options, certificate = (
+        (_alternatives(plans), "") if result is None else (alternatives_of(result), result.certificate)
+    )
+    write_page(args.out, page(best.est, f"{subject.name} on {where.name}", options, certificate), "report")
+    if args.json:
+        say_json({"file": args.out, **json_of(subject, where, plans)})
+    else:
+        say(f"{args.out}: {headline(best.est)}")
+    return GOOD if best.est.fits else FAILED
+
+
+def _faults(plans: Sequence[Plan]) -> str:
+    return plans[0].fault if plans else "see meshlib search for what was refused"
+
+
+def _alternatives(plans: Sequence[Plan]) -> list[Alternative]:
+    options = []
+    for n, plan in enumerate(plan for plan in plans if plan.est is not None):
+        assert plan.est is not None
+        choices = " ".join(f"{name} {value}" for name, value in plan.choices.items())
+        step, peak = plan.est.step_seconds, plan.est.memory.peak_bytes
+        options.append(Alternative(f"{plan.name} on {plan.mesh}", step, peak, plan.est.fits, n == 0, choices))
+    return options

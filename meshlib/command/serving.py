@@ -1,0 +1,80 @@
+"""`meshlib serve`: batch and layout of decoding against latency, throughput and money."""
+
+from __future__ import annotations
+
+import argparse
+
+from meshlib.command.output import coloured, say, say_json
+from meshlib.command.subject import slice_of, subject_of
+from meshlib.core.errors import GraphError
+from meshlib.core.text import bytes_text, seconds_text, usd_text
+from meshlib.searching.serving import Serving, ServingPoint, serving
+
+GOOD, FAILED = 0, 1
+CONTEXT = 2048
+
+
+def serve(args: argparse.Namespace) -> int:
+    """The frontier, the cheapest point, and the best within a latency."""
+    where = slice_of(args.slice)
+    subject = subject_of(args, where)
+    if subject.config is None:
+        raise GraphError(f"{subject.name}: serve takes a Transformer of the library or a config.json")
+    context = args.context or min(CONTEXT, subject.config.max_length or CONTEXT)
+    batches = [args.batch] if args.batch else None
+    result = serving(
+        subject.config, where, context=context, prompt=args.prompt, batches=batches, weight_dtype=args.weights,
+        cache_dtype=args.caches, compiler=subject.compiler,
+    )  # fmt: skip
+    best = _chosen(args, result)
+    if args.json:
+        say_json({"best": None if best is None else _entry(best), "points": [_entry(p) for p in result.points]})
+        return GOOD if best is not None else FAILED
+    print(coloured(_verdict(args, result, best), best is not None))
+    if best is not None:
+        say("\n".join(_about(best)))
+    say(f"\n{result}")
+    if args.plot:
+        result.plot(args.plot)
+    return GOOD if best is not None else FAILED
+
+
+def _chosen(args: argparse.Namespace, result: Serving) -> ServingPoint | None:
+    """The cheapest point of those that are fast enough."""
+    if args.within is not None:
+        return result.within(args.within / 1e3)
+    return result.frontier[-1] if result.frontier else None
+
+
+def _verdict(args: argparse.Namespace, result: Serving, best: ServingPoint | None) -> str:
+    name = f"{result.config.name} on {result.slice.name}"
+    if best is not None:
+        return f"{name}: {best.tokens_per_second:,.0f}* tokens/s, {seconds_text(best.token_seconds)}* a token"
+    if not result.points:
+        return f"{name}: DOES NOT FIT with any batch; take a larger slice or --weights int8"
+    fastest = seconds_text(result.frontier[0].token_seconds)
+    return f"{name}: NO BATCH answers within {args.within:g} ms a token; the fastest takes {fastest}*"
+
+
+def _about(p: ServingPoint) -> list[str]:
+    cost = p.usd_per_million_tokens
+    return [
+        f"  layout     {p.name}",
+        f"  batch      {p.batch:,} sequences",
+        f"  prefill    {seconds_text(p.prefill_seconds)}* until the first token",
+        f"  memory     {bytes_text(p.peak_bytes)} of {bytes_text(p.decode.memory.capacity_bytes)} on each device",
+        *([] if cost is None else [f"  price      {usd_text(cost)}* a million tokens"]),
+    ]
+
+
+def _entry(p: ServingPoint) -> dict[str, object]:
+    return {
+        "layout": p.name,
+        "batch": p.batch,
+        "fits": p.fits,
+        "peak_bytes": p.peak_bytes,
+        "token_seconds_modelled": p.token_seconds,
+        "tokens_per_second_modelled": p.tokens_per_second,
+        "prefill_seconds_modelled": p.prefill_seconds,
+        "usd_per_million_tokens_modelled": p.usd_per_million_tokens,
+    }

@@ -1,0 +1,91 @@
+"""Commands about no program of the user's: slices, models, published results, records."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import asdict, is_dataclass
+
+from hardware.chips import CHIPS
+from hardware.errors import HardwareError
+from hardware.slices import Slice, legal_slices
+from meshlib.command import figures
+from meshlib.command.output import say, say_json
+from meshlib.command.terminal import Progress
+from meshlib.core.compiler import COMPILERS
+from meshlib.core.errors import GraphError, nearest
+from meshlib.core.text import count_text, grid, wrapped
+from meshlib.models import IMAGE_PRESETS, PRESETS
+from meshlib.records import make
+from meshlib.validation.talks import talks
+from meshlib.validation.validating import validate
+
+GOOD = 0
+
+
+def slices(args: argparse.Namespace) -> int:
+    """Names of slices."""
+    if args.kind and args.kind not in CHIPS:
+        hint = nearest(args.kind, CHIPS) or f"; there are {', '.join(CHIPS)}"
+        raise HardwareError(f"no chip {args.kind!r}{hint}")
+    kinds = {kind: legal_slices(kind) for kind in ([args.kind] if args.kind else sorted(CHIPS))}
+    if args.json:
+        say_json({kind: [figures.of_slice(Slice(name)) for name in names] for kind, names in kinds.items()})
+        return GOOD
+    for kind, names in kinds.items():
+        say("\n".join(wrapped(" ".join(names), f"{kind:<5} ", " ")))
+    return GOOD
+
+
+def models(args: argparse.Namespace) -> int:
+    """Names of models."""
+    sizes = {name: config.parameters for name, config in {**PRESETS, **IMAGE_PRESETS}.items()}
+    if args.json:
+        say_json(sizes)
+        return GOOD
+    rows = [(name, count_text(size), "images" if name in IMAGE_PRESETS else "text") for name, size in sizes.items()]
+    say("\n".join(grid([("model", "parameters", "of"), *rows], right=(1,))))
+    return GOOD
+
+
+def validated(args: argparse.Namespace) -> int:
+    """Predicted beside published."""
+    if args.talks and (args.file or args.refit):
+        raise GraphError("validate: --talks has facts of its own; leave out --file and --refit")
+    with Progress(args.quiet) as bar:
+        if args.talks:
+            result: object = talks()
+        else:
+            result = validate(
+                args.file, args.refit, COMPILERS[args.compiler], lambda done, all_: bar(done, all_, "rows")
+            )
+    if args.json:
+        rows = getattr(result, "rows", ())
+        say_json([_row(row) for row in rows])
+    else:
+        say(result)
+    return GOOD
+
+
+def _row(row: object) -> dict[str, object]:
+    """The figures of one row: text, numbers and what is not there."""
+    values = asdict(row) if is_dataclass(row) and not isinstance(row, type) else vars(row)
+    return {
+        name: value for name, value in values.items() if value is None or isinstance(value, str | int | float | bool)
+    }
+
+
+def recorded(args: argparse.Namespace) -> int:
+    """Records of something else."""
+    columns = dict(args.column) if args.column else None
+    with Progress(args.quiet) as bar:
+        count, paths = make(
+            args.source, args.target, labels=args.labels, columns=columns, compression=args.compression,
+            progress=lambda done, total: bar(done, total, "written"),
+        )  # fmt: skip
+    if args.json:
+        say_json({"records": count, "files": [str(path) for path in paths]})
+        return GOOD
+    where = paths[0] if len(paths) == 1 else f"{paths[0]} to {os.path.basename(paths[-1])}"
+    say(f"{count:,} records in {where}")
+    return GOOD

@@ -1,0 +1,67 @@
+"""What changed from one estimate to another, in a sentence."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from meshlib.core.text import bytes_text, seconds_text
+from meshlib.estimation import Estimate
+
+SAME = 0.002  # of a step: less is no change
+
+
+def difference(first: Estimate, second: Estimate) -> str:
+    """One sentence: by how much the step and the memory change, and what changes most and why.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", "batch:8192;d:8192", "bfloat16")
+      ...     w = mtf.variable("w", "d:8192;f:8192", dtype="bfloat16")
+      ...     session = mtf.Session({"y": mtf.einsum([x, w], output_shape="batch:8192;f:8192")})
+      >>> a, b = (mtf.estimate(session.lower("a:8", layout), "v5e-8") for layout in ("batch:a", "d:a"))
+      >>> difference(a, b).partition(", because ")[2].startswith("it waits")
+      True
+    """
+    before, after = first.step_seconds, second.step_seconds
+    change = after / before - 1 if before else 0.0
+    names = f"{second.program.layout or '(nothing is split)'} on {second.program.mesh}"
+    if first.slice.name != second.slice.name:
+        names += f" of {second.slice.name}"
+    speed = "as fast" if abs(change) < SAME else f"{abs(change):.1%} {'slower' if change > 0 else 'faster'}*"
+    peak = second.memory.peak_bytes - first.memory.peak_bytes
+    held = "the same memory" if not peak else f"{bytes_text(abs(peak))} {'more' if peak > 0 else 'less'} memory"
+    fits = "" if first.fits == second.fits else ", which fits" if second.fits else ", which does not fit"
+    text = f"{names} is {speed} ({seconds_text(before)} to {seconds_text(after)}) and takes {held}{fits}"
+    return f"{text}{_because(first, second, change)}."
+
+
+def _because(first: Estimate, second: Estimate, change: float) -> str:
+    """What of the step grows or shrinks most in the direction of the change."""
+    if abs(change) < SAME:
+        return ""
+    sign = 1 if change > 0 else -1
+    bounds = {
+        name: sign * (second.bound_seconds[name] - first.bound_seconds[name]) for name in first.bound_seconds
+    }  # fmt: skip
+    name = max(bounds, key=lambda bound: bounds[bound])
+    seconds, more = seconds_text(max(0.0, bounds[name])), "more" if sign > 0 else "less"
+    if name in ("ici", "dcn"):
+        return f", because it waits {seconds} {more} for {name.upper()}{_collective(first, second, sign)}"
+    what = {"mxu": "products", "vpu": "vector operations", "hbm": "HBM", "latency": "launches and hops"}.get(name, name)
+    return f", because {what} take {seconds} {more}"
+
+
+def _collective(first: Estimate, second: Estimate, sign: int) -> str:
+    """The kind of collective, over which axes and of what, whose time changes most."""
+    seconds: dict[tuple[str, str], float] = defaultdict(float)
+    largest: dict[tuple[str, str], tuple[float, str]] = {}
+    for est, factor in ((first, -sign), (second, sign)):
+        for row in (r for r in est.rows if r.kind == "collective"):
+            key = row.opcode, "+".join(row.axes)
+            seconds[key] += factor * row.total_seconds
+            largest[key] = max(largest.get(key, (0.0, "")), (row.total_seconds, row.name))
+    if not seconds:
+        return ""
+    key = max(seconds, key=lambda k: seconds[k])
+    return f", mostly {key[0]} over {key[1]} of {largest[key][1]}"
