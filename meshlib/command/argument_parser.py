@@ -49,8 +49,9 @@ class Parser(argparse.ArgumentParser):
         if not first.startswith("-"):
             return f"there is an argument too many: {first!r}; text with blanks or ';' needs quotes"
         name = first.partition("=")[0]
-        options = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
-        return f"no option {name}{nearest(name, options)}"
+        options = [option[2:] for action in self._actions for option in action.option_strings if option[:2] == "--"]
+        hint = nearest(name.lstrip("-"), options).replace("'", "'--", 1)
+        return f"no option {name}{hint}"
 
     def error(self, message: str) -> NoReturn:
         """One line, then the usage."""

@@ -75,7 +75,7 @@ def init(args: argparse.Namespace) -> int:
     text = TEST.substitute(
         name=subject.name, slice=est.slice.name, mesh=est.program.mesh, layout=est.program.layout,
         sent=f"{round(est.sent_bytes * MARGIN):_}", snapshot=snapshot.name, build=from_models,
-        dollars=f"USD_PER_1000_STEPS = {est.usd(1000) * MARGIN:.2f}  # modelled time, list price" if priced else "",
+        dollars=f"USD_PER_1000_STEPS = {est.usd(1000) * MARGIN:.4g}  # modelled time, list price" if priced else "",
         cost=COST if priced else "",
     )  # fmt: skip
     replace_file(path, lambda file: file.write(text.encode()), "init", GraphError)

@@ -232,16 +232,35 @@ def _causes(est: Estimate) -> list[str]:
     return lines
 
 
-def next_commands(args: argparse.Namespace, plan: Plan) -> list[str]:
-    """Commands that go on from a plan: as a page, as a check in CI, a wider search, or a larger slice."""
-    program = args.program
-    given = "".join(f" --{name} {getattr(args, name)}" for name in ("batch", "length") if getattr(args, name))
-    given += "".join(f" --set {shlex.quote(setting)}" for setting in args.set or ())
-    about = f"{shlex.quote(program)} --slice {shlex.quote(args.slice)}{given}"
-    chosen = f"--layout {shlex.quote(f'{plan.name}@{plan.mesh}')}"
-    chosen += f" --remat {plan.choices['remat']}" if "remat" in plan.choices else ""
-    commands = [f"meshlib report {about} {chosen} --out plan.html", f"meshlib init {about} {chosen}"]
-    return [*commands, f"meshlib search {about}"]
+def next_commands(args: argparse.Namespace, subject: Subject, plan: Plan) -> list[str]:
+    """Commands that go on from a plan: as a page, as a check in CI, a wider search."""
+    given = ["--slice", args.slice]
+    if "batch" in subject.sizes and subject.given_batch:
+        given += ["--batch", str(subject.sizes["batch"])]
+    if args.length:
+        given += ["--length", str(args.length)]
+    for flag, texts in (("--set", args.set), ("--arg", args.arg), ("--names", args.names)):
+        given += [word for text in texts or () for word in (flag, text)]
+    chosen = ["--layout", f"{plan.name}@{plan.mesh}"]
+    chosen += ["--remat", str(plan.choices["remat"])] if "remat" in plan.choices else []
+    commands = (
+        ["report", args.program, *given, *chosen, "--out", "plan.html"],
+        ["init", args.program, *given, *chosen],
+        ["search", args.program, *given],
+    )
+    return [line for words in commands for line in _command_lines(["meshlib", *map(shlex.quote, words)])]
+
+
+def _command_lines(words: Sequence[str]) -> list[str]:
+    """A command in lines that fit, each but the last ending with a backslash, as shells take them."""
+    lines = [f"  {words[0]}"]
+    for word in words[1:]:
+        if len(lines[-1]) + len(word) + 3 > width():
+            lines[-1] += " \\"
+            lines.append(f"      {word}")
+        else:
+            lines[-1] += f" {word}"
+    return lines
 
 
 def _ranking(subject: Subject, plans: Sequence[Plan]) -> list[str]:

@@ -65,7 +65,7 @@ def plan(args: argparse.Namespace) -> int:
     if compiled is not None:
         say(f"\n{compiled}")
     if not args.quiet:
-        say("\n".join(["", "next:", *(f"  {line}" for line in next_commands(args, best))]))
+        say("\n".join(["", "next:", *next_commands(args, subject, best)]))
     return GOOD if fits else FAILED
 
 
@@ -91,6 +91,8 @@ def planned_of(args: argparse.Namespace, where: Slice) -> tuple[Subject, list[Pl
         choices = dict(best.choices)
         return subject, [planned(subject, where, str(best.layout), str(best.mesh), asked, **choices)], result
     plans = plans_of(subject, where, _layouts(args, subject, where), args.remat, asked)
+    if args.layout and plans[0].est is None:
+        raise GraphError(plans[0].fault)
     while not args.layout and not plans[0].fits and (smaller := _with_half_the_batch(subject, where)) is not None:
         other = plans_of(smaller, where, _layouts(args, smaller, where), args.remat, asked)
         if other[0].fits or other[0].order < plans[0].order:

@@ -63,6 +63,8 @@ def lazy_names(
     def __getattr__(name: str) -> Any:
         if name == "__all__":
             return list(table())
+        if name == "__version__":
+            return import_module("meshlib.core.version").VERSION
         if name.startswith("_"):
             raise AttributeError(f"module '{package}' has no attribute '{name}'")
         export = table().get(name)

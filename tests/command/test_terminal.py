@@ -1,0 +1,341 @@
+"""Commands in terminals and pipes: forty mistakes, every width, JSON, colours, interrupts, what they write."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import meshlib as mtf
+from meshlib.command import main
+from meshlib.command.output import folded
+from meshlib.command.terminal import Progress, bar
+from tests.effort import deep, each
+from tests.paths import ROOT
+
+SMALL = (
+    "--set layers=2 --set d_model=64 --set heads=4 --set kv_heads=4 --set head_dim=16 --set d_ff=128 --set vocab=128"
+)
+NET = """
+import meshlib as mtf
+
+def build(batch=64, hidden=128):
+    b, k, h = mtf.Dimension("batch", batch), mtf.Dimension("k", 32), mtf.Dimension("hidden", hidden)
+    y = mtf.relu(mtf.einsum([mtf.input("x", [b, k]), mtf.variable("w", [k, h])], reduced_dims=[k]))
+    loss = mtf.reduce_mean(y)
+    return {"loss": loss}, mtf.optimize.SgdOptimizer(0.1).minimize(loss)
+
+def unnamed():
+    raise ValueError("a value of mine")
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "net.py").write_text(NET)
+    (tmp_path / "config.json").write_text('{"model_type": "lama"}')
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "bad.py").write_text("def build(:\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    return tmp_path
+
+
+def run_words(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """Exit status, output, errors."""
+    try:
+        status = main(argv)
+    except SystemExit as end:
+        status = int(str(end.code))
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def run(typed: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """Exit status, output, errors."""
+    return run_words(typed.split(), capsys)
+
+
+# What is typed, and what the one line says: the name, and what to do.
+FORTY = {
+    "no command": ("", "required: COMMAND"),
+    "a command misspelt": ("serch gpt2 --slice v5e-8", "no command 'serch'; did you mean 'search'?"),
+    "a command of another tool": ("train gpt2", "no command 'train'"),
+    "an option misspelt": ("plan gpt2 --slce v5e-8", "no option --slce; did you mean '--slice'?"),
+    "an option of another command": ("plan gpt2 --slice v5e-8 --objective usd", "no option --objective"),
+    "an option far from any": ("plan gpt2 --slice v5e-8 --zzz", "no option --zzz"),
+    "two programs": ("plan gpt2 palm-540b --slice v5e-8", "an argument too many: 'palm-540b'"),
+    "a model misspelt": ("plan lama2-70b --slice v5e-8", "no model 'lama2-70b'; did you mean 'llama2-70b'?"),
+    "a model of images misspelt": ("plan resnet50 --slice v5e-8", "did you mean 'resnet-50'?"),
+    "a model that is none": ("plan qqqqqq --slice v5e-8", "meshlib models lists them"),
+    "a slice misspelt": ("plan gpt2 --slice v5-256", "unknown chip 'v5'; known chips are"),
+    "a slice of a wrong size": ("plan gpt2 --slice v5e-7", "v5e-7"),
+    "no slice": ("serve gpt2", "required: --slice"),
+    "a chip misspelt": ("slices v5x", "no chip 'v5x'; did you mean"),
+    "a chip that is none": ("slices h100", "no chip 'h100'; there are"),
+    "a setting misspelt": ("plan gpt2 --slice v5e-8 --set layer=3", "layers"),
+    "a setting of a function misspelt": ("plan net.py --slice v5e-8 --set hiden=3", "hiden"),
+    "a setting without a value": ("plan gpt2 --slice v5e-8 --set layers", "--set is NAME=VALUE"),
+    "a setting of images misspelt": ("plan resnet-50 --slice v3-8 --set clases=10", "classes"),
+    "remat of images": ("plan resnet-50 --slice v3-8 --remat full", "--remat is for Transformers"),
+    "a length of images": ("plan resnet-50 --slice v3-8 --length 8", "--length is for Transformers"),
+    "a layout misspelt": ("plan gpt2 --slice v5e-8 --layout fdsp@fsdp:8", "did you mean 'fsdp'"),
+    "a layout of images misspelt": ("plan resnet-50 --slice v3-8 --layout dta@data:8", "did you mean 'data'"),
+    "a dim misspelt": ("explain net.py --layout bach:data@data:8", "did you mean 'batch'"),
+    "an axis misspelt": ("explain net.py --layout batch:dta@data:8", "dta"),
+    "a layout without a mesh": ("plan gpt2 --slice v5e-8 --layout fsdp", "say on which mesh"),
+    "a mesh of another size": ("plan gpt2 --slice v5e-8 --layout fsdp@fsdp:4", "4"),
+    "a mesh without a layout of a function": ("plan net.py --slice v5e-8 --mesh data:8", "give --layout RULES"),
+    "a mesh that no layout takes": ("plan gpt2 --slice v5e-8 --mesh rows:2;cols:4", "without --layout"),
+    "a mesh for a search": ("plan gpt2 --slice v5e-8 --search --mesh data:8", "--sizes"),
+    "a choice misspelt": ("plan gpt2 --slice v5e-8 --remat fulll", "no choice 'fulll'; did you mean 'full'?"),
+    "a compiler misspelt": ("plan gpt2 --slice v5e-8 --compiler xla", "no choice 'xla'"),
+    "a batch that is no number": ("plan gpt2 --slice v5e-8 --batch many", "a whole number of at least 1, got 'many'"),
+    "a file that is missing": ("plan missing.py --slice v5e-8", "no file missing.py"),
+    "a config that is missing": ("plan missing.json --slice v5e-8", "missing.json"),
+    "a config of another model": ("plan config.json --slice v5e-8", "lama"),
+    "a config that is no JSON": ("plan broken.json --slice v5e-8", "broken.json"),
+    "a function that is missing": ("plan net.py:bild --slice v5e-8", "no function 'bild'"),
+    "a file that is no Python": ("plan bad.py --slice v5e-8", "SyntaxError"),
+    "a function that raises": ("plan net.py:unnamed --slice v5e-8", "ValueError: a value of mine (net.py:11)"),
+    "a report in no folder": ("report gpt2 --slice v5e-1 --out no/plan.html", "no/plan.html"),
+    "a check that is there": ("init gpt2 --slice v5e-1 --out net.py", "net.py is there already"),
+    "serving a model of images": ("serve resnet-50 --slice v3-8", "serve takes a Transformer"),
+    "serving too long a context": ("serve gpt2 --slice v5e-1 --context 4096", "1024"),
+    "a plot of another kind": ("serve gpt2 --slice v5e-1 --context 64 --batch 1 --plot a.nope", "a.nope"),
+    "a latency of nothing": ("serve gpt2 --slice v5e-1 --within 0", "a positive number, got '0'"),
+}
+
+
+@each("typed, wanted", FORTY, parts=2)
+def test_forty_mistakes_get_one_line_that_says_what_to_do(
+    typed: str, wanted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "--plot" in typed:
+        pytest.importorskip("matplotlib", reason="a picture needs the extra 'plot'")
+    status, out, err = run(typed, capsys)
+    assert status == 2, (out, err)
+    assert wanted in err, err
+    lines = err.splitlines()
+    assert lines[0].startswith("meshlib"), err
+    assert "Traceback" not in err
+    assert len([line for line in lines if line.startswith("usage: ")]) <= 1
+    assert not lines[0].startswith("usage"), "the fault comes first"
+    assert len(lines[0]) < 400
+
+
+def test_there_are_forty() -> None:
+    assert len(FORTY) >= 40
+
+
+# ------------------------------------------------------------ width, JSON, colours
+
+COMMANDS = {
+    "plan": f"plan gpt2 --slice v5e-8 --layout fsdp@fsdp:8 --remat full {SMALL}",
+    "plan of images": "plan resnet-18 --slice v3-8 --set height=32 --set width=32 --set stem='small' --set classes=10",
+    "search": "search net.py --slice v5e-4 --axes 1 --workers 1",
+    "report": "report net.py --slice v3-8 --layout batch:a@a:8 --out plan.html",
+    "init": "init net.py --slice v3-8 --layout batch:a@a:8 --out test_plan.py",
+    "serve": f"serve gpt2 --slice v5e-4 --context 64 --batch 8 {SMALL}",
+    "explain": "explain net.py --layout batch:data@data:8",
+    "estimate": "estimate net.py --slice v3-8 --layout batch:a@a:8",
+    "profile": "profile net.py --slice v3-8 --layout batch:a@a:8",
+    "compare": "compare net.py --slice v3-8 --layout batch:a@a:8 --layout hidden:a@a:8",
+    "check": "check net.py --layout batch:a@a:8;b:1",
+    "verify": "verify net.py --layout batch:a@a:4",
+    "trace": "trace net.py --slice v3-8 --layout batch:a@a:8 --out trace.json",
+    "dims": "dims net.py",
+    "slices": "slices v5e",
+    "models": "models",
+}
+
+
+@each("typed", COMMANDS, parts=2)
+def test_every_command_fits_its_terminal_and_prints_json(
+    typed: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for width in (80, 60) if deep() else (60,):
+        monkeypatch.setenv("COLUMNS", str(width))
+        status, out, err = run(f"{typed} --force" if typed.startswith("init") else typed, capsys)
+        assert status == 0, (out, err)
+        assert err == ""
+        assert out.strip()
+        assert "\033" not in out
+        assert max(len(line) for line in out.splitlines()) <= width, out
+    again = f"{typed} --force" if typed.startswith("init") else typed
+    status, out, err = run(f"{again} --json", capsys)
+    assert (status, err) == (0, "")
+    assert json.loads(out)
+
+
+def test_one_mfu_whoever_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+    typed = f"plan gpt2 --slice v5e-8 --layout fsdp@fsdp:8 --remat full {SMALL}"
+    _, out, _ = run(typed, capsys)
+    _, data, _ = run(f"{typed} --json", capsys)
+    mfu = json.loads(data)["plans"][0]["mfu_modelled"]
+    assert f"MFU {mfu:.1%}*" in out
+    _, data, _ = run(f"estimate gpt2 --slice v5e-8 --layout fsdp@fsdp:8 --remat full {SMALL} --json", capsys)
+    assert json.loads(data)[0]["mfu_modelled"] == mfu
+
+
+def test_a_plan_names_the_largest_collective_of_a_group_and_lines_of_the_model(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, out, _ = run("plan llama2-7b --slice v5e-8 --layout fsdp@fsdp:8 --remat full --set layers=2 --batch 8", capsys)
+    gathers = next(line for line in out.splitlines() if "all_gather over fsdp" in line)
+    assert "kernel" in gathers, gathers
+    _, out, _ = run(f"explain gpt2 --slice v5e-8 {SMALL}", capsys)
+    assert "models/blocks.py:" in out
+    assert "unknown line" not in out
+
+
+def test_a_mesh_without_a_layout_is_completed(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(f"plan gpt2 --slice v5e-8 --mesh fsdp:2;tensor:4 --remat full {SMALL}", capsys)
+    assert (status, err) == (0, "")
+    assert "fsdp:2;tensor:4" in out
+    assert "fsdp+sequence" in out
+
+
+def test_plan_prints_notes_and_ends_with_what_to_run_next(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(f"plan gpt2 --slice v5e-8 --layout fsdp@data:2;fsdp:4 --remat full {SMALL}", capsys)
+    assert "note: " in out
+    assert "'data'" in out
+    last = out.splitlines()[out.splitlines().index("next:") + 1 :]
+    shell = "\n".join(last).replace("\\\n", " ").splitlines()
+    assert [shlex.split(line)[:2] for line in shell] == [["meshlib", name] for name in ("report", "init", "search")]
+    again = shlex.split(shell[0])[1:]
+    assert run_words([*again[:-1], str(folder / "plan.html")], capsys)[0] == 0
+    status, quiet, _ = run(f"plan gpt2 --slice v5e-8 --remat full --quiet {SMALL}", capsys)
+    assert status == 0
+    assert "next:" not in quiet
+
+
+def test_the_default_batch_gives_every_device_a_sequence(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run("plan llama3.1-8b --slice v5e-64 --set layers=2 --remat full --json", capsys)
+    found = json.loads(out)
+    assert found["batch"] == 64
+    assert found["plans"][0]["name"] == "fsdp"
+
+
+def test_the_check_that_init_writes_passes_and_fails_when_the_plan_changes(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(f"init gpt2 --slice v5e-8 --remat full {SMALL} --batch 8 --length 64", capsys)[0] == 0
+    assert run("init net.py --slice v3-8 --layout batch:a@a:8 --out test_net.py", capsys)[0] == 0
+    test = folder / "test_plan.py"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_plan.py", "test_net.py"]
+    good = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert good.returncode == 0, good.stdout
+    assert "8 passed" in good.stdout
+    test.write_text(test.read_text().replace('MESH = "v5e-8", "fsdp:8"', 'MESH = "v5e-8", "fsdp:4;b:2"'))
+    bad = subprocess.run(
+        [*command, "-k", "plan"], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert bad.returncode == 1
+    assert "the program is not as in" in bad.stdout
+
+
+def test_compare_says_in_a_sentence_what_changed_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run("compare net.py --slice v3-8 --layout batch:a@a:8 --layout hidden:a@a:8", capsys)
+    sentence = " ".join(line.strip() for line in out.partition("\n\n")[0].splitlines())
+    assert re.fullmatch(
+        r"hidden:a on a:8 is [\d.]+% (slower|faster)\* \(.* to .*\) and takes .* memory, because .*\.", sentence
+    ), sentence
+
+
+def test_version() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "meshlib", "--version"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"meshlib {mtf.__version__}\n"
+
+
+def test_colours_are_for_terminals_without_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshlib.command import output
+
+    monkeypatch.setattr(output.sys, "stdout", type("Terminal", (), {"isatty": lambda self: True})())
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert output.coloured("fits", True) == "\033[32;1mfits\033[0m"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert output.coloured("fits", True) == "fits"
+
+
+@pytest.mark.parametrize("line", ["a" * 200, "  layout  " + "a:b;" * 60, "words " * 50, "x " + "path/" * 50, ""])
+def test_lines_are_cut_without_losing_a_letter(line: str) -> None:
+    parts = list(folded(line, 40))
+    assert all(len(part) <= 40 for part in parts)
+    assert "".join("".join(parts).split()) == "".join(line.split())
+
+
+def test_progress_has_units_and_the_time_that_is_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bar(98, 280, "layouts; best: model:32, 36.7 us", 10) == (
+        "[#######.............] 98 of 280, about 19 s left, layouts; best: model:32, 36.7 us"
+    )
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(Progress, "DELAY", 0.0)
+    with Progress() as shown:
+        shown(1, 2, "rows")
+    assert "1 of 2" in capsys.readouterr().err
+    with Progress(quiet=True) as hidden:
+        hidden(1, 2, "rows")
+    assert capsys.readouterr().err == ""
+
+
+def test_an_interrupted_search_prints_the_best_so_far(folder: Path) -> None:
+    code = (
+        "import sys, meshlib.searching.exploration as e, meshlib.command\n"
+        "old, count = e.Search._learn, [0]\n"
+        "def learn(self, chosen):\n"
+        "    old(self, chosen)\n"
+        "    count[0] += 1\n"
+        "    if count[0] == 1: raise KeyboardInterrupt\n"
+        "e.Search._learn = learn\n"
+        "sys.exit(meshlib.command.main(['search', 'net.py', '--slice', 'v5e-16', '--workers', '1']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 130, done.stderr
+    assert done.stdout.startswith("best: mesh")
+    assert "Interrupted" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_elsewhere_is_quiet(folder: Path) -> None:
+    (folder / "slow.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(60)\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "meshlib", "plan", "slow.py", "--slice", "v5e-8"], cwd=folder, stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert err.strip() == ""
+
+
+def test_pages_document_what_json_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every key that --json prints at the top is in the command's page."""
+    page = (ROOT / "meshlib/command/README.md").read_text()
+    keys: set[str] = set()
+    for name in ("plan", "serve", "explain", "profile", "compare", "check", "verify", "trace", "slices"):
+        data: Any = json.loads(run(f"{COMMANDS[name]} --json", capsys)[1])
+        first = data[0] if isinstance(data, list) else data
+        keys |= set(first) if name != "slices" else set(first["v5e"][0])
+    assert {key for key in keys if f"`{key}`" not in page} == set()
