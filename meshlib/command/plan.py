@@ -241,13 +241,17 @@ def next_commands(args: argparse.Namespace, subject: Subject, plan: Plan) -> lis
         given += ["--length", str(args.length)]
     for flag, texts in (("--set", args.set), ("--arg", args.arg), ("--names", args.names)):
         given += [word for text in texts or () for word in (flag, text)]
+    if is_maxtext(args):
+        about = [args.program, *args.overrides, "--slice", args.slice]
+        commands = [["report", *about, "--out", "plan.html"], ["plan", *about, "--search"]]
+        return [line for words in commands for line in _command_lines(["meshlib", *map(shlex.quote, words)])]
     chosen = ["--layout", f"{plan.name}@{plan.mesh}"]
     chosen += ["--remat", str(plan.choices["remat"])] if "remat" in plan.choices else []
-    commands = (
+    commands = [
         ["report", args.program, *given, *chosen, "--out", "plan.html"],
         ["init", args.program, *given, *chosen],
         ["search", args.program, *given],
-    )
+    ]
     return [line for words in commands for line in _command_lines(["meshlib", *map(shlex.quote, words)])]
 
 

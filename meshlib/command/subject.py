@@ -55,9 +55,9 @@ class Subject:
     """A program to be laid out: how to build it, and the session of each way to do so.
 
     `config`: of a Transformer; `image`: of a model of images; `sizes`: its batch and length; `given_batch`: whether the
-    batch was asked for; `settings`: what --set gave. `arguments`: of the function that builds it. `compiler`: what it is
-    lowered for. `placement`: of each mesh axis the part that joins slices, where it is given. `notes`: what else a plan
-    says.
+    batch was asked for; `settings`: what --set gave. `arguments`: of the function that builds it. `compiler`: what it
+    is lowered for. `placement`: of each mesh axis the part that joins slices, where it is given. `notes`: what else a
+    plan says.
     """
 
     name: str
