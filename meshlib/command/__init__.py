@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshlib.command.arguments import parser
+from meshlib.command.choices import is_maxtext
 from meshlib.command.output import terminal_width
 from meshlib.command.terminal import ended
 from meshlib.core.text import fitted_to

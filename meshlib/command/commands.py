@@ -7,6 +7,7 @@ from typing import Any
 
 from layouts import Mesh
 from meshlib.command import figures
+from meshlib.command.choices import is_maxtext
 from meshlib.command.jax_function import dims_text
 from meshlib.command.output import say, say_json
 from meshlib.command.planning import FAILED, GOOD, first_choices

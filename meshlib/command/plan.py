@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hardware.slices import Slice
-from meshlib.command.choices import REMAT
+from meshlib.command.choices import REMAT, is_maxtext
 from meshlib.command.subject import Subject
 from meshlib.core.errors import GraphError, MeshlibError
 from meshlib.core.graph import FORWARD
