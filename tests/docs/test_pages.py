@@ -22,7 +22,9 @@ PAGES = pages.pages()
 WITH_PYTHON = [page for page in PAGES if any(block.fence.startswith("python") for block in pages.blocks(page))]
 WITH_COMMANDS = [page for page in PAGES if any(block.fence == "console" for block in pages.blocks(page))]
 DESCRIBED = (
-    "meshlib", "meshlib.layers", "meshlib.models", "meshlib.optimize", "meshlib.data", "layouts", "hardware",
+    "meshlib", "meshlib.layers", "meshlib.models", "meshlib.optimize", "meshlib.data", "meshlib.data.samples",
+    "meshlib.records", "meshlib.sharing", "meshlib.generation", "meshlib.models.images.detection",
+    "layouts", "hardware",
 )  # fmt: skip
 
 
