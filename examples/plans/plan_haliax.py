@@ -236,10 +236,11 @@ def configured(path: Path | None) -> dict[str, Any]:
     """
     run = {part: dict(held) for part, held in RUN.items()}
     for part, held in (json.loads(path.read_text()) if path else {}).items():
-        unknown = [key for key in held if key not in run.get(part, ())]
-        if unknown or part not in run:
-            raise mtf.GraphError(f"{path}: no {part}.{unknown[0] if unknown else ''}; there are {', '.join(run[part])}"
-                                 if part in run else f"{path}: no part {part!r}; there are {', '.join(run)}")  # fmt: skip
+        if part not in run:
+            raise mtf.GraphError(f"{path}: no part {part!r}; there are {', '.join(run)}")
+        for key in held:
+            if key not in run[part]:
+                raise mtf.GraphError(f"{path}: no {part}.{key}; there are {', '.join(run[part])}")
         run[part] |= held
     return run
 

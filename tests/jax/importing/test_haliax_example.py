@@ -16,8 +16,10 @@ from tests.jax.importing.checks import compared
 pytest.importorskip("haliax", exc_type=ImportError)
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:`equinox.static_field`:UserWarning")
 SMALL = {
-    "model": {"seq_len": 8, "hidden_dim": 16, "intermediate_dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
-              "vocab_size": 64},
+    "model": {
+        "seq_len": 8, "hidden_dim": 16, "intermediate_dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
+        "vocab_size": 64,
+    },
     "trainer": {"train_batch_size": 8, "mp": "f32"},
 }  # fmt: skip
 
