@@ -82,7 +82,7 @@ def model(config: Mapping[str, Any]) -> tuple[Callable[..., Any], Any, dict[str,
             shapes = [(embed, queries_of), (embed, keys_of), (embed, keys_of), (queries_of, embed)]
             shapes += [(embed, mlp), (embed, mlp), (mlp, embed)]
             linears = [hnn.Linear.init(a, b, key=next(keys), use_bias=False) for a, b in shapes]
-            return Block(*linears, [hnn.RmsNorm.init(embed, use_bias=False) for _ in range(2)])
+            return Block(*linears, [hnn.RmsNorm.init(embed, use_bias=False) for _ in range(2)])  # type: ignore[call-arg, unused-ignore]
 
         def __call__(self, x: Any) -> Any:
             h, other = self.norms[0](x), {"position": "key_position"}
