@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hardware import registers
 from hardware.errors import HardwareError
 from hardware.mxu import MODES, MXU
 from hardware.numerics import mxu_matmul
@@ -138,6 +139,19 @@ def check_registers(rows, columns, m, k, n, mode, rate):
         assert np.array_equal(state.shadow, shadow)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_cycles_are_read_alone_and_in_any_order(mode):
+    x, w = operands(5, 3, 4, seed=3)
+    run = MXU(3, 4).run(w, x, mode, states=True)
+    for cycle in (2, 7, 6, run.cycles - 1, 0, 3):
+        alone, among = run.state(cycle), run.states[cycle]
+        assert all(np.array_equal(value, vars(among)[name]) for name, value in vars(alone).items())
+    with pytest.raises(HardwareError, match=f"cycle {run.cycles} is not one of the {run.cycles} cycles"):
+        run.state(run.cycles)
+    with pytest.raises(HardwareError, match="cycle must be an integer >= 0, not -1"):
+        run.state(-1)
+
+
 @settings(max_examples=80, deadline=None)
 @given(
     st.integers(1, 9), st.integers(1, 9), st.integers(1, 20), st.integers(1, 30), st.integers(1, 30),
@@ -156,9 +170,11 @@ def test_integers_are_exact(rows, columns, m, k, n):
     assert np.array_equal(MXU(rows, columns).run(w, x).y, x.astype(np.int64) @ w.astype(np.int64))
 
 
-def test_long_stream_wraps_the_delay_line():
-    check_run(MXU(4, 4), 3000, 4, 4, "noload")
-    check_run(MXU(2, 3), 700, 9, 7, "shadow")
+def test_long_streams_are_cut_in_waves(monkeypatch):
+    monkeypatch.setattr(registers, "_WAVE_ELEMENTS", 64)
+    check_run(MXU(4, 4), 301, 4, 4, "noload")
+    check_run(MXU(2, 3), 70, 9, 7, "shadow")
+    check_run(MXU(2, 100), 3, 4, 130, "serial")  # a row is wider than a wave
 
 
 def test_any_rate_above_zero_is_a_rate():
