@@ -15,9 +15,9 @@ import numpy as np
 import meshlib as mtf
 from meshlib.core.graph import Tensor
 from meshlib.ops.building import build
-from meshlib.ops.images.reduce_window import PICK, SPREAD
+from meshlib.ops.images.reduce_window import EXTREME, PICK, SPREAD
 from meshlib.ops.images.sliding import Slide
-from tests.cases import Array, distinct, row, signed, whole
+from tests.cases import Array, distinct, index, row, signed, whole
 
 Along = Sequence[tuple[int, int, int]]  # per spatial dim: stride, dilation, elements of padding before
 
@@ -162,22 +162,36 @@ row("reduce_window", "a rest left out", {"x": signed("b:2;h:9;c:4")},
 SLIDES = (("h", Slide(2, 1, 1, 1, 8, 3, 4)), ("w", Slide(1, 1, 1, 0, 4, 1, 4)))
 
 
-def _reaches(x: Array, y: Array, compare: Any) -> Array:
-    """[n, windows, elements, w, c]: which elements of a window reach the number that it is compared with."""
-    inside = np.array([[j in (2 * i - 1, 2 * i, 2 * i + 1) for j in range(8)] for i in range(4)])
-    return compare(x[:, None], y[:, :, None]) & inside[None, :, :, None, None]
+# [windows, positions, elements]: whether an element has a position in a window
+_AT = np.array([[[j == 2 * i - 1 + k for j in range(8)] for k in range(3)] for i in range(4)])
 
 
-_COMPARED = {"x": signed("b:2;h:8;w:4;c:2"), "y": signed("b:2;h:4;w:4;c:2")}
-row("window_pick", "plain", {**_COMPARED, "z": signed("b:2;h:8;w:4;c:2")},
-    lambda f, x, y, z: build(PICK, [x, y, z], {"slides": SLIDES, "reduction": "max"}),
-    lambda x, y, z: np.einsum("nijwc,njwc->niwc", _reaches(x, y, np.greater_equal), z), "z")  # fmt: skip
-row("window_pick", "counted", dict(_COMPARED),
-    lambda f, x, y: build(PICK, [x, y], {"slides": SLIDES, "reduction": "min"}),
-    lambda x, y: _reaches(x, y, np.less_equal).sum(2, dtype=float))  # fmt: skip
-row("window_spread", "plain", {**_COMPARED, "d": signed("b:2;h:4;w:4;c:2")},
-    lambda f, x, y, d: build(SPREAD, [x, y, d], {"slides": SLIDES, "reduction": "max"}),
-    lambda x, y, d: np.einsum("nijwc,niwc->njwc", _reaches(x, y, np.greater_equal), d), "d")  # fmt: skip
+def _chosen(at: Array) -> Array:
+    """[n, windows, elements, w, c]: whether an element is the one at the position that its window names."""
+    return np.einsum("nikwc,ikj->nijwc", at[:, :, None] == np.arange(3)[:, None, None], _AT * 1)
+
+
+def _first_extreme(x: Array, extreme: Callable[..., Any]) -> Array:
+    """The position of the first element that is the extreme of 3 x 2 windows, read row by row."""
+    at = np.zeros((2, 4, 3, 2), int)
+    for n, i, j, c in np.ndindex(*at.shape):
+        rows, columns = (2 * i - 1, 2 * i, 2 * i + 1), (j, j + 1)
+        window = {k: x[n, r, s, c] for k, (r, s) in enumerate(product(rows, columns)) if 0 <= r < 8}
+        at[n, i, j, c] = next(k for k, value in window.items() if value == extreme(window.values()))
+    return at
+
+
+_SLIDES_2D = (("h", Slide(2, 1, 1, 1, 8, 3, 4)), ("w", Slide(1, 1, 1, 0, 4, 2, 3)))
+for _kind, _extreme in (("max", max), ("min", min)):
+    row("window_extreme", _kind, {"x": whole("b:2;h:8;w:4;c:2", -1, 3)},
+        lambda f, x, kind=_kind: build(EXTREME, [mtf.to_float(x)], {"slides": _SLIDES_2D, "reduction": kind}),
+        lambda x, extreme=_extreme: _first_extreme(x, extreme))  # fmt: skip
+row("window_pick", "plain", {"z": signed("b:2;h:8;w:4;c:2"), "at": index("b:2;h:4;w:4;c:2", 3)},
+    lambda f, z, at: build(PICK, [z, at], {"slides": SLIDES}),
+    lambda z, at: np.einsum("nijwc,njwc->niwc", _chosen(at), z), "z")  # fmt: skip
+row("window_spread", "plain", {"d": signed("b:2;h:4;w:4;c:2"), "at": index("b:2;h:4;w:4;c:2", 3)},
+    lambda f, d, at: build(SPREAD, [d, at], {"slides": SLIDES}),
+    lambda d, at: np.einsum("nijwc,niwc->njwc", _chosen(at), d), "d")  # fmt: skip
 
 
 # ---------------------------------------------------------------- resizing

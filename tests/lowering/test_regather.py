@@ -63,7 +63,7 @@ def _edges(program: mtf.Program) -> list[tuple[str, float]]:
 
 @pytest.mark.parametrize("stride", [1, 2])
 def test_edges_of_blocks_fetched_once_or_twice(stride: int) -> None:
-    """Kept, the stem's gradient needs none of dy: it has rows of the image; so have the maxima's those of theirs."""
+    """Kept, the stem's gradient needs none of dy: it has rows of the image."""
     outputs, feeds = _image_step(stride)
     again, kept = (
         mtf.lower(outputs, mesh="p:4", layout="height:p", precision="highest", regather=r) for r in (True, False)
@@ -71,10 +71,10 @@ def test_edges_of_blocks_fetched_once_or_twice(stride: int) -> None:
     element, width = 2 * 8, 8 // stride  # bytes of an element of each example, columns of what the stem makes
     image, row = 8 * 3 * element, width * 16 * element
     forward = [("x", (7 - stride) * image), ("conv2d", row)]
-    # Of the cotangent of maxima: them, and what each element that is one of them gets.
-    pooled = [edge for edge in _edges(kept) if edge[0].startswith("max_pool")]
-    assert [sent for _, sent in pooled] == [row // 2] * 2
-    assert _edges(kept) == [*forward, *pooled]
+    # Of the maxima: their cotangent, and positions in their windows, a byte each.
+    backward = _edges(kept)[len(forward) :]
+    assert [sent for _, sent in backward] == [row // 2, row // 2 // 8]
+    assert _edges(kept) == [*forward, *backward]
     assert sum(sent for _, sent in _edges(again)) > sum(sent for _, sent in _edges(kept)) + row
     wanted = mtf.simulate(mtf.lower(outputs, precision="highest"), executor="exact").step(feeds)
     for executor in ("exact", "fast"):

@@ -274,6 +274,7 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("split", "convolution", {"lower": Halo(lambda *of: (WINDOWS.needs(*of)[0] + 1, WINDOWS.needs(*of)[1]))}),
     ("split", "convolution", {"roles": lambda op: [dataclasses.replace(f, lead=1 - f.lead) for f in windowed(op)]}),
     ("split", "reduce_window", {"lower": Halo(lambda op, f, i, start, stop: (start, stop))}),
+    ("split", "window_extreme", {"lower": OPERATIONS["window_spread"].lower}),
     ("split", "window_pick", {"lower": OPERATIONS["window_spread"].lower}),
     ("split", "window_spread", {"lower": OPERATIONS["window_pick"].lower}),
     ("split", "attention", {"lower": weighed(lambda levels: (levels[0],))}),

@@ -7,7 +7,7 @@ another place on each device (ragged margins), the operand is moved first.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product, repeat
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -20,7 +20,7 @@ from meshlib.jax.context import Array, Index
 from meshlib.jax.rows.products import operand
 from meshlib.jax.table import Names, Part, aligned, row
 from meshlib.ops.images.convolution_kernel import Classes
-from meshlib.ops.images.reduce_window import COMPARE, identity
+from meshlib.ops.images.reduce_window import REACHES, identity
 from meshlib.ops.images.resize import taps_of
 from meshlib.ops.images.sliding import Slide, Window
 
@@ -186,22 +186,32 @@ def _met(x: Array, axis: int, s: Slide, before: Index, size: int, fill: Any) -> 
     return lax.slice_in_dim(spread, 0, reach, s.stride, axis)
 
 
+@row("window_extreme")
+def _extreme(part: Part, x: Array) -> Array:
+    reaches, inside = REACHES[part.attrs["reduction"]], _at_taps(part, jnp.ones(x.shape, bool), 0, False, False)
+    at = jnp.full(part.out.shape.sizes, -1, part.out.dtype.public)
+    best = jnp.zeros(part.out.shape.sizes, x.dtype)
+    for position, (met, there) in enumerate(zip(_at_taps(part, x, 0, False, 0), inside, strict=True)):
+        keeps = ((at >= 0) & reaches(best, met)) | ~there
+        best, at = jnp.where(keeps, best, met), jnp.where(keeps, at, jnp.asarray(position, at.dtype))
+    return at
+
+
 @row("window_pick")
-def _pick(part: Part, x: Array, y: Array, *z: Array) -> Array:
-    picked = _at_taps(part, z[0], 2, False, 0) if z else repeat(jnp.ones((), y.dtype))
-    made, reaches = jnp.zeros_like(y), COMPARE[part.attrs["reduction"]]
-    for met, value in zip(_at_taps(part, x, 0, False, jnp.nan), picked):  # noqa: B905 (ones without end)
-        made = made + jnp.where(reaches(met, y), value, jnp.zeros((), y.dtype))
-    return made
+def _pick(part: Part, z: Array, at: Array) -> Array:
+    total, zero = jnp.zeros(at.shape, z.dtype), jnp.zeros((), z.dtype)
+    for position, met in enumerate(_at_taps(part, z, 0, False, 0)):
+        total = total + jnp.where(at == position, met, zero)
+    return total
 
 
 @row("window_spread")
-def _spread(part: Part, x: Array, y: Array, d: Array) -> Array:
-    made, reaches = jnp.zeros_like(x), COMPARE[part.attrs["reduction"]]
-    taps = zip(_at_taps(part, y, 1, True, jnp.nan), _at_taps(part, d, 2, True, 0), strict=True)
-    for met, value in taps:
-        made = made + jnp.where(reaches(x, met), value, jnp.zeros((), x.dtype))
-    return made
+def _spread(part: Part, d: Array, at: Array) -> Array:
+    total, zero = jnp.zeros(part.out.shape.sizes, d.dtype), jnp.zeros((), d.dtype)
+    windows = zip(_at_taps(part, d, 0, True, 0), _at_taps(part, at, 1, True, -1), strict=True)
+    for position, (met, chosen) in enumerate(windows):
+        total = total + jnp.where(chosen == position, met, zero)
+    return total
 
 
 # ---------------------------------------------------------------- interpolation

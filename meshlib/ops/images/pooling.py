@@ -13,16 +13,19 @@ import numpy as np
 
 from layouts import Dimension, Shape
 from meshlib.core.arguments import at, choice, flag, items, whole
+from meshlib.core.dtypes import INT32
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Tensor, innermost
 from meshlib.core.names import free_name
-from meshlib.ops.building import floats, tensor
+from meshlib.ops.building import build_source, floats, tensor
+from meshlib.ops.control.custom_gradients import custom_gradient
 from meshlib.ops.images.reduce_window import Slides, reduce_window
 from meshlib.ops.images.sliding import Slide, window_sizes
 from meshlib.ops.images.sliding_arguments import Padding, PerDim, dims_of, numbers_per_dim, paddings_per_dim
-from meshlib.ops.movement.shape import reshape
+from meshlib.ops.movement.indexing import RANGE
+from meshlib.ops.movement.shape import reshape, transpose
 from meshlib.ops.movement.tables import table
-from meshlib.ops.pointwise.elementwise import multiply
+from meshlib.ops.pointwise.elementwise import add_n, equal, multiply, where
 from meshlib.ops.pointwise.reductions import reduce_max, reduce_mean, reduce_min, reduce_sum
 
 _REDUCTIONS = {"max": reduce_max, "min": reduce_min, "avg": reduce_mean, "sum": reduce_sum}
@@ -45,7 +48,8 @@ def pool(
     Args:
       x: any number dtype; float for "avg".
       windows: window w per dim, or per name.
-      reduction: "max" (ties share the gradient equally), "min", "avg" or "sum".
+      reduction: "max", "min", "avg" or "sum"; the gradient of a maximum or minimum goes to the first element
+        that is it, in row-major order of the dims of x.
       strides: distance s between windows; that of the windows by default: they tile the dim.
       name: of the result.
       padding: "VALID" (windows inside only), "SAME" (one for every s elements), or elements before and after, as of
@@ -126,11 +130,11 @@ def _pool(
         raise ShapeError(f"{at(what)}: {'; '.join(rests)}\n  {x}")
     if tiles and not rests:
         return _tiled(x, dict(zip(dims, sizes, strict=True)), reduction, chosen)
-    found_slides = []
+    all_slides = []
     for d, window, stride, step, around in given:
         count, (before, _) = window_sizes(d.size, window, stride, step, around)
-        found_slides.append((d.name, Slide(stride, step, 1, before, d.size, window, count)))
-    slides = tuple(found_slides)
+        all_slides.append((d.name, Slide(stride, step, 1, before, d.size, window, count)))
+    slides = tuple(all_slides)
     _check_windows(what, x, slides)
     if reduction != "avg":
         return reduce_window(x, slides, reduction, chosen)
@@ -154,7 +158,30 @@ def _tiled(x: Tensor, windows: Mapping[Dimension, int], reduction: str, name: st
         if window > 1:
             parts.append(Dimension(free_name(f"{d.name}_window", x.shape), window))
     out = Shape([(d.name, d.size // windows.get(d, 1)) for d in x.shape])
-    return _REDUCTIONS[reduction](reshape(x, parts), output_shape=out, name=name)
+
+    return reduce_tiles(reshape(x, parts), out, reduction, name)
+
+
+def reduce_tiles(x: Tensor, out: Shape, reduction: str, name: str) -> Tensor:
+    """x reduced to `out` over dims that each window has whole; a maximum's gradient goes to the first that is it."""
+    reduce = _REDUCTIONS[reduction]
+    if reduction not in ("max", "min") or not x.dtype.is_float:
+        return reduce(x, output_shape=out, name=name)
+
+    def gradient(inputs: list[Tensor], results: list[Tensor], cotangents: list[Tensor]) -> list[Tensor]:
+        (x,), (y,), (dy,) = inputs, results, cotangents
+        window = [d for d in x.shape if d not in out]
+        graph = innermost([x], "range")
+        count, parts = 1, []
+        for d in reversed(window):
+            parts.append(multiply(build_source(graph, RANGE, {"dim": d, "dtype": INT32}, None).output, count))
+            count *= d.size
+        position = add_n(parts)  # in row-major order
+        first = reduce_min(where(equal(x, y), position, count, x.shape), output_shape=out)
+        return [transpose(where(equal(position, first), dy, 0.0), x.shape)]
+
+    reduced: Tensor = custom_gradient(lambda x: reduce(x, output_shape=out, name=name), gradient, [x])
+    return reduced
 
 
 def _check_windows(what: str, x: Tensor, slides: Slides) -> None:

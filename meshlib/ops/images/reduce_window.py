@@ -1,11 +1,13 @@
 """Sums, maxima and minima of windows that slide along some dims, and what their gradients need.
 
-    reduce_window(x)[i]        = sum, maximum or minimum of x[j]    over the elements j of window i
-    window_pick(x, y, z)[i]    = sum of z[j]  where x[j] >= y[i]     over the elements j of window i
-    window_spread(x, y, d)[j]  = sum of d[i]  where x[j] >= y[i]     over the windows i that j is in
+    reduce_window(x)[i]     = sum, maximum or minimum of x[j]   over the elements j of window i
+    window_extreme(x)[i]    = position in window i of its first element that is the maximum or minimum
+    window_pick(z, p)[i]    = z[j]             of the element j at position p[i] of window i
+    window_spread(d, p)[j]  = sum of d[i]      over the windows i in which j has position p[i]
 
-The cotangent of a sum is a sum again; that of a maximum spreads dy over the elements that are the maximum, in equal
-parts: as many as `window_pick` counts. The last two are each other's cotangents; of minima they take x[j] <= y[i].
+Positions count the elements of a window in row-major order of the dims of x. The cotangent of a sum is a sum again;
+that of a maximum goes to the first element that is the maximum, as in JAX, TensorFlow and PyTorch. `window_pick` and
+`window_spread` are each other's cotangents.
 """
 
 from __future__ import annotations
@@ -20,20 +22,19 @@ from typing import Any
 import numpy as np
 
 from layouts import Shape
-from meshlib.core.dtypes import BOOL
+from meshlib.core.dtypes import BOOL, INT8, INT32
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Operation, Tensor, TensorType
 from meshlib.core.opdef import Array, Block, Factor, Halo, Kind, Linear, Role, Work, operation
 from meshlib.ops.building import build
 from meshlib.ops.images.sliding import Range, Slide
-from meshlib.ops.pointwise.elementwise import divide
-from meshlib.ops.rules import named_factors
+from meshlib.ops.rules import named_factors, not_differentiable
 
 Slides = tuple[tuple[str, Slide], ...]  # per dim that slides; `first` is its elements, `out` the windows
 
 _CHUNK_BYTES = 1 << 19  # of elements that all taps read again: second-level cache
 _COMBINE: dict[str, Callable[..., Any]] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
-COMPARE: dict[str, Callable[..., Any]] = {"max": operator.ge, "min": operator.le}  # an element with the extremum
+REACHES: dict[str, Callable[..., Any]] = {"max": operator.ge, "min": operator.le}  # whether it stays the extreme
 
 
 def identity(reduction: str, dtype: np.dtype[Any]) -> Any:
@@ -61,7 +62,7 @@ def _slide(op: Operation, dim: str) -> Slide:
 
 
 def _elements(op: Operation, factor: Factor, operand: int, start: int, stop: int) -> Range:
-    """The elements of windows [start, stop); of an operand that has the windows, these."""
+    """The elements of windows [start, stop); of the operand that has the windows, these."""
     if operand == 1:
         return start, stop
     slide = _slide(op, factor.name)
@@ -69,9 +70,7 @@ def _elements(op: Operation, factor: Factor, operand: int, start: int, stop: int
 
 
 def _windows(op: Operation, factor: Factor, operand: int, start: int, stop: int) -> Range:
-    """The windows that elements [start, stop) are in; of the operand that has the elements, these."""
-    if operand == 0:
-        return start, stop
+    """The windows that elements [start, stop) are in."""
     slide = _slide(op, factor.name).first_cotangent()
     return slide.first_run((start, stop), (0, slide.second))
 
@@ -117,23 +116,23 @@ def _pieces(x: Array, sliding: Sequence[int]) -> Iterator[slice]:
 def _reduce(x: Array, out: Array, axis: int, slide: Slide, reduction: str) -> None:
     combine = _COMBINE[reduction]
     out[...] = identity(reduction, x.dtype)
-    for into, of in _taps(slide):
+    for _, into, of in _taps(slide):
         target = out[(np.s_[:],) * axis + (into,)]
         combine(target, x[(np.s_[:],) * axis + (of,)], out=target)
 
 
-def _taps(slide: Slide) -> Iterator[tuple[slice, slice]]:
-    """For each tap the windows of which it lies inside, and the elements that it meets there."""
+def _taps(slide: Slide) -> Iterator[tuple[int, slice, slice]]:
+    """Each tap's number, the windows in which it meets an element of the dim, and these elements."""
     for p in slide.plain():
         every = p.outputs.step or 1
-        for tap in range(p.second):
+        for tap, number in enumerate(range(slide.second)[p.taps]):
             at = p.begin + p.dilation * tap  # of the first window
             first = max(0, -(-max(0, -at) // p.stride))
             last = min(p.out, -(-(slide.first - at) // p.stride))  # one past it
             if first < last:
                 begin, end = at + first * p.stride, at + (last - 1) * p.stride + 1
                 windows = slice(p.outputs.start + first * every, p.outputs.start + (last - 1) * every + 1, every)
-                yield windows, slice(begin, end, p.stride)
+                yield number, windows, slice(begin, end, p.stride)
 
 
 def _grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
@@ -143,8 +142,7 @@ def _grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
     if op.attrs["reduction"] == "sum":
         back = tuple((dim, s.first_cotangent()) for dim, s in slides)
         return [reduce_window(dy, back, "sum")]
-    y = op.output
-    return [build(SPREAD, [x, y, divide(dy, build(PICK, [x, y], op.attrs))], op.attrs)]
+    return [extreme_gradient(x, dy, slides, op.attrs["reduction"])]
 
 
 def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
@@ -174,80 +172,116 @@ def reduce_window(x: Tensor, slides: Slides, reduction: str, name: str | None = 
     return build(REDUCE_WINDOW, [x], {"slides": slides, "reduction": reduction}, name)
 
 
-# ---------------------------------------------------------------- elements that are the maximum
+# ---------------------------------------------------------------- the first element that is the maximum
 
 
-def _meetings(slides: Slides, moved: Sequence[Slide], shape: Shape) -> Iterator[tuple[Any, Any]]:
-    """For each tap of all dims together: the windows, and the elements that it meets there."""
-    axes = [shape.index(dim) for dim, _ in slides]
+def extreme_gradient(x: Tensor, dy: Tensor, slides: Slides, reduction: str) -> Tensor:
+    """The cotangent of x: that of each window's maximum or minimum, at the first element that is it."""
+    inside = sorted(slides, key=lambda of: x.shape.index(of[0]))  # positions are in row-major order
+    attrs = {"slides": tuple(inside), "reduction": reduction}
+    return build(SPREAD, [dy, build(EXTREME, [x], attrs)], attrs)
+
+
+def _meetings(
+    block: Block, elements: tuple[Array, Mapping[str, int]], windows: tuple[Array, Mapping[str, int]]
+) -> Iterator[tuple[int, Any, Any]]:
+    """Each position in a window, the windows in which it meets an element, and these elements.
+
+    `elements` and `windows`: an array that has them, and the global index at which it begins, per dim.
+    """
+    (of, begin), (out, out_begin) = elements, windows
+    slides, names = block.attrs["slides"], block.out.shape.names
+    axes = [names.index(dim) for dim, _ in slides]
+    moved = [
+        s.moved(begin[dim], 0, out_begin[dim], (of.shape[n], s.second, out.shape[n]))
+        for n, (dim, s) in zip(axes, slides, strict=True)
+    ]
     for taps in product(*(tuple(_taps(s)) for s in moved)):
-        windows: list[slice] = [np.s_[:]] * len(shape)
-        elements: list[slice] = [np.s_[:]] * len(shape)
-        for axis, (into, of) in zip(axes, taps, strict=True):
-            windows[axis], elements[axis] = into, of
-        yield tuple(windows), tuple(elements)
+        into: list[slice] = [np.s_[:]] * len(names)
+        met: list[slice] = [np.s_[:]] * len(names)
+        position = 0
+        for n, slide, (tap, here, there) in zip(axes, moved, taps, strict=True):
+            position = position * slide.second + tap
+            into[n], met[n] = here, there
+        yield position, tuple(into), tuple(met)
 
 
-def _pick_local(block: Block, x: Array, y: Array, *z: Array) -> Array:
-    slides, shape, out = block.attrs["slides"], block.out.shape, block.result()
-    reaches = COMPARE[block.attrs["reduction"]]
-    out[...] = 0
-    moved = [
-        s.moved(block.start(0, dim), 0, block.offsets[dim], (x.shape[n], s.second, y.shape[n]))
-        for dim, s in slides
-        for n in (shape.index(dim),)
-    ]
-    for windows, elements in _meetings(slides, moved, shape):
-        there = reaches(x[elements], y[windows])
-        out[windows] += there * z[0][elements] if z else there
+def _starts(block: Block) -> dict[str, int]:
+    """The global index at which operand 0 begins, per dim that slides."""
+    return {dim: block.start(0, dim) for dim, _ in block.attrs["slides"]}
+
+
+def _extreme_local(block: Block, x: Array) -> Array:
+    out, reaches = block.result(), REACHES[block.attrs["reduction"]]
+    out[...] = -1
+    best = np.empty(block.out.shape.sizes, x.dtype)
+    for position, windows, elements in _meetings(block, (x, _starts(block)), (out, block.offsets)):
+        keeps = (out[windows] >= 0) & reaches(best[windows], x[elements])
+        best[windows] = np.where(keeps, best[windows], x[elements])
+        out[windows] = np.where(keeps, out[windows], position)
     return out
 
 
-def _spread_local(block: Block, x: Array, y: Array, d: Array) -> Array:
-    slides, shape, out = block.attrs["slides"], block.out.shape, block.result()
-    reaches = COMPARE[block.attrs["reduction"]]
+def _pick_local(block: Block, z: Array, at: Array) -> Array:
+    out = block.result()
     out[...] = 0
-    moved = [
-        s.moved(block.offsets[dim], 0, block.start(1, dim), (x.shape[n], s.second, y.shape[n]))
-        for dim, s in slides
-        for n in (shape.index(dim),)
-    ]
-    for windows, elements in _meetings(slides, moved, shape):
-        out[elements] += reaches(x[elements], y[windows]) * d[windows]
+    for position, windows, elements in _meetings(block, (z, _starts(block)), (out, block.offsets)):
+        out[windows] += (at[windows] == position) * z[elements]
     return out
+
+
+def _spread_local(block: Block, d: Array, at: Array) -> Array:
+    out = block.result()
+    out[...] = 0
+    for position, windows, elements in _meetings(block, (out, block.offsets), (d, _starts(block))):
+        out[elements] += (at[windows] == position) * d[windows]
+    return out
+
+
+def _positions(attrs: Mapping[str, Any]) -> int:
+    return prod(s.second for _, s in attrs["slides"])
+
+
+def _extreme_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
+    return TensorType(_resized(types[0].shape, attrs["slides"]), INT8 if _positions(attrs) <= 128 else INT32)
+
+
+def _spread_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
+    shape = types[0].shape
+    for dim, slide in attrs["slides"]:
+        shape = shape.resize(dim, slide.first)
+    return TensorType(shape, types[0].dtype)
 
 
 def _compared_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    """A comparison and an addition for each element of each window."""
-    return Work(0, 2 * ins[1].shape.size * prod(s.second for _, s in attrs["slides"]))
+    """A comparison and a selection or addition for each element of each window."""
+    windows = min(out.shape.size, ins[-1].shape.size)
+    return Work(0, 2 * windows * _positions(attrs))
 
 
 _define = partial(operation, kind=Kind.INDEXED, roles=_roles, work=_compared_work)
 
-
-def _pick_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
-    x, y, *z = op.inputs
-    return [None, None, *([build(SPREAD, [x, y, dy], op.attrs)] if z else [])]
-
-
-def _spread_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
-    x, y, _ = op.inputs
-    return [None, None, build(PICK, [x, y, dy], op.attrs)]
-
-
+EXTREME = _define(
+    "window_extreme",
+    shape=_extreme_shape,
+    local=_extreme_local,
+    grad=not_differentiable,
+    lower=Halo(_elements),
+)
 PICK = _define(
     "window_pick",
-    shape=lambda types, attrs: types[1],
+    shape=lambda types, attrs: TensorType(types[1].shape, types[0].dtype),
     local=_pick_local,
-    grad=_pick_grad,
-    linear=lambda op: Linear((2,)) if len(op.inputs) > 2 else Linear(()),
+    grad=lambda op, dy: [build(SPREAD, [dy, op.inputs[1]], op.attrs), None],
+    linear=lambda op: Linear((0,)),
     lower=Halo(_elements),
+    exact=True,
 )
 SPREAD = _define(
     "window_spread",
-    shape=lambda types, attrs: types[0],
+    shape=_spread_shape,
     local=_spread_local,
-    grad=_spread_grad,
-    linear=lambda op: Linear((2,)),
+    grad=lambda op, dy: [build(PICK, [dy, op.inputs[1]], op.attrs), None],
+    linear=lambda op: Linear((0,)),
     lower=Halo(_windows),
 )

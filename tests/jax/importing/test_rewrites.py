@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -108,6 +110,44 @@ def test_values_and_gradients(name):
 
     layouts = some([("device:1", ""), ("data:2;t:2", "batch:data;time:t")], [("data:2;t:2", "batch:data;time:t")])
     compared(loss, X, Y, I, names={"x": "batch time features"}, layouts=layouts, loss_close=2e-5)
+
+
+POOLS = {  # windows, strides, padding
+    "sliding": ((3, 3), (2, 1), "SAME"),
+    "tiled": ((2, 2), (2, 2), "VALID"),
+    "tiled along one": ((2, 3), (2, 1), "SAME"),
+    "with a rest": ((3, 2), (3, 3), "VALID"),
+}
+
+
+def pooled(x, windows, strides, padding, reduction="max"):
+    join, start = (lax.max, -jnp.inf) if reduction == "max" else (lax.min, jnp.inf)
+    return lax.reduce_window(x, start, join, (1, *windows, 1), (1, *strides, 1), padding)
+
+
+def weighed(y):
+    return (y * jnp.arange(1, y.size + 1).reshape(y.shape)).sum()
+
+
+def test_gradients_of_equal_maxima_go_to_the_first_as_in_jax():
+    """Integers, so that most windows have several maxima; ours, split over rows or columns, and imported ones."""
+    dims = [mtf.Dimension(n, s) for n, s in zip("nhwc", (2, 8, 12, 3), strict=True)]
+    image = np.random.default_rng(1).integers(0, 3, [d.size for d in dims]).astype("float32")
+    for reduction, (windows, strides, padding) in product(("max", "min"), POOLS.values()):
+        of = (windows, strides, padding, reduction)
+        with mtf.Graph():
+            x = mtf.variable("x", dims)
+            y = mtf.pool(x, {"w": windows[1], "h": windows[0]}, reduction, {"h": strides[0], "w": strides[1]},
+                         padding=padding)  # fmt: skip
+            weights = mtf.constant(np.arange(1, y.shape.size + 1, dtype="float32").reshape(y.shape.sizes), y.shape)
+            (dx,) = mtf.gradients([mtf.reduce_sum(y * weights)], [x])
+        wanted = jax.grad(lambda x, of=of: weighed(pooled(x, *of)))(image)
+        for layout in [f"{d.name}:a" for d in y.shape.dims[:3] if d.size % 2 == 0]:
+            for executor in ("exact", "fast"):
+                simulation = mtf.simulate(mtf.lower({"dx": dx}, mesh="a:2", layout=layout), executor=executor)
+                simulation.state["x"] = image
+                np.testing.assert_array_equal(simulation.step()["dx"], wanted)
+    compared(lambda x: [sum(weighed(pooled(x, *of)) for of in POOLS.values())], image, names={"x": "n h w c"}, close=0)
 
 
 # ---------------------------------------------------------------- loops

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import jax.numpy as jnp
@@ -43,23 +44,24 @@ def _highest(dtype: Any) -> Any:
     return np.array(np.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max, dtype)
 
 
-_REDUCTIONS: dict[str, tuple[Any, Any, Any]] = {
-    "reduce_window_max": (lax.max, jnp.max, _lowest),
-    "reduce_window_min": (lax.min, jnp.min, _highest),
-    "reduce_window_sum": (lax.add, jnp.sum, lambda dtype: np.zeros((), dtype)),
+_REDUCTIONS: dict[str, tuple[Any, Any]] = {
+    "reduce_window_max": (lax.max, _lowest),
+    "reduce_window_min": (lax.min, _highest),
+    "reduce_window_sum": (lax.add, lambda dtype: np.zeros((), dtype)),
 }
 
 
 def _windows(step: Step) -> Function | None:
     p = step.params
-    join, reduce, neutral = _REDUCTIONS[step.kind]
+    join, neutral = _REDUCTIONS[step.kind]
     windows, strides = p["window_dimensions"], p["window_strides"]
     spread, between = p["base_dilation"], p["window_dilation"]
 
     def run(x: Any) -> Any:
         value = neutral(x.dtype)
         x = lax.pad(x, value, [(0, 0, int(n) - 1) for n in spread])
-        # One axis after the other: the first of equal elements stays the first, row by row.
+        # One axis after the other, and one element after the other: `maximum` gives its gradient to the first of equal
+        # operands, so that it goes to the first maximum in row-major order, as JAX's does.
         for n in reversed(range(x.ndim)):
             size, stride, apart = int(windows[n]), int(strides[n]), int(between[n])
             before, after = map(int, p["padding"][n])
@@ -67,13 +69,13 @@ def _windows(step: Step) -> Function | None:
                 continue
             x = jnp.moveaxis(x, n, -1)
             if size == stride and apart == 1 and not before and not after and not x.shape[-1] % size:
-                x = reduce(x.reshape(*x.shape[:-1], -1, size), axis=-1)
+                tiles = x.reshape(*x.shape[:-1], -1, size)
+                taps = [tiles[..., k] for k in range(size)]
+                x = jnp.sum(tiles, axis=-1) if join is lax.add else reduce(join, taps)
             else:
                 count = (x.shape[-1] + before + after - (size - 1) * apart - 1) // stride + 1
                 taps = [_tap(x, value, [k * apart], [count], [stride], [(before, after)]) for k in range(size)]
-                x = taps[0]
-                for tap in taps[1:]:
-                    x = join(x, tap)
+                x = reduce(join, taps)
             x = jnp.moveaxis(x, -1, n)
         return x
 
