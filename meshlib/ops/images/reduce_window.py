@@ -259,6 +259,10 @@ def _compared_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[
     return Work(0, 2 * windows * _positions(attrs))
 
 
+def _pick_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
+    return [build(SPREAD, [dy, op.inputs[1]], op.attrs), None]
+
+
 _define = partial(operation, kind=Kind.INDEXED, roles=_roles, work=_compared_work)
 
 EXTREME = _define(
@@ -272,7 +276,7 @@ PICK = _define(
     "window_pick",
     shape=lambda types, attrs: TensorType(types[1].shape, types[0].dtype),
     local=_pick_local,
-    grad=lambda op, dy: [build(SPREAD, [dy, op.inputs[1]], op.attrs), None],
+    grad=_pick_grad,
     linear=lambda op: Linear((0,)),
     lower=Halo(_elements),
     exact=True,
