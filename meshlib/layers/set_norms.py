@@ -79,12 +79,14 @@ class Sets:
 # ---------------------------------------------------------------- (x - mean) / deviation * scale + bias
 
 
-def _moments(x: Tensor, sets: Sets) -> tuple[Tensor, Tensor]:
-    """Mean and variance of each set: of sums of x and of x^2, which are reduced over the devices as one."""
+def _moments(x: Tensor, sets: Sets, fast: bool) -> tuple[Tensor, Tensor]:
+    """Mean and variance of each set: the variance of x - mean, or of sums of x and x^2, which are reduced as one."""
     wide = widened(x)
-    sums = reduce_sum(wide, output_shape=sets.apart), reduce_sum(square(wide), output_shape=sets.apart)
-    mean, mean_square = map(sets.mean, sums)
-    return mean, maximum(mean_square - square(mean), 0.0)
+    mean = sets.mean(reduce_sum(wide, output_shape=sets.apart))
+    if fast:
+        mean_square = sets.mean(reduce_sum(square(wide), output_shape=sets.apart))
+        return mean, maximum(mean_square - square(mean), 0.0)
+    return mean, sets.mean(reduce_sum(square(wide - sets.spread(mean)), output_shape=sets.apart))
 
 
 def _affine(sets: Sets, scaled: bool, x: Tensor, mean: Tensor, inverse: Tensor, *scale_bias: Tensor) -> Tensor:
@@ -102,18 +104,18 @@ def _affine_gradient(
 ) -> list[Tensor | None]:
     """Of x through mean and variance too: dx = (g - mean(g) - y mean(g y)) / deviation, g = dy scale, y = standard x.
 
-    Written as a dy + b x + c with numbers that few elements share, and the sum of dy y by those of dy x and dy: so that
-    nothing as wide as x is made before dy is there, and kept. Source: Ioffe and Szegedy, arXiv:1502.03167, section 3.
+    Written as dy a - (x b + c) with numbers that few elements share, so that nothing as wide as x is computed before dy
+    is there, and kept; the sum of dy y is that of dy (x - mean), which loses nothing where the mean is large. Source: Ioffe and Szegedy, arXiv:1502.03167, section 3.
     """
     x, mean, inverse, *scale_bias = inputs
     dy, wide = widened(cotangents[0]), widened(x)
     along = {d for t in scale_bias for d in t.shape} | set(sets.apart)
-    kept = Shape([d for d in x.shape if d in along])
-    sums, raw = reduce_sum(dy, output_shape=kept), reduce_sum(dy * wide, output_shape=kept)
+    shared = Shape([d for d in x.shape if d in along])
     centre, deviation = sets.spread(mean), sets.spread(inverse)
-    products = multiply(raw - centre * sums, deviation, kept)
+    sums = reduce_sum(dy, output_shape=shared)
+    products = multiply(reduce_sum(dy * (wide - centre), output_shape=shared), deviation, shared)
     scale = scale_bias[0] if scaled else 1.0
-    mean_g, mean_gy = (sets.spread(sets.mean(multiply(s, scale, kept))) for s in (sums, products))
+    mean_g, mean_gy = (sets.spread(sets.mean(multiply(s, scale, shared))) for s in (sums, products))
     of_x = mean_gy * square(deviation)
     dx = dy * (deviation * scale) - (wide * of_x + (mean_g * deviation - centre * of_x))
     operand_gradients: list[Tensor | None] = [cast(transpose(dx, x.shape), x.dtype), None, None]
@@ -123,10 +125,10 @@ def _affine_gradient(
 
 
 def _normalised(
-    x: Tensor, sets: Sets, epsilon: float, scale: Tensor | None, bias: Tensor | None
+    x: Tensor, sets: Sets, epsilon: float, scale: Tensor | None, bias: Tensor | None, fast: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The result, and the mean and variance of each set, of which it takes no gradient."""
-    mean, variance = _moments(x, sets)
+    mean, variance = _moments(x, sets, fast)
     given = [t for t in (scale, bias) if t is not None]
     scaled = scale is not None
     y: Tensor = custom_gradient(
@@ -152,6 +154,7 @@ def batch_norm(
     scale_initializer: initializers.Initializer | float = 1.0,
     numerics: Numerics = DEFAULT,
     name: str = "batch_norm",
+    use_fast_variance: bool = False,
 ) -> tuple[Tensor, Updates]:
     """(x - mean) / sqrt(variance + epsilon) * scale + bias; mean and variance over all dims but `channels`.
 
@@ -172,9 +175,11 @@ def batch_norm(
       scale_initializer: of `scale`; 0 for the last norm of a residual branch (Goyal et al., arXiv:1706.02677).
       numerics: dtypes of the variables and of the result.
       name: scope of `scale`, `bias` (zeros at first), and `moving_mean`, `moving_variance`, which are not trained.
+      use_fast_variance: whether the variance is the mean of squares minus the square of the mean: one pass over x less,
+        and one collective in place of two where x is split, but it is lost in rounding where the mean is larger than
+        some hundred deviations. The default takes the mean of (x - mean)^2.
     Returns: the type of x, or that of `numerics`, and the updates of the moving averages, none unless in training: add
-      them to those of the optimizer. All arithmetic is float32; the variance is the mean of squares minus the square
-      of the mean, which takes one pass over x.
+      them to those of the optimizer. All arithmetic is float32.
     Raises: GraphError if x lacks a dim, ShapeError if groups do not divide the batch.
     Example:
       >>> import meshlib as mtf
@@ -199,7 +204,9 @@ def batch_norm(
             numerics.variable("scale", along, scale_initializer, wide) if flag(use_scale, what, "use_scale") else None
         )
         bias = numerics.variable("bias", along, 0.0, wide) if flag(use_bias, what, "use_bias") else None
-        return _batch_norm(x, along, is_training, groups, decay, epsilon, scale, bias, numerics, what)
+        return _batch_norm(
+            x, along, is_training, groups, decay, epsilon, scale, bias, numerics, use_fast_variance, what
+        )
 
 
 def conditional_batch_norm(
@@ -214,6 +221,7 @@ def conditional_batch_norm(
     kernel_transform: Callable[[Tensor], Tensor] | None = None,
     numerics: Numerics = DEFAULT,
     name: str = "conditional_batch_norm",
+    use_fast_variance: bool = False,
 ) -> tuple[Tensor, Updates]:
     """Batch norm whose scale and bias each example chooses: by its class, or by a vector such as a GAN's.
 
@@ -226,6 +234,7 @@ def conditional_batch_norm(
       condition_dim: the dim of the classes, or of the vector.
       kernel_transform: applied to both kernels, as for spectral norm.
       name: scope of `scale/kernel` and `bias/kernel`, [condition_dim, channels], and of the moving averages.
+      use_fast_variance: as of `batch_norm`.
     Returns: as `batch_norm`.
     Raises: as `batch_norm`; ShapeError if the condition has a dim that x lacks.
     Source: Dumoulin et al., arXiv:1610.07629; of vectors: Brock et al. (BigGAN), arXiv:1809.11096, appendix B.
@@ -252,8 +261,9 @@ def conditional_batch_norm(
 
     with scope(name):
         return _batch_norm(
-            x, along, is_training, groups, decay, epsilon, chosen("scale") + 1.0, chosen("bias"), numerics, what
-        )
+            x, along, is_training, groups, decay, epsilon, chosen("scale") + 1.0, chosen("bias"), numerics,
+            use_fast_variance, what,
+        )  # fmt: skip
 
 
 def group_norm(
@@ -264,6 +274,7 @@ def group_norm(
     batch_dims: Dimension | Sequence[Dimension] | None = None,
     numerics: Numerics = DEFAULT,
     name: str = "group_norm",
+    use_fast_variance: bool = False,
 ) -> Tensor:
     """(x - mean) / sqrt(variance + epsilon) * scale + bias; statistics of each example and group of channels.
 
@@ -275,6 +286,7 @@ def group_norm(
       batch_dims: dims of the examples; the first of x unless given.
       numerics: dtypes of the variables and of the result.
       name: scope of `scale`, ones at first, and `bias`, zeros.
+      use_fast_variance: as of `batch_norm`.
     Returns: the type of x, or that of `numerics`; all arithmetic is float32.
     Raises: GraphError if x lacks a dim, ShapeError if groups do not divide the channels.
     Source: Wu and He, arXiv:1803.08494.
@@ -287,11 +299,11 @@ def group_norm(
     if along[0] in examples:
         raise ShapeError(f"{at(what)}: '{along[0].name}' can't be the channels and a dim of the batch\n  {x}")
     count = _divided(along[0], groups, what, x)
-    sets = Sets.of(x, examples, along[0], count)
+    sets, fast = Sets.of(x, examples, along[0], count), flag(use_fast_variance, what, "use_fast_variance")
     with scope(name):
         wide = widened(x).dtype
         scale, bias = (numerics.variable(n, along, start, wide) for n, start in (("scale", 1.0), ("bias", 0.0)))
-        return _normalised(x, sets, epsilon, scale, bias)[0]
+        return _normalised(x, sets, epsilon, scale, bias, fast)[0]
 
 
 def _batch_norm(
@@ -304,8 +316,10 @@ def _batch_norm(
     scale: Tensor | None,
     bias: Tensor | None,
     numerics: Numerics,
+    use_fast_variance: bool,
     what: str,
 ) -> tuple[Tensor, Updates]:
+    fast = flag(use_fast_variance, what, "use_fast_variance")
     if not 0 <= number(decay, what, "decay") <= 1:
         raise GraphError(f"{at(what)}: decay must be in [0, 1], got {decay}")
     sets = _batch_sets(x, along, groups, what)
@@ -320,7 +334,7 @@ def _batch_norm(
         y = multiply(widened(x) - moving[0], rsqrt(moving[1] + epsilon), x.shape)
         y = y if scale is None else y * scale
         return cast(y if bias is None else y + bias, x.dtype), []
-    y, *statistics = _normalised(x, sets, epsilon, scale, bias)
+    y, *statistics = _normalised(x, sets, epsilon, scale, bias, fast)
     updates = []
     for old, statistic in zip(moving, statistics, strict=True):
         with region(UPDATE, stored(old)):

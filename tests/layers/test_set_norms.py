@@ -98,6 +98,46 @@ def test_what_batch_norm_sends() -> None:
     assert among == [("q",), ("q",)]
 
 
+LARGE = {  # how batch and group norms are written, and the axes of [batch, width, channels] that their sets have
+    "batch norm": (lambda x, **of: mtf.layers.batch_norm(x, C, True, **of)[0], (0, 1)),
+    "batch norm of groups": (lambda x, **of: mtf.layers.batch_norm(x, C, True, D("batch", 8), **of)[0], (1,)),
+    "group norm": (lambda x, **of: mtf.layers.group_norm(x, C, 1, **of), (1, 2)),
+}
+
+
+@pytest.mark.parametrize("norm", LARGE)
+def test_a_mean_much_larger_than_the_deviation(norm: str) -> None:
+    """Mean 3000, deviation 1, in float32: y and dx to a few roundings of x; mean of squares minus square loses both."""
+    layer, axes = LARGE[norm]
+    rng = np.random.default_rng(5)
+    x, c = (rng.normal(shift, 1.0, (8, 4, 6)).astype(np.float32) for shift in (3000.0, 0.0))
+    inverse = 1 / np.sqrt(x.astype(float).var(axes, keepdims=True) + 1e-5)
+    y = (x.astype(float) - x.astype(float).mean(axes, keepdims=True)) * inverse
+    dx = (c - c.mean(axes, keepdims=True) - y * (c * y).mean(axes, keepdims=True)) * inverse
+    faults = {}
+    for fast in (False, True):
+        with mtf.Graph():
+            given, cotangent = mtf.input("x", [B, W, C]), mtf.input("c", [B, W, C])
+            result = layer(given, use_fast_variance=fast)
+            (gradient,) = mtf.gradients([result], [given], [cotangent])
+            session = mtf.Session({"y": result, "dx": gradient})
+        for mesh, layout in LAYOUTS.values():
+            (found,) = run(session.lower(mesh, layout), {"x": x, "c": c}, "fast")
+            error = max(np.abs(found["y"] - y).max(), np.abs(found["dx"] - dx).max())
+            faults[fast] = max(faults.get(fast, 0.0), float(error))
+    assert faults[False] < 0.01
+    assert faults[True] > 1
+
+
+def test_the_stable_variance_is_one_collective_more() -> None:
+    def launches(fast: bool) -> int:
+        with mtf.Graph():
+            y, _ = mtf.layers.batch_norm(mtf.input("x", [B, W, C]), C, True, use_fast_variance=fast)
+            return len({c.launch for c in mtf.lower({"y": y}, mesh="p:4", layout="batch:p").collectives})
+
+    assert launches(False) <= launches(True) + 1
+
+
 def test_groups_as_dims_are_groups_of_the_batch() -> None:
     replicas, rng = D("replicas", 2), np.random.default_rng(0)
     x, c = rng.normal(size=(2, 8, 4, 6)).astype(np.float32)

@@ -20,7 +20,7 @@ def network(norms=1):
             with mtf.scope(f"layer{n}"):
                 y = mtf.layers.conv(y, mtf.Dimension("channels", CHANNELS), 3, use_bias=False)
                 if n < norms:
-                    y, more = mtf.layers.batch_norm(y, dims[-1], is_training=True)
+                    y, more = mtf.layers.batch_norm(y, dims[-1], is_training=True, use_fast_variance=True)
                     updates += more
                 y = mtf.relu(y) if n < norms else y
         loss = mtf.reduce_mean(mtf.cast(y, "float32"))

@@ -102,6 +102,7 @@ class Tower:
             self.normed_kernel if self.spectral else None,
             self.numerics,
             name,
+            use_fast_variance=True,  # as these models were trained
         )
         self.updates += updates
         return y
@@ -118,6 +119,7 @@ class Tower:
             scale_initializer=scale,
             numerics=self.numerics,
             name=name,
+            use_fast_variance=True,  # as these models were trained
         )
         self.updates += updates
         return y
