@@ -105,7 +105,8 @@ def _affine_gradient(
     """Of x through mean and variance too: dx = (g - mean(g) - y mean(g y)) / deviation, g = dy scale, y = standard x.
 
     Written as dy a - (x b + c) with numbers that few elements share, so that nothing as wide as x is computed before dy
-    is there, and kept; the sum of dy y is that of dy (x - mean), which loses nothing where the mean is large. Source: Ioffe and Szegedy, arXiv:1502.03167, section 3.
+    is there, and kept; the sum of dy y is that of dy (x - mean), which loses nothing where the mean is large.
+    Source: Ioffe and Szegedy, arXiv:1502.03167, section 3.
     """
     x, mean, inverse, *scale_bias = inputs
     dy, wide = widened(cotangents[0]), widened(x)
