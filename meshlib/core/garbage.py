@@ -32,6 +32,7 @@ class _Joined:
         self.objects = self.objects_alive = 0
         self.bytes = self.bytes_alive = 0  # `bytes_alive` is exact at any time, `bytes_before` as of that collection
         self.bytes_before = 0
+        self.recount_after = 0  # so many new objects frozen ones are counted again: positive while the user has frozen some
 
     def settle(self) -> None:
         """Let new objects join the oldest generation; collect if there are enough of them, or of their bytes."""
@@ -39,12 +40,15 @@ class _Joined:
         many_bytes = self.bytes > max(LEAST_BYTES, self.bytes_before // SHARE)
         if new_objects < FEW_OBJECTS and not many_bytes:
             return
-        self.objects += new_objects
-        if gc.get_freeze_count():  # the user's, who would find them thawed: what is new stays where it is
+        if self.recount_after <= 0:
+            self.recount_after = gc.get_freeze_count()  # walks through all of them
+        if self.recount_after:  # the user's, who would find them thawed: what is new goes the collector's own way
+            self.recount_after = max(0, self.recount_after - new_objects)
+            gc.collect(2 if many_bytes else 0)
             if many_bytes:
-                gc.collect()
                 self.bytes, self.bytes_before = 0, self.bytes_alive
             return
+        self.objects += new_objects
         gc.freeze()
         gc.unfreeze()  # two moves of whole lists, from all generations into none and from there into the oldest
         if many_bytes or self.objects > max(LEAST_OBJECTS, self.objects_alive // SHARE):
