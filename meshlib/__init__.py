@@ -27,7 +27,7 @@ def _check_own_packages() -> None:
                 f"meshlib needs its own package '{name}', but {origin} shadows it; "
                 "rename that file or take its folder off the path"
             )
-        if b"meshlib-tpu" not in origin.read_bytes():
+        if b"meshlib-tpu" not in spec.loader.get_data(spec.origin):  # type: ignore[union-attr]  # reads archives too
             raise ImportError(
                 f"meshlib needs its own package '{name}', but another distribution has written {origin}; "
                 "install meshlib-tpu in an environment of its own"

@@ -94,8 +94,9 @@ def test_the_command_takes_a_name(capsys, command):
     assert text[0].replace("xla-tpu", "no-overlap") != text[1]  # and figures differ
 
 
-def test_published_rows_are_predicted_for_it(capsys, tmp_path):
+def test_published_rows_are_predicted_for_it(capsys, tmp_path, monkeypatch):
     """A gather that a step awaits: with overlap it is hidden in part."""
+    monkeypatch.setenv("COLUMNS", "200")
     file = tmp_path / "rows.json"
     file.write_text(json.dumps([BY_NAME["mt-v5e-16b-1x"]]))
     errors = []

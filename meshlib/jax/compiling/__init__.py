@@ -81,7 +81,7 @@ def compile_for(
         raise GraphError(f"{at('compile_for')}: give a program, or a list with at least one")
     for p in programs:
         require_program(p, "compile_for")
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise GraphError(f"{at('compile_for')}: backend is 'tpu' or 'cpu', got {backend!r:.40}")
     if timeout_seconds is not None:
         timeout_seconds = bounded(timeout_seconds, "compile_for", "timeout_seconds", POSITIVE)
