@@ -32,7 +32,7 @@ class _Joined:
         self.objects = self.objects_alive = 0
         self.bytes = self.bytes_alive = 0  # `bytes_alive` is exact at any time, `bytes_before` as of that collection
         self.bytes_before = 0
-        self.recount_after = 0  # so many new objects frozen ones are counted again: positive while the user has frozen some
+        self.recount_after = 0  # new objects until frozen ones are counted again; positive while the user froze some
 
     def settle(self) -> None:
         """Let new objects join the oldest generation; collect if there are enough of them, or of their bytes."""
