@@ -246,6 +246,8 @@ class Graph(Shown):
     inner: set[Operation] = field(default_factory=set)
     # the dims whose sizes the user named, where others came from elsewhere: a rule need not divide those; None: all
     named_dims: frozenset[Dimension] | None = None
+    # dims whose size follows from an argument of what built the graph: how to choose it where {blocks} must divide them
+    remedies: dict[str, str] = field(default_factory=dict)
     # copies of operations of the forward pass that a backward pass computes again
     again: set[Operation] = field(default_factory=set)
     # runs of operations with a gradient of their own; inner ones come before those around them

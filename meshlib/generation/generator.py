@@ -13,13 +13,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from math import lcm
 from typing import Any
 
 import numpy as np
 
 from hardware import Slice
-from layouts import Dimension
+from layouts import Dimension, LayoutRules, Mesh
 from layouts.mesh import MeshLike
+from layouts.rules import SCOPES
 from meshlib.core.arguments import at, number, whole
 from meshlib.core.errors import GraphError, nearest
 from meshlib.core.graph import Graph, Tensor, scope
@@ -27,6 +29,7 @@ from meshlib.generation.beams import Beams
 from meshlib.generation.tokens import WHAT, ByteTokenizer, Stops, Tokenizer, encoded
 from meshlib.layers.norms import widened
 from meshlib.lowering import Program, lower
+from meshlib.models.caches import SLOTS
 from meshlib.models.config import TransformerConfig
 from meshlib.models.narrow import quantized_kernels
 from meshlib.models.serving import decode_step, prefill
@@ -179,7 +182,7 @@ class Generator:
         reads = 1 if c.encoder_decoder else self.length
         more: dict[str, Any] = {"beams": searched, "cache_dtype": self.cache_dtype}
         more["encoder_length"] = self.length if c.encoder_decoder else None
-        room = reads + self.max_tokens
+        room = self._cache_length(reads + self.max_tokens)
         with Graph():
             if decoding:
                 outputs, updates = decode_step(c, self.batch, room, group_size=self.group_size, **more)
@@ -188,6 +191,15 @@ class Generator:
             with scope("choice"):
                 fetched = {**self._chosen(outputs.pop("logits")), **outputs}
             return lower(fetched, updates, mesh=self.mesh, layout=self.layout, precision=self.precision)
+
+    def _cache_length(self, positions: int) -> int:
+        """Positions of the caches: those that are needed, and unused ones so that the layout divides them."""
+        rules, mesh = LayoutRules(self.layout), Mesh(self.mesh)
+        splits = [r for scope in SCOPES for r in rules.for_dim(SLOTS, scope)]
+        blocks = lcm(*(mesh.group_size([a for a in rule.axes if a in mesh]) for rule in splits))
+        room = -(-positions // blocks) * blocks
+        most = self.config.max_length if self.config.position == "learned" else None
+        return positions if most and room > most else room
 
     def _chosen(self, logits: Tensor) -> dict[str, Tensor]:
         vocab = logits.shape.dim("vocab")

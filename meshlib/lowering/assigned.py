@@ -221,11 +221,20 @@ def _fault_text(
     if first is None or (fault.of_rule and not bound):
         return f"{fault.what}\n  {place}"
     lines = [f"{first}: {fault.what}", "   ".join(map(str, (*first.inputs, *first.outputs))), place]
-    remedy = _remedy_of_new_size(fault, first) or fault.remedy
+    remedy = _remedy_of_argument(fault, first) or _remedy_of_new_size(fault, first) or fault.remedy
     lines += [remedy] if remedy else []
     if len(labels) > 1:
         lines.append(f"The same in {some([str(known[x]) for x in labels[1:]])}.")
     return "\n  ".join(lines)
+
+
+def _remedy_of_argument(fault: Fault, op: Operation) -> str:
+    """For a dim whose size follows from an argument of whoever built the graph, such as a model."""
+    numbers = re.match(r"\d+ % (\d+) = \d+\.", fault.remedy)
+    advice = op.graph.around[-1].remedies.get(fault.rule.dim) if fault.rule is not None else None
+    if numbers is None or advice is None:
+        return ""
+    return f"{numbers.group(0)} {advice.format(blocks=numbers.group(1))}, or remove {fault.rule}."
 
 
 def _remedy_of_new_size(fault: Fault, op: Operation) -> str:

@@ -114,6 +114,14 @@ def test_the_same_tokens_on_every_mesh(way: str) -> None:
         np.testing.assert_allclose(made.scores, wanted.scores, rtol=1e-4)
 
 
+def test_a_split_cache_of_an_uneven_length_gets_unused_positions() -> None:
+    """Prompts of 4 tokens and 5 more are 9 positions, over 2 devices 10."""
+    config = small("llama3.1-405b")
+    wanted = mtf.generate(config, PROMPTS, trained(config), max_tokens=5, precision="highest")
+    made = mtf.generate(config, PROMPTS, trained(config), max_tokens=5, precision="highest", **WHERE[1])
+    assert made.tokens == wanted.tokens
+
+
 def test_scores_are_log_probabilities_of_what_was_drawn() -> None:
     config = small("gpt2")
     made = mtf.generate(config, PROMPTS, trained(config), 4, temperature=1.0, precision="highest")

@@ -229,6 +229,20 @@ def test_late_stages_are_out_of_reach_of_rules_for_rows() -> None:
     assert named["stage4/block1/conv1"].names == ("batch", "late_height", "late_width", "channels")
 
 
+def test_features_that_a_layout_does_not_divide_name_the_argument_that_helps() -> None:
+    """14 rows in the third stage of a ResNet: padding is no remedy, another `spatial_split` is."""
+    config = mtf.models.image_preset("resnet-50").replace(blocks=(1, 1, 1), features=8)
+
+    def lowered(config: mtf.models.ResNetConfig) -> mtf.Program:
+        with mtf.Graph():
+            step = mtf.models.image_step(config, 8, mtf.optimize.SgdOptimizer(0.1))
+            return mtf.lower(*step, mesh="model:4", layout="height:model")
+
+    with pytest.raises(mtf.LayoutError, match=r"14 % 4 = 2. Give the model spatial_split=4 .*or remove height:model"):
+        lowered(config)
+    assert lowered(config.replace(spatial_split=4)).collectives
+
+
 MESSAGES: list[tuple[Callable[[], object], str]] = [
     (lambda: mtf.models.image_preset("resnet-51"), "did you mean 'resnet-50'|did you mean 'resnet-101'"),
     (lambda: mtf.models.ResNetConfig(blocks=()), r"blocks=\(\)"),

@@ -163,6 +163,8 @@ def late(x: Tensor, rows: Sequence[int], split: int) -> Tensor:
 
     Few rows can't be shared out among many cores: under these names no rule for height and width reaches them.
     """
+    advice = "Give the model spatial_split={blocks} (on the command line --set spatial_split={blocks})"
+    x.graph.around[-1].remedies.update({d.name: advice for d in spatial(x)})
     if all(n % split == 0 for n in rows):
         return x
     for d in spatial(x):
