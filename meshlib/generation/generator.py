@@ -21,7 +21,7 @@ import numpy as np
 from hardware import Slice
 from layouts import Dimension, LayoutRules, Mesh
 from layouts.mesh import MeshLike
-from layouts.rules import SCOPES
+from layouts.rules import SCOPES, RulesLike
 from meshlib.core.arguments import at, number, whole
 from meshlib.core.errors import GraphError, nearest
 from meshlib.core.graph import Graph, Tensor, scope
@@ -110,7 +110,7 @@ class Generator:
     length: int
     max_tokens: int = 64
     mesh: MeshLike = "device:1"
-    layout: object = ""
+    layout: RulesLike = ""
     slice: str | Slice | None = None
     temperature: float = 0.0
     top_k: int | None = None
