@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import lcm
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -110,7 +110,7 @@ class Generator:
     length: int
     max_tokens: int = 64
     mesh: MeshLike = "device:1"
-    layout: RulesLike = ""
+    layout: object = ""
     slice: str | Slice | None = None
     temperature: float = 0.0
     top_k: int | None = None
@@ -194,7 +194,7 @@ class Generator:
 
     def _cache_length(self, positions: int) -> int:
         """Positions of the caches: those that are needed, and unused ones so that the layout divides them."""
-        rules, mesh = LayoutRules(self.layout), Mesh(self.mesh)
+        rules, mesh = LayoutRules(cast(RulesLike, self.layout)), Mesh(self.mesh)
         splits = [r for scope in SCOPES for r in rules.for_dim(SLOTS, scope)]
         blocks = lcm(*(mesh.group_size([a for a in rule.axes if a in mesh]) for rule in splits))
         room = -(-positions // blocks) * blocks
