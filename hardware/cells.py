@@ -36,7 +36,7 @@ def slice_cell(slice_: Slice) -> str:
     rings = ", ".join(f"axis {n} is a ring" for n, wraps in enumerate(slice_.wrap) if wraps) or "no axis is a ring"
     rows = [
         ("chips", f"{slice_.chips:,}" + (f" in {slice_.slices} slices over DCN" if slice_.slices > 1 else "")),
-        ("torus of a slice", f"{shape}; {rings}"),
+        ("torus of a slice", f"{shape}; {rings}" + "; short axes are twisted" * slice_.twisted),
         ("devices, hosts", f"{slice_.devices:,}, {slice_.hosts:,}"),
         ("HBM of a device", f"{slice_.usable_hbm_bytes_per_device / 2**30:.4g} GiB that programs are offered"),
         ("peak of all", f"{slice_.peak_flops() / 1e15:.4g} PFLOP/s"),

@@ -73,6 +73,7 @@ COMMON: Figures = {
     "peak_int4_flops": (None, "no published int4 rate"),
     "wrap_axis": (None, "not this rule"),
     "wrap_cube": (None, "not this rule"),
+    "twists": (False, "no twisted slices are offered"),
     "tdp_watts": (None, "not published"),
 }
 
@@ -191,6 +192,7 @@ FIGURES: dict[str, Figures] = {
         "chips_per_host": (4, "MLPerf v1.0 system json"),
         "name_counts": ("cores", _DOCS + "v4"),
         "wrap_cube": (4, _WRAP_CUBES),
+        "twists": (True, _DOCS + "v4: twisted torus topologies of 4x4x8, 4x8x8, 12x12x24"),
         "dcn_bytes_per_second": (6.25e9, "assumed as v5p"),
         "usd_per_chip_hour": (3.22, _PRICE),
     },
@@ -246,6 +248,7 @@ FIGURES: dict[str, Figures] = {
         "chips_per_host": (4, "MLPerf v4.0 json; " + _DOCS + "v5p"),
         "name_counts": ("cores", _DOCS + "v5p"),
         "wrap_cube": (4, _WRAP_CUBES),
+        "twists": (True, _DOCS + "v5p, column Supports Twisted: 4x4x8, 4x8x8, 8x8x16, 8x16x16"),
         "dcn_bytes_per_second": (6.25e9, _DOCS + "v5p-training: 50 Gbit/s per chip"),
         "usd_per_chip_hour": (4.2, _APPLIED),
     },

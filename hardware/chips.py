@@ -34,8 +34,9 @@ class Chip:
 
     `name_counts` says what the number in a slice name counts ("cores" or "chips"). `wrap_axis` is the one
     axis length that has a wrap-around link; `wrap_cube` instead wraps every axis of a slice made of
-    whole cubes of that edge. `*_efficiency` are the shares of nominal rates that programs reach. Of the `hbm_bytes`
-    soldered to a chip, its runtime keeps `hbm_reserved_bytes`; programs are offered the rest.
+    whole cubes of that edge, and `twists` lets such slices of k x k x 2k and k x 2k x 2k be twisted. `*_efficiency` are
+    the shares of nominal rates that programs reach. Of the `hbm_bytes` soldered to a chip, its runtime keeps
+    `hbm_reserved_bytes`; programs are offered the rest.
     `attention_*` describe the fused attention kernels of the chip: how many compute the backward pass; queries and keys
     of a tile forward, forward over a window, and backward.
 
@@ -87,6 +88,7 @@ class Chip:
     max_slice_chips: int
     wrap_axis: int | None = None
     wrap_cube: int | None = None
+    twists: bool = False
     chips_per_host: int
     name_counts: str = "chips"
     dcn_bytes_per_second: float = 6.25e9
@@ -117,8 +119,9 @@ class Chip:
         if self.attention_backward_kernels > 2:
             count = self.attention_backward_kernels
             raise HardwareError(f"{where}attention_backward_kernels must be 1 or 2, not {count!r:.80}")
-        if not isinstance(self.vpu_bf16, bool):
-            raise HardwareError(f"{where}vpu_bf16 must be true or false, not {self.vpu_bf16!r}")
+        for name in ("vpu_bf16", "twists"):
+            if not isinstance(getattr(self, name), bool):
+                raise HardwareError(f"{where}{name} must be true or false, not {getattr(self, name)!r:.80}")
         self._check_sources(where)
         self._check_relations(where)
 

@@ -4,7 +4,7 @@ A collective over one or more mesh axes is staged by the speed of its levels: fi
 then the torus, then DCN between slices (all_gather the other way round). On the torus it runs either along
 all its axes with rotated parts, or one part after the other, or round one snake through all its nodes, or, of an
 all_to_all, block by block straight to its end; the fastest is taken and named. Axes that are not alike take unequal
-parts.
+parts. On a twisted torus a group may also have rings across its axes (`hardware.twisted`).
 
 Shares: in one program all groups run the same collective at the same time, so a factor of stride s has
 1/s of its links, and the devices of one chip divide the chip's links and NIC among them.
@@ -30,6 +30,8 @@ from hardware.events import Links, check_links
 from hardware.placement import CORES, DCN, Factor, Placement, check_mesh, factorings, join, wraps
 from hardware.slices import Slice, as_slice
 from hardware.snakes import closes
+from hardware.twisted_groups import TwistedRings, twisted_exchanges, twisted_rings, twisted_ways
+from hardware.ways import Way
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute", "broadcast")
 
@@ -63,7 +65,8 @@ class Cost:
       seconds: from start to end, alone on the network.
       busy_seconds: place (torus axis, CORES, DCN) -> time for which the busiest link there is occupied.
       hops: longest chain of links that a byte travels in sequence.
-      algorithm: how the torus part runs: "rotated", "in turn", "routed", "snake ring", "snake line" or "-".
+      algorithm: how the torus part runs: "rotated", "in turn", "routed", "twisted", "twisted, routed", "snake ring",
+        "snake line" or "-".
     """
 
     seconds: float
@@ -107,7 +110,8 @@ def _price(slice_: Slice, factors: tuple[Factor, ...], kind: str, payload_bytes:
     if links is None:
         links = ici_links(slice_) if any(f.place >= 0 for f in factors) else Links(1.0)
     check_links(links)
-    route = _route(tuple([(f, wraps(slice_, f)) for f in factors if f.size > 1]), share, links)
+    group = tuple([(f, wraps(slice_, f)) for f in factors if f.size > 1])
+    route = _route(group, share, links, twisted_rings(slice_, factors) if slice_.twisted else None)
     if kind in ("collective_permute", "broadcast"):
         return _point_cost(chip, kind, route, payload_bytes)
     times = 2 if kind == "all_reduce" else 1
@@ -220,19 +224,6 @@ def ici_links(slice_: Slice) -> Links:
     return Links(chip.ici_bytes_per_second * chip.ici_efficiency, chip.ici_hop_seconds)
 
 
-@dataclass(frozen=True)
-class _Way:
-    """One way through the torus: stages that end together, each of parts that take a + b * bytes seconds."""
-
-    name: str
-    hops: int
-    stages: tuple[tuple[tuple[float, float], ...], ...]
-    busy: tuple[tuple[int, float], ...]  # place -> seconds per byte
-
-    def seconds(self, size: float) -> float:
-        return sum(max([a + b * size for a, b in parts]) for parts in self.stages)
-
-
 class _Leg(NamedTuple):
     """A factor of the torus as a ring or line, and a link as one of its groups sees it."""
 
@@ -249,17 +240,24 @@ class _Route:
     torus: tuple[_Leg, ...]
     slices: int
     torus_size: int
-    ways: tuple[_Way, ...]
-    exchanges: tuple[_Way, ...]
+    ways: tuple[Way, ...]
+    exchanges: tuple[Way, ...]
 
 
 @lru_cache(maxsize=8192)
-def _route(group: tuple[tuple[Factor, bool], ...], share: int, links: Links) -> _Route:
-    """The ways of a group, from its joined factors, whether each closes to a ring, and the rates alone."""
+def _route(
+    group: tuple[tuple[Factor, bool], ...], share: int, links: Links, rings: TwistedRings | None = None
+) -> _Route:
+    """The ways of a group, from its joined factors, whether each closes to a ring, the rates and the twist alone."""
     torus = tuple(_Leg(f, (f.size, wrap), _thinned(links, f, share)) for f, wrap in group if f.place >= 0)
     cores, slices = (math.prod(f.size for f, _ in group if f.place == place) for place in (CORES, DCN))
     size = math.prod(leg.factor.size for leg in torus)
-    return _Route(cores, torus, slices, size, _ways(torus), _exchanges(torus))
+    ways, exchanges = _ways(torus), _exchanges(torus)
+    if rings is not None:
+        whole = Links(links.bytes_per_second / share, links.hop_seconds)
+        ways += twisted_ways(rings, whole)
+        exchanges += twisted_exchanges(rings, whole)
+    return _Route(cores, torus, slices, size, ways, exchanges)
 
 
 def _apart(torus: Sequence[_Leg]) -> bool:
@@ -271,7 +269,7 @@ def _hops(torus: Sequence[_Leg]) -> int:
     return sum(leg.factor.stride * _steps(*leg.ring) for leg in torus)
 
 
-def _ways(torus: Sequence[_Leg]) -> tuple[_Way, ...]:
+def _ways(torus: Sequence[_Leg]) -> tuple[Way, ...]:
     """The ways to reduce_scatter over factors of the torus."""
     if not torus:
         return ()
@@ -288,11 +286,11 @@ def _ways(torus: Sequence[_Leg]) -> tuple[_Way, ...]:
         name = "snake ring" if whole[1] else "snake line"
         per_byte = b / whole[0]
         busy = tuple((leg.factor.place, per_byte) for leg in torus)
-        ways.append(_Way(name, _steps(*whole), (((a, per_byte),),), busy))
+        ways.append(Way(name, _steps(*whole), (((a, per_byte),),), busy))
     return tuple(ways)
 
 
-def _staged(name: str, orders: Sequence[Sequence[int]], torus: Sequence[_Leg]) -> _Way:
+def _staged(name: str, orders: Sequence[Sequence[int]], torus: Sequence[_Leg]) -> Way:
     """Stages along the factors: each part of the data takes them in its own order; stages end together.
 
     Factors that are not alike take unequal parts: those with which the stages take the least time.
@@ -309,7 +307,7 @@ def _staged(name: str, orders: Sequence[Sequence[int]], torus: Sequence[_Leg]) -
             parts.append((lines[order[n]][0], share * seconds))
             busy[torus[order[n]].factor.place] += share * seconds
         stages.append(tuple(parts))
-    return _Way(name, _hops(torus), tuple(stages), tuple(busy.items()))
+    return Way(name, _hops(torus), tuple(stages), tuple(busy.items()))
 
 
 def _shares(whole: Sequence[Sequence[float]]) -> list[float]:
@@ -321,7 +319,7 @@ def _shares(whole: Sequence[Sequence[float]]) -> list[float]:
     )
 
 
-def _exchanges(torus: Sequence[_Leg]) -> tuple[_Way, ...]:
+def _exchanges(torus: Sequence[_Leg]) -> tuple[Way, ...]:
     """The ways of an all_to_all over factors of the torus."""
     per_axis, busy = [], {leg.factor.place: 0.0 for leg in torus}
     for factor, ring, link in torus:
@@ -329,17 +327,17 @@ def _exchanges(torus: Sequence[_Leg]) -> tuple[_Way, ...]:
         paths = [(hops * link.hop_seconds, blocks * byte) for hops, blocks in collectives.exchange_paths(ring)]
         per_axis.append(tuple(paths))
         busy[factor.place] += max([b for _, b in paths])
-    ways = [_Way("in turn", _hops(torus), tuple(per_axis), tuple(busy.items()))]
+    ways = [Way("in turn", _hops(torus), tuple(per_axis), tuple(busy.items()))]
     if len(torus) > 1:
         # Every block goes straight to its end, with no barriers between axes. Events (`point_plans.all_to_all`,
         # "routed"): the longest way and half of the busiest link, or that link, filled by 5/6 as they come.
         longest = sum(leg.link.hop_seconds * _steps(*leg.ring) for leg in torus)
         busiest = max(busy.values())
         straight = ((float(longest), busiest / 2), (0.0, 1.2 * busiest))
-        ways.append(_Way("routed", _hops(torus), (straight,), tuple(busy.items())))
+        ways.append(Way("routed", _hops(torus), (straight,), tuple(busy.items())))
     if _apart(torus):  # in every stage each axis serves another part
         stage = tuple((a, b / len(torus)) for paths in per_axis for a, b in paths)
-        ways.append(_Way("rotated", _hops(torus), (stage,) * len(torus), tuple(busy.items())))
+        ways.append(Way("rotated", _hops(torus), (stage,) * len(torus), tuple(busy.items())))
     return tuple(ways)
 
 

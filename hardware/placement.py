@@ -87,7 +87,7 @@ class Placement:
             raise HardwareError(f"every mesh axis is placed once; got {[name for name, _ in self.factors]}")
 
     def __hash__(self) -> int:
-        return hash((self.slice.chip.name, self.slice.torus_shape, self.factors))
+        return hash((self.slice.chip.name, self.slice.torus_shape, self.slice.twisted, self.factors))
 
     @property
     def mesh(self) -> dict[str, int]:

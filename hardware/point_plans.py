@@ -7,7 +7,7 @@ all_to_all "phased" moves along one axis after the other. In phase j a node pass
 neighbour behind it still has to send further, each way; blocks for the antipode travel half each way.
 "rotated" cuts every block in one part per axis, and each part takes the axes in another rotation: round a ring
 in phases, along a line block by block, the farthest first, so that no link on the way ever waits for a
-bundle. "routed" sends every block of the torus by itself over a shortest way, ties split in halves.
+bundle. "routed" sends every block of the torus by itself over shortest ways, in equal pieces.
 
 Source: `hardware.collectives`.
 """
@@ -24,10 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hardware.checks import one_of, whole
-from hardware.collectives import EXCHANGES
+from hardware.collectives import EXCHANGES, Axis
 from hardware.errors import HardwareError
-from hardware.events import Message, Plan, Region
-from hardware.ring_plans import BOTH, HALVES, Collective, Group, check_data, check_torus, wire_bytes
+from hardware.events import Message, Plan
+from hardware.ring_plans import Collective, Group, check_data, check_torus, wire_bytes
 from hardware.torus import Torus
 
 Array = NDArray[Any]
@@ -65,16 +65,20 @@ def all_to_all(
     else:
         build.staged(by_block=algorithm == "rotated")
     shape = build.arrays[0].shape
-    last = build.buffers[-1].reshape(build.group, -1)
-    width = build.width
-    return Collective(torus, build.plan, lambda _, memory: memory[last][:, :width].reshape(shape))
+
+    def read(node: int, memory: Array) -> Array:
+        result = np.empty((build.group, build.width), memory.dtype)
+        result[build.ends(node, -1)] = memory[build.buffers[-1]].reshape(build.group, -1)[:, : build.width]
+        return result.reshape(shape)
+
+    return Collective(torus, build.plan, read)
 
 
 class _Exchange(Group):
     """Buffers before and after every stage, and two for blocks in transit, as addresses in flat memory.
 
-    A buffer is [sizes of the group's axes ..., parts, 2 halves, elements]. Along an axis that a part has not
-    taken yet its index is where a block goes, afterwards where it comes from.
+    A block is known by its displacement, how far apart its source and target are along each axis: a buffer is
+    [displacements, parts, 2 halves, elements], and a block keeps its cells in it at whatever node it is.
     """
 
     def __init__(
@@ -94,111 +98,117 @@ class _Exchange(Group):
         self.width = math.prod(shape[1:])
         unit = -(-self.width // (2 * self.parts))
         self.piece = self.wire * Fraction(self.width, 2 * self.parts)
+        self.walks = np.indices(self.sizes).reshape(len(self.sizes), -1).T  # of displacements
         stages = len(self.moving) + 1
-        block = (*self.sizes, self.parts, 2, unit)
+        block = (self.group, self.parts, 2, unit)
         addresses = np.arange((stages + 2) * math.prod(block)).reshape(stages + 2, *block)
         self.buffers, self.transit = addresses[:stages], addresses[stages:]
         memory = []
-        for array in self.arrays:
+        for node, array in enumerate(self.arrays):
             cells = np.zeros((stages + 2, self.group, 2 * self.parts * unit), dtype)
-            cells[0, :, : self.width] = array.reshape(self.group, self.width)
+            cells[0, :, : self.width] = array.reshape(self.group, self.width)[self.ends(node, 1)]
             memory.append(cells.reshape(-1))
         self.plan = Plan(memory, barrier=True)
 
+    def ends(self, node: int, sign: int) -> Addresses:
+        """For each displacement, the member of the group that it leads to from a node, or (-1) comes from."""
+        return self._members(np.array(self.own(node)) + sign * self.walks)
+
+    def _members(self, places: NDArray[Any]) -> Addresses:
+        """Numbers within the group of places [..., axes of the group] of any size."""
+        members: Addresses = np.ravel_multi_index(tuple(np.moveaxis(self._normalised(places), -1, 0)), self.sizes)
+        return members
+
+    def _normalised(self, places: NDArray[Any]) -> NDArray[Any]:
+        if self.boxes:
+            inside: NDArray[Any] = np.mod(places, self.sizes)
+            return inside
+        everywhere = np.zeros((*places.shape[:-1], self.torus.rank), np.int64)
+        everywhere[..., self.axes] = places
+        return self.torus.normalised(everywhere)[..., self.axes]
+
     def staged(self, by_block: bool) -> None:
         """Every part along its rotation of the axes, an axis in each stage."""
+        left = [np.repeat(self.walks[:, None], 2, axis=1) for _ in range(self.parts)]  # [displacements, halves, axes]
         for stage in range(len(self.moving)):
             for part in range(self.parts):
-                index = self.moving[(part + stage) % len(self.moving)]
-                axis = self.axes[index]
-                self._keep_own(stage, part, index)
-                if by_block and not self.torus.wrap[axis]:
-                    self._send_blocks(stage, part, index)
-                    continue
-                n, wrap = self.torus.shape[axis], self.torus.wrap[axis]
-                last: dict[tuple[int, int], int] = {}
-                for phase in range(1, n // 2 + 1 if wrap else n):
-                    for node in range(self.torus.nodes):
-                        for step in (1, -1):
-                            self._pass_on(stage, part, index, node, step, phase, last)
+                order = [self.moving[(part + j) % len(self.moving)] for j in range(len(self.moving))]
+                index, later = order[stage], [self.axes[i] for i in order[stage + 1 :]]
+                ring = self.ring(self.axes[index], later)
+                hops = self._hops(left[part], index, ring, later)
+                for node, place in enumerate(self.places):  # what stays on this axis moves to the next buffer at once
+                    self._send(stage, part, index, node, 0, hops[place[self.axes[index]]] == 0)
+                if by_block and not ring[1]:
+                    self._send_blocks(stage, part, index, hops)
+                else:
+                    self._pass_on(stage, part, index, ring, hops)
+                left[part][..., index] -= hops[0] if ring[1] else left[part][..., index]
+                left[part] = self._normalised(left[part])
 
-    def _cells(self, buffer: Addresses, index: int, place: int, part: int, half: slice = BOTH) -> Addresses:
-        """The addresses of all blocks of a part that are at `place` along one axis of the group."""
-        blocks: list[int | slice] = [slice(None)] * len(self.axes)
-        blocks[index] = place
-        return buffer[(*blocks, part, half)].ravel()
+    def _hops(self, left: NDArray[Any], index: int, ring: Axis, later: Sequence[int]) -> list[NDArray[Any]]:
+        """For each place along an axis, the signed hops of every half block in this stage, [displacements, 2]."""
+        n, places = ring[0], range(self.sizes[index])
+        if not ring[1]:
+            return [(place + left[..., index]) % n - place for place in places]
+        steps = left[..., index] % n
+        if not self.boxes:  # so many that the later axes lead on to the target
+            rest = {int(self._members(np.array(self.own(node)))) for node in self.coset(0, later)}
+            ends = np.stack([self._members(left - h * np.eye(len(self.sizes), dtype=int)[index]) for h in range(n)])
+            steps = np.isin(ends, list(rest)).argmax(axis=0)
+        antipode = np.where(2 * steps == n, [0, n], 0)  # the second half goes round the other way
+        return [np.where(2 * steps > n, steps - n, steps - antipode)] * len(places)
 
-    def _keep_own(self, stage: int, part: int, index: int) -> None:
-        """The blocks that stay at their node on this axis move to the next buffer at once."""
-        for node in range(self.torus.nodes):
-            self._send(stage, part, index, node, node)
-
-    def _send_blocks(self, stage: int, part: int, index: int) -> None:
+    def _send_blocks(self, stage: int, part: int, index: int, hops: list[NDArray[Any]]) -> None:
         """Along a line each block by itself: queues at the links keep the order, the farthest first."""
-        axis = self.axes[index]
-        n = self.torus.shape[axis]
+        n = self.sizes[index]
         for node, place in enumerate(self.places):
-            for by in (*range(n - 1 - place[axis], 0, -1), *range(-place[axis], 0)):
-                self._send(stage, part, index, node, self.torus.shifted(node, axis, by))
+            here = place[self.axes[index]]
+            for by in (*range(n - 1 - here, 0, -1), *range(-here, 0)):
+                self._send(stage, part, index, node, by, hops[here] == by)
 
-    def _send(self, stage: int, part: int, index: int, source: int, target: int) -> None:
-        """All blocks of a part for one place along an axis, straight to the next buffer there."""
-        there, here = (self.places[node][self.axes[index]] for node in (target, source))
-        read = self._cells(self.buffers[stage], index, there, part)
-        write = self._cells(self.buffers[stage + 1], index, here, part)
-        size = self.piece * (2 * self.group // self.sizes[index]) if source != target else Fraction(0)
-        route = self.torus.route(source, target)
-        self.plan.messages.append(Message(source, target, route, (read,), (write,), size, stage=stage))
+    def _send(self, stage: int, part: int, index: int, source: int, by: int, chosen: NDArray[np.bool_]) -> None:
+        """The chosen half blocks of a part straight to the next buffer of the node `by` steps along an axis."""
+        read, write = (buffer[:, part][chosen].ravel() for buffer in self.buffers[stage : stage + 2])
+        axis, route, target = self.axes[index], [], source
+        for _ in range(abs(by)):
+            route.append(self.torus.link(target, axis, 1 if by > 0 else -1))
+            target = self.torus.ends(route[-1])[1]
+        size = self.piece * (int(chosen.sum()) if by else 0)
+        self.plan.messages.append(Message(source, target, tuple(route), (read,), (write,), size, stage=stage))
 
-    def _pass_on(
-        self,
-        stage: int,
-        part: int,
-        index: int,
-        origin: int,
-        step: int,
-        phase: int,
-        last: dict[tuple[int, int], int],
-    ) -> None:
-        """Phase j of the blocks of `origin` in one direction: all that travel j hops or more go on by one."""
-        axis, n = self.axes[index], self.sizes[index]
-        place = self.places[origin][axis]
-        far = [((place + step * hops) % n, half) for hops, half in self.spread(origin, axis, step) if hops >= phase]
-        if not far:
-            return
-        source = self.torus.shifted(origin, axis, step * (phase - 1))
-        target = self.torus.shifted(origin, axis, step * phase)
-        lane = self.transit[0 if step > 0 else 1]
-        start = self.buffers[stage] if phase == 1 else lane
-        read, write, halves = [], [], 0
-        for column, half in far:
-            read.append(self._cells(start, index, column, part, half))
-            ends = column == self.places[target][axis]
-            aim = (self.buffers[stage + 1], index, place) if ends else (lane, index, column)
-            write.append(self._cells(*aim, part, half))
-            halves += half.stop - half.start
-        before = last.get((origin, step))
-        last[origin, step] = len(self.plan.messages)
-        cells: Region = (np.concatenate(read),)
-        size = self.piece * (halves * self.group // n)
-        link = self.torus.link(source, axis, step)
-        after = () if before is None else (before,)
-        message = Message(source, target, (link,), cells, (np.concatenate(write),), size, after, stage=stage)
-        self.plan.messages.append(message)
+    def _pass_on(self, stage: int, part: int, index: int, ring: Axis, hops: list[NDArray[Any]]) -> None:
+        """In phase j every node sends on by one hop, each way, what it or those behind it sent for j hops or more."""
+        axis = self.axes[index]
+        last: dict[tuple[int, int], int] = {}
+        for phase in range(1, ring[0] // 2 + 1 if ring[1] else ring[0]):
+            for origin, place in enumerate(self.places):
+                for step in (1, -1):
+                    far = step * hops[place[axis]] >= phase
+                    if not far.any():
+                        continue
+                    source, target = (self.torus.shifted(origin, axis, step * h) for h in (phase - 1, phase))
+                    lane = self.transit[0 if step > 0 else 1][:, part]
+                    read = (self.buffers[stage][:, part] if phase == 1 else lane)[far]
+                    there = step * hops[place[axis]][far] == phase
+                    write = np.where(there[:, None], self.buffers[stage + 1][:, part][far], lane[far])
+                    after = (last[origin, step],) if phase > 1 else ()
+                    last[origin, step] = len(self.plan.messages)
+                    route, size = (self.torus.link(source, axis, step),), self.piece * int(far.sum())
+                    regions = (read.ravel(),), (write.ravel(),)
+                    self.plan.messages.append(Message(source, target, route, *regions, size, after, stage=stage))
 
     def routed(self) -> None:
-        """Every pair by itself, farthest first."""
+        """Every pair by itself, farthest first, a block in equal pieces over the shortest ways."""
         outside = [tuple(c for axis, c in enumerate(place) if axis not in self.axes) for place in self.places]
         pairs = itertools.permutations(range(self.torus.nodes), 2)
         others = [(-self.torus.distance(a, b), a, b) for a, b in pairs if outside[a] == outside[b]]
         for _, source, target in sorted([*others, *((0, node, node) for node in range(self.torus.nodes))]):
-            there, here = self.own(target), self.own(source)
-            forth, back = (self.torus.route(source, target, backward_ties=ties) for ties in (False, True))
-            ways = [(forth, BOTH)] if forth == back else [(forth, HALVES[1]), (back, HALVES[-1])]
-            for way, half in ways:
-                read, write = self.buffers[0][there][0, half].ravel(), self.buffers[-1][here][0, half].ravel()
-                size = self.piece * (half.stop - half.start) if way else Fraction(0)
-                self.plan.messages.append(Message(source, target, way, (read,), (write,), size))
+            apart = int(self._members(np.subtract(self.own(target), self.own(source))))
+            ways = self.torus.routes(source, target)
+            read, write = (np.array_split(buffer[apart, 0].ravel(), len(ways)) for buffer in self.buffers[[0, -1]])
+            for way, from_, to in zip(ways, read, write, strict=True):
+                size = 2 * self.piece / len(ways) if way else Fraction(0)
+                self.plan.messages.append(Message(source, target, way, (from_,), (to,), size))
 
 
 def permute(

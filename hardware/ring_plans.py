@@ -17,7 +17,7 @@ Source: `hardware.collectives`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from types import MappingProxyType
@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hardware.checks import amount, one_of, wholes
-from hardware.collectives import ALGORITHMS, Algorithm, count_parts
+from hardware.collectives import ALGORITHMS, Algorithm, Axis, count_parts
 from hardware.errors import HardwareError
 from hardware.events import Links, Message, Plan, Region, Traffic, simulate
 from hardware.numerics import COMBINE
@@ -144,7 +144,8 @@ def reduce_scatter(
     count = math.prod(shape[1:])
 
     def read(node: int, memory: Array) -> Array:
-        return memory[build.own(node)].reshape(-1)[:count].reshape(shape[1:])
+        block: Array = memory[build.own(node)].reshape(-1)[:count]
+        return block.reshape(shape[1:])
 
     return Collective(torus, build.plan, read)
 
@@ -198,14 +199,41 @@ class Group:
         self.wire = wire_bytes(self.arrays[0], element_bytes)
         self.places = [torus.coordinates(node) for node in range(torus.nodes)]
 
-    def own(self, node: int) -> Region:
+        # On a twisted torus a walk along a short axis may stay in the group but leave its row: regions are no boxes.
+        self.boxes = not any(torus.closes(a, self.axes) and not torus.closes(a, (a,)) for a in self.axes)
+        self.cosets: dict[tuple[int, frozenset[int]], tuple[int, ...]] = {}
+
+    def own(self, node: int) -> tuple[int, ...]:
         """The place of a node in its group."""
         return tuple(self.places[node][axis] for axis in self.axes)
 
-    def spread(self, origin: int, axis: int, step: int) -> list[tuple[int, slice]]:
-        """(hops, halves) of what goes from a node in one direction by shortest ways, the antipode's half each way."""
-        n, place = self.torus.shape[axis], self.places[origin][axis]
-        if not self.torus.wrap[axis]:
+    def coset(self, node: int, axes: Collection[int]) -> tuple[int, ...]:
+        """The nodes that walks along `axes` reach from a node, in ascending order. Each axis closes in the group."""
+        key = node, frozenset(axes)
+        if key not in self.cosets:
+            reached = {node}
+            for axis in key[1]:
+                for start in tuple(reached):
+                    here = self.torus.shifted(start, axis, 1)
+                    while here not in reached:
+                        reached.add(here)
+                        here = self.torus.shifted(here, axis, 1)
+            self.cosets |= dict.fromkeys([(member, key[1]) for member in reached], tuple(sorted(reached)))
+        return self.cosets[key]
+
+    def ring(self, axis: int, others: Collection[int]) -> Axis:
+        """(nodes, whether it closes) along an axis, where nodes apart by walks along `others` count as one."""
+        if self.boxes:
+            return self.torus.shape[axis], self.torus.closes(axis, self.axes)
+        same, n, here = self.coset(0, others), 1, self.torus.shifted(0, axis, 1)
+        while here not in same:
+            n, here = n + 1, self.torus.shifted(here, axis, 1)
+        return n, True
+
+    def spread(self, place: int, ring: Axis, step: int) -> list[tuple[int, slice]]:
+        """(hops, halves) of what goes from a place in one direction by shortest ways, the antipode's half each way."""
+        n, wrap = ring
+        if not wrap:
             return [(h, BOTH) for h in range(1, (n - place) if step > 0 else place + 1)]
         out = [(h, BOTH) for h in range(1, (n - 1) // 2 + 1)]
         return out if n % 2 else [*out, (n // 2, HALVES[step])]
@@ -278,12 +306,13 @@ class _Builder(Group):
         combine: Combine | None,
     ) -> Arrivals:
         """One axis; messages are numbered hop by hop. `free` axes are taken whole, others at one place."""
+        ring = self.ring(axis, free)
         number: dict[tuple[int, int, int], int] = {}  # (origin, direction, hop) -> message
         arrived: dict[int, list[int]] = {node: [] for node in range(self.torus.nodes)}
         hops = [
             (hop, step, node, half)
             for node in range(self.torus.nodes)
-            for step, reach in self._reach(node, axis, combine is not None)
+            for step, reach in self._reach(self.places[node][axis], ring, combine is not None)
             for hop, half in reach
         ]
         for hop, step, origin, half in sorted(hops, key=lambda h: (-h[0] if combine else h[0], h[2], -h[1])):
@@ -304,21 +333,24 @@ class _Builder(Group):
             )  # fmt: skip
         return {node: tuple(messages) or after.get(node, ()) for node, messages in arrived.items()}
 
-    def _reach(self, origin: int, axis: int, backwards: bool) -> list[tuple[int, list[tuple[int, slice]]]]:
-        """[(direction, [(hops, halves)])] in which a block spreads from a node."""
-        hops = range(1, self.torus.shape[axis])
-        if self.torus.wrap[axis] and self.algorithm == "oneway":
+    def _reach(self, place: int, ring: Axis, backwards: bool) -> list[tuple[int, list[tuple[int, slice]]]]:
+        """[(direction, [(hops, halves)])] in which a block spreads from a place."""
+        hops = range(1, ring[0])
+        if ring[1] and self.algorithm == "oneway":
             return [(-1 if backwards else 1, [(h, BOTH) for h in hops])]
-        if self.torus.wrap[axis] and self.algorithm == "halves":
+        if ring[1] and self.algorithm == "halves":
             return [(step, [(h, half) for h in hops]) for step, half in HALVES.items()]
-        return [(step, self.spread(origin, axis, step)) for step in HALVES]
+        return [(step, self.spread(place, ring, step)) for step in HALVES]
 
     def _region(self, part: int, free: set[int], origin: int, half: slice) -> Region:
         place = self.places[origin]
-        return (*(slice(None) if a in free else place[a] for a in self.axes), part, half)
+        if self.boxes:
+            return (*(slice(None) if a in free else place[a] for a in self.axes), part, half)
+        members = np.array([self.own(node) for node in self.coset(origin, free)])
+        return (*members.T, part, half)
 
     def _bytes(self, free: set[int], half: slice) -> Fraction:
-        blocks = math.prod(self.torus.shape[axis] for axis in free)
+        blocks = math.prod(self.torus.shape[axis] for axis in free) if self.boxes else len(self.coset(0, free))
         return self.piece * (blocks * len(range(*half.indices(2))))
 
 

@@ -2,6 +2,7 @@
 
     v3-32          32 cores = 16 chips, a 4x4 mesh          v5e-16, v5litepod-16    16 chips
     v4-4x4x8       by shape, in chips                       2*v5e-256               two slices over DCN
+    v4-4x4x8_twisted    the same chips on a twisted torus (`hardware.twisted`)
 
 Which shapes exist:
 
@@ -11,7 +12,8 @@ Which shapes exist:
   axis wrapped, within the pod (v4 16x16x16, v5p 16x20x28, v7 16x24x24) in some order of its axes, and longer
   boxes that are in use: v4 12x12x24, v5p 12x24x24. A number alone means the most compact such shape. On v5p
   everything up to the whole pod of 8960 chips is a slice here (v5p-17920); what is offered for rent ends at
-  6144 (v5p-12288).
+  6144 (v5p-12288). On v4 and v5p, shapes k x k x 2k and k x 2k x 2k may be twisted: then only the long axes close to
+  rings of their own.
 * A chip of your own, or a published one with another `pod_shape`, follows the rule of its `wrap_cube`;
   otherwise any shape within its pod is legal, and numbers alone mean powers of two. So a multipod of
   2020 is `Slice("v3-128x32", replace(CHIPS["v3"], pod_shape=(128, 32), max_slice_chips=4096))`.
@@ -30,13 +32,16 @@ from functools import lru_cache
 from hardware.cells import slice_cell
 from hardware.chips import CHIPS, Chip, as_chip, get_chip, true_name
 from hardware.errors import HardwareError
+from hardware.torus import Torus
+from hardware.twisted import TwistedTorus, is_twistable
 
-_NAME = re.compile(r"(?:([0-9]{1,9})\s*[*x]\s*)?([a-z][a-z0-9_]*)-([0-9]{1,9}(?:x[0-9]{1,9})*)", re.ASCII)
+_NAME = re.compile(r"(?:([0-9]{1,9})\s*[*x]\s*)?([a-z][a-z0-9_]*)-([0-9]{1,9}(?:x[0-9]{1,9})*)(_twisted)?", re.ASCII)
 _NOT_OFFERED = {"v5e": (2,), "v6e": (2,)}  # no 1x2: machines have 1, 4 or 8 chips
 # Boxes of cubes that are longer than the pod as one box. v4: the 3456 chips of MLPerf v2.0's tpu-v4-6912, the shape
 # from docs.cloud.google.com/tpu/docs/v4 (from memory); v5p: v5p-13824 of docs.cloud.google.com/tpu/docs/v5p (from
 # memory).
 _LONGER = {"v4": ((12, 12, 24),), "v5p": ((12, 24, 24),)}
+_TWISTS = "shapes k x k x 2k and k x 2k x 2k of whole cubes do on v4 and v5p, such as v4-4x4x8_twisted"
 _CUBE_PARTS = ((1, 2, 2), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
 
@@ -46,7 +51,8 @@ class Slice:
 
     Args:
       name: "v3-8" (a number of cores or chips, as the kind counts), "v4-4x4x8" (the shape in chips),
-        "2*v5e-256" (two slices joined by DCN). Case and blanks around it do not matter and are not kept.
+        "2*v5e-256" (two slices joined by DCN), "v4-4x4x8_twisted". Case and blanks around it do not matter and are
+        not kept.
       chip: the chip to use instead of the published one; `name` begins with its name.
     Two slices are equal if they are the same chips in the same shape, whatever their names.
     Raises: HardwareError with the nearest legal names for a name that is no slice, or another chip's.
@@ -64,9 +70,10 @@ class Slice:
     slices: int = field(init=False)
     torus_shape: tuple[int, ...] = field(init=False)
     wrap: tuple[bool, ...] = field(init=False)
+    twisted: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        count, kind, size = _parse(self.name)
+        count, kind, size, twisted = _parse(self.name)
         given: object = self.chip
         if given is None:
             object.__setattr__(self, "chip", get_chip(kind))
@@ -81,6 +88,31 @@ class Slice:
         object.__setattr__(self, "slices", count)
         object.__setattr__(self, "torus_shape", shape)
         object.__setattr__(self, "wrap", wrap_of(self.chip, shape))
+        object.__setattr__(self, "twisted", twisted)
+        if twisted:
+            if not self.twistable:
+                raise HardwareError(f"slice {self.name!r} has no twist; {_TWISTS}")
+            object.__setattr__(self, "wrap", tuple(side > min(shape) for side in shape))
+
+    @property
+    def twistable(self) -> bool:
+        """Whether these chips can also be wired as a twisted torus of this shape.
+
+        Example:
+          >>> Slice("v4-4x4x8").twistable, Slice("v4-4x4x4").twistable, Slice("v7-4x4x8").twistable
+          (True, False, False)
+        """
+        return self.chip.twists and all(wrap_of(self.chip, self.torus_shape)) and is_twistable(self.torus_shape)
+
+    @property
+    def torus(self) -> Torus:
+        """The network of one slice, its nodes the chips.
+
+        Example:
+          >>> Slice("v4-4x4x8_twisted").torus.diameter, Slice("v4-4x4x8").torus.diameter
+          (6, 8)
+        """
+        return TwistedTorus(self.torus_shape) if self.twisted else Torus(self.torus_shape, self.wrap)
 
     @property
     def chips(self) -> int:
@@ -142,7 +174,7 @@ class Slice:
     @property
     def single(self) -> Slice:
         """One of the slices."""
-        return Slice(f"{self.chip.name}-{'x'.join(map(str, self.torus_shape))}", self.chip)
+        return Slice(f"{self.chip.name}-{shape_name(self)}", self.chip)
 
     def __repr__(self) -> str:
         chip = "" if self.chip is CHIPS.get(self.chip.name) else f", {self.chip!r}"
@@ -154,7 +186,9 @@ class Slice:
     def __str__(self) -> str:
         shape = "x".join(map(str, self.torus_shape))
         wrapped = [str(axis) for axis, has in enumerate(self.wrap) if has]
-        if not wrapped:
+        if self.twisted:
+            wrap = "twisted"
+        elif not wrapped:
             wrap = "no wrap"
         elif len(wrapped) == len(self.wrap):
             wrap = "all axes wrap"
@@ -165,6 +199,16 @@ class Slice:
             f"{self.name}: {self.chips} chips ({times}{shape}, {wrap}), {self.cores} cores, "
             f"{self.devices} devices, {self.hosts} host{'s' * (self.hosts > 1)}"
         )
+
+
+def shape_name(slice_: Slice) -> str:
+    """The shape of one slice as its name has it.
+
+    Example:
+      >>> shape_name(Slice("v4-256_twisted"))
+      '4x4x8_twisted'
+    """
+    return "x".join(map(str, slice_.torus_shape)) + "_twisted" * slice_.twisted
 
 
 def as_slice(given: Slice | str) -> Slice:
@@ -206,7 +250,7 @@ def legal_slices(kind: str | Chip) -> tuple[str, ...]:
     return tuple(f"{chip.name}-{chips * per}" for chips in sorted(_shapes(chip)))
 
 
-def _parse(name: object) -> tuple[int, str, str]:
+def _parse(name: object) -> tuple[int, str, str, bool]:
     match = _NAME.fullmatch(name.strip().lower()) if isinstance(name, str) else None
     if match is None:
         raise HardwareError(
@@ -216,7 +260,7 @@ def _parse(name: object) -> tuple[int, str, str]:
     count = int(match[1]) if match[1] else 1
     if count < 1:
         raise HardwareError(f"slice {name!r}: the number of slices must be at least 1, not {count}")
-    return count, match[2], match[3]
+    return count, match[2], match[3], bool(match[4])
 
 
 def _resolve_shape(chip: Chip, name: str, size: str) -> tuple[int, ...]:

@@ -12,6 +12,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hardware.checks import whole, wholes
 from hardware.errors import HardwareError
@@ -95,19 +99,26 @@ class Torus:
         given: object = step
         if not isinstance(given, Integral) or given not in (1, -1):
             raise HardwareError(f"step must be 1 or -1, not {step!r}")
-        place = list(self.coordinates(node))
         size = self.shape[self._axis(axis)]
-        moved = place[axis] + step
+        moved = self.coordinates(node)[axis] + step
         if size == 1 or not (0 <= moved < size or self.wrap[axis]):
             return None
-        place[axis] = moved % size
-        return self.node(place)
+        return self.shifted(node, axis, step)
 
     def shifted(self, node: int, axis: int, by: int) -> int:
         """The node `by` positions further along `axis`, counted round its end (wrapped or not)."""
         stride = math.prod(self.shape[self._axis(axis) + 1 :])
         place = node // stride % self.shape[axis]
         return node + ((place + by) % self.shape[axis] - place) * stride
+
+    def normalised(self, coordinates: NDArray[Any]) -> NDArray[np.int64]:
+        """Coordinates [..., rank] of any size as those of nodes: counted round the ends of all axes."""
+        nodes: NDArray[np.int64] = coordinates % np.array(self.shape)
+        return nodes
+
+    def closes(self, axis: int, within: Sequence[int]) -> bool:
+        """Whether walks along `axis` come back within the nodes that differ only along the axes `within`."""
+        return self.wrap[axis] and axis in within
 
     def link(self, node: int, axis: int, step: int) -> int:
         """Number of the link that leaves `node` along `axis` in direction `step`."""
@@ -147,23 +158,40 @@ class Torus:
         forward = (b - a) % size
         return forward if forward <= size - forward else forward - size
 
+    def routes(self, source: int, target: int) -> tuple[tuple[int, ...], ...]:
+        """Links of the shortest ways that share what goes from one node to another: both where every tie is split.
+
+        Each leads axis by axis in order (dimension-ordered routing); where there are ties, all of them go in the +
+        direction on the first way, in the - direction on the second.
+
+        Example:
+          >>> torus = Torus((4, 4))
+          >>> [[torus.ends(link)[1] for link in route] for route in torus.routes(0, 9)]
+          [[4, 8, 9], [12, 8, 9]]
+        """
+        hops = [self.steps(source, target, axis) for axis in range(self.rank)]
+        other = [-h if wrap and 2 * h == n else h for h, n, wrap in zip(hops, self.shape, self.wrap, strict=True)]
+        ways = [hops] if hops == other else [hops, other]
+        return tuple(self._walk(source, way) for way in ways)
+
     def route(self, source: int, target: int, backward_ties: bool = False) -> tuple[int, ...]:
-        """Links of a shortest way, axis by axis in order (dimension-ordered routing).
+        """Links of a shortest way, axis by axis in order.
 
         Args:
-          backward_ties: go in the - direction where both ways round are equally long.
+          backward_ties: of `routes`, the last one: go in the - direction where both ways round are equally long.
         Example:
           >>> torus = Torus((4, 4))
           >>> [torus.ends(link) for link in torus.route(0, 15)]
           [(0, 12), (12, 15)]
         """
+        return self.routes(source, target)[-1 if backward_ties else 0]
+
+    def _walk(self, source: int, hops: Sequence[int]) -> tuple[int, ...]:
+        """Links of a walk of signed hops along each axis."""
         path, here = [], source
-        for axis in range(self.rank):
-            hops = self.steps(source, target, axis)
-            if backward_ties and self.wrap[axis] and 2 * hops == self.shape[axis]:
-                hops = -hops
-            for _ in range(abs(hops)):
-                path.append(self.link(here, axis, 1 if hops > 0 else -1))
+        for axis, count in enumerate(hops):
+            for _ in range(abs(count)):
+                path.append(self.link(here, axis, 1 if count > 0 else -1))
                 here = self.ends(path[-1])[1]
         return tuple(path)
 

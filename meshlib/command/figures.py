@@ -77,6 +77,7 @@ def of_slice(slice_: Slice) -> dict[str, Any]:
         "hosts": slice_.hosts,
         "torus_shape": list(slice_.torus_shape),
         "wrap": list(slice_.wrap),
+        "twisted": slice_.twisted,
         "hbm_bytes_per_device": slice_.usable_hbm_bytes_per_device,
         "peak_flops_per_device": slice_.peak_flops_per_device,
         "usd_per_hour": slice_.usd_per_hour,

@@ -11,6 +11,7 @@ from meshlib.core.errors import GraphError
 from meshlib.core.graph import FORWARD
 from meshlib.core.text import bytes_text, count_text, grid, seconds_text, usd_text, width, wrapped
 from meshlib.estimation.views.rows import Row, names_of_forward
+from meshlib.estimation.views.twisting import twisting
 
 if TYPE_CHECKING:
     from meshlib.estimation.result import Estimate
@@ -27,6 +28,7 @@ def table(est: Estimate, rows: int | None) -> str:
         *_bounds(est),
         f"compiler: {est.compiler}; overlap of collectives: {est.compiler.overlap}",
         *_placed(est),
+        *filter(None, [twisting(est)]),
     ]
     return "\n".join(lines)
 

@@ -37,7 +37,7 @@ class Topology:
 def topology_of(slice_: Slice) -> Topology:
     """The topology of a slice.
 
-    Raises: SliceError for a chip of your own, or one that the compiler has no name for.
+    Raises: SliceError for a chip of your own, one that the compiler has no name for, or a twisted slice.
 
     >>> topology_of(Slice("v5e-16")), topology_of(Slice("2*v4-4x4x8")).options["num_slices"]
     (Topology(name='v5e:4x4', options={}), 2)
@@ -46,6 +46,11 @@ def topology_of(slice_: Slice) -> Topology:
     if kind is None or slice_.chip != Slice(f"{slice_.chip.name}-{'x'.join(map(str, slice_.torus_shape))}").chip:
         raise SliceError(
             f"compile_for: the TPU compiler knows {', '.join(KINDS)}, not chip {slice_.chip.name!r} as it is given"
+        )
+    if slice_.twisted:
+        raise SliceError(
+            f"compile_for: slice {slice_.name!r} is twisted; the compiler's topologies have no name for that: "
+            "leave out '_twisted'"
         )
     name, options = kind[0], dict(kind[1])
     chips = prod(slice_.torus_shape)
