@@ -61,7 +61,7 @@ class Tasks:
         """
         order = list(arguments)
         waiting: dict[Future[Any], Any] = {self._submit(function, a, None): a for a in order}
-        found: dict[Any, Any] = {}
+        answer_of: dict[Any, Any] = {}
         faults: dict[Any, BaseException] = {}
         while waiting and not faults:
             left = None if until is None else max(0.0, until - time.monotonic())
@@ -78,12 +78,12 @@ class Tasks:
                 if isinstance(answer, str) and answer == MISSING:
                     waiting[self._submit(function, argument, self.body)] = argument
                 else:
-                    found[argument] = answer
+                    answer_of[argument] = answer
         for future in waiting:
             future.cancel()
         if faults:
             raise self._fault(next(faults[a] for a in order if a in faults))
-        return {a: found[a] for a in order if a in found}
+        return {a: answer_of[a] for a in order if a in answer_of}
 
     def _submit(self, function: Function, argument: Any, body: bytes | None) -> Future[Any]:
         try:

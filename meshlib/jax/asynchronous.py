@@ -29,8 +29,8 @@ class Results(dict[str, Any]):
         if isinstance(x, jax.Array):
             x = whole(x).astype(self._dtypes[name])
             super().__setitem__(name, x)
-        found: HostArray = x
-        return found
+        on_host: HostArray = x
+        return on_host
 
     def __iter__(self) -> Iterator[str]:  # so that dict(results) and {**results} read by __getitem__, too
         return super().__iter__()

@@ -47,9 +47,9 @@ class Executor(Interpreter[Array, Context]):
         if isinstance(i, Resident | Commit):
             return super().results(program, i, inputs, values, context)
         with jax.named_scope(i.scope):
-            made = list(super().results(program, i, self._repeats.apart(i, inputs), values, context))
-        self._repeats.note(i, made)
-        return made
+            outputs = list(super().results(program, i, self._repeats.apart(i, inputs), values, context))
+        self._repeats.note(i, outputs)
+        return outputs
 
     def before(self, program: Program, n: int, values: dict[Value, Array]) -> None:
         """Before a loop, have the compiler compute what the plan keeps in memory during it.
@@ -107,9 +107,12 @@ class Executor(Interpreter[Array, Context]):
                 values[body.inputs[name]] = (
                     lax.dynamic_index_in_dim(x, number, axis, keepdims=False) if axis else slices[name]
                 )
-            made = self.run(body, values, here)
+            body_values = self.run(body, values, here)
             left = (inside.checks, inside.prints)
-            return [made[body.outputs[end]] for _, end in i.carries], ([made[body.outputs[n]] for n in i.stacks], left)
+            return [body_values[body.outputs[end]] for _, end in i.carries], (
+                [body_values[body.outputs[n]] for n in i.stacks],
+                left,
+            )
 
         begin = [given[body.inputs[name]] for name, _ in i.carries]
         if i.going is not None:
@@ -207,7 +210,7 @@ def _with_halos(
     assert isinstance(lower, Halo)
     received = {(e.operand, e.dim) for e in i.exchanges}
     arrays: list[Array] = []
-    found: list[dict[str, Run]] = []
+    runs_of_operands: list[dict[str, Run]] = []
     for n, x in enumerate(inputs):
         shape, runs = op.inputs[n].shape, {}
         for f in moving:
@@ -227,16 +230,16 @@ def _with_halos(
             )
             runs[dim] = Run(tuple(begin for (begin, _), _ in spans), context.index(axes[f.name]))
         arrays.append(x)
-        found.append(runs)
-    return run_row(replace(part, runs=tuple(found)), row_of(op).local, arrays)
+        runs_of_operands.append(runs)
+    return run_row(replace(part, runs=tuple(runs_of_operands)), row_of(op).local, arrays)
 
 
 def _spans(
     op: Operation, lower: Halo, f: Factor, operand: int, count: int
 ) -> list[tuple[tuple[int, int], Sequence[tuple[int, int]]]]:
     """What each of `count` blocks needs of an operand's dim, and the parts that it reads of that."""
-    made = lower.length(op, f) // count
-    blocks = [(op, f, operand, j * made, (j + 1) * made) for j in range(count)]
+    rows_per_block = lower.length(op, f) // count
+    blocks = [(op, f, operand, j * rows_per_block, (j + 1) * rows_per_block) for j in range(count)]
     return [(lower.needs(*block), lower.parts(*block)) for block in blocks]
 
 
@@ -253,7 +256,7 @@ def _within_margins(
         before[f.name] = wide[out].before if out is not None and out in wide else 0
         offsets[f.name] = offsets[f.name] - before[f.name]
     arrays: list[Array] = []
-    found: list[dict[str, Run]] = []
+    runs_of_operands: list[dict[str, Run]] = []
     own: list[tuple[slice, ...] | None] = []
     for n, (x, array) in enumerate(zip(i.inputs, inputs, strict=True)):
         held = {m.dim: m for m in x.margins}
@@ -283,10 +286,10 @@ def _within_margins(
             array = _cut(array, axis, begin - start, end - start)
             mine[axis] = slice(-begin, x.sharding.local_shape.dim(dim).size - begin)
         arrays.append(array)
-        found.append(runs)
+        runs_of_operands.append(runs)
         whole = any(s != slice(0, array.shape[a]) for a, s in mine.items())
         own.append(tuple(mine.get(a, slice(None)) for a in range(array.ndim)) if whole else None)
-    part = replace(part, offsets=offsets, runs=tuple(found), own=tuple(own))
+    part = replace(part, offsets=offsets, runs=tuple(runs_of_operands), own=tuple(own))
     return run_row(part, row_of(op).local, arrays)
 
 
@@ -305,8 +308,8 @@ def _summarised(
 ) -> tuple[Array, ...]:
     """An operation whose blocks tell each other a summary first."""
     op, mesh = i.operation, part.context.mesh
-    found = row_of(op)
-    split, lower = found.split, op.opdef.lower
+    row = row_of(op)
+    split, lower = row.split, op.opdef.lower
     assert split is not None, f"{op} has no row for a split dim"
     assert isinstance(lower, Summary)
     arrays = list(inputs)

@@ -195,15 +195,17 @@ def _explained(text: str, compiled: Any, slice: Any, mesh: Any) -> Explained:
     mesh_ = _mesh(compiled, mesh, slice, module.devices)
     slice_ = slice_for("explain", mesh_, slice)
     slices = _slices_of(module, mesh_, slice_)
-    found = collectives_of(module, HIDDEN, slices)
+    collectives = collectives_of(module, HIDDEN, slices)
     if module.devices and module.devices * slices != mesh_.size:
         raise ProgramError(
             f"explain: module '{module.name}' is compiled for {module.devices} devices, but mesh {mesh_} has "
             f"{mesh_.size}; give the mesh and the slice that it was compiled for"
         )
-    parts = [_parts(c, mesh_) for c in found]
-    placement, names = _placement(slice_, mesh_, found, parts)
-    rows = tuple(_row(c, axes, placement, names, reason) for c, axes, reason in _with_reasons(module, found, parts))
+    parts = [_parts(c, mesh_) for c in collectives]
+    placement, names = _placement(slice_, mesh_, collectives, parts)
+    rows = tuple(
+        _row(c, axes, placement, names, reason) for c, axes, reason in _with_reasons(module, collectives, parts)
+    )
     return Explained(module.name, mesh_, slice_, rows, placement)
 
 

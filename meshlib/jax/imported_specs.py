@@ -83,12 +83,12 @@ def argument_shardings(
     graph: ImportedGraph, specs: Mapping[str, PartitionSpec], mesh: jax.sharding.Mesh, args: Sequence[Any]
 ) -> tuple[Any, ...]:
     """A tree of shardings for each argument of the function, in the form in which it takes them."""
-    made = []
+    shardings = []
     for name, arg in zip(graph._names(len(args)), args, strict=True):
         flat, tree = jax.tree_util.tree_flatten_with_path(arg)
-        found = [_of_leaf(specs, "/".join((name, *words(path)))) for path, _ in flat]
-        made.append(jax.tree_util.tree_unflatten(tree, [NamedSharding(mesh, spec) for spec in found]))
-    return tuple(made)
+        leaf_specs = [_of_leaf(specs, "/".join((name, *words(path)))) for path, _ in flat]
+        shardings.append(jax.tree_util.tree_unflatten(tree, [NamedSharding(mesh, spec) for spec in leaf_specs]))
+    return tuple(shardings)
 
 
 def _of_leaf(specs: Mapping[str, PartitionSpec], name: str) -> PartitionSpec:

@@ -36,13 +36,13 @@ def checked_devices(devices: Any, what: str) -> list[Any]:
     """
     if devices is None:
         return list(jax.devices())
-    found = list(devices) if is_iterable(devices) and not isinstance(devices, str) else [devices]
-    if not found or not all(isinstance(d, jax.Device) for d in found):
+    device_list = list(devices) if is_iterable(devices) and not isinstance(devices, str) else [devices]
+    if not device_list or not all(isinstance(d, jax.Device) for d in device_list):
         raise GraphError(f"{what}: devices are a list of JAX devices, as of jax.devices(), got {devices!r:.80}")
-    twice = next((d for n, d in enumerate(found) if d in found[:n]), None)
+    twice = next((d for n, d in enumerate(device_list) if d in device_list[:n]), None)
     if twice is not None:
-        raise GraphError(f"{what}: device {twice} is {found.count(twice)} times in the list; give each once")
-    return found
+        raise GraphError(f"{what}: device {twice} is {device_list.count(twice)} times in the list; give each once")
+    return device_list
 
 
 def device_mesh(mesh: Mesh, devices: Sequence[jax.Device] | None) -> jax.sharding.Mesh:

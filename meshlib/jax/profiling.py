@@ -124,9 +124,9 @@ def alone(events: Sequence[Timed]) -> dict[str, float]:
 
 def _keys(program: Program) -> dict[str, Key]:
     """Name of an instruction's scope -> what it is: name, kind, line, phase."""
-    found: dict[str, Key] = {}
+    key_of: dict[str, Key] = {}
     for i, _, _ in walk(program):
         if not isinstance(i, Resident | Commit | Loop):
             source = i.transfers[0].reason.source if i.is_collective and i.transfers else i.operation.source
-            found.setdefault(i.scope, (i.scope, i.opcode, source, i.region))
-    return found
+            key_of.setdefault(i.scope, (i.scope, i.opcode, source, i.region))
+    return key_of

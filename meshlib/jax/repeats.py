@@ -32,8 +32,8 @@ class Repeats:
         if not _minds(i) or self._key(i) not in self._made or self._last is None or not inputs:
             return inputs
         self._numbers.update((y, next(self._fresh)) for y in i.outputs)  # from here on it is another value
-        made = lax.optimization_barrier((*inputs, self._last.reshape(-1)[:1]))
-        return list(made[:-1])
+        separated = lax.optimization_barrier((*inputs, self._last.reshape(-1)[:1]))
+        return list(separated[:-1])
 
     def note(self, i: Instruction, made: Sequence[Array]) -> None:
         """What an instruction has made."""

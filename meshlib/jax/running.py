@@ -80,11 +80,11 @@ def on_jax(
     require_program(program, "on_jax")
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
         raise GraphError(f"on_jax: seed must be an integer, got {seed!r}")
-    found = None if slice is None else slice_for("on_jax", program.mesh, slice)
+    slice_ = None if slice is None else slice_for("on_jax", program.mesh, slice)
     checked = flag(checked, "on_jax", "checked")
     if executable is not None and checked:
         raise GraphError(f"{at('on_jax')}: a compiled step does not look for NaN and indices: give checked=False, too")
-    return OnJax(program, devices, int(seed), checked, found, executable)
+    return OnJax(program, devices, int(seed), checked, slice_, executable)
 
 
 class DeviceState(State):
@@ -201,14 +201,14 @@ class OnJax(Simulation):
 
     def compiled(self, program: Program | None = None) -> Step:
         """The step of a program as it is compiled for these devices: of this run's own unless given."""
-        found = self.program if program is None else program
-        if id(found) not in self._steps:
-            given = self.executable if found is self.program else None
-            self._steps[id(found)] = Step(found, self.devices, self.checked, given)
-        self._steps.move_to_end(id(found))
+        chosen = self.program if program is None else program
+        if id(chosen) not in self._steps:
+            given = self.executable if chosen is self.program else None
+            self._steps[id(chosen)] = Step(chosen, self.devices, self.checked, given)
+        self._steps.move_to_end(id(chosen))
         while len(self._steps) > READY_PROGRAMS:
             self.seconds.pop(self._steps.popitem(last=False)[0], None)
-        return self._steps[id(found)]
+        return self._steps[id(chosen)]
 
     def profile(self, feeds: Mapping[str, Any], steps: int = 3) -> Measured:
         """What the devices do in a step, instruction by instruction, as JAX's profiler sees it; the state stays.
@@ -270,25 +270,25 @@ class OnJax(Simulation):
         begun = time.perf_counter()
         number = int(arrays[STEP])
         feeds = {n: place(x, program.inputs[n].tensor.dtype, step.inputs[n]) for n, x in fed.items()}
-        made = step(self._lying(step), feeds, number, step.keys(self.seed))
+        outputs = step(self._lying(step), feeds, number, step.keys(self.seed))
         waits = self.checked or step.calls_host or jax.process_count() > 1
         if waits:
-            jax.block_until_ready(made)
+            jax.block_until_ready(outputs)
             step.raise_faults()
-            self._check(program, step, made, fed)
-            _show(step.prints, made.prints)
+            self._check(program, step, outputs, fed)
+            _show(step.prints, outputs.prints)
         # in the order of the program, not of JAX, which sorts them
         dtypes = {n: v.tensor.dtype.public for n, v in program.outputs.items()}
-        results: dict[str, HostArray] = Results({n: made.outputs[n] for n in dtypes}, dtypes)
+        results: dict[str, HostArray] = Results({n: outputs.outputs[n] for n in dtypes}, dtypes)
         if waits:
             results = dict(results)
         counted = {STEP: np.asarray(number + 1, np.int32)} if program.counts_steps else {}
-        back = {n: _moved(y, self.state.places[n]) for n, y in made.updates.items()}
+        back = {n: _moved(y, self.state.places[n]) for n, y in outputs.updates.items()}
         arrays.update({**back, **counted})
         if warm and waits:
             self._timed(program, time.perf_counter() - begun)
         elif warm and program is self.program:
-            self.stopwatch.dispatched(begun, made.checks)
+            self.stopwatch.dispatched(begun, outputs.checks)
         return results
 
     def _timed(self, program: Program, seconds: float) -> None:
@@ -305,15 +305,15 @@ class OnJax(Simulation):
             stacked[n] = place(np.stack([one[n] for one in fed]), v.tensor.dtype, sharding)
         number = int(arrays[STEP])
         warm, begun = step.has_several(len(fed)), time.perf_counter()
-        made = step.several(self._lying(step), stacked, number, step.keys(self.seed), len(fed))
-        made = jax.block_until_ready(made)
-        wrong = (step.checks or step.watched) and whole(made.checks)[..., 0].any()
+        results = step.several(self._lying(step), stacked, number, step.keys(self.seed), len(fed))
+        results = jax.block_until_ready(results)
+        wrong = (step.checks or step.watched) and whole(results.checks)[..., 0].any()
         if step.faults or wrong:
             step.faults.clear()
             return None
-        outputs = {n: whole(made.outputs[n]).astype(v.tensor.dtype.public) for n, v in program.outputs.items()}
+        outputs = {n: whole(results.outputs[n]).astype(v.tensor.dtype.public) for n, v in program.outputs.items()}
         counted = {STEP: np.asarray(number + len(fed), np.int32)} if program.counts_steps else {}
-        arrays.update({n: _moved(y, self.state.places[n]) for n, y in made.updates.items()})
+        arrays.update({n: _moved(y, self.state.places[n]) for n, y in results.updates.items()})
         arrays.update(counted)
         if warm:
             self._timed(program, (time.perf_counter() - begun) / len(fed))

@@ -134,11 +134,11 @@ def partition_specs(program: Program) -> PartitionSpecs:
     graph = graph_of(program)
     if graph is None:
         return PartitionSpecs(program, of(program.variables), of(program.inputs), of(program.outputs), values)
-    found = specs_of(graph, program)
-    specs = {kind: {name: s.spec for name, s in named.items()} for kind, named in found.items()}
+    shardings_by_kind = specs_of(graph, program)
+    specs = {kind: {name: s.spec for name, s in named.items()} for kind, named in shardings_by_kind.items()}
     unsaid = [
         f"{name}: no spec says that {', '.join(s.unsaid)} {'is' if len(s.unsaid) == 1 else 'are'} split within an axis"
-        for named in found.values()
+        for named in shardings_by_kind.values()
         for name, s in named.items()
         if s.unsaid
     ]
@@ -155,10 +155,10 @@ class _Constrained(Executor):
     def results(
         self, program: Program, i: Instruction, inputs: Sequence[Array], values: Mapping[Value, Array], context: Context
     ) -> list[Array]:
-        made = list(super().results(program, i, inputs, values, context))
+        outputs = list(super().results(program, i, inputs, values, context))
         if isinstance(i, Loop):
-            return made
-        return [self._bound(y.tensor.name, x) for y, x in zip(i.outputs, made, strict=True)]
+            return outputs
+        return [self._bound(y.tensor.name, x) for y, x in zip(i.outputs, outputs, strict=True)]
 
     def _bound(self, name: str, x: Array) -> Array:
         spec = self.specs.values.get(name)

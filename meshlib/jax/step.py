@@ -193,12 +193,12 @@ class Step:
         kept = {n: spec_of(v.sharding) for n, v in p.variables.items() if n != STEP and n not in changed}
         feeds = {n: spec_of(v.sharding) for n, v in p.inputs.items()}
         outputs = {n: spec_of(v.sharding) for n, v in p.outputs.items()}
-        made = (outputs, changed, _print_specs(self.prints, 0), PartitionSpec(tuple(p.mesh.axes)))
+        specs_out = (outputs, changed, _print_specs(self.prints, 0), PartitionSpec(tuple(p.mesh.axes)))
         return jax.shard_map(
             self._local,
             mesh=self.mesh,
             in_specs=(changed, kept, feeds, nowhere, nowhere),
-            out_specs=made,
+            out_specs=specs_out,
             check_vma=False,
         )
 
@@ -206,10 +206,10 @@ class Step:
         self, changed: dict[str, Array], kept: dict[str, Array], feeds: dict[str, Array], number: Array, keys: Array
     ) -> tuple[Any, ...]:
         """What one device runs."""
-        p, found = self.program, Found(faults=self.faults)
+        p, notes = self.program, Found(faults=self.faults)
         drawn = {name: keys[n] for n, name in enumerate(self.drawing)}
         platform = platform_of(self.mesh)
-        context = Context(p.mesh, platform, p.precision == "highest", number, drawn, found, self.checked)
+        context = Context(p.mesh, platform, p.precision == "highest", number, drawn, notes, self.checked)
         state = {STEP: number, **changed, **kept}
         given = {v: feeds[n] for n, v in p.inputs.items()} | {v: state[n] for n, v in p.variables.items()}
         given = {v: x.astype(storage(v.tensor.dtype)) for v, x in given.items()}
@@ -220,7 +220,7 @@ class Step:
             for n, v in p.updates.items()
             if n != STEP
         }
-        self.checks, self.watched, checks = found.checked, [], list(found.checks)
+        self.checks, self.watched, checks = notes.checked, [], list(notes.checks)
         if self.checked:
             fetched = {f"output '{n}'": y for n, y in outputs.items()}
             fetched |= {f"the new value of variable '{n}'": y for n, y in updates.items()}
@@ -229,7 +229,7 @@ class Step:
                     self.watched.append(what)
                     checks.append(jnp.stack([jnp.any(jnp.isnan(y)).astype(jnp.int32), jnp.int32(0)]))
         rows = jnp.stack(checks) if checks else jnp.zeros((0, 2), jnp.int32)
-        return outputs, updates, found.prints, rows[None]
+        return outputs, updates, notes.prints, rows[None]
 
     def _check_types(self) -> None:
         """Raise where a value's dtype or an operation is unknown to JAX, all at once."""
@@ -259,15 +259,15 @@ def platform_of(mesh: jax.sharding.Mesh) -> str:
 
 
 def _prints(program: Program) -> tuple[Prints, ...]:
-    found = []
+    prints = []
     for i in program.instructions:
         if isinstance(i, Loop):
             inside = _prints(i.body)
             if inside:
-                found.append(Prints(i.operation, (), inside, i.trip_order))
+                prints.append(Prints(i.operation, (), inside, i.trip_order))
         elif isinstance(i, Compute) and i.operation.opdef.show is not None and len(i.inputs) > 1:
-            found.append(Prints(i.operation, i.inputs[1:], (), range(1)))
-    return tuple(found)
+            prints.append(Prints(i.operation, i.inputs[1:], (), range(1)))
+    return tuple(prints)
 
 
 def _print_specs(prints: Sequence[Prints], loops: int) -> list[Any]:

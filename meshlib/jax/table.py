@@ -124,13 +124,13 @@ def row(name: str, *, native: bool = False, split: Split | None = None) -> Calla
 
 def row_of(op: Operation) -> Row:
     """The row of an operation. Raises: ProgramError if it has none."""
-    found = ROWS.get(op.opdef.name)
-    if found is None:
+    row = ROWS.get(op.opdef.name)
+    if row is None:
         raise ProgramError(
             f"{op}: operation '{op.opdef.name}' has no row for JAX; give it one, as in "
             f"@meshlib.jax.row({op.opdef.name!r}) before a function of (part, *arrays)"
         )
-    return found
+    return row
 
 
 # ---------------------------------------------------------------- dtypes
@@ -177,8 +177,8 @@ def run_row(part: Part, function: Function, arrays: Sequence[Array], *first: Any
     native = row_of(op).native or op.opdef.exact
     given = [x.astype(jnp.int8) if x.dtype == jnp.int4 else x for x in arrays]  # XLA sorts no int4, and fuses this
     given = given if native else [widened(x) for x in given]
-    made = function(part, *first, *given)
-    results = made if isinstance(made, tuple) else (made,)
+    returned = function(part, *first, *given)
+    results = returned if isinstance(returned, tuple) else (returned,)
     return tuple(as_declared(op, out, y) for out, y in zip(part.outs, results, strict=True))
 
 

@@ -76,19 +76,19 @@ def haliax_mappings(program: Program) -> Emitted:
     missing: list[str] = []
 
     def mapping(scope: str, tensors: list[Sharding]) -> dict[str, object]:
-        made: dict[str, tuple[str, ...]] = {}
+        axes_of: dict[str, tuple[str, ...]] = {}
         for sharding in tensors:
             for dim in sharding.shape.names:
                 axes = sharding.of(dim)
-                if axes and len(axes) > len(made.get(dim, ())):
-                    made[dim] = axes
+                if axes and len(axes) > len(axes_of.get(dim, ())):
+                    axes_of[dim] = axes
         for sharding in tensors:
             for dim in sharding.shape.names:
-                if sharding.of(dim) != made.get(dim, ()):
+                if sharding.of(dim) != axes_of.get(dim, ()):
                     missing.append(
                         f"{scope}: {dim} of {sharding} is split over {'+'.join(sharding.of(dim)) or 'nothing'}"
                     )
-        return {dim: axes[0] if len(axes) == 1 else axes for dim, axes in made.items()}
+        return {dim: axes[0] if len(axes) == 1 else axes for dim, axes in axes_of.items()}
 
     of_parameters = mapping("parameters", [v.sharding for v in program.variables.values()])
     compute = {dim: layout.for_dim(dim, "activations") for dim in layout.dims}

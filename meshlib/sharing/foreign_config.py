@@ -97,16 +97,16 @@ def _text_model(given: Fields, target: str) -> Fields:
 
 def _without_towers(given: Fields) -> Fields:
     """The fields that Llama's reader knows, under its names; rope fields as its families write them."""
-    made = {k: v for k, v in given.items() if k not in ("rope_scaling", "rope_parameters")}
+    plain = {k: v for k, v in given.items() if k not in ("rope_scaling", "rope_parameters")}
     for key in ("rope_scaling", "rope_parameters"):
         rope = given.get(key)
         if isinstance(rope, dict) and isinstance(rope.get("full_attention"), dict):
             rope = rope["full_attention"]  # Gemma's, by kind of layer
         # Angles cost nothing: what is not known of them is left out.
         known = rope is not None and rope.get("rope_type", rope.get("type", "default")) in SCALINGS
-        made[key] = {k: v for k, v in rope.items() if k not in _ANGLES} if known and rope is not None else None
-    made["hidden_act"] = given.get("hidden_activation") or given.get("hidden_act") or "silu"
-    return made
+        plain[key] = {k: v for k, v in rope.items() if k not in _ANGLES} if known and rope is not None else None
+    plain["hidden_act"] = given.get("hidden_activation") or given.get("hidden_act") or "silu"
+    return plain
 
 
 SCALINGS = ("default", "linear", "llama3", "yarn")

@@ -94,8 +94,8 @@ def _scale(found: Fields) -> dict[str, Any]:
 def _experts(found: Fields, count: str, width: str, routing: dict[str, Any], **more: Any) -> dict[str, Any]:
     """The mixture of experts with room for the mean load, as of dropless products over even loads."""
     top_k = found.get("num_experts_per_tok") or 2
-    made = Routing(top_k=top_k, capacity_factor=1.0, min_expert_capacity=1, **routing)
-    return {"experts": Experts(count=found[count], d_ff=found[width], routing=made, **more)}
+    dropping = Routing(top_k=top_k, capacity_factor=1.0, min_expert_capacity=1, **routing)
+    return {"experts": Experts(count=found[count], d_ff=found[width], routing=dropping, **more)}
 
 
 def _plain(found: Fields) -> dict[str, Any]:

@@ -27,8 +27,8 @@ def _polygon(corners: int) -> Outline:
 
     def inside(x: Array, y: Array) -> Array:
         reach = [x * np.cos(a) + y * np.sin(a) for a in angles]
-        found: Array = np.cos(np.pi / corners) - np.maximum.reduce(reach)
-        return found
+        depth_inside: Array = np.cos(np.pi / corners) - np.maximum.reduce(reach)
+        return depth_inside
 
     return inside
 
@@ -39,15 +39,15 @@ def _star(points: int, depth: float, sharp: bool) -> Outline:
     def inside(x: Array, y: Array) -> Array:
         turn = np.arctan2(y, x) * points / (2 * np.pi)
         wave = 1 - 2 * np.abs(turn - np.round(turn)) if sharp else 0.5 + 0.5 * np.cos(2 * np.pi * turn)
-        found: Array = 1 - depth * (1 - wave) - np.hypot(x, y)
-        return found * 0.6  # the edge is slanted: nearer than along the radius
+        depth_inside: Array = 1 - depth * (1 - wave) - np.hypot(x, y)
+        return depth_inside * 0.6  # the edge is slanted: nearer than along the radius
 
     return inside
 
 
 def _disc(x: Array, y: Array) -> Array:
-    found: Array = 1 - np.hypot(x, y)
-    return found
+    depth_inside: Array = 1 - np.hypot(x, y)
+    return depth_inside
 
 
 SHAPES: dict[str, Outline] = {
@@ -119,8 +119,8 @@ def _ground(rng: np.random.Generator, side: int) -> Array:
     y, x = np.indices((side, side)) / side - 0.5
     share = (0.5 + x * np.cos(angle) + y * np.sin(angle)).clip(0, 1)[..., None]
     first, second = rng.uniform(0, 1, (2, 3))
-    found: Array = first * share + second * (1 - share)
-    return found
+    mixture: Array = first * share + second * (1 - share)
+    return mixture
 
 
 def _paint(rng: np.random.Generator, canvas: Array, label: int, centre: Array, radius: float) -> Array:

@@ -43,8 +43,8 @@ class ImageData:
         sample = self.train_images[:2000]
         mean = einops.reduce(sample, "n height width c -> c", "mean")
         deviation = np.sqrt(einops.reduce((sample - mean) ** 2, "n height width c -> c", "mean"))
-        found: Images = (images - mean) / np.maximum(deviation, np.float32(1e-3))
-        return found
+        scaled: Images = (images - mean) / np.maximum(deviation, np.float32(1e-3))
+        return scaled
 
 
 def load_images(data: str | Path | None, side: int = 32, seed: int = 0, count: int | None = None) -> ImageData:

@@ -109,8 +109,8 @@ def _find(folder: Path, stem: str, dims: int) -> Path | None:
 
 def _read_folder(folder: Path, seed: int) -> Digits:
     if not folder.is_dir():
-        found = "a file" if folder.exists() else "nothing there"
-        raise DataError(f"{folder}: expected a folder of IDX files, found {found}")
+        contents = "a file" if folder.exists() else "nothing there"
+        raise DataError(f"{folder}: expected a folder of IDX files, found {contents}")
     paths = {stem: path for stem, dims in TRAIN + TEST if (path := _find(folder, stem, dims))}
     # Only when neither train file is there: half a train pair is a fault to report, not to work around.
     split_test = bool(paths) and not any(stem in paths for stem, _ in TRAIN)
@@ -118,9 +118,9 @@ def _read_folder(folder: Path, seed: int) -> Digits:
     missing = [(stem, dims) for stem, dims in wanted if stem not in paths]
     if missing:
         looked_for = ", ".join(name for stem, dims in missing for name in _names(stem, dims))
-        found = ", ".join(sorted(os.listdir(folder))[:8]) or "an empty folder"
+        contents = ", ".join(sorted(os.listdir(folder))[:8]) or "an empty folder"
         counts = f"expected {len(wanted)} files, {len(missing)} missing"
-        raise DataError(f"{folder}: {counts}: looked for {looked_for}; found {found}")
+        raise DataError(f"{folder}: {counts}: looked for {looked_for}; found {contents}")
 
     test_images, test_labels = _read_pair(paths["t10k-images"], paths["t10k-labels"])
     if not split_test:
@@ -186,8 +186,8 @@ def _download(cache: Path, opener: Opener) -> None:
         with opener(MIRROR + name, TIMEOUT_S) as response:
             content = response.read(size + 1)  # one more than expected shows that there is more
         if len(content) != size:
-            found = f"more than {size}" if len(content) > size else f"{len(content)}"
-            raise DataError(f"{MIRROR}{name}: expected {size} bytes, found {found}")
+            received = f"more than {size}" if len(content) > size else f"{len(content)}"
+            raise DataError(f"{MIRROR}{name}: expected {size} bytes, found {received}")
         digest = hashlib.sha256(content).hexdigest()
         if digest != sha256:
             raise DataError(f"{MIRROR}{name}: expected SHA-256 {sha256}, found {digest}")

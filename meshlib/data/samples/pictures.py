@@ -19,8 +19,8 @@ def grid(images: Picture, rows: int, grow: int = 1) -> Picture:
     coloured = einops.repeat(images, "n h w 1 -> n h w 3") if images.shape[-1] == 1 else images
     larger = einops.repeat(coloured, "n h w c -> n (h a) (w b) c", a=grow, b=grow)
     framed = np.pad(larger, ((0, 0), (0, 2), (0, 2), (0, 0)), constant_values=1.0)
-    found: Picture = einops.rearrange(framed, "(a b) h w c -> (a h) (b w) c", a=rows)
-    return found
+    tiled: Picture = einops.rearrange(framed, "(a b) h w c -> (a h) (b w) c", a=rows)
+    return tiled
 
 
 def frame(picture: Picture, box: NDArray[Any], colour: NDArray[Any]) -> None:

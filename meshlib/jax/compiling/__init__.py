@@ -91,8 +91,8 @@ def compile_for(
         raise MissingError("compile_for needs JAX, which is not installed: pip install 'meshlib-tpu[jax]'")
     topology = None
     if backend == "tpu":
-        found = topology_of(slice_)
-        topology = found.name, found.options
+        named = topology_of(slice_)
+        topology = named.name, named.options
         require_tpu_compiler()
     task = Task(programs, topology, slice_.slices, {})
     results: list[Compiled] = []

@@ -107,13 +107,13 @@ def differences_of(program: Program, explained: Explained) -> tuple[Difference, 
     """
     planned = _planned(program)
     added = _match(planned, _made(program, explained))
-    found = [d for p in planned if (d := _difference(p, planned)) is not None]
+    differences = [d for p in planned if (d := _difference(p, planned)) is not None]
     for m in added:
         c = m.launch
         over = "+".join(c.axes or ("unknown axes",))
         what = f"added: {c.kind} of {m.dtype}, {bytes_text(m.payload_bytes)}, over {over}: {c.reason}"
-        found.append(Difference(what, m.scope or c.op, m.source, 0.0, m.total_bytes))
-    return tuple(sorted(_alike(found), key=lambda d: (-abs(d.more_bytes), d.what)))
+        differences.append(Difference(what, m.scope or c.op, m.source, 0.0, m.total_bytes))
+    return tuple(sorted(_alike(differences), key=lambda d: (-abs(d.more_bytes), d.what)))
 
 
 def kept_moves(program: Program, explained: Explained) -> dict[Instruction, tuple[Move, ...]]:
@@ -124,20 +124,20 @@ def kept_moves(program: Program, explained: Explained) -> dict[Instruction, tupl
     """
     planned = _planned(program)
     added = _match(planned, _made(program, explained))
-    found: dict[Instruction, list[Move]] = defaultdict(list)
+    moves_of: dict[Instruction, list[Move]] = defaultdict(list)
     groups: dict[tuple[Instruction, int], list[Planned]] = defaultdict(list)
     for n, p in enumerate(planned):  # the values of one launch together; exchanges of a computation one by one
         groups[p.instruction, 0 if p.instruction.is_collective else n].append(p)
     for (instruction, _), values in groups.items():
         first = values[0]
-        found[instruction].append(_move(program, first, [m for p in values for m in p.became], first.times))
+        moves_of[instruction].append(_move(program, first, [m for p in values for m in p.became], first.times))
     hosts = {times: i for i, _, times in walk(program) if isinstance(i, Compute)}
     for m in added:
         host = hosts.get(m.times) or next(iter(hosts.values()), None)
         if host is not None:
             times = next(t for t, i in hosts.items() if i is host)
-            found[host].append(_move(program, None, [m], times))
-    return {i: tuple(moves) for i, moves in found.items()}
+            moves_of[host].append(_move(program, None, [m], times))
+    return {i: tuple(moves) for i, moves in moves_of.items()}
 
 
 def _move(program: Program, p: Planned | None, became: Sequence[Made], times: int) -> Move:
@@ -184,7 +184,7 @@ def _planned(program: Program) -> list[Planned]:
 
 def _made(program: Program, explained: Explained) -> list[Made]:
     scopes = {i.scope: i.operation.source for i, _, _ in walk(program)}
-    found = []
+    compiled_collectives = []
     for c in explained.collectives:
         if not c.total_bytes:
             continue
@@ -192,8 +192,8 @@ def _made(program: Program, explained: Explained) -> list[Made]:
         for text, size in zip(c.operands, c.operand_bytes, strict=True):
             dtype = text.partition("[")[0]
             source = c.source if scope is None else scopes[scope]
-            found.append(Made(c, scope, source, size, dtype, Array(dtype, (1,)).bytes))
-    return found
+            compiled_collectives.append(Made(c, scope, source, size, dtype, Array(dtype, (1,)).bytes))
+    return compiled_collectives
 
 
 Rule = Callable[[Made, Planned], bool]

@@ -192,16 +192,16 @@ class Compiled:
 
 def _by_kind(collectives: Sequence[Any]) -> defaultdict[tuple[str, str], tuple[int, float]]:
     """(kind, axes) -> runs in a step, bytes sent."""
-    found: defaultdict[tuple[str, str], tuple[int, float]] = defaultdict(lambda: (0, 0.0))
+    by_kind: defaultdict[tuple[str, str], tuple[int, float]] = defaultdict(lambda: (0, 0.0))
     launches = set()
     for c in collectives:
         key = c.kind, "+".join(dict.fromkeys(a.partition(":")[0] for a in c.axes or ("?",)))
         count = 1 if c.count is None else c.count
-        runs, sent = found[key]
+        runs, sent = by_kind[key]
         again = getattr(c, "launch", None) in launches
         launches.add(getattr(c, "launch", object()))
-        found[key] = runs + (0 if again else count), sent + count * c.sent_bytes
-    return found
+        by_kind[key] = runs + (0 if again else count), sent + count * c.sent_bytes
+    return by_kind
 
 
 def _row(name: str, plan: float | None, compiled: float, text: Any) -> tuple[str, ...]:

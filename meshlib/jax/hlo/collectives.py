@@ -99,15 +99,15 @@ def collectives_of(module: Module, hidden: tuple[str, ...] = (), slices: int = 1
       slices: for how many slices the module is, each with the devices that its header says; numbered slice by slice.
     Raises: ProgramError for groups in an unknown notation.
     """
-    found = []
+    collectives = []
     for frame, i, times, branch in walk(module):
         opcode = i.opcode.removesuffix("-start")
         if opcode in KINDS and _is_counted(frame.holder, i):
             c = _collective(module, frame, i, opcode, times, branch, hidden)
-            found.append(c if slices == 1 else replace(c, groups=_in_each(c.groups, module.devices, slices)))
+            collectives.append(c if slices == 1 else replace(c, groups=_in_each(c.groups, module.devices, slices)))
         elif i.opcode == "send" and (between := _BETWEEN.search(i.attributes)):
-            found.append(_between(module, frame, i, between[1], times, branch, hidden, slices))
-    return found
+            collectives.append(_between(module, frame, i, between[1], times, branch, hidden, slices))
+    return collectives
 
 
 def _in_each(groups: Groups, devices: int, slices: int) -> Groups:

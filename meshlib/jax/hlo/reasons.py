@@ -128,8 +128,8 @@ def origin(module: Module, frame: Frame, name: str) -> str:
         elif (inner := _view(module, i)) is not None and inner.root is not None:
             frame, name = Frame(inner, i, frame), inner.root.name
         else:
-            made = _primitive(i.op_name)
-            return f"the result of {made}" if made else "a value without a name"
+            primitive = _primitive(i.op_name)
+            return f"the result of {primitive}" if primitive else "a value without a name"
     return "a value"
 
 
@@ -169,8 +169,8 @@ def _element(module: Module, frame: Frame, i: Instruction) -> tuple[Frame, str] 
         return "a value of the loop"
     if source.opcode in ("while", "conditional"):
         return f"a result of a {'loop' if source.opcode == 'while' else 'branch'}"
-    made = _primitive(i.op_name or source.op_name)
-    return f"the result of {made}" if made else "a value without a name"
+    primitive = _primitive(i.op_name or source.op_name)
+    return f"the result of {primitive}" if primitive else "a value without a name"
 
 
 def _primitive(op_name: str) -> str:

@@ -18,8 +18,8 @@ def module_name(text: str) -> str:
     >>> module_name("HloModule jit_step, is_scheduled=true")
     'jit_step'
     """
-    found = re.match(r"HloModule ([\w.\-]+)", text)
-    return found[1] if found else ""
+    match = re.match(r"HloModule ([\w.\-]+)", text)
+    return match[1] if match else ""
 
 
 def scopes(text: str) -> dict[str, str]:
@@ -33,7 +33,7 @@ def scopes(text: str) -> dict[str, str]:
     ... }''')
     {'p': '', 'r': 'jit(f)/model/neg'}
     """
-    found: dict[str, str] = {}
+    scope_of: dict[str, str] = {}
     inside: dict[str, str] = {}  # computation -> the path of its last instruction that has one
     calls: dict[str, str] = {}
     current = ""
@@ -42,19 +42,19 @@ def scopes(text: str) -> dict[str, str]:
         if begins:
             current = begins[2]
             continue
-        made = _MADE.match(line)
-        if made is None or _AROUND.search(line):
+        definition = _MADE.match(line)
+        if definition is None or _AROUND.search(line):
             continue
         scope = _SCOPE.search(line)
-        found[made[1]] = scope[1] if scope else ""
+        scope_of[definition[1]] = scope[1] if scope else ""
         if scope:
             inside[current] = scope[1]
         called = _CALLS.search(line)
         if called:
-            calls[made[1]] = called[1]
+            calls[definition[1]] = called[1]
     for name, called_name in calls.items():
-        found[name] = found[name] or inside.get(called_name, "")
-    return found
+        scope_of[name] = scope_of[name] or inside.get(called_name, "")
+    return scope_of
 
 
 def scope_in(path: str, known: Mapping[str, object]) -> str | None:
@@ -67,11 +67,11 @@ def scope_in(path: str, known: Mapping[str, object]) -> str | None:
     'layers/scan/add'
     """
     parts = path.split("/")[:-1]  # the last is JAX's own primitive
-    found, begin = None, 0
+    scope, begin = None, 0
     while begin < len(parts):
         fits = (end for end in range(len(parts), begin, -1) if "/".join(parts[begin:end]) in known)
         end = next(fits, None)
         if end is not None:
-            found = "/".join(parts[begin:end])
+            scope = "/".join(parts[begin:end])
         begin = end if end is not None else begin + 1
-    return found
+    return scope

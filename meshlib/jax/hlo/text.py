@@ -101,11 +101,11 @@ class Computation:
     @cached_property
     def users(self) -> Mapping[str, tuple[Instruction, ...]]:
         """Name of an instruction -> those that read it."""
-        found: dict[str, list[Instruction]] = {}
+        readers_of: dict[str, list[Instruction]] = {}
         for i in self.instructions.values():
             for x in dict.fromkeys(i.operands):
-                found.setdefault(x, []).append(i)
-        return {name: tuple(readers) for name, readers in found.items()}
+                readers_of.setdefault(x, []).append(i)
+        return {name: tuple(readers) for name, readers in readers_of.items()}
 
     @cached_property
     def parameters(self) -> Mapping[int, Instruction]:

@@ -166,7 +166,7 @@ def _argnums(argnums: object, count: int) -> tuple[int, ...]:
 
 def _leaves(tracing: Tracing, own: Sequence[str], args: Sequence[Any], numbers: Sequence[int]) -> list[Leaf]:
     """The arrays among the arguments, each with axes of its own."""
-    made = []
+    named_parts = []
     for n, (name, arg) in enumerate(zip(own, args, strict=True)):
         for path, leaf, known in named_leaves([name], [arg]):
             var = tracing.var(leaf, of_keys=leaf.shape[-1:] in ((2,), (4,)))  # as jax.random.PRNGKey makes them
@@ -176,8 +176,8 @@ def _leaves(tracing: Tracing, own: Sequence[str], args: Sequence[Any], numbers: 
                 var.axes = [tracing.axes.new(size) for size in var.shape]
                 tracing.axes.hold(var.space, var.axes)
             tokens = None if known is None else [None if word == "_" else ((word, None),) for word in known]
-            made.append(Leaf(path.replace("/", "."), var, n in numbers, tokens, path.endswith(COMPLEX)))
-    return made
+            named_parts.append(Leaf(path.replace("/", "."), var, n in numbers, tokens, path.endswith(COMPLEX)))
+    return named_parts
 
 
 def _in_arrays(fn: Callable[..., Any], own: Sequence[str], args: Sequence[Any]) -> tuple[Call, list[Any]]:
@@ -238,15 +238,15 @@ def _faults(step: Any) -> list[str]:
         hint = "; draw by jax.random.uniform, normal or randint" if step.kind.startswith("random_") else ""
         return [f"{where}: an unknown primitive{hint}"]
     fault = rule.fault(step)
-    found = [] if fault is None else [f"{where}: {fault}"]
+    faults = [] if fault is None else [f"{where}: {fault}"]
     strange = {x.dtype for x in step.outs if not x.key and x.dtype not in DTYPES}
     if not step.kind.startswith(("jit:_", "random", "scan", "checkpoint", "cond")):
         strange |= {x.dtype for x in step.ins if x.dtype not in DTYPES and x.const is None}
     whole = np.iinfo("int32")
     big = [x for x in step.ins if x.const is not None and x.dtype in ("int64", "uint32") and not x.key]
     if any(x.const is not None and (x.const.max() > whole.max or x.const.min() < whole.min) for x in big):
-        found.append(f"{where}: of integers beyond int32")
-    return found + [f"{where}: of dtype {dtype}{_INSTEAD.get(dtype, '')}" for dtype in sorted(strange)]
+        faults.append(f"{where}: of integers beyond int32")
+    return faults + [f"{where}: of dtype {dtype}{_INSTEAD.get(dtype, '')}" for dtype in sorted(strange)]
 
 
 def _graph(

@@ -173,7 +173,7 @@ class Axes:
 
 def _cuts(run: Sequence[Axis]) -> list[int]:
     """Where a run of dims is cut: the strides at its boundaries, from 1 to its size."""
-    found = [1]
+    cuts = [1]
     for d in reversed(run):
-        found.append(found[-1] * d.size)
-    return found
+        cuts.append(cuts[-1] * d.size)
+    return cuts

@@ -91,8 +91,8 @@ def _dot(w: Writer, step: Step) -> Tensor:
     summed = list(w.shape(contracted))
     if len(summed) == 1:
         for p, v in ((a, b), (b, a)):
-            if summed[0] in p.shape and (made := fused(p, v)) is not None:
-                return made
+            if summed[0] in p.shape and (result := fused(p, v)) is not None:
+                return result
     # bfloat16 factors of a float32 product are exact in float32, and the MXU's operands are the same.
     dtype = max((a.dtype, b.dtype, as_dtype(DTYPES[out.dtype])), key=lambda t: (t.is_float, t.itemsize))
     a, b = cast(a, dtype), cast(b, dtype)
@@ -100,7 +100,7 @@ def _dot(w: Writer, step: Step) -> Tensor:
     held = [d for d in w.shape(out.axes) if d in a.shape or d in b.shape]
     here = [d for d in summed if d in a.shape or d in b.shape]
     if all(d in a.shape and d in b.shape for d in here) and here:
-        made = einsum([a, b], held, precision=precision_of(step))
+        result = einsum([a, b], held, precision=precision_of(step))
     elif here:
         # one operand is the same along what is summed over
         a, b = (
@@ -108,10 +108,10 @@ def _dot(w: Writer, step: Step) -> Tensor:
             for t, o in ((a, b), (b, a))
         )
         both = [d for d in here if d in a.shape and d in b.shape]
-        made = einsum([a, b], held, precision=precision_of(step)) if both else multiply(a, b)
+        result = einsum([a, b], held, precision=precision_of(step)) if both else multiply(a, b)
     else:
-        made = multiply(a, b)
-    return made if nowhere == 1 else multiply(made, nowhere)
+        result = multiply(a, b)
+    return result if nowhere == 1 else multiply(result, nowhere)
 
 
 def _operand(
@@ -124,8 +124,8 @@ def _operand(
 ) -> Tensor:
     """The operand under the dims of the product's index space."""
     order = [*batch, *free, *contracted]
-    found: dict[int, Axis] = dict(zip(order, [a for part in labels for a in part], strict=True))
-    return w.under(x, [found[n] for n in range(len(x.shape))])
+    axis_of: dict[int, Axis] = dict(zip(order, [a for part in labels for a in part], strict=True))
+    return w.under(x, [axis_of[n] for n in range(len(x.shape))])
 
 
 def precision_of(step: Step) -> str:

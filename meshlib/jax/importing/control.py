@@ -111,10 +111,10 @@ def _scan(w: Writer, step: Step) -> Sequence[Tensor | None]:
 def _placed(
     step: Step, carries: int, carried: list[int], ends: Sequence[Tensor], kept: list[int], ys: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    made: list[Tensor | None] = [None] * len(step.outs)
+    tensors: list[Tensor | None] = [None] * len(step.outs)
     for n, t in (*zip(carried, ends, strict=True), *zip((carries + n for n in kept), ys, strict=True)):
-        made[n] = t
-    return made
+        tensors[n] = t
+    return tensors
 
 
 rule("scan", axes=_scan_axes, write=_scan)
@@ -148,11 +148,11 @@ def _checkpoint(w: Writer, step: Step) -> Sequence[Tensor | None]:
         w.run(body)
         return [w.tensor(body.outs[n]) for n in live]
 
-    made = recompute_grad(function, [w.tensor(x) for x in inputs], remat)
-    found: list[Tensor | None] = [None] * len(step.outs)
-    for n, t in zip(live, made, strict=True):
-        found[n] = t
-    return found
+    recomputed = recompute_grad(function, [w.tensor(x) for x in inputs], remat)
+    tensors: list[Tensor | None] = [None] * len(step.outs)
+    for n, t in zip(live, recomputed, strict=True):
+        tensors[n] = t
+    return tensors
 
 
 rule("checkpoint", axes=_body_axes, write=_checkpoint)
@@ -209,18 +209,18 @@ def _cond(w: Writer, step: Step) -> Sequence[Tensor | None]:
     which = w.tensor(step.ins[0])
     for body in step.bodies:
         w.run(body)
-    made: list[Tensor | None] = []
+    results: list[Tensor | None] = []
     for n, out in enumerate(step.outs):
         if out.key:
-            made.append(None)
+            results.append(None)
             continue
         cases = [w.as_tensor(w.operand(body.outs[n], out.axes), out) for body in step.bodies]
-        found = cases[0]
+        selected = cases[0]
         for number, case in enumerate(cases[1:], start=1):
             chosen = which if which.dtype.name == "bool" else equal(which, number)
-            found = where(chosen, case, found)
-        made.append(found)
-    return made
+            selected = where(chosen, case, selected)
+        results.append(selected)
+    return results
 
 
 rule("cond", axes=_cond_axes, write=_cond)

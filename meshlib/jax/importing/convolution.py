@@ -35,8 +35,8 @@ class _Dims:
 
 def _dims(step: Step) -> _Dims:
     numbers = step.params["dimension_numbers"]
-    (batch, features, *space), (made, summed, *window) = numbers.lhs_spec, numbers.rhs_spec
-    return _Dims(batch, features, tuple(space), made, summed, tuple(window), tuple(numbers.out_spec))
+    (batch, features, *space), (new_features, summed, *window) = numbers.lhs_spec, numbers.rhs_spec
+    return _Dims(batch, features, tuple(space), new_features, summed, tuple(window), tuple(numbers.out_spec))
 
 
 def _is_patches(step: Step) -> bool:
@@ -55,13 +55,13 @@ def _axes(axes: Axes, step: Step) -> None:
     of_features, of_batch = int(p["feature_group_count"]), int(p["batch_group_count"])
     group = axes.new(of_features * of_batch)
     summed, rows = axes.new(kernel.shape[d.summed]), axes.new(out.shape[d.out[0]])
-    made = axes.new(kernel.shape[d.made] // group.size)
+    new_features = axes.new(kernel.shape[d.made] // group.size)
     windows = [axes.new(kernel.shape[n]) for n in d.window]
     places = [axes.new(out.shape[n]) for n in d.out[2:]]
-    axes.hold(axes.space(), [group, summed, rows, made, *windows, *places])
+    axes.hold(axes.space(), [group, summed, rows, new_features, *windows, *places])
     axes.tie_runs([group, rows] if of_batch > 1 else [rows], [x.axes[d.batch]])
     axes.tie_runs([group, summed] if of_features > 1 else [summed], [x.axes[d.features]])
-    axes.tie_runs([group, made], [kernel.axes[d.made]])
+    axes.tie_runs([group, new_features], [kernel.axes[d.made]])
     for label, n in ((summed, d.summed), *zip(windows, d.window, strict=True)):
         axes.tie(label, kernel.axes[n])
     for n, place, window in zip(d.space, places, windows, strict=True):
@@ -71,18 +71,18 @@ def _axes(axes: Axes, step: Step) -> None:
             axes.tie(place, x.axes[n])
         else:
             axes.kin.append((place, x.axes[n]))
-    features = made if group.size == 1 else Axis(group.size * made.size, parts=(group, made))
-    found = dict(zip(d.out, [rows, features, *places], strict=True))
-    give(axes, out, [found[n] for n in range(len(out.shape))])
-    step.labels = [group, summed, rows, made, *windows]
+    features = new_features if group.size == 1 else Axis(group.size * new_features.size, parts=(group, new_features))
+    axis_of = dict(zip(d.out, [rows, features, *places], strict=True))
+    give(axes, out, [axis_of[n] for n in range(len(out.shape))])
+    step.labels = [group, summed, rows, new_features, *windows]
 
 
 def _write(w: Writer, step: Step) -> Tensor:
     (x, kernel), (out,), d = step.ins, step.outs, _dims(step)
-    group, summed, rows, made, *windows = step.labels
+    group, summed, rows, new_features, *windows = step.labels
     places = [out.axes[n] for n in d.out[2:]]
     of_features = int(step.params["feature_group_count"]) > 1
-    of_kernel: dict[int, list[Axis]] = {d.made: [group, made], d.summed: [summed]}
+    of_kernel: dict[int, list[Axis]] = {d.made: [group, new_features], d.summed: [summed]}
     of_kernel |= {n: [a] for n, a in zip(d.window, windows, strict=True)}
     of_x: dict[int, list[Axis]] = {d.batch: [rows] if of_features else [group, rows]}
     of_x[d.features] = [group, summed] if of_features else [summed]
@@ -122,15 +122,15 @@ def _windows(w: Writer, step: Step, windows: Sequence[Axis], places: Sequence[Ax
     def name(axis: Axis, k: int, what: str) -> str:
         return w.whole_dim(axis).name if w.axes.dims(axis) else f"{what}_{k}"
 
-    made = []
+    window_list = []
     for k, (n, window, place) in enumerate(zip(d.space, windows, places, strict=True)):
         slide = Slide(
             int(p["window_strides"][k]), int(p["rhs_dilation"][k]), int(p["lhs_dilation"][k]), int(p["padding"][k][0]),
             x.shape[n], window.size, place.size,
         )  # fmt: skip
         names = name(x.axes[n], k, "place"), name(window, k, "window"), name(place, k, "place")
-        made.append(Window(*names, slide))
-    return made
+        window_list.append(Window(*names, slide))
+    return window_list
 
 
 rule("conv_general_dilated", axes=_axes, write=_write)

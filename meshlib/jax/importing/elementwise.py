@@ -65,8 +65,8 @@ def _row(name: str, function: Function, fold: Function | None, fault: Function =
         operands = w.operands(step)
         if not any(isinstance(x, Tensor) for x in operands):
             operands[0] = w.as_tensor(operands[0], step.ins[0])
-        made: Tensor = function(*operands)
-        return made
+        result: Tensor = function(*operands)
+        return result
 
     rule(name, axes=same_axes, write=write, fold=_folding(fold), fault=fault, by_element=True)
 
@@ -198,14 +198,14 @@ def _pow(w: Writer, step: Step) -> Operand:
         return square(x) if isinstance(x, Tensor) else x * x
     # The exponent may be an integer, which the library takes for a number like others.
     y = cast(y, DTYPES[step.outs[0].dtype]) if isinstance(y, Tensor) else y
-    made: Tensor = pow(x, y)
-    return made
+    power: Tensor = pow(x, y)
+    return power
 
 
 def _compared(function: Function, holds: Function) -> Function:
     def write(x: Operand, y: Operand) -> Operand:
-        found = condition_of(x, y, holds)
-        return function(x, y) if found is None else found
+        condition = condition_of(x, y, holds)
+        return function(x, y) if condition is None else condition
 
     return write
 
@@ -215,8 +215,8 @@ def _logic(function: Function, neutral: bool) -> Function:
         for a, b in ((x, y), (y, x)):
             if not isinstance(b, Tensor) and b is neutral:
                 return a
-        made: Operand = function(*(v if isinstance(v, Tensor) else bool(v) for v in (x, y)))
-        return made
+        result: Operand = function(*(v if isinstance(v, Tensor) else bool(v) for v in (x, y)))
+        return result
 
     return write
 
@@ -276,8 +276,8 @@ def _in_order(function: Function, strict: bool) -> Function:
         last = _not_a_number(y)
         if strict:
             last = _both(last, _no(_not_a_number(x)))
-        found: Operand = _either(function(x, y), last)
-        return found
+        ordered: Operand = _either(function(x, y), last)
+        return ordered
 
     return write
 
@@ -326,10 +326,10 @@ def _select(w: Writer, step: Step) -> Tensor:
     if not isinstance(which, Tensor):
         return w.as_tensor(cases[int(which)], step.outs[0])
     if which.dtype is not BOOL:
-        made = w.as_tensor(cases[0], step.outs[0])
+        selected = w.as_tensor(cases[0], step.outs[0])
         for n, case in enumerate(cases[1:], start=1):
-            made = where(equal(which, n), case, made)
-        return made
+            selected = where(equal(which, n), case, selected)
+        return selected
     if_false, if_true = cases
     if step.outs[0].dtype == "bool":
         if if_true is True and if_false is False:

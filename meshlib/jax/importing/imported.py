@@ -82,7 +82,7 @@ class ImportedGraph(Graph):
 
     def to_jax(self, values: Mapping[str, Any]) -> dict[str, Array]:
         """Results of a step, values of variables or their gradients, by name, in the shapes that they have in JAX."""
-        made = {}
+        leaves = {}
         for name, value in values.items():
             shape = self.shapes.get(name) if name in self.shapes else None
             if shape is None and name in self.arguments:
@@ -90,8 +90,8 @@ class ImportedGraph(Graph):
             if shape is None:
                 known = [*self.shapes, *self.arguments]
                 raise GraphError(f"{at('to_jax')}: no result or argument is called {name!r}{nearest(name, known)}")
-            made[name] = np.asarray(value).reshape(shape)
-        return made
+            leaves[name] = np.asarray(value).reshape(shape)
+        return leaves
 
     def layout(self, *specs: Specs, scope: str | None = None) -> LayoutRules:
         """The layout rules behind PartitionSpecs of the arguments.
@@ -113,7 +113,7 @@ class ImportedGraph(Graph):
         return self._parameters[:count]
 
     def _arrays(self, args: tuple[Any, ...], variables: bool) -> dict[str, Array]:
-        found = {}
+        arrays = {}
         for name, value in leaves_of(self._names(len(args)), args):
             argument = self.arguments.get(name)
             if argument is None or argument.variable != variables:
@@ -123,5 +123,5 @@ class ImportedGraph(Graph):
                 raise GraphError(
                     f"{at('feeds')}: '{name}' has shape {list(array.shape)}, but {list(argument.jax_shape)} was traced"
                 )
-            found[name] = array.reshape(argument.shape.sizes)
-        return found
+            arrays[name] = array.reshape(argument.shape.sizes)
+        return arrays

@@ -116,11 +116,11 @@ def _lookup(
     for axis, column in zip(axes, columns, strict=True):
         part, own = parts[column]
         here = [n for n, size in enumerate(sizes) if size == table.shape[axis] and n not in along.values()]
-        found = next((n for n in here if part.shape[-1] == 1 and _is_positions(part, n)), None)
-        if found is None or len(axes) == 1:
+        positions_at = next((n for n in here if part.shape[-1] == 1 and _is_positions(part, n)), None)
+        if positions_at is None or len(axes) == 1:
             left.append((axis, part, own))
         else:
-            along[axis] = found
+            along[axis] = positions_at
     if not left:
         return f"at the diagonal of {table}"
     left.sort(key=lambda item: item[1].number is None)  # what is known first, which leaves least
@@ -144,17 +144,17 @@ def of_gather(step: Step) -> _Lookup | str:
         return f"of parts, {sizes} of {list(x.shape)}"
     if not looked:
         return f"of all of {x}"
-    found = _lookup(x, indices, [axes[n] for n in looked], looked, batch)
-    if isinstance(found, str):
-        return found
-    if any(runs[a] != 1 for a in runs if a != found.axis or found.more):
+    lookup = _lookup(x, indices, [axes[n] for n in looked], looked, batch)
+    if isinstance(lookup, str):
+        return lookup
+    if any(runs[a] != 1 for a in runs if a != lookup.axis or lookup.more):
         return f"of runs of {sizes} elements of {x}"
-    return replace(found, run=runs[found.axis])
+    return replace(lookup, run=runs[lookup.axis])
 
 
 def _gather_fault(step: Step) -> str | None:
-    found = of_gather(step)
-    return found if isinstance(found, str) else None
+    lookup = of_gather(step)
+    return lookup if isinstance(lookup, str) else None
 
 
 # ---------------------------------------------------------------- gather
@@ -162,27 +162,28 @@ def _gather_fault(step: Step) -> str | None:
 
 def _gather_axes(axes: Axes, step: Step) -> None:
     x, out = step.ins[0], step.outs[0]
-    found = of_gather(step)
-    assert isinstance(found, _Lookup)
+    lookup = of_gather(step)
+    assert isinstance(lookup, _Lookup)
     d = step.params["dimension_numbers"]
     offsets, collapsed = [int(n) for n in d.offset_dims], {int(n) for n in d.collapsed_slice_dims}
-    index_axes = [axes.new(n) for n in found.sizes]
-    looked, run = axes.new(x.shape[found.axis]), axes.new(found.run)
-    kept = {n: axes.new(a.size) for n, a in enumerate(x.axes) if n != found.axis and n not in found.along}
+    index_axes = [axes.new(n) for n in lookup.sizes]
+    looked, run = axes.new(x.shape[lookup.axis]), axes.new(lookup.run)
+    kept = {n: axes.new(a.size) for n, a in enumerate(x.axes) if n != lookup.axis and n not in lookup.along}
     axes.hold(axes.space(), [*index_axes, *kept.values(), looked, run])
-    _tie_indices(axes, found, index_axes)
-    for n, at in found.along.items():
+    _tie_indices(axes, lookup, index_axes)
+    for n, at in lookup.along.items():
         axes.tie(index_axes[at], x.axes[n])
-    for n, label in (*kept.items(), (found.axis, looked)):
+    for n, label in (*kept.items(), (lookup.axis, looked)):
         axes.tie(label, x.axes[n])
     axes.kin.append((run, looked))
     windows = [n for n in range(len(x.shape)) if n not in collapsed and n not in {*map(int, d.operand_batching_dims)}]
-    further = {n for n, _, _ in found.more}
-    of_window = {n: run if n == found.axis else axes.new(1) if n in further else kept[n] for n in windows}
+    further = {n for n, _, _ in lookup.more}
+    of_window = {n: run if n == lookup.axis else axes.new(1) if n in further else kept[n] for n in windows}
     rest, indexed = (of_window[n] for n in windows), iter(index_axes)
     give(axes, out, [next(rest) if n in offsets else next(indexed) for n in range(len(out.shape))])
     table = [
-        looked if n == found.axis else kept[n] if n in kept else index_axes[found.along[n]] for n in range(len(x.shape))
+        looked if n == lookup.axis else kept[n] if n in kept else index_axes[lookup.along[n]]
+        for n in range(len(x.shape))
     ]
     step.labels = [run, *index_axes, *table]
 
@@ -205,24 +206,24 @@ def _indices(w: Writer, x: Var, column: int, index_axes: Sequence[Axis]) -> Tens
 
 def _gather(w: Writer, step: Step) -> Tensor:
     x = step.ins[0]
-    found = of_gather(step)
-    assert isinstance(found, _Lookup)
-    count = len(found.sizes)
+    lookup = of_gather(step)
+    assert isinstance(lookup, _Lookup)
+    count = len(lookup.sizes)
     run, index_axes, target = step.labels[0], step.labels[1 : 1 + count], step.labels[1 + count :]
     clip = "CLIP" in str(step.params["mode"])
     table = w.under(x, target)
-    for axis, part, column in ((found.axis, found.indices, found.column), *found.more):
+    for axis, part, column in ((lookup.axis, lookup.indices, lookup.column), *lookup.more):
         table, one = w.merge(table, target[axis]), w.whole_dim(target[axis])
         indices = _indices(w, part, column, index_axes)
         if clip:
-            indices = minimum(maximum(indices, 0), x.shape[axis] - found.run)
+            indices = minimum(maximum(indices, 0), x.shape[axis] - lookup.run)
         if x.shape[axis] == 1:
             table = reduce_sum(table, reduced_dim=one)
-        elif found.run == 1:
+        elif lookup.run == 1:
             table = _filled(table, indices, one, step.params["fill_value"])
         else:
-            made = gather(table, indices + positions(Dimension("run_of_indices", found.run)), one)
-            table = w.apart(renamed(made, {"run_of_indices": w.whole_dim(run).name}), run)
+            gathered = gather(table, indices + positions(Dimension("run_of_indices", lookup.run)), one)
+            table = w.apart(renamed(gathered, {"run_of_indices": w.whole_dim(run).name}), run)
     return table
 
 
@@ -268,34 +269,34 @@ def of_scatter(step: Step) -> _Lookup | str:
     whole = [n for n in range(len(x.shape)) if n not in axes and n not in batch]
     if any(updates.shape[a] != x.shape[n] for a, n in zip(windows, whole, strict=True)):
         return f"of parts, {list(updates.shape)} into {list(x.shape)}"
-    found = _lookup(x, indices, axes, range(len(axes)), batch)
-    if isinstance(found, _Lookup) and found.more:
-        return f"with {1 + len(found.more)} indices at once, into {x}"
+    lookup = _lookup(x, indices, axes, range(len(axes)), batch)
+    if isinstance(lookup, _Lookup) and lookup.more:
+        return f"with {1 + len(lookup.more)} indices at once, into {x}"
     if (
         step.kind == "scatter"
-        and isinstance(found, _Lookup)
-        and prod(found.sizes) != prod(found.sizes[at] for at in found.along.values())
+        and isinstance(lookup, _Lookup)
+        and prod(lookup.sizes) != prod(lookup.sizes[at] for at in lookup.along.values())
     ):
         return "of several elements at once, which may meet"
-    return found
+    return lookup
 
 
 def _scatter_axes(axes: Axes, step: Step) -> None:
     x, _, updates = step.ins
     out = step.outs[0]
-    found = of_scatter(step)
-    assert isinstance(found, _Lookup)
+    lookup = of_scatter(step)
+    assert isinstance(lookup, _Lookup)
     same_axes(axes, Step(step.kind, [x], [out], {}, step.place))
-    index_axes = [axes.new(n) for n in found.sizes]
-    kept = [a for n, a in enumerate(out.axes) if n != found.axis and n not in found.along]
+    index_axes = [axes.new(n) for n in lookup.sizes]
+    kept = [a for n, a in enumerate(out.axes) if n != lookup.axis and n not in lookup.along]
     labels = [axes.new(a.size) for a in kept]
-    looked = axes.new(x.shape[found.axis])
+    looked = axes.new(x.shape[lookup.axis])
     axes.hold(axes.space(), [*index_axes, *labels, looked])
-    for label, axis in zip([*labels, looked], [*kept, out.axes[found.axis]], strict=True):
+    for label, axis in zip([*labels, looked], [*kept, out.axes[lookup.axis]], strict=True):
         axes.tie(label, axis)
-    for n, at in found.along.items():
+    for n, at in lookup.along.items():
         axes.tie(index_axes[at], out.axes[n])
-    _tie_indices(axes, found, index_axes)
+    _tie_indices(axes, lookup, index_axes)
     windows = [int(n) for n in step.params["dimension_numbers"].update_window_dims]
     rest, indexed = iter(labels), iter(index_axes)
     for n, a in enumerate(updates.axes):
@@ -306,24 +307,24 @@ def _scatter_axes(axes: Axes, step: Step) -> None:
 def _scatter(w: Writer, step: Step) -> Tensor:
     x, _, updates = step.ins
     out = step.outs[0]
-    found = of_scatter(step)
-    assert isinstance(found, _Lookup)
-    looked, index_axes = step.labels[0], step.labels[1 : 1 + len(found.sizes)]
-    labels = step.labels[1 + len(found.sizes) :]
+    lookup = of_scatter(step)
+    assert isinstance(lookup, _Lookup)
+    looked, index_axes = step.labels[0], step.labels[1 : 1 + len(lookup.sizes)]
+    labels = step.labels[1 + len(lookup.sizes) :]
     windows = [int(n) for n in step.params["dimension_numbers"].update_window_dims]
     rest, indexed = iter(labels), iter(index_axes)
     of_updates = [next(rest) if n in windows else next(indexed) for n in range(len(updates.shape))]
     kept = iter(labels)
     target = [
-        looked if n == found.axis else index_axes[found.along[n]] if n in found.along else next(kept)
+        looked if n == lookup.axis else index_axes[lookup.along[n]] if n in lookup.along else next(kept)
         for n in range(len(x.shape))
     ]
-    table = w.whole(x, target, found.axis)
+    table = w.whole(x, target, lookup.axis)
     given = w.under(updates, of_updates)
-    indices = _indices(w, found.indices, found.column, index_axes)
+    indices = _indices(w, lookup.indices, lookup.column, index_axes)
     one = w.whole_dim(looked)
     if step.kind == "scatter":
-        made = where(equal(positions(one), indices), given, table)
+        updated = where(equal(positions(one), indices), given, table)
     else:
         summed = [d for d in w.shape(index_axes) if d not in w.shape(target)]
         given = broadcast(given, list(w.shape(of_updates)))
@@ -331,14 +332,14 @@ def _scatter(w: Writer, step: Step) -> Tensor:
         indices = broadcast(
             indices, Shape([*(d for d in indices.shape), *(d for d in summed if d not in indices.shape)])
         )
-        made = add(table, scatter_add(given, indices, one, shape, out_of_range="zero"))
-    made = w.apart(made, looked)
-    return w.rename(made, w.axes.flat(target), w.axes.flat(out.axes))
+        updated = add(table, scatter_add(given, indices, one, shape, out_of_range="zero"))
+    updated = w.apart(updated, looked)
+    return w.rename(updated, w.axes.flat(target), w.axes.flat(out.axes))
 
 
 def _scatter_fault(step: Step) -> str | None:
-    found = of_scatter(step)
-    return found if isinstance(found, str) else None
+    lookup = of_scatter(step)
+    return lookup if isinstance(lookup, str) else None
 
 
 rule("scatter scatter-add scatter_add", axes=_scatter_axes, write=_scatter, fault=_scatter_fault)

@@ -53,9 +53,9 @@ def traced_kernel(name: str, function: Callable[..., Any], eqn: Any) -> Any:
         raise GraphError(f"{what} must be a JAX function (jax.numpy); it takes its operands for NumPy arrays") from None
     except TypeError as fault:
         raise GraphError(f"{what} takes {_types(operands)}: {str(fault).splitlines()[0]}") from None
-    made, wanted = jax.tree_util.tree_leaves(results), [v.aval for v in eqn.outvars]
-    if _types(made) != _types(wanted):
-        raise GraphError(f"{what} returns {_types(made)}, the kernel {_types(wanted)}, of {_types(operands)}")
+    leaves, wanted = jax.tree_util.tree_leaves(results), [v.aval for v in eqn.outvars]
+    if _types(leaves) != _types(wanted):
+        raise GraphError(f"{what} returns {_types(leaves)}, the kernel {_types(wanted)}, of {_types(operands)}")
     return traced
 
 

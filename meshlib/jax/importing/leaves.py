@@ -61,12 +61,12 @@ def parts_of_array(x: Any) -> list[tuple[str, Any]]:
 def _axis_names(x: Any) -> tuple[str, ...] | None:
     """The names of axes that a holder of one array has; "_" for those without."""
     if hasattr(x, "axes") and hasattr(x, "array") and isinstance(x.axes, tuple):
-        found = [getattr(a, "name", None) for a in x.axes]
+        axis_names = [getattr(a, "name", None) for a in x.axes]
     elif isinstance(getattr(x, "names", None), tuple) and hasattr(x, "value") and hasattr(x, "unbox"):
-        found = list(x.names)
+        axis_names = list(x.names)
     else:
         return None
-    return tuple(n if isinstance(n, str) and n.isidentifier() else "_" for n in found)
+    return tuple(n if isinstance(n, str) and n.isidentifier() else "_" for n in axis_names)
 
 
 def words(path: Sequence[Any]) -> Iterator[str]:

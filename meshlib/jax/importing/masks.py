@@ -174,13 +174,13 @@ def seen_by(flags: list[Tensor], length: Dimension, memory: Dimension) -> Seen:
     ahead: int | None = None
     masks: list[Tensor] = []
     for flag in (part for f in flags for part in _conjuncts(f)):
-        found = _reach(flag, length.name, memory.name)
-        if found is None:
+        reach = _reach(flag, length.name, memory.name)
+        if reach is None:
             masks.append(flag)
-        elif found[0] == "behind":
-            behind = found[1] if behind is None else min(behind, found[1])
+        elif reach[0] == "behind":
+            behind = reach[1] if behind is None else min(behind, reach[1])
         else:
-            ahead = found[1] if ahead is None else min(ahead, found[1])
+            ahead = reach[1] if ahead is None else min(ahead, reach[1])
     causal = ahead == 0
     if ahead is None and behind is None:
         return Seen(False, None, tuple(masks))

@@ -58,15 +58,15 @@ def parsed(names: object, leaves: Sequence[Leaf]) -> None:
         if not isinstance(key, str):
             raise GraphError(f"{at(WHAT)}: names must have paths such as 'params.wq' as keys, got {key!r:.80}")
         pattern = key.replace("/", ".")
-        found = [leaf for leaf in leaves if any(fnmatchcase(path, pattern) for path in leaf.paths)]
-        if not found:
+        matching = [leaf for leaf in leaves if any(fnmatchcase(path, pattern) for path in leaf.paths)]
+        if not matching:
             paths = [leaf.path for leaf in leaves]
             raise GraphError(
                 f"{at(WHAT)}: names: no argument is called {key!r}{nearest(pattern, paths)}; there are "
                 f"{', '.join(paths[:8])}{', ...' if len(paths) > 8 else ''}"
             )
         tokens = _tokens(given, key)
-        for leaf in found:
+        for leaf in matching:
             if len(tokens) != len(leaf.var.shape):
                 raise GraphError(
                     f"{at(WHAT)}: names: {key!r} has {len(tokens)} names, {given!r:.80}, but {leaf.path} has "
@@ -90,15 +90,15 @@ def _token(word: object, key: str) -> Token:
         return None
     if isinstance(word, str):
         parts = word.strip("()").replace(",", " ").split()
-        made = []
+        factors = []
         for part in parts:
             name, _, size = part.partition(":")
             if not name.isidentifier() or (size and not size.isdecimal()):
                 break
-            made.append((name, int(size) if size else None))
+            factors.append((name, int(size) if size else None))
         else:
-            if made:
-                return tuple(made)
+            if factors:
+                return tuple(factors)
     raise GraphError(
         f"{at(WHAT)}: names: {word!r:.40} in {key!r} is no name of an axis: letters, digits and _; '(heads head_dim)' "
         "for a product, '_' for none"
@@ -127,21 +127,21 @@ def call_first(axes: Axes, leaves: Sequence[Leaf]) -> list[tuple[Leaf, Axis, tup
     for leaf, axis, token in named:
         if len(token) == 1:
             continue
-        found = [size or (next(iter(sizes[n])) if len(sizes.get(n, ())) == 1 else None) for n, size in token]
-        known = prod(size for size in found if size)
+        known_sizes = [size or (next(iter(sizes[n])) if len(sizes.get(n, ())) == 1 else None) for n, size in token]
+        known = prod(size for size in known_sizes if size)
         if axis.size % known:
             raise GraphError(
                 f"{at(WHAT)}: names: {leaf.path} {list(leaf.var.shape)}: an axis of {axis.size} can't be the product "
                 f"({' '.join(n for n, _ in token)}), of which {known} is known: {axis.size} % {known} = "
                 f"{axis.size % known}"
             )
-        if found.count(None) == 1:
-            found = [size or axis.size // known for size in found]
-        if None in found:
+        if known_sizes.count(None) == 1:
+            known_sizes = [size or axis.size // known for size in known_sizes]
+        if None in known_sizes:
             waiting.append((leaf, axis, token))
             continue
-        _check_size(leaf, axis, found)
-        for part, (name, _) in zip(axes.split(axis, [size or 1 for size in found]), token, strict=True):
+        _check_size(leaf, axis, known_sizes)
+        for part, (name, _) in zip(axes.split(axis, [size or 1 for size in known_sizes]), token, strict=True):
             _call(axes, leaf, part, name)
     return waiting
 
@@ -248,10 +248,10 @@ class _Names:
         self._spread(d)
 
     def _free(self, name: str) -> str:
-        found, n = name, 2
-        while found in self.taken:
-            found, n = f"{name}_{n}", n + 1
-        return found
+        free_name, n = name, 2
+        while free_name in self.taken:
+            free_name, n = f"{name}_{n}", n + 1
+        return free_name
 
     def _spread(self, named: Axis) -> None:
         assert named.name is not None

@@ -75,10 +75,10 @@ def in_parts(eqn: Any, pairs: Sequence[bool]) -> Callable[..., tuple[Any, ...]] 
                 for x in operands
             ]
         if name in _BY_PART:
-            made = [_of_part(eqn, operands, part) for part in (0, 1)]
-            return tuple(y for both in zip(*made, strict=True) for y in both)
-        found = _RULES[name](eqn.params, *operands)
-        return found if isinstance(found, tuple) else (found,)
+            results_of_parts = [_of_part(eqn, operands, part) for part in (0, 1)]
+            return tuple(y for both in zip(*results_of_parts, strict=True) for y in both)
+        parts = _RULES[name](eqn.params, *operands)
+        return parts if isinstance(parts, tuple) else (parts,)
 
     return run
 
@@ -94,8 +94,8 @@ _BY_PART = frozenset({
 
 
 def _of_part(eqn: Any, operands: Sequence[Any], part: int) -> Sequence[Any]:
-    made = eqn.primitive.bind(*(x[part] if isinstance(x, tuple) else x for x in operands), **eqn.params)
-    return made if eqn.primitive.multiple_results else [made]
+    results = eqn.primitive.bind(*(x[part] if isinstance(x, tuple) else x for x in operands), **eqn.params)
+    return results if eqn.primitive.multiple_results else [results]
 
 
 def _product(function: Callable[[Any, Any], Any]) -> Callable[..., Parts]:
@@ -135,10 +135,10 @@ def _log(params: Any, x: Parts) -> Parts:
 
 
 def _power(params: Any, x: Parts) -> Parts:
-    made = (jnp.ones_like(x[0]), jnp.zeros_like(x[0]))
+    product = (jnp.ones_like(x[0]), jnp.zeros_like(x[0]))
     for _ in range(abs(params["y"])):
-        made = _times({}, made, x)
-    return made if params["y"] >= 0 else _reciprocal(made)
+        product = _times({}, product, x)
+    return product if params["y"] >= 0 else _reciprocal(product)
 
 
 def _convert(params: Any, x: Any) -> Any:

@@ -24,9 +24,9 @@ def _convert(w: Writer, step: Step) -> Tensor:
     to = DTYPES[out.dtype]
     if to == "bool":
         return not_equal(x, 0)
-    found = hot(x, to)
-    if found is not None:
-        return found
+    one_hot = hot(x, to)
+    if one_hot is not None:
+        return one_hot
     stored = x.operation.inputs[0] if x.operation.opdef is CAST else x
     # An argument in eight bits or four is cast from there.
     return cast(stored if stored.dtype.is_narrow_integer and not as_dtype(to).is_narrow_integer else x, to)

@@ -22,16 +22,16 @@ def rules_of(
     arguments: Mapping[str, Argument], names: Sequence[str], specs: Sequence[Specs], scope: str | None
 ) -> LayoutRules:
     """Rules under which each argument lies as its spec says; see `ImportedGraph.layout`."""
-    found: dict[str, tuple[Any, ...]] = {}
+    spec_of: dict[str, tuple[Any, ...]] = {}
     said: dict[str, int] = {}  # of how many dims a spec speaks
     for name, tree in zip(names, specs, strict=True):
         for prefix, spec in _leaves(name, tree):
             below = [a for path, a in arguments.items() if path == prefix or path.startswith(f"{prefix}/")]
             for argument in below:
-                found[argument.name] = _of_dims(argument, spec)
+                spec_of[argument.name] = _of_dims(argument, spec)
                 said[argument.name] = sum(map(len, argument.axes[: len(spec)]))
-    dims: dict[str, Any] = {name: arguments[name].shape.names for name in found}
-    return from_partition_specs(dict[Any, Any](_completed(found, said, dims)), dims, scope)
+    dims: dict[str, Any] = {name: arguments[name].shape.names for name in spec_of}
+    return from_partition_specs(dict[Any, Any](_completed(spec_of, said, dims)), dims, scope)
 
 
 def _completed(
@@ -44,15 +44,15 @@ def _completed(
         for d, entry in zip(dims[n], specs[n], strict=True):
             if _axes(entry):
                 split.setdefault(d, entry)
-    made = {}
+    completed = {}
     for n in first:
         spec = specs[n]
         entries = list(spec[: said[n]])
         for d in dims[n][said[n] :]:
             entry, taken = split.get(d), {a for e in entries for a in _axes(e)}
             entries.append(None if taken & {*_axes(entry)} else entry)  # a dim of its own would lie there, too
-        made[n] = tuple(entries)
-    return made
+        completed[n] = tuple(entries)
+    return completed
 
 
 def _axes(entry: Any) -> tuple[str, ...]:
@@ -63,12 +63,12 @@ def _leaves(name: str, tree: Specs) -> list[tuple[str, tuple[Any, ...]]]:
     def is_spec(x: object) -> bool:
         return isinstance(x, jax.sharding.PartitionSpec) or hasattr(x, "spec")
 
-    made = []
+    specs_of_leaves = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_spec)[0]:
         if not is_spec(leaf):
             raise LayoutError(f"layout: expected a PartitionSpec or a NamedSharding, got {leaf!r:.80}")
-        made.append(("/".join((name, *words(path))), tuple(getattr(leaf, "spec", leaf))))
-    return made
+        specs_of_leaves.append(("/".join((name, *words(path))), tuple(getattr(leaf, "spec", leaf))))
+    return specs_of_leaves
 
 
 def _of_dims(argument: Argument, spec: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -77,8 +77,8 @@ def _of_dims(argument: Argument, spec: tuple[Any, ...]) -> tuple[Any, ...]:
         raise LayoutError(
             f"layout: {spec} has {len(spec)} entries for the {len(argument.axes)} axes of {argument.name}"
         )
-    made: list[Any] = []
+    entries: list[Any] = []
     for n, dims in enumerate(argument.axes):
         entry = spec[n] if n < len(spec) else None
-        made += [entry if m == 0 else None for m in range(len(dims))]
-    return tuple(made)
+        entries += [entry if m == 0 else None for m in range(len(dims))]
+    return tuple(entries)

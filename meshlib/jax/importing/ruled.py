@@ -59,16 +59,16 @@ def ruled(eqn: Any, axis_env: Sequence[tuple[str, int]] = ()) -> Ruled:
     trees: list[Any] = []
 
     def in_parts(*parts: Any) -> list[Any]:
-        made = function(*_joined(parts, operands))
-        return [p for y in made for p in ((y.real, y.imag) if is_complex(y) else (y,))]
+        results = function(*_joined(parts, operands))
+        return [p for y in results for p in ((y.real, y.imag) if is_complex(y) else (y,))]
 
     def forward(*parts: Any) -> tuple[list[Any], list[Any]]:
         def of_moving(*given: Any) -> tuple[list[Any], list[Any]]:
             whole = list(parts)
             for n, x in zip(moving, given, strict=True):
                 whole[n] = x
-            made = in_parts(*whole)
-            return [made[n] for n in floating], [y for n, y in enumerate(made) if n not in floating]
+            results = in_parts(*whole)
+            return [results[n] for n in floating], [y for n, y in enumerate(results) if n not in floating]
 
         floats, pull, rest = jax.vjp(of_moving, *(parts[n] for n in moving), has_aux=True)
         residuals, tree = jax.tree_util.tree_flatten(pull)
@@ -148,20 +148,20 @@ def _write(w: Writer, step: Step) -> Sequence[Tensor | None]:
             dy, dtype = of_results[n], DTYPES[ct.dtype]
             inner.tensors[ct] = constant(0, [], dtype) if dy is None else cast(dy, dtype)
         inner.run(backward)
-        found: dict[Var, list[Tensor]] = {}
+        cotangents_of: dict[Var, list[Tensor]] = {}
         for dx, n in zip(backward.outs, step.params["moving"], strict=True):
             if step.ins[n] in inputs and dx.number != 0:
-                found.setdefault(step.ins[n], []).append(
+                cotangents_of.setdefault(step.ins[n], []).append(
                     inner.full(inner.under(dx, step.ins[n].axes), step.ins[n].axes)
                 )
-        return [_cotangent(found.get(x, []), given) for x, given in zip(inputs, written, strict=True)]
+        return [_cotangent(cotangents_of.get(x, []), given) for x, given in zip(inputs, written, strict=True)]
 
-    made: list[Tensor | None] = [None] * len(step.outs)
+    tensors: list[Tensor | None] = [None] * len(step.outs)
     operands = [w.tensor(x) for x in inputs]
     results = gradient_of_residuals(function, gradient, operands) if operands else function()[0]
     for n, t in zip(live, results, strict=True):
-        made[n] = t
-    return made
+        tensors[n] = t
+    return tensors
 
 
 def _cotangent(parts: Sequence[Tensor], x: Tensor) -> Tensor | None:
@@ -178,10 +178,10 @@ def _cotangent(parts: Sequence[Tensor], x: Tensor) -> Tensor | None:
 
 def _read(code: Code) -> list[Var]:
     """The values from outside that a piece of code reads, in order; known ones and keys are none."""
-    made = {*code.vars()}
+    defined = {*code.vars()}
     read = [x for step in code.walk() for x in step.ins]
     read += [*code.outs, *(x for step in code.walk() for body in step.bodies for x in body.outs)]
-    return [x for x in dict.fromkeys(read) if x not in made and x.const is None and not x.key]
+    return [x for x in dict.fromkeys(read) if x not in defined and x.const is None and not x.key]
 
 
 rule(KIND, axes=_axes, write=_write)

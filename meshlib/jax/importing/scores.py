@@ -36,12 +36,12 @@ def fused(p: Tensor, v: Tensor) -> Tensor | None:
     if scores is None:
         return None
     x, memory = scores
-    found = _Found()
-    product = _product(x, memory, found)
+    pattern = _Found()
+    product = _product(x, memory, pattern)
     if product is None or memory not in v.shape:
         return None
     q, k, pairs = product
-    return _written(q, k, v, [d for d in k.shape if d in q.shape and d not in pairs], memory, found)
+    return _written(q, k, v, [d for d in k.shape if d in q.shape and d not in pairs], memory, pattern)
 
 
 # ---------------------------------------------------------------- back to the scores

@@ -33,11 +33,11 @@ def _as_it_is(w: Writer, step: Step) -> Tensor:
 
 def _broadcast_axes(axes: Axes, step: Step) -> None:
     x, out = step.ins[0], step.outs[0]
-    made = [axes.new(n) for n in out.shape]
+    new_axes = [axes.new(n) for n in out.shape]
     for n, to in enumerate(step.params["broadcast_dimensions"]):
         if x.axes and x.shape[n] == out.shape[to]:
-            made[int(to)] = x.axes[n]
-    give(axes, out, made)
+            new_axes[int(to)] = x.axes[n]
+    give(axes, out, new_axes)
 
 
 def _broadcast_fold(step: Step, x: Array, *more: Array) -> Array:
@@ -86,15 +86,15 @@ rule("expand_dims", axes=_expand_axes, write=_as_it_is, fold=_to_shape)
 def _reshape_axes(axes: Axes, step: Step) -> None:
     x, out = step.ins[0], step.outs[0]
     olds = [a for a in x.axes if a.size > 1]
-    made = [axes.new(n) for n in out.shape]
-    news = [a for a in made if a.size > 1]
+    new_axes = [axes.new(n) for n in out.shape]
+    news = [a for a in new_axes if a.size > 1]
     swap: dict[Axis, Axis] = {}
     for left, right in _runs(olds, news):
         if len(left) == len(right) == 1:
             swap[right[0]] = left[0]
-    made = [swap.get(a, a) for a in made]
-    give(axes, out, made)
-    for left, right in _runs(olds, [a for a in made if a.size > 1]):
+    new_axes = [swap.get(a, a) for a in new_axes]
+    give(axes, out, new_axes)
+    for left, right in _runs(olds, [a for a in new_axes if a.size > 1]):
         if len(left) != 1 or len(right) != 1:
             axes.tie_runs(left, right)
             a, b = left[0].size, right[0].size
@@ -104,13 +104,13 @@ def _reshape_axes(axes: Axes, step: Step) -> None:
 
 def _runs(olds: Sequence[Axis], news: Sequence[Axis]) -> list[tuple[list[Axis], list[Axis]]]:
     """Both cut, left to right, into the smallest runs of equal size."""
-    left, right, found = list(olds), list(news), []
+    left, right, pairs = list(olds), list(news), []
     while left or right:
         a, b = [left.pop(0)], [right.pop(0)]
         while (m := prod(x.size for x in a)) != (n := prod(x.size for x in b)):
             (a if m < n else b).append((left if m < n else right).pop(0))
-        found.append((a, b))
-    return found
+        pairs.append((a, b))
+    return pairs
 
 
 def _reshape(w: Writer, step: Step) -> Tensor:
@@ -140,9 +140,9 @@ def _reducing(function: Any, fold: Any, times: Any = None) -> dict[str, Any]:
     def write(w: Writer, step: Step) -> Tensor:
         x = step.ins[0]
         t, gone = w.tensor(x), w.shape([x.axes[n] for n in _reduced(step)])
-        made: Tensor = function(t, reduced_dim=[d for d in gone if d in t.shape])
+        reduced: Tensor = function(t, reduced_dim=[d for d in gone if d in t.shape])
         missing = prod(d.size for d in gone if d not in t.shape)
-        return made if times is None or missing == 1 else w.as_tensor(times(made, missing), step.outs[0])
+        return reduced if times is None or missing == 1 else w.as_tensor(times(reduced, missing), step.outs[0])
 
     return {"axes": _reduce_axes, "write": write, "fold": lambda step, x: fold(x, axis=tuple(_reduced(step)))}
 
@@ -180,8 +180,8 @@ def _running(function: Any) -> Any:
     def write(w: Writer, step: Step) -> Tensor:
         x, at = step.ins[0], int(step.params["axis"])
         one = w.whole_dim(x.axes[at])
-        made = function(w.whole(x, x.axes, at), one, reverse=bool(step.params["reverse"]))
-        return w.apart(made, x.axes[at])
+        running = function(w.whole(x, x.axes, at), one, reverse=bool(step.params["reverse"]))
+        return w.apart(running, x.axes[at])
 
     return write
 
@@ -221,12 +221,12 @@ def _sort(w: Writer, step: Step) -> list[Tensor | None]:
     sorted_dim = f"{one.name}_sorted"
     tensors = [w.whole(x, axes, at) for x in step.ins]
     order = rename_dimension(argsort(_widest(tensors[0]), one), one.name, sorted_dim)
-    made: list[Tensor | None] = []
+    results: list[Tensor | None] = []
     for t in tensors:
-        found = order if t.operation.opdef.name == "range" else gather(t, order, one)
-        found = rename_dimension(found, sorted_dim, one.name)
-        made.append(w.apart(found, axes[at]))
-    return made
+        in_order = order if t.operation.opdef.name == "range" else gather(t, order, one)
+        in_order = rename_dimension(in_order, sorted_dim, one.name)
+        results.append(w.apart(in_order, axes[at]))
+    return results
 
 
 def _widest(t: Tensor) -> Tensor:
@@ -263,15 +263,15 @@ rule("top_k", axes=_top_k_axes, write=_top_k)
 def _iota(w: Writer, step: Step) -> Tensor:
     """Row-major positions: of an axis that is a product, those of each dim times its stride."""
     dims = w.axes.dims(step.outs[0].axes[int(step.params["dimension"])])
-    stride, made = prod(d.size for d in dims), None
+    stride, index = prod(d.size for d in dims), None
     for d in dims:
         stride //= d.size
         part = positions(w.dim(d))
         part = part if stride == 1 else part * stride
-        made = part if made is None else made + part
-    if made is None:
+        index = part if index is None else index + part
+    if index is None:
         return w.as_tensor(0, step.outs[0])
-    return cast(made, DTYPES[step.outs[0].dtype])
+    return cast(index, DTYPES[step.outs[0].dtype])
 
 
 rule("iota", axes=lambda axes, step: fresh(axes, step.outs[0]), write=_iota)

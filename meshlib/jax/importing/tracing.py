@@ -154,9 +154,9 @@ class Tracing:
             outer = self.axis_env
             if name == "shard_map":
                 self.axis_env = (*outer, *mapped_axes(params).items())
-            made = self.inline(written, real, place, inherit=name not in OWN_LINES)
+            inlined = self.inline(written, real, place, inherit=name not in OWN_LINES)
             self.axis_env = outer
-            return made
+            return inlined
         return self._add(name, eqn, real, place)
 
     def _in_parts(self, eqn: Any, ins: Sequence[Value], place: Place) -> list[Value]:

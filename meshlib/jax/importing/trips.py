@@ -28,10 +28,10 @@ def follow(step: Step) -> None:
     if rule is None or rule.fold is None or not known or len(loops) != 1 or len(step.outs) != 1 or step.outs[0].shape:
         return
     count = next(len(x.trips[1]) for x in step.ins if x.trips is not None)
-    made = [
+    counts = [
         rule.fold(step, *(x.elements if x.trips is None else x.trips[1][n] for x in step.ins)) for n in range(count)
     ]
-    step.outs[0].trips = loops.pop(), np.asarray(made).reshape(count).astype(numpy_type(step.outs[0].dtype))
+    step.outs[0].trips = loops.pop(), np.asarray(counts).reshape(count).astype(numpy_type(step.outs[0].dtype))
 
 
 def count_trips(eqn: Any, ins: Sequence[Var], own: Sequence[Var], loop: int) -> None:
@@ -85,8 +85,8 @@ def _set(
     function, at = jaxpr_as_fun(body), [*counters]
 
     def trip(held: list[Any], _: None) -> tuple[list[Any], list[Any]]:
-        made = function(*(x.elements for x in fixed), *(held[at.index(n)] for n in read))
-        return list(made), held
+        outs = function(*(x.elements for x in fixed), *(held[at.index(n)] for n in read))
+        return list(outs), held
 
     with jax.ensure_compile_time_eval():
         stacks = lax.scan(trip, [jax.numpy.asarray(x.elements) for x in begins], None, length=length)[1]

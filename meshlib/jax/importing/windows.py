@@ -30,15 +30,17 @@ Run = tuple[int, int, int]  # begin, size, stride
 def _cut(w: Writer, t: Tensor, old: Axis, new: Axis, run: Run) -> Tensor:
     """A run of one axis, under the dims of another; where it is a product, of its major dim if that is enough."""
     begin, size, stride = run
-    dims, made = w.axes.dims(old), w.axes.dims(new)
+    dims, new_dims = w.axes.dims(old), w.axes.dims(new)
     if all(w.dim(d) not in t.shape for d in dims):
         return t
     if stride == 1 and len(dims) > 1:
         inner = prod(d.size for d in dims[1:])
         tail = dims[1:]
-        same = made[len(made) - len(tail) :] == tail
+        same = new_dims[len(new_dims) - len(tail) :] == tail
         if same and not begin % inner and not size % inner:
-            return _cut_dim(w, t, w.dim(dims[0]), made[: len(made) - len(tail)], (begin // inner, size // inner, 1))
+            return _cut_dim(
+                w, t, w.dim(dims[0]), new_dims[: len(new_dims) - len(tail)], (begin // inner, size // inner, 1)
+            )
     t = w.merge(t, old)
     one = w.whole_dim(old)
     t = strided_slice(t, begin, size, stride, one.name)
@@ -78,15 +80,15 @@ def _run_axis(axes: Axes, step: Step, x: Var, n: int, run: Run) -> Axis:
     begin, size, stride = run
     if size == x.shape[n]:
         return x.axes[n]
-    made = axes.new(size)
+    new_axis = axes.new(size)
     if size == 1:
-        return made
+        return new_axis
     if stride == 1 and begin % size == 0 and x.shape[n] % size == 0 and _tiles(x, n, size):
         whole = [axes.new(x.shape[n] // size), axes.new(size)]
         if axes.tie_runs([x.axes[n]], whole):
             return whole[1]
-    axes.kin.append((made, x.axes[n]))
-    return made
+    axes.kin.append((new_axis, x.axes[n]))
+    return new_axis
 
 
 def _tiles(x: Var, n: int, size: int) -> bool:
@@ -149,8 +151,8 @@ def _split_axes(axes: Axes, step: Step) -> None:
     x, at = step.ins[0], int(step.params["axis"])
     sizes = [int(n) for n in step.params["sizes"]]
     for out, begin, size in zip(step.outs, accumulate([0, *sizes]), sizes, strict=False):
-        made = _run_axis(axes, step, x, at, (begin, size, 1))
-        give(axes, out, [made if n == at else a for n, a in enumerate(x.axes)])
+        new_axis = _run_axis(axes, step, x, at, (begin, size, 1))
+        give(axes, out, [new_axis if n == at else a for n, a in enumerate(x.axes)])
 
 
 def _split(w: Writer, step: Step) -> list[Tensor | None]:
@@ -175,12 +177,12 @@ def _pads(step: Step) -> list[tuple[int, int, int]]:
 
 def _pad_axes(axes: Axes, step: Step) -> None:
     x, out = step.ins[0], step.outs[0]
-    made = []
+    new_axes = []
     for a, size, pads in zip(x.axes, out.shape, _pads(step), strict=True):
-        made.append(a if not any(pads) else axes.new(size))
+        new_axes.append(a if not any(pads) else axes.new(size))
         if any(pads):
-            axes.kin.append((made[-1], a))
-    give(axes, out, made)
+            axes.kin.append((new_axes[-1], a))
+    give(axes, out, new_axes)
 
 
 def _pad_fault(step: Step) -> str | None:
@@ -352,10 +354,10 @@ rule("unstack", axes=_unstack_axes, write=_unstack)
 
 def _tile_axes(axes: Axes, step: Step) -> None:
     x, out = step.ins[0], step.outs[0]
-    made = []
+    new_axes = []
     for a, count in zip(x.axes, map(int, step.params["reps"]), strict=True):
-        made.append(a if count == 1 else Axis(count * a.size, parts=(axes.new(count), a)))
-    give(axes, out, made)
+        new_axes.append(a if count == 1 else Axis(count * a.size, parts=(axes.new(count), a)))
+    give(axes, out, new_axes)
 
 
 rule("tile", axes=_tile_axes, write=lambda w, step: w.tensor(step.ins[0]))
@@ -370,9 +372,9 @@ def _starts(step: Step, first: int) -> list[Var]:
 
 def _dynamic_slice_axes(axes: Axes, step: Step) -> None:
     x, out = step.ins[0], step.outs[0]
-    made = [a if a.size == n else axes.new(n) for a, n in zip(x.axes, out.shape, strict=True)]
-    axes.kin += [(new, old) for new, old in zip(made, x.axes, strict=True) if new is not old and new.size > 1]
-    give(axes, out, made)
+    new_axes = [a if a.size == n else axes.new(n) for a, n in zip(x.axes, out.shape, strict=True)]
+    axes.kin += [(new, old) for new, old in zip(new_axes, x.axes, strict=True) if new is not old and new.size > 1]
+    give(axes, out, new_axes)
 
 
 def _begin(w: Writer, start: Var, last: int) -> Tensor | int:

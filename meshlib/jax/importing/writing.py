@@ -64,8 +64,8 @@ class Writer:
             yield
 
     def _write(self, step: Step) -> None:
-        made = public(RULES[step.kind].write)(self, step)
-        for out, tensor in zip(step.outs, [made] if isinstance(made, Tensor) else made, strict=True):
+        results = public(RULES[step.kind].write)(self, step)
+        for out, tensor in zip(step.outs, [results] if isinstance(results, Tensor) else results, strict=True):
             if tensor is not None:
                 dtype = DTYPES[out.dtype]
                 tensor = tensor if tensor.dtype.name == dtype else cast(tensor, dtype)
@@ -139,8 +139,10 @@ class Writer:
         groups = list(_groups(old, new))
         kept = {d for left, right in groups if len(left) != 1 or len(right) != 1 for d in left}
         held = [self.dim(d) for d in old if d in kept or self.dim(d) in t.shape]
-        made = [self.dim(d) for left, right in groups for d in right if kept & {*left} or self.dim(left[0]) in t.shape]
-        return reshape(broadcast(t, held), made)
+        new_dims = [
+            self.dim(d) for left, right in groups for d in right if kept & {*left} or self.dim(left[0]) in t.shape
+        ]
+        return reshape(broadcast(t, held), new_dims)
 
     def whole(self, x: Var, axes: Sequence[Axis], *positions: int) -> Tensor:
         """The value under other axes' dims, with each of these axes one dim that is there; see `whole_dim`."""

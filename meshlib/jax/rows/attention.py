@@ -89,8 +89,8 @@ class Kernel:
             (tuple(left.index(c) for c in summed), tuple(right.index(c) for c in summed)),
             (tuple(left.index(c) for c in batch), tuple(right.index(c) for c in batch)),
         )
-        made = [*batch, *(c for c in left if c not in batch + summed), *(c for c in right if c not in batch + summed)]
-        return aligned(dot(a, b, dims), made, tuple(out))
+        names = [*batch, *(c for c in left if c not in batch + summed), *(c for c in right if c not in batch + summed)]
+        return aligned(dot(a, b, dims), names, tuple(out))
 
     def weights(self, q: Array, start: Index, mask: Array | None) -> tuple[Array, Array, Array]:
         """exp(scores - maximum), their sums (1 of nothing), log(sum(exp(scores))), of some queries.
@@ -150,13 +150,13 @@ class Kernel:
 
         def turn(sums: Any, n: Array) -> Any:
             parts = [lax.dynamic_slice_in_dim(x, n * rows, rows, 2) for x in given]
-            made, more = run(n * rows, parts)
-            return tuple(a + b for a, b in zip(sums, more, strict=True)), made
+            stacked, more = run(n * rows, parts)
+            return tuple(a + b for a, b in zip(sums, more, strict=True)), stacked
 
         zeros = self._zeros(run, given, rows)
-        sums, made = lax.scan(turn, zeros, jnp.arange(self.queries // rows, dtype=jnp.int32))
+        sums, pieces = lax.scan(turn, zeros, jnp.arange(self.queries // rows, dtype=jnp.int32))
         # [runs, batch, group, rows, ...] -> [batch, group, length, ...]
-        joined = tuple(jnp.moveaxis(y, 0, 2).reshape(*y.shape[1:3], self.queries, *y.shape[4:]) for y in made)
+        joined = tuple(jnp.moveaxis(y, 0, 2).reshape(*y.shape[1:3], self.queries, *y.shape[4:]) for y in pieces)
         return joined, sums
 
     def _zeros(self, run: Callable[..., Any], given: list[Array], rows: int) -> Any:
@@ -199,8 +199,8 @@ def _result(part: Part, arrays: tuple[Array, ...], heard: Array | None = None) -
 
     def step(start: Index, mask: Array | None, q: Array, dy: Any, *levels: Array) -> Any:
         p, total, level = kernel.weights(q, start, mask)
-        made = kernel.product("bgqk,bke->bgqe", p, kernel.v) / total
-        return (made * _share(level, *levels or (None,)),), ()
+        context = kernel.product("bgqk,bke->bgqe", p, kernel.v) / total
+        return (context * _share(level, *levels or (None,)),), ()
 
     (y,), _ = kernel.walk(step, *([] if heard is None else [kernel.heard_rows(heard)]))
     return kernel.of_rows(y, kernel.value, part.out.shape.names)
@@ -254,8 +254,8 @@ def _levels_and_means(part: Part, *arrays: Array) -> tuple[Array, ...]:
         dp = kernel.product("bgqe,bke->bgqk", dy, kernel.v)
         return (level, jnp.sum(p * dp, axis=-1, keepdims=True)), ()
 
-    found, _ = kernel.walk(step)
-    return tuple(kernel.of_rows(x, None, part.out.shape.names) for x in found)
+    statistics, _ = kernel.walk(step)
+    return tuple(kernel.of_rows(x, None, part.out.shape.names) for x in statistics)
 
 
 def _combined(levels: Array, means: Array | None = None) -> tuple[Array, ...]:
@@ -277,13 +277,13 @@ def _attention(part: Part, *arrays: Array) -> Array:
 
 
 def _grad_query(part: Part, *arrays: Array) -> Array:
-    made: Array = _gradients(part, arrays, query=True)
-    return made
+    cotangent: Array = _gradients(part, arrays, query=True)
+    return cotangent
 
 
 def _grad_memory(part: Part, *arrays: Array) -> tuple[Array, Array]:
-    made: tuple[Array, Array] = _gradients(part, arrays, query=False)
-    return made
+    cotangents: tuple[Array, Array] = _gradients(part, arrays, query=False)
+    return cotangents
 
 
 def _attention_after(part: Part, heard: tuple[Array], index: Index, *arrays: Array) -> Array:
@@ -309,9 +309,9 @@ row("attention_window_grad_query", native=True)(_grad_query)
 def _window_grad_memory(part: Part, *arrays: Array) -> tuple[Array, Array]:
     """The cotangents of the keys and values of this block, of the run that was needed."""
     memory = part.attrs["memory_length"]
-    made = part.out.shape.dim(memory).size
+    rows_here = part.out.shape.dim(memory).size
     begin = -(part.lead(1, memory) or 0)
-    found = []
+    own_parts = []
     for x, names in zip(_grad_memory(part, *arrays), part.names[1:3], strict=True):
-        found.append(lax.slice_in_dim(x, begin, begin + made, axis=names.index(memory)))
-    return found[0], found[1]
+        own_parts.append(lax.slice_in_dim(x, begin, begin + rows_here, axis=names.index(memory)))
+    return own_parts[0], own_parts[1]

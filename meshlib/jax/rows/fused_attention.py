@@ -42,16 +42,16 @@ def fused(kernel: Kernel, name: str) -> Array:
 
     It is made as for its gradients, so that the compiler makes it once where they stand beside it.
     """
-    made: Array = jax.vjp(_function(kernel, name), kernel.q, kernel.k, kernel.v)[0]
-    return made
+    dq: Array = jax.vjp(_function(kernel, name), kernel.q, kernel.k, kernel.v)[0]
+    return dq
 
 
 def fused_gradients(kernel: Kernel, name: str) -> tuple[Array, Array, Array]:
     """Of `fused`, which is made again for them; one call serves both of the program's operations."""
     assert kernel.dy is not None
     y, back = jax.vjp(_function(kernel, name), kernel.q, kernel.k, kernel.v)
-    made: tuple[Array, Array, Array] = back(kernel.dy.astype(y.dtype))
-    return made
+    cotangents: tuple[Array, Array, Array] = back(kernel.dy.astype(y.dtype))
+    return cotangents
 
 
 def _function(kernel: Kernel, name: str) -> Callable[[Array, Array, Array], Array]:

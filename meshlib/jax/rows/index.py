@@ -49,18 +49,18 @@ def _gather(part: Part, weights: Array, indices: Array) -> Array:
     hit = (local >= 0) & (local < weights.shape[axis])
     chosen = jnp.where(hit, local, 0)
     if part.context.platform == "tpu" and {*w_names} <= {*i_names, dim}:  # a number of each row
-        found = _selected(weights, chosen, part.names, dim, out)
+        looked_up = _selected(weights, chosen, part.names, dim, out)
     elif not set(w_names) & set(i_names):  # whole rows
-        found = jnp.take(jnp.moveaxis(weights, axis, 0), chosen, axis=0, mode="clip")
+        looked_up = jnp.take(jnp.moveaxis(weights, axis, 0), chosen, axis=0, mode="clip")
         rest = tuple(n for n in w_names if n != dim)
-        found = aligned(found, (*i_names, *rest), out)
+        looked_up = aligned(looked_up, (*i_names, *rest), out)
     else:
         places = (
             aligned(chosen, i_names, out) if n == dim else aligned(jnp.arange(size), (n,), out)
             for n, size in zip(w_names, weights.shape, strict=True)
         )
-        found = weights.at[tuple(places)].get(mode="clip")
-    y = jnp.where(aligned(hit, i_names, out), found, jnp.zeros((), found.dtype))
+        looked_up = weights.at[tuple(places)].get(mode="clip")
+    y = jnp.where(aligned(hit, i_names, out), looked_up, jnp.zeros((), looked_up.dtype))
     return _poison(y, None if wrong is None else aligned(wrong, i_names, out))
 
 
@@ -73,8 +73,8 @@ def _selected(weights: Array, chosen: Array, names: Sequence[Names], dim: str, o
     space = (*i_names, dim)
     rows, at = aligned(weights, w_names, space), jnp.arange(weights.shape[w_names.index(dim)])
     hit = chosen[..., None] == at
-    found = jnp.sum(jnp.where(hit, rows, jnp.zeros((), rows.dtype)), axis=-1).astype(weights.dtype)
-    return aligned(found, i_names, out)
+    selected = jnp.sum(jnp.where(hit, rows, jnp.zeros((), rows.dtype)), axis=-1).astype(weights.dtype)
+    return aligned(selected, i_names, out)
 
 
 @row("scatter_add")
@@ -125,5 +125,5 @@ def _update_slice(part: Part, x: Array, new: Array, start: Array) -> Array:
     order = [names.index(n) for n in (*s_names, dim, *rest)]
     rows = jnp.indices(place.shape)[:-1]
     moved = jnp.transpose(x, order).at[(*rows, place)]
-    made = moved.set(jnp.transpose(new, [n_names.index(n) for n in (*s_names, run, *rest)]), mode="drop")
-    return jnp.transpose(made, [order.index(n) for n in range(len(order))])
+    updated = moved.set(jnp.transpose(new, [n_names.index(n) for n in (*s_names, run, *rest)]), mode="drop")
+    return jnp.transpose(updated, [order.index(n) for n in range(len(order))])

@@ -52,11 +52,11 @@ def product(
     a_names, b_names, summed = (_firsts(names, runs) for names in (a_names, b_names, plan.contracted))
     contracted = tuple(tuple(names.index(n) for n in summed) for names in (a_names, b_names))
     batch = tuple(tuple(names.index(n) for n in plan.batch) for names in (a_names, b_names))
-    made = multiply(a, b, (contracted, batch))
+    result = multiply(a, b, (contracted, batch))
     rest = (n for names in (a_names, b_names) for n in names if n not in plan.batch and n not in summed)
     whole = {run[0]: run for run in runs}
     order = [n for first in (*plan.batch, *rest) for n in whole.get(first, (first,))]
-    return aligned(made.reshape([sizes[n] for n in order]), order, out)
+    return aligned(result.reshape([sizes[n] for n in order]), order, out)
 
 
 def _runs(names: Names, partner: Names, other: Names) -> list[Names]:

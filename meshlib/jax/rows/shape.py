@@ -124,10 +124,10 @@ def _concat(part: Part, *xs: Array) -> Array:
     axis, begin = part.out.shape.index(part.attrs["dim"]), 0
     if not any(part.runs):
         return jnp.concatenate(xs, axis)
-    made: Array | None = None
+    joined: Array | None = None
     for n, x in enumerate(xs):
         y, there = _moved(part, n, x, -begin, 0)
-        made = y if made is None else jnp.where(there, y, made)
+        joined = y if joined is None else jnp.where(there, y, joined)
         begin += part.operation.inputs[n].shape.dim(part.attrs["dim"]).size
-    assert made is not None
-    return made
+    assert joined is not None
+    return joined

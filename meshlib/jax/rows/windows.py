@@ -59,7 +59,7 @@ def _convolution(part: Part, x: Array, w: Array) -> Array:
         dilations.append(step)
         spreads.append(spread)
     letters = "DHW"[3 - len(windows) :]
-    made = lax.conv_general_dilated(
+    result = lax.conv_general_dilated(
         x,
         jnp.flip(w, flipped) if flipped else w,
         strides,
@@ -73,7 +73,7 @@ def _convolution(part: Part, x: Array, w: Array) -> Array:
     )
     order = (*dims.rows, *dims.outputs, *dims.group, *dims.columns)
     out = part.out.shape
-    return aligned(made.reshape([out.dim(n).size for n in order]), order, out.names)
+    return aligned(result.reshape([out.dim(n).size for n in order]), order, out.names)
 
 
 def _merged(sizes: dict[str, int], names: Names) -> int:
@@ -99,23 +99,23 @@ def _before(part: Part, slide: Slide, first: tuple[int, str], second: tuple[int,
     """
     lower, halo = part.operation.opdef.lower, first[1] == out
     runs = [None if at is None else part.runs[at[0]].get(at[1]) for at in (first, second)]
-    found: Index = slide.before
+    first_index: Index = slide.before
     known = next((run for run in runs if run is not None), None)
     if known is not None:
         assert isinstance(lower, Halo)
         count = len(known.begins)
-        made = slide.out // count if halo else 0
+        rows_per_block = slide.out // count if halo else 0
         begins = [(0,) * count if run is None else run.begins for run in runs]
         values = [
-            slide.before + slide.spread * a - slide.dilation * b - slide.stride * j * made
+            slide.before + slide.spread * a - slide.dilation * b - slide.stride * j * rows_per_block
             for j, (a, b) in enumerate(zip(*begins, strict=True))
         ]
-        found = _entry(tuple(values), known.index)
+        first_index = _entry(tuple(values), known.index)
     if runs[0] is None and not halo:  # a dim of the first operand alone, which leaves partial sums
-        found = found + slide.spread * part.offsets[first[1]]
+        first_index = first_index + slide.spread * part.offsets[first[1]]
     if runs[1] is None and second is not None:
-        found = found - slide.dilation * part.offsets[second[1]]
-    return found if halo else found - slide.stride * part.offsets[out]
+        first_index = first_index - slide.dilation * part.offsets[second[1]]
+    return first_index if halo else first_index - slide.stride * part.offsets[out]
 
 
 def _entry(values: tuple[int, ...], index: Index) -> Index:
@@ -225,8 +225,8 @@ def _interpolate(part: Part, x: Array) -> Array:
     indices, weights = (
         lax.dynamic_slice_in_dim(jnp.asarray(a), part.offsets[dim], size) for a in taps_of(part.operation)
     )
-    made = jnp.zeros((), x.dtype)
+    total = jnp.zeros((), x.dtype)
     for k in range(indices.shape[1]):
         tap = jnp.take(x, indices[:, k] - begin, axis=axis, mode="clip")
-        made = made + tap * weights[:, k].astype(x.dtype).reshape([-1 if a == axis else 1 for a in range(x.ndim)])
-    return made
+        total = total + tap * weights[:, k].astype(x.dtype).reshape([-1 if a == axis else 1 for a in range(x.ndim)])
+    return total

@@ -14,10 +14,10 @@ from meshlib.jax.importing.rewrites.table import Function, rewrite
 
 def _polynomial(x: Any, coefficients: Sequence[float]) -> Any:
     """By Horner's rule, the highest power first."""
-    made = jnp.full_like(x, coefficients[0])
+    value = jnp.full_like(x, coefficients[0])
     for c in coefficients[1:]:
-        made = made * x + c
-    return made
+        value = value * x + c
+    return value
 
 
 def _atan(x: Any) -> Any:
@@ -93,10 +93,10 @@ def _lgamma(x: Any) -> Any:
     low = x < 0.5
     z = jnp.where(low, -x, x - 1)
     t = z + 7.5
-    made = 0.5 * math.log(2 * math.pi) + (z + 0.5) * lax.log(t) - t + lax.log(_lanczos(z)[0])
+    right_half = 0.5 * math.log(2 * math.pi) + (z + 0.5) * lax.log(t) - t + lax.log(_lanczos(z)[0])
     part = lax.abs(x - lax.floor(x))
-    turned = math.log(math.pi) - lax.log(jnp.where(low, lax.abs(lax.sin(math.pi * part)), 1.0)) - made
-    return jnp.where(low, turned, made)
+    turned = math.log(math.pi) - lax.log(jnp.where(low, lax.abs(lax.sin(math.pi * part)), 1.0)) - right_half
+    return jnp.where(low, turned, right_half)
 
 
 def _digamma(x: Any) -> Any:
@@ -104,9 +104,9 @@ def _digamma(x: Any) -> Any:
     z = jnp.where(low, -x, x - 1)
     t = z + 7.5
     total, slope = _lanczos(z)
-    made = lax.log(t) - 7 / t + slope / total
+    right_half = lax.log(t) - 7 / t + slope / total
     angle = math.pi * jnp.where(low, x - lax.floor(x), 0.25)
-    return jnp.where(low, made - math.pi * lax.cos(angle) / lax.sin(angle), made)
+    return jnp.where(low, right_half - math.pi * lax.cos(angle) / lax.sin(angle), right_half)
 
 
 _CURVES: dict[str, Function] = {

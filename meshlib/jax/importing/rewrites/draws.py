@@ -82,8 +82,8 @@ def _gamma(step: Step) -> Function | None:
             accepted = (root > 0) & (jnp.log(jax.random.uniform(key, shape, alpha.dtype)) < limit)
             drawn = jnp.where(accepted, log_v, drawn)
         smaller = jnp.log1p(-jax.random.uniform(key, shape, alpha.dtype)) / alpha
-        made = jnp.log(d) + drawn + jnp.where(alpha < 1, smaller, 0)
-        return made if logarithms else jnp.exp(made)
+        log_sample = jnp.log(d) + drawn + jnp.where(alpha < 1, smaller, 0)
+        return log_sample if logarithms else jnp.exp(log_sample)
 
     return run
 

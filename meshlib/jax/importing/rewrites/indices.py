@@ -104,7 +104,7 @@ def _gather(step: Step) -> Function | None:
         own = [n for n in range(count) if n not in along]
         indices = lax.transpose(indices, (*along, *own, count))
         place = axes.places(indices, columns, shape, clip, windows=False)
-        made = _taken(axes.flat(x), place, len(along))  # [along, own, runs, rest]
+        gathered = _taken(axes.flat(x), place, len(along))  # [along, own, runs, rest]
         # the axes of the result: those of the windows at their offsets, those of the indices around
         of_index = dict(zip((*along, *own), range(count), strict=True))
         of_window = {n: count + k for k, n in enumerate((*axes.run_axes, *axes.rest))}
@@ -112,7 +112,7 @@ def _gather(step: Step) -> Function | None:
         windows, indexed = iter(axes.windows), iter(range(count))
         for n in range(count + len(offsets)):
             order.append(of_window[next(windows)] if n in offsets else of_index[next(indexed)])
-        return lax.transpose(made, order)
+        return lax.transpose(gathered, order)
 
     return run
 

@@ -128,14 +128,14 @@ def _as_scan(step: Step) -> Function | None:
         goes_on, body = jaxpr_as_fun(w.cond), jaxpr_as_fun(w.body)
 
         def trip(held: list[Any], _: None) -> tuple[list[Any], None]:
-            made = body(*of_body, *held)
+            new_carries = body(*of_body, *held)
             if may_end:
                 (more,) = goes_on(*of_cond, *held)
-                made = [
+                new_carries = [
                     new if jax.dtypes.issubdtype(new.dtype, jax.dtypes.prng_key) else jax.numpy.where(more, new, old)
-                    for new, old in zip(made, held, strict=True)
+                    for new, old in zip(new_carries, held, strict=True)
                 ]
-            return made, None
+            return new_carries, None
 
         return lax.scan(trip, carries, None, length=trips)[0] if trips else carries
 

@@ -57,8 +57,10 @@ def _mapped(step: Step) -> Function:
         for axis in reversed(manual):
             where = tuple(0 if axis in [a for e in axes for a in e] else None for axes in ins)
             function = jax.vmap(function, where, 0, axis_name=axis, axis_size=sizes[axis])
-        made = function(*blocks)
-        return [_joined(y, axes, manual, sizes, bool(p["check_vma"])) for y, axes in zip(made, outs, strict=True)]
+        local_results = function(*blocks)
+        return [
+            _joined(y, axes, manual, sizes, bool(p["check_vma"])) for y, axes in zip(local_results, outs, strict=True)
+        ]
 
     return run
 
@@ -123,8 +125,8 @@ def _in_blocks(jaxpr: Any, over: _Over) -> Callable[..., list[Any]]:
             return _plain(atom.val, atom.aval) if hasattr(atom, "val") else values[atom]
 
         for eqn in inner.eqns:
-            made = _bound(eqn, [read(v) for v in eqn.invars], over)
-            values.update(zip(eqn.outvars, made, strict=True))
+            outs = _bound(eqn, [read(v) for v in eqn.invars], over)
+            values.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in inner.outvars]
 
     return run
@@ -202,8 +204,8 @@ def _without(held: Any, over: _Over) -> Any:
     """A jaxpr inside the body, of a loop or a branch, in the same way."""
     inner = getattr(held, "jaxpr", held)
     specs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inner.invars]
-    made = jax.make_jaxpr(_in_blocks(held, over), axis_env=list(over.sizes))(*specs)
-    return made if isinstance(held, core.ClosedJaxpr) else made.jaxpr
+    jaxpr = jax.make_jaxpr(_in_blocks(held, over), axis_env=list(over.sizes))(*specs)
+    return jaxpr if isinstance(held, core.ClosedJaxpr) else jaxpr.jaxpr
 
 
 def _permuted(x: Any, axis: Any, perm: Sequence[tuple[int, int]], sizes: Mapping[str, int]) -> Any:

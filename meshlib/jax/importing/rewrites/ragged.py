@@ -33,8 +33,8 @@ def _ragged(step: Step) -> Function | None:
         left, batched = [n + 1 for n in contract], ([n + 1 for n in batch], list(of_other))
         kind = step.params["preferred_element_type"]
         if ragged in contract:  # a matrix for each group, as in the gradient of the weights
-            made = lax.dot_general(own, y, ((left, list(other)), batched), preferred_element_type=kind)
-            return jnp.moveaxis(made, len(batch), 0)
+            product = lax.dot_general(own, y, ((left, list(other)), batched), preferred_element_type=kind)
+            return jnp.moveaxis(product, len(batch), 0)
         pairs = [0, *left], [*numbers.rhs_group_dimensions, *other]
         return lax.dot_general(own, y, (pairs, batched), preferred_element_type=kind)
 
