@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshlib.command.arguments import parser
-from meshlib.command.choices import is_maxtext
 from meshlib.command.output import terminal_width
 from meshlib.command.terminal import ended
 from meshlib.core.text import fitted_to
@@ -27,10 +26,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns: 0 for good, 1 where something does not fit or a check failed, 2 for wrong arguments or files.
     """
     top = parser()
-    args, rest = top.parse_known_args(argv)
-    args.overrides = [*getattr(args, "overrides", ()), *rest]
-    unknown = [text for text in args.overrides if not is_maxtext(args) or text.startswith("-") or "=" not in text]
-    if unknown:
-        top.error(f"unrecognized arguments: {' '.join(unknown)}")
+    args = top.parse_args(argv)
     with fitted_to(terminal_width()):
         return ended(f"{top.prog} {args.command}", lambda: int(args.run(args)))

@@ -26,12 +26,11 @@ class Parser(argparse.ArgumentParser):
         Raises: SystemExit with status 2 for arguments that do not exist, after one line that names the nearest.
         """
         given, unknown = self.parse_known_args(args, namespace)
-        given.overrides = []
-        if is_maxtext(given) and all("=" in text and not text.startswith("-") for text in unknown):
-            given.overrides = unknown
-        elif unknown:
+        given.overrides = [text for text in unknown if "=" in text and text[0] != "-"] if is_maxtext(given) else []
+        surplus = [text for text in unknown if text not in given.overrides]
+        if surplus:
             command = self.commands.get(getattr(given, "command", ""), self)
-            command.error(command.unknown(unknown))
+            command.error(command.unknown(surplus, is_maxtext(given)))
         return given
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -43,10 +42,15 @@ class Parser(argparse.ArgumentParser):
                 self.error(self.unknown([argument]))
         return super().parse_known_args(args, namespace)
 
-    def unknown(self, arguments: Sequence[str]) -> str:
-        """What to say of arguments that the parser does not know."""
+    def unknown(self, arguments: Sequence[str], configuration: bool = False) -> str:
+        """What to say of arguments that the parser does not know; a configuration's overrides are KEY=VALUE."""
         first = arguments[0]
         if not first.startswith("-"):
+            name, equals, _ = first.partition("=")
+            if equals and name.isidentifier():
+                return f"KEY=VALUE is for MaxText configurations; for a field or an argument say --set {first}"
+            if configuration:
+                return f"{first!r} is no KEY=VALUE, such as per_device_batch_size=2"
             return f"there is an argument too many: {first!r}; text with blanks or ';' needs quotes"
         name = first.partition("=")[0]
         options = [option[2:] for action in self._actions for option in action.option_strings if option[:2] == "--"]

@@ -72,60 +72,67 @@ def _command(under: Under, name: str, text: str, run: str) -> argparse.ArgumentP
         module, _, function = run.partition(":")
         return int(getattr(import_module(f"meshlib.command.{module}"), function)(args))
 
-    made: argparse.ArgumentParser = under.add_parser(name, help=text, description=text)
-    made.set_defaults(run=answer)
-    made.add_argument("--json", action="store_true", help="figures for programs, as the command's page describes them")
-    made.add_argument("--quiet", action="store_true", help="no progress, no hints")
-    return made
+    command: argparse.ArgumentParser = under.add_parser(name, help=text, description=text)
+    command.set_defaults(run=answer)
+    command.add_argument(
+        "--json", action="store_true", help="figures for programs, as the command's page describes them"
+    )
+    command.add_argument("--quiet", action="store_true", help="no progress, no hints")
+    return command
 
 
 def _about(under: Under, name: str, text: str, run: str, a_slice: bool = True) -> argparse.ArgumentParser:
     """A command about a program."""
-    made = _command(under, name, text, run)
-    made.add_argument("program", help=_PROGRAM)
-    made.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="of a MaxText configuration, as its command line takes them"
+    command_parser = _command(under, name, text, run)
+    command_parser.add_argument("program", help=_PROGRAM)
+    command_parser.usage = f"{command_parser.prog} PROGRAM [KEY=VALUE ...] [options]"
+    command_parser.epilog = "KEY=VALUE: of a MaxText configuration, as its own command line takes them."
+    command_parser.add_argument(
+        "--models", metavar="FOLDER", help="of MaxText's model files; default: models beside base.yml"
     )
-    made.add_argument("--models", metavar="FOLDER", help="of MaxText's model files; default: models beside base.yml")
-    made.add_argument(
+    command_parser.add_argument(
         "--slice", required=a_slice, help="the slice, such as v5e-256 or 2*v5p-512; meshlib slices lists them"
     )
-    made.add_argument("--batch", type=_count, help="sequences in a step of a model; default: 4,096 tokens a device")
-    made.add_argument("--length", type=_count, help="tokens in a sequence; default: 8,192, or the model's own limit")
-    made.add_argument("--remat", choices=REMAT, help="what the backward pass of a model computes again")
-    made.add_argument(
+    command_parser.add_argument(
+        "--batch", type=_count, help="sequences in a step of a model; default: 4,096 tokens a device"
+    )
+    command_parser.add_argument(
+        "--length", type=_count, help="tokens in a sequence; default: 8,192, or the model's own limit"
+    )
+    command_parser.add_argument("--remat", choices=REMAT, help="what the backward pass of a model computes again")
+    command_parser.add_argument(
         "--arg",
         action="append",
         metavar="NAME=DTYPE[SIZES]",
         help="an array that a JAX function takes: x=f32[256,512,1024], params.w=bf16[512,512]; repeatedly",
     )
-    made.add_argument(
+    command_parser.add_argument(
         "--names",
         action="append",
         metavar="PATH=NAMES",
         help="names of its axes, for layouts: x='batch length d_model', '*.wq'='d_model (heads head_dim)'; repeatedly",
     )
-    made.add_argument(
+    command_parser.add_argument(
         "--optimizer",
         choices=OPTIMIZERS,
         default=OPTIMIZERS[0],
         help="what trains a JAX function whose first result is a number (%(default)s); none: its forward alone",
     )
     if name in ("check", "verify", "dims"):  # none of them depends on it
-        made.set_defaults(compiler=XLA_TPU.name)
+        command_parser.set_defaults(compiler=XLA_TPU.name)
     else:
-        _compiler(made)
-    made.add_argument(
+        _compiler(command_parser)
+    command_parser.add_argument(
         "--set",
         action="append",
         metavar="NAME=VALUE",
         help="a field of the model's config, or an argument of the function; repeatedly",
     )
-    return made
+    return command_parser
 
 
-def _compiler(made: argparse.ArgumentParser) -> None:
-    made.add_argument(
+def _compiler(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
         "--compiler",
         choices=[*COMPILERS],
         default=XLA_TPU.name,
@@ -133,85 +140,91 @@ def _compiler(made: argparse.ArgumentParser) -> None:
     )
 
 
-def _layout(made: argparse.ArgumentParser) -> None:
-    made.add_argument(
+def _layout(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
         "--layout",
         action="append",
         metavar="LAYOUT@MESH",
         help="fsdp+tensor@fsdp:16;tensor:8 for a model, or rules: batch:data@data:8; repeatedly",
     )
-    made.add_argument("--mesh", help="the mesh, for layouts without their own")
+    command.add_argument("--mesh", help="the mesh, for layouts without their own")
 
 
-def _compile(made: argparse.ArgumentParser) -> None:
-    made.add_argument("--compile", action="store_true", help="also what the real compiler says (pip install libtpu)")
-    made.add_argument("--backend", choices=("tpu", "cpu"), default="tpu", help="whose compiler (%(default)s)")
+def _compile(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--compile", action="store_true", help="also what the real compiler says (pip install libtpu)")
+    command.add_argument("--backend", choices=("tpu", "cpu"), default="tpu", help="whose compiler (%(default)s)")
 
 
-def _plan(made: argparse.ArgumentParser) -> None:
-    _layout(made)
-    _compile(made)
-    made.add_argument(
+def _plan(command: argparse.ArgumentParser) -> None:
+    _layout(command)
+    _compile(command)
+    command.add_argument(
         "--search",
         action="store_true",
         help="search meshes and layouts instead of taking usual ones; of a MaxText configuration, tune it",
     )
-    made.add_argument("--emit", choices=TARGETS, help="print a plan as something to run, and nothing else")
-    made.add_argument("--rank", type=_count, default=1, help="which of the ranked plans to print (%(default)s)")
-    _run(made)
-    _effort(made)
+    command.add_argument("--emit", choices=TARGETS, help="print a plan as something to run, and nothing else")
+    command.add_argument("--rank", type=_count, default=1, help="which of the ranked plans to print (%(default)s)")
+    _run(command)
+    _effort(command)
 
 
-def _report(made: argparse.ArgumentParser) -> None:
-    _layout(made)
-    made.add_argument("--search", action="store_true", help="search meshes and layouts instead of taking usual ones")
-    made.add_argument("--out", required=True, help="the file to write, such as plan.html")
-    _run(made)
-    _effort(made)
+def _report(command: argparse.ArgumentParser) -> None:
+    _layout(command)
+    command.add_argument("--search", action="store_true", help="search meshes and layouts instead of taking usual ones")
+    command.add_argument("--out", required=True, help="the file to write, such as plan.html")
+    _run(command)
+    _effort(command)
 
 
-def _init(made: argparse.ArgumentParser) -> None:
-    _layout(made)
-    made.add_argument("--search", action="store_true", help="search meshes and layouts instead of taking usual ones")
-    made.add_argument("--out", default="test_plan.py", help="the test to write (%(default)s), its snapshot beside it")
-    made.add_argument("--force", action="store_true", help="write it although it is there")
-    _run(made)
-    _effort(made)
+def _init(command: argparse.ArgumentParser) -> None:
+    _layout(command)
+    command.add_argument("--search", action="store_true", help="search meshes and layouts instead of taking usual ones")
+    command.add_argument(
+        "--out", default="test_plan.py", help="the test to write (%(default)s), its snapshot beside it"
+    )
+    command.add_argument("--force", action="store_true", help="write it although it is there")
+    _run(command)
+    _effort(command)
 
 
-def _serve(made: argparse.ArgumentParser) -> None:
-    made.add_argument("--context", type=_count, help="positions that caches hold; 2,048, or the model's own limit")
-    made.add_argument("--prompt", type=_count, help="tokens that a prefill reads; half the context unless given")
-    made.add_argument("--within", type=_amount, help="milliseconds that a token may take; the best throughput so fast")
-    made.add_argument("--weights", help="dtype of weights: bfloat16, int8, int4, ...; that of the model unless given")
-    made.add_argument("--caches", help="dtype of caches, such as int8")
-    made.add_argument("--plot", help="draw throughput over latency into this file, such as serving.png")
+def _serve(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--context", type=_count, help="positions that caches hold; 2,048, or the model's own limit")
+    command.add_argument("--prompt", type=_count, help="tokens that a prefill reads; half the context unless given")
+    command.add_argument(
+        "--within", type=_amount, help="milliseconds that a token may take; the best throughput so fast"
+    )
+    command.add_argument(
+        "--weights", help="dtype of weights: bfloat16, int8, int4, ...; that of the model unless given"
+    )
+    command.add_argument("--caches", help="dtype of caches, such as int8")
+    command.add_argument("--plot", help="draw throughput over latency into this file, such as serving.png")
 
 
-def _run(made: argparse.ArgumentParser) -> None:
-    how_long = made.add_mutually_exclusive_group()
+def _run(command: argparse.ArgumentParser) -> None:
+    how_long = command.add_mutually_exclusive_group()
     how_long.add_argument("--tokens", type=_amount, help="also what a whole run takes, to so many tokens, such as 1e12")
     how_long.add_argument("--epochs", type=_amount, help="the same to so many epochs of --examples")
     how_long.add_argument("--steps", type=_count, help="the same to so many steps")
-    made.add_argument("--examples", type=_count, help="of an epoch")
-    made.add_argument("--evaluate-every", type=_count, help="steps between evaluations; one at the end unless given")
-    made.add_argument("--evaluation-examples", type=_count, help="sequences that an evaluation of a model reads")
-    made.add_argument("--input-rate", type=_amount, help="examples that one host prepares in a second")
+    command.add_argument("--examples", type=_count, help="of an epoch")
+    command.add_argument("--evaluate-every", type=_count, help="steps between evaluations; one at the end unless given")
+    command.add_argument("--evaluation-examples", type=_count, help="sequences that an evaluation of a model reads")
+    command.add_argument("--input-rate", type=_amount, help="examples that one host prepares in a second")
 
 
-def _search(made: argparse.ArgumentParser) -> None:
-    _layout(made)
-    made.add_argument("--objective", default="step_seconds", help="step_seconds, usd, memory, or another figure")
-    made.add_argument("--fix", default="", help="rules that every layout has, such as batch:data")
-    made.add_argument("--sizes", default="", help="sizes of their axes, such as data:16")
-    made.add_argument("--forbid", default="", help="dims that are not split")
-    made.add_argument("--axes", type=int, default=3, help="axes at most (%(default)s)")
-    made.add_argument("--resume", help="a file that keeps what was found, and goes on with it")
-    _effort(made)
+def _search(command: argparse.ArgumentParser) -> None:
+    _layout(command)
+    command.add_argument("--objective", default="step_seconds", help="step_seconds, usd, memory, or another figure")
+    command.add_argument("--fix", default="", help="rules that every layout has, such as batch:data")
+    command.add_argument("--sizes", default="", help="sizes of their axes, such as data:16")
+    command.add_argument("--forbid", default="", help="dims that are not split")
+    command.add_argument("--axes", type=int, default=3, help="axes at most (%(default)s)")
+    command.add_argument("--resume", help="a file that keeps what was found, and goes on with it")
+    _effort(command)
 
 
-def _effort(made: argparse.ArgumentParser) -> None:
-    made.add_argument(
+def _effort(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
         "--try",
         dest="tried",
         action="append",
@@ -219,29 +232,29 @@ def _effort(made: argparse.ArgumentParser) -> None:
         help="values to search: batch=64,128 or stages=1,4 and microbatches=1,16 of a model, arguments of a function; "
         "repeatedly",
     )
-    made.add_argument("--seconds", type=float, default=60.0, help="to search at most (%(default)s)")
-    made.add_argument("--workers", type=_count, help="processes; one for each core unless given")
+    command.add_argument("--seconds", type=float, default=60.0, help="to search at most (%(default)s)")
+    command.add_argument("--workers", type=_count, help="processes; one for each core unless given")
 
 
-def _validate(made: argparse.ArgumentParser) -> None:
-    made.add_argument("--file", help="JSON in the format of published results; default: the set in the package")
-    made.add_argument("--refit", action="store_true", help="fit the constants to the training runs first")
-    made.add_argument("--talks", action="store_true", help="the figures of the talks, in place of the rows")
-    _compiler(made)
+def _validate(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--file", help="JSON in the format of published results; default: the set in the package")
+    command.add_argument("--refit", action="store_true", help="fit the constants to the training runs first")
+    command.add_argument("--talks", action="store_true", help="the figures of the talks, in place of the rows")
+    _compiler(command)
 
 
-def _records(made: argparse.ArgumentParser) -> None:
-    made.add_argument("source", help="a folder class/name.png, a .csv with a line of names, an IDX file, or a text")
-    made.add_argument("target", help="the file to write, or NAME@COUNT for NAME-00000-of-00010, ...")
-    made.add_argument("--labels", help="of an IDX file of images, that of their labels")
-    made.add_argument(
+def _records(command: argparse.ArgumentParser) -> None:
+    command.add_argument("source", help="a folder class/name.png, a .csv with a line of names, an IDX file, or a text")
+    command.add_argument("target", help="the file to write, or NAME@COUNT for NAME-00000-of-00010, ...")
+    command.add_argument("--labels", help="of an IDX file of images, that of their labels")
+    command.add_argument(
         "--column",
         action="append",
         type=_column,
         metavar="NAME:KIND",
         help="of a table: integer, float or text, for a column that is not what it looks; may be repeated",
     )
-    made.add_argument("--compression", choices=("gzip", "zlib"), help="of the files; none unless given")
+    command.add_argument("--compression", choices=("gzip", "zlib"), help="of the files; none unless given")
 
 
 def _column(text: str) -> tuple[str, str]:

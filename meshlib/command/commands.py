@@ -72,8 +72,8 @@ def compared(args: argparse.Namespace) -> int:
     if not others:
         raise GraphError("compare needs at least two --layout")
     if args.json:
-        found = [{"sentence": difference(first, other), "second": figures.of_estimate(other)} for other in others]
-        say_json({"first": figures.of_estimate(first), "others": found})
+        others_told = [{"sentence": difference(first, other), "second": figures.of_estimate(other)} for other in others]
+        say_json({"first": figures.of_estimate(first), "others": others_told})
         return GOOD
     for other in others:
         notes = dict.fromkeys((*first.program.notes, *other.program.notes))

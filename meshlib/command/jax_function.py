@@ -61,8 +61,8 @@ def _of_texts(texts: Sequence[str]) -> Mapping[str, Any]:
     made: dict[str, Any] = {}
     for text in texts:
         path, equals, value = (part.strip() for part in text.partition("="))
-        found = _ARRAY.fullmatch(value)
-        if not equals or found is None or not all(word.isidentifier() or word.isdecimal() for word in path.split(".")):
+        array = _ARRAY.fullmatch(value)
+        if not equals or array is None or not all(word.isidentifier() or word.isdecimal() for word in path.split(".")):
             raise GraphError(
                 f"--arg is NAME=DTYPE[SIZES], such as x=f32[256,512,1024] or params.w=bf16[4,8], got {text!r}"
             )
@@ -74,7 +74,7 @@ def _of_texts(texts: Sequence[str]) -> Mapping[str, Any]:
                 raise GraphError(f"--arg {text}: {word} is an array already")
         if last in within:
             raise GraphError(f"--arg {text}: {path} is given twice")
-        within[last] = _shape(found[1], found[2], text)
+        within[last] = _shape(array[1], array[2], text)
     return made
 
 
@@ -176,21 +176,21 @@ def dims_text(graph: Graph) -> str:
 
 def _places(graph: Graph) -> dict[Dimension, list[str]]:
     """Where each dim occurs: in axes of arguments, else in the first operation that has it."""
-    found: dict[Dimension, list[str]] = {}
+    places: dict[Dimension, list[str]] = {}
     arguments = getattr(graph, "arguments", {})
     for name, argument in arguments.items():
         for n, dims in enumerate(argument.axes):
             for d in dims:
                 whole = "" if len(dims) == 1 else f", of {' x '.join(str(e.size) for e in dims)}"
-                found.setdefault(d, []).append(f"{name} axis {n}{whole}")
+                places.setdefault(d, []).append(f"{name} axis {n}{whole}")
     if not arguments:
         for op in (*graph.variables.values(), *graph.inputs.values()):
             for d in op.output.shape:
-                found.setdefault(d, []).append(op.name)
+                places.setdefault(d, []).append(op.name)
     inside: dict[Dimension, list[str]] = {}
     for op in all_operations(graph.operations):
         for y in op.outputs:
             for d in y.shape:
-                if d not in found:
+                if d not in places:
                     inside.setdefault(d, [f"inside, first in {op.name} ({op.source})"])
-    return found | inside
+    return places | inside

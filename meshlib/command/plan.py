@@ -100,21 +100,21 @@ def plans_of(
 ) -> list[Plan]:
     """All layouts, the best first; where remat is not given, the best is tried with the others."""
     first: dict[str, object] = {"remat": remat or REMAT[0]} if subject.config is not None else {}
-    made = sorted(
+    plans = sorted(
         (planned(subject, where, name, mesh, asked, **first) for name, mesh in layouts), key=lambda p: p.order
     )
     if first and remat is None:
-        fastest = min((p.est.step_seconds for p in made if p.est is not None and p.est.fits), default=0.0)
-        for plan in list(made):
+        fastest = min((p.est.step_seconds for p in plans if p.est is not None and p.est.fits), default=0.0)
+        for plan in list(plans):
             if plan.est is None or not plan.est.fits or _least_seconds(plan.est) >= fastest:
                 continue
             for other in REMAT[1:]:  # each keeps more than the one before
                 lighter = planned(subject, where, plan.name, plan.mesh, asked, remat=other)
-                made.append(lighter)
+                plans.append(lighter)
                 if lighter.est is None or not lighter.est.fits:
                     break
                 fastest = min(fastest, lighter.est.step_seconds)
-    return sorted(made, key=lambda p: p.order)
+    return sorted(plans, key=lambda p: p.order)
 
 
 def _least_seconds(est: Estimate) -> float:
@@ -195,9 +195,9 @@ def _notes(est: Estimate) -> str:
 
 
 def _remedies(est: Estimate) -> list[str]:
-    found = [str(remedy) for remedy in est.memory.remedies[:3]]
+    texts = [str(remedy) for remedy in est.memory.remedies[:3]]
     return [
-        line for n, text in enumerate(found) for line in wrapped(text, "  do         " if n == 0 else " " * 13, " ")
+        line for n, text in enumerate(texts) for line in wrapped(text, "  do         " if n == 0 else " " * 13, " ")
     ]
 
 

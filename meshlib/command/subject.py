@@ -88,10 +88,10 @@ class Subject:
     def built(self, **choices: object) -> tuple[Any, Sequence[Operation]]:
         """Outputs and updates."""
         with _users(self.name):
-            made = self.build(**{**self.arguments, **choices})
-        if not isinstance(made, tuple) or len(made) != 2:
-            raise GraphError(f"{self.name} must return (outputs, updates), as mtf.lower takes them, got {made!r:.80}")
-        return made
+            asked = self.build(**{**self.arguments, **choices})
+        if not isinstance(asked, tuple) or len(asked) != 2:
+            raise GraphError(f"{self.name} must return (outputs, updates), as mtf.lower takes them, got {asked!r:.80}")
+        return asked
 
     def session(self, **choices: object) -> Session:
         """The session of the program built with these."""
@@ -272,12 +272,12 @@ def _function(file: Path, name: str) -> Callable[..., Any]:
     sys.path.insert(0, str(file.resolve().parent))
     with _users(str(file)):
         spec.loader.exec_module(module)
-    found = getattr(module, name, None)
-    if not callable(found):
+    value = getattr(module, name, None)
+    if not callable(value):
         there = [n for n, f in vars(module).items() if callable(f) and getattr(f, "__module__", "") == file.stem]
         raise GraphError(f"{file} has no function {name!r}; it has {', '.join(there) or 'none'}")
-    made: Callable[..., Any] = found
-    return made
+    function: Callable[..., Any] = value
+    return function
 
 
 def _setting(text: str) -> tuple[str, object]:
@@ -297,13 +297,13 @@ def _literal(text: str) -> object:
 
 def tried_values(texts: Sequence[str]) -> dict[str, list[object]]:
     """The values of each `NAME=VALUE,VALUE`."""
-    found = {}
+    choices = {}
     for text in texts:
         name, equals, values = text.partition("=")
         if not equals or not name.strip().isidentifier() or not all(v.strip() for v in values.split(",")):
             raise GraphError(f"--try is NAME=VALUE,VALUE, such as batch=64,128, got {text!r}")
-        found[name.strip()] = [_literal(value.strip()) for value in values.split(",")]
-    return found
+        choices[name.strip()] = [_literal(value.strip()) for value in values.split(",")]
+    return choices
 
 
 def completed_layouts(subject: Subject, mesh: str) -> list[tuple[str, str]]:
@@ -331,12 +331,12 @@ def completed_layouts(subject: Subject, mesh: str) -> list[tuple[str, str]]:
 
 def named_layouts(texts: Sequence[str], mesh: str | None) -> list[tuple[str, str]]:
     """(layout, mesh) of each `LAYOUT@MESH`, or of layouts on one mesh."""
-    made = []
+    layouts = []
     for text in texts:
         name, at, own = text.partition("@")
         if not at and mesh is None:
             raise MeshlibError(f"--layout {text}: say on which mesh: LAYOUT@MESH, such as fsdp+tensor@fsdp:16;tensor:8")
         if at and mesh is not None:
             raise MeshlibError(f"--layout {text} has a mesh; leave --mesh out")
-        made.append((name.strip(), own.strip() if at else str(mesh)))
-    return made
+        layouts.append((name.strip(), own.strip() if at else str(mesh)))
+    return layouts

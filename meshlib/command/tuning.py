@@ -17,16 +17,16 @@ def tuned(args: argparse.Namespace, where: Slice) -> int:
     """Print the best configuration and what each change gains; 1 where nothing fits."""
     run = run_of(args)
     with Progress(args.quiet) as bar:
-        found = tune(
+        result = tune(
             run, where, seconds=args.seconds, compiler=COMPILERS[args.compiler],
             progress=lambda done, total, text: bar(done, total, f"configurations; best: {text}"),
         )  # fmt: skip
     if args.emit == "maxtext":
-        best = found.best
+        best = result.best
         print(Emission(best.run.overrides, tuple(map(str, best.run.unread))))
     elif args.json:
-        say_json(found.as_json())
+        say_json(result.as_json())
     else:
         notes = notes_of(run, where)
-        say("\n\n".join(part for part in (str(found), notes, "* modelled; all others exact") if part))
-    return 0 if found.best.fits else 1
+        say("\n\n".join(part for part in (str(result), notes, "* modelled; all others exact") if part))
+    return 0 if result.best.fits else 1

@@ -400,13 +400,15 @@ class Estimate(Shown):
           compiled: what the real compiler said of the program, if it was asked; its text is shown.
         Raises: GraphError where the path cannot be written.
         Example:
-          >>> import meshlib as mtf, os, tempfile
+          >>> import tempfile
+          >>> from pathlib import Path
+          >>> import meshlib as mtf
           >>> with mtf.Graph():
           ...     x = mtf.input("x", [mtf.Dimension("batch", 8192), mtf.Dimension("inner", 8192)], "bfloat16")
           ...     program = mtf.lower({"y": mtf.reduce_sum(x)}, mesh="cores:8", layout="batch:cores")
-          >>> path = os.path.join(tempfile.mkdtemp(), "plan.html")
+          >>> path = Path(tempfile.mkdtemp(), "plan.html")
           >>> mtf.estimate(program, "v3-8").report(path)
-          >>> "Fits" in open(path).read()
+          >>> "Fits" in path.read_text()
           True
         """
         from meshlib.report.page import page, write_page

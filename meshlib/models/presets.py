@@ -175,8 +175,7 @@ def preset(name: str) -> TransformerConfig:
       540356474880
       >>> preset("lama2-70b")
       Traceback (most recent call last):
-      meshlib.core.errors.GraphError: preset (<doctest meshlib.models.presets.preset[1]>:1): no model 'lama2-70b'; did
-      you...
+      meshlib.core.errors.GraphError: preset (...): no model 'lama2-70b'; did you mean 'llama2-70b'?
     """
     if not isinstance(name, str):
         raise GraphError(f"{at('preset')}: expected the name of a model such as 'llama2-70b', got {name!r:.80}")

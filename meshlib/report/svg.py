@@ -208,7 +208,7 @@ def shortened(name: str, pixels: float) -> str:
     """The end of a scoped name, which says most, as far as there is room; "" where there is none.
 
     >>> shortened("layers/scan/feed_forward/wi", 90), shortened("embedding", 20)
-    ('…_forward/wi', '')
+    ('…ed_forward/wi', '')
     """
     letters = int(pixels / LETTER)
     if len(name) <= letters:

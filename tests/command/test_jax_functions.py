@@ -76,7 +76,10 @@ def test_a_loss_is_planned_as_a_step_of_its_training(file: str, capsys: pytest.C
         (["plain", "--names", "x=b"], "--names are for JAX functions"),
         (["loss", "--names", "x"], "--names is PATH=NAMES, such as"),
         (["loss", "--names", "x=a"], "'x' has 1 names, 'a', but x has 2 axes, [8, 16]"),
-        (["plain", "--arg", "x=f32[2,4]", "--arg", "w=f32[5,4]"], "raised TypeError"),
+        (
+            ["plain", "--arg", "x=f32[2,4]", "--arg", "w=f32[5,4]"],
+            "failed at model.py:14: TypeError: dot_general requires",
+        ),
     ],
 )
 def test_mistakes(given: list[str], said: str, file: str, capsys: pytest.CaptureFixture[str]) -> None:

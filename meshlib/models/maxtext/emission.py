@@ -225,9 +225,9 @@ def _wanted(
     return wanted
 
 
-def _options(found: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+def _options(options: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Different options of a dim; to be whole is one only where there is no other."""
-    return [axes for axes in dict.fromkeys(found) if axes] or [()]
+    return [axes for axes in dict.fromkeys(options) if axes] or [()]
 
 
 def _same(one: LayoutRules, other: LayoutRules) -> bool:
@@ -267,10 +267,10 @@ def _differences(
     """What the keys give when they are read, where it is not the plan."""
     try:
         run = _read(keys)
-        found = run.config
+        read_back = run.config
         out = [
             f"{name}: {ours!r:.60} in the plan, {theirs!r:.60} in MaxText"
-            for (name, ours), (_, theirs) in zip(_plain(config), _plain(found), strict=True)
+            for (name, ours), (_, theirs) in zip(_plain(config), _plain(read_back), strict=True)
             if ours != theirs
         ]
         if run.mesh(where) != mesh and mesh.size > 1:

@@ -41,37 +41,37 @@ ACTIVATIONS: Mapping[str, str] = MappingProxyType(
 
 def weights(config: TransformerConfig) -> dict[str, Named]:
     """The weights of a model: dims here, and what MaxText calls them. Norms and other biases follow them."""
-    made: dict[str, Named] = {"embedding": (("vocab", "vocab"), ("d_model", "embed_vocab"))}
+    axes_of_weight: dict[str, Named] = {"embedding": (("vocab", "vocab"), ("d_model", "embed_vocab"))}
     if not config.tied:
-        made["head"] = (("d_model", "embed_vocab"), ("vocab", "vocab"))
+        axes_of_weight["head"] = (("d_model", "embed_vocab"), ("vocab", "vocab"))
     if config.latent is None:
-        made |= {
+        axes_of_weight |= {
             "query": (("d_model", "embed"), ("heads", "q_heads"), ("head_dim", "kv")),
             "key and value": (("d_model", "embed"), ("heads", "kv_heads"), ("head_dim", "kv_head_dim")),
         }
         if config.memory_heads == 1 < config.heads:
-            made["key and value"] = (("d_model", "embed"), ("", "kv_heads"), ("head_dim", "kv_head_dim"))
+            axes_of_weight["key and value"] = (("d_model", "embed"), ("", "kv_heads"), ("head_dim", "kv_head_dim"))
     else:
-        made |= {
+        axes_of_weight |= {
             "wkv_a": (("d_model", "embed"), ("kv_rank", "kv_lora_up_proj")),
             "wkv_b": (("kv_rank", "kv_lora"), ("heads", "kv_heads"), ("head_dim", "kv_head_dim")),
         }
         if config.latent.q_rank is None:
-            made["query"] = (("d_model", "embed"), ("heads", "q_heads"), ("head_dim", "kv"))
+            axes_of_weight["query"] = (("d_model", "embed"), ("heads", "q_heads"), ("head_dim", "kv"))
         else:
-            made["wq_a"] = (("d_model", "embed"), ("q_rank", "q_lora_up_proj"))
-            made["wq_b"] = (("q_rank", "q_lora"), ("heads", "q_heads"), ("head_dim", "kv"))
-    made["out"] = (("heads", "heads"), ("head_dim", "kv"), ("d_model", "embed"))
+            axes_of_weight["wq_a"] = (("d_model", "embed"), ("q_rank", "q_lora_up_proj"))
+            axes_of_weight["wq_b"] = (("q_rank", "q_lora"), ("heads", "q_heads"), ("head_dim", "kv"))
+    axes_of_weight["out"] = (("heads", "heads"), ("head_dim", "kv"), ("d_model", "embed"))
     kinds = {kind.experts for kind in config.kinds}
     if False in kinds or (config.experts is not None and config.experts.shared):
-        made["mlp"] = (("d_model", "embed"), ("d_ff", "mlp"))
-    if config.bias and "mlp" in made:
-        made["mlp bias"] = (("d_ff", "mlp"),)
+        axes_of_weight["mlp"] = (("d_model", "embed"), ("d_ff", "mlp"))
+    if config.bias and "mlp" in axes_of_weight:
+        axes_of_weight["mlp bias"] = (("d_ff", "mlp"),)
     if config.experts is not None:
-        made["experts"] = (("experts", "exp"), ("d_model", "embed_moe"), ("expert_d_ff", "mlp_moe"))
+        axes_of_weight["experts"] = (("experts", "exp"), ("d_model", "embed_moe"), ("expert_d_ff", "mlp_moe"))
         if config.bias:
-            made["experts' bias"] = (("experts", "exp"), ("expert_d_ff", "activation_mlp"))
-    return made
+            axes_of_weight["experts' bias"] = (("experts", "exp"), ("expert_d_ff", "activation_mlp"))
+    return axes_of_weight
 
 
 def assigned(rules: Iterable[LogicalRule], names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
@@ -80,14 +80,14 @@ def assigned(rules: Iterable[LogicalRule], names: Sequence[str]) -> tuple[tuple[
     >>> assigned([("mlp", ("tensor",)), ("embed", ("fsdp", "tensor")), ("embed", ("fsdp",))], ["embed", "mlp"])
     (('fsdp',), ('tensor',))
     """
-    found: dict[int, tuple[str, ...]] = {}
+    axes_of_place: dict[int, tuple[str, ...]] = {}
     for name, axes in rules:
         if name in names:
             place = names.index(name)
-            taken = {axis for other in found.values() for axis in other}
-            if place not in found and not taken & {*axes}:
-                found[place] = axes
-    return tuple(found.get(n, ()) for n in range(len(names)))
+            taken = {axis for other in axes_of_place.values() for axis in other}
+            if place not in axes_of_place and not taken & {*axes}:
+                axes_of_place[place] = axes
+    return tuple(axes_of_place.get(n, ()) for n in range(len(names)))
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ def translated(s: Settings, config: TransformerConfig, axes: Axes, pipelined: bo
     sizes = axes.sizes
     several = {axis for axis, size in sizes.items() if size > 1}
 
-    def used(found: Sequence[str]) -> tuple[str, ...]:
-        return tuple(axis for axis in found if axis in several)
+    def used(axes_of_dim: Sequence[str]) -> tuple[str, ...]:
+        return tuple(axis for axis in axes_of_dim if axis in several)
 
     per_weight = {
         what: {dim: used(got) for (dim, _), got in zip(named, assigned(rules, [n for _, n in named]), strict=True)}
@@ -116,22 +116,25 @@ def translated(s: Settings, config: TransformerConfig, axes: Axes, pipelined: bo
     }
     _check_heads(s, config, per_weight, sizes)
     variables: dict[str, tuple[str, ...]] = {}
-    for found in per_weight.values():
-        for dim, got in found.items():
+    for axes_of_dim in per_weight.values():
+        for dim, got in axes_of_dim.items():
             if dim and len(got) >= len(variables.get(dim, ())):
                 variables[dim] = got
     activations = {dim: used(assigned(rules, [name])[0]) for dim, name in ACTIVATIONS.items()}
     length = used(assigned(rules, ["activation_length"])[0])
     normed = used(assigned(rules, ["activation_norm_length"])[0])
     yielding = {
-        dim for found in per_weight.values() for dim, got in found.items() if dim and len(got) < len(variables[dim])
+        dim
+        for axes_of_dim in per_weight.values()
+        for dim, got in axes_of_dim.items()
+        if dim and len(got) < len(variables[dim])
     }
-    made = _rules(variables, activations, yielding, (length, normed))
+    layout_rules = _rules(variables, activations, yielding, (length, normed))
     if s.flag("shard_optimizer_over_data") and "data" in several:
-        made.append(Rule("d_model", ("data", *variables.get("d_model", ())), optional=True, scope="slots"))
+        layout_rules.append(Rule("d_model", ("data", *variables.get("d_model", ())), optional=True, scope="slots"))
     if pipelined and "stage" in several:
-        made += [Rule("stage", ("stage",)), Rule("microbatch", ("stage",))]
-    layout = with_unsplit(LayoutRules(_used_by(config, made)), config)
+        layout_rules += [Rule("stage", ("stage",)), Rule("microbatch", ("stage",))]
+    layout = with_unsplit(LayoutRules(_used_by(config, layout_rules)), config)
     return Translation(layout, tuple(_differing(layout, per_weight, axes.mesh)))
 
 
@@ -143,23 +146,23 @@ def _rules(
 ) -> list[Rule]:
     """One rule for a dim where weights and activations agree; optional ones where other dims of a weight come first."""
     length, normed = lengths
-    made = [Rule("batch", activations["batch"])] if activations["batch"] else []
+    layout_rules = [Rule("batch", activations["batch"])] if activations["batch"] else []
     for dim in (*YIELDING, *(d for d in WIDE if d in yielding)):
         of_weights, of_values = variables.get(dim, ()), activations.get(dim, ())
         scope = "variables" if of_values else None
-        made += [Rule(dim, of_weights, optional=True, scope=scope)] if of_weights else []
-        made += [Rule(dim, of_values, optional=True, scope="activations")] if of_values else []
+        layout_rules += [Rule(dim, of_weights, optional=True, scope=scope)] if of_weights else []
+        layout_rules += [Rule(dim, of_values, optional=True, scope="activations")] if of_values else []
     for dim in (d for d in WIDE if d not in yielding):
         of_weights, of_values = variables.get(dim, ()), activations.get(dim, ())
         if of_weights == of_values:
-            made += [Rule(dim, of_weights)] if of_weights else []
+            layout_rules += [Rule(dim, of_weights)] if of_weights else []
             continue
-        made += [Rule(dim, of_weights, scope="variables")] if of_weights else []
-        made += [Rule(dim, of_values, scope="activations")] if of_values else []
+        layout_rules += [Rule(dim, of_weights, scope="variables")] if of_weights else []
+        layout_rules += [Rule(dim, of_values, scope="activations")] if of_values else []
     if normed == length:
-        return [*made, *([Rule("length", length)] if length else [])]
+        return [*layout_rules, *([Rule("length", length)] if length else [])]
     both = tuple(dict.fromkeys((*normed, *length)))
-    return [*made, Rule("length", both, optional=True)]
+    return [*layout_rules, Rule("length", both, optional=True)]
 
 
 def _used_by(config: TransformerConfig, rules: list[Rule]) -> list[Rule]:
@@ -199,12 +202,15 @@ def _checked(s: Settings, axes: Axes) -> tuple[LogicalRule, ...]:
 
 
 def _check_heads(
-    s: Settings, config: TransformerConfig, found: Mapping[str, Mapping[str, tuple[str, ...]]], sizes: Mapping[str, int]
+    s: Settings,
+    config: TransformerConfig,
+    axes_of_dim: Mapping[str, Mapping[str, tuple[str, ...]]],
+    sizes: Mapping[str, int],
 ) -> None:
     """Raise GraphError where heads of keys can't be split as the rules ask for: MaxText refuses that, too."""
     if config.latent is not None:
         return
-    over = found["key and value"].get("heads", found["key and value"].get("", ()))
+    over = axes_of_dim["key and value"].get("heads", axes_of_dim["key and value"].get("", ()))
     parts = 1
     for axis in over:
         parts *= sizes[axis]

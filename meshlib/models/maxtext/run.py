@@ -131,9 +131,11 @@ class MaxTextRun:
         s = self.settings
         axes = [axis for axis in s["mesh_axes"] if isinstance(axis, str) and axis in PARTS]
         several = {axis: 2 if any(size != 1 for size in self._asked(axis)) else 1 for axis in axes}
-        made = translated(s, self.config, Axes(several, dict.fromkeys(axes, 1)), several.get("stage", 1) > 1).layout
+        translation = translated(
+            s, self.config, Axes(several, dict.fromkeys(axes, 1)), several.get("stage", 1) > 1
+        ).layout
         filled = {axis for axis in axes if -1 in self._asked(axis)}
-        return LayoutRules([replace(r, optional=True) if filled & {*r.axes} else r for r in made.rules])
+        return LayoutRules([replace(r, optional=True) if filled & {*r.axes} else r for r in translation.rules])
 
     def layout_on(self, slice: str | Slice) -> LayoutRules:
         """The layout on a slice: rules for the axes of its mesh."""
@@ -279,14 +281,14 @@ class MaxTextRun:
         """Keys that differ from their defaults, have a cost, and are not expressed."""
         s = self.settings
         values = s.values
-        found = [
+        changed = [
             Unread(key, values[key], default, effect.changes)
             for effect in EFFECTS
             if effect.counts(values)
             for key, default in effect.defaults.items()
             if key in values and values[key] not in (default, None)
         ]
-        return (*found, *_partly(s))
+        return (*changed, *_partly(s))
 
     def __str__(self) -> str:
         model = f"{self.config.name}: {self.config.parameters:,} parameters"
@@ -295,10 +297,10 @@ class MaxTextRun:
 
 def _partly(s: Settings) -> list[Unread]:
     """Keys that are read, but of which some values are not expressed."""
-    found = []
+    unread = []
 
     def note(key: str, changes: str) -> None:
-        found.append(Unread(key, s[key], READ[key], changes))
+        unread.append(Unread(key, s[key], READ[key], changes))
 
     if s["grad_dtype"] != "float32" and s["weight_dtype"] == "float32":
         note("grad_dtype", "gradients are kept and clipped in this dtype; float32 here")
@@ -311,7 +313,7 @@ def _partly(s: Settings) -> list[Unread]:
     if s["context_parallel_strategy"] != "all_gather" and s["ici_context_parallelism"] != 1:
         note("context_parallel_strategy", "how keys and values reach split queries; the cheaper of gathering keys and "
              "of partial results here")  # fmt: skip
-    return found
+    return unread
 
 
 @lru_cache(maxsize=256)

@@ -95,17 +95,17 @@ def parsed(texts: Sequence[str]) -> dict[str, Any]:
     Raises: GraphError for an argument without "=", a key that is given twice with different values, and a value that
       is no YAML; MissingError without PyYAML.
     """
-    found: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")
         key = key.strip()
         if not equals or not key:
             raise GraphError(f"{WHAT}: an override is KEY=VALUE, such as per_device_batch_size=2, got {text!r:.80}")
-        made = _yaml(value, f"override {key}={value[:60]}")
-        if key in found and found[key] != made:
-            raise GraphError(f"{WHAT}: override {key} is given twice: {_text(found[key])} and {_text(made)}")
-        found[key] = made
-    return found
+        value_read = _yaml(value, f"override {key}={value[:60]}")
+        if key in overrides and overrides[key] != value_read:
+            raise GraphError(f"{WHAT}: override {key} is given twice: {_text(overrides[key])} and {_text(value_read)}")
+        overrides[key] = value_read
+    return overrides
 
 
 def settings_of(
@@ -130,23 +130,23 @@ def settings_of(
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     rules: list[Any] = [*DEFAULT_RULES]
-    for file, found in reversed(chain):
-        rules = _merged(rules, found, file.name)
-        values |= found
-        sources |= dict.fromkeys(found, file.name)
+    for file, entries in reversed(chain):
+        rules = _merged(rules, entries, file.name)
+        values |= entries
+        sources |= dict.fromkeys(entries, file.name)
     folders = (
         [Path(os.fspath(models))] if models is not None else [place.parent / "models", place.parent.parent / "models"]
     )
-    for file, found in _model(place, {**values, **given}, folders, given):
-        rules = _merged(rules, found, file.name)
-        values |= found
-        sources |= dict.fromkeys(found, file.name)
+    for file, entries in _model(place, {**values, **given}, folders, given):
+        rules = _merged(rules, entries, file.name)
+        values |= entries
+        sources |= dict.fromkeys(entries, file.name)
     rules = _merged(rules, given, f"{place.name} (an override)")
     values |= given
     sources |= dict.fromkeys(given, OVERRIDES)
-    made = Settings(str(place), {k: None if _none(v) else v for k, v in values.items()}, sources)
-    _check(made)
-    return _with_rules(made, rules, folders)
+    settings = Settings(str(place), {k: None if _none(v) else v for k, v in values.items()}, sources)
+    _check(settings)
+    return _with_rules(settings, rules, folders)
 
 
 def _none(value: Any) -> bool:
@@ -168,9 +168,9 @@ def _chain(place: Path) -> list[tuple[Path, dict[str, Any]]]:
     while file is not None:
         if any(file.resolve() == before.resolve() for before, _ in chain) or len(chain) == MOST_FILES:
             raise GraphError(f"{WHAT}: {chain[-1][0].name}: base_config={file.name}: the files are based on each other")
-        found = _read(file)
-        chain.append((file, found))
-        base = found.get("base_config")
+        entries = _read(file)
+        chain.append((file, entries))
+        base = entries.get("base_config")
         if base in (None, ""):
             return chain
         if not isinstance(base, str):
@@ -199,26 +199,26 @@ def _model(
         there = sorted({f.stem for folder in folders if folder.is_dir() for f in folder.glob("*.yml")})
         hint = nearest(name, there) if there else f"; give the folder of model files, models=... (tried {folders[0]})"
         raise GraphError(f"{WHAT}: {where}: model_name={name}: there is no file {name}.yml{hint}")
-    found = _read(file)
+    entries = _read(file)
     if values.get("override_model_config") is True:
-        return [(file, {k: v for k, v in found.items() if k not in given or k == RULES})]
-    for key in found:
-        if key in given and key != RULES and given[key] != found[key]:
+        return [(file, {k: v for k, v in entries.items() if k not in given or k == RULES})]
+    for key in entries:
+        if key in given and key != RULES and given[key] != entries[key]:
             raise GraphError(
-                f"{WHAT}: {place.name} (an override): {key}={_text(given[key])}: {file.name} has {_text(found[key])}; "
-                "add override_model_config=true to replace it"
+                f"{WHAT}: {place.name} (an override): {key}={_text(given[key])}: {file.name} has "
+                f"{_text(entries[key])}; add override_model_config=true to replace it"
             )
-    return [(file, found)]
+    return [(file, entries)]
 
 
-def _merged(rules: list[Any], found: Mapping[str, Any], where: str) -> list[Any]:
+def _merged(rules: list[Any], entries: Mapping[str, Any], where: str) -> list[Any]:
     """Rules replace all earlier ones of the same name, or all rules where the file says so."""
-    new = found.get(RULES)
+    new = entries.get(RULES)
     if new is None:
         return rules
     if not isinstance(new, list) or not all(isinstance(r, list | tuple) and len(r) == 2 for r in new):
         raise GraphError(f"{WHAT}: {where}: {RULES}={new!r:.60}: must be a list of [name, axes] pairs")
-    if found.get("override_logical_axis_rules") is True:
+    if entries.get("override_logical_axis_rules") is True:
         return list(new)
     names = {str(rule[0]) for rule in new}
     return [*(r for r in rules if str(r[0]) not in names), *new]
@@ -237,12 +237,12 @@ def _with_rules(made: Settings, rules: list[Any], folders: Sequence[Path]) -> Se
         if file is None:
             there = sorted({f.stem for t in tried if t.parent.is_dir() for f in t.parent.glob("*.yml")})
             made.fail("custom_mesh_and_rule", f"there is no file {from_custom}.yml{nearest(from_custom, there)}")
-        found = _read(file)
+        entries = _read(file)
         for key in ("mesh_axes", "data_sharding"):
-            if key in found:
-                values[key], sources[key] = found[key], file.name
-        if RULES in found:
-            rules, sources[RULES] = _merged([], found, file.name), file.name
+            if key in entries:
+                values[key], sources[key] = entries[key], file.name
+        if RULES in entries:
+            rules, sources[RULES] = _merged([], entries, file.name), file.name
     pairs = []
     for rule in rules:
         name, axes = rule
@@ -297,10 +297,10 @@ def _read(file: Path) -> dict[str, Any]:
         text = raw.decode("utf-8")
     except UnicodeDecodeError:
         raise GraphError(f"{WHAT}: {file}: is no text in UTF-8") from None
-    found = _yaml(text, file.name)
-    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+    entries = _yaml(text, file.name)
+    if not isinstance(entries, dict) or not all(isinstance(key, str) for key in entries):
         raise GraphError(f"{WHAT}: {file.name}: must hold keys and values, one a line, such as base_emb_dim: 2048")
-    return found
+    return entries
 
 
 def _yaml(text: str, where: str) -> Any:
