@@ -82,6 +82,16 @@ def index(text: str, below: int) -> Input:
     return Input(Shape(text), lambda rng, shape: rng.integers(0, below, shape), "int32")
 
 
+def group_sizes(text: str, most: int) -> Input:
+    """int32 sizes of groups along the last dim, `most` together; some are 0."""
+
+    def drawn(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+        chosen = np.where(rng.random((*shape[:-1], most)) < 0.4, 0, rng.integers(0, shape[-1], (*shape[:-1], most)))
+        return (chosen[..., None] == np.arange(shape[-1])).sum(-2)
+
+    return Input(Shape(text), drawn, "int32")
+
+
 def flags(text: str) -> Input:
     """Booleans, more true than false."""
     return Input(Shape(text), lambda rng, shape: rng.random(shape) < 0.6, "bool")
@@ -680,6 +690,41 @@ for _grid, _largest, _to_grid in (
         lambda x, y, m=_largest, q=_to_grid: quantised_product(x, y, m, q),
         differentiable=None,  # as if nothing had been rounded: see test_quantized
     )
+
+
+def _grouped(x: Array, w: Array, sizes: Array) -> Array:
+    """x[n, r, d], w[g, d, f], sizes[n, g] -> y[n, r, f], row by row; beyond the last group zero."""
+    y = np.zeros((*x.shape[:2], w.shape[2]))
+    for n, r in np.ndindex(*y.shape[:2]):
+        group = np.searchsorted(np.cumsum(sizes[n]), r, side="right")
+        y[n, r] = x[n, r] @ w[group] if group < len(w) else 0
+    return y
+
+
+def _by_group(x: Array, y: Array, sizes: Array) -> Array:
+    """x[r, d], y[r, f], sizes[g] -> w[g, d, f]."""
+    ends = np.cumsum(sizes)
+    return np.stack([x[e - s : e].T @ y[e - s : e] for s, e in zip(sizes, ends, strict=True)])
+
+
+row("ragged_dot", "rows",
+    {"x": signed("r:8;d:4"), "w": signed("g:4;d:4;f:6"), "n": group_sizes("g:4", 8)},
+    lambda f, x, w, n: mtf.ragged_dot(x, w, n, "r", "g"),
+    lambda x, w, n: _grouped(x[None], w, n[None])[0], "xw")  # fmt: skip
+row("ragged_dot", "rows of each batch",
+    {"x": signed("b:2;r:8;d:4"), "w": signed("g:4;d:4;f:2"), "n": group_sizes("b:2;g:4", 6)},
+    lambda f, x, w, n: mtf.ragged_dot(x, w, n, "r", "g"), _grouped, "xw")  # fmt: skip
+row("ragged_dot", "shards of groups",
+    {"x": signed("s:2;b:2;r:4;d:2"), "w": signed("s:2;g:2;d:2;f:2"), "n": group_sizes("s:2;b:2;g:2", 3)},
+    lambda f, x, w, n: mtf.ragged_dot(x, w, n, "r", "g", dims("b:2;s:2;r:4;f:2")),
+    lambda x, w, n: np.stack([_grouped(*of) for of in zip(x, w, n, strict=True)], 1), "xw")  # fmt: skip
+row("ragged_dot", "rows summed",
+    {"x": signed("r:8;d:4"), "y": signed("r:8;f:2"), "n": group_sizes("g:4", 7)},
+    lambda f, x, y, n: mtf.ragged_dot(x, y, n, "r", "g", dims("g:4;d:4;f:2")), _by_group, "xy")  # fmt: skip
+row("ragged_dot", "rows of each batch summed",
+    {"x": signed("b:2;r:4;d:4"), "y": signed("b:2;r:4;f:2"), "n": group_sizes("b:2;g:4", 4)},
+    lambda f, x, y, n: mtf.ragged_dot(x, y, n, "r", "g", dims("d:4;g:4;f:2")),
+    lambda x, y, n: sum(_by_group(*of) for of in zip(x, y, n, strict=True)).swapaxes(0, 1), "xy")  # fmt: skip
 
 
 def quantised_product(x: Array, y: Array, largest: float, to_grid: Callable[[Array], Array]) -> Array:

@@ -252,6 +252,8 @@ class Product:
     beside   how many of the taps follow each other in the operands, so that they may share the rows of the array
     packs    whether items of the batch may share the array, on its diagonal
     swapped  whether operand 0 has the columns
+    groups   how many groups the rows are sorted into, each with a matrix [contracted, columns] of its own; or what is
+             contracted, if `groups_summed`, each with a result [rows, columns] of its own
     """
 
     batch: int
@@ -262,6 +264,8 @@ class Product:
     beside: int = 1
     packs: bool = False
     swapped: bool = False
+    groups: int = 1
+    groups_summed: bool = False
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from meshlib.core.opdef import Kind, Product, Scores
 from meshlib.estimation.work.stored_values import Stored
 from meshlib.estimation.work.tiles import tiled_bytes
 from meshlib.ops.contraction.einsum import EIGHT_BIT, matmul_plan
+from meshlib.ops.contraction.ragged import computed_rows
 from meshlib.ops.fused_attention.attention import executed_share, seen_pairs
 from meshlib.program.analysis.work import attributes, local_types, local_work
 from meshlib.program.instructions import Compute, Instruction, Value
@@ -89,6 +90,9 @@ def matmul_of(program: Program, instruction: Compute) -> Matmul:
         if once:  # windows may see nothing but padding
             passes = local_work(program, instruction).mxu_flops // once
     dtype = mxu_dtype(instruction)
+    if p.groups > 1:
+        ragged = "contracted" if p.groups_summed else "rows"
+        p = replace(p, **{ragged: computed_rows(getattr(p, ragged), p.groups)})
     return Matmul(p.rows, p.contracted, p.columns, p.batch, dtype, passes, p.taps, p.beside, p.packs)
 
 

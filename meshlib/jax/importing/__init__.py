@@ -27,6 +27,7 @@ from meshlib.jax.importing import (  # the table's rows
     elementwise,
     indexing,
     passing,
+    ragged,
     shapes,
     windows,
 )
@@ -55,7 +56,7 @@ from meshlib.jax.importing.writing import Writer
 from meshlib.ops.control.sources import input, variable
 from meshlib.ops.pointwise.elementwise import cast
 
-_ROWS = (control, convolution, draws, elementwise, indexing, passing, shapes, windows)
+_ROWS = (control, convolution, draws, elementwise, indexing, passing, ragged, shapes, windows)
 
 
 def from_jax(

@@ -6,8 +6,9 @@ from meshlib.jax.rows import attention as _attention
 from meshlib.jax.rows import elementwise as _elementwise
 from meshlib.jax.rows import index as _index
 from meshlib.jax.rows import products as _products
+from meshlib.jax.rows import ragged as _ragged
 from meshlib.jax.rows import shape as _shape
 from meshlib.jax.rows import sources as _sources
 from meshlib.jax.rows import windows as _windows
 
-_ = (_catalogue, _along_dims, _attention, _elementwise, _index, _products, _shape, _sources, _windows)
+_ = (_catalogue, _along_dims, _attention, _elementwise, _index, _products, _ragged, _shape, _sources, _windows)

@@ -258,7 +258,9 @@ def check_product(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
         padded = record.lower is not None
         if not (work.mxu_flops <= flops <= 4 * work.mxu_flops if padded else flops == work.mxu_flops):
             yield f"{s}: {flops} flops of its product, {work.mxu_flops} in all"
-        if (p.taps == 1 and not padded) and made != s.op.output.shape.size:
+        size = s.op.output.shape.size
+        fits = size % made == 0 if p.groups_summed else size == made  # a result for each group
+        if (p.taps == 1 and not padded) and not fits:
             yield f"{s}: its product makes {made} elements"
         first = p.batch * (p.columns if p.swapped else p.rows) * p.contracted
         if not padded and first > s.op.inputs[0].shape.size:

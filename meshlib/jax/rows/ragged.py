@@ -1,0 +1,75 @@
+"""Grouped products on JAX: `lax.ragged_dot` of the rows and groups that a device has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from math import prod
+
+import jax.numpy as jnp
+from jax import lax
+
+from meshlib.jax.context import Array
+from meshlib.jax.rows.products import operand
+from meshlib.jax.table import Names, Part, aligned, row
+
+_ROWS_SUMMED = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+)
+
+
+@row("ragged_dot")
+def _ragged_dot(part: Part, a: Array, b: Array, begins: Array, ends: Array) -> Array:
+    """One `lax.ragged_dot` for each index of the dims that have groups of their own, or are in both operands."""
+    rows, groups = part.attrs["rows"], part.attrs["groups"]
+    (of_a, of_b, of_bounds, _), out = part.names, part.out.shape.names
+    a, b = (operand(x, part.context, part.attrs["precision"] == "highest") for x in (a, b))
+    own = [n for n in of_bounds if n != groups]
+    rest_a, rest_b = ([n for n in of if n not in (rows, groups, *own)] for of in (of_a, of_b))
+    left, columns = [n for n in rest_a if n not in rest_b], [n for n in rest_b if n not in rest_a]
+    contracted = [n for n in rest_a if n in rest_b and n not in out]
+    apart = own + [n for n in rest_a if n in rest_b and n in out]
+    sizes = dict(zip((*of_a, *of_b), (*a.shape, *b.shape), strict=True))
+    if rows in of_b:
+        apart += contracted
+        result, order_a, order_b = [groups, *left, *columns], [[rows], left], [[rows], columns]
+    else:
+        apart += left
+        result, order_a, order_b = [rows, *columns], [[rows], contracted], [[groups], contracted, columns]
+    bounds = [jnp.clip(x - part.offsets[rows], 0, sizes[rows]) for x in (begins, ends)]
+    split = dict(zip(of_bounds, begins.shape, strict=True))[groups] < part.attrs["count"]
+    sizes[groups] = begins.shape[of_bounds.index(groups)]
+    products = []
+    for index in product(*(range(sizes[n]) for n in apart)):
+        at = dict(zip(apart, index, strict=True))
+        low, high = (_part_of(x, of_bounds, at, [[groups]], sizes) for x in bounds)
+        x, y = _part_of(a, of_a, at, order_a, sizes), _part_of(b, of_b, at, order_b, sizes)
+        products.append(_one(x, y, low, high, split, rows in of_b))
+    whole = jnp.stack(products).reshape([sizes[n] for n in (*apart, *result)])
+    summed = [n for n in apart if n not in out]
+    whole = jnp.sum(whole, axis=tuple(apart.index(n) for n in summed)) if summed else whole
+    return aligned(whole, [n for n in (*apart, *result) if n not in summed], out)
+
+
+def _part_of(
+    x: Array, names: Names, at: Mapping[str, int], order: Sequence[Sequence[str]], sizes: Mapping[str, int]
+) -> Array:
+    """An operand at one index, its other dims merged in this order."""
+    one = x[tuple(at.get(n, slice(None)) for n in names)]
+    rest = [n for n in names if n not in at]
+    return aligned(one, rest, [n for part in order for n in part]).reshape([prod(sizes[n] for n in p) for p in order])
+
+
+def _one(x: Array, y: Array, low: Array, high: Array, split: bool, rows_summed: bool) -> Array:
+    """The groups of one index. The first of split groups may begin at any row: rows go round until it is the first."""
+    summed = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    options = {"precision": lax.Precision.HIGHEST, "preferred_element_type": summed}
+    if split:
+        x = jnp.roll(x, -low[0], 0)
+        y = jnp.roll(y, -low[0], 0) if rows_summed else y
+    count = high - low
+    if rows_summed:
+        return lax.ragged_dot_general(x, y, count, _ROWS_SUMMED, **options)
+    whole = lax.ragged_dot(x, y, count, **options)
+    whole = jnp.where((jnp.arange(len(whole)) < jnp.sum(count))[:, None], whole, 0)
+    return jnp.roll(whole, low[0], 0) if split else whole

@@ -1,0 +1,292 @@
+"""Grouped products: rows that are sorted by group, each group with a matrix of its own, as of experts without capacity.
+
+    ragged_dot(x, w, sizes)[r, f] = sum over d of x[r, d] * w[g, d, f]    for the group g that row r is in
+
+One operation has both forms that gradients need: `rows` of the result are those of the first operand, or the result has
+the groups and the rows are summed over, each into its group. Groups are given as the rows where they begin and end, so
+that a device with some of the groups, or some of the rows, needs nothing else of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from layouts import Dimension, Shape
+from meshlib.core.arguments import at, choice
+from meshlib.core.dtypes import INT32
+from meshlib.core.engine import Engine
+from meshlib.core.errors import ShapeError
+from meshlib.core.graph import Operation, Tensor, TensorType
+from meshlib.core.opdef import Array, Block, Kind, Linear, Product, Work, operation
+from meshlib.ops.building import as_dim, as_dims, build, tensor
+from meshlib.ops.contraction.einsum import Names, matmul_plan
+from meshlib.ops.pointwise.cumulative import cumsum
+from meshlib.ops.pointwise.elementwise import cast, subtract
+from meshlib.ops.rules import reducing_factors, same_dtype
+
+PRECISIONS = ("default", "highest")
+# Rows of a tile of the kernel: AI-Hypercomputer/maxtext src/maxtext/configs/types.py, wi_tile_fwd_batch_seq.
+TILE_ROWS = 512
+
+
+def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
+    begins, ends = types[2:]
+    dtype = same_dtype(types[:2])
+    if not dtype.is_wide_float:
+        raise ShapeError(f"needs float operands, got {dtype.name}; cast them with mtf.cast")
+    if begins.dtype is not INT32 or begins != ends:
+        raise ShapeError(f"where groups begin and end must be int32 and alike, got {begins} and {ends}")
+    return TensorType(attrs["shape"], dtype)
+
+
+# ---------------------------------------------------------------- on one device
+
+
+def _segments(block: Block, begins: Array, ends: Array) -> Iterator[tuple[dict[str, int], int, slice]]:
+    """Each non-empty group of this block: the index of the dims that have groups of their own, the group, its rows."""
+    attrs, names = block.attrs, block.inputs[2].shape.names
+    groups, first = names.index(attrs["groups"]), block.offsets[attrs["rows"]]
+    count = block.inputs[0].shape.dim(attrs["rows"]).size
+    for index in np.ndindex(*begins.shape):
+        low, high = (min(max(int(x[index]) - first, 0), count) for x in (begins, ends))
+        if low < high:
+            place = {name: n for name, n in zip(names, index, strict=True) if name != attrs["groups"]}
+            yield place, index[groups], slice(low, high)
+
+
+def _local(block: Block, a: Array, b: Array, begins: Array, ends: Array) -> Array:
+    """Group by group, without the rows of others."""
+    attrs, engine = block.attrs, block.engine
+    a, b = (engine.mxu_operand(x, attrs["precision"] == "highest") for x in (a, b))
+    out = block.result()
+    out[...] = 0
+    names = [t.shape.names for t in (*block.inputs[:2], block.out)]
+    for place, group, rows in _segments(block, begins, ends):
+        chosen: dict[str, Any] = {**place, attrs["groups"]: group, attrs["rows"]: rows}
+        where = [tuple(chosen.get(name, np.s_[:]) for name in of) for of in names]
+        left = [tuple(n for n in of if not isinstance(chosen.get(n), int)) for of in names]
+        out[where[2]] += _product(engine, a[where[0]], b[where[1]], *left)
+    return out
+
+
+def _product(engine: Engine, a: Array, b: Array, a_names: Names, b_names: Names, out: Names) -> Array:
+    """The product of two arrays whose dims are matched by name."""
+    plan = matmul_plan(a_names, b_names, out)
+    if plan.swapped:
+        a, b, a_names, b_names = b, a, b_names, a_names
+    sizes = dict(zip((*a_names, *b_names), (*a.shape, *b.shape), strict=True))
+
+    def arranged(x: Array, names: Names, *groups: Names) -> Array:
+        moved = x.transpose([names.index(n) for g in groups for n in g])
+        return moved.reshape([prod(sizes[n] for n in g) for g in groups])
+
+    left = arranged(a, a_names, plan.batch, plan.rows, plan.contracted)
+    right = arranged(b, b_names, plan.batch, plan.contracted, plan.columns)
+    result = np.empty((left.shape[0], left.shape[1], right.shape[2]), left.dtype)
+    engine.matmul(left, right, result)
+    natural = plan.batch + plan.rows + plan.columns
+    return result.reshape([sizes[n] for n in natural]).transpose([natural.index(n) for n in out])
+
+
+# ---------------------------------------------------------------- gradient
+
+
+def _grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
+    a, b, begins, ends = op.inputs
+    wide = a.dtype.of_cotangents
+    dy = cast(dy, wide)
+
+    def side(other: Tensor, wanted: Tensor) -> Tensor:
+        return _built(cast(other, wide), dy, begins, ends, wanted.shape, op.attrs)
+
+    return [side(b, a), side(a, b), None, None]
+
+
+def _built(
+    a: Tensor, b: Tensor, begins: Tensor, ends: Tensor, out: Shape, attrs: Mapping[str, Any], name: str | None = None
+) -> Tensor:
+    """The operation, an operand with the rows first."""
+    if attrs["rows"] not in a.shape.names:
+        a, b = b, a
+    return build(RAGGED_DOT, [a, b, begins, ends], {**attrs, "shape": out}, name)
+
+
+# ---------------------------------------------------------------- work
+
+
+def _share(ins: Sequence[TensorType], attrs: Mapping[str, Any]) -> float:
+    """The share of the rows that are in this device's groups, where all have equally many."""
+    return ins[2].shape.dim(attrs["groups"]).size / int(attrs["count"])
+
+
+def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
+    dims = {d.name: d.size for t in (*ins[:2], out) for d in t.shape if d.name != attrs["groups"]}
+    passes = 6 if attrs["precision"] == "highest" and ins[0].dtype.itemsize >= 4 else 1
+    return Work(round(2 * prod(dims.values()) * _share(ins, attrs)) * passes, 0)
+
+
+def computed_rows(rows: int, groups: int) -> int:
+    """Rows that a kernel for sorted rows multiplies: whole tiles, and one in which two groups meet once for each.
+
+    >>> computed_rows(4096, 8), computed_rows(4096, 1), computed_rows(16, 8)
+    (7680, 4096, 128)
+    """
+    tile = min(TILE_ROWS, max(8, 1 << (rows - 1).bit_length()))
+    return (-(-rows // tile) + min(groups, rows) - 1) * tile
+
+
+def _product_of(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Product:
+    rows, groups = attrs["rows"], attrs["groups"]
+    a, b, bounds, _ = (t.shape for t in ins)
+    first, second, made = ({d.name: d.size for d in shape if d.name != groups} for shape in (a, b, out.shape))
+    both = {n for n in first if n in second}
+    counted = bounds.dim(groups).size * prod(
+        d.size for d in bounds if d.name != groups and d.name not in both & {*made}
+    )
+    sizes = {
+        "batch": prod(first[n] for n in both if n in made),
+        "rows": prod(size for n, size in first.items() if n in made and n not in both),
+        "contracted": prod(size for n, size in first.items() if n not in made),
+        "columns": prod(size for n, size in second.items() if n not in both),
+    }
+    summed = rows not in made
+    ragged = "contracted" if summed else "rows"
+    return Product(
+        **{**sizes, ragged: max(1, round(sizes[ragged] * _share(ins, attrs)))}, groups=counted, groups_summed=summed
+    )
+
+
+RAGGED_DOT = operation(
+    "ragged_dot",
+    kind=Kind.CONTRACTION,
+    shape=_shape,
+    roles=reducing_factors,
+    local=_local,
+    grad=_grad,
+    linear=lambda op: Linear((0, 1)),
+    work=_work,
+    product=_product_of,
+)
+
+
+# ---------------------------------------------------------------- the public function
+
+
+def ragged_dot(
+    x: Tensor,
+    w: Tensor,
+    sizes: Tensor,
+    rows: Dimension | str,
+    groups: Dimension | str,
+    output_shape: Shape | Sequence[Dimension] | None = None,
+    *,
+    precision: str = "default",
+    name: str | None = None,
+) -> Tensor:
+    """The product of rows that are sorted by group with the matrix of their group.
+
+    x[rows, d], w[groups, d, f], sizes[groups]  ->  y[rows, f]
+
+    The first `sizes[0]` rows are in group 0, the next `sizes[1]` in group 1, and so on; rows after the last group give
+    zero, and so do groups without rows.
+
+    Args:
+      x: float, with `rows` and without `groups`.
+      w: the dtype of x, with `groups`, or with `rows`: see `output_shape`.
+      sizes: int32, how many rows each group has, their sum at most that of `rows`. Dims of x besides `groups` have rows
+        and groups of their own: of x [batch, rows, d] and sizes [batch, groups] each of the batch.
+      rows, groups: the dims, or their names.
+      output_shape: dims of the result, in order; without it those of x and w that are not in both, without `groups`,
+        and what x and w share with `sizes`. Where w has `rows` in place of `groups`, the result has `groups` in place
+        of `rows`, and the rows of each group are summed over: y[groups, d, f] from x[rows, d] and w[rows, f], the
+        gradient of the matrices.
+      precision: "default", or "highest" for float32 through, as of `einsum`.
+      name: of the operation, in listings.
+    Returns: the dtype of the operands; products are exact, sums float32.
+    Cost: 2 x rows x (product of the other dims) MXU flops, whatever the number of groups. Its time counts whole tiles
+      of up to 512 rows, and a tile in which two groups meet once for each. Where groups are split, each device computes
+      the rows of its own, a pending sum; the estimate takes their share for that of the groups.
+    Raises: ShapeError for dims that do not fit.
+    Example:
+      >>> import meshlib as mtf
+      >>> rows, groups, d = mtf.Dimension("rows", 4), mtf.Dimension("groups", 2), mtf.Dimension("d", 1)
+      >>> with mtf.Graph():
+      ...     x, w = mtf.input("x", [rows, d]), mtf.input("w", [groups, d])
+      ...     y = mtf.ragged_dot(x, w, mtf.input("sizes", [groups], "int32"), rows, groups)
+      >>> step = mtf.simulate(mtf.lower({"y": y})).step
+      >>> step(x=[[1.0], [2.0], [3.0], [4.0]], w=[[1.0], [10.0]], sizes=[1, 2])["y"].tolist()
+      [1.0, 20.0, 30.0, 0.0]
+
+    Source: jax.lax.ragged_dot; Gale et al., MegaBlocks, arXiv:2211.15841.
+    """
+    what = "ragged_dot"
+    operands = [tensor(t, what) for t in (x, w, sizes)]
+    x, w, sizes = operands
+    choice(precision, what, "precision", PRECISIONS)
+    row, group = _dim_of(x, rows, what, "rows"), _dim_of(sizes, groups, what, "groups")
+    faults = _faults(x, w, sizes, row, group)
+    if faults:
+        raise ShapeError(f"{at(what)}: {'; '.join(faults)}" + "".join(f"\n  {t}" for t in operands))
+    out = _output_shape(x, w, sizes, row, group, output_shape)
+    ends = cumsum(sizes, group)
+    attrs = {"rows": row.name, "groups": group.name, "count": group.size, "precision": precision}
+    return _built(x, w, subtract(ends, sizes), ends, out, attrs, name)
+
+
+def _dim_of(t: Tensor, dim: Dimension | str, what: str, argument: str) -> Dimension:
+    name = dim if isinstance(dim, str) else as_dim(dim, what).name
+    if name not in t.shape.names:
+        raise ShapeError(f"{at(what)}: {argument} '{name}' is no dim of {t}")
+    if isinstance(dim, Dimension) and t.shape.dim(name) != dim:
+        raise ShapeError(f"{at(what)}: {argument} {dim} has size {t.shape.dim(name).size} in {t}")
+    return t.shape.dim(name)
+
+
+def _faults(x: Tensor, w: Tensor, sizes: Tensor, rows: Dimension, groups: Dimension) -> list[str]:
+    faults = []
+    if sizes.dtype is not INT32:
+        faults.append(f"sizes must be int32, got {sizes.dtype.name}")
+    if groups.name in x.shape.names:
+        faults.append(f"x must not have the groups '{groups.name}'")
+    if rows in w.shape:
+        if groups.name in w.shape.names:
+            faults.append(f"w has both rows '{rows.name}' and groups '{groups.name}'")
+    elif groups not in w.shape:
+        faults.append(f"w must have the groups {groups}, or the rows {rows}")
+    for d in sizes.shape:
+        if d != groups and d not in x.shape:
+            faults.append(f"dim {d} of sizes is none of x")
+    for d in w.shape:
+        if d.name in x.shape.names and d not in x.shape:
+            faults.append(f"dim '{d.name}' has size {x.shape.dim(d.name).size} in x, {d.size} in w")
+    return faults
+
+
+def _output_shape(x: Tensor, w: Tensor, sizes: Tensor, rows: Dimension, groups: Dimension, wanted: object) -> Shape:
+    """The dims of the result, checked: no operand is summed over a dim that it has alone."""
+    what, summed_rows = "ragged_dot", rows in w.shape
+    both = [d for d in x.shape if d in w.shape and d not in sizes.shape]
+    alone = {d for t in (x, w) for d in t.shape if d not in both and d not in (rows, groups)}
+    own = groups if summed_rows else rows
+    if wanted is None:
+        dims = (
+            [d for d in x.shape if d not in both and d != rows]
+            if summed_rows
+            else [d for d in x.shape if d not in both]
+        )
+        rest = [d for d in w.shape if d not in both and d not in (rows, groups) and d not in dims]
+        return Shape([groups, *dims, *rest] if summed_rows else [*dims, *rest])
+    out = Shape(as_dims(wanted, f"{what} output_shape", [x, w, sizes]))
+    shared = {d for d in alone if d in sizes.shape} if summed_rows else set()
+    missing = [str(d) for d in alone - shared if d not in out] + ([str(own)] if own not in out else [])
+    strange = [str(d) for d in out if d != own and d not in alone and d not in both]
+    if missing or strange:
+        told = [f"it lacks {', '.join(missing)}"] * bool(missing) + [f"{', '.join(strange)} can't be in it"] * bool(
+            strange
+        )
+        raise ShapeError(f"{at(what)}: output_shape {out}: {'; '.join(told)}\n  {x}\n  {w}\n  {sizes}")
+    return out

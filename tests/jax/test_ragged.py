@@ -1,0 +1,116 @@
+"""Grouped products against `lax.ragged_dot`: values and gradients under random sizes and layouts, and on JAX."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax import lax
+
+import meshlib as mtf
+from tests.effort import draws
+
+D = mtf.Dimension
+Array = np.ndarray[Any, Any]
+MESH = "a:2;b:2"
+ROWS, GROUPS, IN, OUT = D("rows", 16), D("groups", 4), D("d_in", 4), D("d_out", 6)
+LAYOUTS = [
+    ";".join(f"{dim}:{axes}" for dim, axes in of.items())
+    for of in (
+        {}, {"rows": "a"}, {"groups": "a+b"}, {"groups": "a", "rows": "b"}, {"groups": "b", "d_out": "a"},
+        {"d_in": "a", "rows": "b"}, {"d_in": "a+b"}, {"d_out": "a", "d_in": "b?"}, {"groups": "a", "d_in": "b?"},
+    )
+]  # fmt: skip
+
+
+@cache
+def session() -> mtf.Session:
+    with mtf.Graph():
+        x, w = mtf.input("x", [ROWS, IN]), mtf.input("w", [GROUPS, IN, OUT])
+        y = mtf.ragged_dot(x, w, mtf.input("sizes", [GROUPS], "int32"), ROWS, GROUPS)
+        dx, dw = mtf.gradients([y], [x, w], [mtf.input("dy", y.shape)])
+        return mtf.Session({"y": y, "dx": dx, "dw": dw})
+
+
+@cache
+def lowered(layout: str) -> mtf.Program:
+    return session().lower(MESH, layout, precision="highest")
+
+
+@jax.jit
+def reference(x: Any, w: Any, sizes: Any, dy: Any) -> Any:
+    y, back = jax.vjp(lambda x, w: lax.ragged_dot(x, w, sizes, precision=lax.Precision.HIGHEST), x, w)
+    return (y, *back(dy))
+
+
+def drawn(rng: np.random.Generator) -> dict[str, Array]:
+    """Operands; sizes of any kind: all rows in one group, none, empty groups at either end, rows left over."""
+    filled = rng.integers(0, ROWS.size + 1) if rng.random() < 0.5 else ROWS.size
+    shares = rng.dirichlet(np.full(GROUPS.size, rng.choice([0.1, 1.0, 20.0])))
+    shapes = {"x": [ROWS, IN], "w": [GROUPS, IN, OUT], "dy": [ROWS, OUT]}
+    arrays = {n: rng.normal(size=[d.size for d in dims]).astype(np.float32) for n, dims in shapes.items()}
+    return {**arrays, "sizes": rng.multinomial(filled, shares).astype(np.int32)}
+
+
+def test_values_and_gradients_are_those_of_ragged_dot() -> None:
+    rng = np.random.default_rng(0)
+    for n in range(draws(100, 1000)):
+        feeds, layout = drawn(rng), LAYOUTS[n % len(LAYOUTS)]
+        executor = "exact" if n % 3 == 0 else "fast"
+        found = mtf.simulate(lowered(layout), executor=executor).step(feeds)
+        for name, wanted in zip(
+            ("y", "dx", "dw"), reference(*(feeds[k] for k in ("x", "w", "sizes", "dy"))), strict=True
+        ):
+            np.testing.assert_allclose(found[name], wanted, atol=2e-5, err_msg=f"{name} {layout!r} {feeds['sizes']}")
+
+
+def test_work_is_that_of_the_rows() -> None:
+    """Not that of a product for each group; of split groups each device counts its share."""
+    product = 2 * ROWS.size * IN.size * OUT.size
+    for layout, parts in (("", 1), ("groups:a+b", 4), ("rows:a", 2), ("d_in:a", 2)):
+        program = lowered(layout)
+        rows = mtf.estimate(program, "v5e-4").rows
+        flops = [r.mxu_flops for r in rows if "ragged_dot" in r.name]
+        assert sum(flops) == 3 * 6 * product // parts, layout  # three products, six passes of float32
+
+
+def test_tiles_are_counted_for_each_group() -> None:
+    """16,384 rows in tiles of 512: 32, and 7 in which two of 8 groups meet are computed twice."""
+    rows, groups, d = D("rows", 16_384), D("groups", 8), D("d", 1024)
+
+    def seconds(groups: mtf.Dimension) -> float:
+        with mtf.Graph():
+            x, w = mtf.input("x", [rows, d], "bfloat16"), mtf.input("w", [groups, d, D("f", 4096)], "bfloat16")
+            y = mtf.ragged_dot(x, w, mtf.input("sizes", [groups], "int32"), rows, groups)
+            estimate = mtf.estimate(mtf.lower({"y": y}), "v5e-1")
+        (row,) = [r for r in estimate.rows if r.mxu_flops]
+        assert row.mxu_flops == 2 * rows.size * d.size * 4096
+        return row.mxu_seconds
+
+    assert seconds(groups) / seconds(D("groups", 1)) == pytest.approx(39 / 32, rel=0.01)
+
+
+MISTAKES = {
+    "sizes of floats": (lambda x, w, n: mtf.ragged_dot(x, w, mtf.cast(n, "float32"), ROWS, GROUPS), "must be int32"),
+    "no such rows": (lambda x, w, n: mtf.ragged_dot(x, w, n, "row", GROUPS), "rows 'row' is no dim of"),
+    "another size": (lambda x, w, n: mtf.ragged_dot(x, w, n, D("rows", 8), GROUPS), "rows:8 has size 16"),
+    "no groups": (lambda x, w, n: mtf.ragged_dot(x, mtf.reduce_sum(w, reduced_dim=GROUPS), n, ROWS, GROUPS),
+                  "w must have the groups groups:4"),
+    "a result without rows": (lambda x, w, n: mtf.ragged_dot(x, w, n, ROWS, GROUPS, [OUT]), "it lacks rows:16"),
+    "a result with groups": (lambda x, w, n: mtf.ragged_dot(x, w, n, ROWS, GROUPS, [ROWS, GROUPS, OUT]),
+                             "groups:4 can't be in it"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes(mistake: str) -> None:
+    call, words = MISTAKES[mistake]
+    with mtf.Graph():
+        x, w = mtf.input("x", [ROWS, IN]), mtf.input("w", [GROUPS, IN, OUT])
+        sizes = mtf.input("sizes", [GROUPS], "int32")
+        with pytest.raises(mtf.ShapeError, match=words) as raised:
+            call(x, w, sizes)
+    assert "test_ragged.py:" in str(raised.value)
