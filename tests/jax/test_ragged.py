@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
-from jax import lax
 
 import meshlib as mtf
 from tests.effort import draws
+
+jax = pytest.importorskip("jax", reason="needs JAX: pip install -e '.[jax]'")
 
 D = mtf.Dimension
 Array = np.ndarray[Any, Any]
@@ -42,7 +42,7 @@ def lowered(layout: str) -> mtf.Program:
 
 @jax.jit
 def reference(x: Any, w: Any, sizes: Any, dy: Any) -> Any:
-    y, back = jax.vjp(lambda x, w: lax.ragged_dot(x, w, sizes, precision=lax.Precision.HIGHEST), x, w)
+    y, back = jax.vjp(lambda x, w: jax.lax.ragged_dot(x, w, sizes, precision=jax.lax.Precision.HIGHEST), x, w)
     return (y, *back(dy))
 
 
