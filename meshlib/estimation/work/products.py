@@ -91,8 +91,10 @@ def matmul_of(program: Program, instruction: Compute) -> Matmul:
             passes = local_work(program, instruction).mxu_flops // once
     dtype = mxu_dtype(instruction)
     if p.groups > 1:
-        ragged = "contracted" if p.groups_summed else "rows"
-        p = replace(p, **{ragged: computed_rows(getattr(p, ragged), p.groups)})
+        if p.groups_summed:
+            p = replace(p, contracted=computed_rows(p.contracted, p.groups))
+        else:
+            p = replace(p, rows=computed_rows(p.rows, p.groups))
     return Matmul(p.rows, p.contracted, p.columns, p.batch, dtype, passes, p.taps, p.beside, p.packs)
 
 

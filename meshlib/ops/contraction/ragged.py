@@ -142,22 +142,21 @@ def computed_rows(rows: int, groups: int) -> int:
 def _product_of(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Product:
     rows, groups = attrs["rows"], attrs["groups"]
     a, b, bounds, _ = (t.shape for t in ins)
-    first, second, made = ({d.name: d.size for d in shape if d.name != groups} for shape in (a, b, out.shape))
+    first, second, result = ({d.name: d.size for d in shape if d.name != groups} for shape in (a, b, out.shape))
     both = {n for n in first if n in second}
     counted = bounds.dim(groups).size * prod(
-        d.size for d in bounds if d.name != groups and d.name not in both & {*made}
+        d.size for d in bounds if d.name != groups and d.name not in both & {*result}
     )
-    sizes = {
-        "batch": prod(first[n] for n in both if n in made),
-        "rows": prod(size for n, size in first.items() if n in made and n not in both),
-        "contracted": prod(size for n, size in first.items() if n not in made),
-        "columns": prod(size for n, size in second.items() if n not in both),
-    }
-    summed = rows not in made
-    ragged = "contracted" if summed else "rows"
-    return Product(
-        **{**sizes, ragged: max(1, round(sizes[ragged] * _share(ins, attrs)))}, groups=counted, groups_summed=summed
-    )
+    batch = prod(first[n] for n in both if n in result)
+    rows_made = prod(size for n, size in first.items() if n in result and n not in both)
+    contracted = prod(size for n, size in first.items() if n not in result)
+    columns = prod(size for n, size in second.items() if n not in both)
+    summed, share = rows not in result, _share(ins, attrs)
+    if summed:
+        contracted = max(1, round(contracted * share))
+    else:
+        rows_made = max(1, round(rows_made * share))
+    return Product(batch, rows_made, contracted, columns, groups=counted, groups_summed=summed)
 
 
 RAGGED_DOT = operation(
