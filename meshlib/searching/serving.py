@@ -30,6 +30,7 @@ from meshlib.models import TransformerConfig, decode_step, layout, prefill
 
 WHAT = "serving"
 MOST_BATCH = 1 << 16
+FREE_GUESSES = 4  # by the slope of memory, before a guess that does not halve what is left is followed by the middle
 NARROW = ("int8", "int4", "float8_e4m3fn", "float8_e5m2")  # of kernels, which have scales
 WEIGHT_DTYPES = ("bfloat16", "float32", *NARROW)
 _PARTS = {"data": "data", "tensor": "tensor", "cache": "tensor", "features": "features"}  # of layouts, with their axes
@@ -365,16 +366,20 @@ class _Sweep:
         if not first.fits:
             return 0
         low, high = 1, MOST_BATCH // group + 1  # fits, does not
-        bytes_of = {1: first.decode.memory.peak_bytes}
-        count = 2
+        bytes_of = {1: first.decode.memory.needed_bytes}
+        count, guessed = 2, True
         while high - low > 1:
             memory = self._decode(mesh, rules, count * group).memory
-            bytes_of[count] = memory.peak_bytes
+            bytes_of[count] = memory.needed_bytes
+            width = high - low
             low, high = (count, high) if memory.fits else (low, count)
+            if guessed and len(bytes_of) > FREE_GUESSES and high - low > width // 2:
+                count, guessed = (low + high) // 2, False  # a guess at one end says little: the middle halves what is left
+                continue
             a, b = sorted(bytes_of)[-2:] if memory.fits else (low, count)
             slope = max(1.0, (bytes_of[b] - bytes_of.get(a, bytes_of[1])) / (b - a))
             guess = low + int((memory.capacity_bytes - bytes_of[low]) / slope)
-            count = min(max(guess, low + 1), high - 1)
+            count, guessed = min(max(guess, low + 1), high - 1), True
         return low * group
 
     def _point(self, name: str, mesh: Mesh, rules: LayoutRules, group: int) -> ServingPoint:
