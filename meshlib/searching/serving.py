@@ -30,7 +30,7 @@ from meshlib.models import TransformerConfig, decode_step, layout, prefill
 
 WHAT = "serving"
 MOST_BATCH = 1 << 16
-FREE_GUESSES = 4  # by the slope of memory, before a guess that does not halve what is left is followed by the middle
+FREE_GUESSES = 4  # by the slope of memory, before a guess that does not halve what is left leads to the middle
 NARROW = ("int8", "int4", "float8_e4m3fn", "float8_e5m2")  # of kernels, which have scales
 WEIGHT_DTYPES = ("bfloat16", "float32", *NARROW)
 _PARTS = {"data": "data", "tensor": "tensor", "cache": "tensor", "features": "features"}  # of layouts, with their axes
@@ -374,7 +374,7 @@ class _Sweep:
             width = high - low
             low, high = (count, high) if memory.fits else (low, count)
             if guessed and len(bytes_of) > FREE_GUESSES and high - low > width // 2:
-                count, guessed = (low + high) // 2, False  # a guess at one end says little: the middle halves what is left
+                count, guessed = (low + high) // 2, False  # the guess said little
                 continue
             a, b = sorted(bytes_of)[-2:] if memory.fits else (low, count)
             slope = max(1.0, (bytes_of[b] - bytes_of.get(a, bytes_of[1])) / (b - a))
