@@ -20,6 +20,7 @@ from meshlib.estimation.time.attribution import divided
 from meshlib.estimation.time.host_input import InputTime
 from meshlib.estimation.time.physics import Physics
 from meshlib.estimation.time.scheduling import Schedule, scheduled
+from meshlib.estimation.views.failures import faults_of
 from meshlib.estimation.views.profile import Measured, Profile, profile
 from meshlib.estimation.views.rows import BOUNDS, Row, rows_of
 from meshlib.estimation.views.table import comparison, table
@@ -279,6 +280,10 @@ class Estimate(Shown):
         checkpoint_every: int | None = None,
         checkpoint_seconds: float = 0.0,
         start_seconds: float = 0.0,
+        mean_time_between_failures: float | None = None,
+        restart_seconds: float | None = None,
+        spare_slices: int | None = None,
+        repair_seconds: float | None = None,
     ) -> WholeRun:
         """What a whole run takes: hours and dollars to so many steps, epochs or tokens.
 
@@ -290,7 +295,11 @@ class Estimate(Shown):
           evaluate_every: steps between evaluations; one at the end unless given.
           checkpoint_every, checkpoint_seconds: steps between checkpoints, and what devices wait for one.
           start_seconds: before the first step.
-        Returns: a `WholeRun`: print it, `.hours`, `.usd`, `.training_seconds`, `.evaluation_seconds`.
+          mean_time_between_failures: of all that runs, in seconds; each failure costs the steps since the last
+            checkpoint. Checkpoints come as often as is best, unless `checkpoint_every` says how often.
+          restart_seconds: from a failure to the first step after it; 0 unless given.
+          spare_slices, repair_seconds: slices beyond those that run, which replace one until it is repaired.
+        Returns: a `WholeRun`: print it, `.hours`, `.usd`, `.training_seconds`, `.goodput`, `.failures`.
         Raises: GraphError for arguments that do not go together.
         Example:
           >>> import meshlib as mtf
@@ -313,6 +322,7 @@ class Estimate(Shown):
             checkpoint_every,
             checkpoint_seconds,
             start_seconds,
+            faults_of(mean_time_between_failures, restart_seconds, spare_slices, repair_seconds),
         )
 
     # ------------------------------------------------------------ views

@@ -8,6 +8,7 @@ import pytest
 
 import meshlib as mtf
 from hardware import Slice
+from hardware.goodput import best_segment_seconds, segment_seconds, waiting_share
 from tests.effort import deep
 
 D = mtf.Dimension
@@ -120,3 +121,75 @@ def test_faults_are_named() -> None:
     assert "list price" not in str(free)
     with pytest.raises(mtf.SliceError, match="no list price of v3-8"):
         _ = free.usd
+
+
+# ---------------------------------------------------------------- failures
+
+
+def test_failures_cost_what_segments_repeat() -> None:
+    est = estimated()
+    step = est.step_seconds
+    plain = est.run(1000, checkpoint_every=100, checkpoint_seconds=5 * step)
+    run = est.run(
+        1000, checkpoint_every=100, checkpoint_seconds=5 * step, mean_time_between_failures=400 * step,
+        restart_seconds=20 * step,
+    )  # fmt: skip
+    assert run.failures is not None
+    want = 10 * segment_seconds(100 * step, 5 * step, 20 * step, 400 * step)
+    assert run.seconds == pytest.approx(want)
+    assert run.failures.lost_seconds == pytest.approx(want - plain.seconds)
+    assert run.failures.count == pytest.approx(want / (400 * step))
+    assert run.goodput == pytest.approx(1000 * step / want)
+    assert plain.goodput == pytest.approx(1000 / 1050)
+    assert "failures" in str(run)
+    assert run.as_json()["goodput_modelled"] == run.goodput
+    assert plain.as_json()["failures"] is None
+
+
+def test_checkpoints_come_as_often_as_is_best() -> None:
+    est = estimated()
+    step = est.step_seconds
+    options = {"checkpoint_seconds": 3 * step, "mean_time_between_failures": 500 * step, "restart_seconds": 10 * step}
+    best = est.run(2000, **options)
+    assert best.failures is not None
+    every = best.failures.checkpoint_every
+    assert best.failures.best_every == every
+    assert every == pytest.approx(best_segment_seconds(3 * step, 500 * step) / step, rel=0.1)
+    others = [est.run(2000, checkpoint_every=n, **options).seconds for n in (every // 2, every, every * 2)]
+    assert best.seconds == pytest.approx(others[1])
+    assert best.seconds <= min(others)
+
+
+def test_spare_slices_save_waiting() -> None:
+    est = estimated()
+    runs = [
+        est.run(
+            100, checkpoint_every=10, mean_time_between_failures=3600, restart_seconds=1, repair_seconds=1800,
+            spare_slices=spares,
+        )
+        for spares in (0, 1, 2)
+    ]  # fmt: skip
+    shares = [run.failures.waiting_seconds / run.seconds for run in runs if run.failures is not None]
+    assert shares == pytest.approx([waiting_share(spares, 1800, 3600) for spares in (0, 1, 2)])
+    assert runs[0].goodput < runs[1].goodput < runs[2].goodput
+
+
+MEAN = {"mean_time_between_failures": 9, "checkpoint_every": 50}
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"restart_seconds": 3}, "restart_seconds needs mean_time_between_failures"),
+        ({**MEAN, "mean_time_between_failures": 0}, "mean_time_between_failures must be positive, got 0"),
+        ({"mean_time_between_failures": 9}, "needs checkpoints; give checkpoint_every, or checkpoint_seconds"),
+        ({**MEAN, "spare_slices": 1}, "spare_slices needs repair_seconds"),
+        ({**MEAN, "restart_seconds": -1}, "restart_seconds must be 0 or more"),
+        ({**MEAN, "repair_seconds": 1, "spare_slices": -1}, "spare_slices must be at least 0"),
+        ({**MEAN, "mean_time_between_failures": 1e-9}, "let no segment of"),
+    ],
+    ids=["alone", "mean", "checkpoints", "spares", "restart", "negative spares", "never ends"],
+)  # fmt: skip
+def test_arguments_about_failures(options: dict[str, float], part: str) -> None:
+    with pytest.raises(mtf.GraphError, match=part):
+        estimated().run(100, **options)

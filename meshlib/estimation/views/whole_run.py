@@ -1,16 +1,17 @@
 """A whole run: steps, their input, evaluations and checkpoints; hours and dollars.
 
-    seconds = start + steps * step + evaluations * evaluation + checkpoints * checkpoint
+    seconds = start + steps * step + evaluations * evaluation + checkpoints * checkpoint + what failures cost
 
 A step lasts as long as its input where hosts are slower (`HostInput`); so does one of an evaluation. Evaluations come
 every so many steps and after the last one, as checkpoints do. What a run takes to start (compiling, filling queues) is
-nought unless it is said: it belongs to the software.
+nought unless it is said: it belongs to the software. What failures cost is their expected cost (`hardware.goodput`):
+steps repeated from the last checkpoint, restarts, and standing still while more slices are under repair than are spare.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from meshlib.core.compiler import Compiler
 from meshlib.core.errors import GraphError, SliceError
 from meshlib.core.text import count_text, grid, seconds_text, usd_text
 from meshlib.estimation.time.host_input import BATCH
+from meshlib.estimation.views.failures import Failures, Faults
 from meshlib.program.records import Program
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ class WholeRun:
       training_seconds: of all steps, input waited for included; input_wait_seconds: of that, waiting.
       evaluations: how often, and evaluation_seconds, all of them; checkpoints and checkpoint_seconds as well.
       start_seconds: before the first step.
+      failures: how many are expected, of the machine as a whole; None where the run has none.
       usd_per_hour: of the slice, or None without a published price.
       slice: its name; compiler: what its steps were scheduled for.
     """
@@ -54,11 +57,18 @@ class WholeRun:
     usd_per_hour: float | None
     slice: str
     compiler: Compiler
+    failures: Failures | None = None
 
     @property
     def seconds(self) -> float:
         """From start to end."""
-        return self.start_seconds + self.training_seconds + self.evaluation_seconds + self.checkpoint_seconds
+        lost = 0.0 if self.failures is None else self.failures.lost_seconds
+        return self.start_seconds + self.training_seconds + self.evaluation_seconds + self.checkpoint_seconds + lost
+
+    @property
+    def goodput(self) -> float:
+        """Share of the time from start to end in which steps are trained that count."""
+        return self.training_seconds / self.seconds
 
     @property
     def hours(self) -> float:
@@ -82,6 +92,8 @@ class WholeRun:
             ("evaluations", self.evaluation_seconds, f"{self.evaluations:,}"),
             ("checkpoints", self.checkpoint_seconds, f"{self.checkpoints:,}"),
         ]
+        if self.failures is not None:
+            parts.append(("failures", self.failures.lost_seconds, str(self.failures)))
         shown = [part for part in parts if part[1] or part[0] == "training"]
         cells = [("", "time*", "share*", "")]
         cells += [(f"  {name}", long_text(s), f"{s / self.seconds:.1%}", about) for name, s, about in shown]
@@ -115,6 +127,8 @@ class WholeRun:
             "input_wait_seconds_modelled": self.input_wait_seconds,
             "evaluation_seconds_modelled": self.evaluation_seconds,
             "checkpoint_seconds": self.checkpoint_seconds,
+            "goodput_modelled": self.goodput,
+            "failures": None if self.failures is None else asdict(self.failures),
             "usd_modelled": None if self.usd_per_hour is None else self.usd,
         }
 
@@ -143,6 +157,7 @@ def whole_run(
     checkpoint_every: object,
     checkpoint_seconds: object,
     start_seconds: object,
+    faults: Faults | None = None,
 ) -> WholeRun:
     """`Estimate.run`."""
     batch, length = sizes_of(est.program)
@@ -157,6 +172,10 @@ def whole_run(
             raise GraphError(f"{at(WHAT)}: evaluation must be an Estimate, got {type(evaluation).__name__}")
         evaluations = _times(count, evaluate_every, "evaluate_every")
         each = evaluation_steps(evaluation, evaluation_examples) * evaluation.step_seconds
+    each_checkpoint = _duration(checkpoint_seconds, "checkpoint_seconds")
+    work = count * est.step_seconds + evaluations * each
+    if faults is not None and checkpoint_every is None:
+        checkpoint_every = faults.best_every(count, work, each_checkpoint)
     checkpoints = 0 if checkpoint_every is None else _times(count, checkpoint_every, "checkpoint_every")
     return WholeRun(
         count,
@@ -167,11 +186,12 @@ def whole_run(
         evaluations,
         evaluations * each,
         checkpoints,
-        checkpoints * _duration(checkpoint_seconds, "checkpoint_seconds"),
+        checkpoints * each_checkpoint,
         _duration(start_seconds, "start_seconds"),
         est.slice.usd_per_hour,
         est.slice.name,
         est.compiler,
+        None if faults is None else faults.cost(count, work, checkpoints, each_checkpoint),
     )
 
 

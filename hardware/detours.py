@@ -1,0 +1,200 @@
+"""Rings around failed chips and links: what a collective costs on a torus with a hole.
+
+A ring through all chips that are left, neighbour to neighbour, is put together from rings of 2 x 2 chips, as a host has
+them: two rings that pass each other side by side are joined by exchanging two links. Where a host's four chips fail,
+the others remain such blocks. Without a failed chip a torus with a failed link has another choice: the axis of that
+link is a line, all other axes stay rings.
+
+An all_reduce round a ring of n chips sends half of the data each way: 2 (n-1) (L + S / 2nB).
+
+Source: Kumar and Jouppi, "Highly available data parallel ML training on mesh networks", arXiv:2011.03605; Itai,
+Papadimitriou, Szwarcfiter 1982 for cycles of grids.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hardware import collectives
+from hardware.checks import whole
+from hardware.errors import HardwareError
+from hardware.events import Links, Message, Plan
+from hardware.ring_plans import Collective, check_data, check_torus
+from hardware.torus import Torus
+
+Array = NDArray[Any]
+
+
+def ring_around(
+    torus: Torus, failed: Collection[int] = (), failed_links: Collection[int] = ()
+) -> tuple[int, ...] | None:
+    """A ring through all nodes that are left, each next to the one before it.
+
+    Args:
+      failed: nodes that are left out; failed_links: links that are not used, in either direction.
+    Returns: nodes in order, or None where the construction finds no ring.
+    Raises: HardwareError for nodes or links that the torus does not have.
+    Example:
+      >>> torus = Torus((4, 4), wrap=False)
+      >>> ring_around(torus, [torus.node(place) for place in ((0, 0), (0, 1), (1, 0), (1, 1))])
+      (2, 6, 10, 9, 8, 12, 13, 14, 15, 11, 7, 3)
+
+    Source: module docstring.
+    """
+    check_torus(torus)
+    gone = {whole("failed node", node) for node in failed}
+    if not gone <= set(range(torus.nodes)):
+        raise HardwareError(f"failed nodes {sorted(gone)} are not all in a torus of {torus.nodes} nodes {torus.shape}")
+    cut = {frozenset(torus.ends(link)) for link in failed_links}
+    around = {
+        node: {there for there in _neighbours(torus, node) if there not in gone and frozenset((node, there)) not in cut}
+        for node in range(torus.nodes) if node not in gone
+    }  # fmt: skip
+    for offset in itertools.product(*[range(2 if n > 2 else 1) for n in torus.shape]):
+        for pair in itertools.combinations(range(torus.rank), 2):
+            rings = _blocks(torus, around, offset, pair)
+            ring = None if rings is None else _joined(rings, around)
+            if ring is not None:
+                return ring
+    return None
+
+
+def all_reduce_seconds(payload_bytes: float, nodes: int, links: Links) -> float:
+    """An all_reduce round one ring of `nodes` nodes, half of the data each way.
+
+    Example:
+      >>> full = collectives.all_reduce_seconds(1e8, [(16, True), (16, True)], Links(45e9))
+      >>> f"{all_reduce_seconds(1e8, 252, Links(45e9)) / full:.1f}"  # one ring uses two of a chip's four links
+      '2.4'
+    """
+    return 2 * collectives.ring_stage_seconds(payload_bytes / nodes, (nodes, True), links, "halves")
+
+
+def all_reduce(
+    torus: Torus, ring: Sequence[int], data: Sequence[Array], element_bytes: float | None = None
+) -> Collective:
+    """The all_reduce round a ring, as messages: sums of all nodes on the ring; other nodes keep what they have.
+
+    Args:
+      ring: as `ring_around` returns it; data: one array per node of the torus, equal shapes.
+      element_bytes: size of an element on the wire (default its own).
+    Raises: HardwareError for wrong arrays, or a ring whose nodes are not neighbours.
+    Example:
+      >>> torus = Torus((2, 2), wrap=False)
+      >>> reduce = all_reduce(torus, ring_around(torus), [np.array([node]) for node in range(4)])
+      >>> _ = reduce.run(Links(1e9))
+      >>> [int(result[0]) for result in reduce.results]
+      [6, 6, 6, 6]
+    """
+    arrays = check_data(torus, data)
+    n, shape, size = len(ring), arrays[0].shape, arrays[0].size
+    if n < 2 or len(set(ring)) < n:
+        raise HardwareError(f"a ring has two or more nodes, each once; got {list(ring)!r:.80}")
+    unit = -(-size // (2 * n))
+    piece = Fraction(arrays[0].itemsize if element_bytes is None else element_bytes) * Fraction(size, 2 * n)
+    memory = []
+    for array in arrays:
+        cells = np.zeros(2 * n * unit, array.dtype)
+        cells[:size] = array.reshape(-1)
+        memory.append(cells.reshape(n, 2, unit))
+    plan = Plan(memory)
+    onward = {1: [_link(torus, a, b) for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)]}
+    onward[-1] = [_link(torus, ring[i], ring[i - 1]) for i in range(n)]
+    for step, half in ((1, 0), (-1, 1)):
+        last: dict[int, int] = {}
+        for hop in range(2 * (n - 1)):  # n - 1 hops in which block c collects its sum, n - 1 in which it spreads
+            for i in range(n):
+                block = (i - step * hop) % n
+                target = (i + step) % n
+                region = (block, half)
+                before = last.get(block)
+                last[block] = len(plan.messages)
+                plan.messages.append(
+                    Message(
+                        ring[i], ring[target], (onward[step][i],), region, region, piece,
+                        () if before is None else (before,), np.add if hop < n - 1 else None,
+                    )
+                )  # fmt: skip
+    return Collective(torus, plan, lambda _, cells: cells.reshape(-1)[:size].reshape(shape))
+
+
+def _link(torus: Torus, source: int, target: int) -> int:
+    for axis, step in itertools.product(range(torus.rank), (1, -1)):
+        if torus.neighbour(source, axis, step) == target:
+            return torus.link(source, axis, step)
+    raise HardwareError(f"nodes {source} and {target} of the ring are no neighbours in a torus of {torus.shape}")
+
+
+def _neighbours(torus: Torus, node: int) -> Iterator[int]:
+    for axis, step in itertools.product(range(torus.rank), (1, -1)):
+        there = torus.neighbour(node, axis, step)
+        if there is not None and there != node:
+            yield there
+
+
+def _blocks(
+    torus: Torus, around: dict[int, set[int]], offset: Sequence[int], pair: tuple[int, int]
+) -> list[tuple[int, ...]] | None:
+    """Rings of 2 x 2 nodes along two axes that cover all that is left; None where some node has none."""
+    rings, covered = [], set[int]()
+    one, other = pair
+    for node in sorted(around):
+        place = torus.coordinates(node)
+        if node in covered or (place[one] - offset[one]) % 2 or (place[other] - offset[other]) % 2:
+            continue
+        right = torus.neighbour(node, one, 1)
+        below = torus.neighbour(node, other, 1)
+        far = None if right is None else torus.neighbour(right, other, 1)
+        ring = (node, right, far, below)
+        if any(a not in around or b not in around[a] for a, b in zip(ring, (*ring[1:], node), strict=True)):
+            return None
+        nodes = tuple(n for n in ring if n is not None)
+        if covered & set(nodes):
+            return None
+        covered.update(nodes)
+        rings.append(nodes)
+    return rings if len(covered) == len(around) else None
+
+
+def _joined(rings: list[tuple[int, ...]], around: dict[int, set[int]]) -> tuple[int, ...] | None:
+    """One ring of several: two whose edges (a, b) and (c, d) lie side by side go on as a - c and b - d."""
+    beside: dict[int, list[int]] = {}
+    owner: dict[int, int] = {}
+    for number, ring in enumerate(rings):
+        for a, b, before in zip(ring, (*ring[1:], ring[0]), (ring[-1], *ring[:-1]), strict=True):
+            beside[a] = [before, b]
+            owner[a] = number
+    members = {number: set(ring) for number, ring in enumerate(rings)}
+    queue = list(rings[0]) if rings else []
+    home = owner[queue[0]] if queue else 0
+    while queue:
+        a = queue.pop()
+        for b in tuple(beside[a]):
+            for c in around[a]:
+                d = next((d for d in beside[c] if d in around[b]), None) if owner[c] != home else None
+                if d is None or b not in beside[a]:
+                    continue
+                for node, old, new in ((a, b, c), (b, a, d), (c, d, a), (d, c, b)):
+                    beside[node][beside[node].index(old)] = new
+                joined = members.pop(owner[c])
+                queue += [a, b, *joined]
+                for node in joined:
+                    owner[node] = home
+                break
+    if len(members) != 1:
+        return None
+    start = min(around)
+    path, before = [start], beside[start][0]
+    while True:
+        here = path[-1]
+        onward = beside[here][1] if beside[here][0] == before else beside[here][0]
+        if onward == start:
+            return tuple(path)
+        path.append(onward)
+        before = here
