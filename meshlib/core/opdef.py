@@ -254,6 +254,7 @@ class Product:
     swapped  whether operand 0 has the columns
     groups   how many groups the rows are sorted into, each with a matrix [contracted, columns] of its own; or what is
              contracted, if `groups_summed`, each with a result [rows, columns] of its own
+    runs     how many such sorted runs of equal length there are
     """
 
     batch: int
@@ -266,6 +267,7 @@ class Product:
     swapped: bool = False
     groups: int = 1
     groups_summed: bool = False
+    runs: int = 1
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ experts choose tokens, the earlier token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from layouts import Dimension, Shape
 from meshlib.core.graph import Tensor
@@ -26,11 +26,13 @@ from meshlib.ops.pointwise.elementwise import (
     cast,
     divide,
     equal,
+    floordiv,
     greater,
     less,
     logical_and,
     logical_or,
     maximum,
+    minimum,
     multiply,
     where,
 )
@@ -44,11 +46,13 @@ SMALL = 1e-20  # keeps a sum of gates that all underflow from being divided by
 class Slots:
     """Who sits where. Dims: experts (those of the router), groups, places.
 
-    `token`: index of the token in each place, -1 in empty ones; `gate`: its weight, 0 in empty ones.
+    `token`: index of the token in each place, -1 in empty ones; `gate`: its weight, 0 in empty ones. `sizes`: of places
+    that several experts share, sorted by expert, how many each has: [shards, groups, experts of a shard].
     """
 
     token: Tensor
     gate: Tensor
+    sizes: Tensor | None = None
 
 
 # ---------------------------------------------------------------- tokens choose
@@ -132,6 +136,24 @@ def seated(
     position, load = _positions(chosen.index, tokens, experts)
     dropped = reduce_sum(maximum(load - places.size, 0), reduced_dim=experts)
     return _slots(chosen.index, chosen.gate, position, tokens, experts, places), dropped, load
+
+
+def seated_in_shards(
+    chosen: Chosen, tokens: Dimension, experts: Dimension, shards: Dimension, rows: Dimension
+) -> tuple[Slots, Tensor, Tensor]:
+    """As `seated`, where the experts of a shard share its rows, which are sorted by expert."""
+    index = chosen.index
+    place, load = _positions(index, tokens, experts)
+    members = Dimension("shard_experts", experts.size // shards.size)
+    groups = [d for d in load.shape if d != experts]
+    apart = reshape(load, [*groups, shards, members])
+    begins = cumsum(apart, members, exclusive=True)
+    begin = gather(reshape(begins, load.shape), index, experts, out_of_range="zero")
+    row = place + transpose(begin, index.shape)
+    slots = _slots(floordiv(index, members.size), chosen.gate, row, tokens, shards, rows)
+    sizes = minimum(maximum(rows.size - begins, 0), apart)
+    dropped = reduce_sum(apart - sizes, output_shape=groups)
+    return replace(slots, sizes=transpose(sizes, [shards, *groups, members])), dropped, load
 
 
 def _positions(index: Tensor, tokens: Dimension, experts: Dimension) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from meshlib.core.graph import Tensor, scope
 from meshlib.layers.expert_assignment import Slots
 from meshlib.layers.norms import widened
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
-from meshlib.layers.projection import Activation, feed_forward
+from meshlib.layers.projection import Activation, Grouping, feed_forward
 from meshlib.layers.router import decide, real_share
 from meshlib.layers.routing import Routing
 from meshlib.ops.building import as_dim, as_dims, floats, tensor
@@ -31,7 +31,7 @@ from meshlib.ops.pointwise.reductions import reduce_mean, reduce_sum
 
 Back = Callable[[Tensor], Tensor]
 Level = tuple[Dimension, Routing]
-FORMS = ("einsum", "gather", "dense")  # two levels have the first two
+FORMS = ("einsum", "gather", "dense", "grouped")  # two levels have the first two
 PLACES = "expert_capacity"  # the dim of an expert's places
 # A product with the masks of a group multiplies each element of a place with all its tokens, which takes 2 x tokens
 # flops; a lookup reads and writes it, 4 bytes in bfloat16. Chips from v2 to v7 make 60 to 560 flops while a byte of HBM
@@ -110,7 +110,11 @@ def moe(
       `batch:data;batch_unsplit:data`. Under an axis for experts that splits no tokens every device routes and looks up
       all, unless `experts_unsplit` lies there too. `hidden_channels` may be split as of any feed-forward layer. Of two
       levels each has an axis, and tokens change sides over one after the other: `batch:y+x;expert_x:x;expert_y:y;
-      batch_unsplit:y`, where `batch_inner` is what the groups are called inside.
+      batch_unsplit:y`, where `batch_inner` is what the groups are called inside. With "grouped" and a rule for experts
+      each device computes the rows of its own experts among all that it has, and these are added up;
+      `Routing(expert_shards=n)` for a rule over n devices exchanges rows by an all_to_all instead, into room that
+      `shard_factor` sets: for all that may come, n / min(choices, experts of a shard) times too much on the mean,
+      unless it is given.
     Raises: ShapeError for dims that clash, sizes that do not divide and a mask that does not fit; GraphError for more
       choices than experts.
     Example:
@@ -131,15 +135,19 @@ def moe(
         raise ShapeError(f"{at(what)}: needs [groups..., tokens, features], got {x}")
     if PLACES in x.shape:
         raise ShapeError(f"{at(what)}: {x.shape} already has a dim '{PLACES}'; call it otherwise")
-    levels, hidden = _levels(experts, routing, what), as_dim(hidden_channels, what)
+    if form is not None:
+        choice(form, what, "form", FORMS)
+    levels, hidden = _levels(experts, routing, form, what), as_dim(hidden_channels, what)
     flag(training, what, "training")
     if form is not None:
         choice(form, what, "form", FORMS if len(levels) == 1 else FORMS[:2])
 
-    def compute(there: Tensor, dims: tuple[Dimension, ...], gates: Tensor | None) -> Tensor:
+    def compute(
+        there: Tensor, dims: tuple[Dimension, ...], gates: Tensor | None, grouping: Grouping | None = None
+    ) -> Tensor:
         return feed_forward(
             there, hidden, activation, gated, use_bias, dropout if training else 0.0, None, numerics, "experts", dims,
-            gates,
+            gates, grouping,
         )  # fmt: skip
 
     with scope(name):
@@ -153,7 +161,7 @@ def moe(
     return replace(said, values=values)
 
 
-def _levels(experts: object, routing: object, what: str) -> list[Level]:
+def _levels(experts: object, routing: object, form: str | None, what: str) -> list[Level]:
     """The dims of experts, the outer first, each with how it is routed."""
     dims = as_dims(experts, f"{what} experts")
     if not 1 <= len(dims) <= 2:
@@ -163,12 +171,14 @@ def _levels(experts: object, routing: object, what: str) -> list[Level]:
         raise GraphError(f"{at(what)}: there are {len(dims)} dims of experts, but {len(given)} routings")
     levels = []
     for dim, one in zip(dims, given, strict=True):
-        level = Routing() if one is None else one
+        level = Routing(capacity_factor=None if form == "grouped" else 1.25) if one is None else one
         if not isinstance(level, Routing):
             raise GraphError(
                 f"{at(what)}: routing must be an mtf.layers.Routing, got {type(level).__name__} {level!r:.80}"
             )
         level.check_experts(dim.size, what)
+        if form == "grouped":
+            level.check_grouped(what)
         levels.append((dim, level))
     if len(levels) == 2 and levels[1][1].group_size is not None:
         if given[0] is not given[1]:
@@ -188,7 +198,7 @@ def _routed(
     training: bool,
     form: str | None,
     numerics: Numerics,
-    compute: Callable[[Tensor, tuple[Dimension, ...], Tensor | None], Tensor],
+    compute: Callable[..., Tensor],
 ) -> Mixture:
     """One level: x [held..., groups..., tokens, features] to experts of this one, which may be levels themselves.
 
@@ -209,13 +219,21 @@ def _routed(
     if form is None:
         all_fit = room == tokens.size and not (inner or held)
         form = "dense" if all_fit else "einsum" if tokens.size <= EINSUM_TOKENS else "gather"
-    decision = decide(grouped, tokens, inside.outer, places, routing, training, mask, share, numerics, held)
-    slots, back, gates = decision.slots, None, None
-    if form == "dense":
+    shards = None
+    if form == "grouped":
+        places, shards = Dimension(PLACES, routing.rows(many.size, tokens.size)), inside.shards(routing.expert_shards)
+    decision = decide(grouped, tokens, inside.outer, places, routing, training, mask, share, numerics, held, shards)
+    slots, back, gates, grouping = decision.slots, None, None, None
+    if shards is not None:
+        mean_rows = routing.choices * tokens.size / shards.size
+        slots, grouping = _sorted_by_expert(slots, inside, places, min(mean_rows, places.size))
+        there, back = _by_lookup(grouped, tokens, slots)
+    elif form == "dense":
         there, gates = grouped, inside.enter(_gates(slots, tokens), "gates")
     else:
         there, back = _MOVES[form](grouped, tokens, slots)
-    there = inside.enter(there, "dispatched")
+    crosses = grouping is None or grouping.parts  # rows of all experts stay with their tokens
+    there = inside.enter(there, "dispatched") if crosses else there
     dropped, load, loss, balance, z = (
         decision.dropped, decision.load, decision.balance_loss * routing.loss_coef + decision.z_loss * routing.z_loss,
         decision.balance_loss, decision.z_loss,
@@ -235,8 +253,8 @@ def _routed(
             for own, t in ((loss, below.loss), (balance, below.balance_loss), (z, below.z_loss))
         )
     else:
-        combined = compute(there, (*held, many), gates)
-    combined = inside.leave(combined, "combined")
+        combined = compute(there, (*held, many), gates, grouping)
+    combined = inside.leave(combined, "combined") if crosses else combined
     values = reshape(combined if back is None else back(combined), x.shape, "out")
     return Mixture(values, loss, balance, z, dropped, load)
 
@@ -255,6 +273,10 @@ class _Names:
             raise ShapeError(f"{at(what)}: {x.shape} already has a dim '{taken[0]}'; call the experts otherwise")
         groups = [d.name for d in x.shape[:-2] if d.name not in stays]
         self.inside = {group: _inside(group, bool(held)) for group in groups} | {self.outer.name: experts.name}
+
+    def shards(self, count: int) -> Dimension:
+        """The dim of the parts of the experts, as the router calls it."""
+        return Dimension(self.outer.name, count)
 
     def enter(self, x: Tensor, name: str) -> Tensor:
         """What tokens or routers know, as experts know it."""
@@ -335,6 +357,17 @@ def _by_lookup(x: Tensor, tokens: Dimension, slots: Slots) -> tuple[Tensor, Back
         return cast(token_sums, x.dtype)
 
     return gather(x, slots.token, tokens, name="dispatch", out_of_range="zero"), back
+
+
+def _sorted_by_expert(slots: Slots, inside: _Names, rows: Dimension, mean_rows: float) -> tuple[Slots, Grouping]:
+    """Places that the experts of a shard share, and how many each has; of one shard without its dim."""
+    sizes = slots.sizes
+    assert sizes is not None
+    if sizes.shape[0].size > 1:
+        return slots, Grouping(rows, inside.enter(sizes, "sizes"), mean_rows, parts=True)
+    token, gate = (reshape(t, t.shape.dims[1:]) for t in (slots.token, slots.gate))
+    whole = reshape(sizes, [*sizes.shape.dims[1:-1], inside.experts])
+    return Slots(token, gate), Grouping(rows, whole, mean_rows)
 
 
 _MOVES: dict[str, Callable[[Tensor, Dimension, Slots], tuple[Tensor, Back]]] = {

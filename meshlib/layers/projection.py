@@ -3,21 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from layouts import Dimension, Shape
 from meshlib.core import initializers
 from meshlib.core.arguments import at, choice, flag, number
-from meshlib.core.errors import ShapeError
+from meshlib.core.errors import GraphError, ShapeError
 from meshlib.core.graph import Tensor, scope
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.ops.building import as_dim, as_dims, tensor
 from meshlib.ops.contraction.einsum import einsum
-from meshlib.ops.movement.shape import rename_dimension
+from meshlib.ops.contraction.ragged import PRECISIONS, ragged_dot
+from meshlib.ops.control.sources import constant_like
+from meshlib.ops.movement.shape import broadcast, rename_dimension, reshape
 from meshlib.ops.pointwise.activations import gelu, silu
 from meshlib.ops.pointwise.elementwise import add, cast, multiply, relu
 from meshlib.ops.pointwise.random import dropout as dropped
 
 Activation = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """Rows that are sorted by expert, each expert with a kernel of its own.
+
+    Attributes:
+      rows: the dim of the rows.
+      sizes: int32, the rows of each expert: dims of the rows' tensor that have rows of their own, the experts last.
+      mean_rows: how many rows are filled on the mean.
+      parts: whether the experts are cut into parts of equal size, each with rows of its own: the first dim of `sizes`.
+    """
+
+    rows: Dimension
+    sizes: Tensor
+    mean_rows: float
+    parts: bool = False
+
+    def product(self, x: Tensor, weights: Tensor, output_shape: Shape, precision: str, name: str | None) -> Tensor:
+        """Each row times the kernel of its expert; `weights` has all experts as its first dim."""
+        if precision not in PRECISIONS:
+            raise GraphError(
+                f"{at('moe')}: form 'grouped' has products of precision {' or '.join(map(repr, PRECISIONS))}, not "
+                f"{precision!r}; give numerics of another precision, or form 'gather'"
+            )
+        experts, *rest = weights.shape
+        members = self.sizes.shape[-1]
+        if self.parts:
+            part = Dimension(experts.name, experts.size // members.size)
+            weights = reshape(weights, [part, members, *rest])
+        return ragged_dot(
+            x, weights, self.sizes, self.rows, members, output_shape,
+            precision=precision, mean_rows=self.mean_rows, name=name,
+        )  # fmt: skip
+
+    def of_rows(self, values: Tensor, x: Tensor) -> Tensor:
+        """The values [experts, features...] of the expert of each row, as a product with one."""
+        one = Dimension("one", 1)
+        ones = broadcast(constant_like(1.0, x, x.dtype), [*x.shape[:-1], one])
+        experts, *features = values.shape
+        column = reshape(values, [experts, one, *features])
+        return self.product(ones, column, Shape([*x.shape[:-1], *features]), "highest", None)
+
 
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": gelu,
@@ -89,10 +135,11 @@ def projection(
     kernel_transform: Callable[[Tensor], Tensor] | None = None,
     expert_dims: Sequence[Dimension] = (),
     gates: Tensor | None = None,
+    grouping: Grouping | None = None,
 ) -> Tensor:
     """x W + b as `dense` makes it, or its sum over `expert_dims`, weighted by `gates`; `result` is the name of that.
 
-    Where x lacks expert dims, the experts that there are along these all take the same x.
+    Where x lacks expert dims, the experts that there are along these all take the same x, or the rows of `grouping`.
     """
     x = as_numerics(numerics, "dense").cast(tensor(x, "dense"))
     new = as_dims(new_dims, "dense new_dims")
@@ -102,7 +149,7 @@ def projection(
         reduced: tuple[Dimension, ...] = (x.shape[-1],)
     else:
         reduced = as_dims(reduced_dims, "dense reduced_dims", [x])
-    apart = as_dims(expert_dims, "dense expert_dims", [x])
+    apart = as_dims(expert_dims, "dense expert_dims", [x] if grouping is None else None)
     _check_there(x, reduced, f"{at('dense')} '{name}': reduced_dims")
     twice = [str(d) for d in apart if d in reduced]
     if twice:
@@ -121,12 +168,18 @@ def projection(
         kernel = kernel if kernel_transform is None else kernel_transform(kernel)
         bias = numerics.variable("bias", [*apart, *new], initializers.zeros(), x.dtype) if biased else None
     summed = reduced if gates is None else (*apart, *reduced)
-    result_shape = Shape([d for d in (*(e for e in apart if e not in x.shape), *x.shape, *new) if d not in summed])
+    added = [e for e in apart if e not in x.shape] if grouping is None else []
+    result_shape = Shape([d for d in (*added, *x.shape, *new) if d not in summed])
     if gates is not None:
         x = multiply(x, cast(gates, x.dtype), x.shape)
         bias = None if bias is None else einsum([cast(gates, bias.dtype), bias], output_shape=result_shape)
     final = f"{name}/sum" if own else result
-    y = numerics.product(x, kernel, result_shape, final if bias is None else f"{name}/product")
+    unbiased = final if bias is None else f"{name}/product"
+    if grouping is None:
+        y = numerics.product(x, kernel, result_shape, unbiased)
+    else:
+        y = grouping.product(x, kernel, result_shape, numerics.precision, unbiased)
+        bias = None if bias is None else grouping.of_rows(bias, x)
     y = y if bias is None else add(y, bias, name=final)
     for n, (wanted, there) in enumerate(own.items(), start=1):
         y = rename_dimension(y, there, wanted, result if n == len(own) else f"{name}/renamed")
@@ -145,6 +198,7 @@ def feed_forward(
     name: str = "feed_forward",
     expert_dims: Sequence[Dimension] = (),
     gates: Tensor | None = None,
+    grouping: Grouping | None = None,
 ) -> Tensor:
     """activation(x Wi) Wo; gated: (activation(x Wgate) * (x Wi)) Wo.
 
@@ -161,6 +215,7 @@ def feed_forward(
       expert_dims: dims of x along which each index has variables of its own, as of `dense`.
       gates: [expert_dims..., some dims of x]: x has no `expert_dims` then, and the result is the sum over them of what
         each index makes of x, times its gate.
+      grouping: the rows of x are sorted by the index of the one dim of `expert_dims`, which x lacks.
     Returns: the type of x, in the dtype of `numerics` if it has one.
     Raises: ShapeError if `hidden_channels` is one of the dims of x that stay, and for gates of other dims.
     Example:
@@ -179,16 +234,16 @@ def feed_forward(
         raise ShapeError(f"{at(what)}: {x} has no dim to contract")
     act = activation_of(activation, what)
     hidden, channels = [as_dim(hidden_channels, what)], [x.shape[-1]]
-    experts = as_dims(expert_dims, f"{what} expert_dims", [x])
-    if gates is None:
+    experts = as_dims(expert_dims, f"{what} expert_dims", [x] if grouping is None else None)
+    if grouping is None and gates is None:
         _check_there(x, experts, f"{at(what)} '{name}': expert_dims")
-    else:
+    elif gates is not None:
         _check_gates(x, experts, tensor(gates, what), what)
 
     def product(
         x: Tensor, new: Sequence[Dimension], reduced: Sequence[Dimension], part: str, gates: Tensor | None = None
     ) -> Tensor:
-        return projection(x, new, reduced, use_bias, None, numerics, part, part, None, expert_dims, gates)
+        return projection(x, new, reduced, use_bias, None, numerics, part, part, None, expert_dims, gates, grouping)
 
     with scope(name):
         if flag(gated, what, "gated"):

@@ -11,7 +11,15 @@ from meshlib.core.arguments import at, number
 from meshlib.core.dtypes import FLOAT32, DType
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Tensor, scope
-from meshlib.layers.expert_assignment import SMALL, Slots, chosen_by_experts, chosen_by_tokens, counts, seated
+from meshlib.layers.expert_assignment import (
+    SMALL,
+    Slots,
+    chosen_by_experts,
+    chosen_by_tokens,
+    counts,
+    seated,
+    seated_in_shards,
+)
 from meshlib.layers.norms import widened
 from meshlib.layers.numerics import Numerics
 from meshlib.layers.routing import Routing
@@ -55,10 +63,12 @@ def decide(
     share: Tensor | None,
     numerics: Numerics,
     held: tuple[Dimension, ...] = (),
+    shards: Dimension | None = None,
 ) -> Decision:
     """Route x [groups, tokens, features], by scores in float32 whatever its dtype; each index of `held` by its own.
 
-    `share` is that of `real_share(nonpadding)`: the losses are divided by it, so that padding has no weight in them.
+    `places` are those of each expert, or of each of `shards`, whose experts share them. `share` is that of
+    `real_share(nonpadding)`: the losses are divided by it, so that padding has no weight in them.
     """
     inputs = widened(x)
     if training and routing.jitter:
@@ -69,7 +79,10 @@ def decide(
         counted = load
     else:
         chosen = chosen_by_tokens(scores, favour, experts, routing, training, nonpadding)
-        slots, dropped, load = seated(chosen, tokens, experts, places, routing)
+        if shards is None:
+            slots, dropped, load = seated(chosen, tokens, experts, places, routing)
+        else:
+            slots, dropped, load = seated_in_shards(chosen, tokens, experts, shards, places)
         first = chosen.index.shape.dim("choices")
         counted = counts(gather(chosen.index, 0, first), experts, load.shape) if routing.gating == "top_2" else load
     balance = _balance_loss(scores, counted, tokens, experts, routing, nonpadding)

@@ -36,6 +36,10 @@ class Routing:
         None: for all that may come. capacity_factor_eval: the same when not training; as training unless given.
       min_expert_capacity: at least so many places, but never more than tokens of a group.
       group_size: tokens of a group; those along the last dim before the features unless given.
+      expert_shards, shard_factor: of form "grouped", which has no capacity by expert: tokens are sent to that many
+        shards of the experts, which a rule for the experts may split. A shard has room for `shard_factor` times the
+        mean number of choices that come to it from a group; what finds no room is counted as dropped. None: for all
+        that may come, up to min(choices, experts of a shard) for each token.
     Training:
       jitter: scores are made of inputs that are multiplied by random numbers in [1 - jitter, 1 + jitter].
       loss_coef: of the balance loss. z_loss: of the squared logarithm of the sum of exponentiated scores.
@@ -67,6 +71,8 @@ class Routing:
     capacity_factor_eval: float | None = None
     min_expert_capacity: int = 4
     group_size: int | None = None
+    expert_shards: int = 1
+    shard_factor: float | None = None
     jitter: float = 0.0
     loss_coef: float = 0.01
     z_loss: float = 0.0
@@ -100,6 +106,13 @@ class Routing:
         wanted = tokens if factor is None else ceil(self.choices * tokens * factor / experts - 1e-9)
         return min(tokens, max(wanted, self.min_expert_capacity))
 
+    def rows(self, experts: int, tokens: int) -> int:
+        """Choices of a group of tokens that each of `expert_shards` has room for."""
+        most = tokens * min(self.choices, experts // self.expert_shards)
+        if self.shard_factor is None:
+            return most
+        return min(most, ceil(self.choices * tokens * self.shard_factor / self.expert_shards - 1e-9))
+
     def check_experts(self, experts: int, what: str) -> None:
         """Raise GraphError unless there are enough experts to choose from, in groups of equal size."""
         faults = []
@@ -110,6 +123,11 @@ class Routing:
                 f"{experts} experts are no {self.expert_groups} groups of equal size: "
                 f"{experts} % {self.expert_groups} = {experts % self.expert_groups}"
             )
+        if experts % self.expert_shards:
+            faults.append(
+                f"{experts} experts are no {self.expert_shards} shards of equal size (expert_shards): "
+                f"{experts} % {self.expert_shards} = {experts % self.expert_shards}"
+            )
         elif self.gating != "expert_choice" and asked > within:
             by = {"top_k": " (top_k)", "ntlb": " (ntlb_top_k)", "top_2": " (gating 'top_2')"}.get(self.gating, "")
             faults.append(f"each token chooses {asked} experts{by}, but there are only {within} to choose from")
@@ -118,13 +136,27 @@ class Routing:
         if faults:
             raise GraphError("\n  ".join([f"{at(what)}:", *faults]))
 
+    def check_grouped(self, what: str) -> None:
+        """Raise GraphError unless form "grouped" does what this says: it has no capacity by expert."""
+        if self.gating in ("ntlb", "expert_choice"):
+            raise GraphError(
+                f"{at(what)}: gating {self.gating!r} goes by the room of experts, but form 'grouped' has none"
+            )
+        given = [n for n in ("capacity_factor", "capacity_factor_eval") if getattr(self, n) is not None]
+        if given:
+            raise GraphError(
+                f"{at(what)}: form 'grouped' has no capacity by expert, but the routing has {given[0]}="
+                f"{getattr(self, given[0])}; give Routing({given[0]}=None), and shard_factor for the room of a shard"
+            )
+
     def _faults(self) -> list[str]:
         faults = []
-        for name in ("top_k", "expert_groups", "groups_per_token", "min_expert_capacity", "group_size", "ntlb_top_k"):
+        counts = ("top_k", "expert_groups", "groups_per_token", "min_expert_capacity", "group_size", "ntlb_top_k")
+        for name in (*counts, "expert_shards"):
             size = getattr(self, name)
             if size is not None and size < 1:
                 faults.append(f"{name} must be at least 1, got {size}")
-        for name in ("capacity_factor", "capacity_factor_eval", "scale", "second_threshold"):
+        for name in ("capacity_factor", "capacity_factor_eval", "shard_factor", "scale", "second_threshold"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 faults.append(f"{name} must be positive, got {getattr(self, name)}")
         for name in ("loss_coef", "z_loss"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import gcd
 
 from meshlib.core.arguments import at, choice, whole
 from meshlib.core.errors import GraphError
@@ -52,6 +53,8 @@ class Experts:
         self.routing.check_experts(self.count, what)
         if self.form is not None:
             choice(self.form, what, "form", FORMS)
+        if self.form == "grouped":
+            self.routing.check_grouped(what)
 
     def in_layer(self, number: int) -> bool:
         """Whether that layer, counted from 0, has experts."""
@@ -74,5 +77,6 @@ class Experts:
             expert_groups=groups,
             groups_per_token=min(r.groups_per_token, max(1, groups // 2)),
             group_size=None,
+            expert_shards=gcd(count, r.expert_shards),
         )
         return replace(self, count=count, d_ff=16, first_dense=min(self.first_dense, 1), routing=small)

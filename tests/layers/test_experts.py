@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,11 @@ CASES: dict[str, tuple[int, dict[str, Any], Routing]] = {
     "small groups": (4, {}, Routing(top_k=2, group_size=6, **NARROW)),
     "large groups": (4, {}, Routing(top_k=2, group_size=24, **NARROW)),
 }  # fmt: skip
+
+
+def dropless(routing: Routing, shards: int) -> Routing:
+    """The same choices with room for all."""
+    return replace(routing, capacity_factor=None, expert_shards=shards)
 
 
 def built(
@@ -118,10 +124,19 @@ def two_alike(values: dict[str, Array]) -> None:
     values["x"][:, 1::2] = values["x"][:, ::2]
 
 
+GROUPED = {
+    f"{name}, {shards} shards": (experts, arguments, dropless(routing, shards))
+    for name, (experts, arguments, routing) in CASES.items()
+    for shards in (1, 2)
+    if routing.gating not in ("ntlb", "expert_choice") and experts % shards == 0
+}
+CASES |= GROUPED
+
 # And the others in a deep run: routing is the same.
 BY_MASKS = ("top 2", "gated, shared", "expert choice")
 BY_ALL = ("top 2", "with biases", "none left behind", "expert choice", "all experts", "small groups")
-FORMED = {"einsum": some(list(CASES), BY_MASKS), "dense": some(list(CASES), BY_ALL), "gather": list(CASES)}
+OTHERS = [name for name in CASES if name not in GROUPED]
+FORMED = {"einsum": some(OTHERS, BY_MASKS), "dense": some(OTHERS, BY_ALL), "gather": OTHERS, "grouped": list(GROUPED)}
 
 
 @each("name, form", [(name, form) for form, names in FORMED.items() for name in names])
@@ -138,13 +153,13 @@ def test_as_token_by_token(name: str, form: str) -> None:
         assert_close(found, expected(values, arguments, routing), 1e-9, (name, change), floor=1.0)
 
 
-@each("name", ("top 2", "switch", "none left behind", "expert choice", "gated, shared"))
+@each("name", ("top 2", "switch", "none left behind", "expert choice", "gated, shared", "top 2, 2 shards"))
 def test_padding_goes_nowhere_and_takes_no_room(name: str) -> None:
     experts, arguments, routing = CASES[name]
     real = np.random.default_rng(1).random((GROUPS.size, TOKENS.size)) < 0.6
     real[0] = False  # a group of nothing else
     with mtf.Graph() as graph:
-        y, _ = built(experts, arguments, routing, "gather", padded=True)
+        y, _ = built(experts, arguments, routing, "grouped" if name in GROUPED else "gather", padded=True)
         values = drawn(graph)
         (found,) = run(mtf.lower(fetched(y)), {"mask": real}, "fast", state=values)
     assert_close(found, expected(values, arguments, routing, real), 1e-9, name, floor=1.0)
@@ -154,9 +169,10 @@ def test_padding_goes_nowhere_and_takes_no_room(name: str) -> None:
 
 SLOPES = [(name, "gather") for name in ("top 2", "with biases", "none left behind", "DeepSeek-V3")]
 SLOPES += [("with biases", "dense"), ("expert choice", "dense")]
+SLOPES += [("with biases, 1 shards", "grouped"), ("gated, shared, 2 shards", "grouped")]
 
 
-@each("name, form", some([(name, form) for name in CASES for form in ("gather", "dense")], SLOPES))
+@each("name, form", some([*product(OTHERS, ("gather", "dense")), *product(GROUPED, ("grouped",))], SLOPES))
 def test_gradients_against_differences_of_the_reference(name: str, form: str) -> None:
     experts, arguments, routing = CASES[name]
     routing = replace(routing, loss_coef=0.3, z_loss=0.2)
@@ -209,6 +225,72 @@ def test_random_layouts_change_nothing(name: str) -> None:
                 (found,) = run(program, feeds, executor, state=values)
                 assert_close(found, wanted, 1e-10, (name, form, str(layout), executor), floor=1.0)
             tried += 1
+
+
+@pytest.mark.parametrize("shards", [1, 2, 8])
+def test_random_layouts_of_grouped_products_change_nothing(shards: int) -> None:
+    """Equal to the product with masks that has room for all, under layouts of experts, rows, tokens and features."""
+    arguments, routing = {"use_bias": shards == 2, "gated": True}, dropless(Routing(top_k=3), shards)
+    rng, sessions = np.random.default_rng(shards), {}
+    for form in ("einsum", "grouped"):
+        with mtf.Graph() as graph:
+            y, loss = built(8, arguments, routing, form)
+            outputs = fetched(y) | {f"gradient of {n}": g for n, g in gradients(graph, loss).items()}
+            values, sessions[form] = drawn(graph), mtf.Session(outputs)
+    feeds = {"factors": rng.normal(size=y.values.shape.sizes)}
+    shapes = [t.shape for t in needed(outputs.values())]
+    (wanted,) = run(sessions["einsum"].lower(), feeds, "fast", state=values)
+    tried = 0
+    while tried < draws(3, 100):
+        layout = draw_layout(rng, LAID)
+        if not layout.rules or not layout.allows(shapes):
+            continue
+        program = sessions["grouped"].lower(layout.mesh_text, layout.rules_text)
+        (found,) = run(program, feeds, ("exact", "fast")[tried % 2], state=values)
+        assert_close(found, wanted, 1e-10, (shards, str(layout)), floor=1.0)
+        tried += 1
+
+
+def test_overflow_of_a_shard_is_counted() -> None:
+    """Room for half the mean: what finds none goes nowhere, the experts that come first in a shard first."""
+    routing = replace(dropless(Routing(top_k=2), 4), shard_factor=0.5)
+    room = routing.rows(8, TOKENS.size)
+    with mtf.Graph() as graph:
+        y, _ = built(8, {}, routing, "grouped")
+        values, program = drawn(graph), mtf.lower(fetched(y))
+    (found,) = run(program, {}, "fast", state=values)
+    loads = found["load"].reshape(GROUPS.size, 4, 2).sum(-1)
+    assert room == TOKENS.size * 2 // 4 // 2
+    np.testing.assert_array_equal(found["dropped"], np.maximum(loads - room, 0).sum(-1))
+    assert (found["dropped"] > 0).all()
+    whole = expected(values, {}, dropless(routing, 1))["values"]
+    same = np.isclose(found["values"], whole, rtol=1e-9).all(-1)
+    assert 0 < same.mean() < 1  # tokens none of whose choices are dropped
+
+
+def test_grouped_products_do_the_work_of_the_choices() -> None:
+    """16 experts, 2 for each token: an eighth of what a product for each expert takes, sent tokens by their room."""
+    routing = Routing(top_k=2, capacity_factor=None)
+
+    def planned(form: str, routing: Routing) -> mtf.Estimate:
+        with mtf.Graph():
+            x = mtf.input("x", [D("batch", 16), D("length", 256), D("d_model", 128)], "bfloat16")
+            y = mtf.layers.moe(x, D("experts", 16), D("d_ff", 512), routing, form=form)
+            program = mtf.lower({"y": y.values}, mesh="data:8", layout="batch:data;experts:data")
+        return mtf.estimate(program, "v5e-8")
+
+    def products(estimate: mtf.Estimate) -> float:
+        return sum(r.mxu_flops for r in estimate.rows if "/w" in r.name)
+
+    dense, local = planned("dense", routing), planned("grouped", replace(routing, expert_shards=8))
+    assert products(local) * 8 == products(dense) == 2 * 2 * 16 * 256 * 128 * 512 * 16 / 8
+    tight = planned("grouped", replace(routing, expert_shards=8, shard_factor=1.25))
+    assert products(tight) == products(local)
+    room = [replace(routing, expert_shards=8, shard_factor=f).rows(16, 256) for f in (None, 1.25)]
+    assert room == [512, 80]  # 2 x 256 choices: all, and 1.25 x an eighth
+    for estimate, rows in zip((local, tight), room, strict=True):
+        sent = [c.sent_bytes for c in estimate.program.collectives if c.kind == "all_to_all" and c.sent_bytes > 10_000]
+        assert set(sent) == {2 * 8 * rows * 128 * 2 * 7 / 8}  # two sequences, 8 shards, bfloat16; 7 of 8 to others
 
 
 # ---------------------------------------------------------------- chance, balance, mistakes
@@ -321,7 +403,10 @@ def test_routings_that_make_no_sense(arguments: dict[str, Any], words: str) -> N
         (4, {"routing": Routing(expert_groups=4, groups_per_token=2)}, "use 'max'"),
         (4, {"routing": Routing(group_size=7)}, "48 % 7 = 6"),
         (4, {"routing": "switch"}, "routing must be an mtf.layers.Routing, got str 'switch'"),
-        (4, {"form": "sparse"}, "form must be 'einsum' or 'gather' or 'dense', got 'sparse'"),
+        (4, {"form": "sparse"}, "form must be 'einsum' or 'gather' or 'dense' or 'grouped', got"),
+        (4, {"form": "grouped", "routing": Routing()}, r"no capacity by expert, .* capacity_factor=1.25; give Routing"),
+        (4, {"form": "grouped", "routing": Routing(gating="ntlb", capacity_factor=None)}, "the room of experts"),
+        (4, {"form": "grouped", "routing": dropless(Routing(), 3)}, r"4 % 3 = 1"),
         (4, {"numerics": "float32"}, "numerics must be an mtf.Numerics"),
         (4, {"activation": "swish_"}, "activation must be"),
         (4, {"training": 1}, "training must be True or False"),

@@ -92,10 +92,15 @@ def matmul_of(program: Program, instruction: Compute) -> Matmul:
     dtype = mxu_dtype(instruction)
     if p.groups > 1:
         if p.groups_summed:
-            p = replace(p, contracted=computed_rows(p.contracted, p.groups))
+            p = replace(p, contracted=_computed(p.contracted, p))
         else:
-            p = replace(p, rows=computed_rows(p.rows, p.groups))
+            p = replace(p, rows=_computed(p.rows, p))
     return Matmul(p.rows, p.contracted, p.columns, p.batch, dtype, passes, p.taps, p.beside, p.packs)
+
+
+def _computed(rows: int, product: Product) -> int:
+    """Sorted rows with those of tiles in which groups meet."""
+    return product.runs * computed_rows(-(-rows // product.runs), product.groups)
 
 
 def in_ragged_tiles(matmul: Matmul, product: Compute, weight_dims: frozenset[str], width: int) -> Matmul:

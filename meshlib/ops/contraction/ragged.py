@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from layouts import Dimension, Shape
-from meshlib.core.arguments import at, choice
+from meshlib.core.arguments import at, choice, number
 from meshlib.core.dtypes import INT32
 from meshlib.core.engine import Engine
 from meshlib.core.errors import ShapeError
@@ -119,8 +119,8 @@ def _built(
 
 
 def _share(ins: Sequence[TensorType], attrs: Mapping[str, Any]) -> float:
-    """The share of the rows that are in this device's groups, where all have equally many."""
-    return ins[2].shape.dim(attrs["groups"]).size / int(attrs["count"])
+    """The share of the rows that are in this device's groups on the mean, where all have equally many."""
+    return float(attrs["filled"]) * ins[2].shape.dim(attrs["groups"]).size / int(attrs["count"])
 
 
 def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
@@ -144,9 +144,7 @@ def _product_of(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str
     a, b, bounds, _ = (t.shape for t in ins)
     first, second, result = ({d.name: d.size for d in shape if d.name != groups} for shape in (a, b, out.shape))
     both = {n for n in first if n in second}
-    counted = bounds.dim(groups).size * prod(
-        d.size for d in bounds if d.name != groups and d.name not in both & {*result}
-    )
+    runs = prod(d.size for d in bounds if d.name != groups and d.name not in both & {*result})
     batch = prod(first[n] for n in both if n in result)
     rows_made = prod(size for n, size in first.items() if n in result and n not in both)
     contracted = prod(size for n, size in first.items() if n not in result)
@@ -156,7 +154,8 @@ def _product_of(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str
         contracted = max(1, round(contracted * share))
     else:
         rows_made = max(1, round(rows_made * share))
-    return Product(batch, rows_made, contracted, columns, groups=counted, groups_summed=summed)
+    members = bounds.dim(groups).size
+    return Product(batch, rows_made, contracted, columns, groups=members, groups_summed=summed, runs=runs)
 
 
 RAGGED_DOT = operation(
@@ -184,6 +183,7 @@ def ragged_dot(
     output_shape: Shape | Sequence[Dimension] | None = None,
     *,
     precision: str = "default",
+    mean_rows: float | None = None,
     name: str | None = None,
 ) -> Tensor:
     """The product of rows that are sorted by group with the matrix of their group.
@@ -204,11 +204,12 @@ def ragged_dot(
         of `rows`, and the rows of each group are summed over: y[groups, d, f] from x[rows, d] and w[rows, f], the
         gradient of the matrices.
       precision: "default", or "highest" for float32 through, as of `einsum`.
+      mean_rows: how many of the rows are in a group on the mean, for the estimate; all unless given.
       name: of the operation, in listings.
     Returns: the dtype of the operands; products are exact, sums float32.
-    Cost: 2 x rows x (product of the other dims) MXU flops, whatever the number of groups. Its time counts whole tiles
-      of up to 512 rows, and a tile in which two groups meet once for each. Where groups are split, each device computes
-      the rows of its own, a pending sum; the estimate takes their share for that of the groups.
+    Cost: 2 x rows in a group x (product of the other dims) MXU flops, whatever the number of groups. Its time counts
+      whole tiles of up to 512 rows, and a tile in which two groups meet once for each. Where groups are split, each
+      device computes the rows of its own, a pending sum; the estimate takes their share for that of the groups.
     Raises: ShapeError for dims that do not fit.
     Example:
       >>> import meshlib as mtf
@@ -232,7 +233,14 @@ def ragged_dot(
         raise ShapeError(f"{at(what)}: {'; '.join(faults)}" + "".join(f"\n  {t}" for t in operands))
     out = _output_shape(x, w, sizes, row, group, output_shape)
     ends = cumsum(sizes, group)
-    attrs = {"rows": row.name, "groups": group.name, "count": group.size, "precision": precision}
+    filled = row.size if mean_rows is None else number(mean_rows, what, "mean_rows")
+    if not 0 < filled <= row.size:
+        raise ShapeError(
+            f"{at(what)}: mean_rows must be above 0 and at most the {row.size} of '{row.name}', got {filled}"
+        )
+    attrs = {
+        "rows": row.name, "groups": group.name, "count": group.size, "filled": filled / row.size, "precision": precision
+    }  # fmt: skip
     return _built(x, w, subtract(ends, sizes), ends, out, attrs, name)
 
 
