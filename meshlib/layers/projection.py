@@ -149,7 +149,7 @@ def projection(
         reduced: tuple[Dimension, ...] = (x.shape[-1],)
     else:
         reduced = as_dims(reduced_dims, "dense reduced_dims", [x])
-    apart = as_dims(expert_dims, "dense expert_dims", [x] if grouping is None else None)
+    apart = as_dims(expert_dims, "dense expert_dims", [x] if grouping is None else ())
     _check_there(x, reduced, f"{at('dense')} '{name}': reduced_dims")
     twice = [str(d) for d in apart if d in reduced]
     if twice:
@@ -234,7 +234,7 @@ def feed_forward(
         raise ShapeError(f"{at(what)}: {x} has no dim to contract")
     act = activation_of(activation, what)
     hidden, channels = [as_dim(hidden_channels, what)], [x.shape[-1]]
-    experts = as_dims(expert_dims, f"{what} expert_dims", [x] if grouping is None else None)
+    experts = as_dims(expert_dims, f"{what} expert_dims", [x] if grouping is None else ())
     if grouping is None and gates is None:
         _check_there(x, experts, f"{at(what)} '{name}': expert_dims")
     elif gates is not None:
