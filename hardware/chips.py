@@ -218,6 +218,16 @@ class Chip:
         """
         return (self.hbm_bytes - self.hbm_reserved_bytes) // self.devices_per_chip
 
+    @property
+    def unpublished(self) -> tuple[str, ...]:
+        """Figures that no public source states: assumed, derived by analogy, or recalled and not read again.
+
+        Example:
+          >>> CHIPS["v7"].unpublished[:3], CHIPS["v5e"].unpublished[:1]
+          (('mxus_per_core', 'mxu_rows', 'mxu_columns'), ('vpu_alus_per_lane',))
+        """
+        return tuple(f for f in _FIELDS if any(word in dict(self.sources).get(f, "") for word in _UNSURE))
+
     def source(self, name: str) -> str:
         """Where the figure `name` comes from; "not given" for a chip of your own without sources."""
         if not isinstance(name, str) or name not in _FIELDS:
@@ -230,6 +240,7 @@ _COUNTS = (
     "vpu_lanes", "vpu_alus_per_lane", "vmem_bytes_per_core", "hbm_bytes", "max_slice_chips", "chips_per_host",
     "attention_backward_kernels",
 )  # fmt: skip
+_UNSURE = ("from memory", "assumed", "not published")
 _TILES = ("attention_tile", "attention_window_tile", "attention_backward_tile")
 _RATES = (
     "clock_hz", "mxu_efficiency", "vmem_bandwidth_ratio", "hbm_bytes_per_second", "hbm_efficiency",

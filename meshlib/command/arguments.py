@@ -240,6 +240,9 @@ def _validate(command: argparse.ArgumentParser) -> None:
     command.add_argument("--file", help="JSON in the format of published results; default: the set in the package")
     command.add_argument("--refit", action="store_true", help="fit the constants to the training runs first")
     command.add_argument("--talks", action="store_true", help="the figures of the talks, in place of the rows")
+    command.add_argument(
+        "--machine", action="store_true", help="figures of chips, pods and networks, in place of the rows"
+    )
     _compiler(command)
 
 

@@ -17,6 +17,7 @@ from meshlib.core.errors import GraphError, nearest
 from meshlib.core.text import count_text, grid, wrapped
 from meshlib.models import IMAGE_PRESETS, PRESETS
 from meshlib.records import make
+from meshlib.validation.machine_figures import machine_figures
 from meshlib.validation.talks import talks
 from meshlib.validation.validating import validate
 
@@ -50,11 +51,15 @@ def models(args: argparse.Namespace) -> int:
 
 def validated(args: argparse.Namespace) -> int:
     """Predicted beside published."""
-    if args.talks and (args.file or args.refit):
-        raise GraphError("validate: --talks has facts of its own; leave out --file and --refit")
+    own = [name for name in ("talks", "machine") if getattr(args, name)]
+    if len(own) > 1 or (own and (args.file or args.refit)):
+        others = "--file and --refit" if len(own) == 1 else f"--{own[1]}"
+        raise GraphError(f"validate: --{own[0]} has facts of its own; leave out {others}")
     with Progress(args.quiet) as bar:
         if args.talks:
             result: object = talks()
+        elif args.machine:
+            result = machine_figures()
         else:
             result = validate(
                 args.file, args.refit, COMPILERS[args.compiler], lambda done, all_: bar(done, all_, "rows")
