@@ -272,12 +272,12 @@ if _TYPE_CHECKING:
     from meshlib.verification import Verification as Verification
     from meshlib.verification import verify as verify
 else:
-    from meshlib.core.foreign_names import OF_MODULES as _OF_MODULES
+    from meshlib.core.foreign_names import of_module as _of_module
     from meshlib.core.lazy_imports import lazy_names as _lazy_names
     from meshlib.core.public_calls import public_calls as _public_calls
 
     __getattr__, __dir__ = _lazy_names(
         __name__,
         _public_calls(__name__, ["meshlib.ops.", "meshlib.optimize."]),
-        lambda name: _OF_MODULES.get(name, ""),
+        _of_module,
     )

@@ -13,7 +13,7 @@ from inspect import Parameter, isclass, isfunction, signature
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from meshlib.core.errors import ArgumentError, nearest
-from meshlib.core.foreign_names import OF_ARGUMENTS
+from meshlib.core.foreign_names import OF_ARGUMENTS, OF_CALLS
 from meshlib.core.source_lines import OWN, source_line
 
 P = ParamSpec("P")
@@ -75,7 +75,8 @@ def refuse_misfit(
       functions: the one that was called, and those to which it hands on arguments that it does not name itself.
     """
     if not isinstance(fault, ArgumentError) and (told := _misfit(functions, args, kwargs)):
-        raise ArgumentError(f"{name} ({source_line()}): {told}") from None
+        remedy = f"; {OF_CALLS[name]}" if name in OF_CALLS else ""
+        raise ArgumentError(f"{name} ({source_line()}): {told}{remedy}") from None
 
 
 # ------------------------------------------------------------ what is wrapped

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
+
 # Attributes of arrays, and what to write for a tensor x.
 OF_TENSORS = {
     "T": "mtf.transpose(x, ...); dims go by name, so einsum needs none",
@@ -22,14 +25,10 @@ OF_TENSORS = {
     "to": "mtf.cast(x, dtype)",
     "view": "mtf.reshape(x, ...)",
 }
-# Functions of Mesh TensorFlow and others.
-OF_MODULES = {
+# Functions of NumPy, JAX, PyTorch and TensorFlow.
+OF_OTHERS = {
     "Dataset": "mtf.Batches",
-    "SimdMeshImpl": "mtf.lower(y, mesh=..., layout=...)",
-    "Lowering": "mtf.lower",
-    "get_variable": "mtf.variable",
     "grad": "mtf.gradients",
-    "import_tf_tensor": "mtf.input",
     "jit": "mtf.lower",
     "max": "mtf.reduce_max",
     "mean": "mtf.reduce_mean",
@@ -39,12 +38,180 @@ OF_MODULES = {
     "tensor": "mtf.constant or mtf.input",
     "zeros_like": "mtf.zeros(x.shape, x.dtype)",
 }
+_LOWERED = "program = mtf.lower(outputs, updates, mesh=..., layout=...)"
+_DIMENSION, _SHAPE, _RULES = "mtf.Dimension(name, size)", "mtf.Shape(dims)", 'mtf.LayoutRules("batch:rows;d_ff:cols")'
+_GRADIENTS = "mtf.gradients(ys, xs); every operation has its gradient"
+_VARIABLE = "mtf.variable(name, shape, initializer)"
+_ASSIGN = "mtf.assign(variable, value), assign_add or assign_sub, and give what they return to mtf.lower as updates"
+_STATE = "simulation.state[name], assignable; mtf.save(simulation, path) and mtf.load(path, simulation)"
+_BLOCK = "simulation.shard(name, core): the block of any tensor on one core"
+_GROUPS = "mesh.groups(axes), mesh.coordinate(device) and mesh.device(coordinate) of mtf.Mesh"
+_BINARY = "mtf.add, multiply, maximum, ...: dims are broadcast by name"
+_REDUCE = "mtf.reduce_sum, reduce_max, reduce_mean, ..."
+_POOL = "mtf.max_pool, avg_pool or pool"
+_PRINTED = "mtf.Print(x, data, message), or fetch the tensor: mtf.lower({name: x})"
+_LISTED = "print(program), and mtf.estimate(program, slice).table() with every count"
+_PLACED = "hardware.best_placement(slice, axes, demands); mtf.estimate places the axes of a mesh on the torus itself"
+# Public names of Mesh TensorFlow that are other names here. Of `SomethingOperation`, `OF_OPERATIONS` has the rest.
+OF_MESH_TENSORFLOW = {
+    "Assign": _ASSIGN,
+    "BinaryOpWithBroadcasting": _BINARY,
+    "Constant": "mtf.constant(value, shape, dtype)",
+    "Conv2or3dBackpropFilterOperation": _GRADIENTS,
+    "Conv2or3dBackpropInputOperation": _GRADIENTS,
+    "Depend": "nothing: updates commit together, after every read",
+    "LazyAllreduceSum": "nothing: sums stay pending where that sends less; print(program) shows them",
+    "LazyLaidOutTensor": _BLOCK,
+    "Lowering": _LOWERED,
+    "MeshImpl": _LOWERED,
+    "MtfCheckpointSaverListener": "mtf.save(simulation, path)",
+    "MtfRestoreHook": "mtf.load(path, simulation)",
+    "PoolBackPropOperation": _GRADIENTS,
+    "ReadVariable": "the variable itself, which is a tensor",
+    "SimdMeshImpl": _LOWERED,
+    "StackedVariable": "mtf.scan(..., stack_variables=True), or one variable with a dim for the layers",
+    "StopGradient": "mtf.stop_gradient(x)",
+    "TensorLayout": "layouts.Sharding(shape, mesh, axes)",
+    "Variable": _VARIABLE,
+    "VariableDType": "mtf.Numerics(variable, slice, activation, precision), numerics= of every layer",
+    "assign_add_slice": _ASSIGN,
+    "assign_slice": _ASSIGN,
+    "assign_sub_slice": _ASSIGN,
+    "auto_mtf": "mtf.search(build, slice)",
+    "beam_search": "mtf.generate(config, prompts, state, beams=..., alpha=...)",
+    "bert": 'mtf.models.preset("bert-base")',
+    "binary_arguments_to_tensors": _BINARY,
+    "binary_op_with_broadcasting": _BINARY,
+    "binary_reduction_fn": _REDUCE,
+    "compatible_lazy_allreduce_sums": "nothing: equally pending sums are added before they are reduced",
+    "convert_args_to_laid_out_tensors": _BLOCK,
+    "convert_to_dimension": _DIMENSION,
+    "convert_to_layout_rules": _RULES,
+    "convert_to_shape": _SHAPE,
+    "cwise": "mtf.slicewise(function, xs) for a NumPy function, or the operation itself, as mtf.exp(x)",
+    "depend": "nothing: updates commit together, after every read",
+    "experimental": "mtf.optimize, whose optimizers have the schedules and clipping",
+    "import_fully_replicated": 'mtf.input(name, shape); the layout decides, and "" leaves it whole on every core',
+    "import_laid_out_tensor": "mtf.input(name, shape); the layout cuts what is fed",
+    "import_tf_tensor": "mtf.input(name, shape), fed at each step: simulation.step(name=array)",
+    "get_variable": _VARIABLE,
+    "is_subsequence": "Python's own sequences; dims go by name and have no order to keep",
+    "list_product": "math.prod, or shape.size",
+    "log_variable_sizes": "mtf.lower(...).variables, and meshlib dims on the command line",
+    "mtf_abs": "mtf.abs(x)",
+    "mtf_pow": "mtf.pow(x, y)",
+    "mtf_range": "mtf.range(dim, dtype)",
+    "mtf_slice": "mtf.slice(x, begin, size, dim_name)",
+    "parallel": "nothing: a program is what one core runs, and all run it",
+    "placement_mesh_impl": _LOWERED,
+    "pnum_to_group": _GROUPS,
+    "pnum_to_processor_coordinates": _GROUPS,
+    "pool_backprop": _GRADIENTS,
+    "pool_fn": _POOL,
+    "pool_tensor_1d": "mtf.pool(x, ...) over one dim",
+    "pretty_print_counters": _LISTED,
+    "processor_coordinates_to_pnum": _GROUPS,
+    "processor_groups": _GROUPS,
+    "read_variable": "the variable itself, which is a tensor",
+    "reduce_first": "mtf.slice(x, 0, 1, dim_name) and mtf.reshape",
+    "reduction_fn": _REDUCE,
+    "scalar_summary": _PRINTED,
+    "simd_mesh_impl": _LOWERED,
+    "stride_tensor_1d": "mtf.strided_slice(x, ...)",
+    "tensor_dim_to_mesh_dim_size": "sharding.block_counts, and mesh.axis_size(axis)",
+    "tensor_dim_to_size_per_split": "sharding.local_shape",
+    "test_utils": "mtf.verify(outputs, updates, layouts=...) and mtf.testing",
+    "tpu_variables": _STATE,
+    "transformer": "mtf.models: presets, TransformerConfig, train_step",
+    "transpose_list_of_lists": "zip(*lists)",
+    "utils": "nothing: it places variables on hosts, and hides summaries, of which there are none",
+    "verify_no_new_dims": "nothing: each operation checks its dims, and its error names them",
+}  # fmt: skip
+_MASKS, _CACHES = "scores=mtf.layers.Scores({})", "mtf.generate(config, prompts, state), which has caches"
+_LOCAL, _HALO = "mtf.layers.local_attention_{}d(q, k, v, ...)", "mtf.halo_exchange(x, ...)"
+_SCHEDULES = "mtf.optimize.piecewise, product, warmup_then_decay, ...: lr= of every optimizer"
+# Of mesh_tensorflow.layers and mesh_tensorflow.optimize.
+OF_LAYERS_AND_OPTIMIZERS = {
+    "AdafactorWithMultiLRSchedule": _SCHEDULES,
+    "AdamWithMultiLRSchedule": _SCHEDULES,
+    "DenseInitializer": "mtf.initializers.variance_scaling(...)",
+    "VarianceScalingInitializer": "mtf.initializers.variance_scaling(scale, mode, distribution)",
+    "adafactor_optimizer_from_hparams": "mtf.optimize.AdafactorOptimizer(...)",
+    "attention_bias_local_2d_block": _LOCAL.format(2),
+    "attention_bias_local_block": _LOCAL.format(1),
+    "attention_mask_autoregressive": _MASKS.format("causal=True"),
+    "attention_mask_ignore_padding": _MASKS.format("segments=...") + ", with padding in a segment of its own",
+    "attention_mask_same_segment": _MASKS.format("segments=(of queries, of keys)"),
+    "compress_mean": "mtf.reduce_mean over a part of a dim that mtf.rearrange has split",
+    "compute_lr_for_step": _SCHEDULES,
+    "dense_product": "mtf.layers.dense twice, and mtf.multiply",
+    "get_dense_kernel_weights": "mtf.variable(name, shape), and mtf.einsum",
+    "local_1d_halo_exchange": _HALO,
+    "local_2d_halo_exchange": _HALO,
+    "local_2d_self_attention_spatial_blocks": _LOCAL.format(2),
+    "local_self_attention_spatial_blocks": _LOCAL.format(1),
+    "make_optimizer": "mtf.optimize.AdamOptimizer(lr), SgdOptimizer, AdafactorOptimizer, ...",
+    "masked_local_attention_1d_incremental": _CACHES,
+    "multihead_attention_params": "mtf.layers.multihead_attention(x, ...), which makes its variables",
+    "multihead_attention_vars": "mtf.layers.multihead_attention(x, ...), which makes its variables",
+    "multihead_encdec_attention_incremental": _CACHES,
+    "multihead_self_attention_incremental": _CACHES,
+    "multihead_self_attention_memory_compressed": "mtf.layers.latent_attention(...)",
+    "multiplicative_jitter": "x * mtf.random_uniform(x.shape, minval=1 - e, maxval=1 + e)",
+    "product_learning_rate": _SCHEDULES,
+    "reduce_rms": "mtf.sqrt(mtf.reduce_mean(mtf.square(x)))",
+    "rename_length_to_memory_length": 'mtf.rename_dimension(x, "length", "memory_length")',
+    "separable_conv1d": "mtf.layers.separable_conv",
+    "summary_for_clip_activation_gradient": _PRINTED,
+    "unit_scaling_convention": "mtf.layers.us_einsum, always of unit scale",
+    "weights_nonzero": "mtf.cast(mtf.not_equal(targets, 0), dtype)",
+}  # fmt: skip
+# Functions whose names differ from those of the classes of Mesh TensorFlow's operations.
+OF_OPERATIONS = {
+    "generic_grad": "gradients",
+    "import": "input",
+    "import_laid_out_tensor": "input",
+    "min_max": "maximum, minimum",
+    "print": "Print",
+    "random": "random_uniform, random_normal",
+    "reduce": "reduce_sum, reduce_max, reduce_mean",
+    "scalar_add": "add",
+    "scalar_multiply": "multiply",
+    "scalar_summary": "Print",
+}
+
+
+def of_module(name: str, public: Collection[str]) -> str:
+    """What to write for a name that the library does not have; "" where nobody knows.
+
+    Args:
+      public: names that the library has.
+    Example:
+      >>> of_module("EinsumOperation", ["einsum"]), of_module("get_variable", [])
+      ('mtf.einsum', 'mtf.variable(name, shape, initializer)')
+    """
+    known = OF_MESH_TENSORFLOW.get(name) or OF_LAYERS_AND_OPTIMIZERS.get(name) or OF_OTHERS.get(name)
+    if known:
+        return known
+    if name.endswith(("_backprop_input", "_backprop_filter")):
+        return _GRADIENTS
+    if not name.endswith("Operation"):
+        return ""
+    snake = re.sub(r"(?<=[a-z\d])(?=[A-Z])", "_", name.removesuffix("Operation")).lower()
+    functions = OF_OPERATIONS.get(snake, snake if snake in public else "")
+    return f"mtf.{functions}" if functions else ""
+
+
 # Arguments, and what to say to them.
 OF_ARGUMENTS = {
     "axis": "dims go by name: reduced_dim=, output_shape= or dim=",
     "dims": "dims go by name: reduced_dim=, output_shape= or dim=",
     "keepdims": "dims that are gone come back by name, without ones",
     "mesh": "operations know no mesh: mtf.lower(y, mesh=..., layout=...)",
+}
+# Calls that do not fit, and what to write.
+OF_CALLS = {
+    "Mesh": "a graph has no mesh: mtf.Mesh('rows:2;cols:4') is axes alone, for mtf.lower(y, mesh=..., layout=...)",
 }
 # NumPy's names of what goes by another name here.
 OF_NUMPY = {

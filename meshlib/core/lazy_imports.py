@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -43,14 +43,14 @@ def exports(source: str) -> dict[str, Export]:
 def lazy_names(
     package: str,
     exported: Callable[[Any], Any] = lambda value: value,
-    foreign: Callable[[str], str] = lambda name: "",
+    foreign: Callable[[str, Collection[str]], str] = lambda name, public: "",
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """`__getattr__` and `__dir__` of a package whose names are imported on first use.
 
     Args:
       package: its `__name__`.
       exported: what stands for a value once it is public, such as a wrapper of a function.
-      foreign: a remedy for a name of another library, or "".
+      foreign: a remedy for a name of another library, given the package's own names; or "".
     Returns: functions to bind as `__getattr__` and `__dir__` in the package. `__all__` is answered too.
     """
     names: dict[str, Export] = {}
@@ -69,7 +69,7 @@ def lazy_names(
             raise AttributeError(f"module '{package}' has no attribute '{name}'")
         export = table().get(name)
         if export is None:
-            remedy = foreign(name)
+            remedy = foreign(name, table())
             hint = f"; write {remedy}" if remedy else nearest(name, table())
             raise AttributeError(f"module '{package}' has no attribute '{name}'{hint}")
         parent = import_module(export.module) if export.module != package else sys.modules[package]

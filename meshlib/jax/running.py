@@ -120,6 +120,7 @@ class OnJax(Simulation):
     """The variables of a program on JAX devices; see `on_jax`. `print(run)` says how long a step takes, and should."""
 
     runs_several = True
+    intermediates = "in mtf.simulate(program), not on devices"
 
     def __init__(
         self,

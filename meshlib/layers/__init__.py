@@ -65,7 +65,8 @@ if _TYPE_CHECKING:
     from meshlib.layers.set_norms import group_norm as group_norm
     from meshlib.layers.spectral import spectral_norm as spectral_norm
 else:
+    from meshlib.core.foreign_names import of_module as _of_module
     from meshlib.core.lazy_imports import lazy_names as _lazy_names
     from meshlib.core.public_calls import public_calls as _public_calls
 
-    __getattr__, __dir__ = _lazy_names(__name__, _public_calls(__name__, ["meshlib.layers."]))
+    __getattr__, __dir__ = _lazy_names(__name__, _public_calls(__name__, ["meshlib.layers."]), _of_module)

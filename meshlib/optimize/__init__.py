@@ -35,6 +35,7 @@ if _TYPE_CHECKING:
     from meshlib.optimize.schedules import warmup_then_decay as warmup_then_decay
 else:
     from meshlib.core.explained_calls import explained_calls as _explained_calls
+    from meshlib.core.foreign_names import of_module as _of_module
     from meshlib.core.lazy_imports import lazy_names as _lazy_names
 
-    __getattr__, __dir__ = _lazy_names(__name__, _explained_calls(__name__))
+    __getattr__, __dir__ = _lazy_names(__name__, _explained_calls(__name__), _of_module)

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from hardware.slices import Slice
-from layouts import Sharding
 from meshlib.core.arguments import at, choice, flag
+from meshlib.core.arguments import whole as whole_number
 from meshlib.core.engine import Engine
-from meshlib.core.errors import FeedError, GraphError, NotFiniteError
+from meshlib.core.errors import FeedError, GraphError, NotFiniteError, nearest
 from meshlib.core.shown import Shown
 from meshlib.core.slices import slice_for
 from meshlib.core.text import clipped
@@ -22,6 +22,7 @@ from meshlib.program.instructions import Instruction, Value
 from meshlib.program.records import Program, require_program
 from meshlib.simulation.exact import Blocks, run_exact
 from meshlib.simulation.fast import FastExecutor
+from meshlib.simulation.shards import LastStep, intermediate
 from meshlib.simulation.state import State, fed_arrays
 
 __all__ = ["Simulation", "State", "simulate"]
@@ -71,6 +72,7 @@ class Simulation(Shown):
     """
 
     runs_several = False  # whether `several` gains something
+    intermediates = "once step has run"  # when `shard` knows them
 
     def __init__(self, program: Program, slice: Slice | None, seed: int, executor: str, check_nan: bool) -> None:
         self.program = program
@@ -81,6 +83,7 @@ class Simulation(Shown):
         self.state = State(seed)
         self._ready: OrderedDict[int, FastExecutor] = OrderedDict()  # by id of the program, which each holds
         self._stepping = False
+        self._last: LastStep | None = None
         self._declare(program)
 
     def __repr__(self) -> str:
@@ -89,7 +92,7 @@ class Simulation(Shown):
 
     def __getstate__(self) -> dict[str, Any]:
         # Buffers are no state: a copy plans its own.
-        return {**vars(self), "state": copy(self.state), "_ready": OrderedDict(), "_stepping": False}
+        return {**vars(self), "state": copy(self.state), "_ready": OrderedDict(), "_stepping": False, "_last": None}
 
     def step(self, feeds: Mapping[str, Any] | None = None, /, **named: Any) -> dict[str, Array]:
         """Run the program once: feeds by name, fetched outputs back, updates committed together.
@@ -139,14 +142,42 @@ class Simulation(Shown):
             finally:
                 self._stepping = False
 
-    def shard(self, name: str, coordinate: Mapping[str, int] | tuple[int, ...]) -> Array:
-        """The block of variable `name` that the core at `coordinate` holds under the program's layout.
+    def shard(self, name: str, coordinate: int | Mapping[str, int] | tuple[int, ...], trip: int = 0) -> Array:
+        """The block of a tensor that one core holds: of a variable now, of any other tensor in the last step.
 
-        `coordinate` is a tuple in the order of the mesh's axes, or a dict of axis to index.
+        Args:
+          name: of a variable, an input, or any tensor of the program, such as "ffn/relu"; or "%3" as in the listing of
+            the program, which has a name for partial sums and for each copy under another sharding.
+          coordinate: of the core: its number, a tuple in the order of the mesh's axes, or a dict of axis to index.
+          trip: which of the times that loops compute the tensor, from 0.
+        Returns: a copy of the block, local shape, in the tensor's dtype. Intermediate values are those of the last
+          step, computed again from the arrays that were fed; these must still hold what they held.
+        Raises: FeedError for an unknown name, or where no step has been run; LayoutError for a core outside the mesh.
+        Example:
+          >>> import meshlib as mtf
+          >>> with mtf.Graph():
+          ...     x = mtf.input("x", [mtf.Dimension("batch", 4)])
+          ...     program = mtf.lower({"y": mtf.reduce_sum(mtf.square(x))}, mesh="rows:2", layout="batch:rows")
+          >>> sim = mtf.simulate(program)
+          >>> _ = sim.step(x=np.arange(4.0))
+          >>> sim.shard("square", 1), sim.shard("%2", 1), sim.shard("reduce_sum", 1)
+          (array([4., 9.], dtype=float32), array(13., dtype=float32), array(14., dtype=float32))
         """
-        whole = self.state[name]
-        sharding: Sharding | None = self.program.variables[name].sharding if name in self.program.variables else None
-        return whole if sharding is None else whole[sharding.slices(coordinate)]
+        mesh = self.program.mesh
+        whole_number(trip, "shard", "trip", low=0)
+        if isinstance(coordinate, int | np.integer) and not isinstance(coordinate, bool):
+            coordinate = mesh.coordinate(int(coordinate))
+        if name in self.state:
+            whole = self.state[name]
+            value = self.program.variables.get(name)
+            return whole if value is None else whole[value.sharding.slices(coordinate)]
+        if not isinstance(name, str):
+            raise FeedError(f"{at('shard')}: name must be the name of a tensor, got {name!r:.80}")
+        with self.state.lock:
+            if self._last is None:
+                hint = f"{nearest(name, self.state)}; other tensors have values {self.intermediates}"
+                raise FeedError(f"{at('shard')}: '{name}' is no variable{hint}")
+            return intermediate(self._last, name, mesh.device(coordinate), trip)
 
     # ------------------------------------------------------------ inside
 
@@ -156,6 +187,8 @@ class Simulation(Shown):
         fed = fed_arrays(program, given)
         step = self.state.arrays[STEP]
         engine = Engine(self.seed, int(step), program.precision == "highest", self.executor == "exact")
+        last = LastStep(program, fed, dict(self.state.arrays), engine)
+        self._last = None
         with np.errstate(all="ignore"):  # overflow and NaN are values here; the NaN report finds them
             outputs, updates = self._execute(program, fed, engine)
             if self.check_nan:
@@ -165,6 +198,7 @@ class Simulation(Shown):
         }
         counted = {STEP: step + np.int32(1)} if program.counts_steps else {}
         self.state.arrays.update({**updates, **counted})  # at once: an interrupt finds all of it, or nothing
+        self._last = last if program is self.program else None
         return results
 
     def _declare(self, program: Program) -> None:

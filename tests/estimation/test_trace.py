@@ -24,9 +24,10 @@ def check_trace(est: mtf.Estimate, text: str | None = None) -> list[dict]:
     assert len(set(tracks.values())) == len(tracks)
     names = {r.name for r in est.rows}
     ends: dict[int, float] = {}
+    flows: dict[int, dict[str, dict]] = {}
     last = 0.0
     for e in events:
-        assert e["ph"] in "MXC"
+        assert e["ph"] in "MXCsf"
         if e["ph"] == "M":
             continue
         assert e["ts"] >= last, "time goes on"
@@ -38,6 +39,9 @@ def check_trace(est: mtf.Estimate, text: str | None = None) -> list[dict]:
                 continue
             assert held.pop("total") == sum(held.values()) <= est.memory.peak_bytes
             continue
+        if e["ph"] in "sf":
+            flows.setdefault(e["id"], {})[e["ph"]] = e
+            continue
         assert e["cat"] == tracks[e["tid"]]
         assert e["dur"] > 0
         assert e["ts"] >= ends.get(e["tid"], 0.0) - 1e-6, f"{e['name']} overlaps on {e['cat']}"
@@ -48,7 +52,20 @@ def check_trace(est: mtf.Estimate, text: str | None = None) -> list[dict]:
             assert known or name == "step overhead", name
     if ends:
         assert max(ends.values()) == pytest.approx(est.step_seconds * 1e6, abs=2e-3)
-    return [e for e in events if e["ph"] == "X"]
+    slices = [e for e in events if e["ph"] == "X"]
+    check_flows(slices, flows)
+    return slices
+
+
+def check_flows(slices: list[dict], flows: dict[int, dict[str, dict]]) -> None:
+    """Each begins with a slice of a collective and ends with one that starts later, as Perfetto binds them."""
+    beginning = {(e["tid"], e["ts"]): e for e in slices}
+    for flow in flows.values():
+        origin, target = (beginning[flow[ph]["tid"], flow[ph]["ts"]] for ph in "sf")
+        assert "sent_bytes (exact)" in origin["args"]
+        assert origin["name"] == flow["s"]["name"]
+        assert target["ts"] >= origin["ts"]
+        assert flow["f"]["bp"] == "e"
 
 
 def total(slices: list[dict], track: str) -> float:
@@ -114,6 +131,25 @@ def test_tracks_hold_what_the_estimate_says(overlap: str) -> None:
     phases = [e["name"] for e in slices if e["cat"] == trace.PHASE]
     assert phases[0] == "forward"
     assert "update" in phases[-2:]  # after it comes the mean of the losses, for which nobody waits
+
+
+def test_arrows_lead_from_what_is_sent_to_all_that_read_it() -> None:
+    program = layered()
+    events = trace.trace_events(mtf.estimate(program, "v3-8"))
+    named = {(e["tid"], e["ts"]): e["name"].removesuffix(" (again)") for e in events if e["ph"] == "X"}
+    begun = {e["id"]: named[e["tid"], e["ts"]] for e in events if e["ph"] == "s"}
+    arrows = {(begun[e["id"]], named[e["tid"], e["ts"]]) for e in events if e["ph"] == "f"}
+    readers: dict[str, set[str]] = {}  # of each collective, the operations of the groups that read it
+    bodies = [program, *(i.body for i in program.instructions if hasattr(i, "body"))]
+    for body in bodies:
+        for sender in body.instructions:
+            groups = {i.group for i in body.instructions if sender.is_collective and {*sender.outputs} & {*i.inputs}}
+            names = {i.operation.name for i in body.instructions if i.group in groups}
+            readers.setdefault(sender.operation.name, set()).update(names)
+    assert len(arrows) >= 5
+    for origin, target in arrows:
+        assert target in readers[origin], (origin, target)
+    assert any(name.startswith("layers/ffn") for _, name in arrows)
 
 
 def test_loops_show_their_trips_and_what_runs_again() -> None:

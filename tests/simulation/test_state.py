@@ -6,6 +6,8 @@ the two executors must agree in every bit.
 
 from __future__ import annotations
 
+import re
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -388,6 +390,53 @@ def test_shards_are_the_blocks_of_the_state():
     sim.shard("w", (0, 0))[:] = -1
     np.testing.assert_array_equal(sim.state["w"], whole)
     assert sim.shard("step", (0, 0)) == 0
+
+
+@pytest.mark.parametrize("executor", ["fast", "exact"])
+def test_shards_of_intermediates_are_blocks_of_the_last_step(executor: str) -> None:
+    with mtf.Graph():
+        x, w = mtf.input("x", [A, B]), mtf.variable("w", [B, C], counting(4, 2) / 10)
+        with mtf.scope("ffn"):
+            h = mtf.relu(mtf.einsum([x, w], output_shape=[A, C], name="in"), name="out")
+        loss = mtf.reduce_sum(mtf.square(h), name="loss")
+        updates = mtf.optimize.SgdOptimizer(0.01).minimize(loss)
+        program = mtf.lower({"loss": loss}, updates, mesh="r:2;c:2", layout="a:r;c:c", precision="highest")
+    sim = mtf.simulate(program, executor=executor)
+    given = counting(4, 4) - 5
+    for _ in range(3):  # the values are those of the last step, whose variables have changed since
+        before = sim.state["w"]
+        sim.step(x=given)
+    inner = given @ before
+    for core, (r, c) in enumerate(program.mesh.coordinates()):
+        block = np.s_[2 * r : 2 * r + 2, c : c + 1]
+        np.testing.assert_allclose(sim.shard("ffn/in", core), inner[block], rtol=1e-5)
+        np.testing.assert_allclose(sim.shard("ffn/out", {"r": r, "c": c}), np.maximum(inner, 0)[block], rtol=1e-5)
+        np.testing.assert_array_equal(sim.shard("x", core), given[2 * r : 2 * r + 2])
+        np.testing.assert_allclose(sim.shard("loss", core), np.square(np.maximum(inner, 0)).sum(), rtol=1e-5)
+    (partial,) = re.findall(r"(%\d+) +loss: f32\[\] \{sum", str(program))
+    parts = [sim.shard(partial, core) for core in range(4)]
+    np.testing.assert_allclose(sum(parts), sim.shard("loss", 0), rtol=1e-6)
+    assert len({float(part) for part in parts}) > 1
+
+
+def test_shards_of_loops_are_named_by_trip() -> None:
+    with mtf.Graph():
+        x, turns = mtf.input("x", [A]), mtf.input("turns", [mtf.Dimension("turns", 5)])
+        (out,), _ = mtf.scan(
+            lambda carries, _: ([mtf.multiply(carries[0], 2.0, name="twice")], []), [x], [turns], turns.shape[0]
+        )
+        program = mtf.lower({"y": out}, mesh="r:2", layout="a:r")
+    sim = mtf.simulate(program)
+    with pytest.raises(mtf.FeedError, match="once step has run"):
+        sim.shard("twice", 0)
+    sim.step(x=counting(4))
+    (name,) = set(re.findall(r"[\w/]*twice", str(program)))
+    for trip in range(5):
+        np.testing.assert_array_equal(sim.shard(name, 1, trip=trip), counting(4)[2:] * 2.0 ** (trip + 1))
+    with pytest.raises(mtf.FeedError, match=r"computed 5 times in a step; trip must be under 5, got 5"):
+        sim.shard(name, 1, trip=5)
+    with pytest.raises(mtf.FeedError, match=r"no tensor '.*twic'.*did you mean"):
+        sim.shard(name[:-1], 1)
 
 
 # ---------------------------------------------------------------- programs without computations

@@ -10,8 +10,8 @@
     bound by         what each moment of the step waits for
 
 Times are whole nanoseconds, written in microseconds as the format asks. Slices are "X" events (begin and duration in
-one), sorted by time; on one track none overlaps another. What runs a second time for the backward pass is marked
-"(again)". Loops show all their trips; where that would be more than `SLICE_LIMIT` slices, the first trips and then, on
+one), sorted by time; on one track none overlaps another. Arrows ("s" and "f" events) lead from the start of a
+collective to all that read what it brings. What runs a second time for the backward pass is marked "(again)". Loops show all their trips; where that would be more than `SLICE_LIMIT` slices, the first trips and then, on
 each engine, one slice for the rest.
 
 Source: "Trace Event Format", the Chromium project, 2016; perfetto.dev docs on JSON traces.
@@ -26,30 +26,30 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hardware.placement import places
 from meshlib.core.errors import GraphError
 from meshlib.core.files import replace_file
 from meshlib.core.graph import FORWARD
-from meshlib.estimation.result import engine_name
+from meshlib.estimation.result import Estimate, engine_name
 from meshlib.estimation.time.attribution import exposed, moments
 from meshlib.estimation.time.scheduling import Event, Schedule
 from meshlib.estimation.views.profile import UNIT_OF, UNITS
 from meshlib.estimation.views.rows import names_of_forward
-from meshlib.estimation.work.units import HOST_COPIES
+from meshlib.estimation.work.units import HOST_COPIES, Plan
 from meshlib.program.analysis.memory import KINDS
 
-if TYPE_CHECKING:
-    from meshlib.estimation.time.attribution import exposed, moments
-from meshlib.estimation.result import Estimate
-
 PHASE, LOOP, CORE, EXPOSED, BOUND = "phase", "loop", "core", "exposed", "bound by"
+FLOW = "what is sent, to what reads it"
 COUNTER = "HBM bytes (exact)"
 WORKING = "MXU works, % (modelled)"
 WINDOWS = 100  # of the step, in each of which the share of the MXU's time is counted
 SLICE_LIMIT = 50_000
 TRIPS_SHARE = "share of the time that it works (modelled)"  # of an engine in trips that are not shown one by one
+
+
+Flows = Mapping[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,8 @@ class Span:
     begin: int
     end: int
     args: dict[str, Any]
+    opens: tuple[int, ...] = ()  # flows that start here: what it sends is needed where they end
+    closes: tuple[int, ...] = ()
 
 
 def trace_events(est: Estimate) -> list[dict[str, Any]]:
@@ -78,9 +80,24 @@ def trace_events(est: Estimate) -> list[dict[str, Any]]:
         }
         for s in spans
     ]  # fmt: skip
+    timed += _flow_events(spans, number)
     timed += _counters(est)
     timed += _working(est, [s for s in spans if s.track == "mxu"])
     return events + sorted(timed, key=lambda e: (e["ts"], e.get("tid", 0)))
+
+
+def _flow_events(spans: Sequence[Span], number: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    """Arrows from the start of what is sent to all that read it; a slice cut in pieces has them at the first."""
+    opened: dict[int, Span] = {}
+    for s in sorted(spans, key=lambda s: s.begin):
+        for n in s.opens:
+            opened.setdefault(n, s)
+    for target in spans:
+        for n in target.closes:
+            if (origin := opened.get(n)) is not None:
+                common = {"pid": 1, "id": n, "cat": FLOW, "name": origin.name}
+                yield {"ph": "s", "ts": origin.begin / 1000, "tid": number[origin.track], **common}
+                yield {"ph": "f", "bp": "e", "ts": target.begin / 1000, "tid": number[target.track], **common}
 
 
 def _in_turns(est: Estimate, spans: Iterable[Span]) -> list[Span]:
@@ -126,27 +143,27 @@ class _Writer:
     def __init__(self, est: Estimate) -> None:
         self.est = est
         self.forward = names_of_forward(est.schedule)
+        self.flows = 0
 
     def spans(self) -> Iterator[Span]:
         made = self.est.schedule
         yield from _phases(made)
         loops = sum(e.loop is not None for e in made.events)
         room = max(0, SLICE_LIMIT - _size(made, trips=False)) // max(1, loops)
-        yield from self._schedule(made, 0.0, room, 1)
+        yield from self._schedule(self.est.plan, made, 0.0, room, 1)
         yield _span(BOUND, "idle", made.seconds, self.est.step_seconds, {})
         rest = {"seconds (assumed)": self.est.step_seconds - made.seconds}
         yield _span(CORE, "step overhead", made.seconds, self.est.step_seconds, rest)
 
-    def _schedule(self, made: Schedule, at: float, room: int, depth: int) -> Iterator[Span]:
+    def _schedule(self, plan: Plan, made: Schedule, at: float, room: int, depth: int) -> Iterator[Span]:
+        opens, closes = self._flows(plan, made)
+        bodies = {unit.number: unit.body for unit in plan.units}
         for e in made.events:
-            if e.loop is not None:
-                yield from self._loop(e, e.loop, at, room, depth)
-            elif e.move is not None:
-                yield from self._collective(e, at)
-            elif e.copy is not None:
-                yield self._span(e, engine_name(e.copy[0]), at + e.start, at + e.end, {"bytes (exact)": e.copy[1]})
-            else:
-                yield from self._kernel(e, at)
+            unmarked = True
+            for s in self._event(bodies.get(e.first), e, at, room, depth):
+                if unmarked and s.end > s.begin:
+                    s, unmarked = replace(s, opens=opens[e.first], closes=closes[e.first]), False
+                yield s
         for begin, end, e in exposed(made):
             yield self._span(e, EXPOSED, at + begin, at + end)
         for unit, run in groupby(moments(made, self.est.slice.chip), key=lambda m: UNIT_OF.get(m.bound)):
@@ -154,14 +171,38 @@ class _Writer:
             if unit is not None:  # of a loop, its trips say it
                 yield _span(BOUND, unit, at + spans[0][0], at + spans[-1][1], {})
 
-    def _loop(self, e: Event, body: Schedule, at: float, room: int, depth: int) -> Iterator[Span]:
+    def _event(self, body: Plan | None, e: Event, at: float, room: int, depth: int) -> Iterator[Span]:
+        if e.loop is not None:
+            assert body is not None
+            yield from self._loop(e, body, e.loop, at, room, depth)
+        elif e.move is not None:
+            yield from self._collective(e, at)
+        elif e.copy is not None:
+            yield self._span(e, engine_name(e.copy[0]), at + e.start, at + e.end, {"bytes (exact)": e.copy[1]})
+        else:
+            yield from self._kernel(e, at)
+
+    def _flows(self, plan: Plan, made: Schedule) -> tuple[Flows, Flows]:
+        """By number of an event: flows from collectives, and flows to what reads what they bring."""
+        opens, closes = defaultdict[int, tuple[int, ...]](tuple), defaultdict[int, tuple[int, ...]](tuple)
+        shown = {e.first: e for e in made.events}
+        bringing = {y: u.number for u in plan.units if (e := shown.get(u.number)) and e.move for y in u.outputs}
+        for unit in plan.units:
+            if unit.number in shown:
+                for number in dict.fromkeys(bringing[x] for x in unit.inputs if x in bringing):
+                    self.flows += 1
+                    opens[number] += (self.flows,)
+                    closes[unit.number] += (self.flows,)
+        return opens, closes
+
+    def _loop(self, e: Event, plan: Plan, body: Schedule, at: float, room: int, depth: int) -> Iterator[Span]:
         track = LOOP if depth == 1 else f"{LOOP}, depth {depth}"
         shown = min(e.trips, max(1, room // _size(body)))
         for trip in range(shown):
             begin = at + e.start + trip * body.seconds
             args = {"trips": e.trips, "line": e.source, "phase": e.region}
             yield _span(track, f"{e.name} {trip + 1}/{e.trips}", begin, begin + body.seconds, args)
-            yield from self._schedule(body, begin, room // shown, depth + 1)
+            yield from self._schedule(plan, body, begin, room // shown, depth + 1)
         if shown == e.trips:
             return
         begin, end = at + e.start + shown * body.seconds, at + e.end

@@ -1,0 +1,99 @@
+"""Every public name of Mesh TensorFlow: the same here, or an error that says what to write instead.
+
+Source of the names: tensorflow/mesh, mesh_tensorflow/ (its modules, ops.py, layers.py, optimize.py).
+"""
+
+from __future__ import annotations
+
+import re
+from types import ModuleType
+
+import pytest
+
+import hardware
+import layouts
+import meshlib as mtf
+from tests.effort import each
+
+TOP = """
+abs add add_n AddOperation anonymize anonymous_shape argmax Assign assign assign_add assign_add_slice
+assign_slice assign_sub assign_sub_slice auto_mtf beam_search bert binary_arguments_to_tensors
+binary_op_with_broadcasting binary_reduction_fn BinaryOpWithBroadcasting broadcast BroadcastOperation cast
+combined_dimension compatible_lazy_allreduce_sums concat ConcatOperation Constant constant
+conv2d_backprop_filter conv2d_backprop_input conv2d_transpose_backprop_filter conv2d_transpose_backprop_input
+Conv2dOperation Conv2dTransposeOperation Conv2or3dBackpropFilterOperation Conv2or3dBackpropInputOperation
+conv3d_backprop_filter conv3d_backprop_input conv3d_transpose_backprop_filter conv3d_transpose_backprop_input
+Conv3dOperation Conv3dTransposeOperation convert_args_to_laid_out_tensors convert_to_dimension
+convert_to_layout_rules convert_to_shape cos cumsum custom_gradient CustomGradientOperation cwise Depend depend
+Dimension divide dropout dynamic_shift einsum EinsumOperation elu equal exp experimental floordiv gather gelu
+GenericGradOperation get_variable gradients Graph greater greater_equal halo_exchange identity
+import_fully_replicated import_laid_out_tensor import_tf_tensor ImportLaidOutTensorOperation ImportOperation
+is_subsequence layers LayoutRules LazyAllreduceSum LazyLaidOutTensor leaky_relu left_halo_exchange less
+less_equal list_product log log_softmax log_variable_sizes logical_and logical_not logical_or Lowering matmul
+maximum Mesh MeshImpl minimum MinMaxOperation mod mtf_abs mtf_pow mtf_range mtf_slice MtfCheckpointSaverListener
+MtfRestoreHook multiply negative not_equal nth_largest_element nth_smallest_element one_hot OneHotOperation ones
+ones_like Operation optimize pad PadOperation parallel placement_mesh_impl pnum_to_group
+pnum_to_processor_coordinates pool_backprop pool_fn pool_tensor_1d PoolBackPropOperation PoolOperation pow
+pretty_print_counters Print PrintOperation processor_coordinates_to_pnum processor_groups random_normal
+random_uniform RandomOperation range RangeOperation read_variable ReadVariable reciprocal recompute_grad
+reduce_all reduce_any reduce_first reduce_logsumexp reduce_max reduce_mean reduce_min reduce_sum ReduceOperation
+reduction_fn relu rename_dimension replace_dimensions reshape ReshapeOperation rsqrt sample_with_temperature
+scalar_summary ScalarAddOperation ScalarMultiplyOperation ScalarSummaryOperation selu serialize_training_step
+Shape shift ShiftOperation sigmoid sign simd_mesh_impl sin slice SliceOperation slicewise SlicewiseOperation
+softmax softplus split SplitOperation sqrt square stack StackedVariable StackOperation stop_gradient
+StopGradient stride_tensor_1d sub swish tanh Tensor tensor_dim_to_mesh_dim_size tensor_dim_to_size_per_split
+TensorLayout test_utils to_bfloat16 to_float to_int32 top_1 top_k TopKOperation tpu_variables transformer
+transpose transpose_list_of_lists unstack UnstackOperation utils Variable VariableDType verify_no_new_dims where
+while_loop WhileLoopOperation zeros zeros_like
+"""
+LAYERS = """
+summary_for_clip_activation_gradient unit_scaling_convention us_einsum dense get_dense_kernel_weights
+dense_product DenseInitializer VarianceScalingInitializer conv1d separable_conv1d conv2d conv2d_with_blocks
+conv2d_transpose conv2d_transpose_with_blocks conv3d conv3d_with_blocks conv3d_transpose
+conv3d_transpose_with_blocks layer_norm batch_norm softmax_cross_entropy_with_logits
+sigmoid_cross_entropy_with_logits weights_nonzero dense_relu_dense local_1d_halo_exchange
+local_self_attention_spatial_blocks masked_local_attention_1d masked_local_attention_1d_incremental
+local_2d_halo_exchange local_2d_self_attention_spatial_blocks rename_length_to_memory_length
+multihead_attention_vars multihead_attention_params dot_product_attention multihead_attention
+multihead_self_attention_incremental multihead_encdec_attention_incremental attention_mask_ignore_padding
+attention_mask_autoregressive attention_mask_same_segment attention_bias_local_block
+attention_bias_local_2d_block multiplicative_jitter multihead_self_attention_memory_compressed compress_mean
+embedding_weights embedding max_pool2d max_pool3d avg_pool2d avg_pool3d
+"""
+OPTIMIZE = """
+make_optimizer Optimizer SgdOptimizer MomentumOptimizer AdamWeightDecayOptimizer AdafactorOptimizer
+adafactor_decay_rate_adam adafactor_decay_rate_pow adafactor_optimizer_from_hparams reduce_rms
+product_learning_rate compute_lr_for_step AdafactorWithMultiLRSchedule AdamWithMultiLRSchedule
+"""
+ROWS = {
+    f"{module.__name__}.{name}": (module, name)
+    for module, names in ((mtf, TOP), (mtf.layers, LAYERS), (mtf.optimize, OPTIMIZE))
+    for name in names.split()
+}
+ROOTS = {"mtf": mtf, "hardware": hardware, "layouts": layouts}
+
+
+@each("module, name", ROWS)
+def test_a_name_is_public_or_answered(module: ModuleType, name: str) -> None:
+    if name in module.__all__:
+        assert getattr(module, name) is not None
+        return
+    with pytest.raises(AttributeError) as caught:
+        getattr(module, name)
+    text = str(caught.value)
+    assert "; write " in text, text
+    assert len(text) < 250
+    for path in re.findall(r"\b(?:mtf|hardware|layouts)(?:\.\w+)+", text.partition("; write ")[2]):
+        root, *attributes = path.split(".")
+        value: object = ROOTS[root]
+        for attribute in attributes:  # what it says to write exists
+            value = getattr(value, attribute)
+
+
+def test_calls_as_in_mesh_tensorflow_are_answered() -> None:
+    with pytest.raises(mtf.MeshlibError, match=r"a graph has no mesh: mtf.Mesh\('rows:2;cols:4'\)"):
+        mtf.Mesh(mtf.Graph(), "m")  # type: ignore[call-arg, arg-type]
+    with mtf.Graph():
+        x, w = mtf.input("x", [mtf.Dimension("a", 2)]), mtf.input("w", [mtf.Dimension("b", 2)])
+        with pytest.raises(mtf.MeshlibError, match=r"write einsum\(\[x, w\], ...\)"):
+            mtf.einsum(x, w)  # type: ignore[arg-type]
