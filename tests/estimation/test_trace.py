@@ -136,7 +136,9 @@ def test_tracks_hold_what_the_estimate_says(overlap: str) -> None:
 def test_arrows_lead_from_what_is_sent_to_all_that_read_it() -> None:
     program = layered()
     events = trace.trace_events(mtf.estimate(program, "v3-8"))
-    named = {(e["tid"], e["ts"]): e["name"].removesuffix(" (again)") for e in events if e["ph"] == "X"}
+    named = {
+        (e["tid"], e["ts"]): e["name"].removesuffix(" (again)").rpartition(" of ")[2] for e in events if e["ph"] == "X"
+    }
     begun = {e["id"]: named[e["tid"], e["ts"]] for e in events if e["ph"] == "s"}
     arrows = {(begun[e["id"]], named[e["tid"], e["ts"]]) for e in events if e["ph"] == "f"}
     readers: dict[str, set[str]] = {}  # of each collective, the operations of the groups that read it
@@ -145,7 +147,8 @@ def test_arrows_lead_from_what_is_sent_to_all_that_read_it() -> None:
         for sender in body.instructions:
             groups = {i.group for i in body.instructions if sender.is_collective and {*sender.outputs} & {*i.inputs}}
             names = {i.operation.name for i in body.instructions if i.group in groups}
-            readers.setdefault(sender.operation.name, set()).update(names)
+            for sent in (sender.operation.name, *(x.tensor.name for x in sender.inputs)):
+                readers.setdefault(sent, set()).update(names)
     assert len(arrows) >= 5
     for origin, target in arrows:
         assert target in readers[origin], (origin, target)

@@ -11,8 +11,9 @@
 
 Times are whole nanoseconds, written in microseconds as the format asks. Slices are "X" events (begin and duration in
 one), sorted by time; on one track none overlaps another. Arrows ("s" and "f" events) lead from the start of a
-collective to all that read what it brings. What runs a second time for the backward pass is marked "(again)". Loops show all their trips; where that would be more than `SLICE_LIMIT` slices, the first trips and then, on
-each engine, one slice for the rest.
+collective to all that read what it brings. What runs a second time for the backward pass is marked "(again)". Loops
+show all their trips; where that would be more than `SLICE_LIMIT` slices, the first trips and then, on each engine, one
+slice for the rest.
 
 Source: "Trace Event Format", the Chromium project, 2016; perfetto.dev docs on JSON traces.
 """
