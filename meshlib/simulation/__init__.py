@@ -165,19 +165,18 @@ class Simulation(Shown):
         """
         mesh = self.program.mesh
         whole_number(trip, "shard", "trip", low=0)
-        if isinstance(coordinate, int | np.integer) and not isinstance(coordinate, bool):
-            coordinate = mesh.coordinate(int(coordinate))
+        core = mesh.coordinate(int(coordinate)) if isinstance(coordinate, int | np.integer) else coordinate
         if name in self.state:
             whole = self.state[name]
             value = self.program.variables.get(name)
-            return whole if value is None else whole[value.sharding.slices(coordinate)]
+            return whole if value is None else whole[value.sharding.slices(core)]
         if not isinstance(name, str):
             raise FeedError(f"{at('shard')}: name must be the name of a tensor, got {name!r:.80}")
         with self.state.lock:
             if self._last is None:
                 hint = f"{nearest(name, self.state)}; other tensors have values {self.intermediates}"
                 raise FeedError(f"{at('shard')}: '{name}' is no variable{hint}")
-            return intermediate(self._last, name, mesh.device(coordinate), trip)
+            return intermediate(self._last, name, mesh.device(core), trip)
 
     # ------------------------------------------------------------ inside
 
