@@ -224,7 +224,7 @@ class Chip:
 
         Example:
           >>> CHIPS["v7"].unpublished[:3], CHIPS["v5e"].unpublished[:1]
-          (('mxus_per_core', 'mxu_rows', 'mxu_columns'), ('vpu_alus_per_lane',))
+          (('clock_hz', 'mxus_per_core', 'mxu_rows'), ('vpu_alus_per_lane',))
         """
         return tuple(f for f in _FIELDS if any(word in dict(self.sources).get(f, "") for word in _UNSURE))
 
