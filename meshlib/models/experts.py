@@ -61,6 +61,11 @@ class Experts:
         return number >= self.first_dense and (number - self.first_dense + 1) % self.every == 0
 
     @property
+    def moves_tokens(self) -> bool:
+        """Whether tokens are sent to where experts are; else all that a device has stay there, sorted by expert."""
+        return self.form != "grouped" or self.routing.expert_shards > 1
+
+    @property
     def active(self) -> int:
         """How many experts a token goes through on average, shared ones too."""
         return self.routing.choices + self.shared

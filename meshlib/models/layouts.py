@@ -100,7 +100,8 @@ def with_unsplit(rules: LayoutRules, config: TransformerConfig) -> LayoutRules:
     batch = next((r.axes for r in rules.rules if r.dim == "batch"), ())
     experts = next((r.axes for r in rules.rules if r.dim == "experts"), ())
     left = tuple(axis for axis in batch if axis not in experts)
-    return rules if config.experts is None or not left else LayoutRules([*rules.rules, Rule("batch_unsplit", left)])
+    moves = config.experts is not None and config.experts.moves_tokens
+    return rules if not moves or not left else LayoutRules([*rules.rules, Rule("batch_unsplit", left)])
 
 
 def _parts(name: object) -> list[str]:

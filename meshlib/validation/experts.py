@@ -8,15 +8,14 @@ from typing import Any
 
 from meshlib.layers import Routing
 from meshlib.models import Experts, LatentAttention
+from meshlib.ops.contraction.ragged import TILE_ROWS
 from meshlib.validation.policies import NotExpressed
 
 Row = Mapping[str, Any]
 
-# Tiles of ragged products on TPUs, unless a run sets others: of so many rows, and of so many inputs and outputs, or as
-# many as there are where that is fewer: AI-Hypercomputer/maxtext src/maxtext/configs/types.py, wi_tile_fwd_batch_seq,
-# wi_tile_fwd_embed_dim, wi_tile_fwd_mlp_dim. The kernel visits tiles that experts share once for each, and multiplies
-# whole tiles where a dim ends in one: jax.experimental.pallas.ops.tpu.megablox, make_group_metadata, gmm.
-TILE_ROWS = 512
+# Tiles of ragged products on TPUs, unless a run sets others: of so many inputs and outputs, or as many as there are
+# where that is fewer: AI-Hypercomputer/maxtext src/maxtext/configs/types.py, wi_tile_fwd_embed_dim, wi_tile_fwd_mlp_dim.
+# The kernel multiplies whole tiles where a dim ends in one: jax.experimental.pallas.ops.tpu.megablox, gmm.
 TILE_WIDTH = 1024
 _RANKS = ("kv_lora", "qk_nope", "qk_rope", "v_head")
 
@@ -39,28 +38,30 @@ def with_experts(model: dict[str, Any]) -> None:
         model.setdefault("head_dim", model["qk_nope"] + model["qk_rope"])
 
 
-def experts_of(row: Row, model: Mapping[str, Any], tokens: float) -> tuple[Experts | None, tuple[str, ...]]:
-    """The experts of a run on devices with that many tokens each, and what of them is assumed.
+def experts_of(row: Row, model: Mapping[str, Any], tokens: int) -> tuple[Experts | None, tuple[str, ...]]:
+    """The experts of a run whose tokens are sorted in groups of so many, and what of them is assumed.
 
     With a capacity factor experts have that much room in each sequence. Without one they take all tokens that come, in
-    one ragged product over the tokens sorted by expert. It works in tiles of rows, and a tile in which one expert's
-    tokens end and another's begin is computed for both: each expert but one takes a tile more than its tokens fill.
+    one ragged product over the tokens of a device, sorted by expert.
     """
     if not model.get("experts"):
         return None, ()
-    ragged = 1 + (model["experts"] - 1) * TILE_ROWS / (tokens * model["top_k"])
     notes = " ".join(str(part or "") for part in (row.get("note"), model.get("note"))).lower()
     stated = re.search(r"capacity[ _]factor\W*([\d.]*\d)", notes)
-    factor = float(stated[1]) if stated else ragged
     masks = bool(re.search(r"dense dispatch|dispatch einsum|sparse_matmul (?:off|false)", notes))
+    choices = int(model["top_k"])
+    if stated:
+        routing = Routing(top_k=choices, capacity_factor=float(stated[1]), min_expert_capacity=1)
+    else:
+        routing = Routing(top_k=choices, capacity_factor=None, group_size=tokens)
     experts = Experts(
         count=int(model["experts"]),
         d_ff=int(model["moe_ff"]),
         shared=int(model.get("shared_experts") or 0),
         first_dense=int(model.get("dense_layers") or 0),
         every=int(model.get("moe_every") or 1),
-        form="einsum" if masks else "gather",
-        routing=Routing(top_k=int(model["top_k"]), capacity_factor=factor, min_expert_capacity=1),
+        form="einsum" if masks else "gather" if stated else "grouped",
+        routing=routing,
     )
     tiles = f"nothing dropped, ragged products in tiles of {TILE_ROWS} rows, {TILE_WIDTH} inputs and outputs"
     return experts, () if stated else (tiles,)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -174,13 +174,18 @@ def run_of(row: Row) -> Run:
         submission=submission,
         apart=_apart(row, model),
     )
-    experts, routed = experts_of(row, model, batch * length / slice_.devices)
+    experts, routed = experts_of(row, model, batch * length // _batch_parts(axes.sizes, batch))
     run = replace(run, experts=experts, ragged=bool(routed))
     padded = _padded(run)
     policy, why = _policy(row, run)
     counted = (*counted, *submission.facts)
     left_open = (*completed, *assumed, *axes.assumed, *counted, *padded, *routed, *why, *kernels, *_software(run))
     return replace(run, policy=policy, assumed=left_open)
+
+
+def _batch_parts(mesh: Sequence[tuple[str, int]], batch: int) -> int:
+    """Into how many equal parts the mesh splits the batch."""
+    return math.gcd(batch, math.prod(size for axis, size in mesh if axis in _BATCH_AXES))
 
 
 def known_model(name: str) -> TransformerConfig | None:

@@ -107,14 +107,14 @@ def in_ragged_tiles(matmul: Matmul, product: Compute, weight_dims: frozenset[str
     """A product of experts in whole tiles of their weights; any other product as it is.
 
     Experts are a dim of the batch of a product that one of its operands, or its result, has besides dims of variables
-    only. Rows of tokens are as many as they are.
+    only; or the rows are sorted by expert. Rows of tokens are as many as they are.
 
     Args:
       matmul, product: the product on one device, and its instruction.
       weight_dims: names of the dims of the program's variables.
       width: inputs and outputs of a tile.
     """
-    if product.opcode != "einsum" or matmul.batch == 1:
+    if product.opcode != "ragged_dot" and (product.opcode != "einsum" or matmul.batch == 1):
         return matmul
     shapes = [x.tensor.shape.names for x in (*product.inputs[:2], *product.outputs)]
     roles = matmul_plan(*shapes)
