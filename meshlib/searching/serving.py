@@ -27,13 +27,15 @@ from meshlib.core.text import bytes_text, clipped, grid, seconds_text, usd_text
 from meshlib.estimation import Estimate, balance, estimate
 from meshlib.lowering import lower
 from meshlib.models import TransformerConfig, decode_step, layout, prefill
+from meshlib.models.usual import largest_power
 
 WHAT = "serving"
 MOST_BATCH = 1 << 16
 FREE_GUESSES = 4  # by the slope of memory, before a guess that does not halve what is left leads to the middle
 NARROW = ("int8", "int4", "float8_e4m3fn", "float8_e5m2")  # of kernels, which have scales
 WEIGHT_DTYPES = ("bfloat16", "float32", *NARROW)
-_PARTS = {"data": "data", "tensor": "tensor", "cache": "tensor", "features": "features"}  # of layouts, with their axes
+# Parts of layouts, with their axes.
+_PARTS = {"data": "data", "expert": "expert", "tensor": "tensor", "cache": "tensor", "features": "features"}
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,7 @@ def serving(
       batches: to try under each layout, as far as they fit and divide; else 1, 2, 4, ... for each data-parallel group,
         up to the largest that fits, which is the last.
       layouts: (mesh, layout) pairs; else batch, heads and features of weights split in powers of two in all ways that
-        the model divides, caches by positions where heads are fewer.
+        the model divides, caches by positions where heads are fewer, and experts over axes of the batch.
       cache_dtype: as of `mtf.models.prefill`.
       compiler: what the programs are lowered and scheduled for.
       group_size: as of `mtf.models.decode_step`, of a model with experts: at most so many sequences of one
@@ -329,16 +331,23 @@ class _Sweep:
         )
 
     def _candidates(self) -> Iterator[tuple[Mesh, object]]:
-        """Batch, heads and features in powers of two: data-parallel, and weights that stay where they are."""
+        """Batch, heads and features in powers of two: data-parallel, and weights that stay where they are.
+
+        Of a model with experts the batch is also split over as many devices as have whole experts of their own.
+        """
         n = self.slice.devices
         powers = [1 << k for k in range(n.bit_length()) if n % (1 << k) == 0]
         for tensor, features in product(powers, (1, 2, 4)):
             if n % (tensor * features) or (features > 1 and tensor < 2 * features):
                 continue  # d_ff takes more devices than d_model does: Pope et al., section 3.2.2
-            sizes = {"data": n // (tensor * features), "features": features, "tensor": tensor}
-            mesh = Mesh({axis: size for axis, size in sizes.items() if size > 1} or {"data": 1})
-            parts = [part for part, axis in _PARTS.items() if axis in mesh]
-            yield mesh, "+".join(parts)
+            rows, experts = n // (tensor * features), 1
+            if self.config.experts is not None and features == 1:
+                experts = largest_power(rows, self.config.experts.count)
+            for expert in dict.fromkeys((1, experts)):
+                sizes = {"data": rows // expert, "expert": expert, "features": features, "tensor": tensor}
+                mesh = Mesh({axis: size for axis, size in sizes.items() if size > 1} or {"data": 1})
+                parts = [part for part, axis in _PARTS.items() if axis in mesh]
+                yield mesh, "+".join(parts)
 
     def _rules(self, mesh: Mesh, named: object) -> LayoutRules:
         """Rules as they are given, or those of the sweep's own parts."""

@@ -14,8 +14,9 @@ from meshlib.validation.policies import NotExpressed
 Row = Mapping[str, Any]
 
 # Tiles of ragged products on TPUs, unless a run sets others: of so many inputs and outputs, or as many as there are
-# where that is fewer: AI-Hypercomputer/maxtext src/maxtext/configs/types.py, wi_tile_fwd_embed_dim, wi_tile_fwd_mlp_dim.
-# The kernel multiplies whole tiles where a dim ends in one: jax.experimental.pallas.ops.tpu.megablox, gmm.
+# where that is fewer: AI-Hypercomputer/maxtext src/maxtext/configs/types.py, wi_tile_fwd_embed_dim and
+# wi_tile_fwd_mlp_dim. The kernel multiplies whole tiles where a dim ends in one:
+# jax.experimental.pallas.ops.tpu.megablox, gmm.
 TILE_WIDTH = 1024
 _RANKS = ("kv_lora", "qk_nope", "qk_rope", "v_head")
 

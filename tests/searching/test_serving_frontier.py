@@ -147,3 +147,15 @@ def test_bad_input(about: str) -> None:
     arguments = {"config": CONFIG, "slice": "v5e-4", "context": 64, **given}
     with pytest.raises(mtf.MeshlibError, match=message):
         mtf.serving(**arguments)
+
+
+def test_experts_are_split_over_axes_of_the_batch() -> None:
+    """Beside each split of the batch there is one in which each device reads its own experts alone."""
+    experts = mtf.models.Experts(count=4, d_ff=8192, routing=mtf.layers.Routing(top_k=2))
+    mixture = CONFIG.replace(layers=1, experts=experts, name="mixture", heads=1, kv_heads=1, d_ff=8191, vocab=31_999)
+    points = {p.name: p for p in mtf.serving(mixture, "v5e-4", 65_536, batches=[4]).points}
+    assert [*points] == ["data:4", "expert:4"]  # heads are not split
+    whole, split = (sum(r.hbm_bytes * r.count for r in point.decode.rows) for point in points.values())
+    weights = 3 * 2048 * 8192 * 2  # of an expert: three kernels in bfloat16
+    assert whole - split == pytest.approx(3 * weights, rel=0.05)
+    assert points["expert:4"].token_seconds < points["data:4"].token_seconds

@@ -10,7 +10,6 @@ import pytest
 import meshlib as mtf
 from meshlib.estimation import CALIBRATED
 from meshlib.models import preset
-from meshlib.validation.experts import TILE_ROWS
 from meshlib.validation.measured import flops_per_token, parameters
 from meshlib.validation.policies import NotExpressed
 from meshlib.validation.runs import run_of
@@ -69,18 +68,30 @@ def test_rows_have_the_weights_and_flops_of_the_published_model(row: str, name: 
     assert half == pytest.approx(found.flops_per_token(run.length), rel=2e-3)
 
 
-def test_without_a_capacity_each_expert_but_one_takes_a_tile_more() -> None:
+def test_without_a_capacity_rows_are_sorted_by_expert() -> None:
+    """All tokens of a device together: 8 sequences of 4,096, which MaxText's `sparse_matmul` sorts as one."""
     run = run_of(BY_NAME["iw-dsv3-128-bf16"])
     assert run.experts is not None
-    tokens = 8 * 4096  # of a device
-    factor = (tokens * 8 + 255 * TILE_ROWS) / (tokens * 8)
-    assert run.experts.routing.capacity_factor == pytest.approx(factor)
+    assert run.experts.form == "grouped"
+    assert (run.experts.routing.capacity_factor, run.experts.routing.group_size) == (None, 8 * 4096)
     assert run.assumed == ("nothing dropped, ragged products in tiles of 512 rows, 1024 inputs and outputs",)
     stated = run_of(BY_NAME["rc-v6e-mixtral-8x7b"])
     assert stated.experts is not None
     assert (run.ragged, stated.ragged) == (True, False)
     assert (stated.experts.routing.capacity_factor, stated.experts.form) == (1.25, "einsum")
     assert stated.assumed == ("tiles of attention as its recipe sets them",)
+
+
+def test_a_tile_in_which_two_groups_meet_is_computed_for_both() -> None:
+    """4,096 rows of 4 experts are 8 tiles of 512 and 3 more; widths of 1,536 are two tiles of 1,024."""
+    rows, e, d, f = (mtf.Dimension(name, size) for name, size in (("r", 4096), ("e", 4), ("d", 640), ("f", 1536)))
+    with mtf.Graph():
+        x, w = mtf.input("x", [rows, d], "bfloat16"), mtf.variable("w", [e, d, f], dtype="bfloat16")
+        y = mtf.ragged_dot(x, w, mtf.input("sizes", [e], "int32"), rows, e)
+        (dw,) = mtf.gradients([mtf.reduce_sum(y)], [w])
+        program = mtf.lower({"y": y, "dw": dw})
+    assert products(program, 0) == [(1, 11 * 512, 640, 1536), (1, 640, 11 * 512, 1536)]
+    assert products(program, 1024) == [(1, 11 * 512, 640, 2048), (1, 640, 11 * 512, 2048)]
 
 
 @pytest.mark.parametrize("names", some([tuple(PRESETS), ("rc-v6e-mixtral-8x7b",)], [("rc-v6e-mixtral-8x7b",)]))
