@@ -8,6 +8,7 @@ Usable on its own; it knows bytes, FLOPs, cycles and coordinates, and nothing of
     memory  vpu  core        padding, bandwidths, time of one operation and what bounds it
     torus  events            coordinates, links, routes; messages over links, event by event
     collectives              closed forms
+    ring_steps               collectives of one ring, step by step
     ring_plans  point_plans  the same collectives as messages
     placement  network       mesh axes on torus axes; price of collectives there, best placement
     snakes                   rings through several axes

@@ -3,11 +3,16 @@
     python examples/machine/systolic.py                      3x3 array, 3 vectors
     python examples/machine/systolic.py --size 2x4 --batch 5 --mode shadow
     python examples/machine/systolic.py --save frames.gif    one GIF (or frames.png: one PNG per cycle)
+    python examples/machine/systolic.py --cores 4            W's columns on 4 cores, whose results a ring adds up
 
 Every box is a processing element: its weight w, the input x that moves right, and the partial sum p that
 moves down; where weights are loaded during the run (every mode but noload), also (w), the shadow register in
 which they move down before they are used. PE (r, c) holds W[c][r]; x_r enters row r from the left, y_c leaves
 below column c. In a dot nothing is there. `--save` needs matplotlib.
+
+With `--cores n` there are n such arrays, each with columns of W of its own and its part of every x: what leaves them
+are partial sums. The array shown is that of core 0; behind it an all_reduce adds the sums, one step of the ring after
+the other, in a GIF beside it.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ if (ROOT := Path(__file__).resolve().parents[2]).joinpath("meshlib").is_dir():
 
 from hardware import MXU, HardwareError
 from hardware.mxu import MODES
+from hardware.ring_steps import RingRun, ring_steps
 from hardware.systolic import Run, State
 
 Array = NDArray[Any]
@@ -47,11 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_size(rows, columns, options)
         weights, vectors = operands(rows, columns, options.batch, options.seed)
         run = MXU(rows, columns).run(weights.T, vectors, options.mode, states=True)
+        ring = None if options.cores == 1 else summed(run, rows, columns, options)
         if options.save:
-            for path in save(run, weights, options.mode, options.save):
+            for path in save(run, weights, options.mode, options.save, ring):
                 print(path)
         else:
             play(run, weights, vectors, options.mode, options.delay)
+            if ring is not None:
+                print(f"\nThat is the partial sum of core 0. All {options.cores} are added:\n\n{ring}")
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -70,6 +79,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=count, default=3, help="vectors x (default 3)")
     parser.add_argument("--mode", choices=MODES, default="noload", help="how the weights get in")
     parser.add_argument("--seed", type=count, default=0, help="for sizes other than 3x3, batch 3")
+    parser.add_argument("--cores", type=count, default=1, help="cores, each with columns of W of its own (default 1)")
     parser.add_argument("--delay", type=seconds, default=0.0, help="seconds between cycles")
     parser.add_argument("--save", type=Path, help="write frames: NAME.gif, or NAME.png for NAME-000.png ...")
     return parser.parse_args(arguments)
@@ -101,21 +111,33 @@ def seconds(text: str) -> float:
     return value
 
 
-def operands(rows: int, columns: int, batch: int, seed: int) -> tuple[Array, Array]:
-    """W [columns, rows] and vectors [batch, rows], small integers."""
-    if (rows, columns, batch) == (3, 3, 3):
+def operands(rows: int, columns: int, batch: int, seed: int, worked: bool = True) -> tuple[Array, Array]:
+    """W [columns, rows] and vectors [batch, rows], small integers; of 3x3, batch 3, those of the worked example."""
+    if worked and (rows, columns, batch) == (3, 3, 3):
         return WEIGHTS, VECTORS
     rng = np.random.default_rng(seed)
     return rng.integers(-9, 10, (columns, rows)), rng.integers(-9, 10, (batch, rows))
 
 
-FRAMES, SAVED = 2000, 24  # cycles shown at most, rows or columns on a saved frame at most
+def summed(run: Run, rows: int, columns: int, options: argparse.Namespace) -> RingRun:
+    """The all_reduce of what every core's array gives: core 0's is this run."""
+    results = [run.y]
+    for core in range(1, options.cores):
+        weights, vectors = operands(rows, columns, options.batch, options.seed + core, worked=False)
+        results.append(MXU(rows, columns).run(weights.T, vectors, options.mode).y)
+    return ring_steps("all_reduce", results)
+
+
+# Cycles shown at most, rows or columns on a saved frame at most, cores of a ring at most.
+FRAMES, SAVED, CORES = 2000, 24, 16
 
 
 def check_size(rows: int, columns: int, options: argparse.Namespace) -> None:
     """Refuse arrays that do not fit the terminal or a frame, and runs that nobody would watch."""
     if min(rows, columns, options.batch) < 1:
         raise HardwareError(f"size and batch must be at least 1, not {rows}x{columns}, batch {options.batch}")
+    if not 1 <= options.cores <= CORES:
+        raise HardwareError(f"cores must be from 1 to {CORES}, not {options.cores}")
     cycles = MXU(rows, columns).cycles(options.batch, rows, columns, options.mode)
     if cycles > FRAMES:
         raise HardwareError(
@@ -173,8 +195,8 @@ def draw(state: State, loads: bool) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def save(run: Run, weights: Array, mode: str, path: Path) -> list[Path]:
-    """Write the frames as one GIF or as numbered PNGs; returns the files."""
+def save(run: Run, weights: Array, mode: str, path: Path, ring: RingRun | None = None) -> list[Path]:
+    """Write the frames as one GIF or as numbered PNGs, with the steps of a ring beside the array; returns the files."""
     if path.suffix.lower() not in (".gif", ".png"):
         raise HardwareError(f"--save writes .gif or .png, not {path.name!r}")
     try:
@@ -186,17 +208,29 @@ def save(run: Run, weights: Array, mode: str, path: Path) -> list[Path]:
         raise HardwareError("--save needs matplotlib; install it with: pip install matplotlib") from None
     columns, rows = weights.shape
     loads = mode != "noload"
-    figure, axes = pyplot.subplots(figsize=(1.6 * columns + 2.4, 1.3 * rows + 1.8))
+    wide, beside = 1.6 * columns + 2.4, 0 if ring is None else len(ring.results) + 2.4
+    figure, all_axes = pyplot.subplots(
+        1, 1 if ring is None else 2, figsize=(wide + beside, 1.3 * rows + 1.8), squeeze=False
+    )
+    cycles = len(run.states)
+
+    def frame(n: int) -> list[Any]:
+        paint(all_axes[0][0], run.states[min(n, cycles - 1)], loads)
+        if ring is not None:
+            ring.plot(max(0, n - cycles + 1), all_axes[0][1])
+        return []
+
+    frames = cycles + (0 if ring is None else len(ring.steps) - 1)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix.lower() == ".gif":
-        movie = animation.FuncAnimation(figure, lambda i: paint(axes, run.states[i], loads), frames=len(run.states))
+        movie = animation.FuncAnimation(figure, frame, frames=frames)
         movie.save(path, writer=animation.PillowWriter(fps=1))
         written = [path]
     else:
         written = []
-        for state in run.states:
-            paint(axes, state, loads)
-            written.append(path.with_name(f"{path.stem}-{state.cycle:03d}{path.suffix}"))
+        for n in range(frames):
+            frame(n)
+            written.append(path.with_name(f"{path.stem}-{n:03d}{path.suffix}"))
             figure.savefig(written[-1], dpi=100)
     pyplot.close(figure)
     return written

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hardware.ring_steps import RingRun
 from hardware.slices import Slice
 from meshlib.core.arguments import at, choice, flag
 from meshlib.core.arguments import whole as whole_number
@@ -22,7 +23,7 @@ from meshlib.program.instructions import Instruction, Value
 from meshlib.program.records import Program, require_program
 from meshlib.simulation.exact import Blocks, run_exact
 from meshlib.simulation.fast import FastExecutor
-from meshlib.simulation.shards import LastStep, intermediate
+from meshlib.simulation.shards import LastStep, intermediate, ring_of
 from meshlib.simulation.state import State, fed_arrays
 
 __all__ = ["Simulation", "State", "simulate"]
@@ -163,22 +164,56 @@ class Simulation(Shown):
           >>> sim.shard("square", 1), sim.shard("%2", 1), sim.shard("reduce_sum", 1)
           (array([4., 9.], dtype=float32), array(13., dtype=float32), array(14., dtype=float32))
         """
-        mesh = self.program.mesh
-        whole_number(trip, "shard", "trip", low=0)
-        core = mesh.coordinate(int(coordinate)) if isinstance(coordinate, int | np.integer) else coordinate
+        core = self._core(coordinate)
         if name in self.state:
             whole = self.state[name]
             value = self.program.variables.get(name)
             return whole if value is None else whole[value.sharding.slices(core)]
-        if not isinstance(name, str):
-            raise FeedError(f"{at('shard')}: name must be the name of a tensor, got {name!r:.80}")
         with self.state.lock:
-            if self._last is None:
-                hint = f"{nearest(name, self.state)}; other tensors have values {self.intermediates}"
-                raise FeedError(f"{at('shard')}: '{name}' is no variable{hint}")
-            return intermediate(self._last, name, mesh.device(core), trip)
+            return intermediate(self._last_step("shard", name, trip), name, self.program.mesh.device(core), trip)
+
+    def ring(self, name: str, coordinate: int | Mapping[str, int] | tuple[int, ...] = 0, trip: int = 0) -> RingRun:
+        """The collective that brought a tensor in the last step, step by step round the ring of its replica group.
+
+        Args:
+          name: of the tensor, or "%3" as in the listing of the program.
+          coordinate: a core of the group, as for `shard`.
+          trip: which of the times that loops compute it.
+        Returns: `hardware.ring_steps.RingRun`: print it, show it in a notebook, `.plot(step)`, `.save("ring.gif")`.
+        Raises: as `shard`; FeedError for a tensor that no collective brings.
+        Example:
+          >>> import meshlib as mtf
+          >>> with mtf.Graph():
+          ...     x = mtf.input("x", [mtf.Dimension("batch", 4), mtf.Dimension("d", 2)])
+          ...     y = mtf.reduce_sum(x, output_shape=[x.shape.dims[1]])
+          ...     program = mtf.lower({"y": y}, mesh="rows:2", layout="batch:rows")
+          >>> sim = mtf.simulate(program)
+          >>> _ = sim.step(x=np.arange(8.0).reshape(4, 2))
+          >>> print(sim.ring("reduce_sum").steps[1])
+          step 1, reduce_scatter, receivers add what comes: 0 > 1: block 1, 1 > 0: block 0
+            node 0   12*   .
+            node 1   .     16*
+        """
+        core = self._core(coordinate)
+        with self.state.lock:
+            return ring_of(self._last_step("ring", name, trip), name, self.program.mesh.device(core), trip)
 
     # ------------------------------------------------------------ inside
+
+    def _core(self, coordinate: Any) -> tuple[int, ...]:
+        mesh = self.program.mesh
+        return (
+            mesh.coordinate(int(coordinate)) if isinstance(coordinate, int | np.integer) else mesh.checked(coordinate)
+        )
+
+    def _last_step(self, what: str, name: object, trip: int) -> LastStep:
+        whole_number(trip, what, "trip", low=0)
+        if not isinstance(name, str):
+            raise FeedError(f"{at(what)}: name must be the name of a tensor, got {name!r:.80}")
+        if self._last is None:
+            hint = f"{nearest(name, self.state)}; other tensors have values {self.intermediates}"
+            raise FeedError(f"{at(what)}: '{name}' is no variable{hint}")
+        return self._last
 
     def _run(self, program: Program, given: Mapping[str, Any]) -> dict[str, Array]:
         if program is not self.program:

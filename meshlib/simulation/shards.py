@@ -1,4 +1,4 @@
-"""Blocks of intermediate tensors: the last step once more, core by core, as far as the tensor that is asked for."""
+"""Blocks and collectives of intermediate tensors: the last step once more, as far as the tensor that is asked for."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from hardware.ring_steps import KINDS, RingRun, ring_steps
 from meshlib.core.arguments import at
 from meshlib.core.engine import Engine
 from meshlib.core.errors import FeedError, nearest
-from meshlib.program.instructions import Instruction, Loop, Value
+from meshlib.program.instructions import Instruction, Loop, Move, Value
 from meshlib.program.records import Program
-from meshlib.simulation.exact import Blocks, run_exact
+from meshlib.simulation.exact import Blocks, cut, run_exact
 
 Array = np.ndarray[Any, Any]
 
@@ -33,23 +34,47 @@ class _Seen(Exception):  # ends a run, and is no fault
 
 
 def intermediate(step: LastStep, name: str, device: int, trip: int) -> Array:
-    """The block of a tensor on one device, in a step.
+    """The block of a tensor on one device, in a step; see `Simulation.shard`.
 
-    Args:
-      name: of the tensor, or "%3" as in the listing of the program, which also names partial sums.
-      trip: which of the times that loops compute it.
     Returns: a copy, in the tensor's dtype.
     Raises: FeedError for a name that the program does not have, and a trip that it does not reach.
     """
-    value = _value(step.program, name)
+    value = _value(step.program, name, "shard")
+    return np.array(_blocks(step, value, name, trip)[device], dtype=value.tensor.dtype.public)
+
+
+def ring_of(step: LastStep, name: str, device: int, trip: int) -> RingRun:
+    """The collective that brings a tensor, step by step, in the group of one device; see `Simulation.ring`."""
+    value = _value(step.program, name, "ring")
+    instructions = [i for body in _bodies(step.program) for i in body.instructions if value in i.outputs]
+    place = instructions[0].outputs.index(value) if instructions else 0
+    reshard = instructions[0].steps[place] if instructions and isinstance(instructions[0], Move) else None
+    if reshard is None or reshard.kind not in KINDS:
+        raise FeedError(
+            f"{at('ring')}: '{name}' is not what a collective round a ring brings; program.collectives lists them, and "
+            "print(program) their names, such as %3"
+        )
+    operand = instructions[0].inputs[place]
+    blocks = _blocks(step, operand, name, trip)
+    group = next(g for g in step.program.mesh.groups(reshard.axes) if device in g)
+    along = reshard.to_dim or reshard.dim  # what is cut in blocks comes first
+    dim = operand.tensor.shape.index(along) if along and reshard.kind != "all_gather" else 0
+    dtype = operand.tensor.dtype.public
+    exact = dtype if np.dtype(dtype).kind in "fiu" else np.dtype(np.float32)
+    return ring_steps(reshard.kind, [np.moveaxis(np.atleast_1d(blocks[d].astype(exact)), dim, 0) for d in group])
+
+
+def _blocks(step: LastStep, value: Value, name: str, trip: int) -> Blocks:
+    """The blocks of a value on all devices, when it is computed for the `trip`-th time."""
     if value in step.program.inputs.values():
-        whole = step.feeds[value.tensor.name]
-        return _copied(whole[value.sharding.slices(step.program.mesh.coordinate(device))], value)
-    blocks_of_trips: list[Array] = []
+        return cut(step.feeds[value.tensor.name], value.sharding)
+    if value in step.program.variables.values():
+        return cut(step.state[value.tensor.name], value.sharding)
+    blocks_of_trips: list[Blocks] = []
 
     def watch(instruction: Instruction, computed: Value, blocks: Blocks) -> None:
         if computed is value:
-            blocks_of_trips.append(blocks[device])
+            blocks_of_trips.append(blocks)
             if len(blocks_of_trips) > trip:
                 raise _Seen
 
@@ -57,24 +82,20 @@ def intermediate(step: LastStep, name: str, device: int, trip: int) -> Array:
         with np.errstate(all="ignore"):
             run_exact(step.program, step.state, step.feeds, step.engine, watch)
     except _Seen:
-        return _copied(blocks_of_trips[trip], value)
+        return blocks_of_trips[trip]
     times = len(blocks_of_trips)
     raise FeedError(
         f"{at('shard')}: '{name}' is computed {times} times in a step; trip must be under {times}, got {trip}"
     )
 
 
-def _copied(block: Array, value: Value) -> Array:
-    return np.array(block, dtype=value.tensor.dtype.public)
-
-
-def _value(program: Program, name: str) -> Value:
+def _value(program: Program, name: str, what: str) -> Value:
     """The value of a name; of several copies of a tensor the last in the program, or loop body, that computes it."""
     if name.startswith("%"):
         own = [y for i in program.instructions for y in i.outputs]
         if name[1:].isdecimal() and int(name[1:]) < len(own):
             return own[int(name[1:])]
-        raise FeedError(f"{at('shard')}: no value {name!r}; print(program) lists %0 to %{len(own) - 1}")
+        raise FeedError(f"{at(what)}: no value {name!r}; print(program) lists %0 to %{len(own) - 1}")
     names: set[str] = set()
     for body in _bodies(program):
         values = [y for i in body.instructions for y in i.outputs]
@@ -83,7 +104,7 @@ def _value(program: Program, name: str) -> Value:
             return copies[-1]
         names |= {y.tensor.name for y in values}
     raise FeedError(
-        f"{at('shard')}: no tensor '{name}' in the program{nearest(name, names)}; print(program) lists all; what "
+        f"{at(what)}: no tensor '{name}' in the program{nearest(name, names)}; print(program) lists all; what "
         "nothing needs is not computed"
     )
 

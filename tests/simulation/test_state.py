@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import meshlib as mtf
-from tests.effort import draws
+from tests.effort import draws, each
 
 A, B, C = mtf.Dimension("a", 4), mtf.Dimension("b", 4), mtf.Dimension("c", 2)
 BATCH, IN, OUT = mtf.Dimension("batch", 8), mtf.Dimension("inner", 4), mtf.Dimension("outer", 6)
@@ -739,3 +739,28 @@ def test_warm_up_then_decay():
     expected = [0.125, 0.25, 0.375, 0.5] + [0.5 * (4 / n) ** 0.5 for n in range(5, 17)]
     np.testing.assert_allclose(rates, expected, rtol=1e-6)
     assert rates[15] == pytest.approx(0.25)
+
+
+# ---------------------------------------------------------------- collectives, step by step
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "all_gather"])
+def test_the_ring_of_a_collective_ends_with_the_block_that_follows(kind: str) -> None:
+    layouts = {"all_reduce": "a:r;b:c", "reduce_scatter": "b:c;c:c?", "all_gather": "a:r;b:c?"}
+    with mtf.Graph():
+        x, w = mtf.input("x", [A, B]), mtf.variable("w", [B, C], counting(4, 2))
+        y = mtf.einsum([x, w], output_shape=[A, C], name="y")
+        outputs = {"y": y} if kind != "all_gather" else {"y": mtf.constrain(x, "", name="whole")}
+        program = mtf.lower(outputs, mesh="r:2;c:2", layout=layouts[kind], precision="highest")
+    sim = mtf.simulate(program)
+    sim.step(x=counting(4, 4))
+    name = "x" if kind == "all_gather" else "y"
+    for core in range(4):
+        run, block = sim.ring(name, core), sim.shard(name, core)
+        assert run.kind == kind
+        own = run.results[core if kind == "all_gather" else core % 2]
+        if kind == "all_gather":  # blocks of a 2x2 mesh, row by row
+            own = own.reshape(2, 2, 2, 2).swapaxes(1, 2)
+        np.testing.assert_allclose(own.reshape(-1), (block.T if kind == "reduce_scatter" else block).reshape(-1))
+    with pytest.raises(mtf.FeedError, match="ring .*'%0' is not what a collective round a ring brings"):
+        sim.ring("%0")

@@ -1,0 +1,256 @@
+"""A collective on a ring, step by step: which block goes to whom, and what every node holds after it.
+
+    all_gather      in step t node i passes block i - t on to i + 1
+    reduce_scatter  in step t node i passes its partial sum of block i - t - 1 on to i + 1, which adds its own part
+    all_reduce      a reduce_scatter, then an all_gather of the sums
+    all_to_all      in step t node i sends node i + t what is meant for it, t links away
+
+Numbers of nodes are modulo n. Sums are added in the order of `hardware.numerics.ring_reduce`, bit for bit. One way
+round the ring; `hardware.ring_plans` has both ways, tori and time.
+
+Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 69(2), 2009.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hardware.checks import one_of
+from hardware.errors import HardwareError
+
+Array = NDArray[Any]
+Held = tuple[tuple[Array | None, ...], ...]  # [node][block]; None: nothing of it
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+SHOWN = 4  # elements of a block that are written out
+
+
+@dataclass(frozen=True, eq=False)
+class Transfer:
+    """A block on its way in one step: what is sent, and whether the receiver adds it to its own."""
+
+    sender: int
+    receiver: int
+    block: int
+    value: Array
+    adds: bool = False
+    links: int = 1  # that it crosses
+
+
+@dataclass(frozen=True, eq=False)
+class RingStep:
+    """One step: all its transfers happen at once; `held` is what every node has afterwards, [node][block]."""
+
+    number: int
+    phase: str
+    transfers: tuple[Transfer, ...]
+    held: Held
+
+    def __str__(self) -> str:
+        if not self.transfers:
+            return "\n".join(["start", *_rows(self)])
+        verb = "add" if self.transfers[0].adds else "take"
+        told = ", ".join(f"{t.sender} > {t.receiver}: block {t.block}" for t in self.transfers)
+        return "\n".join([f"step {self.number}, {self.phase}, receivers {verb} what comes: {told}", *_rows(self)])
+
+
+@dataclass(frozen=True, eq=False)
+class RingRun:
+    """All steps of a collective, the first of which is the start; a notebook shows them one after the other.
+
+    Attributes:
+      kind: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
+      steps: `RingStep`s; 0 is what nodes begin with.
+      results: what each node has at the end: of an all_reduce like its operand, of an all_gather [nodes, ...], else flat.
+    """
+
+    kind: str
+    steps: tuple[RingStep, ...]
+    results: tuple[Array, ...]
+
+    def __repr__(self) -> str:
+        return f"<{self.kind} of {len(self.results)} nodes: {len(self.steps) - 1} steps>"
+
+    def __str__(self) -> str:
+        nodes = " > ".join(map(str, [*range(len(self.results)), 0]))
+        head = f"{self.kind} on the ring {nodes}: {len(self.steps) - 1} steps. * arrived in this step, . nothing there"
+        return "\n\n".join([head, *map(str, self.steps)])
+
+    def _repr_html_(self) -> str:
+        parts = [f"<p>{escape(str(self).partition(chr(10))[0])}</p>"]
+        for step in self.steps:
+            arrived = {(t.receiver, t.block) for t in step.transfers}
+            rows = []
+            for node, blocks in enumerate(step.held):
+                cells = "".join(_cell(shown(b), (node, n) in arrived) for n, b in enumerate(blocks))
+                rows.append(f"<tr><th>node {node}</th>{cells}</tr>")
+            title = f"step {step.number}: {step.phase}" if step.number else "start"
+            parts.append(
+                "<table style='display:inline-table;margin:0 1em 1em 0;border-collapse:collapse'>"
+                f"<caption>{title}</caption>{''.join(rows)}</table>"
+            )
+        return "".join(parts)
+
+    def plot(self, step: int = 0, ax: Any = None) -> Any:
+        """Draw one step: a row for each node, a square for each block, arrows for what is sent.
+
+        Args:
+          step: its number; 0 is the start.
+          ax: matplotlib Axes; by default those of a new figure.
+        Returns: the Axes.
+        Raises: HardwareError for another step, where matplotlib is not installed, or `ax` is something else.
+        """
+        from hardware.ring_plot import plot_step
+
+        return plot_step(self, step, ax)
+
+    def save(self, path: str | Path, seconds: float = 1.0) -> None:
+        """Write the steps as an animated GIF, `seconds` for each; needs matplotlib and Pillow.
+
+        Raises: HardwareError where they are not installed, or the file is no .gif or can't be written.
+        """
+        from hardware.ring_plot import save_gif
+
+        save_gif(self, Path(path), seconds)
+
+
+def ring_steps(kind: str, data: Sequence[Any]) -> RingRun:
+    """A collective of a ring of nodes, one step after the other.
+
+    Args:
+      kind: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
+      data: one array per node, equal shapes and dtypes. All but all_gather cut the flattened arrays in as many blocks
+        as there are nodes.
+    Returns: RingRun: print it, show it in a notebook, `.plot(step)`, `.save("ring.gif")`.
+    Raises: HardwareError for another kind, fewer than two nodes, unequal arrays.
+    Example:
+      >>> run = ring_steps("all_reduce", [[1, 2], [10, 20]])
+      >>> print(run.steps[1])
+      step 1, reduce_scatter, receivers add what comes: 0 > 1: block 1, 1 > 0: block 0
+        node 0   11*   .
+        node 1   .     22*
+      >>> [result.tolist() for result in run.results]
+      [[11, 22], [11, 22]]
+    """
+    one_of("kind", kind, KINDS)
+    arrays = _checked(data)
+    n = len(arrays)
+    if kind == "all_gather":
+        begin: Held = tuple(tuple(a if b == node else None for b in range(n)) for node, a in enumerate(arrays))
+        steps = [RingStep(0, "start", (), begin), *_gathered(begin, 1)]
+    elif kind == "all_to_all":
+        pieces = [np.array_split(a.reshape(-1), n) for a in arrays]
+        begin = tuple(tuple(pieces[node][node] if b == node else None for b in range(n)) for node in range(n))
+        steps = [RingStep(0, "start", (), begin), *_exchanged(begin, pieces)]
+    else:
+        begin = tuple(tuple(np.array_split(a.reshape(-1), n)) for a in arrays)
+        steps = [RingStep(0, "start", (), begin), *_reduced(begin)]
+        if kind == "all_reduce":
+            own = tuple(
+                tuple(b if k == node else None for k, b in enumerate(row)) for node, row in enumerate(_last(steps))
+            )
+            steps += _gathered(own, n)
+    return RingRun(kind, tuple(steps), tuple(_result(kind, node, row, arrays) for node, row in enumerate(_last(steps))))
+
+
+def _last(steps: Sequence[RingStep]) -> Held:
+    return steps[-1].held
+
+
+def _gathered(held: Held, first: int) -> Iterator[RingStep]:
+    n = len(held)
+    for t in range(n - 1):
+        transfers = tuple(Transfer(i, (i + 1) % n, (i - t) % n, _there(held, i, (i - t) % n)) for i in range(n))
+        held = _after(held, transfers)
+        yield RingStep(first + t, "all_gather", transfers, held)
+
+
+def _reduced(held: Held) -> Iterator[RingStep]:
+    n = len(held)
+    for t in range(n - 1):
+        blocks = [(i - t - 1) % n for i in range(n)]
+        transfers = tuple(Transfer(i, (i + 1) % n, b, _there(held, i, b), True) for i, b in enumerate(blocks))
+        held = _after(held, transfers)
+        yield RingStep(1 + t, "reduce_scatter", transfers, held)
+
+
+def _exchanged(held: Held, pieces: Sequence[Sequence[Array]]) -> Iterator[RingStep]:
+    n = len(held)
+    for t in range(1, n):
+        transfers = tuple(Transfer(i, (i + t) % n, i, pieces[i][(i + t) % n], links=t) for i in range(n))
+        held = _after(held, transfers)
+        yield RingStep(t, f"all_to_all over {t} link" + "s" * (t > 1), transfers, held)
+
+
+def _there(held: Held, node: int, block: int) -> Array:
+    value = held[node][block]
+    assert value is not None
+    return value
+
+
+def _after(held: Held, transfers: Sequence[Transfer]) -> Held:
+    """What nodes hold once all transfers have arrived; a partial sum that was passed on is the next node's."""
+    table = [list(row) for row in held]
+    for t in transfers:
+        table[t.receiver][t.block] = t.value + _there(held, t.receiver, t.block) if t.adds else t.value
+    for t in transfers:
+        if t.adds:
+            table[t.sender][t.block] = None
+    return tuple(map(tuple, table))
+
+
+def _result(kind: str, node: int, row: Sequence[Array | None], arrays: Sequence[Array]) -> Array:
+    if kind == "reduce_scatter":
+        own = row[node]
+        assert own is not None
+        return own
+    whole = [block for block in row if block is not None]
+    if kind == "all_gather":
+        return np.stack(whole)
+    flat = np.concatenate(whole)
+    return flat if kind == "all_to_all" else flat.reshape(arrays[0].shape)
+
+
+def _checked(data: Sequence[Any]) -> list[Array]:
+    try:
+        arrays = [np.asarray(part) for part in data]
+    except (TypeError, ValueError) as fault:
+        raise HardwareError(f"ring_steps: data is one array per node, got {data!r:.80}") from fault
+    if len(arrays) < 2:
+        raise HardwareError(f"ring_steps: a ring has at least 2 nodes, got {len(arrays)} arrays")
+    if len({(a.shape, a.dtype) for a in arrays}) > 1 or arrays[0].dtype.kind not in "fiu":
+        told = ", ".join(f"{a.dtype}{list(a.shape)}" for a in arrays[:4])
+        raise HardwareError(f"ring_steps: arrays must be numbers of equal shape and dtype, got {told}")
+    return arrays
+
+
+def _cell(text: str, new: bool) -> str:
+    style = "border:1px solid;padding:2px 6px" + (";background:#ffb70380" if new else "")
+    return f"<td style='{style}'>{escape(text)}</td>"
+
+
+def shown(block: Array | None) -> str:
+    """A block in a cell: its elements, or as many as there is room for; "." for none."""
+    if block is None:
+        return "."
+    if not block.size:  # of fewer elements than nodes
+        return "-"
+    values = [f"{x:.4g}" for x in block.reshape(-1)[:SHOWN]]
+    return " ".join(values) + (" .." if block.size > SHOWN else "")
+
+
+def _rows(step: RingStep) -> list[str]:
+    arrived = {(t.receiver, t.block) for t in step.transfers}
+    cells = [[shown(b) + "*" * ((node, n) in arrived) for n, b in enumerate(row)] for node, row in enumerate(step.held)]
+    widths = [max(len(row[n]) for row in cells) for n in range(len(cells))]
+    return [
+        f"  node {node:<2}  " + "  ".join(c.ljust(w + 1) for c, w in zip(row, widths, strict=True)).rstrip()
+        for node, row in enumerate(cells)
+    ]
