@@ -68,7 +68,7 @@ class RingRun:
     Attributes:
       kind: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
       steps: `RingStep`s; 0 is what nodes begin with.
-      results: what each node has at the end: of an all_reduce like its operand, of an all_gather [nodes, ...], else flat.
+      results: what each node has at the end: like the operand, of an all_gather [nodes, ...], of the others flat.
     """
 
     kind: str

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import meshlib as mtf
-from tests.effort import draws, each
+from tests.effort import draws
 
 A, B, C = mtf.Dimension("a", 4), mtf.Dimension("b", 4), mtf.Dimension("c", 2)
 BATCH, IN, OUT = mtf.Dimension("batch", 8), mtf.Dimension("inner", 4), mtf.Dimension("outer", 6)
@@ -762,5 +762,5 @@ def test_the_ring_of_a_collective_ends_with_the_block_that_follows(kind: str) ->
         if kind == "all_gather":  # blocks of a 2x2 mesh, row by row
             own = own.reshape(2, 2, 2, 2).swapaxes(1, 2)
         np.testing.assert_allclose(own.reshape(-1), (block.T if kind == "reduce_scatter" else block).reshape(-1))
-    with pytest.raises(mtf.FeedError, match="ring .*'%0' is not what a collective round a ring brings"):
+    with pytest.raises(mtf.FeedError, match=r"ring .*'%0' is not what a collective round a ring brings"):
         sim.ring("%0")
