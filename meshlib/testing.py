@@ -150,12 +150,12 @@ def _assert_counts(program: Program, expected: Mapping[str, int]) -> None:
         raise AssertionError("\n".join([*lines, _place(program)]))
 
 
-def _unmatched(wanted: Sequence[_Wanted], found: Sequence[_Found]) -> tuple[list[_Wanted], list[_Found]]:
+def _unmatched(wanted: Sequence[_Wanted], present: Sequence[_Found]) -> tuple[list[_Wanted], list[_Found]]:
     """What is left on both sides when as many as possible are matched (augmenting paths)."""
     holder: dict[int, int] = {}  # index of found -> index of wanted
 
     def place(w: int, tried: set[int]) -> bool:
-        for n, c in enumerate(found):
+        for n, c in enumerate(present):
             if n not in tried and wanted[w].fits(c):
                 tried.add(n)
                 if n not in holder or place(holder[n], tried):
@@ -164,7 +164,7 @@ def _unmatched(wanted: Sequence[_Wanted], found: Sequence[_Found]) -> tuple[list
         return False
 
     missing = [w for n, w in enumerate(wanted) if not place(n, set())]
-    return missing, [c for n, c in enumerate(found) if n not in holder]
+    return missing, [c for n, c in enumerate(present) if n not in holder]
 
 
 def _read(entry: Any, program: Program) -> list[_Wanted]:

@@ -126,9 +126,9 @@ def check_fields(record: Mapping[str, Any], schema: Schema, fail: Fail) -> None:
             fail(f"'{name}' must be {kind.words}, got {type(value).__name__} {_shown(value)}")
 
 
-def _shallow(found: Any, depth: int) -> bool:
+def _shallow(document: Any, depth: int) -> bool:
     """Whether nothing is nested deeper; level by level, as recursion would fail itself."""
-    level = [found]
+    level = [document]
     while level and depth >= 0:
         depth -= 1
         nested = [x.values() if isinstance(x, dict) else x for x in level if isinstance(x, dict | list)]

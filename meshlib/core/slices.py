@@ -27,10 +27,10 @@ def slice_for(what: str, mesh: Mesh, slice: Any) -> Slice:
     return slice_
 
 
-def _remedy(mesh: Mesh, found: Slice) -> str:
+def _remedy(mesh: Mesh, slice_: Slice) -> str:
     """A mesh of the right size: the largest axis that can take the difference does."""
     for axis, size in sorted(mesh.sizes_by_axis.items(), key=lambda item: -item[1]):
-        if size * found.devices % mesh.size == 0:
-            sizes = {**mesh.sizes_by_axis, axis: size * found.devices // mesh.size}
+        if size * slice_.devices % mesh.size == 0:
+            sizes = {**mesh.sizes_by_axis, axis: size * slice_.devices // mesh.size}
             return f"take {';'.join(f'{name}:{n}' for name, n in sizes.items())}"
     return "make their numbers equal"

@@ -267,14 +267,14 @@ class Data:
             raise FeedError(f"{at(f'data.{what}')}: leaves none of {len(self.source)} examples of {self.source.name}")
         return replace(self, source=Part(self.source, begin, end))
 
-    def _mapped(self, what: str, made: Map, workers: int | None) -> Data:
+    def _mapped(self, what: str, map_: Map, workers: int | None) -> Data:
         if workers is not None:
             _whole(what, "workers", workers, 0)
         if self.batching is not None:
             if workers:
                 raise FeedError(f"{at(f'data.{what}')}: workers map examples; write the map before batch")
-            return replace(self, of_batches=(*self.of_batches, made))
-        return replace(self, maps=(*self.maps, made), workers=max(self.workers, workers or 0))
+            return replace(self, of_batches=(*self.of_batches, map_))
+        return replace(self, maps=(*self.maps, map_), workers=max(self.workers, workers or 0))
 
     def examples(self, draws: Sequence[int], numbers: Sequence[int]) -> list[Example | None]:
         """The examples of draws: read, then mapped; None for what is left out."""

@@ -323,8 +323,8 @@ class Generator:
         self.dropped += int(outputs.get("dropped", 0))
         return outputs
 
-    def _generated(self, made: Sequence[Sequence[int]], scores: Sequence[float], steps: int) -> Generated:
-        cut = [self.stops.cut(tokens) for tokens in made]
+    def _generated(self, sequences: Sequence[Sequence[int]], scores: Sequence[float], steps: int) -> Generated:
+        cut = [self.stops.cut(tokens) for tokens in sequences]
         texts = () if self.tokenizer is None else tuple(text for _, text, _ in cut)
         kept = tuple(tuple(tokens) for tokens, _, _ in cut)
         return Generated(kept, texts, tuple(scores), tuple(ended for *_, ended in cut), steps, self.dropped)

@@ -133,7 +133,7 @@ class Executor(Interpreter[Array, Context]):
         trip: Callable[..., tuple[list[Array], Any]],
         begin: list[Array],
         context: Context,
-        found: Callable[[], Found | None],
+        noted: Callable[[], Found | None],
     ) -> list[Array]:
         """Trips as long as a carry holds, in one lax.while_loop; what is wrong in some trip is carried along."""
         going = [name for name, _ in i.carries].index(i.going or "")
@@ -156,7 +156,7 @@ class Executor(Interpreter[Array, Context]):
         _, finals, checks = lax.while_loop(
             lambda state: jnp.logical_and(state[0] < i.trips, state[1][going]), another, (none, begin, clean)
         )
-        inside = found()
+        inside = noted()
         assert inside is not None
         context.found.checked += inside.checked
         context.found.checks += checks

@@ -225,9 +225,9 @@ def _slices_of(module: Module, mesh: Mesh, slice_: Slice) -> int:
 
 
 def _with_reasons(
-    module: Module, found: Sequence[HloCollective], parts: Sequence[tuple[Part, ...] | None]
+    module: Module, collectives: Sequence[HloCollective], parts: Sequence[tuple[Part, ...] | None]
 ) -> Iterator[tuple[HloCollective, tuple[Part, ...] | None, str]]:
-    for c, axes in zip(found, parts, strict=True):
+    for c, axes in zip(collectives, parts, strict=True):
         over = "+".join(map(str, axes)) if axes else "some devices"
         yield c, axes, reason_of(module, c, over)
 
@@ -311,12 +311,12 @@ def _parts(c: HloCollective, mesh: Mesh) -> tuple[Part, ...] | None:
 
 
 def _placement(
-    slice_: Slice, mesh: Mesh, found: Sequence[HloCollective], parts: Sequence[tuple[Part, ...] | None]
+    slice_: Slice, mesh: Mesh, collectives: Sequence[HloCollective], parts: Sequence[tuple[Part, ...] | None]
 ) -> tuple[Placement, dict[Part, tuple[str, ...]]]:
     """Where the mesh lies, the best way for these collectives, with axes cut where groups take a part of them."""
     sizes, names = _refined(mesh, [p for axes in parts for p in axes or ()])
     demands = []
-    for c, axes in zip(found, parts, strict=True):
+    for c, axes in zip(collectives, parts, strict=True):
         over = tuple(n for p in axes or () for n in names[p])
         if over:
             demands.append(Demand(c.kind, over, c.larger_bytes, c.count or 1))

@@ -35,7 +35,7 @@ class Repeats:
         separated = lax.optimization_barrier((*inputs, self._last.reshape(-1)[:1]))
         return list(separated[:-1])
 
-    def note(self, i: Instruction, made: Sequence[Array]) -> None:
+    def note(self, i: Instruction, arrays: Sequence[Array]) -> None:
         """What an instruction has made."""
         key = self._key(i)
         numbers = self._made.get(key)
@@ -43,8 +43,8 @@ class Repeats:
             numbers = self._made[key] = tuple(next(self._fresh) for _ in i.outputs)
         for y, number in zip(i.outputs, numbers, strict=True):
             self._numbers.setdefault(y, number)
-        if made and made[-1].size and made[-1].dtype.kind != "b":
-            self._last = made[-1]
+        if arrays and arrays[-1].size and arrays[-1].dtype.kind != "b":
+            self._last = arrays[-1]
 
     def _key(self, i: Instruction) -> Any:
         """What makes two instructions equal."""

@@ -324,11 +324,11 @@ class OnJax(Simulation):
         """The state where a step wants it."""
         return {n: _moved(self.state.arrays[n], sharding) for n, sharding in step.variables.items()}
 
-    def _check(self, program: Program, step: Step, made: Made, fed: Mapping[str, HostArray]) -> None:
+    def _check(self, program: Program, step: Step, results: Made, fed: Mapping[str, HostArray]) -> None:
         """Raise what the checks of some device found."""
         if not (step.checks or step.watched):
             return
-        rows = whole(made.checks)
+        rows = whole(results.checks)
         wrong = rows[:, :, 0].max(axis=0)
         for n in np.flatnonzero(wrong):
             if n < len(step.checks):
@@ -362,9 +362,9 @@ def _moved(x: Any, sharding: NamedSharding) -> Any:
     return jax.make_array_from_callback(held.shape, sharding, lambda index: held[index])
 
 
-def _show(prints: Sequence[Prints], made: Sequence[Any]) -> None:
+def _show(prints: Sequence[Prints], printed: Sequence[Any]) -> None:
     """Print what the program prints, in its order."""
-    for p, arrays in zip(prints, made, strict=True):
+    for p, arrays in zip(prints, printed, strict=True):
         if p.inside:
             held = jax.tree.map(whole, arrays)
             for trip in p.order:

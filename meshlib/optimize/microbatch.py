@@ -213,11 +213,11 @@ class _Step:
             t.graph.gradient_of[t] = variable
 
 
-def _checked_outputs(made: object, body: Graph) -> Tensors:
+def _checked_outputs(returned: object, body: Graph) -> Tensors:
     what = "serialize_training_step"
-    if not isinstance(made, Mapping) or "loss" not in made:
-        raise GraphError(f"{at(what)}: model_fn must return a dict with a tensor 'loss' in it, got {made!r:.80}")
-    outputs = {name: body.adopt(tensor(y, f"{what} output {name!r}")) for name, y in made.items()}
+    if not isinstance(returned, Mapping) or "loss" not in returned:
+        raise GraphError(f"{at(what)}: model_fn must return a dict with a tensor 'loss' in it, got {returned!r:.80}")
+    outputs = {name: body.adopt(tensor(y, f"{what} output {name!r}")) for name, y in returned.items()}
     loss = outputs["loss"]
     if len(loss.shape) or not loss.dtype.is_float:
         raise GraphError(f"{at(what)}: the loss must be a float without dims, got {loss}; reduce it over the batch")

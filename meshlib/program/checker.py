@@ -66,12 +66,12 @@ def _check_same_face(program: Program, before: Program, after: str) -> None:
             raise ProgramError(f"after {after}: {what} changed: {', '.join(changed)}")
 
 
-def _check_instruction(instruction: Instruction, made: set[Value], program: Program, sound: Sound) -> None:
-    if not made.issuperset(instruction.inputs):
-        x = next(x for x in instruction.inputs if x not in made)
+def _check_instruction(instruction: Instruction, computed: set[Value], program: Program, sound: Sound) -> None:
+    if not computed.issuperset(instruction.inputs):
+        x = next(x for x in instruction.inputs if x not in computed)
         raise ProgramError(f"operand {x.tensor.name} {x} is used before it is made")
-    if not made.isdisjoint(instruction.outputs):
-        y = next(y for y in instruction.outputs if y in made)
+    if not computed.isdisjoint(instruction.outputs):
+        y = next(y for y in instruction.outputs if y in computed)
         raise ProgramError(f"result {y.tensor.name} {y} is made twice")
     if not isinstance(instruction, _WITH_MARGINS) and any(x.margins for x in instruction.inputs):
         raise ProgramError("takes an operand with margins")
@@ -352,8 +352,8 @@ def _check_pending(instruction: Instruction, linear: Linear) -> None:
             raise ProgramError("multiplies a pending sum with itself")
 
 
-def _check_ends(program: Program, made: Iterable[Value], after: str) -> None:
-    known = set(made)
+def _check_ends(program: Program, computed: Iterable[Value], after: str) -> None:
+    known = set(computed)
     for what, values in (("output", program.outputs), ("update of", program.updates)):
         for name, v in values.items():
             if v not in known:

@@ -99,14 +99,14 @@ def _side_by_side(op: Operation, factors: Sequence[Factor], split: Split) -> boo
     return True
 
 
-def needed_margins(op: Operation, factors: Sequence[Factor], operand: int, made: Margins, split: Split) -> Margins:
-    """The margins that one operand must have, for a result with margins `made`, along the factors in `split`."""
+def needed_margins(op: Operation, factors: Sequence[Factor], operand: int, margins: Margins, split: Split) -> Margins:
+    """The margins that one operand must have, for a result with `margins`, along the factors in `split`."""
     margins_of_dims: dict[str, Margin] = {}
     for f in factors:
         dim, out = f.operands[operand], f.outputs[0]
         if dim is None or f.name not in split:
             continue
-        wanted = made.get(out) if out is not None else None
+        wanted = margins.get(out) if out is not None else None
         if f.role in RUNS and isinstance(op.opdef.lower, Halo):
             far = reach(op, f, operand, split[f.name])
             assert far is not None

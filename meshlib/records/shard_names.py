@@ -72,10 +72,10 @@ def files_of(paths: Paths) -> list[str]:
     return files
 
 
-def _missing(found: Sequence[str]) -> list[str]:
+def _missing(present: Sequence[str]) -> list[str]:
     """Of sets of which some files are there, those that are not."""
     sets: dict[tuple[str, int, str], set[int]] = {}
-    for name in found:
+    for name in present:
         parts = SHARD.fullmatch(name)
         if parts:
             sets.setdefault((parts[1], int(parts[4]), parts[5]), set()).add(int(parts[2]))
@@ -83,5 +83,5 @@ def _missing(found: Sequence[str]) -> list[str]:
         f"of {count} files {stem}-*-of-{count:05d}{end} {len(there)} were named, the first that lacks is "
         f"{min(set(range(count)) - there):05d}"
         for (stem, count, end), there in sets.items()
-        if len(there) < count and len(found) > 1
+        if len(there) < count and len(present) > 1
     ]

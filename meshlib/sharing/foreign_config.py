@@ -154,31 +154,31 @@ SCHEMAS: Mapping[str, Schema] = {
 }  # fmt: skip
 
 
-def _llama(found: Fields) -> dict[str, Any]:
-    rope: Fields = {**(found.get("rope_parameters") or {}), **(found.get("rope_scaling") or {})}
-    _refuse({**found, **rope}, {"mlp_bias": False, "partial_rotary_factor": 1.0})
-    heads = found["num_attention_heads"]
+def _llama(fields: Fields) -> dict[str, Any]:
+    rope: Fields = {**(fields.get("rope_parameters") or {}), **(fields.get("rope_scaling") or {})}
+    _refuse({**fields, **rope}, {"mlp_bias": False, "partial_rotary_factor": 1.0})
+    heads = fields["num_attention_heads"]
     return {
-        "layers": found["num_hidden_layers"],
-        "d_model": found["hidden_size"],
+        "layers": fields["num_hidden_layers"],
+        "d_model": fields["hidden_size"],
         "heads": heads,
-        "kv_heads": found.get("num_key_value_heads") or heads,
-        "head_dim": found.get("head_dim") or found["hidden_size"] // heads,
-        "d_ff": found["intermediate_size"],
-        "vocab": found["vocab_size"],
+        "kv_heads": fields.get("num_key_value_heads") or heads,
+        "head_dim": fields.get("head_dim") or fields["hidden_size"] // heads,
+        "d_ff": fields["intermediate_size"],
+        "vocab": fields["vocab_size"],
         "gated": True,
-        "activation": _activation(found.get("hidden_act", "silu")),
+        "activation": _activation(fields.get("hidden_act", "silu")),
         "norm": "rms",
-        "norm_epsilon": found.get("rms_norm_eps", 1e-6),
+        "norm_epsilon": fields.get("rms_norm_eps", 1e-6),
         "position": "rotary",
-        "rope_theta": float(rope.get("rope_theta", found.get("rope_theta", 10_000.0))),
-        "rope_scaling": _scaling(rope, found),
-        "attention_bias": bool(found.get("attention_bias")),
-        "tied": bool(found.get("tie_word_embeddings")),
+        "rope_theta": float(rope.get("rope_theta", fields.get("rope_theta", 10_000.0))),
+        "rope_scaling": _scaling(rope, fields),
+        "attention_bias": bool(fields.get("attention_bias")),
+        "tied": bool(fields.get("tie_word_embeddings")),
     }
 
 
-def _scaling(rope: Fields, found: Fields) -> RotaryScaling | None:
+def _scaling(rope: Fields, fields: Fields) -> RotaryScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
@@ -188,17 +188,17 @@ def _scaling(rope: Fields, found: Fields) -> RotaryScaling | None:
         names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
         return RotaryScaling(*(rope[name] for name in names))
     if kind == "yarn":
-        return _yarn(rope, found)
+        return _yarn(rope, fields)
     raise GraphError(
         f"{at(WHAT)}: the rotary positions are scaled ({kind!r:.40}) in a way that the library has not; known: "
         "default, linear, llama3, yarn. Without it logits differ beyond the length that the model was first trained on"
     )
 
 
-def _yarn(rope: Fields, found: Fields) -> RotaryScaling:
+def _yarn(rope: Fields, fields: Fields) -> RotaryScaling:
     _refuse(rope, {"truncate": True})
-    length = rope.get("original_max_position_embeddings") or found["max_position_embeddings"]
-    factor = rope.get("factor") or found["max_position_embeddings"] / length
+    length = rope.get("original_max_position_embeddings") or fields["max_position_embeddings"]
+    factor = rope.get("factor") or fields["max_position_embeddings"] / length
     amplitude = rope.get("attention_factor")
     if amplitude is None:
         over, under = rope.get("mscale"), rope.get("mscale_all_dim")
@@ -212,51 +212,51 @@ def _grown(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _refuse(found: Fields, usual: Fields) -> None:
+def _refuse(fields: Fields, usual: Fields) -> None:
     """Raise GraphError for what the library has only the usual value of."""
     for name, value in usual.items():
-        if found.get(name, value) not in (value, None):
-            raise GraphError(f"{at(WHAT)}: {name} is {found[name]!r:.80}; only {value} is known here")
+        if fields.get(name, value) not in (value, None):
+            raise GraphError(f"{at(WHAT)}: {name} is {fields[name]!r:.80}; only {value} is known here")
 
 
-def _gpt2(found: Fields) -> dict[str, Any]:
-    _refuse(found, {"scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False})
-    d_model, heads = found["n_embd"], found["n_head"]
+def _gpt2(fields: Fields) -> dict[str, Any]:
+    _refuse(fields, {"scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False})
+    d_model, heads = fields["n_embd"], fields["n_head"]
     return {
-        "layers": found["n_layer"],
+        "layers": fields["n_layer"],
         "d_model": d_model,
         "heads": heads,
         "head_dim": d_model // heads,
-        "d_ff": found.get("n_inner") or 4 * d_model,
-        "vocab": found["vocab_size"],
-        "max_length": found["n_positions"],
-        "attention_scale": None if found.get("scale_attn_weights", True) else 1.0,
-        "activation": _activation(found.get("activation_function", "gelu_new")),
-        "norm_epsilon": found.get("layer_norm_epsilon", 1e-5),
+        "d_ff": fields.get("n_inner") or 4 * d_model,
+        "vocab": fields["vocab_size"],
+        "max_length": fields["n_positions"],
+        "attention_scale": None if fields.get("scale_attn_weights", True) else 1.0,
+        "activation": _activation(fields.get("activation_function", "gelu_new")),
+        "norm_epsilon": fields.get("layer_norm_epsilon", 1e-5),
         "bias": True,
-        "tied": bool(found.get("tie_word_embeddings", True)),
+        "tied": bool(fields.get("tie_word_embeddings", True)),
     }
 
 
-def _t5(found: Fields) -> dict[str, Any]:
-    gate, _, word = found.get("feed_forward_proj", "relu").rpartition("-")
-    tied = bool(found.get("tie_word_embeddings", True))
+def _t5(fields: Fields) -> dict[str, Any]:
+    gate, _, word = fields.get("feed_forward_proj", "relu").rpartition("-")
+    tied = bool(fields.get("tie_word_embeddings", True))
     return {
         "kind": "encoder-decoder",
-        "layers": found.get("num_decoder_layers") or found["num_layers"],
-        "encoder_layers": found["num_layers"],
-        "d_model": found["d_model"],
-        "heads": found["num_heads"],
-        "head_dim": found["d_kv"],
-        "d_ff": found["d_ff"],
-        "vocab": found["vocab_size"],
+        "layers": fields.get("num_decoder_layers") or fields["num_layers"],
+        "encoder_layers": fields["num_layers"],
+        "d_model": fields["d_model"],
+        "heads": fields["num_heads"],
+        "head_dim": fields["d_kv"],
+        "d_ff": fields["d_ff"],
+        "vocab": fields["vocab_size"],
         "gated": gate == "gated",
         "activation": "gelu" if (gate, word) == ("gated", "gelu") else _activation(word),
         "norm": "rms",
-        "norm_epsilon": found.get("layer_norm_epsilon", 1e-6),
+        "norm_epsilon": fields.get("layer_norm_epsilon", 1e-6),
         "position": "relative",
-        "relative_buckets": found.get("relative_attention_num_buckets", 32),
-        "relative_max_distance": found.get("relative_attention_max_distance", 128),
+        "relative_buckets": fields.get("relative_attention_num_buckets", 32),
+        "relative_max_distance": fields.get("relative_attention_max_distance", 128),
         "attention": "materialised",
         "attention_scale": 1.0,
         "scale_logits": tied,

@@ -62,18 +62,18 @@ SCHEMA: Schema = {
 }
 
 
-def _refuse(found: Fields, name: str, reason: str) -> None:
-    raise GraphError(f"{at(WHAT)}: {name} is {found[name]!r:.60}: {reason}; this library has no such layers")
+def _refuse(fields: Fields, name: str, reason: str) -> None:
+    raise GraphError(f"{at(WHAT)}: {name} is {fields[name]!r:.60}: {reason}; this library has no such layers")
 
 
-def windows_of(found: Fields, default: Sequence[str] = ()) -> dict[str, Any]:
+def windows_of(fields: Fields, default: Sequence[str] = ()) -> dict[str, Any]:
     """How far the layers see, as the shortest pattern that repeats.
 
     >>> windows_of({"layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 128})
     {'windows': (128, None)}
     """
-    types = found.get("layer_types") or [*default]
-    window = found.get("sliding_window")
+    types = fields.get("layer_types") or [*default]
+    window = fields.get("sliding_window")
     if not types or not window:
         return {}
     known = {"sliding_attention": window, "full_attention": None}
@@ -86,143 +86,143 @@ def windows_of(found: Fields, default: Sequence[str] = ()) -> dict[str, Any]:
     return {"windows": tuple(each[:period])}
 
 
-def _scale(found: Fields) -> dict[str, Any]:
-    scalar = found.get("query_pre_attn_scalar")
+def _scale(fields: Fields) -> dict[str, Any]:
+    scalar = fields.get("query_pre_attn_scalar")
     return {} if scalar is None else {"attention_scale": scalar**-0.5}
 
 
-def _experts(found: Fields, count: str, width: str, routing: dict[str, Any], **more: Any) -> dict[str, Any]:
+def _experts(fields: Fields, count: str, width: str, routing: dict[str, Any], **more: Any) -> dict[str, Any]:
     """The mixture of experts with room for the mean load, as of dropless products over even loads."""
-    top_k = found.get("num_experts_per_tok") or 2
+    top_k = fields.get("num_experts_per_tok") or 2
     dropping = Routing(top_k=top_k, capacity_factor=1.0, min_expert_capacity=1, **routing)
-    return {"experts": Experts(count=found[count], d_ff=found[width], routing=dropping, **more)}
+    return {"experts": Experts(count=fields[count], d_ff=fields[width], routing=dropping, **more)}
 
 
-def _plain(found: Fields) -> dict[str, Any]:
+def _plain(fields: Fields) -> dict[str, Any]:
     """Of families whose layers may all have a window."""
-    window = found.get("sliding_window")
-    if window and not found.get("layer_types") and found.get("use_sliding_window", True):
+    window = fields.get("sliding_window")
+    if window and not fields.get("layer_types") and fields.get("use_sliding_window", True):
         return {"windows": (window,)}
-    return windows_of(found) if found.get("use_sliding_window", True) else {}
+    return windows_of(fields) if fields.get("use_sliding_window", True) else {}
 
 
-def _mixtral(found: Fields) -> dict[str, Any]:
-    loss = {"loss_coef": found.get("router_aux_loss_coef") or 0.0}
-    return {**_plain(found), **_experts(found, "num_local_experts", "intermediate_size", loss)}
+def _mixtral(fields: Fields) -> dict[str, Any]:
+    loss = {"loss_coef": fields.get("router_aux_loss_coef") or 0.0}
+    return {**_plain(fields), **_experts(fields, "num_local_experts", "intermediate_size", loss)}
 
 
-def _gemma(found: Fields) -> dict[str, Any]:
-    return {"scale_embedding": True, "tied": found.get("tie_word_embeddings", True) is not False}
+def _gemma(fields: Fields) -> dict[str, Any]:
+    return {"scale_embedding": True, "tied": fields.get("tie_word_embeddings", True) is not False}
 
 
-def _gemma2(found: Fields) -> dict[str, Any]:
-    alternating = ["sliding_attention", "full_attention"] * found["num_hidden_layers"]
+def _gemma2(fields: Fields) -> dict[str, Any]:
+    alternating = ["sliding_attention", "full_attention"] * fields["num_hidden_layers"]
     return {
-        **_gemma(found), **_scale(found), **windows_of(found, alternating[: found["num_hidden_layers"]]),
-        "post_norms": True, "logit_cap": float(found.get("final_logit_softcapping") or 0.0),
+        **_gemma(fields), **_scale(fields), **windows_of(fields, alternating[: fields["num_hidden_layers"]]),
+        "post_norms": True, "logit_cap": float(fields.get("final_logit_softcapping") or 0.0),
     }  # fmt: skip
 
 
-def _gemma3(found: Fields) -> dict[str, Any]:
-    layers, period = found["num_hidden_layers"], found.get("sliding_window_pattern") or 6
+def _gemma3(fields: Fields) -> dict[str, Any]:
+    layers, period = fields["num_hidden_layers"], fields.get("sliding_window_pattern") or 6
     types = ["full_attention" if (n + 1) % period == 0 else "sliding_attention" for n in range(layers)]
-    several = windows_of(found, types)
-    local = {"local_rope_theta": float(found.get("rope_local_base_freq") or 10_000.0)}
+    several = windows_of(fields, types)
+    local = {"local_rope_theta": float(fields.get("rope_local_base_freq") or 10_000.0)}
     both = len({w is None for w in several.get("windows", (None,))}) == 2
-    return {**_gemma2(found), **several, **(local if both else {}), "qk_norm": True}
+    return {**_gemma2(fields), **several, **(local if both else {}), "qk_norm": True}
 
 
-def _gemma4(found: Fields) -> dict[str, Any]:
+def _gemma4(fields: Fields) -> dict[str, Any]:
     for name, reason in (
         ("enable_moe_block", "experts added to a feed-forward block, with norms of their own"),
         ("hidden_size_per_layer_input", "embeddings that every layer adds"),
         ("num_kv_shared_layers", "layers that reuse the keys and values of others"),
     ):
-        if found.get(name):
-            _refuse(found, name, reason)
+        if fields.get(name):
+            _refuse(fields, name, reason)
     return {
-        **_gemma3(found), "layer_scale": True, "share_kv": bool(found.get("attention_k_eq_v")),
-        "global_head_dim": found.get("global_head_dim"), "global_kv_heads": found.get("num_global_key_value_heads"),
+        **_gemma3(fields), "layer_scale": True, "share_kv": bool(fields.get("attention_k_eq_v")),
+        "global_head_dim": fields.get("global_head_dim"), "global_kv_heads": fields.get("num_global_key_value_heads"),
     }  # fmt: skip
 
 
-def _qwen2(found: Fields) -> dict[str, Any]:
-    sliding = windows_of(found) if found.get("use_sliding_window") else {}
+def _qwen2(fields: Fields) -> dict[str, Any]:
+    sliding = windows_of(fields) if fields.get("use_sliding_window") else {}
     return {"attention_bias": True, "attention_out_bias": False, **sliding}
 
 
-def _qwen3(found: Fields) -> dict[str, Any]:
-    return {"qk_norm": True, **(windows_of(found) if found.get("use_sliding_window") else {})}
+def _qwen3(fields: Fields) -> dict[str, Any]:
+    return {"qk_norm": True, **(windows_of(fields) if fields.get("use_sliding_window") else {})}
 
 
-def _qwen3_moe(found: Fields) -> dict[str, Any]:
-    if found.get("mlp_only_layers"):
-        _refuse(found, "mlp_only_layers", "layers without experts at places of their own")
+def _qwen3_moe(fields: Fields) -> dict[str, Any]:
+    if fields.get("mlp_only_layers"):
+        _refuse(fields, "mlp_only_layers", "layers without experts at places of their own")
     routing = {
-        "renormalise": bool(found.get("norm_topk_prob")),
-        "loss_coef": found.get("router_aux_loss_coef") or 0.0,
+        "renormalise": bool(fields.get("norm_topk_prob")),
+        "loss_coef": fields.get("router_aux_loss_coef") or 0.0,
     }
-    step = found.get("decoder_sparse_step") or 1
-    return {**_qwen3(found), **_experts(found, "num_experts", "moe_intermediate_size", routing, every=step)}
+    step = fields.get("decoder_sparse_step") or 1
+    return {**_qwen3(fields), **_experts(fields, "num_experts", "moe_intermediate_size", routing, every=step)}
 
 
-def _olmo2(found: Fields) -> dict[str, Any]:
-    return {"norm_position": "output", "qk_norm": True, "qk_norm_over_heads": True, **windows_of(found)}
+def _olmo2(fields: Fields) -> dict[str, Any]:
+    return {"norm_position": "output", "qk_norm": True, "qk_norm_over_heads": True, **windows_of(fields)}
 
 
-def _olmoe(found: Fields) -> dict[str, Any]:
+def _olmoe(fields: Fields) -> dict[str, Any]:
     routing = {
-        "renormalise": bool(found.get("norm_topk_prob")),
-        "loss_coef": found.get("router_aux_loss_coef") or 0.0,
+        "renormalise": bool(fields.get("norm_topk_prob")),
+        "loss_coef": fields.get("router_aux_loss_coef") or 0.0,
     }
     normed = {"qk_norm": True, "qk_norm_over_heads": True}
-    return {**normed, **_experts(found, "num_experts", "intermediate_size", routing)}
+    return {**normed, **_experts(fields, "num_experts", "intermediate_size", routing)}
 
 
-def _gpt_oss(found: Fields) -> dict[str, Any]:
-    alternating = ["sliding_attention", "full_attention"] * found["num_hidden_layers"]
-    routing = {"logit_bias": True, "loss_coef": found.get("router_aux_loss_coef") or 0.0}
+def _gpt_oss(fields: Fields) -> dict[str, Any]:
+    alternating = ["sliding_attention", "full_attention"] * fields["num_hidden_layers"]
+    routing = {"logit_bias": True, "loss_coef": fields.get("router_aux_loss_coef") or 0.0}
     return {
-        "bias": True, **windows_of(found, alternating[: found["num_hidden_layers"]]),
-        **_experts(found, "num_local_experts", "intermediate_size", routing),
+        "bias": True, **windows_of(fields, alternating[: fields["num_hidden_layers"]]),
+        **_experts(fields, "num_local_experts", "intermediate_size", routing),
     }  # fmt: skip
 
 
-def _llama4(found: Fields) -> dict[str, Any]:
+def _llama4(fields: Fields) -> dict[str, Any]:
     routing = {
         "scores": "sigmoid",
         "renormalise": False,
-        "loss_coef": found.get("router_aux_loss_coef") or 0.0,
+        "loss_coef": fields.get("router_aux_loss_coef") or 0.0,
     }
-    step = found.get("interleave_moe_layer_step") or 1
+    step = fields.get("interleave_moe_layer_step") or 1
     return {
-        "d_ff": found.get("intermediate_size_mlp") or found["intermediate_size"],
-        **_experts(found, "num_local_experts", "intermediate_size", routing, shared=1, every=step),
+        "d_ff": fields.get("intermediate_size_mlp") or fields["intermediate_size"],
+        **_experts(fields, "num_local_experts", "intermediate_size", routing, shared=1, every=step),
     }
 
 
-def _deepseek(found: Fields) -> dict[str, Any]:
+def _deepseek(fields: Fields) -> dict[str, Any]:
     latent = LatentAttention(
-        kv_rank=found["kv_lora_rank"], rope_dim=found["qk_rope_head_dim"], nope_dim=found["qk_nope_head_dim"],
-        value_dim=found["v_head_dim"], q_rank=found.get("q_lora_rank") or None,
+        kv_rank=fields["kv_lora_rank"], rope_dim=fields["qk_rope_head_dim"], nope_dim=fields["qk_nope_head_dim"],
+        value_dim=fields["v_head_dim"], q_rank=fields.get("q_lora_rank") or None,
     )  # fmt: skip
-    third = found.get("scoring_func") == "sigmoid" or found.get("topk_method") == "noaux_tc"
-    groups = found.get("n_group") or 1
-    grouped = groups > 1 and found.get("topk_method") not in ("greedy",)
+    third = fields.get("scoring_func") == "sigmoid" or fields.get("topk_method") == "noaux_tc"
+    groups = fields.get("n_group") or 1
+    grouped = groups > 1 and fields.get("topk_method") not in ("greedy",)
     routing = {
         "scores": "sigmoid" if third else "softmax",
         "bias": third,
-        "renormalise": bool(found.get("norm_topk_prob", third)),
-        "scale": float(found.get("routed_scaling_factor") or 1.0),
+        "renormalise": bool(fields.get("norm_topk_prob", third)),
+        "scale": float(fields.get("routed_scaling_factor") or 1.0),
         "expert_groups": groups if grouped else 1,
-        "groups_per_token": (found.get("topk_group") or 1) if grouped else 1,
+        "groups_per_token": (fields.get("topk_group") or 1) if grouped else 1,
         "group_score": "top_2" if third else "max",
-        "loss_coef": found.get("aux_loss_alpha") or 0.0,
+        "loss_coef": fields.get("aux_loss_alpha") or 0.0,
     }
-    shared, front = found.get("n_shared_experts") or 0, found.get("first_k_dense_replace") or 0
+    shared, front = fields.get("n_shared_experts") or 0, fields.get("first_k_dense_replace") or 0
     return {
         "latent": latent, "head_dim": latent.head_dim, "kv_heads": None, "rope_scaling": None,
-        **_experts(found, "n_routed_experts", "moe_intermediate_size", routing, shared=shared, first_dense=front),
+        **_experts(fields, "n_routed_experts", "moe_intermediate_size", routing, shared=shared, first_dense=front),
     }  # fmt: skip
 
 
@@ -236,19 +236,19 @@ FAMILIES: Mapping[str, Callable[[Fields], dict[str, Any]]] = MappingProxyType(
 )  # fmt: skip
 
 
-def notes(found: Fields, kind: str) -> list[str]:
+def notes(fields: Fields, kind: str) -> list[str]:
     """What a model costs besides, which this library does not express."""
     out = []
-    if found.get("attn_logit_softcapping"):
-        out.append(f"attn_logit_softcapping={found['attn_logit_softcapping']}: a tanh of every attention score")
+    if fields.get("attn_logit_softcapping"):
+        out.append(f"attn_logit_softcapping={fields['attn_logit_softcapping']}: a tanh of every attention score")
     if kind == "gpt_oss":
         out.append("attention sinks: one more logit for each head, and its parameter")
-    if kind == "llama4_text" and found.get("attention_chunk_size"):
-        chunk = found["attention_chunk_size"]
+    if kind == "llama4_text" and fields.get("attention_chunk_size"):
+        chunk = fields["attention_chunk_size"]
         out.append(f"attention_chunk_size={chunk}: three of four layers see chunks of so many tokens; all tokens here")
-    if found.get("num_nextn_predict_layers"):
-        count = found["num_nextn_predict_layers"]
+    if fields.get("num_nextn_predict_layers"):
+        count = fields["num_nextn_predict_layers"]
         out.append(f"num_nextn_predict_layers={count}: layers that predict further tokens, with their parameters")
-    if found.get("quantization_config"):
+    if fields.get("quantization_config"):
         out.append("quantization_config: how the released weights are stored; trained in bfloat16 here")
     return out

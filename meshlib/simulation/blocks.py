@@ -56,9 +56,9 @@ def summarised(
         return [finished(op, outs, ys) for ys in results]
 
 
-def finished(op: Operation, outs: tuple[TensorType, ...], made: Array | tuple[Array, ...]) -> tuple[Array, ...]:
+def finished(op: Operation, outs: tuple[TensorType, ...], result: Array | tuple[Array, ...]) -> tuple[Array, ...]:
     """What `local` or `finish` made, checked against the declared types."""
-    arrays = made if isinstance(made, tuple) else (made,)
+    arrays = result if isinstance(result, tuple) else (result,)
     return tuple(_finished(op, out, y) for out, y in zip(outs, arrays, strict=True))
 
 

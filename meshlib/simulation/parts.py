@@ -120,44 +120,44 @@ def parts_of(executor: FastExecutor, inputs: Mapping[Value, str], dim: Dimension
     return parts
 
 
-def _pass(found: Parts, either: set[Value], x: Value, y: Value) -> None:
+def _pass(parts: Parts, either: set[Value], x: Value, y: Value) -> None:
     """What is but another name of `x`, or the sum of its parts."""
-    if x in found.dims:
-        found.dims[y] = found.dims[x]
-        if x in found.partial:
-            found.partial.add(y)
+    if x in parts.dims:
+        parts.dims[y] = parts.dims[x]
+        if x in parts.partial:
+            parts.partial.add(y)
         if x in either:
             either.add(y)
 
 
-def _compute_parts(found: Parts, i: Compute, dim: Dimension, in_part: bool) -> None:
+def _compute_parts(parts: Parts, i: Compute, dim: Dimension, in_part: bool) -> None:
     factors = i.operation.opdef.roles(i.operation)
-    factor = _factor(found, i, factors, dim)
+    factor = _factor(parts, i, factors, dim)
     if factor is not None:
         for n, y in enumerate(i.outputs):
             name = factor.outputs[n]
             if name is not None:
-                found.dims[y] = name
+                parts.dims[y] = name
         if in_part and (factor.role is Role.PARALLEL or factor.role.reduces):
-            found.factors[i] = factor
-            found.partial.update(y for y in i.outputs if y in found.dims)
+            parts.factors[i] = factor
+            parts.partial.update(y for y in i.outputs if y in parts.dims)
 
 
-def _factor(found: Parts, i: Compute, factors: Sequence[Factor], dim: Dimension) -> Factor | None:
+def _factor(parts: Parts, i: Compute, factors: Sequence[Factor], dim: Dimension) -> Factor | None:
     """The factor that stands for the dim in all operands that have it, and in whose results it is as large."""
     for f in factors:
-        names = [found.dims.get(x) for x in i.inputs]
+        names = [parts.dims.get(x) for x in i.inputs]
         here = any(names) or (dim.name in f.outputs and not i.inputs)
         sizes = [y.tensor.shape.dim(name).size for y, name in zip(i.outputs, f.outputs, strict=True) if name]
-        if here and list(f.operands) == names and f.size == found.size and all(size == found.size for size in sizes):
+        if here and list(f.operands) == names and f.size == parts.size and all(size == parts.size for size in sizes):
             return f
     return None
 
 
-def _loop_parts(executor: FastExecutor, found: Parts, i: Loop, dim: Dimension, in_part: bool) -> None:
+def _loop_parts(executor: FastExecutor, parts: Parts, i: Loop, dim: Dimension, in_part: bool) -> None:
     body = i.body
     given = dict(zip(body.inputs.values(), i.inputs, strict=True))
-    inputs = {v: found.dims[x] for v, x in given.items() if x in found.dims}
+    inputs = {v: parts.dims[x] for v, x in given.items() if x in parts.dims}
     inside = parts_of(executor.bodies[i], inputs, dim, whole=False)
     ends = [body.outputs[end] for _, end in i.carries]
     stacks = [body.outputs[name] for name in i.stacks]
@@ -165,10 +165,10 @@ def _loop_parts(executor: FastExecutor, found: Parts, i: Loop, dim: Dimension, i
     same = all(inside.dims.get(a) == inside.dims.get(b) for a, b in zip(begins, ends, strict=True))
     for y, v in zip(i.outputs, (*begins, *stacks), strict=True):
         if v in inside.dims:
-            found.dims[y] = inside.dims[v]
+            parts.dims[y] = inside.dims[v]
     if in_part and same:
-        found.loops[i] = inside
-        found.partial.update(y for y in i.outputs if y in found.dims)
+        parts.loops[i] = inside
+        parts.partial.update(y for y in i.outputs if y in parts.dims)
 
 
 @dataclass(eq=False)

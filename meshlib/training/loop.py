@@ -278,11 +278,11 @@ class _Loop:
         room = min(most, max(1, TOGETHER_BYTES // max(1, size)))
         return [first, *islice(iter(self.feeding.__next__, None), room - 1)]
 
-    def _step(self, batch: Any, feeds: Any, made: dict[str, Any] | None) -> None:
+    def _step(self, batch: Any, feeds: Any, outputs_ready: dict[str, Any] | None) -> None:
         """A step, or what was made of it."""
         where = self.at
         try:
-            outputs = self.run.step(feeds) if made is None else made
+            outputs = self.run.step(feeds) if outputs_ready is None else outputs_ready
         except NotFiniteError as fault:
             in_a_row = sum(s["step"] > where.step - SKIPS_IN_A_ROW for s in where.skipped)
             if self.asked.on_nan == "stop" or in_a_row >= SKIPS_IN_A_ROW:

@@ -194,13 +194,13 @@ class Job:
         return run
 
     @staticmethod
-    def _wrong(name: str, number: int, found: Array, wanted: Array, off: Array, limit: float) -> str:
+    def _wrong(name: str, number: int, computed: Array, wanted: Array, off: Array, limit: float) -> str:
         at = np.unravel_index(int(off.argmax()), off.shape)
         place_ = f"[{', '.join(map(str, map(int, at)))}]" if at else ""
         bad = int((off > limit).sum())
         share = f", {bad} of {off.size} elements" if off.size > 1 else ""
         return (
-            f"'{name}'{place_} in step {number} is {float(found[at]):.9g}, not {float(wanted[at]):.9g} "
+            f"'{name}'{place_} in step {number} is {float(computed[at]):.9g}, not {float(wanted[at]):.9g} "
             f"(allowed: {limit:.2g}{share})"
         )
 

@@ -108,17 +108,17 @@ def _translated(pattern: str) -> Iterator[str]:
         at += 1
 
 
-def _class(found: re.Match[str], inside: bool) -> str:
+def _class(match: re.Match[str], inside: bool) -> str:
     """A class written out; others as they are."""
-    negated = found[2] is not None or "{^" in found[0] or found[3] == "S"
-    if found[1] or found[2]:
-        members = _category(found[1] or found[2])
-    elif found[3] in ("s", "S"):
+    negated = match[2] is not None or "{^" in match[0] or match[3] == "S"
+    if match[1] or match[2]:
+        members = _category(match[1] or match[2])
+    elif match[3] in ("s", "S"):
         members = WHITE
     else:
-        return found[0]
+        return match[0]
     if inside and negated:
-        raise ValueError(f"{found[0]} within a class is not known")
+        raise ValueError(f"{match[0]} within a class is not known")
     return members if inside else f"[{'^' if negated else ''}{members}]"
 
 

@@ -107,25 +107,25 @@ def arguments_in(record: object, fail: Fail) -> dict[str, Any]:
     }
 
 
-def _normal_form(found: object, fail: Fail) -> str | None:
+def _normal_form(normalizer: object, fail: Fail) -> str | None:
     """To which texts are brought before they are cut."""
-    steps: Any = [found] if found else []
-    if isinstance(found, dict) and found.get("type") == "Sequence":
-        steps = found.get("normalizers")
+    steps: Any = [normalizer] if normalizer else []
+    if isinstance(normalizer, dict) and normalizer.get("type") == "Sequence":
+        steps = normalizer.get("normalizers")
     if not isinstance(steps, list) or not all(isinstance(s, dict) and s.get("type") in FORMS for s in steps):
-        fail(f"it has a normalizer, {found!r:.80}; known are {', '.join(FORMS)}")
+        fail(f"it has a normalizer, {normalizer!r:.80}; known are {', '.join(FORMS)}")
     if len(steps) > 1:
         fail(f"it has {len(steps)} normalizers; one is known here")
     return str(steps[0]["type"]) if steps else None
 
 
-def _cut(found: object, fail: Fail) -> tuple[tuple[str, ...], bool]:
+def _cut(pre_tokenizer: object, fail: Fail) -> tuple[tuple[str, ...], bool]:
     """The patterns of words, and whether a blank is put before a text."""
-    if not isinstance(found, dict):
+    if not isinstance(pre_tokenizer, dict):
         fail("it has no pre_tokenizer, which has to be ByteLevel")
-    steps = found.get("pretokenizers") if found.get("type") == "Sequence" else [found]
+    steps = pre_tokenizer.get("pretokenizers") if pre_tokenizer.get("type") == "Sequence" else [pre_tokenizer]
     if not isinstance(steps, list) or not steps or not all(isinstance(step, dict) for step in steps):
-        fail(f"its pre_tokenizer is {found!r:.80}")
+        fail(f"its pre_tokenizer is {pre_tokenizer!r:.80}")
     *splits, last = steps
     if last.get("type") != "ByteLevel":
         fail(f"its pre_tokenizer ends with {last.get('type')!r:.40}, not ByteLevel")
@@ -150,14 +150,14 @@ def _pattern(step: Mapping[str, Any], fail: Fail) -> str:
     return text if given.get("Regex") else escaped(text)  # type: ignore[union-attr]
 
 
-def _added(found: object, fail: Fail) -> tuple[dict[str, int], dict[str, int], dict[str, tuple[str, ...]]]:
+def _added(entries: object, fail: Fail) -> tuple[dict[str, int], dict[str, int], dict[str, tuple[str, ...]]]:
     """Special tokens, those that are their text, and which of them take the blanks beside them."""
-    if not isinstance(found, list):
-        fail(f"added_tokens are {found!r:.80}, not a list")
+    if not isinstance(entries, list):
+        fail(f"added_tokens are {entries!r:.80}, not a list")
     specials: dict[str, int] = {}
     added: dict[str, int] = {}
     blanks: dict[str, tuple[str, ...]] = {}
-    for one in found:
+    for one in entries:
         if not isinstance(one, dict) or not isinstance(one.get("content"), str) or type(one.get("id")) is not int:
             fail(f"the added token {one!r:.80} has no content and id")
         name = one["content"]

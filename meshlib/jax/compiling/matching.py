@@ -199,7 +199,7 @@ def _made(program: Program, explained: Explained) -> list[Made]:
 Rule = Callable[[Made, Planned], bool]
 
 
-def _match(planned: Sequence[Planned], made: Sequence[Made]) -> list[Made]:
+def _match(planned: Sequence[Planned], compiled: Sequence[Made]) -> list[Made]:
     """Give each compiled value to a planned one; those that none takes are returned."""
     rules: list[tuple[Rule, bool]] = [
         (lambda m, p: m.scope == p.scope and _same_bytes(m, p) and m.axes == p.axes, False),
@@ -215,7 +215,7 @@ def _match(planned: Sequence[Planned], made: Sequence[Made]) -> list[Made]:
         (lambda m, p: m.scope == p.scope and len(m.launch.operands) == 1, True),
         (lambda m, p: _same_kind(m, p) and m.times == p.times and _padded(m, p), False),
     ]
-    left = list(made)
+    left = list(compiled)
     for rule, shared in rules:
         rest = []
         for m in left:
@@ -310,10 +310,10 @@ def _article(kind: str) -> str:
     return f"{'an' if kind[0] == 'a' else 'a'} {kind}"
 
 
-def _alike(found: Sequence[Difference]) -> list[Difference]:
+def _alike(differences: Sequence[Difference]) -> list[Difference]:
     """Differences of one text and line as one."""
     groups: dict[tuple[str, str], list[Difference]] = defaultdict(list)
-    for d in found:
+    for d in differences:
         groups[d.what, d.source].append(d)
     return [
         Difference(

@@ -188,9 +188,9 @@ def _gather_axes(axes: Axes, step: Step) -> None:
     step.labels = [run, *index_axes, *table]
 
 
-def _tie_indices(axes: Axes, found: _Lookup, made: list[Axis]) -> None:
-    for part in (found.indices, *(part for _, part, _ in found.more)):
-        for own, label in zip(part.axes, made, strict=False):
+def _tie_indices(axes: Axes, lookup: _Lookup, labels: list[Axis]) -> None:
+    for part in (lookup.indices, *(part for _, part, _ in lookup.more)):
+        for own, label in zip(part.axes, labels, strict=False):
             if own.size == label.size:
                 axes.tie(label, own)
 

@@ -113,7 +113,7 @@ def _unshifted(x: Tensor, memory: Dimension) -> Tensor:
     return _bare(x)
 
 
-def _product(x: Tensor, memory: Dimension, found: _Found) -> tuple[Tensor, Tensor, Shape] | None:
+def _product(x: Tensor, memory: Dimension, pattern: _Found) -> tuple[Tensor, Tensor, Shape] | None:
     """Queries and keys whose product the scores are, apart from a scale and masks."""
     while True:
         x = _bare(x)
@@ -121,22 +121,22 @@ def _product(x: Tensor, memory: Dimension, found: _Found) -> tuple[Tensor, Tenso
         name = op.opdef.name
         numbers = [number_of(y) for y in op.inputs]
         if name == "multiply" and (n := next((i for i in (0, 1) if numbers[i] is not None), None)) is not None:
-            found.scale *= float(numbers[n])
+            pattern.scale *= float(numbers[n])
             x = op.inputs[1 - n]
         elif name == "divide" and numbers[1]:
-            found.scale /= float(numbers[1])
+            pattern.scale /= float(numbers[1])
             x = op.inputs[0]
         elif name == "where" and lowest(numbers[2]):
-            found.flags.append(op.inputs[0])
+            pattern.flags.append(op.inputs[0])
             x = op.inputs[1]
         elif name == "where" and lowest(numbers[1]):
-            found.flags.append(negated(op.inputs[0]))
+            pattern.flags.append(negated(op.inputs[0]))
             x = op.inputs[2]
         elif name in ("add", "subtract") and (hidden := _hiding(op)) is not None:
             x, flag = hidden
-            found.flags.append(flag)
+            pattern.flags.append(flag)
         elif name == "einsum":
-            return _sides(op.inputs, op.output.shape, memory, found)
+            return _sides(op.inputs, op.output.shape, memory, pattern)
         else:
             return None
 
@@ -201,16 +201,16 @@ def _unmasked(x: Tensor, seen: Tensor) -> Tensor:
 
 
 def _sides(
-    sides: tuple[Tensor, ...], pairs: Shape, memory: Dimension, found: _Found
+    sides: tuple[Tensor, ...], pairs: Shape, memory: Dimension, pattern: _Found
 ) -> tuple[Tensor, Tensor, Shape] | None:
     a, b = sides
     if (memory in a.shape) == (memory in b.shape):
         return None
     q, k = (b, a) if memory in a.shape else (a, b)
-    return _unscaled(q, found), _unscaled(k, found), pairs
+    return _unscaled(q, pattern), _unscaled(k, pattern), pairs
 
 
-def _unscaled(x: Tensor, found: _Found) -> Tensor:
+def _unscaled(x: Tensor, pattern: _Found) -> Tensor:
     """Queries or keys before they were scaled, or widened for their product."""
     while True:
         op = op_of(x)
@@ -219,10 +219,10 @@ def _unscaled(x: Tensor, found: _Found) -> Tensor:
             continue
         numbers = [number_of(y) for y in op.inputs]
         if op.opdef.name == "multiply" and (n := next((i for i in (0, 1) if numbers[i] is not None), None)) is not None:
-            found.scale *= float(numbers[n])
+            pattern.scale *= float(numbers[n])
             x = op.inputs[1 - n]
         elif op.opdef.name == "divide" and numbers[1]:
-            found.scale /= float(numbers[1])
+            pattern.scale /= float(numbers[1])
             x = op.inputs[0]
         else:
             return x
@@ -232,7 +232,7 @@ def _unscaled(x: Tensor, found: _Found) -> Tensor:
 
 
 def _written(
-    q: Tensor, k: Tensor, v: Tensor, contracted: list[Dimension], memory: Dimension, found: _Found
+    q: Tensor, k: Tensor, v: Tensor, contracted: list[Dimension], memory: Dimension, pattern: _Found
 ) -> Tensor | None:
     op = op_of(v)
     if op.opdef.name == "cast" and op.inputs[0].dtype.is_float and op.inputs[0].dtype.itemsize < v.dtype.itemsize:
@@ -241,13 +241,13 @@ def _written(
     if not of_values:  # as the elements of keys
         of_values = contracted if all(d in v.shape for d in contracted) else []
     lengths = [d for d in q.shape if d not in k.shape]
-    flags = [f for f in found.flags if {*f.shape.names} <= {*q.shape.names, *k.shape.names}]
+    flags = [f for f in pattern.flags if {*f.shape.names} <= {*q.shape.names, *k.shape.names}]
     if (
         not contracted
         or not of_values
         or not lengths
-        or len(flags) != len(found.flags)
-        or not math.isfinite(found.scale)
+        or len(flags) != len(pattern.flags)
+        or not math.isfinite(pattern.scale)
     ):
         return None
     if of_values is not contracted and any(d in q.shape for d in of_values):
@@ -266,7 +266,7 @@ def _written(
     mask = None
     for flag in seen.masks:
         mask = flag if mask is None else logical_and(mask, flag)
-    y = attention(q, k, v, length, memory, key, value, seen.causal, seen.window, found.scale, mask)
+    y = attention(q, k, v, length, memory, key, value, seen.causal, seen.window, pattern.scale, mask)
     if len(of_values) > 1:
         y = reshape(y, [*(d for d in y.shape if d != value), *of_values])
     return y

@@ -48,10 +48,10 @@ def rule(names: str, **of: Any) -> None:
 # ---------------------------------------------------------------- what rules about axes share
 
 
-def give(axes: Axes, out: Var, made: Sequence[Axis]) -> None:
+def give(axes: Axes, out: Var, axes_of_result: Sequence[Axis]) -> None:
     """The axes of a result."""
-    assert tuple(a.size for a in made) == out.shape, (out, [a.size for a in made])
-    out.axes = list(made)
+    assert tuple(a.size for a in axes_of_result) == out.shape, (out, [a.size for a in axes_of_result])
+    out.axes = list(axes_of_result)
     axes.hold(out.space, out.axes)
 
 

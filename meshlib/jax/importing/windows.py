@@ -49,13 +49,13 @@ def _cut(w: Writer, t: Tensor, old: Axis, new: Axis, run: Run) -> Tensor:
     return w.apart(t, new)
 
 
-def _cut_dim(w: Writer, t: Tensor, d: Dimension, made: Sequence[Axis], run: Run) -> Tensor:
+def _cut_dim(w: Writer, t: Tensor, d: Dimension, left: Sequence[Axis], run: Run) -> Tensor:
     if d not in t.shape:
         return t
     t = slice(t, run[0], run[1], d.name)
-    if not made:
+    if not left:
         return _dropped(t, d.name)
-    (new,) = [w.dim(a) for a in made]
+    (new,) = [w.dim(a) for a in left]
     return renamed(t, {d.name: new.name}) if new.name != d.name else t
 
 

@@ -296,13 +296,13 @@ def works_table(active: Active, trips: Dimension) -> Tensor:
     return table(current_graph("scan"), works, Shape([trips, Dimension(active.dim, active.size)]), BOOL, "works")
 
 
-def _returned(made: object, what: str, full: str) -> tuple[list[Tensor], list[Tensor]]:
+def _returned(returned: object, what: str, full: str) -> tuple[list[Tensor], list[Tensor]]:
     """The carries after a trip, and what to stack."""
-    if not isinstance(made, tuple | list) or len(made) != 2:
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
         raise GraphError(
-            f"{at(what)} '{full}': body must return a pair of carries and tensors to stack, got {made!r:.80}"
+            f"{at(what)} '{full}': body must return a pair of carries and tensors to stack, got {returned!r:.80}"
         )
-    ends, ys = (_tensors(part, f"{what} '{full}'") for part in made)
+    ends, ys = (_tensors(part, f"{what} '{full}'") for part in returned)
     return ends, ys
 
 

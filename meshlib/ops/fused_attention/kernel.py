@@ -240,10 +240,10 @@ def _largest(x: Array) -> Array:
     return peak
 
 
-def put(out: Array, cut: Cut, queries: slice, made: Array) -> None:
+def put(out: Array, cut: Cut, queries: slice, result: Array) -> None:
     """Write what was made of some queries of one batch where it belongs in `out`."""
     part = out[cut][..., queries, :]
-    part[...] = made.reshape(part.shape)
+    part[...] = result.reshape(part.shape)
 
 
 def local_result(block: Block, *arrays: Array) -> Array:

@@ -235,34 +235,38 @@ def _slides(
     return slides
 
 
-def _result(shape: Shape, windows: Sequence[Window], channels: Dimension | None, made: Sequence[Dimension]) -> Shape:
+def _result(
+    shape: Shape, windows: Sequence[Window], channels: Dimension | None, channels_out: Sequence[Dimension]
+) -> Shape:
     """x's dims with spatial ones in their new sizes, and the new channels in place of the old, or at the end."""
     sizes = {w.out: w.slide.out for w in windows}
     dims: list[Dimension] = []
     for d in shape:
         dims += (
-            made if channels is not None and d.name == channels.name else [Dimension(d.name, sizes.get(d.name, d.size))]
+            channels_out
+            if channels is not None and d.name == channels.name
+            else [Dimension(d.name, sizes.get(d.name, d.size))]
         )
-    return Shape(dims if channels is not None else [*dims, *made])
+    return Shape(dims if channels is not None else [*dims, *channels_out])
 
 
 def _in_groups(
     x: Tensor, filters: Tensor, windows: Sequence[Window], dims: _Dims, groups: int, precision: str, name: str
 ) -> Tensor:
     """Channels as [group, channel of the group], the group under their own name: it is what a layout splits."""
-    channels, (new_channels,) = dims.channels, dims.made
+    channels, (channels_out,) = dims.channels, dims.made
     assert channels is not None
     used = (*x.shape, *filters.shape)
     inner, inner_out = (
-        Dimension(free_name(f"{d.name}_in_group", used), d.size // groups) for d in (channels, new_channels)
+        Dimension(free_name(f"{d.name}_in_group", used), d.size // groups) for d in (channels, channels_out)
     )
     group = Dimension(channels.name, groups)
     apart = reshape(x, _replaced(x.shape, channels.name, [group, inner]))
     own = rename_dimension(filters, channels.name, inner.name)
-    own = reshape(own, _replaced(own.shape, new_channels.name, [group, inner_out]))
+    own = reshape(own, _replaced(own.shape, channels_out.name, [group, inner_out]))
     y = convolve(apart, own, windows, _result(apart.shape, windows, inner, [inner_out]), precision, name)
     at_group = y.shape.index(group.name)
-    return reshape(y, [*y.shape.dims[:at_group], new_channels, *y.shape.dims[at_group + 2 :]])
+    return reshape(y, [*y.shape.dims[:at_group], channels_out, *y.shape.dims[at_group + 2 :]])
 
 
 def _replaced(shape: Shape, name: str, by: Sequence[Dimension]) -> list[Dimension]:
@@ -304,7 +308,7 @@ def _dims(
             faults.append(f"dim {d} of group_dims must be in x and in filters, and not slide")
     rest = [d for d in filters.shape if d not in windows and d not in kept and d.name not in [s.name for s in dims]]
     shared = [d for d in rest if d.name in x.shape]
-    new_channels = tuple(d for d in rest if d.name not in x.shape)
+    channels_out = tuple(d for d in rest if d.name not in x.shape)
     if len(shared) > 1:
         names = " and ".join(f"'{d.name}'" for d in shared)
         faults.append(f"filters share {names} with x, of which one can be the channels; name the others in group_dims")
@@ -313,19 +317,19 @@ def _dims(
     channels = x.shape.dim(shared[0].name) if len(shared) == 1 else None
     if groups < 1:
         faults.append(f"groups must be at least 1, got {groups}")
-    elif groups > 1 and (channels is None or len(new_channels) != 1):
+    elif groups > 1 and (channels is None or len(channels_out) != 1):
         faults.append("groups need one dim of channels in, and one out")
     elif channels is not None:
-        faults += _group_faults(channels, shared[0].size, new_channels, groups)
+        faults += _group_faults(channels, shared[0].size, channels_out, groups)
     if faults:
         raise ShapeError(f"{at(what)}: {'; '.join(faults)}\n  {x}\n  {filters}")
-    return _Dims(dims, windows, channels, new_channels)
+    return _Dims(dims, windows, channels, channels_out)
 
 
-def _group_faults(channels: Dimension, of_filters: int, made: Sequence[Dimension], groups: int) -> list[str]:
+def _group_faults(channels: Dimension, of_filters: int, channels_out: Sequence[Dimension], groups: int) -> list[str]:
     faults = []
-    if channels.size % groups or any(d.size % groups for d in made if groups > 1):
-        sizes = " and ".join(str(d) for d in (channels, *made))
+    if channels.size % groups or any(d.size % groups for d in channels_out if groups > 1):
+        sizes = " and ".join(str(d) for d in (channels, *channels_out))
         faults.append(f"{groups} groups do not divide the channels {sizes}")
     elif of_filters * groups != channels.size:
         needed = f"{channels.size} / {groups} groups = {channels.size // groups}" if groups > 1 else str(channels.size)

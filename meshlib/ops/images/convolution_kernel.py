@@ -237,11 +237,11 @@ def _multiply_across(x: Array, w: Array, out: Array, dims: Classes, parts: Seque
     _put_back(arranged, out, dims.out, order)
 
 
-def _put_back(made: Array, out: Array, names: Names, order: Sequence[Names]) -> None:
+def _put_back(result: Array, out: Array, names: Names, order: Sequence[Names]) -> None:
     """Copy a result that was arranged into the array that it was arranged from, unless it is a view of that."""
-    if not np.may_share_memory(made, out):
+    if not np.may_share_memory(result, out):
         there = out.transpose([names.index(n) for dims in order for n in dims])
-        np.copyto(there, made.reshape(there.shape))
+        np.copyto(there, result.reshape(there.shape))
 
 
 def _add_products_at_taps(
@@ -299,31 +299,31 @@ def _add_taps(x: Array, w: Array, out: Array, dims: Classes, parts: Sequence[Pla
     _put_back(arranged, out, dims.out, order)
 
 
-def _add_windows(inputs: _Inputs, taps: Array, made: Array) -> None:
-    """made[row, output ...] = sum over taps of a window's element times the tap."""
+def _add_windows(inputs: _Inputs, taps: Array, result: Array) -> None:
+    """result[row, output ...] = sum over taps of a window's element times the tap."""
     lead, slid = inputs.x.shape[1], taps.ndim - 1
-    for begin, end, first, last in _pieces(lead, made.shape[1], 2 * prod(made.shape[2:]) * made.itemsize):
+    for begin, end, first, last in _pieces(lead, result.shape[1], 2 * prod(result.shape[2:]) * result.itemsize):
         windows = inputs.windows(begin, end, True)[0, :, first:last]
-        target = made[begin:end, first:last]
+        target = result[begin:end, first:last]
         term: Array | None = None
         for tap in np.ndindex(*taps.shape[:-1]):
             of_tap = windows[(np.s_[:],) * (slid + 1) + tap]
             if term is None:
                 np.multiply(of_tap, taps[tap], out=target)
-                term = np.empty(target.shape, made.dtype)
+                term = np.empty(target.shape, result.dtype)
             else:
                 np.multiply(of_tap, taps[tap], out=term)
                 np.add(target, term, out=target)
 
 
-def _add_products(inputs: _Inputs, second: Array, made: Array) -> None:
-    """made[output ...] = sum over all indices of a window's element times the second operand's."""
-    made[...] = 0
-    lead, width = len(second), made.shape[-1]
+def _add_products(inputs: _Inputs, second: Array, result: Array) -> None:
+    """result[output ...] = sum over all indices of a window's element times the second operand's."""
+    result[...] = 0
+    lead, width = len(second), result.shape[-1]
     for begin, end, first, last in _pieces(lead, second.shape[1], 2 * prod(second.shape[2:]) * second.itemsize):
         windows = inputs.windows(begin, end, False)[0, :, first:last]
         block = second[begin:end, first:last]
         term = np.empty(block.shape, block.dtype)
-        for output in np.ndindex(*made.shape[:-1]):
+        for output in np.ndindex(*result.shape[:-1]):
             np.multiply(windows[(..., *output, np.s_[:])], block, out=term)
-            made[output] += np.add.reduce(term.reshape(-1, width), axis=0)
+            result[output] += np.add.reduce(term.reshape(-1, width), axis=0)

@@ -64,14 +64,14 @@ def reduce_to(dy: Tensor, shape: Shape) -> Tensor:
     return dy if dy.shape == shape else reduce_sum(dy, output_shape=shape)
 
 
-def _shape(fits: Callable[[DType], bool], needed: str, made: DType | None = None) -> ShapeRule:
-    """All dims of the operands; their dtype, which must fit, or `made`."""
+def _shape(fits: Callable[[DType], bool], needed: str, result_dtype: DType | None = None) -> ShapeRule:
+    """All dims of the operands; their dtype, which must fit, or `result_dtype`."""
 
     def shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
         out, dtype = union([t.shape for t in types]), same_dtype(types)
         if not fits(dtype):
             raise ShapeError(f"needs {needed.format(dtype.name)}")
-        return TensorType(out, made or dtype)
+        return TensorType(out, result_dtype or dtype)
 
     return shape
 
@@ -84,7 +84,7 @@ _NUMBERS = _shape(lambda dtype: dtype.computes, "numbers, got {}; cast them, or 
 _ORDERED = _shape(lambda dtype: dtype is not BOOL, "numbers, got {}; use mtf.logical_and, mtf.logical_or")
 _FLAGS = _shape(lambda dtype: dtype is BOOL, "bool operands, got {}; compare first, as in mtf.greater(x, 0)")
 _ANY = _shape(lambda dtype: True, "")
-_COMPARED = _shape(lambda dtype: True, "", made=BOOL)
+_COMPARED = _shape(lambda dtype: True, "", result_dtype=BOOL)
 
 
 def _define(

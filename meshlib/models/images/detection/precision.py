@@ -116,11 +116,11 @@ def mean_average_precision(
     return float(np.mean([[average_precision(found, true, k, least) for k in kinds] for least in thresholds]))
 
 
-def _matched(found: Objects, true: Objects, least: float) -> NDArray[np.bool_]:
+def _matched(detected: Objects, true: Objects, least: float) -> NDArray[np.bool_]:
     """Which of the found objects, best first, match a true one that no better one has."""
-    overlaps = box_iou(found.boxes, true.boxes)
-    right = np.zeros(len(found), bool)
-    for n in range(len(found) if len(true) else 0):
+    overlaps = box_iou(detected.boxes, true.boxes)
+    right = np.zeros(len(detected), bool)
+    for n in range(len(detected) if len(true) else 0):
         one = int(overlaps[n].argmax())
         if overlaps[n, one] >= least and overlaps[n, one] > 0:
             right[n] = True
