@@ -96,6 +96,17 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Crossing:
+    """A message on a link: seconds from when to when it occupies the link, and when it is at the other end."""
+
+    link: int
+    begin_seconds: float
+    end_seconds: float
+    arrival_seconds: float
+    size_bytes: float
+
+
+@dataclass(frozen=True)
 class Traffic:
     """What happened on the network.
 
@@ -103,12 +114,14 @@ class Traffic:
       exact_seconds: end of the last arrival; plan_seconds: that of each plan.
       link_bytes: link number -> bytes carried, links without traffic left out.
       messages: link crossings (a message over three links counts three times).
+      crossings: each of them, where they are recorded.
     """
 
     exact_seconds: Fraction
     plan_seconds: tuple[float, ...]
     link_bytes: dict[int, Fraction]
     messages: int
+    crossings: tuple[Crossing, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -143,12 +156,13 @@ def _decimal(x: float) -> Fraction:
     return Fraction(repr(float(x)))
 
 
-def simulate(torus: Torus, links: Links, plans: Sequence[Plan]) -> Traffic:
+def simulate(torus: Torus, links: Links, plans: Sequence[Plan], record: bool = False) -> Traffic:
     """Run all plans at once over the links of one torus, from time 0; their memories are changed.
 
     Args:
       torus: the network; `links`: its rates.
       plans: collectives that share the links.
+      record: keep each crossing of a link, for `hardware.films`.
     Returns: Traffic.
     Raises: HardwareError for a negative size, or messages that wait for each other.
     Example:
@@ -161,7 +175,7 @@ def simulate(torus: Torus, links: Links, plans: Sequence[Plan]) -> Traffic:
     Source: module docstring.
     """
     check_links(links)
-    run = _Run(links, plans)
+    run = _Run(links, plans, record)
     run.start()
     while run.heap:
         run.instant()
@@ -174,14 +188,19 @@ def simulate(torus: Torus, links: Links, plans: Sequence[Plan]) -> Traffic:
         plan_seconds=tuple(end / second for end in run.ends),
         link_bytes=run.link_bytes,
         messages=run.crossings,
+        crossings=tuple(
+            Crossing(link, begin / second, end / second, (end + run.clock.hop) / second, float(size))
+            for link, begin, end, size in run.recorded or ()
+        ),
     )
 
 
 class _Run:
     """State of one simulation: the heap of arrivals, free times of links, what still waits."""
 
-    def __init__(self, links: Links, plans: Sequence[Plan]) -> None:
+    def __init__(self, links: Links, plans: Sequence[Plan], record: bool = False) -> None:
         self.plans = plans
+        self.recorded: list[tuple[int, int, int, Fraction]] | None = [] if record else None
         self.messages = [(p, message) for p, plan in enumerate(plans) for message in plan.messages]
         if any(message.size_bytes < 0 for _, message in self.messages):
             raise HardwareError("a message has a negative number of bytes")
@@ -251,6 +270,8 @@ class _Run:
         self.free[link] = done
         self.link_bytes[link] = self.link_bytes.get(link, Fraction(0)) + size
         self.crossings += 1
+        if self.recorded is not None:
+            self.recorded.append((link, done - self.clock.of_size[size], done, size))
         heapq.heappush(self.heap, (done + self.clock.hop, number, hop + 1))
 
     def _arrive(self, now: int, number: int) -> list[int]:

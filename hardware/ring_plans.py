@@ -49,9 +49,9 @@ class Collective:
     plan: Plan
     read: Callable[[int, Array], Array]
 
-    def run(self, links: Links) -> Traffic:
-        """Simulate it alone; `results` then holds what every node ends with."""
-        return simulate(self.torus, links, [self.plan])
+    def run(self, links: Links, record: bool = False) -> Traffic:
+        """Simulate it alone; `results` then holds what every node ends with. `record` keeps all crossings of links."""
+        return simulate(self.torus, links, [self.plan], record)
 
     @property
     def results(self) -> list[Array]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from hardware.checks import whole
 from hardware.errors import HardwareError
 from hardware.mxu import MXU, Mode, check_mode
 from hardware.registers import Registers
-from hardware.systolic_plot import plot_state
+from hardware.systolic_plot import plot_state, save_run, state_text
 
 Array = NDArray[Any]
 Ints = NDArray[np.int64]
@@ -64,15 +65,37 @@ class State:
         """Processing elements that did useful work this cycle."""
         return int((self.vector >= 0).sum())
 
-    def plot(self, ax: Any = None) -> Any:
+    def text(self, shadow: bool = False) -> str:
+        """The array in this cycle as boxes of text: weight w, value x that moves right, partial sum p that moves down.
+
+        Args:
+          shadow: whether boxes have their shadow register, (w), too.
+        Example:
+          >>> state = next(trace(MXU(1, 2), np.array([[3, 4]]), np.array([[5]]), "noload"))
+          >>> print(state.text())
+          cycle 0: 1 of 2 processing elements busy
+                        +-----------+-----------+
+                        |    w 3    |    w 4    |
+            x0[0] = 5 > |   x 5 >   |    x .    |
+                        |   p 15 v  |    p .    |
+                        +-----------+-----------+
+                           y0[0]=15
+        """
+        return state_text(self, shadow)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def plot(self, ax: Any = None, shadow: bool = False) -> Any:
         """Draw the array in this cycle: a square for each processing element, coloured by the row of x it works on.
 
         Args:
           ax: matplotlib Axes; by default those of a new figure.
+          shadow: whether squares have their shadow register, (w), too.
         Returns: the Axes.
         Raises: HardwareError where matplotlib is not installed, or `ax` is something else.
         """
-        return plot_state(self, ax)
+        return plot_state(self, ax, shadow)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +122,17 @@ class Run:
         if whole("cycle", cycle) >= self.cycles:
             raise HardwareError(f"cycle {cycle} is not one of the {self.cycles} cycles of this run")
         return _state(self.registers, cycle)
+
+    def save(self, path: str | Path, shadow: bool = False) -> tuple[Path, ...]:
+        """Draw all cycles: NAME.gif is an animation, NAME.png or NAME.svg files NAME-000.png, NAME-001.png, ...
+
+        Args:
+          shadow: as of `State.plot`.
+        Returns: the files.
+        Raises: HardwareError for another kind of file, an array of more than 24 rows or columns, a file that can't be
+          written, or where matplotlib is not installed.
+        """
+        return save_run(self, Path(path), shadow)
 
 
 def run(

@@ -36,7 +36,8 @@ if (ROOT := Path(__file__).resolve().parents[2]).joinpath("meshlib").is_dir():
 from hardware import MXU, HardwareError
 from hardware.mxu import MODES
 from hardware.ring_steps import RingRun, ring_steps
-from hardware.systolic import Run, State
+from hardware.systolic import Run
+from hardware.systolic_plot import text_width
 
 Array = NDArray[Any]
 
@@ -145,11 +146,11 @@ def check_size(rows: int, columns: int, options: argparse.Namespace) -> None:
         )
     if options.save is not None and max(rows, columns) > SAVED:
         raise HardwareError(f"a frame holds at most {SAVED} rows and columns, not {rows}x{columns}")
-    needed, offered = LABEL + columns * (CELL + 1) + 1, shutil.get_terminal_size((120, 50)).columns
+    needed, offered = text_width(columns), shutil.get_terminal_size((120, 50)).columns
     if options.save is None and needed > offered:
         raise HardwareError(
             f"an array of {rows}x{columns} needs {needed} columns of text, the terminal has {offered}; "
-            f"use at most {max(1, (offered - LABEL - 1) // (CELL + 1))} columns, or --save"
+            f"use at most {max(1, (offered - text_width(0)) // (text_width(1) - text_width(0)))} columns, or --save"
         )
 
 
@@ -159,40 +160,11 @@ def play(run: Run, weights: Array, vectors: Array, mode: str, delay: float) -> N
     print(f"y = W x on a {rows}x{columns} array, {len(vectors)} vectors\n")
     print("W =", str(weights).replace("\n", "\n    "))
     for state in run.states:
-        print("\n" + draw(state, loads=mode != "noload"))
+        print("\n" + state.text(shadow=mode != "noload"))
         time.sleep(delay)
     print(f"\n{run.cycles} cycles")
     for m, (x, y) in enumerate(zip(vectors, run.y, strict=True)):
         print(f"vector {m}: W {x.tolist()} = {y.tolist()}")
-
-
-LABEL, CELL = 14, 11
-
-
-def draw(state: State, loads: bool) -> str:
-    """One cycle as text; with the shadow registers where the run loads weights."""
-    rows, columns = state.weight.shape
-    rule = " " * LABEL + "+" + ("-" * CELL + "+") * columns
-    lines = [f"cycle {state.cycle}: {state.busy} of {rows * columns} processing elements busy", rule]
-    for r in range(rows):
-        fed = state.feed_vector[r] >= 0
-        label = f"x{r}[{state.feed_vector[r]}] = {state.feed[r]} >" if fed else ""
-        busy = state.vector[r] >= 0
-        cells = [
-            ("", [f"w {w}" for w in state.weight[r]]),
-            (label, [f"x {a} >" if on else "x . " for a, on in zip(state.activation[r], busy, strict=True)]),
-            ("", [f"p {p} v" if on else "p . " for p, on in zip(state.partial[r], busy, strict=True)]),
-        ]
-        if loads:
-            cells.insert(1, ("", [f"(w {s})" for s in state.shadow[r]]))
-        for left, texts in cells:
-            lines.append(left.rjust(LABEL - 1) + " |" + "|".join(text.center(CELL) for text in texts) + "|")
-        lines.append(rule)
-    outs = [
-        f"y{c}[{m}]={y}" if m >= 0 else "" for c, (m, y) in enumerate(zip(state.out_vector, state.out, strict=True))
-    ]
-    lines.append(" " * LABEL + " " + " ".join(out.center(CELL) for out in outs))
-    return "\n".join(line.rstrip() for line in lines)
 
 
 def save(run: Run, weights: Array, mode: str, path: Path, ring: RingRun | None = None) -> list[Path]:
@@ -215,7 +187,8 @@ def save(run: Run, weights: Array, mode: str, path: Path, ring: RingRun | None =
     cycles = len(run.states)
 
     def frame(n: int) -> list[Any]:
-        paint(all_axes[0][0], run.states[min(n, cycles - 1)], loads)
+        all_axes[0][0].clear()
+        run.states[min(n, cycles - 1)].plot(all_axes[0][0], shadow=loads)
         if ring is not None:
             ring.plot(max(0, n - cycles + 1), all_axes[0][1])
         return []
@@ -234,41 +207,6 @@ def save(run: Run, weights: Array, mode: str, path: Path, ring: RingRun | None =
             figure.savefig(written[-1], dpi=100)
     pyplot.close(figure)
     return written
-
-
-def paint(axes: Any, state: State, loads: bool) -> list[Any]:
-    """One cycle on matplotlib axes: a square per PE, coloured by the vector it works on."""
-    rows, columns = state.weight.shape
-    axes.clear()
-    axes.set(xlim=(-1.3, columns), ylim=(rows + 0.5, -0.3), aspect="equal", title=f"cycle {state.cycle}")
-    axes.axis("off")
-    colours = ("#8ecae6", "#ffb703", "#90be6d", "#f28482", "#b8a1e3")
-    for r in range(rows):
-        for c in range(columns):
-            m = state.vector[r, c]
-            colour = colours[m % len(colours)] if m >= 0 else "white"
-            axes.add_patch(axes_rectangle(c, r, colour))
-            lines = [f"w {state.weight[r, c]}"]
-            if loads:
-                lines.append(f"(w {state.shadow[r, c]})")
-            if m >= 0:
-                lines += [f"x {state.activation[r, c]} →", f"p {state.partial[r, c]} ↓"]
-            text = "\n".join(lines)
-            axes.text(c + 0.45, r + 0.45, text, ha="center", va="center", fontsize=9)
-        if state.feed_vector[r] >= 0:
-            axes.text(-0.2, r + 0.45, f"x{r} = {state.feed[r]} →", ha="right", va="center", fontsize=9)
-    for c in range(columns):
-        if state.out_vector[c] >= 0:
-            text = f"y{c}[{state.out_vector[c]}]\n= {state.out[c]}"
-            axes.text(c + 0.45, rows + 0.2, text, ha="center", va="center", fontsize=9)
-    return []
-
-
-def axes_rectangle(column: int, row: int, colour: str) -> Any:
-    """The square of one processing element."""
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((column, row), 0.9, 0.9, facecolor=colour, edgecolor="black")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from hardware.films import Film
 from hardware.placement import DCN, Placement
 from hardware.slices import Slice
 from meshlib.core.arguments import at, whole
@@ -398,6 +399,23 @@ class Estimate(Shown):
         from meshlib.report.plots import plot_estimate
 
         return plot_estimate(self, ax, what)
+
+    def film(self, frames: int = 24) -> Film:
+        """The step as frames of equal length: the torus of its slice, with its links coloured by load. Modelled.
+
+        Returns: a `hardware.films.Film`: print it, or `.save("step.gif")` (.png and .svg show some of the frames).
+        Raises: GraphError unless `frames` is a number of frames.
+        Example:
+          >>> import meshlib as mtf
+          >>> with mtf.Graph():
+          ...     x = mtf.input("x", [mtf.Dimension("batch", 8192), mtf.Dimension("inner", 8192)], "bfloat16")
+          ...     program = mtf.lower({"y": mtf.reduce_sum(x)}, mesh="cores:4", layout="batch:cores")
+          >>> len(mtf.estimate(program, "v5e-4").film(6).frames)
+          6
+        """
+        from meshlib.estimation.views.films import step_film
+
+        return step_film(self, frames)
 
     def report(self, path: str | Path, title: str = "", compiled: object = None) -> None:
         """Write one self-contained HTML page: the verdict, then mesh, layout, memory, timeline, roofline, collectives.

@@ -63,6 +63,7 @@ METHODS = {
     ("meshlib.program.records", "meshlib.program.analysis.work"): "Program.work",
     ("meshlib.program.records", "meshlib.program.views.listing"): "str(program)",
     ("meshlib.estimation.result", "meshlib.estimation.views.trace"): "Estimate.save_trace",
+    ("meshlib.estimation.result", "meshlib.estimation.views.films"): "Estimate.film",
     ("meshlib.models.config", "meshlib.models.counts"): "TransformerConfig.parameters, .flops_per_token",
     ("meshlib.validation.validating", "meshlib.validation.report"): "str(validation)",
     ("meshlib.validation.talks", "meshlib.validation.talks_report"): "str(talks)",

@@ -3,6 +3,7 @@
 import importlib.util
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -43,11 +44,11 @@ def test_boxes_keep_their_height_and_show_shadow_registers_where_there_are_any(m
         assert any(f"(w {w})" in frames[0] for w in range(-9, 10) if w)
 
 
-def test_a_saved_frame_has_the_shadow_registers():
+def test_a_saved_frame_has_the_shadow_registers(monkeypatch):
     texts = []
 
     class Axes:
-        """What `paint` needs of matplotlib's axes."""
+        """What `State.plot` needs of matplotlib's axes."""
 
         def text(self, x, y, text, **style):
             texts.append(text)
@@ -57,11 +58,10 @@ def test_a_saved_frame_has_the_shadow_registers():
 
     weights, vectors = systolic.operands(3, 3, 3, 0)
     run = systolic.MXU(3, 3).run(weights.T, vectors, "shadow", states=True)
-    systolic.axes_rectangle, rectangle = (lambda *args: None), systolic.axes_rectangle
-    try:
-        systolic.paint(Axes(), run.states[1], loads=True)
-    finally:
-        systolic.axes_rectangle = rectangle
+    patches = types.SimpleNamespace(Rectangle=lambda *place, **style: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", types.SimpleNamespace(patches=patches))
+    monkeypatch.setitem(sys.modules, "matplotlib.patches", patches)
+    run.states[1].plot(Axes(), shadow=True)
     assert [text for text in texts if text != "w 0\n(w 0)"] == ["w 0\n(w 2)", "w 0\n(w 6)", "w 0\n(w 3)"]
 
 

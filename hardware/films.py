@@ -1,0 +1,193 @@
+"""A torus at work, frame by frame: which links are busy and what every node has received; as text or drawn.
+
+    film = film_of(all_reduce(Torus((4, 4)), data), Links(45e9))
+    print(film.frames[3])           text for a terminal
+    film.save("all_reduce.gif")     an animation; .png or .svg: some of its frames beside each other
+
+In text a node is a digit, the tenths of what it receives that have arrived (* for all), and between nodes > and < say
+which way a link carries data (= both ways), v and ^ (‖) down and up. Axes before the last two are planes beside each
+other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hardware.checks import whole
+from hardware.errors import HardwareError
+from hardware.events import Links, Traffic
+from hardware.ring_plans import Collective
+from hardware.torus import Torus
+
+FRAMES = 24
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A torus in a stretch of time.
+
+    Attributes:
+      torus: whose links and nodes it shows; title: above it.
+      loads: link -> share of the time for which it is busy; links that are left out are idle.
+      received: node -> share of all that it receives; empty where that is not known.
+    """
+
+    torus: Torus
+    title: str = ""
+    loads: Mapping[int, float] = field(default_factory=dict)
+    received: Mapping[int, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        rows, columns = self._plane()
+        planes = [self._plane_lines(first * rows * columns) for first in range(self.torus.nodes // (rows * columns))]
+        beside = [
+            "    ".join(line.ljust(len(planes[0][0])) for line in lines).rstrip() for lines in zip(*planes, strict=True)
+        ]
+        return "\n".join([*([self.title] if self.title else []), *beside, *self._between_planes()])
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw it: nodes filled by what they have received, links coloured by load.
+
+        Args:
+          ax: matplotlib Axes; by default those of a new figure.
+        Returns: the Axes.
+        Raises: HardwareError where matplotlib is not installed, or `ax` is something else.
+        """
+        from hardware.torus_plot import plot_frame
+
+        return plot_frame(self, ax)
+
+    def load(self, node: int, axis: int, step: int) -> float:
+        """The load of the link that leaves a node; 0 where there is none."""
+        return self.loads.get((node * self.torus.rank + axis) * 2 + (step < 0), 0.0)
+
+    def _plane(self) -> tuple[int, int]:
+        """Rows and columns of a plane: the last two axes."""
+        shape = (1, *self.torus.shape)
+        return shape[-2], shape[-1]
+
+    def _mark(self, node: int, axis: int, marks: str) -> str:
+        """Which way the link onward from a node along an axis, and the one back to it, carry data."""
+        there = self.torus.neighbour(node, axis, 1)
+        if there is None:
+            return " "
+        return marks[2 * (self.load(there, axis, -1) > 0) + (self.load(node, axis, 1) > 0)]
+
+    def _plane_lines(self, first: int) -> list[str]:
+        rows, columns = self._plane()
+        down, across = self.torus.rank - 2, self.torus.rank - 1
+        lines = []
+        for row in range(rows):
+            nodes = [first + row * columns + column for column in range(columns)]
+            lines.append(" ".join(f"{self._digit(node)} {self._mark(node, across, '·><=')}" for node in nodes))
+            if down >= 0:
+                lines.append("   ".join(self._mark(node, down, "·v^‖") for node in nodes) + "  ")
+        return lines
+
+    def _digit(self, node: int) -> str:
+        share = self.received.get(node)
+        if share is None:
+            return "o"
+        return "*" if share >= 1 - 1e-9 else str(int(10 * share))
+
+    def _between_planes(self) -> list[str]:
+        lines = []
+        for axis in range(self.torus.rank - 2):
+            onward, back = (
+                sum(self.load(node, axis, step) > 0 for node in range(self.torus.nodes)) for step in (1, -1)
+            )
+            lines.append(f"between planes, axis {axis}: {onward} links carry data onward, {back} back")
+        return lines
+
+
+@dataclass(frozen=True)
+class Film:
+    """Frames in the order of time."""
+
+    frames: tuple[Frame, ...]
+
+    def save(self, path: str | Path, frames_per_second: float = 4.0) -> Path:
+        """Write it: an animation as .gif, or up to twelve of its frames beside each other as .png or .svg.
+
+        Raises: HardwareError for another kind of file, where matplotlib is not installed, or the file can't be written.
+        """
+        from hardware.torus_plot import save_film
+
+        return save_film(self.frames, Path(path), frames_per_second)
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self.frames))
+
+
+def film_of(collective: Collective, links: Links, frames: int = FRAMES) -> Film:
+    """Run a collective; frames of equal length from its start to its end.
+
+    Args:
+      collective: such as `hardware.ring_plans.all_reduce` makes; it is run.
+      links: rates of the links.
+      frames: how many.
+    Returns: Film; each frame has the load of links in its time, and what has arrived at its end.
+    Raises: HardwareError for other arguments, or a collective that sends nothing.
+    Example:
+      >>> import numpy as np
+      >>> from hardware.ring_plans import all_gather
+      >>> film = film_of(all_gather(Torus((3,)), [np.zeros(2)] * 3, algorithm="oneway"), Links(16.0, 0.0), frames=2)
+      >>> print(film)
+      0 to 1 s of 2 s
+      5 > 5 > 5 >
+      <BLANKLINE>
+      1 to 2 s of 2 s
+      * > * > * >
+    """
+    whole("frames", frames, low=1)
+    if not isinstance(collective, Collective):
+        raise HardwareError(f"a film is made of a collective, such as ring_plans.all_reduce, not {collective!r:.80}")
+    traffic = collective.run(links, record=True)
+    if not traffic.seconds:
+        raise HardwareError("the collective sends nothing: a film of it would have no frames")
+    return Film(tuple(_frame(collective.torus, traffic, n, frames) for n in range(frames)))
+
+
+def _frame(torus: Torus, traffic: Traffic, number: int, frames: int) -> Frame:
+    total = traffic.seconds
+    begin, end = total * number / frames, total * (number + 1) / frames
+    loads: dict[int, float] = defaultdict(float)
+    arrived, due = [0.0] * torus.nodes, [0.0] * torus.nodes
+    for crossing in traffic.crossings:
+        shared = min(end, crossing.end_seconds) - max(begin, crossing.begin_seconds)
+        if shared > 0:
+            loads[crossing.link] += shared / (end - begin)
+        node = torus.ends(crossing.link)[1]
+        due[node] += crossing.size_bytes
+        arrived[node] += crossing.size_bytes * (crossing.arrival_seconds <= end * (1 + 1e-12))
+    received = {node: got / of if of else 1.0 for node, (got, of) in enumerate(zip(arrived, due, strict=True))}
+    unit, name = next(((u, n) for u, n in ((1.0, "s"), (1e-3, "ms")) if total >= u), (1e-6, "us"))
+    title = f"{begin / unit:.3g} to {end / unit:.3g} {name} of {total / unit:.3g} {name}"
+    return Frame(torus, title, dict(loads), received)
+
+
+def axis_loads(torus: Torus, busy: Mapping[int, float]) -> dict[int, float]:
+    """The load of every link from that of its torus axis.
+
+    Args:
+      busy: torus axis -> share of the time; axes left out are idle.
+    Example:
+      >>> sorted(axis_loads(Torus((2,), wrap=False), {0: 0.5}).items())
+      [(0, 0.5), (3, 0.5)]
+    """
+    return {link: load for link in torus.links() if (load := busy.get(link // 2 % torus.rank, 0.0))}
+
+
+def spots(torus: Torus) -> list[tuple[float, float]]:
+    """Where each node is drawn: x to the right, y down; planes beside each other."""
+    rows, columns = (1, *torus.shape)[-2:]
+    places = []
+    for plane, row, column in itertools.product(range(math.prod(torus.shape[:-2])), range(rows), range(columns)):
+        places.append((plane * (columns + 1.5) + column, float(row)))
+    return places
