@@ -33,8 +33,8 @@ class Sum:
     @property
     def dims(self) -> tuple[Dimension, ...]:
         """Those of the result."""
-        found = {d.name: d for part in self.parts for t in part for d in t.shape}
-        return tuple(d for name, d in found.items() if name not in self.over)
+        dim_of_name = {d.name: d for part in self.parts for t in part for d in t.shape}
+        return tuple(d for name, d in dim_of_name.items() if name not in self.over)
 
 
 Factor: TypeAlias = Tensor | Sum
@@ -85,15 +85,15 @@ class Algebra:
         if not isinstance(op.opdef.form(op), Total) or not op.output.dtype.is_float:
             return None
         inputs = self.graph.inputs[op]
-        every = {d.name: d.size for x in inputs for d in x.shape if d.name not in op.output.shape}
-        over = frozenset(every if within is None else within)
+        sizes = {d.name: d.size for x in inputs for d in x.shape if d.name not in op.output.shape}
+        over = frozenset(sizes if within is None else within)
         whole = [self._monomial(x, over, op.region) for x in inputs]
         attrs = tuple((name, value) for name, value in op.attrs.items() if name != "shape")
-        found = self._summed(op.opdef, attrs, whole, over, inputs)
-        if found is None or within is None:
-            return found
-        has = over.union(*(_names(f) for f in found.powers))
-        return Monomial(found.number * prod(size for name, size in every.items() if name not in has), found.powers)
+        summed = self._summed(op.opdef, attrs, whole, over, inputs)
+        if summed is None or within is None:
+            return summed
+        has = over.union(*(_names(f) for f in summed.powers))
+        return Monomial(summed.number * prod(size for name, size in sizes.items() if name not in has), summed.powers)
 
     def parts(self, total: Sum, region: str) -> list[Monomial] | None:
         """A sum of sums, taken apart: those of its terms; equal ones are one, those that vanish are left out.
@@ -110,11 +110,11 @@ class Algebra:
             if power != 1 or not isinstance(form, Combination):
                 continue
             rest: Powers = {f: n for f, n in product.items() if f is not x}
-            found = []
+            monomials = []
             for y, number in zip(self.graph.inputs[op], form.numbers, strict=True):
                 term = Monomial(number, rest).times(self._monomial(y, total.over, region))
-                found.append(self._summed(total.kind, total.attrs, [term], total.over, [x, *rest_of(rest)]))
-            left = self.collected([m for m in found if m is not None])
+                monomials.append(self._summed(total.kind, total.attrs, [term], total.over, [x, *rest_of(rest)]))
+            left = self.collected([m for m in monomials if m is not None])
             meet = op.region == BACKWARD and op not in op.graph.again and self._at_hand(op, region)
             if not left or meet:
                 return left
@@ -132,22 +132,22 @@ class Algebra:
         inside = not over.isdisjoint(t.shape.names)
         if inside and not self._at_hand(op, region):
             return whole
-        found = Monomial(form.number, {})
+        product = Monomial(form.number, {})
         met: set[Factor] = set()
         for x, power in zip(inputs, form.powers, strict=True):
             part = self._monomial(x, over, region, depth + 1)
             if part.number == 0 and power < 0:
                 return whole
             met.update(part.powers)
-            found = found.times(part, power)
-        if found.number == 0 or not isfinite(found.number) or len(met) > len(found.powers):
+            product = product.times(part, power)
+        if product.number == 0 or not isfinite(product.number) or len(met) > len(product.powers):
             return whole  # what cancels out may be zero
-        names = [_names(f) for f in found.powers]
-        plain = found.number == 1 and not any(map(over.isdisjoint, names))
+        names = [_names(f) for f in product.powers]
+        plain = product.number == 1 and not any(map(over.isdisjoint, names))
         if inside and plain and {*t.shape.names} <= {*chain(*names)}:
-            self.products.setdefault(found.key, t)
+            self.products.setdefault(product.key, t)
         # What stays outside is taken as it is there, but for the number that it is scaled by.
-        return found if inside or list(found.powers.values()) in ([], [1]) else whole
+        return product if inside or list(product.powers.values()) in ([], [1]) else whole
 
     def _at_hand(self, op: Operation, region: str) -> bool:
         """Whether a region has all operands of an operation anyway."""
@@ -181,43 +181,43 @@ class Algebra:
         sizes = {d.name: d.size for x in written for d in x.shape if d.name in over}
         has = {name for part in inside for f in part for name in _names(f)}
         repeated = prod(size for name, size in sizes.items() if name not in has)
-        found = Monomial(float(repeated), {}).times(outside)
+        monomial = Monomial(float(repeated), {}).times(outside)
         if not any(inside):
-            return found
-        kept = tuple({f: n for f, n in part.items() if isinstance(f, Tensor)} for part in inside)
-        total = Sum(kind, attrs, tuple(frozenset(part.items()) for part in kept), over & has, kept)
-        return found.times(Monomial(1.0, {total: 1}))
+            return monomial
+        tensor_parts = tuple({f: n for f, n in part.items() if isinstance(f, Tensor)} for part in inside)
+        total = Sum(kind, attrs, tuple(frozenset(part.items()) for part in tensor_parts), over & has, tensor_parts)
+        return monomial.times(Monomial(1.0, {total: 1}))
 
     def collected(self, terms: Iterable[Monomial]) -> list[Monomial]:
         """Equal terms added up."""
-        found: dict[object, tuple[float, float, Monomial]] = {}
+        sums_of_keys: dict[object, tuple[float, float, Monomial]] = {}
         for m in terms:
             known = self._known(m)
-            number, most, first = found.get(known.key, (0.0, 0.0, m))
-            found[known.key] = number + known.number, max(most, abs(known.number)), first
+            number, most, first = sums_of_keys.get(known.key, (0.0, 0.0, m))
+            sums_of_keys[known.key] = number + known.number, max(most, abs(known.number)), first
         left = []
-        for number, most, m in found.values():
+        for number, most, m in sums_of_keys.values():
             if abs(number) > 1e-9 * most:
                 left.append(Monomial(m.number * number / self._known(m).number, m.powers))
         return left
 
     def _known(self, m: Monomial) -> Monomial:
         """A product with the sums that its tensors are made of as such."""
-        found = Monomial(m.number, {})
+        expanded = Monomial(m.number, {})
         for f, n in m.powers.items():
-            found = found.times(self._made_of(f), n)
-        return found
+            expanded = expanded.times(self._made_of(f), n)
+        return expanded
 
     def _made_of(self, f: Factor, depth: int = 0) -> Monomial:
         whole = Monomial(1.0, {f: 1})
         if isinstance(f, Sum) or depth == DEEPEST:
             return whole
-        form, found = f.operation.opdef.form(f.operation), ONE
+        form, product = f.operation.opdef.form(f.operation), ONE
         if not isinstance(form, PowerProduct):
             return self.total(f.operation) or whole
         for x, power in zip(self.graph.inputs[f.operation], form.powers, strict=True):
-            found = found.times(self._made_of(x, depth + 1), power)
-        return Monomial(found.number * form.number, found.powers)
+            product = product.times(self._made_of(x, depth + 1), power)
+        return Monomial(product.number * form.number, product.powers)
 
 
 def rest_of(powers: Powers) -> list[Tensor]:

@@ -64,10 +64,10 @@ class Homes:
 
     def of(self, t: Tensor) -> Sharding:
         """The home of a tensor."""
-        found = self._made.get(t)
-        if found is None:
-            found = self._made[t] = self._make(t)
-        return found
+        sharding = self._made.get(t)
+        if sharding is None:
+            sharding = self._made[t] = self._make(t)
+        return sharding
 
     def _make(self, t: Tensor) -> Sharding:
         op = t.operation

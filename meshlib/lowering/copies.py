@@ -111,10 +111,10 @@ class Copies:
     def _key(self) -> object:
         """All that the tables depend on."""
         uses = [(u.variable, self.order[u.region], tuple(u.classes), u.of.tobytes()) for u in self.uses]
-        made = tuple([tuple([(self.order[r], s) for r, s in spots]) for spots in self.made])
+        sources = tuple([tuple([(self.order[r], s) for r, s in spots]) for spots in self.made])
         spots = tuple([(s.axes, s.pending) for s in self.placements])
         size = (self.home, self.itemsize, self.regather)
-        return self.producer, made, self.made_of.tobytes(), spots, size, tuple(uses)
+        return self.producer, sources, self.made_of.tobytes(), spots, size, tuple(uses)
 
     def _enter_alone(self, graph: FactorGraph) -> None:
         placements = list(self.placements)
@@ -132,27 +132,27 @@ class Copies:
 
     def _reach(self, use: Use) -> Floats:
         """From each placement (rows) what each class of a use costs."""
-        found = np.zeros((len(self.placements), len(use.classes)))
+        costs = np.zeros((len(self.placements), len(use.classes)))
         for n, wanted in enumerate(use.classes):
             if len(wanted) == 1:
-                found[:, n] = self.between[:, wanted[0]]
+                costs[:, n] = self.between[:, wanted[0]]
             elif wanted:
                 orders = np.array(list(permutations(wanted)) if len(wanted) <= 3 else [wanted])
-                found[:, n] = self._in_order(self.between, orders).min(axis=1)
-        return found
+                costs[:, n] = self._in_order(self.between, orders).min(axis=1)
+        return costs
 
     def _root(self, region: str, made: Sequence[tuple[Spot, ...]]) -> Floats:
         """From each class of what is made (rows), where a region may use it, to each placement."""
-        found = np.full((len(made), len(self.placements)), inf)
+        costs = np.full((len(made), len(self.placements)), inf)
         for n, spots in enumerate(made):
             before = [s for r, s in spots if r != region and self.order[r] <= self.order[region]]
             some = [s for r, s in spots if r == region] + [s for s in before if self.light[s]]
             if some:
-                found[n] = self.between[some].min(axis=0)
+                costs[n] = self.between[some].min(axis=0)
             if len(before) > sum([self.light[s] for s in before]):
-                kept = self.between[before].min(axis=0) + np.where(self.light, 0, inf)
-                found[n] = np.minimum(found[n], _through(kept[None], self.between)[0])
-        return found
+                lasting = self.between[before].min(axis=0) + np.where(self.light, 0, inf)
+                costs[n] = np.minimum(costs[n], _through(lasting[None], self.between)[0])
+        return costs
 
     def _enter_trees(self, graph: FactorGraph) -> None:
         roots = {u.region: self._root(u.region, self.made) for u in self.uses}
@@ -167,9 +167,9 @@ class Copies:
 
     def _alone(self, root: Floats, n: int) -> Floats:
         """From each row of `root` what each class of a use costs; where nothing is needed, nothing need be there."""
-        found = _through(root, self.reach[n])
-        found[:, self._idle(n)] = 0
-        return found
+        costs = _through(root, self.reach[n])
+        costs[:, self._idle(n)] = 0
+        return costs
 
     def _idle(self, n: int) -> NDArray[np.bool_]:
         """The classes of a use that need nothing."""
@@ -187,18 +187,18 @@ class Copies:
 
     def _inherited(self, a: int, b: int) -> Floats:
         """From what an earlier use needs, as far as it is kept, to what a later one needs."""
-        kept = np.array([self._kept(np.array([wanted], np.intp))[0] for wanted in self.uses[a].classes])
-        return _through(kept, self.reach[b])
+        lasting = np.array([self._kept(np.array([wanted], np.intp))[0] for wanted in self.uses[a].classes])
+        return _through(lasting, self.reach[b])
 
     def _first(self, *uses: Use) -> str:
         return min((u.region for u in uses), key=self.order.__getitem__)
 
     def _joint(self, a: int, b: int) -> Floats:
         """From each placement, as a copy that two uses share, to both."""
-        found = self.reach[a][:, :, None] + self.reach[b][:, None, :]
+        costs = self.reach[a][:, :, None] + self.reach[b][:, None, :]
         if self.uses[a].region != self.uses[b].region:
-            found = np.where(self.light[:, None, None], found, inf)
-        return found
+            costs = np.where(self.light[:, None, None], costs, inf)
+        return costs
 
     def _triple(self, roots: dict[str, Floats]) -> Floats:
         us = self.uses
@@ -221,8 +221,8 @@ class Copies:
     def _enter_hubs(self, graph: FactorGraph) -> None:
         before: tuple[int | None, Ints] = (self.producer, self.made_of)
         regions = sorted({u.region for u in self.uses}, key=self.order.__getitem__)
-        made: Sequence[tuple[Spot, ...]] = self.made
-        roots = {r: self._root(r, made) for r in regions}
+        sources: Sequence[tuple[Spot, ...]] = self.made
+        roots = {r: self._root(r, sources) for r in regions}
         for region in regions:
             mine = [n for n, u in enumerate(self.uses) if u.region == region]
             root = roots[region]
@@ -237,16 +237,16 @@ class Copies:
             for n, table in zip(mine, serve, strict=True):
                 self._expand(graph, table, [own, (self.uses[n].variable, self.uses[n].of)])
             before = own
-            kept = np.concatenate([self._kept(one[None]) for one in sets])
-            roots.update({r: kept for r in regions if self.order[r] > self.order[region]})
+            lasting = np.concatenate([self._kept(one[None]) for one in sets])
+            roots.update({r: lasting for r in regions if self.order[r] > self.order[region]})
 
     def _hub_sets(self, root: Floats, mine: Sequence[int], region: str) -> tuple[list[Ints], Floats, list[Floats]]:
         """The sets of copies that a region may share, their costs from each row of `root`, and those of each use."""
         wanted = {s for n in mine for c in self.uses[n].classes for s in c}
-        kept = {s for spots in self.made for _, s in spots if self.light[s]}
+        lasting = {s for spots in self.made for _, s in spots if self.light[s]}
         following = [u for u in self.uses if self.order[u.region] > self.order[region]]
         later = {s for u in following for c in u.classes for s in c if self.light[s]}
-        some = {*wanted, *kept, *later, *(self.slices if following else ()), self.number(self.home)}
+        some = {*wanted, *lasting, *later, *(self.slices if following else ()), self.number(self.home)}
         candidates = np.array(sorted(s for s in some if np.isfinite(root[:, s]).any()))
         free = (self.between == 0) | (self.between == 0).T
         sets: list[Ints] = []
@@ -269,16 +269,16 @@ class Copies:
             links.append(
                 np.min([self._in_order(root, chosen[:, order]) for order in permutations(range(count))], axis=0)
             )
-            for n, found in zip(mine, tables, strict=True):
-                found.append(self.reach[n][chosen].min(axis=1))
+            for n, parts in zip(mine, tables, strict=True):
+                parts.append(self.reach[n][chosen].min(axis=1))
             if following:
                 kept_copies.append(self._kept(chosen))
         link = np.concatenate(links, axis=1)
-        serve = [np.concatenate(found) for found in tables]
+        serve = [np.concatenate(parts) for parts in tables]
         # A set that is no cheaper and serves no use better than another is not looked at.
         later_tables = [np.concatenate(kept_copies)] if following else []
         alive = _undominated(np.concatenate([link.T, *serve, *later_tables], axis=1))
-        return [sets[n] for n in alive], link[:, alive], [found[alive] for found in serve]
+        return [sets[n] for n in alive], link[:, alive], [parts[alive] for parts in serve]
 
     def _in_order(self, root: Floats, orders: Ints) -> Floats:
         """From each row of `root`, reach the placements of each row of `orders`, each from the nearest copy."""
@@ -311,8 +311,8 @@ class Copies:
 def _through(first: Floats, rest: Floats) -> Floats:
     """The least over what lies between of both: a matrix product of minima and sums."""
     flat = rest.reshape(len(rest), -1)
-    found: Floats = (first[:, :, None] + flat[None]).min(axis=1)
-    return found.reshape(len(first), *rest.shape[1:])
+    costs: Floats = (first[:, :, None] + flat[None]).min(axis=1)
+    return costs.reshape(len(first), *rest.shape[1:])
 
 
 def _classes(rows: Sequence[Class]) -> tuple[list[Class], Ints]:
@@ -324,10 +324,10 @@ def _classes(rows: Sequence[Class]) -> tuple[list[Class], Ints]:
 
 def _undominated(rows: Floats) -> Ints:
     """The rows that no other row is nowhere above; of equal ones the first."""
-    kept = np.empty_like(rows)
-    found: list[int] = []
+    rows_left = np.empty_like(rows)
+    undominated: list[int] = []
     for n in np.argsort(np.minimum(rows, HUGE).sum(axis=1), kind="stable"):  # whatever is below comes before
-        if not (kept[: len(found)] <= rows[n]).all(axis=1).any():
-            kept[len(found)] = rows[n]
-            found.append(n)
-    return np.sort(np.array(found, np.intp))
+        if not (rows_left[: len(undominated)] <= rows[n]).all(axis=1).any():
+            rows_left[len(undominated)] = rows[n]
+            undominated.append(n)
+    return np.sort(np.array(undominated, np.intp))

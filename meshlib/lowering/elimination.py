@@ -101,8 +101,8 @@ class _Shared:
         if key not in self._known:
             self._known[key] = result()
             self._operands += operands
-        found: T = self._known[key]
-        return found
+        shared: T = self._known[key]
+        return shared
 
 
 class _Problem:

@@ -75,12 +75,12 @@ def fusion_groups(program: Program) -> list[list[Instruction]]:
 
 def _rounds(program: Program) -> dict[Value, int]:
     """How many products and loops follow each other up to a value, it included."""
-    found: dict[Value, int] = {}
+    round_of: dict[Value, int] = {}
     for i in program.instructions:
-        behind = max((found.get(x, 0) for x in i.inputs), default=0)
+        behind = max((round_of.get(x, 0) for x in i.inputs), default=0)
         own = isinstance(i, Loop) or _kind(i) is Kind.CONTRACTION
-        found.update(dict.fromkeys(i.outputs, behind + own))
-    return found
+        round_of.update(dict.fromkeys(i.outputs, behind + own))
+    return round_of
 
 
 def _kind(instruction: Instruction) -> Kind | None:
@@ -140,11 +140,11 @@ def join_rows(program: Program) -> Program:
 
 def _totals(group: Sequence[Instruction]) -> set[Value]:
     """Sums over rows, and what follows from them in the group."""
-    found: set[Value] = set()
+    totals: set[Value] = set()
     for i in group:
-        if not keeps_rows(i) or not found.isdisjoint(i.inputs):
-            found.update(i.outputs)
-    return found
+        if not keeps_rows(i) or not totals.isdisjoint(i.inputs):
+            totals.update(i.outputs)
+    return totals
 
 
 def _spread_again(group: Sequence[Instruction], totals: set[Value]) -> bool:

@@ -41,10 +41,10 @@ class Prices:
     def of(self, signature: Signature, home: Sharding, binding: Binding, near: Near) -> Pricing:
         """The strategies of operations that are alike."""
         key = (signature, home, binding, near)
-        found = self._of.get(key)
-        if found is None:
-            found = self._of[key] = Pricing(signature, home, binding, near, self.balance)
-        return found
+        pricing = self._of.get(key)
+        if pricing is None:
+            pricing = self._of[key] = Pricing(signature, home, binding, near, self.balance)
+        return pricing
 
     def __len__(self) -> int:
         return len(self._of) + len(self.tables)

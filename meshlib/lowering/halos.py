@@ -70,13 +70,13 @@ def share_halos(program: Program, across: bool = False) -> Program:
     `across`: once for forward and backward, which keep it in between; else once for each.
     """
     widening = _Widening(program, across)
-    found = list(widening.roots())
-    best = widening.better(frozenset().union(*found), program)
-    if best is not program or len(found) < 2:
+    shared_roots = list(widening.roots())
+    best = widening.better(frozenset().union(*shared_roots), program)
+    if best is not program or len(shared_roots) < 2:
         return best
     # Some stand in each other's way: one after the other.
     taken: frozenset[Root] = frozenset()
-    for roots in found:
+    for roots in shared_roots:
         more = widening.better(taken | roots, best)
         if more is not best:
             best, taken = more, taken | roots
@@ -109,8 +109,8 @@ class _Widening:
         for i in moving:
             if i in self.shifting:
                 for x, needed in zip(i.inputs, self.needs(i, {}), strict=True):
-                    found = [tuple(self._points(i, x, m)) for m in needed.values()]
-                    self.demands += [Demand(i, points, phase(i.region, self.across)) for points in found]
+                    points_of_margins = [tuple(self._points(i, x, m)) for m in needed.values()]
+                    self.demands += [Demand(i, points, phase(i.region, self.across)) for points in points_of_margins]
 
     # ------------------------------------------------------------ who needs what
 
@@ -139,11 +139,11 @@ class _Widening:
                 return
             maker = self.makers[value]
             needed = zip(maker.inputs, self.needs(maker, {dim: margin}), strict=True)
-            found = [(x, margins[dim]) for x, margins in needed if dim in margins]
-            if len(found) != 1 or found[0][1].wrap != margin.wrap:
+            margins_here = [(x, margins[dim]) for x, margins in needed if dim in margins]
+            if len(margins_here) != 1 or margins_here[0][1].wrap != margin.wrap:
                 return
             work += (margin.before + margin.after) * _row(value, dim)
-            value, margin = found[0]
+            value, margin = margins_here[0]
 
     def _can_be_wide(self, v: Value, region: str) -> bool:
         """Whether it can be made with margins: by work on what has them, for computations of its region alone."""
@@ -181,8 +181,8 @@ class _Widening:
 
     def better(self, chosen: frozenset[Root], than: Program) -> Program:
         """The program with these values widened, if that can be and sends less; else `than`."""
-        made = self._widened(set(chosen)) if chosen else None
-        return made if made is not None and made.sent_bytes < than.sent_bytes else than
+        widened = self._widened(set(chosen)) if chosen else None
+        return widened if widened is not None and widened.sent_bytes < than.sent_bytes else than
 
     def _widened(self, roots: set[Root]) -> Program | None:
         covered = {d.instruction for d in self.demands if any((p.value, p.margin.dim) in roots for p in d.points)}
@@ -195,15 +195,15 @@ class _Widening:
             # Each may fit where all together go round and meet themselves.
             if not all(fits(m, v.tensor, v.sharding) for v, ms in wants.items() for m in _wanted(ms).values()):
                 return None
-            made = {v: _without_roots(v, wanted, roots) for v, wanted in wants.items()}
-            inside = {v for v, margins in made.items() if margins}
+            margins_of = {v: _without_roots(v, wanted, roots) for v, wanted in wants.items()}
+            inside = {v for v, margins in margins_of.items() if margins}
             more = {i for i in self.shifting if not inside.isdisjoint((*i.inputs, i.outputs[0]))} - covered
             covered |= more
             if not more and not self._alone(roots, covered):
                 break
         if not all(self._can_be_wide(v, self.makers[v].region) if v in self.makers else False for v in inside):
             return None
-        return _Rewriter(self, roots, covered, made).run()
+        return _Rewriter(self, roots, covered, margins_of).run()
 
     def _alone(self, roots: set[Root], covered: set[Compute]) -> set[Root]:
         """The operands of `covered` that nothing brings margins to yet."""
@@ -224,12 +224,12 @@ class _Widening:
         rounds: dict[Root, bool] = {}
         for i in reversed(self.program.instructions):
             if isinstance(i, Compute):
-                made = _without_roots(i.outputs[0], wants.get(i.outputs[0], []), roots)
-                if not made and i not in covered:
+                margins_of_result = _without_roots(i.outputs[0], wants.get(i.outputs[0], []), roots)
+                if not margins_of_result and i not in covered:
                     continue
                 if not takes_margins(i.operation, self.factors_of(i), _split(i)):
                     return None
-                for x, margins in zip(i.inputs, self.needs(i, made), strict=True):
+                for x, margins in zip(i.inputs, self.needs(i, margins_of_result), strict=True):
                     if margins:
                         wants.setdefault(x, []).append(margins)
                     if any(rounds.setdefault((x, dim), m.wrap) != m.wrap for dim, m in margins.items()):
@@ -265,8 +265,8 @@ class _Rewriter:
         return phase(i.region, self.widening.across)
 
     def _needs(self, i: Compute) -> list[Wide]:
-        made = self.made.get(i.outputs[0], {})
-        return self.widening.needs(i, made) if made or i in self.covered else [{} for _ in i.inputs]
+        margins = self.made.get(i.outputs[0], {})
+        return self.widening.needs(i, margins) if margins or i in self.covered else [{} for _ in i.inputs]
 
     def _computed(self, i: Compute) -> Compute:
         inputs = tuple(self._version(x, margins, i) for x, margins in zip(i.inputs, self._needs(i), strict=True))
@@ -356,11 +356,11 @@ def _in_order(v: Value, margins: Wide) -> tuple[Margin, ...]:
 
 def _wanted(of_users: list[Wide]) -> Wide:
     """What serves all users."""
-    found: Wide = {}
+    wanted_margins: Wide = {}
     for margins in of_users:
         for dim, m in margins.items():
-            found[dim] = m.joined(found.get(dim))
-    return found
+            wanted_margins[dim] = m.joined(wanted_margins.get(dim))
+    return wanted_margins
 
 
 def _without_roots(v: Value, of_users: list[Wide], roots: set[Root]) -> Wide:
@@ -378,10 +378,10 @@ def _row(v: Value, dim: str) -> int:
 
 
 def _joined(points: list[Point]) -> dict[Value, Margin]:
-    found: dict[Value, Margin] = {}
+    joined: dict[Value, Margin] = {}
     for p in points:
-        found[p.value] = p.margin.joined(found.get(p.value))
-    return found
+        joined[p.value] = p.margin.joined(joined.get(p.value))
+    return joined
 
 
 def _sent(v: Value, m: Margin) -> int:
@@ -400,7 +400,7 @@ def _linked(demands: list[Demand]) -> list[list[Demand]]:
     for d in demands:
         for p in d.points:
             of.setdefault(p.value, []).append(d)
-    left, found = dict.fromkeys(demands), []
+    left, groups = dict.fromkeys(demands), []
     while left:
         linked, waiting = [], [next(iter(left))]
         while waiting:
@@ -409,8 +409,8 @@ def _linked(demands: list[Demand]) -> list[list[Demand]]:
                 del left[d]
                 linked.append(d)
                 waiting += [other for p in d.points for other in of[p.value]]
-        found.append(linked)
-    return found
+        groups.append(linked)
+    return groups
 
 
 def _placed(demands: list[Demand]) -> dict[Demand, Point]:

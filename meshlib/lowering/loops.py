@@ -80,15 +80,15 @@ class Loops:
         made_inside = [*loop.made.finals, *(t for _, t in used)]
         program = self.body.lower(loop.body, homes, made_inside, bound, [x.operation.name for x in inner])
         names = list(program.outputs)
-        made = [Value(y, s) for y, s in zip(finals, wanted, strict=False)]
+        results = [Value(y, s) for y, s in zip(finals, wanted, strict=False)]
         for (y, _), name in zip(used, names[loop.carries :], strict=True):
-            made.append(Value(y, with_dim(program.outputs[name].sharding, y.shape)))
+            results.append(Value(y, with_dim(program.outputs[name].sharding, y.shape)))
             if y not in op.public_outputs or y in sums:
-                self.homes.bind(y, made[-1].sharding)
+                self.homes.bind(y, results[-1].sharding)
         return Looped(
             tuple(operands),
             tuple(wanted),
-            tuple(made),
+            tuple(results),
             program,
             loop.dim.size,
             carries=tuple((t.operation.name, name) for t, name in zip(loop.given.inits, names, strict=False)),
@@ -172,8 +172,8 @@ class Loops:
         return self.homes.of(t) if there is None else there.home
 
     def _is_used(self, t: Tensor) -> bool:
-        kept = t in self.fetched or t in self.graph.taken or t in self.homes.destinations
-        return kept or bool(self.graph.uses.get(t))
+        is_bound = t in self.fetched or t in self.graph.taken or t in self.homes.destinations
+        return is_bound or bool(self.graph.uses.get(t))
 
 
 def without_axes(sharding: Sharding, dim: Dimension) -> Sharding:
@@ -189,5 +189,5 @@ def with_dim(sharding: Sharding, shape: Shape) -> Sharding:
 
 def without_dim(sharding: Sharding, dim: Dimension) -> Sharding:
     """`sharding` of one index of `dim`, which is whole."""
-    kept = [(d, entry) for d, entry in zip(sharding.shape, sharding.axes, strict=True) if d != dim]
-    return Sharding(Shape([d for d, _ in kept]), sharding.mesh, [entry for _, entry in kept], sharding.pending)
+    entries = [(d, entry) for d, entry in zip(sharding.shape, sharding.axes, strict=True) if d != dim]
+    return Sharding(Shape([d for d, _ in entries]), sharding.mesh, [entry for _, entry in entries], sharding.pending)

@@ -67,10 +67,10 @@ def obtain(source: Source, wanted: Sharding) -> Way:
     if source.made is None:
         return _moved(source, wanted)
     key, ways = (source, wanted), source.made.signature.ways
-    found: Way | None = ways.get(key)
-    if found is None:
-        found = ways[key] = _obtained(source, wanted)
-    return found
+    route: Way | None = ways.get(key)
+    if route is None:
+        route = ways[key] = _obtained(source, wanted)
+    return route
 
 
 def _obtained(source: Source, wanted: Sharding) -> Way:
@@ -96,13 +96,13 @@ _moved = lru_cache(maxsize=1 << 14)(_obtained)
 def _nearest(source: Source, wanted: Sharding) -> tuple[Price, int]:
     """What it costs to move it to `wanted` from where that costs least, and which of `lies` this is; -1: none."""
     best: Price = float("inf"), 0
-    found = -1
+    nearest = -1
     for n, s in enumerate(source.lies):
-        if can_become(s, wanted) and (found < 0 or _least_cost(source, s, wanted) <= best[0]):
+        if can_become(s, wanted) and (nearest < 0 or _least_cost(source, s, wanted) <= best[0]):
             cost = between(s, wanted, source.itemsize, source.prices)
             if cost < best:
-                best, found = cost, n
-    return best, found
+                best, nearest = cost, n
+    return best, nearest
 
 
 def between(here: Sharding, there: Sharding, itemsize: float, prices: Prices) -> Price:
@@ -151,12 +151,12 @@ def _made_again(made: Made, wanted: Sharding) -> Way:
     cost, collectives = BYTES_PER_OPERATION * (blocks.work.vpu_ops + 1), 0
     new: list[tuple[Path, Sharding]] = []
     for n, (x, s) in enumerate(zip(made.operands, assigned.operands, strict=True)):
-        way = obtain(x, s)
-        if way is NOWHERE:
+        route = obtain(x, s)
+        if route is NOWHERE:
             return NOWHERE
-        cost += way.cost
-        collectives += way.collectives
-        new += [((n, *path), at) for path, at in way.new]
+        cost += route.cost
+        collectives += route.collectives
+        new += [((n, *path), at) for path, at in route.new]
     return Way(cost, collectives, -1, (*new, ((), wanted)))
 
 

@@ -55,9 +55,9 @@ class Lowering:
         homes = Homes(simple.graph, self.mesh, self.rules, self.regather)
 
         def lowered(simple: Simplified, homes: Homes, near: Nears, across: bool) -> Program:
-            kept = {name: simple.of(t) for name, t in fetched.items()}
-            sweep = self._sweep(simple, homes, kept.values(), near)
-            outputs = {name: sweep.at_home(t) for name, t in kept.items()}
+            returned = {name: simple.of(t) for name, t in fetched.items()}
+            sweep = self._sweep(simple, homes, returned.values(), near)
+            outputs = {name: sweep.at_home(t) for name, t in returned.items()}
             return self._finished(sweep, sweep.inputs, outputs, counts_steps, self.notes, across)
 
         return self._cheapest(simple, homes, fetched.values(), lowered)
@@ -77,13 +77,13 @@ class Lowering:
         simple = self.memos.simplified(graph, results, taken=True)
 
         def lowered(simple: Simplified, homes: Homes, near: Nears, across: bool) -> Program:
-            kept = [simple.of(t) for t in results]
-            bound = {t: end for t, end in zip(kept, ends, strict=True) if end is not None}
+            returned = [simple.of(t) for t in results]
+            bound = {t: end for t, end in zip(returned, ends, strict=True) if end is not None}
             for t, end in bound.items():
                 if t.operation.opdef.kind is not Kind.INPUT:
                     homes.bind(t, end)
             sweep = self._sweep(simple, homes, bound, near)
-            placed = [sweep.as_it_lies(t) if s is None else sweep.at(t, s) for t, s in zip(kept, ends, strict=True)]
+            placed = [sweep.as_it_lies(t) if s is None else sweep.at(t, s) for t, s in zip(returned, ends, strict=True)]
             outputs = {f"{v.tensor.name} ({n})": v for n, v in enumerate(placed)}
             for name in names:
                 if name not in sweep.inputs:  # a carry that the body ignores
@@ -142,7 +142,7 @@ class Lowering:
     def _nearest(self, simple: Simplified, homes: Homes, lowered: Lowered) -> Program:
         """What sends less: shifts priced each for itself, or as if they shared what they need of their neighbours.
 
-        What forward has of them serves backward, too, if it is to be kept: it takes a copy with margins.
+        What forward has of them serves backward, too, if it is to be returned: it takes a copy with margins.
         """
         best = lowered(simple, homes, {}, False)
         tried: Nears = {}
@@ -190,6 +190,6 @@ class Lowering:
         )
         check_program(program, "partitioning", sound=self.sound)
         for run in PASSES:
-            made = share_halos(program, across) if run is share_halos else run(program)
-            program = check_program(made, run.__name__, before=program, sound=self.sound)
+            rewritten = share_halos(program, across) if run is share_halos else run(program)
+            program = check_program(rewritten, run.__name__, before=program, sound=self.sound)
         return program

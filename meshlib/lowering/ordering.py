@@ -62,8 +62,8 @@ class _Scheduler:
             for i in self.groups[g]:
                 if i.is_collective:
                     sent.update(i.outputs)
-                    way = FLOPS_PER_START + FLOPS_PER_SENT_BYTE * i.sent_bytes
-                    arrives.update(dict.fromkeys(i.outputs, flops + way))
+                    wire_flops = FLOPS_PER_START + FLOPS_PER_SENT_BYTE * i.sent_bytes
+                    arrives.update(dict.fromkeys(i.outputs, flops + wire_flops))
             touched = self._finish(g)
             if self.hidden_flops[g]:
                 flops += self.hidden_flops[g]

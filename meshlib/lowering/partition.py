@@ -114,28 +114,28 @@ class Partitioner:
         (x,) = self.graph.inputs[op]
         choice = self.choices[op]
         value = self.places.use(x, choice.operands[0], op)
-        made = Value(op.output, value.sharding)
-        self.places.instructions.append(Compute(op, (value,), (made,), op.region, choice.assignment))
-        self._settle(made)
+        copy = Value(op.output, value.sharding)
+        self.places.instructions.append(Compute(op, (value,), (copy,), op.region, choice.assignment))
+        self._settle(copy)
 
     def _compute(self, op: Operation) -> None:
         inputs = self.graph.inputs[op]
         choice = self.choices[op]
         values = [self.places.use(x, s, op) for x, s in zip(inputs, choice.operands, strict=True)]
-        made = tuple(Value(y, s) for y, s in zip(op.outputs, beside(op, choice.out), strict=True))
+        results = tuple(Value(y, s) for y, s in zip(op.outputs, beside(op, choice.out), strict=True))
         self._note_makers(op, inputs, choice)
         self.places.instructions.append(
             Compute(
                 op,
                 tuple(values),
-                made,
+                results,
                 op.region,
                 choice.assignment,
                 choice.exchanges,
                 tuple(explain_exchange(e, op, self.homes) for e in choice.exchanges),
             )
         )
-        for value in made:
+        for value in results:
             self._settle(value)
 
     def _note_makers(self, op: Operation, inputs: Sequence[Tensor], choice: Choice) -> None:

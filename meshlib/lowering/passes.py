@@ -93,9 +93,9 @@ def _early(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
     for instruction in instructions:
         if _merge_key(instruction) is None:
             yield instruction
-            made = [instruction]
-            for one in made:  # an all_reduce of what another made comes after that
-                made += (ready := [move for y in one.outputs for move in small.get(y, ())])
+            emitted = [instruction]
+            for one in emitted:  # an all_reduce of what another made comes after that
+                emitted += (ready := [move for y in one.outputs for move in small.get(y, ())])
                 yield from ready
 
 

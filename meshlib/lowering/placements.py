@@ -152,23 +152,23 @@ class Places:
         if wanted.pending and t in self._again:  # computed again it is complete, and counts on one device
             self.bring(t, wanted.drop_pending(), region, user)
         known = self.known(t, region)
-        way = obtain(self.source(t, region), wanted)
-        if way.origin < 0:
+        route = obtain(self.source(t, region), wanted)
+        if route.origin < 0:
             value = self._made_again(t, wanted, region, user)
             self.add(t, value, region)
             return value
-        passed = {v.sharding: v for v in self.walk(known[way.origin], wanted, user)}
-        for _, s in way.new:
+        passed = {v.sharding: v for v in self.walk(known[route.origin], wanted, user)}
+        for _, s in route.new:
             self.add(t, passed[s], region)
         return passed[wanted]
 
     def source(self, t: Tensor, region: str) -> Source:
         """Where `t` is to be had."""
-        made = None
+        producer = None
         if t in self._again:
             op = t.operation
-            made = Made(self.signatures.of(op), tuple([self.source(x, region) for x in self.graph.inputs[op]]))
-        return Source(tuple([v.sharding for v in self.known(t, region)]), t.dtype.itemsize, self.prices, made)
+            producer = Made(self.signatures.of(op), tuple([self.source(x, region) for x in self.graph.inputs[op]]))
+        return Source(tuple([v.sharding for v in self.known(t, region)]), t.dtype.itemsize, self.prices, producer)
 
     def _made_again(self, t: Tensor, wanted: Sharding, region: str, user: Operation | None) -> Value:
         op, value = t.operation, Value(t, wanted)

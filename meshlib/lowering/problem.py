@@ -71,18 +71,18 @@ class Problem:
         """The regions in which an operation may run: its own, and those that use its result if it may run again."""
         used: dict[Tensor, set[str]] = {}
         self.often: set[Tensor] = set()  # what several operations use, or one that may itself run in several ways
-        found: dict[Operation, list[str]] = {}
+        regions_of: dict[Operation, list[str]] = {}
         for op in reversed(self.graph.operations):
             regions = {UPDATE if op.opdef.kind is Kind.COMMIT else op.region}
             if op.outputs and op.output in self.again:
                 regions |= used.get(op.output, set())
-            found[op] = [op.region, *sorted(regions - {op.region})]
+            regions_of[op] = [op.region, *sorted(regions - {op.region})]
             often = bool(op.outputs) and op.output in self.again and op.output in self.often
             for x in self.graph.inputs[op]:
                 if often or x in used:
                     self.often.add(x)
                 used.setdefault(x, set()).update(regions)
-        return found
+        return regions_of
 
     # ------------------------------------------------------------ building
 
@@ -111,9 +111,9 @@ class Problem:
                 for x, s in dict.fromkeys(zip(looped.operands, looped.wanted, strict=True)):
                     self._use(x, None, op.region, [(s,)])
                 for y in looped.made:
-                    cost, made = self._settled(y.tensor, y.sharding)
+                    cost, shardings = self._settled(y.tensor, y.sharding)
                     self.constant += cost
-                    self._made(y.tensor, None, [[(op.region, s) for s in made]])
+                    self._made(y.tensor, None, [[(op.region, s) for s in shardings]])
             case _:
                 self._enter_choice(op)
 
@@ -217,11 +217,11 @@ class Problem:
                     wants = [tuple([s.choice.operands[n] for s in row for n in at]) for row in rows]
                     self._use(x, variable, region, wants)
         for n, y in enumerate(op.outputs):
-            made: list[list[tuple[str, Sharding]]] = [[] for _ in values]
+            spots_of_results: list[list[tuple[str, Sharding]]] = [[] for _ in values]
             for region, rows in runs.items():
-                for spots, row in zip(made, rows, strict=True):
+                for spots, row in zip(spots_of_results, rows, strict=True):
                     spots += [(region, at) for s in row for at in self._made_by(op, n, s)]
-            self._made(y, variable, made)
+            self._made(y, variable, spots_of_results)
 
     def _made_by(self, op: Operation, n: int, s: Strategy) -> tuple[Sharding, ...]:
         """The placements of a result of an operation under a strategy."""
@@ -280,10 +280,10 @@ class Problem:
         if t.operation not in self.at_home:
             self._copies(t).add_use(variable, region, wants)
 
-    def _made(self, t: Tensor, variable: int | None, made: Sequence[Sequence[tuple[str, Sharding]]]) -> None:
+    def _made(self, t: Tensor, variable: int | None, spots_of_values: Sequence[Sequence[tuple[str, Sharding]]]) -> None:
         if t.operation.opdef.home is Home.GIVEN:
-            made = [spots[-1:] for spots in made]
-        self._copies(t).set_made(variable, made)
+            spots_of_values = [spots[-1:] for spots in spots_of_values]
+        self._copies(t).set_made(variable, spots_of_values)
 
     def _settled(self, t: Tensor, s: Sharding) -> tuple[float, tuple[Sharding, ...]]:
         """What it costs to bring a result where it is bound, and where it is then."""
@@ -299,17 +299,17 @@ class Problem:
         """A copy between memories: every block as it is, under a placement that takes no more memory than home does."""
         (x,) = self.graph.inputs[op]
         home = self.homes.of(x)
-        made = [home]
+        targets = [home]
         if x in self.copies:
-            made += [s for s in self.copies[x].placements if not s.pending and s.local_size <= home.local_size]
-        found = []
-        for n, s in enumerate(dict.fromkeys(made)):
+            targets += [s for s in self.copies[x].placements if not s.pending and s.local_size <= home.local_size]
+        strategies = []
+        for n, s in enumerate(dict.fromkeys(targets)):
             cost, at = self._settled(op.output, s)
             split: dict[str, tuple[str, ...]] = {}
             for a, f in blockwise(s):
                 split[f] = (*split.get(f, ()), a)
-            found.append(Strategy(Choice(split, (s,), s, (), ((),)), cost + STRAY * (n > 0), at, cost))
-        return found
+            strategies.append(Strategy(Choice(split, (s,), s, (), ((),)), cost + STRAY * (n > 0), at, cost))
+        return strategies
 
     def _of(self, op: Operation) -> tuple[Strategy, ...]:
         home, inputs = self.homes.of(op.output), self.graph.inputs[op]
@@ -323,10 +323,10 @@ class Problem:
 
     def choices(self, solution: Solution) -> dict[Operation, Choice]:
         """What each operation does."""
-        found = dict(self.at_home)
+        chosen = dict(self.at_home)
         for op, v in self.variables.items():
-            found[op] = self.values[op][solution.values[v]][0].strategy.choice
-        return found
+            chosen[op] = self.values[op][solution.values[v]][0].strategy.choice
+        return chosen
 
 
 def best_choices(problem: Problem) -> tuple[Mapping[Operation, Choice], float]:

@@ -122,5 +122,5 @@ def _axes(sharding: Sharding) -> str:
 def _rules(homes: Homes, axes: tuple[str, ...], dims: Sequence[str | None] = ()) -> str:
     """The rules that lay something on these axes: of them, those about `dims` where there are such."""
     laid = [r for r in homes.rules.rules if set(r.axes) & set(axes)]
-    found = [str(r) for r in laid if r.dim in dims] or [str(r) for r in laid]
-    return f"rule {'; '.join(found)}" if found else "no rule of the layout says so"
+    texts = [str(r) for r in laid if r.dim in dims] or [str(r) for r in laid]
+    return f"rule {'; '.join(texts)}" if texts else "no rule of the layout says so"

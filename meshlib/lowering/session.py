@@ -137,11 +137,11 @@ class Session(Shown):
 
 def _bubble_notes(operations: Sequence[Operation]) -> list[str]:
     """What the pipelines among operations leave idle; their gradients leave the same."""
-    found: dict[str, None] = {}
+    notes: dict[str, None] = {}
     for op in all_operations(operations):
         if op.loop is not None and op.loop.active is not None and op.region == FORWARD:
-            found[f"{op}: {op.loop.active.note}"] = None
-    return list(found)
+            notes[f"{op}: {op.loop.active.note}"] = None
+    return list(notes)
 
 
 def _graphs(graph: Graph) -> list[Graph]:

@@ -57,14 +57,14 @@ class Sharing:
 
 def split_sums(simple: Simplified, homes: Homes) -> Mapping[Tensor, frozenset[str]]:
     """What sums over dims that are split at home, with these dims."""
-    found = {}
+    split_axes = {}
     for op in simple.operations:
         if op.opdef.kind in (Kind.REDUCTION, Kind.CONTRACTION):
             out, inputs = op.output.shape, simple.inputs[op]
             split = {d.name for x in inputs for d in x.shape if d.name not in out and homes.of(x).of(d.name)}
             if split:
-                found[op.output] = frozenset(split)
-    return found
+                split_axes[op.output] = frozenset(split)
+    return split_axes
 
 
 def shared_sums(
@@ -145,11 +145,11 @@ class _Choice:
 
     def _inside_another(self, y: Tensor) -> Monomial | None:
         op = y.operation
-        found = self.algebra.total(op, self.split[y])
-        inner = next(found.sums, None) if found is not None else None
-        if found is None or inner is None or inner in self.totals[y].powers:
+        total = self.algebra.total(op, self.split[y])
+        inner = next(total.sums, None) if total is not None else None
+        if total is None or inner is None or inner in self.totals[y].powers:
             return None
-        return found if self._there(inner, op.region) else None
+        return total if self._there(inner, op.region) else None
 
     def _there(self, total: Sum, where: str) -> Key | None:
         """The sum as a region has it: its own, or forward's if that takes little to keep."""
@@ -160,27 +160,27 @@ class _Choice:
     def _from_others(self, key: Key) -> list[Monomial] | None:
         """A sum made of others that are there; nothing is left of it only where the user does not see it."""
         total, where = key
-        found = self._resolved(total, where, {total})
-        if found is not None and not found:
+        sources = self._resolved(total, where, {total})
+        if sources is not None and not sources:
             shown = any(y in self.fetched or y in self.simple.graph.gradient_of for y in self.groups[key])
-            return None if shown or where != BACKWARD else found
-        return found
+            return None if shown or where != BACKWARD else sources
+        return sources
 
     def _resolved(self, total: Sum, where: str, within: set[Sum]) -> list[Monomial] | None:
         parts = self.algebra.parts(total, where)
         if parts is None:
             return None
-        found: list[Monomial] = []
+        resolved: list[Monomial] = []
         for m in parts:
             inner = next(m.sums, None)
             if inner is None or (inner not in within and self._there(inner, where)):
-                found.append(m)
+                resolved.append(m)
                 continue
             more = None if inner in within else self._resolved(inner, where, {*within, inner})
             if more is None:
                 return None
-            found += _put(m, inner, more)
-        return self.algebra.collected(found)
+            resolved += _put(m, inner, more)
+        return self.algebra.collected(resolved)
 
 
 def _put(m: Monomial, total: Sum, terms: Sequence[Monomial]) -> list[Monomial]:
@@ -237,13 +237,15 @@ class _Rewriter:
     def _linked(self, fetched: set[Tensor]) -> Simplified:
         """Without what nobody needs any more."""
         taken = {self.now.get(t, t) for t in self.simple.taken}
-        needed, kept = fetched | taken, []
+        needed, operations = fetched | taken, []
         for op in reversed(self.operations):
             if op.opdef.kind in (*RESIDENT, Kind.COMMIT) or not needed.isdisjoint(op.outputs):
-                kept.append(op)
+                operations.append(op)
                 needed.update(self.inputs[op][n] for n in op.needs)
         same = {t: self.now.get(y, y) for t, y in self.simple.same.items()} | self.now
-        return Simplified(self.graph, kept[::-1], {op: self.inputs[op] for op in kept}, same, taken=taken).linked()
+        return Simplified(
+            self.graph, operations[::-1], {op: self.inputs[op] for op in operations}, same, taken=taken
+        ).linked()
 
     # ------------------------------------------------------------ new operations
 
@@ -270,12 +272,12 @@ class _Rewriter:
         if isinstance(f, Tensor):
             return self.now.get(f, f)
         regions = (of.region, FORWARD) if _is_small(f) and of not in of.graph.again else (of.region,)
-        found = next((self.made[f, where] for where in regions if (f, where) in self.made), None)
-        if found is None:
+        factor = next((self.made[f, where] for where in regions if (f, where) in self.made), None)
+        if factor is None:
             operands = [self._inside(of, part) for part in f.parts]
             total = self._node(f.kind, operands, **dict(f.attrs), shape=Shape(f.dims))
-            found = self.made[f, of.region] = self._emit(of, total)
-        return found
+            factor = self.made[f, of.region] = self._emit(of, total)
+        return factor
 
     def _inside(self, of: Operation, part: Mapping[Tensor, int]) -> _Node | Tensor:
         """What is summed: a product that is there, if there is one."""
@@ -287,19 +289,19 @@ class _Rewriter:
     def _product(self, of: Operation, number: float, powers: Iterable[tuple[Tensor, int]]) -> _Node | Tensor:
         """Small factors first, then those that it is divided by."""
         ordered = sorted(powers, key=lambda power: power[0].shape.size)
-        found: _Node | Tensor | None = None
+        product: _Node | Tensor | None = None
         for x in (x for x, n in ordered for _ in range(n)):
-            found = x if found is None else self._node("multiply", [found, x])
-        if found is None:
-            found, number = self._number(of, number), 1.0
+            product = x if product is None else self._node("multiply", [product, x])
+        if product is None:
+            product, number = self._number(of, number), 1.0
         for x in (x for x, n in ordered for _ in range(-n)):
-            found = self._node("divide", [found, x])
+            product = self._node("divide", [product, x])
         if number == 1:
-            return found
+            return product
         return (
-            self._node("negative", [found])
+            self._node("negative", [product])
             if number == -1
-            else self._node("multiply", [found, self._number(of, number)])
+            else self._node("multiply", [product, self._number(of, number)])
         )
 
     def _number(self, of: Operation, value: float) -> _Node:
@@ -307,8 +309,8 @@ class _Rewriter:
 
     def _node(self, kind: str | OpDef, operands: Sequence[_Node | Tensor], **attrs: object) -> _Node:
         record = record_of(kind) if isinstance(kind, str) else kind
-        made = record.shape(tuple(x.type for x in operands), attrs)
-        return _Node(record, tuple(operands), attrs, made[0] if isinstance(made, tuple) else made)
+        types = record.shape(tuple(x.type for x in operands), attrs)
+        return _Node(record, tuple(operands), attrs, types[0] if isinstance(types, tuple) else types)
 
     def _emit(self, of: Operation, node: _Node | Tensor, name: str | None = None) -> Tensor:
         """Write an operation for `of`, after those of its operands."""

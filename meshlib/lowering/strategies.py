@@ -98,16 +98,16 @@ class Space:
         """Note the axes that may split each factor of an operation, and so its operands and results from then on."""
         operands = len(self.graph.inputs[op])
         splits = [self._splits[x] for x in (*self.graph.inputs[op], *op.outputs)]
-        factors, found = self.signatures.of(op).factors, []
+        factors, axes_of_factors = self.signatures.of(op).factors, []
         for f in factors:
             axes: frozenset[str] = frozenset()
             if f.role is not Role.WHOLE:
                 for own, name in zip(splits, (*f.operands, f.outputs[0]), strict=False):
                     if name is not None and name in own:
                         axes |= own[name]
-            found.append(axes)
-        self._factors[op] = found
-        for f, axes in zip(factors, found, strict=True):
+            axes_of_factors.append(axes)
+        self._factors[op] = axes_of_factors
+        for f, axes in zip(factors, axes_of_factors, strict=True):
             if axes:
                 first = operands if f.shares is not None else 0
                 for own, name in zip(splits[first:], (*f.operands, *f.outputs)[first:], strict=True):
@@ -116,14 +116,14 @@ class Space:
 
     def _follow_users(self, op: Operation) -> None:
         """Let an operation that may run again be split in every way in which its users may have the result."""
-        factors, found = self.signatures.of(op).factors, self._factors[op]
+        factors, axes_of_factors = self.signatures.of(op).factors, self._factors[op]
         for n, f in enumerate(factors):
             name = f.outputs[0]
             if name is not None and f.role is Role.PARALLEL:
-                found[n] |= self._splits[op.output][name]
+                axes_of_factors[n] |= self._splits[op.output][name]
                 for x, own in zip(self.graph.inputs[op], f.operands, strict=True):
                     if own is not None:
-                        self._splits[x][own] |= found[n]
+                        self._splits[x][own] |= axes_of_factors[n]
 
     def axes(self, op: Operation) -> frozenset[str]:
         """The axes that may split an operation."""
@@ -190,8 +190,8 @@ def assignments(
 
 def _orders(axes: Axes, known: Sequence[Axes]) -> list[Axes]:
     """The orders in which some assigned sharding has these axes on a dim; that of the mesh where none has."""
-    found = [tuple(a for a in order if a in axes) for order in known]
-    return list(dict.fromkeys(o for o in found if len(o) == len(axes))) or [axes]
+    orders = [tuple(a for a in order if a in axes) for order in known]
+    return list(dict.fromkeys(o for o in orders if len(o) == len(axes))) or [axes]
 
 
 def pass_options(linear: Linear, q: Question) -> Iterator[tuple[Axes, ...]]:

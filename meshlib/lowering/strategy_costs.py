@@ -52,14 +52,14 @@ class Pricing:
     def strategies(self, asked: Question, held: Sequence[Stationary]) -> tuple[Strategy, ...]:
         """The strategies worth looking at, the cheapest first; `held` says over which axes operands must not move."""
         key = (asked, *held)
-        found = self._strategies.get(key)
-        if found is None:
+        strategies_of_key = self._strategies.get(key)
+        if strategies_of_key is None:
             priced = [self._priced(*each) for each in assignments(self.signature, asked, self.home)]
             possible = [s for s in priced if s is not None]
             # Where each way of running it moves a weight that should stay, as a convolution's whole kernel, it moves.
             staying = [s for s in possible if not self._moves(s.choice, held)]
-            found = self._strategies[key] = tuple(self._undominated(asked, staying or possible))
-        return found
+            strategies_of_key = self._strategies[key] = tuple(self._undominated(asked, staying or possible))
+        return strategies_of_key
 
     def _moves(self, choice: Choice, held: Sequence[Stationary]) -> bool:
         """Whether a weight would be moved over an axis over which it is stationary."""
@@ -87,13 +87,13 @@ class Pricing:
         cost += (COLLECTIVE + self.balance.collective_bytes) * len(exchanges)
         for over in dict.fromkeys(e.axes for e in exchanges):
             cost += busiest_bytes((e, 1) for e in exchanges if e.axes == over) * axes_price(over, prices)
-        made: tuple[Sharding, ...] = (out,)
+        results: tuple[Sharding, ...] = (out,)
         settled = self.binding.settled(out, home)
         if settled != out:
             home_cost = float(distances((out, settled), signature.op.output.dtype.itemsize, self.balance)[0, 1])
-            made = (out, settled)
+            results = (out, settled)
         choice = Choice(axes, assigned.operands, out, assigned.exchanges, passed)
-        return Strategy(choice, cost + home_cost, made, home_cost)
+        return Strategy(choice, cost + home_cost, results, home_cost)
 
     def _undominated(self, asked: Question, found: list[Strategy]) -> list[Strategy]:
         """Without the strategies that are no cheaper than another one with reshards before and after it."""
