@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, permutations
 from math import inf
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,14 +24,63 @@ from meshlib.lowering.balance import Balance
 from meshlib.lowering.bindings import stored
 from meshlib.lowering.distances import distances
 from meshlib.lowering.elimination import FactorGraph, Floats, Ints
+from meshlib.lowering.values import Rows
 
 DIRECT_ENTRIES = 60_000  # of a table of trees
 HUBS = 3  # copies that a region shares, at most
 MOST_HUB_SETS = 400
 HUGE = 1e100  # bytes: for what cannot be, where infinities would not add up
 
-Spot: TypeAlias = tuple[str, int]  # region, placement
-Class = TypeVar("Class", bound=tuple[Any, ...])
+Spot: TypeAlias = tuple[int, int]  # region (first ones first), placement
+
+
+@dataclass(eq=False)
+class Copies:
+    """The producer of a tensor and its users; `made` says in which of `regions` it is made, and under what."""
+
+    home: Sharding
+    itemsize: float
+    balance: Balance
+    regather: bool
+    producer: int | None = None
+    regions: Sequence[str] = ()
+    made: Rows = field(default_factory=lambda: Rows((), np.zeros(1, np.intp)))
+    uses: list[tuple[int | None, str, Rows]] = field(default_factory=list)  # variable, region, what it needs
+
+    def set_made(self, variable: int | None, regions: Sequence[str], made: Rows) -> None:
+        """Where each value of the producer's variable makes it."""
+        self.producer, self.regions, self.made = variable, regions, made
+
+    def add_use(self, variable: int | None, region: str, needs: Rows) -> None:
+        """What each value of a user's variable needs; nothing may be needed."""
+        if any(needs.classes):
+            self.uses.append((variable, region, needs))
+
+    def placements(self) -> list[Sharding]:
+        """All placements under which it is made or used."""
+        made = [s for spots in self.made.classes for _, s in spots]
+        return list(dict.fromkeys([*made, *(s for _, _, rows in self.uses for row in rows.classes for s in row)]))
+
+    def enter(self, graph: FactorGraph, known: dict[object, FactorGraph]) -> None:
+        """Add the tables of the tensor to a factor graph; `known` are those of tensors that are alike."""
+        if not self.uses:
+            return
+        variables = [v for v in dict.fromkeys((self.producer, *[v for v, _, _ in self.uses])) if v is not None]
+        place: dict[int | None, int | None] = {v: n for n, v in enumerate(variables)}
+        order: dict[str, int] = {}
+        for r in [r for spots in self.made.classes for r, _ in spots]:
+            order.setdefault(self.regions[r], len(order))
+        uses = [(place.get(v), order.setdefault(r, len(order)), rows) for v, r, rows in self.uses]
+        numbers = tuple([order.get(r) for r in self.regions])
+        producer = place.get(self.producer)
+        key = (self.home, self.itemsize, self.regather, producer, self.made, numbers, *uses)
+        own = known.get(key)
+        if own is None:
+            own = known[key] = FactorGraph([0] * len(variables))
+            _Tables(self, producer, numbers, uses).enter(own)
+        variables += [graph.add_variable(size) for size in own.sizes[len(variables) :]]
+        for scope, table in own.tables:
+            graph.add([variables[v] for v in scope], table)
 
 
 @dataclass(eq=False)
@@ -39,90 +88,47 @@ class Use:
     """One user of a tensor: per value of its variable the placements that it needs in a region, as a class."""
 
     variable: int | None
-    region: str
+    region: int
     classes: list[tuple[int, ...]]
     of: Ints  # per value of the variable, the class
 
 
-@dataclass(eq=False)
-class Copies:
-    """See above. `made` are per value of the producer's variable where it makes the tensor, as a class."""
+class _Tables:
+    """The tables of a tensor, over variables and placements that are numbered for it alone."""
 
-    home: Sharding
-    itemsize: float
-    balance: Balance
-    regather: bool
-    placements: dict[Sharding, int] = field(default_factory=dict)
-    producer: int | None = None
-    made: list[tuple[Spot, ...]] = field(default_factory=list)
-    made_of: Ints = field(default_factory=lambda: np.zeros(1, np.intp))
-    uses: list[Use] = field(default_factory=list)
-    order: dict[str, int] = field(default_factory=dict)  # of the regions that make it and use it, first ones first
+    def __init__(
+        self,
+        copies: Copies,
+        producer: int | None,
+        regions: Sequence[int | None],
+        uses: Sequence[tuple[int | None, int, Rows]],
+    ) -> None:
+        self.home, self.regather, self.producer = copies.home, copies.regather, producer
+        placements = copies.placements()
+        self.placements = {s: n for n, s in enumerate(placements)}
+        self.made: list[tuple[Spot, ...]] = [
+            tuple([(regions[r] or 0, self.number(s)) for r, s in spots]) for spots in copies.made.classes
+        ]
+        self.made_of = copies.made.of
+        self.uses = [
+            Use(v, r, [tuple(sorted(map(self.number, row))) for row in rows.classes], rows.of) for v, r, rows in uses
+        ]
+        self.number(self.home)  # a copy there serves all regions
+        large = [s for s in self.placements if self.regather and s.local_size > self.home.local_size]
+        self.slices = {self.number(stored(s, self.home)) for s in large}
+        placements = list(self.placements)
+        self.between = distances(placements, copies.itemsize, copies.balance)
+        light = [not self.regather or s.local_size <= self.home.local_size for s in placements]
+        self.light: NDArray[np.bool_] = np.array(light)
+        self.reach = [self._reach(u) for u in self.uses]
 
     def number(self, s: Sharding) -> int:
         """The number of a placement."""
         return self.placements.setdefault(s, len(self.placements))
 
-    def set_made(self, variable: int | None, made: Sequence[Sequence[tuple[str, Sharding]]]) -> None:
-        """Where each value of the producer's variable makes it."""
-        self.producer = variable
-        rows = [tuple(dict.fromkeys((r, self.number(s)) for r, s in spots)) for spots in made]
-        self.made, self.made_of = _classes(rows)
-        for region, _ in (spot for row in rows for spot in row):
-            self.order.setdefault(region, len(self.order))
-
-    def add_use(self, variable: int | None, region: str, wants: Sequence[Sequence[Sharding]]) -> None:
-        """What each value of a user's variable needs; nothing may be needed."""
-        rows = [
-            tuple(sorted({self.number(s) for s in some}) if len(some) > 1 else map(self.number, some)) for some in wants
-        ]
-        classes, of = _classes(rows)
-        if classes != [()]:
-            self.uses.append(Use(variable, region, classes, of))
-            self.order.setdefault(region, len(self.order))
-
-    # ------------------------------------------------------------ tables
-
-    def enter(self, graph: FactorGraph, known: dict[object, FactorGraph]) -> None:
-        """Add the tables of the tensor to a factor graph; `known` are those of tensors that are alike."""
-        if not self.uses:
-            return
-        self.number(self.home)  # a copy there serves all regions
-        large = [s for s in self.placements if self.regather and s.local_size > self.home.local_size]
-        self.slices = {self.number(stored(s, self.home)) for s in large}
-        variables = [v for v in dict.fromkeys((self.producer, *(u.variable for u in self.uses))) if v is not None]
-        self._number_variables(variables)
-        key = self._key()
-        own = known.get(key)
-        if own is None:
-            own = known[key] = FactorGraph([0] * len(variables))
-            self._enter_alone(own)
-        variables += [graph.add_variable(size) for size in own.sizes[len(variables) :]]
-        for scope, table in own.tables.items():
-            graph.add([variables[v] for v in scope], table)
-
-    def _number_variables(self, variables: Sequence[int]) -> None:
-        """Give the variables numbers of the tensor's own."""
-        place = {v: n for n, v in enumerate(variables)}
-        self.producer = None if self.producer is None else place[self.producer]
-        for u in self.uses:
-            u.variable = None if u.variable is None else place[u.variable]
-
-    def _key(self) -> object:
-        """All that the tables depend on."""
-        uses = [(u.variable, self.order[u.region], tuple(u.classes), u.of.tobytes()) for u in self.uses]
-        sources = tuple([tuple([(self.order[r], s) for r, s in spots]) for spots in self.made])
-        spots = tuple([(s.axes, s.pending) for s in self.placements])
-        size = (self.home, self.itemsize, self.regather)
-        return self.producer, sources, self.made_of.tobytes(), spots, size, tuple(uses)
-
-    def _enter_alone(self, graph: FactorGraph) -> None:
-        placements = list(self.placements)
-        self.between = distances(placements, self.itemsize, self.balance)
-        light = [not self.regather or s.local_size <= self.home.local_size for s in placements]
-        self.light: NDArray[np.bool_] = np.array(light)
-        self.reach = [self._reach(u) for u in self.uses]
-        entries = len(self.made) * len(placements)
+    def enter(self, graph: FactorGraph) -> None:
+        """Add them to a factor graph."""
+        entries = len(self.made) * len(self.placements)
         for u in self.uses:
             entries *= len(u.classes)
         if len(self.uses) <= 3 and entries <= DIRECT_ENTRIES:
@@ -141,11 +147,11 @@ class Copies:
                 costs[:, n] = self._in_order(self.between, orders).min(axis=1)
         return costs
 
-    def _root(self, region: str, made: Sequence[tuple[Spot, ...]]) -> Floats:
+    def _root(self, region: int, made: Sequence[tuple[Spot, ...]]) -> Floats:
         """From each class of what is made (rows), where a region may use it, to each placement."""
         costs = np.full((len(made), len(self.placements)), inf)
         for n, spots in enumerate(made):
-            before = [s for r, s in spots if r != region and self.order[r] <= self.order[region]]
+            before = [s for r, s in spots if r < region]
             some = [s for r, s in spots if r == region] + [s for s in before if self.light[s]]
             if some:
                 costs[n] = self.between[some].min(axis=0)
@@ -175,13 +181,13 @@ class Copies:
         """The classes of a use that need nothing."""
         return np.array([not wanted for wanted in self.uses[n].classes])
 
-    def _pair(self, roots: dict[str, Floats], a: int, b: int) -> Floats:
+    def _pair(self, roots: dict[int, Floats], a: int, b: int) -> Floats:
         u, v = self.uses[a], self.uses[b]
         alone = self._alone(roots[u.region], a)[:, :, None], self._alone(roots[v.region], b)[:, None]
         best = np.minimum(sum(alone), _through(roots[self._first(u, v)], self._joint(a, b)))
-        if self.order[u.region] < self.order[v.region]:
+        if u.region < v.region:
             return np.minimum(best, alone[0] + self._inherited(a, b))
-        if self.order[v.region] < self.order[u.region]:
+        if v.region < u.region:
             return np.minimum(best, alone[1] + self._inherited(b, a).T)
         return best
 
@@ -190,8 +196,9 @@ class Copies:
         lasting = np.array([self._kept(np.array([wanted], np.intp))[0] for wanted in self.uses[a].classes])
         return _through(lasting, self.reach[b])
 
-    def _first(self, *uses: Use) -> str:
-        return min((u.region for u in uses), key=self.order.__getitem__)
+    @staticmethod
+    def _first(*uses: Use) -> int:
+        return min([u.region for u in uses])
 
     def _joint(self, a: int, b: int) -> Floats:
         """From each placement, as a copy that two uses share, to both."""
@@ -200,7 +207,7 @@ class Copies:
             costs = np.where(self.light[:, None, None], costs, inf)
         return costs
 
-    def _triple(self, roots: dict[str, Floats]) -> Floats:
+    def _triple(self, roots: dict[int, Floats]) -> Floats:
         us = self.uses
         alone = [self._alone(roots[u.region], n) for n, u in enumerate(us)]
         shape = [(slice(None), *(slice(None) if n == k else None for n in range(3))) for k in range(3)]
@@ -220,7 +227,7 @@ class Copies:
 
     def _enter_hubs(self, graph: FactorGraph) -> None:
         before: tuple[int | None, Ints] = (self.producer, self.made_of)
-        regions = sorted({u.region for u in self.uses}, key=self.order.__getitem__)
+        regions = sorted({u.region for u in self.uses})
         sources: Sequence[tuple[Spot, ...]] = self.made
         roots = {r: self._root(r, sources) for r in regions}
         for region in regions:
@@ -238,13 +245,13 @@ class Copies:
                 self._expand(graph, table, [own, (self.uses[n].variable, self.uses[n].of)])
             before = own
             lasting = np.concatenate([self._kept(one[None]) for one in sets])
-            roots.update({r: lasting for r in regions if self.order[r] > self.order[region]})
+            roots.update({r: lasting for r in regions if r > region})
 
-    def _hub_sets(self, root: Floats, mine: Sequence[int], region: str) -> tuple[list[Ints], Floats, list[Floats]]:
+    def _hub_sets(self, root: Floats, mine: Sequence[int], region: int) -> tuple[list[Ints], Floats, list[Floats]]:
         """The sets of copies that a region may share, their costs from each row of `root`, and those of each use."""
         wanted = {s for n in mine for c in self.uses[n].classes for s in c}
         lasting = {s for spots in self.made for _, s in spots if self.light[s]}
-        following = [u for u in self.uses if self.order[u.region] > self.order[region]]
+        following = [u for u in self.uses if u.region > region]
         later = {s for u in following for c in u.classes for s in c if self.light[s]}
         some = {*wanted, *lasting, *later, *(self.slices if following else ()), self.number(self.home)}
         candidates = np.array(sorted(s for s in some if np.isfinite(root[:, s]).any()))
@@ -313,13 +320,6 @@ def _through(first: Floats, rest: Floats) -> Floats:
     flat = rest.reshape(len(rest), -1)
     costs: Floats = (first[:, :, None] + flat[None]).min(axis=1)
     return costs.reshape(len(first), *rest.shape[1:])
-
-
-def _classes(rows: Sequence[Class]) -> tuple[list[Class], Ints]:
-    """The different rows, and which of them each row is."""
-    numbers: dict[Class, int] = {}
-    of = np.array([numbers.setdefault(row, len(numbers)) for row in rows], np.intp)
-    return list(numbers), of
 
 
 def _undominated(rows: Floats) -> Ints:

@@ -45,7 +45,7 @@ class FactorGraph:
     """Variables with their domains, and tables over some of them; the sum of all tables is to be least."""
 
     sizes: list[int] = field(default_factory=list)
-    tables: dict[Scope, Floats] = field(default_factory=dict)
+    tables: list[tuple[Scope, Floats]] = field(default_factory=list)
 
     def add_variable(self, size: int) -> int:
         """A new variable with values 0 to `size` - 1."""
@@ -54,15 +54,14 @@ class FactorGraph:
 
     def add(self, scope: Sequence[int], table: Floats) -> None:
         """Add a table over distinct variables, one axis each."""
-        order = sorted(range(len(scope)), key=scope.__getitem__)
-        key = tuple([scope[n] for n in order])
-        table = table.transpose(order) if len(order) > 1 else table
-        old = self.tables.get(key)
-        self.tables[key] = table if old is None else old + table
+        key = tuple(sorted(scope))
+        if key != tuple(scope):
+            table = table.transpose([scope.index(v) for v in key])
+        self.tables.append((key, table))
 
     def cost(self, values: Sequence[int]) -> float:
         """The sum of all tables under an assignment of a value to each variable."""
-        return float(sum(t[tuple([values[v] for v in scope])] for scope, t in self.tables.items()))
+        return float(sum([t[tuple([values[v] for v in scope])] for scope, t in self.tables]))
 
 
 @dataclass(frozen=True)
@@ -88,12 +87,16 @@ class _Shared:
 
     def __init__(self) -> None:
         self._tables: dict[object, Floats] = {}
+        self._first: dict[int, Floats] = {}  # of the equal tables, by identity
         self._known: dict[object, Any] = {}
         self._operands: list[Floats] = []  # kept, so that no other array has their identity
 
     def one(self, table: Floats) -> Floats:
         """The first of all tables that are equal."""
-        return self._tables.setdefault((table.shape, table.tobytes()), table)
+        if id(table) not in self._first:
+            self._first[id(table)] = self._tables.setdefault((table.shape, table.tobytes()), table)
+            self._operands.append(table)
+        return self._first[id(table)]
 
     def of(self, what: object, operands: Sequence[Floats], result: Callable[[], T]) -> T:
         """The result of an operation on these operands, computed once."""
@@ -116,7 +119,7 @@ class _Problem:
         self.trail: list[tuple[int, Ints, Scope, list[Ints], Ints]] = []
         self.changed = set(self.domain)  # the variables whose values may dominate others since they were compared
         self.shared = _Shared()
-        for scope, table in graph.tables.items():
+        for scope, table in graph.tables:
             self.put(scope, self.shared.one(table))
 
     def copy(self) -> _Problem:
@@ -435,19 +438,20 @@ def _dive(graph: FactorGraph, core: _Problem, size: int) -> list[int]:
 def _windows(graph: FactorGraph, values: list[int]) -> list[int]:
     """Re-optimise runs of variables exactly, all others fixed, as long as that helps."""
     count = len(graph.sizes)
-    of: dict[int, list[Scope]] = {v: [] for v in range(count)}
-    for scope in graph.tables:
+    of: dict[int, list[int]] = {v: [] for v in range(count)}
+    for n, (scope, _) in enumerate(graph.tables):
         for v in scope:
-            of[v].append(scope)
+            of[v].append(n)
     for _ in range(PASSES):
         before = graph.cost(values)
         for first in range(0, count, WINDOW // 2):
             some = range(first, min(first + WINDOW, count))
             place = {v: n for n, v in enumerate(some)}
             window = FactorGraph([graph.sizes[v] for v in some])
-            for scope in dict.fromkeys(scope for v in some for scope in of[v]):
+            for n in dict.fromkeys(n for v in some for n in of[v]):
+                scope, table = graph.tables[n]
                 at = tuple([slice(None) if v in place else values[v] for v in scope])
-                window.add([place[v] for v in scope if v in place], graph.tables[scope][at])
+                window.add([place[v] for v in scope if v in place], table[at])
             problem = _Problem(window)
             try:
                 if problem.attempt(window.cost([values[v] for v in some]) + 1e-9, WINDOW_TABLE):

@@ -17,14 +17,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from layouts import Sharding
-from meshlib.core.graph import Graph, Tensor
+from meshlib.core.graph import Graph, Operation, Tensor
 from meshlib.lowering.balance import Balance
 from meshlib.lowering.bindings import Binding
 from meshlib.lowering.elimination import FactorGraph
 from meshlib.lowering.expected_halos import Near
 from meshlib.lowering.shared_sums import Sharing, shared_sums
 from meshlib.lowering.simplification import Simplified, simplify
+from meshlib.lowering.strategies import Choice
 from meshlib.lowering.strategy_costs import Pricing
+from meshlib.lowering.values import Interned, Values, ValuesKey
 from meshlib.program.signature import Signature, Signatures
 
 MOST = 1 << 13  # priced operations, and 8 times as many computations found sound: a search meets thousands of layouts
@@ -37,6 +39,8 @@ class Prices:
     balance: Balance
     _of: dict[object, Pricing] = field(default_factory=dict)
     tables: dict[object, FactorGraph] = field(default_factory=dict)  # of the copies of tensors that are alike
+    home_choices: dict[tuple[Signature, Sharding], Choice | None] = field(default_factory=dict)
+    interned: Interned = field(default_factory=Interned)
 
     def of(self, signature: Signature, home: Sharding, binding: Binding, near: Near) -> Pricing:
         """The strategies of operations that are alike."""
@@ -46,8 +50,15 @@ class Prices:
             pricing = self._of[key] = Pricing(signature, home, binding, near, self.balance)
         return pricing
 
+    def values(self, op: Operation, signature: Signature, key: ValuesKey) -> Values:
+        """The values of the variables of operations that are alike."""
+        values = self.interned.values.get(key)
+        if values is None:
+            values = self.interned.values[key] = Values(op, signature, key, self.interned, self.balance)
+        return values
+
     def __len__(self) -> int:
-        return len(self._of) + len(self.tables)
+        return len(self._of) + len(self.tables) + len(self.home_choices) + len(self.interned)
 
 
 @dataclass(eq=False)

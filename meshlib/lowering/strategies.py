@@ -7,7 +7,7 @@ it there, or where the dim is another one of which that holds, renamed or reshap
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain, combinations, product
 from typing import NamedTuple, TypeAlias
@@ -143,11 +143,11 @@ class Space:
         """Axes in the order of the mesh."""
         return tuple([a for a in self.homes.mesh.axes if a in axes]) if axes else ()
 
-    def made(self, op: Operation, strategies: Iterable[Choice]) -> None:
+    def made(self, op: Operation, sums: frozenset[str]) -> None:
         """Note over which axes the results of an operation may be pending sums."""
-        sums = frozenset(a for c in strategies for a, kind in c.out.pending if kind == "sum")
-        for y in op.outputs:
-            self._pending[y] |= sums
+        if sums:
+            for y in op.outputs:
+                self._pending[y] |= sums
 
 
 class Question(NamedTuple):

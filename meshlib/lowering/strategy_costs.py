@@ -29,6 +29,15 @@ class Strategy(NamedTuple):
     home_cost: float  # of bringing it there
 
 
+class StrategySet:
+    """The strategies of alike operations that are worth looking at, the cheapest first; compared by identity."""
+
+    def __init__(self, strategies: Sequence[Strategy]) -> None:
+        self.all = tuple(strategies)
+        # The axes over which a result may be a pending sum.
+        self.sums = frozenset(a for s in self.all for a, kind in s.choice.out.pending if kind == "sum")
+
+
 class Pricing:
     """The strategies of operations that are alike and whose results have the same assigned sharding.
 
@@ -40,7 +49,7 @@ class Pricing:
     def __init__(self, signature: Signature, home: Sharding, binding: Binding, near: Near, balance: Balance) -> None:
         self.signature, self.home, self.binding, self.near, self.balance = signature, home, binding, near, balance
         self._plain = self._plain_work()
-        self._strategies: dict[object, tuple[Strategy, ...]] = {}
+        self._strategies: dict[object, StrategySet] = {}
 
     def _plain_work(self) -> float:
         """The work of computing one block of the assigned sharding; strategies are charged what exceeds it."""
@@ -49,17 +58,17 @@ class Pricing:
         plain = self.signature.cut(tuple(counts.get(name or "", 1) for name in own))
         return 0.0 if plain is None else self.balance.bytes_of(plain.work)
 
-    def strategies(self, asked: Question, held: Sequence[Stationary]) -> tuple[Strategy, ...]:
-        """The strategies worth looking at, the cheapest first; `held` says over which axes operands must not move."""
+    def strategies(self, asked: Question, held: Sequence[Stationary]) -> StrategySet:
+        """The strategies worth looking at; `held` says over which axes operands must not move."""
         key = (asked, *held)
-        strategies_of_key = self._strategies.get(key)
-        if strategies_of_key is None:
+        known = self._strategies.get(key)
+        if known is None:
             priced = [self._priced(*each) for each in assignments(self.signature, asked, self.home)]
             possible = [s for s in priced if s is not None]
             # Where each way of running it moves a weight that should stay, as a convolution's whole kernel, it moves.
             staying = [s for s in possible if not self._moves(s.choice, held)]
-            strategies_of_key = self._strategies[key] = tuple(self._undominated(asked, staying or possible))
-        return strategies_of_key
+            known = self._strategies[key] = StrategySet(self._undominated(asked, staying or possible))
+        return known
 
     def _moves(self, choice: Choice, held: Sequence[Stationary]) -> bool:
         """Whether a weight would be moved over an axis over which it is stationary."""

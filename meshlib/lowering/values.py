@@ -1,0 +1,228 @@
+"""The values of operations' variables, and what each needs and makes, shared by all operations that are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from layouts import Sharding
+from meshlib.core.graph import Operation
+from meshlib.core.opdef import Home
+from meshlib.lowering.balance import Balance
+from meshlib.lowering.bindings import Binding
+from meshlib.lowering.distances import distances
+from meshlib.lowering.elimination import Floats, Ints
+from meshlib.lowering.materialisation import BYTES_PER_OPERATION, again_axes
+from meshlib.lowering.strategies import Choice
+from meshlib.lowering.strategy_costs import Strategy, StrategySet
+from meshlib.program.factor_shardings import beside
+from meshlib.program.signature import Signature
+
+MOST_VALUES = 1500
+
+
+class Run(NamedTuple):
+    """A strategy in a region: 0 is the operation's own, others are later ones that use its result.
+
+    A value of an operation's variable is one or several runs, that in its own region first.
+    """
+
+    region: int
+    strategy: Strategy
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """What each value of a variable needs or makes of one tensor: few different rows, the classes of values.
+
+    Equal rows of one balance are one object: see `Interned`.
+    """
+
+    classes: Sequence[tuple[Any, ...]]
+    of: Ints  # per value of the variable, the class
+
+
+@dataclass(eq=False)
+class Interned:
+    """Equal rows, and equal recomputations, as one object each: what is tabulated for them is found by identity."""
+
+    _rows: dict[object, Rows] = field(default_factory=dict)
+    _free: dict[object, Free] = field(default_factory=dict)
+    values: dict[object, Values] = field(default_factory=dict)
+
+    def needs(self, rows: Iterable[Sequence[Sharding]]) -> Rows:
+        """Of the placements that each value needs; their order and repeats do not matter."""
+        return self._one([(frozenset(row) if len(row) > 1 else row, tuple(dict.fromkeys(row))) for row in rows])
+
+    def makes(self, rows: Iterable[Sequence[tuple[int, Sharding]]]) -> Rows:
+        """Of the placements that each value makes, with the number of the region in which it does."""
+        distinct = [tuple(dict.fromkeys(row)) for row in rows]
+        return self._one([(row, row) for row in distinct])
+
+    def _one(self, rows: Sequence[tuple[Hashable, tuple[Any, ...]]]) -> Rows:
+        numbers: dict[Hashable, int] = {}
+        classes: list[tuple[Any, ...]] = []
+        of = []
+        for identity, row in rows:
+            of.append(numbers.setdefault(identity, len(classes)))
+            if len(numbers) > len(classes):
+                classes.append(row)
+        key = (tuple(classes), tuple(of))
+        if key not in self._rows:
+            self._rows[key] = Rows(classes, np.array(of, np.intp))
+        return self._rows[key]
+
+    def free(self, signature: Signature, home: Sharding, operands: tuple[Free, ...]) -> Free:
+        """The recomputation of a tensor that is made of nothing."""
+        key = (signature, home, operands)
+        if key not in self._free:
+            self._free[key] = Free(signature, home, operands)
+        return self._free[key]
+
+    def __len__(self) -> int:
+        return len(self._rows) + len(self._free) + len(self.values)
+
+
+@dataclass(eq=False)
+class Free:
+    """A tensor that is made of nothing, wherever it is used; `operands` are those of its operation."""
+
+    signature: Signature
+    home: Sharding
+    operands: tuple[Free, ...]
+    _costs: dict[Sharding, float] = field(default_factory=dict)
+
+    def cost(self, wanted: Sharding) -> float:
+        """The work of making it under a sharding."""
+        wanted = wanted.drop_pending()
+        if wanted == self.home:
+            return 0.0
+        if wanted not in self._costs:
+            axes = again_axes(self.signature, wanted)
+            assert axes is not None
+            assigned = self.signature.under(wanted.mesh, axes, ((),) * len(self.operands))
+            assert assigned is not None
+            cost = run_cost(self.signature, axes, wanted)
+            for x, s in zip(self.operands, assigned.operands, strict=True):
+                cost += x.cost(s)
+            self._costs[wanted] = cost
+        return self._costs[wanted]
+
+
+def run_cost(signature: Signature, axes: Any, out: Sharding) -> float:
+    """The price of running an operation once more: next to nothing."""
+    blocks = signature.cut(tuple([out.mesh.group_size(axes.get(n, ())) for n in signature.names]))
+    assert blocks is not None
+    return BYTES_PER_OPERATION * (blocks.work.vpu_ops + 1)
+
+
+def settled(
+    s: Sharding, binding: Binding, home: Sharding, itemsize: float, balance: Balance
+) -> tuple[float, tuple[Sharding, ...]]:
+    """The cost of bringing a result where it is bound, and the placements under which it exists then."""
+    bound = binding.settled(s, home)
+    if bound == s:
+        return 0.0, (s,)
+    return float(distances((s, bound), itemsize, balance)[0, 1]), (s, bound)
+
+
+class ValuesKey(NamedTuple):
+    """All that the values of an operation's variable depend on.
+
+    Args:
+      later: how many later regions use its result, where it may run again; None where it may not.
+      often: whether several operations use it, so that it may run in two ways.
+      free: per operand, how it is made of nothing, if it is.
+      others: how the results but the first are bound, and their assigned shardings.
+    """
+
+    strategies: StrategySet
+    later: int | None
+    often: bool
+    free: tuple[Free | None, ...]
+    others: tuple[tuple[Binding, Sharding], ...]
+
+
+class Values:
+    """The values of the variable of alike operations, `op` being one: their costs, and what they need and make."""
+
+    def __init__(
+        self, op: Operation, signature: Signature, key: ValuesKey, interned: Interned, balance: Balance
+    ) -> None:
+        self.op, self.signature, self.key = op, signature, key
+        self._interned, self._balance = interned, balance
+        self._needs: dict[tuple[Sequence[int], int], Rows] = {}
+        self._makes: dict[int, Rows] = {}
+        strategies = key.strategies.all
+        self.runs = self._runs(strategies)
+        self.regions = sorted({r.region for runs in self.runs for r in runs})
+        price = {id(s): s.cost + self._price(s.choice) for s in strategies}
+        again = {id(s): self._price_again(s.choice) for s in strategies} if len(self.runs) > len(strategies) else {}
+        own = [price[id(runs[0].strategy)] + sum([again[id(r.strategy)] for r in runs[1:]]) for runs in self.runs]
+        self.costs: Floats = np.array(own)
+
+    def needs(self, operands: tuple[int, ...], region: int) -> Rows:
+        """The placements of a tensor, which is these operands, that each value needs in a region."""
+        key = (operands, region)
+        if key not in self._needs:
+            rows = [
+                tuple([r.strategy.choice.operands[n] for r in runs if r.region == region for n in operands])
+                for runs in self.runs
+            ]
+            self._needs[key] = self._interned.needs(rows)
+        return self._needs[key]
+
+    def makes(self, n: int) -> Rows:
+        """The placements of a result that each value makes, with their regions."""
+        if n not in self._makes:
+            first = -1 if self.op.opdef.home is Home.GIVEN else 0  # a constrained value exists as constrained alone
+            rows = [[(r.region, at) for r in runs for at in self._made(n, r.strategy)][first:] for runs in self.runs]
+            self._makes[n] = self._interned.makes(rows)
+        return self._makes[n]
+
+    def _made(self, n: int, s: Strategy) -> tuple[Sharding, ...]:
+        return s.made if n == 0 else self._settled(n, beside(self.op, s.choice.out)[n])[1]
+
+    def _settled(self, n: int, s: Sharding) -> tuple[float, tuple[Sharding, ...]]:
+        return settled(s, *self.key.others[n - 1], self.op.outputs[n].dtype.itemsize, self._balance)
+
+    def _runs(self, strategies: Sequence[Strategy]) -> list[tuple[Run, ...]]:
+        """One strategy each; what is computed again may run in two ways, and once more in regions that use it later."""
+        values: list[tuple[Run, ...]] = [(Run(0, s),) for s in strategies]
+        later = self.key.later
+        if later is None:
+            return values
+        plain = [s for s in strategies if not s.choice.out.pending and not any(s.choice.passed)]
+        if self.key.often and plain:
+            outs = list(dict.fromkeys(s.choice.out for s in plain))
+            free = distances(outs, self.op.output.dtype.itemsize, Balance()) == 0
+            neither = ~(free | free.T)
+            place = {s: n for n, s in enumerate(outs)}
+            both = [
+                (Run(0, a), Run(0, b))
+                for a, b in combinations(plain, 2)
+                if neither[place[a.choice.out], place[b.choice.out]]
+            ]
+            if (len(values) + len(both)) * (len(plain) + 1 if later else 1) <= MOST_VALUES:
+                values += both
+        for region in range(1, later + 1):
+            if len(values) * (len(plain) + 1) > MOST_VALUES:
+                break
+            again: list[tuple[Run, ...]] = [(Run(region, s),) for s in plain]
+            values = [(*a, *b) for a, b in product(values, [(), *again])]
+        return values
+
+    def _price(self, choice: Choice) -> float:
+        """Of what operands are made of nothing, and results but the first brought home where they are bound there."""
+        others = list(enumerate(beside(self.op, choice.out)))[1:] if self.key.others else []
+        return self._price_free(choice) + sum([self._settled(n, s)[0] for n, s in others])
+
+    def _price_free(self, choice: Choice) -> float:
+        return sum([x.cost(s) for x, s in zip(self.key.free, choice.operands, strict=True) if x is not None])
+
+    def _price_again(self, choice: Choice) -> float:
+        return run_cost(self.signature, choice.axes, choice.out) + self._price_free(choice)
