@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from layouts import Dimension, Shape
@@ -192,7 +193,8 @@ class Operation:
     @property
     def public_outputs(self) -> tuple[Tensor, ...]:
         """The outputs that the user knows of: not what a loop stacks up for its gradient."""
-        return self.outputs if self.loop is None else self.outputs[: len(self.loop.results)]
+        loop = self.loop
+        return self.outputs if loop is None else self.outputs[: len(loop.results)]
 
     @property
     def needs(self) -> Sequence[int]:
@@ -200,7 +202,8 @@ class Operation:
 
         The others matter to gradients: they led to what the body is given.
         """
-        return range(len(self.inputs)) if self.loop is None else self.loop.needs
+        loop = self.loop
+        return range(len(self.inputs)) if loop is None else loop.needs
 
     # A copy of one operation is a copy of its graph, which holds them in a row: chains of operands may be too long to
     # be followed one call within another.
@@ -362,11 +365,17 @@ class Graph(Shown):
         op = Operation(full, kind, tuple(inputs), attrs, self, region, source_line(), owner)
         parts = [*range(len(types) - len(last_outputs)), *last_outputs]
         names = [f"{full}:{part}" if i else full for i, part in enumerate(parts)]
-        outputs = tuple(Tensor(n, t.shape, t.dtype, op) for n, t in zip(names, types, strict=True))
+        outputs = tuple(Tensor(n, _one(t.shape), t.dtype, op) for n, t in zip(names, types, strict=True))
         object.__setattr__(op, "outputs", outputs)
         self.operations.append(op)
         record(op)
         return op
+
+
+@lru_cache(maxsize=1 << 12)
+def _one(shape: Shape) -> Shape:
+    """The first of all equal shapes: the types of a model's layers are compared by identity."""
+    return shape
 
 
 def checked_op_name(name: object, what: str) -> None:

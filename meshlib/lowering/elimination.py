@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
-from math import inf, prod
+from math import inf
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -112,9 +112,12 @@ class _Problem:
     """A factor graph while it is being solved: domains shrink, variables go, tables grow."""
 
     def __init__(self, graph: FactorGraph) -> None:
-        self.domain: dict[int, Ints] = {v: np.arange(n) for v, n in enumerate(graph.sizes)}  # original values left
+        ranges = {n: np.arange(n) for n in set(graph.sizes)}
+        self.domain: dict[int, Ints] = {v: ranges[n] for v, n in enumerate(graph.sizes)}  # original values left
+        self.size: dict[int, int] = dict(enumerate(graph.sizes))  # of the domains
         self.tables: dict[Scope, Floats] = {}
         self.of: dict[int, set[Scope]] = {v: set() for v in self.domain}
+        self.near: dict[int, set[int]] = {v: set() for v in self.domain}  # the variables that share a table with one
         self.constant = 0.0
         self.trail: list[tuple[int, Ints, Scope, list[Ints], Ints]] = []
         self.changed = set(self.domain)  # the variables whose values may dominate others since they were compared
@@ -125,8 +128,14 @@ class _Problem:
     def copy(self) -> _Problem:
         """An independent copy; tables are never changed in place."""
         new = object.__new__(_Problem)
-        new.domain, new.tables, new.constant = dict(self.domain), dict(self.tables), self.constant
+        new.domain, new.size, new.tables, new.constant = (
+            dict(self.domain),
+            dict(self.size),
+            dict(self.tables),
+            self.constant,
+        )
         new.of = {v: set(s) for v, s in self.of.items()}
+        new.near = {v: set(s) for v, s in self.near.items()}
         new.trail, new.changed = list(self.trail), set(self.changed)
         new.shared = self.shared
         return new
@@ -141,6 +150,9 @@ class _Problem:
             self.tables[scope] = table
             for v in scope:
                 self.of[v].add(scope)
+                near = self.near[v]
+                near.update(scope)
+                near.remove(v)
         else:
             self.tables[scope] = self.shared.of("sum", (old, table), lambda: old + table)
 
@@ -154,6 +166,7 @@ class _Problem:
     def restrict(self, v: int, keep: NDArray[np.bool_]) -> None:
         """Drop values of a variable."""
         self.domain[v] = self.domain[v][keep]
+        self.size[v] = len(self.domain[v])
         mask = keep.tobytes()
         for scope in self.of[v]:
             table, axis = self.tables[scope], scope.index(v)
@@ -165,7 +178,7 @@ class _Problem:
         dropped: set[int] = set()
         compared, self.changed = sorted(self.changed & self.domain.keys()), set()
         for v in compared:
-            if len(self.domain[v]) > 1:
+            if self.size[v] > 1:
                 own = sorted([(scope.index(v), id(self.tables[scope]), scope) for scope in self.of[v]])
                 axes, tables = tuple([axis for axis, _, _ in own]), [self.tables[scope] for _, _, scope in own]
                 gone = self.shared.of(("dominated", axes), tables, partial(_dominated, axes, tables))
@@ -178,31 +191,31 @@ class _Problem:
         """Eliminate variables and drop dominated values in turn, as long as either is possible within `limit`."""
         self.eliminate_up_to(limit)
         while dropped := self.drop_dominated():
-            self.eliminate_up_to(limit, dropped.union(*map(self.neighbours, dropped)))
+            self.eliminate_up_to(limit, dropped.union(*map(self.near.__getitem__, dropped)))
 
     # ------------------------------------------------------------ elimination
 
-    def neighbours(self, v: int) -> set[int]:
-        """The variables that share a table with one."""
-        return {u for scope in self.of[v] for u in scope} - {v}
-
     def width(self, v: int) -> int:
         """Entries of the table that eliminating a variable adds up."""
-        if len(near := self.neighbours(v)) > MOST_NEIGHBOURS:
+        near = self.near[v]
+        if len(near) > MOST_NEIGHBOURS:
             return 1 << 62
-        return prod([len(self.domain[u]) for u in near]) * len(self.domain[v])
+        entries, size = self.size[v], self.size
+        for u in near:
+            entries *= size[u]
+        return entries
 
     def eliminate(self, v: int) -> None:
         """Minimise over a variable."""
-        scope = tuple(sorted(self.neighbours(v)))
+        scope = tuple(sorted(self.near[v]))
         whole = (*scope, v)
         own = sorted(self.of[v])
-        axes = tuple([tuple([whole.index(u) for u in one]) for one in own])
+        axes = tuple([tuple(map(whole.index, one)) for one in own])
         tables = [self.take(one) for one in own]
-        sizes = tuple([len(self.domain[u]) for u in whole])
+        sizes = tuple([self.size[u] for u in whole])
         best, least = self.shared.of(("least", axes, sizes), tables, partial(_minimum, sizes, axes, tables))
         self.trail.append((v, self.domain[v], scope, [self.domain[u] for u in scope], best))
-        del self.domain[v], self.of[v]
+        self._leave(v)
         self.put(scope, least)
 
     def settle(self, v: int) -> None:
@@ -212,7 +225,13 @@ class _Problem:
             rest = self.shared.of(("only", axis), (table,), partial(_only, table, axis))
             self.put(tuple([u for u in scope if u != v]), rest)
         self.trail.append((v, self.domain[v], (), [], np.zeros((), np.intp)))
-        del self.domain[v], self.of[v]
+        self._leave(v)
+
+    def _leave(self, v: int) -> None:
+        """Forget a variable that is in no table any more."""
+        for u in self.near.pop(v):
+            self.near[u].discard(v)
+        del self.domain[v], self.size[v], self.of[v]
 
     def eliminate_up_to(self, limit: int, among: Iterable[int] | None = None, narrows: bool = False) -> None:
         """Eliminate variables, the smallest table first, as long as one needs no table beyond `limit`.
@@ -222,7 +241,7 @@ class _Problem:
           narrows: halve the domain that is widest where a table would be larger: its less promising values go.
         """
         some = list(self.domain if among is None else among)
-        for v in [v for v in some if len(self.domain[v]) == 1]:
+        for v in [v for v in some if self.size[v] == 1]:
             self.settle(v)
         widths: dict[int, int] = {}
         queue: list[tuple[int, int]] = []
@@ -239,17 +258,17 @@ class _Problem:
             width, v = heappop(queue)
             if widths.get(v) != width:
                 continue
-            near = self.neighbours(v)
+            near = self.near[v]
             if width <= limit:
                 self.eliminate(v)
                 del widths[v]
             elif not narrows:
                 return
             else:
-                widest = max((*near, v), key=lambda u: len(self.domain[u]))
+                widest = max((*near, v), key=self.size.__getitem__)
                 self.halve(widest)
-                near = {widest, v, *self.neighbours(widest)}
-                if len(self.domain[widest]) == 1:
+                near = {widest, v, *self.near[widest]}
+                if self.size[widest] == 1:
                     self.settle(widest)
                     near.remove(widest)
                 for u in (widest, v):
@@ -267,7 +286,8 @@ class _Problem:
         """The values of all variables, by backtracking; all must have been eliminated."""
         values = [-1] * count
         for v, domain, scope, domains, best in reversed(self.trail):
-            at = tuple([int(np.searchsorted(d, values[u])) for u, d in zip(scope, domains, strict=True)])
+            # Most domains are whole: a value is its own place.
+            at = tuple([_place(d, values[u]) for u, d in zip(scope, domains, strict=True)])
             values[v] = int(domain[best[at]])
         return values
 
@@ -375,13 +395,21 @@ def _dominated(axes: Sequence[int], tables: Sequence[Floats]) -> NDArray[np.bool
     return gone
 
 
+def _place(domain: Ints, value: int) -> int:
+    """Where a value is in an ascending domain."""
+    if value < len(domain) and domain[value] == value:
+        return value
+    return int(domain.searchsorted(value))
+
+
 def _minimum(sizes: Sequence[int], axes: Sequence[Sequence[int]], tables: Sequence[Floats]) -> tuple[Ints, Floats]:
     """The sum of tables, minimised over the last variable: where the least is, and the least."""
-    total = np.zeros(sizes)
+    total: Floats | float = 0.0
     for own, table in zip(axes, tables, strict=True):
         order = sorted(range(len(own)), key=own.__getitem__)
-        total += table.transpose(order).reshape([n if k in own else 1 for k, n in enumerate(sizes)])
-    return total.argmin(axis=-1), np.asarray(total.min(axis=-1))
+        total = total + table.transpose(order).reshape([n if k in own else 1 for k, n in enumerate(sizes)])
+    whole = total if isinstance(total, np.ndarray) and total.shape == sizes else np.broadcast_to(total, sizes)
+    return whole.argmin(axis=-1), np.asarray(whole.min(axis=-1))
 
 
 def _only(table: Floats, axis: int) -> Floats:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 
 from meshlib.core.opdef import Kind
 from meshlib.program.analysis.stored_values import keeps_rows
@@ -119,11 +118,6 @@ def _joinable(
     return None
 
 
-def groups_of(program: Program) -> list[list[Instruction]]:
-    """The fusion groups of an ordered program."""
-    return [list(members) for _, members in groupby(program.instructions, key=lambda i: i.group)]
-
-
 def numbered(groups: Sequence[Sequence[Instruction]]) -> list[Instruction]:
     """The instructions of groups in their order, each group with the number of its first instruction."""
     order: list[Instruction] = []
@@ -133,9 +127,9 @@ def numbered(groups: Sequence[Sequence[Instruction]]) -> list[Instruction]:
     return order
 
 
-def join_rows(program: Program) -> Program:
+def join_rows(groups: Sequence[list[Instruction]]) -> list[list[Instruction]]:
     """Groups that run row by row together, as one; they stand where the first of them does."""
-    return program.with_instructions(numbered(_RowJoiner(program).run()))
+    return [group for group in _RowJoiner(groups).run() if group]
 
 
 def _totals(group: Sequence[Instruction]) -> set[Value]:
@@ -154,8 +148,8 @@ def _spread_again(group: Sequence[Instruction], totals: set[Value]) -> bool:
 
 
 class _RowJoiner:
-    def __init__(self, program: Program) -> None:
-        self.groups = groups_of(program)
+    def __init__(self, groups: Sequence[list[Instruction]]) -> None:
+        self.groups = groups
         self.joined: list[list[Instruction]] = []
         self.open: list[bool] = []  # whether others may join
         self.sums: dict[Value, int] = {}  # what sums of a group of their own read, and its place

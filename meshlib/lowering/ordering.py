@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from meshlib.core.opdef import Kind
-from meshlib.lowering.fusion import fusion_groups, groups_of, join_rows, numbered
+from meshlib.lowering.fusion import fusion_groups, join_rows, numbered
 from meshlib.program.analysis.work import local_work
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Resident, Value
 from meshlib.program.records import Program
@@ -40,7 +40,7 @@ class _Scheduler:
     program: Program
     groups: Sequence[Group]
 
-    def run(self) -> list[Instruction]:
+    def run(self) -> list[Group]:
         self._analyse()
         ready: list[tuple[int, int]] = []
         sent: set[Value] = set()  # by collectives since the last product
@@ -79,7 +79,7 @@ class _Scheduler:
                     if late:
                         waiting.append(user)
         assert len(order) == len(self.groups)
-        return numbered(order)
+        return order
 
     def _when(self, g: int, late: bool) -> int:
         """When a group should run; `late`: something that it uses is still on its way."""
@@ -165,8 +165,8 @@ def _hidden_flops(program: Program, i: Instruction) -> float:
 
 def order_and_fuse(program: Program) -> Program:
     """The program in its final order, every instruction with its fusion group."""
-    ordered = program.with_instructions(_Scheduler(program, _on_demand(fusion_groups(program))).run())
-    return issue_early(join_rows(ordered))
+    scheduled = _Scheduler(program, _on_demand(fusion_groups(program))).run()
+    return program.with_instructions(numbered(issue_early(join_rows(scheduled))))
 
 
 def _on_demand(groups: Sequence[Group]) -> list[Group]:
@@ -191,13 +191,13 @@ def _on_demand(groups: Sequence[Group]) -> list[Group]:
     return order
 
 
-def issue_early(program: Program) -> Program:
+def issue_early(groups: Sequence[Group]) -> list[Group]:
     """Collectives before the last product that they do not depend on, with what only prepares them: casts."""
     order: list[Group] = []
     depth: dict[Value, int] = {}  # how many products came before a value, or made it
     waiting: list[Group] = []  # what has come since the last product, that product first
     products = 0
-    for group in groups_of(program):
+    for group in groups:
         behind = max((depth.get(x, 0) for i in group for x in i.inputs), default=0)
         if any(_hides(i) for i in group):
             order += waiting
@@ -210,7 +210,7 @@ def issue_early(program: Program) -> Program:
         else:
             waiting.append(group)
         depth.update((y, behind) for i in group for y in i.outputs)
-    return program.with_instructions(numbered([*order, *waiting]))
+    return [*order, *waiting]
 
 
 def _taken(waiting: list[Group], wanted: Sequence[Value]) -> list[Group]:

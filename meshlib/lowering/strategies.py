@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain, combinations, product
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from layouts import Sharding
 from meshlib.core.graph import Operation, Tensor
@@ -21,6 +21,10 @@ from meshlib.program.exchanges import Exchange
 from meshlib.program.signature import Signature, Signatures
 
 Axes: TypeAlias = tuple[str, ...]
+AxisSet: TypeAlias = frozenset[str]
+Sets: TypeAlias = tuple[AxisSet, ...]  # per dim of a tensor, or per factor of an operation, the axes that may split it
+EMPTY: AxisSet = frozenset()
+UNSPLIT = (*RESIDENT, Kind.LOOP, Kind.COMMIT)
 
 
 @dataclass(frozen=True)
@@ -54,96 +58,105 @@ class Space:
     again: Set[Tensor]
     given: Mapping[Tensor, Sharding]
     orders: dict[Axes, None] = field(default_factory=dict)  # of several axes on one dim, as assigned shardings have it
-    _splits: dict[Tensor, dict[str, frozenset[str]]] = field(default_factory=dict)
-    _factors: dict[Operation, list[frozenset[str]]] = field(default_factory=dict)  # of operations that can be split
-    _pending: dict[Tensor, frozenset[str]] = field(default_factory=dict)
-    _alike: dict[object, tuple[dict[str, frozenset[str]], frozenset[str]]] = field(default_factory=dict)
+    _dims: dict[Tensor, Sets] = field(default_factory=dict)
+    _factors: dict[Operation, Sets] = field(default_factory=dict)  # of operations that can be split
+    _pending: dict[Tensor, AxisSet] = field(default_factory=dict)
+    _alike: dict[object, Any] = field(default_factory=dict)  # what the methods below return, for all that are alike
 
     def __post_init__(self) -> None:
         for op in self.graph.operations:
+            kind = op.opdef.kind
             for y in op.outputs:
-                if op.opdef.kind is not Kind.LOOP or y in self.given:
+                if kind is not Kind.LOOP or y in self.given:
                     self._enter(y)
-            if op.opdef.kind not in (*RESIDENT, Kind.LOOP, Kind.COMMIT):
+            if kind not in UNSPLIT:
                 self._split(op)
         for op in reversed(self.graph.operations):
             if op.outputs and op.output in self.again:
                 self._follow_users(op)
+        self._all_orders = tuple(self.orders)
 
     def _enter(self, t: Tensor) -> None:
         """Note the axes that rules, and assigned shardings, name for the dims of a tensor."""
         home, scope = self.homes.of(t), scope_of(t)
-        shardings = (home, self.given[t]) if t in self.given else (home,)
-        key = (shardings, scope)
+        key = (home, self.given.get(t), scope)
         if key not in self._alike:
-            self._alike[key] = self._named(shardings, scope)
-        splits, self._pending[t] = self._alike[key]
-        self._splits[t] = dict(splits)
+            self._alike[key] = self._named((home, self.given[t]) if t in self.given else (home,), scope)
+        self._dims[t], self._pending[t] = self._alike[key]
 
-    def _named(self, shardings: Sequence[Sharding], scope: str) -> tuple[dict[str, frozenset[str]], frozenset[str]]:
+    def _named(self, shardings: Sequence[Sharding], scope: str) -> tuple[Sets, AxisSet]:
         """The axes that may split each dim of a tensor, and those over which it may be pending."""
         mesh, rules = self.homes.mesh, self.homes.rules
-        splits = {
-            d.name: frozenset(a for rule in rules.for_dim(d.name, scope) for a in rule.axes if a in mesh)
-            for d in shardings[0].shape
-        }
-        for s in shardings:
-            for d, entry in zip(s.shape, s.axes, strict=True):
-                splits[d.name] |= frozenset(entry)
-                if len(entry) > 1:
-                    self.orders.setdefault(entry)
-        return splits, frozenset(a for s in shardings for a in s.pending_axes)
+        dims = [
+            frozenset(a for rule in rules.for_dim(d.name, scope) for a in rule.axes if a in mesh).union(
+                *[s.axes[n] for s in shardings]
+            )
+            for n, d in enumerate(shardings[0].shape)
+        ]
+        self.orders.update(dict.fromkeys(entry for s in shardings for entry in s.axes if len(entry) > 1))
+        return tuple(dims), frozenset(a for s in shardings for a in s.pending_axes)
 
     def _split(self, op: Operation) -> None:
         """Note the axes that may split each factor of an operation, and so its operands and results from then on."""
-        operands = len(self.graph.inputs[op])
-        splits = [self._splits[x] for x in (*self.graph.inputs[op], *op.outputs)]
-        factors, axes_of_factors = self.signatures.of(op).factors, []
-        for f in factors:
-            axes: frozenset[str] = frozenset()
-            if f.role is not Role.WHOLE:
-                for own, name in zip(splits, (*f.operands, f.outputs[0]), strict=False):
-                    if name is not None and name in own:
-                        axes |= own[name]
-            axes_of_factors.append(axes)
-        self._factors[op] = axes_of_factors
-        for f, axes in zip(factors, axes_of_factors, strict=True):
-            if axes:
-                first = operands if f.shares is not None else 0
-                for own, name in zip(splits[first:], (*f.operands, *f.outputs)[first:], strict=True):
-                    if name is not None and name in own:
-                        own[name] |= axes
+        tensors = (*self.graph.inputs[op], *op.outputs)
+        signature, first = self.signatures.of(op), tuple(map(tensors.index, tensors))
+        key = (signature, first, *[self._dims[x] for x in tensors])
+        if key not in self._alike:
+            self._alike[key] = self._factors_of(signature, tensors)
+        self._factors[op], dims = self._alike[key]
+        self._dims.update(zip(tensors, dims, strict=True))
+
+    def _factors_of(self, signature: Signature, tensors: Sequence[Tensor]) -> tuple[Sets, Sequence[Sets]]:
+        """The axes that may split each factor; and after that each dim of each operand and result."""
+        operands, factors = len(signature.op.inputs), []
+        dims = {x: dict(zip(x.shape.names, self._dims[x], strict=True)) for x in tensors}
+        for f in signature.factors:
+            named = zip(tensors, (*f.operands, f.outputs[0]), strict=False) if f.role is not Role.WHOLE else ()
+            factors.append(EMPTY.union(*[dims[x].get(name, EMPTY) for x, name in named if name is not None]))
+        for f, axes in zip(signature.factors, factors, strict=True):
+            first = operands if f.shares is not None else 0
+            for x, name in zip(tensors[first:], (*f.operands, *f.outputs)[first:], strict=True):
+                if name is not None and name in dims[x]:
+                    dims[x][name] |= axes
+        return tuple(factors), [tuple(dims[x].values()) for x in tensors]
 
     def _follow_users(self, op: Operation) -> None:
         """Let an operation that may run again be split in every way in which its users may have the result."""
-        factors, axes_of_factors = self.signatures.of(op).factors, self._factors[op]
-        for n, f in enumerate(factors):
+        inputs, y = self.graph.inputs[op], op.output
+        for n, f in enumerate(self.signatures.of(op).factors):
             name = f.outputs[0]
-            if name is not None and f.role is Role.PARALLEL:
-                axes_of_factors[n] |= self._splits[op.output][name]
-                for x, own in zip(self.graph.inputs[op], f.operands, strict=True):
-                    if own is not None:
-                        self._splits[x][own] |= axes_of_factors[n]
+            if name is None or f.role is not Role.PARALLEL:
+                continue
+            factors = self._factors[op]
+            axes = factors[n] | self._dims[y][y.shape.names.index(name)]
+            if axes != factors[n]:
+                self._factors[op] = (*factors[:n], axes, *factors[n + 1 :])
+            for x, own in zip(inputs, f.operands, strict=True):
+                if own is not None:
+                    at, dims = x.shape.names.index(own), self._dims[x]
+                    if not axes <= dims[at]:
+                        self._dims[x] = (*dims[:at], dims[at] | axes, *dims[at + 1 :])
 
-    def axes(self, op: Operation) -> frozenset[str]:
+    def axes(self, op: Operation) -> AxisSet:
         """The axes that may split an operation."""
-        return frozenset().union(*self._factors[op])
+        return EMPTY.union(*self._factors[op])
 
     def question(self, op: Operation) -> Question:
         """All that the assignments of an operation depend on, once its operands' strategies are known."""
-        inputs = self.graph.inputs[op]
-        return Question(
-            tuple([self._in_order(axes) for axes in self._factors[op]]),
-            tuple([self._in_order(self._pending[x]) for x in inputs]),
-            tuple(map(inputs.index, inputs)),
-            tuple(self.orders),
-        )
+        inputs, factors = self.graph.inputs[op], self._factors[op]
+        pending = tuple([self._pending[x] for x in inputs])
+        key = (factors, pending, tuple(map(inputs.index, inputs)))
+        question: Question | None = self._alike.get(key)
+        if question is None:
+            splits, sums = (tuple(map(self._in_order, sets)) for sets in (factors, pending))
+            question = self._alike[key] = Question(splits, sums, key[2], self._all_orders)
+        return question
 
-    def _in_order(self, axes: frozenset[str]) -> Axes:
+    def _in_order(self, axes: AxisSet) -> Axes:
         """Axes in the order of the mesh."""
         return tuple([a for a in self.homes.mesh.axes if a in axes]) if axes else ()
 
-    def made(self, op: Operation, sums: frozenset[str]) -> None:
+    def made(self, op: Operation, sums: AxisSet) -> None:
         """Note over which axes the results of an operation may be pending sums."""
         if sums:
             for y in op.outputs:

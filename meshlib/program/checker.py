@@ -18,6 +18,7 @@ from meshlib.program.records import Program
 from meshlib.program.signature import Signature, Signatures
 
 _WITH_MARGINS = (Compute, Widen)  # which may take them
+_ALONE = (Compute, Move)  # which are sound in every program where their operands are made before
 
 
 @dataclass(eq=False)
@@ -45,12 +46,14 @@ def check_program(program: Program, after: str, before: Program | None = None, s
     defined: set[Value] = set()
     known = Sound() if sound is None else sound
     for number, instruction in enumerate(program.instructions):
-        try:
-            _check_instruction(instruction, defined, program, known)
-        except (LayoutError, ProgramError) as fault:
-            raise ProgramError(
-                f"after {after}, instruction {number} ({instruction.opcode} for {instruction.operation}): {fault}"
-            ) from None
+        new = not (isinstance(instruction, _ALONE) and instruction in known.instructions)
+        if new or not defined.issuperset(instruction.inputs) or not defined.isdisjoint(instruction.outputs):
+            try:
+                _check_instruction(instruction, defined, program, known)
+            except (LayoutError, ProgramError) as fault:
+                raise ProgramError(
+                    f"after {after}, instruction {number} ({instruction.opcode} for {instruction.operation}): {fault}"
+                ) from None
         defined.update(instruction.outputs)
     _check_ends(program, defined, after)
     if before is not None:

@@ -106,7 +106,8 @@ class Signatures:
         """The signature of an operation."""
         signature = self._of.get(op)
         if signature is None:
-            key = (op.opdef, tuple(op.attrs.items()), *(t.type for t in op.inputs), None, *(t.type for t in op.outputs))
+            types = [(t.shape, t.dtype) for t in (*op.inputs, *op.outputs)]
+            key = (op.opdef, tuple(op.attrs.items()), len(op.inputs), *types)
             signature = self._alike.get(key)
             if signature is None:
                 signature = self._alike[key] = Signature(op)
