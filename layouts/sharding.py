@@ -66,38 +66,23 @@ class Sharding(Frozen):
     ) -> None:
         shape = shape if isinstance(shape, Shape) else Shape(shape)
         mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
-        try:
-            given = tuple((a,) if isinstance(a, str) else tuple(a) for a in axes)
-            awaited = tuple(pending.items()) if isinstance(pending, Mapping) else tuple((a, k) for a, k in pending)
-            known = {a for entry in given for a in entry} | {a for a, _ in awaited} | {k for _, k in awaited}
-            fine = all(isinstance(a, str) for a in known)
-        except (TypeError, ValueError):
-            fine = False
-        if not fine:
-            raise LayoutError(
-                f"axes are names per dimension and pending (axis, kind) pairs, not {axes!r:.80} and {pending!r:.80}"
-            )
+        given, awaited = _names(axes, pending)
         fine = len(given) == len(shape.dims)
-        free = dict(mesh.sizes_by_axis)
-        kept, counts = [], []
-        for dim, entry in zip(shape.dims, given, strict=False):
-            blocks, trivial = 1, False
-            for axis in entry:
-                size = free.pop(axis, 0)  # 0 if unknown or used before
-                blocks *= size
-                trivial |= size == 1
-            fine = fine and blocks > 0 and dim.size % blocks == 0
-            kept.append(tuple(a for a in entry if mesh.axis_size(a) > 1) if fine and trivial else entry)
-            counts.append(blocks)
+        sizes = mesh.sizes_by_axis
+        used = [a for entry in given for a in entry] + [a for a, _ in awaited]
+        fine = fine and len(set(used)) == len(used) and all(a in sizes for a in used)
+        counts = [prod([sizes[a] for a in entry]) if entry else 1 for entry in given] if fine else []
+        fine = fine and not any(d.size % n for d, n in zip(shape.dims, counts, strict=True))
         if awaited:
-            fine = fine and all(free.pop(axis, 0) and kind == awaited[0][1] for axis, kind in awaited)
-            fine = fine and awaited[0][1] in PENDING_KINDS
+            fine = fine and awaited[0][1] in PENDING_KINDS and all(kind == awaited[0][1] for _, kind in awaited)
         if not fine:
             _refuse(shape, mesh, given, awaited)
+        if any(sizes[a] == 1 for a in used):
+            given = tuple(tuple(a for a in entry if sizes[a] > 1) for entry in given)
         if awaited:
             kinds = dict(awaited)
             awaited = tuple((a, kinds[a]) for a in mesh.axes if a in kinds and mesh.axis_size(a) > 1)
-        key = shape, mesh, tuple(kept), awaited
+        key = shape, mesh, given, awaited
         self._fill(
             *key, shape=shape, mesh=mesh, axes=key[2], pending=awaited, pending_axes=tuple(a for a, _ in awaited),
             block_counts=tuple(counts), local_size=shape.size // prod(counts), _local=None,
@@ -204,6 +189,22 @@ class Sharding(Frozen):
 
     def __repr__(self) -> str:
         return f"Sharding({str(self)!r} on {self.mesh})"
+
+
+def _names(
+    axes: Sequence[Sequence[str]], pending: Mapping[str, str] | Iterable[tuple[str, str]]
+) -> tuple[tuple[Axes, ...], Pending]:
+    """Axes of each dim and pending pairs as tuples of names; LayoutError for anything else."""
+    try:
+        given = tuple([(a,) if isinstance(a, str) else tuple(a) for a in axes])
+        awaited = tuple(pending.items()) if isinstance(pending, Mapping) else tuple([(a, k) for a, k in pending])
+        if all(isinstance(a, str) for entry in (*given, *awaited) for a in entry):
+            return given, awaited
+    except (TypeError, ValueError):
+        pass
+    raise LayoutError(
+        f"axes are names per dimension and pending (axis, kind) pairs, not {axes!r:.80} and {pending!r:.80}"
+    )
 
 
 @lru_cache(maxsize=1 << 16)

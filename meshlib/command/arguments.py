@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, TypeVar
 
 from meshlib.command.argument_parser import Parser
 from meshlib.command.choices import OPTIMIZERS, REMAT, TARGETS
 from meshlib.core.compiler import COMPILERS, XLA_TPU
-from meshlib.core.version import VERSION
 
 Number = TypeVar("Number", int, float)
 
@@ -23,7 +23,7 @@ _PROGRAM = (
 def parser() -> Parser:
     """All commands."""
     top = Parser(prog="meshlib", description="Plan, prove and price programs on TPU meshes.")
-    top.add_argument("--version", action="version", version=f"meshlib {VERSION}")
+    top.add_argument("--version", action=_Version, help="show program's version number and exit")
     top.set_defaults(run=None)
     under = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     _plan(_about(under, "plan", "does it fit, what does it send, how fast is it, and which layout?", "planning:plan"))
@@ -60,6 +60,19 @@ def parser() -> Parser:
     _records(_command(under, "records", "write records of pictures, a table, IDX files or a text", "tables:recorded"))
     top.commands = dict(under.choices)
     return top
+
+
+class _Version(argparse.Action):
+    """Prints the version, which takes longer to look up than a parser to build."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from meshlib.core.version import VERSION
+
+        print(f"meshlib {VERSION}")
+        parser.exit()
 
 
 Under = Any  # what `add_subparsers` returns has no public type

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hardware.slices import Slice
 from meshlib.command.choices import is_maxtext
@@ -22,12 +22,10 @@ from meshlib.command.subject import (
 )
 from meshlib.command.terminal import INTERRUPTED, Progress
 from meshlib.core.errors import GraphError
-from meshlib.report.alternatives import Alternative
-from meshlib.report.page import page, write_page
-from meshlib.report.ranked import alternatives_of
-from meshlib.report.verdict import headline
-from meshlib.searching import Found, SearchInterrupted
-from meshlib.searching import search as searched
+
+if TYPE_CHECKING:
+    from meshlib.report.alternatives import Alternative
+    from meshlib.searching import Found
 
 GOOD, FAILED = 0, 1
 
@@ -143,6 +141,9 @@ def _told(args: argparse.Namespace, result: Found) -> int:
 
 def search_of(args: argparse.Namespace, subject: Subject, where: Slice) -> Found:
     """The search that the arguments ask for; one that is interrupted ends with what it has so far."""
+    from meshlib.searching import SearchInterrupted
+    from meshlib.searching import search as searched
+
     tried = tried_values(args.tried or ())
     if args.remat:
         tried["remat"] = [args.remat]
@@ -173,6 +174,10 @@ def search_of(args: argparse.Namespace, subject: Subject, where: Slice) -> Found
 
 def report(args: argparse.Namespace) -> int:
     """Write the page about the best plan, with the others as alternatives."""
+    from meshlib.report.page import page, write_page
+    from meshlib.report.ranked import alternatives_of
+    from meshlib.report.verdict import headline
+
     where = slice_of(args.slice)
     subject, plans, result = planned_of(args, where)
     best = plans[0] if plans else None
@@ -194,6 +199,8 @@ def _faults(plans: Sequence[Plan]) -> str:
 
 
 def _alternatives(plans: Sequence[Plan]) -> list[Alternative]:
+    from meshlib.report.alternatives import Alternative
+
     options = []
     for n, plan in enumerate(plan for plan in plans if plan.est is not None):
         assert plan.est is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from functools import lru_cache
 
 from layouts import Sharding
 from meshlib.core.graph import UPDATE, Operation, Tensor
@@ -43,6 +44,7 @@ def binding(t: Tensor, graph: Simplified, homes: Homes, fetched: set[Tensor]) ->
     return Binding.NEVER
 
 
+@lru_cache(maxsize=1 << 14)
 def stored(made: Sharding, home: Sharding) -> Sharding:
     """Under what to keep a value that takes more memory than assigned: a slice of it, if possible, else `home`.
 

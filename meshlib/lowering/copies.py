@@ -149,16 +149,19 @@ class _Tables:
 
     def _root(self, region: int, made: Sequence[tuple[Spot, ...]]) -> Floats:
         """From each class of what is made (rows), where a region may use it, to each placement."""
-        costs = np.full((len(made), len(self.placements)), inf)
-        for n, spots in enumerate(made):
-            before = [s for r, s in spots if r < region]
-            some = [s for r, s in spots if r == region] + [s for s in before if self.light[s]]
-            if some:
-                costs[n] = self.between[some].min(axis=0)
-            if len(before) > sum([self.light[s] for s in before]):
-                lasting = self.between[before].min(axis=0) + np.where(self.light, 0, inf)
-                costs[n] = np.minimum(costs[n], _through(lasting[None], self.between)[0])
+        earlier = [[s for r, s in spots if r < region] for spots in made]
+        own = [[s for r, s in spots if r == region or (r < region and self.light[s])] for spots in made]
+        costs = self._nearest(own)
+        if not all(self.light[s] for row in earlier for s in row):
+            lasting = np.where(self.light, self._nearest(earlier), inf)
+            costs = np.minimum(costs, _through(lasting, self.between))
         return costs
+
+    def _nearest(self, rows: Sequence[Sequence[int]]) -> Floats:
+        """From the nearest of the placements of each row to each placement."""
+        of, some = _padded(rows)
+        costs: Floats = self.between[of].min(axis=1) if of.shape[1] > 1 else self.between[of[:, 0]]
+        return costs if some.all() else np.where(some[:, None], costs, inf)
 
     def _enter_trees(self, graph: FactorGraph) -> None:
         roots = {u.region: self._root(u.region, self.made) for u in self.uses}
@@ -193,8 +196,7 @@ class _Tables:
 
     def _inherited(self, a: int, b: int) -> Floats:
         """From what an earlier use needs, as far as it is kept, to what a later one needs."""
-        lasting = np.array([self._kept(np.array([wanted], np.intp))[0] for wanted in self.uses[a].classes])
-        return _through(lasting, self.reach[b])
+        return _through(self._kept(self.uses[a].classes), self.reach[b])
 
     @staticmethod
     def _first(*uses: Use) -> int:
@@ -244,7 +246,7 @@ class _Tables:
             for n, table in zip(mine, serve, strict=True):
                 self._expand(graph, table, [own, (self.uses[n].variable, self.uses[n].of)])
             before = own
-            lasting = np.concatenate([self._kept(one[None]) for one in sets])
+            lasting = self._kept(sets)
             roots.update({r: lasting for r in regions if r > region})
 
     def _hub_sets(self, root: Floats, mine: Sequence[int], region: int) -> tuple[list[Ints], Floats, list[Floats]]:
@@ -265,7 +267,7 @@ class _Tables:
             sets.append(np.array((), np.intp))
             links.append(np.zeros((len(root), 1)))
             tables = [[np.where(none, 0, inf)[None]] for none in idle]
-            kept_copies += [self._kept(sets[0][None])] if following else []
+            kept_copies += [self._kept(sets)] if following else []
         for count in range(1, HUBS + 1):
             chosen = np.array(list(combinations(candidates, count)), np.intp).reshape(-1, count)
             for a, b in combinations(range(count), 2):
@@ -295,10 +297,12 @@ class _Tables:
             total = total + np.minimum(root[:, at], self.between[orders[:, :n], at[:, None]].min(axis=1))
         return total
 
-    def _kept(self, sets: Ints) -> Floats:
+    def _kept(self, sets: Sequence[Sequence[int]] | Sequence[Ints] | Ints) -> Floats:
         """From each set of copies, as far as later regions may use them or a free part of them, to each placement."""
-        some = (self.between[sets] == 0).any(axis=1) & self.light
-        return np.array([self.between[row].min(axis=0, initial=inf) for row in some]).reshape(len(sets), len(some.T))
+        of, some = _padded(sets)
+        free = (self.between[of] == 0).any(axis=1) & self.light & some[:, None]
+        costs: Floats = np.where(free[:, :, None], self.between, inf).min(axis=1)
+        return costs
 
     # ------------------------------------------------------------ from classes to values
 
@@ -313,6 +317,15 @@ class _Tables:
                 shape[variables.index(v)] = len(of)
             index.append(of.reshape(shape))
         graph.add(variables, table[tuple(index)])
+
+
+def _padded(rows: Sequence[Sequence[int]] | Sequence[Ints] | Ints) -> tuple[Ints, NDArray[np.bool_]]:
+    """Rows of placements as an array, short ones with their first repeated, and which rows have any."""
+    if isinstance(rows, np.ndarray):
+        return rows, np.ones(len(rows), np.bool_)
+    width = max([1, *map(len, rows)])
+    full = [[*row, *[row[0] if len(row) else 0] * (width - len(row))] for row in rows]
+    return np.array(full, np.intp).reshape(-1, width), np.array([len(row) > 0 for row in rows], np.bool_)
 
 
 def _through(first: Floats, rest: Floats) -> Floats:
