@@ -97,8 +97,10 @@ class Subject:
         """The session of the program built with these."""
         key = tuple(choices.items())
         if key not in self._sessions:
+            first = next(iter(self._sessions.values()), None)
             with Graph():
-                self._sessions[key] = Session(*self.built(**choices))
+                program = self.built(**choices)
+            self._sessions[key] = Session(*program) if first is None else first.sibling(*program)
         return self._sessions[key]
 
     def sized(self, **choices: object) -> Subject:

@@ -71,6 +71,10 @@ class Memos:
     _simplified: dict[object, Simplified] = field(default_factory=dict)
     _sharings: dict[object, Sharing | None] = field(default_factory=dict)
 
+    def sibling(self) -> Memos:
+        """Those of another graph, which share all that names no graph."""
+        return Memos(self.signatures.sibling(), self._prices, self.computations)
+
     def prices(self, balance: Balance) -> Prices:
         """The priced strategies at a balance."""
         return self._prices.setdefault(balance, Prices(balance))

@@ -61,6 +61,32 @@ class Session(Shown):
         self.asked = (dict(self._outputs), list(updates))  # what the program computes and writes
         self._updates = assigned(updates)
         self._known: object = None
+        self._memos = Memos()
+
+    def sibling(self, outputs: Outputs = None, updates: Sequence[Operation] = ()) -> Session:
+        """The session of another program, such as the same model built with other arguments.
+
+        Both share what they learn of operations that are alike; the programs are those of sessions apart.
+
+        Args:
+          outputs, updates: as `mtf.lower` takes them.
+        Raises: GraphError for bad outputs or updates.
+        Example:
+          >>> import meshlib as mtf
+          >>> def total(size: int) -> mtf.Tensor:
+          ...     x = mtf.input("x", [mtf.Dimension("batch", 8), mtf.Dimension("d", size)])
+          ...     return mtf.reduce_sum(mtf.square(x), name="total")
+          >>> with mtf.Graph():
+          ...     session = mtf.Session(total(4))
+          >>> with mtf.Graph():
+          ...     other = session.sibling(total(6))
+          >>> other.lower("rows:2", "batch:rows").sent_bytes
+          4
+        """
+        other = Session(outputs, updates)
+        self._learn()
+        other._memos = self._memos.sibling()
+        return other
 
     @uncollected
     def lower(
@@ -129,7 +155,9 @@ class Session(Shown):
         """Look at the graph, unless it is as it was."""
         known = [(len(g.operations), dict(g.gradient_of), dict(g.known)) for g in _graphs(self._graph)]
         if known != self._known:
-            self._known, self._memos = known, Memos()
+            if self._known is not None:
+                self._memos = Memos()
+            self._known = known
             self._programs: dict[object, Program] = {}
             self._simple = simplify(self._graph, self._outputs.values(), self._updates.values())
             self._subjects = Subjects(self._graph, self._simple.operations)

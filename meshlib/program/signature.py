@@ -114,6 +114,10 @@ class Signatures:
             self._of[op] = signature
         return signature
 
+    def sibling(self) -> Signatures:
+        """The signatures of another graph, which are those of this one for operations that are alike."""
+        return Signatures(_alike=self._alike)
+
     def forget_assignments(self) -> None:
         """Keep what holds for every mesh only."""
         for signature in self._alike.values():

@@ -144,7 +144,8 @@ def search(
     for values in product(*options.values()):
         chosen: Choices = tuple(zip(options, values, strict=True))
         try:
-            found = made[chosen] = problem_of(make, chosen, per, forbid, compiler)
+            beside = next(iter(made.values()), None)
+            found = made[chosen] = problem_of(make, chosen, per, forbid, compiler, beside)
         except MeshlibError as fault:
             refused[chosen] = fault
             continue

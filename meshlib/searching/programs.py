@@ -167,9 +167,14 @@ class Problem:
 
 
 def problem_of(
-    build: Build, choices: Choices, per: Sequence[str], forbid: Sequence[str], compiler: Compiler = XLA_TPU
+    build: Build,
+    choices: Choices,
+    per: Sequence[str],
+    forbid: Sequence[str],
+    compiler: Compiler = XLA_TPU,
+    beside: Problem | None = None,
 ) -> Problem:
-    """Build the program of a choice.
+    """Build the program of a choice; `beside` is that of another choice, with which it shares what both learn.
 
     Raises: GraphError where the builder gives no outputs and updates, or a dim is unknown.
     """
@@ -178,7 +183,7 @@ def problem_of(
     if not isinstance(made, tuple) or len(made) != 2:
         raise GraphError(f"search: build must return (outputs, updates), as mtf.lower takes them, got {made!r:.80}")
     outputs, updates = made
-    session = Session(outputs, updates)
+    session = Session(outputs, updates) if beside is None else beside.session.sibling(outputs, updates)
     subjects = session.subjects
     strict, free = subjects.judged(LayoutRules(), Mesh("device:1"))
     tensors = Tensors.of([*strict, *free])

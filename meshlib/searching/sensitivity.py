@@ -97,7 +97,7 @@ def _changed(
         choices = dict(c.choices) if name in (LINKS, RATE, SLICE) else dict(c.choices) | {name: value}
         key = tuple(choices.items())
         if key not in problems:
-            problems[key] = problem_of(build, key, (), (), compiler)
+            problems[key] = problem_of(build, key, (), (), compiler, next(iter(problems.values()), None))
         slice_ = where(c.slice)
         try:
             est = estimate(problems[key].session.lower(c.mesh, c.layout, compiler=compiler), slice_)

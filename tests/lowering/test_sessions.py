@@ -382,3 +382,24 @@ def test_the_same_candidate_again_is_the_same_program(monkeypatch: pytest.Monkey
     session.lower(*ways[1])
     session.lower(*ways[2])
     assert session.lower(*ways[0]) is not first[0]
+
+
+def test_siblings_are_sessions_of_their_own() -> None:
+    """A model built with other arguments gets the programs of a session apart, and shares strategies with the first."""
+    config = mtf.models.preset("llama3-8b").replace(layers=2)
+    mesh = "fsdp:4;tensor:2"
+    layout = mtf.models.layout("fsdp+sequence", config, mesh)
+
+    def step(remat: str) -> Any:
+        with mtf.Graph():
+            return mtf.models.train_step(config, batch=8, length=128, remat=remat)
+
+    first = mtf.Session(*step("full"))
+    first.lower(mesh, layout)
+    beside, apart = first.sibling(*step("matmuls")), mtf.Session(*step("matmuls"))
+    known = len(first._memos.prices(mtf.Balance(stationary=True)))
+    assert outcome(lambda: beside.lower(mesh, layout)) == outcome(lambda: apart.lower(mesh, layout))
+    alone = len(apart._memos.prices(mtf.Balance(stationary=True)))
+    both = len(first._memos.prices(mtf.Balance(stationary=True)))
+    assert known < both < known + alone
+    assert beside.programs != first.programs
