@@ -127,7 +127,7 @@ def numbered(groups: Sequence[Sequence[Instruction]]) -> list[Instruction]:
     return order
 
 
-def join_rows(groups: Sequence[list[Instruction]]) -> list[list[Instruction]]:
+def join_rows(groups: Sequence[Sequence[Instruction]]) -> list[Sequence[Instruction]]:
     """Groups that run row by row together, as one; they stand where the first of them does."""
     return [group for group in _RowJoiner(groups).run() if group]
 
@@ -148,16 +148,16 @@ def _spread_again(group: Sequence[Instruction], totals: set[Value]) -> bool:
 
 
 class _RowJoiner:
-    def __init__(self, groups: Sequence[list[Instruction]]) -> None:
+    def __init__(self, groups: Sequence[Sequence[Instruction]]) -> None:
         self.groups = groups
         self.joined: list[list[Instruction]] = []
         self.open: list[bool] = []  # whether others may join
         self.sums: dict[Value, int] = {}  # what sums of a group of their own read, and its place
         self.totals: set[Value] = set()  # sums over rows, and what follows from them in their groups
         self.maker: dict[Value, tuple[int, Instruction]] = {}
-        self.sources: dict[Value, list[Instruction]] = {}  # groups of nothing but sources, by what they make
+        self.sources: dict[Value, Sequence[Instruction]] = {}  # groups of nothing but sources, by what they make
 
-    def run(self) -> list[list[Instruction]]:
+    def run(self) -> list[Sequence[Instruction]]:
         for group in self.groups:
             if all(_kind(i) is Kind.SOURCE and not i.inputs for i in group):
                 # They hold nobody up: they run as soon as somebody needs them.
@@ -180,7 +180,7 @@ class _RowJoiner:
         self.joined[place] += group
         self.maker.update({y: (place, i) for i in group for y in i.outputs})
 
-    def _place(self, group: list[Instruction]) -> int | None:
+    def _place(self, group: Sequence[Instruction]) -> int | None:
         """The group that makes the last of what this one reads, if they can run row by row together."""
         read = [self.maker[x] for i in group for x in i.inputs if x in self.maker]
         last = max((place for place, _ in read), default=-1)
@@ -189,7 +189,7 @@ class _RowJoiner:
         whole = any(place == last and not keeps_rows(i) for place, i in read)
         return None if whole else last
 
-    def _summed_at(self, group: list[Instruction], beside: int | None) -> int | None:
+    def _summed_at(self, group: Sequence[Instruction], beside: int | None) -> int | None:
         """Where sums run: in the kernel of the product that they add up, else `beside` others or with sums of the same.
 
         What is made again for each reader anyway, such as the cast to float32 in between, goes with them.
@@ -219,7 +219,7 @@ class _RowJoiner:
             return None
         return None if any(place == last and x in self.totals for x, place in read.items()) else last
 
-    def _with_sources(self) -> Iterator[list[Instruction]]:
+    def _with_sources(self) -> Iterator[Sequence[Instruction]]:
         """The groups, each of nothing but sources before the first that uses it; others at the end."""
         waiting = dict(self.sources)
         for group in self.joined:
@@ -232,7 +232,7 @@ class _RowJoiner:
                 yield self._taken(source, waiting)
 
     @staticmethod
-    def _taken(source: list[Instruction], waiting: dict[Value, list[Instruction]]) -> list[Instruction]:
+    def _taken(source: Sequence[Instruction], waiting: dict[Value, Sequence[Instruction]]) -> Sequence[Instruction]:
         for i in source:
             for y in i.outputs:
                 del waiting[y]
