@@ -15,7 +15,7 @@ from meshlib.core.arguments import at, whole
 from meshlib.core.compiler import Compiler
 from meshlib.core.errors import GraphError, SliceError
 from meshlib.core.shown import Shown
-from meshlib.core.text import clipped
+from meshlib.core.text import clipped, seconds_text
 from meshlib.estimation.memory.device_memory import DeviceMemory, memory_on
 from meshlib.estimation.time.attribution import divided
 from meshlib.estimation.time.host_input import InputTime
@@ -447,7 +447,7 @@ class Estimate(Shown):
         return self.table()
 
     def __repr__(self) -> str:
-        step = f"{self.step_seconds * 1e6:.6g} us a step (modelled), bound by {self.bound}"
+        step = f"{seconds_text(self.step_seconds)}* a step (* modelled), bound by {self.bound}"
         return clipped(f"<Estimate on {self.slice.name}: {step}; mesh {self.program.mesh}>")
 
 

@@ -211,7 +211,7 @@ class Profile(Shown):
         return self.table()
 
     def __repr__(self) -> str:
-        step = f"{seconds_text(self.step_seconds)} a step, the MXU works {self.mxu_share:.1%}"
+        step = f"{seconds_text(self.step_seconds)}* a step, the MXU works {self.mxu_share:.1%}*"
         return clipped(f"<Profile: {step}; {self.title}>")
 
     # ------------------------------------------------------------ inside

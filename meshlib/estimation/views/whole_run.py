@@ -30,7 +30,7 @@ WHAT = "Estimate.run"
 LENGTH = "length"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class WholeRun:
     """What a run takes. Made by `Estimate.run`. Counts are exact, times modelled, the price is the list's.
 
@@ -84,6 +84,10 @@ class WholeRun:
         if self.usd_per_hour is None:
             raise SliceError(f"{at('WholeRun.usd')}: no list price of {self.slice} is published")
         return self.usd_per_hour * self.hours
+
+    def __repr__(self) -> str:
+        price = "" if self.usd_per_hour is None else f", {usd_text(self.usd)}*"
+        return f"<WholeRun: {self._trained()}, {long_text(self.seconds)}*{price}; {self.slice}>"
 
     def __str__(self) -> str:
         parts = [
