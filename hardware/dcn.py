@@ -13,7 +13,7 @@ sends 2 (k-1)/k S/n bytes from each of k slices' devices over DCN. One ring thro
 Cut in P chunks, ICI works on one while DCN works on another. With a seconds of ICI per chunk and stage (twice), and d
 seconds of DCN per chunk, all reduce_scatters before the first all_gather:
 
-    max(2a + P d, 2 P a, (P + 1) a + d)
+    max(2a + P d, 2 P a)
 
 Sources: Kumar et al., "Exploring the limits of concurrency in ML training on Google TPUs", arXiv:2011.03641 (two
 levels); Cho et al., "BlueConnect", MLSys 2019 (hierarchical rings). No source states that a slice has less bandwidth to
@@ -63,7 +63,7 @@ class TwoLevels:
           (6.0, 4.5)
         """
         a, d = self.chunk_seconds
-        return max(2 * a + self.chunks * d, 2 * self.chunks * a, (self.chunks + 1) * a + d)
+        return max(2 * a + self.chunks * d, 2 * self.chunks * a)
 
 
 def all_reduce_over(slices: Slice | str, payload_bytes: float, chunks: int = 1) -> TwoLevels:

@@ -48,8 +48,8 @@ def test_levels_and_chunks_pay(name):
     two = all_reduce_over(name, 1e9)
     assert 10 * two.seconds < one_ring_seconds(name, 1e9)
     cut = [all_reduce_over(name, 1e9, chunks).seconds for chunks in (1, 2, 8)]
-    assert cut == sorted(cut, reverse=True)
-    assert cut[-1] >= max(2 * two.ici_seconds, two.dcn_seconds)
+    assert max(cut[1:]) < cut[0]
+    assert min(cut) >= max(2 * two.ici_seconds, two.dcn_seconds)
 
 
 def test_what_a_slice_sends_is_what_its_hosts_send():
