@@ -334,7 +334,7 @@ def test_experts_and_ranks_that_make_no_sense_are_refused():
         mtf.GraphError, match=r"each token chooses 2 experts \(top_k\), but there are only 1 to choose from"
     ):
         Experts(count=1, d_ff=8)
-    with pytest.raises(mtf.GraphError, match="form must be 'einsum' or 'gather' or 'dense', got 'sparse'"):
+    with pytest.raises(mtf.GraphError, match="form must be 'einsum' or 'gather' or 'dense' or 'grouped', got 'sparse'"):
         Experts(count=4, d_ff=8, form="sparse")
     with pytest.raises(mtf.GraphError, match=r"kv_rank must be at least 1, got 0\n  .*rope_dim must be even, got 3"):
         LatentAttention(kv_rank=0, rope_dim=3, nope_dim=8, value_dim=8)
