@@ -40,7 +40,7 @@ from meshlib.core.opdef import OpDef
 from meshlib.core.source_lines import OWN
 
 MOST_DEPTH = 100  # containers within containers
-_GRAPH_TABLES = ("variables", "inputs", "gradient_of", "captured", "outside", "known", "stacked", "choices")
+_GRAPH_TABLES = ("variables", "inputs", "gradient_of", "known")
 
 
 def key_of(what: str, *parts: object) -> str:
@@ -355,8 +355,8 @@ class _Encoder:
         self._meet(graph)
         for op in graph.operations:
             self._meet(op)
-        if graph.parent is not None:
-            self._named("around", graph.parent)
+        if graph.loop_body is not None:
+            self._named("around", graph.loop_body.parent)
         self._put("operations", str(len(graph.operations)).encode())
         for op in graph.operations:
             self.path.append(f"operation '{op.name}'")
@@ -373,8 +373,11 @@ class _Encoder:
             self.path.pop()
         for name in _GRAPH_TABLES:
             self._named(name, getattr(graph, name))
-        for name in ("scope", "scope_around", "stacks", "held", "chosen", "working"):
-            self._named(name, getattr(graph, name))
+        self._named("scope", graph.scope)
+        if graph.loop_body is not None:
+            for field_ in fields(graph.loop_body):
+                if field_.name != "parent":
+                    self._named(field_.name, getattr(graph.loop_body, field_.name))
 
     def _operation(self, op: Operation) -> None:
         """One that was not met: its graph was not."""

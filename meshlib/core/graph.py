@@ -18,6 +18,7 @@ from layouts import Dimension, Shape
 from meshlib.core.dtypes import DType
 from meshlib.core.errors import GraphError, nearest
 from meshlib.core.foreign_names import OF_NUMPY, OF_TENSORS
+from meshlib.core.loop_body import LoopBody
 from meshlib.core.public_calls import record
 from meshlib.core.shown import Shown
 from meshlib.core.source_lines import source_line
@@ -237,11 +238,7 @@ class Graph(Shown):
     inputs: dict[str, Operation] = field(default_factory=dict)
     # gradient tensor -> the variable whose home (its slots') it takes
     gradient_of: dict[Tensor, Operation] = field(default_factory=dict)
-    # of a loop's body: the graph around it, and what the body takes from there, each with its stand-in inside
-    parent: Graph | None = None
-    captured: dict[Tensor, Tensor] = field(default_factory=dict)
-    # of a loop's body: what each stand-in of a tensor from outside, or of its slices, stands for
-    outside: dict[Tensor, Tensor] = field(default_factory=dict)
+    loop_body: LoopBody | None = None  # of a loop's body: what it is to the loop
     # results of operations that were written again, of which the value is there already: what to take in their place.
     # Gradients pass through the copies; the lowering drops those that nobody needs any more.
     known: dict[Tensor, Tensor] = field(default_factory=dict)
@@ -255,21 +252,8 @@ class Graph(Shown):
     again: set[Operation] = field(default_factory=set)
     # runs of operations with a gradient of their own; inner ones come before those around them
     rewrites: list[Rewrite] = field(default_factory=list)
-    # of a loop's body: the scope that names its operations, and the one around the loop, which variables made in the
-    # body take their names from: they belong to the program, not to the loop
+    # of a loop's body: the scope that names its operations
     scope: tuple[str, ...] = ()
-    scope_around: tuple[str, ...] = ()
-    # of a loop with a variable of its own in each trip: the loop's dim, and those variables, each with the slice that
-    # stands for it inside
-    stacks: Dimension | None = None
-    stacked: dict[Tensor, Tensor] = field(default_factory=dict)
-    # of a loop that runs the stages of a pipeline: the dims that variables made in the body have first, of which each
-    # trip sees all; but of the one in `chosen` the index that this says of each stage: those variables, each with that
-    held: tuple[Dimension, ...] = ()
-    chosen: tuple[Dimension, Tensor] | None = None
-    choices: dict[Tensor, Tensor] = field(default_factory=dict)
-    # whether each of the indices that `LoopRecord.active` speaks of works in this trip
-    working: Tensor | None = None
     _counts: dict[str, int] = field(default_factory=dict)
     _tokens: list[Any] = field(default_factory=list)
 
@@ -307,6 +291,11 @@ class Graph(Shown):
         return tuple(v.output for v in self.variables.values() if v.attrs["trainable"])
 
     @property
+    def parent(self) -> Graph | None:
+        """Of a loop's body: the graph that holds the loop."""
+        return None if self.loop_body is None else self.loop_body.parent
+
+    @property
     def root(self) -> Graph:
         """The outermost graph, which holds the variables and inputs of the program."""
         return self if self.parent is None else self.parent.root
@@ -319,23 +308,27 @@ class Graph(Shown):
     @property
     def stacking(self) -> tuple[Dimension, ...]:
         """The dims that variables made here have before their own: those of the loops that stack or hold them."""
-        around = () if self.parent is None else self.parent.stacking
-        return (*around, *self.held) if self.stacks is None else (*around, self.stacks, *self.held)
+        return () if self.loop_body is None else (*self.loop_body.parent.stacking, *self.loop_body.first_dims)
+
+    def outer_of(self, x: Tensor) -> Tensor | None:
+        """What `x`, a stand-in in a loop's body, stands for outside; None of other tensors."""
+        return None if self.loop_body is None else self.loop_body.outside.get(x)
 
     def adopt(self, x: Tensor, name: str | None = None) -> Tensor:
         """`x` as this graph sees it: itself, or the stand-in of a tensor from outside the loop."""
-        if x.graph is self or self.parent is None:
+        body = self.loop_body
+        if x.graph is self or body is None:
             return x
-        outer = self.parent.adopt(x)
-        if outer not in self.captured:
+        outer = body.parent.adopt(x)
+        if outer not in body.captured:
             from meshlib.ops.control.sources import INPUT
 
             attrs = {"shape": x.shape, "dtype": x.dtype, "on_host": x.on_host}
             full = name or self.unique_name(f"outer/{x.name}")
             op = self.inputs[full] = self.add(INPUT, (), (x.type,), attrs, exact_name=full)
-            self.captured[outer] = op.output
-            self.outside[op.output] = outer
-        return self.captured[outer]
+            body.captured[outer] = op.output
+            body.outside[op.output] = outer
+        return body.captured[outer]
 
     def unique_name(self, base: str) -> str:
         """`base` inside the current scope, from the second use on with the first number that nobody took."""
@@ -420,9 +413,9 @@ def scoped_name(name: str) -> str:
     """`name` inside the current scope, never numbered; loops around it do not show in it."""
     scope = _scopes.get()
     graph = _graphs.get()[-1] if _graphs.get() else None
-    while graph is not None and graph.parent is not None:
+    while graph is not None and graph.loop_body is not None:
         if scope[: len(graph.scope)] == graph.scope:
-            scope = (*graph.scope_around, *scope[len(graph.scope) :])
+            scope = (*graph.loop_body.scope_around, *scope[len(graph.scope) :])
         graph = graph.parent
     return "/".join((*scope, name))
 

@@ -265,7 +265,7 @@ class _Names:
     def __init__(self, experts: Dimension, x: Tensor, held: tuple[Dimension, ...], what: str) -> None:
         self.experts = experts
         # Stages of a pipeline have experts of their own: tokens never leave theirs.
-        self.stays = {d.name for g in x.graph.around for d in g.held}
+        self.stays = {d.name for g in x.graph.around if g.loop_body is not None for d in g.loop_body.held}
         stays = self.stays | {d.name for d in held}
         self.outer = Dimension(f"{experts.name}_unsplit", experts.size)
         taken = [d.name for d in (experts, self.outer) if d.name in x.shape]

@@ -198,16 +198,18 @@ class _Run:
     def _body(self, carries: Sequence[Tensor], slices: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         (x,), (following, *others) = carries, slices
         graph, plan = x.graph, self.plan
-        assert graph.working is not None
+        of_loop = graph.loop_body
+        assert of_loop is not None
+        assert of_loop.working is not None
         rest = iter(others)
-        graph.held = (self.stage,)
+        of_loop.held = (self.stage,)
         if plan.repeats > 1:
             goes_on, turns = next(rest), next(rest)
-            graph.held, graph.chosen = (self.repeat, self.stage), (self.repeat, turns)
+            of_loop.held, of_loop.chosen = (self.repeat, self.stage), (self.repeat, turns)
         y, sums = self._stages(x, list(rest))
         sent = y if plan.repeats == 1 else where(goes_on, y, 0, output_shape=y.shape)
         moved = shift(sent, 1, self.stage, wrap=plan.repeats > 1, name="to_next_stage")
-        return [add(following, moved), *(where(graph.working, t, 0, output_shape=t.shape) for t in sums)], [y]
+        return [add(following, moved), *(where(of_loop.working, t, 0, output_shape=t.shape) for t in sums)], [y]
 
     def _stages(self, x: Tensor, beside: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """What all stages make, and what is to be summed, both checked."""

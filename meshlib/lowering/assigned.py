@@ -131,8 +131,8 @@ def _turns(op: Operation) -> bool:
 
 def _outermost(t: Tensor) -> Tensor:
     """`t`, or what it stands for in a loop's body: a tensor from outside, or its slices."""
-    while t in t.graph.outside:
-        t = t.graph.outside[t]
+    while (outer := t.graph.outer_of(t)) is not None:
+        t = outer
     return t
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from layouts import Dimension, Shape
-from meshlib.core.graph import Graph, Operation, Tensor, scope
+from meshlib.core.graph import Operation, Tensor, scope
 from meshlib.layers.attention import Cache, Held
 from meshlib.ops.contraction.quantized import quantize
 from meshlib.ops.control.sources import variable
@@ -214,9 +214,8 @@ def _reordered(x: Tensor, parents: Tensor) -> Tensor:
 
 def _outermost(value: Tensor) -> Tensor:
     """The variable that stands behind its slice in the body of a loop."""
-    graph: Graph | None = value.graph
-    while graph is not None and value in graph.outside:
-        value, graph = graph.outside[value], graph.parent
+    while (outer := value.graph.outer_of(value)) is not None:
+        value = outer
     return value
 
 

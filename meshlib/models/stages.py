@@ -114,7 +114,8 @@ class Pipeline:
 
         Of a stage that goes round, loads are those of the run of layers whose turn it is.
         """
-        chosen = next((g.chosen for g in loss.graph.around if g.chosen is not None), None)
+        bodies = [g.loop_body for g in loss.graph.around if g.loop_body is not None]
+        chosen = next((body.chosen for body in bodies if body.chosen is not None), None)
         stage = loss.shape.dim(STAGE)
         groups = prod(d.size for d in loss.shape if d.name not in (STAGE, *STACKED))
         kept = [d for d in load.shape if d.name in STACKED]

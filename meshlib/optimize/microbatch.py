@@ -145,7 +145,8 @@ class _Step:
         for op in body.root.operations:
             if any(x in leads for x in op.inputs):
                 leads.update(op.outputs)
-        known = {outer: inner for outer, inner in body.captured.items() if outer in leads and inner.dtype.is_float}
+        captured = {} if body.loop_body is None else body.loop_body.captured
+        known = {outer: inner for outer, inner in captured.items() if outer in leads and inner.dtype.is_float}
         source_gradients = gradients([loss], list(known.values()))
         grads = []
         for outer, g in zip(known, source_gradients, strict=True):

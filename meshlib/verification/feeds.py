@@ -94,7 +94,8 @@ class Borrowed:
     def __enter__(self) -> None:
         g = self.graph
         self.lists = [(held, len(held)) for held in (g.operations, g.rewrites)]
-        tables = (g.gradient_of, g.inputs, g.variables, g.captured, g.outside, g._counts)
+        of_loop = () if g.loop_body is None else (g.loop_body.captured, g.loop_body.outside)
+        tables: tuple[dict[Any, Any], ...] = (g.gradient_of, g.inputs, g.variables, *of_loop, g._counts)
         self.tables: list[tuple[dict[Any, Any], dict[Any, Any]]] = [(held, dict(held)) for held in tables]
 
     def __exit__(self, *exc: object) -> None:

@@ -24,10 +24,8 @@ HIDING = -1e4
 
 def op_of(t: Tensor) -> Operation:
     """What made a tensor; of what a loop takes from outside, what made it there."""
-    outer = t.graph.outside.get(t)
-    while outer is not None and t.graph.captured.get(outer) is t:
-        t = outer
-        outer = t.graph.outside.get(t)
+    while (body := t.graph.loop_body) is not None and body.captured.get(body.outside.get(t, t)) is t:
+        t = body.outside[t]
     return t.operation
 
 

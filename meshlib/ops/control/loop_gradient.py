@@ -97,9 +97,10 @@ class _Backwards:
 
     def _counted(self, graph: Graph, g: Tensor) -> Tensor:
         """Of the cotangent of what all trips share, the part of the indices that work in this one."""
-        if graph.working is None or not set(graph.working.shape) <= set(g.shape):
+        working = None if graph.loop_body is None else graph.loop_body.working
+        if working is None or not set(working.shape) <= set(g.shape):
             return g
-        return where(graph.working, g, 0, output_shape=g.shape)
+        return where(working, g, 0, output_shape=g.shape)
 
     def _again(
         self, graph: Graph, befores: Sequence[Tensor], xs: Sequence[Tensor], saved: Sequence[Tensor]

@@ -27,6 +27,7 @@ from meshlib.core.graph import (
     current_scope,
     innermost,
 )
+from meshlib.core.loop_body import LoopBody
 from meshlib.core.loop_record import Active, LoopRecord, Operands, Results
 from meshlib.core.names import free_name, relative_name
 from meshlib.core.opdef import Array, Block, Factor, Kind, Role, Work, operation
@@ -228,8 +229,8 @@ def make_loop(
     outer = innermost([*carries, *xs], what)
     checked_op_name(name, what)
     full = outer.unique_name(name or what)
-    inside = Graph(parent=outer, scope=tuple(full.split("/")), scope_around=current_scope())
-    inside.stacks = dim if stack else None
+    of_loop = LoopBody(outer, current_scope(), stacks=dim if stack else None)
+    inside = Graph(loop_body=of_loop, scope=tuple(full.split("/")))
     if active is not None:
         with outer:
             xs = [*xs, works_table(active, dim)]
@@ -239,8 +240,8 @@ def make_loop(
             _placeholder(inside, label, TensorType(_without(x.shape, dim), x.dtype), x.on_host)
             for label, x in zip(_slice_names(full, xs), xs, strict=True)
         ]
-        inside.outside.update(zip(sliced, xs, strict=True))
-        inside.working = sliced[-1] if active is not None else None
+        of_loop.outside.update(zip(sliced, xs, strict=True))
+        of_loop.working = sliced[-1] if active is not None else None
         returned = body(tuple(carried), tuple(sliced[:-1] if active is not None else sliced))
     ends, ys = _returned(returned, what, full)
     if flag(has_accumulators, "while_loop", "has_accumulators"):
@@ -251,12 +252,12 @@ def make_loop(
             with absolute_scope(full):
                 ends[n] = add(carried[n], y)
     _check_ends(carries, ends, f"{at(what)} '{full}'")
-    xs, sliced = [*xs, *inside.stacked], [*sliced, *inside.stacked.values()]
+    xs, sliced = [*xs, *of_loop.stacked], [*sliced, *of_loop.stacked.values()]
     results = tuple(inside.adopt(y) for y in (*ends, *ys))
     live = needed(inside.known.get(y, y).operation for y in results)
-    given = Operands(tuple(carried), tuple(sliced), tuple(inside.captured.values()))
+    given = Operands(tuple(carried), tuple(sliced), tuple(of_loop.captured.values()))
     with inside, absolute_scope(full):
-        kept = _kept(inside, live, dim, remat, f"{what} '{full}'")
+        kept = _kept(inside, of_loop, live, dim, remat, f"{what} '{full}'")
         # For the gradient: the carries before each trip, and what the policy keeps.
         host = isinstance(remat, Remat) and remat.offload_carries
         before = [_stackable(t, dim) for t in carried]
@@ -270,7 +271,7 @@ def make_loop(
         tuple(y for y, _ in kept),
         tuple(n for n, t in enumerate(x for part in given for x in part) if n < len(carried) or t.operation in live),
         active,
-        inside.working,
+        of_loop.working,
         going,
     )
     types = [*(x.type for x in carries), *(_stacked(y.type, dim, what, full) for y in record.stacked)]
@@ -278,7 +279,7 @@ def make_loop(
     named = [t.name.removeprefix(f"{full}/") for t in (*carried, *(y for y, _ in kept))]
     op = outer.add(
         LOOP,
-        [outer.adopt(x) for x in (*carries, *xs, *inside.captured)],
+        [outer.adopt(x) for x in (*carries, *xs, *of_loop.captured)],
         types,
         {"loop": record},
         exact_name=full,
@@ -326,10 +327,10 @@ def _slice_names(full: str, xs: Sequence[Tensor]) -> list[str]:
 
 
 def _kept(
-    body: Graph, live: set[Operation], dim: Dimension, remat: Policy | Parts, what: str
+    body: Graph, of_loop: LoopBody, live: set[Operation], dim: Dimension, remat: Policy | Parts, what: str
 ) -> list[tuple[Tensor, Tensor]]:
     """What the policy keeps of each trip, with where; by names or not at all what has the loop's dim already."""
-    chosen = set(body.choices.values())  # of weights, which are there anyway
+    chosen = set(of_loop.choices.values())  # of weights, which are there anyway
     kept = [
         (y, x) for y, x in kept_values([op for op in body.operations if op in live], remat, what) if y not in chosen
     ]

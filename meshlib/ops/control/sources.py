@@ -291,40 +291,46 @@ def _activation(value: Tensor, name: str, dtype: object) -> Tensor:
 
     # Beside the variable, not in each trip of a loop; but in those of a pipeline, which add gradients up as the
     # variable is stored.
-    holding = [g for g in current_graph("variable").around if g.held and value.graph in g.around]
+    holding = [g for g in current_graph("variable").around if holds_stages(g) and value.graph in g.around]
     with holding[-1] if holding else value.graph:
         return cast(value, dtype, f"{name}/cast")
 
 
+def holds_stages(graph: Graph) -> bool:
+    """Whether a graph is the body of a loop that runs the stages of a pipeline."""
+    return graph.loop_body is not None and bool(graph.loop_body.held)
+
+
 def _slice_for(graph: Graph, value: Tensor) -> Tensor:
     """What stands for a variable in `graph`: its slice, in the body of a loop that stacks its variables."""
-    if graph.parent is None:
+    body = graph.loop_body
+    if body is None:
         return value
-    outer = _slice_for(graph.parent, value)
-    if graph.chosen is not None:
-        return _chosen(graph, outer, *graph.chosen)
-    if graph.stacks is None or outer in graph.stacked:
-        return graph.stacked.get(outer, outer)
-    shape = Shape([d for d in outer.shape if d != graph.stacks])
+    outer = _slice_for(body.parent, value)
+    if body.chosen is not None:
+        return _chosen(graph, body.choices, outer, *body.chosen)
+    if body.stacks is None or outer in body.stacked:
+        return body.stacked.get(outer, outer)
+    shape = Shape([d for d in outer.shape if d != body.stacks])
     inside = "/".join(graph.scope)
     with absolute_scope(inside):
         name = graph.unique_name(relative_name(value.name, inside))
     op = build_source(graph, INPUT, {"shape": shape, "dtype": value.dtype}, exact_name=name)
     graph.inputs[name] = op
-    graph.stacked[outer] = op.output
-    graph.outside[op.output] = outer
+    body.stacked[outer] = op.output
+    body.outside[op.output] = outer
     return op.output
 
 
-def _chosen(graph: Graph, value: Tensor, dim: Dimension, index: Tensor) -> Tensor:
+def _chosen(graph: Graph, choices: dict[Tensor, Tensor], value: Tensor, dim: Dimension, index: Tensor) -> Tensor:
     """What the stages of a pipeline see of a variable in this trip: each its own index of `dim`."""
     from meshlib.ops.movement.indexing import gather
 
-    if value not in graph.choices:
+    if value not in choices:
         inside = "/".join(graph.scope)
         with graph, absolute_scope(inside):
-            graph.choices[value] = gather(value, index, dim, name=relative_name(value.name, inside))
-    return graph.choices[value]
+            choices[value] = gather(value, index, dim, name=relative_name(value.name, inside))
+    return choices[value]
 
 
 def step() -> Tensor:
