@@ -59,7 +59,7 @@ class Buffers:
 
     def begin(self, taken: Iterable[Array]) -> dict[Value, Array]:
         """The arrays to write into during the next step: none that the state has `taken`."""
-        state = {id(_memory_of(a)) for a in taken}
+        state = {id(memory_of(a)) for a in taken}
         for memory in self.memory:
             unwritten(memory)
         arrays = dict(self.fixed)
@@ -133,7 +133,7 @@ class Buffers:
         return len(self.sizes) - 1
 
 
-def _memory_of(array: Array) -> Array:
+def memory_of(array: Array) -> Array:
     """The array that owns the memory `array` shows: a new value of a variable may be a view of where it was made."""
     while isinstance(array.base, np.ndarray):
         array = array.base

@@ -26,7 +26,7 @@ from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
 from meshlib.program.interpreter import Interpreter
 from meshlib.program.records import Program
 from meshlib.simulation.blocks import compute
-from meshlib.simulation.buffers import Buffers
+from meshlib.simulation.buffers import Buffers, memory_of
 from meshlib.simulation.parts import PartialTrips, Working
 
 Array = np.ndarray[Any, Any]
@@ -67,6 +67,9 @@ class FastExecutor(Interpreter[Array, Engine]):
         }
         self._targets: Mapping[Value, Array] = _NONE  # where the run that is on writes
         self._stacks: dict[Loop, list[Array]] = {}
+        self._other_stacks: dict[tuple[Loop, int], Array] = {}  # of those that the state takes in turn
+        # Stacks that a variable may take as they are, since nothing else is made of their memory.
+        self._stacked_alone = {y for i in loops for y in i.outputs[len(i.carries) :]}
         # Carries that each trip writes over, which are there once.
         self._carried = {i: {v: self._array(v) for v in inside.written_over(i)} for i, inside in self.bodies.items()}
         self._partial = {
@@ -120,9 +123,10 @@ class FastExecutor(Interpreter[Array, Engine]):
         given = {v: feeds[name] for name, v in self.program.inputs.items()}
         given |= {v: state[name] for name, v in self.program.variables.items()}
         self._targets = self.buffers.begin(state.values())
+        self._free_stacks(state.values())
         arrays = self.run(self.ready, given, engine)
         outputs = {name: arrays[v] for name, v in self.program.outputs.items()}
-        owned = self.buffers.double
+        owned = self.buffers.double | self._stacked_alone
         updates = {
             name: arrays[v] if self.buffers.owner[v] in owned else arrays[v].copy()
             for name, v in self.program.updates.items()
@@ -198,6 +202,17 @@ class FastExecutor(Interpreter[Array, Engine]):
     def stacked(self, i: Loop, n: int, parts: Sequence[Array]) -> Array:
         """The array of all trips, into which each has written."""
         return self.stacks_of(i)[n]
+
+    def _free_stacks(self, taken: Iterable[Array]) -> None:
+        """Of stacks that have become new values of variables the other array: the state has `taken` the first."""
+        state = {id(memory_of(a)) for a in taken}
+        for i, stacks in self._stacks.items():
+            for n, stack in enumerate(stacks):
+                if id(memory_of(stack)) in state:
+                    other = self._other_stacks.pop((i, n), None)
+                    free = other is not None and id(memory_of(other)) not in state
+                    stacks[n] = other if other is not None and free else np.empty_like(stack)
+                    self._other_stacks[i, n] = stack
 
     def stacks_of(self, i: Loop) -> list[Array]:
         """The arrays of all trips, which serve every step."""

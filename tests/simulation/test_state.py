@@ -764,3 +764,31 @@ def test_the_ring_of_a_collective_ends_with_the_block_that_follows(kind: str) ->
         np.testing.assert_allclose(own.reshape(-1), (block.T if kind == "reduce_scatter" else block).reshape(-1))
     with pytest.raises(mtf.FeedError, match=r"ring .*'%0' is not what a collective round a ring brings"):
         sim.ring("%0")
+
+
+@pytest.mark.parametrize("executor", ["fast", "exact"])
+def test_stacks_of_loops_become_the_state_without_writing_over_it(executor):
+    """A variable that a loop stacks anew in each step: earlier values stay as they were read."""
+    layers, d = mtf.Dimension("layers", 3), mtf.Dimension("d", 4)
+    with mtf.Graph():
+        cache = mtf.variable("cache", [layers, d], 1.0)
+        bad = mtf.input("bad", [d])
+
+        def body(carries, slices):
+            y = slices[0] + carries[0] + mtf.reduce_sum(cache)  # all of the state, while the stack is written
+            return [carries[0]], [y]
+
+        (_, stacked) = mtf.scan(body, [bad], [cache], layers)
+        program = mtf.lower({"sum": mtf.reduce_sum(stacked[0])}, updates=[mtf.assign(cache, stacked[0])])
+    sim = mtf.simulate(program, executor=executor)
+    expected, seen = np.ones((3, 4), np.float32), []
+    for step in range(5):
+        feed = np.full(4, step, np.float32)
+        before = np.array(sim.state["cache"])
+        assert np.array_equal(before, expected)
+        result = sim.step(bad=feed)
+        expected = expected + step + expected.sum()
+        assert result["sum"] == pytest.approx(expected.sum())
+        seen.append((sim.state["cache"], expected))
+    for array, value in seen:  # what was read stays as it was
+        assert np.array_equal(array, value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import numpy as np
@@ -18,6 +19,7 @@ from meshlib.ops.rules import align
 
 # Scores held at once: what is done to them element by element stays in the second-level cache.
 _CHUNK = 1 << 17
+_PAYING_QUERIES = 32  # of a batch, from which on a transposed copy of its keys is made
 
 Names = tuple[str, ...]
 Cut = tuple[slice, ...]
@@ -52,13 +54,27 @@ def cuts(sizes: Sequence[int], limit: int) -> Iterator[Cut]:
 
 @dataclass(frozen=True)
 class Memory:
-    """Keys and values of some batches: [batch, memory, dim], and transposed, which BLAS is twice as fast on."""
+    """Keys and values of some batches, [batch, memory, dim], that so many queries of each batch meet."""
 
     batch: Cut
     k: Array
     v: Array
-    k_columns: Array
-    v_columns: Array
+    queries: int
+
+    @cached_property
+    def k_columns(self) -> Array:
+        """The keys, [batch, dim, memory]."""
+        return self._columns(self.k)
+
+    @cached_property
+    def v_columns(self) -> Array:
+        """The values, [batch, dim, memory]."""
+        return self._columns(self.v)
+
+    def _columns(self, x: Array) -> Array:
+        """Transposed; in memory too, on which BLAS is twice as fast, where there are queries enough to pay for it."""
+        columns = x.swapaxes(1, 2)
+        return columns if self.queries < _PAYING_QUERIES else np.ascontiguousarray(columns)
 
 
 @dataclass(frozen=True)
@@ -111,7 +127,7 @@ class Kernel:
         scores = groups * min(length, self._most_rows()) * self.k.shape[-2]
         for cut in cuts(self.q.shape[:count], max(1, _CHUNK // scores)):
             k, v = self._operand(self.k[cut], count), self._operand(self.v[cut], count)
-            yield Memory(cut, k, v, *(np.ascontiguousarray(x.swapaxes(1, 2)) for x in (k, v)))
+            yield Memory(cut, k, v, groups * length)
 
     def rows(self, memory: Memory) -> Iterator[Rows]:
         """The queries of these batches, run by run."""
