@@ -121,7 +121,7 @@ def _explain_class(kind: type) -> None:
         for name, method in list(vars(base).items()):
             if name == "__init__":
                 setattr(base, name, _explaining(method, _constructed))
-            elif isfunction(method) and not name.startswith("_"):
+            elif isfunction(method) and (name == "__call__" or not name.startswith("_")):
                 setattr(base, name, _explaining(method, partial(_method_called, method)))
             elif isinstance(method, staticmethod | classmethod) and isfunction(method.__func__):
                 function = method.__func__
@@ -139,7 +139,8 @@ def _constructed(args: tuple[Any, ...]) -> Called:
 
 
 def _method_called(method: Callable[..., Any], args: tuple[Any, ...]) -> Called:
-    return f"{type(args[0]).__name__ if args else ''}.{method.__name__}", [method], args
+    kind = type(args[0]).__name__ if args else ""
+    return kind if method.__name__ == "__call__" else f"{kind}.{method.__name__}", [method], args
 
 
 # ------------------------------------------------------------ what is wrong

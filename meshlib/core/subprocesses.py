@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from multiprocessing.connection import wait
 from typing import Any
@@ -13,15 +14,16 @@ CHECK_SECONDS = 1.0  # between looks at the parent's id
 
 
 def exit_with_parent() -> None:
-    """Start a thread that ends this worker process as soon as its parent has ended, however that was.
+    """End this worker process as soon as its parent has ended, however that was, and whatever it is doing then.
 
     The sentinel of the parent is a pipe that closes when the parent ends. Other children of the parent, forked later,
-    may hold it open: so the id of the parent is compared every `CHECK_SECONDS` as well.
+    may hold it open: so a thread compares the id of the parent every `CHECK_SECONDS` as well.
     """
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None:
         return
     pid, sentinel = parent.pid, parent.sentinel
+    kill_when_closed(sentinel)
 
     def watch() -> None:
         while os.getppid() == pid and not wait([sentinel], CHECK_SECONDS):
@@ -29,6 +31,21 @@ def exit_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="meshlib.parent", daemon=True).start()
+
+
+def kill_when_closed(pipe: int) -> None:
+    """Have the kernel kill this process when the other end of a pipe closes, or writes; Linux only.
+
+    A thread that watches the pipe never runs while a regular expression, or another call into C, holds the
+    interpreter's lock.
+    """
+    if sys.platform != "linux":
+        return
+    import fcntl
+
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 class WatchedName(str):

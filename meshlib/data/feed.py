@@ -113,7 +113,10 @@ class Feed(Iterator[Batch]):
         """
         place = _place_of(state)
         if place is None:
-            raise FeedError(f"{at('data.restore')}: expected what state() returned, got {state!r:.80}")
+            raise FeedError(
+                f"{at('data.restore')}: expected what state() of {self.data} returned, got {state!r:.80}; a run goes on "
+                "with data of the kind that it began with"
+            )
         own = self._identity
         if state["of"] != own["of"]:
             raise FeedError(

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+from collections.abc import Iterator
 from importlib.metadata import version
-from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from meshlib.core.canonical_keys import key_of
+from meshlib.core.documents import RECORD, TEXT, Schema, parse_json
 from meshlib.core.errors import ProgramError
+from meshlib.core.files import open_file, replace_file
+from meshlib.program.instructions import Compute, Loop
 from meshlib.program.records import Program
 
-MAGIC = b"meshlib compiled step 1\n"
+MAGIC = b"meshlib compiled step 2\n"
+MOST_HEAD_BYTES = 2**16
+HEAD: Schema = {**dict.fromkeys(("program", "mesh", "slice", "device_kind", "sha256"), TEXT), "versions": RECORD}
 
 
 def jax_versions() -> dict[str, str]:
@@ -20,12 +27,21 @@ def jax_versions() -> dict[str, str]:
 
 
 def fingerprint(program: Program) -> str:
-    """A digest of what a program runs: equal programs have equal ones."""
-    return hashlib.sha256(str(program).encode()).hexdigest()
+    """The canonical key of what a program runs: its instructions, and what their operations compute."""
+    return key_of("compiled step", str(program), program.precision, list(_computed(program)))
 
 
-def write_executable(path: Path, compiled: Any) -> None:
-    """Write the executable of a `Compiled` behind a line of JSON that says what it is for.
+def _computed(program: Program) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The kind and attributes of every operation that is computed, in order; initial values are not."""
+    for instruction in program.instructions:
+        if isinstance(instruction, Loop):
+            yield from _computed(instruction.body)
+        elif isinstance(instruction, Compute):
+            yield instruction.operation.opdef.name, dict(instruction.operation.attrs)
+
+
+def write_executable(path: str | os.PathLike[str], compiled: Any) -> None:
+    """Write the executable of a `Compiled` behind a line of JSON that says what it is for; whole or not at all.
 
     Raises: ProgramError for a file that can't be written.
     """
@@ -35,44 +51,45 @@ def write_executable(path: Path, compiled: Any) -> None:
         "slice": compiled.slice.name,
         "device_kind": compiled.device_kind,
         "versions": compiled.versions,
-        "bytes": len(compiled.executable),
+        "sha256": hashlib.sha256(compiled.executable).hexdigest(),
     }
-    try:
-        path.write_bytes(MAGIC + json.dumps(head).encode() + b"\n" + compiled.executable)
-    except OSError as fault:
-        raise ProgramError(f"save: {path} can't be written: {fault}") from None
+    content = MAGIC + json.dumps(head).encode() + b"\n" + compiled.executable
+    replace_file(path, lambda file: file.write(content), "save", ProgramError)
 
 
-def read_executable(path: Path, program: Program, device_kind: str, versions: dict[str, str]) -> bytes:
+def read_executable(
+    path: str | os.PathLike[str], program: Program, device_kind: str, versions: dict[str, str]
+) -> bytes:
     """The executable in a file, after a look whether it is that of the program, the devices and this JAX.
 
     Raises: ProgramError, with both sides of what differs.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as fault:
-        raise ProgramError(f"on_jax: executable {path} can't be read: {fault}") from None
-    head, newline, body = data[len(MAGIC) :].partition(b"\n")
-    try:
-        about = json.loads(head) if data.startswith(MAGIC) and newline else None
-    except ValueError:
-        about = None
-    if not isinstance(about, dict) or len(body) != about.get("bytes"):
-        raise ProgramError(
-            f"on_jax: {path} is no whole file of a compiled step; write it with mtf.compile_for(...).save"
-        )
+    with open_file(path, "on_jax", ProgramError) as (file, target):
+
+        def fail(fault: str) -> NoReturn:
+            raise ProgramError(
+                f"on_jax: {target} is no whole file of a compiled step: {fault}; write it with "
+                "mtf.compile_for(...).save"
+            ) from None
+
+        if file.read(len(MAGIC)) != MAGIC:
+            fail(f"it does not begin with {MAGIC.decode().strip()!r}")
+        about = parse_json(file.readline(MOST_HEAD_BYTES), fail, HEAD)
+        body = file.read()
+    if (digest := hashlib.sha256(body).hexdigest()) != about["sha256"]:
+        fail(f"its {len(body):,} bytes have the SHA-256 {digest[:16]}, those written had {about['sha256']:.16}")
     if about["program"] != fingerprint(program):
         raise ProgramError(
-            f"on_jax: {path} is the step of another program (mesh {about['mesh']}, slice {about['slice']}); compile "
-            "this one, with the same sizes, layout and library"
+            f"on_jax: {target} is the step of another program (mesh {about['mesh']:.80}, slice {about['slice']:.80}); "
+            "compile this one, with the same sizes, layout and library"
         )
     if about["device_kind"] != device_kind:
         raise ProgramError(
-            f"on_jax: {path} is compiled for {about['device_kind']} devices, but these are {device_kind}"
+            f"on_jax: {target} is compiled for {about['device_kind']:.80} devices, but these are {device_kind}"
         )
-    theirs = {k: v for k, v in about["versions"].items() if k in versions}
+    theirs = {k: str(v)[:40] for k, v in about["versions"].items() if k in versions}
     if theirs != versions:
-        raise ProgramError(f"on_jax: {path} is compiled by {_text(theirs)}, but this is {_text(versions)}")
+        raise ProgramError(f"on_jax: {target} is compiled by {_text(theirs)}, but this is {_text(versions)}")
     return body
 
 

@@ -6,7 +6,6 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from copy import copy
-from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
 
@@ -134,7 +133,7 @@ class OnJax(Simulation):
         self.program, self.seed, self.checked = program, seed, checked
         self.executor, self.check_nan = "jax", checked
         self.devices = devices
-        self.executable = None if executable is None else Path(executable)
+        self.executable = executable
         self.seconds: dict[int, deque[float]] = {}  # by id of the program, of those whose steps are kept
         self.state: DeviceState = DeviceState(seed)
         self._steps: OrderedDict[int, Step] = OrderedDict()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -59,7 +59,7 @@ class Step:
         program: Program,
         devices: Sequence[jax.Device] | None,
         checked: bool,
-        executable: Path | None = None,
+        executable: str | os.PathLike[str] | None = None,
     ) -> None:
         self.program, self.checked, self.executable = program, checked, executable
         self.mesh = device_mesh(program.mesh, devices)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from meshlib.core.documents import COUNT, RECORD, TEXT, Kind, Schema, parse_json
 from meshlib.core.errors import CheckpointError, DamagedError
-from meshlib.core.files import claimed, remove_file, remove_stale
+from meshlib.core.files import claimed, make_folder, remove_file, remove_stale
 from meshlib.simulation import Simulation
 from meshlib.storage.checkpoint import Snapshot, load, read_notes, save
 from meshlib.training.background import Background
@@ -61,12 +61,7 @@ class Keeper:
         self.folder, self.keep, self.on_damage = Path(folder), keep, on_damage
         self.background = Background()
         self.snapshot: Snapshot | None = None
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as fault:
-            raise CheckpointError(
-                f"train: the folder {self.folder} can't be made: {fault.strerror or fault}"
-            ) from fault
+        make_folder(folder, "train", CheckpointError)
 
     def there(self) -> list[Path]:
         """Those in the folder, the oldest first."""

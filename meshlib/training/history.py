@@ -114,7 +114,10 @@ def read_history(path: str | os.PathLike[str]) -> list[Row]:
     for number, line in enumerate(lines[:-1], start=1):  # behind the last end of a line a writer was killed
 
         def fail(fault: str, number: int = number) -> NoReturn:
-            raise CheckpointError(f"history: line {number} of {target} is no row with a step: {fault}") from None
+            raise CheckpointError(
+                f"history: line {number} of {target} is no row with a step: {fault}; delete the "
+                "file: runs add rows to it, and take nothing from it"
+            ) from None
 
         rows.append(parse_json(line, fail, {"step": COUNT}, constants=True))
     return rows

@@ -22,14 +22,14 @@ from tests.running import children, is_running
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
 
-# Prints a line when its workers are at work; they never end by themselves.
+# Prints a line when its workers are at work, which they are for minutes, some without giving up the interpreter's lock.
 PARENTS = {
     "data": """
-import time, numpy as np, meshlib as mtf
+import numpy as np, meshlib as mtf
 
 def slow(example):
     if example["x"] >= 40:
-        time.sleep(1000)
+        sum(range(10**11))
     return example
 
 if __name__ == "__main__":
@@ -50,10 +50,22 @@ if __name__ == "__main__":
     [*feed]
 """,
     "search": """
-import time
+from meshlib.searching.workers import Workers
+
+workers = Workers(2, {"slow": lambda n: sum(range(10**11))})
+print("started", flush=True)
+workers.answers("slow", range(4), None)
+""",
+    "search, pipes held by another process": """
+import os, time
 from meshlib.searching.workers import Workers
 
 workers = Workers(2, {"slow": lambda n: time.sleep(1000)})
+if not os.fork():  # a process that is no child of this one outlives it
+    if not os.fork():
+        time.sleep(4)
+    os._exit(0)
+os.wait()
 print("started", flush=True)
 workers.answers("slow", range(4), None)
 """,
@@ -61,7 +73,7 @@ workers.answers("slow", range(4), None)
 
 
 # Of data, the third is the resource tracker.
-@pytest.mark.parametrize(("kind", "count"), [("data", 3), ("imports", 3), ("search", 2)])
+@pytest.mark.parametrize(("kind", "count"), [("data", 3), ("imports", 3), *((kind, 2) for kind in PARENTS if "search" in kind)])
 def test_workers_end_with_their_parent(kind: str, count: int, tmp_path: Path) -> None:
     path = tmp_path / "parent.py"
     path.write_text(PARENTS[kind])

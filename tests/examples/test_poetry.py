@@ -106,7 +106,7 @@ def test_it_goes_on_where_it_stopped(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--text", "nowhere.txt"], r"nowhere.txt: No such file"),
+        (["--text", "nowhere.txt"], r"--text: .*nowhere.txt can't be read: No such file"),
         (["--layout", "bach:rows"], "batch"),
         (["--vocab", "3"], "--vocab must be at least 258, got 3"),
         (["--dropout", "1"], "--dropout must be in 0 to 1"),

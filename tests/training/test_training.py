@@ -285,7 +285,7 @@ def test_a_picture_of_it(tmp_path: Path) -> None:
         (lambda: mtf.Evaluation(program=program(), data=iter([]), every=1), "begin anew"),
         (lambda: mtf.Evaluation(program=program(), data=data(), every=1), "repeat for ever"),
         (lambda: mtf.train(program(), [{"x": X[:8]}], 1), "missing feed 'y'"),
-        (lambda: mtf.train(program(), data(), 1, folder="/dev/null/no"), "can't be made"),
+        (lambda: mtf.train(program(), data(), 1, folder="/dev/null/no"), "no folder ./dev/null/no. can be made"),
     ],
 )
 def test_one_clear_error(call: Callable[[], object], message: str) -> None:

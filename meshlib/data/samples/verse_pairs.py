@@ -10,8 +10,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from meshlib.core.errors import DataError
+from meshlib.core.files import open_file
 
 OWN = Path(__file__).with_name("verses.txt")
+MOST_BYTES = 8 * 2**20
 HELD_OUT = 10  # one poem of so many is held out
 START = -1  # before the first token of a line
 
@@ -35,10 +37,8 @@ def load_verses(path: str | None) -> Verses:
     Raises: DataError for a file that can't be read, or has fewer than 20 pairs of lines.
     """
     file = OWN if path is None else Path(path).expanduser()
-    try:
-        text = file.read_text(encoding="utf-8", errors="replace")
-    except OSError as fault:
-        raise DataError(f"{file}: {fault.strerror}") from None
+    with open_file(file, "--text", DataError, MOST_BYTES) as (opened, _):
+        text = opened.read().decode(errors="replace")
     poems: list[list[str]] = [[]]
     for raw in text.splitlines():
         line = raw.strip()

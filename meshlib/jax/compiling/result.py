@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from hardware.slices import Slice
@@ -107,7 +106,7 @@ class Compiled:
         """
         if not self.executable:
             raise ProgramError(f"save: there is no executable, for the program {self.headline}")
-        write_executable(Path(path), self)
+        write_executable(path, self)
 
     def as_json(self) -> dict[str, Any]:
         """The figures for programs."""

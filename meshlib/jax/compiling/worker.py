@@ -22,6 +22,7 @@ import numpy as np
 from jax.experimental import mesh_utils, serialize_executable, topologies
 
 import meshlib.jax.rows  # the library's own rows  # noqa: F401
+from meshlib.core.subprocesses import kill_when_closed
 from meshlib.jax.compiling.messages import Answer, Began, Failed, Task
 from meshlib.jax.executables import jax_versions
 from meshlib.jax.step import Step
@@ -94,7 +95,7 @@ def send(out: BinaryIO, message: object) -> None:
 
 
 def _end_with_parent() -> None:
-    """The parent keeps standard input open as long as it runs."""
+    """End with the parent, which keeps standard input open as long as it runs."""
     sys.stdin.buffer.read(1)
     os._exit(1)
 
@@ -105,6 +106,7 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print does not come between
     begun = time.process_time()
     task: Task = pickle.load(sys.stdin.buffer)
+    kill_when_closed(sys.stdin.fileno())
     threading.Thread(target=_end_with_parent, name="meshlib.parent", daemon=True).start()
     try:
         devices = devices_of(task)
