@@ -90,6 +90,12 @@ def parse_json(
     def no_constant(word: str) -> NoReturn:
         fail(f"{word} is no number in JSON")
 
+    def finite(digits: str) -> float:
+        value = float(digits)
+        if math.isinf(value):
+            fail(f"{digits:.40} is larger than any float64")
+        return value
+
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         entries = dict(pairs)
         if len(entries) != len(pairs):
@@ -99,7 +105,9 @@ def parse_json(
 
     try:
         text = raw.decode() if isinstance(raw, bytes) else raw
-        document = json.loads(text, object_pairs_hook=unique, parse_constant=None if constants else no_constant)
+        document = json.loads(
+            text, object_pairs_hook=unique, parse_float=finite, parse_constant=None if constants else no_constant
+        )
     except UnicodeDecodeError as fault:
         fail(f"it is not UTF-8: byte {fault.start} of {len(raw)} is 0x{fault.object[fault.start]:02x}")
     except RecursionError:

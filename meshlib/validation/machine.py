@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import count, takewhile
 from typing import Any
 
 from hardware.chips import Chip
@@ -22,6 +23,7 @@ _AXES = {
     "data": "data", "fsdp": "fsdp", "fsdp_transpose": "fsdp", "tensor": "tensor", "tensor_transpose": "tensor",
     "tensor_sequence": "tensor", "model": "tensor", "mdl": "tensor", "context": "context", "sequence": "context",
 }  # fmt: skip
+MOST_CHIPS = 10**9
 _REST = -1  # a size in a layout: what the other axes leave
 
 
@@ -45,15 +47,17 @@ def slice_of(row: Row, chip: Chip) -> tuple[Slice, tuple[str, ...]]:
     Raises: NotExpressed where the number of chips is not stated or no multiple of that of the slices.
     """
     shape = shape_of(row.get("slice")) or _pod_of(row.get("slice"), chip)
-    count, chips = _counts(row, chip, shape)
-    if chips % count:
-        raise NotExpressed(f"its {chips} chips make no {count} equal slices")
-    each, assumed = chips // count, tuple[str, ...]()
+    slices, chips = _counts(row, chip, shape)
+    if slices < 1 or chips % slices or not 0 < chips <= MOST_CHIPS:
+        raise NotExpressed(
+            f"its {f'{chips:,}':.40} chips make no {slices} equal slices; a machine has 1 to {MOST_CHIPS:,} chips"
+        )
+    each, assumed = chips // slices, tuple[str, ...]()
     if math.prod(shape) == each:
         size = "x".join(map(str, shape))
     else:
         size, assumed = _compact(each, len(chip.pod_shape), chip), ("shape of the slice",)
-    name = f"{count}*{chip.name}-{size}" if count > 1 else f"{chip.name}-{size}"
+    name = f"{slices}*{chip.name}-{size}" if slices > 1 else f"{chip.name}-{size}"
     try:
         return Slice(name, chip), assumed
     except HardwareError:
@@ -95,15 +99,15 @@ def _counts(row: Row, chip: Chip, shape: tuple[int, ...]) -> tuple[int, int]:
     """(slices, chips in all)."""
     layout, where = row.get("layout"), row.get("slice")
     across = [int(n) for key, n in stated_sizes(layout).items() if key.startswith("dcn_") and n > 0]
-    count = int(row.get("n_slices") or math.prod(across))
+    slices = int(row.get("n_slices") or math.prod(across))
     if row.get("n_chips"):
-        return count, int(row["n_chips"])
+        return slices, int(row["n_chips"])
     if row.get("n_cores"):
-        return count, int(row["n_cores"]) // chip.cores_per_chip
+        return slices, int(row["n_cores"]) // chip.cores_per_chip
     each = math.prod(shape) if shape else int(where.get("chips") or 0) if isinstance(where, Mapping) else 0
     if not each:
         raise NotExpressed("the number of its chips is not stated")
-    return count, count * each
+    return slices, slices * each
 
 
 def _compact(chips: int, rank: int, chip: Chip) -> str:
@@ -115,10 +119,11 @@ def _compact(chips: int, rank: int, chip: Chip) -> str:
 
 
 def _boxes(volume: int, rank: int) -> Iterator[tuple[int, ...]]:
+    """The sides of boxes of a volume, ascending."""
     if rank == 1:
         yield (volume,)
         return
-    for side in range(1, volume + 1):
+    for side in takewhile(lambda side: side**rank <= volume, count(1)):
         if volume % side == 0:
             yield from ((side, *rest) for rest in _boxes(volume // side, rank - 1) if side <= rest[0])
 

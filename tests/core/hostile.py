@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from hardware import HardwareError, load_chip
 from meshlib.sharing.programs import forward_program
 from meshlib.storage.checkpoint import read_notes
 from meshlib.training.history import read_history
-from meshlib.validation.validating import _load as read_rows
+from meshlib.validation.validating import validate
 
 SECONDS = 1.0  # of the process, for one file
 MOST_BYTES = 256 * 2**20
@@ -97,7 +98,10 @@ LLAMA = {
     "model_type": "llama", "num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32,
     "vocab_size": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}, "tie_word_embeddings": False,
 }  # fmt: skip
-ROW = {"id": "a", "family": "x", "chip": "v5e", "measured": 1.0}
+ROW = {
+    "id": "a", "kind": "micro", "family": "microbench", "chip": "v7", "n_chips": 4, "slice": {"topology": "2x2x1"},
+    "model": {"op": "matmul m=n=k", "n": 256}, "precision": "bf16", "measured": {"tflops_per_s_per_device": 18.3},
+}  # fmt: skip
 
 
 def text(content: object) -> Callable[[Path], object]:
@@ -147,8 +151,13 @@ def index(path: Path) -> None:
     path.write_bytes((folder / "model.safetensors.index.json").read_bytes())
 
 
+def copied(path: Path, to: Path) -> None:
+    to.unlink(missing_ok=True)
+    shutil.copyfile(path, to)
+
+
 def read_index(path: Path) -> object:
-    shutil.copyfile(path, path.parent / "several" / "model.safetensors.index.json")
+    copied(path, path.parent / "several" / "model.safetensors.index.json")
     return dict(mtf.sharing.read_weights(path.parent / "several", TINY))
 
 
@@ -158,7 +167,7 @@ def exported(path: Path) -> None:
 
 
 def read_exported(path: Path) -> object:
-    shutil.copyfile(path, path.parent / "model" / "config.json")
+    copied(path, path.parent / "model" / "config.json")
     return mtf.load_model(path.parent / "model")
 
 
@@ -190,7 +199,7 @@ def manifest(path: Path) -> None:
 
 
 def read_set(path: Path) -> object:
-    shutil.copyfile(path, path.parent / "set" / ".t@2.json")
+    copied(path, path.parent / "set" / ".t@2.json")
     return [list(mtf.records.read(path.parent / "set" / name if name else path.parent / "set")) for name in ("t@2", "")]
 
 
@@ -243,8 +252,22 @@ def explained(path: Path) -> object:
     from meshlib.command.compiled import hlo_text  # imports JAX
 
     named = path.with_suffix(".hlo")
-    shutil.copyfile(path, named)
+    copied(path, named)
     return str(mtf.jax.explain(str(hlo_text(str(named))), "v5e-4", "data:4"))
+
+
+def executable(path: Path) -> None:
+    from meshlib.jax.executables import jax_versions, write_executable  # imports JAX
+
+    slice, body = SimpleNamespace(name="v5e-1"), bytes(range(256))
+    what = {"program": program(), "slice": slice, "device_kind": "TPU", "versions": jax_versions(), "executable": body}
+    write_executable(path, SimpleNamespace(**what))
+
+
+def read_back(path: Path) -> object:
+    from meshlib.jax.executables import jax_versions, read_executable  # imports JAX
+
+    return read_executable(path, program(), "TPU", jax_versions())
 
 
 READERS: dict[str, Reader] = {
@@ -258,7 +281,7 @@ READERS: dict[str, Reader] = {
     "search(resume=)": Reader(
         search_file, lambda path: mtf.search(matmul, "v5e-1", workers=1, axes=0, resume=path), "json", 20
     ),
-    "validate --file": Reader(text({"rows": [ROW]}), read_rows, "json"),
+    "validate --file": Reader(text({"rows": [ROW]}), validate, "json", 50),
     "read_history": Reader(text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": NaN}\n'), read_history),
     "train on a note": Reader(trained, go_on, "json", 30),
     "read_idx": Reader(idx, lambda path: mtf.data.idx({"x": path})),
@@ -281,6 +304,7 @@ if importlib.util.find_spec("yaml") is not None:
     READERS["read_maxtext"] = Reader(text(MAXTEXT), mtf.models.read_maxtext, share=30)
 if importlib.util.find_spec("jax") is not None:
     READERS["explain a compiled program"] = Reader(text(HLO), explained, share=50)
+    READERS["a compiled step"] = Reader(executable, read_back, share=30)
 if importlib.util.find_spec("PIL") is not None:
     READERS["read_image"] = Reader(picture, mtf.records.images.read_image)
 WRONG: list[object] = [None, True, -1, 0, 10**400, 1e308, "x", "", [], {}, [[]], {"a": {}}, float("nan"), "\ud800", 3.5]
@@ -368,6 +392,7 @@ def fuzz(reader: str, count: int, folder: Path) -> int:
     raw, rng, refused = (folder / "sound").read_bytes(), random.Random(reader), 0
     for n in range(count):
         path = folder / f"mutant{n % 4}"
+        path.unlink(missing_ok=True)  # some file systems bring a file to the disk that is written over
         path.write_bytes(mutated(raw, rng, own.form == "json"))
         try:
             said = refusal(reader, path)

@@ -19,6 +19,7 @@ import pytest
 
 import meshlib as mtf
 from hardware import HardwareError
+from meshlib.data.samples import load_verses
 from meshlib.data.vocabulary.pretokenizer import compiled, words
 from tests.core.hostile import MOST_BYTES, READERS, SECONDS, Peak, fuzz, text
 from tests.effort import draws
@@ -86,7 +87,8 @@ AROUND = (  # copy it first, or take what is no file for something else
     "explain a compiled program",
 )  # fmt: skip
 NO_FILES: dict[str, Callable[[Path], object]] = {
-    name: reader.read for name, reader in READERS.items() if name not in AROUND
+    **{name: reader.read for name, reader in READERS.items() if name not in AROUND},
+    "verses": lambda path: load_verses(str(path)),
 }
 
 

@@ -157,3 +157,14 @@ def test_a_whole_pod_in_words():
     row = {"n_chips": 1024, "slice": {"topology": "full pod"}}
     found, assumed = slice_of(row, CHIPS["v3"])
     assert (found.torus_shape, assumed) == ((32, 32), ())
+
+
+@pytest.mark.parametrize(("chips", "slices"), [(2**64, 1), (1e300, 1), (10**9 + 7, 1), (-4, 1), (64, -2), (63, 2)])
+def test_no_machine_has_such_chips(chips, slices):
+    """Some of them have too many boxes to go through."""
+    with pytest.raises(NotExpressed, match=rf"chips make no {slices} equal slices; a machine has 1 to 1,000,000,000"):
+        slice_of({"n_chips": chips, "n_slices": slices}, CHIPS["v4"])
+
+
+def test_a_box_of_a_large_prime():
+    assert slice_of({"n_chips": 999_999_937}, CHIPS["v5e"])[0].torus_shape == (1, 999_999_937)
