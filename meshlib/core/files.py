@@ -145,7 +145,7 @@ def make_folder(folder: object, what: str, error: type[Exception]) -> str:
         os.makedirs(path, exist_ok=True)
     except (OSError, TypeError, ValueError) as fault:
         raise error(
-            f"{what}: no folder {folder!r:.80} can be made: {getattr(fault, 'strerror', None) or fault}"
+            f"{what}: no folder '{folder!s:.200}' can be made: {getattr(fault, 'strerror', None) or fault}"
         ) from None
     return str(path)
 

@@ -120,7 +120,10 @@ class Maker(Iterator[Made]):
                         yield self._of_rows(rows, asked, Place(ends, batcher.pending()))
                         fresh = ends
                 if ends - fresh >= self.count:
-                    raise DataError(f"data: {self.data} made no batch of {self.count} examples, those of an epoch")
+                    raise DataError(
+                        f"data: {self.data} made no batch of {self.count} examples, those of an epoch: filters "
+                        "leave too few; take a smaller batch, or remainder='pad'"
+                    )
             elif ends is not None and ends - fresh >= self.count * max(1, asked.size) and self._none_left(batcher):
                 raise DataError(f"data: {self.data} has no example left after filters and faults")
             drawn_example = next(drawn, None)

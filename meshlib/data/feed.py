@@ -114,8 +114,8 @@ class Feed(Iterator[Batch]):
         place = _place_of(state)
         if place is None:
             raise FeedError(
-                f"{at('data.restore')}: expected what state() of {self.data} returned, got {state!r:.80}; a run goes on "
-                "with data of the kind that it began with"
+                f"{at('data.restore')}: expected what state() of {self.data} returned, got {state!r:.80}; a run "
+                "goes on with data of the kind that it began with"
             )
         own = self._identity
         if state["of"] != own["of"]:

@@ -320,7 +320,7 @@ def _names_segments(segments: object, lengths: Mapping[str, tuple[int, ...]] | N
 
 def _once(what: str, there: bool) -> None:
     if there:
-        raise FeedError(f"{at(f'data.{what}')}: there is a {what} already")
+        raise FeedError(f"{at(f'data.{what}')}: there is a {what} already; begin again from the data without it")
 
 
 def _before(what: str, batching: Batching | None) -> None:

@@ -162,10 +162,14 @@ class Routing:
         for name in ("loss_coef", "z_loss"):
             if getattr(self, name) < 0:
                 faults.append(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.second_policy == "threshold" and self.second_threshold > 1:
+            faults.append(f"second_threshold is a share of a token's gates, at most 1, got {self.second_threshold}")
         if not 0 <= self.jitter < 1:
             faults.append(f"jitter must be in [0, 1), got {self.jitter}")
         if self.groups_per_token > self.expert_groups:
-            faults.append(f"groups_per_token {self.groups_per_token} of expert_groups {self.expert_groups}")
+            faults.append(
+                f"groups_per_token must be at most expert_groups, {self.expert_groups}, got {self.groups_per_token}"
+            )
         if self.gating == "expert_choice" and (self.bias or self.expert_groups > 1):
             faults.append("bias and expert_groups are for tokens that choose; 'expert_choice' has neither")
         return faults

@@ -167,7 +167,10 @@ class _Serving:
     def prefill(self, length: int) -> Step:
         """Prompts into caches."""
         if length > self.cache_length:
-            raise GraphError(f"{at(self.what)}: length {length} is longer than cache_length {self.cache_length}")
+            raise GraphError(
+                f"{at(self.what)}: length {length} is longer than cache_length {self.cache_length}; "
+                "caches hold the prompt, too"
+            )
         dim = Dimension("length", length)
         tokens, lengths = self._input("tokens", dim), self._input("lengths")
         caches = Caches(self.cache_length, lengths, False, self.cache_dtype, self.hypotheses)

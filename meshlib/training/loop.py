@@ -33,6 +33,7 @@ from meshlib.training.signals import noted
 __all__ = ["Trained", "train"]
 
 ON_NAN = ("stop", "skip")
+BEST = "loss"  # the figure of evaluations that is compared unless another is named
 BETTER = ("lower", "higher")
 TOGETHER_BYTES = 256 * 2**20  # of feeds that lie on the devices at once
 SKIPS_IN_A_ROW = 10  # steps without an update, after which a run is stopped all the same
@@ -70,7 +71,7 @@ def train(
     save_every: int | None = None,
     keep: int = 3,
     on_damage: str = "error",
-    best: str = "loss",
+    best: str = BEST,
     better: str = "lower",
     patience: int | None = None,
     on_nan: str = "stop",
@@ -151,8 +152,9 @@ def train(
         raise GraphError(f"{at(what)}: best must be the name of a figure, got {best!r:.80}")
     if report is not None and not callable(report):
         raise GraphError(f"{at(what)}: report must be a function of a row, got {report!r:.80}")
-    if patience is not None and evaluation is None:
-        raise GraphError(f"{at(what)}: patience counts evaluations; give evaluation=mtf.Evaluation(...)")
+    if (patience is not None or best != BEST) and evaluation is None:
+        name = "patience" if patience is not None else f"best={best!r:.80}"
+        raise GraphError(f"{at(what)}: {name} is about evaluations; give evaluation=mtf.Evaluation(...)")
     if save_every is not None and folder is None:
         raise GraphError(f"{at(what)}: save_every needs a folder to save in")
     if on_nan == "skip" and not run.check_nan:

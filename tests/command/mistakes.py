@@ -27,3 +27,13 @@ def assert_explained(mistake: Mistake, name: str) -> str:
     assert "<lambda>" not in text or "initializer" in name
     assert len(text) < 1500
     return text
+
+
+def assert_told(code: Callable[[], object], text: str) -> None:
+    """The code raises an error of ours that says this; "*" stands for anything."""
+    with mtf.Graph(), pytest.raises(mtf.MeshlibError) as caught:
+        code()
+    said = str(caught.value)
+    assert re.search(".*".join(map(re.escape, text.split("*"))), said, re.DOTALL), f"no {text!r} in:\n{said}"
+    assert caught.value.__cause__ or caught.value.__suppress_context__ or not caught.value.__context__, said
+    assert len(said) < 1500

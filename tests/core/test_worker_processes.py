@@ -73,7 +73,7 @@ workers.answers("slow", range(4), None)
 
 
 # Of data, the third is the resource tracker.
-@pytest.mark.parametrize(("kind", "count"), [("data", 3), ("imports", 3), *((kind, 2) for kind in PARENTS if "search" in kind)])
+@pytest.mark.parametrize(("kind", "count"), [(kind, 2 if "search" in kind else 3) for kind in PARENTS])
 def test_workers_end_with_their_parent(kind: str, count: int, tmp_path: Path) -> None:
     path = tmp_path / "parent.py"
     path.write_text(PARENTS[kind])

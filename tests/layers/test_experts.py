@@ -380,7 +380,7 @@ def test_nothing_moves_where_experts_have_room_for_all() -> None:
         ({"top_k": 0}, "top_k must be at least 1, got 0"),
         ({"top_k": 1.5}, "top_k must be an integer, got float 1.5"),
         ({"capacity_factor": 0.0, "jitter": 1.0}, r"capacity_factor must be positive, got 0.0\n  jitter must be in"),
-        ({"groups_per_token": 3, "expert_groups": 2}, "groups_per_token 3 of expert_groups 2"),
+        ({"groups_per_token": 3, "expert_groups": 2}, "groups_per_token must be at most expert_groups, 2, got 3"),
         ({"gating": "expert_choice", "bias": True}, "'expert_choice' has neither"),
         ({"loss_coef": -1.0}, "loss_coef must not be negative, got -1.0"),
         ({"capacity_factor_eval": "much"}, "capacity_factor_eval must be a finite number"),

@@ -272,7 +272,7 @@ def test_a_picture_of_it(tmp_path: Path) -> None:
         (lambda: mtf.train(program(), mtf.data.arrays(EXAMPLES), 1), "are examples, not batches"),
         (lambda: mtf.train(program(), data(), 1, on_nan="skp"), "did you mean 'skip'"),
         (lambda: mtf.train(program(), data(), 1, better="less"), "better must be 'lower' or 'higher'"),
-        (lambda: mtf.train(program(), data(), 1, patience=2), "patience counts evaluations"),
+        (lambda: mtf.train(program(), data(), 1, patience=2), "patience is about evaluations; give evaluation="),
         (lambda: mtf.train(program(), data(), 1, save_every=2), "save_every needs a folder"),
         (lambda: mtf.train(program(), data(), 1, report=3), "report must be a function"),
         (

@@ -302,7 +302,7 @@ def _dims(
             raise ShapeError(f"{at(what)}: spatial must name {count} dims of x and filters each, got {spatial!r:.80}")
     dims, windows = tuple(d for d, _ in slid), tuple(f for _, f in slid)
     faults = [f"'{f.name}' of the window is a dim of x, too; rename it" for f in windows if f.name in x.shape]
-    faults += [f"spatial dim '{d.name}' is in filters" for d in dims if d.name in filters.shape]
+    faults += [f"spatial dim '{d.name}' is in filters, too; rename it there" for d in dims if d.name in filters.shape]
     for d in kept:
         if d not in x.shape or d not in filters.shape or d in (*dims, *windows):
             faults.append(f"dim {d} of group_dims must be in x and in filters, and not slide")
@@ -313,7 +313,10 @@ def _dims(
         names = " and ".join(f"'{d.name}'" for d in shared)
         faults.append(f"filters share {names} with x, of which one can be the channels; name the others in group_dims")
     if not shared and not kept:
-        faults.append("filters share no dim with x that could be the channels")
+        faults.append(
+            f"filters share no dim with x that could be the channels: theirs are {Shape(rest)}, those of x "
+            f"{Shape(d for d in x.shape if d not in dims)}; rename one of them"
+        )
     channels = x.shape.dim(shared[0].name) if len(shared) == 1 else None
     if groups < 1:
         faults.append(f"groups must be at least 1, got {groups}")
