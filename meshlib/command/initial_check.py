@@ -11,6 +11,7 @@ from meshlib.command.choices import is_maxtext
 from meshlib.command.output import say, say_json
 from meshlib.command.planning import FAILED, GOOD, planned_of
 from meshlib.command.subject import Subject, slice_of
+from meshlib.core.compiler import XLA_TPU
 from meshlib.core.errors import GraphError
 from meshlib.core.files import replace_file
 from meshlib.testing import assert_snapshot
@@ -25,9 +26,8 @@ import pytest
 
 import meshlib as mtf
 
-SLICE, MESH = "$slice", "$mesh"
-LAYOUT = "$layout"
-SENT_BYTES = $sent  # of each device in a step, exact
+SLICE = "$slice"
+SENT_BYTES = $sent  # of each device in a step: $percent above the plan
 $dollars
 
 $build
@@ -35,9 +35,7 @@ $build
 
 @pytest.fixture(scope="module")
 def program() -> mtf.Program:
-    with mtf.Graph():
-        outputs, updates = build()
-        return mtf.lower(outputs, updates, mesh=MESH, layout=LAYOUT)
+$lowered
 
 
 def test_it_fits(program: mtf.Program) -> None:
@@ -55,8 +53,12 @@ $cost''')
 COST = """
 
 def test_it_costs_no_more_than_its_budget(program: mtf.Program) -> None:
-    assert mtf.estimate(program, SLICE).usd(1000) <= USD_PER_1000_STEPS
+    assert mtf.estimate(program, SLICE$placement).usd(1000) <= USD_PER_1000_STEPS
 """
+LOWERED = """\
+    with mtf.Graph():
+        outputs, updates = build()
+        return mtf.lower(outputs, updates, mesh=MESH, layout=LAYOUT{})"""
 
 
 def init(args: argparse.Namespace) -> int:
@@ -70,13 +72,19 @@ def init(args: argparse.Namespace) -> int:
     if path.exists() and not args.force:
         raise GraphError(f"init: {path} is there already; --out says another file, --force writes it again")
     from_models = _build(args, subject, best.choices)
+    if not is_maxtext(args):
+        from_models = f'MESH, LAYOUT = "{est.program.mesh}", "{est.program.layout}"\n\n\n{from_models}'
     priced = est.slice.usd_per_hour is not None
     snapshot = path.with_suffix(".snapshot.txt")
+    configuration = is_maxtext(args)
+    compiler = "" if args.compiler == XLA_TPU.name else f', compiler=mtf.COMPILERS["{args.compiler}"]'
+    lowered = f"    return RUN.program(SLICE{compiler})" if configuration else LOWERED.format(compiler)
     text = TEST.substitute(
-        name=subject.name, slice=est.slice.name, mesh=est.program.mesh, layout=est.program.layout,
+        name=subject.name, slice=est.slice.name, lowered=lowered,
         sent=f"{round(est.sent_bytes * MARGIN):_}", snapshot=snapshot.name, build=from_models,
-        dollars=f"USD_PER_1000_STEPS = {est.usd(1000) * MARGIN:.4g}  # modelled time, list price" if priced else "",
-        cost=COST if priced else "",
+        dollars=f"USD_PER_1000_STEPS = {est.usd(1000) * MARGIN:.4g}  # of modelled time, the same" if priced else "",
+        percent=f"{MARGIN - 1:.0%}",
+        cost=COST.replace("$placement", ", placement=RUN.placement(SLICE)" * configuration) if priced else "",
     )  # fmt: skip
     replace_file(path, lambda file: file.write(text.encode()), "init", GraphError)
     assert_snapshot(est.program, snapshot, update=True)
@@ -90,7 +98,11 @@ def init(args: argparse.Namespace) -> int:
 def _build(args: argparse.Namespace, subject: Subject, choices: dict[str, object]) -> str:
     """The function of the test that builds the program."""
     if is_maxtext(args):
-        raise GraphError("init: of a MaxText configuration, plan ... --emit python says how to build its program")
+        from meshlib.models.maxtext.settings import parsed
+
+        overrides = parsed(args.overrides)
+        folder = f', models="{os.path.abspath(args.models)}"' if args.models else ""
+        return f'RUN = mtf.models.read_maxtext("{os.path.abspath(args.program)}", {overrides!r}{folder})'
     settings = ", ".join(f"{name}={value!r}" for name, value in subject.settings.items())
     if subject.config is not None:
         read = f'mtf.models.preset("{args.program}")'

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from hardware.slices import Slice
 from meshlib.command.choices import REMAT, is_maxtext
-from meshlib.command.subject import Subject
+from meshlib.command.subject import Subject, completed_layouts
 from meshlib.core.errors import GraphError, MeshlibError
 from meshlib.core.graph import FORWARD
 from meshlib.core.text import bytes_text, count_text, ending, grid, seconds_text, usd_text, width, wrapped
@@ -96,21 +97,34 @@ def planned(subject: Subject, where: Slice, name: str, mesh: str, asked: Asked =
 
 
 def plans_of(
-    subject: Subject, where: Slice, layouts: Sequence[tuple[str, str]], remat: str | None, asked: Asked = NOTHING
+    subject: Subject,
+    where: Slice,
+    layouts: Sequence[tuple[str, str]],
+    remat: str | None,
+    asked: Asked = NOTHING,
+    progress: Callable[[int, int, str], None] = lambda done, total, text: None,
 ) -> list[Plan]:
     """All layouts, the best first; where remat is not given, the best is tried with the others."""
     first: dict[str, object] = {"remat": remat or REMAT[0]} if subject.config is not None else {}
-    plans = sorted(
-        (planned(subject, where, name, mesh, asked, **first) for name, mesh in layouts), key=lambda p: p.order
-    )
+    plans: list[Plan] = []
+
+    def add(name: str, mesh: str, **choices: object) -> Plan:
+        plan = planned(subject, where, name, mesh, asked, **choices)
+        plans.append(plan)
+        best = min(plans, key=lambda p: p.order)
+        told = "" if best.est is None else f"; best: {best.name}, {seconds_text(best.est.step_seconds)}"
+        progress(len(plans), max(len(plans), len(layouts)), f"layouts{told}")
+        return plan
+
+    for name, mesh in layouts:
+        add(name, mesh, **first)
     if first and remat is None:
         fastest = min((p.est.step_seconds for p in plans if p.est is not None and p.est.fits), default=0.0)
-        for plan in list(plans):
+        for plan in sorted(plans, key=lambda p: p.order):
             if plan.est is None or not plan.est.fits or _least_seconds(plan.est) >= fastest:
                 continue
             for other in REMAT[1:]:  # each keeps more than the one before
-                lighter = planned(subject, where, plan.name, plan.mesh, asked, remat=other)
-                plans.append(lighter)
+                lighter = add(plan.name, plan.mesh, remat=other)
                 if lighter.est is None or not lighter.est.fits:
                     break
                 fastest = min(fastest, lighter.est.step_seconds)
@@ -132,7 +146,7 @@ def text_of(subject: Subject, where: Slice, plans: Sequence[Plan]) -> str:
     best = plans[0]
     if best.est is None:
         return "\n".join([f"{subject.name} on {where.name}: NOT POSSIBLE", best.fault])
-    parts = ["\n".join(_verdict(subject, best, best.est)), _notes(best.est), str(best.run or "")]
+    parts = ["\n".join(_verdict(subject, best, best.est)), _notes(subject, best, best.est), str(best.run or "")]
     parts.append("\n".join(_causes(best.est)))
     if len(plans) > 1:
         parts.append("\n".join(_ranking(subject, plans)))
@@ -186,12 +200,33 @@ def _price(subject: Subject, est: Estimate) -> str:
     return f", {usd_text(est.usd() / number * size)}* {many} {what}"
 
 
-def _notes(est: Estimate) -> str:
-    """What the layout leaves unused, with what that costs."""
+def _notes(subject: Subject, plan: Plan, est: Estimate) -> str:
+    """What the layout leaves unused, with what that costs and which layout would use it."""
     lines = [line for note in est.program.notes for line in wrapped(note, "note: ", " ")]
-    if lines and est.hfu > 1.5 * est.mfu > 0 and est.program.mesh.size > 1:
-        lines += wrapped(f"every product runs {est.hfu / est.mfu:.2g} times in all: see meshlib check", "      ", " ")
+    program = est.program
+    named = {axis for rule in program.layout.rules for axis in rule.axes}
+    copies = prod(size for axis, size in program.mesh.sizes_by_axis.items() if axis not in named)
+    if copies > 1:
+        lines += wrapped(f"{copies} groups of {program.mesh.size // copies} devices do the same work", "      ", " ")
+        lines += wrapped(_that_uses_all(subject, plan, est), "      ", " ")
     return "\n".join(lines)
+
+
+def _that_uses_all(subject: Subject, plan: Plan, est: Estimate) -> str:
+    """The fastest usual layout of the same mesh that splits something over each axis, and what it takes; "" if none."""
+    if subject.config is None and subject.image is None:
+        return ""
+    try:
+        names = [name for name, _ in completed_layouts(subject, plan.mesh)]
+    except MeshlibError:
+        return ""
+    others = [planned(subject, est.slice, name, plan.mesh, **plan.choices) for name in names if name != plan.name]
+    best = min(others, key=lambda p: p.order, default=None)
+    if best is None or best.est is None or best.est.step_seconds >= est.step_seconds:
+        return ""
+    taken = f"{seconds_text(best.est.step_seconds)}* instead of {seconds_text(est.step_seconds)}*"
+    fits = "" if best.est.fits else ", but does not fit"
+    return f"--layout '{best.name}@{plan.mesh}' uses all axes: {taken} a step{fits}"
 
 
 def _remedies(est: Estimate) -> list[str]:
@@ -243,7 +278,7 @@ def next_commands(args: argparse.Namespace, subject: Subject, plan: Plan) -> lis
         given += [word for text in texts or () for word in (flag, text)]
     if is_maxtext(args):
         about = [args.program, *args.overrides, "--slice", args.slice]
-        commands = [["report", *about, "--out", "plan.html"], ["plan", *about, "--search"]]
+        commands = [["report", *about, "--out", "plan.html"], ["init", *about], ["plan", *about, "--search"]]
         return [line for words in commands for line in _command_lines(["meshlib", *map(shlex.quote, words)])]
     chosen = ["--layout", f"{plan.name}@{plan.mesh}"]
     chosen += ["--remat", str(plan.choices["remat"])] if "remat" in plan.choices else []

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from meshlib.searching import Found
 
 GOOD, FAILED = 0, 1
+SEEDS = 3  # usual layouts with which a search of a model begins
 
 
 def plan(args: argparse.Namespace) -> int:
@@ -81,23 +82,30 @@ def planned_of(args: argparse.Namespace, where: Slice) -> tuple[Subject, list[Pl
     subject.session(**first_choices(args, subject))  # what is wrong with the program itself is said once
     unnamed = subject.config is None and subject.image is None and not args.layout
     if args.search or (unnamed and not args.mesh):
-        result = search_of(args, subject, where)
+        subject, result = searched_of(args, subject, where)
         if not result.ranking:
             return subject, [], result
         best = result.best.candidate
         subject = subject.sized(**dict(best.choices))
         choices = dict(best.choices)
         return subject, [planned(subject, where, str(best.layout), str(best.mesh), asked, **choices)], result
-    plans = plans_of(subject, where, _layouts(args, subject, where), args.remat, asked)
-    if args.layout and plans[0].est is None:
-        raise GraphError(plans[0].fault)
-    while not args.layout and not plans[0].fits and (smaller := _with_half_the_batch(subject, where)) is not None:
-        other = plans_of(smaller, where, _layouts(args, smaller, where), args.remat, asked)
-        if other[0].fits or other[0].order < plans[0].order:
-            subject, plans = smaller, other
-        if other[0].est is None or not other[0].fits:
-            break
+    subject, plans = _usual_plans(args, subject, where, asked)
     return subject, plans, None
+
+
+def _usual_plans(args: argparse.Namespace, subject: Subject, where: Slice, asked: Asked) -> tuple[Subject, list[Plan]]:
+    """The layouts that are named, or the usual ones, ranked; of a batch that nobody asked for half, until one fits."""
+    with Progress(args.quiet) as bar:
+        plans = plans_of(subject, where, _layouts(args, subject, where), args.remat, asked, bar)
+        if args.layout and plans[0].est is None:
+            raise GraphError(plans[0].fault)
+        while not args.layout and not plans[0].fits and (smaller := _with_half_the_batch(subject, where)) is not None:
+            other = plans_of(smaller, where, _layouts(args, smaller, where), args.remat, asked, bar)
+            if other[0].fits or other[0].order < plans[0].order:
+                subject, plans = smaller, other
+            if other[0].est is None or not other[0].fits:
+                break
+    return subject, plans
 
 
 def _layouts(args: argparse.Namespace, subject: Subject, where: Slice) -> list[tuple[str, str]]:
@@ -125,7 +133,7 @@ def first_choices(args: argparse.Namespace, subject: Subject) -> dict[str, objec
 def search(args: argparse.Namespace) -> int:
     """The best mesh and layout."""
     where = slice_of(args.slice)
-    return _told(args, search_of(args, subject_of(args, where), where))
+    return _told(args, searched_of(args, subject_of(args, where), where)[1])
 
 
 def _told(args: argparse.Namespace, result: Found) -> int:
@@ -139,20 +147,41 @@ def _told(args: argparse.Namespace, result: Found) -> int:
     return GOOD if result.fits else FAILED
 
 
-def search_of(args: argparse.Namespace, subject: Subject, where: Slice) -> Found:
+def searched_of(args: argparse.Namespace, subject: Subject, where: Slice) -> tuple[Subject, Found]:
+    """The search that the arguments ask for, and its subject.
+
+    Of a model it begins with the usual layouts that fit, with the batch that `plan` takes for them.
+    """
+    tried = tried_values(args.tried or ())
+    further = ("fix", "sizes", "forbid", "resume", "layout")
+    begins = subject.config is not None and not tried and not any(getattr(args, name, None) for name in further)
+    if not begins:
+        return subject, search_of(args, subject, where, tried)
+    subject, plans = _usual_plans(args, subject, where, Asked({}))
+    names = dict.fromkeys((plan.name, plan.mesh) for plan in plans if plan.fits)
+    return subject, search_of(args, subject, where, tried, [*names][:SEEDS])
+
+
+def search_of(
+    args: argparse.Namespace,
+    subject: Subject,
+    where: Slice,
+    tried: dict[str, list[object]],
+    seeds: Sequence[tuple[str, str]] = (),
+) -> Found:
     """The search that the arguments ask for; one that is interrupted ends with what it has so far."""
     from meshlib.searching import SearchInterrupted
     from meshlib.searching import search as searched
 
-    tried = tried_values(args.tried or ())
     if args.remat:
         tried["remat"] = [args.remat]
     further = ("objective", "fix", "sizes", "forbid", "axes", "resume")
     given: dict[str, Any] = {name: getattr(args, name) for name in further if hasattr(args, name)}
     if subject.config is not None:  # what steps of several sizes take is compared by the token
         given |= {**subject.sizes, "per": [name for name in subject.sizes if name in tried]}
-    if args.layout:
-        given["also"] = [(mesh, subject.rules(name, mesh)) for name, mesh in named_layouts(args.layout, args.mesh)]
+    known = named_layouts(args.layout, args.mesh) if args.layout else seeds
+    if known:
+        given["also"] = [(mesh, subject.rules(name, mesh)) for name, mesh in known]
     with Progress(args.quiet) as bar:
         try:
             return searched(
