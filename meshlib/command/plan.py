@@ -220,7 +220,8 @@ def _that_uses_all(subject: Subject, plan: Plan, est: Estimate) -> str:
         names = [name for name, _ in completed_layouts(subject, plan.mesh)]
     except MeshlibError:
         return ""
-    others = [planned(subject, est.slice, name, plan.mesh, **plan.choices) for name in names if name != plan.name]
+    choices: dict[str, Any] = dict(plan.choices)
+    others = [planned(subject, est.slice, name, plan.mesh, **choices) for name in names if name != plan.name]
     best = min(others, key=lambda p: p.order, default=None)
     if best is None or best.est is None or best.est.step_seconds >= est.step_seconds:
         return ""
