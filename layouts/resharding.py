@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from layouts.errors import LayoutError
 from layouts.plan import Plan, Step
-from layouts.routes import Move, route
+from layouts.routes import RouteStep, route
 from layouts.sharding import Axes, Sharding, laid
 
 
@@ -147,7 +147,7 @@ def _unmasked(source: Sharding, target: Sharding) -> Sharding:
 class _Way(NamedTuple):
     """A route with the names that its numbers stand for."""
 
-    moves: tuple[Move, ...]
+    moves: tuple[RouteStep, ...]
     axes: tuple[str, ...]  # by number
     dims: tuple[int, ...]  # of the shape, by number
     fixed: tuple[Axes, ...]  # the axes of each dim that stay as they are, before those that move

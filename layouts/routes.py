@@ -36,7 +36,7 @@ State: TypeAlias = tuple[Splits, Numbers]  # and the pending axes still to be re
 EXHAUSTIVE_AXES = 3
 
 
-class Move(NamedTuple):
+class RouteStep(NamedTuple):
     """One step of a route; axes and dims are numbers."""
 
     kind: str
@@ -48,13 +48,13 @@ class Move(NamedTuple):
 
 
 # number of the state after it, cost, whether nothing is sent, the move
-Step: TypeAlias = tuple[int, int, bool, Move]
+Step: TypeAlias = tuple[int, int, bool, RouteStep]
 
 
 @lru_cache(maxsize=1 << 16)
 def route(
     sizes: tuple[int, ...], source: Splits, awaited: Numbers, scatters: bool, target: Splits, axis_sizes: Numbers
-) -> tuple[Move, ...]:
+) -> tuple[RouteStep, ...]:
     """The moves from `source`, pending over `awaited`, to `target`; they know no names and no bytes of items.
 
     Args:
@@ -70,7 +70,7 @@ def route(
     return tuple(_shortest(_map(sizes, axis_sizes, scatters, spare, directed), (source, awaited), target))
 
 
-def _shortest(known_map: _Map, start: State, goal: Splits) -> list[Move]:
+def _shortest(known_map: _Map, start: State, goal: Splits) -> list[RouteStep]:
     goal_counts = known_map.counts(goal)
     goal_block = known_map.volume // prod(goal_counts)
     least = goal_block - goal_block // min(known_map.axis_sizes, default=1)
@@ -78,7 +78,7 @@ def _shortest(known_map: _Map, start: State, goal: Splits) -> list[Move]:
     arrivals = {known_map.number((splits, ())) for splits in prefixes}  # slices alone lead from there to the target
     begin = known_map.number(start)
     best = {begin: (0, 0, 0, 0)}  # cost, collectives, slices, scatters
-    came: dict[int, tuple[int, Move]] = {}
+    came: dict[int, tuple[int, RouteStep]] = {}
     queue = [(0, 0, 0, 0, 0, begin)]  # bound on bytes, on collectives, slices, scatters, order, state
     order = 0
     done: set[int] = set()
@@ -122,7 +122,7 @@ def _shortest(known_map: _Map, start: State, goal: Splits) -> list[Move]:
     raise AssertionError("unreachable: gathering and slicing lead everywhere")
 
 
-def _walked(came: Mapping[int, tuple[int, Move]], state: int, splits: Splits, goal: Splits) -> list[Move]:
+def _walked(came: Mapping[int, tuple[int, RouteStep]], state: int, splits: Splits, goal: Splits) -> list[RouteStep]:
     """The moves to an arrival, then its slices."""
     back = []
     while state in came:
@@ -133,13 +133,13 @@ def _walked(came: Mapping[int, tuple[int, Move]], state: int, splits: Splits, go
         extra = entry[len(splits[d]) :]
         if extra:
             splits = _put(splits, d, entry)
-            moves.append(Move("slice", extra, d, -1, (splits, ()), 0))
+            moves.append(RouteStep("slice", extra, d, -1, (splits, ()), 0))
     return moves
 
 
-def _merged(moves: list[Move]) -> list[Move]:
+def _merged(moves: list[RouteStep]) -> list[RouteStep]:
     """Neighbouring slices of one dim made one."""
-    result: list[Move] = []
+    result: list[RouteStep] = []
     for move in moves:
         if result and move.kind == result[-1].kind == "slice" and move.dim == result[-1].dim:
             move = move._replace(axes=result.pop().axes + move.axes)
@@ -188,7 +188,7 @@ class _Map:
                 known_moves.append((self.number(move.after), move.cost, move.kind == "slice", move))
         return known_moves
 
-    def _found(self, state: State) -> Iterator[Move]:
+    def _found(self, state: State) -> Iterator[RouteStep]:
         splits, awaited = state
         size_of = self.axis_sizes
         counts = self.counts(splits)
@@ -205,26 +205,26 @@ class _Map:
                         if self.sizes[d] % (counts[d] * k) == 0:
                             for ordered in self._orders(axes, d):
                                 after = _put(splits, d, splits[d] + ordered), rest
-                                yield Move("reduce_scatter", ordered, d, -1, after, block - block // k)
-                yield Move("all_reduce", axes, -1, -1, (splits, rest), 2 * (block - block // k))
+                                yield RouteStep("reduce_scatter", ordered, d, -1, after, block - block // k)
+                yield RouteStep("all_reduce", axes, -1, -1, (splits, rest), 2 * (block - block // k))
         for d in places:
             for a in free:
                 cut = (*splits[d], a)
                 if (self.goal is None or self.goal[d][: len(cut)] == cut) and self._divides(d, counts[d] * size_of[a]):
-                    yield Move("slice", (a,), d, -1, (_put(splits, d, cut), awaited), 0)
+                    yield RouteStep("slice", (a,), d, -1, (_put(splits, d, cut), awaited), 0)
         for d, entry in enumerate(splits):
             for n in range(len(entry), 0, -1):
                 left, axes = entry[:-n], entry[-n:]
                 k = prod([size_of[a] for a in axes])
                 without = _put(splits, d, left)
-                yield Move("all_gather", axes, d, -1, (without, awaited), (k - 1) * block)
+                yield RouteStep("all_gather", axes, d, -1, (without, awaited), (k - 1) * block)
                 for to in places:
                     if to != d and self._divides(to, counts[to] * k):
                         after = _put(without, to, splits[to] + axes), awaited
-                        yield Move("all_to_all", axes, d, to, after, block - block // k)
+                        yield RouteStep("all_to_all", axes, d, to, after, block - block // k)
         pool = tuple((a, n) for a, n in enumerate(size_of) if a not in awaited)
         for other in self._permuted(splits, tuple(counts), pool):
-            yield Move("collective_permute", (), -1, -1, (other, awaited), block)
+            yield RouteStep("collective_permute", (), -1, -1, (other, awaited), block)
 
     def _divides(self, d: int, count: int) -> bool:
         return self.sizes[d] % count == 0

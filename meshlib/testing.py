@@ -45,14 +45,14 @@ class _Wanted:
     payload_bytes: int | None = None
     of: str | None = None
 
-    def fits(self, c: _Found) -> bool:
+    def fits(self, c: _Present) -> bool:
         return (
             (self.kind, self.axes) == (c.collective.kind, c.collective.axes)
             and self.payload_bytes in (None, c.collective.payload_bytes)
             and (self.of is None or self.of in c.names)
         )
 
-    def near(self, c: _Found) -> bool:
+    def near(self, c: _Present) -> bool:
         """Whether it fits but for its bytes or axes."""
         same_tensor = self.of is not None and self.of in c.names
         return self.kind == c.collective.kind and (self.axes == c.collective.axes or same_tensor)
@@ -64,7 +64,7 @@ class _Wanted:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Present:
     """A collective with every name that its value goes by; the last is the variable whose gradient it is."""
 
     collective: Collective
@@ -150,7 +150,7 @@ def _assert_counts(program: Program, expected: Mapping[str, int]) -> None:
         raise AssertionError("\n".join([*lines, _place(program)]))
 
 
-def _unmatched(wanted: Sequence[_Wanted], present: Sequence[_Found]) -> tuple[list[_Wanted], list[_Found]]:
+def _unmatched(wanted: Sequence[_Wanted], present: Sequence[_Present]) -> tuple[list[_Wanted], list[_Present]]:
     """What is left on both sides when as many as possible are matched (augmenting paths)."""
     holder: dict[int, int] = {}  # index of found -> index of wanted
 
@@ -203,9 +203,9 @@ def _read(entry: Any, program: Program) -> list[_Wanted]:
     return [_Wanted(kind, axes, payload, of)] * count
 
 
-def _found(program: Program) -> list[_Found]:
+def _found(program: Program) -> list[_Present]:
     named = [_names(program, v) for v in _values(program)]
-    return [_Found(c, names) for c, names in zip(program.collectives, named, strict=True)]
+    return [_Present(c, names) for c, names in zip(program.collectives, named, strict=True)]
 
 
 def _values(program: Program) -> list[Value]:

@@ -22,19 +22,19 @@ MOST_DEPTH = 64
 
 
 @dataclass(frozen=True)
-class Kind:
+class FieldKind:
     """What a field may be: words for it, and a test."""
 
     words: str
     accepts: Callable[[Any], bool]
     required: bool = True
 
-    def optional(self) -> Kind:
+    def optional(self) -> FieldKind:
         """The same of a field that may be missing, or null."""
-        return Kind(f"{self.words}, or missing", lambda x: x is None or self.accepts(x), required=False)
+        return FieldKind(f"{self.words}, or missing", lambda x: x is None or self.accepts(x), required=False)
 
 
-Schema: TypeAlias = Mapping[str, Kind]
+Schema: TypeAlias = Mapping[str, FieldKind]
 
 
 def _number(x: Any) -> bool:
@@ -45,14 +45,14 @@ def _whole(x: Any, low: int) -> bool:
     return isinstance(x, int) and not isinstance(x, bool) and low <= x < 2**63
 
 
-SIZE = Kind("an integer of at least 1", lambda x: _whole(x, 1))
-COUNT = Kind("an integer of at least 0", lambda x: _whole(x, 0))
-NUMBER = Kind("a finite number", _number)
-POSITIVE = Kind("a positive number", lambda x: _number(x) and x > 0)
-FLAG = Kind("true or false", lambda x: isinstance(x, bool))
-TEXT = Kind("text", lambda x: isinstance(x, str))
-LIST = Kind("a list", lambda x: isinstance(x, list))
-RECORD = Kind("an object", lambda x: isinstance(x, dict))
+SIZE = FieldKind("an integer of at least 1", lambda x: _whole(x, 1))
+COUNT = FieldKind("an integer of at least 0", lambda x: _whole(x, 0))
+NUMBER = FieldKind("a finite number", _number)
+POSITIVE = FieldKind("a positive number", lambda x: _number(x) and x > 0)
+FLAG = FieldKind("true or false", lambda x: isinstance(x, bool))
+TEXT = FieldKind("text", lambda x: isinstance(x, str))
+LIST = FieldKind("a list", lambda x: isinstance(x, list))
+RECORD = FieldKind("an object", lambda x: isinstance(x, dict))
 
 
 def read_json(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Operands(NamedTuple, Generic[T]):
+class LoopOperands(NamedTuple, Generic[T]):
     """One of something per operand of a loop: carries before the first trip, what is sliced, what else is taken."""
 
     inits: Sequence[T]
@@ -22,7 +22,7 @@ class Operands(NamedTuple, Generic[T]):
     captured: Sequence[T]
 
 
-class Results(NamedTuple, Generic[T]):
+class LoopResults(NamedTuple, Generic[T]):
     """One of something per output of a loop: carries after the last trip and what the user stacks; then, stacked for
     gradients alone, the carries before each trip and what the policy of rematerialisation keeps."""
 
@@ -90,8 +90,8 @@ class LoopRecord:
     dim: Dimension
     reverse: bool
     body: Graph
-    given: Operands[Tensor]
-    made: Results[Tensor]
+    given: LoopOperands[Tensor]
+    made: LoopResults[Tensor]
     kept: tuple[Tensor, ...]
     needs: tuple[int, ...]
     active: Active | None = None
@@ -123,15 +123,15 @@ class LoopRecord:
         """The indices of `dim` in the order of the trips."""
         return range(self.dim.size)[:: -1 if self.reverse else 1]
 
-    def operands(self, parts: Sequence[T]) -> Operands[T]:
+    def operands(self, parts: Sequence[T]) -> LoopOperands[T]:
         """One thing per operand, told apart by what the operand is to the loop."""
         count, stop = self.carries, self.carries + len(self.given.slices)
-        return Operands(parts[:count], parts[count:stop], parts[stop:])
+        return LoopOperands(parts[:count], parts[count:stop], parts[stop:])
 
-    def outputs(self, parts: Sequence[T]) -> Results[T]:
+    def outputs(self, parts: Sequence[T]) -> LoopResults[T]:
         """One thing per output, told apart by what the output is."""
         count, result_count = self.carries, len(self.results)
-        return Results(
+        return LoopResults(
             parts[:count],
             parts[count:result_count],
             parts[result_count : result_count + count],

@@ -61,7 +61,7 @@ class Batching:
     def batcher(self) -> Batcher:
         """One that holds nothing yet."""
         if self.lengths is None:
-            return Plain(self)
+            return PlainRows(self)
         return Packed(self) if self.packed else Buckets(self)
 
     def finished(self, rows: Sequence[Row], full: int) -> Batch:
@@ -188,7 +188,7 @@ class Batcher(ABC):
         """Keep these again."""
 
 
-class Plain(Batcher):
+class PlainRows(Batcher):
     """Each example is a row."""
 
     def __init__(self, asked: Batching) -> None:

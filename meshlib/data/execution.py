@@ -22,25 +22,25 @@ if TYPE_CHECKING:
 CHUNK = 32  # examples that one worker makes at a time
 
 
-class Place(NamedTuple):
+class IteratorPlace(NamedTuple):
     """Where an iterator is: the draws that follow begin with `next`; `pending` are those that a batcher holds."""
 
     next: int
     pending: list[Any]
 
 
-class Made(NamedTuple):
+class PreparedBatch(NamedTuple):
     """A batch, how many examples it has, and where the iterator is after it."""
 
     batch: Any
     examples: int
-    after: Place
+    after: IteratorPlace
 
 
-class Maker(Iterator[Made]):
+class Maker(Iterator[PreparedBatch]):
     """Makes batches from a place on."""
 
-    def __init__(self, data: Data, place: Place, rows: NDArray[np.int64] | None) -> None:
+    def __init__(self, data: Data, place: IteratorPlace, rows: NDArray[np.int64] | None) -> None:
         self.data, self.rows = data, rows
         self.count = len(data.source)
         self.order = Order(self.count, data.seed, data.buffer)
@@ -50,7 +50,7 @@ class Maker(Iterator[Made]):
         data.source.keep(2 * (data.buffer or 0) + 2 * CHUNK * (data.workers + 1))
         self.batches = self._from(place)
 
-    def __next__(self) -> Made:
+    def __next__(self) -> PreparedBatch:
         begun = time.perf_counter()
         ready = next(self.batches)
         self.seconds += time.perf_counter() - begun
@@ -64,12 +64,12 @@ class Maker(Iterator[Made]):
 
     # ------------------------------------------------------------ inside
 
-    def _from(self, place: Place) -> Generator[Made, None, None]:
+    def _from(self, place: IteratorPlace) -> Generator[PreparedBatch, None, None]:
         data, asked = self.data, self.data.batching
         if asked is None:
             for draw, example in self._drawn(place.next):
                 if example is not None:
-                    yield Made(example, 1, Place(draw + 1, []))
+                    yield PreparedBatch(example, 1, IteratorPlace(draw + 1, []))
             return
         plain = not data.maps and asked.lengths is None and data.source.stacks
         if (plain or self.rows is not None) and not place.pending:
@@ -77,7 +77,7 @@ class Maker(Iterator[Made]):
             return
         yield from self._batched(place, asked)
 
-    def _by_place(self, begin: int, asked: Batching, plain: bool) -> Iterator[Made]:
+    def _by_place(self, begin: int, asked: Batching, plain: bool) -> Iterator[PreparedBatch]:
         """Batches whose examples are known from their places: straight from columns, or some rows alone."""
         while self.last is None or begin < self.last:
             stop = begin + asked.size
@@ -92,7 +92,7 @@ class Maker(Iterator[Made]):
                     columns = {name: _spread(x, self.rows, asked.size) for name, x in columns.items()}
                 if asked.remainder == "pad":
                     columns = _with_mask(columns, asked, end - begin)
-                yield self._finished(columns, end - begin, Place(end, []))
+                yield self._finished(columns, end - begin, IteratorPlace(end, []))
             begin = end
 
     def _mapped(self, draws: NDArray[np.int64], places: NDArray[np.int64], asked: Batching) -> Batch:
@@ -106,7 +106,7 @@ class Maker(Iterator[Made]):
         examples = [example for part in lists for example in part if example is not None]
         return asked.stacked([Drawn(int(draw), example) for draw, example in zip(draws, examples, strict=True)])
 
-    def _batched(self, place: Place, asked: Batching) -> Iterator[Made]:
+    def _batched(self, place: IteratorPlace, asked: Batching) -> Iterator[PreparedBatch]:
         batcher = asked.batcher()
         if place.pending:
             self._refill(batcher, place.pending)
@@ -117,7 +117,7 @@ class Maker(Iterator[Made]):
             if ends is not None and (not self.data.joined or ends == self.last):
                 while (rows := batcher.flush()) is not None:
                     if len(rows) == asked.size or asked.remainder == "pad":
-                        yield self._of_rows(rows, asked, Place(ends, batcher.pending()))
+                        yield self._of_rows(rows, asked, IteratorPlace(ends, batcher.pending()))
                         fresh = ends
                 if ends - fresh >= self.count:
                     raise DataError(
@@ -133,19 +133,19 @@ class Maker(Iterator[Made]):
             ends = draw + 1 if (draw + 1) % self.count == 0 else None
             rows = None if example is None else batcher.add(draw, example)
             if rows is not None:
-                yield self._of_rows(rows, asked, Place(draw + 1, batcher.pending()))
+                yield self._of_rows(rows, asked, IteratorPlace(draw + 1, batcher.pending()))
                 fresh = draw + 1 if ends is None else ends
 
     def _none_left(self, batcher: Batcher) -> bool:
         return not any(row for group in batcher.pending() for row in group)
 
-    def _of_rows(self, rows: list[list[Drawn]], asked: Batching, after: Place) -> Made:
+    def _of_rows(self, rows: list[list[Drawn]], asked: Batching, after: IteratorPlace) -> PreparedBatch:
         full = len(rows)
         examples = sum(map(len, rows))
         batch = asked.finished(filled_up(rows, asked), full)
         return self._finished(batch, examples, after)
 
-    def _finished(self, batch: Batch, examples: int, after: Place) -> Made:
+    def _finished(self, batch: Batch, examples: int, after: IteratorPlace) -> PreparedBatch:
         for stage, mapped in enumerate(self.data.of_batches):
             mapped_batch = mapped(
                 batch,
@@ -155,7 +155,7 @@ class Maker(Iterator[Made]):
             )
             assert mapped_batch is not None
             batch = mapped_batch
-        return Made(batch, examples, after)
+        return PreparedBatch(batch, examples, after)
 
     def _refill(self, batcher: Batcher, pending: list[Any]) -> None:
         """Give a batcher the examples that it held, read again."""

@@ -17,7 +17,7 @@ from meshlib.core.arguments import at
 from meshlib.core.documents import COUNT
 from meshlib.core.errors import FeedError
 from meshlib.data.batching import Batch
-from meshlib.data.execution import Made, Maker, Place
+from meshlib.data.execution import IteratorPlace, Maker, PreparedBatch
 from meshlib.data.fingerprint import identity_of
 from meshlib.data.prefetch import Ahead
 
@@ -57,10 +57,10 @@ class Feed(Iterator[Batch]):
 
     def __init__(self, data: Data) -> None:
         self.data = data
-        self._place = Place(0, [])
+        self._place = IteratorPlace(0, [])
         self._stats = Stats()
         self._maker: Maker | None = None
-        self._ahead: Ahead[Made] | None = None
+        self._ahead: Ahead[PreparedBatch] | None = None
         self._end: weakref.finalize[..., Feed] | None = None
         self._closed = False
         self._rows: NDArray[np.int64] | None = None
@@ -178,7 +178,7 @@ class Feed(Iterator[Batch]):
         self._maker = self._ahead = self._end = None
 
 
-def _place_of(state: Any) -> Place | None:
+def _place_of(state: Any) -> IteratorPlace | None:
     """The place that a state says; None of what is none."""
     texts = ("of", "examples", "functions")
     if not isinstance(state, Mapping) or not state.keys() >= {"next", "pending", *texts}:
@@ -191,10 +191,10 @@ def _place_of(state: Any) -> Place | None:
     draws = [draw for row in rows for draw in (row if isinstance(row, list) else [None])]
     if not COUNT.accepts(following) or not all(COUNT.accepts(draw) and draw < following for draw in draws):
         return None
-    return Place(following, pending)
+    return IteratorPlace(following, pending)
 
 
-def _ended(maker: Maker, ahead: Ahead[Made] | None) -> None:
+def _ended(maker: Maker, ahead: Ahead[PreparedBatch] | None) -> None:
     if ahead is not None:
         ahead.stop()
     maker.close()

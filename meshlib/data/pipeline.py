@@ -17,7 +17,7 @@ from meshlib.core.arguments import at
 from meshlib.core.errors import DataError, FeedError, nearest
 from meshlib.data.batching import SOURCES, TARGETS, TOO_LONG, Batching, Example
 from meshlib.data.feed import Feed
-from meshlib.data.sources import Part, Source
+from meshlib.data.sources import Source, SourceSlice
 from meshlib.data.workers import KINDS, pickled
 
 REMAINDERS = ("drop", "pad")
@@ -265,7 +265,7 @@ class Data:
         end = min(end, len(self.source))
         if begin >= end:
             raise FeedError(f"{at(f'data.{what}')}: leaves none of {len(self.source)} examples of {self.source.name}")
-        return replace(self, source=Part(self.source, begin, end))
+        return replace(self, source=SourceSlice(self.source, begin, end))
 
     def _mapped(self, what: str, map_: Map, workers: int | None) -> Data:
         if workers is not None:

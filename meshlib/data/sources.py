@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from meshlib.core.errors import DataError
 from meshlib.core.files import FileId, check_same, file_ids, open_file
 from meshlib.data.batching import Array, Batch, Example
-from meshlib.records.framing import FOOTER, Fault, Found, compression_of, index_of, scan, wrong_data
+from meshlib.records.framing import FOOTER, Fault, RecordRead, compression_of, index_of, scan, wrong_data
 from meshlib.records.images import IMAGE_ENDINGS, read_image
 
 Numbers = NDArray[np.int64]
@@ -95,7 +95,7 @@ class Arrays(Source):
 
 
 @dataclass(frozen=True, eq=False)
-class Part(Source):
+class SourceSlice(Source):
     """Examples [begin, end) of another source."""
 
     whole: Source
@@ -358,10 +358,10 @@ class _Stream:
 
     def _begin(self) -> None:
         self.lock = threading.Lock()
-        self.next, self.kept = 0, OrderedDict[int, Found]()
-        self.records: Iterator[Found] = scan(self.path, self.compression, self.known)
+        self.next, self.kept = 0, OrderedDict[int, RecordRead]()
+        self.records: Iterator[RecordRead] = scan(self.path, self.compression, self.known)
 
-    def record(self, number: int) -> Found:
+    def record(self, number: int) -> RecordRead:
         """A record; from the beginning again if it has been passed over long ago."""
         with self.lock:
             if number in self.kept:
@@ -376,7 +376,7 @@ class _Stream:
                 self.kept[self.next - 1] = scanned
                 if len(self.kept) > self.room:
                     self.kept.popitem(last=False)
-        return Found(None, Fault(self.path, 0, f"the file became shorter: it had {self.count} records"))
+        return RecordRead(None, Fault(self.path, 0, f"the file became shorter: it had {self.count} records"))
 
 
 def _of_data(fault: Fault) -> bool:

@@ -12,14 +12,14 @@ from jax import lax
 
 from layouts import Mesh, permute_pairs
 from layouts.plan import Step, gathered_axes
-from meshlib.jax.context import Array, Context, Index
+from meshlib.jax.context import Array, Index, TraceContext
 from meshlib.program.exchanges import runs
 
 _REDUCE = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
 _LOCAL = {"max": jnp.max, "min": jnp.min}
 
 
-def move(step: Step, x: Array, context: Context) -> Array:
+def move(step: Step, x: Array, context: TraceContext) -> Array:
     """One step of a reshard on this device's block. Flags travel as bytes, so does fp8 that nobody adds."""
     if x.dtype == jnp.bool_ and not step.is_local:
         return move(step, x.astype(jnp.uint8), context).astype(jnp.bool_)
@@ -75,7 +75,7 @@ def _kind(step: Step) -> str:
     return dict(step.before.pending)[step.axes[0]]
 
 
-def _reduce_scatter(x: Array, axes: tuple[str, ...], dim: int, context: Context, kind: str) -> Array:
+def _reduce_scatter(x: Array, axes: tuple[str, ...], dim: int, context: TraceContext, kind: str) -> Array:
     count = context.mesh.group_size(axes)
     if kind == "sum":
         stages = scatter_stages(context.mesh, axes, context.platform) if x.nbytes >= STAGED_BYTES else [(axes, None)]
@@ -135,7 +135,7 @@ def gathered_run(
     x: Array,
     axis: int,
     axes: tuple[str, ...],
-    context: Context,
+    context: TraceContext,
     needs: Callable[[int], tuple[tuple[int, int], Sequence[tuple[int, int]]]],
     size: int,
     wrap: bool,

@@ -19,7 +19,7 @@ Index: TypeAlias = int | Array  # of an element or a block: known while tracing,
 
 
 @dataclass
-class Found:
+class Reported:
     """What the host is to see of a step, in the order of the program.
 
     checks   per operation that checks indices [wrong or not, a wrong one]
@@ -34,7 +34,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Context:
+class TraceContext:
     """Of one trace.
 
     mesh      the program's; its axes are those of the shard_map around
@@ -51,11 +51,11 @@ class Context:
     highest: bool
     step: Array
     keys: Mapping[str, Array]
-    found: Found
+    found: Reported
     checked: bool = False
     trips: tuple[Array, ...] = ()
 
-    def in_trip(self, trip: Any) -> Context:
+    def in_trip(self, trip: Any) -> TraceContext:
         """The same inside one trip of a loop."""
         return replace(self, trips=(*self.trips, trip))
 

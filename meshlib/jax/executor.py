@@ -14,9 +14,9 @@ from meshlib.core.errors import ProgramError
 from meshlib.core.graph import Operation
 from meshlib.core.opdef import Factor, Halo, Summary
 from meshlib.jax.collectives import all_summaries, combined_summaries, gathered_run, move, shared_summaries
-from meshlib.jax.context import Array, Context, Found, Index
+from meshlib.jax.context import Array, Index, Reported, TraceContext
 from meshlib.jax.repeats import Repeats
-from meshlib.jax.table import Part, Run, row_of, run_row
+from meshlib.jax.table import BlockRuns, RowContext, row_of, run_row
 from meshlib.program.analysis.buffers import START
 from meshlib.program.exchanges import RUNS, run_factors, summary_factor
 from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value, Widen
@@ -26,14 +26,14 @@ from meshlib.program.records import Program
 Axes = Mapping[str, tuple[str, ...]]
 
 
-class Executor(Interpreter[Array, Context]):
+class Executor(Interpreter[Array, TraceContext]):
     """Values are this device's blocks. A block with margins has all of them; past the ends of a dim lies anything."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: TraceContext) -> None:
         self.context = context
         self._repeats = Repeats()
 
-    def run(self, program: Program, given: Mapping[Value, Array], context: Context) -> dict[Value, Array]:
+    def run(self, program: Program, given: Mapping[Value, Array], context: TraceContext) -> dict[Value, Array]:
         """As everywhere; what the program makes again, the compiler shall not merge with the first."""
         around, self._repeats = self._repeats, Repeats()
         try:
@@ -42,7 +42,12 @@ class Executor(Interpreter[Array, Context]):
             self._repeats = around
 
     def results(
-        self, program: Program, i: Instruction, inputs: Sequence[Array], values: Mapping[Value, Array], context: Context
+        self,
+        program: Program,
+        i: Instruction,
+        inputs: Sequence[Array],
+        values: Mapping[Value, Array],
+        context: TraceContext,
     ) -> Iterable[Array]:
         if isinstance(i, Resident | Commit):
             return super().results(program, i, inputs, values, context)
@@ -88,18 +93,18 @@ class Executor(Interpreter[Array, Context]):
     def goes_on(self, going: Array) -> bool:
         raise AssertionError("loops with a condition are one lax.while_loop")
 
-    def loop(self, i: Loop, inputs: Sequence[Array], context: Context) -> list[Array]:
+    def loop(self, i: Loop, inputs: Sequence[Array], context: TraceContext) -> list[Array]:
         """All trips in one lax.scan, whose body holds the loop's own once."""
         body = i.body
         given = dict(zip(body.inputs.values(), inputs, strict=True))
         stacked = {name: (given.pop(body.inputs[name]), i.slice_axis(name)) for name in i.slices}
         first = {name: x for name, (x, axis) in stacked.items() if axis == 0}
-        inside: Found | None = None
+        inside: Reported | None = None
 
         def trip(carries: list[Array], scanned: tuple[Array, dict[str, Array]]) -> tuple[list[Array], Any]:
             nonlocal inside
             number, slices = scanned
-            inside = Found()
+            inside = Reported()
             here = replace(context.in_trip(number), found=inside)
             values = dict(given)
             values.update({body.inputs[begin]: x for (begin, _), x in zip(i.carries, carries, strict=True)})
@@ -132,8 +137,8 @@ class Executor(Interpreter[Array, Context]):
         i: Loop,
         trip: Callable[..., tuple[list[Array], Any]],
         begin: list[Array],
-        context: Context,
-        noted: Callable[[], Found | None],
+        context: TraceContext,
+        noted: Callable[[], Reported | None],
     ) -> list[Array]:
         """Trips as long as a carry holds, in one lax.while_loop; what is wrong in some trip is carried along."""
         going = [name for name, _ in i.carries].index(i.going or "")
@@ -164,7 +169,7 @@ class Executor(Interpreter[Array, Context]):
 
     # ------------------------------------------------------------ computations
 
-    def compute(self, program: Program, i: Compute, inputs: Sequence[Array], context: Context) -> Sequence[Array]:
+    def compute(self, program: Program, i: Compute, inputs: Sequence[Array], context: TraceContext) -> Sequence[Array]:
         op = i.operation
         if op.opdef.show is not None and len(inputs) > 1:
             context.found.prints.append(list(inputs[1:]))
@@ -173,7 +178,7 @@ class Executor(Interpreter[Array, Context]):
         for axis, factor in i.assignment:
             axes[factor] = (*axes.get(factor, ()), axis)
         split, moving = summary_factor(factors, axes), run_factors(factors, axes)
-        part = Part(
+        part = RowContext(
             op,
             tuple(x.tensor.shape.names for x in i.inputs),
             tuple(y.local for y in i.outputs),
@@ -191,7 +196,7 @@ class Executor(Interpreter[Array, Context]):
         return run_row(part, row_of(op).local, inputs)
 
 
-def _offsets(i: Compute, factors: Sequence[Factor], axes: Axes, context: Context) -> dict[str, Index]:
+def _offsets(i: Compute, factors: Sequence[Factor], axes: Axes, context: TraceContext) -> dict[str, Index]:
     """Per factor the global index at which this device's block starts: of a run, of what leads."""
     offsets: dict[str, Index] = {}
     for f in factors:
@@ -202,7 +207,7 @@ def _offsets(i: Compute, factors: Sequence[Factor], axes: Axes, context: Context
 
 
 def _with_halos(
-    i: Compute, part: Part, moving: Sequence[Factor], axes: Axes, inputs: Sequence[Array]
+    i: Compute, part: RowContext, moving: Sequence[Factor], axes: Axes, inputs: Sequence[Array]
 ) -> tuple[Array, ...]:
     """An operation whose operands come as the runs that this device's block of the result needs, dim after dim."""
     op, context = i.operation, part.context
@@ -210,7 +215,7 @@ def _with_halos(
     assert isinstance(lower, Halo)
     received = {(e.operand, e.dim) for e in i.exchanges}
     arrays: list[Array] = []
-    runs_of_operands: list[dict[str, Run]] = []
+    runs_of_operands: list[dict[str, BlockRuns]] = []
     for n, x in enumerate(inputs):
         shape, runs = op.inputs[n].shape, {}
         for f in moving:
@@ -228,7 +233,7 @@ def _with_halos(
                 lower.wrap(op),
                 (n, dim) in received,
             )
-            runs[dim] = Run(tuple(begin for (begin, _), _ in spans), context.index(axes[f.name]))
+            runs[dim] = BlockRuns(tuple(begin for (begin, _), _ in spans), context.index(axes[f.name]))
         arrays.append(x)
         runs_of_operands.append(runs)
     return run_row(replace(part, runs=tuple(runs_of_operands)), row_of(op).local, arrays)
@@ -244,7 +249,7 @@ def _spans(
 
 
 def _within_margins(
-    i: Compute, part: Part, factors: Sequence[Factor], axes: Axes, inputs: Sequence[Array]
+    i: Compute, part: RowContext, factors: Sequence[Factor], axes: Axes, inputs: Sequence[Array]
 ) -> tuple[Array, ...]:
     """The result with its margins, from operands that are cut to what it needs of theirs."""
     op, (y, *_) = i.operation, i.outputs
@@ -256,11 +261,11 @@ def _within_margins(
         before[f.name] = wide[out].before if out is not None and out in wide else 0
         offsets[f.name] = offsets[f.name] - before[f.name]
     arrays: list[Array] = []
-    runs_of_operands: list[dict[str, Run]] = []
+    runs_of_operands: list[dict[str, BlockRuns]] = []
     own: list[tuple[slice, ...] | None] = []
     for n, (x, array) in enumerate(zip(i.inputs, inputs, strict=True)):
         held = {m.dim: m for m in x.margins}
-        runs: dict[str, Run] = {}
+        runs: dict[str, BlockRuns] = {}
         mine = {}
         for f in factors:
             dim, out = f.operands[n], f.outputs[0]
@@ -276,7 +281,7 @@ def _within_margins(
                     length = y.local_shape.dim(out).size
                 begin, end = lower.needs(op, f, n, -before[f.name], length - before[f.name])
                 begins = tuple(begin + before[f.name] + j * (size // count) for j in range(count))
-                runs[dim] = Run(begins, part.context.index(over))
+                runs[dim] = BlockRuns(begins, part.context.index(over))
                 if lower.wrap(op):
                     begin, end = start + (begin - start) % size, start + (begin - start) % size + end - begin
             elif out is not None and (out in wide or dim in held):
@@ -304,7 +309,7 @@ def _cut(x: Array, axis: int, begin: int, end: int) -> Array:
 
 
 def _summarised(
-    i: Compute, part: Part, factor: Factor, axes: tuple[str, ...], inputs: Sequence[Array]
+    i: Compute, part: RowContext, factor: Factor, axes: tuple[str, ...], inputs: Sequence[Array]
 ) -> tuple[Array, ...]:
     """An operation whose blocks tell each other a summary first."""
     op, mesh = i.operation, part.context.mesh
@@ -330,7 +335,7 @@ def _summarised(
 # ---------------------------------------------------------------- margins
 
 
-def _widened(i: Widen, x: Array, context: Context) -> Array:
+def _widened(i: Widen, x: Array, context: TraceContext) -> Array:
     """The block with one margin more, of what the others hold."""
     (before,), (after,) = i.inputs, i.outputs
     (margin,) = (m for m in after.margins if m not in before.margins)
@@ -345,7 +350,7 @@ def _widened(i: Widen, x: Array, context: Context) -> Array:
     return gathered_run(x, axis, i.steps[0].axes, context, needs, size, margin.wrap)
 
 
-def _cut_wide(x: Value, y: Value, array: Array, context: Context) -> Array:
+def _cut_wide(x: Value, y: Value, array: Array, context: TraceContext) -> Array:
     """The part of the block, with margins, that the new sharding leaves here."""
     held, wanted = {m.dim: m for m in x.margins}, {m.dim: m for m in y.margins}
     for axis, d in enumerate(y.tensor.shape):

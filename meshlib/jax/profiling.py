@@ -29,7 +29,7 @@ from meshlib.program.records import Program, walk
 Key = tuple[str, str, str, str]
 
 
-class Timed(NamedTuple):
+class TimedOperation(NamedTuple):
     """An operation of the module on one device; nanoseconds."""
 
     name: str
@@ -91,27 +91,27 @@ def _lines(file: Path) -> Iterator[tuple[bool, Any]]:
             yield plane.name.startswith("/device:TPU") and line.name == "XLA Ops", line
 
 
-def _timed(on_tpu: bool, line: Any, module: str) -> Iterator[Timed]:
+def _timed(on_tpu: bool, line: Any, module: str) -> Iterator[TimedOperation]:
     """The module's operations on one thread or stream."""
     for event in line.events:
         if event.name.startswith("end: "):
             continue
         if on_tpu:
-            yield Timed(event.name.lstrip("%").partition(" = ")[0], event.start_ns, event.end_ns)
+            yield TimedOperation(event.name.lstrip("%").partition(" = ")[0], event.start_ns, event.end_ns)
             continue
         about = dict(event.stats)
         if about.get("hlo_module") == module and "hlo_op" in about:
-            yield Timed(str(about["hlo_op"]), event.start_ns, event.end_ns)
+            yield TimedOperation(str(about["hlo_op"]), event.start_ns, event.end_ns)
 
 
-def alone(events: Sequence[Timed]) -> dict[str, float]:
+def alone(events: Sequence[TimedOperation]) -> dict[str, float]:
     """Nanoseconds of each operation of a thread, without those of operations inside it.
 
     >>> alone([Timed("call", 0, 10), Timed("dot", 2, 8), Timed("add", 10, 11)])
     {'call': 4.0, 'dot': 6.0, 'add': 1.0}
     """
     taken: dict[str, float] = defaultdict(float)
-    around: list[Timed] = []
+    around: list[TimedOperation] = []
     for event in sorted(events, key=lambda e: (e.begin, -e.end)):
         while around and around[-1].end <= event.begin:
             around.pop()

@@ -29,7 +29,7 @@ from meshlib.jax.placing import HostArray, place, whole
 from meshlib.jax.processes import JaxProcesses
 from meshlib.jax.profiling import measure
 from meshlib.jax.settings import by_default
-from meshlib.jax.step import Made, Prints, Step
+from meshlib.jax.step import Prints, Step, StepResult
 from meshlib.ops.control.sources import STEP
 from meshlib.ops.movement.indexing import index_fault
 from meshlib.program.records import Program, require_program
@@ -323,7 +323,7 @@ class OnJax(Simulation):
         """The state where a step wants it."""
         return {n: _moved(self.state.arrays[n], sharding) for n, sharding in step.variables.items()}
 
-    def _check(self, program: Program, step: Step, results: Made, fed: Mapping[str, HostArray]) -> None:
+    def _check(self, program: Program, step: Step, results: StepResult, fed: Mapping[str, HostArray]) -> None:
         """Raise what the checks of some device found."""
         if not (step.checks or step.watched):
             return

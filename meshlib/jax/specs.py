@@ -15,7 +15,7 @@ import meshlib.jax.rows  # the library's own rows  # noqa: F401
 from meshlib.core.errors import GraphError, nearest
 from meshlib.core.graph import FORWARD
 from meshlib.core.text import bytes_text
-from meshlib.jax.context import Array, Context, Found
+from meshlib.jax.context import Array, Reported, TraceContext
 from meshlib.jax.executor import Executor
 from meshlib.jax.hlo import sent_bytes
 from meshlib.jax.imported_specs import argument_shardings, compiled, graph_of, specs_of
@@ -148,12 +148,17 @@ def partition_specs(program: Program) -> PartitionSpecs:
 class _Constrained(Executor):
     """Whole values, each bound to where the program has it."""
 
-    def __init__(self, context: Context, specs: PartitionSpecs, mesh: jax.sharding.Mesh) -> None:
+    def __init__(self, context: TraceContext, specs: PartitionSpecs, mesh: jax.sharding.Mesh) -> None:
         super().__init__(context)
         self.specs, self.jax_mesh = specs, mesh
 
     def results(
-        self, program: Program, i: Instruction, inputs: Sequence[Array], values: Mapping[Value, Array], context: Context
+        self,
+        program: Program,
+        i: Instruction,
+        inputs: Sequence[Array],
+        values: Mapping[Value, Array],
+        context: TraceContext,
     ) -> list[Array]:
         outputs = list(super().results(program, i, inputs, values, context))
         if isinstance(i, Loop):
@@ -183,7 +188,7 @@ def _compiled(specs: PartitionSpecs, devices: Sequence[Any] | None) -> Any:
     def step(state: dict[str, Array], feeds: dict[str, Array]) -> Any:
         keys = {i.operation.name: np.zeros(2, np.uint32) for i, _, _ in walk(whole)}
         number = state.get(STEP, np.int32(0))
-        context = Context(whole.mesh, platform, program.precision == "highest", number, keys, Found())
+        context = TraceContext(whole.mesh, platform, program.precision == "highest", number, keys, Reported())
         given = {v: feeds[n] for n, v in whole.inputs.items()} | {v: state[n] for n, v in whole.variables.items()}
         values = _Constrained(context, specs, mesh).run(whole, given, context)
         return {n: values[v] for n, v in whole.outputs.items()}, {n: values[v] for n, v in whole.updates.items()}

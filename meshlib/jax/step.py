@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshlib.core.errors import ProgramError
 from meshlib.core.graph import Operation
 from meshlib.core.initializers import make_key
-from meshlib.jax.context import Array, Context, Found
+from meshlib.jax.context import Array, Reported, TraceContext
 from meshlib.jax.executables import jax_versions, read_executable
 from meshlib.jax.executor import Executor
 from meshlib.jax.placing import between_steps, device_mesh, spec_of
@@ -37,7 +37,7 @@ class Prints(NamedTuple):
     order: range
 
 
-class Made(NamedTuple):
+class StepResult(NamedTuple):
     """What a step makes: fetched outputs, new values of variables, what `Print` shows, and per device the checks."""
 
     outputs: dict[str, Array]
@@ -111,12 +111,12 @@ class Step:
 
     def __call__(
         self, state: Mapping[str, Array], feeds: Mapping[str, Array], number: int, keys: np.ndarray[Any, Any]
-    ) -> Made:
+    ) -> StepResult:
         """Run it: the state's arrays lie where `variables` says, the feeds where `inputs` does."""
         changed = {n: state[n] for n in self.program.updates if n != STEP}
         kept = {n: state[n] for n in self.variables if n not in changed}
         outputs, updates, prints, checks = self.compiled(changed, kept, dict(feeds), np.int32(number), keys)
-        return Made(outputs, updates, prints, checks)
+        return StepResult(outputs, updates, prints, checks)
 
     def has_several(self, count: int) -> bool:
         """Whether so many steps at once are compiled."""
@@ -129,7 +129,7 @@ class Step:
         number: int,
         keys: np.ndarray[Any, Any],
         count: int,
-    ) -> Made:
+    ) -> StepResult:
         """So many steps without a return to the host; feeds, outputs and checks are stacked."""
         changed = {n: state[n] for n in self.program.updates if n != STEP}
         kept = {n: state[n] for n in self.variables if n not in changed}
@@ -148,7 +148,7 @@ class Step:
                 return outputs, updates, [], checks
 
             self._several[count] = jax.jit(run, donate_argnums=() if self.checked else (0,))
-        return Made(*self._several[count](changed, kept, dict(feeds), np.int32(number), keys))
+        return StepResult(*self._several[count](changed, kept, dict(feeds), np.int32(number), keys))
 
     def raise_faults(self) -> None:
         """Raise what a function of the user's raised in the step that has ended, if one did."""
@@ -206,10 +206,10 @@ class Step:
         self, changed: dict[str, Array], kept: dict[str, Array], feeds: dict[str, Array], number: Array, keys: Array
     ) -> tuple[Any, ...]:
         """What one device runs."""
-        p, notes = self.program, Found(faults=self.faults)
+        p, notes = self.program, Reported(faults=self.faults)
         drawn = {name: keys[n] for n, name in enumerate(self.drawing)}
         platform = platform_of(self.mesh)
-        context = Context(p.mesh, platform, p.precision == "highest", number, drawn, notes, self.checked)
+        context = TraceContext(p.mesh, platform, p.precision == "highest", number, drawn, notes, self.checked)
         state = {STEP: number, **changed, **kept}
         given = {v: feeds[n] for n, v in p.inputs.items()} | {v: state[n] for n, v in p.variables.items()}
         given = {v: x.astype(storage(v.tensor.dtype)) for v, x in given.items()}

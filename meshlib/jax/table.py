@@ -13,14 +13,14 @@ from meshlib.core.dtypes import BFLOAT16, BOOL, DType
 from meshlib.core.errors import GraphError, ProgramError, nearest
 from meshlib.core.graph import Operation, TensorType
 from meshlib.core.opdef import OPERATIONS
-from meshlib.jax.context import Array, Context, Index
+from meshlib.jax.context import Array, Index, TraceContext
 
 Names = tuple[str, ...]
 Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Run:
+class BlockRuns:
     """Where the runs of all blocks of a dim begin, in global indices, and which block this is."""
 
     begins: tuple[int, ...]
@@ -28,7 +28,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Part:
+class RowContext:
     """What a row is told besides its operands' blocks.
 
     names    the dims of each operand
@@ -43,8 +43,8 @@ class Part:
     names: tuple[Names, ...]
     outs: tuple[TensorType, ...]
     offsets: Mapping[str, Index]
-    context: Context
-    runs: tuple[Mapping[str, Run], ...]
+    context: TraceContext
+    runs: tuple[Mapping[str, BlockRuns], ...]
     own: tuple[tuple[slice, ...] | None, ...]
 
     @property
@@ -77,7 +77,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Row:
+class JaxRow:
     """How JAX runs an operation on one device's blocks.
 
     local   (Part, *arrays) -> array, or a tuple of them
@@ -90,14 +90,14 @@ class Row:
     split: Split | None = None
 
 
-ROWS: dict[str, Row] = {}
+ROWS: dict[str, JaxRow] = {}
 
 
 def row(name: str, *, native: bool = False, split: Split | None = None) -> Callable[[Function], Function]:
     """Say how JAX runs an operation of your own: a decorator of a function of one device's blocks.
 
-    The function takes a `Part` (attributes, names of dims, global offsets) and an array per operand, and returns the
-    block of the result. bfloat16 comes as float32 unless `native`; results are rounded to their declared dtype.
+    The function takes a `RowContext` (attributes, names of dims, global offsets) and an array per operand, and returns
+    the block of the result. bfloat16 comes as float32 unless `native`; results are rounded to their declared dtype.
 
     Args:
       name: of the operation, as it was given to `meshlib.core.opdef.operation`.
@@ -116,13 +116,13 @@ def row(name: str, *, native: bool = False, split: Split | None = None) -> Calla
         raise GraphError(f"row: operation {name!r} has a row already")
 
     def take(function: Function) -> Function:
-        ROWS[name] = Row(function, native, split)
+        ROWS[name] = JaxRow(function, native, split)
         return function
 
     return take
 
 
-def row_of(op: Operation) -> Row:
+def row_of(op: Operation) -> JaxRow:
     """The row of an operation. Raises: ProgramError if it has none."""
     row = ROWS.get(op.opdef.name)
     if row is None:
@@ -171,7 +171,7 @@ def as_declared(op: Operation, out: TensorType, y: Any) -> Array:
     return y.astype(wanted)
 
 
-def run_row(part: Part, function: Function, arrays: Sequence[Array], *first: Any) -> tuple[Array, ...]:
+def run_row(part: RowContext, function: Function, arrays: Sequence[Array], *first: Any) -> tuple[Array, ...]:
     """A row's function on blocks, its results in their declared types."""
     op = part.operation
     native = row_of(op).native or op.opdef.exact

@@ -36,7 +36,7 @@ Groups = int | Dimension | Sequence[Dimension]
 
 
 @dataclass(frozen=True)
-class Sets:
+class NormSets:
     """Which elements of a tensor share a mean and a variance: those of one index along `apart`.
 
     With `cut`, one of these dims, those of each of `group.size` consecutive runs of it.
@@ -48,7 +48,7 @@ class Sets:
     group: Dimension | None = None
 
     @classmethod
-    def of(cls, x: Tensor, apart: Sequence[Dimension], cut: Dimension | None, groups: int) -> Sets:
+    def of(cls, x: Tensor, apart: Sequence[Dimension], cut: Dimension | None, groups: int) -> NormSets:
         """In the order of the dims of x."""
         kept = Shape([d for d in x.shape if d in apart or (d == cut and groups > 1)])
         if cut is None or groups == 1:
@@ -79,7 +79,7 @@ class Sets:
 # ---------------------------------------------------------------- (x - mean) / deviation * scale + bias
 
 
-def _moments(x: Tensor, sets: Sets, fast: bool) -> tuple[Tensor, Tensor]:
+def _moments(x: Tensor, sets: NormSets, fast: bool) -> tuple[Tensor, Tensor]:
     """Mean and variance of each set: the variance of x - mean, or of sums of x and x^2, which are reduced as one."""
     wide = widened(x)
     mean = sets.mean(reduce_sum(wide, output_shape=sets.apart))
@@ -89,7 +89,7 @@ def _moments(x: Tensor, sets: Sets, fast: bool) -> tuple[Tensor, Tensor]:
     return mean, sets.mean(reduce_sum(square(wide - sets.spread(mean)), output_shape=sets.apart))
 
 
-def _affine(sets: Sets, scaled: bool, x: Tensor, mean: Tensor, inverse: Tensor, *scale_bias: Tensor) -> Tensor:
+def _affine(sets: NormSets, scaled: bool, x: Tensor, mean: Tensor, inverse: Tensor, *scale_bias: Tensor) -> Tensor:
     """One product and one sum for each element: of numbers that few elements share."""
     factor, centre = sets.spread(inverse), sets.spread(mean)
     if scaled:
@@ -100,7 +100,7 @@ def _affine(sets: Sets, scaled: bool, x: Tensor, mean: Tensor, inverse: Tensor, 
 
 
 def _affine_gradient(
-    sets: Sets, scaled: bool, inputs: Sequence[Tensor], results: Any, cotangents: Sequence[Tensor]
+    sets: NormSets, scaled: bool, inputs: Sequence[Tensor], results: Any, cotangents: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """Of x through mean and variance too: dx = (g - mean(g) - y mean(g y)) / deviation, g = dy scale, y = standard x.
 
@@ -126,7 +126,7 @@ def _affine_gradient(
 
 
 def _normalised(
-    x: Tensor, sets: Sets, epsilon: float, scale: Tensor | None, bias: Tensor | None, fast: bool
+    x: Tensor, sets: NormSets, epsilon: float, scale: Tensor | None, bias: Tensor | None, fast: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The result, and the mean and variance of each set, of which it takes no gradient."""
     mean, variance = _moments(x, sets, fast)
@@ -300,7 +300,7 @@ def group_norm(
     if along[0] in examples:
         raise ShapeError(f"{at(what)}: '{along[0].name}' can't be the channels and a dim of the batch\n  {x}")
     count = _divided(along[0], groups, what, x)
-    sets, fast = Sets.of(x, examples, along[0], count), flag(use_fast_variance, what, "use_fast_variance")
+    sets, fast = NormSets.of(x, examples, along[0], count), flag(use_fast_variance, what, "use_fast_variance")
     with scope(name):
         wide = widened(x).dtype
         scale, bias = (numerics.variable(n, along, start, wide) for n, start in (("scale", 1.0), ("bias", 0.0)))
@@ -344,13 +344,13 @@ def _batch_norm(
     return y, updates
 
 
-def _batch_sets(x: Tensor, along: Sequence[Dimension], groups: Groups, what: str) -> Sets:
+def _batch_sets(x: Tensor, along: Sequence[Dimension], groups: Groups, what: str) -> NormSets:
     if isinstance(groups, Dimension | list | tuple | Shape):
-        return Sets.of(x, [*along, *(find_dim(x, d, what) for d in as_dims(groups, what))], None, 1)
+        return NormSets.of(x, [*along, *(find_dim(x, d, what) for d in as_dims(groups, what))], None, 1)
     first = next((d for d in x.shape if d not in along), None)
     if first is None:
         raise ShapeError(f"{at(what)}: x has no dim but its channels\n  {x}")
-    return Sets.of(x, along, first, _divided(first, groups, what, x))
+    return NormSets.of(x, along, first, _divided(first, groups, what, x))
 
 
 def _divided(dim: Dimension, groups: object, what: str, x: Tensor) -> int:

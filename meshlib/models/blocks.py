@@ -25,7 +25,7 @@ def head_dims(heads: Heads) -> tuple[list[Dimension], list[Dimension]]:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class StackBlocks:
     """What the layers of one stack have in common.
 
     Attributes:

@@ -20,7 +20,7 @@ from meshlib.core.graph import Tensor, absolute_scope, current_scope, scope, sco
 from meshlib.core.initializers import Initializer
 from meshlib.layers.projection import ACTIVATIONS
 from meshlib.layers.router import real_share
-from meshlib.models.blocks import Blocks, head_dims
+from meshlib.models.blocks import StackBlocks, head_dims
 from meshlib.models.caches import SLOTS, Caches
 from meshlib.models.config import LayerKind, TransformerConfig
 from meshlib.models.stages import MICROBATCH, STAGE, Pipeline
@@ -151,13 +151,13 @@ def _groups(loss: Tensor) -> list[Dimension]:
     return [d for d in loss.shape if d.name not in ("layers", "dense_layers", STAGE)]
 
 
-def _layer_of(blocks: Blocks, kind: LayerKind, x: Tensor) -> tuple[Tensor, ...]:
+def _layer_of(blocks: StackBlocks, kind: LayerKind, x: Tensor) -> tuple[Tensor, ...]:
     """A layer, and what its experts say where it has some."""
     y, mixture = blocks.layer(x, kind)
     return (y,) if mixture is None else (y, mixture.loss, mixture.dropped, mixture.load)
 
 
-def _weighed(loss: Tensor, blocks: Blocks) -> Tensor:
+def _weighed(loss: Tensor, blocks: StackBlocks) -> Tensor:
     """A loss of experts, times the share of tokens that are no padding, by stage."""
     if blocks.real is None:
         return loss
@@ -253,9 +253,9 @@ class Builder:
         return input_tensor if self.pipeline is None else self.pipeline.cut(input_tensor)
 
     def stack(self, tokens: Tensor, count: int, causal: bool, memory: Tensor | None = None, **more: Any) -> Tensor:
-        """Embeddings, and `count` layers of what is embedded; `more` is what else `Blocks` takes."""
+        """Embeddings, and `count` layers of what is embedded; `more` is what else `StackBlocks` takes."""
         bias = self._bias(tokens.shape[-1], causal, **more) if self.config.position == "relative" else None
-        blocks = Blocks(self.config, causal, self.training, bias, memory, **more)
+        blocks = StackBlocks(self.config, causal, self.training, bias, memory, **more)
         return self._layers_of(blocks, self._embedded(tokens, blocks), count)
 
     def _bias(
@@ -285,7 +285,7 @@ class Builder:
             memory_positions=behind,
         )
 
-    def _layers_of(self, blocks: Blocks, x: Tensor, count: int) -> Tensor:
+    def _layers_of(self, blocks: StackBlocks, x: Tensor, count: int) -> Tensor:
         """`count` layers, and the norm after them."""
         c = self.config
         front = min(c.dense_front, count)
@@ -296,7 +296,7 @@ class Builder:
             x = self._staged(self.pipeline, blocks, x, range(front, count))
         return blocks.norm(x, "final_norm") if c.norm_position != "post" else x
 
-    def _staged(self, pipeline: Pipeline, blocks: Blocks, x: Tensor, numbers: range) -> Tensor:
+    def _staged(self, pipeline: Pipeline, blocks: StackBlocks, x: Tensor, numbers: range) -> Tensor:
         """Layers with these numbers as stages; what their experts say is summed over microbatches, where of packed
         sequences each microbatch's losses count by its share of tokens that are no padding.
         """
@@ -329,7 +329,7 @@ class Builder:
             self.said[name] = _Said(loss, cast(dropped, "int32"), cast(load, "int32"))
         return x
 
-    def _layers(self, blocks: Blocks, x: Tensor, numbers: range, name: str, trips_from: int) -> Tensor:
+    def _layers(self, blocks: StackBlocks, x: Tensor, numbers: range, name: str, trips_from: int) -> Tensor:
         """Layers with these numbers: whole patterns of them as trips of a loop, the rest one by one."""
         c = self.config
         trips = len(numbers) // c.period if self.scan else 0
@@ -346,7 +346,7 @@ class Builder:
                 blocks.caches.commit(blocks.caches.take())
         return x
 
-    def _scanned(self, blocks: Blocks, x: Tensor, kinds: Sequence[LayerKind], dim: Dimension) -> Tensor:
+    def _scanned(self, blocks: StackBlocks, x: Tensor, kinds: Sequence[LayerKind], dim: Dimension) -> Tensor:
         """Layers as trips of a loop, each over layers of all these kinds."""
         scopes = [f"layer_{n}" if len(kinds) > 1 else "" for n in range(len(kinds))]
         caches: list[Tensor] = []  # variables that a trip writes
@@ -376,7 +376,7 @@ class Builder:
         """Keep what the experts of a layer, or of stacked ones, say, under the scope in which they are."""
         self.said[scoped_name("moe/router")] = said
 
-    def _embedded(self, tokens: Tensor, blocks: Blocks) -> Tensor:
+    def _embedded(self, tokens: Tensor, blocks: StackBlocks) -> Tensor:
         c, table = self.config, self.table
         length = tokens.shape[-1]
         x = layers.embedding(tokens, table.shape.dim("vocab"), self._d_model, weights=table)
@@ -426,7 +426,7 @@ class Builder:
         renamed = Dimension("d_model_out", c.d_model)
         x = layers.dense(x, renamed, [self._d_model], numerics=c.numerics.unquantised, name="transform")
         x = rename_dimension(ACTIVATIONS[c.activation](x), renamed.name, "d_model")
-        return Blocks(c, False, self.training).norm(x, "norm")
+        return StackBlocks(c, False, self.training).norm(x, "norm")
 
     def check_blocks(self, length: int) -> None:
         """Raise GraphError unless the loss can be computed in so many blocks."""

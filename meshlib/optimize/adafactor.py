@@ -13,9 +13,9 @@ from meshlib.core.graph import Tensor
 from meshlib.ops.pointwise.elementwise import cast, maximum, minimum, pow, rsqrt, square
 from meshlib.ops.pointwise.reductions import reduce_mean
 from meshlib.optimize.base import (
-    Kept,
     LearningRate,
     Optimizer,
+    OptimizerOptions,
     Scalars,
     Update,
     reduce_rms,
@@ -100,7 +100,7 @@ class AdafactorOptimizer(Optimizer):
         epsilon2: float = 1e-3,
         min_dim_size_to_factor: int = 128,
         exclude_from_parameter_scale: Sequence[str] | None = None,
-        **kept: Unpack[Kept],
+        **kept: Unpack[OptimizerOptions],
     ) -> None:
         what = type(self).__name__
         if not isinstance(multiply_by_parameter_scale, bool):

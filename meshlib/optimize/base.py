@@ -89,7 +89,7 @@ class Update:
         return any(re.search(p, self.variable.name) for p in patterns)
 
 
-class Kept(TypedDict, total=False):
+class OptimizerOptions(TypedDict, total=False):
     """What every optimizer takes besides its own arguments, by name: see `Optimizer`."""
 
     slot_dtype: object
@@ -117,11 +117,13 @@ class Optimizer(abc.ABC):
     weight_decay = 0.0
     exclude: tuple[str, ...] = ()
 
-    def __init__(self, lr: LearningRate, **kept: Unpack[Kept]) -> None:
+    def __init__(self, lr: LearningRate, **kept: Unpack[OptimizerOptions]) -> None:
         self.lr = self.rate_like(lr, "the learning rate")
-        unknown = [name for name in kept if name not in Kept.__annotations__]
+        unknown = [name for name in kept if name not in OptimizerOptions.__annotations__]
         if unknown:
-            known = [name for name in signature(type(self)).parameters if name != "kept"] + [*Kept.__annotations__]
+            known = [name for name in signature(type(self)).parameters if name != "kept"] + [
+                *OptimizerOptions.__annotations__
+            ]
             raise ArgumentError(
                 f"{at(type(self).__name__)}: no argument {unknown[0]!r:.80}"
                 + (nearest(unknown[0], known) or f"; it has {', '.join(known)}")

@@ -11,7 +11,7 @@ from meshlib.core.graph import Tensor
 from meshlib.ops.control.sources import scalar
 from meshlib.ops.pointwise.elementwise import cast, greater, logical_and, pow, sign, sqrt, square, where
 from meshlib.ops.pointwise.reductions import reduce_sum
-from meshlib.optimize.base import Kept, LearningRate, Optimizer, Scalars, Update
+from meshlib.optimize.base import LearningRate, Optimizer, OptimizerOptions, Scalars, Update
 
 # Variables of layers that weight decay and trust ratios leave alone: scales and biases of norms, biases of products,
 # gains of residual branches. Source: Goyal et al., arXiv:1706.02677, section 5.1; You et al. 2017.
@@ -74,7 +74,7 @@ class MomentumOptimizer(Optimizer):
         nesterov: bool = False,
         weight_decay: float = 0.0,
         exclude_from_weight_decay: Sequence[str] | None = None,
-        **kept: Unpack[Kept],
+        **kept: Unpack[OptimizerOptions],
     ) -> None:
         super().__init__(lr, **kept)
         self.momentum = self.bounded(momentum, "momentum", FRACTION)
@@ -122,7 +122,7 @@ class AdamOptimizer(Optimizer):
         beta_2: float = 0.999,
         epsilon: float = 1e-8,
         mean_dtype: object = None,
-        **kept: Unpack[Kept],
+        **kept: Unpack[OptimizerOptions],
     ) -> None:
         super().__init__(lr, **kept)
         self.beta_1, self.beta_2 = self.bounded(beta_1, "beta_1", FRACTION), self.bounded(beta_2, "beta_2", FRACTION)
@@ -184,7 +184,7 @@ class AdamWOptimizer(AdamOptimizer):
         weight_decay: float = 0.01,
         exclude_from_weight_decay: Sequence[str] | None = None,
         mean_dtype: object = None,
-        **kept: Unpack[Kept],
+        **kept: Unpack[OptimizerOptions],
     ) -> None:
         super().__init__(lr, beta_1, beta_2, epsilon, mean_dtype, **kept)
         self.weight_decay = self.bounded(weight_decay, "weight_decay")
@@ -232,7 +232,7 @@ class AdamWeightDecayOptimizer(AdamOptimizer):
         beta_2: float = 0.999,
         epsilon: float = 1e-6,
         exclude_from_weight_decay: Sequence[str] | None = None,
-        **kept: Unpack[Kept],
+        **kept: Unpack[OptimizerOptions],
     ) -> None:
         super().__init__(learning_rate, beta_1, beta_2, epsilon, **kept)
         self.weight_decay = self.bounded(weight_decay_rate, "weight_decay_rate")
@@ -278,7 +278,7 @@ class LionOptimizer(Optimizer):
         beta_2: float = 0.99,
         weight_decay: float = 0.0,
         exclude_from_weight_decay: Sequence[str] | None = None,
-        **kept: Unpack[Kept],
+        **kept: Unpack[OptimizerOptions],
     ) -> None:
         super().__init__(lr, **kept)
         self.beta_1, self.beta_2 = self.bounded(beta_1, "beta_1", FRACTION), self.bounded(beta_2, "beta_2", FRACTION)
@@ -336,7 +336,7 @@ class LarsOptimizer(Optimizer):
         epsilon: float = 0.0,
         exclude: Sequence[str] | None = None,
         scaled_momentum: bool = True,
-        **kept: Unpack[Kept],
+        **kept: Unpack[OptimizerOptions],
     ) -> None:
         super().__init__(lr, **kept)
         self.scaled = flag(scaled_momentum, type(self).__name__, "scaled_momentum")
@@ -395,7 +395,7 @@ class LambOptimizer(AdamOptimizer):
         epsilon: float = 1e-6,
         weight_decay: float = 0.0,
         exclude: Sequence[str] | None = None,
-        **kept: Unpack[Kept],
+        **kept: Unpack[OptimizerOptions],
     ) -> None:
         super().__init__(lr, beta_1, beta_2, epsilon, **kept)
         self.weight_decay = self.bounded(weight_decay, "weight_decay")

@@ -43,7 +43,7 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class IndexRange:
     """A piece of a dim: indices [begin, end), all within one source block."""
 
     source: int
@@ -51,7 +51,7 @@ class Run:
     end: int
 
 
-def runs(begin: int, end: int, size: int, block: int, wrap: bool) -> Iterator[Run]:
+def runs(begin: int, end: int, size: int, block: int, wrap: bool) -> Iterator[IndexRange]:
     """The indices [begin, end) of a dim cut at its blocks; outside [0, size) they are padding, or go round.
 
     >>> list(runs(-1, 3, 4, 2, wrap=True))
@@ -63,7 +63,7 @@ def runs(begin: int, end: int, size: int, block: int, wrap: bool) -> Iterator[Ru
         here = at % size
         source = here // block
         length = min((source + 1) * block - here, stop - at)
-        yield Run(source, here, here + length)
+        yield IndexRange(source, here, here + length)
         at += length
 
 
@@ -98,7 +98,7 @@ def plan_exchanges(
             if dim is None:
                 continue
             count = out.mesh.group_size(axes[f.name])
-            rows = _Rows(op, f, i, count)
+            rows = _NeededIndices(op, f, i, count)
             row = prod(n for name, n in sizes.items() if name != dim)
             given = tuple(x.dtype.size_bytes(n * row) for n in rows.given_away())
             if any(given):
@@ -137,7 +137,7 @@ def busiest_bytes(exchanges: Iterable[tuple[Exchange, int]]) -> int | float:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _NeededIndices:
     """Which indices of an operand's split dim the blocks of a factor need, one set of indices per block."""
 
     op: Operation
@@ -171,7 +171,7 @@ class _Rows:
         rows_per_block = self._halo.length(self.op, self.factor) // self.count
         return block * rows_per_block, (block + 1) * rows_per_block
 
-    def _cut(self, needed: tuple[int, int]) -> Iterator[Run]:
+    def _cut(self, needed: tuple[int, int]) -> Iterator[IndexRange]:
         """Indices of the operand cut at the blocks that have them."""
         dim = self.factor.operands[self.operand]
         assert dim is not None

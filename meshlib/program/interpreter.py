@@ -17,7 +17,7 @@ from meshlib.program.records import Program
 T = TypeVar("T")
 
 
-class Context(Protocol):
+class RunContext(Protocol):
     """What a run hands down to computations; inside a loop it knows the trip."""
 
     def in_trip(self, trip: int) -> Self:
@@ -25,7 +25,7 @@ class Context(Protocol):
         ...
 
 
-C = TypeVar("C", bound=Context)
+C = TypeVar("C", bound=RunContext)
 
 
 class Interpreter(ABC, Generic[T, C]):

@@ -18,7 +18,7 @@ from meshlib.program.exchanges import Exchange, plan_exchanges
 from meshlib.program.factor_shardings import Axes, derive
 
 
-class Blocks(NamedTuple):
+class BlockCounts(NamedTuple):
     """An operation whose factors are cut into so many blocks each: what bounds the price of an assignment."""
 
     operands: tuple[int, ...]  # elements of one device's block
@@ -43,17 +43,17 @@ class Signature:
         self.linear = op.opdef.linear(op)
         self.names = tuple(f.name for f in self.factors)
         self.reducing = tuple(f.name for f in self.factors if f.role.reduces)  # a split leaves the result pending
-        self._blocks: dict[tuple[int, ...], Blocks | None] = {}
+        self._blocks: dict[tuple[int, ...], BlockCounts | None] = {}
         self._assigned: dict[object, Assigned | None] = {}
         self.ways: dict[object, Any] = {}  # how the lowering brings results of it to a place
 
-    def cut(self, counts: tuple[int, ...]) -> Blocks | None:
+    def cut(self, counts: tuple[int, ...]) -> BlockCounts | None:
         """It with `counts` blocks along each factor, on whatever mesh; None where a size does not divide."""
         if counts not in self._blocks:
             self._blocks[counts] = self._cut(counts)
         return self._blocks[counts]
 
-    def _cut(self, counts: tuple[int, ...]) -> Blocks | None:
+    def _cut(self, counts: tuple[int, ...]) -> BlockCounts | None:
         op = self.op
         cut = [(f, n) for f, n in zip(self.factors, counts, strict=True) if n > 1]
         types = [_block(x, [(f.operands[i], n) for f, n in cut]) for i, x in enumerate(op.inputs)]
@@ -61,7 +61,9 @@ class Signature:
         operands = tuple(t for t in types if t is not None)
         if out is None or len(operands) < len(types):
             return None
-        return Blocks(tuple(t.shape.size for t in operands), out.shape.size, op.opdef.work(operands, out, op.attrs))
+        return BlockCounts(
+            tuple(t.shape.size for t in operands), out.shape.size, op.opdef.work(operands, out, op.attrs)
+        )
 
     def under(self, mesh: Mesh, axes: Mapping[str, Axes], passed: tuple[Axes, ...]) -> Assigned | None:
         """It under an assignment, `passed` pending axes of each operand going through; None where that cannot be."""

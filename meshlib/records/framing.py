@@ -151,14 +151,16 @@ def wrong_data(records: Sequence[bytes], crcs: Sequence[int]) -> list[tuple[int,
     ]
 
 
-class Found(NamedTuple):
+class RecordRead(NamedTuple):
     """A record of a file that is read from its beginning: its data, or what is wrong with it."""
 
     data: bytes | None
     fault: Fault | None
 
 
-def scan(path: str | os.PathLike[str], compression: str | None = None, same: FileId | None = None) -> Iterator[Found]:
+def scan(
+    path: str | os.PathLike[str], compression: str | None = None, same: FileId | None = None
+) -> Iterator[RecordRead]:
     """The records of a file, from its beginning; a fault after which no more can be found comes last.
 
     Raises: DataError if it is another file than `same`.
@@ -187,16 +189,16 @@ def scan(path: str | os.PathLike[str], compression: str | None = None, same: Fil
                 at += need
             wrong = dict(wrong_data(ready, crcs))
             for n, data in enumerate(ready):
-                yield Found(None, Fault(target, starts[n], wrong[n])) if n in wrong else Found(data, None)
+                yield RecordRead(None, Fault(target, starts[n], wrong[n])) if n in wrong else RecordRead(data, None)
             if what:
-                yield Found(None, Fault(target, begin + at, what))
+                yield RecordRead(None, Fault(target, begin + at, what))
                 return
             del held[:at]
             begin += at
             try:
                 chunk = chunks.next()
             except zlib.error as fault:
-                yield Found(None, Fault(target, begin, f"the {compression} stream is damaged: {fault}"))
+                yield RecordRead(None, Fault(target, begin, f"the {compression} stream is damaged: {fault}"))
                 return
             if not chunk:
                 break
@@ -204,7 +206,7 @@ def scan(path: str | os.PathLike[str], compression: str | None = None, same: Fil
         if held:
             head = bytes(held[: HEADER.size])
             what = _wrong_head(head) or _cut_short(head, len(held))
-            yield Found(None, Fault(target, begin, str(what)))
+            yield RecordRead(None, Fault(target, begin, str(what)))
 
 
 class _Chunks:

@@ -56,7 +56,7 @@ def manifest_of(members: Sequence[Member]) -> bytes:
     return json.dumps({"format": FORMAT, "files": [m.entry() for m in members]}, indent=1).encode()
 
 
-class Sets:
+class ManifestSets:
     """Which files are members of sets, by the manifests beside them, each read once."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshlib.core.errors import DataError
-from meshlib.records.sets import SHARD, Sets, set_of
+from meshlib.records.sets import SHARD, ManifestSets, set_of
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -39,7 +39,7 @@ def files_of(paths: Paths) -> list[str]:
     if not given or not all(isinstance(p, str | os.PathLike) for p in given):
         raise DataError(f"records: expected the path of a file, or a list of paths, got {paths!r:.80}")
     files: list[str] = []
-    sets = Sets()
+    sets = ManifestSets()
     for path in given:
         name = os.fspath(path)
         if os.path.isdir(name):

@@ -32,7 +32,7 @@ SPLIT = "(heads head_dim) d_model -> heads head_dim d_model"
 
 
 @dataclass(frozen=True)
-class Row:
+class NamedVariable:
     """One variable.
 
     Attributes:
@@ -58,61 +58,61 @@ class Family:
       written: second names under which shared tensors are written, too.
     """
 
-    rows: Callable[[TransformerConfig], Iterator[Row]]
+    rows: Callable[[TransformerConfig], Iterator[NamedVariable]]
     prefix: str
     spare: tuple[str, ...]
     written: tuple[tuple[str, str], ...] = ()
 
 
-def _llama(c: TransformerConfig) -> Iterator[Row]:
-    yield Row("embedding", "model.embed_tokens.weight")
+def _llama(c: TransformerConfig) -> Iterator[NamedVariable]:
+    yield NamedVariable("embedding", "model.embed_tokens.weight")
     layer = "model.layers.{n}."
-    yield Row("{layer}/attention_norm/scale", f"{layer}input_layernorm.weight")
+    yield NamedVariable("{layer}/attention_norm/scale", f"{layer}input_layernorm.weight")
     for part, pattern in (("q", QUERIES), ("k", KEYS), ("v", KEYS)):
-        yield Row(f"{{layer}}/attention/{part}/kernel", f"{layer}self_attn.{part}_proj.weight", pattern)
-    yield Row("{layer}/attention/out/kernel", f"{layer}self_attn.o_proj.weight", CONTEXT)
+        yield NamedVariable(f"{{layer}}/attention/{part}/kernel", f"{layer}self_attn.{part}_proj.weight", pattern)
+    yield NamedVariable("{layer}/attention/out/kernel", f"{layer}self_attn.o_proj.weight", CONTEXT)
     if c.has_attention_bias:
         for part, pattern in (("q", QUERY_BIAS), ("k", KEY_BIAS), ("v", KEY_BIAS)):
-            yield Row(f"{{layer}}/attention/{part}/bias", f"{layer}self_attn.{part}_proj.bias", pattern)
+            yield NamedVariable(f"{{layer}}/attention/{part}/bias", f"{layer}self_attn.{part}_proj.bias", pattern)
     if c.has_attention_out_bias:
-        yield Row("{layer}/attention/out/bias", f"{layer}self_attn.o_proj.bias")
+        yield NamedVariable("{layer}/attention/out/bias", f"{layer}self_attn.o_proj.bias")
     if c.qk_norm:
         for part in "qk":
-            yield Row(f"{{layer}}/attention/{part}_norm/scale", f"{layer}self_attn.{part}_norm.weight")
-    yield Row("{layer}/feed_forward_norm/scale", f"{layer}post_attention_layernorm.weight")
+            yield NamedVariable(f"{{layer}}/attention/{part}_norm/scale", f"{layer}self_attn.{part}_norm.weight")
+    yield NamedVariable("{layer}/feed_forward_norm/scale", f"{layer}post_attention_layernorm.weight")
     for ours, theirs in (("wi_gate", "gate"), ("wi", "up"), ("wo", "down")):
-        yield Row(f"{{layer}}/feed_forward/{ours}/kernel", f"{layer}mlp.{theirs}_proj.weight", LINEAR)
-    yield Row("final_norm/scale", "model.norm.weight")
+        yield NamedVariable(f"{{layer}}/feed_forward/{ours}/kernel", f"{layer}mlp.{theirs}_proj.weight", LINEAR)
+    yield NamedVariable("final_norm/scale", "model.norm.weight")
     if not c.tied:
-        yield Row("head/kernel", "lm_head.weight", LINEAR)
+        yield NamedVariable("head/kernel", "lm_head.weight", LINEAR)
 
 
-def _gpt2(c: TransformerConfig) -> Iterator[Row]:
-    yield Row("embedding", "wte.weight")
-    yield Row("positions", "wpe.weight")
+def _gpt2(c: TransformerConfig) -> Iterator[NamedVariable]:
+    yield NamedVariable("embedding", "wte.weight")
+    yield NamedVariable("positions", "wpe.weight")
     for ours, theirs in (("attention_norm", "ln_1"), ("feed_forward_norm", "ln_2")):
-        yield Row(f"{{layer}}/{ours}/scale", f"h.{{n}}.{theirs}.weight")
-        yield Row(f"{{layer}}/{ours}/bias", f"h.{{n}}.{theirs}.bias")
+        yield NamedVariable(f"{{layer}}/{ours}/scale", f"h.{{n}}.{theirs}.weight")
+        yield NamedVariable(f"{{layer}}/{ours}/bias", f"h.{{n}}.{theirs}.bias")
     for number, part in enumerate("qkv"):
-        yield Row(f"{{layer}}/attention/{part}/kernel", "h.{n}.attn.c_attn.weight", FUSED, number)
-        yield Row(f"{{layer}}/attention/{part}/bias", "h.{n}.attn.c_attn.bias", FUSED_BIAS, number)
+        yield NamedVariable(f"{{layer}}/attention/{part}/kernel", "h.{n}.attn.c_attn.weight", FUSED, number)
+        yield NamedVariable(f"{{layer}}/attention/{part}/bias", "h.{n}.attn.c_attn.bias", FUSED_BIAS, number)
     merged = "(heads head_dim) d_model -> heads head_dim d_model"
-    yield Row("{layer}/attention/out/kernel", "h.{n}.attn.c_proj.weight", merged)
-    yield Row("{layer}/attention/out/bias", "h.{n}.attn.c_proj.bias")
+    yield NamedVariable("{layer}/attention/out/kernel", "h.{n}.attn.c_proj.weight", merged)
+    yield NamedVariable("{layer}/attention/out/bias", "h.{n}.attn.c_proj.bias")
     for ours, theirs in (("wi", "c_fc"), ("wo", "c_proj")):
-        yield Row(f"{{layer}}/feed_forward/{ours}/kernel", f"h.{{n}}.mlp.{theirs}.weight")
-        yield Row(f"{{layer}}/feed_forward/{ours}/bias", f"h.{{n}}.mlp.{theirs}.bias")
-    yield Row("final_norm/scale", "ln_f.weight")
-    yield Row("final_norm/bias", "ln_f.bias")
+        yield NamedVariable(f"{{layer}}/feed_forward/{ours}/kernel", f"h.{{n}}.mlp.{theirs}.weight")
+        yield NamedVariable(f"{{layer}}/feed_forward/{ours}/bias", f"h.{{n}}.mlp.{theirs}.bias")
+    yield NamedVariable("final_norm/scale", "ln_f.weight")
+    yield NamedVariable("final_norm/bias", "ln_f.bias")
     if not c.tied:
-        yield Row("head/kernel", "lm_head.weight", LINEAR)
+        yield NamedVariable("head/kernel", "lm_head.weight", LINEAR)
 
 
-def _t5(c: TransformerConfig) -> Iterator[Row]:
-    yield Row("embedding", "shared.weight")
+def _t5(c: TransformerConfig) -> Iterator[NamedVariable]:
+    yield NamedVariable("embedding", "shared.weight")
     for stack in ("encoder", "decoder"):
         block = f"{stack}.block.{{n}}.layer."
-        yield Row(
+        yield NamedVariable(
             f"{stack}/relative_position_bias",
             f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
             "buckets heads -> heads buckets",
@@ -121,19 +121,19 @@ def _t5(c: TransformerConfig) -> Iterator[Row]:
         parts += [("cross_attention", "EncDecAttention")] if stack == "decoder" else []
         for number, (ours, theirs) in enumerate(parts):
             inside = f"{block}{number}."
-            yield Row(f"{stack}/{{layer}}/{ours}_norm/scale", f"{inside}layer_norm.weight")
+            yield NamedVariable(f"{stack}/{{layer}}/{ours}_norm/scale", f"{inside}layer_norm.weight")
             for part in "qkv":
-                yield Row(f"{stack}/{{layer}}/{ours}/{part}/kernel", f"{inside}{theirs}.{part}.weight", KEYS)
-            yield Row(f"{stack}/{{layer}}/{ours}/out/kernel", f"{inside}{theirs}.o.weight", CONTEXT)
+                yield NamedVariable(f"{stack}/{{layer}}/{ours}/{part}/kernel", f"{inside}{theirs}.{part}.weight", KEYS)
+            yield NamedVariable(f"{stack}/{{layer}}/{ours}/out/kernel", f"{inside}{theirs}.o.weight", CONTEXT)
         last = f"{block}{len(parts)}."
-        yield Row(f"{stack}/{{layer}}/feed_forward_norm/scale", f"{last}layer_norm.weight")
+        yield NamedVariable(f"{stack}/{{layer}}/feed_forward_norm/scale", f"{last}layer_norm.weight")
         into = (("wi_gate", "wi_0"), ("wi", "wi_1")) if c.gated else (("wi", "wi"),)
         for ours, theirs in (*into, ("wo", "wo")):
             name = f"{last}DenseReluDense.{theirs}.weight"
-            yield Row(f"{stack}/{{layer}}/feed_forward/{ours}/kernel", name, LINEAR)
-        yield Row(f"{stack}/final_norm/scale", f"{stack}.final_layer_norm.weight")
+            yield NamedVariable(f"{stack}/{{layer}}/feed_forward/{ours}/kernel", name, LINEAR)
+        yield NamedVariable(f"{stack}/final_norm/scale", f"{stack}.final_layer_norm.weight")
     if not c.tied:
-        yield Row("head/kernel", "lm_head.weight", LINEAR)
+        yield NamedVariable("head/kernel", "lm_head.weight", LINEAR)
 
 
 FAMILIES: MappingProxyType[str, Family] = MappingProxyType(

@@ -23,7 +23,7 @@ from meshlib.core.errors import CheckpointError, GraphError, nearest
 from meshlib.core.file_sets import TAG, FileSet, Member, checked
 from meshlib.core.files import at_one_moment, make_folder
 from meshlib.models.config import TransformerConfig
-from meshlib.sharing.names import Family, Row, family_of
+from meshlib.sharing.names import Family, NamedVariable, family_of
 from meshlib.sharing.variables import variables_of
 from meshlib.storage.safetensors import Tensors, write_tensors
 
@@ -166,7 +166,7 @@ def _shards(index: Any) -> list[str]:
 
 def _places(
     config: TransformerConfig, family: Family, wanted: Mapping[str, tuple[int, ...]]
-) -> Iterator[tuple[Row, str, int | None, str]]:
+) -> Iterator[tuple[NamedVariable, str, int | None, str]]:
     """(row, our variable, its index if it is of stacked layers, their tensor) of all that is to be read or written."""
     for row in family.rows(config):
         if "{layer}" not in row.ours:
@@ -200,7 +200,7 @@ def _named(pattern: str, config: TransformerConfig) -> dict[str, int]:
     }
 
 
-def _expected(row: Row, ours: tuple[int, ...], config: TransformerConfig) -> tuple[int, ...]:
+def _expected(row: NamedVariable, ours: tuple[int, ...], config: TransformerConfig) -> tuple[int, ...]:
     """The shape of their tensor for one of ours."""
     if not row.pattern:
         return ours
@@ -209,19 +209,19 @@ def _expected(row: Row, ours: tuple[int, ...], config: TransformerConfig) -> tup
     return back if row.part is None else (*back[:-1], 3 * back[-1])
 
 
-def _take(row: Row, theirs: tuple[int, ...], ours: tuple[int, ...], config: TransformerConfig) -> str:
+def _take(row: NamedVariable, theirs: tuple[int, ...], ours: tuple[int, ...], config: TransformerConfig) -> str:
     wanted = _expected(row, ours, config)
     return "" if theirs == wanted else f"has shape {list(theirs)}, the model {list(wanted)}"
 
 
-def _ours(row: Row, array: Array, shape: tuple[int, ...], config: TransformerConfig) -> Array:
+def _ours(row: NamedVariable, array: Array, shape: tuple[int, ...], config: TransformerConfig) -> Array:
     """Their tensor as our variable, whose dims of size 1 may not be there."""
     if row.pattern:
         array = einops.rearrange(array, row.pattern, **_named(row.pattern, config))
     return (array if row.part is None else array[row.part]).reshape(shape)
 
 
-def _theirs(row: Row, array: Array, config: TransformerConfig) -> Array:
+def _theirs(row: NamedVariable, array: Array, config: TransformerConfig) -> Array:
     """Our variable as their tensor, or as its part."""
     if not row.pattern:
         return array

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from meshlib.core.documents import COUNT, RECORD, TEXT, Kind, Schema, parse_json
+from meshlib.core.documents import COUNT, RECORD, TEXT, FieldKind, Schema, parse_json
 from meshlib.core.errors import CheckpointError, DamagedError
 from meshlib.core.files import claimed, make_folder, remove_file, remove_stale
 from meshlib.simulation import Simulation
@@ -28,10 +28,10 @@ def _has(x: Any, **fields: Callable[[Any], bool]) -> bool:
     return isinstance(x, dict) and set(x) == set(fields) and all(accepts(x[name]) for name, accepts in fields.items())
 
 
-_SUMS = Kind("an object of numbers", lambda x: isinstance(x, dict) and all(map(_float, x.values())))
-_BEST = Kind("a step and a value", lambda x: _has(x, step=COUNT.accepts, value=_float))
-_BEST_BY = Kind("two texts", lambda x: isinstance(x, list) and len(x) == 2 and all(map(TEXT.accepts, x)))
-_SKIPPED = Kind(
+_SUMS = FieldKind("an object of numbers", lambda x: isinstance(x, dict) and all(map(_float, x.values())))
+_BEST = FieldKind("a step and a value", lambda x: _has(x, step=COUNT.accepts, value=_float))
+_BEST_BY = FieldKind("two texts", lambda x: isinstance(x, list) and len(x) == 2 and all(map(TEXT.accepts, x)))
+_SKIPPED = FieldKind(
     "a list of steps, each with why",
     lambda x: isinstance(x, list) and all(_has(one, step=COUNT.accepts, why=TEXT.accepts) for one in x),
 )

@@ -127,7 +127,7 @@ def train(
         raise GraphError(f"{at(what)}: run must be what mtf.simulate or mtf.on_jax returned, got {run!r:.80}")
     if evaluation is not None and not isinstance(evaluation, Evaluation):
         raise GraphError(f"{at(what)}: evaluation must be an mtf.Evaluation, got {evaluation!r:.80}")
-    asked = Asked(
+    asked = TrainOptions(
         steps=_least(steps, "steps", 1),
         evaluation=evaluation,
         save_every=_least(1000 if save_every is None else save_every, "save_every", 1),
@@ -182,7 +182,7 @@ def train(
 
 
 @dataclass(frozen=True)
-class Asked:
+class TrainOptions:
     """What `train` was asked for."""
 
     steps: int
@@ -211,7 +211,9 @@ class Standing:
 
 
 class _Loop:
-    def __init__(self, run: Simulation, feeding: Feeding, asked: Asked, keeper: Keeper | None, bar: Bar | None) -> None:
+    def __init__(
+        self, run: Simulation, feeding: Feeding, asked: TrainOptions, keeper: Keeper | None, bar: Bar | None
+    ) -> None:
         self.run, self.feeding, self.asked, self.keeper, self.bar = run, feeding, asked, keeper, bar
         self.at = Standing()
         self.alone = run.state.processes is None

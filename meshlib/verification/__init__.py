@@ -26,7 +26,7 @@ from meshlib.ops.control.state import assigned
 from meshlib.verification.candidates import legal_layouts
 from meshlib.verification.feeds import Borrowed, all_gradients
 from meshlib.verification.job import Job
-from meshlib.verification.report import Divergence, Row, Verification
+from meshlib.verification.report import Divergence, LayoutRow, Verification
 
 __all__ = ["Divergence", "Row", "Verification", "legal_layouts", "verify"]
 
@@ -110,13 +110,13 @@ def verify(
         else:
             tasks = Tasks("verify", workers, (job, pairs, searched))
             results = list(tasks.answers(_row, range(len(pairs))).values())
-    rows = tuple(r for r in results if isinstance(r, Row))
+    rows = tuple(r for r in results if isinstance(r, LayoutRow))
     refused = tuple(r for r in results if isinstance(r, str))
     notes += [*job.notes, *job.weaknesses()]
     return Verification(rows, job.names, precision, executor, seed, len(job.reference), tuple(notes), refused)
 
 
-def _row(payload: tuple[Job, Sequence[tuple[Mesh, LayoutRules]], bool], n: int) -> Row | str:
+def _row(payload: tuple[Job, Sequence[tuple[Mesh, LayoutRules]], bool], n: int) -> LayoutRow | str:
     """One layout, in a worker."""
     job, pairs, searched = payload
     return job.row(*pairs[n], searched)

@@ -20,9 +20,9 @@ from meshlib.program.records import Program
 from meshlib.simulation.exact import Blocks, run_exact
 from meshlib.simulation.fast import FastExecutor
 from meshlib.verification.feeds import draw_feeds, initial_state
-from meshlib.verification.report import Divergence, Row
-from meshlib.verification.rounding import SAFETY, SAMPLES, Counted, Key, Wide, accumulated, difference, largest
-from meshlib.verification.search import FAULTS, Diverged, Search
+from meshlib.verification.report import Divergence, LayoutRow
+from meshlib.verification.rounding import SAFETY, SAMPLES, Key, TripCounts, Wide, accumulated, difference, largest
+from meshlib.verification.search import FAULTS, Diverged, DivergenceSearch
 
 Array = np.ndarray[Any, Any]
 
@@ -85,7 +85,7 @@ class Job:
 
     def _run_reference(self, state: dict[str, Array], number: int, parts: int) -> dict[str, Array]:
         """Run one unsharded step, as it is, wide, and wide with changes; the state after it."""
-        program, counted = self.program, Counted()
+        program, counted = self.program, TripCounts()
         values: dict[Key, Array] = {}
 
         def watch(instruction: Instruction, value: Value, blocks: Blocks) -> None:
@@ -133,9 +133,9 @@ class Job:
     # ------------------------------------------------------------ one layout
 
     @np.errstate(all="ignore")
-    def row(self, mesh: Mesh, rules: LayoutRules, searched: bool) -> Row | str:
+    def row(self, mesh: Mesh, rules: LayoutRules, searched: bool) -> LayoutRow | str:
         """Lower, run and compare one layout; a text if it was searched and the lowering refuses it."""
-        row = Row(str(mesh), str(rules), False, float("inf"), 0.0, "", 0, 0.0)
+        row = LayoutRow(str(mesh), str(rules), False, float("inf"), 0.0, "", 0, 0.0)
         try:
             program = self._lowered(mesh, rules)
         except LayoutError as fault:
@@ -209,7 +209,7 @@ class Job:
     def _first(self, program: Program, number: int) -> Divergence | None:
         """Run a step again in the exact executor, up to the first value that is not the unsharded one."""
         step = self.reference[number]
-        search = Search(program, step.values, step.allowed)
+        search = DivergenceSearch(program, step.values, step.allowed)
         try:
             run_exact(program, step.state, self.feeds, self.engine(step.state, True), search.watch)
         except Diverged as end:

@@ -49,7 +49,7 @@ class Divergence:
 
 
 @dataclass(frozen=True)
-class Row:
+class LayoutRow:
     """One layout. `error` is the largest difference over the largest magnitude in its array, `allowed` on that scale.
 
     `worst` names the array that comes nearest to what is allowed, or exceeds it most; `fault` says what stopped a run.
@@ -85,7 +85,7 @@ class Verification:
     and that the lowering refuses, each with the first line of its reason.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[LayoutRow, ...]
     compared: tuple[str, ...]
     precision: str
     executor: str
@@ -100,7 +100,7 @@ class Verification:
         return all(r.ok for r in self.rows)
 
     @property
-    def failures(self) -> tuple[Row, ...]:
+    def failures(self) -> tuple[LayoutRow, ...]:
         """The layouts that do not."""
         return tuple(r for r in self.rows if not r.ok)
 

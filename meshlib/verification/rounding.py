@@ -41,7 +41,7 @@ SAFETY = 4.0
 SAMPLES = 4  # runs with changed operands
 
 
-class Counted:
+class TripCounts:
     """How many times each value was made so far: which trip of which loops a value of a body belongs to."""
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class Wide(Interpreter[Array, Engine]):
     highest: bool
     parts: int  # of a sum, at most: the cores of the largest mesh
     rng: np.random.Generator | None
-    counted: Counted = field(default_factory=Counted)
+    counted: TripCounts = field(default_factory=TripCounts)
     values: dict[Key, Array] = field(default_factory=dict)
 
     def run(self, program: Program, given: Mapping[Value, Array], context: Engine) -> dict[Value, Array]:

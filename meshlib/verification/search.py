@@ -13,7 +13,7 @@ from meshlib.program.instructions import Compute, Instruction, Move, Resident, V
 from meshlib.program.records import Program
 from meshlib.simulation.exact import Blocks
 from meshlib.verification.report import Divergence
-from meshlib.verification.rounding import Counted, Key, difference
+from meshlib.verification.rounding import Key, TripCounts, difference
 
 Array = np.ndarray[Any, Any]
 
@@ -28,13 +28,13 @@ class Diverged(Exception):
 
 
 @dataclass(eq=False)
-class Search:
+class DivergenceSearch:
     """Compares every value a run makes with the unsharded one, and stops at the first that is off."""
 
     program: Program
     values: Mapping[Key, Array]
     allowed: Mapping[Key, float]
-    counted: Counted = field(default_factory=Counted)
+    counted: TripCounts = field(default_factory=TripCounts)
 
     def watch(self, instruction: Instruction, value: Value, blocks: Blocks) -> None:
         """What `run_exact` calls with every value made."""

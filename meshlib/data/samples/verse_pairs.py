@@ -70,7 +70,7 @@ def pairs_of(poems: Iterable[Sequence[str]]) -> tuple[Pair, ...]:
     return tuple(pair for poem in poems for pair in pairwise(poem))
 
 
-class Counted:
+class NgramCounts:
     """A unigram and a bigram model of lines of tokens, over the same vocabulary, smoothed.
 
     Both take a discount d off each count and give what is saved to all tokens, the bigram by how many different tokens
@@ -110,10 +110,10 @@ class Counted:
         return math.exp(-one / count), math.exp(-two / count)
 
 
-def counted(lines: Lines, vocab: int) -> Counted:
+def counted(lines: Lines, vocab: int) -> NgramCounts:
     """The models of lines, whose discount serves a tenth of them best that is not counted."""
     part = [line for n, line in enumerate(lines) if n % 10 == 9]
     rest = [line for n, line in enumerate(lines) if n % 10 != 9]
     tried = [n / 20 for n in range(1, 20)]
-    best = min(tried, key=lambda d: Counted(rest, vocab, d).perplexities(part)[1]) if part else 0.75
-    return Counted(lines, vocab, best)
+    best = min(tried, key=lambda d: NgramCounts(rest, vocab, d).perplexities(part)[1]) if part else 0.75
+    return NgramCounts(lines, vocab, best)

@@ -96,7 +96,7 @@ def text_to_text(
       [[1, 1, 1, 1, 1, 1, 1, 2, 2, 0, 0, 0]]
     """
     what = "text_to_text"
-    rows = _Rows(what, {"source": source_length, "target": length}, packed, too_long)
+    rows = _TextRows(what, {"source": source_length, "target": length}, packed, too_long)
     end, start = _end(vocabulary, what), _start(start_token, what)
     for n, pair in enumerate(_given(pairs, what, "pairs")):
         if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
@@ -130,7 +130,7 @@ def texts_in_rows(
     Raises: as `text_to_text`.
     """
     what = "texts_in_rows"
-    rows = _Rows(what, {"target": length}, packed, too_long)
+    rows = _TextRows(what, {"target": length}, packed, too_long)
     end, start = _end(vocabulary, what), _start(start_token, what)
     for n, text in enumerate(_given(texts, what, "texts")):
         rows.add(n, {"target": [*_encoded(vocabulary, text, what, n), end]})
@@ -163,7 +163,7 @@ def _shifted(targets: _Laid, start: int) -> dict[str, Array]:
     }
 
 
-class _Rows:
+class _TextRows:
     """Which texts share a row, and where they lie in it."""
 
     def __init__(self, what: str, lengths: dict[str, int], packed: bool, too_long: str) -> None:

@@ -40,7 +40,7 @@ class Planned:
     tensor: str
     op: str
     source: str
-    became: list[Made] = field(default_factory=list)
+    became: list[CompiledPart] = field(default_factory=list)
 
     @property
     def total_bytes(self) -> float:
@@ -49,7 +49,7 @@ class Planned:
 
 
 @dataclass(eq=False)
-class Made:
+class CompiledPart:
     """One value's part in one compiled collective."""
 
     launch: ExplainedCollective
@@ -140,7 +140,7 @@ def kept_moves(program: Program, explained: Explained) -> dict[Instruction, tupl
     return {i: tuple(moves) for i, moves in moves_of.items()}
 
 
-def _move(program: Program, p: Planned | None, became: Sequence[Made], times: int) -> Move:
+def _move(program: Program, p: Planned | None, became: Sequence[CompiledPart], times: int) -> Move:
     """One move that sends what the compiled values send together, in each of so many runs."""
     if not became:
         return Move("all_reduce", (), 1, 0, 0.0, 0, p.tensor if p else "", "the compiler sends nothing")
@@ -182,7 +182,7 @@ def _planned(program: Program) -> list[Planned]:
     ]
 
 
-def _made(program: Program, explained: Explained) -> list[Made]:
+def _made(program: Program, explained: Explained) -> list[CompiledPart]:
     scopes = {i.scope: i.operation.source for i, _, _ in walk(program)}
     compiled_collectives = []
     for c in explained.collectives:
@@ -192,14 +192,14 @@ def _made(program: Program, explained: Explained) -> list[Made]:
         for text, size in zip(c.operands, c.operand_bytes, strict=True):
             dtype = text.partition("[")[0]
             source = c.source if scope is None else scopes[scope]
-            compiled_collectives.append(Made(c, scope, source, size, dtype, Array(dtype, (1,)).bytes))
+            compiled_collectives.append(CompiledPart(c, scope, source, size, dtype, Array(dtype, (1,)).bytes))
     return compiled_collectives
 
 
-Rule = Callable[[Made, Planned], bool]
+Rule = Callable[[CompiledPart, Planned], bool]
 
 
-def _match(planned: Sequence[Planned], compiled: Sequence[Made]) -> list[Made]:
+def _match(planned: Sequence[Planned], compiled: Sequence[CompiledPart]) -> list[CompiledPart]:
     """Give each compiled value to a planned one; those that none takes are returned."""
     rules: list[tuple[Rule, bool]] = [
         (lambda m, p: m.scope == p.scope and _same_bytes(m, p) and m.axes == p.axes, False),
@@ -228,28 +228,28 @@ def _match(planned: Sequence[Planned], compiled: Sequence[Made]) -> list[Made]:
     return left
 
 
-def _same_kind(m: Made, p: Planned) -> bool:
+def _same_kind(m: CompiledPart, p: Planned) -> bool:
     return m.launch.kind == p.kind and set(m.axes) == set(p.axes)
 
 
-def _weaker(m: Made, p: Planned) -> bool:
+def _weaker(m: CompiledPart, p: Planned) -> bool:
     """Whether it does what was planned and more."""
     return m.launch.kind == "all_reduce" and p.kind == "reduce_scatter" and set(m.axes) == set(p.axes)
 
 
-def _same_bytes(m: Made, p: Planned) -> bool:
+def _same_bytes(m: CompiledPart, p: Planned) -> bool:
     return m.payload_bytes == p.payload_bytes
 
 
-def _same_elements(m: Made, p: Planned) -> bool:
+def _same_elements(m: CompiledPart, p: Planned) -> bool:
     return m.dtype_bytes > 0 and m.payload_bytes * p.dtype_bytes == p.payload_bytes * m.dtype_bytes
 
 
-def _padded(m: Made, p: Planned) -> bool:
+def _padded(m: CompiledPart, p: Planned) -> bool:
     return 0 <= m.payload_bytes - p.payload_bytes <= CLOSE * p.payload_bytes
 
 
-def _is_part(m: Made, p: Planned) -> bool:
+def _is_part(m: CompiledPart, p: Planned) -> bool:
     """One stage of a collective that goes over the parts of its axes one after the other, or evens out its blocks."""
     if m.launch.kind != p.kind or m.times != p.times or not set(m.axes) <= set(p.axes) or m.launch.axes == p.axes:
         return False

@@ -15,7 +15,7 @@ from math import prod
 
 from meshlib.core.errors import ProgramError
 from meshlib.jax.hlo.groups import Groups, permute_pairs, replica_groups
-from meshlib.jax.hlo.text import Array, Computation, Instruction, Module
+from meshlib.jax.hlo.text import Array, Computation, HloInstruction, Module
 from meshlib.jax.hlo.walk import Frame, walk
 
 KINDS = {
@@ -116,7 +116,7 @@ def _in_each(groups: Groups, devices: int, slices: int) -> Groups:
 
 
 def _between(
-    module: Module, frame: Frame, i: Instruction, transfer: str, times: int | None, branch: bool,
+    module: Module, frame: Frame, i: HloInstruction, transfer: str, times: int | None, branch: bool,
     hidden: tuple[str, ...], slices: int,
 ) -> HloCollective:  # fmt: skip
     """A collective between slices: each device with those at its place in the others."""
@@ -136,7 +136,7 @@ def _between(
     )
 
 
-def _is_counted(holder: Computation, i: Instruction) -> bool:
+def _is_counted(holder: Computation, i: HloInstruction) -> bool:
     """Whether this is the one copy that counts of a collective that is spread over fusions."""
     if "async_collective_fusion_config" not in i.attributes:
         return True
@@ -145,7 +145,7 @@ def _is_counted(holder: Computation, i: Instruction) -> bool:
 
 
 def _collective(
-    module: Module, frame: Frame, i: Instruction, opcode: str, times: int | None, branch: bool,
+    module: Module, frame: Frame, i: HloInstruction, opcode: str, times: int | None, branch: bool,
     hidden: tuple[str, ...],
 ) -> HloCollective:  # fmt: skip
     holder = frame.holder
@@ -181,12 +181,12 @@ def _collective(
     )
 
 
-def _is_async(frame: Frame, i: Instruction) -> bool:
+def _is_async(frame: Frame, i: HloInstruction) -> bool:
     wrapped = frame.call is not None and frame.call.opcode == "async-start"
     return wrapped or i.opcode.endswith("-start") or "async_collective_fusion_config" in i.attributes
 
 
-def _results(i: Instruction, opcode: str) -> tuple[Array, ...]:
+def _results(i: HloInstruction, opcode: str) -> tuple[Array, ...]:
     """The arrays that a collective gives; the result of a start holds its operands and flags, too."""
     arrays = i.arrays
     if not i.opcode.endswith("-start") or opcode == "all-reduce":
@@ -204,7 +204,7 @@ def _operand(result: Array, opcode: str, size: int) -> Array:
     return result
 
 
-def _operands_of(holder: Computation, i: Instruction, derived: tuple[Array, ...]) -> tuple[Array, ...]:
+def _operands_of(holder: Computation, i: HloInstruction, derived: tuple[Array, ...]) -> tuple[Array, ...]:
     """The shapes of the operands where they are instructions, of the bytes that the result implies."""
     given = [holder.instructions[x].arrays for x in i.operands if x in holder.instructions]
     flat = tuple(a for arrays in given for a in arrays)
@@ -212,7 +212,7 @@ def _operands_of(holder: Computation, i: Instruction, derived: tuple[Array, ...]
     return flat if same else derived
 
 
-def _gives_slice(fusion: Computation, i: Instruction, size: int) -> bool:
+def _gives_slice(fusion: Computation, i: HloInstruction, size: int) -> bool:
     """Whether the result of a fusion is a slice of the sum that it makes, an n-th."""
     root = fusion.root
     if root is None or root.name == i.name:
@@ -221,7 +221,7 @@ def _gives_slice(fusion: Computation, i: Instruction, size: int) -> bool:
     return size > 1 and sum(a.bytes for a in root.arrays) * size <= whole and _cut(fusion, i)
 
 
-def _cut(holder: Computation, i: Instruction) -> bool:
+def _cut(holder: Computation, i: HloInstruction) -> bool:
     """Whether everything that reads an array reads a dynamic slice of it."""
     readers = holder.users.get(i.name, ())
     return bool(readers) and all(
@@ -229,7 +229,7 @@ def _cut(holder: Computation, i: Instruction) -> bool:
     )
 
 
-def _only_sliced(module: Module, holder: Computation, i: Instruction, size: int) -> bool:
+def _only_sliced(module: Module, holder: Computation, i: HloInstruction, size: int) -> bool:
     """Whether each device reads no more of a sum than a slice; through fusions."""
     return size > 1 and _reads_slices(module, holder, i.name)
 
@@ -256,7 +256,7 @@ def _reads_slices(module: Module, holder: Computation, name: str, depth: int = 0
     return True
 
 
-def _beside(holder: Computation, i: Instruction, sums: bool | None = None) -> Iterator[Instruction]:
+def _beside(holder: Computation, i: HloInstruction, sums: bool | None = None) -> Iterator[HloInstruction]:
     """What a collective without a name of its own stands for: of sums what makes their operands, else its readers."""
     makers = [holder.instructions[x] for x in i.operands if x in holder.instructions]
     readers = []
@@ -269,7 +269,7 @@ def _beside(holder: Computation, i: Instruction, sums: bool | None = None) -> It
     yield from (*makers, *readers) if sums else (*readers, *makers)
 
 
-def _around(frame: Frame, i: Instruction) -> Iterator[Instruction]:
+def _around(frame: Frame, i: HloInstruction) -> Iterator[HloInstruction]:
     """What is beside a collective, then beside the fusion that holds it."""
     yield from _beside(frame.holder, i)
     if frame.call is not None and frame.parent is not None and frame.call.opcode == "fusion":
@@ -279,7 +279,7 @@ def _around(frame: Frame, i: Instruction) -> Iterator[Instruction]:
     yield from _behind(frame.holder, i)
 
 
-def _behind(holder: Computation, i: Instruction) -> Iterator[Instruction]:
+def _behind(holder: Computation, i: HloInstruction) -> Iterator[HloInstruction]:
     """Those that read a result at second hand, the nearest first."""
     waiting, seen = [i.name], {i.name}
     while waiting and len(seen) < 50:
@@ -290,9 +290,9 @@ def _behind(holder: Computation, i: Instruction) -> Iterator[Instruction]:
                 yield r
 
 
-def _op_name_beside(frame: Frame, i: Instruction) -> str:
+def _op_name_beside(frame: Frame, i: HloInstruction) -> str:
     return next((other.op_name for other in _around(frame, i) if other.op_name), "")
 
 
-def _source_beside(module: Module, frame: Frame, i: Instruction, hidden: tuple[str, ...]) -> str:
+def _source_beside(module: Module, frame: Frame, i: HloInstruction, hidden: tuple[str, ...]) -> str:
     return next((line for other in _around(frame, i) if (line := module.source(other, hidden))), "")

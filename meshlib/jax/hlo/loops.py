@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from meshlib.jax.hlo.text import Computation, Instruction, Module
+from meshlib.jax.hlo.text import Computation, HloInstruction, Module
 
 _KNOWN = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 _INTEGER = re.compile(r"-?\d+")
@@ -20,7 +20,7 @@ _FLIPPED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE", "EQ": "E
 Bound = Callable[[int], int | None]  # of a computation's parameter or of its tuple: the integer of an element
 
 
-def trip_count(module: Module, holder: Computation, loop: Instruction) -> int | None:
+def trip_count(module: Module, holder: Computation, loop: HloInstruction) -> int | None:
     """Trips of a `while` instruction of `holder`; None where they depend on data.
 
     A counter that starts at a constant, grows by a constant and is compared with a constant, wherever the compiler has
@@ -90,12 +90,12 @@ def _comparison(module: Module, condition: Computation) -> tuple[Computation, st
     return (at, i.operands[0], i.operands[1], direction[1]) if direction else None
 
 
-def _inlined(outer: Computation, call: Instruction, inner: Computation) -> Computation:
+def _inlined(outer: Computation, call: HloInstruction, inner: Computation) -> Computation:
     """One computation of both, in which the parameters of the inner are copies of the operands of the call."""
     merged = dict(outer.instructions)
     for name, i in inner.instructions.items():
         if i.opcode == "parameter":
-            merged[name] = Instruction(name, "copy", i.shape, (call.operands[int(i.operands[0])],), "", i.is_root)
+            merged[name] = HloInstruction(name, "copy", i.shape, (call.operands[int(i.operands[0])],), "", i.is_root)
         else:
             merged[name] = i
     return Computation(outer.name, merged)
@@ -125,7 +125,7 @@ def _after(module: Module, body: Computation, n: int, value: int) -> int | None:
     return _element(module, body, body.root, n, lambda k: value if k == n else None)
 
 
-def _element(module: Module, at: Computation, i: Instruction | None, n: int, state: Bound) -> int | None:
+def _element(module: Module, at: Computation, i: HloInstruction | None, n: int, state: Bound) -> int | None:
     """Element `n` of a tuple, if it is an integer that is known."""
     while i is not None and i.opcode in _ALIKE:
         i = at.instructions.get(i.operands[0])

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from meshlib.jax.hlo.collectives import HloCollective
-from meshlib.jax.hlo.text import Computation, Instruction, Module
+from meshlib.jax.hlo.text import Computation, HloInstruction, Module
 from meshlib.jax.hlo.walk import Frame
 
 # What users write themselves, or a library for them: the primitive's name -> the function.
@@ -133,7 +133,7 @@ def origin(module: Module, frame: Frame, name: str) -> str:
     return "a value"
 
 
-def _view(module: Module, i: Instruction) -> Computation | None:
+def _view(module: Module, i: HloInstruction) -> Computation | None:
     """What a fusion runs that gives but a cast, copy or part of an operand."""
     inner = module.computations.get(i.called("calls") or "") if i.opcode == "fusion" else None
     return inner if inner is not None and inner.root is not None and inner.root.opcode in _SHOWS else None
@@ -146,7 +146,7 @@ def _outside(frame: Frame, number: int) -> tuple[Frame, str] | None:
     return frame.parent, frame.call.operands[min(number, len(frame.call.operands) - 1)]
 
 
-def _element(module: Module, frame: Frame, i: Instruction) -> tuple[Frame, str] | str:
+def _element(module: Module, frame: Frame, i: HloInstruction) -> tuple[Frame, str] | str:
     """What an element of a tuple is: one step further, or its description."""
     source = frame.holder.instructions.get(i.operands[0])
     n = i.index or 0

@@ -48,7 +48,7 @@ class Array:
 
 
 @dataclass(frozen=True, slots=True)
-class Instruction:
+class HloInstruction:
     """One instruction of a computation.
 
     shape       of the result, as printed, without comments
@@ -91,24 +91,24 @@ class Computation:
     """A named computation: its instructions by name, in order."""
 
     name: str
-    instructions: Mapping[str, Instruction]
+    instructions: Mapping[str, HloInstruction]
 
     @cached_property
-    def root(self) -> Instruction | None:
+    def root(self) -> HloInstruction | None:
         """The instruction whose result is the computation's."""
         return next((i for i in self.instructions.values() if i.is_root), None)
 
     @cached_property
-    def users(self) -> Mapping[str, tuple[Instruction, ...]]:
+    def users(self) -> Mapping[str, tuple[HloInstruction, ...]]:
         """Name of an instruction -> those that read it."""
-        readers_of: dict[str, list[Instruction]] = {}
+        readers_of: dict[str, list[HloInstruction]] = {}
         for i in self.instructions.values():
             for x in dict.fromkeys(i.operands):
                 readers_of.setdefault(x, []).append(i)
         return {name: tuple(readers) for name, readers in readers_of.items()}
 
     @cached_property
-    def parameters(self) -> Mapping[int, Instruction]:
+    def parameters(self) -> Mapping[int, HloInstruction]:
         """The parameters by number."""
         return {int(i.operands[0]): i for i in self.instructions.values() if i.opcode == "parameter"}
 
@@ -127,7 +127,7 @@ class Module:
     devices: int
     frames: Mapping[int, tuple[str, int, int]] = field(repr=False, default_factory=dict)
 
-    def source(self, i: Instruction, hidden: tuple[str, ...] = ()) -> str:
+    def source(self, i: HloInstruction, hidden: tuple[str, ...] = ()) -> str:
         """The line that an instruction comes from, as "file.py:12"; the innermost whose file has no part in `hidden`.
 
         "" where the compiler kept none.
@@ -238,7 +238,7 @@ def _computation(name: str, lines: list[str], what: str) -> Computation:
     return computation
 
 
-def _instruction(line: str) -> Instruction | None:
+def _instruction(line: str) -> HloInstruction | None:
     head = _RESULT.match(line)
     if head is None:
         return None
@@ -251,7 +251,7 @@ def _instruction(line: str) -> Instruction | None:
     close = _closing(rest, begin)
     operands = tuple(_operand(part) for part in _parts(_COMMENT.sub("", rest[begin + 1 : close])))
     shape = _COMMENT.sub("", rest[:end])
-    return Instruction(head[2], opcode[1], shape, operands, rest[close + 1 :], head[1] is not None)
+    return HloInstruction(head[2], opcode[1], shape, operands, rest[close + 1 :], head[1] is not None)
 
 
 def _blank(text: str) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from meshlib.jax.hlo.loops import trip_count
-from meshlib.jax.hlo.text import Computation, Instruction, Module
+from meshlib.jax.hlo.text import Computation, HloInstruction, Module
 
 _BRANCHES = ("true_computation", "false_computation")
 
@@ -17,7 +17,7 @@ class Frame:
     """A computation as it runs: which instruction of which computation calls it."""
 
     holder: Computation
-    call: Instruction | None = None
+    call: HloInstruction | None = None
     parent: Frame | None = None
 
     @property
@@ -26,31 +26,31 @@ class Frame:
         return self.call is not None and self.call.opcode == "fusion"
 
 
-class Visit(NamedTuple):
+class HloVisit(NamedTuple):
     """An instruction as it runs: `times` in one run of the module, None where loops depend on data; `branch`: it is in
     a branch of a conditional, which may not run."""
 
     frame: Frame
-    instruction: Instruction
+    instruction: HloInstruction
     times: int | None
     branch: bool
 
 
-def walk(module: Module) -> Iterator[Visit]:
+def walk(module: Module) -> Iterator[HloVisit]:
     """All instructions in the order of the schedule; those of a computation behind the one that calls it."""
     yield from _within(module, Frame(module.computations[module.entry]), 1, False)
 
 
-def _within(module: Module, frame: Frame, times: int | None, branch: bool) -> Iterator[Visit]:
+def _within(module: Module, frame: Frame, times: int | None, branch: bool) -> Iterator[HloVisit]:
     for i in frame.holder.instructions.values():
-        yield Visit(frame, i, times, branch)
+        yield HloVisit(frame, i, times, branch)
         for name, inner_times, inner_branch in _called(module, frame.holder, i, times, branch):
             if name in module.computations:
                 yield from _within(module, Frame(module.computations[name], i, frame), inner_times, inner_branch)
 
 
 def _called(
-    module: Module, holder: Computation, i: Instruction, times: int | None, branch: bool
+    module: Module, holder: Computation, i: HloInstruction, times: int | None, branch: bool
 ) -> Iterator[tuple[str, int | None, bool]]:
     """The computations that an instruction runs, and how often."""
     if i.opcode == "while":

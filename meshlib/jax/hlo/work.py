@@ -8,7 +8,7 @@ from math import prod
 
 import numpy as np
 
-from meshlib.jax.hlo.text import Array, Computation, Instruction, Module
+from meshlib.jax.hlo.text import Array, Computation, HloInstruction, Module
 from meshlib.jax.hlo.walk import walk
 
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
@@ -53,17 +53,17 @@ def _array(holder: Computation, name: str) -> Array:
     return holder.instructions[name].arrays[0]
 
 
-def _numbers(i: Instruction, attribute: str) -> list[int]:
+def _numbers(i: HloInstruction, attribute: str) -> list[int]:
     match = re.search(rf"\b{attribute}=\{{([\d,]*)\}}", i.attributes)
     return [int(n) for n in match[1].split(",") if n] if match else []
 
 
-def _dot(holder: Computation, i: Instruction) -> int:
+def _dot(holder: Computation, i: HloInstruction) -> int:
     left = _array(holder, i.operands[0]).sizes
     return 2 * prod(i.arrays[0].sizes) * prod(left[n] for n in _numbers(i, "lhs_contracting_dims"))
 
 
-def _convolution(holder: Computation, i: Instruction) -> int:
+def _convolution(holder: Computation, i: HloInstruction) -> int:
     """Multiplications that meet an element of the input: none of those in padding, or between dilated elements."""
     labels = _LABELS.search(i.attributes)
     if labels is None:
@@ -81,12 +81,12 @@ def _convolution(holder: Computation, i: Instruction) -> int:
     return 2 * (left["f"] // groups) * out["f"] * (left["b"] // batches) * counts
 
 
-def _count(i: Instruction, attribute: str) -> int:
+def _count(i: HloInstruction, attribute: str) -> int:
     match = re.search(rf"\b{attribute}=(\d+)", i.attributes)
     return int(match[1]) if match else 1
 
 
-def _window(i: Instruction) -> dict[str, list[tuple[int, ...]]]:
+def _window(i: HloInstruction) -> dict[str, list[tuple[int, ...]]]:
     match = _WINDOW.search(i.attributes)
     fields = dict(part.split("=", 1) for part in match[1].split() if "=" in part) if match else {}
     return {

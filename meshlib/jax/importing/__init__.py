@@ -32,7 +32,7 @@ from meshlib.jax.importing import (  # the table's rows
     windows,
 )
 from meshlib.jax.importing.axes import Axes
-from meshlib.jax.importing.code import DTYPES, NARROW, Code, NotImported, Place, Var, numpy_type, prune
+from meshlib.jax.importing.code import DTYPES, NARROW, Code, NotImported, SourcePlace, Var, numpy_type, prune
 from meshlib.jax.importing.constraints import Constraints
 from meshlib.jax.importing.contraction import mark_scores
 from meshlib.jax.importing.imported import Argument, Call, ImportedGraph
@@ -52,7 +52,7 @@ from meshlib.jax.importing.pairs import flat as flat_parts
 from meshlib.jax.importing.pairs import packed
 from meshlib.jax.importing.table import RULES
 from meshlib.jax.importing.tracing import Tracing
-from meshlib.jax.importing.writing import Writer
+from meshlib.jax.importing.writing import StepWriter
 from meshlib.ops.control.sources import input, variable
 from meshlib.ops.pointwise.elementwise import cast
 
@@ -125,7 +125,7 @@ def from_jax(
     leaves = _leaves(tracing, own, args, numbers)
     closed, results = _traced(call)
     ins = packed([leaf.var for leaf in leaves], [v.aval for v in closed.jaxpr.invars])
-    outs = flat_parts(tracing.inline(closed, ins, Place(UNKNOWN_LINE), inherit=False))
+    outs = flat_parts(tracing.inline(closed, ins, SourcePlace(UNKNOWN_LINE), inherit=False))
     refuse_unknown(tracing.kernels, tracing.met)
     code = Code([leaf.var for leaf in leaves], outs, tracing.steps)
     used = prune(code)
@@ -263,7 +263,7 @@ def _graph(
     """The program, written."""
     graph = ImportedGraph()
     graph._parameters = own
-    writer = Writer(axes, {}, constraints)
+    writer = StepWriter(axes, {}, constraints)
     used = [leaf for leaf in leaves if leaf.var in read and not leaf.var.key and 0 not in leaf.var.shape]
     own_parts = [part for x in held for _, part in parts_of_array(x)]
     arrays = dict(zip(leaves, own_parts, strict=True))

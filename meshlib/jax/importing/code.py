@@ -49,8 +49,8 @@ class Var:
     data: bool = False
     # in the body of a loop: which loop, and what the value is in each trip, where that is known
     trips: tuple[int, Array] | None = None
-    maker: Step | None = None
-    users: list[Step] = field(default_factory=list)
+    maker: CodeStep | None = None
+    users: list[CodeStep] = field(default_factory=list)
 
     @property
     def number(self) -> Any:
@@ -69,7 +69,7 @@ class Var:
 
 
 @dataclass(frozen=True)
-class Place:
+class SourcePlace:
     """Where a step was written: "model.py:12", and the named scopes around."""
 
     line: str
@@ -77,21 +77,21 @@ class Place:
 
 
 @dataclass(eq=False)
-class Step:
+class CodeStep:
     """One primitive of the traced function, or one that holds others: a loop, a checkpoint, branches."""
 
     kind: str
     ins: list[Var]
     outs: list[Var]
     params: Mapping[str, Any]
-    place: Place
+    place: SourcePlace
     bodies: tuple[Code, ...] = ()
     labels: list[Axis] = field(default_factory=list)  # axes of its index space that no result has
     saved: str | None = None  # the name by which a checkpoint's policy keeps its result
     on_host: bool = False  # where it keeps it
     memory: int | None = None  # of a product that makes scores: the axis of the keys
 
-    def within(self) -> Iterator[Step]:
+    def within(self) -> Iterator[CodeStep]:
         """Itself and all that it holds."""
         yield self
         for body in self.bodies:
@@ -105,9 +105,9 @@ class Code:
 
     ins: list[Var]
     outs: list[Var]
-    steps: list[Step]
+    steps: list[CodeStep]
 
-    def walk(self) -> Iterator[Step]:
+    def walk(self) -> Iterator[CodeStep]:
         """All steps, those of bodies after what holds them."""
         for step in self.steps:
             yield from step.within()
@@ -124,7 +124,7 @@ class Code:
 def prune(code: Code, wanted: Iterable[Var] | None = None) -> set[Var]:
     """Drop the steps whose results nobody needs, and say who uses each value; returns what the code needs."""
     needed = {*(code.outs if wanted is None else wanted)}
-    kept: list[Step] = []
+    kept: list[CodeStep] = []
     for step in reversed(code.steps):
         if any(out in needed for out in step.outs):
             kept.append(step)

@@ -9,10 +9,10 @@ from math import prod
 from meshlib.core.dtypes import as_dtype
 from meshlib.core.graph import Tensor
 from meshlib.jax.importing.axes import Axes, Axis
-from meshlib.jax.importing.code import DTYPES, Code, Step, Var
+from meshlib.jax.importing.code import DTYPES, Code, CodeStep, Var
 from meshlib.jax.importing.scores import fused
 from meshlib.jax.importing.table import RULES, give, rule
-from meshlib.jax.importing.writing import Writer
+from meshlib.jax.importing.writing import StepWriter
 from meshlib.ops.contraction.einsum import einsum
 from meshlib.ops.pointwise.elementwise import cast, multiply
 from meshlib.ops.pointwise.reductions import reduce_sum
@@ -28,7 +28,7 @@ class _Positions:
     contracted: tuple[tuple[int, int], ...]
 
 
-def _positions(step: Step) -> _Positions:
+def _positions(step: CodeStep) -> _Positions:
     (lc, rc), (lb, rb) = step.params["dimension_numbers"]
     x, y = step.ins
     return _Positions(
@@ -39,7 +39,7 @@ def _positions(step: Step) -> _Positions:
     )
 
 
-def _dot_axes(axes: Axes, step: Step) -> None:
+def _dot_axes(axes: Axes, step: CodeStep) -> None:
     at = _positions(step)
     x, y = step.ins
     batch = [axes.new(x.shape[a]) for a, _ in at.batch]
@@ -78,7 +78,7 @@ def _clashes(axes: Axes, first: Pairs, second: Pairs) -> int:
     return count
 
 
-def _dot(w: Writer, step: Step) -> Tensor:
+def _dot(w: StepWriter, step: CodeStep) -> Tensor:
     at = _positions(step)
     x, y = step.ins
     (out,) = step.outs
@@ -115,7 +115,7 @@ def _dot(w: Writer, step: Step) -> Tensor:
 
 
 def _operand(
-    w: Writer,
+    w: StepWriter,
     x: Var,
     batch: Sequence[int],
     free: Sequence[int],
@@ -128,7 +128,7 @@ def _operand(
     return w.under(x, [axis_of[n] for n in range(len(x.shape))])
 
 
-def precision_of(step: Step) -> str:
+def precision_of(step: CodeStep) -> str:
     """The precision that a product asks for."""
     given = step.params.get("precision")
     several = given if isinstance(given, tuple) else (given,)

@@ -7,12 +7,12 @@ from typing import Any
 
 from meshlib.core.graph import Tensor, current_graph
 from meshlib.jax.importing.axes import Axes
-from meshlib.jax.importing.code import Code, Step, Var
+from meshlib.jax.importing.code import Code, CodeStep, Var
 from meshlib.jax.importing.table import RULES, give, rule, same_axes
-from meshlib.jax.importing.writing import Writer
+from meshlib.jax.importing.writing import StepWriter
 from meshlib.ops.control.custom_gradients import recompute_grad
 from meshlib.ops.control.loops import make_loop
-from meshlib.ops.control.remat import Parts, Policy, Remat
+from meshlib.ops.control.remat import PartialPolicy, Policy, Remat
 from meshlib.ops.movement.indexing import range as positions
 from meshlib.ops.pointwise.elementwise import equal, where
 
@@ -27,7 +27,7 @@ def unify(axes: Axes, code: Code) -> None:
 # ---------------------------------------------------------------- loops
 
 
-def _scan_axes(axes: Axes, step: Step) -> None:
+def _scan_axes(axes: Axes, step: CodeStep) -> None:
     (body,) = step.bodies
     carries, length = step.params["num_carry"], step.params["length"]
     begins, xs = step.ins[:carries], step.ins[carries:]
@@ -60,7 +60,7 @@ def _scan_axes(axes: Axes, step: Step) -> None:
     step.labels = [trip]
 
 
-def _scan(w: Writer, step: Step) -> Sequence[Tensor | None]:
+def _scan(w: StepWriter, step: CodeStep) -> Sequence[Tensor | None]:
     (body,) = step.bodies
     carries, length = step.params["num_carry"], step.params["length"]
     begins, xs = step.ins[:carries], step.ins[carries:]
@@ -85,10 +85,10 @@ def _scan(w: Writer, step: Step) -> Sequence[Tensor | None]:
             given[inside] = t  # the same in each trip
     # Nothing but keys may be left, of which draws in a loop need none.
     counter = [] if starts or stacked else [positions(dim)]
-    parts = Parts()
+    parts = PartialPolicy()
 
     def trip_of(held: Sequence[Tensor], slices: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        inner = Writer(w.axes, {**w.tensors, **given}, w.constraints, parts)
+        inner = StepWriter(w.axes, {**w.tensors, **given}, w.constraints, parts)
         inner.tensors.update(zip((body.ins[n] for n in carried), held, strict=True))
         inner.tensors.update(zip((inside for inside, _ in stacked), slices, strict=False))
         inner.run(body)
@@ -109,7 +109,7 @@ def _scan(w: Writer, step: Step) -> Sequence[Tensor | None]:
 
 
 def _placed(
-    step: Step, carries: int, carried: list[int], ends: Sequence[Tensor], kept: list[int], ys: Sequence[Tensor]
+    step: CodeStep, carries: int, carried: list[int], ends: Sequence[Tensor], kept: list[int], ys: Sequence[Tensor]
 ) -> list[Tensor | None]:
     tensors: list[Tensor | None] = [None] * len(step.outs)
     for n, t in (*zip(carried, ends, strict=True), *zip((carries + n for n in kept), ys, strict=True)):
@@ -123,14 +123,14 @@ rule("scan", axes=_scan_axes, write=_scan)
 # ---------------------------------------------------------------- checkpoints
 
 
-def _body_axes(axes: Axes, step: Step) -> None:
+def _body_axes(axes: Axes, step: CodeStep) -> None:
     unify(axes, step.bodies[0])
     for inside, out in zip(step.bodies[0].outs, step.outs, strict=True):
         if not out.key:
-            same_axes(axes, Step(step.kind, [inside], [out], {}, step.place))
+            same_axes(axes, CodeStep(step.kind, [inside], [out], {}, step.place))
 
 
-def _checkpoint(w: Writer, step: Step) -> Sequence[Tensor | None]:
+def _checkpoint(w: StepWriter, step: CodeStep) -> Sequence[Tensor | None]:
     (body,) = step.bodies
     inputs = [x for x in dict.fromkeys(step.ins) if x.const is None and not x.key]
     live = [n for n, out in enumerate(body.outs) if not out.key]
@@ -195,16 +195,16 @@ def _of_what_is_there(remat: Policy, body: Code) -> Policy:
 # ---------------------------------------------------------------- branches
 
 
-def _cond_axes(axes: Axes, step: Step) -> None:
+def _cond_axes(axes: Axes, step: CodeStep) -> None:
     for body in step.bodies:
         unify(axes, body)
     for n, out in enumerate(step.outs):
         if not out.key:
             branches = [body.outs[n] for body in step.bodies]
-            same_axes(axes, Step(step.kind, branches, [out], {}, step.place))
+            same_axes(axes, CodeStep(step.kind, branches, [out], {}, step.place))
 
 
-def _cond(w: Writer, step: Step) -> Sequence[Tensor | None]:
+def _cond(w: StepWriter, step: CodeStep) -> Sequence[Tensor | None]:
     """All branches are computed: a program without branches runs in step on all cores."""
     which = w.tensor(step.ins[0])
     for body in step.bodies:

@@ -9,19 +9,19 @@ from typing import Any
 from layouts import Dimension, Shape
 from meshlib.core.graph import Tensor
 from meshlib.jax.importing.axes import Axes, Axis
-from meshlib.jax.importing.code import Step
+from meshlib.jax.importing.code import CodeStep
 from meshlib.jax.importing.contraction import precision_of
 from meshlib.jax.importing.table import give, rule
-from meshlib.jax.importing.writing import Writer
+from meshlib.jax.importing.writing import StepWriter
 from meshlib.ops.contraction.einsum import einsum
 from meshlib.ops.images.convolve import convolve
-from meshlib.ops.images.sliding import Slide, Window
+from meshlib.ops.images.sliding import Slide, SlidingDims
 from meshlib.ops.movement.shape import rename_dimension, reshape
 from meshlib.ops.pointwise.elementwise import cast
 
 
 @dataclass(frozen=True)
-class _Dims:
+class _AxisPositions:
     """Where the axes of a convolution are: of the input, the kernel and the result, those in space in one order."""
 
     batch: int
@@ -33,13 +33,13 @@ class _Dims:
     out: tuple[int, ...]  # of the result: batch, features, space
 
 
-def _dims(step: Step) -> _Dims:
+def _dims(step: CodeStep) -> _AxisPositions:
     numbers = step.params["dimension_numbers"]
     (batch, features, *space), (new_features, summed, *window) = numbers.lhs_spec, numbers.rhs_spec
-    return _Dims(batch, features, tuple(space), new_features, summed, tuple(window), tuple(numbers.out_spec))
+    return _AxisPositions(batch, features, tuple(space), new_features, summed, tuple(window), tuple(numbers.out_spec))
 
 
-def _is_patches(step: Step) -> bool:
+def _is_patches(step: CodeStep) -> bool:
     """Whether the windows do not overlap and fill their input."""
     p, (x, kernel), d = step.params, step.ins, _dims(step)
     sizes = [kernel.shape[n] for n in d.window]
@@ -49,7 +49,7 @@ def _is_patches(step: Step) -> bool:
     return plain and not any(x.shape[n] % size for n, size in zip(d.space, sizes, strict=True))
 
 
-def _axes(axes: Axes, step: Step) -> None:
+def _axes(axes: Axes, step: CodeStep) -> None:
     """`labels`: the group, the features that are summed over, the batch, the features made, and the windows' axes."""
     (x, kernel), (out,), d, p = step.ins, step.outs, _dims(step), step.params
     of_features, of_batch = int(p["feature_group_count"]), int(p["batch_group_count"])
@@ -77,7 +77,7 @@ def _axes(axes: Axes, step: Step) -> None:
     step.labels = [group, summed, rows, new_features, *windows]
 
 
-def _write(w: Writer, step: Step) -> Tensor:
+def _write(w: StepWriter, step: CodeStep) -> Tensor:
     (x, kernel), (out,), d = step.ins, step.outs, _dims(step)
     group, summed, rows, new_features, *windows = step.labels
     places = [out.axes[n] for n in d.out[2:]]
@@ -103,19 +103,19 @@ def _write(w: Writer, step: Step) -> Tensor:
     return y if [*y.shape] == held else reshape(y, held)
 
 
-def _named(w: Writer, t: Tensor, axis: Axis, name: str) -> Tensor:
+def _named(w: StepWriter, t: Tensor, axis: Axis, name: str) -> Tensor:
     """With one dim of this name for an axis."""
     t, one = w.merge(t, axis), w.whole_dim(axis).name
     return t if one == name else rename_dimension(t, one, name)
 
 
-def _under(w: Writer, x: Any, of: dict[int, list[Axis]]) -> Tensor:
+def _under(w: StepWriter, x: Any, of: dict[int, list[Axis]]) -> Tensor:
     """An operand with all its dims under those of the index space."""
     target = [a for n in range(len(x.shape)) for a in of[n]]
     return w.full(w.rename(w.tensor(x), w.axes.flat(x.axes), w.axes.flat(target)), target)
 
 
-def _windows(w: Writer, step: Step, windows: Sequence[Axis], places: Sequence[Axis]) -> list[Window]:
+def _windows(w: StepWriter, step: CodeStep, windows: Sequence[Axis], places: Sequence[Axis]) -> list[SlidingDims]:
     """The dims that slide along each other; those of axes of length 1 have names for the occasion."""
     (x, _), d, p = step.ins, _dims(step), step.params
 
@@ -129,7 +129,7 @@ def _windows(w: Writer, step: Step, windows: Sequence[Axis], places: Sequence[Ax
             x.shape[n], window.size, place.size,
         )  # fmt: skip
         names = name(x.axes[n], k, "place"), name(window, k, "window"), name(place, k, "place")
-        window_list.append(Window(*names, slide))
+        window_list.append(SlidingDims(*names, slide))
     return window_list
 
 

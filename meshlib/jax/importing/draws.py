@@ -10,31 +10,31 @@ from typing import Any
 from layouts import Shape
 from meshlib.core.graph import Tensor
 from meshlib.jax.importing.axes import Axes
-from meshlib.jax.importing.code import DTYPES, Code, Step
+from meshlib.jax.importing.code import DTYPES, Code, CodeStep
 from meshlib.jax.importing.table import fresh, rule
-from meshlib.jax.importing.writing import Writer
+from meshlib.jax.importing.writing import StepWriter
 from meshlib.ops.pointwise.elementwise import cast, floor, less, minimum
 from meshlib.ops.pointwise.random import random_normal, random_uniform
 
 KEYS = "random_seed random_split random_fold_in random_wrap random_unwrap random_clone key_reuse_check threefry2x32"
 
 
-def _bounds(step: Step) -> tuple[Any, Any]:
+def _bounds(step: CodeStep) -> tuple[Any, Any]:
     low, high = (x.number for x in step.ins[1:3])
     return low, high
 
 
-def _uniform(w: Writer, step: Step) -> Tensor:
+def _uniform(w: StepWriter, step: CodeStep) -> Tensor:
     low, high = _bounds(step)
     out = step.outs[0]
     return random_uniform(w.shape(out.axes), float(low), float(high), DTYPES[out.dtype])
 
 
-def _draw_axes(axes: Axes, step: Step) -> None:
+def _draw_axes(axes: Axes, step: CodeStep) -> None:
     fresh(axes, step.outs[0])
 
 
-def _no_axes(axes: Axes, step: Step) -> None:
+def _no_axes(axes: Axes, step: CodeStep) -> None:
     for out in step.outs:
         if not out.key:
             fresh(axes, out)
@@ -48,7 +48,7 @@ rule(
 )
 
 
-def _bernoulli(w: Writer, step: Step) -> Tensor:
+def _bernoulli(w: StepWriter, step: CodeStep) -> Tensor:
     shape = w.shape(step.outs[0].axes)
     drawn = random_uniform(shape)
     return less(drawn, w.operand(step.ins[1], step.outs[0].axes))
@@ -57,7 +57,7 @@ def _bernoulli(w: Writer, step: Step) -> Tensor:
 rule("jit:_bernoulli", axes=_draw_axes, write=_bernoulli)
 
 
-def _integers(w: Writer, step: Step) -> Tensor:
+def _integers(w: StepWriter, step: CodeStep) -> Tensor:
     """Each number as often: of 2^24 steps in [0, 1), which is what a float32 has."""
     axes = step.outs[0].axes
     low, high = (w.operand(x, axes) for x in step.ins[1:3])
@@ -69,7 +69,7 @@ def _integers(w: Writer, step: Step) -> Tensor:
 rule("jit:_randint", axes=_draw_axes, write=_integers)
 
 
-def _bits(w: Writer, step: Step) -> Tensor:
+def _bits(w: StepWriter, step: CodeStep) -> Tensor:
     """Words of bits; of 32 as integers with a sign, of the same bits."""
     shape, width = w.shape(step.outs[0].axes), int(step.params["bit_width"])
     if width < 32:
@@ -86,7 +86,7 @@ _SAME_BITS = ("and", "shift_left", "shift_right_logical", "eq", "ne", "add", "su
 _PASSED_ON = ("broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "concatenate", "copy")
 
 
-def _bits_fault(step: Step) -> str | None:
+def _bits_fault(step: CodeStep) -> str | None:
     if int(step.params["bit_width"]) < 32:
         return None
     users = list(step.outs[0].users)

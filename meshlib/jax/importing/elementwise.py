@@ -10,10 +10,10 @@ import numpy as np
 
 from meshlib.core.dtypes import BOOL, INT32
 from meshlib.core.graph import Tensor
-from meshlib.jax.importing.code import DTYPES, Array, Step
+from meshlib.jax.importing.code import DTYPES, Array, CodeStep
 from meshlib.jax.importing.masks import condition_of
 from meshlib.jax.importing.table import Operand, rule, same_axes
-from meshlib.jax.importing.writing import Writer
+from meshlib.jax.importing.writing import StepWriter
 from meshlib.ops.pointwise.elementwise import (
     abs,
     add,
@@ -61,7 +61,7 @@ Function = Callable[..., Any]
 
 
 def _row(name: str, function: Function, fold: Function | None, fault: Function = lambda step: None) -> None:
-    def write(w: Writer, step: Step) -> Tensor:
+    def write(w: StepWriter, step: CodeStep) -> Tensor:
         operands = w.operands(step)
         if not any(isinstance(x, Tensor) for x in operands):
             operands[0] = w.as_tensor(operands[0], step.ins[0])
@@ -75,7 +75,7 @@ def _folding(function: Function | None) -> Function | None:
     if function is None:
         return None
 
-    def fold(step: Step, *arrays: Array) -> Array:
+    def fold(step: CodeStep, *arrays: Array) -> Array:
         with np.errstate(all="ignore"):
             return np.asarray(function(*arrays))
 
@@ -101,7 +101,7 @@ def _power(x: Tensor, y: int) -> Tensor:
     return multiply(multiply(half, half), x) if y % 2 else multiply(half, half)
 
 
-def _round(w: Writer, step: Step) -> Tensor:
+def _round(w: StepWriter, step: CodeStep) -> Tensor:
     x = w.operand_tensor(step, 0)
     if int(step.params["rounding_method"]) == 1:
         return round(x)
@@ -192,7 +192,7 @@ def _abs(x: Operand) -> Operand:
     return x if x >= 0 else -x
 
 
-def _pow(w: Writer, step: Step) -> Operand:
+def _pow(w: StepWriter, step: CodeStep) -> Operand:
     x, y = w.operands(step)
     if _is(y, 2):
         return square(x) if isinstance(x, Tensor) else x * x
@@ -221,7 +221,7 @@ def _logic(function: Function, neutral: bool) -> Function:
     return write
 
 
-def _flags(step: Step) -> str | None:
+def _flags(step: CodeStep) -> str | None:
     return None if all(x.dtype == "bool" for x in step.ins) else "of integers, bit by bit"
 
 
@@ -229,7 +229,7 @@ def _no(x: Operand) -> Operand:
     return logical_not(x) if isinstance(x, Tensor) else not x
 
 
-def _low_bits(step: Step) -> tuple[int, int] | None:
+def _low_bits(step: CodeStep) -> tuple[int, int] | None:
     """Of integers & 2^k - 1 the number of the operand that says so, and 2^k."""
     for n, x in enumerate(step.ins):
         if x.number is not None and x.dtype != "bool" and x.number >= 0 and (int(x.number) + 1).bit_count() == 1:
@@ -237,7 +237,7 @@ def _low_bits(step: Step) -> tuple[int, int] | None:
     return None
 
 
-def _and(w: Writer, step: Step) -> Operand:
+def _and(w: StepWriter, step: CodeStep) -> Operand:
     low = _low_bits(step)
     if low is None:
         both: Operand = _both(*w.operands(step))
@@ -246,7 +246,7 @@ def _and(w: Writer, step: Step) -> Operand:
     return mod(w.operand_tensor(step, 1 - at), count)
 
 
-def _shift_fault(step: Step) -> str | None:
+def _shift_fault(step: CodeStep) -> str | None:
     count = step.ins[1].number
     return None if count is not None and 0 <= count < 31 else "by a number of bits that is computed"
 
@@ -321,7 +321,7 @@ _row("xor", _logic(logical_xor, False), np.bitwise_xor, _flags)
 # ---------------------------------------------------------------- of more
 
 
-def _select(w: Writer, step: Step) -> Tensor:
+def _select(w: StepWriter, step: CodeStep) -> Tensor:
     which, *cases = w.operands(step)
     if not isinstance(which, Tensor):
         return w.as_tensor(cases[int(which)], step.outs[0])
@@ -354,7 +354,7 @@ rule(
 )
 
 
-def _clamp(w: Writer, step: Step) -> Tensor:
+def _clamp(w: StepWriter, step: CodeStep) -> Tensor:
     low, x, high = w.operands(step)
     return minimum(maximum(x, low), high)
 

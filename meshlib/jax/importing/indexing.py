@@ -11,9 +11,9 @@ import numpy as np
 from layouts import Dimension, Shape
 from meshlib.core.graph import Tensor
 from meshlib.jax.importing.axes import Axes, Axis
-from meshlib.jax.importing.code import Step, Var
+from meshlib.jax.importing.code import CodeStep, Var
 from meshlib.jax.importing.table import give, rule, same_axes
-from meshlib.jax.importing.writing import Writer, renamed
+from meshlib.jax.importing.writing import StepWriter, renamed
 from meshlib.ops.movement.indexing import gather, scatter_add
 from meshlib.ops.movement.indexing import range as positions
 from meshlib.ops.movement.shape import broadcast
@@ -128,7 +128,7 @@ def _lookup(
     return _Lookup(part, own, axis, along, sizes, more=tuple(more))
 
 
-def of_gather(step: Step) -> _Lookup | str:
+def of_gather(step: CodeStep) -> _Lookup | str:
     """How a gather looks up; a text if in a way that is not there."""
     x, indices = step.ins
     d = step.params["dimension_numbers"]
@@ -152,7 +152,7 @@ def of_gather(step: Step) -> _Lookup | str:
     return replace(lookup, run=runs[lookup.axis])
 
 
-def _gather_fault(step: Step) -> str | None:
+def _gather_fault(step: CodeStep) -> str | None:
     lookup = of_gather(step)
     return lookup if isinstance(lookup, str) else None
 
@@ -160,7 +160,7 @@ def _gather_fault(step: Step) -> str | None:
 # ---------------------------------------------------------------- gather
 
 
-def _gather_axes(axes: Axes, step: Step) -> None:
+def _gather_axes(axes: Axes, step: CodeStep) -> None:
     x, out = step.ins[0], step.outs[0]
     lookup = of_gather(step)
     assert isinstance(lookup, _Lookup)
@@ -195,7 +195,7 @@ def _tie_indices(axes: Axes, lookup: _Lookup, labels: list[Axis]) -> None:
                 axes.tie(label, own)
 
 
-def _indices(w: Writer, x: Var, column: int, index_axes: Sequence[Axis]) -> Tensor:
+def _indices(w: StepWriter, x: Var, column: int, index_axes: Sequence[Axis]) -> Tensor:
     """The indices in one column of a value, under the dims of the index space."""
     if x.number is not None:
         return cast(w.tensor(x), "int32")
@@ -204,7 +204,7 @@ def _indices(w: Writer, x: Var, column: int, index_axes: Sequence[Axis]) -> Tens
     return t if x.shape[-1] == 1 else w.element(t, x.axes[-1], column)
 
 
-def _gather(w: Writer, step: Step) -> Tensor:
+def _gather(w: StepWriter, step: CodeStep) -> Tensor:
     x = step.ins[0]
     lookup = of_gather(step)
     assert isinstance(lookup, _Lookup)
@@ -257,7 +257,7 @@ rule("gather", axes=_gather_axes, write=_gather, fault=_gather_fault)
 # ---------------------------------------------------------------- scatter
 
 
-def of_scatter(step: Step) -> _Lookup | str:
+def of_scatter(step: CodeStep) -> _Lookup | str:
     """How a scatter addresses what it changes; a text if in a way that is not there."""
     x, indices, updates = step.ins
     d = step.params["dimension_numbers"]
@@ -281,12 +281,12 @@ def of_scatter(step: Step) -> _Lookup | str:
     return lookup
 
 
-def _scatter_axes(axes: Axes, step: Step) -> None:
+def _scatter_axes(axes: Axes, step: CodeStep) -> None:
     x, _, updates = step.ins
     out = step.outs[0]
     lookup = of_scatter(step)
     assert isinstance(lookup, _Lookup)
-    same_axes(axes, Step(step.kind, [x], [out], {}, step.place))
+    same_axes(axes, CodeStep(step.kind, [x], [out], {}, step.place))
     index_axes = [axes.new(n) for n in lookup.sizes]
     kept = [a for n, a in enumerate(out.axes) if n != lookup.axis and n not in lookup.along]
     labels = [axes.new(a.size) for a in kept]
@@ -304,7 +304,7 @@ def _scatter_axes(axes: Axes, step: Step) -> None:
     step.labels = [looked, *index_axes, *labels]
 
 
-def _scatter(w: Writer, step: Step) -> Tensor:
+def _scatter(w: StepWriter, step: CodeStep) -> Tensor:
     x, _, updates = step.ins
     out = step.outs[0]
     lookup = of_scatter(step)
@@ -337,7 +337,7 @@ def _scatter(w: Writer, step: Step) -> Tensor:
     return w.rename(updated, w.axes.flat(target), w.axes.flat(out.axes))
 
 
-def _scatter_fault(step: Step) -> str | None:
+def _scatter_fault(step: CodeStep) -> str | None:
     lookup = of_scatter(step)
     return lookup if isinstance(lookup, str) else None
 

@@ -15,26 +15,26 @@ from meshlib.jax.importing.fourier import fft
 
 
 @dataclass(frozen=True, eq=False)
-class Pair:
+class ComplexPair:
     """A complex value of the traced function: its parts."""
 
     real: Var
     imag: Var
 
 
-Value = Var | Pair
+Value = Var | ComplexPair
 Parts = tuple[Any, Any]  # arrays
 
 
 def flat(values: Sequence[Value]) -> list[Var]:
     """All that are no pairs, and the parts of those that are."""
-    return [x for v in values for x in ((v.real, v.imag) if isinstance(v, Pair) else (v,))]
+    return [x for v in values for x in ((v.real, v.imag) if isinstance(v, ComplexPair) else (v,))]
 
 
 def packed(parts: Sequence[Var], avals: Sequence[Any]) -> list[Value]:
     """The other way round, for values of these types."""
     rest = iter(parts)
-    return [Pair(next(rest), next(rest)) if is_complex(aval) else next(rest) for aval in avals]
+    return [ComplexPair(next(rest), next(rest)) if is_complex(aval) else next(rest) for aval in avals]
 
 
 def parts_of(avals: Sequence[Any]) -> list[Any]:

@@ -8,15 +8,15 @@ from typing import Any
 from meshlib.core.dtypes import as_dtype
 from meshlib.core.graph import Tensor
 from meshlib.jax.importing.axes import Axes
-from meshlib.jax.importing.code import DTYPES, Step, numpy_type
+from meshlib.jax.importing.code import DTYPES, CodeStep, numpy_type
 from meshlib.jax.importing.masks import hot
 from meshlib.jax.importing.table import rule, same_axes
-from meshlib.jax.importing.writing import Writer
+from meshlib.jax.importing.writing import StepWriter
 from meshlib.ops.control.state import identity, stop_gradient
 from meshlib.ops.pointwise.elementwise import CAST, cast, not_equal
 
 
-def _convert(w: Writer, step: Step) -> Tensor:
+def _convert(w: StepWriter, step: CodeStep) -> Tensor:
     (x,) = w.operands(step)
     (out,) = step.outs
     if not isinstance(x, Tensor):
@@ -41,13 +41,13 @@ rule(
 )
 
 
-def _pass(w: Writer, step: Step) -> list[Tensor | None]:
+def _pass(w: StepWriter, step: CodeStep) -> list[Tensor | None]:
     return [w.tensor(x) for x in step.ins]
 
 
-def _pass_axes(axes: Axes, step: Step) -> None:
+def _pass_axes(axes: Axes, step: CodeStep) -> None:
     for x, out in zip(step.ins, step.outs, strict=True):
-        same_axes(axes, Step(step.kind, [x], [out], {}, step.place))
+        same_axes(axes, CodeStep(step.kind, [x], [out], {}, step.place))
 
 
 rule(
@@ -59,11 +59,11 @@ rule(
 )
 
 
-def _constraint(w: Writer, step: Step) -> Tensor:
+def _constraint(w: StepWriter, step: CodeStep) -> Tensor:
     return split_by(w, step, getattr(step.params["sharding"], "spec", ()))
 
 
-def split_by(w: Writer, step: Step, spec: Sequence[Any]) -> Tensor:
+def split_by(w: StepWriter, step: CodeStep, spec: Sequence[Any]) -> Tensor:
     """The operand of a step, of which the function says that it is split by this spec."""
     (x,), (out,) = step.ins, step.outs
     parts = [w.shape([a]) for a in out.axes]
@@ -86,11 +86,11 @@ rule(
 )
 
 
-def _precision(step: Step) -> tuple[int, int]:
+def _precision(step: CodeStep) -> tuple[int, int]:
     return int(step.params["exponent_bits"]), int(step.params["mantissa_bits"])
 
 
-def _reduce_precision(w: Writer, step: Step) -> Tensor:
+def _reduce_precision(w: StepWriter, step: CodeStep) -> Tensor:
     x = w.tensor(step.ins[0])
     return cast(cast(x, "bfloat16"), x.dtype) if _precision(step) == (8, 7) else x
 

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from layouts import Dimension
 from meshlib.core.graph import Tensor
 from meshlib.jax.importing.axes import Axes, Axis
-from meshlib.jax.importing.code import Step
+from meshlib.jax.importing.code import CodeStep
 from meshlib.jax.importing.contraction import precision_of
 from meshlib.jax.importing.table import give, rule
-from meshlib.jax.importing.writing import Writer
+from meshlib.jax.importing.writing import StepWriter
 from meshlib.ops.contraction.ragged import ragged_dot
 from meshlib.ops.pointwise.elementwise import cast
 
 
 @dataclass(frozen=True)
-class _Positions:
+class _RaggedAxes:
     """Where the axes of both operands are: batch, free ones of each side, contracted; the rows, and w's groups."""
 
     batch: tuple[tuple[int, int], ...]
@@ -27,7 +27,7 @@ class _Positions:
     groups: int | None  # None: rows are contracted, and the result has the groups
 
     @classmethod
-    def of(cls, step: Step) -> _Positions:
+    def of(cls, step: CodeStep) -> _RaggedAxes:
         numbers = step.params["ragged_dot_dimension_numbers"]
         (contract, other), (batch, of_other) = numbers.dot_dimension_numbers
         x, y = step.ins[:2]
@@ -42,7 +42,7 @@ class _Positions:
         )
 
 
-def _fault(step: Step) -> str | None:
+def _fault(step: CodeStep) -> str | None:
     numbers = step.params["ragged_dot_dimension_numbers"]
     if len(step.ins) != 3 or len(step.ins[2].shape) != 1:
         return "groups of their own for each index of a batch"
@@ -51,9 +51,9 @@ def _fault(step: Step) -> str | None:
     return None
 
 
-def _axes(axes: Axes, step: Step) -> None:
+def _axes(axes: Axes, step: CodeStep) -> None:
     """`labels`: the groups, what is contracted."""
-    (x, y, sizes), at = step.ins, _Positions.of(step)
+    (x, y, sizes), at = step.ins, _RaggedAxes.of(step)
     batch, contracted = ([axes.new(x.shape[n]) for n, _ in pairs] for pairs in (at.batch, at.contracted))
     left, right = [axes.new(x.shape[n]) for n in at.left], [axes.new(y.shape[n]) for n in at.right]
     groups = axes.new(sizes.shape[0])
@@ -72,8 +72,8 @@ def _axes(axes: Axes, step: Step) -> None:
     step.labels = [groups, *contracted]
 
 
-def _write(w: Writer, step: Step) -> Tensor:
-    (x, y, sizes), (out,), at = step.ins, step.outs, _Positions.of(step)
+def _write(w: StepWriter, step: CodeStep) -> Tensor:
+    (x, y, sizes), (out,), at = step.ins, step.outs, _RaggedAxes.of(step)
     groups, *contracted = step.labels
     made = [*out.axes][at.groups is None :]
     batch, rest = made[: len(at.batch)], made[len(at.batch) :]

@@ -19,11 +19,11 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from meshlib.core.graph import Tensor
 from meshlib.jax.importing.axes import Axes
-from meshlib.jax.importing.code import DTYPES, Code, Step, Var
+from meshlib.jax.importing.code import DTYPES, Code, CodeStep, Var
 from meshlib.jax.importing.control import unify
 from meshlib.jax.importing.pairs import is_complex, parts_of
 from meshlib.jax.importing.table import give, rule, same_axes
-from meshlib.jax.importing.writing import Writer
+from meshlib.jax.importing.writing import StepWriter
 from meshlib.ops.control.custom_gradients import gradient_of_residuals
 from meshlib.ops.control.sources import constant
 from meshlib.ops.movement.shape import transpose
@@ -109,12 +109,12 @@ def _function(eqn: Any) -> Callable[..., Sequence[Any]]:
 # ---------------------------------------------------------------- axes
 
 
-def _axes(axes: Axes, step: Step) -> None:
+def _axes(axes: Axes, step: CodeStep) -> None:
     forward, backward = step.bodies
     unify(axes, forward)
     for inside, out in zip(forward.outs, step.outs, strict=False):
         if not out.key:
-            same_axes(axes, Step(step.kind, [inside], [out], {}, step.place))
+            same_axes(axes, CodeStep(step.kind, [inside], [out], {}, step.place))
     for ct, n in zip(backward.ins, step.params["floating"], strict=True):
         give(axes, ct, step.outs[n].axes)
     unify(axes, backward)
@@ -126,7 +126,7 @@ def _axes(axes: Axes, step: Step) -> None:
 # ---------------------------------------------------------------- writing
 
 
-def _write(w: Writer, step: Step) -> Sequence[Tensor | None]:
+def _write(w: StepWriter, step: CodeStep) -> Sequence[Tensor | None]:
     forward, backward = step.bodies
     live = [n for n, out in enumerate(step.outs) if not out.key]
     inputs = [x for x in dict.fromkeys(step.ins) if x.const is None and not x.key]
@@ -142,7 +142,7 @@ def _write(w: Writer, step: Step) -> Sequence[Tensor | None]:
         return results, [w.tensor(x) for x in residuals]
 
     def gradient(kept: Sequence[Tensor], dys: Sequence[Tensor | None]) -> list[Tensor | None]:
-        inner = Writer(w.axes, dict(zip(residuals, kept, strict=True)), w.constraints)
+        inner = StepWriter(w.axes, dict(zip(residuals, kept, strict=True)), w.constraints)
         of_results = dict(zip(live, dys, strict=True))
         for ct, n in zip(backward.ins, step.params["floating"], strict=True):
             dy, dtype = of_results[n], DTYPES[ct.dtype]

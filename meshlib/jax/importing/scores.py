@@ -20,7 +20,7 @@ _SAME = ("identity", "broadcast", "transpose", "stop_gradient")
 
 
 @dataclass
-class _Found:
+class _ScorePattern:
     """What is known of the scores, from the softmax on back."""
 
     scale: float = 1.0
@@ -36,7 +36,7 @@ def fused(p: Tensor, v: Tensor) -> Tensor | None:
     if scores is None:
         return None
     x, memory = scores
-    pattern = _Found()
+    pattern = _ScorePattern()
     product = _product(x, memory, pattern)
     if product is None or memory not in v.shape:
         return None
@@ -113,7 +113,7 @@ def _unshifted(x: Tensor, memory: Dimension) -> Tensor:
     return _bare(x)
 
 
-def _product(x: Tensor, memory: Dimension, pattern: _Found) -> tuple[Tensor, Tensor, Shape] | None:
+def _product(x: Tensor, memory: Dimension, pattern: _ScorePattern) -> tuple[Tensor, Tensor, Shape] | None:
     """Queries and keys whose product the scores are, apart from a scale and masks."""
     while True:
         x = _bare(x)
@@ -201,7 +201,7 @@ def _unmasked(x: Tensor, seen: Tensor) -> Tensor:
 
 
 def _sides(
-    sides: tuple[Tensor, ...], pairs: Shape, memory: Dimension, pattern: _Found
+    sides: tuple[Tensor, ...], pairs: Shape, memory: Dimension, pattern: _ScorePattern
 ) -> tuple[Tensor, Tensor, Shape] | None:
     a, b = sides
     if (memory in a.shape) == (memory in b.shape):
@@ -210,7 +210,7 @@ def _sides(
     return _unscaled(q, pattern), _unscaled(k, pattern), pairs
 
 
-def _unscaled(x: Tensor, pattern: _Found) -> Tensor:
+def _unscaled(x: Tensor, pattern: _ScorePattern) -> Tensor:
     """Queries or keys before they were scaled, or widened for their product."""
     while True:
         op = op_of(x)
@@ -232,7 +232,7 @@ def _unscaled(x: Tensor, pattern: _Found) -> Tensor:
 
 
 def _written(
-    q: Tensor, k: Tensor, v: Tensor, contracted: list[Dimension], memory: Dimension, pattern: _Found
+    q: Tensor, k: Tensor, v: Tensor, contracted: list[Dimension], memory: Dimension, pattern: _ScorePattern
 ) -> Tensor | None:
     op = op_of(v)
     if op.opdef.name == "cast" and op.inputs[0].dtype.is_float and op.inputs[0].dtype.itemsize < v.dtype.itemsize:

@@ -11,9 +11,9 @@ import numpy as np
 from layouts import Dimension
 from meshlib.core.graph import Tensor
 from meshlib.jax.importing.axes import Axes, Axis
-from meshlib.jax.importing.code import DTYPES, Array, Step
+from meshlib.jax.importing.code import DTYPES, Array, CodeStep
 from meshlib.jax.importing.table import fresh, give, rule, same_axes
-from meshlib.jax.importing.writing import Writer
+from meshlib.jax.importing.writing import StepWriter
 from meshlib.ops.control.state import stop_gradient
 from meshlib.ops.movement.indexing import gather
 from meshlib.ops.movement.indexing import range as positions
@@ -27,11 +27,11 @@ from meshlib.ops.pointwise.reductions import reduce_all, reduce_any, reduce_max,
 # ---------------------------------------------------------------- the same value
 
 
-def _as_it_is(w: Writer, step: Step) -> Tensor:
+def _as_it_is(w: StepWriter, step: CodeStep) -> Tensor:
     return w.tensor(step.ins[0])
 
 
-def _broadcast_axes(axes: Axes, step: Step) -> None:
+def _broadcast_axes(axes: Axes, step: CodeStep) -> None:
     x, out = step.ins[0], step.outs[0]
     new_axes = [axes.new(n) for n in out.shape]
     for n, to in enumerate(step.params["broadcast_dimensions"]):
@@ -40,7 +40,7 @@ def _broadcast_axes(axes: Axes, step: Step) -> None:
     give(axes, out, new_axes)
 
 
-def _broadcast_fold(step: Step, x: Array, *more: Array) -> Array:
+def _broadcast_fold(step: CodeStep, x: Array, *more: Array) -> Array:
     sizes = [1] * len(step.outs[0].shape)
     for n, to in enumerate(step.params["broadcast_dimensions"]):
         sizes[int(to)] = x.shape[n]
@@ -50,7 +50,7 @@ def _broadcast_fold(step: Step, x: Array, *more: Array) -> Array:
 rule("broadcast_in_dim", axes=_broadcast_axes, write=_as_it_is, fold=_broadcast_fold)
 
 
-def _transpose_axes(axes: Axes, step: Step) -> None:
+def _transpose_axes(axes: Axes, step: CodeStep) -> None:
     give(axes, step.outs[0], [step.ins[0].axes[int(n)] for n in step.params["permutation"]])
 
 
@@ -62,19 +62,19 @@ rule(
 )
 
 
-def _squeeze_axes(axes: Axes, step: Step) -> None:
+def _squeeze_axes(axes: Axes, step: CodeStep) -> None:
     gone = {int(n) % len(step.ins[0].shape) for n in step.params["dimensions"]}
     give(axes, step.outs[0], [a for n, a in enumerate(step.ins[0].axes) if n not in gone])
 
 
-def _to_shape(step: Step, x: Array) -> Array:
+def _to_shape(step: CodeStep, x: Array) -> Array:
     return x.reshape(step.outs[0].shape)
 
 
 rule("squeeze", axes=_squeeze_axes, write=_as_it_is, fold=_to_shape)
 
 
-def _expand_axes(axes: Axes, step: Step) -> None:
+def _expand_axes(axes: Axes, step: CodeStep) -> None:
     out, old = step.outs[0], iter(step.ins[0].axes)
     new = {int(n) % len(out.shape) for n in step.params["dimensions"]}
     give(axes, out, [axes.new(1) if n in new else next(old) for n in range(len(out.shape))])
@@ -83,7 +83,7 @@ def _expand_axes(axes: Axes, step: Step) -> None:
 rule("expand_dims", axes=_expand_axes, write=_as_it_is, fold=_to_shape)
 
 
-def _reshape_axes(axes: Axes, step: Step) -> None:
+def _reshape_axes(axes: Axes, step: CodeStep) -> None:
     x, out = step.ins[0], step.outs[0]
     olds = [a for a in x.axes if a.size > 1]
     new_axes = [axes.new(n) for n in out.shape]
@@ -113,7 +113,7 @@ def _runs(olds: Sequence[Axis], news: Sequence[Axis]) -> list[tuple[list[Axis], 
     return pairs
 
 
-def _reshape(w: Writer, step: Step) -> Tensor:
+def _reshape(w: StepWriter, step: CodeStep) -> Tensor:
     x, out = step.ins[0], step.outs[0]
     return w.under(x, out.axes)
 
@@ -124,11 +124,11 @@ rule("reshape", axes=_reshape_axes, write=_reshape, fold=_to_shape)
 # ---------------------------------------------------------------- reductions
 
 
-def _reduced(step: Step) -> list[int]:
+def _reduced(step: CodeStep) -> list[int]:
     return [int(n) for n in step.params["axes"]]
 
 
-def _reduce_axes(axes: Axes, step: Step) -> None:
+def _reduce_axes(axes: Axes, step: CodeStep) -> None:
     gone = _reduced(step)
     for out in step.outs:
         give(axes, out, [a for n, a in enumerate(step.ins[0].axes) if n not in gone])
@@ -137,7 +137,7 @@ def _reduce_axes(axes: Axes, step: Step) -> None:
 def _reducing(function: Any, fold: Any, times: Any = None) -> dict[str, Any]:
     """`times` makes up for dims along which the operand is the same everywhere."""
 
-    def write(w: Writer, step: Step) -> Tensor:
+    def write(w: StepWriter, step: CodeStep) -> Tensor:
         x = step.ins[0]
         t, gone = w.tensor(x), w.shape([x.axes[n] for n in _reduced(step)])
         reduced: Tensor = function(t, reduced_dim=[d for d in gone if d in t.shape])
@@ -162,7 +162,7 @@ rule("reduce_or", **_reducing(reduce_any, np.any))
 rule("reduce_prod", **_reducing(_product, np.prod, lambda t, n: pow(t, float(n))))
 
 
-def _argmax(w: Writer, step: Step) -> Tensor:
+def _argmax(w: StepWriter, step: CodeStep) -> Tensor:
     x, (at,) = step.ins[0], _reduced(step)
     t = w.whole(x, x.axes, at)
     if t.dtype.name == "bool":
@@ -177,7 +177,7 @@ rule("argmax argmin", axes=_reduce_axes, write=_argmax)
 
 
 def _running(function: Any) -> Any:
-    def write(w: Writer, step: Step) -> Tensor:
+    def write(w: StepWriter, step: CodeStep) -> Tensor:
         x, at = step.ins[0], int(step.params["axis"])
         one = w.whole_dim(x.axes[at])
         running = function(w.whole(x, x.axes, at), one, reverse=bool(step.params["reverse"]))
@@ -198,7 +198,7 @@ def _log_of_sums(t: Tensor, dim: Dimension, reverse: bool) -> Tensor:
 rule("cumlogsumexp", axes=same_axes, write=_running(_log_of_sums))
 
 
-def _reverse(w: Writer, step: Step) -> Tensor:
+def _reverse(w: StepWriter, step: CodeStep) -> Tensor:
     x = step.ins[0]
     t = w.tensor(x)
     for at in map(int, step.params["dimensions"]):
@@ -215,7 +215,7 @@ def _reverse(w: Writer, step: Step) -> Tensor:
 rule("rev", axes=same_axes, write=_reverse, fold=lambda step, x: np.flip(x, tuple(map(int, step.params["dimensions"]))))
 
 
-def _sort(w: Writer, step: Step) -> list[Tensor | None]:
+def _sort(w: StepWriter, step: CodeStep) -> list[Tensor | None]:
     at, axes = int(step.params["dimension"]), step.outs[0].axes
     one = w.whole_dim(axes[at])
     sorted_dim = f"{one.name}_sorted"
@@ -236,18 +236,18 @@ def _widest(t: Tensor) -> Tensor:
 rule("sort", axes=same_axes, write=_sort)
 
 
-def _top_k_axes(axes: Axes, step: Step) -> None:
+def _top_k_axes(axes: Axes, step: CodeStep) -> None:
     x, at = step.ins[0], _top_k_axis(step)
     k = axes.new(int(step.params["k"]))
     for out in step.outs:
         give(axes, out, [k if n == at else a for n, a in enumerate(x.axes)])
 
 
-def _top_k_axis(step: Step) -> int:
+def _top_k_axis(step: CodeStep) -> int:
     return int(step.params.get("axis", -1)) % len(step.ins[0].shape)
 
 
-def _top_k(w: Writer, step: Step) -> list[Tensor | None]:
+def _top_k(w: StepWriter, step: CodeStep) -> list[Tensor | None]:
     x, at, out = step.ins[0], _top_k_axis(step), step.outs[0]
     one, k = w.whole_dim(x.axes[at]), w.whole_dim(out.axes[at])
     values, indices = top_k(w.whole(x, x.axes, at), one, k)
@@ -260,7 +260,7 @@ rule("top_k", axes=_top_k_axes, write=_top_k)
 # ---------------------------------------------------------------- positions
 
 
-def _iota(w: Writer, step: Step) -> Tensor:
+def _iota(w: StepWriter, step: CodeStep) -> Tensor:
     """Row-major positions: of an axis that is a product, those of each dim times its stride."""
     dims = w.axes.dims(step.outs[0].axes[int(step.params["dimension"])])
     stride, index = prod(d.size for d in dims), None

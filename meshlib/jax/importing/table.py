@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from meshlib.core.graph import Tensor
 from meshlib.jax.importing.axes import Axes, Axis
-from meshlib.jax.importing.code import Array, Step, Var
+from meshlib.jax.importing.code import Array, CodeStep, Var
 
 if TYPE_CHECKING:
-    from meshlib.jax.importing.writing import Writer
+    from meshlib.jax.importing.writing import StepWriter
 
 Operand = Tensor | bool | int | float
 Written = Sequence[Tensor | None] | Tensor
 
 
 @dataclass(frozen=True)
-class Rule:
+class PrimitiveRule:
     """One primitive.
 
     axes     gives the results their axes, and brings those of operands together
@@ -28,21 +28,21 @@ class Rule:
     by_element  whether each element depends on those at the same position: axes of operands are those of results
     """
 
-    axes: Callable[[Axes, Step], None]
-    write: Callable[[Writer, Step], Written]
-    fault: Callable[[Step], str | None] = lambda step: None
+    axes: Callable[[Axes, CodeStep], None]
+    write: Callable[[StepWriter, CodeStep], Written]
+    fault: Callable[[CodeStep], str | None] = lambda step: None
     fold: Callable[..., Array] | None = None
     by_element: bool = False
 
 
-RULES: dict[str, Rule] = {}
+RULES: dict[str, PrimitiveRule] = {}
 
 
 def rule(names: str, **of: Any) -> None:
     """Add a row for one or several primitives, by the names that JAX gives them."""
     for name in names.split():
         assert name not in RULES, name
-        RULES[name] = Rule(**of)
+        RULES[name] = PrimitiveRule(**of)
 
 
 # ---------------------------------------------------------------- what rules about axes share
@@ -60,7 +60,7 @@ def fresh(axes: Axes, out: Var) -> None:
     give(axes, out, [axes.new(n) for n in out.shape])
 
 
-def same_axes(axes: Axes, step: Step) -> None:
+def same_axes(axes: Axes, step: CodeStep) -> None:
     """Results and operands of one shape, but for axes of length 1, which are repeated, and numbers."""
     for out in step.outs:
         operands = [x for x in step.ins if len(x.shape) == len(out.shape) and x.axes]

@@ -14,13 +14,13 @@ import numpy as np
 
 from meshlib.core.source_lines import shown_file
 from meshlib.jax.importing.axes import Axes
-from meshlib.jax.importing.code import Array, Code, Place, Step, Var, numpy_type
+from meshlib.jax.importing.code import Array, Code, CodeStep, SourcePlace, Var, numpy_type
 from meshlib.jax.importing.contraction import mark_scores
 from meshlib.jax.importing.control import policy_of
 from meshlib.jax.importing.custom_rules import has_own_rule, named
 from meshlib.jax.importing.draws import draws
 from meshlib.jax.importing.kernels import KINDS, Kernels, kernel_name, traced_kernel, without_kernel
-from meshlib.jax.importing.pairs import Pair, Value, aval_of, flat, in_parts, is_complex, packed, parts_of
+from meshlib.jax.importing.pairs import ComplexPair, Value, aval_of, flat, in_parts, is_complex, packed, parts_of
 from meshlib.jax.importing.rewrites import OWN_LINES, REWRITES
 from meshlib.jax.importing.rewrites.mapped import mapped_axes
 from meshlib.jax.importing.ruled import KIND as CUSTOM_RULE
@@ -57,7 +57,7 @@ class Tracing:
     axes: Axes
     most_trips: int | None = None  # of a loop that no number known from the start bounds
     half: str = "float16"  # what float16 is taken for
-    steps: list[Step] = field(default_factory=list)
+    steps: list[CodeStep] = field(default_factory=list)
     policy: Callable[..., Any] | None = None  # of the innermost checkpoint around
     saved: int = 0
     kernels: Kernels = field(default_factory=dict)  # by name, what is no jaxpr
@@ -80,7 +80,7 @@ class Tracing:
             parts = [self.var(part, data=False) for part in parts_of([aval])]
             for x, array in zip(parts, (np.real(value), np.imag(value)), strict=True):
                 self.set_known(x, np.asarray(array))
-            return Pair(*parts)
+            return ComplexPair(*parts)
         x = self.var(aval, data=False)
         if not x.key:
             self.set_known(x, np.asarray(value))
@@ -99,14 +99,14 @@ class Tracing:
 
     # ------------------------------------------------------------ code
 
-    def body(self, closed: Any, ins: Sequence[Value], around: Place) -> Code:
+    def body(self, closed: Any, ins: Sequence[Value], around: SourcePlace) -> Code:
         """A jaxpr that is run as a whole, by itself; `ins` stand for its arguments."""
         outer, self.steps = self.steps, []
         outs = flat(self.inline(closed, ins, around, inherit=False))
         code, self.steps = Code([], outs, self.steps), outer
         return code
 
-    def inline(self, closed: Any, ins: Sequence[Value], around: Place, inherit: bool) -> list[Value]:
+    def inline(self, closed: Any, ins: Sequence[Value], around: SourcePlace, inherit: bool) -> list[Value]:
         """Add the steps of a jaxpr; returns its results. `inherit`: all are written where it is called."""
         jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
         env: dict[Any, Value] = dict(zip(jaxpr.invars, ins, strict=True))
@@ -121,7 +121,7 @@ class Tracing:
             env.update(zip(eqn.outvars, self._step(eqn, [read(v) for v in eqn.invars], place), strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def _step(self, eqn: Any, ins: list[Value], place: Place) -> Sequence[Value]:
+    def _step(self, eqn: Any, ins: list[Value], place: SourcePlace) -> Sequence[Value]:
         name, params = eqn.primitive.name, eqn.params
         if not self.in_rule and has_own_rule(eqn) and any(x.data and "float" in x.dtype for x in flat(ins)):
             return self._ruled(eqn, ins, place)
@@ -144,11 +144,11 @@ class Tracing:
         branch = _branch_here(params["platforms"]) if name == "platform_index" else None
         if branch is not None:
             return [self.known(np.int32(branch), eqn.outvars[0].aval)]
-        if any(isinstance(x, Pair) for x in ins) or any(is_complex(v.aval) for v in eqn.outvars):
+        if any(isinstance(x, ComplexPair) for x in ins) or any(is_complex(v.aval) for v in eqn.outvars):
             return self._in_parts(eqn, ins, place)
         real = flat(ins)
         params = {**params, "most_trips": self.most_trips} if name == "while" else params
-        other = REWRITES[name](Step(name, real, [], params, place)) if name in REWRITES else None
+        other = REWRITES[name](CodeStep(name, real, [], params, place)) if name in REWRITES else None
         if other is not None:
             written = jax.make_jaxpr(other)(*(v.aval for v in eqn.invars))
             outer = self.axis_env
@@ -159,9 +159,9 @@ class Tracing:
             return inlined
         return self._add(name, eqn, real, place)
 
-    def _in_parts(self, eqn: Any, ins: Sequence[Value], place: Place) -> list[Value]:
+    def _in_parts(self, eqn: Any, ins: Sequence[Value], place: SourcePlace) -> list[Value]:
         """A step on complex numbers."""
-        function, avals = in_parts(eqn, [isinstance(x, Pair) for x in ins]), [v.aval for v in eqn.outvars]
+        function, avals = in_parts(eqn, [isinstance(x, ComplexPair) for x in ins]), [v.aval for v in eqn.outvars]
         if function is None:
             kind = f"complex {eqn.primitive.name}"
             return packed(self._add(kind, eqn, flat(ins), place, avals=parts_of(avals)), avals)
@@ -173,7 +173,7 @@ class Tracing:
         kind: str,
         eqn: Any,
         ins: list[Var],
-        place: Place,
+        place: SourcePlace,
         bodies: tuple[Code, ...] = (),
         avals: Sequence[Any] | None = None,
         **params: Any,
@@ -182,7 +182,7 @@ class Tracing:
         of_keys = any(x.key for x in ins) and kind != "random_bits"
         avals = [v.aval for v in eqn.outvars] if avals is None else avals
         outs = [self.var(aval, any(x.data for x in ins), of_keys) for aval in avals]
-        step = Step(kind, ins, outs, {**eqn.params, **params}, place, bodies)
+        step = CodeStep(kind, ins, outs, {**eqn.params, **params}, place, bodies)
         for out in outs:
             if 0 in out.shape and not out.key:
                 self.set_known(out, np.zeros(out.shape, numpy_type(out.dtype)))
@@ -199,7 +199,7 @@ class Tracing:
         self.steps.append(step)
         return outs
 
-    def _folded(self, step: Step) -> bool:
+    def _folded(self, step: CodeStep) -> bool:
         """Whether the results are known, if all operands are."""
         rule = RULES.get(step.kind)
         if rule is None or rule.fold is None or len(step.outs) != 1 or any(x.const is None for x in step.ins):
@@ -221,20 +221,20 @@ class Tracing:
     # ------------------------------------------------------------ what holds other code
 
     def _holding(
-        self, kind: str, eqn: Any, ins: list[Var], place: Place, bodies: tuple[Code, ...], **params: Any
+        self, kind: str, eqn: Any, ins: list[Var], place: SourcePlace, bodies: tuple[Code, ...], **params: Any
     ) -> list[Value]:
         avals = [v.aval for v in eqn.outvars]
         return packed(self._add(kind, eqn, ins, place, bodies, parts_of(avals), **params), avals)
 
-    def _checkpoint(self, eqn: Any, ins: list[Value], place: Place) -> list[Value]:
+    def _checkpoint(self, eqn: Any, ins: list[Value], place: SourcePlace) -> list[Value]:
         outer, self.policy = self.policy, eqn.params.get("policy")
-        body = self.body(eqn.params["jaxpr"], ins, Place(place.line, ()))
+        body = self.body(eqn.params["jaxpr"], ins, SourcePlace(place.line, ()))
         policy, self.policy = self.policy, outer
         mark_scores(body)
         used = [x for x in flat(ins) if not x.key]
         return self._holding("checkpoint", eqn, used, place, (body,), remat=policy_of(policy, body))
 
-    def _kernel(self, eqn: Any, ins: list[Value], place: Place) -> Sequence[Value]:
+    def _kernel(self, eqn: Any, ins: list[Value], place: SourcePlace) -> Sequence[Value]:
         """A kernel or a callback, as the function that the user gave for it."""
         name = kernel_name(eqn)
         self.met.append(name)
@@ -247,7 +247,7 @@ class Tracing:
     def _holds_rules(self, closed: Any) -> bool:
         return not self.in_rule and any(map(has_own_rule, getattr(closed, "jaxpr", closed).eqns))
 
-    def _ruled(self, eqn: Any, ins: list[Value], place: Place) -> list[Value]:
+    def _ruled(self, eqn: Any, ins: list[Value], place: SourcePlace) -> list[Value]:
         """A call whose derivative is what its rule says."""
         try:
             call = ruled(eqn, self.axis_env)
@@ -258,13 +258,13 @@ class Tracing:
         if call is None:
             return [self.known(np.zeros(v.aval.shape, v.aval.dtype), v.aval) for v in eqn.outvars]
         operands, self.in_rule = flat(ins), True
-        forward = self.body(call.forward, operands, Place(place.line, ()))
+        forward = self.body(call.forward, operands, SourcePlace(place.line, ()))
         results = len(parts_of([v.aval for v in eqn.outvars]))
         avals = [v.aval for v in call.backward.jaxpr.invars]
         of_residuals, of_cotangents = avals[: len(avals) - len(call.floating)], avals[len(avals) - len(call.floating) :]
         residuals = packed(forward.outs[results:], of_residuals)
         cotangents = [self.var(aval) for aval in of_cotangents]
-        backward = self.body(call.backward, [*residuals, *cotangents], Place(place.line, ()))
+        backward = self.body(call.backward, [*residuals, *cotangents], SourcePlace(place.line, ()))
         backward.ins, self.in_rule = cotangents, False
         if draws(forward) and draws(backward):
             why = f"{named(eqn)}: its derivative rule draws random numbers, as its forward does: save those instead"
@@ -273,7 +273,7 @@ class Tracing:
             CUSTOM_RULE, eqn, operands, place, (forward, backward), moving=call.moving, floating=call.floating
         )
 
-    def _scan(self, eqn: Any, ins: list[Value], place: Place) -> list[Value]:
+    def _scan(self, eqn: Any, ins: list[Value], place: SourcePlace) -> list[Value]:
         consts, closed, carries = eqn.params["num_consts"], eqn.params["jaxpr"], eqn.params["num_carry"]
         avals = [v.aval for v in closed.jaxpr.invars[consts:]]
         of_keys = [isinstance(x, Var) and x.key for x in ins[consts:]]
@@ -281,18 +281,18 @@ class Tracing:
         own = [x for held in parts for x in held]
         if all(len(held) == 1 for held in parts):
             count_trips(eqn, [flat([x])[0] for x in ins], own, self.axes.space())
-        body = self.body(closed, [*ins[:consts], *packed(own, avals)], Place(place.line, ()))
+        body = self.body(closed, [*ins[:consts], *packed(own, avals)], SourcePlace(place.line, ()))
         body.ins = own
         count = sum(map(len, parts[:carries]))
         return self._holding("scan", eqn, flat(ins[consts:]), place, (body,), num_carry=count)
 
-    def _cond(self, eqn: Any, ins: list[Value], place: Place) -> list[Value]:
+    def _cond(self, eqn: Any, ins: list[Value], place: SourcePlace) -> list[Value]:
         (which,), operands = flat(ins[:1]), ins[1:]
         branches = eqn.params["branches"]
         if which.number is not None:
             chosen = min(max(int(which.number), 0), len(branches) - 1)
             return self.inline(branches[chosen], operands, place, inherit=False)
-        bodies = tuple(self.body(branch, operands, Place(place.line, ())) for branch in branches)
+        bodies = tuple(self.body(branch, operands, SourcePlace(place.line, ())) for branch in branches)
         return self._holding("cond", eqn, [which], place, bodies)
 
 
@@ -336,8 +336,8 @@ def _branch_here(platforms: Sequence[tuple[str, ...] | None]) -> int | None:
 # ---------------------------------------------------------------- where steps were written
 
 
-def _place(eqn: Any, around: Place) -> Place:
-    return Place(_line(eqn) or around.line, (*around.scope, *_scopes(eqn)))
+def _place(eqn: Any, around: SourcePlace) -> SourcePlace:
+    return SourcePlace(_line(eqn) or around.line, (*around.scope, *_scopes(eqn)))
 
 
 def _scopes(eqn: Any) -> tuple[str, ...]:

@@ -14,13 +14,13 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from meshlib.jax.importing.code import Step, Var, numpy_type
+from meshlib.jax.importing.code import CodeStep, Var, numpy_type
 from meshlib.jax.importing.table import RULES
 
 _MOST = 1 << 14  # trips that are followed
 
 
-def follow(step: Step) -> None:
+def follow(step: CodeStep) -> None:
     """Say what a result is in each trip, if all operands are known in each trip of one loop."""
     rule = RULES.get(step.kind)
     loops = {x.trips[0] for x in step.ins if x.trips is not None}

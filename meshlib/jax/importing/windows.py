@@ -12,9 +12,9 @@ import numpy as np
 from layouts import Dimension
 from meshlib.core.graph import Tensor
 from meshlib.jax.importing.axes import Axes, Axis
-from meshlib.jax.importing.code import Array, Step, Var
+from meshlib.jax.importing.code import Array, CodeStep, Var
 from meshlib.jax.importing.table import RULES, give, rule, same_axes
-from meshlib.jax.importing.writing import Writer, renamed
+from meshlib.jax.importing.writing import StepWriter, renamed
 from meshlib.ops.movement.dynamic_slices import dynamic_slice, update_slice
 from meshlib.ops.movement.runs import concat, pad, shift, slice, strided_slice
 from meshlib.ops.movement.shape import broadcast, reshape, transpose
@@ -27,7 +27,7 @@ Run = tuple[int, int, int]  # begin, size, stride
 # ---------------------------------------------------------------- slices of one value
 
 
-def _cut(w: Writer, t: Tensor, old: Axis, new: Axis, run: Run) -> Tensor:
+def _cut(w: StepWriter, t: Tensor, old: Axis, new: Axis, run: Run) -> Tensor:
     """A run of one axis, under the dims of another; where it is a product, of its major dim if that is enough."""
     begin, size, stride = run
     dims, new_dims = w.axes.dims(old), w.axes.dims(new)
@@ -49,7 +49,7 @@ def _cut(w: Writer, t: Tensor, old: Axis, new: Axis, run: Run) -> Tensor:
     return w.apart(t, new)
 
 
-def _cut_dim(w: Writer, t: Tensor, d: Dimension, left: Sequence[Axis], run: Run) -> Tensor:
+def _cut_dim(w: StepWriter, t: Tensor, d: Dimension, left: Sequence[Axis], run: Run) -> Tensor:
     if d not in t.shape:
         return t
     t = slice(t, run[0], run[1], d.name)
@@ -64,18 +64,18 @@ def _dropped(t: Tensor, name: str) -> Tensor:
     return reshape(t, [d for d in t.shape if d.name != name])
 
 
-def _runs_of(step: Step) -> list[Run]:
+def _runs_of(step: CodeStep) -> list[Run]:
     starts, limits = step.params["start_indices"], step.params["limit_indices"]
     strides = step.params["strides"] or [1] * len(starts)
     return [(int(a), -(-(int(b) - int(a)) // int(s)), int(s)) for a, b, s in zip(starts, limits, strides, strict=True)]
 
 
-def _slice_axes(axes: Axes, step: Step) -> None:
+def _slice_axes(axes: Axes, step: CodeStep) -> None:
     x, out = step.ins[0], step.outs[0]
     give(axes, out, [_run_axis(axes, step, x, n, run) for n, run in enumerate(_runs_of(step))])
 
 
-def _run_axis(axes: Axes, step: Step, x: Var, n: int, run: Run) -> Axis:
+def _run_axis(axes: Axes, step: CodeStep, x: Var, n: int, run: Run) -> Axis:
     """The axis of a run: that of what it is cut from, if all of it; its minor dims, if it is a tile of an axis."""
     begin, size, stride = run
     if size == x.shape[n]:
@@ -130,7 +130,7 @@ def _meets_again(x: Var, n: int) -> bool:
     return False
 
 
-def _slice(w: Writer, step: Step) -> Tensor:
+def _slice(w: StepWriter, step: CodeStep) -> Tensor:
     x, out = step.ins[0], step.outs[0]
     t = w.tensor(x)
     for n, run in enumerate(_runs_of(step)):
@@ -147,7 +147,7 @@ rule(
 )
 
 
-def _split_axes(axes: Axes, step: Step) -> None:
+def _split_axes(axes: Axes, step: CodeStep) -> None:
     x, at = step.ins[0], int(step.params["axis"])
     sizes = [int(n) for n in step.params["sizes"]]
     for out, begin, size in zip(step.outs, accumulate([0, *sizes]), sizes, strict=False):
@@ -155,7 +155,7 @@ def _split_axes(axes: Axes, step: Step) -> None:
         give(axes, out, [new_axis if n == at else a for n, a in enumerate(x.axes)])
 
 
-def _split(w: Writer, step: Step) -> list[Tensor | None]:
+def _split(w: StepWriter, step: CodeStep) -> list[Tensor | None]:
     x, at = step.ins[0], int(step.params["axis"])
     sizes = [int(n) for n in step.params["sizes"]]
     t = w.tensor(x)
@@ -171,11 +171,11 @@ rule("split", axes=_split_axes, write=_split)
 # ---------------------------------------------------------------- padding
 
 
-def _pads(step: Step) -> list[tuple[int, int, int]]:
+def _pads(step: CodeStep) -> list[tuple[int, int, int]]:
     return [(int(a), int(b), int(c)) for a, b, c in step.params["padding_config"]]
 
 
-def _pad_axes(axes: Axes, step: Step) -> None:
+def _pad_axes(axes: Axes, step: CodeStep) -> None:
     x, out = step.ins[0], step.outs[0]
     new_axes = []
     for a, size, pads in zip(x.axes, out.shape, _pads(step), strict=True):
@@ -185,11 +185,11 @@ def _pad_axes(axes: Axes, step: Step) -> None:
     give(axes, out, new_axes)
 
 
-def _pad_fault(step: Step) -> str | None:
+def _pad_fault(step: CodeStep) -> str | None:
     return None if step.ins[1].number is not None else "with a value that is computed"
 
 
-def _pad(w: Writer, step: Step) -> Tensor:
+def _pad(w: StepWriter, step: CodeStep) -> Tensor:
     x, out = step.ins[0], step.outs[0]
     t, value = w.tensor(x), step.ins[1].number.item()
     for n, pads in enumerate(_pads(step)):
@@ -216,7 +216,7 @@ def _padded(t: Tensor, d: Dimension, pads: tuple[int, int, int], value: float) -
     return pad(slice(t, begin, end - begin, d.name), [max(0, before), max(0, after)], d.name, value)
 
 
-def _pad_known(step: Step, x: Array, value: Array) -> Array:
+def _pad_known(step: CodeStep, x: Array, value: Array) -> Array:
     with jax.ensure_compile_time_eval():
         return np.asarray(jax.lax.pad(x, value, step.params["padding_config"]))
 
@@ -227,12 +227,12 @@ rule("pad", axes=_pad_axes, write=_pad, fault=_pad_fault, fold=_pad_known)
 # ---------------------------------------------------------------- concatenation
 
 
-def _joined(step: Step) -> list[Var]:
+def _joined(step: CodeStep) -> list[Var]:
     """The operands that have elements."""
     return [x for x in step.ins if 0 not in x.shape]
 
 
-def _concat_axes(axes: Axes, step: Step) -> None:
+def _concat_axes(axes: Axes, step: CodeStep) -> None:
     out, at = step.outs[0], int(step.params["dimension"])
     base = max(_joined(step), key=lambda x: x.data)
     joined = axes.new(out.shape[at])
@@ -262,7 +262,7 @@ def _cut_from(x: Var, at: int) -> Axis | None:
     return None
 
 
-def _rotation(step: Step) -> tuple[Var, int] | None:
+def _rotation(step: CodeStep) -> tuple[Var, int] | None:
     """The value of which a concatenation has all elements along its dim, in order but from another one on, as
     `jnp.roll` writes it; and which element comes first."""
     joined, at = _joined(step), int(step.params["dimension"])
@@ -281,7 +281,7 @@ def _rotation(step: Step) -> tuple[Var, int] | None:
     return (x, first) if step.outs[0].shape == x.shape and end == first else None
 
 
-def _concat(w: Writer, step: Step) -> Tensor:
+def _concat(w: StepWriter, step: CodeStep) -> Tensor:
     out, at = step.outs[0], int(step.params["dimension"])
     one = w.whole_dim(out.axes[at])
     rotation = _rotation(step)
@@ -312,7 +312,7 @@ rule(
 )
 
 
-def _stack_axes(axes: Axes, step: Step) -> None:
+def _stack_axes(axes: Axes, step: CodeStep) -> None:
     out, at = step.outs[0], int(step.params["axis"])
     base = max(step.ins, key=lambda x: x.data)
     give(axes, out, [*base.axes[:at], axes.new(len(step.ins)), *base.axes[at:]])
@@ -321,7 +321,7 @@ def _stack_axes(axes: Axes, step: Step) -> None:
             axes.tie(b, a)
 
 
-def _stack(w: Writer, step: Step) -> Tensor:
+def _stack(w: StepWriter, step: CodeStep) -> Tensor:
     out, at = step.outs[0], int(step.params["axis"])
     others = [a for n, a in enumerate(out.axes) if n != at]
     parts = [w.under(x, others) if x.number is None else w.tensor(x) for x in step.ins]
@@ -334,13 +334,13 @@ def _stack(w: Writer, step: Step) -> Tensor:
 rule("stack", axes=_stack_axes, write=_stack)
 
 
-def _unstack_axes(axes: Axes, step: Step) -> None:
+def _unstack_axes(axes: Axes, step: CodeStep) -> None:
     at = int(step.params["axis"])
     for out in step.outs:
         give(axes, out, [a for n, a in enumerate(step.ins[0].axes) if n != at])
 
 
-def _unstack(w: Writer, step: Step) -> list[Tensor | None]:
+def _unstack(w: StepWriter, step: CodeStep) -> list[Tensor | None]:
     x = step.ins[0]
     axis = x.axes[int(step.params["axis"])]
     t = w.tensor(x)
@@ -352,7 +352,7 @@ def _unstack(w: Writer, step: Step) -> list[Tensor | None]:
 rule("unstack", axes=_unstack_axes, write=_unstack)
 
 
-def _tile_axes(axes: Axes, step: Step) -> None:
+def _tile_axes(axes: Axes, step: CodeStep) -> None:
     x, out = step.ins[0], step.outs[0]
     new_axes = []
     for a, count in zip(x.axes, map(int, step.params["reps"]), strict=True):
@@ -366,25 +366,25 @@ rule("tile", axes=_tile_axes, write=lambda w, step: w.tensor(step.ins[0]))
 # ---------------------------------------------------------------- runs that begin where the program says
 
 
-def _starts(step: Step, first: int) -> list[Var]:
+def _starts(step: CodeStep, first: int) -> list[Var]:
     return step.ins[first:]
 
 
-def _dynamic_slice_axes(axes: Axes, step: Step) -> None:
+def _dynamic_slice_axes(axes: Axes, step: CodeStep) -> None:
     x, out = step.ins[0], step.outs[0]
     new_axes = [a if a.size == n else axes.new(n) for a, n in zip(x.axes, out.shape, strict=True)]
     axes.kin += [(new, old) for new, old in zip(new_axes, x.axes, strict=True) if new is not old and new.size > 1]
     give(axes, out, new_axes)
 
 
-def _begin(w: Writer, start: Var, last: int) -> Tensor | int:
+def _begin(w: StepWriter, start: Var, last: int) -> Tensor | int:
     """Where a run begins, so that it stays inside, as JAX has it."""
     if start.number is not None:
         return int(min(max(start.number, 0), last))
     return minimum(maximum(cast(w.tensor(start), "int32"), 0), last)
 
 
-def _dynamic_slice(w: Writer, step: Step) -> Tensor:
+def _dynamic_slice(w: StepWriter, step: CodeStep) -> Tensor:
     x, out = step.ins[0], step.outs[0]
     t = w.tensor(x)
     for n, start in enumerate(_starts(step, 1)):
@@ -404,15 +404,15 @@ def _dynamic_slice(w: Writer, step: Step) -> Tensor:
 rule("dynamic_slice", axes=_dynamic_slice_axes, write=_dynamic_slice)
 
 
-def _update_axes(axes: Axes, step: Step) -> None:
+def _update_axes(axes: Axes, step: CodeStep) -> None:
     x, part, out = step.ins[0], step.ins[1], step.outs[0]
-    same_axes(axes, Step(step.kind, [x], [out], {}, step.place))
+    same_axes(axes, CodeStep(step.kind, [x], [out], {}, step.place))
     for a, b in zip(part.axes, out.axes, strict=True):
         if a.size == b.size:
             axes.tie(a, b)
 
 
-def _update(w: Writer, step: Step) -> Tensor:
+def _update(w: StepWriter, step: CodeStep) -> Tensor:
     x, part, out = step.ins[0], step.ins[1], step.outs[0]
     cut = [n for n in range(len(x.shape)) if part.shape[n] != x.shape[n]]
     if not cut:

@@ -18,11 +18,11 @@ from meshlib.core.graph import Tensor, current_graph, scope
 from meshlib.core.public_calls import public
 from meshlib.core.source_lines import written_at
 from meshlib.jax.importing.axes import Axes, Axis
-from meshlib.jax.importing.code import DTYPES, Code, Place, Step, Var
+from meshlib.jax.importing.code import DTYPES, Code, CodeStep, SourcePlace, Var
 from meshlib.jax.importing.constraints import Constraints
 from meshlib.jax.importing.masks import known
 from meshlib.jax.importing.table import RULES, Operand
-from meshlib.ops.control.remat import Parts
+from meshlib.ops.control.remat import PartialPolicy
 from meshlib.ops.control.sources import constant
 from meshlib.ops.control.state import identity
 from meshlib.ops.movement.indexing import RANGE
@@ -32,7 +32,7 @@ from meshlib.ops.movement.shape import broadcast, rename_dimension, reshape, tra
 from meshlib.ops.pointwise.elementwise import cast
 
 
-class Writer:
+class StepWriter:
     """Writes steps into the current graph; `tensors` are the values that are there already.
 
     `constraints` hears of what the function says of shardings. `parts`: of a loop's body, what is said of its
@@ -40,7 +40,7 @@ class Writer:
     """
 
     def __init__(
-        self, axes: Axes, tensors: Mapping[Var, Tensor], constraints: Constraints, parts: Parts | None = None
+        self, axes: Axes, tensors: Mapping[Var, Tensor], constraints: Constraints, parts: PartialPolicy | None = None
     ) -> None:
         self.axes, self.constraints, self.parts = axes, constraints, parts
         self.tensors = dict(tensors)
@@ -55,7 +55,7 @@ class Writer:
                     self._write(step)
 
     @contextlib.contextmanager
-    def at(self, place: Place) -> Iterator[None]:
+    def at(self, place: SourcePlace) -> Iterator[None]:
         """Operations made inside bear this line and these scopes."""
         with contextlib.ExitStack() as around:
             around.enter_context(written_at(place.line))
@@ -63,7 +63,7 @@ class Writer:
                 around.enter_context(scope("/".join(place.scope)))
             yield
 
-    def _write(self, step: Step) -> None:
+    def _write(self, step: CodeStep) -> None:
         results = public(RULES[step.kind].write)(self, step)
         for out, tensor in zip(step.outs, [results] if isinstance(results, Tensor) else results, strict=True):
             if tensor is not None:
@@ -105,7 +105,7 @@ class Writer:
         """A tensor, or a number in the dtype of `like`."""
         return x if isinstance(x, Tensor) else constant(x, [], DTYPES[like.dtype])
 
-    def operands(self, step: Step) -> list[Operand]:
+    def operands(self, step: CodeStep) -> list[Operand]:
         """Operands of a step that works element by element: numbers, and tensors under the dims of the result."""
         return [self.operand(x, step.outs[0].axes) for x in step.ins]
 
@@ -115,7 +115,7 @@ class Writer:
             return _plain(x.number)
         return self.under(x, [a if a.size == 1 else b for a, b in zip(x.axes, axes, strict=False)])
 
-    def operand_tensor(self, step: Step, number: int) -> Tensor:
+    def operand_tensor(self, step: CodeStep, number: int) -> Tensor:
         """One of `operands`, as a tensor."""
         return self.as_tensor(self.operands(step)[number], step.ins[number])
 

@@ -9,14 +9,14 @@ from jax import lax
 
 from meshlib.core.opdef import Factor
 from meshlib.jax.context import Array, Index
-from meshlib.jax.table import Part, Split, row
+from meshlib.jax.table import RowContext, Split, row
 
 
-def _axis(part: Part) -> int:
+def _axis(part: RowContext) -> int:
     return part.names[0].index(part.attrs["dim"])
 
 
-def _weights_before(part: Part, count: int, index: Index) -> Array:
+def _weights_before(part: RowContext, count: int, index: Index) -> Array:
     """Of `count` blocks which come before this one: bool."""
     blocks = jnp.arange(count)
     return blocks > index if part.attrs["reverse"] else blocks < index
@@ -25,11 +25,11 @@ def _weights_before(part: Part, count: int, index: Index) -> Array:
 # ---------------------------------------------------------------- running sums
 
 
-def _total(part: Part, x: Array) -> tuple[Array, ...]:
+def _total(part: RowContext, x: Array) -> tuple[Array, ...]:
     return (jnp.sum(x, axis=_axis(part)).astype(x.dtype),)
 
 
-def _cumsum(part: Part, x: Array) -> Array:
+def _cumsum(part: RowContext, x: Array) -> Array:
     axis, reverse = _axis(part), part.attrs["reverse"]
     y = lax.cumsum(x, axis=axis, reverse=reverse)
     if not part.attrs["exclusive"]:
@@ -39,7 +39,7 @@ def _cumsum(part: Part, x: Array) -> Array:
     return lax.pad(y, jnp.zeros((), x.dtype), pads)
 
 
-def _cumsum_after(part: Part, heard: tuple[Array], index: Index, x: Array) -> Array:
+def _cumsum_after(part: RowContext, heard: tuple[Array], index: Index, x: Array) -> Array:
     (totals,) = heard
     before = _weights_before(part, totals.shape[0], index).reshape(-1, *(1,) * (totals.ndim - 1))
     total = jnp.sum(jnp.where(before, totals, jnp.zeros((), totals.dtype)), axis=0).astype(x.dtype)
@@ -58,22 +58,22 @@ def _then(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Arra
     return first[0] * second[0], second[0] * first[1] + second[1]
 
 
-def _maps(part: Part, a: Array, x: Array) -> tuple[Array, Array]:
+def _maps(part: RowContext, a: Array, x: Array) -> tuple[Array, Array]:
     """Per index the map from what enters the block to the value there."""
     factors, values = lax.associative_scan(_then, (a, x), axis=_axis(part), reverse=part.attrs["reverse"])
     return factors, values
 
 
-def _recurrence(part: Part, a: Array, x: Array) -> Array:
+def _recurrence(part: RowContext, a: Array, x: Array) -> Array:
     return _maps(part, a, x)[1]
 
 
-def _whole_map(part: Part, a: Array, x: Array) -> tuple[Array, ...]:
+def _whole_map(part: RowContext, a: Array, x: Array) -> tuple[Array, ...]:
     last = 0 if part.attrs["reverse"] else -1
     return tuple(jnp.take(m, last, axis=_axis(part)) for m in _maps(part, a, x))
 
 
-def _recurrence_after(part: Part, heard: Sequence[Array], index: Index, a: Array, x: Array) -> Array:
+def _recurrence_after(part: RowContext, heard: Sequence[Array], index: Index, a: Array, x: Array) -> Array:
     factors, ends = heard
     count = factors.shape[0]
     before = _weights_before(part, count, index)
@@ -97,7 +97,7 @@ def _best(x: Array, k: int) -> Array:
     return lax.top_k(x, k)[1]
 
 
-def _candidates(part: Part, x: Array, k: int) -> tuple[Array, Array]:
+def _candidates(part: RowContext, x: Array, k: int) -> tuple[Array, Array]:
     """The k largest of this block along the ranked dim, or all, and their global indices; that dim last."""
     x = jnp.moveaxis(x, _axis(part), -1)
     factors: tuple[Factor, ...] = part.operation.opdef.roles(part.operation)
@@ -113,19 +113,19 @@ def _best_of(heard: Sequence[Array], k: int) -> tuple[Array, Array]:
     return jnp.take_along_axis(values, chosen, -1), jnp.take_along_axis(indices, chosen, -1)
 
 
-def _top_k(part: Part, x: Array) -> tuple[Array, Array]:
+def _top_k(part: RowContext, x: Array) -> tuple[Array, Array]:
     return _candidates(part, x, part.attrs["k_dim"].size)
 
 
-def _top_k_after(part: Part, heard: Sequence[Array], index: Index, x: Array) -> tuple[Array, Array]:
+def _top_k_after(part: RowContext, heard: Sequence[Array], index: Index, x: Array) -> tuple[Array, Array]:
     return _best_of(heard, part.attrs["k_dim"].size)
 
 
-def _largest(part: Part, x: Array) -> tuple[Array, Array]:
+def _largest(part: RowContext, x: Array) -> tuple[Array, Array]:
     return _candidates(part, x, 1)
 
 
-def _argmax_after(part: Part, heard: Sequence[Array], index: Index, x: Array) -> Array:
+def _argmax_after(part: RowContext, heard: Sequence[Array], index: Index, x: Array) -> Array:
     return _best_of(heard, 1)[1][..., 0]
 
 
@@ -133,12 +133,12 @@ row("top_k", split=Split(_top_k, _top_k_after))(_top_k)
 
 
 @row("argmax", split=Split(_largest, _argmax_after))
-def _argmax(part: Part, x: Array) -> Array:
+def _argmax(part: RowContext, x: Array) -> Array:
     return _candidates(part, x, 1)[1][..., 0]
 
 
 @row("argsort")
-def _argsort(part: Part, x: Array) -> Array:
+def _argsort(part: RowContext, x: Array) -> Array:
     if part.attrs["descending"]:
         x = -x if jnp.issubdtype(x.dtype, jnp.floating) else ~x
     return jnp.argsort(x, axis=_axis(part), stable=True).astype(jnp.int32)

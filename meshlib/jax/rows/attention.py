@@ -17,16 +17,16 @@ from jax import lax
 from meshlib.jax.context import Array, Index
 from meshlib.jax.rows.fused_attention import fused, fused_gradients, implementation
 from meshlib.jax.rows.products import dot, operand
-from meshlib.jax.table import Part, Split, aligned, row
+from meshlib.jax.table import RowContext, Split, aligned, row
 
 CHUNK = 1 << 22  # scores that are there at once
 Names = tuple[str, ...]
 
 
-class Kernel:
+class JaxAttention:
     """One device's operands, seen as q [batch, group, length, key] and k, v [batch, memory, key or value]."""
 
-    def __init__(self, part: Part, arrays: tuple[Array, ...], with_cotangent: bool) -> None:
+    def __init__(self, part: RowContext, arrays: tuple[Array, ...], with_cotangent: bool) -> None:
         self.part, self.context = part, part.context
         attrs, named = part.attrs, part.names
         self.length, self.memory, self.key, self.value = (
@@ -190,8 +190,8 @@ def _share(level: Array, heard: Array | None) -> Array:
 # ---------------------------------------------------------------- the result
 
 
-def _result(part: Part, arrays: tuple[Array, ...], heard: Array | None = None) -> Array:
-    kernel = Kernel(part, arrays, with_cotangent=False)
+def _result(part: RowContext, arrays: tuple[Array, ...], heard: Array | None = None) -> Array:
+    kernel = JaxAttention(part, arrays, with_cotangent=False)
     name = implementation(kernel) if heard is None else None
     if name is not None:
         y = fused(kernel, name)
@@ -206,8 +206,8 @@ def _result(part: Part, arrays: tuple[Array, ...], heard: Array | None = None) -
     return kernel.of_rows(y, kernel.value, part.out.shape.names)
 
 
-def _levels(part: Part, *arrays: Array) -> tuple[Array, ...]:
-    kernel = Kernel(part, arrays, with_cotangent=False)
+def _levels(part: RowContext, *arrays: Array) -> tuple[Array, ...]:
+    kernel = JaxAttention(part, arrays, with_cotangent=False)
     (levels,), _ = kernel.walk(lambda start, mask, q, dy: ((kernel.weights(q, start, mask)[2],), ()))
     return (kernel.of_rows(levels, None, part.out.shape.names),)
 
@@ -215,9 +215,11 @@ def _levels(part: Part, *arrays: Array) -> tuple[Array, ...]:
 # ---------------------------------------------------------------- gradients
 
 
-def _gradients(part: Part, arrays: tuple[Array, ...], query: bool, heard: tuple[Array, Array] | None = None) -> Any:
+def _gradients(
+    part: RowContext, arrays: tuple[Array, ...], query: bool, heard: tuple[Array, Array] | None = None
+) -> Any:
     """dq, or dk and dv."""
-    kernel = Kernel(part, arrays, with_cotangent=True)
+    kernel = JaxAttention(part, arrays, with_cotangent=True)
     name = implementation(kernel) if heard is None else None
     if name is not None:
         dq, dk, dv = fused_gradients(kernel, name)
@@ -237,7 +239,7 @@ def _gradients(part: Part, arrays: tuple[Array, ...], query: bool, heard: tuple[
     return _given_back(kernel, by_row, sums)
 
 
-def _given_back(kernel: Kernel, by_row: tuple[Array, ...], sums: tuple[Array, ...]) -> Any:
+def _given_back(kernel: JaxAttention, by_row: tuple[Array, ...], sums: tuple[Array, ...]) -> Any:
     """dq in the order of q, or dk and dv in those of k and v."""
     names = kernel.part.names
     if by_row:
@@ -246,8 +248,8 @@ def _given_back(kernel: Kernel, by_row: tuple[Array, ...], sums: tuple[Array, ..
     return tuple(kernel.of_keys(x, last, n) for x, last, n in zip(sums, lasts, names[1:3], strict=True))
 
 
-def _levels_and_means(part: Part, *arrays: Array) -> tuple[Array, ...]:
-    kernel = Kernel(part, arrays, with_cotangent=True)
+def _levels_and_means(part: RowContext, *arrays: Array) -> tuple[Array, ...]:
+    kernel = JaxAttention(part, arrays, with_cotangent=True)
 
     def step(start: Index, mask: Array | None, q: Array, dy: Array) -> Any:
         p, level = kernel.probabilities(q, start, mask, None)
@@ -272,29 +274,29 @@ def _combined(levels: Array, means: Array | None = None) -> tuple[Array, ...]:
 # ---------------------------------------------------------------- rows
 
 
-def _attention(part: Part, *arrays: Array) -> Array:
+def _attention(part: RowContext, *arrays: Array) -> Array:
     return _result(part, arrays)
 
 
-def _grad_query(part: Part, *arrays: Array) -> Array:
+def _grad_query(part: RowContext, *arrays: Array) -> Array:
     cotangent: Array = _gradients(part, arrays, query=True)
     return cotangent
 
 
-def _grad_memory(part: Part, *arrays: Array) -> tuple[Array, Array]:
+def _grad_memory(part: RowContext, *arrays: Array) -> tuple[Array, Array]:
     cotangents: tuple[Array, Array] = _gradients(part, arrays, query=False)
     return cotangents
 
 
-def _attention_after(part: Part, heard: tuple[Array], index: Index, *arrays: Array) -> Array:
+def _attention_after(part: RowContext, heard: tuple[Array], index: Index, *arrays: Array) -> Array:
     return _result(part, arrays, heard[0])
 
 
-def _grad_query_after(part: Part, heard: tuple[Array, Array], index: Index, *arrays: Array) -> Any:
+def _grad_query_after(part: RowContext, heard: tuple[Array, Array], index: Index, *arrays: Array) -> Any:
     return _gradients(part, arrays, True, heard)
 
 
-def _grad_memory_after(part: Part, heard: tuple[Array, Array], index: Index, *arrays: Array) -> Any:
+def _grad_memory_after(part: RowContext, heard: tuple[Array, Array], index: Index, *arrays: Array) -> Any:
     return _gradients(part, arrays, False, heard)
 
 
@@ -306,7 +308,7 @@ row("attention_window_grad_query", native=True)(_grad_query)
 
 
 @row("attention_window_grad_memory", native=True)
-def _window_grad_memory(part: Part, *arrays: Array) -> tuple[Array, Array]:
+def _window_grad_memory(part: RowContext, *arrays: Array) -> tuple[Array, Array]:
     """The cotangents of the keys and values of this block, of the run that was needed."""
     memory = part.attrs["memory_length"]
     rows_here = part.out.shape.dim(memory).size

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshlib.jax.context import Array
-from meshlib.jax.table import Part, aligned, row, storage
+from meshlib.jax.table import RowContext, aligned, row, storage
 
 
 def _of_integers(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,7 +81,7 @@ REDUCTIONS: dict[str, Callable[..., Any]] = {
 def _by_name(function: Callable[..., Any]) -> Callable[..., Array]:
     """`function` of operands that are broadcast by name."""
 
-    def local(part: Part, *arrays: Array) -> Array:
+    def local(part: RowContext, *arrays: Array) -> Array:
         to = part.out.shape.names
         y = function(*(aligned(x, names, to) for x, names in zip(arrays, part.names, strict=True)))
         return jnp.broadcast_to(y, part.out.shape.sizes)
@@ -92,7 +92,7 @@ def _by_name(function: Callable[..., Any]) -> Callable[..., Array]:
 def _over(function: Callable[..., Any]) -> Callable[..., Array]:
     """`function` over the dims that the result lacks."""
 
-    def local(part: Part, x: Array) -> Array:
+    def local(part: RowContext, x: Array) -> Array:
         (names,), out = part.names, part.out.shape.names
         kept = [n for n in names if n in out]
         y = function(x, axis=tuple(a for a, n in enumerate(names) if n not in out))
@@ -108,7 +108,7 @@ for _name, _function in REDUCTIONS.items():
 
 
 @row("cast")
-def cast(part: Part, x: Array) -> Array:
+def cast(part: RowContext, x: Array) -> Array:
     """Floats to integers are cut towards zero, wider integers to their low bits."""
     out = part.out.dtype
     if out.name == "bfloat16" and x.dtype == jnp.float32:

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 from meshlib.jax.context import Array
 
 if TYPE_CHECKING:
-    from meshlib.jax.rows.attention import Kernel
+    from meshlib.jax.rows.attention import JaxAttention
 
 LANES = 128  # of a TPU: blocks of queries, of keys and of the key dim are multiples
 BLOCK = 512  # queries or keys of a block at most, as MaxText takes them
 INTERPRETED = False  # run splash attention by its interpreter, which every platform has
 
 
-def implementation(kernel: Kernel) -> str | None:
+def implementation(kernel: JaxAttention) -> str | None:
     """Which kernel makes just this: bfloat16, whole keys, no mask but by position; None where none does."""
     attrs = kernel.part.attrs
     by_position = attrs["causal"] or attrs["window"] is not None
@@ -37,7 +37,7 @@ def implementation(kernel: Kernel) -> str | None:
     return None
 
 
-def fused(kernel: Kernel, name: str) -> Array:
+def fused(kernel: JaxAttention, name: str) -> Array:
     """The result by the kernel of that name: [batch, group, length, value].
 
     It is made as for its gradients, so that the compiler makes it once where they stand beside it.
@@ -46,7 +46,7 @@ def fused(kernel: Kernel, name: str) -> Array:
     return dq
 
 
-def fused_gradients(kernel: Kernel, name: str) -> tuple[Array, Array, Array]:
+def fused_gradients(kernel: JaxAttention, name: str) -> tuple[Array, Array, Array]:
     """Of `fused`, which is made again for them; one call serves both of the program's operations."""
     assert kernel.dy is not None
     y, back = jax.vjp(_function(kernel, name), kernel.q, kernel.k, kernel.v)
@@ -54,11 +54,11 @@ def fused_gradients(kernel: Kernel, name: str) -> tuple[Array, Array, Array]:
     return cotangents
 
 
-def _function(kernel: Kernel, name: str) -> Callable[[Array, Array, Array], Array]:
+def _function(kernel: JaxAttention, name: str) -> Callable[[Array, Array, Array], Array]:
     return partial(splash, kernel) if name == "splash" else partial(vendor, kernel, name=name)
 
 
-def vendor(kernel: Kernel, q: Array, k: Array, v: Array, name: str) -> Array:
+def vendor(kernel: JaxAttention, q: Array, k: Array, v: Array, name: str) -> Array:
     """`jax.nn.dot_product_attention` of q [batch, group, length, key], k and v [batch, memory, key]."""
     attrs = kernel.part.attrs
     far = None if attrs["window"] is None else attrs["window"] - 1
@@ -74,7 +74,7 @@ def vendor(kernel: Kernel, q: Array, k: Array, v: Array, name: str) -> Array:
     return jnp.swapaxes(y, 1, 2)
 
 
-def splash(kernel: Kernel, q: Array, k: Array, v: Array) -> Array:
+def splash(kernel: JaxAttention, q: Array, k: Array, v: Array) -> Array:
     """Splash attention of q [batch, group, length, key], k [batch, memory, key] and v [batch, memory, value].
 
     It reads blocks of scores that some query sees, and keeps none in HBM. Key and value dims are filled up to whole

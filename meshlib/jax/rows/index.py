@@ -8,13 +8,13 @@ from math import prod
 import jax.numpy as jnp
 
 from meshlib.jax.context import Array
-from meshlib.jax.table import Part, aligned, row, widest
+from meshlib.jax.table import RowContext, aligned, row, widest
 from meshlib.ops.movement.indexing import index_count
 
 Names = tuple[str, ...]
 
 
-def _checked(part: Part, n: int, indices: Array) -> Array | None:
+def _checked(part: RowContext, n: int, indices: Array) -> Array | None:
     """Which indices are no index, if that is an error; word of it is left for the host."""
     if part.attrs["out_of_range"] != "error":
         return None
@@ -31,7 +31,7 @@ def _poison(y: Array, wrong: Array | None) -> Array:
 
 
 @row("one_hot")
-def _one_hot(part: Part, indices: Array) -> Array:
+def _one_hot(part: RowContext, indices: Array) -> Array:
     dim, size = part.attrs["dim"].name, part.out.shape.sizes[-1]
     wrong = _checked(part, 0, indices)
     dtype = widest(part.out.dtype)
@@ -41,7 +41,7 @@ def _one_hot(part: Part, indices: Array) -> Array:
 
 
 @row("gather")
-def _gather(part: Part, weights: Array, indices: Array) -> Array:
+def _gather(part: RowContext, weights: Array, indices: Array) -> Array:
     dim, (w_names, i_names), out = part.attrs["dim"].name, part.names, part.out.shape.names
     axis = w_names.index(dim)
     wrong = _checked(part, 1, indices)
@@ -78,7 +78,7 @@ def _selected(weights: Array, chosen: Array, names: Sequence[Names], dim: str, o
 
 
 @row("scatter_add")
-def _scatter_add(part: Part, updates: Array, indices: Array) -> Array:
+def _scatter_add(part: RowContext, updates: Array, indices: Array) -> Array:
     """As rows of one table: [index dims of the result and `dim`, the other dims of the result]."""
     dim, (u_names, i_names), out = part.attrs["dim"].name, part.names, part.out.shape
     sizes = dict(zip((*u_names, *i_names), (*updates.shape, *indices.shape), strict=True)) | {
@@ -109,7 +109,7 @@ def _scatter_add(part: Part, updates: Array, indices: Array) -> Array:
 
 
 @row("update_slice")
-def _update_slice(part: Part, x: Array, new: Array, start: Array) -> Array:
+def _update_slice(part: RowContext, x: Array, new: Array, start: Array) -> Array:
     """One scatter, which drops what falls outside of this block."""
     wrong = _checked(part, 2, start)
     dim, run, (names, n_names, s_names) = part.attrs["dim"].name, part.attrs["run"].name, part.names

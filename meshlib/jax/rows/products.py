@@ -19,12 +19,12 @@ from meshlib.core.dtypes import INT32
 from meshlib.core.engine import Engine
 from meshlib.core.graph import TensorType
 from meshlib.core.opdef import Block
-from meshlib.jax.context import Array, Context
-from meshlib.jax.table import Part, aligned, rounded, row, widened
+from meshlib.jax.context import Array, TraceContext
+from meshlib.jax.table import RowContext, aligned, rounded, row, widened
 from meshlib.ops.contraction.einsum import EIGHT_BIT, Names, matmul_plan
 
 
-def operand(x: Array, context: Context, precise: bool = False) -> Array:
+def operand(x: Array, context: TraceContext, precise: bool = False) -> Array:
     """An operand as the MXU takes it."""
     if x.dtype == jnp.float32 and not (precise or context.highest):
         x = rounded(x) if context.platform == "cpu" else x.astype(jnp.bfloat16)
@@ -98,7 +98,7 @@ def _without(x: Array, names: Names, summed: Names) -> tuple[Array, Names]:
 
 
 @row("einsum", native=True)
-def _einsum(part: Part, a: Array, b: Array) -> Array:
+def _einsum(part: RowContext, a: Array, b: Array) -> Array:
     names, out, precision = part.names, part.out.shape.names, part.attrs["precision"]
     if part.out.dtype is INT32:
         return _whole_product(part, a, b)
@@ -109,7 +109,7 @@ def _einsum(part: Part, a: Array, b: Array) -> Array:
 
 
 @row("quantized_einsum")
-def _quantized(part: Part, a: Array, b: Array, *scales: Array) -> Array:
+def _quantized(part: RowContext, a: Array, b: Array, *scales: Array) -> Array:
     names = part.names
     held = (x / aligned(s, names[n + 2], names[n]) for n, (x, s) in enumerate(zip((a, b), scales, strict=True)))
     y = _eight_bits(part, next(held), next(held), part.attrs["grids"])
@@ -118,7 +118,7 @@ def _quantized(part: Part, a: Array, b: Array, *scales: Array) -> Array:
     return y
 
 
-def _eight_bits(part: Part, a: Array, b: Array, grids: tuple[str, str] | None = None) -> Array:
+def _eight_bits(part: RowContext, a: Array, b: Array, grids: tuple[str, str] | None = None) -> Array:
     """The product of operands rounded to grids of eight bits."""
     grid, names = part.attrs["precision"], part.names
     a, b = (_rounded_to(x, g) for x, g in zip((a, b), grids or (grid, grid), strict=True))
@@ -128,7 +128,7 @@ def _eight_bits(part: Part, a: Array, b: Array, grids: tuple[str, str] | None = 
     return product(a, b, names[0], names[1], part.out.shape.names)
 
 
-def _whole_product(part: Part, a: Array, b: Array) -> Array:
+def _whole_product(part: RowContext, a: Array, b: Array) -> Array:
     """Of int8 and int4, summed in int32."""
     wide = jnp.int32 if _summed_first(part) or part.context.platform == "cpu" else jnp.int8
     names = part.names
@@ -139,7 +139,7 @@ def _whole_dot(a: Array, b: Array, dims: Any) -> Array:
     return lax.dot_general(a, b, dims, preferred_element_type=jnp.int32)
 
 
-def _summed_first(part: Part) -> bool:
+def _summed_first(part: RowContext) -> bool:
     plan = matmul_plan(part.names[0], part.names[1], part.out.shape.names)
     return bool(plan.summed_a or plan.summed_b)
 
@@ -153,7 +153,7 @@ _FP8 = {"fp8": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
 
 
 @row("slicewise")
-def _slicewise(part: Part, *arrays: Array) -> Array:
+def _slicewise(part: RowContext, *arrays: Array) -> Array:
     """The user's NumPy function, called back on the host with each block."""
     op, out, faults = part.operation, part.out, part.context.found.faults
 

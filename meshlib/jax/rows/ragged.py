@@ -11,7 +11,7 @@ from jax import lax
 
 from meshlib.jax.context import Array
 from meshlib.jax.rows.products import operand
-from meshlib.jax.table import Names, Part, aligned, row
+from meshlib.jax.table import Names, RowContext, aligned, row
 
 _ROWS_SUMMED = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
@@ -19,7 +19,7 @@ _ROWS_SUMMED = lax.RaggedDotDimensionNumbers(
 
 
 @row("ragged_dot")
-def _ragged_dot(part: Part, a: Array, b: Array, begins: Array, ends: Array) -> Array:
+def _ragged_dot(part: RowContext, a: Array, b: Array, begins: Array, ends: Array) -> Array:
     """One `lax.ragged_dot` for each index of the dims that have groups of their own, or are in both operands."""
     rows, groups = part.attrs["rows"], part.attrs["groups"]
     (of_a, of_b, of_bounds, _), out = part.names, part.out.shape.names

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshlib.jax.context import Array
-from meshlib.jax.table import Part, aligned, row
+from meshlib.jax.table import RowContext, aligned, row
 
 
-def _same(part: Part, x: Array, *more: Array) -> Array:
+def _same(part: RowContext, x: Array, *more: Array) -> Array:
     return x
 
 
@@ -21,28 +21,28 @@ for _name in ("assign", "constrain", "identity", "print", "rename_dimension", "s
 
 
 @row("transpose")
-def _transpose(part: Part, x: Array) -> Array:
+def _transpose(part: RowContext, x: Array) -> Array:
     return aligned(x, part.names[0], part.out.shape.names)
 
 
 @row("broadcast")
-def _broadcast(part: Part, x: Array) -> Array:
+def _broadcast(part: RowContext, x: Array) -> Array:
     return jnp.broadcast_to(aligned(x, part.names[0], part.out.shape.names), part.out.shape.sizes)
 
 
 @row("reshape")
-def _reshape(part: Part, x: Array) -> Array:
+def _reshape(part: RowContext, x: Array) -> Array:
     return x.reshape(part.out.shape.sizes)
 
 
 @row("rotate_half")
-def _rotate_half(part: Part, x: Array) -> Array:
+def _rotate_half(part: RowContext, x: Array) -> Array:
     first, second = jnp.split(x, 2, axis=part.names[0].index(part.attrs["dim"]))
     return jnp.concatenate([-second, first], axis=part.names[0].index(part.attrs["dim"]))
 
 
 def _host(kind: str) -> Any:
-    def local(part: Part, x: Array) -> Array:
+    def local(part: RowContext, x: Array) -> Array:
         if part.context.platform == "cpu":  # whose memory is the host's
             return x
         return jax.device_put(x, jax.memory.Space.Host if kind == "to_host" else jax.memory.Space.Device)
@@ -55,7 +55,7 @@ row("from_host")(_host("from_host"))
 
 
 @row("stack")
-def _stack(part: Part, *xs: Array) -> Array:
+def _stack(part: RowContext, *xs: Array) -> Array:
     # A device that holds only part of the new dim takes only these tensors.
     dim, axis = part.attrs["dim"].name, part.attrs["axis"]
     whole = jnp.stack(xs, axis)
@@ -72,7 +72,7 @@ def _placed(x: Array, axis: int, first: int, length: int, fill: Any) -> Array:
     return lax.pad(x, jnp.asarray(fill, x.dtype), pads)
 
 
-def _moved(part: Part, n: int, x: Array, begin: int, fill: Any) -> tuple[Array, Array]:
+def _moved(part: RowContext, n: int, x: Array, begin: int, fill: Any) -> tuple[Array, Array]:
     """The elements of operand number `n` that lie `begin` after those of the result; which of them there are.
 
     [... length ...] and, along the dim, bool.
@@ -89,7 +89,7 @@ def _moved(part: Part, n: int, x: Array, begin: int, fill: Any) -> tuple[Array, 
 
 
 @row("slice")
-def _slice(part: Part, x: Array) -> Array:
+def _slice(part: RowContext, x: Array) -> Array:
     dim, begin = part.attrs["dim"], part.attrs["begin"]
     axis, length = part.out.shape.index(dim), part.out.shape.dim(dim).size
     if (lead := part.lead(0, dim)) is not None:
@@ -103,12 +103,12 @@ def _slice(part: Part, x: Array) -> Array:
 
 
 @row("pad")
-def _pad(part: Part, x: Array) -> Array:
+def _pad(part: RowContext, x: Array) -> Array:
     return _moved(part, 0, x, -part.attrs["before"], part.attrs["value"])[0]
 
 
 @row("shift")
-def _shift(part: Part, x: Array) -> Array:
+def _shift(part: RowContext, x: Array) -> Array:
     dim, offset = part.attrs["dim"], part.attrs["offset"]
     if not part.attrs["wrap"]:
         return _moved(part, 0, x, -offset, 0)[0]
@@ -120,7 +120,7 @@ def _shift(part: Part, x: Array) -> Array:
 
 
 @row("concat")
-def _concat(part: Part, *xs: Array) -> Array:
+def _concat(part: RowContext, *xs: Array) -> Array:
     axis, begin = part.out.shape.index(part.attrs["dim"]), 0
     if not any(part.runs):
         return jnp.concatenate(xs, axis)

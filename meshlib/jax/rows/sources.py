@@ -17,33 +17,33 @@ from jax import lax
 from meshlib.core.initializers import limits
 from meshlib.core.random import PARITY, ROTATIONS
 from meshlib.jax.context import Array, Index
-from meshlib.jax.table import Part, rounded, row, storage, widest
+from meshlib.jax.table import RowContext, rounded, row, storage, widest
 
 
 @row("input")
 @row("variable")
-def _resident(part: Part) -> Array:
+def _resident(part: RowContext) -> Array:
     raise AssertionError(f"{part.operation} is there before the step")
 
 
 @row("scan")
-def _loop(part: Part, *arrays: Array) -> Array:
+def _loop(part: RowContext, *arrays: Array) -> Array:
     raise AssertionError("the executor runs the body's instructions")
 
 
 @row("constant")
-def _constant(part: Part) -> Array:
+def _constant(part: RowContext) -> Array:
     return jnp.full(part.out.shape.sizes, part.attrs["value"], widest(part.out.dtype))
 
 
 @row("table")
-def _table(part: Part) -> Array:
+def _table(part: RowContext) -> Array:
     whole = jnp.asarray(part.attrs["value"].array.astype(storage(part.out.dtype)))
     return lax.dynamic_slice(whole, [part.offsets[n] for n in part.out.shape.names], part.out.shape.sizes)
 
 
 @row("range")
-def _range(part: Part) -> Array:
+def _range(part: RowContext) -> Array:
     (d,) = part.out.shape
     place = part.positions(d.name, d.size)
     return place.astype(widest(part.out.dtype))
@@ -90,7 +90,7 @@ def _times(x: Array, factor: int) -> tuple[Array, Array]:
 
 
 @row("random")
-def _random(part: Part) -> Array:
+def _random(part: RowContext) -> Array:
     context, op, out = part.context, part.operation, part.out
     base = context.keys[op.name]
     key = (base[0], base[1])

@@ -18,16 +18,16 @@ from jax import lax
 from meshlib.core.opdef import Halo
 from meshlib.jax.context import Array, Index
 from meshlib.jax.rows.products import operand
-from meshlib.jax.table import Names, Part, aligned, row
+from meshlib.jax.table import Names, RowContext, aligned, row
 from meshlib.ops.images.convolution_kernel import Classes
 from meshlib.ops.images.reduce_window import REACHES, identity
 from meshlib.ops.images.resize import taps_of
-from meshlib.ops.images.sliding import Slide, Window
+from meshlib.ops.images.sliding import Slide, SlidingDims
 
 
 @row("convolution", native=True)
-def _convolution(part: Part, x: Array, w: Array) -> Array:
-    windows: tuple[Window, ...] = part.attrs["windows"]
+def _convolution(part: RowContext, x: Array, w: Array) -> Array:
+    windows: tuple[SlidingDims, ...] = part.attrs["windows"]
     dims = Classes.of(part.names[0], part.names[1], part.out.shape.names, windows)
     precise = part.attrs["precision"] == "highest"
     x, w = (operand(a, part.context, precise) for a in (x, w))
@@ -80,7 +80,7 @@ def _merged(sizes: dict[str, int], names: Names) -> int:
     return prod(sizes[n] for n in names)
 
 
-def _inside(part: Part, n: int, dim: str, x: Array, fill: Any = 0) -> Array:
+def _inside(part: RowContext, n: int, dim: str, x: Array, fill: Any = 0) -> Array:
     """An operand with `fill` where its run lies outside the dim."""
     run, whole = part.runs[n].get(dim), part.operation.inputs[n].shape.dim(dim).size
     axis = part.names[n].index(dim)
@@ -92,7 +92,7 @@ def _inside(part: Part, n: int, dim: str, x: Array, fill: Any = 0) -> Array:
     return jnp.where(there, x, jnp.asarray(fill, x.dtype))
 
 
-def _before(part: Part, slide: Slide, first: tuple[int, str], second: tuple[int, str] | None, out: str) -> Index:
+def _before(part: RowContext, slide: Slide, first: tuple[int, str], second: tuple[int, str] | None, out: str) -> Index:
     """The slide's `before` in the indices of these blocks: a number where it is the same on every device.
 
     `first`, `second`: an operand and its dim; `out`: the result's.
@@ -135,7 +135,7 @@ def _moved(x: Array, axis: int, spread: int, reach: int, before: Array, fill: An
 
 
 @row("reduce_window")
-def _reduce_window(part: Part, x: Array) -> Array:
+def _reduce_window(part: RowContext, x: Array) -> Array:
     reduction, names = part.attrs["reduction"], part.names[0]
     fill = identity(reduction, np.dtype(x.dtype))
     sizes, strides, spreads, steps = ([1] * x.ndim for _ in range(4))
@@ -160,7 +160,7 @@ def _reduce_window(part: Part, x: Array) -> Array:
     return lax.reduce_window(x, jnp.asarray(fill, x.dtype), combine, sizes, strides, pads, spreads, steps)
 
 
-def _at_taps(part: Part, x: Array, n: int, back: bool, fill: Any) -> Iterator[Array]:
+def _at_taps(part: RowContext, x: Array, n: int, back: bool, fill: Any) -> Iterator[Array]:
     """For each tap what each element of the result meets of operand number `n`; `fill` where there is nothing."""
     dims = []
     for dim, slide in part.attrs["slides"]:
@@ -187,7 +187,7 @@ def _met(x: Array, axis: int, s: Slide, before: Index, size: int, fill: Any) -> 
 
 
 @row("window_extreme")
-def _extreme(part: Part, x: Array) -> Array:
+def _extreme(part: RowContext, x: Array) -> Array:
     reaches, inside = REACHES[part.attrs["reduction"]], _at_taps(part, jnp.ones(x.shape, bool), 0, False, False)
     at = jnp.full(part.out.shape.sizes, -1, part.out.dtype.public)
     best = jnp.zeros(part.out.shape.sizes, x.dtype)
@@ -198,7 +198,7 @@ def _extreme(part: Part, x: Array) -> Array:
 
 
 @row("window_pick")
-def _pick(part: Part, z: Array, at: Array) -> Array:
+def _pick(part: RowContext, z: Array, at: Array) -> Array:
     total, zero = jnp.zeros(at.shape, z.dtype), jnp.zeros((), z.dtype)
     for position, met in enumerate(_at_taps(part, z, 0, False, 0)):
         total = total + jnp.where(at == position, met, zero)
@@ -206,7 +206,7 @@ def _pick(part: Part, z: Array, at: Array) -> Array:
 
 
 @row("window_spread")
-def _spread(part: Part, d: Array, at: Array) -> Array:
+def _spread(part: RowContext, d: Array, at: Array) -> Array:
     total, zero = jnp.zeros(part.out.shape.sizes, d.dtype), jnp.zeros((), d.dtype)
     windows = zip(_at_taps(part, d, 0, True, 0), _at_taps(part, at, 1, True, -1), strict=True)
     for position, (met, chosen) in enumerate(windows):
@@ -218,7 +218,7 @@ def _spread(part: Part, d: Array, at: Array) -> Array:
 
 
 @row("interpolate")
-def _interpolate(part: Part, x: Array) -> Array:
+def _interpolate(part: RowContext, x: Array) -> Array:
     dim = part.attrs["dim"]
     axis, run, size = part.names[0].index(dim), part.runs[0].get(dim), part.out.shape.dim(dim).size
     begin = 0 if run is None else _entry(run.begins, run.index)

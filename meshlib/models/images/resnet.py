@@ -31,7 +31,7 @@ DEPTHS: MappingProxyType[int, tuple[tuple[int, ...], bool]] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Convolution:
+class ConvolutionSizes:
     """Window, channels of operand and result, stride, and rows and columns of the result."""
 
     size: int
@@ -52,14 +52,14 @@ class Convolution:
 
 
 @dataclass(frozen=True)
-class Block:
+class ResidualBlock:
     """The convolutions of a residual block, and the one on its shortcut, if any."""
 
-    steps: tuple[Convolution, ...]
-    shortcut: Convolution | None
+    steps: tuple[ConvolutionSizes, ...]
+    shortcut: ConvolutionSizes | None
 
     @property
-    def convolutions(self) -> tuple[Convolution, ...]:
+    def convolutions(self) -> tuple[ConvolutionSizes, ...]:
         """All of them."""
         return self.steps if self.shortcut is None else (*self.steps, self.shortcut)
 
@@ -131,12 +131,12 @@ class ResNetConfig(Config):
         return {CHANNELS: self.features}
 
     @property
-    def stages(self) -> list[list[Block]]:
+    def stages(self) -> list[list[ResidualBlock]]:
         """The blocks of each stage."""
         return _stages(self)
 
     @property
-    def convolutions(self) -> list[Convolution]:
+    def convolutions(self) -> list[ConvolutionSizes]:
         """All of them, in the order of the network."""
         own = [c for stage in self.stages for block in stage for c in block.convolutions]
         return [_stem_convolution(self), *own]
@@ -212,8 +212,8 @@ def _stem(tower: Tower, config: ResNetConfig, x: Tensor) -> Tensor:
     return max_pool(x, {d.name: 3 for d in spatial(x)}, 2, [1, 1]) if large else x
 
 
-def _block(tower: Tower, config: ResNetConfig, x: Tensor, block: Block) -> Tensor:
-    def convolved(y: Tensor, c: Convolution, name: str) -> Tensor:
+def _block(tower: Tower, config: ResNetConfig, x: Tensor, block: ResidualBlock) -> Tensor:
+    def convolved(y: Tensor, c: ConvolutionSizes, name: str) -> Tensor:
         return tower.conv(y, c.made, c.size, c.stride, name=name)
 
     if config.version == "2":
@@ -234,14 +234,14 @@ def _block(tower: Tower, config: ResNetConfig, x: Tensor, block: Block) -> Tenso
 # ---------------------------------------------------------------- shapes
 
 
-def _stem_convolution(config: ResNetConfig) -> Convolution:
+def _stem_convolution(config: ResNetConfig) -> ConvolutionSizes:
     size, stride = (7, 2) if config.stem == "imagenet" else (3, 1)
-    return Convolution(
+    return ConvolutionSizes(
         size, config.channels, config.features, stride, (_half(config.height, stride), _half(config.width, stride))
     )
 
 
-def _stages(config: ResNetConfig) -> list[list[Block]]:
+def _stages(config: ResNetConfig) -> list[list[ResidualBlock]]:
     shrunk = 4 if config.stem == "imagenet" else 1
     sizes = -(-config.height // shrunk), -(-config.width // shrunk)
     given, stages = config.features, []
@@ -254,7 +254,9 @@ def _stages(config: ResNetConfig) -> list[list[Block]]:
     return stages
 
 
-def _shape_of_block(config: ResNetConfig, given: int, channels: int, stride: int, sizes: tuple[int, int]) -> Block:
+def _shape_of_block(
+    config: ResNetConfig, given: int, channels: int, stride: int, sizes: tuple[int, int]
+) -> ResidualBlock:
     rows = [(3, channels, stride), (3, channels, 1)]
     if config.bottleneck:
         first, second = (stride, 1) if config.version == "1" else (1, stride)
@@ -262,10 +264,10 @@ def _shape_of_block(config: ResNetConfig, given: int, channels: int, stride: int
     steps, inner = [], given
     for size, features_out, step in rows:
         sizes = _half(sizes[0], step), _half(sizes[1], step)
-        steps.append(Convolution(size, inner, features_out, step, sizes))
+        steps.append(ConvolutionSizes(size, inner, features_out, step, sizes))
         inner = features_out
     projects = stride != 1 or given != inner
-    return Block(tuple(steps), Convolution(1, given, inner, stride, sizes) if projects else None)
+    return ResidualBlock(tuple(steps), ConvolutionSizes(1, given, inner, stride, sizes) if projects else None)
 
 
 def _half(size: int, stride: int) -> int:

@@ -12,7 +12,7 @@ from meshlib.core.arguments import at, number
 from meshlib.core.errors import GraphError
 from meshlib.core.graph import Operation, Tensor, scope
 from meshlib.layers.numerics import MIXED, Numerics
-from meshlib.models.blocks import Blocks
+from meshlib.models.blocks import StackBlocks
 from meshlib.models.config import LayerKind, TransformerConfig
 from meshlib.models.images.tower import BATCH, COLOURS, check_images
 from meshlib.models.record import Config
@@ -142,7 +142,7 @@ def vit(config: ViTConfig, images: Tensor, is_training: bool) -> tuple[Tensor, l
     batch = x.shape.dim(BATCH)
     x = concat([broadcast(token, [batch, Dimension("length", 1), d]), x], "length")
     x = x + layers.learned_positions(x.shape.dim("length"), d, numerics=numerics)
-    blocks = Blocks(config.encoder, causal=False, training=is_training)
+    blocks = StackBlocks(config.encoder, causal=False, training=is_training)
     kind = LayerKind(None, experts=False)
     if config.scan and config.layers > 1:
         with scope("layers"):

@@ -28,13 +28,13 @@ from meshlib.core.graph import (
     innermost,
 )
 from meshlib.core.loop_body import LoopBody
-from meshlib.core.loop_record import Active, LoopRecord, Operands, Results
+from meshlib.core.loop_record import Active, LoopOperands, LoopRecord, LoopResults
 from meshlib.core.names import free_name, relative_name
 from meshlib.core.opdef import Array, Block, Factor, Kind, Role, Work, operation
 from meshlib.core.replay import needed
 from meshlib.ops.building import build_source, tensor
 from meshlib.ops.control.host import to_host
-from meshlib.ops.control.remat import Parts, Policy, Remat, checked_policy, kept_values
+from meshlib.ops.control.remat import PartialPolicy, Policy, Remat, checked_policy, kept_values
 from meshlib.ops.control.sources import INPUT, _constant
 from meshlib.ops.movement.shape import rename_dimension
 from meshlib.ops.movement.tables import table
@@ -221,7 +221,7 @@ def make_loop(
     name: str | None,
     has_accumulators: bool = False,
     stack: bool = False,
-    remat: Policy | Parts = "full",
+    remat: Policy | PartialPolicy = "full",
     active: Active | None = None,
     going: int | None = None,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -255,7 +255,7 @@ def make_loop(
     xs, sliced = [*xs, *of_loop.stacked], [*sliced, *of_loop.stacked.values()]
     results = tuple(inside.adopt(y) for y in (*ends, *ys))
     live = needed(inside.known.get(y, y).operation for y in results)
-    given = Operands(tuple(carried), tuple(sliced), tuple(of_loop.captured.values()))
+    given = LoopOperands(tuple(carried), tuple(sliced), tuple(of_loop.captured.values()))
     with inside, absolute_scope(full):
         kept = _kept(inside, of_loop, live, dim, remat, f"{what} '{full}'")
         # For the gradient: the carries before each trip, and what the policy keeps.
@@ -267,7 +267,7 @@ def make_loop(
         reverse,
         inside,
         given,
-        Results(results[: len(carries)], results[len(carries) :], befores, tuple(where for _, where in kept)),
+        LoopResults(results[: len(carries)], results[len(carries) :], befores, tuple(where for _, where in kept)),
         tuple(y for y, _ in kept),
         tuple(n for n, t in enumerate(x for part in given for x in part) if n < len(carried) or t.operation in live),
         active,
@@ -327,7 +327,7 @@ def _slice_names(full: str, xs: Sequence[Tensor]) -> list[str]:
 
 
 def _kept(
-    body: Graph, of_loop: LoopBody, live: set[Operation], dim: Dimension, remat: Policy | Parts, what: str
+    body: Graph, of_loop: LoopBody, live: set[Operation], dim: Dimension, remat: Policy | PartialPolicy, what: str
 ) -> list[tuple[Tensor, Tensor]]:
     """What the policy keeps of each trip, with where; by names or not at all what has the loop's dim already."""
     chosen = set(of_loop.choices.values())  # of weights, which are there anyway

@@ -63,7 +63,7 @@ class Remat:
 
 
 @dataclass(eq=False)
-class Parts:
+class PartialPolicy:
     """Everything is kept, but of some operations what policies of their own say, as of functions in a loop's body."""
 
     parts: list[tuple[set[Operation], str | Remat]] = field(default_factory=list)
@@ -87,12 +87,14 @@ def checked_policy(remat: object, what: str) -> Policy:
     raise GraphError(f"{at(what)}: remat must be {', '.join(map(repr, POLICIES))} or an mtf.Remat, got {remat!r:.80}")
 
 
-def kept_values(operations: Sequence[Operation], remat: Policy | Parts, what: str) -> list[tuple[Tensor, Tensor]]:
+def kept_values(
+    operations: Sequence[Operation], remat: Policy | PartialPolicy, what: str
+) -> list[tuple[Tensor, Tensor]]:
     """The values that `remat` keeps of these operations, each with where it is kept: itself, or its copy on the host.
 
     Raises: GraphError if a name of the policy is that of no operation.
     """
-    if isinstance(remat, Parts):
+    if isinstance(remat, PartialPolicy):
         inside = {op for part, _ in remat.parts for op in part}
         kept = [(y, y) for y in _dear(operations) if y.operation not in inside]
         for part, policy in remat.parts:

@@ -53,7 +53,7 @@ def cuts(sizes: Sequence[int], limit: int) -> Iterator[Cut]:
 
 
 @dataclass(frozen=True)
-class Memory:
+class KeysAndValues:
     """Keys and values of some batches, [batch, memory, dim], that so many queries of each batch meet."""
 
     batch: Cut
@@ -90,7 +90,7 @@ class Rows:
     shape: tuple[int, ...]  # [batches ..., groups ..., queries, keys]
 
 
-class Kernel:
+class LocalAttention:
     """One device's operands, seen as [batches ..., groups ..., length, key] and [batches ..., memory, key or value]."""
 
     def __init__(self, block: Block, arrays: tuple[Array, ...], with_cotangent: bool) -> None:
@@ -120,16 +120,16 @@ class Kernel:
         whole = block.operation.inputs[1].shape.dim(self.memory).size
         self.blind = bool(extra) or self.k.shape[-2] < whole  # whether a query may see no key here
 
-    def batches(self) -> Iterator[Memory]:
+    def batches(self) -> Iterator[KeysAndValues]:
         """Batches, as many as have about `_CHUNK` scores."""
         count = len(self.batch)
         groups, length = prod(self.q.shape[count:-2]), self.q.shape[-2]
         scores = groups * min(length, self._most_rows()) * self.k.shape[-2]
         for cut in cuts(self.q.shape[:count], max(1, _CHUNK // scores)):
             k, v = self._operand(self.k[cut], count), self._operand(self.v[cut], count)
-            yield Memory(cut, k, v, groups * length)
+            yield KeysAndValues(cut, k, v, groups * length)
 
-    def rows(self, memory: Memory) -> Iterator[Rows]:
+    def rows(self, memory: KeysAndValues) -> Iterator[Rows]:
         """The queries of these batches, run by run."""
         count, length = len(self.batch), self.q.shape[-2]
         causal, window = self.block.attrs["causal"], self.block.attrs["window"]
@@ -187,7 +187,7 @@ class Kernel:
         """A number for each query: [batches ..., groups ..., length, 1], of the type that sums have."""
         return np.zeros((*self.q.shape[:-1], 1), self.q.dtype)
 
-    def weights(self, rows: Rows, memory: Memory) -> tuple[Array, Array, Array]:
+    def weights(self, rows: Rows, memory: KeysAndValues) -> tuple[Array, Array, Array]:
         """exp(scores - maximum), its sums over the keys, and log(sum(exp(scores))), -inf where a query sees no key.
 
         [batch, group and queries, keys] and twice [..., 1]; a sum of nothing is given as 1.
@@ -210,29 +210,29 @@ class Kernel:
             total[total == 0] = 1
         return s, total, level
 
-    def share(self, level: Array, heard: Array, rows: Rows, memory: Memory) -> Array:
+    def share(self, level: Array, heard: Array, rows: Rows, memory: KeysAndValues) -> Array:
         """This block's part of each query's softmax, from log(sum(exp(scores))) here and `heard` of all blocks."""
         whole = self.of_rows(heard, rows, memory)
         return np.where(np.isneginf(level), 0, np.exp(level - whole))
 
-    def of_rows(self, x: Array, rows: Rows, memory: Memory) -> Array:
+    def of_rows(self, x: Array, rows: Rows, memory: KeysAndValues) -> Array:
         """These rows of what is `row_sized`: [batch, group and queries, 1]."""
         part: Array = x[memory.batch][..., rows.queries, :]
         return part.reshape(memory.k.shape[0], -1, 1)
 
-    def probabilities(self, rows: Rows, memory: Memory, heard: Array | None = None) -> tuple[Array, Array]:
+    def probabilities(self, rows: Rows, memory: KeysAndValues, heard: Array | None = None) -> tuple[Array, Array]:
         """The weights of the softmax over the keys here, or over all with what was `heard` of them; and its level."""
         p, total, level = self.weights(rows, memory)
         scale = 1 / total if heard is None else self.share(level, heard, rows, memory) / total
         np.multiply(p, scale, out=p)
         return p, level
 
-    def weight_cotangents(self, p: Array, rows: Rows, memory: Memory) -> tuple[Array, Array]:
+    def weight_cotangents(self, p: Array, rows: Rows, memory: KeysAndValues) -> tuple[Array, Array]:
         """The cotangents of the probabilities, and their mean over the keys here: [..., keys] and [..., 1]."""
         dp = self.product(rows.dy, memory.v_columns[:, :, rows.keys])
         return dp, np.einsum("bij,bij->bi", p, dp)[..., None]
 
-    def cotangents(self, rows: Rows, memory: Memory, heard: Heard | None) -> tuple[Array, Array]:
+    def cotangents(self, rows: Rows, memory: KeysAndValues, heard: Heard | None) -> tuple[Array, Array]:
         """The probabilities, and the cotangents of the products of queries and keys."""
         p, _ = self.probabilities(rows, memory, heard and heard[0])
         ds, mean = self.weight_cotangents(p, rows, memory)
@@ -269,7 +269,7 @@ def local_result(block: Block, *arrays: Array) -> Array:
 
 def result(block: Block, arrays: tuple[Array, ...], heard: Array | None) -> Array:
     """The attention of this device's queries; of a split memory its part, by what all parts `heard` of each other."""
-    kernel = Kernel(block, arrays, with_cotangent=False)
+    kernel = LocalAttention(block, arrays, with_cotangent=False)
     out = block.result()
     y = align(out, block.out.shape.names, (*kernel.batch, *kernel.group, kernel.length, kernel.value))
     for memory in kernel.batches():
@@ -313,7 +313,7 @@ def _shared_gradients(block: Block, arrays: tuple[Array, ...]) -> tuple[Array, A
 
 def gradients(block: Block, arrays: tuple[Array, ...], heard: Heard | None = None) -> tuple[Array, Array, Array]:
     """The cotangents of queries, keys and values; of a split memory by what its parts `heard` of each other."""
-    kernel = Kernel(block, arrays, with_cotangent=True)
+    kernel = LocalAttention(block, arrays, with_cotangent=True)
     dq, dk, dv = (np.empty(x.shape, x.dtype) for x in arrays[:3])
     q, k, v = (t.shape.names for t in block.inputs[:3])
     dq_rows = align(dq, q, (*kernel.batch, *kernel.group, kernel.length, kernel.key))

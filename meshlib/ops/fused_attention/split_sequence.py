@@ -18,7 +18,7 @@ from layouts import Shape
 from meshlib.core.dtypes import FLOAT32, FLOAT64
 from meshlib.core.graph import Operation, TensorType
 from meshlib.core.opdef import Array, Block, Factor, Halo, Role, Summary
-from meshlib.ops.fused_attention.kernel import Kernel, gradients, local_grad_memory, put, result
+from meshlib.ops.fused_attention.kernel import LocalAttention, gradients, local_grad_memory, put, result
 from meshlib.ops.rules import named_factors
 
 # ---------------------------------------------------------------- keys split over devices
@@ -26,7 +26,7 @@ from meshlib.ops.rules import named_factors
 
 def _levels(block: Block, *arrays: Array) -> tuple[Array, ...]:
     """Per query log(sum(exp(scores))) over the keys of this block."""
-    kernel = Kernel(block, arrays, with_cotangent=False)
+    kernel = LocalAttention(block, arrays, with_cotangent=False)
     levels = kernel.row_sized()
     for memory in kernel.batches():
         for rows in kernel.rows(memory):
@@ -36,7 +36,7 @@ def _levels(block: Block, *arrays: Array) -> tuple[Array, ...]:
 
 def _levels_and_means(block: Block, *arrays: Array) -> tuple[Array, ...]:
     """As `_levels`; besides the mean of the cotangents of the weights, by the softmax over the keys of this block."""
-    kernel = Kernel(block, arrays, with_cotangent=True)
+    kernel = LocalAttention(block, arrays, with_cotangent=True)
     levels, means = kernel.row_sized(), kernel.row_sized()
     for memory in kernel.batches():
         for rows in kernel.rows(memory):

@@ -21,7 +21,7 @@ from meshlib.core.graph import Tensor, find_dim
 from meshlib.core.names import free_name
 from meshlib.ops.building import as_dims, floats
 from meshlib.ops.images.convolve import convolve
-from meshlib.ops.images.sliding import Slide, Window, window_sizes
+from meshlib.ops.images.sliding import Slide, SlidingDims, window_sizes
 from meshlib.ops.images.sliding_arguments import Padding, PerDim, dims_of, numbers_per_dim, paddings_per_dim
 from meshlib.ops.movement.shape import rename_dimension, reshape
 
@@ -30,7 +30,7 @@ PRECISIONS = ("default", "highest")
 
 
 @dataclass(frozen=True)
-class _Dims:
+class _ConvolutionDims:
     """The dims of a convolution: each spatial one with its filter dim, channels in and out, those that are kept."""
 
     spatial: tuple[Dimension, ...]
@@ -209,7 +209,9 @@ def _conv(
         raise ShapeError(
             f"{at(what)}: no window fits dim {', '.join(empty)}; pad more, as with padding='SAME'\n  {x}\n  {filters}"
         )
-    windows = [Window(d.name, f.name, d.name, s) for d, f, s in zip(dims.spatial, dims.windows, slides, strict=True)]
+    windows = [
+        SlidingDims(d.name, f.name, d.name, s) for d, f, s in zip(dims.spatial, dims.windows, slides, strict=True)
+    ]
     name = what if name is None else name
     if groups == 1:
         return convolve(x, filters, windows, _result(x.shape, windows, dims.channels, dims.made), precision, name)
@@ -217,7 +219,7 @@ def _conv(
 
 
 def _slides(
-    dims: _Dims, strides: list[int], dilations: list[int], paddings: list[Any], transposed: bool
+    dims: _ConvolutionDims, strides: list[int], dilations: list[int], paddings: list[Any], transposed: bool
 ) -> list[Slide]:
     slides = []
     for d, f, stride, dilation, padding in zip(dims.spatial, dims.windows, strides, dilations, paddings, strict=True):
@@ -236,7 +238,7 @@ def _slides(
 
 
 def _result(
-    shape: Shape, windows: Sequence[Window], channels: Dimension | None, channels_out: Sequence[Dimension]
+    shape: Shape, windows: Sequence[SlidingDims], channels: Dimension | None, channels_out: Sequence[Dimension]
 ) -> Shape:
     """x's dims with spatial ones in their new sizes, and the new channels in place of the old, or at the end."""
     sizes = {w.out: w.slide.out for w in windows}
@@ -251,7 +253,13 @@ def _result(
 
 
 def _in_groups(
-    x: Tensor, filters: Tensor, windows: Sequence[Window], dims: _Dims, groups: int, precision: str, name: str
+    x: Tensor,
+    filters: Tensor,
+    windows: Sequence[SlidingDims],
+    dims: _ConvolutionDims,
+    groups: int,
+    precision: str,
+    name: str,
 ) -> Tensor:
     """Channels as [group, channel of the group], the group under their own name: it is what a layout splits."""
     channels, (channels_out,) = dims.channels, dims.made
@@ -287,7 +295,7 @@ def _dims(
     spatial: Spatial | None,
     kept: Sequence[Dimension],
     groups: int,
-) -> _Dims:
+) -> _ConvolutionDims:
     """The dims of a convolution, checked. Raises: ShapeError with all faults that were found."""
     if spatial is None:
         if len(x.shape) <= count or len(filters.shape) <= count:
@@ -326,7 +334,7 @@ def _dims(
         faults += _group_faults(channels, shared[0].size, channels_out, groups)
     if faults:
         raise ShapeError(f"{at(what)}: {'; '.join(faults)}\n  {x}\n  {filters}")
-    return _Dims(dims, windows, channels, channels_out)
+    return _ConvolutionDims(dims, windows, channels, channels_out)
 
 
 def _group_faults(channels: Dimension, of_filters: int, channels_out: Sequence[Dimension], groups: int) -> list[str]:

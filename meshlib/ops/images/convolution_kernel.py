@@ -18,7 +18,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from meshlib.core.engine import Engine
 from meshlib.core.opdef import Array
-from meshlib.ops.images.sliding import Plain, Slide, Window
+from meshlib.ops.images.sliding import PlainSlide, Slide, SlidingDims
 
 Names = tuple[str, ...]
 
@@ -48,7 +48,7 @@ class Classes:
     outputs: Names
 
     @staticmethod
-    def of(first: Names, second: Names, out: Names, windows: Sequence[Window]) -> Classes:
+    def of(first: Names, second: Names, out: Names, windows: Sequence[SlidingDims]) -> Classes:
         """Dims that do not slide in the order in which the operands have them."""
         inputs, taps, outputs = (tuple(getattr(w, side) for w in windows) for side in ("first", "second", "out"))
         a, b, c = (
@@ -101,7 +101,7 @@ def _each(names: Names) -> list[Names]:
 class _Inputs:
     """The first operand [group, lead, inputs ..., tail], from which windows are taken; zeros around it as needed."""
 
-    def __init__(self, x: Array, parts: Sequence[Plain]) -> None:
+    def __init__(self, x: Array, parts: Sequence[PlainSlide]) -> None:
         self.x, self.parts = x, parts
         ends = [[p.begin + p.stride * i + p.dilation * (p.second - 1) * n for i in (0, p.out - 1) for n in (0, 1)]
                 for p in parts]  # fmt: skip
@@ -179,7 +179,7 @@ def _merges(x: Array, *counts: int) -> bool:
 # ---------------------------------------------------------------- matrix products
 
 
-def _multiply(x: Array, w: Array, out: Array, dims: Classes, parts: Sequence[Plain], engine: Engine) -> None:
+def _multiply(x: Array, w: Array, out: Array, dims: Classes, parts: Sequence[PlainSlide], engine: Engine) -> None:
     """Windows as rows of a matrix, or as its columns: whichever copies the longest runs of the first operand."""
     kept = [n for n in dims.first if n in dims.rows or n in dims.contracted]
     if kept and kept[-1] in dims.rows:
@@ -188,7 +188,9 @@ def _multiply(x: Array, w: Array, out: Array, dims: Classes, parts: Sequence[Pla
         _multiply_windows(x, w, out, dims, parts, engine)
 
 
-def _multiply_windows(x: Array, w: Array, out: Array, dims: Classes, parts: Sequence[Plain], engine: Engine) -> None:
+def _multiply_windows(
+    x: Array, w: Array, out: Array, dims: Classes, parts: Sequence[PlainSlide], engine: Engine
+) -> None:
     """[group, (rows, outputs), (taps, contracted)] times [group, (taps, contracted), columns]."""
     inputs = _Inputs(_arranged(x, dims.first, [dims.group, dims.rows, *_each(dims.inputs), dims.contracted]), parts)
     right = _arranged(w, dims.second, [dims.group, dims.taps + dims.contracted, dims.columns])
@@ -213,7 +215,9 @@ def _multiply_windows(x: Array, w: Array, out: Array, dims: Classes, parts: Sequ
     _put_back(arranged, out, dims.out, order)
 
 
-def _multiply_across(x: Array, w: Array, out: Array, dims: Classes, parts: Sequence[Plain], engine: Engine) -> None:
+def _multiply_across(
+    x: Array, w: Array, out: Array, dims: Classes, parts: Sequence[PlainSlide], engine: Engine
+) -> None:
     """[group, (contracted, taps), (outputs, rows)], transposed, times [group, (contracted, taps), columns]."""
     inputs = _Inputs(_arranged(x, dims.first, [dims.group, dims.contracted, *_each(dims.inputs), dims.rows]), parts)
     right = _arranged(w, dims.second, [dims.group, dims.contracted, dims.taps[:1], dims.taps[1:], dims.columns])
@@ -286,7 +290,7 @@ def _meets(s: Slide, tap: int, run: tuple[int, int]) -> tuple[slice, slice] | No
 # ---------------------------------------------------------------- a filter for each channel
 
 
-def _add_taps(x: Array, w: Array, out: Array, dims: Classes, parts: Sequence[Plain], engine: Engine) -> None:
+def _add_taps(x: Array, w: Array, out: Array, dims: Classes, parts: Sequence[PlainSlide], engine: Engine) -> None:
     """Tap by tap; the group, which is the last axis here, is what the processor's lanes work on."""
     lead = dims.contracted if not dims.rows else dims.rows
     inputs = _Inputs(_arranged(x, dims.first, [(), lead, *_each(dims.inputs), dims.group]), parts)

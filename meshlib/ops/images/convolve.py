@@ -1,6 +1,6 @@
 """Convolution, an operation of the MXU: an einsum with sliding dims.
 
-Each `Window` joins a dim of the first operand, one of the second and one of the result by a `Slide`; all other dims
+Each `SlidingDims` joins a dim of the first operand, one of the second and one of the result by a `Slide`; all other dims
 are matched by name as in an einsum. Forward the second operand is a filter, whose dims are short, and the result has
 the first operand's spatial dims. The cotangents of both operands are convolutions again: that of the input slides the
 filter back over dy; that of the filter slides dy, a filter as large as the result, over the input, and its result is
@@ -24,7 +24,7 @@ from meshlib.core.graph import Operation, Tensor, TensorType
 from meshlib.core.opdef import Array, Block, Factor, Halo, Kind, Linear, Product, Role, Work, operation
 from meshlib.ops.building import build
 from meshlib.ops.images.convolution_kernel import Classes, convolved
-from meshlib.ops.images.sliding import Range, Window, pairs
+from meshlib.ops.images.sliding import Range, SlidingDims, pairs
 from meshlib.ops.rules import named_factors, same_dtype
 
 
@@ -36,7 +36,7 @@ def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorTyp
 
 
 def _roles(op: Operation) -> tuple[Factor, ...]:
-    windows: tuple[Window, ...] = op.attrs["windows"]
+    windows: tuple[SlidingDims, ...] = op.attrs["windows"]
     special = {d.name: Role.SUM for x in op.inputs for d in x.shape if d.name not in op.output.shape}
     # A dim that has another name in the result, and none in the second operand, leaves partial sums as any other.
     special |= {w.first: Role.HALO for w in windows if w.first == w.out}
@@ -50,7 +50,7 @@ def _roles(op: Operation) -> tuple[Factor, ...]:
 def _needs(op: Operation, factor: Factor, operand: int, start: int, stop: int) -> Range:
     if operand == factor.lead:
         return start, stop
-    windows: tuple[Window, ...] = op.attrs["windows"]
+    windows: tuple[SlidingDims, ...] = op.attrs["windows"]
     slide = next(w.slide for w in windows if w.first == factor.operands[0])
     if factor.role is Role.HALO:
         return slide.first_run((start, stop), (0, slide.second))
@@ -62,7 +62,7 @@ def _needs(op: Operation, factor: Factor, operand: int, start: int, stop: int) -
 def _reads(op: Operation, factor: Factor, operand: int, start: int, stop: int) -> Sequence[Range]:
     """Without what lies between taps that are further apart than a block is long."""
     needed = _needs(op, factor, operand, start, stop)
-    windows: tuple[Window, ...] = op.attrs["windows"]
+    windows: tuple[SlidingDims, ...] = op.attrs["windows"]
     slide = next(w.slide for w in windows if w.first == factor.operands[0])
     halo = factor.role is Role.HALO
     apart, along = (slide.dilation, slide.stride) if halo else (slide.stride, slide.dilation)
@@ -84,7 +84,7 @@ def _reads(op: Operation, factor: Factor, operand: int, start: int, stop: int) -
 
 
 def _local(block: Block, x: Array, w: Array) -> Array:
-    windows: tuple[Window, ...] = block.attrs["windows"]
+    windows: tuple[SlidingDims, ...] = block.attrs["windows"]
     first, second = (t.shape for t in block.inputs)
     slides = []
     for n in windows:
@@ -101,10 +101,10 @@ def _local(block: Block, x: Array, w: Array) -> Array:
 
 def _grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
     x, w = op.inputs
-    windows: tuple[Window, ...] = op.attrs["windows"]
+    windows: tuple[SlidingDims, ...] = op.attrs["windows"]
     precision = op.attrs["precision"]
-    back = [Window(n.out, n.second, n.first, n.slide.first_cotangent()) for n in windows]
-    across = [Window(n.first, n.out, n.second, n.slide.second_cotangent()) for n in windows]
+    back = [SlidingDims(n.out, n.second, n.first, n.slide.first_cotangent()) for n in windows]
+    across = [SlidingDims(n.first, n.out, n.second, n.slide.second_cotangent()) for n in windows]
     return [convolve(dy, w, back, x.shape, precision), convolve(x, dy, across, w.shape, precision)]
 
 
@@ -138,7 +138,7 @@ def _product(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, A
     and all positions are contracted.
     """
     (first, second), result_shape = (t.shape for t in ins), out.shape
-    windows: tuple[Window, ...] = attrs["windows"]
+    windows: tuple[SlidingDims, ...] = attrs["windows"]
     dims = Classes.of(first.names, second.names, result_shape.names, windows)
     sizes = {d.name: d.size for shape in (first, second) for d in shape}
     group, rows, contracted, columns = (
@@ -171,7 +171,7 @@ CONVOLUTION = operation(
 def convolve(
     x: Tensor,
     w: Tensor,
-    windows: Sequence[Window],
+    windows: Sequence[SlidingDims],
     shape: Shape,
     precision: str = "default",
     name: str | None = None,
@@ -179,7 +179,7 @@ def convolve(
     """The convolution of two tensors whose dims the caller has checked."""
     if windows[0].out == windows[0].second or windows[0].slide.stride < 0:
         # One way to write it: the result has the spatial dims of the first operand, if of any.
-        windows = [Window(n.second, n.first, n.out, n.slide.swapped()) for n in windows]
+        windows = [SlidingDims(n.second, n.first, n.out, n.slide.swapped()) for n in windows]
         x, w = w, x
     attrs = {"windows": tuple(windows), "shape": shape, "precision": precision}
     return build(CONVOLUTION, [x, w], attrs, name)

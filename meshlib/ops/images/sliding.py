@@ -76,7 +76,7 @@ class Slide:
         before = self.before + self.spread * first - self.dilation * second - self.stride * out
         return Slide(self.stride, self.dilation, self.spread, before, *sizes)
 
-    def plain(self) -> Iterator[Plain]:
+    def plain(self) -> Iterator[PlainSlide]:
         """The slide in parts that have no spread, each with every so many of the outputs and taps.
 
         Between them they have all triples; of a part without taps the outputs are zero.
@@ -90,7 +90,7 @@ class Slide:
             fits = (f for f in range(min(taps_every, self.second)) if not self._at(i, f) % self.spread)
             f = next(fits, None)
             if f is None:
-                yield Plain(slice(i, None, every), slice(0, 0), 1, 1, 0, outputs, 0)
+                yield PlainSlide(slice(i, None, every), slice(0, 0), 1, 1, 0, outputs, 0)
                 continue
             stride, dilation = self.stride * every // self.spread, self.dilation * taps_every // self.spread
             begin, taps = self._at(i, f) // self.spread, len(range(f, self.second, taps_every))
@@ -98,7 +98,7 @@ class Slide:
             if dilation < 0:  # from the last tap to the first
                 begin, dilation = begin + dilation * (taps - 1), -dilation
                 chosen = slice(f + (taps - 1) * taps_every, None, -taps_every)
-            yield Plain(slice(i, None, every), chosen, stride, dilation, begin, outputs, taps)
+            yield PlainSlide(slice(i, None, every), chosen, stride, dilation, begin, outputs, taps)
 
     def count(self) -> int:
         """How many triples there are."""
@@ -109,7 +109,7 @@ class Slide:
 
 
 @dataclass(frozen=True)
-class Plain:
+class PlainSlide:
     """first[begin + stride * i + dilation * f] * second[f] into result[i]; a negative stride goes backwards.
 
     outputs, taps   which elements of the result's and of the second operand's dim these are
@@ -136,7 +136,7 @@ class Plain:
         turned = self
         if self.second < self.out:  # ask the taps, which are fewer
             begin = self.begin + min(0, self.stride * (self.out - 1))
-            turned = Plain(self.taps, self.outputs, self.dilation, abs(self.stride), begin, self.second, self.out)
+            turned = PlainSlide(self.taps, self.outputs, self.dilation, abs(self.stride), begin, self.second, self.out)
         return int(turned.met(first).sum())
 
 
@@ -145,7 +145,7 @@ def _corners(a: Range, b: Range) -> Iterator[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class Window:
+class SlidingDims:
     """The dims of the first operand, the second and the result that slide along each other, by name."""
 
     first: str

@@ -33,7 +33,7 @@ _ELLIPSIS = "…"  # as the parser has "...": in place of a group, or in one
 
 
 @dataclass(frozen=True)
-class Plan:
+class AxisPlan:
     """What a pattern means for one shape: each dim split into axes, those kept in their new order, merged ones."""
 
     split: Shape
@@ -125,7 +125,7 @@ def reduce(
     return reshape(_REDUCTIONS[chosen](reshape(x, plan.split), output_shape=plan.ordered, name=last), plan.result, name)
 
 
-def _moved(x: Tensor, plan: Plan, name: str | None) -> Tensor:
+def _moved(x: Tensor, plan: AxisPlan, name: str | None) -> Tensor:
     """Split, ordered or repeated, merged; the last of what there is to do bears the name."""
     merges = plan.ordered != plan.result
     orders = plan.split != plan.ordered
@@ -155,7 +155,7 @@ _REDUCTIONS: dict[str, Callable[..., Tensor]] = {
 # ---------------------------------------------------------------- a pattern meets a shape
 
 
-def _plan(what: str, x: Tensor, pattern: object, sizes: Mapping[str, int], names: object) -> Plan:
+def _plan(what: str, x: Tensor, pattern: object, sizes: Mapping[str, int], names: object) -> AxisPlan:
     """The plan, or one error that holds the fault, the pattern and the operand."""
     shape = tensor(x, what).shape
     for axis, size in sizes.items():
@@ -234,7 +234,7 @@ def _fitted(
     shape: Shape,
     sizes: dict[str, int],
     called: dict[str, str],
-) -> Plan:
+) -> AxisPlan:
     left, right, rest = _without_ellipsis(left_side, right_side, shape)
     _check_names(left, shape, called, rest)
     axes = dict.fromkeys(a for group in (*left, *right) for a in group)
@@ -249,7 +249,7 @@ def _fitted(
         for own, group in zip(_result_names(left, right, shape, called, rest), right, strict=True)
     ]
     split = Shape([dims[a] for group in left for a in group])
-    return Plan(split, Shape([dims[a] for group in right for a in group]), Shape(result))
+    return AxisPlan(split, Shape([dims[a] for group in right for a in group]), Shape(result))
 
 
 def _dims_of_axes(

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from meshlib.core.opdef import Kind, Storage
-from meshlib.program.analysis.stored_values import Kept, is_elementwise, keeps_rows
+from meshlib.program.analysis.stored_values import StoredValues, is_elementwise, keeps_rows
 from meshlib.program.instructions import Compute, Instruction, Loop, Resident, Value
 from meshlib.program.records import Program
 
@@ -68,7 +68,7 @@ def fused_values(program: Program, written: frozenset[Value] = frozenset()) -> s
     return {y for y, group in groups_of_values if users.get(y, set()) <= {group} and y not in kept}
 
 
-def kept_of(program: Program, loop: Loop | None = None) -> Kept:
+def kept_of(program: Program, loop: Loop | None = None) -> StoredValues:
     """What of a program, or of a body with the `loop` that runs it, is kept and what is made again."""
     old = {v: program.variables[n] for n, v in program.updates.items() if n in program.variables}
     makers = {y: i for i in program.instructions for y in i.outputs}
@@ -83,7 +83,7 @@ def kept_of(program: Program, loop: Loop | None = None) -> Kept:
         way = [*_on_the_way(makers, new)]
         if before in way:  # what is rewritten several times stays in one place
             old |= dict.fromkeys(way[1 : way.index(before)], before)
-    return Kept(program, fused_values(program, written), old, written)
+    return StoredValues(program, fused_values(program, written), old, written)
 
 
 def _on_the_way(makers: Mapping[Value, Instruction], v: Value) -> Iterator[Value]:

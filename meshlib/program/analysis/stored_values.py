@@ -30,7 +30,7 @@ _READERS = (*THROUGH, Kind.REDUCTION, Kind.CONTRACTION)
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class Recomputation:
     """How a value is made again: of which values in memory, with how many lane operations.
 
     `of` says of each whether all that is read of it lies where the result does: an element for an element.
@@ -41,7 +41,7 @@ class Made:
 
 
 @dataclass(eq=False)
-class Kept:
+class StoredValues:
     """For one order of a program: how values are made `again`; until when each other value is needed (`last`).
 
     `old` has, per new value, the one whose place it may take; `written` are results that lie outside: of a loop's body
@@ -52,7 +52,7 @@ class Kept:
     fused: set[Value]
     old: Mapping[Value, Value]
     written: frozenset[Value] = frozenset()
-    again: dict[Value, Made] = field(default_factory=dict)
+    again: dict[Value, Recomputation] = field(default_factory=dict)
     inside: set[Value] = field(default_factory=set)  # of `fused`, those that are stored all the same
     last: dict[Value, int] = field(init=False)
 
@@ -104,7 +104,9 @@ class Kept:
                 if x in self.fused:
                     self.inside.add(x)
 
-    def _by(self, i: Instruction, end: int, known: dict[Value, Made | None], depth: int) -> Made | None:
+    def _by(
+        self, i: Instruction, end: int, known: dict[Value, Recomputation | None], depth: int
+    ) -> Recomputation | None:
         """How to make the result of `i` again for a kernel that ends at `end`; None where that cannot be."""
         of: dict[Value, bool] = {}
         ops = local_work(self.program, i).vpu_ops
@@ -119,13 +121,15 @@ class Kept:
             ops += operand_cost.ops
             for v, placed in operand_cost.of.items():
                 of[v] = of.get(v, True) and placed and same
-        return Made(of, ops)
+        return Recomputation(of, ops)
 
-    def _cheapest(self, x: Value, end: int, known: dict[Value, Made | None], depth: int) -> Made | None:
+    def _cheapest(
+        self, x: Value, end: int, known: dict[Value, Recomputation | None], depth: int
+    ) -> Recomputation | None:
         """An operand as it lies in memory, or as it is made of what does; whichever takes less."""
         if x in self.again:
             return self.again[x]
-        cheapest = None if x.tensor.on_host else Made({x: True}, 0)
+        cheapest = None if x.tensor.on_host else Recomputation({x: True}, 0)
         cost = None if cheapest is None else self._cost(cheapest.of, end)
         if cost == 0 or x not in self.made or depth == _DEEPEST:
             return cheapest

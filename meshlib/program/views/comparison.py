@@ -22,7 +22,7 @@ from meshlib.program.instructions import Value
 from meshlib.program.records import Collective, Program, walk
 from meshlib.program.views.plan_changes import Replanned, plan_notes, replanned
 
-__all__ = ["Comparison", "Laid", "Pair", "Replanned", "Work", "compare"]
+__all__ = ["CollectivePair", "ComparedWork", "Comparison", "Laid", "Replanned", "compare"]
 
 PHASES = (FORWARD, BACKWARD, UPDATE)
 GROUPS = ("inputs", "variables", "slots", "gradients", "activations")
@@ -51,7 +51,7 @@ class Laid:
 
 
 @dataclass(frozen=True)
-class Pair:
+class CollectivePair:
     """A collective of one kind on one tensor that both programs have."""
 
     a: Collective
@@ -65,7 +65,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Work:
+class ComparedWork:
     """What each core computes, and how much of that others compute too.
 
     `mxu_duplicated` is the work of all cores over the work of the unsharded program: 1 means that none is done twice.
@@ -90,7 +90,7 @@ class Comparison:
         return tuple(_tensors(self.a, self.b))
 
     @cached_property
-    def _matched(self) -> tuple[list[Collective], list[Collective], list[Pair]]:
+    def _matched(self) -> tuple[list[Collective], list[Collective], list[CollectivePair]]:
         return _match(self.a.collectives, self.b.collectives)
 
     @property
@@ -104,12 +104,12 @@ class Comparison:
         return tuple(self._matched[1])
 
     @property
-    def changed(self) -> tuple[Pair, ...]:
+    def changed(self) -> tuple[CollectivePair, ...]:
         """Collectives of both, of the same kind and tensor, with other bytes."""
         return tuple(p for p in self._matched[2] if not p.same_bytes)
 
     @property
-    def unchanged(self) -> tuple[Pair, ...]:
+    def unchanged(self) -> tuple[CollectivePair, ...]:
         """Collectives of both with the same bytes."""
         return tuple(p for p in self._matched[2] if p.same_bytes)
 
@@ -146,7 +146,7 @@ class Comparison:
         return {kind: (a.get(kind, 0), b.get(kind, 0)) for kind in dict.fromkeys([*a, *b])}
 
     @cached_property
-    def work(self) -> tuple[Work, Work]:
+    def work(self) -> tuple[ComparedWork, ComparedWork]:
         """What each core computes in either program."""
         return _work(self.a), _work(self.b)
 
@@ -298,9 +298,11 @@ def _names(members: Sequence[Laid]) -> str:
 # ---------------------------------------------------------------- collectives
 
 
-def _match(a: Sequence[Collective], b: Sequence[Collective]) -> tuple[list[Collective], list[Collective], list[Pair]]:
+def _match(
+    a: Sequence[Collective], b: Sequence[Collective]
+) -> tuple[list[Collective], list[Collective], list[CollectivePair]]:
     """Counterparts have kind, tensor and phase in common; among several, axes and bytes first, then order."""
-    pairs: list[Pair] = []
+    pairs: list[CollectivePair] = []
     left, right = list(a), list(b)
     for key in (_exactly, _alike):
         waiting: dict[object, list[Collective]] = {}
@@ -310,7 +312,7 @@ def _match(a: Sequence[Collective], b: Sequence[Collective]) -> tuple[list[Colle
         for c in left:
             others = waiting.get(key(c))
             if others:
-                pairs.append(Pair(c, others.pop(0)))
+                pairs.append(CollectivePair(c, others.pop(0)))
             else:
                 alone.append(c)
         taken = {id(p.b) for p in pairs}
@@ -367,7 +369,7 @@ def _collective(c: Collective, labels: Mapping[str, str]) -> str:
     return f"{head}\n{_because('because ' + c.reason)}"
 
 
-def _pair(p: Pair, labels: Mapping[str, str]) -> str:
+def _pair(p: CollectivePair, labels: Mapping[str, str]) -> str:
     over_a, over_b = _over(p.a), _over(p.b)
     lines = [f"  {p.a.phase} {p.a.kind} of {labels[p.a.tensor]}  ({p.a.source})"]
     lines += [f"      {side}  over {_over(c)}: {_bytes(c)}" for side, c in (("a", p.a), ("b", p.b))]
@@ -388,14 +390,14 @@ def _because(reason: str) -> str:
 # ---------------------------------------------------------------- work
 
 
-def _work(program: Program) -> Work:
+def _work(program: Program) -> ComparedWork:
     one, every = program.work, [0, 0]
     for i, holder, times in walk(program):
         whole = local_work(holder, replace(i, inputs=_replicated(i.inputs), outputs=_replicated(i.outputs)))
         every = [every[0] + times * whole.mxu_flops, every[1] + times * whole.vpu_ops]
     size = program.mesh.size
     mxu, vpu = (size * x / y if y else 1.0 for x, y in zip((one.mxu_flops, one.vpu_ops), every, strict=True))
-    return Work(one.mxu_flops, one.vpu_ops, mxu, vpu)
+    return ComparedWork(one.mxu_flops, one.vpu_ops, mxu, vpu)
 
 
 def _replicated(values: Sequence[Value]) -> tuple[Value, ...]:

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshlib.jax.importing.code import Step
+from meshlib.jax.importing.code import CodeStep
 from meshlib.jax.importing.rewrites.table import Function, rewrite
 from meshlib.jax.importing.table import rule
 
 
-def _uniform(step: Step) -> Function | None:
+def _uniform(step: CodeStep) -> Function | None:
     if all(x.number is not None for x in step.ins[1:3]):
         return None
 
@@ -28,7 +28,7 @@ def _uniform(step: Step) -> Function | None:
 rewrite("jit:_uniform", _uniform)
 
 
-def _truncated_normal(step: Step) -> Function:
+def _truncated_normal(step: CodeStep) -> Function:
     (out,) = step.params["jaxpr"].out_avals
 
     def run(key: Any, low: Any, high: Any) -> Any:
@@ -42,7 +42,7 @@ def _truncated_normal(step: Step) -> Function:
 rewrite("jit:_truncated_normal", _truncated_normal)
 
 
-def _shuffle(step: Step) -> Function:
+def _shuffle(step: CodeStep) -> Function:
     """In the order of drawn numbers."""
     (sort,) = (eqn for eqn in step.params["jaxpr"].eqns if eqn.primitive.name == "sort")
     at = sort.params["dimension"]
@@ -60,7 +60,7 @@ rewrite("jit:_shuffle", _shuffle)
 _ROUNDS = 6
 
 
-def _gamma(step: Step) -> Function | None:
+def _gamma(step: CodeStep) -> Function | None:
     """By Marsaglia and Tsang, the first of several candidates that is accepted.
 
     Source: G. Marsaglia and W. W. Tsang, A simple method for generating gamma variables, 2000.

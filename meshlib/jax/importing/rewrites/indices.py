@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from meshlib.jax.importing.code import Step
+from meshlib.jax.importing.code import CodeStep
 from meshlib.jax.importing.indexing import of_gather, of_scatter
 from meshlib.jax.importing.rewrites.table import Function, rewrite
 
 
 @dataclass(frozen=True)
-class _Axes:
+class _TableAxes:
     """The axes of a table: those that go along with the indices, those that are addressed, and the others.
 
     `runs` has how many elements are taken from each address on, by axis; `windows` the axes that a window has, in the
@@ -31,7 +31,7 @@ class _Axes:
     runs: dict[int, int]
 
     @classmethod
-    def of(cls, shape: Sequence[int], sizes: Sequence[int], mapped: Any, batch: Any, collapsed: Any) -> _Axes:
+    def of(cls, shape: Sequence[int], sizes: Sequence[int], mapped: Any, batch: Any, collapsed: Any) -> _TableAxes:
         batch, collapsed = tuple(map(int, batch)), {*map(int, collapsed)}
         # Who takes a whole axis can't begin anywhere but at its first element.
         free = [n for n in range(len(shape)) if n not in batch]
@@ -82,20 +82,20 @@ class _Axes:
         return jnp.broadcast_to(place if clip else jnp.where(inside, place, -1), full)
 
 
-def _clips(step: Step) -> bool:
+def _clips(step: CodeStep) -> bool:
     return "CLIP" in str(step.params["mode"])
 
 
 # ---------------------------------------------------------------- gather
 
 
-def _gather(step: Step) -> Function | None:
+def _gather(step: CodeStep) -> Function | None:
     if not isinstance(of_gather(step), str):
         return None
     d, shape, sizes = step.params["dimension_numbers"], step.ins[0].shape, step.params["slice_sizes"]
     columns = {int(a): n for n, a in enumerate(d.start_index_map)}
     batch = [int(n) for n in d.operand_batching_dims]
-    axes = _Axes.of(shape, sizes, columns, batch, d.collapsed_slice_dims)
+    axes = _TableAxes.of(shape, sizes, columns, batch, d.collapsed_slice_dims)
     along = [int(n) for n in d.start_indices_batching_dims]
     clip = _clips(step)
 
@@ -145,7 +145,7 @@ _JOINED: dict[str, tuple[Any, Any]] = {
 }
 
 
-def _scatter(step: Step) -> Function | None:
+def _scatter(step: CodeStep) -> Function | None:
     if step.kind not in _JOINED and not isinstance(of_scatter(step), str):
         return None
     d, (x_shape, _, updates_shape) = step.params["dimension_numbers"], (v.shape for v in step.ins)
@@ -156,7 +156,7 @@ def _scatter(step: Step) -> Function | None:
     sizes = [1] * len(x_shape)
     for n, at in zip(free, of_windows, strict=True):
         sizes[n] = updates_shape[at]
-    axes = _Axes.of(x_shape, sizes, columns, batch, inserted)
+    axes = _TableAxes.of(x_shape, sizes, columns, batch, inserted)
     along = [int(n) for n in d.scatter_indices_batching_dims]
     apart = bool(step.params["unique_indices"])
     known = step.ins[1].elements
@@ -232,7 +232,7 @@ rewrite("scatter scatter-add scatter_add scatter-mul scatter-max scatter-min", _
 # ---------------------------------------------------------------- updates of runs along several axes
 
 
-def _update(step: Step) -> Function | None:
+def _update(step: CodeStep) -> Function | None:
     x, part = step.ins[:2]
     cut = [n for n, (a, b) in enumerate(zip(x.shape, part.shape, strict=True)) if a != b]
     if len(cut) < 2:

@@ -19,7 +19,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from meshlib.jax.importing.code import Step, Var
+from meshlib.jax.importing.code import CodeStep, Var
 from meshlib.jax.importing.rewrites.table import Function, rewrite
 from meshlib.jax.importing.table import rule
 
@@ -37,7 +37,7 @@ class _While:
     of_body: int
 
     @classmethod
-    def of(cls, step: Step) -> _While:
+    def of(cls, step: CodeStep) -> _While:
         p = step.params
         return cls(p["cond_jaxpr"], p["body_jaxpr"], int(p["cond_nconsts"]), int(p["body_nconsts"]))
 
@@ -107,7 +107,7 @@ def _trips(w: _While, operands: Sequence[Var], flag: Any) -> tuple[int, bool] | 
     return None if counts.max() == _MOST_TRIPS else (int(counts.max()), bool(counts.min() == counts.max()))
 
 
-def _length(step: Step) -> tuple[int | None, bool]:
+def _length(step: CodeStep) -> tuple[int | None, bool]:
     """The most trips of a loop, None if that is not known; and whether it may end before."""
     w = _While.of(step)
     counts = [_trips(w, step.ins, flag) for flag in _conjuncts(w.cond.jaxpr)]
@@ -117,7 +117,7 @@ def _length(step: Step) -> tuple[int | None, bool]:
     return (min(n for n, _ in known) if known else given), not always
 
 
-def _as_scan(step: Step) -> Function | None:
+def _as_scan(step: CodeStep) -> Function | None:
     length, may_end = _length(step)
     if length is None:
         return None

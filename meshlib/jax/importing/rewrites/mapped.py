@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from meshlib.jax.importing.code import Step
+from meshlib.jax.importing.code import CodeStep
 from meshlib.jax.importing.passing import split_by
 from meshlib.jax.importing.rewrites.table import Function, rewrite
 from meshlib.jax.importing.table import rule, same_axes
@@ -44,7 +44,7 @@ def _axes_of(spec: Any, rank: int) -> list[Axes]:
     return entries + [()] * (rank - len(entries))
 
 
-def _mapped(step: Step) -> Function:
+def _mapped(step: CodeStep) -> Function:
     p = step.params
     body, sizes = p["jaxpr"], mapped_axes(p)
     manual = [*sizes]

@@ -6,11 +6,11 @@ from typing import Any
 
 from jax import lax
 
-from meshlib.jax.importing.code import Step
+from meshlib.jax.importing.code import CodeStep
 from meshlib.jax.importing.rewrites.table import Function, rewrite
 
 
-def _sort(step: Step) -> Function | None:
+def _sort(step: CodeStep) -> Function | None:
     keys, at = int(step.params["num_keys"]), int(step.params["dimension"])
     if keys == 1:
         return None
@@ -26,7 +26,7 @@ def _sort(step: Step) -> Function | None:
 rewrite("sort", _sort)
 
 
-def _over_axes(step: Step) -> Function | None:
+def _over_axes(step: CodeStep) -> Function | None:
     axes = step.params["axes"]
     if not all(isinstance(a, int) for a in axes):
         return None  # of a mesh: what collectives there are is for the layout to say

@@ -10,11 +10,11 @@ import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from meshlib.jax.importing.code import Step
+from meshlib.jax.importing.code import CodeStep
 from meshlib.jax.importing.rewrites.table import Function, rewrite
 
 
-def _solve(step: Step) -> Function:
+def _solve(step: CodeStep) -> Function:
     """The solver alone: what it solves, and how it is transposed, matters to derivatives."""
     counts, solve = step.params["const_lengths"], step.params["jaxprs"].solve
     _, first, stop, end = accumulate((counts.matvec, counts.vecmat, counts.solve, counts.transpose_solve))
@@ -35,7 +35,7 @@ def _eye(n: int, dtype: Any) -> Any:
     return np.eye(n, dtype=dtype)
 
 
-def _cholesky(step: Step) -> Function:
+def _cholesky(step: CodeStep) -> Function:
     def run(x: Any) -> Any:
         n = x.shape[-1]
         lower = jnp.tril(x)  # which is all that is read
@@ -54,7 +54,7 @@ def _cholesky(step: Step) -> Function:
 rewrite("cholesky", _cholesky)
 
 
-def _triangular(step: Step) -> Function:
+def _triangular(step: CodeStep) -> Function:
     p = step.params
 
     def run(a: Any, b: Any) -> Any:
@@ -83,7 +83,7 @@ def _triangular(step: Step) -> Function:
 rewrite("triangular_solve", _triangular)
 
 
-def _lu(step: Step) -> Function:
+def _lu(step: CodeStep) -> Function:
     def run(x: Any) -> Any:
         rows, columns = x.shape[-2:]
         row, column = np.arange(rows, dtype="int32"), np.arange(columns, dtype="int32")

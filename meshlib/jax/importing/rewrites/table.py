@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from meshlib.jax.importing.code import Step
+from meshlib.jax.importing.code import CodeStep
 
 Function = Callable[..., Any]
 
 # What a primitive is in other words: a function of its operands; None where it is to stay as it is.
-REWRITES: dict[str, Callable[[Step], Function | None]] = {}
+REWRITES: dict[str, Callable[[CodeStep], Function | None]] = {}
 # Those whose steps keep lines of their own, as the body of a loop.
 OWN_LINES: set[str] = set()
 
 
-def rewrite(names: str, of: Callable[[Step], Function | None], own_lines: bool = False) -> None:
+def rewrite(names: str, of: Callable[[CodeStep], Function | None], own_lines: bool = False) -> None:
     """Add a row for one or several primitives, by the names that JAX gives them."""
     for name in names.split():
         assert name not in REWRITES, name

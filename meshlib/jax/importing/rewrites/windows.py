@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from meshlib.jax.importing.code import Step
+from meshlib.jax.importing.code import CodeStep
 from meshlib.jax.importing.rewrites.table import Function, rewrite
 
 Pads = Sequence[tuple[int, int]]
@@ -51,7 +51,7 @@ _REDUCTIONS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def _windows(step: Step) -> Function | None:
+def _windows(step: CodeStep) -> Function | None:
     p = step.params
     join, neutral = _REDUCTIONS[step.kind]
     windows, strides = p["window_dimensions"], p["window_strides"]
@@ -88,7 +88,7 @@ rewrite(" ".join(_REDUCTIONS), _windows)
 # ---------------------------------------------------------------- running extremes
 
 
-def _running(step: Step) -> Function:
+def _running(step: CodeStep) -> Function:
     join, value = (lax.max, _lowest) if step.kind == "cummax" else (lax.min, _highest)
     at, reverse = int(step.params["axis"]), bool(step.params["reverse"])
 
