@@ -1,10 +1,10 @@
 """Convolution, an operation of the MXU: an einsum with sliding dims.
 
 Each `SlidingDims` joins a dim of the first operand, one of the second and one of the result by a `Slide`; all other
-dims are matched by name as in an einsum. Forward the second operand is a filter, whose dims are short, and the result has
-the first operand's spatial dims. The cotangents of both operands are convolutions again: that of the input slides the
-filter back over dy; that of the filter slides dy, a filter as large as the result, over the input, and its result is
-short.
+dims are matched by name as in an einsum. Forward the second operand is a filter, whose dims are short, and the result
+has the first operand's spatial dims. The cotangents of both operands are convolutions again: that of the input slides
+the filter back over dy; that of the filter slides dy, a filter as large as the result, over the input, and its result
+is short.
 
 A spatial dim that is split needs a run of its neighbours' rows, along several dims at once with the corners. Along a
 spatial dim that both operands have and the result has not, each block leaves a partial sum; the rows that it needs of
