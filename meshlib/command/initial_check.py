@@ -8,7 +8,7 @@ from pathlib import Path
 from string import Template
 
 from meshlib.command.choices import is_maxtext
-from meshlib.command.output import say, say_json
+from meshlib.command.output import say, say_json, writable
 from meshlib.command.planning import FAILED, GOOD, planned_of
 from meshlib.command.subject import Subject, slice_of
 from meshlib.core.compiler import XLA_TPU
@@ -63,14 +63,14 @@ LOWERED = """\
 
 def init(args: argparse.Namespace) -> int:
     """Write the test and its snapshot."""
-    where = slice_of(args.slice)
+    where, path = slice_of(args.slice), writable(args.out)
+    if path.exists() and not args.force:
+        raise GraphError(f"{path} is there already; --out says another file, --force writes it again")
     subject, plans, _ = planned_of(args, where)
     best = plans[0] if plans else None
     if best is None or best.est is None:
         raise GraphError(f"{subject.name} on {where.name}: there is no plan to check; see meshlib plan")
-    est, path = best.est, Path(args.out)
-    if path.exists() and not args.force:
-        raise GraphError(f"init: {path} is there already; --out says another file, --force writes it again")
+    est = best.est
     from_models = _build(args, subject, best.choices)
     if not is_maxtext(args):
         from_models = f'MESH, LAYOUT = "{est.program.mesh}", "{est.program.layout}"\n\n\n{from_models}'

@@ -7,7 +7,9 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
+from meshlib.core.errors import GraphError
 from meshlib.core.text import USUAL
 
 SMALLEST = 40  # letters of a line, however narrow the terminal says that it is
@@ -45,6 +47,19 @@ def folded(line: str, width: int) -> Iterable[str]:
         yield line[:cut].rstrip()
         line = margin + line[cut:].lstrip()
     yield line
+
+
+def writable(path: str) -> Path:
+    """A file to be written, whose folder is there: looked at before anything takes long.
+
+    Raises: GraphError for a folder, and for a file in none.
+    """
+    file = Path(path)
+    if file.is_dir():
+        raise GraphError(f"{path} is a folder; name a file")
+    if not file.parent.is_dir():
+        raise GraphError(f"{path} can't be written: there is no folder {file.parent}")
+    return file
 
 
 def say_json(value: object) -> None:

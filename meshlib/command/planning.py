@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hardware.slices import Slice
 from meshlib.command.choices import is_maxtext
-from meshlib.command.output import coloured, say, say_json
+from meshlib.command.output import coloured, say, say_json, writable
 from meshlib.command.plan import Asked, Plan, json_of, next_commands, planned, plans_of, text_of
 from meshlib.command.subject import (
     Subject,
@@ -203,6 +203,7 @@ def search_of(
 
 def report(args: argparse.Namespace) -> int:
     """Write the page about the best plan, with the others as alternatives."""
+    writable(args.out)
     from meshlib.report.page import page, write_page
     from meshlib.report.ranked import alternatives_of
     from meshlib.report.verdict import headline

@@ -111,7 +111,7 @@ FORTY = {
     "a check that is there": ("init gpt2 --slice v5e-1 --out net.py", "net.py is there already"),
     "serving a model of images": ("serve resnet-50 --slice v3-8", "serve takes a Transformer"),
     "serving too long a context": ("serve gpt2 --slice v5e-1 --context 4096", "1024"),
-    "a plot of another kind": ("serve gpt2 --slice v5e-1 --context 64 --batch 1 --plot a.nope", "a.nope"),
+    "a plot of another kind": (f"serve gpt2 --slice v5e-1 --context 64 --batch 1 {SMALL} --plot a.nope", "a.nope"),
     "a latency of nothing": ("serve gpt2 --slice v5e-1 --within 0", "a positive number, got '0'"),
 }
 

@@ -38,7 +38,8 @@ def shown() -> dict[str, Any]:
         "LayoutRules": program.layout, "Sharding": program.variables[w.name].sharding, "Tensor": x, "Graph": graph,
         "Program": program, "collectives": program.collectives, "memory": program.memory, "device memory": est.memory,
         "Estimate": est, "Profile": est.profile(), "search": mtf.search(build, "v5e-4", workers=1),
-        "Serving": mtf.serving(config, "v5e-4", context=64), "Session": session, "Simulation": mtf.simulate(program),
+        "Serving": mtf.serving(config, "v5e-4", context=64, batches=[1, 8]), "Session": session,
+        "Simulation": mtf.simulate(program),
         "Slice": Slice("2*v5e-256"), "Chip": Slice("v5p-128").chip, "TransformerConfig": config,
     }  # fmt: skip
 
