@@ -252,6 +252,17 @@ def test_files_are_based_on_others_and_overrides_come_last(base: Path) -> None:
     assert (run.batch("v5e-16"), run.length, run.overrides) == (48, 4096, {"max_target_length": 4096})
 
 
+def test_a_file_far_inside_finds_what_it_is_based_on_and_its_model(base: Path) -> None:
+    (base.parent / "models" / "mine.yml").write_text("base_emb_dim: 64\n")
+    (base.parent / "inference").mkdir()
+    (base.parent / "inference" / "serving.yml").write_text("base_config: base.yml\nmax_target_length: 512\n")
+    child = base.parent / "tpu" / "v5e" / "child.yml"
+    child.parent.mkdir(parents=True)
+    child.write_text("base_config: inference/serving.yml\nmodel_name: mine\n")
+    run = run_of(child)
+    assert (run.config.d_model, run.length) == (64, 512)
+
+
 def test_models_give_way_to_overrides_where_they_may(base: Path) -> None:
     (base.parent / "models" / "mine.yml").write_text("base_emb_dim: 64\nnormalization_layer_epsilon: 1e-6\n")
     assert run_of(base, "model_name=mine").config.norm_epsilon == 1e-6

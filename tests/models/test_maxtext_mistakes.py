@@ -82,6 +82,8 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     "loss blocks": ("num_vocab_tiling=7", [OWN, "num_vocab_tiling=7", "2048 % 7 = 4"]),
     "vocabulary": ("vocab_size=30 ici_tensor_parallelism=4", [OWN, "vocab_size=30", "30 % 4 = 2"]),
     "length": ("max_target_length=30 ici_context_parallelism=4", [OWN, "max_target_length=30", "30 % 4 = 2"]),
+    "distillation": ("teacher_overrides={'model_name':'mine'}", ["teacher_overrides=", "a teacher beside the student"]),
+    "reinforcement": ("trainer_devices_fraction=0.5", ["trainer_devices_fraction=0.5", "samples beside training"]),
     "no YAML": ("mesh_axes=[fsdp", ["mesh_axes=[fsdp", "no YAML"]),
 }  # fmt: skip
 

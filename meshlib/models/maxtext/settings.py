@@ -22,6 +22,7 @@ MOST_BYTES = 4 * 2**20  # base.yml has 80 kB
 MOST_VALUES, MOST_DEPTH = 100_000, 64
 _EXPONENT = re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+$")  # YAML 1.1 reads 1e-6 as text, MaxText as a number
 MOST_FILES = 16  # of a chain of base_config
+DEPTH = 4  # folders around a file in which what it is based on is looked for
 
 
 @dataclass(frozen=True)
@@ -134,9 +135,7 @@ def settings_of(
         rules = _merged(rules, entries, file.name)
         values |= entries
         sources |= dict.fromkeys(entries, file.name)
-    folders = (
-        [Path(os.fspath(models))] if models is not None else [place.parent / "models", place.parent.parent / "models"]
-    )
+    folders = [Path(os.fspath(models))] if models is not None else [folder / "models" for folder in _folders(place)]
     for file, entries in _model(place, {**values, **given}, folders, given):
         rules = _merged(rules, entries, file.name)
         values |= entries
@@ -175,11 +174,15 @@ def _chain(place: Path) -> list[tuple[Path, dict[str, Any]]]:
             return chain
         if not isinstance(base, str):
             raise GraphError(f"{WHAT}: {file.name}: base_config={base!r:.60}: must be the path of a file")
-        tried = [file.parent / base, place.parent / base, place.parent.parent / base]
-        file = next((one for one in tried if one.is_file()), None)
+        file = next((one for one in (folder / base for folder in _folders(file)) if one.is_file()), None)
         if file is None:
             raise GraphError(f"{WHAT}: {chain[-1][0].name}: base_config={base}: there is no such file")
     return chain
+
+
+def _folders(file: Path) -> list[Path]:
+    """Where a file's relative paths lead from: its own folder, then those around it, as far as MaxText's configs go."""
+    return [file.parent, *list(file.resolve().parent.parents)[:DEPTH]]
 
 
 def _model(
