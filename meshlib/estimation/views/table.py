@@ -28,7 +28,8 @@ def table(est: Estimate, rows: int | None) -> str:
         *_bounds(est),
         f"compiler: {est.compiler}; overlap of collectives: {est.compiler.overlap}",
         *_placed(est),
-        *filter(None, [twisting(est), _unpublished(est)]),
+        *filter(None, [twisting(est)]),
+        *_unpublished(est),
     ]
     return "\n".join(lines)
 
@@ -148,12 +149,13 @@ def _placed(est: Estimate) -> list[str]:
     return str(est.placement).splitlines()
 
 
-def _unpublished(est: Estimate) -> str:
+def _unpublished(est: Estimate) -> list[str]:
     """Names the figures of the chip on which times depend and that no public source states."""
     names = [
         name for name in est.slice.chip.unpublished if name not in ("name_counts", "tdp_watts", "usd_per_chip_hour")
     ]
-    return f"chip {est.slice.chip.name}: assumed or recalled, {', '.join(names)}" if names else ""
+    head = f"chip {est.slice.chip.name}, assumed or recalled: "
+    return wrapped(", ".join(names), head, ",") if names else []
 
 
 def comparison(a: Estimate, b: Estimate) -> str:
