@@ -75,12 +75,21 @@ COMMON: Figures = {
     "wrap_cube": (None, "not this rule"),
     "twists": (False, "no twisted slices are offered"),
     "tdp_watts": (None, "not published"),
+    "not_offered_chips": ((), "all powers of two that fit the pod are offered"),
+    "longer_boxes": ((), "no slice is longer than the pod"),
+    "aliases": ((), "no other name is in use"),
+    "device_kinds": ((), "JAX does not run on it"),
+    "compiler_name": ("", "libtpu has no name for it"),
+    "compiler_config": ("", "libtpu's default"),
 }
 
 _LOOP = "4.1 in what XLA reports for exp and add alone on v4; assumed for v2 and v3"
 _WRAP_FULL = "sub-slices have no wrap on partial axes: mlcommons/training_results_v0.7 systems, and from memory"
 _WRAP_16 = "a 2-D axis wraps only if it has 16 chips: " + _BOOK
 _WRAP_CUBES = "wrap-around only on slices of whole 4x4x4 cubes: " + _BOOK + "; " + _DOCS + "v4"
+_ONE_HOST = "no 1x2: machines have 1, 4 or 8 chips"
+_KIND = "Device.device_kind of jax on such devices (from memory)"
+_LIBTPU = "jax.experimental.topologies.get_topology_desc, as libtpu 0.0.42.1 understands it"
 _NIC = "assumed: one 100 Gbit/s NIC per host of 4 chips"
 
 FIGURES: dict[str, Figures] = {
@@ -140,6 +149,8 @@ FIGURES: dict[str, Figures] = {
         "pcie_bytes_per_second": (12.5e9, "assumed: PCIe Gen3 x16"),
         "usd_per_chip_hour": (1.125, "v2-8 at $4.50: " + _PRICE + "; v2-32 slice 1.50: " + _TALK),
         "tdp_watts": (280.0, _CACM),
+        "device_kinds": (("TPU v2",), _KIND),
+        "compiler_name": ("v2", _LIBTPU),
     },
     "v3": {
         "year": (2018, _DOCS + "v3"),
@@ -167,6 +178,8 @@ FIGURES: dict[str, Figures] = {
         "pcie_bytes_per_second": (12.5e9, "assumed: PCIe Gen3 x16"),
         "usd_per_chip_hour": (2.0, "v3-32 slice at $32: " + _TALK + "; v3-8 at $8.00: " + _PRICE),
         "tdp_watts": (450.0, _CACM),
+        "device_kinds": (("TPU v3",), _KIND),
+        "compiler_name": ("v3", _LIBTPU),
     },
     "v4": {
         "year": (2020, _DOCS + "v4"),
@@ -195,6 +208,13 @@ FIGURES: dict[str, Figures] = {
         "twists": (True, _DOCS + "v4: twisted torus topologies of 4x4x8, 4x8x8, 12x12x24"),
         "dcn_bytes_per_second": (6.25e9, "assumed as v5p"),
         "usd_per_chip_hour": (3.22, _PRICE),
+        "longer_boxes": (
+            ((12, 12, 24),),
+            "the 3456 chips of MLPerf v2.0's tpu-v4-6912, the shape: " + _DOCS + "v4 (from memory)",
+        ),
+        "device_kinds": (("TPU v4",), _KIND),
+        "compiler_name": ("v4", _LIBTPU),
+        "compiler_config": ("megacore", "both cores as one device: chip_config_name of " + _LIBTPU),
     },
     "v5e": {
         "year": (2023, _DOCS + "v5e"),
@@ -224,6 +244,10 @@ FIGURES: dict[str, Figures] = {
         "wrap_axis": (16, _WRAP_16),
         "dcn_bytes_per_second": (3.125e9, _DOCS + "v5e: 6.4 Tbit/s per pod, 2 x 100 Gbit/s per host of 8"),
         "usd_per_chip_hour": (1.2, _APPLIED),
+        "not_offered_chips": ((2,), _ONE_HOST),
+        "aliases": (("v5litepod", "v5lite"), _DOCS + "v5e"),
+        "device_kinds": (("TPU v5 lite", "TPU v5e"), _KIND),
+        "compiler_name": ("v5e", _LIBTPU),
     },
     "v5p": {
         "year": (2023, _DOCS + "v5p"),
@@ -251,6 +275,9 @@ FIGURES: dict[str, Figures] = {
         "twists": (True, _DOCS + "v5p, column Supports Twisted: 4x4x8, 4x8x8, 8x8x16, 8x16x16"),
         "dcn_bytes_per_second": (6.25e9, _DOCS + "v5p-training: 50 Gbit/s per chip"),
         "usd_per_chip_hour": (4.2, _APPLIED),
+        "longer_boxes": (((12, 24, 24),), "v5p-13824: " + _DOCS + "v5p (from memory)"),
+        "device_kinds": (("TPU v5", "TPU v5p"), _KIND),
+        "compiler_name": ("v5p", _LIBTPU),
     },
     "v6e": {
         "year": (2024, _DOCS + "v6e"),
@@ -285,6 +312,10 @@ FIGURES: dict[str, Figures] = {
         "dcn_bytes_per_second": (12.5e9, "100 Gbit/s per chip: " + _DOCS + "tpu7x, column v6e"),
         "pcie_bytes_per_second": (32e9, "PCIe Gen5: " + _DOCS + "v6e; eight lanes per chip are assumed"),
         "usd_per_chip_hour": (2.7, _PRICE),
+        "not_offered_chips": ((2,), _ONE_HOST),
+        "aliases": (("trillium",), _DOCS + "v6e"),
+        "device_kinds": (("TPU v6 lite", "TPU v6e"), _KIND),
+        "compiler_name": ("v6e", _LIBTPU),
     },
     "v7": {
         "year": (2025, _DOCS + "tpu7x"),
@@ -330,5 +361,8 @@ FIGURES: dict[str, Figures] = {
         "pcie_bytes_per_second": (32e9, "assumed as v6e"),
         "usd_per_chip_hour": (12.0, "pricing page (from memory, low confidence)"),
         "tdp_watts": (1085.0, "about 10 MW per pod of 9216 chips: Hot Chips 2025 summaries"),
+        "aliases": (("tpu7x", "v7x", "ironwood"), _DOCS + "tpu7x"),
+        "device_kinds": (("TPU7x",), _KIND),
+        "compiler_name": ("tpu7x", _LIBTPU),
     },
 }

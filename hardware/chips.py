@@ -37,6 +37,9 @@ class Chip:
     whole cubes of that edge, and `twists` lets such slices of k x k x 2k and k x 2k x 2k be twisted. `*_efficiency` are
     the shares of nominal rates that programs reach. Of the `hbm_bytes` soldered to a chip, its runtime keeps
     `hbm_reserved_bytes`; programs are offered the rest.
+    `not_offered_chips` are sizes of slices that fit the pod but are not offered; `longer_boxes` slices of whole cubes
+    that are longer than the pod as one box. `aliases` are other names of the chip, `device_kinds` what JAX calls its
+    devices, `compiler_name` and `compiler_config` what the TPU compiler calls it and its way to run.
     `attention_*` describe the fused attention kernels of the chip: how many compute the backward pass; queries and keys
     of a tile forward, forward over a window, and backward.
 
@@ -99,6 +102,12 @@ class Chip:
     collective_launch_seconds: float = 5e-6
     usd_per_chip_hour: float | None = None
     tdp_watts: float | None = None
+    not_offered_chips: tuple[int, ...] = ()
+    longer_boxes: tuple[tuple[int, int, int], ...] = ()
+    aliases: tuple[str, ...] = ()
+    device_kinds: tuple[str, ...] = ()
+    compiler_name: str = ""
+    compiler_config: str = ""
     sources: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -122,8 +131,18 @@ class Chip:
         for name in ("vpu_bf16", "twists"):
             if not isinstance(getattr(self, name), bool):
                 raise HardwareError(f"{where}{name} must be true or false, not {getattr(self, name)!r:.80}")
+        self._check_names(where)
         self._check_sources(where)
         self._check_relations(where)
+
+    def _check_names(self, where: str) -> None:
+        for name in ("aliases", "device_kinds"):
+            texts: object = getattr(self, name)
+            if not isinstance(texts, tuple) or not all(isinstance(text, str) for text in texts):
+                raise HardwareError(f"{where}{name} must be texts, not {texts!r:.80}")
+        for name in ("compiler_name", "compiler_config"):
+            if not isinstance(getattr(self, name), str):
+                raise HardwareError(f"{where}{name} must be a text, not {getattr(self, name)!r:.80}")
 
     def _check_sources(self, where: str) -> None:
         given: object = self.sources
@@ -142,6 +161,12 @@ class Chip:
         for name in _TILES:
             if len(getattr(self, name)) != 2:
                 raise HardwareError(f"{where}{name} must be (queries, keys), not {getattr(self, name)}")
+        if self.not_offered_chips:
+            wholes(where + "not_offered_chips", self.not_offered_chips, low=1)
+        boxes: object = self.longer_boxes
+        if not isinstance(boxes, tuple):
+            raise HardwareError(f"{where}longer_boxes must be boxes ((a, b, c), ...), not {boxes!r:.80}")
+        object.__setattr__(self, "longer_boxes", tuple(wholes(where + "longer_boxes", box, low=1) for box in boxes))
         if all(self.peak(dtype) is None for dtype in DTYPES):
             raise HardwareError(where + "at least one of peak_bf16_flops, peak_int8_flops, ... must be given")
         if self.hbm_reserved_bytes >= self.hbm_bytes:
@@ -263,7 +288,7 @@ def _published(name: str) -> Chip:
 CHIPS: Mapping[str, Chip] = MappingProxyType({name: _published(name) for name in FIGURES})
 """The published chips by name: v1, v2, v3, v4, v5e, v5p, v6e, v7."""
 
-_ALIASES = {"v5litepod": "v5e", "v5lite": "v5e", "trillium": "v6e", "tpu7x": "v7", "v7x": "v7", "ironwood": "v7"}
+_ALIASES = {alias: chip.name for chip in CHIPS.values() for alias in chip.aliases}
 
 
 def get_chip(name: str) -> Chip:

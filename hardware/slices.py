@@ -36,11 +36,6 @@ from hardware.torus import Torus
 from hardware.twisted import TwistedTorus, is_twistable
 
 _NAME = re.compile(r"(?:([0-9]{1,9})\s*[*x]\s*)?([a-z][a-z0-9_]*)-([0-9]{1,9}(?:x[0-9]{1,9})*)(_twisted)?", re.ASCII)
-_NOT_OFFERED = {"v5e": (2,), "v6e": (2,)}  # no 1x2: machines have 1, 4 or 8 chips
-# Boxes of cubes that are longer than the pod as one box. v4: the 3456 chips of MLPerf v2.0's tpu-v4-6912, the shape
-# from docs.cloud.google.com/tpu/docs/v4 (from memory); v5p: v5p-13824 of docs.cloud.google.com/tpu/docs/v5p (from
-# memory).
-_LONGER = {"v4": ((12, 12, 24),), "v5p": ((12, 24, 24),)}
 _TWISTS = "shapes k x k x 2k and k x 2k x 2k of whole cubes do on v4 and v5p, such as v4-4x4x8_twisted"
 _CUBE_PARTS = ((1, 2, 2), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
@@ -320,7 +315,7 @@ def _shapes(chip: Chip) -> dict[int, tuple[int, ...]]:
         fits = all(side <= limit for side, limit in zip(sorted(sides), sorted(chip.pod_shape), strict=True))
         if fits and least <= math.prod(sides) <= chip.max_slice_chips:
             shapes[math.prod(sides)] = tuple(sides)
-    for chips in _NOT_OFFERED.get(chip.name, ()):
+    for chips in chip.not_offered_chips:
         shapes.pop(chips, None)
     return shapes
 
@@ -343,9 +338,8 @@ def _cube_shapes(chip: Chip) -> dict[int, tuple[int, ...]]:
 
 def _is_box(chip: Chip, sides: tuple[int, ...]) -> bool:
     """Whether whole cubes make a slice of these sides."""
-    published = CHIPS.get(chip.name)
-    longer = _LONGER.get(chip.name, ()) if published and published.pod_shape == chip.pod_shape else ()
-    return _within(sides, chip.pod_shape) or tuple(sorted(sides)) in longer
+    longer = tuple(sorted(sides)) in chip.longer_boxes and math.prod(sides) <= math.prod(chip.pod_shape)
+    return longer or _within(sides, chip.pod_shape)
 
 
 def _within(sides: tuple[int, ...], pod: tuple[int, ...]) -> bool:

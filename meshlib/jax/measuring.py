@@ -21,18 +21,7 @@ from meshlib.jax.settings import by_default
 
 REPEATS = 5
 # What JAX calls a device -> the chip's name here.
-KINDS = {
-    "TPU v2": "v2",
-    "TPU v3": "v3",
-    "TPU v4": "v4",
-    "TPU v5 lite": "v5e",
-    "TPU v5e": "v5e",
-    "TPU v5": "v5p",
-    "TPU v5p": "v5p",
-    "TPU v6 lite": "v6e",
-    "TPU v6e": "v6e",
-    "TPU7x": "v7",
-}
+KINDS = {kind: chip for chip in CHIPS.values() for kind in chip.device_kinds}
 _MATMUL = {"cpu": 256}  # rows and columns of the product that is timed; more elsewhere
 _MEASURED = (
     "clock_hz",
@@ -116,7 +105,7 @@ def measure_chip(devices: Sequence[Any] | None = None, name: str = "measured") -
 
 def known_slice(devices: Sequence[Any]) -> Slice | None:
     """The slice that these devices are, if they are TPUs of a known kind and as many as a slice has."""
-    chip = CHIPS.get(KINDS.get(devices[0].device_kind, ""))
+    chip = KINDS.get(devices[0].device_kind)
     if chip is None or len(devices) % chip.devices_per_chip:
         return None
     chips = len(devices) // chip.devices_per_chip

@@ -7,14 +7,9 @@ from importlib.util import find_spec
 from math import prod
 from typing import Any
 
+from hardware.chips import CHIPS
 from hardware.slices import Slice
 from meshlib.core.errors import MissingError, SliceError
-
-# Chip -> the compiler's name for it, and what its description needs besides: v4 runs its two cores as one device.
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "v2": ("v2", {}), "v3": ("v3", {}), "v4": ("v4", {"chip_config_name": "megacore"}), "v5e": ("v5e", {}),
-    "v5p": ("v5p", {}), "v6e": ("v6e", {}), "v7": ("tpu7x", {}),
-}  # fmt: skip
 
 # What libtpu reads of a TPU's machine, so that it asks no metadata server; set in the compiling process alone.
 ENVIRONMENT = {
@@ -42,23 +37,24 @@ def topology_of(slice_: Slice) -> Topology:
     >>> topology_of(Slice("v5e-16")), topology_of(Slice("2*v4-4x4x8")).options["num_slices"]
     (Topology(name='v5e:4x4', options={}), 2)
     """
-    kind = KINDS.get(slice_.chip.name)
-    if kind is None or slice_.chip != Slice(f"{slice_.chip.name}-{'x'.join(map(str, slice_.torus_shape))}").chip:
+    chip = slice_.chip
+    if not chip.compiler_name or chip != Slice(f"{chip.name}-{'x'.join(map(str, slice_.torus_shape))}").chip:
         raise SliceError(
-            f"compile_for: the TPU compiler knows {', '.join(KINDS)}, not chip {slice_.chip.name!r} as it is given"
+            f"compile_for: the TPU compiler knows {', '.join(c.name for c in CHIPS.values() if c.compiler_name)}, "
+            f"not chip {chip.name!r} as it is given"
         )
     if slice_.twisted:
         raise SliceError(
             f"compile_for: slice {slice_.name!r} is twisted; the compiler's topologies have no name for that: "
             "leave out '_twisted'"
         )
-    name, options = kind[0], dict(kind[1])
+    options: dict[str, Any] = {"chip_config_name": chip.compiler_config} if chip.compiler_config else {}
     chips = prod(slice_.torus_shape)
     if chips < 4:  # a host of fewer chips than usual
         options["chips_per_host_bounds"] = (*slice_.torus_shape, *(1,) * (3 - len(slice_.torus_shape)))
     if slice_.slices > 1:
         options["num_slices"] = slice_.slices
-    return Topology(f"{name}:{'x'.join(map(str, slice_.torus_shape))}", options)
+    return Topology(f"{chip.compiler_name}:{'x'.join(map(str, slice_.torus_shape))}", options)
 
 
 def require_tpu_compiler() -> None:
