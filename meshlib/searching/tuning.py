@@ -229,7 +229,7 @@ def _keys_of(axes: tuple[str, ...]) -> list[str]:
 
 def _policies(run: MaxTextRun, where: Slice, sequences: int) -> Iterator[dict[str, Any]]:
     """Policies by name, and custom ones that put values in host memory."""
-    for name in POLICIES:
+    for name in (*POLICIES, "none"):
         if name not in (run.settings["remat_policy"], "minimal_flash"):
             yield {"remat_policy": name}
     plain = dict.fromkeys(REMAT_KEYS, "remat") | {"decoder_layer_input": "device"}

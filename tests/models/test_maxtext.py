@@ -241,6 +241,10 @@ def test_policies_keep_values_by_name(base: Path) -> None:
     assert run_of(base, "remat_policy=qkv_proj_offloaded").remat == mtf.Remat(offload=["q", "k", "v"])
     custom = run_of(base, "remat_policy=custom", "decoder_layer_input=offload", "mlpwo=device", "context=offload")
     assert custom.remat == mtf.Remat(save=["wo"], offload=["context"], offload_carries=True)
+    assert run_of(base, "remat_policy=none").remat == "none"
+    kept = run_of(base, "remat_policy=minimal_with_context_and_quantization", "quantization=int8")
+    assert kept.remat == run_of(base, "remat_policy=minimal_with_context").remat
+    assert "quantised operands are kept" in str(kept.unread[-1])
     gpt = {**COUNTED["gpt3-6b"][0], "remat_policy": "minimal"}
     assert run_of(base, **gpt).remat == mtf.Remat(save=["q", "k", "v", "out", "wi", "wo"])
 

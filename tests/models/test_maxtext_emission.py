@@ -94,10 +94,11 @@ def test_only_what_differs_from_defaults_is_written() -> None:
     ("remat", "line"),
     [
         ("matmuls", "remat_policy=minimal"),
+        ("none", "remat_policy=none"),
         (mtf.Remat(offload=["q", "k", "v"]), "remat_policy=qkv_proj_offloaded"),
         (mtf.Remat(save=["wo"], offload_carries=True), "mlpwo=device"),
     ],
-    ids=["matmuls", "named", "custom"],
+    ids=["matmuls", "none", "named", "custom"],
 )
 def test_policies_are_written_by_name_or_value_by_value(remat: str | mtf.Remat, line: str) -> None:
     emission = emitted("llama2-7b", "v5e-16", "fsdp", remat)[0]

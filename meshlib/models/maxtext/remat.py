@@ -40,6 +40,10 @@ POLICIES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = MappingProxyTy
         "minimal_offloaded": ((), PRODUCTS),
     }
 )
+# Policies that keep quantised operands, too, and the policy that they are without.
+WITH_QUANTISED: Mapping[str, str] = MappingProxyType(
+    {"minimal_with_quantization": "minimal", "minimal_with_context_and_quantization": "minimal_with_context"}
+)
 _LATENT = ("latent", "q_latent")
 
 
@@ -48,9 +52,11 @@ def remat_of(s: Settings, config: TransformerConfig) -> Policy:
 
     Raises: GraphError for an unknown policy, and a value that is placed nowhere MaxText knows.
     """
-    name = s.choice("remat_policy", (*POLICIES, "custom"))
+    name = s.choice("remat_policy", (*POLICIES, *WITH_QUANTISED, "none", "custom"))
+    if name == "none":
+        return "none"
     if name != "custom":
-        return policy(config, *POLICIES[name])
+        return policy(config, *POLICIES[WITH_QUANTISED.get(name, name)])
     places = {key: s.choice(key, LOCATIONS) for key in REMAT_KEYS}
     if places["decoder_layer_input"] == "remat":
         s.fail("decoder_layer_input", "what goes into a layer can't be computed again: 'device' or 'offload'")
@@ -86,8 +92,8 @@ def policy(
 
 def named(remat: Policy, config: TransformerConfig) -> dict[str, Any] | None:
     """MaxText's keys for a policy: its name, or "custom" with places of values; None where it has no such policy."""
-    if remat == "full":
-        return {"remat_policy": "full"}
+    if remat in ("full", "none"):
+        return {"remat_policy": remat}
     if remat == "matmuls":
         return {"remat_policy": "minimal"}
     if not isinstance(remat, Remat):

@@ -20,7 +20,7 @@ from meshlib.models.maxtext.keys import EFFECTS, PARTS, READ
 from meshlib.models.maxtext.mesh import Axes, axes_of
 from meshlib.models.maxtext.model import config_of
 from meshlib.models.maxtext.optimizer import clipping_norm, optimizer_of
-from meshlib.models.maxtext.remat import remat_of
+from meshlib.models.maxtext.remat import WITH_QUANTISED, remat_of
 from meshlib.models.maxtext.rules import Translation, translated
 from meshlib.models.maxtext.settings import OVERRIDES, WHAT, Settings, settings_of
 from meshlib.models.stages import Pipeline
@@ -304,6 +304,8 @@ def _partly(s: Settings) -> list[Unread]:
 
     if s["grad_dtype"] != "float32" and s["weight_dtype"] == "float32":
         note("grad_dtype", "gradients are kept and clipped in this dtype; float32 here")
+    if s["remat_policy"] in WITH_QUANTISED and s["quantization"]:
+        note("remat_policy", "quantised operands are kept, too; computed again here")
     chunk = s["chunk_attn_window_size"]
     if chunk and chunk < s.size("max_target_length"):
         note("chunk_attn_window_size", "three of four layers see chunks of so many tokens; all tokens here")
