@@ -52,9 +52,9 @@ def remat_of(s: Settings, config: TransformerConfig) -> Policy:
 
     Raises: GraphError for an unknown policy, and a value that is placed nowhere MaxText knows.
     """
-    name = s.choice("remat_policy", (*POLICIES, *WITH_QUANTISED, "none", "custom"))
-    if name == "none":
+    if s.values.get("remat_policy", "full") is None:  # what "none" is read as
         return "none"
+    name = s.choice("remat_policy", (*POLICIES, *WITH_QUANTISED, "custom"))
     if name != "custom":
         return policy(config, *POLICIES[WITH_QUANTISED.get(name, name)])
     places = {key: s.choice(key, LOCATIONS) for key in REMAT_KEYS}
