@@ -52,7 +52,7 @@ def remat_of(s: Settings, config: TransformerConfig) -> Policy:
 
     Raises: GraphError for an unknown policy, and a value that is placed nowhere MaxText knows.
     """
-    if s.values.get("remat_policy", "full") is None:  # what "none" is read as
+    if s.values.get("remat_policy", "full") in (None, "none"):  # files are read with None for "none"
         return "none"
     name = s.choice("remat_policy", (*POLICIES, *WITH_QUANTISED, "custom"))
     if name != "custom":
