@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from hardware.checks import amount, whole
 from hardware.errors import HardwareError
 from hardware.network import collective_cost
-from hardware.placement import DCN, Factor, Placement, places
+from hardware.placement import DCN, Placement, PlacementFactor, places
 from hardware.slices import Slice, as_slice
 
 
@@ -86,8 +86,8 @@ def all_reduce_over(slices: Slice | str, payload_bytes: float, chunks: int = 1) 
     if slice_.slices < 2:
         raise HardwareError(f"{slice_.name} is one slice; name several, such as 2*{slice_.name}")
     inside = slice_.devices // slice_.slices
-    rest = tuple(Factor(place, size, 1) for place, size in places(slice_) if place != DCN and size > 1)
-    placement = Placement(slice_, (("slices", (Factor(DCN, slice_.slices, 1),)), ("inside", rest)))
+    rest = tuple(PlacementFactor(place, size, 1) for place, size in places(slice_) if place != DCN and size > 1)
+    placement = Placement(slice_, (("slices", (PlacementFactor(DCN, slice_.slices, 1),)), ("inside", rest)))
 
     def stages(size: float) -> tuple[float, float]:
         return (

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from hardware import collectives
 from hardware.checks import whole
 from hardware.errors import HardwareError
-from hardware.events import Links, Message, Plan
-from hardware.ring_plans import Collective, check_data, check_torus
+from hardware.events import Links, Message, MessagePlan
+from hardware.ring_plans import CollectivePlan, check_data, check_torus
 from hardware.torus import Torus
 
 Array = NDArray[Any]
@@ -78,7 +78,7 @@ def all_reduce_seconds(payload_bytes: float, nodes: int, links: Links) -> float:
 
 def all_reduce(
     torus: Torus, ring: Sequence[int], data: Sequence[Array], element_bytes: float | None = None
-) -> Collective:
+) -> CollectivePlan:
     """The all_reduce round a ring, as messages: sums of all nodes on the ring; other nodes keep what they have.
 
     Args:
@@ -103,7 +103,7 @@ def all_reduce(
         cells = np.zeros(2 * n * unit, array.dtype)
         cells[:size] = array.reshape(-1)
         memory.append(cells.reshape(n, 2, unit))
-    plan = Plan(memory)
+    plan = MessagePlan(memory)
     onward = {1: [_link(torus, a, b) for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)]}
     onward[-1] = [_link(torus, ring[i], ring[i - 1]) for i in range(n)]
     for step, half in ((1, 0), (-1, 1)):
@@ -121,7 +121,7 @@ def all_reduce(
                         () if before is None else (before,), np.add if hop < n - 1 else None,
                     )
                 )  # fmt: skip
-    return Collective(torus, plan, lambda _, cells: cells.reshape(-1)[:size].reshape(shape))
+    return CollectivePlan(torus, plan, lambda _, cells: cells.reshape(-1)[:size].reshape(shape))
 
 
 def _link(torus: Torus, source: int, target: int) -> int:

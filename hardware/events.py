@@ -87,7 +87,7 @@ class Message:
 
 
 @dataclass
-class Plan:
+class MessagePlan:
     """The messages of one collective and the memory of every node, [nodes][...]."""
 
     memory: list[Array]
@@ -156,7 +156,7 @@ def _decimal(x: float) -> Fraction:
     return Fraction(repr(float(x)))
 
 
-def simulate(torus: Torus, links: Links, plans: Sequence[Plan], record: bool = False) -> Traffic:
+def simulate(torus: Torus, links: Links, plans: Sequence[MessagePlan], record: bool = False) -> Traffic:
     """Run all plans at once over the links of one torus, from time 0; their memories are changed.
 
     Args:
@@ -198,7 +198,7 @@ def simulate(torus: Torus, links: Links, plans: Sequence[Plan], record: bool = F
 class _Run:
     """State of one simulation: the heap of arrivals, free times of links, what still waits."""
 
-    def __init__(self, links: Links, plans: Sequence[Plan], record: bool = False) -> None:
+    def __init__(self, links: Links, plans: Sequence[MessagePlan], record: bool = False) -> None:
         self.plans = plans
         self.recorded: list[tuple[int, int, int, Fraction]] | None = [] if record else None
         self.messages = [(p, message) for p, plan in enumerate(plans) for message in plan.messages]

@@ -22,7 +22,7 @@ from typing import Any
 from hardware.checks import whole
 from hardware.errors import HardwareError
 from hardware.events import Links, Traffic
-from hardware.ring_plans import Collective
+from hardware.ring_plans import CollectivePlan
 from hardware.torus import Torus
 
 FRAMES = 24
@@ -125,7 +125,7 @@ class Film:
         return "\n\n".join(map(str, self.frames))
 
 
-def film_of(collective: Collective, links: Links, frames: int = FRAMES) -> Film:
+def film_of(collective: CollectivePlan, links: Links, frames: int = FRAMES) -> Film:
     """Run a collective; frames of equal length from its start to its end.
 
     Args:
@@ -146,7 +146,7 @@ def film_of(collective: Collective, links: Links, frames: int = FRAMES) -> Film:
       * > * > * >
     """
     whole("frames", frames, low=1)
-    if not isinstance(collective, Collective):
+    if not isinstance(collective, CollectivePlan):
         raise HardwareError(f"a film is made of a collective, such as ring_plans.all_reduce, not {collective!r:.80}")
     traffic = collective.run(links, record=True)
     if not traffic.seconds:

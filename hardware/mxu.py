@@ -42,7 +42,7 @@ MODES: tuple[str, ...] = get_args(Mode)
 
 
 @dataclass(frozen=True)
-class Schedule:
+class TileSchedule:
     """When each tile is loaded and streamed; cycles are counted from 0.
 
     Attributes:
@@ -185,14 +185,14 @@ class MXU:
 
     def schedule(
         self, m: int, count: int, mode: Mode = "shadow", weight_rows_per_cycle: float | Fraction = 1
-    ) -> Schedule:
+    ) -> TileSchedule:
         """The cycles of every load and stream of `count` tiles of m rows, event by event."""
         whole("m", m, low=1)
         check_mode(mode, whole("count", count, low=1))
         shifts = _arrivals(self.rows, weight_rows_per_cycle)
         fill, loading = m + self.rows + self.columns - 2, shifts[-1] + 1
         if mode == "noload":
-            return Schedule((0,), (0,), shifts, 0, fill)
+            return TileSchedule((0,), (0,), shifts, 0, fill)
         load, start = [0], [loading]
         for _ in range(count - 1):
             if mode == "serial":
@@ -201,7 +201,7 @@ class MXU:
             else:  # a shadow register is free again once its last column has taken the weights over
                 load.append(start[-1] + (self.columns - 1 if mode == "shadow_unskewed" else 0))
                 start.append(max(start[-1] + m, load[-1] + loading))
-        return Schedule(tuple(load), tuple(start), shifts, int(mode == "shadow"), start[-1] + fill)
+        return TileSchedule(tuple(load), tuple(start), shifts, int(mode == "shadow"), start[-1] + fill)
 
     def run(
         self,

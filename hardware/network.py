@@ -27,11 +27,11 @@ from hardware.checks import amount, names, one_of
 from hardware.chips import Chip
 from hardware.errors import HardwareError
 from hardware.events import Links, check_links
-from hardware.placement import CORES, DCN, Factor, Placement, check_mesh, factorings, join, wraps
+from hardware.placement import CORES, DCN, Placement, PlacementFactor, check_mesh, factorings, join, wraps
 from hardware.slices import Slice, as_slice
 from hardware.snakes import closes
+from hardware.staged_times import StagedTime
 from hardware.twisted_groups import TwistedRings, twisted_exchanges, twisted_rings, twisted_ways
-from hardware.ways import Way
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute", "broadcast")
 
@@ -103,7 +103,9 @@ def collective_cost(
     return _price(placement.slice, placement.of(axes), kind, payload_bytes, links)
 
 
-def _price(slice_: Slice, factors: tuple[Factor, ...], kind: str, payload_bytes: float, links: Links | None) -> Cost:
+def _price(
+    slice_: Slice, factors: tuple[PlacementFactor, ...], kind: str, payload_bytes: float, links: Links | None
+) -> Cost:
     """`collective_cost` over joined factors."""
     chip = slice_.chip
     share = chip.devices_per_chip
@@ -184,7 +186,7 @@ def best_placement(
         if not set(demand.axes) <= set(sizes) or len(set(demand.axes)) < len(demand.axes):
             raise HardwareError(f"axes {list(demand.axes)} are not distinct axes of the mesh {sizes}")
     prices: dict[tuple[object, ...], float] = {}  # a group costs the same wherever its factors are the same
-    best: tuple[tuple[tuple[str, tuple[Factor, ...]], ...], float] | None = None
+    best: tuple[tuple[tuple[str, tuple[PlacementFactor, ...]], ...], float] | None = None
     for factors in factorings(slice_, sizes) if among is None else _given(among, slice_, sizes):
         lies, seconds = dict(factors), 0.0
         for number, demand in enumerate(wanted):
@@ -203,7 +205,7 @@ def best_placement(
 
 def _given(
     among: Sequence[Placement], slice_: Slice, sizes: Mapping[str, int]
-) -> list[tuple[tuple[str, tuple[Factor, ...]], ...]]:
+) -> list[tuple[tuple[str, tuple[PlacementFactor, ...]], ...]]:
     for placement in among if isinstance(among, (list, tuple)) else [among]:
         if not isinstance(placement, Placement) or placement.slice != slice_ or placement.mesh != sizes:
             raise HardwareError(f"among must hold placements of mesh {sizes} on {slice_.name}, not {placement!r:.80}")
@@ -227,7 +229,7 @@ def ici_links(slice_: Slice) -> Links:
 class _Leg(NamedTuple):
     """A factor of the torus as a ring or line, and a link as one of its groups sees it."""
 
-    factor: Factor
+    factor: PlacementFactor
     ring: collectives.Axis
     link: Links
 
@@ -240,13 +242,13 @@ class _Route:
     torus: tuple[_Leg, ...]
     slices: int
     torus_size: int
-    ways: tuple[Way, ...]
-    exchanges: tuple[Way, ...]
+    ways: tuple[StagedTime, ...]
+    exchanges: tuple[StagedTime, ...]
 
 
 @lru_cache(maxsize=8192)
 def _route(
-    group: tuple[tuple[Factor, bool], ...], share: int, links: Links, rings: TwistedRings | None = None
+    group: tuple[tuple[PlacementFactor, bool], ...], share: int, links: Links, rings: TwistedRings | None = None
 ) -> _Route:
     """The ways of a group, from its joined factors, whether each closes to a ring, the rates and the twist alone."""
     torus = tuple(_Leg(f, (f.size, wrap), _thinned(links, f, share)) for f, wrap in group if f.place >= 0)
@@ -269,7 +271,7 @@ def _hops(torus: Sequence[_Leg]) -> int:
     return sum(leg.factor.stride * _steps(*leg.ring) for leg in torus)
 
 
-def _ways(torus: Sequence[_Leg]) -> tuple[Way, ...]:
+def _ways(torus: Sequence[_Leg]) -> tuple[StagedTime, ...]:
     """The ways to reduce_scatter over factors of the torus."""
     if not torus:
         return ()
@@ -286,11 +288,11 @@ def _ways(torus: Sequence[_Leg]) -> tuple[Way, ...]:
         name = "snake ring" if whole[1] else "snake line"
         per_byte = b / whole[0]
         busy = tuple((leg.factor.place, per_byte) for leg in torus)
-        ways.append(Way(name, _steps(*whole), (((a, per_byte),),), busy))
+        ways.append(StagedTime(name, _steps(*whole), (((a, per_byte),),), busy))
     return tuple(ways)
 
 
-def _staged(name: str, orders: Sequence[Sequence[int]], torus: Sequence[_Leg]) -> Way:
+def _staged(name: str, orders: Sequence[Sequence[int]], torus: Sequence[_Leg]) -> StagedTime:
     """Stages along the factors: each part of the data takes them in its own order; stages end together.
 
     Factors that are not alike take unequal parts: those with which the stages take the least time.
@@ -307,7 +309,7 @@ def _staged(name: str, orders: Sequence[Sequence[int]], torus: Sequence[_Leg]) -
             parts.append((lines[order[n]][0], share * seconds))
             busy[torus[order[n]].factor.place] += share * seconds
         stages.append(tuple(parts))
-    return Way(name, _hops(torus), tuple(stages), tuple(busy.items()))
+    return StagedTime(name, _hops(torus), tuple(stages), tuple(busy.items()))
 
 
 def _shares(whole: Sequence[Sequence[float]]) -> list[float]:
@@ -319,7 +321,7 @@ def _shares(whole: Sequence[Sequence[float]]) -> list[float]:
     )
 
 
-def _exchanges(torus: Sequence[_Leg]) -> tuple[Way, ...]:
+def _exchanges(torus: Sequence[_Leg]) -> tuple[StagedTime, ...]:
     """The ways of an all_to_all over factors of the torus."""
     per_axis, busy = [], {leg.factor.place: 0.0 for leg in torus}
     for factor, ring, link in torus:
@@ -327,17 +329,17 @@ def _exchanges(torus: Sequence[_Leg]) -> tuple[Way, ...]:
         paths = [(hops * link.hop_seconds, blocks * byte) for hops, blocks in collectives.exchange_paths(ring)]
         per_axis.append(tuple(paths))
         busy[factor.place] += max([b for _, b in paths])
-    ways = [Way("in turn", _hops(torus), tuple(per_axis), tuple(busy.items()))]
+    ways = [StagedTime("in turn", _hops(torus), tuple(per_axis), tuple(busy.items()))]
     if len(torus) > 1:
         # Every block goes straight to its end, with no barriers between axes. Events (`point_plans.all_to_all`,
         # "routed"): the longest way and half of the busiest link, or that link, filled by 5/6 as they come.
         longest = sum(leg.link.hop_seconds * _steps(*leg.ring) for leg in torus)
         busiest = max(busy.values())
         straight = ((float(longest), busiest / 2), (0.0, 1.2 * busiest))
-        ways.append(Way("routed", _hops(torus), (straight,), tuple(busy.items())))
+        ways.append(StagedTime("routed", _hops(torus), (straight,), tuple(busy.items())))
     if _apart(torus):  # in every stage each axis serves another part
         stage = tuple((a, b / len(torus)) for paths in per_axis for a, b in paths)
-        ways.append(Way("rotated", _hops(torus), (stage,) * len(torus), tuple(busy.items())))
+        ways.append(StagedTime("rotated", _hops(torus), (stage,) * len(torus), tuple(busy.items())))
     return tuple(ways)
 
 
@@ -356,7 +358,7 @@ def _share_sent(n: int) -> float:
     return (n - 1) / n
 
 
-def _thinned(links: Links, factor: Factor, share: int) -> Links:
+def _thinned(links: Links, factor: PlacementFactor, share: int) -> Links:
     """A link as one of the groups of a factor sees it."""
     return Links(links.bytes_per_second / (factor.stride * share), links.hop_seconds * factor.stride)
 

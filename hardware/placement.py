@@ -32,7 +32,7 @@ from hardware.slices import Slice, as_slice
 CORES, DCN = -1, -2  # the places that are no torus axis
 
 
-class Factor(NamedTuple):
+class PlacementFactor(NamedTuple):
     """A part of a place: `size` positions, `stride` apart, on place `place` (a torus axis, CORES or DCN)."""
 
     place: int
@@ -52,13 +52,13 @@ class Placement:
     """
 
     slice: Slice
-    factors: tuple[tuple[str, tuple[Factor, ...]], ...]
+    factors: tuple[tuple[str, tuple[PlacementFactor, ...]], ...]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "slice", as_slice(self.slice))
         self._check_types()
         spots = places(self.slice)
-        lies: dict[int, list[Factor]] = {place: [] for place, _ in spots}
+        lies: dict[int, list[PlacementFactor]] = {place: [] for place, _ in spots}
         for factor in self.all_factors():
             if factor.place not in lies:
                 raise HardwareError(f"{factor} lies on no place of {self.slice}")
@@ -78,7 +78,7 @@ class Placement:
         for pair in given if isinstance(given, tuple) else (given,):
             if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
                 raise HardwareError(f"factors of a placement are ((name, (Factor, ...)), ...), not {given!r}")
-            if not isinstance(pair[1], tuple) or not all(isinstance(factor, Factor) for factor in pair[1]):
+            if not isinstance(pair[1], tuple) or not all(isinstance(factor, PlacementFactor) for factor in pair[1]):
                 raise HardwareError(f"axis {pair[0]!r} lies on a tuple of Factor(place, size, stride), not {pair[1]!r}")
             for factor in pair[1]:
                 if any(type(number) is not int for number in factor) or factor.size < 1 or factor.stride < 1:
@@ -94,11 +94,11 @@ class Placement:
         """Axis name -> size, in order."""
         return {name: math.prod(f.size for f in factors) for name, factors in self.factors}
 
-    def all_factors(self) -> Iterator[Factor]:
+    def all_factors(self) -> Iterator[PlacementFactor]:
         """The factors of all axes."""
         return itertools.chain.from_iterable(factors for _, factors in self.factors)
 
-    def of(self, axes: Sequence[str]) -> tuple[Factor, ...]:
+    def of(self, axes: Sequence[str]) -> tuple[PlacementFactor, ...]:
         """Factors of several mesh axes together; neighbours on one place are joined.
 
         Raises: HardwareError for an unknown or repeated axis.
@@ -109,7 +109,7 @@ class Placement:
             raise HardwareError(f"axes {list(axes)} are not distinct axes of the mesh {self.mesh}")
         return join(factor for axis in axes for factor in table[axis])
 
-    def wraps(self, factor: Factor) -> bool:
+    def wraps(self, factor: PlacementFactor) -> bool:
         """Whether the positions of a factor on a torus axis close to a ring."""
         return wraps(self.slice, factor)
 
@@ -141,7 +141,7 @@ class Placement:
             lines.append(f"  {name}: " + " x ".join(parts))
         return "\n".join(lines)
 
-    def _describe(self, factor: Factor) -> str:
+    def _describe(self, factor: PlacementFactor) -> str:
         if factor.place < 0:
             return f"{factor.size} {place_name(factor.place)}"
         size = self.slice.torus_shape[factor.place]
@@ -152,25 +152,25 @@ class Placement:
         return f"{where} ({shape}, hops {factor.stride}, link load {share})"
 
 
-def wraps(slice_: Slice, factor: Factor) -> bool:
+def wraps(slice_: Slice, factor: PlacementFactor) -> bool:
     """Whether the positions of a factor on a torus axis of `slice_` close to a ring."""
     if factor.place < 0:
         return False
     return slice_.wrap[factor.place] and factor.size * factor.stride == slice_.torus_shape[factor.place]
 
 
-def join(factors: Iterable[Factor]) -> tuple[Factor, ...]:
+def join(factors: Iterable[PlacementFactor]) -> tuple[PlacementFactor, ...]:
     """Factors in the order of their places; neighbours on one place become one.
 
     Example:
       >>> join([Factor(0, 2, 4), Factor(0, 4, 1)])
       (Factor(place=0, size=8, stride=1),)
     """
-    joined: list[Factor] = []
+    joined: list[PlacementFactor] = []
     for factor in sorted(factors, key=lambda f: (f.place, f.stride)):
         before = joined[-1] if joined else None
         if before and before.place == factor.place and before.stride * before.size == factor.stride:
-            joined[-1] = Factor(factor.place, before.size * factor.size, before.stride)
+            joined[-1] = PlacementFactor(factor.place, before.size * factor.size, before.stride)
         else:
             joined.append(factor)
     return tuple(joined)
@@ -228,7 +228,7 @@ def placements(slice_: Slice | str, mesh: Mapping[str, int]) -> Iterator[Placeme
         yield Placement(slice_, factors)
 
 
-def factorings(slice_: Slice, mesh: Mapping[str, int]) -> Iterator[tuple[tuple[str, tuple[Factor, ...]], ...]]:
+def factorings(slice_: Slice, mesh: Mapping[str, int]) -> Iterator[tuple[tuple[str, tuple[PlacementFactor, ...]], ...]]:
     """The factors of each of `placements`, unchecked and without the slice.
 
     Raises: HardwareError as `placements`.
@@ -239,7 +239,7 @@ def factorings(slice_: Slice, mesh: Mapping[str, int]) -> Iterator[tuple[tuple[s
     for cuts in _cuts(spots, tuple(sizes[name] for name in large)):
         per_place = [_ordered(place, cut) for (place, _), cut in zip(spots, cuts, strict=True)]
         for choice in itertools.product(*per_place):
-            lies: dict[str, tuple[Factor, ...]] = dict.fromkeys(sizes, ())
+            lies: dict[str, tuple[PlacementFactor, ...]] = dict.fromkeys(sizes, ())
             for placed in choice:
                 for axis, factor in placed:
                     lies[large[axis]] += (factor,)
@@ -270,14 +270,14 @@ def _shares(total: int, sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
                 yield (share, *others)
 
 
-def _ordered(place: int, cut: tuple[int, ...]) -> list[list[tuple[int, Factor]]]:
+def _ordered(place: int, cut: tuple[int, ...]) -> list[list[tuple[int, PlacementFactor]]]:
     """The factors of one place in every order, with their strides."""
     present = [axis for axis, share in enumerate(cut) if share > 1]
     orders = []
     for order in itertools.permutations(present):
         stride, placed = 1, []
         for axis in order:
-            placed.append((axis, Factor(place, cut[axis], stride)))
+            placed.append((axis, PlacementFactor(place, cut[axis], stride)))
             stride *= cut[axis]
         orders.append(placed)
     return orders

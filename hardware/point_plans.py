@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from hardware.checks import one_of, whole
 from hardware.collectives import EXCHANGES, Axis
 from hardware.errors import HardwareError
-from hardware.events import Message, Plan
-from hardware.ring_plans import Collective, Group, check_data, check_torus, wire_bytes
+from hardware.events import Message, MessagePlan
+from hardware.ring_plans import CollectivePlan, Group, check_data, check_torus, wire_bytes
 from hardware.torus import Torus
 
 Array = NDArray[Any]
@@ -40,7 +40,7 @@ def all_to_all(
     axes: Sequence[int] | None = None,
     algorithm: Literal["rotated", "phased", "routed"] = "rotated",
     element_bytes: float | None = None,
-) -> Collective:
+) -> CollectivePlan:
     """Node i of a group sends row j of its operand to node j, which stores it as row i.
 
     Args:
@@ -71,7 +71,7 @@ def all_to_all(
         result[build.ends(node, -1)] = memory[build.buffers[-1]].reshape(build.group, -1)[:, : build.width]
         return result.reshape(shape)
 
-    return Collective(torus, build.plan, read)
+    return CollectivePlan(torus, build.plan, read)
 
 
 class _Exchange(Group):
@@ -108,7 +108,7 @@ class _Exchange(Group):
             cells = np.zeros((stages + 2, self.group, 2 * self.parts * unit), dtype)
             cells[0, :, : self.width] = array.reshape(self.group, self.width)[self.ends(node, 1)]
             memory.append(cells.reshape(-1))
-        self.plan = Plan(memory, barrier=True)
+        self.plan = MessagePlan(memory, barrier=True)
 
     def ends(self, node: int, sign: int) -> Addresses:
         """For each displacement, the member of the group that it leads to from a node, or (-1) comes from."""
@@ -217,7 +217,7 @@ def permute(
     target: Callable[[int], int | None],
     chunks: int = 1,
     element_bytes: float | None = None,
-) -> Collective:
+) -> CollectivePlan:
     """Every node sends its operand to another, dimension-ordered, in chunks that follow each other.
 
     Args:
@@ -246,13 +246,13 @@ def permute(
         raise HardwareError("a node receives from two nodes; a permute has one source for every target")
     size, shape = arrays[0].size, arrays[0].shape
     memory = [np.concatenate([array.reshape(-1), np.zeros(size, array.dtype)]) for array in arrays]
-    plan, element = Plan(memory), wire_bytes(arrays[0], element_bytes)
+    plan, element = MessagePlan(memory), wire_bytes(arrays[0], element_bytes)
     for low, high in _pieces(size, chunks):
         for node, aim in targets.items():
             read, write = (slice(low, high),), (slice(size + low, size + high),)
             message = Message(node, aim, torus.route(node, aim), read, write, element * (high - low))
             plan.messages.append(message)
-    return Collective(torus, plan, lambda _, memory: memory[size:].reshape(shape))
+    return CollectivePlan(torus, plan, lambda _, memory: memory[size:].reshape(shape))
 
 
 def broadcast(
@@ -262,7 +262,7 @@ def broadcast(
     algorithm: Literal["tree", "halves"] = "tree",
     chunks: int = 16,
     element_bytes: float | None = None,
-) -> Collective:
+) -> CollectivePlan:
     """One node's array to all: by a tree both ways along each axis, or one half each way round all rings.
 
     Args:
@@ -292,7 +292,7 @@ def broadcast(
         trees = [_tree(torus, root, step=1), _tree(torus, root, step=-1)]
     memory = [np.zeros(data.size, data.dtype) for _ in range(torus.nodes)]
     memory[root][...] = data.reshape(-1)
-    plan, element = Plan(memory), wire_bytes(data, element_bytes)
+    plan, element = MessagePlan(memory), wire_bytes(data, element_bytes)
     pieces = _pieces(data.size, len(trees) * chunks)
     for chunk in range(chunks):
         for tree, (low, high) in zip(trees, pieces[chunk::chunks], strict=True):
@@ -302,7 +302,7 @@ def broadcast(
                 after = (arrival[source],) if source in arrival else ()
                 arrival[target] = len(plan.messages)
                 plan.messages.append(Message(source, target, (link,), region, region, size, after))
-    return Collective(torus, plan, lambda _, memory: memory.reshape(data.shape))
+    return CollectivePlan(torus, plan, lambda _, memory: memory.reshape(data.shape))
 
 
 def _pieces(size: int, count: int) -> list[tuple[int, int]]:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from hardware.mxu import MXU, Schedule
+from hardware.mxu import MXU, TileSchedule
 
 Array = NDArray[Any]
 Ints = NDArray[np.int64]
@@ -47,7 +47,7 @@ class Window:
 class Registers:
     """An array of weights and a stream of vectors on their schedule."""
 
-    def __init__(self, mxu: MXU, schedule: Schedule, weights: Array, x: Array) -> None:
+    def __init__(self, mxu: MXU, schedule: TileSchedule, weights: Array, x: Array) -> None:
         self.rows, self.columns = mxu.rows, mxu.columns
         self.vectors, self.depth = len(x), -(-x.shape[1] // mxu.rows)
         self.start, self.load, self.shifts = (

@@ -1,6 +1,6 @@
 """all_gather, reduce_scatter and all_reduce as messages over the links of a torus.
 
-Each function takes one array per node and returns a `Collective`, whose messages `hardware.events` runs,
+Each function takes one array per node and returns a `CollectivePlan`, whose messages `hardware.events` runs,
 alone or with others that share the links. Closed forms of the same algorithms: `hardware.collectives`.
 
 A node's memory is [sizes of the group's axes ..., parts, 2 halves, elements]: the block of every node of
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from hardware.checks import amount, one_of, wholes
 from hardware.collectives import ALGORITHMS, Algorithm, Axis, count_parts
 from hardware.errors import HardwareError
-from hardware.events import Links, Message, Plan, Region, Traffic, simulate
+from hardware.events import Links, Message, MessagePlan, Region, Traffic, simulate
 from hardware.numerics import COMBINE
 from hardware.torus import Torus
 
@@ -42,11 +42,11 @@ HALVES = {1: slice(0, 1), -1: slice(1, 2)}  # of what goes half each way, by dir
 
 
 @dataclass
-class Collective:
+class CollectivePlan:
     """Messages of one collective, and how to read every node's result from its memory afterwards."""
 
     torus: Torus
-    plan: Plan
+    plan: MessagePlan
     read: Callable[[int, Array], Array]
 
     def run(self, links: Links, record: bool = False) -> Traffic:
@@ -59,7 +59,7 @@ class Collective:
         return [self.read(node, memory) for node, memory in enumerate(self.plan.memory)]
 
 
-def run_together(links: Links, collectives: Sequence[Collective]) -> Traffic:
+def run_together(links: Links, collectives: Sequence[CollectivePlan]) -> Traffic:
     """Simulate several collectives at once on one torus; they share its links.
 
     Raises: HardwareError for an empty list or different tori.
@@ -71,7 +71,7 @@ def run_together(links: Links, collectives: Sequence[Collective]) -> Traffic:
       >>> both.seconds / alone.seconds
       2.0
     """
-    if not isinstance(collectives, (list, tuple)) or not all(isinstance(c, Collective) for c in collectives):
+    if not isinstance(collectives, (list, tuple)) or not all(isinstance(c, CollectivePlan) for c in collectives):
         raise HardwareError(f"run_together needs a list of collectives, not {collectives!r}")
     tori = {collective.torus for collective in collectives}
     if len(tori) != 1:
@@ -87,7 +87,7 @@ def all_gather(
     parts: int | None = None,
     barrier: bool = True,
     element_bytes: float | None = None,
-) -> Collective:
+) -> CollectivePlan:
     """Every node obtains the blocks of its group, the nodes that differ only along `axes`.
 
     Args:
@@ -109,7 +109,7 @@ def all_gather(
         build.memory[node][build.own(node)] = build.pad(array)[0]
     build.stages()
     shape = build.arrays[0].shape
-    return Collective(torus, build.plan, lambda _, memory: build.unpad(memory).reshape(build.group, *shape))
+    return CollectivePlan(torus, build.plan, lambda _, memory: build.unpad(memory).reshape(build.group, *shape))
 
 
 def reduce_scatter(
@@ -121,7 +121,7 @@ def reduce_scatter(
     barrier: bool = True,
     element_bytes: float | None = None,
     op: str = "sum",
-) -> Collective:
+) -> CollectivePlan:
     """Combine the operands of a group; node i of the group keeps block i.
 
     Args:
@@ -147,7 +147,7 @@ def reduce_scatter(
         block: Array = memory[build.own(node)].reshape(-1)[:count]
         return block.reshape(shape[1:])
 
-    return Collective(torus, build.plan, read)
+    return CollectivePlan(torus, build.plan, read)
 
 
 def all_reduce(
@@ -159,7 +159,7 @@ def all_reduce(
     barrier: bool = True,
     element_bytes: float | None = None,
     op: str = "sum",
-) -> Collective:
+) -> CollectivePlan:
     """Combine the operands of a group; every node obtains all of it.
 
     Args: as `reduce_scatter`, data of any shape.
@@ -179,7 +179,7 @@ def all_reduce(
     def read(_: int, memory: Array) -> Array:
         return build.unpad(memory).reshape(-1)[:count].reshape(shape)
 
-    return Collective(torus, build.plan, read)
+    return CollectivePlan(torus, build.plan, read)
 
 
 def _combine(op: str) -> Combine:
@@ -262,7 +262,7 @@ class _Builder(Group):
         self.piece = self.wire * Fraction(size, (blocks or self.group) * 2 * self.parts)
         shape = (*self.sizes, self.parts, 2, self.unit)
         self.memory = [np.zeros(shape, dtype) for _ in range(torus.nodes)]
-        self.plan = Plan(self.memory, barrier=barrier)
+        self.plan = MessagePlan(self.memory, barrier=barrier)
 
     def fill(self) -> None:
         for memory, array in zip(self.memory, self.arrays, strict=True):

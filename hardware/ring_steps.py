@@ -33,7 +33,7 @@ SHOWN = 4  # elements of a block that are written out
 
 
 @dataclass(frozen=True, eq=False)
-class Transfer:
+class BlockTransfer:
     """A block on its way in one step: what is sent, and whether the receiver adds it to its own."""
 
     sender: int
@@ -50,7 +50,7 @@ class RingStep:
 
     number: int
     phase: str
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[BlockTransfer, ...]
     held: Held
 
     def __str__(self) -> str:
@@ -167,7 +167,7 @@ def _last(steps: Sequence[RingStep]) -> Held:
 def _gathered(held: Held, first: int) -> Iterator[RingStep]:
     n = len(held)
     for t in range(n - 1):
-        transfers = tuple(Transfer(i, (i + 1) % n, (i - t) % n, _there(held, i, (i - t) % n)) for i in range(n))
+        transfers = tuple(BlockTransfer(i, (i + 1) % n, (i - t) % n, _there(held, i, (i - t) % n)) for i in range(n))
         held = _after(held, transfers)
         yield RingStep(first + t, "all_gather", transfers, held)
 
@@ -176,7 +176,7 @@ def _reduced(held: Held) -> Iterator[RingStep]:
     n = len(held)
     for t in range(n - 1):
         blocks = [(i - t - 1) % n for i in range(n)]
-        transfers = tuple(Transfer(i, (i + 1) % n, b, _there(held, i, b), True) for i, b in enumerate(blocks))
+        transfers = tuple(BlockTransfer(i, (i + 1) % n, b, _there(held, i, b), True) for i, b in enumerate(blocks))
         held = _after(held, transfers)
         yield RingStep(1 + t, "reduce_scatter", transfers, held)
 
@@ -184,7 +184,7 @@ def _reduced(held: Held) -> Iterator[RingStep]:
 def _exchanged(held: Held, pieces: Sequence[Sequence[Array]]) -> Iterator[RingStep]:
     n = len(held)
     for t in range(1, n):
-        transfers = tuple(Transfer(i, (i + t) % n, i, pieces[i][(i + t) % n], links=t) for i in range(n))
+        transfers = tuple(BlockTransfer(i, (i + t) % n, i, pieces[i][(i + t) % n], links=t) for i in range(n))
         held = _after(held, transfers)
         yield RingStep(t, f"all_to_all over {t} link" + "s" * (t > 1), transfers, held)
 
@@ -195,7 +195,7 @@ def _there(held: Held, node: int, block: int) -> Array:
     return value
 
 
-def _after(held: Held, transfers: Sequence[Transfer]) -> Held:
+def _after(held: Held, transfers: Sequence[BlockTransfer]) -> Held:
     """What nodes hold once all transfers have arrived; a partial sum that was passed on is the next node's."""
     table = [list(row) for row in held]
     for t in transfers:

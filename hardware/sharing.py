@@ -34,7 +34,7 @@ _FULL = 1 - 1e-9  # of a place's rate: sums of floats
 
 
 @dataclass(frozen=True)
-class Span:
+class SharedSpan:
     """A time in which nobody begins or ends: `progress` is the share of each collective that is done per second."""
 
     begin_seconds: float
@@ -52,7 +52,7 @@ class Shared:
     """
 
     ends: tuple[float, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[SharedSpan, ...]
 
     @property
     def seconds(self) -> float:
@@ -85,7 +85,7 @@ def shared(costs: Sequence[Cost], starts: Sequence[float] | None = None, policy:
         raise HardwareError(f"shared has {len(costs)} collectives and {len(given)} starts; give one for each")
     one_of("policy of shared links", policy, POLICIES)
     left = [1.0] * len(costs)
-    ends, spans = list(given), list[Span]()
+    ends, spans = list(given), list[SharedSpan]()
     now = min(given, default=0.0)
     waiting = {n for n, cost in enumerate(costs) if cost.seconds > 0}
     while waiting:
@@ -102,7 +102,7 @@ def shared(costs: Sequence[Cost], starts: Sequence[float] | None = None, policy:
             if now + last <= until:
                 ends[n] = until
                 waiting.discard(n)
-        spans.append(Span(now, until, tuple(progress)))
+        spans.append(SharedSpan(now, until, tuple(progress)))
         now = until
     return Shared(tuple(ends), tuple(spans))
 

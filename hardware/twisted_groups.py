@@ -19,10 +19,10 @@ from functools import lru_cache
 
 from hardware import collectives
 from hardware.events import Links
-from hardware.placement import Factor
+from hardware.placement import PlacementFactor
 from hardware.slices import Slice
+from hardware.staged_times import StagedTime
 from hardware.twisted import TwistedTorus, ring_lengths, total_distance
-from hardware.ways import Way
 
 ROUTED = 1.07  # of the busiest link: what events take for an all_to_all of large blocks on 4x4x8, block by block
 
@@ -42,7 +42,7 @@ class TwistedRings:
     shape: tuple[int, ...]
 
 
-def twisted_rings(slice_: Slice, factors: Sequence[Factor]) -> TwistedRings | None:
+def twisted_rings(slice_: Slice, factors: Sequence[PlacementFactor]) -> TwistedRings | None:
     """The rings of a group with these joined factors on a twisted slice; None where its axes are lines or rings alone.
 
     Example:
@@ -71,7 +71,7 @@ def twisted_rings(slice_: Slice, factors: Sequence[Factor]) -> TwistedRings | No
     return None
 
 
-def twisted_ways(rings: TwistedRings, links: Links) -> tuple[Way, ...]:
+def twisted_ways(rings: TwistedRings, links: Links) -> tuple[StagedTime, ...]:
     """Of a reduce_scatter or all_gather: one part for each axis, in rotated orders; every stage is alike for all."""
     parts = len(rings.places)
     stages, contributed = [], 1 / parts / math.prod(rings.lengths)
@@ -81,10 +81,10 @@ def twisted_ways(rings: TwistedRings, links: Links) -> tuple[Way, ...]:
         contributed *= n
     busy = sum(per_byte for ((_, per_byte),) in stages)
     hops = sum(n // 2 for n in rings.lengths)
-    return (Way("twisted", hops, tuple(stages), tuple((place, busy) for place in rings.places)),)
+    return (StagedTime("twisted", hops, tuple(stages), tuple((place, busy) for place in rings.places)),)
 
 
-def twisted_exchanges(rings: TwistedRings, links: Links) -> tuple[Way, ...]:
+def twisted_exchanges(rings: TwistedRings, links: Links) -> tuple[StagedTime, ...]:
     """Of an all_to_all: along one ring after the other, or every block straight to its end."""
     parts, stages = len(rings.places), []
     for n in rings.lengths:
@@ -92,12 +92,14 @@ def twisted_exchanges(rings: TwistedRings, links: Links) -> tuple[Way, ...]:
         stages.append(tuple((hops * links.hop_seconds, b * byte) for hops, b in collectives.exchange_paths((n, True))))
     busy = sum(max(b for _, b in stage) for stage in stages)
     hops = sum(n // 2 for n in rings.lengths)
-    ways = [Way("twisted", hops, tuple(stages), tuple((place, busy) for place in rings.places))]
+    ways = [StagedTime("twisted", hops, tuple(stages), tuple((place, busy) for place in rings.places))]
     if rings.shape:
         diameter, per_byte = _straight(rings.shape)
         per_byte /= links.bytes_per_second
         straight = ((diameter * links.hop_seconds, per_byte / 2), (0.0, ROUTED * per_byte))
-        ways.append(Way("twisted, routed", diameter, (straight,), tuple((place, per_byte) for place in rings.places)))
+        ways.append(
+            StagedTime("twisted, routed", diameter, (straight,), tuple((place, per_byte) for place in rings.places))
+        )
     return tuple(ways)
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from hardware import HardwareError, Links, Slice, Torus, collective_cost
 from hardware.dcn import TwoLevels, all_reduce_over, host_bytes_per_second, one_ring_seconds
-from hardware.events import Message, Plan, simulate
-from hardware.placement import DCN, Factor, Placement
+from hardware.events import Message, MessagePlan, simulate
+from hardware.placement import DCN, Placement, PlacementFactor
 from tests.effort import draws
 
 
@@ -19,7 +19,7 @@ from tests.effort import draws
 def test_chunks_take_what_events_do(ici, dcn, chunks):
     """A chunk crosses ICI, DCN and ICI again; each serves one chunk at a time, first come first served."""
     torus = Torus((2,), False)
-    plan = Plan([np.zeros(1), np.zeros(1)])
+    plan = MessagePlan([np.zeros(1), np.zeros(1)])
     ici_link, dcn_link = torus.link(0, 0, 1), torus.link(1, 0, -1)
     stages = [(ici_link, ici, ()), (dcn_link, dcn, (0,)), (ici_link, ici, (chunks,))]
     for number, (link, seconds, waits) in enumerate(stages):
@@ -36,9 +36,9 @@ def test_chunks_take_what_events_do(ici, dcn, chunks):
 )
 def test_one_chunk_costs_what_a_program_is_charged(name, size):
     slice_ = Slice(name)
-    rest = tuple(Factor(axis, n, 1) for axis, n in enumerate(slice_.torus_shape) if n > 1)
-    cores = (Factor(-1, slice_.chip.devices_per_chip, 1),) if slice_.chip.devices_per_chip > 1 else ()
-    placement = Placement(slice_, (("slices", (Factor(DCN, slice_.slices, 1),)), ("inside", (*rest, *cores))))
+    rest = tuple(PlacementFactor(axis, n, 1) for axis, n in enumerate(slice_.torus_shape) if n > 1)
+    cores = (PlacementFactor(-1, slice_.chip.devices_per_chip, 1),) if slice_.chip.devices_per_chip > 1 else ()
+    placement = Placement(slice_, (("slices", (PlacementFactor(DCN, slice_.slices, 1),)), ("inside", (*rest, *cores))))
     cost = collective_cost(placement, "all_reduce", ["slices", "inside"], float(size))
     assert all_reduce_over(slice_, size).seconds == pytest.approx(cost.seconds, rel=1e-9)
 

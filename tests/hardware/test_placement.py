@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hardware import CHIPS, collectives, network, point_plans, ring_plans
 from hardware.errors import HardwareError
-from hardware.events import Links, Message, Plan, simulate
+from hardware.events import Links, Message, MessagePlan, simulate
 from hardware.network import (
     KINDS,
     Demand,
@@ -21,7 +21,7 @@ from hardware.network import (
     ici_links,
     together_seconds,
 )
-from hardware.placement import CORES, DCN, Factor, Placement, placements
+from hardware.placement import CORES, DCN, Placement, PlacementFactor, placements
 from hardware.slices import Slice
 from hardware.snakes import closes, hop_length, snake_orders, snakes
 from hardware.torus import Torus
@@ -67,7 +67,7 @@ def test_placements_of_a_square_by_hand():
 def test_parts_of_a_ring_do_not_wrap_and_strided_rings_do():
     p = next(
         p for p in placements(Slice("v5e-256"), {"a": 4, "b": 64})
-        if dict(p.factors)["a"] == (Factor(1, 4, 4),)
+        if dict(p.factors)["a"] == (PlacementFactor(1, 4, 4),)
     )  # fmt: skip
     a, b = p.of(["a"]), p.of(["b"])
     assert p.wraps(a[0])
@@ -78,7 +78,7 @@ def test_parts_of_a_ring_do_not_wrap_and_strided_rings_do():
 
 def ring_messages(torus, rings, size_bytes):
     """all_gather by halves round each ring of nodes (lists), routed between neighbours."""
-    plan = Plan([np.zeros(1) for _ in range(torus.nodes)])
+    plan = MessagePlan([np.zeros(1) for _ in range(torus.nodes)])
     for ring in rings:
         n = len(ring)
         last = {}
@@ -210,8 +210,8 @@ def test_an_all_to_all_has_no_barriers_that_events_do_not_have(shape):
 
 
 def test_two_factors_on_one_torus_axis_take_turns():
-    a = (Factor(0, 2, 1), Factor(1, 2, 8), Factor(1, 2, 1))
-    b = (Factor(0, 8, 2), Factor(1, 4, 2))
+    a = (PlacementFactor(0, 2, 1), PlacementFactor(1, 2, 8), PlacementFactor(1, 2, 1))
+    b = (PlacementFactor(0, 8, 2), PlacementFactor(1, 4, 2))
     placement = Placement(Slice("v5e-256"), (("a", a), ("b", b)))
     assert len(placement.of(["a"])) == 3
     cost = collective_cost(placement, "all_reduce", ["a"], 1e8)
@@ -283,7 +283,9 @@ def test_the_best_order_of_axes_in_turn_is_found_without_trying_all():
     rng = np.random.default_rng(0)
     for _ in range(100):
         count = rng.integers(1, 5)
-        factors = [Factor(*map(int, rng.choice([[0, 1, 2], [2, 3, 8], [1, 2, 4]], axis=1))) for _ in range(count)]
+        factors = [
+            PlacementFactor(*map(int, rng.choice([[0, 1, 2], [2, 3, 8], [1, 2, 4]], axis=1))) for _ in range(count)
+        ]
         legs = [network._Leg(f, (f.size, bool(rng.integers(2))), network._thinned(Links(45e9), f, 1)) for f in factors]
         every = [network._staged("", [order], legs).seconds(1e6) for order in itertools.permutations(range(count))]
         assert network._ways(legs)[0].seconds(1e6) == pytest.approx(min(every))
@@ -371,11 +373,11 @@ def test_costs_are_finite_ordered_and_grow_with_bytes(case, kind, size, data):
         (lambda: best_placement("v3-8", {"a": 8}, [3]), "demands must be a list of Demand"),
         (lambda: together_seconds([3]), "costs must be a list of Cost"),
         (lambda: best_placement("v3-9", {"a": 8}), "'v3-9' is no slice of v3"),
-        (lambda: Placement("v5e-4", (("a", (Factor(7, 4, 1),)),)), "lies on no place of v5e-4"),
+        (lambda: Placement("v5e-4", (("a", (PlacementFactor(7, 4, 1),)),)), "lies on no place of v5e-4"),
         (lambda: first().device({"a": 8}), "coordinate 'a' = 8 is outside an axis of 8"),
         (lambda: first().device({"b": 0}), "must name the axes of the mesh"),
-        (lambda: Placement(Slice("v5e-4"), (("a", (Factor(0, 2, 1),)),)), "cover 1 of the 2 positions"),
-        (lambda: Placement(Slice("v5e-4"), (("a", (Factor(0, 2, 2),)),)), "do not tile torus axis 0"),
+        (lambda: Placement(Slice("v5e-4"), (("a", (PlacementFactor(0, 2, 1),)),)), "cover 1 of the 2 positions"),
+        (lambda: Placement(Slice("v5e-4"), (("a", (PlacementFactor(0, 2, 2),)),)), "do not tile torus axis 0"),
         (lambda: ici_links(Slice("v1-1")), "chip 'v1' has no links"),
         (lambda: next(snake_orders([])), "at least one axis"),
     ],

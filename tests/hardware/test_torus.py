@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hardware.errors import HardwareError
-from hardware.events import Links, Message, Plan, simulate
+from hardware.events import Links, Message, MessagePlan, simulate
 from hardware.torus import Torus
 
 tori = st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=3).map(
@@ -103,7 +103,7 @@ def test_bad_input(call, part):
 def line(*sizes, links=None):
     """Messages over one link, all ready at once."""
     torus = Torus((2,), False)
-    plan = Plan([np.zeros(len(sizes)), np.zeros(len(sizes))])
+    plan = MessagePlan([np.zeros(len(sizes)), np.zeros(len(sizes))])
     plan.memory[0][:] = np.arange(len(sizes)) + 1
     for i, size in enumerate(sizes):
         plan.messages.append(Message(0, 1, torus.route(0, 1), (i,), (i,), Fraction(size)))
@@ -124,7 +124,7 @@ def test_decimal_rates_are_exact():
 
 def test_store_and_forward_and_first_come_first_served():
     torus = Torus((3,), False)
-    plan = Plan([np.zeros(2) for _ in range(3)])
+    plan = MessagePlan([np.zeros(2) for _ in range(3)])
     plan.memory[0][0], plan.memory[1][1] = 5, 6
     plan.messages = [
         Message(0, 2, torus.route(0, 2), (0,), (0,), Fraction(10)),
@@ -137,7 +137,7 @@ def test_store_and_forward_and_first_come_first_served():
 
 def test_both_directions_of_a_link_are_independent():
     torus = Torus((2,), False)
-    plan = Plan([np.array([1.0, 0.0]), np.array([2.0, 0.0])])
+    plan = MessagePlan([np.array([1.0, 0.0]), np.array([2.0, 0.0])])
     for node in (0, 1):
         plan.messages.append(Message(node, 1 - node, torus.route(node, 1 - node), (0,), (1,), Fraction(10)))
     assert simulate(torus, Links(10.0, 1.0), [plan]).exact_seconds == 2
@@ -146,7 +146,7 @@ def test_both_directions_of_a_link_are_independent():
 
 def test_messages_that_wait_for_each_other():
     torus = Torus((2,), False)
-    plan = Plan([np.zeros(1), np.zeros(1)])
+    plan = MessagePlan([np.zeros(1), np.zeros(1)])
     for node in (0, 1):
         route = torus.route(node, 1 - node)
         plan.messages.append(Message(node, 1 - node, route, (0,), (0,), Fraction(1), after=(1 - node,)))

@@ -22,7 +22,7 @@ from hardware import (
     twisted,
 )
 from hardware.network import ici_links
-from hardware.placement import Factor, Placement
+from hardware.placement import Placement, PlacementFactor
 from hardware.twisted import TwistedTorus
 from meshlib.estimation.views.twisting import other_wiring, twisting
 from tests.effort import draws
@@ -160,7 +160,9 @@ def test_a_slice_prices_what_events_take(kind):
     times = 2 if kind == "all_reduce" else 1
     want = times * twisted.all_gather_seconds(1e9, (4, 4, 8), links)
     assert collective_cost(whole, kind, ["all"], 1e9).seconds == pytest.approx(want, rel=1e-9)
-    parts = Placement(slice_, (("a", (Factor(0, 4, 1), Factor(2, 8, 1))), ("b", (Factor(1, 4, 1),))))
+    parts = Placement(
+        slice_, (("a", (PlacementFactor(0, 4, 1), PlacementFactor(2, 8, 1))), ("b", (PlacementFactor(1, 4, 1),)))
+    )
     cost = collective_cost(parts, kind, ["a"], 1e9)
     assert cost.seconds == pytest.approx(times * twisted.all_gather_seconds(1e9, (4, 8), links), rel=1e-9)
     assert [place for place, _ in cost.busy_seconds] == [0, 2]
@@ -171,8 +173,8 @@ def test_a_slice_prices_what_events_take(kind):
 @pytest.mark.parametrize("short", [(0,), (0, 1)], ids=["one short axis", "two"])
 def test_two_positions_of_the_long_axis_close_the_rings_of_short_ones(short):
     slice_ = Slice("v4-4x4x8_twisted")
-    ring = (*[Factor(a, 4, 1) for a in short], Factor(2, 2, 4))
-    rest = (*[Factor(a, 4, 1) for a in (0, 1) if a not in short], Factor(2, 4, 1))
+    ring = (*[PlacementFactor(a, 4, 1) for a in short], PlacementFactor(2, 2, 4))
+    rest = (*[PlacementFactor(a, 4, 1) for a in (0, 1) if a not in short], PlacementFactor(2, 4, 1))
     placement = Placement(slice_, (("ring", ring), ("rest", rest)))
     size = placement.mesh["ring"]
     members = {placement.device({"ring": i, "rest": 0})[1] for i in range(size)}

@@ -1,4 +1,4 @@
-"""One way of a collective through a torus: stages whose times are affine in the bytes."""
+"""Times of a collective on a torus: stages whose times are affine in the bytes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Way:
+class StagedTime:
     """Stages that end together, each of parts that take a + b * bytes seconds.
 
     Attributes:
@@ -24,7 +24,7 @@ class Way:
         """Time for `size` bytes: every stage lasts as long as its slowest part.
 
         Example:
-          >>> Way("in turn", 2, (((1.0, 0.5), (2.0, 0.25)), ((1.0, 0.0),)), ()).seconds(8.0)
+          >>> StagedTime("in turn", 2, (((1.0, 0.5), (2.0, 0.25)), ((1.0, 0.0),)), ()).seconds(8.0)
           6.0
         """
         return sum(max([a + b * size for a, b in parts]) for parts in self.stages)
