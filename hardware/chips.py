@@ -161,8 +161,9 @@ class Chip:
         for name in _TILES:
             if len(getattr(self, name)) != 2:
                 raise HardwareError(f"{where}{name} must be (queries, keys), not {getattr(self, name)}")
-        if self.not_offered_chips:
-            wholes(where + "not_offered_chips", self.not_offered_chips, low=1)
+        sizes: object = self.not_offered_chips
+        if not isinstance(sizes, tuple) or sizes:
+            object.__setattr__(self, "not_offered_chips", wholes(where + "not_offered_chips", sizes, low=1))
         boxes: object = self.longer_boxes
         if not isinstance(boxes, tuple):
             raise HardwareError(f"{where}longer_boxes must be boxes ((a, b, c), ...), not {boxes!r:.80}")

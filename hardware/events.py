@@ -166,7 +166,7 @@ def simulate(torus: Torus, links: Links, plans: Sequence[MessagePlan], record: b
     Returns: Traffic.
     Raises: HardwareError for a negative size, or messages that wait for each other.
     Example:
-      >>> plan = Plan([np.array([7.0]), np.array([0.0])])
+      >>> plan = MessagePlan([np.array([7.0]), np.array([0.0])])
       >>> torus = Torus((2,), wrap=False)
       >>> plan.messages.append(Message(0, 1, torus.route(0, 1), (0,), (0,), Fraction(45_000)))
       >>> simulate(torus, Links(45e9), [plan]).seconds, plan.memory[1].tolist()

@@ -163,8 +163,8 @@ def join(factors: Iterable[PlacementFactor]) -> tuple[PlacementFactor, ...]:
     """Factors in the order of their places; neighbours on one place become one.
 
     Example:
-      >>> join([Factor(0, 2, 4), Factor(0, 4, 1)])
-      (Factor(place=0, size=8, stride=1),)
+      >>> join([PlacementFactor(0, 2, 4), PlacementFactor(0, 4, 1)])
+      (PlacementFactor(place=0, size=8, stride=1),)
     """
     joined: list[PlacementFactor] = []
     for factor in sorted(factors, key=lambda f: (f.place, f.stride)):

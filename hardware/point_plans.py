@@ -1,6 +1,6 @@
 """all_to_all, collective_permute and broadcast as messages over the links of a torus.
 
-As in `hardware.ring_plans`, each function takes arrays and returns a `Collective` to be simulated. Memories
+As in `hardware.ring_plans`, each function takes arrays and returns a `CollectivePlan` to be simulated. Memories
 are flat vectors; a region is the addresses of its elements.
 
 all_to_all "phased" moves along one axis after the other. In phase j a node passes on what its j-1st

@@ -73,8 +73,8 @@ def shared(costs: Sequence[Cost], starts: Sequence[float] | None = None, policy:
       >>> gathers = [Cost(seconds, ((0, seconds),), 1, "-") for seconds in (1.0, 3.0)]
       >>> shared(gathers).ends, shared(gathers, policy="equal").ends
       ((4.0, 4.0), (2.0, 4.0))
-      >>> shared([gathers[0], Cost(3.0, ((1, 3.0),), 1, "-")]).ends  # another axis of the torus
-      (1.0, 3.0)
+      >>> shared([gathers[0], Cost(2.0, ((1, 2.0),), 1, "-")]).ends  # another axis of the torus
+      (1.0, 2.0)
 
     Source: module docstring.
     """

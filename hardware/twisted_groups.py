@@ -46,7 +46,7 @@ def twisted_rings(slice_: Slice, factors: Sequence[PlacementFactor]) -> TwistedR
     """The rings of a group with these joined factors on a twisted slice; None where its axes are lines or rings alone.
 
     Example:
-      >>> factors = [Factor(0, 4, 1), Factor(2, 8, 1)]
+      >>> factors = [PlacementFactor(0, 4, 1), PlacementFactor(2, 8, 1)]
       >>> twisted_rings(Slice("v4-4x4x8_twisted"), factors)
       TwistedRings(places=(0, 2), lengths=(8, 4), shape=(4, 8))
       >>> twisted_rings(Slice("v4-4x4x8_twisted"), factors[:1]) is None

@@ -107,7 +107,7 @@ def _timed(on_tpu: bool, line: Any, module: str) -> Iterator[TimedOperation]:
 def alone(events: Sequence[TimedOperation]) -> dict[str, float]:
     """Nanoseconds of each operation of a thread, without those of operations inside it.
 
-    >>> alone([Timed("call", 0, 10), Timed("dot", 2, 8), Timed("add", 10, 11)])
+    >>> alone([TimedOperation("call", 0, 10), TimedOperation("dot", 2, 8), TimedOperation("add", 10, 11)])
     {'call': 4.0, 'dot': 6.0, 'add': 1.0}
     """
     taken: dict[str, float] = defaultdict(float)

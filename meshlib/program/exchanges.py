@@ -55,7 +55,7 @@ def runs(begin: int, end: int, size: int, block: int, wrap: bool) -> Iterator[In
     """The indices [begin, end) of a dim cut at its blocks; outside [0, size) they are padding, or go round.
 
     >>> list(runs(-1, 3, 4, 2, wrap=True))
-    [Run(source=1, begin=3, end=4), Run(source=0, begin=0, end=2), Run(source=1, begin=2, end=3)]
+    [IndexRange(source=1, begin=3, end=4), IndexRange(source=0, begin=0, end=2), IndexRange(source=1, begin=2, end=3)]
     """
     at = begin if wrap else max(begin, 0)
     stop = end if wrap else min(end, size)

@@ -27,7 +27,8 @@ JUNK: list[Callable[[], object]] = [
     lambda: {"x": -8}, lambda: {3: "x"}, lambda: {"x"}, object, lambda: lambda *args: None, lambda: iter([1]),
     lambda: CHIPS["v3"], lambda: Slice("v3-8"), lambda: Links(1e9), lambda: Torus((2, 2)), lambda: Work(),
     lambda: [Work()], lambda: (Matmul(1, 2, 3),), lambda: Demand("broadcast", ("x",), 1), lambda: [placed()],
-    lambda: [Demand("all_reduce", ("y",), 1.0)], lambda: (("x", (PlacementFactor(0, 2, 1),)),), lambda: PlacementFactor(9, 2, 1),
+    lambda: [Demand("all_reduce", ("y",), 1.0)], lambda: (("x", (PlacementFactor(0, 2, 1),)),),
+    lambda: PlacementFactor(9, 2, 1),
     lambda: (("x", (PlacementFactor("a", None, -1),)),), lambda: "collective_permute", lambda: ["x", "x"],
 ]  # fmt: skip
 
