@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
 from meshlib.core.files import open_file
+from meshlib.core.garbage import uncollected
 
 Fail: TypeAlias = Callable[[str], NoReturn]
 MOST_BYTES = 64 * 2**20  # of a file: the vocabularies and indexes of published models have up to a third of it
 MOST_DEPTH = 64
+_loaded = uncollected(json.loads)  # of a large document the collector would take twice as long as the parser
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def parse_json(
 
     try:
         text = raw.decode() if isinstance(raw, bytes) else raw
-        document = json.loads(
+        document = _loaded(
             text, object_pairs_hook=unique, parse_float=finite, parse_constant=None if constants else no_constant
         )
     except UnicodeDecodeError as fault:

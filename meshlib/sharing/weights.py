@@ -294,5 +294,5 @@ def _files_of(path: object, what: str) -> list[Path | object]:
         known = [Path(checked(place.parent, entry, what, CheckpointError)).name for entry in entries]
         strange = [name for name in names if name not in known]
         if strange:
-            raise CheckpointError(f"{what}: {target} maps tensors to {strange[0]}, which is none of its files")
+            raise CheckpointError(f"{what}: {target} maps tensors to {strange[0]:.80}, which is none of its files")
     return [place.parent / name for name in names]

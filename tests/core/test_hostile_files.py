@@ -78,7 +78,7 @@ def test_hostile_files_take_little(about: str, tmp_path: Path) -> None:
     peak.begin()
     with pytest.raises((mtf.MeshlibError, HardwareError)):
         READERS[reader].read(tmp_path / "hostile")
-    assert time.process_time() - begun < 4 * SECONDS  # of a header of 16 MiB json.loads alone takes most
+    assert time.process_time() - begun < 2 * SECONDS  # a header of 16 MiB takes half a second, where nobody else works
     assert peak.bytes() < MOST_BYTES
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -408,3 +409,20 @@ def test_a_ring_rounds_at_each_hop(cores: int, kind: str) -> None:
     if cores > 2:
         once = x.astype(np.float32).sum(0).astype(ml_dtypes.bfloat16).astype(np.float32)
         assert (found != once).any()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "low", "high"), [("int32", -(2**31), 2**31 - 1), ("int8", -128, 127), ("int4", -8, 7)]
+)
+def test_casts_to_integers_take_the_nearest_and_no_number_is_zero(dtype: str, low: int, high: int) -> None:
+    """As XLA does; NumPy makes the least number of all that does not fit."""
+    x = np.array([np.inf, -np.inf, np.nan, 3e10, -3e10, 2.7, -2.7, 0.0], np.float32)
+    with mtf.Graph():
+        y = mtf.cast(mtf.input("x", [mtf.Dimension("n", 8)]), dtype)
+        program = mtf.lower({"y": y}, mesh="a:2", layout="n:a")
+    expected = [high, low, 0, high, low, 2, -2, 0]
+    for executor in ("fast", "exact"):
+        sim = mtf.simulate(program, executor=executor, check_nan=False)
+        assert sim.step(x=x)["y"].tolist() == expected
+    if importlib.util.find_spec("jax") is not None:
+        assert np.asarray(mtf.on_jax(program, checked=False).step(x=x)["y"]).tolist() == expected

@@ -414,6 +414,12 @@ def _cast_linear(op: Operation) -> Linear:
 
 def _cast_local(block: Block, x: Array) -> Array:
     dtype, out = block.attrs["dtype"], block.result()
+    if x.dtype.kind == "f" and out.dtype == np.int32:  # the nearest there is, which float32 can't hold for the largest
+        with np.errstate(invalid="ignore"):
+            np.copyto(out, x, casting="unsafe")
+        for outside, value in ((x >= 2.0**31, 2**31 - 1), (x < -(2.0**31), -(2**31)), (np.isnan(x), 0)):
+            np.copyto(out, value, where=outside)
+        return out
     if dtype.is_narrow_integer:
         low, high = dtype.bounds
         if x.dtype.kind == "f":  # the nearest there is, as XLA makes it
@@ -439,8 +445,8 @@ CAST = _define(
 def cast(x: Tensor, dtype: object, name: str | None = None) -> Tensor:
     """`x` as another dtype: floats are rounded to nearest even, float to integer cuts towards zero.
 
-    Beyond what it holds e4m3 has NaN, e5m2 an infinity; int8 and int4 their least or largest number, of wider
-    integers the low bits. Where a tensor moves between devices its casts run where they leave the narrower type to
+    Beyond what it holds e4m3 has NaN, e5m2 an infinity; integers have their least or largest number, for NaN 0, and of
+    wider integers the low bits. Where a tensor moves between devices its casts run where they leave the narrower type to
     move.
     """
     new = as_dtype(dtype)
