@@ -446,8 +446,8 @@ def cast(x: Tensor, dtype: object, name: str | None = None) -> Tensor:
     """`x` as another dtype: floats are rounded to nearest even, float to integer cuts towards zero.
 
     Beyond what it holds e4m3 has NaN, e5m2 an infinity; integers have their least or largest number, for NaN 0, and of
-    wider integers the low bits. Where a tensor moves between devices its casts run where they leave the narrower type to
-    move.
+    wider integers the low bits. Where a tensor moves between devices its casts run where they leave the narrower type
+    to move.
     """
     new = as_dtype(dtype)
     return x if tensor(x, "cast").dtype is new else build(CAST, [x], {"dtype": new}, name)
