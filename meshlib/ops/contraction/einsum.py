@@ -355,5 +355,14 @@ def matmul(
     dtype: object | None = None,
     name: str | None = None,
 ) -> Tensor:
-    """`einsum` of two tensors."""
+    """`einsum` of two tensors.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.matmul(mtf.input("x", "a:2;b:2"), mtf.ones("b:2;c:1"))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[[1.0, 2.0], [3.0, 4.0]])["y"])
+      [[3.]
+       [7.]]
+    """
     return einsum([a, b], output_shape, reduced_dims, precision=precision, dtype=dtype, name=name)

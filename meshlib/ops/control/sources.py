@@ -134,22 +134,54 @@ def constant(
 
 
 def zeros(shape: Shape | Sequence[Dimension] | Dimension, dtype: object = "float32", name: str | None = None) -> Tensor:
-    """A tensor of zeros."""
+    """A tensor of zeros.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.zeros("d:2", "int32")
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step()["y"])
+      [0 0]
+    """
     return constant(0, shape, dtype, "zeros" if name is None else name)
 
 
 def ones(shape: Shape | Sequence[Dimension] | Dimension, dtype: object = "float32", name: str | None = None) -> Tensor:
-    """A tensor of ones."""
+    """A tensor of ones.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.ones("d:2")
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step()["y"])
+      [1. 1.]
+    """
     return constant(1, shape, dtype, "ones" if name is None else name)
 
 
 def zeros_like(t: Tensor, name: str | None = None) -> Tensor:
-    """Zeros of the shape and dtype of `t`."""
+    """Zeros of the shape and dtype of `t`.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.zeros_like(mtf.ones("d:2"))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step()["y"])
+      [0. 0.]
+    """
     return _like(t, 0, "zeros", name)
 
 
 def ones_like(t: Tensor, name: str | None = None) -> Tensor:
-    """Ones of the shape and dtype of `t`."""
+    """Ones of the shape and dtype of `t`.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.ones_like(mtf.zeros("d:2"))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step()["y"])
+      [1. 1.]
+    """
     return _like(t, 1, "ones", name)
 
 
@@ -179,6 +211,13 @@ def input(name: str, shape: Shape | Sequence[Dimension] | Dimension, dtype: obje
     """A value fed at every step under `name`: `sim.step(images=x)`.
 
     Raises: GraphError if the name is taken by another input of the graph.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.input("x", "batch:2;d:2") * 2.0
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[[1.0, 2.0], [3.0, 4.0]])["y"])
+      [[2. 4.]
+       [6. 8.]]
     """
     graph = current_graph("input").root
     full = _check_name(name, "input")
@@ -217,6 +256,12 @@ def variable(
     Returns: the variable's value.
     Raises: GraphError if the name is taken (names both lines). Inside `mtf.scope(..., reuse=True)` it must be taken, by
       a variable of the same dims and dtypes, which is returned; its own initializer and `trainable` hold.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.variable("w", "d:2", mtf.initializers.constant(3.0)) + 1.0
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step()["y"])
+      [4. 4.]
     """
     dims = Shape(as_dims(shape, f"variable '{name}'"))
     if not reusing():
@@ -334,7 +379,15 @@ def _chosen(graph: Graph, choices: dict[Tensor, Tensor], value: Tensor, dim: Dim
 
 
 def step() -> Tensor:
-    """The int32 number of steps with updates run so far; it increments by itself when such a step ends."""
+    """The int32 number of steps with updates run so far; it increments by itself when such a step ends.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.step()
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step()["y"])
+      0
+    """
     graph = current_graph("step").root
     if STEP not in graph.variables:
         dtype = as_dtype("int32")

@@ -38,12 +38,28 @@ ASSIGN = _define("assign", not_differentiable, NONLINEAR, Kind.COMMIT, home=Home
 
 
 def identity(x: Tensor, name: str | None = None) -> Tensor:
-    """`x` under another name."""
+    """`x` under another name.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.identity(mtf.input("x", "d:4"))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"])
+      [3. 1. 2. 0.]
+    """
     return build(IDENTITY, [tensor(x, "identity")], {}, name)
 
 
 def stop_gradient(x: Tensor, name: str | None = None) -> Tensor:
-    """`x`, through which no gradient flows."""
+    """`x`, through which no gradient flows.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.stop_gradient(mtf.input("x", "d:4"))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"])
+      [3. 1. 2. 0.]
+    """
     return build(STOP_GRADIENT, [tensor(x, "stop_gradient")], {}, name)
 
 
@@ -51,6 +67,12 @@ def constrain(x: Tensor, layout: object, name: str | None = None) -> Tensor:
     """`x`, bound to the home that `layout` gives it at this point: `mtf.constrain(x, "length:model")`.
 
     The rules given here replace the program's for this tensor and for its cotangent.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.constrain(mtf.input("x", "d:4"), "")
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"])
+      [3. 1. 2. 0.]
     """
     rules = LayoutRules(layout)  # type: ignore[arg-type]
     tensor(x, "constrain")

@@ -77,5 +77,13 @@ def anonymous_shape(shape: Shape | Sequence[Dimension]) -> Shape:
 
 
 def anonymize(x: Tensor) -> Tensor:
-    """`x` under the dims of `anonymous_shape`, so that every core has all of it."""
+    """`x` under the dims of `anonymous_shape`, so that every core has all of it.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.anonymize(mtf.input("x", "d:4"))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"])
+      [3. 1. 2. 0.]
+    """
     return reshape(x, anonymous_shape(tensor(x, "anonymize").shape))

@@ -76,7 +76,15 @@ RANGE = operation(
 
 
 def range(dim: Dimension, dtype: object = "int32", name: str | None = None) -> Tensor:
-    """0, 1, ..., dim.size - 1 along `dim`."""
+    """0, 1, ..., dim.size - 1 along `dim`.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.range(mtf.Dimension("d", 4), "int32")
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step()["y"])
+      [0 1 2 3]
+    """
     dim = as_dim(dim, "range")
     return build_source(current_graph("range"), RANGE, {"dim": dim, "dtype": as_dtype(dtype)}, name).output
 
@@ -129,6 +137,13 @@ def one_hot(
 
     `out_of_range`: of an index that is none, "error" raises; "zero" gives `off_value` everywhere, as Mesh TensorFlow.
     Raises: ShapeError while writing; FeedError at run time for an index out of range.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.one_hot(mtf.input("i", "n:2", "int32"), mtf.Dimension("d", 3))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(i=[2, 0])["y"])
+      [[0. 0. 1.]
+       [1. 0. 0.]]
     """
     choice(out_of_range, "one_hot", "out_of_range", _OUT_OF_RANGE)
     output_dim = as_dim(output_dim, "one_hot")
@@ -241,6 +256,12 @@ def gather(
     `dim` each device looks up what it holds; the parts are a pending sum.
     `out_of_range`: of an index that is none, "error" raises; "zero" gives zeros (False), as Mesh TensorFlow.
     Raises: ShapeError while writing; FeedError at run time for an index out of range.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.gather(mtf.input("x", "d:4"), mtf.input("i", "n:2", "int32"), mtf.Dimension("d", 4))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0], i=[2, 0])["y"])
+      [2. 3.]
     """
     from meshlib.ops.control.sources import constant_like
     from meshlib.ops.movement.shape import broadcast

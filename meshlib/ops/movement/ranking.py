@@ -146,6 +146,12 @@ def top_k(x: Tensor, reduced_dim: Dimension, k_dim: Dimension, name: str | None 
 
     Both have the other dims of x, then `k_dim`. Ties go to the lowest index. NaN comes before all numbers, so that none
     is lost.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.top_k(mtf.input("x", "d:4"), mtf.Dimension("d", 4), mtf.Dimension("k", 2))[0]
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"])
+      [3. 2.]
     """
     d = find_dim(tensor(x, "top_k"), reduced_dim, "top_k")
     if not isinstance(k_dim, Dimension):
@@ -157,7 +163,15 @@ def top_k(x: Tensor, reduced_dim: Dimension, k_dim: Dimension, name: str | None 
 
 
 def top_1(x: Tensor, reduced_dim: Dimension, name: str | None = None) -> tuple[Tensor, Tensor]:
-    """The largest element along `reduced_dim` and its int32 index, without that dim."""
+    """The largest element along `reduced_dim` and its int32 index, without that dim.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.top_1(mtf.input("x", "d:4"), mtf.Dimension("d", 4))[0]
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"])
+      3.0
+    """
     d = find_dim(tensor(x, "top_1"), reduced_dim, "top_1")
     values, indices = top_k(x, d, Dimension(f"{d.name}_k", 1), name)
     rest = [e for e in x.shape if e != d]
@@ -183,7 +197,15 @@ ARGMAX = operation(
 
 
 def argmax(x: Tensor, reduced_dim: Dimension, name: str | None = None) -> Tensor:
-    """The int32 index of the largest element along `reduced_dim`; the lowest of several. NaN is the largest."""
+    """The int32 index of the largest element along `reduced_dim`; the lowest of several. NaN is the largest.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.argmax(mtf.input("x", "d:4"), mtf.Dimension("d", 4))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"])
+      0
+    """
     d = find_dim(tensor(x, "argmax"), reduced_dim, "argmax")
     if x.dtype is BOOL:
         raise ShapeError(f"{at('argmax')}: needs numbers, got {x}; cast it with mtf.cast")
@@ -191,7 +213,15 @@ def argmax(x: Tensor, reduced_dim: Dimension, name: str | None = None) -> Tensor
 
 
 def nth_largest_element(x: Tensor, n: int, reduced_dim: Dimension, name: str | None = None) -> Tensor:
-    """The n-th largest element along `reduced_dim`, counted from 0."""
+    """The n-th largest element along `reduced_dim`, counted from 0.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.nth_largest_element(mtf.input("x", "d:4"), 1, mtf.Dimension("d", 4))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"])
+      2.0
+    """
     d = find_dim(tensor(x, "nth_largest_element"), reduced_dim, "nth_largest_element")
     n = whole(n, "nth_largest_element", "n")
     if not 0 <= n < d.size:
@@ -202,7 +232,15 @@ def nth_largest_element(x: Tensor, n: int, reduced_dim: Dimension, name: str | N
 
 
 def nth_smallest_element(x: Tensor, n: int, reduced_dim: Dimension, name: str | None = None) -> Tensor:
-    """The n-th smallest element along `reduced_dim`, counted from 0."""
+    """The n-th smallest element along `reduced_dim`, counted from 0.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.nth_smallest_element(mtf.input("x", "d:4"), 1, mtf.Dimension("d", 4))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"])
+      1.0
+    """
     return negative(nth_largest_element(negative(x), n, reduced_dim), name)
 
 
@@ -228,14 +266,30 @@ ARGSORT = operation(
 
 
 def argsort(x: Tensor, dim: Dimension, descending: bool = False, name: str | None = None) -> Tensor:
-    """The int32 indices that sort `x` along `dim`; ties keep their order. The dim is made whole for it."""
+    """The int32 indices that sort `x` along `dim`; ties keep their order. The dim is made whole for it.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.argsort(mtf.input("x", "d:4"), mtf.Dimension("d", 4))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"])
+      [3 1 2 0]
+    """
     d = find_dim(tensor(x, "argsort"), dim, "argsort")
     down = flag(descending, "argsort", "descending")
     return build(ARGSORT, [x], {"dim": d.name, "size": d.size, "descending": down}, name)
 
 
 def sort(x: Tensor, dim: Dimension, descending: bool = False, name: str | None = None) -> Tensor:
-    """`x` sorted along `dim`."""
+    """`x` sorted along `dim`.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.sort(mtf.input("x", "d:4"), mtf.Dimension("d", 4))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"])
+      [0. 1. 2. 3.]
+    """
     d = find_dim(tensor(x, "sort"), dim, "sort")
     order = rename_dimension(argsort(x, d, descending), d.name, f"{d.name}_sorted")
     in_order = gather(x, order, d)

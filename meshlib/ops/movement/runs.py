@@ -109,6 +109,12 @@ def slice(x: Tensor, begin: int, size: int, slice_dim_name: str, name: str | Non
     """Elements [begin, begin + size) of one dim; the dim keeps its name.
 
     As many elements of a tensor that was padded with zeros as it had before are a `shift` of it.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.slice(mtf.input("x", "d:4"), 1, 2, "d")
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"])
+      [1. 2.]
     """
     d = find_dim(tensor(x, "slice"), slice_dim_name, "slice")
     begin, size = whole(begin, "slice", "begin"), whole(size, "slice", "size")
@@ -123,7 +129,15 @@ def slice(x: Tensor, begin: int, size: int, slice_dim_name: str, name: str | Non
 def split(
     x: Tensor, split_dim: Dimension, num_or_size_splits: int | Sequence[int], name: str | None = None
 ) -> list[Tensor]:
-    """Consecutive parts of one dim: that many equal ones, or one per given size; each keeps the dim's name."""
+    """Consecutive parts of one dim: that many equal ones, or one per given size; each keeps the dim's name.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.split(mtf.input("x", "d:4"), mtf.Dimension("d", 4), 2)[1]
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"])
+      [2. 0.]
+    """
     d = find_dim(tensor(x, "split"), split_dim, "split")
     if isinstance(num_or_size_splits, Sequence):
         sizes = [whole(n, "split", "each size") for n in items(num_or_size_splits, "split", "num_or_size_splits")]
@@ -141,7 +155,15 @@ def split(
 def strided_slice(
     x: Tensor, begin: int, size: int, stride: int, slice_dim_name: str, name: str | None = None
 ) -> Tensor:
-    """Elements begin, begin + stride, ..., `size` of them, of one dim; the dim keeps its name."""
+    """Elements begin, begin + stride, ..., `size` of them, of one dim; the dim keeps its name.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.strided_slice(mtf.input("x", "d:4"), 0, 2, 2, "d")
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"])
+      [3. 2.]
+    """
     d = find_dim(tensor(x, "strided_slice"), slice_dim_name, "strided_slice")
     begin, size, stride = (whole(n, "strided_slice", "begin, size and stride") for n in (begin, size, stride))
     if stride < 1 or size < 1 or begin < 0 or begin + (size - 1) * stride >= d.size:
@@ -195,7 +217,15 @@ PAD = _define(
 
 
 def pad(x: Tensor, paddings: Sequence[int], dim_name: str, pad_value: float = 0.0, name: str | None = None) -> Tensor:
-    """`x` with paddings = [before, after] elements of `pad_value` added to one dim; the dim keeps its name."""
+    """`x` with paddings = [before, after] elements of `pad_value` added to one dim; the dim keeps its name.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.pad(mtf.input("x", "d:2"), [1, 1], "d")
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 4.0])["y"])
+      [0. 3. 4. 0.]
+    """
     d = find_dim(tensor(x, "pad"), dim_name, "pad")
     given = items(paddings, "pad", "paddings")
     if len(given) != 2:
@@ -240,7 +270,15 @@ SHIFT = _define(
 
 
 def shift(x: Tensor, offset: int, dim: Dimension | str, wrap: bool, name: str | None = None) -> Tensor:
-    """`x` moved by `offset` along `dim`: y[i] = x[i - offset]; what comes in is zero, or the other end if `wrap`."""
+    """`x` moved by `offset` along `dim`: y[i] = x[i - offset]; what comes in is zero, or the other end if `wrap`.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.shift(mtf.input("x", "d:4"), 1, mtf.Dimension("d", 4), wrap=False)
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"])
+      [0. 3. 1. 2.]
+    """
     d = find_dim(tensor(x, "shift"), dim, "shift")
     offset, wrap = whole(offset, "shift", "offset"), flag(wrap, "shift", "wrap")
     if wrap:
@@ -301,6 +339,12 @@ def concat(xs: Sequence[Tensor], concat_dim_name: str, name: str | None = None) 
     """The tensors one after the other along a dim that all have; their other dims are the same, in the same order.
 
     Zeros and what they leave of a tensor, which keeps its size, are a `shift` of it.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.concat([mtf.input("x", "d:2"), mtf.ones("d:1")], "d")
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 4.0])["y"])
+      [3. 4. 1.]
     """
     operands = [tensor(x, "concat") for x in items(xs, "concat", "xs")]
     if not operands:

@@ -54,7 +54,16 @@ TRANSPOSE = _define(
 
 
 def transpose(x: Tensor, new_shape: Shape | Sequence[Dimension], name: str | None = None) -> Tensor:
-    """`x` with its dims in the order of `new_shape`."""
+    """`x` with its dims in the order of `new_shape`.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.transpose(mtf.input("x", "a:2;b:2"), "b:2;a:2")
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[[1.0, 2.0], [3.0, 4.0]])["y"])
+      [[1. 3.]
+       [2. 4.]]
+    """
     shape = Shape(as_dims(new_shape, "transpose", [tensor(x, "transpose")]))
     return x if x.shape == shape else build(TRANSPOSE, [x], {"shape": shape}, name)
 
@@ -79,7 +88,15 @@ RENAME = _define(
 
 
 def rename_dimension(x: Tensor, old_name: str, new_name: str, name: str | None = None) -> Tensor:
-    """`x` with one dim under another name, which layout rules may lay elsewhere."""
+    """`x` with one dim under another name, which layout rules may lay elsewhere.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.rename_dimension(mtf.input("x", "d:4"), "d", "e")
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"])
+      [3. 1. 2. 0.]
+    """
     old_name = find_dim(tensor(x, "rename_dimension"), old_name, "rename_dimension").name
     if not isinstance(new_name, str):
         raise ShapeError(f"{at('rename_dimension')}: the new name must be a string, got {new_name!r:.80}")
@@ -156,6 +173,12 @@ def reshape(x: Tensor, new_shape: Shape | Sequence[Dimension], name: str | None 
     """`x` with its elements, in row-major order, under other dims: splits and merges of dims.
 
     The axes of a split or merged dim stay on its major part; where they can't, the value is gathered.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.reshape(mtf.input("x", "a:2;b:2"), "d:4")
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[[1.0, 2.0], [3.0, 4.0]])["y"])
+      [1. 2. 3. 4.]
     """
     shape = Shape(as_dims(new_shape, "reshape", [x]))
     return x if tensor(x, "reshape").shape == shape else build(RESHAPE, [x], {"shape": shape}, name)
@@ -193,7 +216,16 @@ BROADCAST = _define(
 
 
 def broadcast(x: Tensor, new_shape: Shape | Sequence[Dimension], name: str | None = None) -> Tensor:
-    """`x` repeated over the dims of `new_shape` that it lacks."""
+    """`x` repeated over the dims of `new_shape` that it lacks.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.broadcast(mtf.input("x", "b:2"), "a:2;b:2")
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[1.0, 2.0])["y"])
+      [[1. 2.]
+       [1. 2.]]
+    """
     shape = Shape(as_dims(new_shape, "broadcast", [x]))
     if tensor(x, "broadcast").shape == shape:
         return x

@@ -53,7 +53,16 @@ STACK = operation(
 
 
 def stack(xs: Sequence[Tensor], dim_name: str, axis: int = 0, name: str | None = None) -> Tensor:
-    """Tensors of one shape side by side along a new dim, which becomes dim number `axis`."""
+    """Tensors of one shape side by side along a new dim, which becomes dim number `axis`.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.stack([mtf.input("x", "d:2"), mtf.ones("d:2")], "n")
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 4.0])["y"])
+      [[3. 4.]
+       [1. 1.]]
+    """
     operands = [tensor(x, "stack") for x in items(xs, "stack", "xs")]
     if not operands:
         raise ShapeError(f"{at('stack')}: needs at least one tensor, got an empty list")
@@ -62,6 +71,14 @@ def stack(xs: Sequence[Tensor], dim_name: str, axis: int = 0, name: str | None =
 
 
 def unstack(x: Tensor, dim: Dimension, name: str | None = None) -> list[Tensor]:
-    """The tensors at each index of `dim`, without that dim. Where it is split, each is made of one pending sum."""
+    """The tensors at each index of `dim`, without that dim. Where it is split, each is made of one pending sum.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.unstack(mtf.input("x", "a:2;b:2"), mtf.Dimension("a", 2))[1]
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[[1.0, 2.0], [3.0, 4.0]])["y"])
+      [3. 4.]
+    """
     d = find_dim(tensor(x, "unstack"), dim, "unstack")
     return [gather(x, constant_like(n, x, "int32"), d, name=name) for n in np.arange(d.size).tolist()]

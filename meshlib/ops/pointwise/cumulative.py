@@ -93,7 +93,15 @@ def _cumsum(x: Tensor, dim: str, exclusive: bool, reverse: bool, name: str | Non
 def cumsum(
     x: Tensor, dim: Dimension | str, exclusive: bool = False, reverse: bool = False, name: str | None = None
 ) -> Tensor:
-    """y[i] = x[0] + ... + x[i] along `dim`; without x[i] if `exclusive`; from the other end if `reverse`."""
+    """y[i] = x[0] + ... + x[i] along `dim`; without x[i] if `exclusive`; from the other end if `reverse`.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.cumsum(mtf.input("x", "d:4"), mtf.Dimension("d", 4))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"])
+      [3. 4. 6. 6.]
+    """
     d = find_dim(tensor(x, "cumsum"), dim, "cumsum")
     apart, backwards = flag(exclusive, "cumulative", "exclusive"), flag(reverse, "cumulative", "reverse")
     return _cumsum(x, d.name, apart, backwards, name)
@@ -168,6 +176,12 @@ def cumprod(
     """y[i] = x[0] * ... * x[i] along `dim`; without x[i] if `exclusive`; from the other end if `reverse`.
 
     Written as the recurrence y[i] = x[i] y[i - 1], so that the gradient is right where elements are zero.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.cumprod(mtf.input("x", "d:4"), mtf.Dimension("d", 4))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"])
+      [3. 3. 6. 0.]
     """
     d = find_dim(tensor(x, "cumprod"), dim, "cumprod")
     reverse = flag(reverse, "cumprod", "reverse")

@@ -107,6 +107,31 @@ def _define(
 # ---------------------------------------------------------------- of one tensor
 
 
+def _described(
+    doc: str, name: str, function: Callable[..., Any], operands: Mapping[str, Sequence[object]], arguments: str
+) -> str:
+    """The docstring of an operation, with an example whose result its own function gives."""
+    arrays = [np.array(x, bool if isinstance(x[0], bool) else np.float32) for x in operands.values()]
+    out = np.empty_like(function(*arrays) if isinstance(function, np.ufunc) else arrays[0])
+    function(*arrays, out=out)
+    dtype = ', "bool"' if arrays[0].dtype == bool else ""
+    inputs = ", ".join(f'mtf.input("{x}", "d:2"{dtype})' for x in operands)
+    fed = ", ".join(f"{x}={list(values)}" for x, values in operands.items())
+    text = f"""{doc}.
+
+Args:
+{arguments}
+  name: of the operation.
+Returns: a tensor with the dims of {" and ".join(operands)}.
+Example:
+  >>> import meshlib as mtf
+  >>> with mtf.Graph():
+  ...     y = mtf.{name}({inputs})
+  >>> print(mtf.simulate(mtf.lower({{"y": y}})).step({fed})["y"]{".round(4)" * (out.dtype.kind == "f")})
+  {out.round(4) if out.dtype.kind == "f" else out}"""
+    return text.replace("\n", "\n    ")
+
+
 def unary(
     name: str,
     doc: str,
@@ -124,7 +149,12 @@ def unary(
         return build(kind, [tensor(x, kind.name)], {}, name)
 
     public.__name__ = public.__qualname__ = name
-    public.__doc__ = f"{doc}; float dtypes." if shape is _FLOAT else f"{doc}."
+    dtypes = {_FLOAT: "a float dtype", _FLAG: "bool"}.get(shape, "a number's dtype")
+    signed = shape is _NUMBER or traits.get("exact")
+    operand: tuple[object, ...] = (True, False) if shape is _FLAG else (-1.5, 2.5) if signed else (0.25, 1.0)
+    public.__doc__ = _described(
+        f"{doc}; float dtypes" if shape is _FLOAT else doc, name, function, {"x": operand}, f"  x: any shape, {dtypes}."
+    )
     return public
 
 
@@ -239,7 +269,13 @@ def _binary(
         return _broadcast(build(kind, operands, {}, name), output_shape)
 
     public.__name__ = public.__qualname__ = name
-    public.__doc__ = f"{doc}, broadcast by name{note}."
+    truth = shape is _FLAGS
+    public.__doc__ = _described(
+        f"{doc}, broadcast by name{note}", name, function,
+        dict(zip(("x1", "x2"), [(True, True), (True, False)] if truth else [(7.0, 2.0), (2.0, 2.0)], strict=True)),
+        f"  x1, x2: tensors of {'bool' if truth else 'one dtype'}, or one of them a number; dims go together by name.\n"
+        "  output_shape: the dims of the result in this order; by default those of x1, then what x2 has besides.",
+    )  # fmt: skip
     return public
 
 
@@ -392,6 +428,12 @@ def where(
     """`if_true` where `condition` (bool) holds, else `if_false`; all broadcast by name, then to `output_shape`.
 
     Two numbers make a float32 tensor. What is not chosen has no influence on the result, NaN and infinities included.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.where(mtf.input("x", "d:2", "bool"), mtf.ones("d:2"), mtf.zeros("d:2"))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[True, False])["y"])
+      [1. 0.]
     """
     like = if_true if isinstance(if_true, Tensor) else if_false if isinstance(if_false, Tensor) else None
     if like is None and isinstance(condition, Tensor):
@@ -448,13 +490,27 @@ def cast(x: Tensor, dtype: object, name: str | None = None) -> Tensor:
     Beyond what it holds e4m3 has NaN, e5m2 an infinity; integers have their least or largest number, for NaN 0, and of
     wider integers the low bits. Where a tensor moves between devices its casts run where they leave the narrower type
     to move.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.cast(mtf.input("x", "d:2"), "int32")
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.5, 4.0])["y"])
+      [3 4]
     """
     new = as_dtype(dtype)
     return x if tensor(x, "cast").dtype is new else build(CAST, [x], {"dtype": new}, name)
 
 
 def to_float(x: Tensor, name: str | None = None) -> Tensor:
-    """`x` as float32."""
+    """`x` as float32.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.to_float(mtf.input("x", "d:2", "int32"))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3, 4])["y"])
+      [3. 4.]
+    """
     return cast(x, "float32", name)
 
 
@@ -464,7 +520,15 @@ def to_bfloat16(x: Tensor, name: str | None = None) -> Tensor:
 
 
 def to_int32(x: Tensor, name: str | None = None) -> Tensor:
-    """`x` as int32, cut towards zero."""
+    """`x` as int32, cut towards zero.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.to_int32(mtf.input("x", "d:2"))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.5, 4.0])["y"])
+      [3 4]
+    """
     return cast(x, "int32", name)
 
 
@@ -487,7 +551,15 @@ _ADD_N = _define(
 
 
 def add_n(xs: Sequence[Tensor], name: str | None = None) -> Tensor:
-    """The sum of a list of tensors, broadcast by name. Pending sums among them are reduced once, together."""
+    """The sum of a list of tensors, broadcast by name. Pending sums among them are reduced once, together.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.add_n([mtf.input("x", "d:2"), mtf.ones("d:2"), mtf.ones("d:2")])
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 4.0])["y"])
+      [5. 6.]
+    """
     xs = items(xs, "add_n", "xs")
     if not xs:
         raise ShapeError(f"{at('add_n')}: needs at least one tensor, got an empty list")
@@ -502,7 +574,15 @@ def squared_difference(
     output_shape: Shape | Sequence[Dimension] | None = None,
     name: str | None = None,
 ) -> Tensor:
-    """(x1 - x2)^2, broadcast by name."""
+    """(x1 - x2)^2, broadcast by name.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.squared_difference(mtf.input("x", "d:2"), 1.0)
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 4.0])["y"])
+      [4. 9.]
+    """
     return square(subtract(x1, x2, output_shape), name)
 
 
@@ -512,6 +592,12 @@ def clip_by_value(
     """`x`, but at least `clip_value_min` and at most `clip_value_max`, broadcast by name; gradient 1 at both bounds.
 
     Raises: ShapeError if both bounds are numbers and the lower one is the larger.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.clip_by_value(mtf.input("x", "d:2"), 0.0, 3.5)
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 4.0])["y"])
+      [3.  3.5]
     """
     like = tensor(x, "clip_by_value")
     low, high = (as_tensor(v, like, "clip_by_value") for v in (clip_value_min, clip_value_max))

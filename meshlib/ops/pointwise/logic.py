@@ -23,7 +23,15 @@ def _flags(x: object, what: str) -> Tensor:
 def logical_xor(
     x1: Tensor, x2: Tensor, output_shape: Shape | Sequence[Dimension] | None = None, name: str | None = None
 ) -> Tensor:
-    """Either x1 or x2, not both; broadcast by name; bool."""
+    """Either x1 or x2, not both; broadcast by name; bool.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.logical_xor(mtf.input("x", "d:2", "bool"), mtf.input("y", "d:2", "bool"))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[True, True], y=[True, False])["y"])
+      [False  True]
+    """
     return not_equal(_flags(x1, "logical_xor"), _flags(x2, "logical_xor"), output_shape, name)
 
 

@@ -56,6 +56,12 @@ def random_uniform(
     """Uniform in [minval, maxval), new at every step; the same numbers under every layout.
 
     Threefry-2x32 keyed by (seed, scoped name of the operation, step), counted by global position.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.less(mtf.random_uniform("d:2", minval=0.0, maxval=1.0), 1.0)
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step()["y"])
+      [ True  True]
     """
     what = "random_uniform"
     return _random(
@@ -70,7 +76,15 @@ def random_normal(
     dtype: object = "float32",
     name: str | None = None,
 ) -> Tensor:
-    """Normal with `mean` and `stddev`, new at every step; the same numbers under every layout."""
+    """Normal with `mean` and `stddev`, new at every step; the same numbers under every layout.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.reduce_mean(mtf.random_normal("d:65536"))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step()["y"].round(1))
+      -0.0
+    """
     what = "random_normal"
     return _random(shape, ("normal", number(mean, what, "mean"), number(stddev, what, "stddev")), dtype, name, what)
 
@@ -88,6 +102,12 @@ def dropout(
     One draw serves all elements along dims that are not in `noise_shape` (default: the shape of `x`). Without
     `is_training` it returns `x`. The mask does not depend on the layout.
     Raises: ShapeError unless exactly one of keep_prob and rate is given, in (0, 1] and [0, 1).
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.reduce_any(mtf.equal(mtf.dropout(mtf.input("x", "d:4"), is_training=True, keep_prob=0.5), 6.0))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 3.0, 3.0, 3.0])["y"])
+      True
     """
     tensor(x, "dropout")
     if not isinstance(is_training, bool | np.bool_):

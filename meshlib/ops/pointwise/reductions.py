@@ -135,7 +135,9 @@ class Reduction(Protocol):
     ) -> Tensor: ...
 
 
-def _public(kind: OpDef, doc: str) -> Reduction:
+def _public(kind: OpDef, doc: str, example: str) -> Reduction:
+    """A public reduction; `example`: what it gives of [[1, 2], [3, 4]], of truth values [[1, 1], [1, 0]], by rows."""
+
     def function(
         x: Tensor,
         disable_positional_args: None = None,
@@ -147,7 +149,17 @@ def _public(kind: OpDef, doc: str) -> Reduction:
         return _reduce(kind, x, output_shape, reduced_dim, name)
 
     function.__name__ = function.__qualname__ = kind.name
-    function.__doc__ = doc
+    dtype, fed = (', "bool"', "[[True, True], [True, False]]") if kind in (_ALL, _ANY) else ("", "[[1, 2], [3, 4]]")
+    function.__doc__ = f"""{doc}
+
+    Returns: a tensor with the dims of `output_shape`, or those of x without `reduced_dim`.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.{kind.name}(mtf.input("x", "a:2;b:2"{dtype}), output_shape="a:2")
+      >>> print(mtf.simulate(mtf.lower({{"y": y}})).step(x={fed})["y"])
+      {example}
+    """
     return function
 
 
@@ -155,13 +167,13 @@ reduce_sum = _public(
     _SUM,
     """Sum over `reduced_dim`, or over all dims that are not in `output_shape`; over all dims without either.
 
-    `disable_positional_args` must stay None: as in Mesh TensorFlow it makes the two ways be named.
-    """,
+    `disable_positional_args` must stay None: as in Mesh TensorFlow it makes the two ways be named.""",
+    "[3. 7.]",
 )
-reduce_max = _public(_MAX, "Maximum over dims, chosen as in `reduce_sum`; ties share the gradient equally.")
-reduce_min = _public(_MIN, "Minimum over dims, chosen as in `reduce_sum`; ties share the gradient equally.")
-reduce_all = _public(_ALL, "Whether all elements hold, over dims chosen as in `reduce_sum`; bool.")
-reduce_any = _public(_ANY, "Whether some element holds, over dims chosen as in `reduce_sum`; bool.")
+reduce_max = _public(_MAX, "Maximum over dims, chosen as in `reduce_sum`; ties share the gradient equally.", "[2. 4.]")
+reduce_min = _public(_MIN, "Minimum over dims, chosen as in `reduce_sum`; ties share the gradient equally.", "[1. 3.]")
+reduce_all = _public(_ALL, "Whether all elements hold, over dims chosen as in `reduce_sum`; bool.", "[ True False]")
+reduce_any = _public(_ANY, "Whether some element holds, over dims chosen as in `reduce_sum`; bool.", "[ True  True]")
 
 
 def reduce_mean(
@@ -171,7 +183,15 @@ def reduce_mean(
     reduced_dim: Dimension | Sequence[Dimension] | None = None,
     name: str | None = None,
 ) -> Tensor:
-    """Mean over dims, chosen as in `reduce_sum`; float dtypes."""
+    """Mean over dims, chosen as in `reduce_sum`; float dtypes.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.reduce_mean(mtf.input("x", "a:2;b:2"), reduced_dim=mtf.Dimension("b", 2))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[[1.0, 2.0], [3.0, 4.0]])["y"])
+      [1.5 3.5]
+    """
     _named_only("reduce_mean", disable_positional_args)
     total = _reduce(_SUM, floats(x, "reduce_mean"), output_shape, reduced_dim, None if name is None else f"{name}/sum")
     return multiply(total, size_of(total.shape.dims) / size_of(x.shape.dims), name=name)
@@ -187,7 +207,15 @@ def _named_only(what: str, positional: object) -> None:
 def reduce_logsumexp(
     x: Tensor, reduced_dim: Dimension, extra_logit: float | Tensor | None = None, name: str | None = None
 ) -> Tensor:
-    """log(sum(exp(x))) over `reduced_dim`, without overflow; `extra_logit` counts as one more element."""
+    """log(sum(exp(x))) over `reduced_dim`, without overflow; `extra_logit` counts as one more element.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.reduce_logsumexp(mtf.input("x", "d:4"), mtf.Dimension("d", 4))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"].round(4))
+      3.4402
+    """
     peak = stop_gradient(reduce_max(x, reduced_dim=reduced_dim))
     if extra_logit is not None:
         from meshlib.ops.pointwise.elementwise import maximum
@@ -202,12 +230,28 @@ def reduce_logsumexp(
 def log_softmax(
     x: Tensor, reduced_dim: Dimension, extra_logit: float | Tensor | None = None, name: str | None = None
 ) -> Tensor:
-    """x - logsumexp(x) over `reduced_dim`."""
+    """x - logsumexp(x) over `reduced_dim`.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.log_softmax(mtf.input("x", "d:2"), mtf.Dimension("d", 2))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[0.0, 0.0])["y"].round(4))
+      [-0.6931 -0.6931]
+    """
     return subtract(x, reduce_logsumexp(x, reduced_dim, extra_logit), name=name)
 
 
 def softmax(
     x: Tensor, reduced_dim: Dimension, extra_logit: float | Tensor | None = None, name: str | None = None
 ) -> Tensor:
-    """exp(x) normalised to sum 1 over `reduced_dim`."""
+    """exp(x) normalised to sum 1 over `reduced_dim`.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.softmax(mtf.input("x", "d:2"), mtf.Dimension("d", 2))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[0.0, 0.0])["y"])
+      [0.5 0.5]
+    """
     return exp(log_softmax(x, reduced_dim, extra_logit), name)
