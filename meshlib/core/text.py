@@ -134,7 +134,7 @@ def grid(cells: Sequence[Sequence[str]], right: Sequence[int] = (), spare: Seque
     return [
         "  ".join(f"{c:>{w}}" if k in right else f"{c:<{w}}" for k, (c, w) in enumerate(zip(row, widths, strict=True)))
         .rstrip()
-        for row in ([ending(c, w) for c, w in zip(row, widths, strict=True)] for row in cells)
+        for row in ([shortened(c, w) for c, w in zip(row, widths, strict=True)] for row in cells)
     ]  # fmt: skip
 
 
@@ -147,6 +147,17 @@ def _narrowed(widths: Sequence[int], flexible: Sequence[int], limit: int) -> lis
             break
         result[widest] -= 1
     return result
+
+
+def shortened(cell: str, letters: int) -> str:
+    """A cell that is too long: the beginning of words, the end of a name.
+
+    >>> shortened("training run", 10), shortened("layers/scan/attention", 12)
+    ('trainin...', '...attention')
+    """
+    if len(cell) > letters and " " in cell and "/" not in cell:
+        return f"{cell[: letters - 3]}..."
+    return ending(cell, letters)
 
 
 def ending(name: str, letters: int) -> str:

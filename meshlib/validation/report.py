@@ -44,13 +44,15 @@ def _training(v: Validation) -> list[str]:
     ]
     for r in v.training:
         cells.append((r.name, r.chip, *_times(r), *(_percent(r.error_of(what)) for what in _PREDICTIONS)))
-    lines = [*grid(cells, right=tuple(range(2, 8))), ""]
+    lines = [*grid(cells, right=tuple(range(2, 8)), spare=(7, 5)), ""]
     for what, title in _PREDICTIONS.items():
         errors = absolute(v.training, what)
         if errors:
             lines.append(f"training, {title}: {_of(errors)}")
-    lines.append("the naive rule knows what it predicts: each run is among those whose median it takes, and a chip")
-    lines.append("with one run is predicted by itself; without the chip it is as blind as the model")
+    lines.append(
+        "the naive rule knows what it predicts: each run is among those whose median it takes, and a chip with one run "
+        "is predicted by itself; without the chip it is as blind as the model"
+    )
     lines += _groups("family", v.training, lambda r: r.family)
     lines += _groups("chip", v.training, lambda r: r.chip)
     misses = [r for r in v.training if abs(r.error or 0.0) > MISS]
@@ -65,7 +67,7 @@ def _images(v: Validation) -> list[str]:
         return []
     head = ("residual network", "chip", "predicted", "measured", "error", "chip left out", "naive", "naive, left out")
     cells = [(r.name, r.chip, *_times(r), *(_percent(r.error_of(what)) for what in _PREDICTIONS)) for r in v.images]
-    lines = grid([head, *cells], right=tuple(range(2, 8)))
+    lines = grid([head, *cells], right=tuple(range(2, 8)), spare=(7, 5))
     lines += ["", _beside("residual networks, by the constants above, which were not fitted to them", v.images)]
     for r in v.images:
         if r.images is not None and r.images.assumed:
