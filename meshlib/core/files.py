@@ -14,17 +14,17 @@ import re
 import secrets
 import stat
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from contextvars import ContextVar
 from functools import partial
 from hashlib import blake2b
-from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
+from itertools import count
+from typing import Any, BinaryIO
 
-T = TypeVar("T")
+from meshlib.core.file_versions import FileId, check_same, file_id, opened_files
 
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.saving", re.DOTALL)
+MOST_LINE_BYTES = 16 * 2**20
 _NAME_BYTES = 200  # of the target's name in a temporary one: file systems take 255, and something is added
 
 
@@ -215,7 +215,7 @@ def open_file(
     """
     with faults_of(path, what, "read", error) as target, open(target, "rb") as file:
         status = os.fstat(file.fileno())
-        if (opened := _opened_files.get()) is not None:
+        if (opened := opened_files.get()) is not None:
             opened.append((target, file_id(status)))
         check_same(status, same, target, what, error)
         size = status.st_size
@@ -224,69 +224,15 @@ def open_file(
         yield file, target
 
 
-# ------------------------------------------------------------ files that others write while they are read
-
-FileId: TypeAlias = tuple[int, int, int, int]
-ATTEMPTS = 6  # to read files as they are at one moment
-_opened_files: ContextVar[list[tuple[str, FileId]] | None] = ContextVar("opened_files", default=None)
-
-
-def file_id(status: os.stat_result) -> FileId:
-    """What tells a file from one that replaced it, or was written over it: device, inode, size, time of writing."""
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def file_ids(paths: Iterable[str]) -> dict[str, FileId]:
-    """Those of files, as far as they are there."""
-    known = {}
-    for path in paths:
-        with suppress(OSError):
-            known[path] = file_id(os.stat(path))
-    return known
-
-
-def check_same(status: os.stat_result, same: FileId | None, path: str, what: str, error: type[Exception]) -> None:
-    """Raise `error` if an open file is not the one that it was; None: nothing is known."""
-    if same is not None and file_id(status) != same:
-        raise error(
-            f"{what}: {path} was written again while it was read: it had {same[2]:,} bytes, and has "
-            f"{status.st_size:,}, written later; start again once nobody writes it"
-        )
-
-
-def at_one_moment(read: Callable[[], T], what: str, error: type[Exception]) -> T:
-    """What `read` returns of several files, each of which is still what it was when the last one was read.
-
-    So a set of files is read as one writer left it. Where a writer was at work, `read` is called again, a few times.
-
-    Raises: whatever `read` raises of files that nobody writes; `error` if there was a writer each time.
-    """
-    around, changed = _opened_files.get(), ""
-    for attempt in range(ATTEMPTS):
-        opened: list[tuple[str, FileId]] = []
-        token, fault, result = _opened_files.set(opened), None, None
-        try:
-            result = read()
-        except Exception as raised:
-            fault = raised
-        finally:
-            _opened_files.reset(token)
-        changed = next((path for path, known in opened if not _is_still(path, known)), "")
-        if not changed:
-            if fault is not None:
-                raise fault
-            if around is not None:
-                around += opened
-            return cast(T, result)
-        time.sleep(0.01 * 2**attempt)
-    raise error(f"{what}: {changed} was written again {ATTEMPTS} times while it was read; wait for its writer to end")
-
-
-def _is_still(path: str, known: FileId) -> bool:
-    try:
-        return file_id(os.stat(path)) == known
-    except OSError:
-        return False
+def lines_of(file: BinaryIO, path: object, what: str, error: type[Exception]) -> Iterator[bytes]:
+    """The lines of an open file, each with its end. Raises: `error` for a line of more than `MOST_LINE_BYTES`."""
+    for number in count(1):
+        line = file.readline(MOST_LINE_BYTES + 1)
+        if len(line) > MOST_LINE_BYTES:
+            raise error(f"{what}: {path}, line {number} has more than {MOST_LINE_BYTES:,} bytes; is it a text?")
+        if not line:
+            return
+        yield line
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import numpy as np
 
 from meshlib.core.arguments import at, examples_of
 from meshlib.core.errors import DataError, FeedError, nearest
-from meshlib.core.files import at_one_moment
+from meshlib.core.file_versions import at_one_moment
 from meshlib.data.batching import Array, Batch, Example
 from meshlib.data.pipeline import Data
 from meshlib.data.sources import Arrays, Decode, Folder, Lines, Records

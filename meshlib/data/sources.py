@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshlib.core.errors import DataError
-from meshlib.core.files import FileId, check_same, file_ids, open_file
+from meshlib.core.file_versions import FileId, check_same, file_ids
+from meshlib.core.files import lines_of, open_file
 from meshlib.data.batching import Array, Batch, Example
 from meshlib.records.framing import FOOTER, Fault, RecordRead, compression_of, index_of, scan, wrong_data
 from meshlib.records.images import IMAGE_ENDINGS, read_image
@@ -445,7 +446,7 @@ def _lines_of(path: str) -> tuple[Numbers, Numbers]:
     """Where the lines of a file begin and end, of those that hold something."""
     starts, ends, at = [], [], 0
     with open_file(path, "data", DataError) as (file, _):
-        for line in file:
+        for line in lines_of(file, path, "data", DataError):
             length = len(line.rstrip(b"\r\n"))
             if line[:length].strip():
                 starts.append(at)

@@ -16,16 +16,16 @@ import csv
 import io
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
 from meshlib.core.errors import DataError, nearest
-from meshlib.core.files import open_file
+from meshlib.core.files import lines_of, open_file
 from meshlib.records.example import encode
 from meshlib.records.idx import read_idx
 from meshlib.records.images import IMAGE_ENDINGS, MOST_BYTES, read_image
@@ -143,10 +143,17 @@ def _of_table(path: Path, columns: Mapping[str, str], told: Progress) -> Iterato
 
 
 @contextmanager
-def _text(path: Path) -> Iterator[TextIO]:
-    """A table, open to be read."""
+def _text(path: Path) -> Iterator[Iterator[str]]:
+    """The lines of a table that is open to be read, each with its end."""
     with open_file(path, "records", DataError) as (file, _):
-        yield io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+        yield _decoded(lines_of(file, path, "records", DataError))
+
+
+def _decoded(lines: Iterable[bytes]) -> Iterator[str]:
+    encoding = "utf-8-sig"  # of the first line; a file may begin with a mark that it is UTF-8
+    for line in lines:
+        text, encoding = line.decode(encoding), "utf-8"
+        yield from io.StringIO(text, newline="") if "\r" in text[:-2] else (text,)
 
 
 def _counted(lines: Any, total: int, told: Progress) -> Iterator[str]:
@@ -238,7 +245,7 @@ def _of_idx(path: Path, labels: str | os.PathLike[str] | None, told: Progress) -
 def _of_text(path: Path, told: Progress) -> Iterator[Features]:
     total, done = path.stat().st_size, 0
     with open_file(path, "records", DataError) as (file, _):
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(lines_of(file, path, "records", DataError), start=1):
             done += len(line)
             try:
                 text = line.rstrip(b"\r\n").decode()

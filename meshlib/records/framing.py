@@ -25,7 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshlib.core.errors import DataError
-from meshlib.core.files import FileId, most_unpacked_bytes, open_file
+from meshlib.core.file_versions import FileId
+from meshlib.core.files import most_unpacked_bytes, open_file
 from meshlib.records.crc import crc32c, masked, masked_crcs
 
 HEADER, FOOTER = struct.Struct("<QI"), struct.Struct("<I")

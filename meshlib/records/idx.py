@@ -17,6 +17,7 @@ from meshlib.core.files import most_unpacked_bytes, open_file
 # Third byte of the magic number -> big-endian element type (the format's description on the MNIST page).
 IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 GZIP_MAGIC = b"\x1f\x8b"
+READ_BYTES = 1 << 20  # at once
 
 
 def read_idx(path: str | os.PathLike[str], dims: int | None = None) -> NDArray[Any]:
@@ -30,8 +31,24 @@ def read_idx(path: str | os.PathLike[str], dims: int | None = None) -> NDArray[A
     Returns: array in native byte order.
     Raises: DataError naming the file, what was expected and what was found.
     """
-    raw = _read_bytes(path)
-    magic = raw[:4]
+    with open_file(path, "read_idx", DataError) as (file, _):
+        packed = file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
+        size = os.fstat(file.fileno()).st_size
+        file.seek(0)
+        if not packed:
+            return _array(file, path, dims, size, size)
+        try:
+            with gzip.open(file) as unpacked:
+                return _array(unpacked, path, dims, None, most_unpacked_bytes(size))
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(
+                f"{path}: corrupt gzip: expected a whole stream, found: {error} (in {size} bytes)"
+            ) from error
+
+
+def _array(stream: Any, path: object, dims: int | None, size: int | None, most_bytes: int) -> NDArray[Any]:
+    """The array in a stream, of which no more is read than its header says; `size`: of the stream, if it is known."""
+    magic = stream.read(4)
     if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in IDX_TYPES or not 1 <= magic[3] <= 32:
         codes = "|".join(f"{code:02x}" for code in IDX_TYPES)
         actual_magic = magic.hex(" ") or "an empty file"
@@ -39,35 +56,27 @@ def read_idx(path: str | os.PathLike[str], dims: int | None = None) -> NDArray[A
     ndim = magic[3]
     if dims not in (None, ndim):
         raise DataError(f"{path}: wrong number of dimensions: expected {dims}, found {ndim}")
+    sizes = stream.read(4 * ndim)
     header = 4 + 4 * ndim
-    if len(raw) < header:
-        raise DataError(f"{path}: truncated header: expected {header} bytes, found {len(raw)}")
-    shape = tuple(int(n) for n in np.frombuffer(raw, ">u4", ndim, offset=4))
+    if len(sizes) < 4 * ndim:
+        raise DataError(f"{path}: truncated header: expected {header} bytes, found {4 + len(sizes)}")
+    shape = tuple(int(n) for n in np.frombuffer(sizes, ">u4"))
     if 0 in shape:
         raise DataError(f"{path}: expected at least 1 element, found 0 in shape {shape}")
     dtype = np.dtype(IDX_TYPES[magic[2]])
-    expected, found_bytes = math.prod(shape) * dtype.itemsize, len(raw) - header
-    if found_bytes != expected:
-        fault = "truncated data" if found_bytes < expected else "trailing bytes"
-        raise DataError(f"{path}: {fault}: expected {expected} bytes for shape {shape}, found {found_bytes}")
-    return np.frombuffer(raw, dtype, offset=header).reshape(shape).astype(dtype.newbyteorder("="))
-
-
-def _read_bytes(path: str | os.PathLike[str]) -> bytes:
-    with open_file(path, "read_idx", DataError) as (file, _):
-        packed = file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
-        size = os.fstat(file.fileno()).st_size
-        file.seek(0)
-        if not packed:
-            return file.read()
-        most = most_unpacked_bytes(size)
-        try:
-            with gzip.open(file) as unpacked:
-                raw: bytes = unpacked.read(most + 1)
-        except (OSError, EOFError, zlib.error) as error:
-            raise DataError(
-                f"{path}: corrupt gzip: expected a whole stream, found: {error} (in {size} bytes)"
-            ) from error
-    if len(raw) > most:
-        raise DataError(f"{path}: its {size:,} bytes unpack to more than {most:,}; if it is sound, gunzip it")
-    return raw
+    expected_bytes = math.prod(shape) * dtype.itemsize
+    raw = b""
+    if size is None or size - header == expected_bytes:
+        raw = stream.read(min(expected_bytes, most_bytes - header) + 1)
+    actual_bytes = len(raw) if size is None else size - header
+    while size is None and actual_bytes > expected_bytes and header + actual_bytes <= most_bytes:
+        more = len(stream.read(READ_BYTES))
+        actual_bytes += more
+        if not more:
+            break
+    if header + actual_bytes > most_bytes:
+        raise DataError(f"{path}: it unpacks to more than {most_bytes:,} bytes; if it is sound, gunzip it")
+    if actual_bytes != expected_bytes:
+        fault = "truncated data" if actual_bytes < expected_bytes else "trailing bytes"
+        raise DataError(f"{path}: {fault}: expected {expected_bytes} bytes for shape {shape}, found {actual_bytes}")
+    return np.frombuffer(raw, dtype).reshape(shape).astype(dtype.newbyteorder("="))

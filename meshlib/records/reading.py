@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshlib.core.errors import DataError, nearest
-from meshlib.core.files import at_one_moment, file_ids
+from meshlib.core.file_versions import at_one_moment, file_ids
 from meshlib.records.framing import Fault, compression_of, scan
 from meshlib.records.shard_names import Paths, files_of
 

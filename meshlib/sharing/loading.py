@@ -16,7 +16,7 @@ from meshlib.core.arguments import at, whole
 from meshlib.core.documents import COUNT, RECORD, TEXT, Schema, read_json
 from meshlib.core.errors import CheckpointError, FeedError, GraphError
 from meshlib.core.file_sets import checked
-from meshlib.core.files import at_one_moment
+from meshlib.core.file_versions import at_one_moment
 from meshlib.data.vocabulary import BytePairs
 from meshlib.generation.generator import Generator, check_options
 from meshlib.generation.tokens import ByteTokenizer

@@ -21,7 +21,8 @@ from meshlib.core.arguments import at, choice, whole
 from meshlib.core.documents import RECORD, read_json
 from meshlib.core.errors import CheckpointError, GraphError, nearest
 from meshlib.core.file_sets import TAG, FileSet, Member, checked
-from meshlib.core.files import at_one_moment, make_folder
+from meshlib.core.file_versions import at_one_moment
+from meshlib.core.files import make_folder
 from meshlib.models.config import TransformerConfig
 from meshlib.sharing.names import Family, NamedVariable, family_of
 from meshlib.sharing.variables import variables_of

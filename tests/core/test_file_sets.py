@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import meshlib as mtf
-from meshlib.core import files
+from meshlib.core import file_versions
 from meshlib.storage.safetensors import Tensors
 from tests.effort import deep
 
@@ -132,7 +132,7 @@ def test_a_set_that_is_written_again_is_read_again(times: int, tmp_path: Path, m
         return read
 
     monkeypatch.setattr(Tensors, "__getitem__", taken)
-    monkeypatch.setattr(files, "ATTEMPTS", 3)
+    monkeypatch.setattr(file_versions, "ATTEMPTS", 3)
     if times == 1:
         assert number_of(tmp_path) == {2.0}
     else:

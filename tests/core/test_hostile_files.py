@@ -60,11 +60,8 @@ HOSTILE: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a gzip bomb": ("read_idx", bomb),
     "nested JSON": ("read_config", text("[" * 10**6)),
     "nested rows": ("validate --file", text('{"rows":' * 10**5)),
-    "a huge file": ("read_config", lambda path: os.truncate(os.open(path, os.O_CREAT | os.O_RDWR), 2**34)),
-    "a huge chip": ("load_chip", lambda path: os.truncate(os.open(path, os.O_CREAT | os.O_RDWR), 2**34)),
     "aliases of aliases": ("read_maxtext", text(ALIASES)),
     "nested YAML": ("read_maxtext", text("a: " + "[" * 10**5)),
-    "a huge history": ("read_history", lambda path: os.truncate(os.open(path, os.O_CREAT | os.O_RDWR), 2**34)),
 }
 
 
@@ -78,7 +75,7 @@ def test_hostile_files_take_little(about: str, tmp_path: Path) -> None:
     peak.begin()
     with pytest.raises((mtf.MeshlibError, HardwareError)):
         READERS[reader].read(tmp_path / "hostile")
-    assert time.process_time() - begun < 2 * SECONDS  # a header of 16 MiB takes half a second, where nobody else works
+    assert time.process_time() - begun < 3 * SECONDS  # a header of 16 MiB takes 1 s, on a machine that others use, too
     assert peak.bytes() < MOST_BYTES
 
 
@@ -100,6 +97,20 @@ def test_pipes_and_devices_are_refused(reader: str, tmp_path: Path) -> None:
     for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
         with pytest.raises((mtf.MeshlibError, HardwareError)):
             NO_FILES[reader](path)
+
+
+@pytest.mark.parametrize("reader", [name for name in READERS if name not in AROUND])
+def test_of_a_huge_file_without_content_little_is_read(reader: str, tmp_path: Path) -> None:
+    """Zeros, which a file system need not keep: no line, header or array takes them all."""
+    path = tmp_path / "huge"
+    path.touch()
+    os.truncate(path, 2**33)
+    peak, begun = Peak(), time.process_time()
+    peak.begin()
+    with pytest.raises((mtf.MeshlibError, HardwareError)):
+        READERS[reader].read(path)
+    assert time.process_time() - begun < SECONDS
+    assert peak.bytes() < MOST_BYTES
 
 
 SLOW_PATTERNS = ["(?:a+)+$", "a{99999999999}", "(a*)*b", "(?:a|aa)*b", "a*a*a*a*b", r"(a)\1+", "(" * 5000 + ")" * 5000]
