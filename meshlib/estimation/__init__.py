@@ -106,11 +106,11 @@ def estimate(
         if not isinstance(placement, Placement):
             placement = placed(slice_, program, compiler.whole_torus_axes, over_dcn)
         plan = plan_of(program, Network(placement), compiler, None if compiled is None else _kept(program, compiled))
-        made = scheduled(plan, slice_.chip, physics, compiler)
+        schedule = scheduled(plan, slice_.chip, physics, compiler)
     except HardwareError as fault:  # a chip without links between chips, without a bfloat16 rate, ...
         raise SliceError(f"estimate: program on mesh {program.mesh} cannot run on {slice_.name}: {fault}") from None
     fed = None if input is None else input_time(program, slice_, input)
-    return Estimate(program, slice_, compiler, placement, physics, plan, made, fed)
+    return Estimate(program, slice_, compiler, placement, physics, plan, schedule, fed)
 
 
 def _kept(program: Program, compiled: Any) -> Kept:

@@ -137,42 +137,42 @@ def search(
     measure = Objective.named(objective)
     require_compiler(compiler, "search")
     _check_choices(build, options)
-    made: dict[Choices, Problem] = {}
+    problems: dict[Choices, Problem] = {}
     refused: dict[Choices, MeshlibError] = {}
     space: list[Candidate] = []
     first: list[Candidate] = []
     for values in product(*options.values()):
         chosen: Choices = tuple(zip(options, values, strict=True))
         try:
-            beside = next(iter(made.values()), None)
-            found = made[chosen] = problem_of(make, chosen, per, forbid, compiler, beside)
+            beside = next(iter(problems.values()), None)
+            problem = problems[chosen] = problem_of(make, chosen, per, forbid, compiler, beside)
         except MeshlibError as fault:
             refused[chosen] = fault
             continue
-        free = [d for d in found.dims if d not in fixed.rules.dims or d in _scoped(fixed)]
-        roles = roles_of(found.tensors, free, found.batch)
-        given = replace(fixed, named=found.named)
+        free = [d for d in problem.dims if d not in fixed.rules.dims or d in _scoped(fixed)]
+        roles = roles_of(problem.tensors, free, problem.batch)
+        given = replace(fixed, named=problem.named)
         for where in slices:
-            space += candidates(chosen, where, roles, found.tensors.sizes, given, axes)
-            usual = _usual(build, where, found) if not fixed.rules and not forbid and axes else []
-            first += [laid(chosen, where, *pair, found.named) for pair in (*known[where], *usual)]
-    if not made:
+            space += candidates(chosen, where, roles, problem.tensors.sizes, given, axes)
+            usual = _usual(build, where, problem) if not fixed.rules and not forbid and axes else []
+            first += [laid(chosen, where, *pair, problem.named) for pair in (*known[where], *usual)]
+    if not problems:
         raise next(iter(refused.values()))
-    _check_dims("fix", fixed.rules, made.values())
+    _check_dims("fix", fixed.rules, problems.values())
     for _, rules in (pair for pairs in known.values() for pair in pairs):
-        _check_dims("also", rules, made.values())
+        _check_dims("also", rules, problems.values())
     _check_sizes(fixed, slices)
     space = [*first, *space]
     if not space:
-        dims = dict.fromkeys(f"{d}:{p.tensors.sizes[d]}" for p in made.values() for d in p.dims)
+        dims = dict.fromkeys(f"{d}:{p.tensors.sizes[d]}" for p in problems.values() for d in p.dims)
         raise GraphError(
             f"search: no mesh of {', '.join(where.name for where in slices)} divides the program's dims "
             f"({', '.join(dims) or 'it has none'}); take a smaller slice, allow more axes, or fix less"
         )
-    kept = None if resume is None else KeptEstimates(resume, keys_of(made.values(), slices, measure))
+    kept = None if resume is None else KeptEstimates(resume, keys_of(problems.values(), slices, measure))
     lighter = lighter_ones(space, "remat", REMAT) if isinstance(build, TransformerConfig) and measure.closer else {}
-    run = Search(make, made, space, len(first), lighter, measure, seconds, workers, progress, kept, begun)
-    largest = max((p.dims for p in made.values()), key=len)
+    run = Search(make, problems, space, len(first), lighter, measure, seconds, workers, progress, kept, begun)
+    largest = max((p.dims for p in problems.values()), key=len)
     left_out = {chosen: _line(fault) for chosen, fault in refused.items()}
     recomputed = "; of each layout the least recomputation that fits" if lighter else ""
     declared = space_of(largest, axes) + recomputed
@@ -244,7 +244,7 @@ def _slices(given: Any) -> list[Slice]:
 
 def _known(also: object, slices: Sequence[Slice]) -> dict[Slice, list[tuple[Mesh, LayoutRules]]]:
     """The layouts that are known already, by the slices whose devices their meshes have."""
-    found: dict[Slice, list[tuple[Mesh, LayoutRules]]] = {where: [] for where in slices}
+    layouts_of: dict[Slice, list[tuple[Mesh, LayoutRules]]] = {where: [] for where in slices}
     for pair in items(also, "search", "also"):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise GraphError(f"search: also must be pairs of a mesh and a layout, got {pair!r:.80}")
@@ -258,23 +258,23 @@ def _known(also: object, slices: Sequence[Slice]) -> dict[Slice, list[tuple[Mesh
         except LayoutError as fault:
             raise LayoutError(f"search: also has layout {rules}: {fault}") from None
         for where in fitting:
-            found[where].append((mesh, rules))
-    return found
+            layouts_of[where].append((mesh, rules))
+    return layouts_of
 
 
 def _usual(build: object, where: Slice, problem: Problem) -> list[tuple[Mesh, LayoutRules]]:
     """The usual layouts of a model on a slice, those that divide; of a pipeline those of a stage."""
     if not isinstance(build, TransformerConfig):
         return []
-    sizes, made = problem.tensors.sizes, []
+    sizes, pairs = problem.tensors.sizes, []
     stages = sizes.get("stage", 1)
     if where.devices % stages:
         return []
     for name, mesh in usual_layouts(build, where.devices // stages, sizes["batch"]):
         own, axes = (name, mesh) if stages == 1 else (f"pipeline+{name}", f"pipe:{stages};{mesh}")
         with suppress(LayoutError):
-            made.append((Mesh(axes), layout(own, build, axes)))
-    return made
+            pairs.append((Mesh(axes), layout(own, build, axes)))
+    return pairs
 
 
 def _line(fault: Exception) -> str:
@@ -318,8 +318,8 @@ def _scoped(fixed: Fixed) -> set[str]:
 def _names(given: object, argument: str) -> tuple[str, ...]:
     if isinstance(given, str):
         given = given.replace(",", " ").replace(";", " ").split()
-    found = items(given, "search", argument)
-    for name in found:
+    names = items(given, "search", argument)
+    for name in names:
         if not isinstance(name, str):
             raise GraphError(f"search: {argument} must be names of dims, got {name!r:.80}")
-    return tuple(found)
+    return tuple(names)

@@ -102,10 +102,10 @@ class Search:
                 if not chosen or self._ends():
                     break
                 fresh = [n for n in chosen if not self._is_known(n)]
-                made = self._estimated(fresh)  # fewer where time runs out
-                chosen = [n for n in chosen if n in made or n not in fresh]
+                estimated = self._estimated(fresh)  # fewer where time runs out
+                chosen = [n for n in chosen if n in estimated or n not in fresh]
                 for n in chosen:
-                    self.outcomes[n] = made[n] if n in made else self._recalled(n)
+                    self.outcomes[n] = estimated[n] if n in estimated else self._recalled(n)
                 self._learn(chosen)
                 if fresh:
                     self._write()
@@ -157,15 +157,15 @@ class Search:
 
     def _looked_at(self, order: Sequence[int], chosen: Sequence[int], most: int) -> list[int]:
         """The first of an order that could win by their closer bounds, so many."""
-        found: list[int] = []
+        candidates: list[int] = []
         for place, n in enumerate(order):
-            if len(found) == most or self._ends():
+            if len(candidates) == most or self._ends():
                 break
             if n not in chosen and self._open(n):
                 self._look_ahead(order, place)
                 if self._looked(n):
-                    found.append(n)
-        return found
+                    candidates.append(n)
+        return candidates
 
     def _may_win(self, n: int) -> bool:
         """Whether a candidate can be the fastest; of those that are known to be good, whether it can be a tie."""
@@ -291,9 +291,9 @@ class Search:
         return self.problems[c.choices].estimated(c, self.objective, self.bounds[n])
 
     def _estimated(self, chosen: Sequence[int]) -> dict[int, Outcome]:
-        made = self._answers("estimate", chosen)
+        outcomes = self._answers("estimate", chosen)
         # What comes from another process has a copy of the candidate.
-        return {n: replace(o, candidate=self.space[n], bound=self.bounds[n]) for n, o in made.items()}
+        return {n: replace(o, candidate=self.space[n], bound=self.bounds[n]) for n, o in outcomes.items()}
 
     def _answers(self, task: str, numbers: Sequence[int]) -> dict[int, Any]:
         """Of each candidate what a task says; of fewer where time runs out."""
@@ -304,14 +304,14 @@ class Search:
             self.workers = Workers(self.count, self._tasks)
         if self.workers is not None and len(numbers) > 1:
             return self.workers.answers(task, numbers, self.until)
-        found: dict[int, Any] = {}
+        answers: dict[int, Any] = {}
         for n in numbers:
             begun = time.monotonic()
-            found[n] = self._tasks[task](n)
+            answers[n] = self._tasks[task](n)
             self.took[task] = time.monotonic() - begun
             if task == "estimate" and self.until is not None and time.monotonic() > self.until:
                 break
-        return found
+        return answers
 
     def _answers_of_executor(self, task: str, numbers: Sequence[int]) -> dict[int, Any]:
         assert self.executor is not None
@@ -333,8 +333,8 @@ class Search:
                 state = BOUNDED if self.bounds[n] >= best else OPEN
                 why = "time ran out" if state == OPEN else self._behind(n, best)
                 self.outcomes[n] = Outcome(c, state, self.bounds[n], why=why)
-        made = [self.outcomes[n] for n in range(len(self.space))]
-        return Found(tuple(made), self.objective, self.problems, self.build, time.monotonic() - self.begun)
+        outcomes = [self.outcomes[n] for n in range(len(self.space))]
+        return Found(tuple(outcomes), self.objective, self.problems, self.build, time.monotonic() - self.begun)
 
     def _behind(self, n: int, best: float) -> str:
         """Why a candidate can't be the best, by its bound."""

@@ -59,11 +59,11 @@ class Objective:
                 given, lambda est: number(getattr(est, given), "search", "objective"), _nothing, None, given
             )
         if not isinstance(given, str) and callable(given):
-            made: Callable[[Estimate], float] = given
+            function: Callable[[Estimate], float] = given
 
             def figure(est: Estimate) -> float:
                 with users_function("search: objective"):
-                    value = made(est)
+                    value = function(est)
                 return number(value, "search", "objective")
 
             return Objective("objective", figure, _nothing, None, given)
@@ -179,10 +179,10 @@ def problem_of(
     Raises: GraphError where the builder gives no outputs and updates, or a dim is unknown.
     """
     with Graph(), users_function("search: build"):
-        made = build(**dict(choices))
-    if not isinstance(made, tuple) or len(made) != 2:
-        raise GraphError(f"search: build must return (outputs, updates), as mtf.lower takes them, got {made!r:.80}")
-    outputs, updates = made
+        built = build(**dict(choices))
+    if not isinstance(built, tuple) or len(built) != 2:
+        raise GraphError(f"search: build must return (outputs, updates), as mtf.lower takes them, got {built!r:.80}")
+    outputs, updates = built
     session = Session(outputs, updates) if beside is None else beside.session.sibling(outputs, updates)
     subjects = session.subjects
     strict, free = subjects.judged(LayoutRules(), Mesh("device:1"))

@@ -35,8 +35,8 @@ class Passages:
 
     def reached(self, dims: Iterable[str]) -> Names | None:
         """The dims by whose rules an axis may get to any of these; None where a constraint may bring any axis."""
-        found: Names = frozenset().union(*(self.names.get(name, frozenset({name})) for name in dims))
-        return found if found.isdisjoint(self.bound) else None
+        names: Names = frozenset().union(*(self.names.get(name, frozenset({name})) for name in dims))
+        return names if names.isdisjoint(self.bound) else None
 
     def same(self, a: str, b: str) -> bool:
         """Whether one dim may have both names."""

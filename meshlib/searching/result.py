@@ -42,8 +42,10 @@ class Found(Shown):
     @cached_property
     def ranking(self) -> tuple[Outcome, ...]:
         """What was estimated, the best first; what does not fit comes after all that does."""
-        made = [o for o in self.outcomes if o.figures is not None]
-        return tuple(sorted(made, key=lambda o: (not o.fits, o.value if o.fits else _peak(o), len(o.candidate.mesh))))
+        estimated = [o for o in self.outcomes if o.figures is not None]
+        return tuple(
+            sorted(estimated, key=lambda o: (not o.fits, o.value if o.fits else _peak(o), len(o.candidate.mesh)))
+        )
 
     @property
     def fastest(self) -> Outcome:

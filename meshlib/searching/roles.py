@@ -45,20 +45,20 @@ class Role:
 
         None where no dim of the base divides, or the one beside does not.
         """
-        found = tuple(dim for dim in self.base if left[dim] % size == 0)
-        if not found or (self.beside is not None and left[self.beside[1]] % size):
+        dividing = tuple(dim for dim in self.base if left[dim] % size == 0)
+        if not dividing or (self.beside is not None and left[self.beside[1]] % size):
             return None
-        for dim in (*found, self.beside[1]) if self.beside is not None else found:
+        for dim in (*dividing, self.beside[1]) if self.beside is not None else dividing:
             left[dim] //= size
-        return found
+        return dividing
 
     def rules(self, axis: str, base: Sequence[str]) -> LayoutRules:
         """Its rules for an axis, where those dims of the base divide."""
-        found = [Rule(dim, (axis,)) for dim in base]
+        own_rules = [Rule(dim, (axis,)) for dim in base]
         if self.beside is not None:
             scope, dim = self.beside
-            found.append(Rule(dim, (axis,), optional=True, scope=scope))
-        return LayoutRules(found)
+            own_rules.append(Rule(dim, (axis,), optional=True, scope=scope))
+        return LayoutRules(own_rules)
 
     def __str__(self) -> str:
         return str(self.rules(self.name, self.base))
@@ -78,11 +78,11 @@ class Tensors:
     @property
     def sizes(self) -> dict[str, int]:
         """Each dim with the greatest number of parts that all its sizes can be cut into."""
-        found: dict[str, int] = {}
+        size_of: dict[str, int] = {}
         for shape, _ in self.counts:
             for d in shape:
-                found[d.name] = gcd(found.get(d.name, 0), d.size)
-        return found
+                size_of[d.name] = gcd(size_of.get(d.name, 0), d.size)
+        return size_of
 
     def meeting(self, dim: str) -> set[str]:
         """The dims that share a tensor with it."""
@@ -94,12 +94,12 @@ class Tensors:
 
     def without(self, base: Iterable[str], scope: str) -> Counter[str]:
         """Bytes-like weights: elements of tensors in a scope that no dim of `base` splits, by the dims they have."""
-        taken, found = set(base), Counter[str]()
+        taken, elements_of = set(base), Counter[str]()
         for (shape, where), count in self.counts.items():
             if where == scope and taken.isdisjoint(shape.names):
                 for name in shape.names:
-                    found[name] += count * shape.size
-        return found
+                    elements_of[name] += count * shape.size
+        return elements_of
 
 
 def roles_of(tensors: Tensors, dims: Sequence[str], batch: str | None = None) -> list[Role]:
@@ -153,7 +153,7 @@ def _all_companions(tensors: Tensors, base: Sequence[str], dims: Sequence[str], 
 
 def _ranked_companions(tensors: Tensors, base: Sequence[str], dims: Sequence[str], held: set[str]) -> list[Companion]:
     """Those that split the most elements of each scope; of slots and of what variables lack, plain ones alone."""
-    found: dict[Companion, None] = {}
+    companions: dict[Companion, None] = {}
     for scope, most in RANKED.items():
         if held.isdisjoint(base) and scope == "activations":
             continue
@@ -162,8 +162,8 @@ def _ranked_companions(tensors: Tensors, base: Sequence[str], dims: Sequence[str
         among = [d for d, size in split.most_common() if d in dims and size >= least]
         if scope == "activations":
             among = [dim for dim in among if dim not in held]
-        found.update(dict.fromkeys((("slots" if scope == "slots" else None), dim) for dim in among[:most]))
-    return list(found)
+        companions.update(dict.fromkeys((("slots" if scope == "slots" else None), dim) for dim in among[:most]))
+    return list(companions)
 
 
 def _bases(tensors: Tensors, dims: Sequence[str]) -> list[tuple[str, ...]]:

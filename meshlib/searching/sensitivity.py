@@ -73,11 +73,11 @@ def sensitivity(
       changes: "links" or "flops": factors on the rates of the links, or of the MXU; "slice": names; all others:
         values of the builder's arguments.
     """
-    made = []
+    changed = []
     for name, values in changes.items():
         for value in values:
-            made.append(_changed(f"{name} {value}", build, objective, leaders, name, value, compiler))
-    return Sensitivity(tuple(made), compiler)
+            changed.append(_changed(f"{name} {value}", build, objective, leaders, name, value, compiler))
+    return Sensitivity(tuple(changed), compiler)
 
 
 def _changed(

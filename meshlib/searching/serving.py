@@ -109,11 +109,11 @@ class Serving(Shown):
     @cached_property
     def frontier(self) -> tuple[ServingPoint, ...]:
         """The points that no other is faster and cheaper than, the fastest first. Modelled."""
-        found: list[ServingPoint] = []
+        best_points: list[ServingPoint] = []
         for p in sorted(self.points, key=lambda p: (p.token_seconds, -p.tokens_per_second)):
-            if not found or p.tokens_per_second > found[-1].tokens_per_second:
-                found.append(p)
-        return tuple(found)
+            if not best_points or p.tokens_per_second > best_points[-1].tokens_per_second:
+                best_points.append(p)
+        return tuple(best_points)
 
     def within(self, token_seconds: float) -> ServingPoint | None:
         """The point of highest throughput whose tokens follow each other at least that fast. Modelled."""
@@ -393,19 +393,19 @@ class _Sweep:
 
     def _point(self, name: str, mesh: Mesh, rules: LayoutRules, group: int) -> ServingPoint:
         with Graph():
-            made = prefill(
+            prefill_program = prefill(
                 self.config, group, self.prompt, self.context, self.encoder_length, cache_dtype=self.cache_dtype
             )
-            read = self._estimate(made, mesh, rules)
+            read = self._estimate(prefill_program, mesh, rules)
         return ServingPoint(name, group, self._decode(mesh, rules, group), read, group)
 
     def _decode(self, mesh: Mesh, rules: LayoutRules, batch: int) -> Estimate:
         with Graph():
             together = self._together(batch // _groups(mesh, rules))
-            made = decode_step(
+            decode_program = decode_step(
                 self.config, batch, self.context, self.encoder_length, cache_dtype=self.cache_dtype, group_size=together
             )
-            return self._estimate(made, mesh, rules)
+            return self._estimate(decode_program, mesh, rules)
 
     def _estimate(self, step: tuple[Any, Any], mesh: Mesh, rules: LayoutRules) -> Estimate:
         """Of a step lowered at the slice's own balance: beside few bytes, starting a collective is dear."""

@@ -53,17 +53,22 @@ class Fixed:
         if devices % taken:
             return
         for sizes in _ordered(devices // taken, len(free)):
-            made = {**self.sizes, **dict(zip(free, sizes, strict=True))}
-            yield made, devices // prod(made.values())
+            sizes_of_axes = {**self.sizes, **dict(zip(free, sizes, strict=True))}
+            yield sizes_of_axes, devices // prod(sizes_of_axes.values())
 
     def left(self, sizes: Mapping[str, int], given: Mapping[str, int]) -> dict[str, int]:
         """In how many parts each dim may still be cut."""
-        made = dict(sizes)
+        remaining = dict(sizes)
         for rule in self.rules.rules:
             for axis in rule.axes:
-                if not rule.optional and rule.scope is None and rule.dim in made and made[rule.dim] % given[axis] == 0:
-                    made[rule.dim] //= given[axis]
-        return made
+                if (
+                    not rule.optional
+                    and rule.scope is None
+                    and rule.dim in remaining
+                    and remaining[rule.dim] % given[axis] == 0
+                ):
+                    remaining[rule.dim] //= given[axis]
+        return remaining
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,9 +98,9 @@ class Candidate:
         for part, axis in zip(self.parts, self._names[len(self.given) :], strict=True):
             sizes[axis] = part.size
             layouts.append(part.role.rules(axis, part.base))
-        kept = {axis: size for axis, size in sizes.items() if size > 1}
-        mesh = Mesh(kept | {axis: 1 for axis in self.fixed.named if axis not in kept} or {"device": 1})
-        return mesh, _only(joined(*layouts), kept)
+        split_axes = {axis: size for axis, size in sizes.items() if size > 1}
+        mesh = Mesh(split_axes | {axis: 1 for axis in self.fixed.named if axis not in split_axes} or {"device": 1})
+        return mesh, _only(joined(*layouts), split_axes)
 
     @property
     def mesh(self) -> Mesh:
@@ -180,23 +185,23 @@ def candidates(
 
 def _parts(roles: Sequence[Role], sizes: Sequence[int], left: dict[str, int]) -> tuple[Part, ...] | None:
     """The roles with the sizes of their axes; None where something does not divide."""
-    made = []
+    parts = []
     for role, size in zip(roles, sizes, strict=True):
         base = role.split(size, left)
         if base is None:
             return None
-        made.append(Part(role, size, base))
-    return tuple(made)
+        parts.append(Part(role, size, base))
+    return tuple(parts)
 
 
 def _only(rules: LayoutRules, mesh: Mapping[str, int]) -> LayoutRules:
     """The rules on the axes of a mesh."""
-    kept = []
+    rules_left = []
     for rule in rules.rules:
         axes = tuple(axis for axis in rule.axes if axis in mesh)
         if axes or not rule.axes:
-            kept.append(Rule(rule.dim, axes, rule.optional, rule.scope, rule.whole))
-    return LayoutRules(kept)
+            rules_left.append(Rule(rule.dim, axes, rule.optional, rule.scope, rule.whole))
+    return LayoutRules(rules_left)
 
 
 def _factorisations(number: int, count: int, least: int = 2) -> Iterator[tuple[int, ...]]:

@@ -71,7 +71,7 @@ class Workers:
         """
         left = [*numbers][::-1]
         order = {n: place for place, n in enumerate(reversed(left))}
-        found: dict[int, Any] = {}
+        answer_of: dict[int, Any] = {}
         faults: dict[int, BaseException] = {}
         busy: dict[Connection, int] = {}
         free = [*self.pipes]
@@ -87,11 +87,11 @@ class Workers:
             for pipe in [pipe for pipe in busy if pipe in ready]:
                 n = busy.pop(pipe)
                 good, answer = self._received(pipe)
-                (found if good else faults)[n] = answer
+                (answer_of if good else faults)[n] = answer
                 free.append(pipe)
         if faults:
             raise faults[min(faults, key=order.__getitem__)]
-        return found
+        return answer_of
 
     def _received(self, pipe: Connection) -> tuple[bool, Any]:
         try:

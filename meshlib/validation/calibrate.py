@@ -71,15 +71,15 @@ def left_out(cases: Sequence[Case], fitted: Physics, rounds: int = 2) -> dict[st
     if len(groups) < 2:
         raise GraphError(f"left_out: all {len(cases)} cases are of one group, {groups}; nothing would remain to fit to")
     shared = _Slopes.of(cases, fitted)
-    found = {}
+    physics_of = {}
     for group in groups:
         kept = [n for n, c in enumerate(cases) if c.group != group]
         physics = _solved(shared, kept)
         for _ in range(rounds - 1):
             moved = np.array([cases[n].residual(physics) for n in kept])
             physics = _solved(_Slopes(physics, moved, shared.slopes[kept]), range(len(kept)))
-        found[group] = physics
-    return found
+        physics_of[group] = physics
+    return physics_of
 
 
 def _along(cases: Sequence[Case], here: Physics, there: Physics) -> tuple[Physics, float]:
@@ -155,14 +155,14 @@ def _solved(at: _Slopes, chosen: Sequence[int] | range) -> Physics:
 
 def _bounded(left: Floats, right: Floats, least: Floats, most: Floats) -> Floats:
     """Least squares within bounds: what leaves them is put on them, and the rest solved again."""
-    found = np.zeros(left.shape[1])
+    solution = np.zeros(left.shape[1])
     free = np.ones(left.shape[1], bool)
     while free.any():
-        solved = np.linalg.lstsq(left[:, free], right - left[:, ~free] @ found[~free], rcond=None)[0]
-        found[free] = solved
-        outside = free & ((found < least) | (found > most))
-        found = np.clip(found, least, most)
+        solved = np.linalg.lstsq(left[:, free], right - left[:, ~free] @ solution[~free], rcond=None)[0]
+        solution[free] = solved
+        outside = free & ((solution < least) | (solution > most))
+        solution = np.clip(solution, least, most)
         if not outside.any():
             break
         free &= ~outside
-    return found
+    return solution

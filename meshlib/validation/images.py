@@ -129,10 +129,10 @@ def resnet_name(text: str) -> str:
     >>> resnet_name("UNet3D"), resnet_name("RetinaNet, ResNet-50 FPN"), resnet_name("ResNet-7")
     ('', '', '')
     """
-    found = re.match(r"resnet[- _]?(\d+)(?:[- _,]*v\s?(1\.5|1|2)(?![\d.]))?", text.strip().lower())
-    if found is None:
+    match = re.match(r"resnet[- _]?(\d+)(?:[- _,]*v\s?(1\.5|1|2)(?![\d.]))?", text.strip().lower())
+    if match is None:
         return ""
-    name = f"resnet-{found[1]}" + (f"-v{found[2]}" if found[2] in ("1", "2") else "")
+    name = f"resnet-{match[1]}" + (f"-v{match[2]}" if match[2] in ("1", "2") else "")
     return name if name in IMAGE_PRESETS else ""
 
 
@@ -182,13 +182,13 @@ def _batch(row: Row, chip: Chip) -> tuple[int, tuple[str, ...]]:
 
 def _stated_batch(row: Row, chip: Chip) -> int:
     batch = row.get("batch") or {}
-    found = next((batch[key] for key in _BATCHES if batch.get(key)), None)
+    stated = next((batch[key] for key in _BATCHES if batch.get(key)), None)
     for key, parts in (("per_core", chip.cores_per_chip), ("per_chip", 1)):
-        if not found and batch.get(key) and row.get("n_chips"):
-            found = float(batch[key]) * parts * int(row["n_chips"])
-    if found is not None and (not float(found).is_integer() or found < 1):
-        raise NotExpressed(f"its batch makes no whole number of images: {float(found):g}")
-    return int(found or 0)
+        if not stated and batch.get(key) and row.get("n_chips"):
+            stated = float(batch[key]) * parts * int(row["n_chips"])
+    if stated is not None and (not float(stated).is_integer() or stated < 1):
+        raise NotExpressed(f"its batch makes no whole number of images: {float(stated):g}")
+    return int(stated or 0)
 
 
 def _measured(row: Row, batch: int, slice_: Slice) -> tuple[int, int, float, tuple[str, ...]]:
@@ -196,10 +196,10 @@ def _measured(row: Row, batch: int, slice_: Slice) -> tuple[int, int, float, tup
     given, derived = row.get("measured") or {}, row.get("derived") or {}
     block = next((float(given[k]) for k in ("block_s_median", "block_s_mean", "block_s") if given.get(k)), 0.0)
     if block:
-        found = re.search(r"([\d,.]*\d) (?:training )?epochs? of ([\d,]*\d)", str(derived.get("block", "")))
-        if found is None:
+        match = re.search(r"([\d,.]*\d) (?:training )?epochs? of ([\d,]*\d)", str(derived.get("block", "")))
+        if match is None:
             raise NotExpressed("it gives the time of a block, and not what a block is")
-        images = float(found[1].replace(",", "")) * int(found[2].replace(",", ""))
+        images = float(match[1].replace(",", "")) * int(match[2].replace(",", ""))
         evaluated = re.search(r"evaluations? of ([\d,]*\d)", str(derived["block"]))
         return math.ceil(images / batch), int(evaluated[1].replace(",", "")) if evaluated else 0, block, ()
     for key, value in given.items():

@@ -66,10 +66,12 @@ def estimated(row: Row, compiler: Compiler = XLA_TPU) -> tuple[Estimate, int]:
     config = _padded(_config(row), row, slice_.chips)
     with Graph():
         if phase == "prefill":
-            made = prefill(config, int(sequences), tokens, tokens)
+            outputs_and_updates = prefill(config, int(sequences), tokens, tokens)
         else:
-            made = decode_step(config, int(sequences), context + tokens)
-        program = lower(*made, mesh=mesh, layout=layout, balance=balance(slice_, mesh), compiler=compiler)
+            outputs_and_updates = decode_step(config, int(sequences), context + tokens)
+        program = lower(
+            *outputs_and_updates, mesh=mesh, layout=layout, balance=balance(slice_, mesh), compiler=compiler
+        )
     return estimate(program, slice_), 1 if phase == "prefill" else tokens
 
 

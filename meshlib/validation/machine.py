@@ -77,10 +77,10 @@ def shape_of(where: object) -> tuple[int, ...]:
     >>> shape_of("a torus of 8 by 16"), shape_of("4 \u00d7 4 \u00d7 4"), shape_of("cube of 4"), shape_of("ring of 16")
     ((8, 16), (4, 4, 4), (4, 4, 4), (16,))
     """
-    found = where.get("topology") if isinstance(where, Mapping) else where
-    if isinstance(found, list | tuple):
-        return tuple(int(side) for side in found)
-    words = re.sub(r"(?<=\d)\s*(?:by|x|\*|\u00d7)\s*(?=\d)", "x", str(found or "").lower())
+    topology = where.get("topology") if isinstance(where, Mapping) else where
+    if isinstance(topology, list | tuple):
+        return tuple(int(side) for side in topology)
+    words = re.sub(r"(?<=\d)\s*(?:by|x|\*|\u00d7)\s*(?=\d)", "x", str(topology or "").lower())
     shape = re.search(r"\d+(?:x\d+)+", words)
     if shape:
         return tuple(map(int, shape[0].split("x")))
@@ -91,8 +91,8 @@ def shape_of(where: object) -> tuple[int, ...]:
 
 def _pod_of(where: object, chip: Chip) -> tuple[int, ...]:
     """The sides of a whole pod, where a row says that it is one."""
-    found = where.get("topology") if isinstance(where, Mapping) else where
-    return chip.pod_shape if re.search(r"\b(?:full|whole|entire) pod\b", str(found or "").lower()) else ()
+    topology = where.get("topology") if isinstance(where, Mapping) else where
+    return chip.pod_shape if re.search(r"\b(?:full|whole|entire) pod\b", str(topology or "").lower()) else ()
 
 
 def _counts(row: Row, chip: Chip, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -136,16 +136,16 @@ def stated_sizes(layout: object) -> dict[str, int]:
     >>> stated_sizes("data:2 (DCN); fsdp:256; tensor:12")
     {'data': 2, 'fsdp': 256, 'tensor': 12}
     """
-    found = {}
+    size_of = {}
     texts = [layout] if isinstance(layout, str) else []
     if isinstance(layout, Mapping):
         texts = [text for key, text in layout.items() if key in ("mesh", "axes") and isinstance(text, str)]
     for text in texts:
-        found.update({axis: int(n) for axis, n in re.findall(r"([A-Za-z_]+)\s*[:=]\s*(\d+)", text)})
+        size_of.update({axis: int(n) for axis, n in re.findall(r"([A-Za-z_]+)\s*[:=]\s*(\d+)", text)})
     for key, size in layout.items() if isinstance(layout, Mapping) else ():
         if not isinstance(size, bool) and re.fullmatch(r"-?\d+(\.0*)?", str(size).strip()):
-            found[str(key)] = int(float(size))
-    return found
+            size_of[str(key)] = int(float(size))
+    return size_of
 
 
 def axes_of(row: Row, slice_: Slice, d_model: int) -> Axes:
@@ -177,9 +177,9 @@ def axes_of(row: Row, slice_: Slice, d_model: int) -> Axes:
     if math.prod(sizes.values()) != slice_.devices:
         raise NotExpressed(f"its layout {stated or layout} does not make {slice_.devices} devices")
     assumed = _divided(sizes, d_model)
-    found = tuple((axis, size) for axis, size in sizes.items() if size > 1)
+    used_axes = tuple((axis, size) for axis, size in sizes.items() if size > 1)
     joined = tuple((axis, size) for axis, size in across.items() if size > 1)
-    return Axes(found or (("data", 1),), joined if math.prod(across.values()) == slices else (), assumed)
+    return Axes(used_axes or (("data", 1),), joined if math.prod(across.values()) == slices else (), assumed)
 
 
 def _fill(sizes: dict[str, int], devices: int) -> None:

@@ -54,9 +54,9 @@ def _attention(model: Mapping[str, Any]) -> float:
     d, heads = model["d_model"], model["q_heads"]
     if model.get("kv_lora"):
         queries = heads * model["head_dim"]
-        made = model["q_lora"] * (d + queries) if model.get("q_lora") else d * queries
+        query_weights = model["q_lora"] * (d + queries) if model.get("q_lora") else d * queries
         keys = model["kv_lora"] * heads * (model["qk_nope"] + model["v_head"])
-        return float(made + d * (model["kv_lora"] + model["qk_rope"]) + keys + heads * model["v_head"] * d)
+        return float(query_weights + d * (model["kv_lora"] + model["qk_rope"]) + keys + heads * model["v_head"] * d)
     return float(2 * d * model["head_dim"] * (heads + (model.get("kv_heads") or heads)))
 
 
@@ -64,8 +64,8 @@ def local_layers(model: Mapping[str, Any]) -> int:
     """Layers with a window between two with global attention: 5 of "5 local : 1 global", 1 where it is not stated."""
     if not model.get("local_window"):
         return 0
-    found = re.search(r"\d+", str(model.get("pattern") or ""))
-    return int(found[0]) if found else 1
+    match = re.search(r"\d+", str(model.get("pattern") or ""))
+    return int(match[0]) if match else 1
 
 
 def flops_per_token(model: Mapping[str, Any], length: int, spans: str = "causal") -> float:

@@ -99,13 +99,13 @@ def _express(
 
 def _sizes(model: Mapping[str, Any], op: str) -> tuple[int, int, int]:
     """m, k, n of a product: as such, one n for all, or those of the two operands in the text of the operation."""
-    found = [int(model.get(d) or model.get("n") or 0) for d in "mkn"]
+    sizes = [int(model.get(d) or model.get("n") or 0) for d in "mkn"]
     shapes = re.findall(r"\[(\d+),\s*(\d+)\]", op)
-    if not all(found) and len(shapes) >= 2 and shapes[0][1] == shapes[1][0]:
-        found = [int(shapes[0][0]), int(shapes[0][1]), int(shapes[1][1])]
-    if not all(found):
+    if not all(sizes) and len(shapes) >= 2 and shapes[0][1] == shapes[1][0]:
+        sizes = [int(shapes[0][0]), int(shapes[0][1]), int(shapes[1][1])]
+    if not all(sizes):
         raise NotExpressed("the sizes of its product are not stated")
-    m, k, n = found
+    m, k, n = sizes
     return m, k, n
 
 
@@ -173,9 +173,9 @@ def _collective(
     if "f32" in op:
         dtype = "float32"
     larger = _larger_bytes(model, kind, group, _BYTES[dtype])
-    made, layout = _moved(kind, larger // _BYTES[dtype], group, dtype)
+    moved, layout = _moved(kind, larger // _BYTES[dtype], group, dtype)
     mesh = {"group": group, "rest": slice_.devices // group}
-    program = lower({"y": made}, mesh=";".join(f"{a}:{n}" for a, n in mesh.items()), layout=layout, compiler=compiler)
+    program = lower({"y": moved}, mesh=";".join(f"{a}:{n}" for a, n in mesh.items()), layout=layout, compiler=compiler)
     if kind not in {c.kind for c in program.collectives}:
         raise NotExpressed(f"the lowering does not choose {kind} for it")
     return estimate(program, slice_, placement=_over_chips(slice_, mesh, group))
@@ -214,6 +214,6 @@ def _moved(kind: str, elements: int, group: int, dtype: str) -> tuple[Tensor, st
 
 def _over_chips(slice_: Slice, mesh: Mapping[str, int], group: int) -> Placement | None:
     """The placement with the group on links between chips only, whole axes first; None: the best."""
-    found = [p for p in placements(slice_, mesh) if all(f.place != CORES for f in p.of(["group"]))]
-    whole = [p for p in found if all(f.stride == 1 for f in p.of(["group"]))]
-    return next(iter(whole or found), None)
+    over_chips = [p for p in placements(slice_, mesh) if all(f.place != CORES for f in p.of(["group"]))]
+    whole = [p for p in over_chips if all(f.stride == 1 for f in p.of(["group"]))]
+    return next(iter(whole or over_chips), None)

@@ -194,14 +194,14 @@ def known_model(name: str) -> TransformerConfig | None:
     >>> known_model("PaLM 540B").name, known_model("maxtext-7b")
     ('palm-540b', None)
     """
-    found = [preset for preset in PRESETS if preset in name.lower().replace(" ", "-")]
-    return PRESETS[max(found, key=len)] if found else None
+    matching = [preset for preset in PRESETS if preset in name.lower().replace(" ", "-")]
+    return PRESETS[max(matching, key=len)] if matching else None
 
 
 def dimensions(row: Row) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Dimensions, and which of them the row leaves to what is published under its model's name."""
-    found = row.get("model")
-    model: dict[str, Any] = dict(found) if isinstance(found, Mapping) else {"name": found or ""}
+    stated = row.get("model")
+    model: dict[str, Any] = dict(stated) if isinstance(stated, Mapping) else {"name": stated or ""}
     arch = str(model.get("arch", ""))
     if model.get("op"):
         raise NotExpressed(f"the operation {str(model['op'])[:60]!r} is not expressed as rows yet")
@@ -251,17 +251,17 @@ def _batch(row: Row, slice_: Slice) -> tuple[int, int]:
     length = batch.get("seq") or (row.get("model") or {}).get("seq")
     if not length:
         raise NotExpressed("its sequence length is not stated")
-    found = next((batch[key] for key in _BATCHES if batch.get(key)), None)
-    if not found and "per_device_batch_size" in batch:
+    stated = next((batch[key] for key in _BATCHES if batch.get(key)), None)
+    if not stated and "per_device_batch_size" in batch:
         each = batch.get("devices_per_chip")
-        found = float(batch["per_device_batch_size"]) * (int(each) * slice_.chips if each else slice_.devices)
-    if not found and batch.get("tokens"):
-        found = float(batch["tokens"]) / float(length)
-    if not found:
+        stated = float(batch["per_device_batch_size"]) * (int(each) * slice_.chips if each else slice_.devices)
+    if not stated and batch.get("tokens"):
+        stated = float(batch["tokens"]) / float(length)
+    if not stated:
         raise NotExpressed("its batch is not stated")
-    whole = round(float(found))
-    if whole < 1 or abs(whole - float(found)) > 1e-6 * whole:
-        raise NotExpressed(f"its batch makes no whole number of sequences: {float(found):g}")
+    whole = round(float(stated))
+    if whole < 1 or abs(whole - float(stated)) > 1e-6 * whole:
+        raise NotExpressed(f"its batch makes no whole number of sequences: {float(stated):g}")
     return whole, int(length)
 
 
@@ -344,14 +344,14 @@ def _software(run: Run) -> tuple[str, ...]:
 def _policy(row: Row, run: Run) -> tuple[Policy, tuple[str, ...]]:
     """What is computed again, and what of that is assumed."""
     text, assumed = _remat_text(row)
-    found = policy_of(text or run.submission.remat)
-    if found is not None:
-        return found, assumed
+    policy = policy_of(text or run.submission.remat)
+    if policy is not None:
+        return policy, assumed
     if run.encoder:
         scores = ("scores",) if run.attention == "materialised" else ()
         return Policy((*NOTHING_TWICE.save, *scores)), ("no product is computed again",)
     shards = run.axis("fsdp") * run.axis("tensor") * run.axis("context")
     state = STATE_VALUES * as_dtype(run.state_dtype).itemsize * parameters(run.model, held=True) / shards
     tokens = run.batch * run.length / run.slice.devices
-    name, found = lightest(run.model, state, tokens, run.slice.hbm_bytes_per_device)
-    return found, (f"recomputation: {name}, the least that fits",)
+    name, policy = lightest(run.model, state, tokens, run.slice.hbm_bytes_per_device)
+    return policy, (f"recomputation: {name}, the least that fits",)

@@ -53,21 +53,21 @@ class Submission:
     @property
     def facts(self) -> tuple[str, ...]:
         """What is said of it beside the row."""
-        found = []
+        stated = []
         if self.buckets:
             sequences, length = self.slowest
-            found.append(f"batches by length, of which a step waits for {sequences} x {length} a replica")
+            stated.append(f"batches by length, of which a step waits for {sequences} x {length} a replica")
         if self.softmax_dtype == "float32":
-            found.append("softmax in float32")
+            stated.append("softmax in float32")
         if self.wide_gradients:
-            found.append("gradients summed in float32")
+            stated.append("gradients summed in float32")
         if not self.evaluates:
-            found.append("blocks without evaluations")
+            stated.append("blocks without evaluations")
         if self.evaluation_batch:
-            found.append(f"evaluations of {self.evaluation_batch:,} sequences at once")
+            stated.append(f"evaluations of {self.evaluation_batch:,} sequences at once")
         if self.remat:
-            found.append(f"recomputation: {self.remat}")
-        return tuple(f"{fact} ({self.source})" for fact in found)
+            stated.append(f"recomputation: {self.remat}")
+        return tuple(f"{fact} ({self.source})" for fact in stated)
 
 
 UNKNOWN = Submission()
@@ -117,8 +117,8 @@ def submission_of(row: Row) -> Submission:
     source = row.get("source")
     if not isinstance(source, Mapping):
         return UNKNOWN
-    found = re.search(r"/results/([^/]+)/([^/]+)/", str(source.get("file") or ""))
-    if found is None:
+    match = re.search(r"/results/([^/]+)/([^/]+)/", str(source.get("file") or ""))
+    if match is None:
         return UNKNOWN
     repository = str(source.get("repo") or "").rpartition("/")[2]
-    return _SUBMISSIONS.get((repository, found[1], found[2]), UNKNOWN)
+    return _SUBMISSIONS.get((repository, match[1], match[2]), UNKNOWN)

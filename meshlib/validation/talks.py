@@ -115,7 +115,7 @@ def talk_host() -> Host:
 
 def epochs(rows: Sequence[Any] | None = None) -> tuple[Epochs, ...]:
     """The table of epochs, by devices and batch; of given rows or of all."""
-    found = []
+    predictions = []
     for row in ROWS if rows is None else rows:
         if not includes_input(row) or not is_of_images(row) or not resnet_name(str(row["model"].get("name"))):
             continue
@@ -126,26 +126,26 @@ def epochs(rows: Sequence[Any] | None = None) -> tuple[Epochs, ...]:
         seconds = prepare_images(run).seconds(CALIBRATED)
         device = prepare_images(replace(run, host=None)).seconds(CALIBRATED) / run.steps
         price = run.slice.usd_per_hour
-        found.append(
+        predictions.append(
             Epochs(
                 run.slice.chips // 4, run.batch, run.measured_seconds / 60, seconds / 60, device, seconds / run.steps,
                 None if price is None else price * seconds / 3600, bool(run.apart),
             )
         )  # fmt: skip
-    return tuple(sorted(found, key=lambda e: (e.devices, e.batch)))
+    return tuple(sorted(predictions, key=lambda e: (e.devices, e.batch)))
 
 
 def detectors(sizes: Sequence[int], host: Host) -> tuple[Speed, ...]:
     """RetinaNet on v2-8 and v3-8, one host each, by the size of images."""
     rate = HostInput(examples_per_second=host.examples_per_second * IMAGENET_PIXELS / DETECTION_PIXELS)
-    found = []
+    speeds = []
     for size in sizes:
         alone, fed = [], []
         for name in ("v2-8", "v3-8"):
             alone.append(BOARD_IMAGES / _detector(size, name, None).step_seconds)
             fed.append(BOARD_IMAGES / _detector(size, name, rate).step_seconds)
-        found.append(Speed(size, (alone[0], alone[1]), (fed[0], fed[1])))
-    return tuple(found)
+        speeds.append(Speed(size, (alone[0], alone[1]), (fed[0], fed[1])))
+    return tuple(speeds)
 
 
 def durations() -> tuple[Duration, ...]:

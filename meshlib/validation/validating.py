@@ -140,8 +140,8 @@ class Validation:
 
 def absolute(rows: Iterable[Checked], what: str = "predicted_seconds", family: str | None = None) -> list[float]:
     """Absolute relative errors of a prediction, by the name of its attribute."""
-    found = [r.error_of(what) for r in rows if family in (None, r.family)]
-    return [abs(error) for error in found if error is not None]
+    errors = [r.error_of(what) for r in rows if family in (None, r.family)]
+    return [abs(error) for error in errors if error is not None]
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -176,8 +176,8 @@ def validate(
 
 
 def _load(path: str | Path) -> list[dict[str, Any]]:
-    found, _ = read_json(path, "validate", GraphError, "a file of published rows, {'rows': [...]}", a_list=True)
-    rows = found.get("rows") if isinstance(found, dict) else found
+    document, _ = read_json(path, "validate", GraphError, "a file of published rows, {'rows': [...]}", a_list=True)
+    rows = document.get("rows") if isinstance(document, dict) else document
     if not isinstance(rows, list) or not rows or not all(isinstance(r, dict) for r in rows):
         raise GraphError(f"validate: {path} holds no rows; expected {{'rows': [...]}} with an object for each")
     return rows
@@ -200,9 +200,9 @@ def check_row(row: Mapping[str, Any], compiler: Compiler = XLA_TPU) -> Checked:
                 naive_left_out_seconds=priced.roofline_seconds,
             )
         if is_of_images(row):
-            found = image_run_of(row)
-            checked = replace(checked, family=found.family, images=found)
-            return replace(checked, measured_seconds=found.measured_seconds, apart=found.apart)
+            image_run = image_run_of(row)
+            checked = replace(checked, family=image_run.family, images=image_run)
+            return replace(checked, measured_seconds=image_run.measured_seconds, apart=image_run.apart)
         run = run_of(row)
         return replace(checked, family=run.family, run=run, measured_seconds=run.measured_seconds, apart=run.apart)
     except NotExpressed as fault:

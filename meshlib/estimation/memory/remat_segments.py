@@ -35,11 +35,11 @@ def segments(program: Program, size: Callable[[Value], int]) -> Segments | None:
     """The pieces that take least in all, where a value takes `size` bytes; None where the whole takes no more."""
     forward = [i for i in program.instructions if _runs_forward(i)]
     kept = _kept(program)
-    made = {y: n for n, i in enumerate(forward) for y in i.outputs}
-    read = {x: n for n, i in enumerate(forward) for x in i.inputs if x in made}  # the last one that reads it
+    producer = {y: n for n, i in enumerate(forward) for y in i.outputs}
+    read = {x: n for n, i in enumerate(forward) for x in i.inputs if x in producer}  # the last one that reads it
     crossing = [0] * (len(forward) + 1)  # bytes that a cut after instruction n keeps, as differences
     for v, last in read.items():
-        crossing[made[v]] += size(v)
+        crossing[producer[v]] += size(v)
         crossing[last] -= size(v)
     for n in range(1, len(crossing)):
         crossing[n] += crossing[n - 1]
@@ -52,7 +52,7 @@ def segments(program: Program, size: Callable[[Value], int]) -> Segments | None:
             best, least = cuts, total
     if not best:
         return None
-    across = {v for v, last in read.items() if any(made[v] <= n < last for n in best)}
+    across = {v for v, last in read.items() if any(producer[v] <= n < last for n in best)}
     sizes = _of_pieces(held, best)
     edges = [-1, *best, len(forward) - 1]
     largest = max(range(len(sizes)), key=sizes.__getitem__)

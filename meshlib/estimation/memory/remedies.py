@@ -80,13 +80,13 @@ def remedies(program: Program, room_bytes: int) -> tuple[Remedy, ...]:
     for idea in worth:
         if len(taken) < _MOST and legal([idea]):
             taken.append(idea)
-    found = [Remedy(i.what, gains[i]) for i in taken]
+    remedies_taken = [Remedy(i.what, gains[i]) for i in taken]
     if peak > room_bytes and taken and peak - gains[taken[0]] > room_bytes:
         together = _combined(program, taken, legal, room_bytes)
         if together:
             what = "together: " + "; and ".join(i.what for i in together)
-            found.insert(0, Remedy(what, peak - _peak(program, together)))
-    return tuple(found)
+            remedies_taken.insert(0, Remedy(what, peak - _peak(program, together)))
+    return tuple(remedies_taken)
 
 
 def _combined(program: Program, ideas: Sequence[_Idea], legal: _Legal, room_bytes: int) -> list[_Idea]:
@@ -107,7 +107,7 @@ def _peak(program: Program, ideas: Sequence[_Idea]) -> int:
 
     def size(v: Value) -> int:
         whole = tiled_value_bytes(v)
-        shares = [found / whole for i in ideas if whole and (found := i.change(v)) is not None]
+        shares = [part / whole for i in ideas if whole and (part := i.change(v)) is not None]
         return round(whole * prod(shares)) if shares else whole
 
     return max(bytes_after(program, size)) + sum(i.more_bytes for i in ideas)
@@ -134,7 +134,7 @@ def _cut(v: Value, ways: Callable[[str], int]) -> int:
 
 def _more_devices(program: Program) -> list[_Idea]:
     """An axis of the mesh twice as long."""
-    found: list[_Idea] = []
+    ideas: list[_Idea] = []
     for axis in program.mesh.axes:
         size = program.mesh.axis_size(axis)
         if not any(axis in rule.axes for rule in program.layout.rules):
@@ -146,8 +146,8 @@ def _more_devices(program: Program) -> list[_Idea]:
 
         mesh = ";".join(f"{a}:{program.mesh.axis_size(a) * (1 + (a == axis))}" for a in program.mesh.axes)
         what = f"twice the devices, mesh axis '{axis}' {size} -> {2 * size}"
-        found.append(_Idea(what, change, "devices", mesh=mesh))
-    return found
+        ideas.append(_Idea(what, change, "devices", mesh=mesh))
+    return ideas
 
 
 def _new_axis(program: Program, live: list[Value]) -> list[_Idea]:
@@ -199,13 +199,13 @@ def _gathered_bytes(program: Program, change: Change, ways: int) -> int:
     """The largest weight as a product takes it, of those variables that `change` splits: it is gathered before, or the
     other operand is where that is smaller."""
     split = [frozenset(v.tensor.shape.names) for v in program.variables.values() if change(v) is not None]
-    found = 0
+    gathered_bytes = 0
     for i, _, _ in walk(program):
         if i.operation.opdef.kind is Kind.CONTRACTION and len(i.inputs) > 1:
             for x, other in (i.inputs[:2], i.inputs[1::-1]):
                 if change(x) is not None and any(dims.issuperset(x.tensor.shape.names) for dims in split):
-                    found = max(found, min(tiled_value_bytes(x), ways * tiled_value_bytes(other)))
-    return found
+                    gathered_bytes = max(gathered_bytes, min(tiled_value_bytes(x), ways * tiled_value_bytes(other)))
+    return gathered_bytes
 
 
 def _split(program: Program, dim: str, axis: str) -> Change:

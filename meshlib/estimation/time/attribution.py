@@ -87,12 +87,12 @@ def exposed(made: Schedule) -> Iterator[tuple[float, float, Event]]:
 
 def _gaps(intervals: Sequence[Span]) -> list[Span]:
     """What intervals leave free from 0 on."""
-    found, last = [], 0.0
+    gaps, last = [], 0.0
     for begin, end in sorted(intervals):
         if begin > last:
-            found.append((last, begin))
+            gaps.append((last, begin))
         last = max(last, end)
-    return [*found, (last, float("inf"))]
+    return [*gaps, (last, float("inf"))]
 
 
 def _kernel(event: Event, begin: float, end: float) -> Iterator[Moment]:

@@ -106,10 +106,10 @@ class Times:
     def of(self, kernel: Kernel) -> KernelTime:
         """Modelled time of a kernel."""
         key = kernel.key
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = self._time(kernel)
-        return found
+        kernel_time = self._known.get(key)
+        if kernel_time is None:
+            kernel_time = self._known[key] = self._time(kernel)
+        return kernel_time
 
     def _time(self, kernel: Kernel) -> KernelTime:
         if kernel.free:
@@ -123,8 +123,8 @@ class Times:
             exposed += cut.exposed_bytes
             pieces = zip(kernel.at_hand, (cut.rows, cut.columns), sizes, strict=True)
             first += cut.depth * sum(size * edge for here, edge, size in pieces if here)
-        found = found_bytes(kernel, chip, self.held_bytes)
-        elsewhere = kept_bytes(kernel, chip) + kernel.spared_bytes + found
+        held_bytes = found_bytes(kernel, chip, self.held_bytes)
+        elsewhere = kept_bytes(kernel, chip) + kernel.spared_bytes + held_bytes
         traffic = kernel.padded_bytes + again - elsewhere + kernel.quantised_bytes
         lone, share = kernel.passes, self.physics.lone_passes
         if lone is not None and share:
@@ -137,12 +137,12 @@ class Times:
         time: Time = time_of(chip, Work(tuple(p for p, _ in kernel.matmuls), vpu_ops=ops, hbm_bytes=traffic))
         bare_seconds = hbm_seconds(chip, min(exposed, traffic) + kernel.quantised_bytes) if time.mxu_seconds else 0.0
         mxu = time.mxu_seconds * self._slowed(kernel)
-        made = KernelTime(
+        kernel_time = KernelTime(
             mxu, time.vpu_seconds, time.hbm_seconds, bare_seconds, time.launch_seconds, traffic,
-            early_seconds=self._early(kernel, time.hbm_seconds, found),
+            early_seconds=self._early(kernel, time.hbm_seconds, held_bytes),
             first_seconds=min(bare_seconds, hbm_seconds(chip, first)),
         )  # fmt: skip
-        return self._alone(kernel, lone, made) if lone is not None and share else made
+        return self._alone(kernel, lone, kernel_time) if lone is not None and share else kernel_time
 
     def _alone(self, kernel: Kernel, passes: Passes, time: KernelTime) -> KernelTime:
         """The time of a program's only kernel: launches of its passes, and what they do not overlap."""
@@ -195,10 +195,10 @@ class Times:
     def _attention(self, kernel: Kernel, work: Attention) -> KernelTime:
         chip = self.chip
         mxu, vpu, bare = self.attention_seconds(work)
-        found = found_bytes(kernel, chip, self.held_bytes)
-        traffic = kernel.padded_bytes - found
+        vmem_bytes = found_bytes(kernel, chip, self.held_bytes)
+        traffic = kernel.padded_bytes - vmem_bytes
         hbm = hbm_seconds(chip, traffic)
-        return KernelTime(mxu, vpu, hbm, bare, chip.launch_seconds, traffic, self._early(kernel, hbm, found))
+        return KernelTime(mxu, vpu, hbm, bare, chip.launch_seconds, traffic, self._early(kernel, hbm, vmem_bytes))
 
     def _tile(self, work: Attention) -> tuple[int, int]:
         """Queries and keys of a tile of scores."""

@@ -112,10 +112,10 @@ class Physics:
 
         Raises: GraphError with the nearest names for an unknown one.
         """
-        found = {f.name: f for f in fields(Physics)}
-        if name not in found:
-            raise GraphError(f"Physics has no constant {name!r}{nearest(name, found)}")
-        return found[name]
+        field_of = {f.name: f for f in fields(Physics)}
+        if name not in field_of:
+            raise GraphError(f"Physics has no constant {name!r}{nearest(name, field_of)}")
+        return field_of[name]
 
     def without_losses(self) -> Physics:
         """What engines alone say: kernels as fast as in micro-benchmarks, collectives hidden where they can be."""

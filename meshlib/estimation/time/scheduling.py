@@ -150,23 +150,23 @@ class _Run:
             self._catch_up()
             if not self._is_put_off(unit):
                 self._place(unit)
-        made = self.made
-        end = max([self.core + self.owed_seconds, *(e.end for e in made.events if e.copy is None)])
+        schedule = self.made
+        end = max([self.core + self.owed_seconds, *(e.end for e in schedule.events if e.copy is None)])
         self.core = max(self._paid(), self.core + self.hbm.left(end - self.core))
-        made.core_seconds = self.core + sum(self.times.of(u.kernel).seconds for u in self.later if u.kernel)
-        made.spare_seconds = self.hbm.spare_seconds or 0.0
+        schedule.core_seconds = self.core + sum(self.times.of(u.kernel).seconds for u in self.later if u.kernel)
+        schedule.spare_seconds = self.hbm.spare_seconds or 0.0
         while self.later:
             self._place_later(min(self.later, key=self._when))
-        made.seconds = max([self.core, *(e.end for e in made.events if e.copy is None)], default=0.0)
-        sent = [(e.start, e.end) for e in made.events if e.move is not None]
-        computed = [e for e in made.events if e.on_core]
+        schedule.seconds = max([self.core, *(e.end for e in schedule.events if e.copy is None)], default=0.0)
+        sent = [(e.start, e.end) for e in schedule.events if e.move is not None]
+        computed = [e for e in schedule.events if e.on_core]
         # A group that awaits the last piece of its operand computes at its end.
         busy = [(e.end - e.time.seconds if e.time else e.start, e.end) for e in computed]
-        made.exposed_seconds += uncovered(sent, busy)
-        copies = made.host_seconds
-        made.host_exposed_seconds += max(0.0, copies - made.seconds)
-        made.seconds = max(made.seconds, copies)
-        return made
+        schedule.exposed_seconds += uncovered(sent, busy)
+        copies = schedule.host_seconds
+        schedule.host_exposed_seconds += max(0.0, copies - schedule.seconds)
+        schedule.seconds = max(schedule.seconds, copies)
+        return schedule
 
     def _is_put_off(self, unit: Unit) -> bool:
         """Whether a unit waits for something on its way while others run: nothing large waits for it."""
@@ -321,8 +321,8 @@ class _Run:
             return None
         if not self.compiler.cuts_in_pieces(move.larger_bytes):
             return None
-        found = self.pieces.get(unit.inputs[0])
-        return found if found is not None and found.kernel is not None else None
+        producer = self.pieces.get(unit.inputs[0])
+        return producer if producer is not None and producer.kernel is not None else None
 
     def _loop(self, unit: Unit, plan: Plan) -> None:
         body = schedule(plan, self.times, self.compiler, 0.0)

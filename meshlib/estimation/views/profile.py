@@ -95,10 +95,10 @@ class Measured:
     def by(self, view: str) -> dict[str, float]:
         """Seconds by "kind", "line", "operation" or "phase"."""
         place = {"operation": 0, "kind": 1, "line": 2, "phase": 3}[choice(view, "Measured.by", "view", VIEWS)]
-        found: dict[str, float] = defaultdict(float)
+        seconds_of: dict[str, float] = defaultdict(float)
         for key, seconds in self.seconds.items():
-            found[key[place]] += seconds
-        return dict(found)
+            seconds_of[key[place]] += seconds
+        return dict(seconds_of)
 
     def of(self, est: Estimate) -> Measured:
         """The same by the events of an estimate: what is fused there counts for the group that it is in."""
@@ -169,8 +169,8 @@ class Profile(Shown):
         measured = self.measured.by(view) if self.measured is not None else {}
         for name in measured:
             groups.setdefault(name, [])
-        made = [_together(name, members, measured.get(name)) for name, members in groups.items()]
-        return sorted(made, key=lambda p: (-p.total_seconds, -(p.measured_seconds or 0.0), p.name))
+        groups_of_parts = [_together(name, members, measured.get(name)) for name, members in groups.items()]
+        return sorted(groups_of_parts, key=lambda p: (-p.total_seconds, -(p.measured_seconds or 0.0), p.name))
 
     def table(self, rows: int | None = 12) -> str:
         """As text: units, kinds of operations, lines of the program, or its operations; of each `rows`, None shows all.
@@ -256,9 +256,13 @@ class Profile(Shown):
         cells = [name, seconds_text(total) if total else "-", self._percent(total)]
         cells += [self._percent(s) for s in by_unit]
         if self.measured is not None:
-            found = sum(p.measured_seconds or 0.0 for p in parts)
+            measured_seconds = sum(p.measured_seconds or 0.0 for p in parts)
             whole_seconds = self.measured.device_seconds
-            cells += [seconds_text(found), f"{found / whole_seconds:.1%}"] if found else ["-", "-"]
+            cells += (
+                [seconds_text(measured_seconds), f"{measured_seconds / whole_seconds:.1%}"]
+                if measured_seconds
+                else ["-", "-"]
+            )
         return tuple(cells)
 
     def _beside(self) -> list[str]:
@@ -295,10 +299,10 @@ def profile(est: Estimate, measured: object = None) -> Profile:
             f"{at('Estimate.profile')}: measured must be what run.profile(...) of an mtf.on_jax run returns, "
             f"got {type(measured).__name__} {measured!r:.80}"
         )
-    made: dict[tuple[str, str, str, str], tuple[dict[str, float], dict[str, float]]] = {}
+    seconds_of: dict[tuple[str, str, str, str], tuple[dict[str, float], dict[str, float]]] = {}
 
     def part(*key: str) -> tuple[dict[str, float], dict[str, float]]:
-        return made.setdefault((*key, *("",) * (4 - len(key))), (defaultdict(float), defaultdict(float)))  # type: ignore[arg-type]
+        return seconds_of.setdefault((*key, *("",) * (4 - len(key))), (defaultdict(float), defaultdict(float)))  # type: ignore[arg-type]
 
     for event, bound, seconds in divided(est.schedule, est.slice.chip):
         part(*_named(event))[0][UNIT_OF[bound]] += seconds
@@ -314,7 +318,7 @@ def profile(est: Estimate, measured: object = None) -> Profile:
             part(name, name, f"({name})")[0][unit] += seconds
     if est.input is not None:
         part(INPUT, INPUT, f"({INPUT})")[1]["host"] += est.input.seconds
-    parts = [Part(*key, dict(seconds), dict(busy)) for key, (seconds, busy) in made.items()]
+    parts = [Part(*key, dict(seconds), dict(busy)) for key, (seconds, busy) in seconds_of.items()]
     parts.sort(key=lambda p: -p.total_seconds)
     totals = {unit: sum(p.seconds.get(unit, 0.0) for p in parts) for unit in UNITS}
     title = f"{est.slice.name}, mesh {est.program.mesh}, layout {est.program.layout or '(none)'}"
@@ -393,8 +397,8 @@ def _key(part: Part, view: str) -> str:
 
 def _together(name: str, parts: Sequence[Part], measured: float | None) -> Part:
     def one(values: Iterator[str]) -> str:
-        found = set(values)
-        return found.pop() if len(found) == 1 else ""
+        distinct = set(values)
+        return distinct.pop() if len(distinct) == 1 else ""
 
     def total(which: str) -> dict[str, float]:
         sums: dict[str, float] = defaultdict(float)

@@ -84,8 +84,8 @@ def rows_of(made: Schedule, chip: Chip, count: int = 1, active: float = 1.0) -> 
 
 def names_of_forward(made: Schedule) -> frozenset[str]:
     """What runs in the forward pass, by the names of its events: what has one of them later runs again."""
-    found = {e.name for e in made.events if e.region == FORWARD and e.loop is None}
-    return frozenset(found.union(*(names_of_forward(e.loop) for e in made.events if e.loop is not None)))
+    names = {e.name for e in made.events if e.region == FORWARD and e.loop is None}
+    return frozenset(names.union(*(names_of_forward(e.loop) for e in made.events if e.loop is not None)))
 
 
 def kernel_bound(time: KernelTime) -> str:

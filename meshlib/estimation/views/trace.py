@@ -147,14 +147,14 @@ class _Writer:
         self.flows = 0
 
     def spans(self) -> Iterator[Span]:
-        made = self.est.schedule
-        yield from _phases(made)
-        loops = sum(e.loop is not None for e in made.events)
-        room = max(0, SLICE_LIMIT - _size(made, trips=False)) // max(1, loops)
-        yield from self._schedule(self.est.plan, made, 0.0, room, 1)
-        yield _span(BOUND, "idle", made.seconds, self.est.step_seconds, {})
-        rest = {"seconds (assumed)": self.est.step_seconds - made.seconds}
-        yield _span(CORE, "step overhead", made.seconds, self.est.step_seconds, rest)
+        schedule = self.est.schedule
+        yield from _phases(schedule)
+        loops = sum(e.loop is not None for e in schedule.events)
+        room = max(0, SLICE_LIMIT - _size(schedule, trips=False)) // max(1, loops)
+        yield from self._schedule(self.est.plan, schedule, 0.0, room, 1)
+        yield _span(BOUND, "idle", schedule.seconds, self.est.step_seconds, {})
+        rest = {"seconds (assumed)": self.est.step_seconds - schedule.seconds}
+        yield _span(CORE, "step overhead", schedule.seconds, self.est.step_seconds, rest)
 
     def _schedule(self, plan: Plan, made: Schedule, at: float, room: int, depth: int) -> Iterator[Span]:
         opens, closes = self._flows(plan, made)
@@ -308,13 +308,13 @@ def _working(est: Estimate, spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
 
 def save_trace(est: Estimate, path: str | Path) -> None:
     """`Estimate.save_trace`."""
-    found = est.profile()
+    profile = est.profile()
     about: dict[str, object] = {
         "slice": str(est.slice), "mesh": str(est.program.mesh), "layout": str(est.program.layout),
         "compiler": str(est.compiler), "overlap": est.compiler.overlap,
         "figures": "bytes and counts exact, times modelled",
-        "seconds of the step by what bounds it": {unit: found.seconds[unit] for unit in UNITS},
-        "share of the step for which the MXU works": found.mxu_share,
+        "seconds of the step by what bounds it": {unit: profile.seconds[unit] for unit in UNITS},
+        "share of the step for which the MXU works": profile.mxu_share,
     }  # fmt: skip
     trace = {"traceEvents": trace_events(est), "displayTimeUnit": "ns", "otherData": about}
     text = json.dumps(trace)

@@ -256,14 +256,14 @@ def _times(steps: int, every: object, argument: str) -> int:
 
 
 def _positive(value: object, argument: str) -> float:
-    found = number(value, WHAT, argument)
-    if found <= 0:
-        raise GraphError(f"{at(WHAT)}: {argument} must be positive, got {found:g}")
-    return found
+    checked_number = number(value, WHAT, argument)
+    if checked_number <= 0:
+        raise GraphError(f"{at(WHAT)}: {argument} must be positive, got {checked_number:g}")
+    return checked_number
 
 
 def _duration(value: object, argument: str) -> float:
-    found = number(value, WHAT, argument)
-    if found < 0:
-        raise GraphError(f"{at(WHAT)}: {argument} must not be negative, got {found:g}")
-    return found
+    checked_number = number(value, WHAT, argument)
+    if checked_number < 0:
+        raise GraphError(f"{at(WHAT)}: {argument} must not be negative, got {checked_number:g}")
+    return checked_number

@@ -99,10 +99,10 @@ class Network:
     def cost(self, move: Move) -> Cost:
         """Modelled time of a collective alone on the network."""
         key = (move.kind, move.axes, move.larger_bytes)
-        found = self._prices.get(key)
-        if found is None:
-            found = self._prices[key] = collective_cost(self.placement, *key)
-        return found
+        price = self._prices.get(key)
+        if price is None:
+            price = self._prices[key] = collective_cost(self.placement, *key)
+        return price
 
 
 def placed(

@@ -67,9 +67,9 @@ def boundary_of(members: Sequence[Instruction], stored: Stored, in_place: frozen
             continue
         stays = i.outputs[0] in in_place
         part = i.inputs[1] if stays else None
-        made = {y: y if y in stored.held else stored.of(y) for y in i.outputs if stored.is_written(y)}
+        buffer_of = {y: y if y in stored.held else stored.of(y) for y in i.outputs if stored.is_written(y)}
         # What is derived from a buffer that lies outside is not written; who reads it derives it again.
-        own = {b: stored.sizes(part or y) for y, b in made.items() if b in inside}
+        own = {b: stored.sizes(part or y) for y, b in buffer_of.items() if b in inside}
         if not own and needed.isdisjoint(i.outputs):
             continue
         written |= own
@@ -79,10 +79,10 @@ def boundary_of(members: Sequence[Instruction], stored: Stored, in_place: frozen
                 continue
             for v in (x,) if x in inside else stored.through.get(x, (x,)):
                 if v not in inside:
-                    for b, found in _buffers_read(i, n if v is x else None, v, stored):
-                        read[b] = max(read.get(b, found), found)
-    uses = [Use(b, *found, False, b not in stored.held) for b, found in read.items()]
-    uses += [Use(b, *found, True, b not in stored.held) for b, found in written.items()]
+                    for b, bytes_read in _buffers_read(i, n if v is x else None, v, stored):
+                        read[b] = max(read.get(b, bytes_read), bytes_read)
+    uses = [Use(b, *bytes_read, False, b not in stored.held) for b, bytes_read in read.items()]
+    uses += [Use(b, *bytes_read, True, b not in stored.held) for b, bytes_read in written.items()]
     return Boundary(tuple(uses))
 
 

@@ -79,16 +79,16 @@ class _Search:
         """Adds what `i` makes its part of `y` of; its operations, or None where it is not made element by element."""
         total = local_work(self.program, i).vpu_ops
         for x in i.inputs:
-            made = self.maker.get(x)
+            producer = self.maker.get(x)
             if x in self.found:
                 sources.update(dict.fromkeys(self.found[x]))
-            elif made is None or isinstance(made, Resident) or x not in self.fused or made.group != i.group:
+            elif producer is None or isinstance(producer, Resident) or x not in self.fused or producer.group != i.group:
                 if x.local_size * SMALL > y.local_size:
                     sources[x] = None
-            elif not is_elementwise(made):
+            elif not is_elementwise(producer):
                 return None
             else:
-                ops = self._collect(made, y, sources)
+                ops = self._collect(producer, y, sources)
                 if ops is None:
                     return None
                 total += ops

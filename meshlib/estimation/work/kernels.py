@@ -117,8 +117,8 @@ def kernel_of(
     is written. `region` is that of a loop around which is no part of the forward pass: then nothing inside is, whatever
     it was written for.
     """
-    made = [i for i in reversed(members) if any(y not in stored.fused for y in i.outputs)] or members[::-1]
-    large = (i for i in made if any(y.local_size > 1 for y in i.outputs))
+    writers = [i for i in reversed(members) if any(y not in stored.fused for y in i.outputs)] or members[::-1]
+    large = (i for i in writers if any(y.local_size > 1 for y in i.outputs))
     main = next((i for i in members if is_matmul(i)), None) or next(large, members[-1])
     matmuls, flops, useful, ops, padded_ops, narrow = [], 0, 0.0, 0, 0.0, 0.0
 

@@ -111,8 +111,8 @@ class _Planner:
 
     def unit(self, place: int, members: Sequence[Instruction]) -> Unit:
         first = members[0]
-        made = {y for i in members for y in i.outputs}
-        operands = dict.fromkeys(x for i in members for x in i.inputs if x not in made)
+        produced = {y for i in members for y in i.outputs}
+        operands = dict.fromkeys(x for i in members for x in i.inputs if x not in produced)
         unit = Unit(
             first.group,
             first.operation.name,

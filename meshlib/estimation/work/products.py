@@ -152,8 +152,8 @@ def at_hand(product: Compute, members: Sequence[Instruction], held: set[Value]) 
     maker = {y: i for i in members for y in i.outputs}
 
     def here(x: Value) -> bool:
-        made = maker.get(x)
-        return x in held if made is None else all(here(z) for z in made.inputs)
+        producer = maker.get(x)
+        return x in held if producer is None else all(here(z) for z in producer.inputs)
 
     first, second = rows_first(product)
     return here(first), here(second)

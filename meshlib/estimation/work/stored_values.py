@@ -41,15 +41,15 @@ class Stored:
 
     def of(self, v: Value) -> Value:
         """What is in memory for a value: another one, if it follows from that alone."""
-        found = self._known.get(v)
-        if found is None:
+        stored = self._known.get(v)
+        if stored is None:
             source, scale = self._source(v)
             if source is None or (scale is not None and self.itemsize(source) >= v.tensor.dtype.itemsize):
-                found = v
+                stored = v
             else:
-                found = self.of(source)
-            self._known[v] = found
-        return found
+                stored = self.of(source)
+            self._known[v] = stored
+        return stored
 
     def scales(self, v: Value) -> Iterator[Value]:
         """What is read beside `of(v)`: numbers, computed before, that scale it."""

@@ -85,13 +85,13 @@ class Recent:
 
     def _kept(self) -> dict[int, list[tuple[int, float]]]:
         """For each unit, the values that pass: bytes moved since the use before, and of the value."""
-        found: dict[int, list[tuple[int, float]]] = {}
+        sizes_of_unit: dict[int, list[tuple[int, float]]] = {}
         for uses in self._passes.values():
             between = [now - then for (_, _, _, then), (_, _, now, _) in pairwise(uses)]
             for (unit, size, _, _), moved in zip(uses, [max(between, default=MOST_BYTES), *between], strict=True):
                 if moved < MOST_BYTES:
-                    found.setdefault(unit, []).append((moved, float(size)))
-        return found
+                    sizes_of_unit.setdefault(unit, []).append((moved, float(size)))
+        return sizes_of_unit
 
     def close(self, units: Sequence[Unit]) -> None:
         """Add to the units what they keep of the values that pass, and to those of a body what the trip before left."""

@@ -67,8 +67,8 @@ class _Times:
         """Over HBM, without what half of VMEM may fetch before, and operands that may still be on the chip."""
         _, _, read, first, second, count = self.columns
         parts = np.stack([first, second]) / ways
-        kept = np.where(parts <= self.held_bytes, parts, 0.0).sum(axis=0) / self.bytes_per_second
-        fetched: Floats = count * (self.ahead_seconds + kept)
+        kept_seconds = np.where(parts <= self.held_bytes, parts, 0.0).sum(axis=0) / self.bytes_per_second
+        fetched: Floats = count * (self.ahead_seconds + kept_seconds)
         return read / ways - fetched
 
 
@@ -227,16 +227,16 @@ class Bounds:
 
     def _ways(self, c: Candidate) -> Floats:
         """In how many parts each thing may be cut."""
-        found = self._ways_of.get(c.splits)
-        if found is None:
-            found = self._ways_of[c.splits] = np.ones(len(self._cut))
+        parts = self._ways_of.get(c.splits)
+        if parts is None:
+            parts = self._ways_of[c.splits] = np.ones(len(self._cut))
             for dims, size in c.splits:
                 hits = self._hits.get(dims)
                 if hits is None:
                     can = [names is None or not names.isdisjoint(dims) for names in self._cut]
                     hits = self._hits[dims] = np.array(can, bool)
-                found[hits] *= size
-        return found
+                parts[hits] *= size
+        return parts
 
 
 def _moments(program: Program) -> Iterator[list[Value]]:
@@ -258,5 +258,5 @@ def _stacked_by(loop: Loop, program: Program) -> list[Value]:
     """What a loop stacks in new memory: not where a slice, a variable or a carry lies."""
     placed = {*program.updates.values(), *(program.outputs.values() if program.is_body else ())}
     over = rewritten(loop)
-    made = zip(loop.stacks, loop.outputs[len(loop.carries) :], strict=True)
-    return [y for name, y in made if name not in over and y not in placed and not y.tensor.on_host]
+    stacks = zip(loop.stacks, loop.outputs[len(loop.carries) :], strict=True)
+    return [y for name, y in stacks if name not in over and y not in placed and not y.tensor.on_host]

@@ -72,8 +72,8 @@ def _between(slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...], kind:
 @lru_cache(maxsize=1 << 16)
 def _seconds(slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...], kind: str, size: float) -> float:
     names = [f"a{n}" for n in axes]
-    found = _placed(slice_, sizes, axes)
-    return min((collective_cost(p, kind, names, size).seconds for p in found), default=0.0)
+    placements = _placed(slice_, sizes, axes)
+    return min((collective_cost(p, kind, names, size).seconds for p in placements), default=0.0)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -90,7 +90,7 @@ def _wire(slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...], kind: st
 def _placed(slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...]) -> tuple[Placement, ...]:
     """Placements of a mesh of these sizes, one of each way in which some of its axes can lie, whatever torus axis."""
     chosen = [f"a{n}" for n in axes]
-    found: dict[tuple[object, ...], Placement] = {}
+    placements: dict[tuple[object, ...], Placement] = {}
     for p in _every(slice_, sizes):
         names: dict[int, int] = {}
         numbers = count()
@@ -98,8 +98,8 @@ def _placed(slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...]) -> tup
         for f in p.of(chosen):
             place = f.place if f.place < 0 else names.setdefault(f.place, next(numbers))
             lying.append((place, f.size, f.stride, wraps(slice_, f)))
-        found.setdefault(tuple(lying), p)
-    return tuple(found.values())
+        placements.setdefault(tuple(lying), p)
+    return tuple(placements.values())
 
 
 @lru_cache(maxsize=256)

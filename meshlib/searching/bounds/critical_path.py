@@ -126,8 +126,8 @@ class Waiting:
         """Seconds per byte that the core loses: over that axis alone, or over others besides if that is faster."""
         if not kind:
             return 0.0
-        every = range(len(self.axes))
-        least = min(wire_seconds(self.slice, self._group, axes, KINDS[kind]) for axes in _among(every, (axis,)))
+        all_axes = range(len(self.axes))
+        least = min(wire_seconds(self.slice, self._group, axes, KINDS[kind]) for axes in _among(all_axes, (axis,)))
         return self.physics.early_exposed / 2 * least
 
     # ------------------------------------------------------------ nodes
@@ -139,12 +139,12 @@ class Waiting:
             return _both(np.array([node.trips * self.seconds(node.loop, False)]))
         launch = self.slice.chip.launch_seconds
         if node.attention is not None:
-            found = node.attention.seconds(self.slice.chip, self.physics, 1, 0.0)
-            if found is None:  # refused when it is looked at
+            attention_seconds = node.attention.seconds(self.slice.chip, self.physics, 1, 0.0)
+            if attention_seconds is None:  # refused when it is looked at
                 return _both(np.zeros(len([*self._cuts(node)])))
-            whole, rounded = found
-            made = [max(0.0, whole / prod(cuts.values()) - rounded) + launch for cuts in self._cuts(node)]
-            return _both(np.array(made))
+            whole, rounded = attention_seconds
+            seconds = [max(0.0, whole / prod(cuts.values()) - rounded) + launch for cuts in self._cuts(node)]
+            return _both(np.array(seconds))
         if node.product is None:
             return _both(np.zeros(1))
         if node.smaller or self.slice.chip.peak(node.product.whole.dtype) is None:
@@ -171,8 +171,8 @@ class Waiting:
         key = node, tuple(cuts.items())
         if key not in self.shared:
             self.shared[key] = of.timed(self.slice.chip, self.physics, cuts)
-        made: Timed = self.shared[key]
-        return made
+        timed: Timed = self.shared[key]
+        return timed
 
     def _moved_bytes(self, use: Use) -> float:
         """Of what a product reads or writes, without what may stay on the chip between its uses."""
@@ -199,12 +199,12 @@ class Waiting:
         return chosen
 
     def _home(self, placed: Placed, axis: int) -> str:
-        found = self._homes.get(placed)
-        if found is None:
+        sharding = self._homes.get(placed)
+        if sharding is None:
             c = self.candidate
-            found = self._homes[placed] = c.layout.fitting(placed.shape, c.mesh, placed.scope)
+            sharding = self._homes[placed] = c.layout.fitting(placed.shape, c.mesh, placed.scope)
         name = self.axes[axis][0]
-        return next((d.name for d in placed.shape if name in found.of(d.name)), WHOLE)
+        return next((d.name for d in placed.shape if name in sharding.of(d.name)), WHOLE)
 
     def _left(self, node: Node, axis: int) -> Sequence[str]:
         """How a node leaves its value, under each choice of an axis."""
@@ -312,11 +312,13 @@ class Waiting:
         def least(axes: Sequence[int], kind: int) -> float:
             """One, or several one after the other."""
             first, *others = axes
-            found = together(axes, kind)
+            least_seconds = together(axes, kind)
             for part in _among(axes, (first,)):
                 if len(part) < len(axes):
-                    found = min(found, together(part, kind) + least([n for n in others if n not in part], kind))
-            return found
+                    least_seconds = min(
+                        least_seconds, together(part, kind) + least([n for n in others if n not in part], kind)
+                    )
+            return least_seconds
 
         kinds = {kind: [axis for axis, other in enumerate(chosen) if other == kind] for kind in set(chosen) if kind}
         longest = [0.0, 0.0]
@@ -350,7 +352,7 @@ def _one_by_one(heads: Sequence[tuple[float, float]]) -> float:
     return end
 
 
-def _among(every: Sequence[int], these: Sequence[int]) -> list[tuple[int, ...]]:
+def _among(all_axes: Sequence[int], these: Sequence[int]) -> list[tuple[int, ...]]:
     """The sets of some of all axes that have these among them."""
-    others = [n for n in every if n not in these]
+    others = [n for n in all_axes if n not in these]
     return [(*these, *more) for count in range(len(others) + 1) for more in combinations(others, count)]

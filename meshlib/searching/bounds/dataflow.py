@@ -123,13 +123,13 @@ class Flow:
         Of the ways that cross the ones of the most bytes are taken.
         """
         taken: dict[Value, int] = {}
-        found: dict[int, list[Way]] = {}
-        every = [way for ways in self.ways for way in ways if way.values and self._is_serial(way)]
-        for way in sorted(every, key=lambda way: (-way.least_bytes, -way.source, way.target)):
+        paths_of_source: dict[int, list[Way]] = {}
+        serial_ways = [way for ways in self.ways for way in ways if way.values and self._is_serial(way)]
+        for way in sorted(serial_ways, key=lambda way: (-way.least_bytes, -way.source, way.target)):
             if all(taken.get(v, way.source) == way.source for v in way.values):
                 taken.update(dict.fromkeys(way.values, way.source))
-                found.setdefault(way.source, []).append(way)
-        return [found[source] for source in sorted(found)]
+                paths_of_source.setdefault(way.source, []).append(way)
+        return [paths_of_source[source] for source in sorted(paths_of_source)]
 
     @property
     def reducible(self) -> Iterator[Compute]:
@@ -143,11 +143,13 @@ class Flow:
     @cached_property
     def written(self) -> Sequence[Sequence[Use]]:
         """Of each node what it writes for another kernel, or for home: the most that goes one way."""
-        found: dict[int, Way] = {}
+        largest_of_source: dict[int, Way] = {}
         for way in (way for ways in self.ways for way in ways if way.sizes and self.nodes[way.target].is_apart):
-            if way.source not in found or way.least_bytes > found[way.source].least_bytes:
-                found[way.source] = way
-        return [[Use(found[n].sizes, False)] if n in found else [] for n in range(len(self.nodes))]
+            if way.source not in largest_of_source or way.least_bytes > largest_of_source[way.source].least_bytes:
+                largest_of_source[way.source] = way
+        return [
+            [Use(largest_of_source[n].sizes, False)] if n in largest_of_source else [] for n in range(len(self.nodes))
+        ]
 
     def _is_serial(self, way: Way) -> bool:
         """Whether no other attention can run while something is sent on a way between products, or to or from
@@ -161,10 +163,10 @@ class Flow:
     @cached_property
     def _before(self) -> Sequence[frozenset[int]]:
         """The nodes that each one waits for."""
-        found: list[frozenset[int]] = []
+        ancestors: list[frozenset[int]] = []
         for ways in self.ways:
-            found.append(frozenset().union(*(found[way.source] | {way.source} for way in ways)))
-        return found
+            ancestors.append(frozenset().union(*(ancestors[way.source] | {way.source} for way in ways)))
+        return ancestors
 
     @staticmethod
     def of(whole: Program, passages: Passages) -> Flow:
@@ -276,16 +278,16 @@ class _Maker:
 
     def _reads(self, i: Compute) -> list[Use]:
         """Of each operand that does not come to be inside of the product's own kernel, if all differ."""
-        found: list[Use] = []
+        uses: list[Use] = []
         seen: set[Value] = set()
         for x in i.inputs[:2]:
             stored = [r for r in self.reached.get(x, ()) if self.nodes[r.source].is_apart]
             if stored:
                 most = max(stored, key=lambda r: r.least_bytes)
                 if seen.isdisjoint(most.values):
-                    found.append(Use(most.sizes, x in self.early))
+                    uses.append(Use(most.sizes, x in self.early))
                     seen |= most.values
-        return found
+        return uses
 
     def _split(self, f: Factor, told: bool = True) -> Split:
         names = [name for name in (*f.operands, *f.outputs) if name is not None]
@@ -314,14 +316,14 @@ class _Maker:
         linear = i.operation.opdef.linear(i.operation).operands
         for y in i.outputs:
             own = self._sizes(y)
-            found: dict[int, _Reach] = {}
+            reach_of_source: dict[int, _Reach] = {}
             for n, x in enumerate(i.inputs):
                 for r in self.reached.get(x, ()):
-                    made = _Reach(r.source, _less(r.sizes, own), r.linear and n in linear, r.values | {y})
-                    before = found.get(r.source)
-                    if before is None or made.least_bytes > before.least_bytes:
-                        found[r.source] = made
-            most = sorted(found.values(), key=lambda r: (-r.least_bytes, -r.source))
+                    extended = _Reach(r.source, _less(r.sizes, own), r.linear and n in linear, r.values | {y})
+                    before = reach_of_source.get(r.source)
+                    if before is None or extended.least_bytes > before.least_bytes:
+                        reach_of_source[r.source] = extended
+            most = sorted(reach_of_source.values(), key=lambda r: (-r.least_bytes, -r.source))
             self.reached[y] = most[:MOST_WAYS]
             if self._is_full(i, y):
                 self.full.add(y)
@@ -362,9 +364,9 @@ class _Maker:
 
     def _after(self, loop: int, home: Placed) -> int:
         """What a loop leaves at home."""
-        made = self._add(Node(placed=home))
-        self.ways[made].append(Way(loop, made, 0, {}, True, True))
-        return made
+        node = self._add(Node(placed=home))
+        self.ways[node].append(Way(loop, node, 0, {}, True, True))
+        return node
 
     def _sizes(self, v: Value) -> Bytes:
         return {self.passages.reached(v.tensor.shape.names): float(v.local_bytes)}
@@ -389,10 +391,10 @@ def _home(t: Tensor) -> Placed:
 
 def _less(a: Bytes, b: Bytes) -> Bytes:
     """The least of both."""
-    made = dict(a)
+    sizes = dict(a)
     for names, size in b.items():
-        made[names] = min(size, made.get(names, size))
-    return made
+        sizes[names] = min(size, sizes.get(names, size))
+    return sizes
 
 
 def _adds_up(body: Program, before: Value, after: Value) -> bool:

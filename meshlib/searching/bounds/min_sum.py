@@ -35,11 +35,11 @@ class Table:
 
     def add(self, scope: Sequence[int], values: Array) -> None:
         """One more table; choices of one entry are left out."""
-        kept = tuple(n for n, size in zip(scope, values.shape, strict=True) if size > 1)
-        if not kept:
+        wide_scope = tuple(n for n, size in zip(scope, values.shape, strict=True) if size > 1)
+        if not wide_scope:
             self.constant += float(values.min())
         elif values.any():
-            self.parts.append((kept, values.reshape([size for size in values.shape if size > 1])))
+            self.parts.append((wide_scope, values.reshape([size for size in values.shape if size > 1])))
 
     def least(self) -> float:
         """Of the sum, at least: exact unless tables became too large."""
@@ -53,28 +53,28 @@ class Table:
             mine = [part for part in left if chosen in part[0]]
             left = [part for part in left if chosen not in part[0]]
             for scope, values in _grouped(mine):
-                made = values.min(axis=scope.index(chosen))
-                kept = tuple(n for n in scope if n != chosen)
-                if kept:
-                    left.append((kept, made))
+                minima = values.min(axis=scope.index(chosen))
+                others = tuple(n for n in scope if n != chosen)
+                if others:
+                    left.append((others, minima))
                 else:
-                    total += float(made)
+                    total += float(minima)
         return total
 
 
 def _grouped(parts: Sequence[tuple[tuple[int, ...], Array]]) -> list[tuple[tuple[int, ...], Array]]:
     """Added up, in as few groups as are not too large."""
-    made: list[tuple[tuple[int, ...], Array]] = []
+    groups: list[tuple[tuple[int, ...], Array]] = []
     for scope, values in sorted(parts, key=lambda part: -part[1].size):
-        for n, (other, before) in enumerate(made):
+        for n, (other, before) in enumerate(groups):
             union = (*other, *(x for x in scope if x not in other))
             sizes = dict(zip(other, before.shape, strict=True)) | dict(zip(scope, values.shape, strict=True))
             if np.prod([sizes[x] for x in union]) <= LARGEST:
-                made[n] = union, _over(other, before, union) + _over(scope, values, union)
+                groups[n] = union, _over(other, before, union) + _over(scope, values, union)
                 break
         else:
-            made.append((scope, values))
-    return made
+            groups.append((scope, values))
+    return groups
 
 
 def _over(scope: tuple[int, ...], values: Array, union: tuple[int, ...]) -> Array:

@@ -66,11 +66,11 @@ class Operands:
 
 def _read_for(value: Value, maker: Mapping[Value, Instruction]) -> Iterator[Value]:
     """What a kernel reads to make a value; `maker`: who makes what inside of it."""
-    made = maker.get(value)
-    if made is None:
+    producer = maker.get(value)
+    if producer is None:
         yield value
         return
-    for x in made.inputs:
+    for x in producer.inputs:
         yield from _read_for(x, maker)
 
 
@@ -161,9 +161,9 @@ class Contraction:
             _cut(x.local, {factors[n].operands[place]: parts for n, parts in cuts.items()})
             for place, x in enumerate(inputs)
         ]
-        made = _cut(out.local, {factors[n].outputs[0]: parts for n, parts in cuts.items()})
+        result = _cut(out.local, {factors[n].outputs[0]: parts for n, parts in cuts.items()})
         assert op.opdef.product is not None
-        p = op.opdef.product(tuple(types), made, op.attrs)
+        p = op.opdef.product(tuple(types), result, op.attrs)
         return replace(self.whole, m=p.rows, k=p.contracted, n=p.columns, batch=p.batch)
 
     def timed(self, chip: Chip, physics: Physics, cuts: Mapping[int, int]) -> Timed:
@@ -187,13 +187,13 @@ def _product_seconds(chip: Chip, product: Matmul) -> tuple[float, float]:
 def _exposed_bytes(chip: Chip, product: Matmul, rows: Side, columns: Side) -> Pieces:
     """Of the first pieces of a product and its last block, bytes that nothing hides, and of these what may be fetched
     before: for all widths that its operands may have."""
-    found = []
+    exposed = []
     for first in rows.itemsizes:
         for second in columns.itemsizes:
             blocks = matmul_blocks(chip, product, first, second)
             early = blocks.depth * (first * blocks.rows * rows.early + second * blocks.columns * columns.early)
-            found.append((blocks.exposed_bytes, early))
-    return tuple(found)
+            exposed.append((blocks.exposed_bytes, early))
+    return tuple(exposed)
 
 
 def _cut(t: TensorType, parts: Mapping[str | None, int]) -> TensorType:
