@@ -30,7 +30,15 @@ def conv1d(
     numerics: Numerics = DEFAULT,
     name: str = "conv1d",
 ) -> Tensor:
-    """A convolution along the dim before the last: see `conv2d`."""
+    """A convolution along the dim before the last: see `conv2d`.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.layers.conv1d(mtf.input("x", "batch:1;t:4;c:1"), mtf.Dimension("out", 8))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[[[1.0]] * 4])["y"].shape)
+      (1, 4, 8)
+    """
     return _layer("conv1d", 1, x, output_dim, [filter_size], [stride], padding, filter_initializer, numerics, name)
 
 
@@ -95,7 +103,15 @@ def conv2d_transpose(
     numerics: Numerics = DEFAULT,
     name: str = "conv2d_transpose",
 ) -> Tensor:
-    """`mtf.conv2d_transpose` with filters of its own, [fh, fw, output_dim, channels]: see `conv2d`."""
+    """`mtf.conv2d_transpose` with filters of its own, [fh, fw, output_dim, channels]: see `conv2d`.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.layers.conv2d_transpose(mtf.input("x", "batch:1;h:2;w:2;c:1"), mtf.Dimension("out", 8))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[[[[1.0], [2.0]], [[3.0], [4.0]]]])["y"].shape)
+      (1, 4, 4, 8)
+    """
     what = "conv2d_transpose"
     return _layer(what, 2, x, output_dim, filter_size, strides, padding, filter_initializer, numerics, name)
 

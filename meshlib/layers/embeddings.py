@@ -66,6 +66,12 @@ def embedding(
       out_of_range: what an index that is none gives: an "error", or "zero"s as in Mesh TensorFlow.
     Returns: [dims of indices, output_dim] in the dtype of the table.
     Raises: ShapeError for indices that are no int32; FeedError at run time for an index out of range.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.layers.embedding(mtf.input("i", "n:2", "int32"), mtf.Dimension("vocab", 9), mtf.Dimension("d", 4))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(i=[2, 0])["y"].shape)
+      (2, 4)
     """
     what = "embedding"
     tensor(indices, what)

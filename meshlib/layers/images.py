@@ -114,6 +114,12 @@ def separable_conv(
 
     Arguments, result and errors as of `conv`; the scopes of the variables are `depthwise`, without a bias, and
     `pointwise`. Source: Chollet, arXiv:1610.02357.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.layers.separable_conv(mtf.input("x", "batch:1;h:2;w:2;c:1"), mtf.Dimension("out", 8))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[[[[1.0], [2.0]], [[3.0], [4.0]]]])["y"].shape)
+      (1, 2, 2, 8)
     """
     what = "separable_conv"
     x, places, channels = _image(x, spatial, numerics, what)

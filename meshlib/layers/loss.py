@@ -144,6 +144,12 @@ def smooth_l1_loss(predictions: Tensor, targets: Tensor, beta: float = 1.0) -> T
     Returns: the loss of each element: the dims of predictions; float32 if they are bfloat16.
     Raises: ShapeError if dims or dtypes differ, or beta is not positive.
     Source: Girshick, "Fast R-CNN", arXiv:1504.08083, equation 3; Huber, "Robust estimation of a location parameter".
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.layers.smooth_l1_loss(mtf.input("x", "d:2"), mtf.zeros("d:2"))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[0.5, 3.0])["y"])
+      [0.125 2.5  ]
     """
     what = "smooth_l1_loss"
     beta = number(beta, what, "beta")
@@ -167,6 +173,12 @@ def hinge_loss(logits: Tensor, targets: Tensor | float) -> Tensor:
     Returns: the loss of each element: the dims of logits; float32 if they are bfloat16.
     Raises: ShapeError if dims or dtypes differ.
     Source: Lim and Ye, "Geometric GAN", arXiv:1705.02894, equations 20, 21.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.layers.hinge_loss(mtf.input("x", "d:2"), 1.0)
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[0.5, 3.0])["y"])
+      [0.5 0. ]
     """
     what = "hinge_loss"
     if isinstance(targets, Tensor):

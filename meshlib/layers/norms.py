@@ -56,6 +56,12 @@ def layer_norm(
     Returns: the type of x, or that of `numerics`; all arithmetic is float32.
     Raises: GraphError if x lacks `dim`.
     Source: Ba et al., arXiv:1607.06450.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.layers.layer_norm(mtf.input("x", "d:2"), mtf.Dimension("d", 2))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[1.0, 3.0])["y"].round(4))
+      [-1.  1.]
     """
     x, (d, *_), epsilon = checked_norm(x, [dim], epsilon, numerics, "layer_norm")
     wide = widened(x)
@@ -78,6 +84,12 @@ def rms_norm(
     """x / sqrt(mean of x^2 over `dim`, or over several dims together, + epsilon) * scale.
 
     Other arguments, result and errors as of `layer_norm`. Source: Zhang and Sennrich, arXiv:1910.07467.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.layers.rms_norm(mtf.input("x", "d:2"), mtf.Dimension("d", 2))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[1.0, 1.0])["y"].round(4))
+      [1. 1.]
     """
     x, dims, epsilon = checked_norm(x, dim, epsilon, numerics, "rms_norm")
     wide = widened(x)

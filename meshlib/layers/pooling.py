@@ -12,6 +12,12 @@ def max_pool2d(x: Tensor, ksize: Sequence[int] = (2, 2), name: str = "max_pool2d
     """Maxima of windows of `ksize` that tile the last dims but one, as of [batch ..., height, width, channels].
 
     Raises: ShapeError if a window does not divide its dim, with the size to pad it to.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.layers.max_pool2d(mtf.input("x", "batch:1;h:2;w:2;c:1"))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[[[[1.0], [2.0]], [[3.0], [4.0]]]])["y"].ravel())
+      [4.]
     """
     return pool_before_last(x, ksize, "max", "max_pool2d", name)
 
@@ -25,7 +31,15 @@ def max_pool3d(x: Tensor, ksize: Sequence[int] = (2, 2, 2), name: str = "max_poo
 
 
 def avg_pool2d(x: Tensor, ksize: Sequence[int] = (2, 2), name: str = "avg_pool2d") -> Tensor:
-    """Means of windows, which are those of `max_pool2d`; float dtypes."""
+    """Means of windows, which are those of `max_pool2d`; float dtypes.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.layers.avg_pool2d(mtf.input("x", "batch:1;h:2;w:2;c:1"))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[[[[1.0], [2.0]], [[3.0], [4.0]]]])["y"].ravel())
+      [2.5]
+    """
     return pool_before_last(x, ksize, "avg", "avg_pool2d", name)
 
 

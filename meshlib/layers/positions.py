@@ -191,6 +191,13 @@ def sinusoidal_positions(
     `positions`: int32, in place of 0, 1, ... along `length`.
 
     Returns: [length, output_dim], or [dims of the positions, output_dim], computed in float32.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.layers.sinusoidal_positions(mtf.Dimension("length", 2), mtf.Dimension("d", 2))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step()["y"].round(4))
+      [[0.     1.    ]
+       [0.8415 0.5403]]
     """
     what = "sinusoidal_positions"
     rows, d = as_dim(length, what), as_dim(output_dim, what)
@@ -220,6 +227,13 @@ def learned_positions(
       positions: int32, in place of 0, 1, ... along `length`: which vectors to take.
     Returns: [length, output_dim], or [dims of the positions, output_dim].
     Raises: ShapeError if `length` is longer than `max_length`; FeedError at run time for a position beyond it.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.layers.learned_positions(mtf.Dimension("length", 2), mtf.Dimension("d", 2), initializer=0.5)
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step()["y"])
+      [[0.5 0.5]
+       [0.5 0.5]]
     """
     what = "learned_positions"
     rows, d = as_dim(length, what), as_dim(output_dim, what)

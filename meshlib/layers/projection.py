@@ -290,5 +290,13 @@ def dense_relu_dense(
     numerics: Numerics = DEFAULT,
     name: str = "dense_relu_dense",
 ) -> Tensor:
-    """relu(x Wi) Wo, without biases: `feed_forward` as Mesh TensorFlow has it."""
+    """relu(x Wi) Wo, without biases: `feed_forward` as Mesh TensorFlow has it.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.layers.dense_relu_dense(mtf.input("x", "d:2"), mtf.Dimension("hidden", 8))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[1.0, 2.0])["y"].shape)
+      (2,)
+    """
     return feed_forward(x, hidden_channels, "relu", False, False, dropout, dropout_broadcast_dims, numerics, name)

@@ -291,6 +291,12 @@ def group_norm(
     Returns: the type of x, or that of `numerics`; all arithmetic is float32.
     Raises: GraphError if x lacks a dim, ShapeError if groups do not divide the channels.
     Source: Wu and He, arXiv:1803.08494.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.layers.group_norm(mtf.input("x", "b:1;c:2"), mtf.Dimension("c", 2), groups=1)
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[[1.0, 3.0]])["y"].round(4))
+      [[-1.  1.]]
     """
     what = "group_norm"
     x, along, epsilon = checked_norm(x, channels, epsilon, numerics, what)

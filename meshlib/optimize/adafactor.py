@@ -27,6 +27,12 @@ def adafactor_decay_rate_adam(beta2: float) -> Schedule:
     """beta2 (1 - beta2^(t-1)) / (1 - beta2^t) at update t, from 1: Adam's mean, with its correction in the rate.
 
     Raises: GraphError unless beta2 is in [0, 1).
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.optimize.adafactor_decay_rate_adam(0.999)(mtf.input("t", [], "int32"))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(t=50)["y"].round(4))
+      0.9799
     """
     beta2 = bounded(beta2, "adafactor_decay_rate_adam", "beta2", FRACTION)
 
@@ -42,6 +48,12 @@ def adafactor_decay_rate_pow(exponent: float, offset: int = 0) -> Schedule:
 
     Up to update offset + 1 it is 0: what fine-tuning begins with at that update of a checkpoint forgets all before.
     Raises: GraphError if offset is negative.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.optimize.adafactor_decay_rate_pow(0.8)(mtf.input("t", [], "int32"))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(t=50)["y"].round(4))
+      0.957
     """
     what = "adafactor_decay_rate_pow"
     exponent, first = bounded(exponent, what, "exponent"), whole(offset, what, "offset")

@@ -29,6 +29,12 @@ def linear_warmup(peak: float, warmup_steps: int) -> Schedule:
     """peak * min(1, (t + 1) / warmup_steps): linear to `peak`, reached at the last of `warmup_steps`, then constant.
 
     Raises: GraphError unless warmup_steps >= 1.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.optimize.linear_warmup(0.1, warmup_steps=100)(mtf.input("t", [], "int32"))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(t=50)["y"].round(4))
+      0.051
     """
     what = "linear_warmup"
     peak, steps = bounded(peak, what, "peak"), whole(warmup_steps, what, "warmup_steps", low=1)
@@ -43,6 +49,12 @@ def linear_decay(lr: float, total_steps: int, offset: int = 0) -> Schedule:
       total_steps: of updates, after which the rate is 0.
       offset: updates before the decay begins; for fine-tuning, those of the checkpoint.
     Raises: GraphError unless 0 <= offset < total_steps.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.optimize.linear_decay(0.1, total_steps=100)(mtf.input("t", [], "int32"))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(t=50)["y"].round(4))
+      0.05
     """
     what = "linear_decay"
     lr, start, end = bounded(lr, what, "lr"), whole(offset, what, "offset"), whole(total_steps, what, "total_steps")
@@ -56,6 +68,12 @@ def polynomial_decay(lr: float, total_steps: int, power: float = 2.0, end: float
 
     Raises: GraphError unless total_steps >= 1 and power > 0.
     Source: with power 2 and LARS for ResNet-50: Ying et al., arXiv:1811.06992; Kumar et al., arXiv:1909.09756.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.optimize.polynomial_decay(0.1, total_steps=100)(mtf.input("t", [], "int32"))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(t=50)["y"].round(4))
+      0.025
     """
     what = "polynomial_decay"
     lr, steps, last = bounded(lr, what, "lr"), whole(total_steps, what, "total_steps", low=1), bounded(end, what, "end")
@@ -130,6 +148,12 @@ def exponential_decay(lr: float, decay_steps: int, decay_rate: float, staircase:
       decay_rate: positive.
       staircase: whether the rate drops at once every decay_steps.
     Raises: GraphError unless decay_steps >= 1 and decay_rate > 0.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.optimize.exponential_decay(0.1, decay_steps=50, decay_rate=0.5)(mtf.input("t", [], "int32"))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(t=50)["y"].round(4))
+      0.05
     """
     what = "exponential_decay"
     lr, steps = bounded(lr, what, "lr"), whole(decay_steps, what, "decay_steps", low=1)
@@ -148,6 +172,12 @@ def cosine_decay(lr: float, decay_steps: int, alpha: float = 0.0) -> Schedule:
 
     Raises: GraphError unless decay_steps >= 1.
     Source: Loshchilov and Hutter, "SGDR: stochastic gradient descent with warm restarts", 2017, without restarts.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.optimize.cosine_decay(0.1, decay_steps=100)(mtf.input("t", [], "int32"))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(t=50)["y"].round(4))
+      0.05
     """
     what = "cosine_decay"
     lr, steps = bounded(lr, what, "lr"), whole(decay_steps, what, "decay_steps", low=1)
@@ -161,6 +191,12 @@ def inverse_square_root(peak: float, warmup_steps: int) -> Schedule:
 
     Times `linear_warmup(1.0, warmup_steps)` it is `warmup_then_decay(peak, warmup_steps)`.
     Raises: GraphError unless warmup_steps >= 1.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.optimize.inverse_square_root(0.1, warmup_steps=10)(mtf.input("t", [], "int32"))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(t=50)["y"].round(4))
+      0.0443
     """
     what = "inverse_square_root"
     peak, steps = bounded(peak, what, "peak"), whole(warmup_steps, what, "warmup_steps", low=1)
@@ -172,6 +208,12 @@ def warmup_then_decay(peak: float, warmup_steps: int, decay: float = 0.5) -> Sch
 
     With decay = 0.5 this is the schedule of "Attention is all you need" (Vaswani et al. 2017, section 5.3).
     Raises: GraphError unless warmup_steps >= 1.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.optimize.warmup_then_decay(0.1, warmup_steps=10)(mtf.input("t", [], "int32"))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(t=50)["y"].round(4))
+      0.0443
     """
     what = "warmup_then_decay"
     peak, decay = bounded(peak, what, "peak"), bounded(decay, what, "decay")
@@ -224,6 +266,12 @@ def product(*factors: float | Schedule) -> Schedule:
     """The product of numbers and schedules: `product(0.1, linear_warmup(1.0, 100), cosine_decay(1.0, 10_000))`.
 
     Raises: GraphError if there is no factor, or one is neither a number nor a function of the step.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.optimize.product(0.5, mtf.optimize.linear_decay(0.1, total_steps=100))(mtf.input("t", [], "int32"))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(t=50)["y"].round(4))
+      0.025
     """
     parts = [_as_schedule(f, "product", "each factor") for f in factors]
     if not parts:

@@ -70,6 +70,12 @@ def depth_to_space(
     """Channels as squares of an image: [..., height, width, b * b * c] -> [..., height * b, width * b, c].
 
     What `space_to_depth` with these arguments made of the result. Raises: ShapeError if the channels do not divide.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.depth_to_space(mtf.input("x", "batch:1;h:1;w:1;c:4"), 2)
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[[[[1.0, 2.0, 3.0, 4.0]]]])["y"].ravel())
+      [1. 2. 3. 4.]
     """
     what = "depth_to_space"
     block, dims, depth = _arguments(what, x, block_size, spatial, depth_dim)

@@ -82,7 +82,15 @@ def max_pool(
     dilation: PerDim = 1,
     name: str | None = None,
 ) -> Tensor:
-    """The maximum of each window: `pool`, whose arguments these are."""
+    """The maximum of each window: `pool`, whose arguments these are.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.max_pool(mtf.input("x", "batch:1;h:2;w:2;c:1"), {"h": 2, "w": 2})
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[[[[1.0], [2.0]], [[3.0], [4.0]]]])["y"].ravel())
+      [4.]
+    """
     return _pool("max_pool", x, windows, "max", strides, name, padding, dilation, False)
 
 
@@ -95,7 +103,15 @@ def avg_pool(
     count_padding: bool = False,
     name: str | None = None,
 ) -> Tensor:
-    """The mean of each window: `pool`, whose arguments these are."""
+    """The mean of each window: `pool`, whose arguments these are.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.avg_pool(mtf.input("x", "batch:1;h:2;w:2;c:1"), {"h": 2, "w": 2})
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[[[[1.0], [2.0]], [[3.0], [4.0]]]])["y"].ravel())
+      [2.5]
+    """
     counted = flag(count_padding, "avg_pool", "count_padding")
     return _pool("avg_pool", x, windows, "avg", strides, name, padding, dilation, counted)
 
