@@ -269,7 +269,8 @@ def product(*factors: float | Schedule) -> Schedule:
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
-      ...     y = mtf.optimize.product(0.5, mtf.optimize.linear_decay(0.1, total_steps=100))(mtf.input("t", [], "int32"))
+      ...     schedule = mtf.optimize.product(0.5, mtf.optimize.linear_decay(0.1, total_steps=100))
+      ...     y = schedule(mtf.input("t", [], "int32"))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(t=50)["y"].round(4))
       0.025
     """
