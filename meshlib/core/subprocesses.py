@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -43,9 +44,10 @@ def kill_when_closed(pipe: int) -> None:
         return
     import fcntl
 
-    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    with suppress(OSError):  # an emulated kernel without signals of pipes: a thread watches as well
+        fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 class WatchedName(str):
