@@ -47,7 +47,7 @@ def test_an_update_is_not_searched(mesh: str, layout: str, monkeypatch: pytest.M
     assert programs[0].collectives == programs[1].collectives
 
 
-@pytest.mark.parametrize("number", range(draws(30, 1000)))
+@pytest.mark.parametrize("number", range(draws(12, 1000)))
 def test_the_choice_costs_the_same_as_a_search(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random programs under random layouts."""
     subject = pair(number)

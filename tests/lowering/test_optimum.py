@@ -163,7 +163,7 @@ PAIRS = [
 ]  # fmt: skip
 
 
-@each("number", PAIRS, parts=4)
+@each("number", some(PAIRS, [*PAIRS[:-4:3], *PAIRS[-4:]]), parts=4)
 def test_the_library_against_the_least(number):
     p = pair(number)
     found = compare(p.outputs, p.updates, p.mesh, p.layout)

@@ -8,7 +8,7 @@ import pytest
 import meshlib as mtf
 
 LAYOUT = "batch:data; variables/d:data"
-BATCH, D, H = mtf.Dimension("batch", 1024), mtf.Dimension("d", 64), mtf.Dimension("h", 64)
+BATCH, D, H = mtf.Dimension("batch", 256), mtf.Dimension("d", 64), mtf.Dimension("h", 64)
 
 
 def _step() -> tuple[dict[str, mtf.Tensor], list[mtf.Operation]]:

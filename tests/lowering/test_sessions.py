@@ -74,7 +74,7 @@ def assert_nothing_shows(outputs: Any, updates: list[Operation], wanted: Alone, 
 # ---------------------------------------------------------------- programs
 
 
-@settings(max_examples=draws(7, 2500))
+@settings(max_examples=draws(4, 2500))
 @given(programs())
 def test_random_programs(p: Written) -> None:
     of, rng = (p.outputs, p.updates), np.random.default_rng(len(repr(p)))
@@ -386,7 +386,7 @@ def test_the_same_candidate_again_is_the_same_program(monkeypatch: pytest.Monkey
 
 def test_siblings_are_sessions_of_their_own() -> None:
     """A model built with other arguments gets the programs of a session apart, and shares strategies with the first."""
-    config = mtf.models.preset("llama3-8b").replace(layers=2)
+    config = mtf.models.preset("llama3-8b").reduced()
     mesh = "fsdp:4;tensor:2"
     layout = mtf.models.layout("fsdp+sequence", config, mesh)
 

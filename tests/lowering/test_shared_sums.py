@@ -79,7 +79,7 @@ def drawn(rng: random.Random) -> tuple[dict[str, Tensor], list[Operation]]:
 
 
 def test_numbers_of_random_programs(always: list[Program]) -> None:
-    for seed in range(draws(8, 1500)):
+    for seed in range(draws(5, 1500)):
         rng = random.Random(seed)
         with mtf.Graph() as graph:
             outputs, updates = drawn(rng)
