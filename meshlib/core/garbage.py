@@ -20,7 +20,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 SHARE = 2  # a collection when half as many objects, or bytes, have joined as were alive
-LEAST_OBJECTS = 300_000  # for which a collection is worth it: a few tens of MB
+LEAST_OBJECTS = 500_000  # for which a collection is worth it: a few tens of MB
 FEW_OBJECTS = 10_000  # which the collector looks through within a millisecond: they stay in the youngest generation
 LEAST_BYTES = 32 * 2**20  # of arrays in graphs: a graph of few operations may have large constants
 

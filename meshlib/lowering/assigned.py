@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from meshlib.lowering.accumulators import Destination
 
 Region: TypeAlias = str | None  # None: wherever it is wanted
+NO_RULES = LayoutRules()
 Entry: TypeAlias = tuple[str, Shape, str]  # label, shape and scope of a tensor
 
 
@@ -33,6 +34,7 @@ class Homes:
     regather: bool = True
     destinations: dict[Tensor, Destination] = field(default_factory=dict)  # of a loop's body: its accumulators
     _made: dict[Tensor, Sharding] = field(default_factory=dict)
+    _stationary: dict[Tensor, Axes] = field(default_factory=dict)
 
     def is_weight(self, t: Tensor) -> bool:
         """Whether it is a variable, or one in another dtype."""
@@ -43,9 +45,12 @@ class Homes:
 
     def stationary_axes(self, t: Tensor) -> Axes:
         """The axes over which a variable does not move where weights are stationary: see `Balance`; of others none."""
-        if not self.is_weight(t):
-            return ()
-        return tuple(axis for d in t.shape for axis in stationary_axes(self.rules, d))
+        axes = self._stationary.get(t)
+        if axes is None:
+            weight = self.is_weight(t)
+            axes = tuple(axis for d in t.shape for axis in stationary_axes(self.rules, d)) if weight else ()
+            self._stationary[t] = axes
+        return axes
 
     def bind(self, t: Tensor, sharding: Sharding) -> None:
         """Give a tensor a home that the rules do not tell: what a loop's body takes from outside, or stacks for it."""
@@ -165,7 +170,7 @@ class Subjects:
     @staticmethod
     def _follows(op: Operation) -> bool:
         """Whether a constraint goes along to its result, unless a rule has the new name of a dim."""
-        return is_constrained(op.output, LayoutRules())
+        return is_constrained(op.output, NO_RULES)
 
     def judged(self, rules: LayoutRules, mesh: Mesh) -> tuple[list[Entry], list[Entry]]:
         """Label, shape and scope of what the rules lay out: of the user's tensors, and of those that need not fit.

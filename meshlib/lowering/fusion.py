@@ -30,6 +30,7 @@ from meshlib.program.records import Program
 
 _FUSIBLE = (Kind.ELEMENTWISE, Kind.VIEW, Kind.SOURCE)
 _BY_ROW = (*_FUSIBLE, Kind.REDUCTION)
+_OPEN = (*_FUSIBLE, Kind.CONTRACTION, Kind.REDUCTION)  # groups that producers may join
 _STREAMED = (*_BY_ROW, Kind.CONTRACTION)
 
 
@@ -52,19 +53,19 @@ def fusion_groups(program: Program) -> list[list[Instruction]]:
     resident = {*program.inputs.values(), *program.variables.values()}
     for instruction in reversed(program.instructions):
         joined = _joinable(instruction, users, groups, pinned)
-        if joined is not None and _kind(instruction) is Kind.CONTRACTION:
+        kind = _kind(instruction)
+        if joined is not None and kind is Kind.CONTRACTION:
             wait = max((rounds.get(x, 0) for i in groups[joined].members for x in i.inputs), default=0)
             read = sum(x.local_bytes for x in instruction.inputs if x not in users and x not in resident)
             if wait > rounds[instruction.outputs[0]] and read > sum(y.local_bytes for y in instruction.outputs):
                 joined = None
         if joined is None:
             joined = len(groups)
-            groups.append(Group(open=_opens(instruction)))
+            groups.append(Group(open=kind in _OPEN))
         group = groups[joined]
         group.members.append(instruction)
         if isinstance(instruction, Compute) and instruction.exchanges:
             group.open = False  # what it reads has to be there before its edges move
-        kind = _kind(instruction)
         group.matmuls += kind is Kind.CONTRACTION
         group.reductions += kind is Kind.REDUCTION
         for x in instruction.inputs:
@@ -76,9 +77,10 @@ def _rounds(program: Program) -> dict[Value, int]:
     """How many products and loops follow each other up to a value, it included."""
     round_of: dict[Value, int] = {}
     for i in program.instructions:
-        behind = max((round_of.get(x, 0) for x in i.inputs), default=0)
+        behind = max([round_of[x] for x in i.inputs if x in round_of], default=0)
         own = isinstance(i, Loop) or _kind(i) is Kind.CONTRACTION
-        round_of.update(dict.fromkeys(i.outputs, behind + own))
+        for y in i.outputs:
+            round_of[y] = behind + own
     return round_of
 
 
@@ -91,11 +93,6 @@ def _kind(instruction: Instruction) -> Kind | None:
     kind = instruction.operation.opdef.kind
     # A product whose operands' edges move first is a kernel that others may follow.
     return None if instruction.exchanges and kind is not Kind.CONTRACTION else kind
-
-
-def _opens(instruction: Instruction) -> bool:
-    kind = _kind(instruction)
-    return kind in (*_FUSIBLE, Kind.CONTRACTION, Kind.REDUCTION)
 
 
 def _joinable(

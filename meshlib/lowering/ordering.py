@@ -106,7 +106,7 @@ class _Scheduler:
             {x for i in group for x in i.inputs if self.made_in[x] != g} for g, group in enumerate(self.groups)
         ]
         self.unmet = [len(xs) for xs in self.inputs]
-        self.hidden_flops = [sum(_hidden_flops(self.program, i) for i in group) for group in self.groups]
+        self.hidden_flops = [sum([_hidden_flops(self.program, i) for i in group]) for group in self.groups]
         self.leads_on = [bool(flops) for flops in self.hidden_flops]  # to a product or loop
         for g in reversed(range(len(self.groups))):
             users = {u for i in self.groups[g] for y in i.outputs for u in self.users.get(y, ())}
@@ -198,7 +198,7 @@ def issue_early(groups: Sequence[Group]) -> list[Group]:
     waiting: list[Group] = []  # what has come since the last product, that product first
     products = 0
     for group in groups:
-        behind = max((depth.get(x, 0) for i in group for x in i.inputs), default=0)
+        behind = max([depth[x] for i in group for x in i.inputs if x in depth], default=0)
         if any(_hides(i) for i in group):
             order += waiting
             waiting = []
@@ -209,7 +209,9 @@ def issue_early(groups: Sequence[Group]) -> list[Group]:
             order += [*_taken(waiting, first.inputs), [replace(first, early=True)]]
         else:
             waiting.append(group)
-        depth.update((y, behind) for i in group for y in i.outputs)
+        for i in group:
+            for y in i.outputs:
+                depth[y] = behind
     return [*order, *waiting]
 
 

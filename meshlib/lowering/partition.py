@@ -140,10 +140,10 @@ class Partitioner:
 
     def _note_makers(self, op: Operation, inputs: Sequence[Tensor], choice: Choice) -> None:
         """Remember who is to blame for each pending axis of the result."""
-        makers: dict[str, tuple[Operation, str]] = {}
-        self.places.makers.update((y, makers) for y in op.outputs)
         if not choice.out.pending:
             return
+        makers: dict[str, tuple[Operation, str]] = {}
+        self.places.makers.update((y, makers) for y in op.outputs)
         for x, s in zip(inputs, choice.operands, strict=True):
             known = self.places.makers.get(x, {})
             makers.update({a: known[a] for a in s.pending_axes if a in known})
@@ -157,7 +157,8 @@ class Partitioner:
         settled = binding(t, self.graph, self.homes, self.fetched).settled(made.sharding, home)
         if settled == made.sharding:
             self.places.keep(t, settled)
-        self.places.bring(t, settled, t.operation.region, None)
+        else:
+            self.places.bring(t, settled, t.operation.region, None)
         if t.operation.opdef.home is Home.GIVEN:
             # A constrained value is to be had at its home alone: its users must not go round the constraint.
             self.places.instances[t] = self.places.instances[t][-1:]

@@ -50,7 +50,13 @@ class Places:
 
     def _there(self, t: Tensor, wanted: Sharding, region: str) -> Value | None:
         """The value of `t` that a region has under `wanted` already, if any."""
-        return next((v for v in self.known(t, region) if v.sharding == wanted), None)
+        hidden = t not in self._again  # whether other regions' values serve where there is no other
+        for r, v in self.instances[t]:
+            if r is None or r == region:
+                if v.sharding == wanted:
+                    return v
+                hidden = False
+        return next((v for _, v in self.instances[t] if v.sharding == wanted), None) if hidden else None
 
     def made(self, t: Tensor) -> Value:
         """`t` as its operation made it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain, combinations, product
 from typing import Any, NamedTuple, TypeAlias
 
@@ -37,7 +38,7 @@ class Choice:
     exchanges: tuple[Exchange, ...]  # what moves inside the operation
     passed: tuple[Axes, ...]  # the pending axes of each operand that go through
 
-    @property
+    @cached_property
     def assignment(self) -> tuple[tuple[str, str], ...]:
         """(axis, factor) pairs, major first within a factor."""
         return tuple((a, f) for f, axes in self.axes.items() for a in axes)
