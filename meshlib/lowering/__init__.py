@@ -7,16 +7,19 @@ How each operation is split is chosen for the whole graph at once: the least byt
                   through. The space is static: an axis may split a dim where a rule names it (optional rules that lost
                   the axis included), where an assigned sharding has it, or where an operation before had it. Priced
                   with what moves inside the operation, and with work beyond that of the assigned sharding. Strategies
-                  that are no cheaper than another one with reshards around it are dropped. What may be computed again
-                  (made of nothing, or of less) may run twice, and once more in a later region       strategies, pricing
+                  no cheaper than another one with reshards around it are dropped           strategies, strategy_costs
+    values        a value of the variable is a strategy. What may be computed again (made of nothing, or of less) may
+                  also run in two ways, and once more in a later region. Operations that are alike, in this layer and
+                  every other, share their values, and by identity the tables that follow from them              values
     copies        a tensor's tables: the cheapest tree of reshards from where it is made to where it is used, pending
                   sums included. A copy that takes more memory than the assigned sharding serves one region. A tensor
-                  of many users has a variable per region: the copies that its users share                        copies
+                  of many users has a variable per region: the copies that its users share             copies, distances
     elimination   values that another one is never worse than are dropped; a variable's tables are added up and
                   minimised over it, the smallest result first. The two take turns, which solves most graphs with small
                   tables. For the others dual ascent bounds what each value can lead to, and those above the incumbent
-                  are pruned. Where tables would grow beyond a limit, windows around the incumbent are solved exactly;
-                  `Program.choice` has the gap to the lower bound                                          elimination
+                  are pruned. Where tables would grow beyond a limit, each value of a variable that many others depend
+                  on is tried, and the rest eliminated. `Program.choice` has the gap to the lower bound: 0 unless there
+                  were too many branches                                                           elimination, solving
     problem       enters a graph's operations and tensors; the bodies of loops are problems of their own. What runs
                   under assigned shardings for nothing, as an optimizer's update does, is not searched           problem
     accumulators  the gradients that loops add up stay pending sums until the last trip of the outermost loop, as far as

@@ -27,17 +27,8 @@ Ints: TypeAlias = NDArray[np.intp]
 Scope: TypeAlias = tuple[int, ...]  # variables, ascending
 T = TypeVar("T")
 
-TABLE_LIMIT = 4_000_000  # entries of a table
 MOST_NEIGHBOURS = 40  # of a variable that is eliminated: an array has so many axes
-SMALL_TABLES = (4_000, 100_000)  # entries: eliminating a variable is cheaper than bounding it
 DOMINANCE_ENTRIES = 400_000  # of the comparisons of a variable's values
-DIVE_TABLE = 100_000
-WINDOW, WINDOW_TABLE, PASSES = 60, 400_000, 4  # variables; entries of a table; how often at most
-SWEEPS = 8  # of dual ascent
-
-
-class TooLarge(Exception):
-    """An elimination would need a table beyond the limit."""
 
 
 @dataclass(eq=False)
@@ -108,7 +99,7 @@ class _Shared:
         return shared
 
 
-class _Problem:
+class Elimination:
     """A factor graph while it is being solved: domains shrink, variables go, tables grow."""
 
     def __init__(self, graph: FactorGraph) -> None:
@@ -125,9 +116,9 @@ class _Problem:
         for scope, table in graph.tables:
             self.put(scope, self.shared.one(table))
 
-    def copy(self) -> _Problem:
+    def copy(self) -> Elimination:
         """An independent copy; tables are never changed in place."""
-        new = object.__new__(_Problem)
+        new = object.__new__(Elimination)
         new.domain, new.size, new.tables, new.constant = (
             dict(self.domain),
             dict(self.size),
@@ -326,48 +317,29 @@ class _Problem:
         return last
 
     def reduced_costs(self, v: int) -> Floats:
-        """The share of each value of a variable in the lower bound."""
+        """By how much each value of a variable raises the least of its tables."""
         total = np.zeros(len(self.domain[v]))
         for scope in self.of[v]:
             axis, table = scope.index(v), self.tables[scope]
-            total = total + table.min(axis=tuple([k for k in range(len(scope)) if k != axis]))
+            least = table.min(axis=tuple([k for k in range(len(scope)) if k != axis]))
+            lowest = table.min()
+            total = total + (least - lowest if np.isfinite(lowest) else least)
         return total
 
-    def attempt(self, most: float, limit: int) -> bool:
-        """Prune by `most`, reduce and bound in turn; False if no solution costs so little. Raises: TooLarge."""
-        size = SMALL_TABLES[-1]
-        while self.domain:
-            low, gone = self.prune(most)
-            if low > most:
-                return False
-            before = len(self.domain)
-            self.reduce(size)
-            if not gone and len(self.domain) == before:
-                if size >= limit:
-                    raise TooLarge
-                size = min(size * 8, limit)
-            if self.bound(4) > most:
-                return False
-        return self.constant <= most
+    def lower_bound(self) -> float:
+        """The least of each table, added up."""
+        return self.constant + sum([float(t.min()) for t in self.tables.values()])
 
-    def prune(self, most: float) -> tuple[float, bool]:
-        """Drop values in no solution that costs at most `most`. Returns the lower bound, and whether any went."""
-        minima = {scope: float(t.min()) for scope, t in self.tables.items()}
-        low = self.constant + sum(minima.values())
-        gone = False
-        for v in list(self.domain):
-            reduced = np.zeros(len(self.domain[v]))
-            for scope in self.of[v]:
-                axis = scope.index(v)
-                table = self.tables[scope]
-                reduced = reduced + table.min(axis=tuple([k for k in range(len(scope)) if k != axis])) - minima[scope]
-            keep = low + reduced <= most
+    def prune(self, most: float) -> float:
+        """Drop values in no solution that costs at most `most`. Returns the lower bound."""
+        low = self.lower_bound()
+        for v in list(self.domain) if low <= most else ():
+            keep = low + self.reduced_costs(v) <= most
             if not keep.all():
                 if not keep.any():
-                    return inf, True
+                    return inf
                 self.restrict(v, keep)
-                gone = True
-        return low, gone
+        return low
 
 
 def _dominated(axes: Sequence[int], tables: Sequence[Floats]) -> NDArray[np.bool_]:
@@ -414,79 +386,3 @@ def _minimum(sizes: Sequence[int], axes: Sequence[Sequence[int]], tables: Sequen
 
 def _only(table: Floats, axis: int) -> Floats:
     return np.asarray(table.take(0, axis=axis))
-
-
-def solve(graph: FactorGraph, limit: int = TABLE_LIMIT) -> Solution:
-    """The least-cost values of all variables, with a lower bound: equal to the cost where that is proved.
-
-    Tables have at most `limit` entries; where more would be needed, the bound may stay below the cost.
-    """
-    start = _Problem(graph)
-    for size in SMALL_TABLES:
-        start.reduce(size)
-    count = len(graph.sizes)
-    if not start.domain:
-        return _proved(graph, start.solution(count))
-    low = start.bound(SWEEPS)
-    size = DIVE_TABLE
-    best = _dive(graph, start, size)
-    while not np.isfinite(graph.cost(best)) and size < limit:  # the values that were kept exclude each other
-        size *= 16
-        best = _dive(graph, start, size)
-    most = graph.cost(best)
-    if low >= most - _noise(most):
-        return _proved(graph, best)
-    try:
-        if start.attempt(most + _noise(most), limit):
-            best = min(best, start.solution(count), key=graph.cost)
-        return _proved(graph, best)
-    except TooLarge:
-        pass
-    best = _windows(graph, best)
-    return Solution(tuple(best), graph.cost(best), low)
-
-
-def _proved(graph: FactorGraph, values: Sequence[int]) -> Solution:
-    cost = graph.cost(values)
-    return Solution(tuple(values), cost, cost)
-
-
-def _noise(cost: float) -> float:
-    """How much of a cost is rounding."""
-    return 1e-5 + 1e-12 * abs(cost)
-
-
-def _dive(graph: FactorGraph, core: _Problem, size: int) -> list[int]:
-    """A good solution: eliminate, and where tables would grow beyond `size` look at promising values alone."""
-    problem = core.copy()
-    problem.eliminate_up_to(size, narrows=True)
-    return problem.solution(len(graph.sizes))
-
-
-def _windows(graph: FactorGraph, values: list[int]) -> list[int]:
-    """Re-optimise runs of variables exactly, all others fixed, as long as that helps."""
-    count = len(graph.sizes)
-    of: dict[int, list[int]] = {v: [] for v in range(count)}
-    for n, (scope, _) in enumerate(graph.tables):
-        for v in scope:
-            of[v].append(n)
-    for _ in range(PASSES):
-        before = graph.cost(values)
-        for first in range(0, count, WINDOW // 2):
-            some = range(first, min(first + WINDOW, count))
-            place = {v: n for n, v in enumerate(some)}
-            window = FactorGraph([graph.sizes[v] for v in some])
-            for n in dict.fromkeys(n for v in some for n in of[v]):
-                scope, table = graph.tables[n]
-                at = tuple([slice(None) if v in place else values[v] for v in scope])
-                window.add([place[v] for v in scope if v in place], table[at])
-            problem = _Problem(window)
-            try:
-                if problem.attempt(window.cost([values[v] for v in some]) + 1e-9, WINDOW_TABLE):
-                    for v, value in zip(some, problem.solution(len(place)), strict=True):
-                        values[v] = value
-            except TooLarge:
-                continue
-        if graph.cost(values) >= before - _noise(before):
-            break
-    return values

@@ -12,13 +12,14 @@ from meshlib.lowering.assigned import Homes
 from meshlib.lowering.bindings import Binding, binding
 from meshlib.lowering.copies import Copies
 from meshlib.lowering.distances import STRAY
-from meshlib.lowering.elimination import FactorGraph, Solution, solve
+from meshlib.lowering.elimination import FactorGraph, Solution
 from meshlib.lowering.expected_halos import Near
 from meshlib.lowering.graph_cache import Prices
 from meshlib.lowering.loops import Loops
 from meshlib.lowering.materialisation import again_axes, made_again
 from meshlib.lowering.placements import blockwise
 from meshlib.lowering.simplification import Simplified
+from meshlib.lowering.solving import solve
 from meshlib.lowering.strategies import Choice, Space
 from meshlib.lowering.strategy_costs import Strategy, StrategySet
 from meshlib.lowering.values import Free, Values, ValuesKey, settled

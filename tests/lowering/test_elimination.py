@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import meshlib as mtf
-from meshlib.lowering import elimination
-from meshlib.lowering.elimination import FactorGraph, solve
+from meshlib.lowering import solving
+from meshlib.lowering.elimination import FactorGraph
+from meshlib.lowering.solving import solve
 from tests.effort import draws, some
 
 
@@ -44,8 +45,8 @@ def test_the_optimum_is_found_and_proved(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(draws(25, 500)))
 def test_bounds_and_pruning_lead_to_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With tables so small that variables are bounded and pruned, not just eliminated."""
-    monkeypatch.setattr(elimination, "SMALL_TABLES", (4,))
-    monkeypatch.setattr(elimination, "DIVE_TABLE", 4)
+    monkeypatch.setattr(solving, "SMALL_TABLES", (4,))
+    monkeypatch.setattr(solving, "DIVE_TABLE", 4)
     graph = drawn(seed, 3 + seed % 5, density=0.8)
     found = solve(graph)
     assert found.cost == pytest.approx(least(graph))
@@ -54,13 +55,25 @@ def test_bounds_and_pruning_lead_to_the_same(seed: int, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("seed", range(draws(25, 500)))
 def test_where_tables_are_too_large_there_is_a_bound(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elimination, "SMALL_TABLES", (2,))
-    monkeypatch.setattr(elimination, "DIVE_TABLE", 2)
-    monkeypatch.setattr(elimination, "WINDOW", 4)
+    monkeypatch.setattr(solving, "SMALL_TABLES", (2,))
+    monkeypatch.setattr(solving, "DIVE_TABLE", 2)
+    monkeypatch.setattr(solving, "WINDOW", 4)
     graph = drawn(seed, 4 + seed % 4, density=0.9)
     found, optimum = solve(graph, limit=2), least(graph)
     assert found.bound <= optimum + 1e-9 <= found.cost + 2e-9
     assert graph.cost(found.values) == found.cost
+
+
+@pytest.mark.parametrize("seed", range(draws(8, 300)))
+def test_branches_prove_what_elimination_cannot(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of a few entries and a poor incumbent: each value of some variable is tried, and the best is proved."""
+    monkeypatch.setattr(solving, "SMALL_TABLES", (2,))
+    monkeypatch.setattr(solving, "DIVE_TABLE", 2)
+    monkeypatch.setattr(solving, "_windows", lambda graph, values: values)
+    graph = drawn(seed, 5 + seed % 3, density=0.9)
+    solved = solve(graph, limit=12)
+    assert solved.cost == pytest.approx(least(graph))
+    assert solved.gap == pytest.approx(0, abs=1e-9)
 
 
 def test_many_neighbours_are_no_obstacle() -> None:

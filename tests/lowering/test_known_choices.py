@@ -6,7 +6,8 @@ import pytest
 
 import meshlib as mtf
 from meshlib.lowering import problem
-from meshlib.lowering.elimination import FactorGraph, Solution, solve
+from meshlib.lowering.elimination import FactorGraph, Solution
+from meshlib.lowering.solving import solve
 from tests.effort import draws, some
 from tests.lowering.pairs import pair
 

@@ -390,7 +390,7 @@ def test_with_each_operation_by_itself(sabotage):
     def greedy(graph: Any) -> Any:
         values: list[int] = []
         for v, size in enumerate(graph.sizes):
-            known = [(scope, table) for scope, table in graph.tables.items() if scope and v == max(scope)]
+            known = [(scope, table) for scope, table in graph.tables if scope and v == max(scope)]
             costs = [sum(t[(*[values[u] for u in scope[:-1]], n)] for scope, t in known) for n in range(size)]
             values.append(min(range(size), key=costs.__getitem__))
         cost = graph.cost(values)
