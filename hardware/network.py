@@ -120,7 +120,12 @@ def _price(
     whole = kind == "all_to_all"  # every level moves all of it, else what the level before has left
     busy, seconds, hops, algorithm, size = {}, 0.0, 0, "-", payload_bytes
     if route.cores > 1:
-        seconds = times * _share_sent(route.cores) * size / (chip.hbm_bytes_per_second / 2 / share)
+        seconds = (
+            times
+            * collectives.ring_sent_bytes("all_gather", 1.0, route.cores)
+            * size
+            / (chip.hbm_bytes_per_second / 2 / share)
+        )
         busy[CORES] = seconds
         size = size if whole else size / route.cores
     if route.torus:
@@ -129,7 +134,7 @@ def _price(
         busy |= {place: times * per_byte * size for place, per_byte in way.busy}
         size = size if whole else size / route.torus_size
     if route.slices > 1:
-        wire = times * _share_sent(route.slices) * size / _dcn_rate(chip)
+        wire = times * collectives.ring_sent_bytes("all_gather", 1.0, route.slices) * size / _dcn_rate(chip)
         busy[DCN] = wire
         seconds += wire + times * chip.dcn_hop_seconds * math.ceil(math.log2(route.slices))
     return Cost(seconds, tuple(sorted(busy.items())), hops, algorithm)
@@ -352,10 +357,6 @@ def _affine(ring: collectives.Axis, link: Links) -> tuple[float, float]:
 def _dcn_rate(chip: Chip) -> float:
     """Bytes per second of one device over DCN, as reached."""
     return chip.dcn_bytes_per_second * chip.dcn_efficiency / chip.devices_per_chip
-
-
-def _share_sent(n: int) -> float:
-    return (n - 1) / n
 
 
 def _thinned(links: Links, factor: PlacementFactor, share: int) -> Links:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hardware.collectives import ring_sent_bytes
 from hardware.errors import HardwareError
 from hardware.network import Demand, best_placement, collective_cost
 from hardware.vpu import vpu_seconds
@@ -49,7 +50,8 @@ def balance(slice: Any, mesh: Any) -> Balance:
             [Demand("all_gather", (axis,), PAYLOAD_BYTES * HEAVIER**n) for n, axis in enumerate(sizes)],
         )
         seconds = {
-            axis: collective_cost(placement, "all_gather", (axis,), PAYLOAD_BYTES).seconds / _sent(n)
+            axis: collective_cost(placement, "all_gather", (axis,), PAYLOAD_BYTES).seconds
+            / ring_sent_bytes("all_gather", PAYLOAD_BYTES, n)
             for axis, n in sizes.items()
         }
         flops_per_second = slice_.chip.peak_flops("bf16") / slice_.chip.devices_per_chip
@@ -65,8 +67,3 @@ def balance(slice: Any, mesh: Any) -> Balance:
         axis_prices=tuple((axis, round(s / byte_seconds, 3)) for axis, s in seconds.items()),
         collective_bytes=start_seconds / byte_seconds,
     )
-
-
-def _sent(n: int) -> float:
-    """Bytes that a device sends in an all_gather of the payload on a ring."""
-    return PAYLOAD_BYTES * (n - 1) / n

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
+from hardware.collectives import ring_sent_bytes
 from meshlib.core.text import bytes_text
 from meshlib.estimation.work.communication import Move
 from meshlib.jax.explaining import Explained, ExplainedCollective
@@ -149,7 +150,7 @@ def _move(program: Program, p: Planned | None, became: Sequence[CompiledPart], t
     axes = largest.axes or (p.axes if p else ())
     group = program.mesh.group_size(axes)
     sent = sum(m.total_bytes for m in became) / times
-    share = 1.0 if kind == "collective_permute" else (group - 1) / group * (2 if kind == "all_reduce" else 1)
+    share = ring_sent_bytes(kind, 1.0, group)
     larger = round(sent / share) if share else 0
     payload = larger // group if kind == "all_gather" else larger
     return Move(kind, axes, group, payload, sent, larger, p.tensor if p else largest.launch.name, largest.launch.reason)

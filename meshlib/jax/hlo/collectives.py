@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 
+from hardware.collectives import ring_sent_bytes
 from meshlib.core.errors import ProgramError
 from meshlib.jax.hlo.groups import Groups, permute_pairs, replica_groups
 from meshlib.jax.hlo.text import Array, Computation, HloInstruction, Module
@@ -78,11 +79,7 @@ class HloCollective:
         if self.kind == "collective_permute":
             moves = any(a != b for a, b, *_ in self.groups)
             return float(self.payload_bytes) if moves else 0.0
-        if n < 2:
-            return 0.0
-        if self.kind == "all_gather":
-            return self.payload_bytes * (n - 1.0)
-        return self.payload_bytes * (n - 1.0) / n * (2 if self.kind == "all_reduce" else 1)
+        return ring_sent_bytes(self.kind, self.payload_bytes * (n if self.kind == "all_gather" else 1), n)
 
     @property
     def larger_bytes(self) -> int:
