@@ -68,16 +68,24 @@ def profiled(args: argparse.Namespace) -> int:
 
 def compared(args: argparse.Namespace) -> int:
     """The first layout beside each other one, what changed in a sentence first."""
-    first, *others = _estimates(args)
+    subject, layouts = _laid(args)
+    first, *others = _estimates_of(args, subject, layouts)
     if not others:
-        raise GraphError("compare needs at least two --layout")
+        more = "; a MaxText configuration has one: plan ... --search compares others" if is_maxtext(args) else ""
+        raise GraphError(f"compare needs at least two --layout{more}")
+    sentences = [
+        difference(first, other, f"{name} on {mesh}") for other, (name, mesh) in zip(others, layouts[1:], strict=True)
+    ]
     if args.json:
-        others_told = [{"sentence": difference(first, other), "second": figures.of_estimate(other)} for other in others]
-        say_json({"first": figures.of_estimate(first), "others": others_told})
+        told = [
+            {"sentence": sentence, "second": figures.of_estimate(other)}
+            for sentence, other in zip(sentences, others, strict=True)
+        ]
+        say_json({"first": figures.of_estimate(first), "others": told})
         return GOOD
-    for other in others:
+    for sentence, other in zip(sentences, others, strict=True):
         notes = dict.fromkeys((*first.program.notes, *other.program.notes))
-        say("\n".join([difference(first, other), "", first.compare(other), *(f"note: {note}" for note in notes), ""]))
+        say("\n".join([sentence, "", first.compare(other), *(f"note: {note}" for note in notes), ""]))
     return GOOD
 
 
@@ -185,9 +193,17 @@ def _laid(args: argparse.Namespace) -> tuple[Subject, list[tuple[str, str]]]:
 
 
 def _lowered(args: argparse.Namespace) -> list[Program]:
-    subject, layouts = _laid(args)
+    return _programs(args, *_laid(args))
+
+
+def _programs(args: argparse.Namespace, subject: Subject, layouts: list[tuple[str, str]]) -> list[Program]:
     return [subject.lowered(name, mesh, **first_choices(args, subject)) for name, mesh in layouts]
 
 
 def _estimates(args: argparse.Namespace) -> list[Estimate]:
-    return [estimate(program, slice_of(args.slice)) for program in _lowered(args)]
+    return _estimates_of(args, *_laid(args))
+
+
+def _estimates_of(args: argparse.Namespace, subject: Subject, layouts: list[tuple[str, str]]) -> list[Estimate]:
+    where = slice_of(args.slice)
+    return [estimate(program, where, placement=subject.placement) for program in _programs(args, subject, layouts)]

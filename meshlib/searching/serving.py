@@ -135,7 +135,10 @@ class Serving(Shown):
                     bytes_text(p.peak_bytes),
                 )
             )  # fmt: skip
-        lines = [f"{self._title}, prompts of {self.prompt} tokens", *grid(cells, right=(2, 3, 4, 5, 6, 7, 9))]
+        lines = [
+            f"{self._title}, prompts of {self.prompt} tokens",
+            *grid(cells, right=(2, 3, 4, 5, 6, 7, 9), spare=(5, 8, 7)),
+        ]
         shown = {p.name for p in self.points}
         for name, most in self.largest.items():
             if name not in shown:

@@ -10,9 +10,10 @@ from meshlib.estimation import Estimate
 SAME = 0.002  # of a step: less is no change
 
 
-def difference(first: Estimate, second: Estimate) -> str:
+def difference(first: Estimate, second: Estimate, name: str = "") -> str:
     """One sentence: by how much the step and the memory change, and what changes most and why.
 
+    `name`: of the second; by default its layout and mesh.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -25,7 +26,7 @@ def difference(first: Estimate, second: Estimate) -> str:
     """
     before, after = first.step_seconds, second.step_seconds
     change = after / before - 1 if before else 0.0
-    names = f"{second.program.layout or '(nothing is split)'} on {second.program.mesh}"
+    names = name or f"{second.program.layout or '(nothing is split)'} on {second.program.mesh}"
     if first.slice.name != second.slice.name:
         names += f" of {second.slice.name}"
     speed = "as fast" if abs(change) < SAME else f"{abs(change):.1%} {'slower' if change > 0 else 'faster'}*"
@@ -48,8 +49,11 @@ def _because(first: Estimate, second: Estimate, change: float) -> str:
     seconds, more = seconds_text(max(0.0, bounds[name])), "more" if sign > 0 else "less"
     if name in ("ici", "dcn"):
         return f", because it waits {seconds} {more} for {name.upper()}{_collective(first, second, sign)}"
-    what = {"mxu": "products", "vpu": "vector operations", "hbm": "HBM", "latency": "launches and hops"}.get(name, name)
-    return f", because {what} take {seconds} {more}"
+    what = {
+        "mxu": "products take", "vpu": "vector operations take", "hbm": "reading and writing HBM takes",
+        "latency": "launches and hops take",
+    }.get(name, f"{name} takes")  # fmt: skip
+    return f", because {what} {seconds} {more}"
 
 
 def _collective(first: Estimate, second: Estimate, sign: int) -> str:
