@@ -58,7 +58,7 @@ class Prices:
         return values
 
     def __len__(self) -> int:
-        return len(self._of) + len(self.tables) + len(self.home_choices) + len(self.interned)
+        return len(self._of) + len(self.tables)  # all else grows with these
 
 
 @dataclass(eq=False)

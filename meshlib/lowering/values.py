@@ -83,9 +83,6 @@ class Interned:
             self._free[key] = Free(signature, home, operands)
         return self._free[key]
 
-    def __len__(self) -> int:
-        return len(self._rows) + len(self._free) + len(self.values)
-
 
 @dataclass(eq=False)
 class Free:
