@@ -119,6 +119,23 @@ def test_the_choice_is_proved_for_presets(layout: str, mesh: str) -> None:
     assert "proved the least" in mtf.explain(program)
 
 
+@pytest.mark.parametrize("name", some(tuple(mtf.models.PRESETS), ("t5-small",)))
+def test_every_preset_is_proved_under_two_axes(name: str) -> None:
+    config = mtf.models.preset(name)
+    with mtf.Graph():
+        step = mtf.models.train_step(config, batch=64, length=min(config.max_length or 2048, 2048))
+    second = "expert" if config.experts else "tensor"
+    proved = 0
+    for mesh, layout in ((f"fsdp:16;{second}:4", f"fsdp+{second}"), ("data:16;tensor:4", "zero1+tensor")):
+        try:
+            program = mtf.lower(*step, mesh, mtf.models.layout(layout, config, mesh))
+        except mtf.LayoutError:
+            continue  # 30,522 words do not divide by 4
+        assert program.choice.gap == 0, program.choice
+        proved += 1
+    assert proved or config.vocab % 4
+
+
 def test_a_gap_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     d = mtf.Dimension
     with mtf.Graph():
