@@ -184,6 +184,7 @@ def _plan(command: argparse.ArgumentParser) -> None:
 
 def _report(command: argparse.ArgumentParser) -> None:
     _layout(command)
+    _compile(command)
     command.add_argument("--search", action="store_true", help="search meshes and layouts instead of taking usual ones")
     command.add_argument("--out", required=True, help="the file to write, such as plan.html")
     _run(command)

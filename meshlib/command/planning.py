@@ -216,7 +216,13 @@ def report(args: argparse.Namespace) -> int:
     options, certificate = (
         (_alternatives(plans), "") if result is None else (alternatives_of(result), result.certificate)
     )
-    write_page(args.out, page(best.est, f"{subject.name} on {where.name}", options, certificate), "report")
+    compiled = None
+    if args.compile:
+        from meshlib.command.compiled import compiled_for
+
+        (compiled,) = compiled_for([best.est.program], where, args)
+    title = f"{subject.name} on {where.name}"
+    write_page(args.out, page(best.est, title, options, certificate, compiled), "report")
     if args.json:
         say_json({"file": args.out, **json_of(subject, where, plans)})
     else:

@@ -320,6 +320,19 @@ def test_a_search_of_a_model_begins_with_what_plan_gives(
     ]
 
 
+def test_a_report_has_what_the_compiler_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    pytest.importorskip("jax", reason="compilers are asked by JAX")
+    from meshlib.command import compiled
+
+    asked: list[Any] = []
+    monkeypatch.setattr(compiled, "compiled_for", lambda programs, *rest: asked.extend(programs) or ["kept it all"])
+    status, _, _ = run("report net.py --slice v3-8 --layout batch:a@a:8 --compile --backend cpu --out c.html", capsys)
+    assert (status, len(asked)) == (0, 1)
+    assert "kept it all" in (folder / "c.html").read_text()
+
+
 def test_compare_says_in_a_sentence_what_changed_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run("compare net.py --slice v3-8 --layout batch:a@a:8 --layout hidden:a@a:8", capsys)
     sentence = " ".join(line.strip() for line in out.partition("\n\n")[0].splitlines())
