@@ -45,16 +45,18 @@ def intermediate(step: LastStep, name: str, device: int, trip: int) -> Array:
 
 def ring_of(step: LastStep, name: str, device: int, trip: int) -> RingRun:
     """The collective that brings a tensor, step by step, in the group of one device; see `Simulation.ring`."""
-    value = _value(step.program, name, "ring")
-    instructions = [i for body in _bodies(step.program) for i in body.instructions if value in i.outputs]
-    place = instructions[0].outputs.index(value) if instructions else 0
-    reshard = instructions[0].steps[place] if instructions and isinstance(instructions[0], Move) else None
-    if reshard is None or reshard.kind not in KINDS:
+    named = None if not name.startswith("%") else _value(step.program, name, "ring")
+    for move, place in _ring_moves(step.program):
+        value = move.outputs[place]
+        if value is named or (named is None and value.tensor.name == name):
+            break
+    else:
+        _value(step.program, name, "ring")  # which says so of a name that is none
         raise FeedError(
             f"{at('ring')}: '{name}' is not what a collective round a ring brings; program.collectives lists them, and "
             "print(program) their names, such as %3"
         )
-    operand = instructions[0].inputs[place]
+    reshard, operand = move.steps[place], move.inputs[place]
     blocks = _blocks(step, operand, name, trip)
     group = next(g for g in step.program.mesh.groups(reshard.axes) if device in g)
     along = reshard.to_dim or reshard.dim  # what is cut in blocks comes first
@@ -107,6 +109,14 @@ def _value(program: Program, name: str, what: str) -> Value:
         f"{at(what)}: no tensor '{name}' in the program{nearest(name, names)}; print(program) lists all; what "
         "nothing needs is not computed"
     )
+
+
+def _ring_moves(program: Program) -> Iterator[tuple[Move, int]]:
+    """Collectives that run round a ring, each with the place of one of its values."""
+    for body in _bodies(program):
+        for i in body.instructions:
+            if isinstance(i, Move):
+                yield from ((i, place) for place, step in enumerate(i.steps) if step.kind in KINDS)
 
 
 def _bodies(program: Program) -> Iterator[Program]:
