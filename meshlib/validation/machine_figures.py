@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from hardware.chips import CHIPS
 from hardware.faults import offered_share
@@ -58,6 +59,7 @@ class Figures:
         )
 
 
+@cache
 def machine_figures() -> Figures:
     """Every published figure of a machine beside the model's.
 

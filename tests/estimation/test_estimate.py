@@ -47,7 +47,7 @@ def sums_one(i: Instruction) -> bool:
     return reduces and i.inputs[0].local_size == i.outputs[0].local_size
 
 
-@settings(max_examples=draws(15, 1000))
+@settings(max_examples=draws(8, 1000))
 @given(programs(), st.sampled_from([*BY_OVERLAP.values()]))
 def test_bounds_and_counts_of_random_programs(p: Written, compiler: mtf.Compiler) -> None:
     program = mtf.lower(p.outputs, p.updates, p.mesh, p.layout)
@@ -77,7 +77,7 @@ def test_bounds_and_counts_of_random_programs(p: Written, compiler: mtf.Compiler
     check_trace(est)
 
 
-@settings(max_examples=draws(9, 400))
+@settings(max_examples=draws(4, 400))
 @given(programs(), st.sampled_from(["hbm_bytes_per_second", "ici_bytes_per_second", "clock_hz"]))
 def test_a_faster_machine_is_never_slower(p: Written, figure: str) -> None:
     program = mtf.lower(p.outputs, p.updates, p.mesh, p.layout)
@@ -88,7 +88,7 @@ def test_a_faster_machine_is_never_slower(p: Written, figure: str) -> None:
         assert fast.step_seconds <= slow.step_seconds * (1 + 1e-9)
 
 
-@settings(max_examples=draws(9, 400))
+@settings(max_examples=draws(4, 400))
 @given(programs())
 def test_overlap_never_costs(p: Written) -> None:
     program = mtf.lower(p.outputs, p.updates, p.mesh, p.layout)

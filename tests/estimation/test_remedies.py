@@ -91,9 +91,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case", some(CASES, [CASES[2], CASES[3], CASES[5], CASES[7]]), ids=lambda case: " ".join(map(str, case))
-)
+@pytest.mark.parametrize("case", some(CASES, [CASES[2], CASES[3]]), ids=lambda case: " ".join(map(str, case)))
 def test_remedies_save_about_what_they_say(case):
     program = network(*case)
     memory = mtf.estimate(program, slice_of(program)).memory

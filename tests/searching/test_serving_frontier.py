@@ -42,10 +42,10 @@ def test_points_are_estimates_of_the_steps() -> None:
 def test_tables_name_the_weights_which_are_those_that_models_are_served_with() -> None:
     """Of a preset, whose numerics are those of training, in bfloat16; of narrower ones as they are."""
     where = {"slice": "v5e-1", "context": 64, "batches": [1], "layouts": [("data:1", "")]}
-    trained, peaks = CONFIG.replace(layers=2, numerics=mtf.Numerics(activation_dtype="bfloat16")), []
-    narrow = CONFIG.replace(layers=2, numerics=mtf.Numerics("bfloat16", None, "bfloat16", kernel_dtype="int4"))
+    trained, peaks = CONFIG.replace(layers=1, numerics=mtf.Numerics(activation_dtype="bfloat16")), []
+    narrow = CONFIG.replace(layers=1, numerics=mtf.Numerics("bfloat16", None, "bfloat16", kernel_dtype="int4"))
     for config, weight_dtype, named in [
-        (trained, "float32", "float32"), (trained, None, "bfloat16"), (CONFIG.replace(layers=2), None, "bfloat16"),
+        (trained, "float32", "float32"), (trained, None, "bfloat16"), (CONFIG.replace(layers=1), None, "bfloat16"),
         (trained, "int8", "int8"), (narrow, None, "int4"), (narrow, "bfloat16", "bfloat16"),
     ]:  # fmt: skip
         found = mtf.serving(config, **where, weight_dtype=weight_dtype)
@@ -68,7 +68,7 @@ def test_the_largest_batch_fits_and_one_more_does_not() -> None:
 
 def test_experts_that_take_sequences_together_compute_less() -> None:
     """Room for what is chosen, at least four places an expert, in place of every expert for every sequence."""
-    config = mtf.models.preset("mixtral-8x7b").replace(layers=2)
+    config = mtf.models.preset("mixtral-8x7b").replace(layers=1, vocab=4096)
 
     def points(group_size: int | None) -> list[mtf.Estimate]:
         where = [("tensor:4", "experts:tensor")]
@@ -114,7 +114,7 @@ def test_what_is_printed_and_drawn(tmp_path) -> None:
 
 
 def test_layouts_of_its_own() -> None:
-    own = mtf.serving(CONFIG.replace(layers=2), "v5e-8", 256, batches=[4, 6])
+    own = mtf.serving(CONFIG.replace(layers=1), "v5e-8", 256, batches=[4, 6])
     assert {p.name for p in own.points} == {"data:4;tensor:2", "data:2;tensor:4", "features:2;tensor:4"}
     assert {p.batch for p in own.points if p.name == "data:4;tensor:2"} == {4}  # 6 does not divide
     assert own.largest["data:8"] >= 8

@@ -21,8 +21,7 @@ from tests.effort import some
 from tests.validation.rows import BY_NAME
 
 PRIVATE = ("meshlib.estimation.", "meshlib.lowering.", "meshlib.program.", "meshlib.searching.")
-SAMPLE = ("mt-v5e-16b-4x", "iw-gptoss-64", "iw-llama70b-64-fp8")
-IMAGES = ("mlp-v0.5-resnet-v2-8",)
+SAMPLE = ("mt-v5e-16b-4x", "iw-llama70b-64-fp8")
 
 
 def test_validation_imports_no_part_of_lowering_or_estimates() -> None:
@@ -64,7 +63,7 @@ def test_runs_are_predicted_by_the_public_functions(name: str) -> None:
         assert predicted.seconds(CALIBRATED) == pytest.approx(run.steps * est.step_seconds, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", some([r["id"] for r in ROWS if is_of_images(r)], IMAGES))
+@pytest.mark.parametrize("name", some([r["id"] for r in ROWS if is_of_images(r)], ()))
 def test_networks_of_images_are_predicted_by_the_public_functions(name: str) -> None:
     images = check_row(BY_NAME[name]).images
     if images is None:
