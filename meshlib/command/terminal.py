@@ -75,15 +75,18 @@ class Progress:
 
 
 def bar(done: int, total: int, text: str, spent_seconds: float) -> str:
-    """Progress as a line.
+    """Progress as a line; where `text` begins with a word and ";", or is one, that is the unit.
 
-    >>> bar(10, 40, "best 2.1 s", 5)
-    '[#####...............] 10 of 40, about 15 s left, best 2.1 s'
+    >>> bar(10, 40, "layouts; best: 2.1 s", 5)
+    '[#####...............] 10 of 40 layouts, about 15 s left; best: 2.1 s'
+    >>> bar(10, 40, "loss 2.1", 5)
+    '[#####...............] 10 of 40, about 15 s left; loss 2.1'
     """
+    unit, _, rest = text.partition("; ") if text.partition(";")[0].isalpha() else ("", "", text)
     filled = 20 * done // max(1, total)
     left = f", about {spent_seconds * (total - done) / done:.0f} s left" if done else ""
-    more = f", {text}" if text else ""
-    return f"[{'#' * filled}{'.' * (20 - filled)}] {done:,} of {total:,}{left}{more}"
+    more = f"; {rest}" if rest else ""
+    return f"[{'#' * filled}{'.' * (20 - filled)}] {done:,} of {total:,}{f' {unit}' * bool(unit)}{left}{more}"
 
 
 _running: list[Progress] = []  # the bar of a script

@@ -367,7 +367,7 @@ def test_progress_has_units_and_the_time_that_is_left(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert bar(98, 280, "layouts; best: model:32, 36.7 us", 10) == (
-        "[#######.............] 98 of 280, about 19 s left, layouts; best: model:32, 36.7 us"
+        "[#######.............] 98 of 280 layouts, about 19 s left; best: model:32, 36.7 us"
     )
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(Progress, "DELAY", 0.0)
