@@ -52,7 +52,10 @@ def run(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     return status, out, err
 
 
-def test_report_writes_the_page_of_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_writes_the_page_of_the_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
     path = tmp_path / "plan.html"
     status, out, err = run("report", "gpt2", "--slice", "v5e-8", "--out", str(path), capsys=capsys)
     assert (status, err) == (0, "")

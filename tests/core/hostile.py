@@ -8,6 +8,7 @@ reads so many mutants of each. A mutant is read, or refused by an error of ours:
 
 from __future__ import annotations
 
+import gc
 import gzip
 import importlib.util
 import json
@@ -372,12 +373,15 @@ def refusal(reader: str, path: Path) -> str | None:
     """Read a file: the error of ours that it meets, if it does; AssertionError if it takes too much."""
     peak, begun, refused = Peak(), time.process_time(), None
     peak.begin()
+    gc.disable()  # a collection looks at all that this process holds
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             READERS[reader].read(path)
     except (mtf.MeshlibError, HardwareError) as fault:
         refused = str(fault)
+    finally:
+        gc.enable()
     seconds, taken = time.process_time() - begun, peak.bytes()
     assert seconds < SECONDS, f"{seconds:.1f} s"
     assert taken < MOST_BYTES, f"{taken:,} bytes"

@@ -164,7 +164,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "moe form": (
         lambda: layers.moe(tokens(), E, F, form="sparse"),
-        "form must be 'einsum' or 'gather' or 'dense', got 'sparse'",
+        "form must be 'einsum' or 'gather' or 'dense' or 'grouped', got 'sparse'",
     ),
     "moe two routings for one level": (
         lambda: layers.moe(tokens(), E, F, [R(), R()]),

@@ -42,7 +42,7 @@ def test_counted_models_are_distributions_and_no_worse_than_uniform() -> None:
     rng = np.random.default_rng(0)
     lines = [[int(t) for t in rng.integers(0, 9, rng.integers(1, 8)) ** 2 % 11] for _ in range(60)]
     for discount in (0.3, 0.9):
-        made = verse_data.Counted(lines, 13, discount)
+        made = verse_data.NgramCounts(lines, 13, discount)
         assert sum(made.unigram(t) for t in range(13)) == pytest.approx(1)
         for before in (verse_data.START, 0, 4, 12):  # 12 is never seen
             assert sum(made.bigram(before, t) for t in range(13)) == pytest.approx(1)
@@ -51,7 +51,7 @@ def test_counted_models_are_distributions_and_no_worse_than_uniform() -> None:
 
 def test_a_bigram_by_hand() -> None:
     """Two lines, "0 1" and "0 2": after 0 come 1 and 2, once each; each token follows one kind of token."""
-    made = verse_data.Counted([[0, 1], [0, 2]], 4, 0.5)
+    made = verse_data.NgramCounts([[0, 1], [0, 2]], 4, 0.5)
     lower = (1 - 0.5) / 3 + 0.5 * 3 / 3 / 4  # of three pairs of kinds
     assert made.bigram(0, 1) == pytest.approx((1 - 0.5) / 2 + 0.5 * 2 / 2 * lower)
     assert made.bigram(0, 3) == pytest.approx(0.5 * 2 / 2 * (0.5 * 3 / 3 / 4))

@@ -103,6 +103,7 @@ def test_an_error_surfaces_at_the_next_step(disk: Disk, tmp_path: Path) -> None:
     taken: list[int] = []
 
     def then() -> None:
+        assert disk.reached.wait(60)
         disk.free.set()
         while list(tmp_path.glob(".*.saving")):  # removed when the writer has failed
             time.sleep(0.01)
@@ -112,7 +113,7 @@ def test_an_error_surfaces_at_the_next_step(disk: Disk, tmp_path: Path) -> None:
             program(), batches(7, then), 99, folder=tmp_path, save_every=6,
             report=lambda row: taken.append(row["step"]), **OPTIONS,
         )  # fmt: skip
-    assert taken[-1] in (6, 7)
+    assert taken[-1] in (6, 7, 8)  # the writer removes its file a moment before it has failed
     assert sorted(p.name for p in tmp_path.iterdir()) == ["history.jsonl"]
     disk.names = []
     trained = mtf.train(program(), batches(0, None), 8, folder=tmp_path, save_every=2, **OPTIONS)
