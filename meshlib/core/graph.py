@@ -435,6 +435,13 @@ def scope(name: str, reuse: bool = False) -> Iterator[None]:
 
     With `reuse` every variable declared inside, and in scopes inside it, is the one that bears its name already.
     Raises: GraphError if `name` is no non-empty string without white space.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     with mtf.scope("layer_0"):
+      ...         y = mtf.relu(mtf.input("x", "d:2"), name="h")
+      >>> y.operation.name
+      'layer_0/h'
     """
     if not isinstance(reuse, bool):
         raise GraphError(f"scope '{name}' ({source_line()}): reuse must be True or False, got {reuse!r:.80}")

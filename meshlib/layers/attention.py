@@ -56,6 +56,14 @@ def dot_product_attention(
         float32, or "bfloat16" as TensorFlow's is under its policy of that name.
     Returns: [..., length, value_dim] in the order of q, dtype of q. Scores and weights have that dtype, too.
     Raises: ShapeError for dims that do not fit, GraphError for a dim that an operand lacks.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     q = mtf.input("q", "length:4;d:8")
+      ...     k, v = (mtf.input(name, "memory_length:4;d:8") for name in ("k", "v"))
+      ...     y = mtf.layers.dot_product_attention(q, k, v, "length", "memory_length", "d", "d")
+      >>> y.shape
+      Shape('length:4;d:8')
     """
     what = "dot_product_attention"
     attrs = arguments(what, q, k, v, (length, memory_length, key_dim, value_dim), causal, window, scale)

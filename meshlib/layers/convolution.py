@@ -89,7 +89,15 @@ def conv3d(
     numerics: Numerics = DEFAULT,
     name: str = "conv3d",
 ) -> Tensor:
-    """A convolution along the three dims before the last: see `conv2d`; the window's dims are fd, fh, fw."""
+    """A convolution along the three dims before the last: see `conv2d`; the window's dims are fd, fh, fw.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.layers.conv3d(mtf.input("x", "b:1;z:4;h:4;w:4;c:3"), mtf.Dimension("out", 8))
+      >>> y.shape
+      Shape('b:1;z:4;h:4;w:4;out:8')
+    """
     return _layer("conv3d", 3, x, output_dim, filter_size, strides, padding, filter_initializer, numerics, name)
 
 
@@ -126,7 +134,15 @@ def conv3d_transpose(
     numerics: Numerics = DEFAULT,
     name: str = "conv3d_transpose",
 ) -> Tensor:
-    """`mtf.conv3d_transpose` with filters of its own, [fd, fh, fw, output_dim, channels]: see `conv2d`."""
+    """`mtf.conv3d_transpose` with filters of its own, [fd, fh, fw, output_dim, channels]: see `conv2d`.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.layers.conv3d_transpose(mtf.input("x", "b:1;z:4;h:4;w:4;c:3"), mtf.Dimension("out", 8))
+      >>> y.shape
+      Shape('b:1;z:8;h:8;w:8;out:8')
+    """
     what = "conv3d_transpose"
     return _layer(what, 3, x, output_dim, filter_size, strides, padding, filter_initializer, numerics, name)
 
@@ -143,7 +159,18 @@ def conv2d_with_blocks(
     numerics: Numerics = DEFAULT,
     name: str = "conv2d",
 ) -> Tensor:
-    """`conv2d` of an image in blocks, [..., h_blocks, w_blocks, h, w, channels]: see `mtf.conv2d_with_blocks`."""
+    """`conv2d` of an image in blocks, [..., h_blocks, w_blocks, h, w, channels]: see `mtf.conv2d_with_blocks`.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.layers.conv2d_with_blocks(
+      ...         mtf.input("x", "b:1;hb:2;wb:2;h:4;w:4;c:3"), mtf.Dimension("out", 8),
+      ...         h_blocks_dim=mtf.Dimension("hb", 2), w_blocks_dim=mtf.Dimension("wb", 2),
+      ...     )
+      >>> y.shape
+      Shape('b:1;hb:2;wb:2;h:4;w:4;out:8')
+    """
     return in_whole(
         "conv2d_with_blocks",
         x,

@@ -26,6 +26,12 @@ def max_pool3d(x: Tensor, ksize: Sequence[int] = (2, 2, 2), name: str = "max_poo
     """Maxima of windows of `ksize` that tile the last dims but one, as of [batch ..., depth, height, width, channels].
 
     Raises: as `max_pool2d`.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.layers.max_pool3d(mtf.input("x", "b:1;z:4;h:4;w:4;c:3"))
+      >>> y.shape
+      Shape('b:1;z:2;h:2;w:2;c:3')
     """
     return pool_before_last(x, ksize, "max", "max_pool3d", name)
 
@@ -44,5 +50,13 @@ def avg_pool2d(x: Tensor, ksize: Sequence[int] = (2, 2), name: str = "avg_pool2d
 
 
 def avg_pool3d(x: Tensor, ksize: Sequence[int] = (2, 2, 2), name: str = "avg_pool3d") -> Tensor:
-    """Means of windows, which are those of `max_pool3d`; float dtypes."""
+    """Means of windows, which are those of `max_pool3d`; float dtypes.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.layers.avg_pool3d(mtf.input("x", "b:1;z:4;h:4;w:4;c:3"))
+      >>> y.shape
+      Shape('b:1;z:2;h:2;w:2;c:3')
+    """
     return pool_before_last(x, ksize, "avg", "avg_pool3d", name)

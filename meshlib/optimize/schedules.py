@@ -20,7 +20,13 @@ Schedule = Callable[[Tensor], Tensor | float]
 
 
 def constant(lr: float) -> Schedule:
-    """The same learning rate at every step."""
+    """The same learning rate at every step.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> mtf.optimize.constant(0.1)(None)
+      0.1
+    """
     rate = bounded(lr, "optimize.constant", "lr")
     return lambda t: rate
 

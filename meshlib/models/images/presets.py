@@ -17,6 +17,10 @@ def image_preset(name: str) -> Any:
     """The model of `IMAGE_PRESETS` with that name; `.replace(...)` changes it.
 
     Raises: GraphError with the nearest name.
+    Example:
+      >>> import meshlib as mtf
+      >>> mtf.models.image_preset("resnet-50").parameters
+      25557032
     """
     if isinstance(name, str) and name in IMAGE_PRESETS:
         return IMAGE_PRESETS[name]

@@ -26,6 +26,14 @@ def recompute_grad(function: Function, explicit_inputs: Sequence[Tensor], remat:
       remat: what else stays, as of `scan`. The backward repeats the rest: the work, and the gathers.
     Returns: what `function` returns: a tensor, or a list or tuple of them.
     Raises: GraphError for a policy that is none.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", "d:2")
+      ...     y = mtf.recompute_grad(lambda x: mtf.square(mtf.exp(x)), [x])
+      ...     (dx,) = mtf.gradients([mtf.reduce_sum(y)], [x])
+      >>> print(mtf.simulate(mtf.lower({"dx": dx})).step(x=[0.0, 0.0])["dx"])
+      [2. 2.]
     """
     policy = checked_policy(remat, "recompute_grad")
     return _with_gradient(function, explicit_inputs, "recompute_grad", None, policy)

@@ -88,6 +88,15 @@ def assign(variable: Tensor, value: Tensor, name: str | None = None) -> Operatio
 
     Reads in the same step see the state before it. `variable` is what `mtf.variable` returned.
     Raises: GraphError if `variable` is none, ShapeError if shapes differ.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     w = mtf.variable("w", "d:2", mtf.initializers.zeros())
+      ...     program = mtf.lower({}, [mtf.assign(w, w + 1.0)])
+      >>> sim = mtf.simulate(program)
+      >>> _ = sim.step()
+      >>> print(sim.state["w"])
+      [1. 1.]
     """
     target = stored(variable)
     old = target.output
@@ -111,14 +120,36 @@ def assign(variable: Tensor, value: Tensor, name: str | None = None) -> Operatio
 
 
 def assign_add(variable: Tensor, value: Tensor | float, name: str | None = None) -> Operation:
-    """The update that adds `value` to `variable`, as `assign` writes; a dim that `value` lacks is broadcast."""
+    """The update that adds `value` to `variable`, as `assign` writes; a dim that `value` lacks is broadcast.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     w = mtf.variable("w", "d:2", mtf.initializers.zeros())
+      ...     program = mtf.lower({}, [mtf.assign_add(w, mtf.ones("d:2"))])
+      >>> sim = mtf.simulate(program)
+      >>> _ = sim.step()
+      >>> print(sim.state["w"])
+      [1. 1.]
+    """
     from meshlib.ops.pointwise.elementwise import add
 
     return _assign_changed(add, variable, value, "assign_add", name)
 
 
 def assign_sub(variable: Tensor, value: Tensor | float, name: str | None = None) -> Operation:
-    """The update that subtracts `value` from `variable`, as `assign` writes; a dim that `value` lacks is broadcast."""
+    """The update that subtracts `value` from `variable`, as `assign` writes; a dim that `value` lacks is broadcast.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     w = mtf.variable("w", "d:2", mtf.initializers.zeros())
+      ...     program = mtf.lower({}, [mtf.assign_sub(w, mtf.ones("d:2"))])
+      >>> sim = mtf.simulate(program)
+      >>> _ = sim.step()
+      >>> print(sim.state["w"])
+      [-1. -1.]
+    """
     from meshlib.ops.pointwise.elementwise import subtract
 
     return _assign_changed(subtract, variable, value, "assign_sub", name)

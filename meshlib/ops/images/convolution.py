@@ -172,6 +172,12 @@ def depthwise_conv2d(
 
     Filters with one dim more, [kh, kw, channels, multiplier], add that to the result, after the others.
     Source: tf.nn.depthwise_conv2d, which merges the last two dims.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.depthwise_conv2d(mtf.input("x", "b:1;h:2;w:2;c:3"), mtf.ones("kh:2;kw:2;c:3"))
+      >>> y.shape
+      Shape('b:1;h:2;w:2;c:3')
     """
     kept = [d for d in floats(filters, "depthwise_conv2d").shape if d in floats(x, "depthwise_conv2d").shape]
     return _conv("depthwise_conv2d", 2, x, filters, stride, padding, dilation, 1, spatial, kept, precision, name)

@@ -132,6 +132,12 @@ def dynamic_slice(x: Tensor, start: Tensor | int, size: int, dim: Dimension | st
     """Elements [start, start + size) of one dim, where `start` is a number, or int32 of dims of x but `dim`.
 
     Along a split dim the parts are a pending sum. Raises: FeedError at run time if the run leaves the dim.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.dynamic_slice(mtf.input("x", "d:4"), mtf.input("i", [], "int32"), 2, "d")
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0], i=1)["y"])
+      [1. 2.]
     """
     what = "dynamic_slice"
     d = find_dim(tensor(x, what), dim, what)

@@ -372,6 +372,12 @@ def scatter_add(
 
     The transpose of `gather`: dims of the operands that are not in the output are summed over, and with
     `out_of_range="zero"` what has an index that is none goes nowhere.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.scatter_add(mtf.input("x", "n:3"), mtf.input("i", "n:3", "int32"), mtf.Dimension("d", 2), "d:2")
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[1.0, 2.0, 3.0], i=[1, 0, 1])["y"])
+      [2. 4.]
     """
     choice(out_of_range, "scatter_add", "out_of_range", _OUT_OF_RANGE)
     dim = as_dim(dim, "scatter_add")
@@ -393,6 +399,12 @@ def dynamic_shift(x: Tensor, offset: Tensor, dim: Dimension, wrap: bool, name: s
       wrap: whether what leaves at one end comes in at the other; else zeros come in.
     Returns: the type of x.
     Raises: ShapeError for an offset of other dims or dtype.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.dynamic_shift(mtf.input("x", "d:4"), mtf.input("n", [], "int32"), "d", True)
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0], n=1)["y"])
+      [0. 3. 1. 2.]
     """
     from meshlib.ops.movement.shape import rename_dimension, transpose
     from meshlib.ops.pointwise.elementwise import greater_equal, less, logical_and, mod, where

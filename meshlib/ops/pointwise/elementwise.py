@@ -515,7 +515,15 @@ def to_float(x: Tensor, name: str | None = None) -> Tensor:
 
 
 def to_bfloat16(x: Tensor, name: str | None = None) -> Tensor:
-    """`x` as bfloat16, rounded to nearest even."""
+    """`x` as bfloat16, rounded to nearest even.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.to_bfloat16(mtf.input("x", "d:2"))
+      >>> y.dtype.name
+      'bfloat16'
+    """
     return cast(x, "bfloat16", name)
 
 

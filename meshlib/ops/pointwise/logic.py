@@ -54,6 +54,13 @@ def cond(
       name: of the result, where it is one tensor.
     Returns: a tensor, or a list of them.
     Raises: ShapeError if the branches differ in number, shapes or dtypes.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", "d:2")
+      ...     y = mtf.cond(mtf.greater(mtf.reduce_sum(x), 0.0), lambda: x, lambda: -x)
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[-3.0, 1.0])["y"])
+      [ 3. -1.]
     """
     if len(_flags(pred, "cond").shape):
         raise ShapeError(f"{at('cond')}: pred must have no dims, got {pred}; mtf.where chooses element by element")
