@@ -12,7 +12,8 @@ import meshlib as mtf
 # Functions whose docstring refers to another's for an example: the same in one, two and three dims, or in blocks.
 WITHOUT = {
     "conv1d", "conv1d_transpose", "conv3d", "conv3d_transpose", "conv2d_with_blocks", "conv3d_with_blocks",
-    "conv2d_transpose_with_blocks", "conv3d_transpose_with_blocks", "halo_exchange", "left_halo_exchange", "image_attention", "latent_memory",
+    "conv2d_transpose_with_blocks", "conv3d_transpose_with_blocks",
+    "halo_exchange", "left_halo_exchange", "image_attention", "latent_memory",
     "latent_queries", "masked_local_attention_1d", "conditional_batch_norm", "averaged", "load", "load_model",
     "texts_in_rows",
 }  # fmt: skip
