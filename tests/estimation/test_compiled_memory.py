@@ -102,6 +102,19 @@ def test_plain_jit_casts_before_loops_and_loops_over_blocks(chips: int) -> None:
     assert plain.compiled.loops_bytes == looped
 
 
+def test_plain_jit_keeps_the_gradient_of_logits_only_where_it_fits() -> None:
+    program = trained(16)
+    logits = 2 * 8 * 1024 * 50_304
+    plain = memory(program, "v5e-16", mtf.GSPMD)
+    assert plain.fits
+    for size, less in ((plain.needed_bytes, 0), (plain.needed_bytes - 1, logits)):
+        slice_ = Slice("v5e-16", replace(CHIPS["v5e"], hbm_bytes=size, hbm_reserved_bytes=0))
+        small = memory(program, slice_, mtf.GSPMD)
+        assert small.compiled.loops_bytes == plain.compiled.loops_bytes - less
+        assert small.fits
+    assert memory(program, "v5e-16").compiled.loops_bytes == 0
+
+
 def test_a_whole_run_takes_an_export_of_float32_weights() -> None:
     program = trained(4)
     found = memory(program, "v5e-4")

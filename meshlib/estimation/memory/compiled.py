@@ -13,14 +13,16 @@ Plain `jit` with sharding annotations (`mtf.GSPMD`) takes more:
 
     hoisted casts  of weights that loops slice: all layers' are cast before the loop
     loops          where eight devices or more share a product's weight, the product is a loop over their blocks, which
-                   holds one more operand and result of the widest such product, and keeps the logits' gradient
+                   holds one more operand and result of the widest such product; the logits' gradient is kept for the
+                   loop of its weight, as long as all of that fits: else the scheduler, which knows the limit, runs
+                   that loop first
     fragmentation  more of it, since blocks of such loops come and go
 
 A whole run takes as much as its largest program. Besides the step that is an evaluation or the like, `RUN_ADDS_BYTES`
 more at least as measured, or an export that gathers float32 weights: the state and twice a file, whatever the batch.
 
 Sources: steps compiled for v5e ahead of time by libtpu, ours and Levanter's, of 1.5 billion parameters; runs of
-Levanter and MaxText on v5e.
+Levanter and MaxText on v5e; openxla/xla: xla/service/latency_hiding_scheduler.h (SchedulerConfig.memory_limit).
 """
 
 from __future__ import annotations
@@ -82,33 +84,39 @@ class CompiledMemory:
         return max(self.step_bytes + RUN_ADDS_BYTES, self.state_bytes + self.export_bytes)
 
 
-def compiled_memory(program: Program, compiler: Compiler, buffers_bytes: int) -> CompiledMemory:
+def compiled_memory(program: Program, compiler: Compiler, buffers_bytes: int, capacity_bytes: int) -> CompiledMemory:
     """What a compiler's step takes.
 
     Args:
       program: what `mtf.lower` returned.
       compiler: its partitioner decides whether it is our own step or plain jit's.
-      buffers_bytes: peak of the program's buffers in tiles.
+      buffers_bytes: peak of the program's buffers in tiles; capacity_bytes: what a device offers.
     """
     plain = compiler.partitioner == "gspmd"
     laid = max(bytes_after(program, tiled_value_bytes, scratch=_sums_of(program), extra=_head_by_head))
-    casts, loops = (_hoisted_casts(program), _loops(program)) if plain else (0, 0)
     laid = max(laid, buffers_bytes)
-    share = LOOPED_FRAGMENTATION if loops else FRAGMENTATION
+    casts = _hoisted_casts(program) if plain else 0
+    widest, logits = _loops(program) if plain else (0, 0)
+    share = LOOPED_FRAGMENTATION if widest + logits else FRAGMENTATION
     kernels = len({(id(inside), i.group) for i, inside, _ in walk(program)})
     state = sum(tiled_value_bytes(v) for v in program.variables.values())
     trained = [program.variables[n] for n in program.updates if n in program.variables]
     weights = sum(4 * v.tensor.shape.size for v in trained if not v.tensor.operation.attrs["slot_of"])
-    return CompiledMemory(
-        buffers_bytes=buffers_bytes,
-        layout_bytes=laid - buffers_bytes,
-        casts_bytes=casts,
-        loops_bytes=loops,
-        code_bytes=CODE_BYTES * kernels,
-        fragmentation_bytes=ceil(share * max(0, laid + casts + loops - state)),
-        state_bytes=state,
-        export_bytes=2 * min(FILE_BYTES, weights),
-    )
+
+    def with_loops(loops_bytes: int) -> CompiledMemory:
+        return CompiledMemory(
+            buffers_bytes=buffers_bytes,
+            layout_bytes=laid - buffers_bytes,
+            casts_bytes=casts,
+            loops_bytes=loops_bytes,
+            code_bytes=CODE_BYTES * kernels,
+            fragmentation_bytes=ceil(share * max(0, laid + casts + loops_bytes - state)),
+            state_bytes=state,
+            export_bytes=2 * min(FILE_BYTES, weights),
+        )
+
+    fastest = with_loops(widest + logits)
+    return fastest if fastest.step_bytes <= capacity_bytes else with_loops(widest)
 
 
 def _is_attention(i: Instruction) -> bool:
@@ -173,8 +181,9 @@ def _is_cast(body: Program, x: Value) -> bool:
     return any(i.opcode == "cast" and i.outputs[0].tensor.dtype.itemsize == 2 for i in readers)
 
 
-def _loops(program: Program) -> int:
-    """Bytes that products with gathered weights hold where they are loops over the blocks of their weights."""
+def _loops(program: Program) -> tuple[int, int]:
+    """Bytes that products with gathered weights hold where they are loops over the blocks of their weights: the widest
+    of layers, and logits."""
     widest = logits = 0
     makers: dict[Program, Mapping[Value, Instruction]] = {}
     for i, inside, _ in walk(program):
@@ -190,7 +199,7 @@ def _loops(program: Program) -> int:
                 logits = max(logits, result)
             else:
                 widest = max(widest, tiled_value_bytes(x) + result)
-    return widest + logits
+    return widest, logits
 
 
 def _gathered_over(program: Program, makers: Mapping[Value, Instruction], x: Value) -> int:

@@ -69,7 +69,7 @@ class DeviceMemory(Shown):
     @cached_property
     def compiled(self) -> CompiledMemory:
         """What the compiled step takes, by cause, and a whole run. Modelled."""
-        return compiled_memory(self.program, self.compiler, self.peak_bytes)
+        return compiled_memory(self.program, self.compiler, self.peak_bytes, self.capacity_bytes)
 
     @property
     def needed_bytes(self) -> int:
@@ -84,7 +84,7 @@ class DeviceMemory(Shown):
     @property
     def plain_jit_bytes(self) -> int:
         """What the same step takes under plain `jit` with sharding annotations (`mtf.GSPMD`). Modelled."""
-        return compiled_memory(self.program, GSPMD, self.peak_bytes).step_bytes
+        return compiled_memory(self.program, GSPMD, self.peak_bytes, self.capacity_bytes).step_bytes
 
     @property
     def fits(self) -> bool:
