@@ -175,7 +175,7 @@ def simulate(torus: Torus, links: Links, plans: Sequence[MessagePlan], record: b
     Source: module docstring.
     """
     check_links(links)
-    run = _Run(links, plans, record)
+    run = _EventRun(links, plans, record)
     run.start()
     while run.heap:
         run.instant()
@@ -195,7 +195,7 @@ def simulate(torus: Torus, links: Links, plans: Sequence[MessagePlan], record: b
     )
 
 
-class _Run:
+class _EventRun:
     """State of one simulation: the heap of arrivals, free times of links, what still waits."""
 
     def __init__(self, links: Links, plans: Sequence[MessagePlan], record: bool = False) -> None:

@@ -29,7 +29,7 @@ FRAMES = 24
 
 
 @dataclass(frozen=True)
-class Frame:
+class FilmFrame:
     """A torus in a stretch of time.
 
     Attributes:
@@ -110,7 +110,7 @@ class Frame:
 class Film:
     """Frames in the order of time."""
 
-    frames: tuple[Frame, ...]
+    frames: tuple[FilmFrame, ...]
 
     def save(self, path: str | Path, frames_per_second: float = 4.0) -> Path:
         """Write it: an animation as .gif, or up to twelve of its frames beside each other as .png or .svg.
@@ -154,7 +154,7 @@ def film_of(collective: CollectivePlan, links: Links, frames: int = FRAMES) -> F
     return Film(tuple(_frame(collective.torus, traffic, n, frames) for n in range(frames)))
 
 
-def _frame(torus: Torus, traffic: Traffic, number: int, frames: int) -> Frame:
+def _frame(torus: Torus, traffic: Traffic, number: int, frames: int) -> FilmFrame:
     total = traffic.seconds
     begin, end = total * number / frames, total * (number + 1) / frames
     loads: dict[int, float] = defaultdict(float)
@@ -169,7 +169,7 @@ def _frame(torus: Torus, traffic: Traffic, number: int, frames: int) -> Frame:
     received = {node: got / of if of else 1.0 for node, (got, of) in enumerate(zip(arrived, due, strict=True))}
     unit, name = next(((u, n) for u, n in ((1.0, "s"), (1e-3, "ms")) if total >= u), (1e-6, "us"))
     title = f"{begin / unit:.3g} to {end / unit:.3g} {name} of {total / unit:.3g} {name}"
-    return Frame(torus, title, dict(loads), received)
+    return FilmFrame(torus, title, dict(loads), received)
 
 
 def axis_loads(torus: Torus, busy: Mapping[int, float]) -> dict[int, float]:

@@ -12,13 +12,13 @@ from hardware.errors import HardwareError
 from hardware.films import spots
 
 if TYPE_CHECKING:
-    from hardware.films import Frame
+    from hardware.films import FilmFrame
 
 SHEET = 12  # frames on one picture
 APART = 0.07  # between the two directions of a link
 
 
-def plot_frame(frame: Frame, ax: Any) -> Any:
+def plot_frame(frame: FilmFrame, ax: Any) -> Any:
     """`Frame.plot`."""
     torus = frame.torus
     axes = _axes(ax, frame)
@@ -54,7 +54,7 @@ def plot_frame(frame: Frame, ax: Any) -> Any:
     return axes
 
 
-def save_film(frames: Sequence[Frame], path: Path, frames_per_second: float) -> Path:
+def save_film(frames: Sequence[FilmFrame], path: Path, frames_per_second: float) -> Path:
     """`Film.save`."""
     kind = path.suffix.lower()
     if kind not in (".gif", ".png", ".svg"):
@@ -83,7 +83,7 @@ def save_film(frames: Sequence[Frame], path: Path, frames_per_second: float) -> 
     return path
 
 
-def _figure(frames: Sequence[Frame], count: int) -> tuple[Any, list[Any]]:
+def _figure(frames: Sequence[FilmFrame], count: int) -> tuple[Any, list[Any]]:
     """A figure without a window, and Axes for so many frames beside each other."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -98,12 +98,12 @@ def _figure(frames: Sequence[Frame], count: int) -> tuple[Any, list[Any]]:
     return figure, [figure.add_subplot(rows, columns, n + 1) for n in range(count)]
 
 
-def _size(frame: Frame) -> tuple[float, float]:
+def _size(frame: FilmFrame) -> tuple[float, float]:
     places = spots(frame.torus)
     return 0.45 * (max(x for x, _ in places) + 2), 0.45 * (max(y for _, y in places) + 2.5)
 
 
-def _axes(ax: Any, frame: Frame) -> Any:
+def _axes(ax: Any, frame: FilmFrame) -> Any:
     if ax is None:
         try:
             from matplotlib import pyplot

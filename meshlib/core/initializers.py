@@ -111,7 +111,7 @@ class _Constant:
 
 
 @dataclass(frozen=True)
-class _Whole:
+class _WholeNumbers:
     """Whole numbers, each as likely as its negative: what quantised weights look like."""
 
     def __call__(self, key: Key, shape: Shape, dtype: DType) -> Array:
@@ -214,7 +214,7 @@ def as_initializer(value: object, name: str, shape: Shape, stored: DType) -> Ini
     """An `Initializer` from what a user may pass: None, a number, an array, a function."""
     if value is None:
         if stored.is_narrow_integer:
-            return _Whole()
+            return _WholeNumbers()
         if not stored.is_float:
             raise GraphError(f"{at('variable')} '{name}': {stored.name} needs an initial value: a number or an array")
         return glorot_uniform()

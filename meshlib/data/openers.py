@@ -17,7 +17,7 @@ from meshlib.core.errors import DataError, FeedError, nearest
 from meshlib.core.file_versions import at_one_moment
 from meshlib.data.batching import Array, Batch, Example
 from meshlib.data.pipeline import Data
-from meshlib.data.sources import Arrays, Decode, Folder, Lines, Records
+from meshlib.data.sources import Arrays, Decode, Folder, Records, TextLines
 from meshlib.records.example import BYTES_LIST, FLOAT_LIST, Decoder, Value, packed_rows
 from meshlib.records.idx import read_idx
 from meshlib.records.images import read_image
@@ -329,7 +329,7 @@ def text(paths: Paths, field: str = "text") -> Data:
     """
     if not isinstance(field, str) or not field:
         raise FeedError(f"{at('data.text')}: field must be a name, got {field!r:.80}")
-    source = at_one_moment(lambda: Lines(files_of(paths), field, _named(paths)), "data.text", DataError)
+    source = at_one_moment(lambda: TextLines(files_of(paths), field, _named(paths)), "data.text", DataError)
     return _checked(source.name, Data(source))
 
 

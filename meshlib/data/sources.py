@@ -407,7 +407,7 @@ def _interleaved(counts: Sequence[int], together: int) -> Numbers:
     return np.array(order, np.int64)
 
 
-class Lines(Source):
+class TextLines(Source):
     """The lines of texts, as `field`: str without its end. Empty lines are left out."""
 
     def __init__(self, paths: Sequence[str], field: str, name: str) -> None:

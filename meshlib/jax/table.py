@@ -68,7 +68,7 @@ class RowContext:
 
 
 @dataclass(frozen=True)
-class Split:
+class SplitRow:
     """How an operation runs along a dim whose blocks need a summary of each other: as `operation.Summary`, on JAX."""
 
     summarise: Function
@@ -87,13 +87,13 @@ class JaxRow:
 
     local: Function
     native: bool = False
-    split: Split | None = None
+    split: SplitRow | None = None
 
 
 ROWS: dict[str, JaxRow] = {}
 
 
-def row(name: str, *, native: bool = False, split: Split | None = None) -> Callable[[Function], Function]:
+def row(name: str, *, native: bool = False, split: SplitRow | None = None) -> Callable[[Function], Function]:
     """Say how JAX runs an operation of your own: a decorator of a function of one device's blocks.
 
     The function takes a `RowContext` (attributes, names of dims, global offsets) and an array per operand, and returns

@@ -24,7 +24,7 @@ from meshlib.lowering.balance import Balance
 from meshlib.lowering.bindings import stored
 from meshlib.lowering.distances import distances
 from meshlib.lowering.elimination import FactorGraph, Floats, Ints
-from meshlib.lowering.values import Rows
+from meshlib.lowering.values import ClassRows
 
 DIRECT_ENTRIES = 60_000  # of a table of trees
 HUBS = 3  # copies that a region shares, at most
@@ -44,14 +44,14 @@ class Copies:
     regather: bool
     producer: int | None = None
     regions: Sequence[str] = ()
-    made: Rows = field(default_factory=lambda: Rows((), np.zeros(1, np.intp)))
-    uses: list[tuple[int | None, str, Rows]] = field(default_factory=list)  # variable, region, what it needs
+    made: ClassRows = field(default_factory=lambda: ClassRows((), np.zeros(1, np.intp)))
+    uses: list[tuple[int | None, str, ClassRows]] = field(default_factory=list)  # variable, region, what it needs
 
-    def set_made(self, variable: int | None, regions: Sequence[str], made: Rows) -> None:
+    def set_made(self, variable: int | None, regions: Sequence[str], made: ClassRows) -> None:
         """Where each value of the producer's variable makes it."""
         self.producer, self.regions, self.made = variable, regions, made
 
-    def add_use(self, variable: int | None, region: str, needs: Rows) -> None:
+    def add_use(self, variable: int | None, region: str, needs: ClassRows) -> None:
         """What each value of a user's variable needs; nothing may be needed."""
         if any(needs.classes):
             self.uses.append((variable, region, needs))
@@ -84,7 +84,7 @@ class Copies:
 
 
 @dataclass(eq=False)
-class Use:
+class CopyUse:
     """One user of a tensor: per value of its variable the placements that it needs in a region, as a class."""
 
     variable: int | None
@@ -101,7 +101,7 @@ class _Tables:
         copies: Copies,
         producer: int | None,
         regions: Sequence[int | None],
-        uses: Sequence[tuple[int | None, int, Rows]],
+        uses: Sequence[tuple[int | None, int, ClassRows]],
     ) -> None:
         self.home, self.regather, self.producer = copies.home, copies.regather, producer
         placements = copies.placements()
@@ -111,7 +111,8 @@ class _Tables:
         ]
         self.made_of = copies.made.of
         self.uses = [
-            Use(v, r, [tuple(sorted(map(self.number, row))) for row in rows.classes], rows.of) for v, r, rows in uses
+            CopyUse(v, r, [tuple(sorted(map(self.number, row))) for row in rows.classes], rows.of)
+            for v, r, rows in uses
         ]
         self.number(self.home)  # a copy there serves all regions
         large = [s for s in self.placements if self.regather and s.local_size > self.home.local_size]
@@ -136,7 +137,7 @@ class _Tables:
         else:
             self._enter_hubs(graph)
 
-    def _reach(self, use: Use) -> Floats:
+    def _reach(self, use: CopyUse) -> Floats:
         """From each placement (rows) what each class of a use costs."""
         costs = np.zeros((len(self.placements), len(use.classes)))
         for n, wanted in enumerate(use.classes):
@@ -199,7 +200,7 @@ class _Tables:
         return _through(self._kept(self.uses[a].classes), self.reach[b])
 
     @staticmethod
-    def _first(*uses: Use) -> int:
+    def _first(*uses: CopyUse) -> int:
         return min([u.region for u in uses])
 
     def _joint(self, a: int, b: int) -> Floats:

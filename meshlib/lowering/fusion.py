@@ -35,7 +35,7 @@ _STREAMED = (*_BY_ROW, Kind.CONTRACTION)
 
 
 @dataclass(eq=False)
-class Group:
+class FusionGroup:
     """Instructions that run as one kernel, in order."""
 
     members: list[Instruction] = field(default_factory=list)
@@ -48,7 +48,7 @@ def fusion_groups(program: Program) -> list[list[Instruction]]:
     """The program's instructions as groups, in the order of their last members."""
     pinned = {*program.outputs.values(), *program.updates.values()}
     users: dict[Value, set[int]] = {}
-    groups: list[Group] = []
+    groups: list[FusionGroup] = []
     rounds = _rounds(program)
     resident = {*program.inputs.values(), *program.variables.values()}
     for instruction in reversed(program.instructions):
@@ -61,7 +61,7 @@ def fusion_groups(program: Program) -> list[list[Instruction]]:
                 joined = None
         if joined is None:
             joined = len(groups)
-            groups.append(Group(open=kind in _OPEN))
+            groups.append(FusionGroup(open=kind in _OPEN))
         group = groups[joined]
         group.members.append(instruction)
         if isinstance(instruction, Compute) and instruction.exchanges:
@@ -96,7 +96,7 @@ def _kind(instruction: Instruction) -> Kind | None:
 
 
 def _joinable(
-    instruction: Instruction, users: dict[Value, set[int]], groups: list[Group], pinned: set[Value]
+    instruction: Instruction, users: dict[Value, set[int]], groups: list[FusionGroup], pinned: set[Value]
 ) -> int | None:
     kind = _kind(instruction)
     if kind is None or any(y in pinned for y in instruction.outputs):

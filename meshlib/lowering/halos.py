@@ -50,7 +50,7 @@ class Point(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Demand:
+class MarginDemand:
     """A computation that needs rows of its operand's neighbours; where a margin could serve it, nearest first."""
 
     instruction: Compute
@@ -94,7 +94,7 @@ class _Widening:
 
     def __post_init__(self) -> None:
         moving = [i for i in self.program.instructions if isinstance(i, Compute) and i.exchanges]
-        self.demands: list[Demand] = []
+        self.demands: list[MarginDemand] = []
         if not moving:
             return
         self.pinned = {*self.program.outputs.values(), *self.program.updates.values()}
@@ -110,7 +110,9 @@ class _Widening:
             if i in self.shifting:
                 for x, needed in zip(i.inputs, self.needs(i, {}), strict=True):
                     points_of_margins = [tuple(self._points(i, x, m)) for m in needed.values()]
-                    self.demands += [Demand(i, points, phase(i.region, self.across)) for points in points_of_margins]
+                    self.demands += [
+                        MarginDemand(i, points, phase(i.region, self.across)) for points in points_of_margins
+                    ]
 
     # ------------------------------------------------------------ who needs what
 
@@ -163,7 +165,7 @@ class _Widening:
 
     def roots(self) -> Iterator[frozenset[Root]]:
         """What to widen, for each set of demands that meet somewhere, if that costs less."""
-        groups: dict[object, list[Demand]] = {}
+        groups: dict[object, list[MarginDemand]] = {}
         for d in self.demands:
             groups.setdefault(d.key, []).append(d)
         for group in groups.values():
@@ -388,15 +390,15 @@ def _sent(v: Value, m: Margin) -> int:
     return v.tensor.dtype.size_bytes((m.before + m.after) * _row(v, m.dim))
 
 
-def _total(chosen: Mapping[Demand, Point]) -> float:
+def _total(chosen: Mapping[MarginDemand, Point]) -> float:
     moved = _joined([p for p in chosen.values() if not p.free])
     work = Work(0, sum(p.work for p in chosen.values()))
     return sum(_sent(v, m) for v, m in moved.items()) + Balance().bytes_of(work)
 
 
-def _linked(demands: list[Demand]) -> list[list[Demand]]:
+def _linked(demands: list[MarginDemand]) -> list[list[MarginDemand]]:
     """The demands in sets that have a point in common, directly or by others."""
-    of: dict[Value, list[Demand]] = {}
+    of: dict[Value, list[MarginDemand]] = {}
     for d in demands:
         for p in d.points:
             of.setdefault(p.value, []).append(d)
@@ -413,10 +415,10 @@ def _linked(demands: list[Demand]) -> list[list[Demand]]:
     return groups
 
 
-def _placed(demands: list[Demand]) -> dict[Demand, Point]:
+def _placed(demands: list[MarginDemand]) -> dict[MarginDemand, Point]:
     """The point that serves each demand: the nearest; then, again and again, the one at which most is saved by more."""
     chosen = {d: d.points[0] for d in demands}
-    candidates: dict[Value, dict[Demand, Point]] = {}
+    candidates: dict[Value, dict[MarginDemand, Point]] = {}
     for d in demands:
         for p in d.points:
             candidates.setdefault(p.value, {})[d] = p

@@ -27,7 +27,7 @@ _DEEPEST = 8  # operations in a row that are made again
 _MADE_AGAIN = (Kind.SOURCE, Kind.ELEMENTWISE, Kind.VIEW)
 
 
-class Source(NamedTuple):
+class ValueSource(NamedTuple):
     """Where a value is to be had."""
 
     lies: tuple[Sharding, ...]
@@ -40,10 +40,10 @@ class Made(NamedTuple):
     """An operation that may run again, and where its operands are to be had."""
 
     signature: Signature
-    operands: tuple[Source, ...]
+    operands: tuple[ValueSource, ...]
 
 
-class Way(NamedTuple):
+class Materialisation(NamedTuple):
     """How a value comes to a place; `new` is where it and what it is made of lie besides afterwards.
 
     What is summed up or put in another order on the way is there for others.
@@ -55,10 +55,10 @@ class Way(NamedTuple):
     new: tuple[tuple[Path, Sharding], ...]
 
 
-NOWHERE = Way(float("inf"), 0, -1, ())
+NOWHERE = Materialisation(float("inf"), 0, -1, ())
 
 
-def obtain(source: Source, wanted: Sharding) -> Way:
+def obtain(source: ValueSource, wanted: Sharding) -> Materialisation:
     """The cheapest way to `wanted`.
 
     Ways that name an operation are remembered beside its signature, and gone with its graph; those of shardings alone
@@ -67,15 +67,15 @@ def obtain(source: Source, wanted: Sharding) -> Way:
     if source.made is None:
         return _moved(source, wanted)
     key, ways = (source, wanted), source.made.signature.ways
-    route: Way | None = ways.get(key)
+    route: Materialisation | None = ways.get(key)
     if route is None:
         route = ways[key] = _obtained(source, wanted)
     return route
 
 
-def _obtained(source: Source, wanted: Sharding) -> Way:
+def _obtained(source: ValueSource, wanted: Sharding) -> Materialisation:
     if wanted in source.lies:
-        return Way(0, 0, source.lies.index(wanted), ())
+        return Materialisation(0, 0, source.lies.index(wanted), ())
     best, n = _nearest(source, wanted)
     if source.made is not None and best[0] > 0:
         again = _made_again(source.made, wanted)
@@ -87,13 +87,13 @@ def _obtained(source: Source, wanted: Sharding) -> Way:
     before_last = [t for t in plan.steps[:-1] if not t.after.pending]
     reached = [t.after for t in before_last if t.before.pending or t.kind in ("collective_permute", "all_to_all")]
     useful = [s for s in reached if s not in source.lies and not parks(s, ends)]
-    return Way(*best, n, tuple([((), s) for s in (*useful, wanted)]))
+    return Materialisation(*best, n, tuple([((), s) for s in (*useful, wanted)]))
 
 
 _moved = lru_cache(maxsize=1 << 14)(_obtained)
 
 
-def _nearest(source: Source, wanted: Sharding) -> tuple[Price, int]:
+def _nearest(source: ValueSource, wanted: Sharding) -> tuple[Price, int]:
     """What it costs to move it to `wanted` from where that costs least, and which of `lies` this is; -1: none."""
     best: Price = float("inf"), 0
     nearest = -1
@@ -115,7 +115,7 @@ def between(here: Sharding, there: Sharding, itemsize: float, prices: Prices) ->
     return sum([step.sent_bytes * axes_price(step.axes, prices) for step in plan.steps]), plan.collectives
 
 
-def _least_cost(source: Source, s: Sharding, wanted: Sharding) -> float:
+def _least_cost(source: ValueSource, s: Sharding, wanted: Sharding) -> float:
     least = at_least(s, wanted) * source.itemsize
     return least * min([1.0, *[price for _, price in source.prices]]) if source.prices else least
 
@@ -140,7 +140,7 @@ def can_become(source: Sharding, target: Sharding) -> bool:
     )
 
 
-def _made_again(made: Made, wanted: Sharding) -> Way:
+def _made_again(made: Made, wanted: Sharding) -> Materialisation:
     axes = again_axes(made.signature, wanted)
     assigned = None if axes is None else made.signature.under(wanted.mesh, axes, ((),) * len(made.operands))
     if axes is None or assigned is None or assigned.out.axes != wanted.axes:
@@ -157,7 +157,7 @@ def _made_again(made: Made, wanted: Sharding) -> Way:
         cost += route.cost
         collectives += route.collectives
         new += [((n, *path), at) for path, at in route.new]
-    return Way(cost, collectives, -1, (*new, ((), wanted)))
+    return Materialisation(cost, collectives, -1, (*new, ((), wanted)))
 
 
 def again_axes(signature: Signature, wanted: Sharding) -> Mapping[str, tuple[str, ...]] | None:

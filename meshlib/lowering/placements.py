@@ -15,7 +15,7 @@ from meshlib.core.graph import Operation, Tensor
 from meshlib.lowering.assigned import Homes
 from meshlib.lowering.bindings import stored
 from meshlib.lowering.loops import Makers
-from meshlib.lowering.materialisation import Made, Prices, Source, again_axes, between, made_again, obtain
+from meshlib.lowering.materialisation import Made, Prices, ValueSource, again_axes, between, made_again, obtain
 from meshlib.lowering.reasons import explain_step
 from meshlib.lowering.simplification import Simplified
 from meshlib.program.instructions import Compute, Instruction, Move, Value
@@ -168,13 +168,13 @@ class Places:
             self.add(t, passed[s], region)
         return passed[wanted]
 
-    def source(self, t: Tensor, region: str) -> Source:
+    def source(self, t: Tensor, region: str) -> ValueSource:
         """Where `t` is to be had."""
         producer = None
         if t in self._again:
             op = t.operation
             producer = Made(self.signatures.of(op), tuple([self.source(x, region) for x in self.graph.inputs[op]]))
-        return Source(tuple([v.sharding for v in self.known(t, region)]), t.dtype.itemsize, self.prices, producer)
+        return ValueSource(tuple([v.sharding for v in self.known(t, region)]), t.dtype.itemsize, self.prices, producer)
 
     def _made_again(self, t: Tensor, wanted: Sharding, region: str, user: Operation | None) -> Value:
         op, value = t.operation, Value(t, wanted)

@@ -52,7 +52,7 @@ class Sharing:
         """
         old = self.simple.graph
         new = replace(old, operations=[], gradient_of=dict(old.gradient_of), inner=set(), again=set(), _counts={})
-        return _Rewriter(self.simple, self, new).run(self.fetched)
+        return _SumRewriter(self.simple, self, new).run(self.fetched)
 
 
 def split_sums(simple: Simplified, homes: Homes) -> Mapping[Tensor, frozenset[str]]:
@@ -213,7 +213,7 @@ class _Node:
 
 
 @dataclass(eq=False)
-class _Rewriter:
+class _SumRewriter:
     simple: Simplified
     sharing: Sharing
     graph: Graph  # of the new operations

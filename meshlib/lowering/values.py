@@ -25,7 +25,7 @@ from meshlib.program.signature import Signature
 MOST_VALUES = 1500
 
 
-class Run(NamedTuple):
+class PlacedStrategy(NamedTuple):
     """A strategy in a region: 0 is the operation's own, others are later ones that use its result.
 
     A value of an operation's variable is one or several runs, that in its own region first.
@@ -36,7 +36,7 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class ClassRows:
     """What each value of a variable needs or makes of one tensor: few different rows, the classes of values.
 
     Equal rows of one balance are one object: see `Interned`.
@@ -50,20 +50,20 @@ class Rows:
 class Interned:
     """Equal rows, and equal recomputations, as one object each: what is tabulated for them is found by identity."""
 
-    _rows: dict[object, Rows] = field(default_factory=dict)
+    _rows: dict[object, ClassRows] = field(default_factory=dict)
     _free: dict[object, Free] = field(default_factory=dict)
     values: dict[object, Values] = field(default_factory=dict)
 
-    def needs(self, rows: Iterable[Sequence[Sharding]]) -> Rows:
+    def needs(self, rows: Iterable[Sequence[Sharding]]) -> ClassRows:
         """Of the placements that each value needs; their order and repeats do not matter."""
         return self._one([(frozenset(row) if len(row) > 1 else row, tuple(dict.fromkeys(row))) for row in rows])
 
-    def makes(self, rows: Iterable[Sequence[tuple[int, Sharding]]]) -> Rows:
+    def makes(self, rows: Iterable[Sequence[tuple[int, Sharding]]]) -> ClassRows:
         """Of the placements that each value makes, with the number of the region in which it does."""
         distinct = [tuple(dict.fromkeys(row)) for row in rows]
         return self._one([(row, row) for row in distinct])
 
-    def _one(self, rows: Sequence[tuple[Hashable, tuple[Any, ...]]]) -> Rows:
+    def _one(self, rows: Sequence[tuple[Hashable, tuple[Any, ...]]]) -> ClassRows:
         numbers: dict[Hashable, int] = {}
         classes: list[tuple[Any, ...]] = []
         of = []
@@ -73,7 +73,7 @@ class Interned:
                 classes.append(row)
         key = (tuple(classes), tuple(of))
         if key not in self._rows:
-            self._rows[key] = Rows(classes, np.array(of, np.intp))
+            self._rows[key] = ClassRows(classes, np.array(of, np.intp))
         return self._rows[key]
 
     def free(self, signature: Signature, home: Sharding, operands: tuple[Free, ...]) -> Free:
@@ -152,8 +152,8 @@ class Values:
     ) -> None:
         self.op, self.signature, self.key = op, signature, key
         self._interned, self._balance = interned, balance
-        self._needs: dict[tuple[Sequence[int], int], Rows] = {}
-        self._makes: dict[int, Rows] = {}
+        self._needs: dict[tuple[Sequence[int], int], ClassRows] = {}
+        self._makes: dict[int, ClassRows] = {}
         strategies = key.strategies.all
         self.runs = self._runs(strategies)
         self.regions = sorted({r.region for runs in self.runs for r in runs})
@@ -162,7 +162,7 @@ class Values:
         own = [price[id(runs[0].strategy)] + sum([again[id(r.strategy)] for r in runs[1:]]) for runs in self.runs]
         self.costs: Floats = np.array(own)
 
-    def needs(self, operands: tuple[int, ...], region: int) -> Rows:
+    def needs(self, operands: tuple[int, ...], region: int) -> ClassRows:
         """The placements of a tensor, which is these operands, that each value needs in a region."""
         key = (operands, region)
         if key not in self._needs:
@@ -173,7 +173,7 @@ class Values:
             self._needs[key] = self._interned.needs(rows)
         return self._needs[key]
 
-    def makes(self, n: int) -> Rows:
+    def makes(self, n: int) -> ClassRows:
         """The placements of a result that each value makes, with their regions."""
         if n not in self._makes:
             first = -1 if self.op.opdef.home is Home.GIVEN else 0  # a constrained value exists as constrained alone
@@ -187,9 +187,9 @@ class Values:
     def _settled(self, n: int, s: Sharding) -> tuple[float, tuple[Sharding, ...]]:
         return settled(s, *self.key.others[n - 1], self.op.outputs[n].dtype.itemsize, self._balance)
 
-    def _runs(self, strategies: Sequence[Strategy]) -> list[tuple[Run, ...]]:
+    def _runs(self, strategies: Sequence[Strategy]) -> list[tuple[PlacedStrategy, ...]]:
         """One strategy each; what is computed again may run in two ways, and once more in regions that use it later."""
-        values: list[tuple[Run, ...]] = [(Run(0, s),) for s in strategies]
+        values: list[tuple[PlacedStrategy, ...]] = [(PlacedStrategy(0, s),) for s in strategies]
         later = self.key.later
         if later is None:
             return values
@@ -200,7 +200,7 @@ class Values:
             neither = ~(free | free.T)
             place = {s: n for n, s in enumerate(outs)}
             both = [
-                (Run(0, a), Run(0, b))
+                (PlacedStrategy(0, a), PlacedStrategy(0, b))
                 for a, b in combinations(plain, 2)
                 if neither[place[a.choice.out], place[b.choice.out]]
             ]
@@ -209,7 +209,7 @@ class Values:
         for region in range(1, later + 1):
             if len(values) * (len(plain) + 1) > MOST_VALUES:
                 break
-            again: list[tuple[Run, ...]] = [(Run(region, s),) for s in plain]
+            again: list[tuple[PlacedStrategy, ...]] = [(PlacedStrategy(region, s),) for s in plain]
             values = [(*a, *b) for a, b in product(values, [(), *again])]
         return values
 

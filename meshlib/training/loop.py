@@ -27,7 +27,7 @@ from meshlib.training.checkpoints import ON_DAMAGE, Keeper
 from meshlib.training.evaluation import Evaluation, feeds_of, single_numbers
 from meshlib.training.feeds import Feeding, examples_of, feeding_of
 from meshlib.training.history import TIMES, History, Row
-from meshlib.training.progress import Bar
+from meshlib.training.progress import ProgressBar
 from meshlib.training.signals import noted
 
 __all__ = ["Trained", "train"]
@@ -165,7 +165,7 @@ def train(
     feeding = feeding_of(data)
     if isinstance(feeding, Feed) and feeding is not data and (rows := run.rows_here()) is not None:
         feeding.only(rows)
-    shown = Bar(run, asked.steps) if bar else None
+    shown = ProgressBar(run, asked.steps) if bar else None
     try:
         with nullcontext() if keeper is None else keeper.alone(run):
             loop = _Loop(run, feeding, asked, keeper, shown)
@@ -212,7 +212,7 @@ class Standing:
 
 class _Loop:
     def __init__(
-        self, run: Simulation, feeding: Feeding, asked: TrainOptions, keeper: Keeper | None, bar: Bar | None
+        self, run: Simulation, feeding: Feeding, asked: TrainOptions, keeper: Keeper | None, bar: ProgressBar | None
     ) -> None:
         self.run, self.feeding, self.asked, self.keeper, self.bar = run, feeding, asked, keeper, bar
         self.at = Standing()

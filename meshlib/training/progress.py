@@ -15,7 +15,7 @@ BATCH = "batch"
 EVERY_SECONDS = 0.1
 
 
-class Bar:
+class ProgressBar:
     """Shown where standard error is a terminal, ten times a second at most."""
 
     def __init__(self, run: Simulation, steps: int) -> None:

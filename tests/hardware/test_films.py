@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import meshlib as mtf
 from hardware import MXU, HardwareError, Links, Torus, ring_plans
-from hardware.films import Film, Frame, axis_loads, film_of
+from hardware.films import Film, FilmFrame, axis_loads, film_of
 from hardware.twisted import TwistedTorus
 from tests.effort import draws
 
@@ -42,13 +42,13 @@ def test_text_says_which_way_links_carry():
     torus = Torus((2, 3), False)
     right, left, down = torus.link(0, 1, 1), torus.link(2, 1, -1), torus.link(1, 0, 1)
     both = [torus.link(4, 1, 1), torus.link(5, 1, -1)]
-    frame = Frame(torus, "now", dict.fromkeys([right, left, down, *both], 0.5), {0: 0.25, 4: 1.0})
+    frame = FilmFrame(torus, "now", dict.fromkeys([right, left, down, *both], 0.5), {0: 0.25, 4: 1.0})
     assert str(frame).splitlines() == ["now", "2 > o < o", "\u00b7   v   \u00b7", "o \u00b7 * = o"]
 
 
 def test_planes_stand_beside_each_other():
     torus = Torus((2, 2, 2), False)
-    frame = Frame(torus, loads={torus.link(0, 0, 1): 1.0})
+    frame = FilmFrame(torus, loads={torus.link(0, 0, 1): 1.0})
     lines = str(frame).splitlines()
     assert lines[0].split() == ["o", "\u00b7", "o", "o", "\u00b7", "o"]
     assert lines[-1] == "between planes, axis 0: 1 links carry data onward, 0 back"
@@ -88,7 +88,7 @@ def test_a_frame_is_drawn_on_given_axes():
 
     axes = Figure().add_subplot()
     torus = TwistedTorus((2, 2, 4))
-    assert Frame(torus, loads=axis_loads(torus, {0: 0.5})).plot(axes) is axes
+    assert FilmFrame(torus, loads=axis_loads(torus, {0: 0.5})).plot(axes) is axes
     (lines,) = (c for c in axes.collections if len(c.get_paths()) == len(list(torus.links())))
     assert len({tuple(shade) for shade in lines.get_colors()}) == 2
 
@@ -103,9 +103,9 @@ def reduce(nodes):
         (lambda: film_of("all_reduce", Links(1.0)), "a film is made of a collective"),
         (lambda: film_of(reduce(2), Links(1.0), 0), "frames must be an integer"),
         (lambda: film_of(reduce(1), Links(1.0)), "the collective sends nothing"),
-        (lambda: Film((Frame(Torus((2,))),)).save("film.mp4"), "a film is saved as .gif, .png or .svg, not 'film.mp4'"),
+        (lambda: Film((FilmFrame(Torus((2,))),)).save("film.mp4"), "a film is saved as .gif, .png or .svg, not 'film.m"),
         (lambda: Film(()).save("film.png"), "a film without frames"),
-        (lambda: Film((Frame(Torus((2,))),)).save("film.png", -1), "frames_per_second must be a finite number > 0"),
+        (lambda: Film((FilmFrame(Torus((2,))),)).save("film.png", -1), "frames_per_second must be a finite number > 0"),
     ],
 )  # fmt: skip
 def test_bad_input(call, part):

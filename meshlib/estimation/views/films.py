@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hardware.films import Film, Frame, axis_loads
+from hardware.films import Film, FilmFrame, axis_loads
 from hardware.placement import places
 from meshlib.core.arguments import whole
 from meshlib.core.text import seconds_text
@@ -31,5 +31,5 @@ def step_film(est: Estimate, frames: int) -> Film:
             if axis is not None and shared > 0:
                 busy[axis] = min(1.0, busy.get(axis, 0.0) + shared / length)
         title = f"{seconds_text(begin)} to {seconds_text(begin + length)} of {seconds_text(est.step_seconds)}"
-        pictures.append(Frame(torus, title, axis_loads(torus, busy)))
+        pictures.append(FilmFrame(torus, title, axis_loads(torus, busy)))
     return Film(tuple(pictures))

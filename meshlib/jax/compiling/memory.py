@@ -36,7 +36,7 @@ class CompiledMemory:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class CompilerRefusal:
     """A program that does not fit, as the compiler says: bytes that it needs, and bytes that there are."""
 
     needed_bytes: int
@@ -73,7 +73,7 @@ def memory_of(sizes: dict[str, int], report: str) -> CompiledMemory:
     )
 
 
-def refusal_of(message: str) -> Refusal | None:
+def refusal_of(message: str) -> CompilerRefusal | None:
     """What the compiler says of a program that does not fit; None if that is not why it failed.
 
     >>> refusal_of("Ran out of memory in memory space hbm. Used 17.05G of 15.75G hbm.").over_bytes
@@ -82,7 +82,7 @@ def refusal_of(message: str) -> Refusal | None:
     used = _USED.search(message)
     if used is None:
         return None
-    return Refusal(_scaled(used[1], used[2]), _scaled(used[3], used[4]))
+    return CompilerRefusal(_scaled(used[1], used[2]), _scaled(used[3], used[4]))
 
 
 def _scaled(number: str, unit: str) -> int:

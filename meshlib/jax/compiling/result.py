@@ -13,7 +13,7 @@ from meshlib.core.text import bytes_text, count_text, grid, wrapped
 from meshlib.estimation import DeviceMemory
 from meshlib.estimation.work.communication import Move
 from meshlib.jax.compiling.matching import Difference, kept_moves, merged_launches
-from meshlib.jax.compiling.memory import CompiledMemory, Refusal
+from meshlib.jax.compiling.memory import CompiledMemory, CompilerRefusal
 from meshlib.jax.executables import write_executable
 from meshlib.jax.explaining import Explained
 from meshlib.jax.hlo.work import CompiledWork
@@ -43,7 +43,7 @@ class Compiled:
     backend: str
     versions: dict[str, str]
     memory: CompiledMemory | None
-    refusal: Refusal | None
+    refusal: CompilerRefusal | None
     planned: DeviceMemory = field(repr=False)
     explained: Explained | None = field(repr=False)
     differences: tuple[Difference, ...] = field(repr=False)

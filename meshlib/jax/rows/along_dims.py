@@ -9,7 +9,7 @@ from jax import lax
 
 from meshlib.core.opdef import Factor
 from meshlib.jax.context import Array, Index
-from meshlib.jax.table import RowContext, Split, row
+from meshlib.jax.table import RowContext, SplitRow, row
 
 
 def _axis(part: RowContext) -> int:
@@ -47,7 +47,7 @@ def _cumsum_after(part: RowContext, heard: tuple[Array], index: Index, x: Array)
 
 
 # `finish` takes (part, what was heard, this block's place, *operands).
-row("cumsum", split=Split(_total, _cumsum_after))(_cumsum)
+row("cumsum", split=SplitRow(_total, _cumsum_after))(_cumsum)
 
 
 # ---------------------------------------------------------------- linear recurrences
@@ -84,7 +84,7 @@ def _recurrence_after(part: RowContext, heard: Sequence[Array], index: Index, a:
     return mine * jnp.expand_dims(carry, _axis(part)) + values
 
 
-row("linear_recurrence", split=Split(_whole_map, _recurrence_after))(_recurrence)
+row("linear_recurrence", split=SplitRow(_whole_map, _recurrence_after))(_recurrence)
 
 
 # ---------------------------------------------------------------- order
@@ -129,10 +129,10 @@ def _argmax_after(part: RowContext, heard: Sequence[Array], index: Index, x: Arr
     return _best_of(heard, 1)[1][..., 0]
 
 
-row("top_k", split=Split(_top_k, _top_k_after))(_top_k)
+row("top_k", split=SplitRow(_top_k, _top_k_after))(_top_k)
 
 
-@row("argmax", split=Split(_largest, _argmax_after))
+@row("argmax", split=SplitRow(_largest, _argmax_after))
 def _argmax(part: RowContext, x: Array) -> Array:
     return _candidates(part, x, 1)[1][..., 0]
 

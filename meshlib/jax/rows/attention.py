@@ -17,7 +17,7 @@ from jax import lax
 from meshlib.jax.context import Array, Index
 from meshlib.jax.rows.fused_attention import fused, fused_gradients, implementation
 from meshlib.jax.rows.products import dot, operand
-from meshlib.jax.table import RowContext, Split, aligned, row
+from meshlib.jax.table import RowContext, SplitRow, aligned, row
 
 CHUNK = 1 << 22  # scores that are there at once
 Names = tuple[str, ...]
@@ -300,9 +300,11 @@ def _grad_memory_after(part: RowContext, heard: tuple[Array, Array], index: Inde
     return _gradients(part, arrays, False, heard)
 
 
-row("attention", native=True, split=Split(_levels, _attention_after, _combined))(_attention)
-row("attention_grad_query", native=True, split=Split(_levels_and_means, _grad_query_after, _combined))(_grad_query)
-row("attention_grad_memory", native=True, split=Split(_levels_and_means, _grad_memory_after, _combined))(_grad_memory)
+row("attention", native=True, split=SplitRow(_levels, _attention_after, _combined))(_attention)
+row("attention_grad_query", native=True, split=SplitRow(_levels_and_means, _grad_query_after, _combined))(_grad_query)
+row("attention_grad_memory", native=True, split=SplitRow(_levels_and_means, _grad_memory_after, _combined))(
+    _grad_memory
+)
 row("attention_window", native=True)(_attention)
 row("attention_window_grad_query", native=True)(_grad_query)
 
