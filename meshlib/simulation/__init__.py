@@ -74,6 +74,7 @@ class Simulation(Shown):
 
     runs_several = False  # whether `several` gains something
     intermediates = "once step has run"  # when `shard` knows them
+    _last: LastStep | None = None
 
     def __init__(self, program: Program, slice: Slice | None, seed: int, executor: str, check_nan: bool) -> None:
         self.program = program
@@ -84,7 +85,6 @@ class Simulation(Shown):
         self.state = State(seed)
         self._ready: OrderedDict[int, FastExecutor] = OrderedDict()  # by id of the program, which each holds
         self._stepping = False
-        self._last: LastStep | None = None
         self._declare(program)
 
     def __repr__(self) -> str:

@@ -248,6 +248,11 @@ def test_state_moves_between_simulator_and_devices(tmp_path: Path) -> None:
     run.state[name] = np.full(run.state[name].shape, 0.5)
     assert (run.shard(name, (1, 3)) == 0.5).all()
     assert run.shard(name, (1, 3)).shape == program.variables[name].sharding.local_shape.sizes
+    for use in (run.shard, run.ring):
+        with pytest.raises(
+            mtf.FeedError, match=r"other tensors have values in mtf.simulate\(program\), not on devices"
+        ):
+            use("loss", 0)
     with pytest.raises(mtf.FeedError, match="expected shape"):
         run.state[name] = np.zeros(3)
     with pytest.raises(mtf.FeedError, match="unknown feed 'y'"):

@@ -269,7 +269,7 @@ def _differences(
         run = _read(keys)
         read_back = run.config
         out = [
-            f"{name}: {ours!r:.60} in the plan, {theirs!r:.60} in MaxText"
+            f"{_ABOUT.get(name, '')}{name}: {ours!r:.60} in the plan, {theirs!r:.60} in MaxText"
             for (name, ours), (_, theirs) in zip(_plain(config), _plain(read_back), strict=True)
             if ours != theirs
         ]
@@ -286,6 +286,10 @@ def _differences(
     except GraphError as fault:
         return [str(fault)]
     return out
+
+
+# What fields are about whose names do not say so.
+_ABOUT = {"experts.form": "how tokens reach experts (None: products with masks for short groups, else look-ups), "}
 
 
 def _kept(remat: Policy) -> tuple[tuple[str, ...], tuple[str, ...]]:
