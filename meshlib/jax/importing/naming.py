@@ -234,7 +234,8 @@ class _Names:
             for d in self.axes.flat(x.axes):
                 self._call(d, "axis")
         for step in code.walk():
-            for d in self.axes.flat(step.labels):
+            tables = [a for x in step.ins if x.const is not None for a in x.axes]
+            for d in self.axes.flat([*step.labels, *tables]):
                 self._call(d, "axis")
 
     def _call(self, d: Axis, name: str, shared: bool = False) -> None:

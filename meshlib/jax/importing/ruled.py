@@ -51,8 +51,8 @@ def ruled(eqn: Any, axis_env: Sequence[tuple[str, int]] = ()) -> Ruled:
     """Both functions of a call whose rule JAX knows; `axis_env`: the axes that are mapped over around it."""
     operands, results = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
     reals, outs = parts_of(operands), parts_of(results)
-    # What a `linear_call` is not linear in has no cotangent, in JAX neither.
-    fixed = sum(eqn.params.get(name, 0) for name in ("num_callee_consts", "num_res"))
+    # What a `linear_call` is not linear in has no cotangent, in JAX neither; nor has what a function closes over.
+    fixed = sum(eqn.params.get(name, 0) for name in ("num_callee_consts", "num_res", "num_consts"))
     moving = tuple(n for n, a in enumerate(reals) if _is_float(a) and n >= fixed)
     floating = tuple(n for n, a in enumerate(outs) if _is_float(a))
     function, env = _function(eqn), list(axis_env)

@@ -240,7 +240,10 @@ class Tracing:
         self.met.append(name)
         if name in self.kernels:
             return self.inline(traced_kernel(name, self.kernels[name], eqn), ins, place, inherit=True)
-        why = f"{eqn.primitive.name} ({place.line}): {without_kernel(eqn)}"
+        return self._refuse(eqn, f"{eqn.primitive.name} ({place.line}): {without_kernel(eqn)}")
+
+    def _refuse(self, eqn: Any, why: str) -> list[Value]:
+        """Note a call that can't be imported; zeros stand for its results, so that further faults are seen."""
         self.refused[why] = self.refused.get(why, 0) + 1
         return [self.known(np.zeros(v.aval.shape, v.aval.dtype), v.aval) for v in eqn.outvars]
 
@@ -249,14 +252,15 @@ class Tracing:
 
     def _ruled(self, eqn: Any, ins: list[Value], place: SourcePlace) -> list[Value]:
         """A call whose derivative is what its rule says."""
+        if any(x.data and "float" in x.dtype for x in flat(ins[: eqn.params.get("num_consts", 0)])):
+            why = "it closes over a value that the arguments determine, for which its derivative rule says nothing"
+            return self._refuse(eqn, f"{named(eqn)}: {why}; pass that value as an argument")
         try:
             call = ruled(eqn, self.axis_env)
         except (TypeError, ValueError, NotImplementedError, NameError) as fault:
-            why = f"{named(eqn)}: its derivative rule can't be traced: {str(fault).splitlines()[0]:.200}"
-            self.refused[why] = self.refused.get(why, 0) + 1
-            call = None
-        if call is None:
-            return [self.known(np.zeros(v.aval.shape, v.aval.dtype), v.aval) for v in eqn.outvars]
+            return self._refuse(
+                eqn, f"{named(eqn)}: its derivative rule can't be traced: {str(fault).splitlines()[0]:.200}"
+            )
         operands, self.in_rule = flat(ins), True
         forward = self.body(call.forward, operands, SourcePlace(place.line, ()))
         results = len(parts_of([v.aval for v in eqn.outvars]))

@@ -44,8 +44,9 @@ def count_trips(eqn: Any, ins: Sequence[Var], own: Sequence[Var], loop: int) -> 
     if not 0 < length <= _MOST or not any(e.primitive.name == "while" for e in _walk(closed.jaxpr)):
         return
     for x, slices in zip(own[carries:], ins[consts + carries :], strict=True):
-        if slices.const is not None and not x.shape and not x.key:
-            x.trips = loop, np.asarray(slices.elements)[:: -1 if p["reverse"] else 1]
+        elements = None if x.shape or x.key else _elements(slices)
+        if elements is not None:
+            x.trips = loop, elements[:: -1 if p["reverse"] else 1]
     counters = [n for n in range(carries) if ins[consts + n].const is not None and not own[n].shape and not own[n].key]
     while counters:
         wanted = [n in counters for n in range(len(closed.jaxpr.outvars))]
@@ -58,6 +59,24 @@ def count_trips(eqn: Any, ins: Sequence[Var], own: Sequence[Var], loop: int) -> 
             _set(body, fixed, read, counters, begins, own, loop, length)
             return
         counters = _independent(closed.jaxpr, counters, ins, consts, carries)
+
+
+def _elements(x: Var, depth: int = 8) -> np.ndarray[Any, Any] | None:
+    """The elements of a value that positions alone determine, as of `jnp.arange(4) * 2`; None if they are data."""
+    if x.const is not None:
+        return np.asarray(x.elements)
+    step = x.maker
+    if step is None or not depth or len(x.shape) != 1 or x.shape[0] > _MOST:
+        return None
+    if step.kind == "iota":
+        return np.arange(x.shape[0]).astype(numpy_type(x.dtype))
+    rule = RULES.get(step.kind)
+    if rule is None or rule.fold is None or not rule.by_element:
+        return None
+    operands = [_elements(y, depth - 1) for y in step.ins]
+    if any(y is None for y in operands):
+        return None
+    return np.asarray(np.broadcast_to(rule.fold(step, *operands), x.shape)).astype(numpy_type(x.dtype))
 
 
 def _independent(jaxpr: Any, counters: Sequence[int], ins: Sequence[Var], consts: int, carries: int) -> list[int]:

@@ -168,7 +168,7 @@ class StepWriter:
     def rename_apart(self, x: Var, axes: Sequence[Axis], at: int, name: str) -> Tensor:
         """The value under other axes' dims, but with axis `at` as one dim of this name, if it is not 1 long."""
         t = self.under(x, [a if n == at else b for n, (a, b) in enumerate(zip(x.axes, axes, strict=True))])
-        if x.shape[at] == 1:
+        if x.shape[at] == 1 or x.number is not None:  # a number has no dims, whatever its shape
             return t
         t, one = self.merge(t, x.axes[at]), self.whole_dim(x.axes[at])
         return renamed(t, {one.name: name}) if one.name != name else t

@@ -22,8 +22,15 @@ X = rng.normal(0, 1, (6, 4)).astype(np.float32)
 POSITIVE = np.stack([a @ a.T + np.eye(4, dtype=np.float32) for a in W])
 Z = (X + 1j * X[::-1]).astype(np.complex64)
 SIZES = np.array([2, 0, 3], np.int32)
+OF_EACH = np.array([[3, 2, 1], [0, 4, 1]], np.int32)
 AT = np.array([[-1, 7], [12, 3]], np.int32)
 solve_triangular = jax.scipy.linalg.solve_triangular
+
+
+def of_batch(x: Any, w: Any, sizes: Any) -> Any:
+    """Grouped products, each element of the batch with groups of its own."""
+    return jax.vmap(lax.ragged_dot)(jnp.stack([x, x**2]), jnp.stack([w, jnp.sin(w)]), sizes)
+
 
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "cholesky": (lambda s: (jnp.linalg.cholesky(s) ** 2 * W).sum(), (POSITIVE,)),
@@ -46,6 +53,11 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "gradient of a grouped product": (
         lambda w, n: (jax.vjp(lambda v: lax.ragged_dot(X, v, n), w)[1](jnp.asarray(X))[0] * w).sum(),
         (W, SIZES),
+    ),
+    "grouped products of a batch": (lambda w, x, n: (of_batch(x, w, n) ** 2).sum(), (W, X, OF_EACH)),
+    "their gradients": (
+        lambda w, x, n: (jax.grad(lambda v: (of_batch(x, v, n) ** 2).sum())(w) * lax.stop_gradient(w)).sum(),
+        (W, X, OF_EACH),
     ),
     "complex by real": (lambda w, x: jnp.abs(x @ lax.complex(w[0], w[1]) @ w[2]).sum(), (W, X)),
     "complex argument": (lambda z, x: (jnp.abs(z * x).sum(), z * 2), (Z, X)),
@@ -71,7 +83,7 @@ def test_as_jax(name: str) -> None:
     given = {p: names[np.ndim(x)] for p, x in zip(own, args, strict=True) if p in parameters and np.shape(x) != (4, 4)}
     has = set(" ".join(given.values()).split())
     layouts = [(m, ";".join(r for r in layout.split(";") if r[0] in has)) for m, layout in LAYOUTS]
-    compared(function, *args, names=given, layouts=layouts)
+    compared(function, *args, names=given, layouts=layouts, gradients=name != "their gradients")  # JAX has no second
 
 
 def test_draws_of_gamma_and_of_words_have_their_moments() -> None:

@@ -69,10 +69,24 @@ def by_counter(q: Any, k: Any, v: Any) -> Any:
     return lax.fori_loop(0, 4, outer, q)
 
 
-CASES = {"attention": (attention, False), "attention with a rule": (ruled, True), "by a counter": (by_counter, False)}
+def by_slices(q: Any, k: Any, v: Any) -> Any:
+    """Where the trips follow from what a scan goes over, last first."""
+
+    def outer(y: Any, n: Any) -> Any:
+        return lax.fori_loop(0, 5 - n, lambda j, y: jnp.tanh(y * k[:, :1]) * v / (1 + j), y), n
+
+    return lax.scan(outer, q, jnp.arange(4) * 2 - 3, reverse=True)[0]
 
 
-@pytest.mark.parametrize("name", some([*CASES], ["attention with a rule"]))
+CASES = {
+    "attention": (attention, False),
+    "attention with a rule": (ruled, True),
+    "by a counter": (by_counter, False),
+    "by slices": (by_slices, False),
+}
+
+
+@pytest.mark.parametrize("name", some([*CASES], ["attention with a rule", "by slices"]))
 def test_as_jax(name: str) -> None:
     function, gradients = CASES[name]  # JAX does not differentiate a `while` whose trips it does not know
 

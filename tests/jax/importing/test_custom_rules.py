@@ -13,6 +13,7 @@ jax = pytest.importorskip("jax")
 jnp, lax = jax.numpy, jax.lax
 
 import meshlib as mtf  # noqa: E402
+from meshlib.jax.importing.code import NotImported  # noqa: E402
 from tests.effort import some  # noqa: E402
 from tests.jax.importing.checks import compared  # noqa: E402
 
@@ -119,3 +120,19 @@ def test_a_gradient_that_jax_took_has_followed_the_rule() -> None:
 
 def test_what_does_not_depend_on_an_argument_has_no_gradient() -> None:
     mtf.from_jax(lambda w: (w * rounded(jnp.arange(3.0))).sum(), X)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def called(function, x):
+    """A function of x, with a rule for x alone."""
+    return function(x)
+
+
+called.defvjp(lambda function, x: (function(x), None), lambda function, _, dy: (dy,))
+
+
+def test_a_rule_that_says_nothing_of_what_its_function_closes_over() -> None:
+    """JAX refuses to differentiate by it, too."""
+    compared(lambda w: (called(lambda x: x * Y, w) ** 2).sum(), X, names={"w": "rows cols"})
+    with pytest.raises(NotImported, match=r"called \(test_custom_rules.py:\d+\): it closes over a value .* pass that"):
+        mtf.from_jax(lambda w, y: (called(lambda x: x * y, w) ** 2).sum(), X, Y)

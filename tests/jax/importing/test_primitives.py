@@ -19,6 +19,7 @@ X, Y = weights(4, 6, 8, scale=1.0), weights(4, 6, 8, scale=1.0)
 I = tokens(4, 6, below=8)  # noqa: E741
 
 # Each takes x and y [4, 6, 8] and indices [4, 6] below 8.
+TABLE = np.arange(64, dtype="float32").reshape(4, 2, 8) % 7
 FUNCTIONS = {
     "curves": lambda x, y, i: (
         jnp.log1p(jnp.abs(x))
@@ -89,6 +90,8 @@ FUNCTIONS = {
     "updates": lambda x, y, i: (
         x.at[:, 2].set(0.5)
         + lax.dynamic_update_slice_in_dim(y, x[:, :2], 3, 1)
+        + lax.dynamic_update_slice(y, jnp.full((4, 2, 3), 0.5), (0, i[0, 0], 7))
+        + lax.dynamic_update_slice_in_dim(x, TABLE, i[0, 1], 2)
         + lax.dynamic_slice_in_dim(x, i[0, 0], 1, 1)
         + jnp.zeros((4, 6, 8)).at[jnp.arange(4), :, 1].add(x[..., 0])
     ),

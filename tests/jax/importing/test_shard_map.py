@@ -60,6 +60,15 @@ def collectives(x, w):
     return y, lax.psum_scatter(z, "b", scatter_dimension=0, tiled=True)
 
 
+def experts(x, w):
+    """Each block of axis `b` has half of the experts; rows of others are last, in no group."""
+    own = jnp.arange(len(x)) % 4 - 2 * lax.axis_index("b")
+    own = jnp.where((own >= 0) & (own < 2), own, 2)
+    order = jnp.argsort(own)
+    y = lax.ragged_dot(x[order], w, jnp.bincount(own, length=3)[:2])[jnp.argsort(order)]
+    return lax.psum(y, "b")
+
+
 def megatron(first: Callable[[Any], Any], last: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
     specs = (P("a"), P(None, "b"), P("b", None))
     f = mapped(lambda x, w, v: last(jnp.tanh(first(x) @ w) @ v), specs, P("a"), checked=False)
@@ -78,6 +87,11 @@ CASES: dict[str, Callable[[], Callable[[Any, Any], Any]]] = {
             jnp.sin(mapped(lambda x: lax.all_to_all(x, "a", 1, 0, tiled=True), P("a"), P("a"))(x)).sum(0) @ w[:2]
         ).sum()
     ),
+    "experts": lambda: (
+        lambda w, x: (
+            mapped(experts, (P("a"), P("b")), P("a"), checked=False)(x, jnp.stack([w, w * w, jnp.sin(w), w * 2])) ** 2
+        ).sum()
+    ),
     "in jit, with maxima": lambda: jax.jit(
         lambda w, x: (mapped(lambda x: x / lax.pmax(lax.stop_gradient(x.max()), ("a", "b")), BOTH, BOTH)(x) @ w).sum()
     ),
@@ -88,7 +102,7 @@ CASES: dict[str, Callable[[], Callable[[Any, Any], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", some([*CASES], ["collectives", "column and row, with rules"]))
+@pytest.mark.parametrize("name", some([*CASES], ["collectives", "experts", "column and row, with rules"]))
 def test_as_jax(name: str) -> None:
     compared(CASES[name](), W, X, names=NAMES, layouts=LAYOUTS)
 

@@ -7,10 +7,11 @@ from meshlib.jax.importing.rewrites import (  # the table's rows
     loops,
     mapped,
     order,
+    ragged,
     solves,
     windows,
 )
 from meshlib.jax.importing.rewrites.table import OWN_LINES as OWN_LINES
 from meshlib.jax.importing.rewrites.table import REWRITES as REWRITES
 
-_ROWS = (curves, draws, indices, loops, mapped, order, solves, windows)
+_ROWS = (curves, draws, indices, loops, mapped, order, ragged, solves, windows)

@@ -20,6 +20,7 @@ from jax.extend import core
 
 from meshlib.jax.importing.code import CodeStep
 from meshlib.jax.importing.passing import split_by
+from meshlib.jax.importing.rewrites.ragged import batched_ragged_dot
 from meshlib.jax.importing.rewrites.table import Function, rewrite
 from meshlib.jax.importing.table import rule, same_axes
 
@@ -149,6 +150,8 @@ def _bound(eqn: Any, operands: Sequence[Any], over: _Over) -> Sequence[Any]:
     if name in ("all_gather_invariant", "all_gather_reduced"):
         (x,) = operands
         return [lax.all_gather(x, params["axis_name"], axis=params["all_gather_dimension"], tiled=params["tiled"])]
+    if name == "ragged_dot_general":
+        return [batched_ragged_dot(params, eqn.primitive)(*operands)]
     if name == "ppermute":
         return [_permuted(x, params["axis_name"], params["perm"], dict(over.sizes)) for x in operands]
     for key, held in params.items():
