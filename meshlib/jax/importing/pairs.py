@@ -134,6 +134,23 @@ def _log(params: Any, x: Parts) -> Parts:
     return 0.5 * lax.log(x[0] * x[0] + x[1] * x[1]), lax.atan2(x[1], x[0])
 
 
+def _scaled(x: Parts, factor: float) -> Parts:
+    return factor * x[0], factor * x[1]
+
+
+def _any_power(params: Any, x: Any, y: Any) -> Parts:
+    """exp(y log x), of which either operand may be real."""
+    base, exponent = (z if isinstance(z, tuple) else (z, jnp.zeros_like(z)) for z in (x, y))
+    return _exp(params, _times(params, exponent, _log(params, base)))
+
+
+def _running_product(params: Any, x: Parts) -> Parts:
+    product: Parts = lax.associative_scan(
+        lambda a, b: _times({}, a, b), x, reverse=params["reverse"], axis=params["axis"]
+    )
+    return product
+
+
 def _power(params: Any, x: Parts) -> Parts:
     product = (jnp.ones_like(x[0]), jnp.zeros_like(x[0]))
     for _ in range(abs(params["y"])):
@@ -154,6 +171,12 @@ _RULES: dict[str, Callable[..., Any]] = {
     "dot_general": _dot,
     "exp": _exp,
     "log": _log,
+    "sqrt": lambda params, x: _exp(params, _scaled(_log(params, x), 0.5)),
+    "rsqrt": lambda params, x: _exp(params, _scaled(_log(params, x), -0.5)),
+    "pow": _any_power,
+    "sin": lambda params, x: (lax.sin(x[0]) * lax.cosh(x[1]), lax.cos(x[0]) * lax.sinh(x[1])),
+    "cos": lambda params, x: (lax.cos(x[0]) * lax.cosh(x[1]), -lax.sin(x[0]) * lax.sinh(x[1])),
+    "cumprod": _running_product,
     "integer_pow": _power,
     "square": lambda params, x: _times(params, x, x),
     "abs": lambda params, x: lax.sqrt(x[0] * x[0] + x[1] * x[1]),

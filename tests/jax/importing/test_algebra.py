@@ -61,6 +61,13 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     ),
     "complex by real": (lambda w, x: jnp.abs(x @ lax.complex(w[0], w[1]) @ w[2]).sum(), (W, X)),
     "complex argument": (lambda z, x: (jnp.abs(z * x).sum(), z * 2), (Z, X)),
+    "complex functions": (
+        lambda z, x: (
+            jnp.abs(jnp.sqrt(z) * jnp.sin(z) + lax.rsqrt(z) ** 2 - jnp.cos(z * x)).sum()
+            + jnp.abs(jnp.cumprod(z * 0.5, 1) + z ** (0.3 + 0.2j) + z**1.5).sum()
+        ),
+        (Z, X),
+    ),
     "wrap and clip": (
         lambda w, x, i: (
             jnp.take(x, i, axis=0, mode="wrap").sum() * 0.1
@@ -74,7 +81,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 LAYOUTS = [("m:3", "a:m?"), ("m:2", "b:m;r:m?"), ("m:2;n:2", "c:m;r:n")]
 
 
-@pytest.mark.parametrize("name", some([*CASES], ["solve with pivots", "grouped product", "complex argument"]))
+@pytest.mark.parametrize("name", some([*CASES], ["solve with pivots", "grouped product", "complex functions"]))
 def test_as_jax(name: str) -> None:
     function, args = CASES[name]
     names = {3: "a b c", 2: "r c"}

@@ -19,19 +19,19 @@ from meshlib.jax.importing.rewrites.table import Function, rewrite
 def batched_ragged_dot(params: Mapping[str, Any], primitive: Any) -> Callable[..., Any]:
     """ragged_dot_general as a function that `vmap` maps over any axes of its operands, with groups for each index."""
 
-    @jax.custom_batching.custom_vmap
     def product(*operands: Any) -> Any:
         return primitive.bind(*operands, **params)
 
-    @product.def_vmap
-    def _(count: int, batched: Sequence[bool], *operands: Any) -> tuple[Any, bool]:
+    def of_batch(count: int, batched: Sequence[bool], *operands: Any) -> tuple[Any, bool]:
         whole = [
             x if has_axis else jnp.broadcast_to(x, (count, *x.shape))
             for x, has_axis in zip(operands, batched, strict=True)
         ]
         return _merged(params["ragged_dot_dimension_numbers"], batched_ragged_dot(params, primitive), *whole), True
 
-    function: Callable[..., Any] = product
+    mapped: Any = jax.custom_batching.custom_vmap(product)
+    mapped.def_vmap(of_batch)
+    function: Callable[..., Any] = mapped
     return function
 
 
