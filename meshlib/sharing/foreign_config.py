@@ -76,12 +76,21 @@ def _read(path: str | os.PathLike[str], name: str | None) -> tuple[TransformerCo
     heads = given.get("num_attention_heads", 1)
     if kind not in ("gpt2", "t5") and heads % (given.get("num_key_value_heads") or heads):
         fail(f"num_key_value_heads {given['num_key_value_heads']} does not divide num_attention_heads {heads}")
+    if (
+        kind not in ("gpt2", "t5")
+        and not (given.get("head_dim") or given.get("kv_lora_rank"))
+        and given.get("hidden_size", 0) % heads
+    ):
+        fail(f"hidden_size {given['hidden_size']} is not divisible by num_attention_heads {heads}; give head_dim")
     try:
         fields = _KINDS[kind](given) if kind in _KINDS else {**_llama(_without_towers(given)), **FAMILIES[kind](given)}
         return TransformerConfig(name=called, **fields), notes(given, kind)
     except KeyError as fault:
         raise CheckpointError(f"{WHAT}: {target} has no {fault}") from None
     except (TypeError, ValueError, ArithmeticError) as fault:
+        _, *faults = str(fault).splitlines() or [""]
+        if isinstance(fault, GraphError) and faults:  # of the config itself, in lines of their own
+            raise GraphError(f"{at(WHAT)}: {target}: {'; '.join(map(str.strip, faults))}") from None
         if isinstance(fault, MeshlibError):
             raise
         raise CheckpointError(f"{WHAT}: {target} holds what makes no model: {fault}") from None
