@@ -150,10 +150,13 @@ REFUSED: dict[str, tuple[Fields, type[Exception], str]] = {
     ),
     "no experts": ({**MODELS["qwen3-0.6b"][1], "model_type": "qwen3_moe"}, CheckpointError, "num_experts"),
     "heads": (
-        {**MODELS["qwen3-0.6b"][1], "head_dim": None, "num_attention_heads": 3, "num_key_value_heads": 3},
+        {**MODELS["qwen3-0.6b"][1], "model_type": "qwen3", "head_dim": None, "num_attention_heads": 3,
+         "num_key_value_heads": 3},
         CheckpointError, "is not divisible by num_attention_heads 3; give head_dim",
     ),
-    "odd heads": ({**MODELS["qwen3-0.6b"][1], "head_dim": 33}, mtf.GraphError, "head_dim must be even, got 33"),
+    "odd heads": (
+        {**MODELS["qwen3-0.6b"][1], "model_type": "qwen3", "head_dim": 33}, mtf.GraphError, "head_dim must be even",
+    ),
     "no text": ({"model_type": "llama4"}, CheckpointError, "text_config"),
 }  # fmt: skip
 
