@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from hardware.slices import Slice
 from meshlib.command.configured import Configured
-from meshlib.command.plan import Plan
+from meshlib.command.plan import PlannedLayout
 from meshlib.command.subject import Subject
 from meshlib.core.errors import GraphError
 from meshlib.lowering import Program
@@ -17,7 +17,7 @@ from meshlib.ops.control.remat import Remat
 from meshlib.sharing.emission import Emitted, flax_rules, haliax_mappings, partition_specs, python_lines
 
 
-def emitted(args: argparse.Namespace, subject: Subject, where: Slice, plans: Sequence[Plan]) -> int:
+def emitted(args: argparse.Namespace, subject: Subject, where: Slice, plans: Sequence[PlannedLayout]) -> int:
     """Print one of the plans for its target; 1 where the target can't express all of it."""
     if args.rank > len(plans):
         raise GraphError(f"--rank {args.rank}: there are {len(plans)} plans")
@@ -29,7 +29,7 @@ def emitted(args: argparse.Namespace, subject: Subject, where: Slice, plans: Seq
     return 1 if emission.missing else 0
 
 
-def _maxtext(subject: Subject, where: Slice, plan: Plan) -> Emission:
+def _maxtext(subject: Subject, where: Slice, plan: PlannedLayout) -> Emission:
     assert plan.est is not None
     if isinstance(subject, Configured) and subject.run is not None:
         return Emission(subject.run.overrides, tuple(map(str, subject.run.unread)))
@@ -49,15 +49,15 @@ def _remat(choices: Mapping[str, object]) -> str | Remat:
     return remat if isinstance(remat, Remat) else str(remat)
 
 
-def _of_program(write: Callable[[Program], Emitted]) -> Callable[[Subject, Slice, Plan], Emitted]:
-    def made(subject: Subject, where: Slice, plan: Plan) -> Emitted:
+def _of_program(write: Callable[[Program], Emitted]) -> Callable[[Subject, Slice, PlannedLayout], Emitted]:
+    def made(subject: Subject, where: Slice, plan: PlannedLayout) -> Emitted:
         assert plan.est is not None
         return write(plan.est.program)
 
     return made
 
 
-def _python(subject: Subject, where: Slice, plan: Plan) -> Emitted:
+def _python(subject: Subject, where: Slice, plan: PlannedLayout) -> Emitted:
     assert plan.est is not None
     if isinstance(subject, Configured):
         assert subject.run is not None
@@ -67,7 +67,7 @@ def _python(subject: Subject, where: Slice, plan: Plan) -> Emitted:
     return python_lines(plan.est.program, where, config=subject.config, sizes=subject.sizes, remat=_remat(plan.choices))
 
 
-_TARGETS: Mapping[str, Callable[[Subject, Slice, Plan], Emission | Emitted]] = {
+_TARGETS: Mapping[str, Callable[[Subject, Slice, PlannedLayout], Emission | Emitted]] = {
     "maxtext": _maxtext,
     "flax": _of_program(flax_rules),
     "haliax": _of_program(haliax_mappings),

@@ -24,7 +24,7 @@ CAUSES = 4  # collectives that a plan names
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlannedLayout:
     """One layout of the program: its estimate, or why there is none."""
 
     name: str
@@ -86,14 +86,16 @@ class Asked:
 NOTHING = Asked({})
 
 
-def planned(subject: Subject, where: Slice, name: str, mesh: str, asked: Asked = NOTHING, **choices: object) -> Plan:
+def planned(
+    subject: Subject, where: Slice, name: str, mesh: str, asked: Asked = NOTHING, **choices: object
+) -> PlannedLayout:
     """Lower and estimate one layout."""
     try:
         program = subject.lowered(name, mesh, **choices)
         est = estimate(program, where, input=asked.input, placement=subject.placement)
     except MeshlibError as fault:
-        return Plan(name, mesh, choices, None, str(fault))
-    return Plan(name, mesh, choices, est, run=asked.run(subject, est, name, mesh))
+        return PlannedLayout(name, mesh, choices, None, str(fault))
+    return PlannedLayout(name, mesh, choices, est, run=asked.run(subject, est, name, mesh))
 
 
 def plans_of(
@@ -103,12 +105,12 @@ def plans_of(
     remat: str | None,
     asked: Asked = NOTHING,
     progress: Callable[[int, int, str], None] = lambda done, total, text: None,
-) -> list[Plan]:
+) -> list[PlannedLayout]:
     """All layouts, the best first; where remat is not given, the best is tried with the others."""
     first: dict[str, object] = {"remat": remat or REMAT[0]} if subject.config is not None else {}
-    plans: list[Plan] = []
+    plans: list[PlannedLayout] = []
 
-    def add(name: str, mesh: str, **choices: object) -> Plan:
+    def add(name: str, mesh: str, **choices: object) -> PlannedLayout:
         plan = planned(subject, where, name, mesh, asked, **choices)
         plans.append(plan)
         best = min(plans, key=lambda p: p.order)
@@ -141,7 +143,7 @@ def _least_seconds(est: Estimate) -> float:
 # ------------------------------------------------------------ text
 
 
-def text_of(subject: Subject, where: Slice, plans: Sequence[Plan]) -> str:
+def text_of(subject: Subject, where: Slice, plans: Sequence[PlannedLayout]) -> str:
     """What a person reads: verdict, figures, causes, ranking."""
     best = plans[0]
     if best.est is None:
@@ -155,7 +157,7 @@ def text_of(subject: Subject, where: Slice, plans: Sequence[Plan]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _verdict(subject: Subject, plan: Plan, est: Estimate) -> list[str]:
+def _verdict(subject: Subject, plan: PlannedLayout, est: Estimate) -> list[str]:
     where, memory = est.slice, est.memory
     over = memory.needed_bytes - memory.capacity_bytes
     fits = "fits" if est.fits else f"DOES NOT FIT, {bytes_text(over)} too much"
@@ -200,7 +202,7 @@ def _price(subject: Subject, est: Estimate) -> str:
     return f", {usd_text(est.usd() / number * size)}* {many} {what}"
 
 
-def _notes(subject: Subject, plan: Plan, est: Estimate) -> str:
+def _notes(subject: Subject, plan: PlannedLayout, est: Estimate) -> str:
     """What the layout leaves unused, with what that costs and which layout would use it."""
     lines = [line for note in est.program.notes for line in wrapped(note, "note: ", " ")]
     program = est.program
@@ -212,7 +214,7 @@ def _notes(subject: Subject, plan: Plan, est: Estimate) -> str:
     return "\n".join(lines)
 
 
-def _that_uses_all(subject: Subject, plan: Plan, est: Estimate) -> str:
+def _that_uses_all(subject: Subject, plan: PlannedLayout, est: Estimate) -> str:
     """The fastest usual layout of the same mesh that splits something over each axis, and what it takes; "" if none."""
     if subject.config is None and subject.image is None:
         return ""
@@ -268,7 +270,7 @@ def _causes(est: Estimate) -> list[str]:
     return lines
 
 
-def next_commands(args: argparse.Namespace, subject: Subject, plan: Plan) -> list[str]:
+def next_commands(args: argparse.Namespace, subject: Subject, plan: PlannedLayout) -> list[str]:
     """Commands that go on from a plan: as a page, as a check in CI, a wider search."""
     given = ["--slice", args.slice]
     if "batch" in subject.sizes and subject.given_batch:
@@ -303,7 +305,7 @@ def _command_lines(words: Sequence[str]) -> list[str]:
     return lines
 
 
-def _ranking(subject: Subject, plans: Sequence[Plan]) -> list[str]:
+def _ranking(subject: Subject, plans: Sequence[PlannedLayout]) -> list[str]:
     cells = [("", "step*", "MFU*", "peak", *plans[0].choices, "layout", "mesh")]
     faults = []
     for n, plan in enumerate(plans, start=1):
@@ -322,13 +324,13 @@ def _ranking(subject: Subject, plans: Sequence[Plan]) -> list[str]:
 # ------------------------------------------------------------ JSON
 
 
-def json_of(subject: Subject, where: Slice, plans: Sequence[Plan]) -> dict[str, Any]:
+def json_of(subject: Subject, where: Slice, plans: Sequence[PlannedLayout]) -> dict[str, Any]:
     """The same figures for programs."""
     head = {"program": subject.name, "slice": where.name, "compiler": str(subject.compiler), **subject.sizes}
     return {**head, "plans": [_entry(p) for p in plans]}
 
 
-def _entry(plan: Plan) -> dict[str, Any]:
+def _entry(plan: PlannedLayout) -> dict[str, Any]:
     head = {"name": plan.name, "mesh": plan.mesh, **plan.choices}
     if plan.est is None:
         return {**head, "fault": plan.fault}

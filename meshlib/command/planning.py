@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hardware.slices import Slice
 from meshlib.command.choices import is_maxtext
 from meshlib.command.output import coloured, say, say_json, writable
-from meshlib.command.plan import Asked, Plan, json_of, next_commands, planned, plans_of, text_of
+from meshlib.command.plan import Asked, PlannedLayout, json_of, next_commands, planned, plans_of, text_of
 from meshlib.command.subject import (
     Subject,
     completed_layouts,
@@ -68,7 +68,7 @@ def plan(args: argparse.Namespace) -> int:
     return GOOD if fits else FAILED
 
 
-def planned_of(args: argparse.Namespace, where: Slice) -> tuple[Subject, list[Plan], Found | None]:
+def planned_of(args: argparse.Namespace, where: Slice) -> tuple[Subject, list[PlannedLayout], Found | None]:
     """The subject, its plans, the best first, and the search, if there was one."""
     asked = Asked.of(args)
     if is_maxtext(args):
@@ -93,7 +93,9 @@ def planned_of(args: argparse.Namespace, where: Slice) -> tuple[Subject, list[Pl
     return subject, plans, None
 
 
-def _usual_plans(args: argparse.Namespace, subject: Subject, where: Slice, asked: Asked) -> tuple[Subject, list[Plan]]:
+def _usual_plans(
+    args: argparse.Namespace, subject: Subject, where: Slice, asked: Asked
+) -> tuple[Subject, list[PlannedLayout]]:
     """The layouts that are named, or the usual ones, ranked; of a batch that nobody asked for half, until one fits."""
     with Progress(args.quiet) as bar:
         plans = plans_of(subject, where, _layouts(args, subject, where), args.remat, asked, bar)
@@ -230,11 +232,11 @@ def report(args: argparse.Namespace) -> int:
     return GOOD if best.est.fits else FAILED
 
 
-def _faults(plans: Sequence[Plan]) -> str:
+def _faults(plans: Sequence[PlannedLayout]) -> str:
     return plans[0].fault if plans else "see meshlib search for what was refused"
 
 
-def _alternatives(plans: Sequence[Plan]) -> list[Alternative]:
+def _alternatives(plans: Sequence[PlannedLayout]) -> list[Alternative]:
     from meshlib.report.alternatives import Alternative
 
     options = []

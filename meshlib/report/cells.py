@@ -17,7 +17,7 @@ from meshlib.program.records import Collectives, Program
 from meshlib.program.views.listing import listing
 from meshlib.report.alternatives import scatter
 from meshlib.report.collectives import causes_of
-from meshlib.report.links import Anchors
+from meshlib.report.links import PageAnchors
 from meshlib.report.markup import EXACT, MODELLED, folded, legend, paragraph, table, tag, text
 from meshlib.report.memory import area, live_table
 from meshlib.report.page import asset
@@ -164,7 +164,7 @@ def _by_kind(by_kind: dict[str, int], whole: int) -> str:
 
 
 def _live(live: Sequence[Live]) -> str:
-    return folded("what is live at the peak", live_table(live, Anchors()))
+    return folded("what is live at the peak", live_table(live, PageAnchors()))
 
 
 # ------------------------------------------------------------ what they cost
@@ -175,8 +175,8 @@ def _estimate(est: Estimate) -> str:
     waits = f"{seconds_text(est.exposed_comm_seconds)} of {seconds_text(est.step_seconds)}"
     parts = [
         ("memory over the step", area(est, linked=False)),
-        (f"timeline: waits for collectives {waits}", timeline(est, Anchors())),
-        ("roofline", roofline_picture(est, Anchors())),
+        (f"timeline: waits for collectives {waits}", timeline(est, PageAnchors())),
+        ("roofline", roofline_picture(est, PageAnchors())),
         ("mesh on the torus", torus_picture(est)),
     ]
     title = paragraph(f"mesh <code>{text(est.program.mesh)}</code>, layout <code>{text(est.program.layout)}</code>")

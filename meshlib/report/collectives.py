@@ -12,7 +12,7 @@ from meshlib.estimation import Estimate
 from meshlib.estimation.time.scheduling import Schedule
 from meshlib.estimation.views.rows import Row
 from meshlib.program.records import Collective
-from meshlib.report.links import Anchors
+from meshlib.report.links import PageAnchors
 from meshlib.report.markup import EXACT, MODELLED, folded, paragraph, section, table, text
 
 MEMBERS = 40  # collectives of one cause that are listed
@@ -125,7 +125,7 @@ def largest_names(rows: Sequence[Row]) -> dict[tuple[str, tuple[str, ...]], str]
     return {key: row.name for key, row in best.items()}
 
 
-def collectives(est: Estimate, anchors: Anchors) -> str:
+def collectives(est: Estimate, anchors: PageAnchors) -> str:
     """The section of collectives."""
     program = est.program
     if not program.collectives:

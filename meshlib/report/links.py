@@ -9,7 +9,7 @@ from meshlib.estimation import Estimate
 
 
 @dataclass(frozen=True)
-class Anchors:
+class PageAnchors:
     """Of each operation the id of its row among the operations, and where else it is shown: (what, id).
 
     Names without a row lead to the table itself.
@@ -19,10 +19,10 @@ class Anchors:
     shown: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
 
     @staticmethod
-    def of(est: Estimate) -> Anchors:
+    def of(est: Estimate) -> PageAnchors:
         """Numbers by the time that an operation takes."""
         names = dict.fromkeys(part.name for part in est.profile().parts)
-        return Anchors({name: n for n, name in enumerate(names)})
+        return PageAnchors({name: n for n, name in enumerate(names)})
 
     def op(self, name: str) -> str:
         """The mark that all shapes of one operation share; "" for what is none."""

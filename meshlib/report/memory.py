@@ -9,7 +9,7 @@ from itertools import pairwise
 from meshlib.core.text import bytes_text, seconds_text
 from meshlib.estimation import Estimate
 from meshlib.program.analysis.memory import KINDS, Live
-from meshlib.report.links import Anchors
+from meshlib.report.links import PageAnchors
 from meshlib.report.markup import EXACT, folded, legend, paragraph, section, table, text
 from meshlib.report.svg import Picture, Scale, binary_ticks
 
@@ -18,7 +18,7 @@ SHOWN = 12  # buffers of the peak that are not folded away
 
 
 @dataclass(frozen=True)
-class Moment:
+class MemoryMoment:
     """From `begin` to `end`, seconds of the step (modelled), what each of `KINDS` takes at most, bytes (exact)."""
 
     begin: float
@@ -31,26 +31,26 @@ class Moment:
         return sum(self.kinds)
 
 
-def memory_over_time(est: Estimate) -> list[Moment]:
+def memory_over_time(est: Estimate) -> list[MemoryMoment]:
     """What memory holds while each fusion group or loop runs; groups that start at the same time together."""
     usage, events = est.memory.timeline_by_kind, [e for e in est.schedule.events if e.on_core]
     if not usage:
         return []
     firsts = sorted({e.first for e in events} | {len(usage)})
     last = dict(pairwise(firsts))
-    moments: list[Moment] = []
+    moments: list[MemoryMoment] = []
     for event in sorted(events, key=lambda e: (e.start, e.first)):
         numbers = range(event.first, last.get(event.first, event.first + 1))
         kinds = max((usage[n] for n in numbers if n < len(usage)), key=sum, default=usage[-1])
         if moments and event.start <= moments[-1].begin:
             kinds = max(kinds, moments.pop().kinds, key=sum)
         elif moments:
-            moments[-1] = Moment(moments[-1].begin, event.start, moments[-1].kinds)
-        moments.append(Moment(event.start, event.end, kinds))
+            moments[-1] = MemoryMoment(moments[-1].begin, event.start, moments[-1].kinds)
+        moments.append(MemoryMoment(event.start, event.end, kinds))
     return moments
 
 
-def memory(est: Estimate, anchors: Anchors) -> str:
+def memory(est: Estimate, anchors: PageAnchors) -> str:
     """The section of memory."""
     m = est.memory
     head = paragraph(
@@ -108,20 +108,20 @@ def area(est: Estimate, linked: bool = True) -> str:
     return str(picture)
 
 
-def _sampled(moments: list[Moment], seconds: float) -> list[Moment]:
+def _sampled(moments: list[MemoryMoment], seconds: float) -> list[MemoryMoment]:
     """Moments as wide as a column at least; of those that share one, the one that takes most."""
     width = seconds / COLUMNS
-    columns: list[Moment] = []
+    columns: list[MemoryMoment] = []
     for moment in moments:
         if columns and moment.end - columns[-1].begin <= width:
             kinds = max(columns[-1].kinds, moment.kinds, key=sum)
-            columns[-1] = Moment(columns[-1].begin, moment.end, kinds)
+            columns[-1] = MemoryMoment(columns[-1].begin, moment.end, kinds)
         else:
             columns.append(moment)
     return columns
 
 
-def live_table(buffers: Sequence[Live], anchors: Anchors) -> str:
+def live_table(buffers: Sequence[Live], anchors: PageAnchors) -> str:
     """Buffers at the peak, the largest first; all but a dozen folded away."""
     rows = []
     for live in buffers:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from meshlib.core.text import bytes_text, count_text, seconds_text
 from meshlib.estimation import Estimate
 from meshlib.estimation.views.profile import UNITS, Part
-from meshlib.report.links import Anchors
+from meshlib.report.links import PageAnchors
 from meshlib.report.markup import EXACT, MODELLED, folded, paragraph, section, table, tag, text
 
 SHOWN, MOST = 25, 400  # rows that are not folded away, and rows in all
 
 
-def operations(est: Estimate, anchors: Anchors) -> str:
+def operations(est: Estimate, anchors: PageAnchors) -> str:
     """The section of operations; call it last, when all pictures have said what they show."""
     parts = list(est.profile().parts)
     by_name: dict[str, list[Part]] = {}
@@ -42,7 +42,7 @@ def operations(est: Estimate, anchors: Anchors) -> str:
 
 
 def _row(
-    est: Estimate, name: str, parts: Sequence[Part], flops: int, moved: float, anchors: Anchors
+    est: Estimate, name: str, parts: Sequence[Part], flops: int, moved: float, anchors: PageAnchors
 ) -> tuple[str, ...]:
     seconds = sum(p.total_seconds for p in parts)
     by_unit = {unit: sum(p.seconds.get(unit, 0.0) for p in parts) for unit in UNITS}

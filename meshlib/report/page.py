@@ -16,7 +16,7 @@ from meshlib.program.records import Program
 from meshlib.report.alternatives import Alternative, alternatives
 from meshlib.report.collectives import collectives
 from meshlib.report.layout import layout
-from meshlib.report.links import Anchors
+from meshlib.report.links import PageAnchors
 from meshlib.report.markup import section, tag, text
 from meshlib.report.memory import memory
 from meshlib.report.operations import operations
@@ -41,7 +41,7 @@ def page(
       options: what else was looked at; certificate: how sure it is that nothing else is better.
       compiled: what the real compiler said of the program, if it was asked; its text is shown.
     """
-    anchors = Anchors.of(est)
+    anchors = PageAnchors.of(est)
     parts = [
         ("torus", "mesh", torus(est)),
         ("layout", "layout", layout(est)),

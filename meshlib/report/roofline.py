@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshlib.core.text import count_text
 from meshlib.estimation import Estimate
 from meshlib.estimation.views.profile import UNIT_OF
-from meshlib.report.links import Anchors
+from meshlib.report.links import PageAnchors
 from meshlib.report.markup import paragraph, section, text
 from meshlib.report.svg import Picture, Scale
 
@@ -13,7 +13,7 @@ LARGEST, SMALLEST = 9.0, 2.5  # radius in pixels
 SHOWN = 200  # points, those with most flops
 
 
-def roofline(est: Estimate, anchors: Anchors) -> str:
+def roofline(est: Estimate, anchors: PageAnchors) -> str:
     """The section, "" where nothing multiplies."""
     picture = roofline_picture(est, anchors)
     if not picture:
@@ -26,7 +26,7 @@ def roofline(est: Estimate, anchors: Anchors) -> str:
     return section("roofline", "Roofline of operations", told, picture)
 
 
-def roofline_picture(est: Estimate, anchors: Anchors) -> str:
+def roofline_picture(est: Estimate, anchors: PageAnchors) -> str:
     """The picture alone."""
     seconds = {row.name: row.total_seconds for row in est.rows if row.mxu_flops}
     points = sorted((p for p in est.roofline() if p.hbm_bytes), key=lambda p: -seconds.get(p.name, 0.0))[:SHOWN]

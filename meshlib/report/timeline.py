@@ -19,7 +19,7 @@ from meshlib.estimation.time.scheduling import Event, Schedule
 from meshlib.estimation.views.profile import UNIT_OF
 from meshlib.estimation.views.rows import kernel_bound
 from meshlib.estimation.work.units import HOST_COPIES
-from meshlib.report.links import Anchors
+from meshlib.report.links import PageAnchors
 from meshlib.report.markup import legend, paragraph, tag, text
 from meshlib.report.svg import Picture, Scale, shortened
 
@@ -102,7 +102,7 @@ def loops_of(schedule: Schedule, times: int = 1) -> Iterator[tuple[Event, Schedu
             yield from loops_of(event.loop, times * event.trips)
 
 
-def timeline(est: Estimate, anchors: Anchors) -> str:
+def timeline(est: Estimate, anchors: PageAnchors) -> str:
     """The pictures of a step, and of one trip of each of its large loops."""
     chip, lanes = est.slice.chip, lanes_of(est)
     waits = f"{seconds_text(est.exposed_comm_seconds)} of {seconds_text(est.step_seconds)}"
@@ -122,7 +122,7 @@ def timeline(est: Estimate, anchors: Anchors) -> str:
     return "\n".join([head, keys, *pictures])
 
 
-def _picture(bars: Sequence[Bar], lanes: Sequence[str], seconds: float, anchors: Anchors, what: str) -> str:
+def _picture(bars: Sequence[Bar], lanes: Sequence[str], seconds: float, anchors: PageAnchors, what: str) -> str:
     picture = Picture(
         1000, 44 + len(lanes) * (ROW + GAP), (6, 12, 32, 84), f"timeline of a {what} by engine", wide=True
     )
@@ -158,7 +158,7 @@ def _visible(bars: Sequence[Bar], across: Scale) -> Iterator[Bar]:
     yield from joined()
 
 
-def _draw(picture: Picture, bar: Bar, across: Scale, y: float, anchors: Anchors, what: str) -> None:
+def _draw(picture: Picture, bar: Bar, across: Scale, y: float, anchors: PageAnchors, what: str) -> None:
     x, width = across(bar.begin), max(0.4, across(bar.end) - across(bar.begin))
     title = f"{bar.about}: {seconds_text(bar.end - bar.begin)}"
     href, op = anchors.href(bar.name), anchors.op(bar.name)

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 import meshlib as mtf
-from meshlib.report.links import Anchors
+from meshlib.report.links import PageAnchors
 from meshlib.report.shards import shards
 from meshlib.report.timeline import timeline
 from meshlib.report.torus import torus_picture
@@ -50,7 +50,7 @@ def drawn() -> str:
     pictures = [  # title, page, x, y
         ("hidden activations: a block on each of 8 cores", shards(sharding, "hidden"), 0, LINE),
         ("the mesh on 4 chips of a v3-8", torus_picture(estimate), BESIDE, LINE),
-        ("one training step on one core (modelled)", timeline(estimate, Anchors.of(estimate)), 0, BELOW),
+        ("one training step on one core (modelled)", timeline(estimate, PageAnchors.of(estimate)), 0, BELOW),
     ]
     parts, height = [], 0.0
     for title, page, x, y in pictures:

@@ -13,7 +13,7 @@ import meshlib as mtf
 from meshlib.program.analysis.memory import KINDS
 from meshlib.report.alternatives import Alternative, alternatives, pareto_front
 from meshlib.report.collectives import causes_of
-from meshlib.report.links import Anchors
+from meshlib.report.links import PageAnchors
 from meshlib.report.memory import memory_over_time
 from meshlib.report.page import page
 from meshlib.report.shards import grid_of, shards
@@ -214,7 +214,7 @@ def test_a_search_reports_all_that_it_estimated(tmp_path):
 
 def test_operations_lead_to_the_pictures_that_show_them():
     est = estimate_of()
-    anchors = Anchors.of(est)
+    anchors = PageAnchors.of(est)
     html = page(est)
     name = max(est.rows, key=lambda r: r.total_seconds if r.mxu_flops else 0).name
     row = re.search(f'<tr id="{anchors.op(name)}">.*?</tr>', html, re.S).group()

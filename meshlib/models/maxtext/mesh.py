@@ -16,7 +16,7 @@ UNUSED = "sequence"  # keys of an axis that MaxText no longer has: it takes no n
 
 
 @dataclass(frozen=True)
-class Axes:
+class AxisSizes:
     """Sizes of all mesh axes in MaxText's order: within a slice, and across slices."""
 
     ici: Mapping[str, int]
@@ -39,7 +39,7 @@ class Axes:
         return {axis: size for axis, size in self.dcn.items() if size > 1}
 
 
-def axes_of(s: Settings, where: Slice) -> Axes:
+def axes_of(s: Settings, where: Slice) -> AxisSizes:
     """The axes on a slice.
 
     Raises: GraphError for sizes whose product is not that of the slice, more than one -1, and axes that MaxText has no
@@ -62,7 +62,7 @@ def axes_of(s: Settings, where: Slice) -> Axes:
             if size != 1 and absent and axis != UNUSED and kind == "ici":
                 s.fail(f"{kind}_{part}_parallelism", f"mesh_axes has no axis {axis!r}: it has {', '.join(names)}")
     within = where.devices // where.slices
-    return Axes(_filled(s, "ici", names, within, where), _filled(s, "dcn", names, where.slices, where))
+    return AxisSizes(_filled(s, "ici", names, within, where), _filled(s, "dcn", names, where.slices, where))
 
 
 def _filled(s: Settings, kind: str, names: Sequence[str], total: int, where: Slice) -> dict[str, int]:

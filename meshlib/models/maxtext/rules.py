@@ -22,7 +22,7 @@ from meshlib.models.config import TransformerConfig
 from meshlib.models.layouts import with_unsplit
 from meshlib.models.maxtext.default_rules import DEFAULT_RULES, LogicalRule
 from meshlib.models.maxtext.keys import PARTS
-from meshlib.models.maxtext.mesh import Axes
+from meshlib.models.maxtext.mesh import AxisSizes
 from meshlib.models.maxtext.settings import RULES, Settings
 
 Named = tuple[tuple[str, str], ...]  # (dim here, MaxText's name) for each dim of a tensor
@@ -98,7 +98,7 @@ class Translation:
     differing: tuple[str, ...] = ()
 
 
-def translated(s: Settings, config: TransformerConfig, axes: Axes, pipelined: bool) -> Translation:
+def translated(s: Settings, config: TransformerConfig, axes: AxisSizes, pipelined: bool) -> Translation:
     """The layout of a configuration on a mesh.
 
     Raises: GraphError for rules with axes that the mesh does not have, and heads that do not divide.
@@ -187,7 +187,7 @@ def _differing(layout: LayoutRules, per_weight: Mapping[str, Mapping[str, tuple[
     return out
 
 
-def _checked(s: Settings, axes: Axes) -> tuple[LogicalRule, ...]:
+def _checked(s: Settings, axes: AxisSizes) -> tuple[LogicalRule, ...]:
     default = set(DEFAULT_RULES)
     own = s["mesh_axes"] != [*PARTS][: len(s["mesh_axes"])]
     for name, given in s.rules:

@@ -17,7 +17,7 @@ from meshlib.core.graph import Graph, Operation, Tensor
 from meshlib.lowering import Session
 from meshlib.models.config import TransformerConfig
 from meshlib.models.maxtext.keys import EFFECTS, PARTS, READ
-from meshlib.models.maxtext.mesh import Axes, axes_of
+from meshlib.models.maxtext.mesh import AxisSizes, axes_of
 from meshlib.models.maxtext.model import config_of
 from meshlib.models.maxtext.optimizer import clipping_norm, optimizer_of
 from meshlib.models.maxtext.remat import WITH_QUANTISED, remat_of
@@ -109,7 +109,7 @@ class MaxTextRun:
 
     # ------------------------------------------------------------ on a slice
 
-    def axes(self, slice: str | Slice) -> Axes:
+    def axes(self, slice: str | Slice) -> AxisSizes:
         """ICI and DCN sizes of all mesh axes, in MaxText's order."""
         return axes_of(self.settings, _slice(slice))
 
@@ -132,7 +132,7 @@ class MaxTextRun:
         axes = [axis for axis in s["mesh_axes"] if isinstance(axis, str) and axis in PARTS]
         several = {axis: 2 if any(size != 1 for size in self._asked(axis)) else 1 for axis in axes}
         translation = translated(
-            s, self.config, Axes(several, dict.fromkeys(axes, 1)), several.get("stage", 1) > 1
+            s, self.config, AxisSizes(several, dict.fromkeys(axes, 1)), several.get("stage", 1) > 1
         ).layout
         filled = {axis for axis in axes if -1 in self._asked(axis)}
         return LayoutRules([replace(r, optional=True) if filled & {*r.axes} else r for r in translation.rules])
