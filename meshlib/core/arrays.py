@@ -22,3 +22,10 @@ def unwritten(array: Array) -> Array:
 def new_array(shape: tuple[int, ...], dtype: Any) -> Array:
     """An array to write into."""
     return unwritten(np.empty(shape, dtype))
+
+
+def memory_of(array: Array) -> Array:
+    """The array that owns the memory of `array`, which may be a view."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array

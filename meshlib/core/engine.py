@@ -10,6 +10,7 @@ import numpy as np
 
 from hardware.numerics import mxu_matmul, round_to_bfloat16
 from meshlib.core.initializers import Key, fold, make_key
+from meshlib.core.spare_arrays import SpareArrays
 
 Array = np.ndarray[Any, Any]
 
@@ -24,6 +25,7 @@ class Engine:
     in_order      whether matmuls add in the MXU's own order (exact) or as BLAS does (fast)
     rounded       whether float32 operands arrive already rounded
     shared        what operations on the same arrays leave for each other in this step; None: each does its own work
+    spare         which arrays of variables are equal but for the rows that the last step wrote; None: copy them whole
     """
 
     seed: int
@@ -33,6 +35,7 @@ class Engine:
     rounded: bool = False
     trips: tuple[int, ...] = ()
     shared: dict[Hashable, Any] | None = None
+    spare: SpareArrays | None = None
 
     def key(self, name: str) -> Key:
         """The random key of the operation `name` in this step."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from meshlib.core.arrays import new_array, unwritten
+from meshlib.core.arrays import memory_of, new_array, unwritten
 from meshlib.core.opdef import EVERY, Storage
 from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value
 from meshlib.program.records import Program
@@ -131,10 +131,3 @@ class Buffers:
             return free.pop(n)[1]
         self.sizes.append(size)
         return len(self.sizes) - 1
-
-
-def memory_of(array: Array) -> Array:
-    """The array that owns the memory `array` shows: a new value of a variable may be a view of where it was made."""
-    while isinstance(array.base, np.ndarray):
-        array = array.base
-    return array

@@ -9,7 +9,7 @@ is the order of addition, which the exact executor keeps; the instructions are t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -17,16 +17,17 @@ from typing import Any
 import numpy as np
 
 from hardware.numerics import round_to_bfloat16
-from meshlib.core.arrays import new_array, unwritten
+from meshlib.core.arrays import memory_of, new_array, unwritten
 from meshlib.core.dtypes import FLOAT32
 from meshlib.core.engine import Engine
 from meshlib.core.opdef import ON_MXU
+from meshlib.core.spare_arrays import SpareArrays
 from meshlib.ops.pointwise.elementwise import WHERE
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
 from meshlib.program.interpreter import Interpreter
 from meshlib.program.records import Program
 from meshlib.simulation.blocks import compute
-from meshlib.simulation.buffers import Buffers, memory_of
+from meshlib.simulation.buffers import Buffers
 from meshlib.simulation.parts import PartialTrips, Working
 
 Array = np.ndarray[Any, Any]
@@ -66,6 +67,7 @@ class FastExecutor(Interpreter[Array, Engine]):
             if isinstance(i, Compute)
         }
         self._targets: Mapping[Value, Array] = _NONE  # where the run that is on writes
+        self._spare = SpareArrays()
         self._stacks: dict[Loop, list[Array]] = {}
         self._other_stacks: dict[tuple[Loop, int], Array] = {}  # of those that the state takes in turn
         # Stacks that a variable may take as they are, since nothing else is made of their memory.
@@ -119,11 +121,12 @@ class FastExecutor(Interpreter[Array, Engine]):
         Outputs are the executor's own arrays, valid until the next step. New values are never written over the
         state, so that a step that fails leaves it as it was.
         """
-        engine = Engine(engine.seed, engine.step, engine.highest, in_order=False, rounded=True, shared={})
         given = {v: feeds[name] for name, v in self.program.inputs.items()}
         given |= {v: state[name] for name, v in self.program.variables.items()}
         self._targets = self.buffers.begin(state.values())
         self._free_stacks(state.values())
+        spare = self._spare.begin(self._arrays_of_state())
+        engine = replace(engine, in_order=False, rounded=True, shared={}, spare=spare)
         arrays = self.run(self.ready, given, engine)
         outputs = {name: arrays[v] for name, v in self.program.outputs.items()}
         owned = self.buffers.double | self._stacked_alone
@@ -154,6 +157,9 @@ class FastExecutor(Interpreter[Array, Engine]):
         places = [stack[trip, ...] for stack in self.stacks_of(i)]
         carried = self._carried[i]
         if i in self._partial and (run := self._partial[i].of(trip)) is not None:
+            if context.spare is not None:  # whose pairs do not tell what parts of arrays are written here
+                context.spare.clear()
+            context = replace(context, spare=None)
             results = self._partial[i].trip(given, context, run, dict(zip(stacked, places, strict=True)))
             return results | dict(zip(stacked, places, strict=True))
         into = {v: place for v, place in zip(stacked, places, strict=True) if v in inside.buffers.fixed}
@@ -202,6 +208,14 @@ class FastExecutor(Interpreter[Array, Engine]):
     def stacked(self, i: Loop, n: int, parts: Sequence[Array]) -> Array:
         """The array of all trips, into which each has written."""
         return self.stacks_of(i)[n]
+
+    def _arrays_of_state(self) -> Iterator[Array]:
+        """The arrays in which new values of variables are made, and given to the state without a copy."""
+        for pair in self.buffers.turns.values():
+            yield from pair
+        for stacks in self._stacks.values():
+            yield from stacks
+        yield from self._other_stacks.values()
 
     def _free_stacks(self, taken: Iterable[Array]) -> None:
         """Of stacks that have become new values of variables the other array: the state has `taken` the first."""

@@ -40,8 +40,6 @@ def _local(block: Block, x: Array, part: Array, start: Array) -> Array:
         if wrong.any():
             raise index_fault(block.operation, int(start[wrong][0]))
     out = block.result()
-    if out is not x:
-        np.copyto(out, x)
     dim, run = block.attrs["dim"].name, block.attrs["run"].name
     names, p_names, s_names = (t.shape.names for t in block.inputs)
     if run not in p_names:
@@ -50,10 +48,21 @@ def _local(block: Block, x: Array, part: Array, start: Array) -> Array:
     place = start[..., None] + np.arange(count) - block.offsets[dim]
     inside = (place >= 0) & (place < size)
     rest = [n for n in names if n != dim and n not in s_names]
-    into = out.transpose([names.index(n) for n in (*s_names, dim, *rest)])
+    order = [names.index(n) for n in (*s_names, dim, *rest)]
+    into = out.transpose(order)
     of = part.transpose([p_names.index(n) for n in (*s_names, run, *rest)])
     at_rows = np.nonzero(inside)
-    into[(*at_rows[:-1], place[inside])] = of[at_rows]
+    rows = (*at_rows[:-1], place[inside])
+    spare, key = block.engine.spare, (block.operation, block.engine.trips)
+    if out is not x:
+        differing = None if spare is None else spare.differing_rows(key, x, out)
+        if differing is None:
+            np.copyto(out, x)
+        else:
+            into[differing] = x.transpose(order)[differing]
+    into[rows] = of[at_rows]
+    if spare is not None and out is not x:
+        spare.written(key, x, out, rows)
     return out
 
 
