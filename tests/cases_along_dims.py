@@ -302,6 +302,14 @@ row(
 )
 row(
     "update_slice",
+    "one start, within the dim",
+    {"x": signed("a:4;n:12;b:2"), "y": signed("b:2;n:4;a:4"), "i": whole("", 0, 9)},
+    lambda f, x, y, i: mtf.update_slice(x, y, N, i),
+    lambda x, y, i: _updated(x, y.transpose(2, 1, 0), np.full(4, i)),
+    "xy",
+)
+row(
+    "update_slice",
     "each row its own",
     {"x": signed("a:4;n:12;b:2"), "y": signed("a:4;n:4;b:2"), "i": whole("a:4", -3, 11)},
     lambda f, x, y, i: mtf.update_slice(x, y, N, i, out_of_range="drop"),

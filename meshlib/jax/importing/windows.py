@@ -423,9 +423,9 @@ def _update(w: StepWriter, step: CodeStep) -> Tensor:
     p = w.rename_apart(
         part, [a if n == at else b for n, (a, b) in enumerate(zip(part.axes, out.axes, strict=True))], at, one.name
     )
-    others = [d for d in w.shape([a for n, a in enumerate(out.axes) if n != at]) if d in t.shape or d in p.shape]
-    t = broadcast(t, [*others, one])
-    p = broadcast(p, [*others, Dimension(one.name, part.shape[at])])
+    missing = [d for d in w.shape([a for n, a in enumerate(out.axes) if n != at]) if d in p.shape and d not in t.shape]
+    t = broadcast(t, [*missing, *t.shape])  # in its order, so that what is large stays where it is
+    p = broadcast(p, [Dimension(one.name, part.shape[at]) if d == one else d for d in t.shape])
     begin = _begin(w, step.ins[2 + at], x.shape[at] - part.shape[at])
     return w.apart(update_slice(t, p, one, begin), out.axes[at])
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import prod
 
 import jax.numpy as jnp
+from jax import lax
 
 from meshlib.jax.context import Array
 from meshlib.jax.table import RowContext, aligned, row, widest
@@ -110,7 +111,7 @@ def _scatter_add(part: RowContext, updates: Array, indices: Array) -> Array:
 
 @row("update_slice")
 def _update_slice(part: RowContext, x: Array, new: Array, start: Array) -> Array:
-    """One scatter, which drops what falls outside of this block."""
+    """One scatter, which drops what falls outside of this block; a plain update of a whole dim at one place."""
     wrong = _checked(part, 2, start)
     dim, run, (names, n_names, s_names) = part.attrs["dim"].name, part.attrs["run"].name, part.names
     if run not in n_names:
@@ -119,6 +120,9 @@ def _update_slice(part: RowContext, x: Array, new: Array, start: Array) -> Array
         new = _poison(new, aligned(wrong, s_names, n_names))
         start = jnp.clip(start, 0, index_count(part.operation) - 1)
     size, count = x.shape[names.index(dim)], new.shape[n_names.index(run)]
+    if not s_names and size == part.attrs["dim"].size and part.attrs["out_of_range"] == "error":
+        moved = jnp.transpose(new, [n_names.index(run if n == dim else n) for n in names])
+        return lax.dynamic_update_slice_in_dim(x, moved, start, names.index(dim))
     place = start[..., None] + jnp.arange(count, dtype=jnp.int32) - part.offsets[dim]
     place = jnp.where((place >= 0) & (place < size), place, size)  # JAX would count what is negative from the end
     rest = [n for n in names if n != dim and n not in s_names]
