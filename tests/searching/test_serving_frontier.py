@@ -10,7 +10,7 @@ import pytest
 import meshlib as mtf
 
 CONFIG = mtf.models.TransformerConfig(
-    name="served", layers=8, d_model=2048, heads=16, kv_heads=4, head_dim=128, d_ff=8192, vocab=32000,
+    name="served", layers=4, d_model=2048, heads=16, kv_heads=4, head_dim=128, d_ff=8192, vocab=32000,
     position="rotary", norm="rms", gated=True, numerics=mtf.Numerics("bfloat16", activation_dtype="bfloat16"),
 )  # fmt: skip
 CONTEXT = 16384
