@@ -247,6 +247,26 @@ def test_a_product_with_a_repeated_operand_may_be_a_smaller_one() -> None:
     assert tried(problem, [c], 1, random.Random(0)) == 1
 
 
+def test_a_bound_counts_products_of_what_has_got_other_names() -> None:
+    """Such as experts, which take tokens under other names: no smaller product can stand in their place."""
+
+    def build() -> tuple[Any, Any]:
+        batch, inner, outer = D("batch", 2**15), D("inner", 4096), D("outer", 8192)
+        w, v = (
+            mtf.variable(name, shape, dtype="bfloat16")
+            for name, shape in (("w", [inner, outer]), ("v", [outer, inner]))
+        )
+        x = mtf.rename_dimension(mtf.input("x", [batch, inner], "bfloat16"), "batch", "rows")
+        h = mtf.rename_dimension(mtf.relu(mtf.einsum([x, w])), "rows", "lines")
+        return {"y": mtf.einsum([h, v])}, []
+
+    problem = problem_of(build, (), (), ())
+    assert not list(problem.bounds.flow.reducible)
+    c = laid((), Slice("v5p-8"), mtf.Mesh("data:4"), LayoutRules("batch:data"), problem.named)
+    step = problem.estimate(c).step_seconds
+    assert 0.7 * step < problem.bounds.seconds(c) <= step
+
+
 def test_a_bound_knows_what_products_read_again() -> None:
     """On v6e products of many rows take longer over HBM than on the array."""
 

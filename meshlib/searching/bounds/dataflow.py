@@ -329,9 +329,12 @@ class _Maker:
                 self.full.add(y)
 
     def _is_full(self, i: Compute, y: Value) -> bool:
-        """Whether one operand has all dims of the result: then it is no product of smaller factors."""
+        """Whether one operand has all dims of the result, by these names or others: then it is no product of smaller
+        factors."""
         names = set(y.tensor.shape.names)
-        return any(x in self.full and names <= set(x.tensor.shape.names) for x in i.inputs)
+        return any(
+            x in self.full and (x.local_size == y.local_size or names <= set(x.tensor.shape.names)) for x in i.inputs
+        )
 
     # ------------------------------------------------------------ loops
 
