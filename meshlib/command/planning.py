@@ -22,6 +22,7 @@ from meshlib.command.subject import (
 )
 from meshlib.command.terminal import INTERRUPTED, Progress
 from meshlib.core.errors import GraphError
+from meshlib.core.text import wrapped
 
 if TYPE_CHECKING:
     from meshlib.report.alternatives import Alternative
@@ -97,6 +98,7 @@ def _usual_plans(
     args: argparse.Namespace, subject: Subject, where: Slice, asked: Asked
 ) -> tuple[Subject, list[PlannedLayout]]:
     """The layouts that are named, or the usual ones, ranked; of a batch that nobody asked for half, until one fits."""
+    first = subject
     with Progress(args.quiet) as bar:
         plans = plans_of(subject, where, _layouts(args, subject, where), args.remat, asked, bar)
         if args.layout and plans[0].est is None:
@@ -107,6 +109,12 @@ def _usual_plans(
                 subject, plans = smaller, other
             if other[0].est is None or not other[0].fits:
                 break
+    if subject is not first:
+        batch, halved = first.sizes["batch"], subject.sizes["batch"]
+        rest = "" if plans[0].fits else ", which do not fit either"
+        note = f"the usual batch here, {batch:,} sequences, does not fit: halved to {halved:,}{rest}; --batch sets it"
+        lines = [*first.notes.splitlines(), *wrapped(note, "note: ", " ")]
+        subject = replace(subject, settings=first.settings, notes="\n".join(lines))
     return subject, plans
 
 
