@@ -24,42 +24,73 @@ def _address(x: Array) -> int:
     return address
 
 
-@dataclass(frozen=True)
-class _Pair:
-    """Two arrays that are equal but for some rows. They are referenced, so that no other array takes their address."""
+def same_elements(x: Array, y: Array) -> bool:
+    """Whether two arrays show the same elements of memory in the same order."""
+    return _address(x) == _address(y) and x.shape == y.shape and x.strides == y.strides
 
-    one: Array
-    other: Array
+
+@dataclass(frozen=True)
+class Pair:
+    """Two arrays that are equal but for some rows. They are referenced, so that no other array takes their address.
+
+    x      the value before the update
+    out    the value after it
+    order  of their dims, in which `rows` index the first
+    """
+
+    x: Array
+    out: Array
+    order: list[int]
     rows: Rows
 
     def has(self, x: Array, out: Array) -> bool:
-        return {_address(self.one), _address(self.other)} == {_address(x), _address(out)}
+        """Whether these are the two arrays, either of them being the value before."""
+        pair = (self.x, self.out) if _address(x) == _address(self.x) else (self.out, self.x)
+        return all(same_elements(a, b) for a, b in zip(pair, (x, out), strict=True))
 
 
 @dataclass
 class SpareArrays:
     """Which arrays of one executor are equal but for which rows; an operation in a trip of a loop has one pair."""
 
-    _pairs: dict[Hashable, _Pair] = field(default_factory=dict)
+    _pairs: dict[Hashable, Pair] = field(default_factory=dict)
+    _in_this_step: dict[int, Pair] = field(default_factory=dict)  # by the address of the value after
     _own: frozenset[int] = frozenset()
+    _constants: frozenset[int] = frozenset()
 
-    def begin(self, own: Iterable[Array]) -> SpareArrays:
-        """Begin a step. `own`: arrays that only this executor writes, and only new values of variables."""
+    def begin(self, own: Iterable[Array], constants: Iterable[Array]) -> SpareArrays:
+        """Begin a step.
+
+        constants: of variables that the program does not update.
+        own: arrays that only this executor writes, and only new values of variables.
+        """
         self._own = frozenset() if arrays.poisoned else frozenset(id(memory_of(a)) for a in own)
+        self._constants = frozenset(id(memory_of(a)) for a in constants) - self._own
+        self._in_this_step.clear()
         if not self._own:
-            self.clear()
+            self._pairs.clear()
         return self
 
     def clear(self) -> None:
         """Forget all pairs: something else was written to the arrays."""
         self._pairs.clear()
+        self._in_this_step.clear()
+
+    def is_constant(self, x: Array) -> bool:
+        """Whether the array shows a variable that the program does not update."""
+        return id(memory_of(x)) in self._constants
+
+    def written_in_this_step(self, x: Array) -> Pair | None:
+        """The update that made all of this array from a value of the state, if it was one."""
+        pair = self._in_this_step.get(_address(x)) if self._in_this_step else None
+        return pair if pair is not None and same_elements(pair.out, x) else None
 
     def differing_rows(self, key: Hashable, x: Array, out: Array) -> Rows | None:
         """The rows in which `out` differs from `x`, if they are known; forgotten until `written` names them anew."""
         pair = self._pairs.pop(key, None)
         return pair.rows if pair is not None and pair.has(x, out) else None
 
-    def written(self, key: Hashable, x: Array, out: Array, rows: Rows) -> None:
-        """`out` is now equal to `x` but for these rows."""
+    def written(self, key: Hashable, x: Array, out: Array, order: list[int], rows: Rows) -> None:
+        """`out` is now equal to `x` but for these rows, which index the first dims in this order."""
         if id(memory_of(x)) in self._own and id(memory_of(out)) in self._own:
-            self._pairs[key] = _Pair(x, out, rows)
+            self._pairs[key] = self._in_this_step[_address(out)] = Pair(x, out, order, rows)

@@ -246,6 +246,8 @@ class Simulation(Shown):
             return run_exact(program, self.state.arrays, feeds, engine)
         if id(program) not in self._ready:
             self._ready[id(program)] = FastExecutor(program)
+        if next(reversed(self._ready)) != id(program):
+            self._ready[id(program)].forget()
         self._ready.move_to_end(id(program))
         while len(self._ready) > READY_PROGRAMS:
             self._ready.popitem(last=False)

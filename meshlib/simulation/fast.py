@@ -29,6 +29,7 @@ from meshlib.program.records import Program
 from meshlib.simulation.blocks import compute
 from meshlib.simulation.buffers import Buffers
 from meshlib.simulation.parts import PartialTrips, Working
+from meshlib.simulation.rounded import RoundedCopies
 
 Array = np.ndarray[Any, Any]
 _NONE: Mapping[Value, Array] = MappingProxyType({})
@@ -67,7 +68,7 @@ class FastExecutor(Interpreter[Array, Engine]):
             if isinstance(i, Compute)
         }
         self._targets: Mapping[Value, Array] = _NONE  # where the run that is on writes
-        self._spare = SpareArrays()
+        self._spare, self._rounded = SpareArrays(), RoundedCopies()
         self._stacks: dict[Loop, list[Array]] = {}
         self._other_stacks: dict[tuple[Loop, int], Array] = {}  # of those that the state takes in turn
         # Stacks that a variable may take as they are, since nothing else is made of their memory.
@@ -125,7 +126,8 @@ class FastExecutor(Interpreter[Array, Engine]):
         given |= {v: state[name] for name, v in self.program.variables.items()}
         self._targets = self.buffers.begin(state.values())
         self._free_stacks(state.values())
-        spare = self._spare.begin(self._arrays_of_state())
+        constants = (state[name] for name in self.program.variables if name not in self.program.updates)
+        spare = self._spare.begin(self._arrays_of_state(), constants)
         engine = replace(engine, in_order=False, rounded=True, shared={}, spare=spare)
         arrays = self.run(self.ready, given, engine)
         outputs = {name: arrays[v] for name, v in self.program.outputs.items()}
@@ -136,11 +138,22 @@ class FastExecutor(Interpreter[Array, Engine]):
         }
         return outputs, updates
 
+    def forget(self) -> None:
+        """Forget what is known of arrays from earlier steps, to which another executor may have written since."""
+        self._spare.clear()
+        self._rounded.clear()
+        for inside in self.bodies.values():
+            inside.forget()
+
     def results(
         self, program: Program, i: Instruction, inputs: Sequence[Array], values: Mapping[Value, Array], context: Engine
     ) -> Iterable[Array]:
         """As everywhere; operands of products are rounded besides."""
         if isinstance(i, Round):
+            spare = context.spare
+            copy = None if spare is None else self._rounded.of((i, context.trips), inputs[0], spare)
+            if copy is not None:
+                return [copy]
             return [round_to_bfloat16(inputs[0], out=self.target(i.outputs[0]))]
         return super().results(program, i, inputs, values, context)
 
@@ -159,6 +172,7 @@ class FastExecutor(Interpreter[Array, Engine]):
         if i in self._partial and (run := self._partial[i].of(trip)) is not None:
             if context.spare is not None:  # whose pairs do not tell what parts of arrays are written here
                 context.spare.clear()
+                inside.forget()
             context = replace(context, spare=None)
             results = self._partial[i].trip(given, context, run, dict(zip(stacked, places, strict=True)))
             return results | dict(zip(stacked, places, strict=True))

@@ -62,7 +62,7 @@ def _local(block: Block, x: Array, part: Array, start: Array) -> Array:
             into[differing] = x.transpose(order)[differing]
     into[rows] = of[at_rows]
     if spare is not None and out is not x:
-        spare.written(key, x, out, rows)
+        spare.written(key, x, out, order, rows)
     return out
 
 
