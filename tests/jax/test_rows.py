@@ -139,3 +139,7 @@ def compared(layout: Layout, cases: list[Case], dtype: str) -> None:
 def test_rows_equal_the_simulator(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
     for layout, cases in by_layout(dtype, 0):
         compared(layout, cases, dtype)
+
+
+def test_a_run_is_written_at_one_place_as_at_several() -> None:
+    compared(Layout((("p", 2),), ()), [case for case in CASES if case.op == "update_slice"][:2], "float32")

@@ -9,6 +9,7 @@ import jax
 
 from meshlib.core.arguments import at
 from meshlib.core.errors import GraphError, nearest
+from meshlib.core.source_lines import users_function
 from meshlib.jax.importing.naming import WHAT
 
 Kernels = Mapping[str, Callable[..., Any]]
@@ -47,12 +48,15 @@ def traced_kernel(name: str, function: Callable[..., Any], eqn: Any) -> Any:
     """
     what = f"{at(WHAT)}: kernels: '{name}'"
     operands = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
-    try:
-        traced, results = jax.make_jaxpr(function, return_shape=True)(*operands)
-    except jax.errors.TracerArrayConversionError:
-        raise GraphError(f"{what} must be a JAX function (jax.numpy); it takes its operands for NumPy arrays") from None
-    except TypeError as fault:
-        raise GraphError(f"{what} takes {_types(operands)}: {str(fault).splitlines()[0]}") from None
+    with users_function(what):
+        try:
+            traced, results = jax.make_jaxpr(function, return_shape=True)(*operands)
+        except jax.errors.TracerArrayConversionError:
+            raise GraphError(
+                f"{what} must be a JAX function (jax.numpy); it takes its operands for NumPy arrays"
+            ) from None
+        except TypeError as fault:
+            raise GraphError(f"{what} takes {_types(operands)}: {str(fault).splitlines()[0]}") from None
     leaves, wanted = jax.tree_util.tree_leaves(results), [v.aval for v in eqn.outvars]
     if _types(leaves) != _types(wanted):
         raise GraphError(f"{what} returns {_types(leaves)}, the kernel {_types(wanted)}, of {_types(operands)}")

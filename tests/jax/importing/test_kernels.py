@@ -56,10 +56,11 @@ def test_they_are_the_functions_that_are_given() -> None:
         (KERNELS | {"sine": np.sin}, r"'sine' must be a JAX function \(jax.numpy\)"),
         (KERNELS | {"again": lambda x: x[0]}, r"'again' returns float32\[3\], the kernel float32\[4, 3\]"),
         (KERNELS | {"again": lambda x, y: x}, r"'again' takes float32\[4, 3\]: .*missing 1 required"),
+        (KERNELS | {"again": lambda x: {}["a"]}, r"'again' failed at test_kernels.py:\d+: KeyError: 'a'"),
         (KERNELS | {"agian": jnp.sin}, r"none called 'agian'; did you mean 'again'"),
         (3, r"kernels must be a dict of names to JAX functions, got 3"),
     ],
-    ids=["unknown kernel", "unknown callback", "of NumPy", "other shape", "other operands", "misspelt", "no dict"],
+    ids=["no kernel", "no callback", "of NumPy", "other shape", "other operands", "raises", "misspelt", "none"],
 )  # fmt: skip
 def test_what_is_wrong_with_them(kernels: Any, said: str) -> None:
     with pytest.raises(GraphError, match=said):
