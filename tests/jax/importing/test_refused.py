@@ -1,0 +1,72 @@
+"""What `from_jax` refuses, each in one line by its name: the rows of the table on the room's page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+jnp, lax = jax.numpy, jax.lax
+
+import meshlib as mtf  # noqa: E402
+from meshlib.jax.importing.code import NotImported  # noqa: E402
+from tests.paths import ROOT  # noqa: E402
+
+W = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
+
+
+@jax.custom_vjp
+def dropped(x, key):
+    return x * jax.random.bernoulli(key, 0.5, x.shape)
+
+
+dropped.defvjp(lambda x, key: (dropped(x, key), key), lambda key, dy: (dy * jax.random.normal(key, dy.shape), None))
+
+
+def referred(w: Any) -> Any:
+    ref = jax.new_ref(w)
+    ref[0, 0] = 1.0
+    return ref[...].sum()
+
+
+# name on the page -> a function, and what is said of it
+ROWS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "svd": (lambda w: jnp.linalg.svd(w, compute_uv=False).sum(), r"svd \(test_refused.py:\d+\): an unknown primitive"),
+    "eigh": (lambda w: jnp.linalg.eigh(w)[0].sum(), r"eigh \(.*: an unknown primitive"),
+    "qr": (lambda w: jnp.linalg.qr(w)[1].sum(), r"qr \(.*: an unknown primitive"),
+    "complex lu": (lambda w: jnp.linalg.solve(w + 1j, w + 0j).real.sum(), r"complex lu \(.*: an unknown primitive"),
+    "bessel_i0e": (lambda w: jax.scipy.special.i0e(w).sum(), r"bessel_i0e \(.*: an unknown primitive"),
+    "bitcast_convert_type": (lambda w: (lax.bitcast_convert_type(w, "int32") & 1).sum(), r"bitcast_convert_type \("),
+    "approx_top_k": (lambda w: lax.approx_max_k(w, 2)[0].sum(), r"approx_top_k \(.*: an unknown primitive"),
+    "new_ref": (referred, r"new_ref \(.*: an unknown primitive"),
+    "while": (
+        lambda w: lax.while_loop(lambda x: x.sum() < 9, lambda x: x * 2 + 1, w).sum(),
+        r"while \(.*: a loop whose number of trips depends on data; give it a bound",
+    ),
+    "poisson": (lambda w: jax.random.poisson(jax.random.key(0), w * w).sum() * 1.0, r"while \(.*depends on data"),
+    "pure_callback": (
+        lambda w: jax.pure_callback(np.sin, jax.ShapeDtypeStruct(W.shape, W.dtype), w).sum(),
+        r"pure_callback \(.*'sin': say what it computes, as a JAX function: from_jax\(..., kernels=",
+    ),
+    "float16": (lambda w: w.astype("float16").sum(), r"of dtype float16; use bfloat16 or float32, or from_jax"),
+    "draws in a rule": (
+        lambda w: dropped(w, jax.random.key(0)).sum(),
+        r"dropped \(test_refused.py:\d+\): its derivative rule draws random numbers, as its forward does",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_by_name(name: str) -> None:
+    function, said = ROWS[name]
+    with pytest.raises(NotImported, match=said):
+        mtf.from_jax(function, W)
+
+
+def test_the_page_lists_them() -> None:
+    page = (ROOT / "meshlib" / "jax" / "README.md").read_text()
+    table = page.partition("| refused by `from_jax` |")[2].partition("\n\n")[0]
+    assert not [name for name in ROWS if name not in table]
