@@ -85,6 +85,14 @@ class SpareArrays:
         pair = self._in_this_step.get(_address(x)) if self._in_this_step else None
         return pair if pair is not None and same_elements(pair.out, x) else None
 
+    def changed_parts(self, x: Array, out: Array) -> list[Array] | None:
+        """The elements in which `out` differs from `x`, if the updates of this step made all of it from `x`."""
+        before, after = memory_of(x), memory_of(out)
+        pairs = [p for p in self._in_this_step.values() if memory_of(p.out) is after]
+        if sum(p.out.size for p in pairs) != out.size or any(memory_of(p.x) is not before for p in pairs):
+            return None
+        return [p.out.transpose(p.order)[p.rows] for p in pairs]
+
     def differing_rows(self, key: Hashable, x: Array, out: Array) -> Rows | None:
         """The rows in which `out` differs from `x`, if they are known; forgotten until `written` names them anew."""
         pair = self._pairs.pop(key, None)

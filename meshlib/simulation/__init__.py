@@ -84,6 +84,7 @@ class Simulation(Shown):
         self.check_nan = check_nan
         self.state = State(seed)
         self._ready: OrderedDict[int, FastExecutor] = OrderedDict()  # by id of the program, which each holds
+        self._without_nan: dict[str, Array] = {}  # per variable the last value that a step made, if it was checked
         self._stepping = False
         self._declare(program)
 
@@ -93,7 +94,8 @@ class Simulation(Shown):
 
     def __getstate__(self) -> dict[str, Any]:
         # Buffers are no state: a copy plans its own.
-        return {**vars(self), "state": copy(self.state), "_ready": OrderedDict(), "_stepping": False, "_last": None}
+        own = {"_ready": OrderedDict(), "_without_nan": {}, "_stepping": False, "_last": None}
+        return {**vars(self), "state": copy(self.state), **own}
 
     def step(self, feeds: Mapping[str, Any] | None = None, /, **named: Any) -> dict[str, Array]:
         """Run the program once: feeds by name, fetched outputs back, updates committed together.
@@ -231,6 +233,10 @@ class Simulation(Shown):
             name: np.array(y, dtype=program.outputs[name].tensor.dtype.public, copy=True) for name, y in outputs.items()
         }
         counted = {STEP: step + np.int32(1)} if program.counts_steps else {}
+        for name, y in updates.items():
+            self._without_nan.pop(name, None)
+            if self.check_nan:
+                self._without_nan[name] = y
         self.state.arrays.update({**updates, **counted})  # at once: an interrupt finds all of it, or nothing
         self._last = last if program is self.program else None
         return results
@@ -262,9 +268,17 @@ class Simulation(Shown):
         updates: Mapping[str, Array],
     ) -> None:
         bad = [f"output '{n}'" for n, y in outputs.items() if _has_nan(y)]
-        bad += [f"the new value of variable '{n}'" for n, y in updates.items() if _has_nan(y)]
+        changed = {n: self._unchecked(program, n, y) for n, y in updates.items()}
+        bad += [f"the new value of variable '{n}'" for n, parts in changed.items() if any(map(_has_nan, parts))]
         if bad:
             raise NotFiniteError(f"{bad[0]} became NaN: {self._find_nan(program, feeds, engine)}")
+
+    def _unchecked(self, program: Program, name: str, new_value: Array) -> list[Array]:
+        """What a step wrote of a variable whose value before it was checked; else all of the new value."""
+        before, executor = self.state.arrays[name], self._ready.get(id(program))
+        if executor is None or self._without_nan.get(name) is not before:
+            return [new_value]
+        return executor.changed_parts(before, new_value)
 
     def _find_nan(self, program: Program, feeds: Mapping[str, Array], engine: Engine) -> str:
         """Run the step again, core by core, to the first value that is not finite."""

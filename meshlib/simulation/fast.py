@@ -67,6 +67,10 @@ class FastExecutor(Interpreter[Array, Engine]):
             for i in self.ready.instructions
             if isinstance(i, Compute)
         }
+        self.types = {
+            i: (tuple(x.tensor.type for x in i.inputs), tuple(y.tensor.type for y in i.outputs))
+            for i in self.zero_offsets
+        }
         self._targets: Mapping[Value, Array] = _NONE  # where the run that is on writes
         self._spare, self._rounded = SpareArrays(), RoundedCopies()
         self._stacks: dict[Loop, list[Array]] = {}
@@ -137,6 +141,11 @@ class FastExecutor(Interpreter[Array, Engine]):
             for name, v in self.program.updates.items()
         }
         return outputs, updates
+
+    def changed_parts(self, before: Array, after: Array) -> list[Array]:
+        """Of a variable's value before and after the last step what differs: all, unless only rows were written."""
+        parts = self._spare.changed_parts(before, after)
+        return [after] if parts is None else parts
 
     def forget(self) -> None:
         """Forget what is known of arrays from earlier steps, to which another executor may have written since."""
@@ -261,7 +270,6 @@ class FastExecutor(Interpreter[Array, Engine]):
         """All blocks at once."""
         if (show := i.operation.opdef.show) is not None:
             show(i.operation, inputs[1:])
-        types = tuple(x.tensor.type for x in i.inputs)
-        outs = tuple(y.tensor.type for y in i.outputs)
+        types, outs = self.types[i]
         buffer = self.target(i.outputs[0])
         return compute(i.operation, types, outs, inputs, self.zero_offsets[i], context, buffer)

@@ -91,3 +91,28 @@ def test_only_rows_that_differ_are_copied(monkeypatch):
         for _ in range(5):
             sim.step(new=np.ones((2, 4), np.float32), start=np.zeros(2, np.int32))
         assert copies == [True] * 2 * layers + [False] * 3 * layers
+
+
+@pytest.mark.parametrize("looped", [True, False], ids=["looped", "unrolled"])
+def test_a_nan_is_reported_in_rows_of_every_step(looped):
+    """In the rows that a step writes; in others where the value before was assigned, or made without a check."""
+    sim = mtf.simulate(programs(looped)[0])
+    first, last = np.zeros(2, np.int32), np.full(2, 4, np.int32)
+    new, bad = np.ones((2, 4), np.float32), np.full((2, 4), np.nan, np.float32)
+    for _ in range(4):
+        sim.step(new=new, start=first)
+    with pytest.raises(mtf.NotFiniteError):
+        sim.step(new=bad, start=last)
+    sim.step(new=new, start=first)
+    sim.check_nan = False
+    sim.step(new=bad, start=last)
+    sim.step(new=new, start=first)
+    sim.check_nan = True
+    with pytest.raises(mtf.NotFiniteError, match="'cache'"):
+        sim.step(new=new, start=first)
+    sim.step(new=new, start=last)  # over the NaN
+    assigned = sim.state["cache"]
+    assigned[0, 0, 2, 0] = np.nan
+    sim.state["cache"] = assigned
+    with pytest.raises(mtf.NotFiniteError, match="'cache'"):
+        sim.step(new=new, start=last)
