@@ -27,8 +27,7 @@ def compute(
 ) -> tuple[Array, ...]:
     """Run `local` on one block: the results have the local types, rounded to what these hold."""
     block = Block(op, inputs, outs[0], offsets, engine, buffer, starts)
-    with np.errstate(all="ignore"):  # overflow and NaN are values here; the NaN report finds them
-        return finished(op, outs, op.opdef.local(block, *arrays))
+    return finished(op, outs, op.opdef.local(block, *arrays))
 
 
 def summarised(
@@ -46,14 +45,13 @@ def summarised(
     """
     lower = op.opdef.lower
     assert isinstance(lower, Summary)
-    with np.errstate(all="ignore"):
-        summaries = [lower.summarise(block, *xs) for block, xs in zip(blocks, arrays, strict=True)]
-        heard = lower.heard(summaries if told else summaries[:1])
-        count = len(blocks)
-        cut = [[np.split(x, count, 1 + axis) for x, axis in zip(heard, shared, strict=True)]] if shared else []
-        parts = [tuple(x[n] for x in cut[0]) if cut else heard for n in range(count)]
-        results = [lower.finish(b, parts[n], n, *xs) for n, (b, xs) in enumerate(zip(blocks, arrays, strict=True))]
-        return [finished(op, outs, ys) for ys in results]
+    summaries = [lower.summarise(block, *xs) for block, xs in zip(blocks, arrays, strict=True)]
+    heard = lower.heard(summaries if told else summaries[:1])
+    count = len(blocks)
+    cut = [[np.split(x, count, 1 + axis) for x, axis in zip(heard, shared, strict=True)]] if shared else []
+    parts = [tuple(x[n] for x in cut[0]) if cut else heard for n in range(count)]
+    results = [lower.finish(b, parts[n], n, *xs) for n, (b, xs) in enumerate(zip(blocks, arrays, strict=True))]
+    return [finished(op, outs, ys) for ys in results]
 
 
 def finished(op: Operation, outs: tuple[TensorType, ...], result: Array | tuple[Array, ...]) -> tuple[Array, ...]:

@@ -33,6 +33,7 @@ Blocks = list[Array]  # one per device
 Watch = Callable[[Instruction, Value, Blocks], None]
 
 
+@np.errstate(all="ignore")  # overflow and NaN are values here; the NaN report finds them
 def run_exact(
     program: Program,
     state: Mapping[str, Array],

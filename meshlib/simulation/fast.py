@@ -118,6 +118,7 @@ class FastExecutor(Interpreter[Array, Engine]):
 
     # ------------------------------------------------------------ running
 
+    @np.errstate(all="ignore")  # overflow and NaN are values here; the NaN report finds them
     def step(
         self, state: Mapping[str, Array], feeds: Mapping[str, Array], engine: Engine
     ) -> tuple[dict[str, Array], dict[str, Array]]:

@@ -67,12 +67,18 @@ def matmul_plan(a: Names, b: Names, out: Names) -> MatmulPlan:
 
 def _arrange(x: Array, names: Names, summed: Names, groups: Sequence[Names]) -> Array:
     """`x` with each group of dims merged into one axis, after summing `summed`."""
-    if summed:
-        x = np.add.reduce(x, axis=tuple(names.index(n) for n in summed))
-        names = tuple(n for n in names if n not in summed)
-    x = x.transpose([names.index(n) for g in groups for n in g])
-    sizes = dict(zip([n for g in groups for n in g], x.shape, strict=True))
-    return x.reshape([prod(sizes[n] for n in g) for g in groups])
+    axes, orders = _arrangement(names, summed, tuple(groups))
+    if axes:
+        x = np.add.reduce(x, axis=axes)
+    sizes = x.shape
+    return x.transpose([n for order in orders for n in order]).reshape([prod([sizes[n] for n in o]) for o in orders])
+
+
+@lru_cache(maxsize=65536)
+def _arrangement(names: Names, summed: Names, groups: tuple[Names, ...]) -> tuple[tuple[int, ...], list[list[int]]]:
+    """The axes of the dims to sum, and per group those of its dims in what is left."""
+    rest = [n for n in names if n not in summed]
+    return tuple(names.index(n) for n in summed), [[rest.index(n) for n in group] for group in groups]
 
 
 def _local(block: Block, a: Array, b: Array) -> Array:
