@@ -29,7 +29,7 @@ def shard_names(name: str) -> list[str]:
 
 
 def files_of(paths: Paths) -> list[str]:
-    """The files that names stand for, in the order given, those of a pattern in the order of their names.
+    """The files that `paths` selects, in the order given; matches of a pattern are sorted by name.
 
     Args:
       paths: a file, "name@10", a pattern with * ? or [], a folder (all files in it), or a list of these.
@@ -41,28 +41,7 @@ def files_of(paths: Paths) -> list[str]:
     files: list[str] = []
     sets = ManifestSets()
     for path in given:
-        name = os.fspath(path)
-        if os.path.isdir(name):
-            # Names of files that are being written, or were when their writer was killed, begin with a dot.
-            inside = sorted(str(p) for p in Path(name).iterdir() if p.is_file() and not p.name.startswith("."))
-            inside = [p for p in inside if sets.has(p)]
-            if not inside:
-                raise DataError(f"records: the folder {name} has no files in it")
-            files += inside
-        elif os.path.exists(name):
-            if not sets.has(name):
-                raise DataError(
-                    f"records: {name} is left from an earlier set, or one that was never finished: the manifest "
-                    f"{sets.manifest(name)} does not name it"
-                )
-            files.append(name)
-        elif any(c in name for c in "*?["):
-            matching = sorted(n for n in glob.glob(name) if os.path.isfile(n) and sets.has(n))
-            if not matching:
-                raise DataError(f"records: no file matches '{name}'")
-            files += matching
-        else:
-            files += sets.members(name) or shard_names(name)
+        files += _files_of_name(os.fspath(path), sets)
     faults = [f"no file {name}" for name in files if not os.path.isfile(name)]
     faults += [f"{name} is named {files.count(name)} times" for name in dict.fromkeys(files) if files.count(name) > 1]
     faults += _missing(files)
@@ -72,8 +51,35 @@ def files_of(paths: Paths) -> list[str]:
     return files
 
 
+def _files_of_name(name: str, sets: ManifestSets) -> list[str]:
+    """The files that one name selects: a folder, a file, a pattern, or a set such as "name@10".
+
+    Raises: DataError for an empty folder, a pattern without a match, and a file that its set's manifest does not list.
+    """
+    if os.path.isdir(name):
+        # Files that are being written, or were when their writer was killed, have names that begin with a dot.
+        visible = sorted(str(p) for p in Path(name).iterdir() if p.is_file() and not p.name.startswith("."))
+        members = [p for p in visible if sets.has(p)]
+        if not members:
+            raise DataError(f"records: the folder {name} has no files in it")
+        return members
+    if os.path.exists(name):
+        if not sets.has(name):
+            raise DataError(
+                f"records: {name} is left from an earlier set, or one that was never finished: the manifest "
+                f"{sets.manifest(name)} does not name it"
+            )
+        return [name]
+    if any(c in name for c in "*?["):
+        matching = sorted(n for n in glob.glob(name) if os.path.isfile(n) and sets.has(n))
+        if not matching:
+            raise DataError(f"records: no file matches '{name}'")
+        return matching
+    return sets.members(name) or shard_names(name)
+
+
 def _missing(present: Sequence[str]) -> list[str]:
-    """Of sets of which some files are there, those that are not."""
+    """A message for each set of shards of which only some files were named."""
     sets: dict[tuple[str, int, str], set[int]] = {}
     for name in present:
         parts = SHARD.fullmatch(name)

@@ -31,12 +31,12 @@ PRECISIONS = ("default", "highest")
 
 @dataclass(frozen=True)
 class _ConvolutionDims:
-    """The dims of a convolution: each spatial one with its filter dim, channels in and out, those that are kept."""
+    """The dims of a convolution: spatial dims, the filter dim of each, and the channels in and out."""
 
     spatial: tuple[Dimension, ...]
     windows: tuple[Dimension, ...]
     channels: Dimension | None
-    made: tuple[Dimension, ...]
+    channels_out: tuple[Dimension, ...]
 
 
 class Convolution(Protocol):
@@ -200,8 +200,7 @@ def _conv(
     x, filters = floats(x, what), floats(filters, what)
     precision = choice(precision, what, "precision", PRECISIONS)
     groups = whole(groups, what, "groups")
-    kept = as_dims(group_dims, f"{what} group_dims")
-    dims = _dims(what, count, x, filters, spatial, kept, groups)
+    dims = _dims(what, count, x, filters, spatial, as_dims(group_dims, f"{what} group_dims"), groups)
     slides = _slides(
         dims,
         numbers_per_dim(stride, dims.spatial, what, "stride"),
@@ -220,7 +219,9 @@ def _conv(
     ]
     name = what if name is None else name
     if groups == 1:
-        return convolve(x, filters, windows, _result(x.shape, windows, dims.channels, dims.made), precision, name)
+        return convolve(
+            x, filters, windows, _result(x.shape, windows, dims.channels, dims.channels_out), precision, name
+        )
     return _in_groups(x, filters, windows, dims, groups, precision, name)
 
 
@@ -268,7 +269,7 @@ def _in_groups(
     name: str,
 ) -> Tensor:
     """Channels as [group, channel of the group], the group under their own name: it is what a layout splits."""
-    channels, (channels_out,) = dims.channels, dims.made
+    channels, (channels_out,) = dims.channels, dims.channels_out
     assert channels is not None
     used = (*x.shape, *filters.shape)
     inner, inner_out = (
@@ -299,51 +300,74 @@ def _dims(
     x: Tensor,
     filters: Tensor,
     spatial: Spatial | None,
-    kept: Sequence[Dimension],
+    group_dims: Sequence[Dimension],
     groups: int,
 ) -> _ConvolutionDims:
-    """The dims of a convolution, checked. Raises: ShapeError with all faults that were found."""
+    """The checked dims of a convolution. Raises: ShapeError that lists every fault."""
+    dims, windows = _sliding_dims(what, count, x, filters, spatial)
+    names = {d.name for d in dims}
+    rest = [d for d in filters.shape if d not in windows and d not in group_dims and d.name not in names]
+    shared = [d for d in rest if d.name in x.shape]
+    channels_out = tuple(d for d in rest if d.name not in x.shape)
+    channels = x.shape.dim(shared[0].name) if len(shared) == 1 else None
+    faults = _name_faults(x, filters, dims, windows, group_dims)
+    if len(shared) > 1:
+        which = " and ".join(f"'{d.name}'" for d in shared)
+        faults.append(f"filters share {which} with x, of which one can be the channels; name the others in group_dims")
+    if not shared and not group_dims:
+        faults.append(
+            f"filters share no dim with x that could be the channels: theirs are {Shape(rest)}, those of x "
+            f"{Shape(d for d in x.shape if d not in dims)}; rename one of them"
+        )
+    faults += _group_faults(channels, shared[0].size if shared else 0, channels_out, groups)
+    if faults:
+        raise ShapeError(f"{at(what)}: {'; '.join(faults)}\n  {x}\n  {filters}")
+    return _ConvolutionDims(dims, windows, channels, channels_out)
+
+
+def _sliding_dims(
+    what: str, count: int, x: Tensor, filters: Tensor, spatial: Spatial | None
+) -> tuple[tuple[Dimension, ...], tuple[Dimension, ...]]:
+    """The `count` spatial dims of x, and the filter dim that slides along each."""
     if spatial is None:
         if len(x.shape) <= count or len(filters.shape) <= count:
             raise ShapeError(
                 f"{at(what)}: x needs {count} spatial dim{'s' * (count > 1)} before its last, the channels, and "
                 f"filters as many first; or say which they are, as in spatial={{'height': 'kh'}}\n  {x}\n  {filters}"
             )
-        slid = list(zip(x.shape.dims[-count - 1 : -1], filters.shape.dims[:count], strict=True))
-    else:
-        slid = [(d, find_dim(filters, f, what)) for d, f in dims_of(x, spatial, what, "spatial")]
-        if len(slid) != count or len({f for _, f in slid}) != count:
-            raise ShapeError(f"{at(what)}: spatial must name {count} dims of x and filters each, got {spatial!r:.80}")
-    dims, windows = tuple(d for d, _ in slid), tuple(f for _, f in slid)
+        return tuple(x.shape.dims[-count - 1 : -1]), tuple(filters.shape.dims[:count])
+    pairs = [(d, find_dim(filters, f, what)) for d, f in dims_of(x, spatial, what, "spatial")]
+    if len(pairs) != count or len({f for _, f in pairs}) != count:
+        raise ShapeError(f"{at(what)}: spatial must name {count} dims of x and filters each, got {spatial!r:.80}")
+    return tuple(d for d, _ in pairs), tuple(f for _, f in pairs)
+
+
+def _name_faults(
+    x: Tensor,
+    filters: Tensor,
+    dims: Sequence[Dimension],
+    windows: Sequence[Dimension],
+    group_dims: Sequence[Dimension],
+) -> list[str]:
+    """Window dims that x has too, spatial dims that the filters have too, and group dims that either lacks."""
     faults = [f"'{f.name}' of the window is a dim of x, too; rename it" for f in windows if f.name in x.shape]
     faults += [f"spatial dim '{d.name}' is in filters, too; rename it there" for d in dims if d.name in filters.shape]
-    for d in kept:
+    for d in group_dims:
         if d not in x.shape or d not in filters.shape or d in (*dims, *windows):
             faults.append(f"dim {d} of group_dims must be in x and in filters, and not slide")
-    rest = [d for d in filters.shape if d not in windows and d not in kept and d.name not in [s.name for s in dims]]
-    shared = [d for d in rest if d.name in x.shape]
-    channels_out = tuple(d for d in rest if d.name not in x.shape)
-    if len(shared) > 1:
-        names = " and ".join(f"'{d.name}'" for d in shared)
-        faults.append(f"filters share {names} with x, of which one can be the channels; name the others in group_dims")
-    if not shared and not kept:
-        faults.append(
-            f"filters share no dim with x that could be the channels: theirs are {Shape(rest)}, those of x "
-            f"{Shape(d for d in x.shape if d not in dims)}; rename one of them"
-        )
-    channels = x.shape.dim(shared[0].name) if len(shared) == 1 else None
+    return faults
+
+
+def _group_faults(
+    channels: Dimension | None, of_filters: int, channels_out: Sequence[Dimension], groups: int
+) -> list[str]:
+    """Why the channels cannot be cut into `groups`, if they cannot; `of_filters` is the filters' size of `channels`."""
     if groups < 1:
-        faults.append(f"groups must be at least 1, got {groups}")
-    elif groups > 1 and (channels is None or len(channels_out) != 1):
-        faults.append("groups need one dim of channels in, and one out")
-    elif channels is not None:
-        faults += _group_faults(channels, shared[0].size, channels_out, groups)
-    if faults:
-        raise ShapeError(f"{at(what)}: {'; '.join(faults)}\n  {x}\n  {filters}")
-    return _ConvolutionDims(dims, windows, channels, channels_out)
-
-
-def _group_faults(channels: Dimension, of_filters: int, channels_out: Sequence[Dimension], groups: int) -> list[str]:
+        return [f"groups must be at least 1, got {groups}"]
+    if groups > 1 and (channels is None or len(channels_out) != 1):
+        return ["groups need one dim of channels in, and one out"]
+    if channels is None:
+        return []
     faults = []
     if channels.size % groups or any(d.size % groups for d in channels_out if groups > 1):
         sizes = " and ".join(str(d) for d in (channels, *channels_out))

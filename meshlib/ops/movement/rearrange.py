@@ -326,7 +326,7 @@ def _check_names(left: list[Group], shape: Shape, called: dict[str, str], rest: 
 
 
 def _sizes(left: list[Group], right: list[Group], shape: Shape, given: Mapping[str, int]) -> dict[Axis, int]:
-    """The size of every axis: given, a number of the pattern, or what is left of a dim."""
+    """The size of every axis: given by the caller, written in the pattern, or inferred from the size of its dim."""
     known: dict[Axis, int] = {
         a: given[a] if isinstance(a, str) else int(a.value)  # type: ignore[attr-defined]
         for group in (*left, *right)
@@ -335,21 +335,28 @@ def _sizes(left: list[Group], right: list[Group], shape: Shape, given: Mapping[s
     }
     faults = []
     for group, d in zip(left, shape, strict=True):
-        open_axes = [a for a in group if a not in known]
-        product = prod(known[a] for a in group if a in known)
-        sizes = ", ".join(f"{_text(a)}={known[a]}" for a in group if a in known)
-        if len(open_axes) > 1:
-            which = ", ".join(f"{_text(a)}=..." for a in open_axes[1:])
-            faults.append(f"dim {d} is ({_words(group)}): give sizes of all its axes but one, as in {which}")
-        elif open_axes and d.size % product:
-            faults.append(f"dim {d} is ({_words(group)}) with {sizes}: {d.size} % {product} = {d.size % product}")
-        elif open_axes:
-            known[open_axes[0]] = d.size // product
-        elif product != d.size:
-            faults.append(f"dim {d} is ({_words(group)}) of {product} elements{f', with {sizes}' if sizes else ''}")
+        if fault := _infer_axis(group, d, known):
+            faults.append(fault)
     missing = dict.fromkeys(_text(a) for group in right for a in group if a not in known)
     split = {_text(a) for group in left for a in group}
     faults += [f"axis '{a}' is new: give its size, as in {a}=2" for a in missing if a not in split]
     if faults:
         raise ShapeError("; ".join(faults))
     return known
+
+
+def _infer_axis(group: Group, d: Dimension, known: dict[Axis, int]) -> str | None:
+    """Adds the size of the one axis of `group` that is not in `known`, or returns why dim `d` cannot be split so."""
+    open_axes = [a for a in group if a not in known]
+    product = prod(known[a] for a in group if a in known)
+    sizes = ", ".join(f"{_text(a)}={known[a]}" for a in group if a in known)
+    if len(open_axes) > 1:
+        which = ", ".join(f"{_text(a)}=..." for a in open_axes[1:])
+        return f"dim {d} is ({_words(group)}): give sizes of all its axes but one, as in {which}"
+    if open_axes and d.size % product:
+        return f"dim {d} is ({_words(group)}) with {sizes}: {d.size} % {product} = {d.size % product}"
+    if open_axes:
+        known[open_axes[0]] = d.size // product
+    elif product != d.size:
+        return f"dim {d} is ({_words(group)}) of {product} elements{f', with {sizes}' if sizes else ''}"
+    return None
