@@ -112,30 +112,40 @@ def width() -> int:
 
 
 def grid(cells: Sequence[Sequence[str]], right: Sequence[int] = (), spare: Sequence[int] = ()) -> list[str]:
-    """Rows of text in aligned columns; those in `right` to the right.
+    """Rows of text in aligned columns, those numbered in `right` aligned to the right.
 
-    Where `fitted_to` leaves too little room, columns in `spare` are left out, the first one first, as long as names in
-    the others would become shorter than `LEGIBLE`; then the widest of those that are not in `right` give way.
+    If the table is wider than `fitted_to` allows, columns in `spare` are dropped, first to last, until the names in the
+    others need not be cut to less than `LEGIBLE` letters; then the widest columns that are not in `right` are narrowed.
     """
     widths = [max(len(row[k]) for row in cells) for k in range(len(cells[0]))]
     limit = _width.get()
     if limit is not None:
         flexible = [k for k in range(len(widths)) if k not in right]
-        for k in spare:
-            least = [min(w, LEGIBLE) if n in flexible else w for n, w in enumerate(widths)]
-            if sum(least) + 2 * (len(least) - 1) <= limit:
-                break
-            rest = [n for n in range(len(cells[0])) if n != k]
-            places = {n: place for place, n in enumerate(rest)}
-            cells = [[row[n] for n in rest] for row in cells]
-            kept_right = [places[n] for n in right if n != k]
-            return grid(cells, kept_right, [places[n] for n in spare if n != k])
+        if spare and not _legible(widths, flexible, limit):
+            return _grid_without(spare[0], cells, right, spare)
         widths = _narrowed(widths, flexible, limit)
     return [
         "  ".join(f"{c:>{w}}" if k in right else f"{c:<{w}}" for k, (c, w) in enumerate(zip(row, widths, strict=True)))
         .rstrip()
         for row in ([shortened(c, w) for c, w in zip(row, widths, strict=True)] for row in cells)
     ]  # fmt: skip
+
+
+def _legible(widths: Sequence[int], flexible: Sequence[int], limit: int) -> bool:
+    """True if all columns fit into `limit` letters with no name in a flexible one cut to less than `LEGIBLE`."""
+    least = [min(w, LEGIBLE) if n in flexible else w for n, w in enumerate(widths)]
+    return sum(least) + 2 * (len(least) - 1) <= limit
+
+
+def _grid_without(column: int, cells: Sequence[Sequence[str]], right: Sequence[int], spare: Sequence[int]) -> list[str]:
+    """The grid of the remaining columns, renumbered."""
+    rest = [n for n in range(len(cells[0])) if n != column]
+    new_numbers = {n: number for number, n in enumerate(rest)}
+    return grid(
+        [[row[n] for n in rest] for row in cells],
+        [new_numbers[n] for n in right if n != column],
+        [new_numbers[n] for n in spare if n != column],
+    )
 
 
 def _narrowed(widths: Sequence[int], flexible: Sequence[int], limit: int) -> list[int]:

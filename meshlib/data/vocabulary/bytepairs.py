@@ -290,34 +290,44 @@ class BytePairs:
 
 
 def _check(pieces: object, merges: object, specials: object, patterns: tuple[object, ...]) -> None:
-    """Raise GraphError for arguments that make no vocabulary."""
-    given = items(pieces, WHAT, "pieces")
-    if not all(isinstance(piece, bytes) for piece in given):
+    """Raise GraphError for arguments that do not describe a vocabulary."""
+    all_pieces = items(pieces, WHAT, "pieces")
+    if not all(isinstance(piece, bytes) for piece in all_pieces):
         raise GraphError(f"{at(WHAT)}: pieces must be bytes, got {pieces!r:.80}")
-    if not isinstance(specials, Mapping) or not all(isinstance(name, str) and name for name in specials):
-        raise GraphError(f"{at(WHAT)}: specials must be numbers by name, got {specials!r:.80}")
-    numbers = [whole(n, WHAT, "each special token") for n in specials.values()]
-    if len(set(numbers)) < len(numbers) or not all(0 <= n < len(given) for n in numbers):
-        raise GraphError(
-            f"{at(WHAT)}: specials must be different numbers from 0 to {len(given) - 1}, got {specials!r:.80}"
-        )
-    known = {piece for n, piece in enumerate(given) if n not in set(numbers)}
-    for name in specials:  # in its file a name stands among the pieces, which are written in letters
-        if all(letter in BYTES for letter in name) and bytes(BYTES[letter] for letter in name) in known:
+    special_numbers = _checked_specials(specials, len(all_pieces))
+    reserved = set(special_numbers.values())
+    ordinary = {piece for n, piece in enumerate(all_pieces) if n not in reserved}
+    for name in special_numbers:  # a tokenizer.json has it among the pieces, which are written in letters
+        if all(letter in BYTES for letter in name) and bytes(BYTES[letter] for letter in name) in ordinary:
             raise GraphError(f"{at(WHAT)}: the special token {name!r:.40} is written as one of the pieces is")
-    lost = [b for b in range(256) if bytes([b]) not in known]
+    lost = [b for b in range(256) if bytes([b]) not in ordinary]
     if lost:
         raise GraphError(f"{at(WHAT)}: {len(lost)} of the 256 bytes are no pieces, the first is 0x{lost[0]:02x}")
-    for pair in items(merges, WHAT, "merges"):
-        parts = items(pair, WHAT, "each merge")
-        if len(parts) != 2 or not all(0 <= whole(n, WHAT, "each merge") < len(given) for n in parts):
-            raise GraphError(
-                f"{at(WHAT)}: merges must be pairs of numbers from 0 to {len(given) - 1}, got {pair!r:.80}"
-            )
-        if given[parts[0]] + given[parts[1]] not in known:
-            raise GraphError(f"{at(WHAT)}: the merge {pair!r:.80} makes no piece")
+    _check_merges(merges, all_pieces, ordinary)
     if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
         raise GraphError(f"{at(WHAT)}: patterns must be text, got {patterns!r:.80}")
+
+
+def _checked_specials(specials: object, count: int) -> dict[str, int]:
+    """The numbers of the special tokens by name: distinct, and below `count`, the number of pieces."""
+    if not isinstance(specials, Mapping) or not all(isinstance(name, str) and name for name in specials):
+        raise GraphError(f"{at(WHAT)}: specials must be numbers by name, got {specials!r:.80}")
+    numbers = {name: whole(n, WHAT, "each special token") for name, n in specials.items()}
+    if len(set(numbers.values())) < len(numbers) or not all(0 <= n < count for n in numbers.values()):
+        raise GraphError(f"{at(WHAT)}: specials must be different numbers from 0 to {count - 1}, got {specials!r:.80}")
+    return numbers
+
+
+def _check_merges(merges: object, pieces: Sequence[bytes], ordinary: set[bytes]) -> None:
+    """Raise GraphError for a merge that is not a pair of pieces, or whose result is not an ordinary piece."""
+    for pair in items(merges, WHAT, "merges"):
+        parts = items(pair, WHAT, "each merge")
+        if len(parts) != 2 or not all(0 <= whole(n, WHAT, "each merge") < len(pieces) for n in parts):
+            raise GraphError(
+                f"{at(WHAT)}: merges must be pairs of numbers from 0 to {len(pieces) - 1}, got {pair!r:.80}"
+            )
+        if pieces[parts[0]] + pieces[parts[1]] not in ordinary:
+            raise GraphError(f"{at(WHAT)}: the merge {pair!r:.80} makes no piece")
 
 
 def _bytes(text: str) -> bytes:
