@@ -334,6 +334,8 @@ class OpDef:
     exact       whether it rounds nothing: operands in bfloat16 make a result that is
     unique      whether two of them with the same operands and attributes differ
     reads_part  whether it reads of operand 0 only what goes into the result
+    read_share  of a CONTRACTION, (operand, operand types, output type, attrs) -> the share of that operand that is read
+                on the mean, all local: 1 but where data decide what is left out
     writes_part whether the result is operand 0 but where operand 1 goes: over operand 0 it writes operand 1 alone
     indices     the operand that holds indices into the dim of attribute `dim`
     product     of a CONTRACTION, (operand types, output type, attrs) -> Product, all local
@@ -360,6 +362,7 @@ class OpDef:
     exact: bool = False
     unique: bool = False
     reads_part: bool = False
+    read_share: Callable[[int, tuple[TensorType, ...], TensorType, Mapping[str, Any]], float] | None = None
     writes_part: bool = False
     indices: int | None = None
     product: Callable[[tuple[TensorType, ...], TensorType, Mapping[str, Any]], Product] | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from layouts import Dimension, Shape
 from meshlib.core.arguments import at, choice, flag
@@ -24,6 +25,7 @@ from meshlib.layers.router import decide, real_share
 from meshlib.layers.routing import Routing
 from meshlib.ops.building import as_dim, as_dims, floats, tensor
 from meshlib.ops.contraction.einsum import einsum
+from meshlib.ops.contraction.ragged import PRECISIONS
 from meshlib.ops.movement.indexing import gather, one_hot, scatter_add
 from meshlib.ops.movement.shape import rename_dimension, reshape, transpose
 from meshlib.ops.pointwise.elementwise import cast, greater_equal, multiply
@@ -37,6 +39,8 @@ PLACES = "expert_capacity"  # the dim of an expert's places
 # flops; a lookup reads and writes it, 4 bytes in bfloat16. Chips from v2 to v7 make 60 to 560 flops while a byte of HBM
 # moves (v5e: 197e12 / 819e9 = 240), so up to about this many tokens the product is done sooner.
 EINSUM_TOKENS = 512
+# Experts of which none is chosen need not be read. Of 2 choices for each expert an eighth of the experts has none.
+FEW_CHOICES = 2
 
 
 @dataclass(frozen=True)
@@ -216,9 +220,10 @@ def _routed(
     tokens = grouped.shape[-2]
     room = routing.places(many.size, tokens.size, training)
     places = Dimension(f"{PLACES}_inner" if held else PLACES, room)
-    if form is None:
-        all_fit = room == tokens.size and not (inner or held)
-        form = "dense" if all_fit else "einsum" if tokens.size <= EINSUM_TOKENS else "gather"
+    if form is None and room == tokens.size and not (inner or held):
+        form, routing = _without_room(grouped, many, routing, numerics)
+    elif form is None:
+        form = "einsum" if tokens.size <= EINSUM_TOKENS else "gather"
     shards = None
     if form == "grouped":
         places, shards = Dimension(PLACES, routing.rows(many.size, tokens.size)), inside.shards(routing.expert_shards)
@@ -226,7 +231,7 @@ def _routed(
     slots, back, gates, grouping = decision.slots, None, None, None
     if shards is not None:
         mean_rows = routing.choices * tokens.size / shards.size
-        slots, grouping = _sorted_by_expert(slots, inside, places, min(mean_rows, places.size))
+        slots, grouping = _sorted_by_expert(slots, inside, places, min(mean_rows, places.size), tokens.size)
         there, back = _by_lookup(grouped, tokens, slots)
     elif form == "dense":
         there, gates = grouped, inside.enter(_gates(slots, tokens), "gates")
@@ -329,6 +334,18 @@ def _mask(nonpadding: Tensor, x: Tensor, grouped: Shape, what: str) -> Tensor:
 # ---------------------------------------------------------------- ways to move tokens, or none
 
 
+def _without_room(x: Tensor, experts: Dimension, routing: Routing, numerics: Numerics) -> tuple[str, Routing]:
+    """The form where experts have room for all tokens: of few tokens that one which reads only experts that are chosen.
+
+    Each expert is a shard of its own then, so that under any layout it computes where it is.
+    """
+    chosen = prod(d.size for d in x.shape[:-1]) * routing.choices
+    by_token = routing.gating not in ("ntlb", "expert_choice") and numerics.precision in PRECISIONS
+    if by_token and experts.size > 1 and chosen < FEW_CHOICES * experts.size:
+        return "grouped", replace(routing, expert_shards=experts.size, shard_factor=None)
+    return "dense", routing
+
+
 def _gates(slots: Slots, tokens: Dimension) -> Tensor:
     """The gate of each token with each expert, zero where it has no place: [experts, groups, tokens]."""
     places = slots.token.shape[-1]
@@ -359,15 +376,17 @@ def _by_lookup(x: Tensor, tokens: Dimension, slots: Slots) -> tuple[Tensor, Back
     return gather(x, slots.token, tokens, name="dispatch", out_of_range="zero"), back
 
 
-def _sorted_by_expert(slots: Slots, inside: _Names, rows: Dimension, mean_rows: float) -> tuple[Slots, Grouping]:
+def _sorted_by_expert(
+    slots: Slots, inside: _Names, rows: Dimension, mean_rows: float, draws: int
+) -> tuple[Slots, Grouping]:
     """Places that the experts of a shard share, and how many each has; of one shard without its dim."""
     sizes = slots.sizes
     assert sizes is not None
     if sizes.shape[0].size > 1:
-        return slots, Grouping(rows, inside.enter(sizes, "sizes"), mean_rows, parts=True)
+        return slots, Grouping(rows, inside.enter(sizes, "sizes"), mean_rows, draws, parts=True)
     token, gate = (reshape(t, t.shape.dims[1:]) for t in (slots.token, slots.gate))
     whole = reshape(sizes, [*sizes.shape.dims[1:-1], inside.experts])
-    return Slots(token, gate), Grouping(rows, whole, mean_rows)
+    return Slots(token, gate), Grouping(rows, whole, mean_rows, draws)
 
 
 _MOVES: dict[str, Callable[[Tensor, Dimension, Slots], tuple[Tensor, Back]]] = {

@@ -30,13 +30,14 @@ class Grouping:
     Attributes:
       rows: the dim of the rows.
       sizes: int32, the rows of each expert: dims of the rows' tensor that have rows of their own, the experts last.
-      mean_rows: how many rows are filled on the mean.
+      mean_rows: how many rows are filled on the mean; draws: how many tokens choose them.
       parts: whether the experts are cut into parts of equal size, each with rows of its own: the first dim of `sizes`.
     """
 
     rows: Dimension
     sizes: Tensor
     mean_rows: float
+    draws: int
     parts: bool = False
 
     def product(self, x: Tensor, weights: Tensor, output_shape: Shape, precision: str, name: str | None) -> Tensor:
@@ -53,7 +54,7 @@ class Grouping:
             weights = reshape(weights, [part, members, *rest])
         return ragged_dot(
             x, weights, self.sizes, self.rows, members, output_shape,
-            precision=precision, mean_rows=self.mean_rows, name=name,
+            precision=precision, mean_rows=self.mean_rows, draws=self.draws, name=name,
         )  # fmt: skip
 
     def of_rows(self, values: Tensor, x: Tensor) -> Tensor:

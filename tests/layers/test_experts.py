@@ -293,6 +293,20 @@ def test_grouped_products_do_the_work_of_the_choices() -> None:
         assert set(sent) == {2 * 8 * rows * 128 * 2 * 7 / 8}  # two sequences, 8 shards, bfloat16; 7 of 8 to others
 
 
+def test_few_tokens_read_the_experts_that_they_choose() -> None:
+    """One token reads 2 of 16 experts; three tokens 1 - (7/8)^3 of them on the mean; 64 tokens all."""
+    wide, hidden, experts = D("d_model", 512), D("d_ff", 2048), D("experts", 16)
+    weights = 2 * experts.size * wide.size * hidden.size * 2
+    for batch, share in ((1, 2 / 16), (3, 1 - (7 / 8) ** 3), (64, 1.0)):
+        with mtf.Graph():
+            x = mtf.input("x", [D("batch", batch), D("length", 1), wide], "bfloat16")
+            numerics = mtf.Numerics("bfloat16", activation_dtype="bfloat16")
+            y = mtf.layers.moe(x, experts, hidden, Routing(top_k=2, capacity_factor=None), numerics=numerics)
+            estimate = mtf.estimate(mtf.lower({"y": y.values}), "v5e-1")
+        read = sum(r.hbm_bytes for r in estimate.rows if "/w" in r.name)
+        assert read == pytest.approx(share * weights, rel=0.1), batch
+
+
 # ---------------------------------------------------------------- chance, balance, mistakes
 
 

@@ -7,12 +7,14 @@ made of.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hardware.memory import LANES, SUBLANES
+from meshlib.core.opdef import Home, Kind
 from meshlib.estimation.work.stored_values import Stored
-from meshlib.program.instructions import Commit, Instruction, Move, Resident, Value
+from meshlib.program.analysis.work import local_types
+from meshlib.program.instructions import Commit, Compute, Instruction, Move, Resident, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ def boundary_of(members: Sequence[Instruction], stored: Stored, in_place: frozen
     read: dict[Value, tuple[int, int]] = {}
     written: dict[Value, tuple[int, int]] = {}
     needed: set[Value] = set()  # of what members make, what goes into something that is written
+    shares: dict[Value, float] = {}  # of what members make, the part that is read
     for i in reversed(members):
         if isinstance(i, Resident | Commit):
             continue
@@ -75,22 +78,39 @@ def boundary_of(members: Sequence[Instruction], stored: Stored, in_place: frozen
         written |= own
         for n, x in enumerate(i.inputs):
             needed.add(x)
+            share = _share_read(i, n, shares)
+            if x in inside:
+                shares[x] = max(shares.get(x, share), share)
             if stays and n == 0:
                 continue
             for v in (x,) if x in inside else stored.through.get(x, (x,)):
                 if v not in inside:
-                    for b, bytes_read in _buffers_read(i, n if v is x else None, v, stored):
+                    part_read = share if v.local_size == x.local_size else 1.0
+                    for b, bytes_read in _buffers_read(i, n if v is x else None, v, part_read, stored):
                         read[b] = max(read.get(b, bytes_read), bytes_read)
     uses = [Use(b, *bytes_read, False, b not in stored.held) for b, bytes_read in read.items()]
     uses += [Use(b, *bytes_read, True, b not in stored.held) for b, bytes_read in written.items()]
     return Boundary(tuple(uses))
 
 
-def _buffers_read(i: Instruction, n: int | None, x: Value, stored: Stored) -> Iterator[tuple[Value, tuple[int, int]]]:
+def _buffers_read(
+    i: Instruction, n: int | None, x: Value, share: float, stored: Stored
+) -> Iterator[tuple[Value, tuple[int, int]]]:
     """What is read of operand `n`, or of what that is made of: its buffer, and the scales of one in fewer bits."""
-    yield stored.of(x), stored.sizes(x) if n is None else _read(i, n, x, stored)
+    exact, padded = stored.sizes(x) if n is None else _read(i, n, x, stored)
+    yield stored.of(x), (round(exact * share), round(padded * share))
     for scale in stored.scales(x):
         yield scale, stored.sizes(scale)
+
+
+def _share_read(i: Instruction, n: int, shares: Mapping[Value, float]) -> float:
+    """The share of an operand that a product reads, where data decide, as expected; a view of it passes that on."""
+    if not isinstance(i, Compute):
+        return 1.0
+    if i.operation.opdef.kind is Kind.VIEW or i.operation.opdef.home is Home.OPERAND:
+        return shares.get(i.outputs[0], 1.0)
+    of = i.operation.opdef.read_share
+    return 1.0 if of is None else of(n, *local_types(i), i.operation.attrs)
 
 
 def _read(i: Instruction, n: int, x: Value, stored: Stored) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from layouts import Dimension, Shape
-from meshlib.core.arguments import at, choice, number
+from meshlib.core.arguments import at, choice, number, whole
 from meshlib.core.dtypes import INT32
 from meshlib.core.engine import Engine
 from meshlib.core.errors import ShapeError
@@ -158,6 +158,17 @@ def _product_of(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str
     return Product(batch, rows_made, contracted, columns, groups=members, groups_summed=summed, runs=runs)
 
 
+def _read_share(operand: int, ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> float:
+    """Of the matrices those whose group has a row: each is hit by a draw of rows with the same chance."""
+    groups, draws = attrs["groups"], attrs["draws"]
+    if operand != 1 or draws is None or groups not in ins[1].shape.names:
+        return 1.0
+    rows = ins[0].shape.dim(attrs["rows"]).size * float(attrs["filled"])
+    chance = min(1.0, rows / (int(attrs["count"]) * draws))
+    runs = prod(d.size for d in ins[2].shape if d.name not in ins[1].shape.names)
+    return float(1 - (1 - chance) ** (draws * runs))
+
+
 RAGGED_DOT = operation(
     "ragged_dot",
     kind=Kind.CONTRACTION,
@@ -168,6 +179,7 @@ RAGGED_DOT = operation(
     linear=lambda op: Linear((0, 1)),
     work=_work,
     product=_product_of,
+    read_share=_read_share,
 )
 
 
@@ -184,6 +196,7 @@ def ragged_dot(
     *,
     precision: str = "default",
     mean_rows: float | None = None,
+    draws: int | None = None,
     name: str | None = None,
 ) -> Tensor:
     """The product of rows that are sorted by group with the matrix of their group.
@@ -205,6 +218,8 @@ def ragged_dot(
         gradient of the matrices.
       precision: "default", or "highest" for float32 through, as of `einsum`.
       mean_rows: how many of the rows are in a group on the mean, for the estimate; all unless given.
+      draws: how many draws, such as tokens, choose the groups of these rows, each of them equally likely: so many that
+        the estimate knows how many groups have none, whose matrices are not read. None: all are read.
       name: of the operation, in listings.
     Returns: the dtype of the operands; products are exact, sums float32.
     Cost: 2 x rows in a group x (product of the other dims) MXU flops, whatever the number of groups. Its time counts
@@ -239,7 +254,8 @@ def ragged_dot(
             f"{at(what)}: mean_rows must be above 0 and at most the {row.size} of '{row.name}', got {filled}"
         )
     attrs = {
-        "rows": row.name, "groups": group.name, "count": group.size, "filled": filled / row.size, "precision": precision
+        "rows": row.name, "groups": group.name, "count": group.size, "filled": filled / row.size,
+        "draws": None if draws is None else whole(draws, what, "draws", low=1), "precision": precision,
     }  # fmt: skip
     return _built(x, w, subtract(ends, sizes), ends, out, attrs, name)
 
