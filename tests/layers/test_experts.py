@@ -304,7 +304,7 @@ def test_few_tokens_read_the_experts_that_they_choose() -> None:
             y = mtf.layers.moe(x, experts, hidden, Routing(top_k=2, capacity_factor=None), numerics=numerics)
             estimate = mtf.estimate(mtf.lower({"y": y.values}), "v5e-1")
         read = sum(r.hbm_bytes for r in estimate.rows if "/w" in r.name)
-        assert read == pytest.approx(share * weights, rel=0.1), batch
+        assert read == pytest.approx(share * weights, rel=0.15), batch  # and activations
 
 
 # ---------------------------------------------------------------- chance, balance, mistakes
