@@ -20,13 +20,13 @@ from meshlib.estimation.memory.device_memory import DeviceMemory, memory_on
 from meshlib.estimation.time.attribution import divided
 from meshlib.estimation.time.host_input import InputTime
 from meshlib.estimation.time.physics import Physics
-from meshlib.estimation.time.scheduling import Schedule, scheduled
+from meshlib.estimation.time.scheduling import StepSchedule, scheduled
 from meshlib.estimation.views.failures import faults_of
 from meshlib.estimation.views.profile import Measured, Profile, profile
 from meshlib.estimation.views.rows import BOUNDS, Row, rows_of
 from meshlib.estimation.views.table import comparison, table
 from meshlib.estimation.views.whole_run import WholeRun, whole_run
-from meshlib.estimation.work.units import Plan
+from meshlib.estimation.work.units import UnitPlan
 from meshlib.program.records import Program
 
 
@@ -62,8 +62,8 @@ class Estimate(Shown):
     compiler: Compiler
     placement: Placement
     physics: Physics
-    plan: Plan
-    schedule: Schedule
+    plan: UnitPlan
+    schedule: StepSchedule
     input: InputTime | None = None
 
     def with_physics(self, physics: Physics) -> Estimate:

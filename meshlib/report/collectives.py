@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from meshlib.core.text import bytes_text, seconds_text
 from meshlib.estimation import Estimate
-from meshlib.estimation.time.scheduling import Schedule
+from meshlib.estimation.time.scheduling import StepSchedule
 from meshlib.estimation.views.rows import Row
 from meshlib.program.records import Collective
 from meshlib.report.links import PageAnchors
@@ -102,7 +102,7 @@ def _totals(est: Estimate) -> tuple[dict[Key, float], dict[Key, float]]:
     seconds: dict[Key, float] = defaultdict(float)
     sent: dict[Key, float] = defaultdict(float)
 
-    def visit(schedule: Schedule, times: int) -> None:
+    def visit(schedule: StepSchedule, times: int) -> None:
         for e in schedule.events:
             if e.loop is not None:
                 visit(e.loop, times * e.trips)

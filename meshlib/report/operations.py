@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from meshlib.core.text import bytes_text, count_text, seconds_text
 from meshlib.estimation import Estimate
-from meshlib.estimation.views.profile import UNITS, Part
+from meshlib.estimation.views.profile import UNITS, ProfilePart
 from meshlib.report.links import PageAnchors
 from meshlib.report.markup import EXACT, MODELLED, folded, paragraph, section, table, tag, text
 
@@ -16,7 +16,7 @@ SHOWN, MOST = 25, 400  # rows that are not folded away, and rows in all
 def operations(est: Estimate, anchors: PageAnchors) -> str:
     """The section of operations; call it last, when all pictures have said what they show."""
     parts = list(est.profile().parts)
-    by_name: dict[str, list[Part]] = {}
+    by_name: dict[str, list[ProfilePart]] = {}
     for part in parts:
         by_name.setdefault(part.name, []).append(part)
     flops: dict[str, int] = {}
@@ -42,7 +42,7 @@ def operations(est: Estimate, anchors: PageAnchors) -> str:
 
 
 def _row(
-    est: Estimate, name: str, parts: Sequence[Part], flops: int, moved: float, anchors: PageAnchors
+    est: Estimate, name: str, parts: Sequence[ProfilePart], flops: int, moved: float, anchors: PageAnchors
 ) -> tuple[str, ...]:
     seconds = sum(p.total_seconds for p in parts)
     by_unit = {unit: sum(p.seconds.get(unit, 0.0) for p in parts) for unit in UNITS}

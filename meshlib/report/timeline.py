@@ -15,7 +15,7 @@ from meshlib.core.text import seconds_text
 from meshlib.estimation import Estimate
 from meshlib.estimation.result import engine_name
 from meshlib.estimation.time.attribution import divided, exposed
-from meshlib.estimation.time.scheduling import Event, Schedule
+from meshlib.estimation.time.scheduling import Event, StepSchedule
 from meshlib.estimation.views.profile import UNIT_OF
 from meshlib.estimation.views.rows import kernel_bound
 from meshlib.estimation.work.units import HOST_COPIES
@@ -51,7 +51,7 @@ def lanes_of(est: Estimate) -> list[str]:
     return [CORE, *network, *copies, WAITS]
 
 
-def bars_of(schedule: Schedule, chip: Chip) -> list[Bar]:
+def bars_of(schedule: StepSchedule, chip: Chip) -> list[Bar]:
     """The bars of a schedule, or of one trip of a loop's body; loops inside are one bar on each lane that they use."""
     bars: list[Bar] = []
     for event in schedule.events:
@@ -73,7 +73,7 @@ def bars_of(schedule: Schedule, chip: Chip) -> list[Bar]:
     return sorted(bars, key=lambda bar: bar.begin)
 
 
-def _loop(event: Event, body: Schedule, chip: Chip) -> Iterator[Bar]:
+def _loop(event: Event, body: StepSchedule, chip: Chip) -> Iterator[Bar]:
     seconds = dict.fromkeys(UNITS, 0.0)
     for _, bound, taken in divided(body, chip):
         seconds[UNIT_OF[bound]] += taken
@@ -94,7 +94,7 @@ def _loop(event: Event, body: Schedule, chip: Chip) -> Iterator[Bar]:
         yield Bar(WAITS, event.start, event.end, "loop", name, told, (("waits", share),))
 
 
-def loops_of(schedule: Schedule, times: int = 1) -> Iterator[tuple[Event, Schedule, int]]:
+def loops_of(schedule: StepSchedule, times: int = 1) -> Iterator[tuple[Event, StepSchedule, int]]:
     """Every loop of a schedule, those inside others too, with the runs of all its trips in a step."""
     for event in schedule.events:
         if event.loop is not None:

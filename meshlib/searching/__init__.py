@@ -37,7 +37,7 @@ from meshlib.core.executors import executor_of
 from meshlib.models import TransformerConfig, layout, train_step, usual_layouts
 from meshlib.models.step_builder import OFFLOAD, transformer_builder
 from meshlib.searching.exploration import Search, SearchInterrupted
-from meshlib.searching.programs import Build, Objective, Problem, problem_of
+from meshlib.searching.programs import Build, Objective, SearchProblem, problem_of
 from meshlib.searching.result import Found
 from meshlib.searching.resume_file import KeptEstimates, keys_of
 from meshlib.searching.roles import roles_of, space_of
@@ -137,7 +137,7 @@ def search(
     measure = Objective.named(objective)
     require_compiler(compiler, "search")
     _check_choices(build, options)
-    problems: dict[Choices, Problem] = {}
+    problems: dict[Choices, SearchProblem] = {}
     refused: dict[Choices, MeshlibError] = {}
     space: list[Candidate] = []
     first: list[Candidate] = []
@@ -262,7 +262,7 @@ def _known(also: object, slices: Sequence[Slice]) -> dict[Slice, list[tuple[Mesh
     return layouts_of
 
 
-def _usual(build: object, where: Slice, problem: Problem) -> list[tuple[Mesh, LayoutRules]]:
+def _usual(build: object, where: Slice, problem: SearchProblem) -> list[tuple[Mesh, LayoutRules]]:
     """The usual layouts of a model on a slice, those that divide; of a pipeline those of a stage."""
     if not isinstance(build, TransformerConfig):
         return []
@@ -291,7 +291,7 @@ def _fixed(fix: Any, sizes: Any) -> Fixed:
     return Fixed(rules, given)
 
 
-def _check_dims(argument: str, rules: LayoutRules, problems: Iterable[Problem]) -> None:
+def _check_dims(argument: str, rules: LayoutRules, problems: Iterable[SearchProblem]) -> None:
     """Raise GraphError for a rule of an argument whose dim no program has."""
     dims = dict.fromkeys(dim for problem in problems for dim in problem.tensors.sizes)
     for rule in rules.rules:

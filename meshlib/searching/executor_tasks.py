@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from meshlib.searching.outcomes import Outcome
-from meshlib.searching.programs import Objective, Problem
+from meshlib.searching.programs import Objective, SearchProblem
 from meshlib.searching.space import Candidate, Choices
 
 
@@ -15,7 +15,7 @@ from meshlib.searching.space import Candidate, Choices
 class Remote:
     """What the workers of an executor need: the problems, the candidates with their bounds, the objective as given."""
 
-    problems: Mapping[Choices, Problem]
+    problems: Mapping[Choices, SearchProblem]
     space: Sequence[Candidate]
     bounds: Sequence[float]
     given: object

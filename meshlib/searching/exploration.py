@@ -24,10 +24,10 @@ from meshlib.core.executors import Tasks, executor_of
 from meshlib.core.text import bytes_text, seconds_text
 from meshlib.searching.executor_tasks import REMOTE, Remote
 from meshlib.searching.outcomes import ALIKE, BOUNDED, ESTIMATED, NEEDLESS, OPEN, REFUSED, TOO_LARGE, Figures, Outcome
-from meshlib.searching.programs import Build, Objective, Problem
+from meshlib.searching.programs import Build, Objective, SearchProblem
 from meshlib.searching.result import Found
 from meshlib.searching.resume_file import KeptEstimates
-from meshlib.searching.roles import Role
+from meshlib.searching.roles import AxisRole
 from meshlib.searching.space import Candidate, Choices
 from meshlib.searching.workers import Task, Workers, usual_workers
 
@@ -53,7 +53,7 @@ class Search:
     def __init__(
         self,
         build: Build,
-        problems: Mapping[Choices, Problem],
+        problems: Mapping[Choices, SearchProblem],
         space: Sequence[Candidate],
         first: int,
         lighter: Mapping[int, Sequence[int]],
@@ -80,7 +80,7 @@ class Search:
         self.order = sorted(range(len(space)), key=lambda n: (self.bounds[n], len(space[n].parts), n))
         self.ranks = {n: rank for rank, n in enumerate(self.order)}
         self.best = float("inf")  # of what fits
-        numbers: dict[Role, int] = {}  # of the roles, which take longer to compare
+        numbers: dict[AxisRole, int] = {}  # of the roles, which take longer to compare
         self.axes = [frozenset((numbers.setdefault(p.role, len(numbers)), p.size) for p in c.parts) for c in space]
         self.roles = [frozenset(role for role, _ in axes) for axes in self.axes]
         self.traits = [(*roles, *c.choices, c.slice) for roles, c in zip(self.roles, space, strict=True)]

@@ -22,7 +22,7 @@ from meshlib.lowering.assigned import Subjects, stationary_axes
 from meshlib.models.stages import MICROBATCH
 from meshlib.searching.bounds.candidate import Bounds
 from meshlib.searching.outcomes import ESTIMATED, REFUSED, Figures, Outcome
-from meshlib.searching.roles import Tensors
+from meshlib.searching.roles import TensorClasses
 from meshlib.searching.space import Candidate, Choices
 
 Build = Callable[..., tuple[Any, Sequence[Operation]]]
@@ -101,7 +101,7 @@ def _nothing(bounds: Bounds, c: Candidate) -> float:
 
 
 @dataclass(eq=False)
-class Problem:
+class SearchProblem:
     """The program of one choice, with what the search asks of it."""
 
     choices: Choices
@@ -110,7 +110,7 @@ class Problem:
     compiler: Compiler
     session: Session
     subjects: Subjects
-    tensors: Tensors
+    tensors: TensorClasses
     dims: tuple[str, ...]
     batch: str | None
     units: float
@@ -172,8 +172,8 @@ def problem_of(
     per: Sequence[str],
     forbid: Sequence[str],
     compiler: Compiler = XLA_TPU,
-    beside: Problem | None = None,
-) -> Problem:
+    beside: SearchProblem | None = None,
+) -> SearchProblem:
     """Build the program of a choice; `beside` is that of another choice, with which it shares what both learn.
 
     Raises: GraphError where the builder gives no outputs and updates, or a dim is unknown.
@@ -186,7 +186,7 @@ def problem_of(
     session = Session(outputs, updates) if beside is None else beside.session.sibling(outputs, updates)
     subjects = session.subjects
     strict, free = subjects.judged(LayoutRules(), Mesh("device:1"))
-    tensors = Tensors.of([*strict, *free])
+    tensors = TensorClasses.of([*strict, *free])
     sources = [op for op in subjects.operations if op.opdef.kind in (Kind.INPUT, Kind.VARIABLE) and _outside(op)]
     stacked = {op.loop.dim.name for op in all_operations(subjects.operations) if op.loop is not None}
     sizes = tensors.sizes
@@ -202,7 +202,7 @@ def problem_of(
         units *= sizes[name]
     inputs = [op.output.shape.names for op in sources if op.opdef.kind is Kind.INPUT]
     batch = next((names[0] for names in inputs if names and names[0] in dims), None)
-    return Problem(
+    return SearchProblem(
         choices, outputs, updates, compiler, session, subjects, tensors, dims, batch, units, list(tensors.counts)
     )
 

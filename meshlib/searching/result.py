@@ -19,7 +19,7 @@ from meshlib.estimation.views.cautions import cautions
 from meshlib.program.records import Program
 from meshlib.searching.outcomes import ALIKE, BOUNDED, ESTIMATED, NEEDLESS, OPEN, REFUSED, TOO_LARGE, Outcome
 from meshlib.searching.plainness import plainness
-from meshlib.searching.programs import MODEL_ERROR, Build, Objective, Problem
+from meshlib.searching.programs import MODEL_ERROR, Build, Objective, SearchProblem
 from meshlib.searching.sensitivity import Sensitivity, sensitivity
 from meshlib.searching.space import Choices
 
@@ -32,7 +32,7 @@ class Found(Shown):
 
     outcomes: tuple[Outcome, ...]
     objective: Objective
-    problems: Mapping[Choices, Problem]
+    problems: Mapping[Choices, SearchProblem]
     build: Build
     seconds: float
     left_out: Mapping[Choices, str] = field(default_factory=dict)  # choices that the builder refused, and why

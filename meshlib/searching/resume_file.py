@@ -19,12 +19,12 @@ from meshlib.core.documents import RECORD, check_fields, read_json
 from meshlib.core.errors import GraphError
 from meshlib.core.files import replace_file
 from meshlib.estimation.time.physics import CALIBRATED
-from meshlib.searching.programs import Objective, Problem
+from meshlib.searching.programs import Objective, SearchProblem
 
 FORMAT = "meshlib search 2"
 
 
-def keys_of(problems: Collection[Problem], slices: Sequence[Slice], objective: Objective) -> dict[str, str]:
+def keys_of(problems: Collection[SearchProblem], slices: Sequence[Slice], objective: Objective) -> dict[str, str]:
     """All that an estimate depends on, by the words in which a message names it.
 
     Raises: GraphError for an objective or an attribute of the program that has no key.

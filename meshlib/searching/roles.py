@@ -28,7 +28,7 @@ LEAST_SHARE = 0.01  # of the elements of a scope, which a companion of a larger 
 
 
 @dataclass(frozen=True)
-class Role:
+class AxisRole:
     """What an axis is for.
 
     `base` takes it wherever it occurs; `beside`, a scope (None: all tensors) and a dim, where no dim of the base does.
@@ -65,15 +65,15 @@ class Role:
 
 
 @dataclass(frozen=True)
-class Tensors:
+class TensorClasses:
     """The tensors of a program that a layout lays out: shape, scope, and how many are alike."""
 
     counts: Mapping[tuple[Shape, str], int]
 
     @staticmethod
-    def of(judged: Iterable[tuple[str, Shape, str]]) -> Tensors:
+    def of(judged: Iterable[tuple[str, Shape, str]]) -> TensorClasses:
         """From what `Subjects.judged` says."""
-        return Tensors(Counter((shape, scope) for _, shape, scope in judged))
+        return TensorClasses(Counter((shape, scope) for _, shape, scope in judged))
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -102,21 +102,21 @@ class Tensors:
         return elements_of
 
 
-def roles_of(tensors: Tensors, dims: Sequence[str], batch: str | None = None) -> list[Role]:
+def roles_of(tensors: TensorClasses, dims: Sequence[str], batch: str | None = None) -> list[AxisRole]:
     """The roles of a program's dims, the plain ones first. `dims` are those that an axis may split.
 
     Axes are called "data", "fsdp" and "zero1" where they split the `batch`, "model" where the base has dims of
     variables, and otherwise as the first dim.
     """
     held = {name for (shape, scope) in tensors.counts if scope == "variables" for name in shape.names}
-    roles: list[Role] = []
+    roles: list[AxisRole] = []
     for base in _bases(tensors, dims):
         holds = not held.isdisjoint(base)
         names = ("model",) * 3 if holds else ("data", "fsdp", "zero1") if batch in base else (base[0],) * 3
-        roles.append(Role(base, None, names[0], holds))
+        roles.append(AxisRole(base, None, names[0], holds))
         companions = _all_companions if is_small(dims) else _ranked_companions
         for scope, dim in companions(tensors, base, dims, held):
-            roles.append(Role(base, (scope, dim), names[2 if scope else 1], holds))
+            roles.append(AxisRole(base, (scope, dim), names[2 if scope else 1], holds))
     return roles
 
 
@@ -140,7 +140,9 @@ def space_of(dims: Sequence[str], axes: int) -> str:
 Companion: TypeAlias = tuple[str | None, str]
 
 
-def _all_companions(tensors: Tensors, base: Sequence[str], dims: Sequence[str], held: set[str]) -> list[Companion]:
+def _all_companions(
+    tensors: TensorClasses, base: Sequence[str], dims: Sequence[str], held: set[str]
+) -> list[Companion]:
     """Every other dim that shares a tensor with one of the base, in all tensors; in slots, where it has any to split.
 
     A dim that never meets the base is a companion of none: it makes a larger base.
@@ -151,7 +153,9 @@ def _all_companions(tensors: Tensors, base: Sequence[str], dims: Sequence[str], 
     return [*((None, dim) for dim in others), *(("slots", dim) for dim in others if slots[dim])]
 
 
-def _ranked_companions(tensors: Tensors, base: Sequence[str], dims: Sequence[str], held: set[str]) -> list[Companion]:
+def _ranked_companions(
+    tensors: TensorClasses, base: Sequence[str], dims: Sequence[str], held: set[str]
+) -> list[Companion]:
     """Those that split the most elements of each scope; of slots and of what variables lack, plain ones alone."""
     companions: dict[Companion, None] = {}
     for scope, most in RANKED.items():
@@ -166,7 +170,7 @@ def _ranked_companions(tensors: Tensors, base: Sequence[str], dims: Sequence[str
     return list(companions)
 
 
-def _bases(tensors: Tensors, dims: Sequence[str]) -> list[tuple[str, ...]]:
+def _bases(tensors: TensorClasses, dims: Sequence[str]) -> list[tuple[str, ...]]:
     """Each dim alone, then sets of dims that never meet: all of a small program, else the largest."""
     order = {name: n for n, name in enumerate(dims)}
     apart = {name: set(dims) - tensors.meeting(name) - {name} for name in dims}

@@ -16,16 +16,16 @@ from hardware.slices import Slice
 from layouts import LayoutRules, Mesh, joined
 from layouts.rules import Rule
 from meshlib.core.canonical_keys import key_of
-from meshlib.searching.roles import Role
+from meshlib.searching.roles import AxisRole
 
 Choices = tuple[tuple[str, object], ...]  # the arguments of the builder, by name
 
 
 @dataclass(frozen=True)
-class Part:
+class AxisPart:
     """One axis: its role, its size, and the dims of the role's base that divide by it."""
 
-    role: Role
+    role: AxisRole
     size: int
     base: tuple[str, ...]
 
@@ -79,7 +79,7 @@ class Candidate:
     slice: Slice
     fixed: Fixed
     given: tuple[tuple[str, int], ...]  # the sizes of the fixed axes
-    parts: tuple[Part, ...]
+    parts: tuple[AxisPart, ...]
 
     @cached_property
     def _names(self) -> list[str]:
@@ -163,7 +163,7 @@ def lighter_ones(space: Sequence[Candidate], argument: str, order: Sequence[obje
 
 
 def candidates(
-    choices: Choices, where: Slice, roles: Sequence[Role], sizes: Mapping[str, int], fixed: Fixed, most: int
+    choices: Choices, where: Slice, roles: Sequence[AxisRole], sizes: Mapping[str, int], fixed: Fixed, most: int
 ) -> Iterator[Candidate]:
     """All candidates of at most `most` axes beyond the fixed ones; fewer axes first.
 
@@ -183,14 +183,14 @@ def candidates(
                         yield Candidate(choices, where, fixed, tuple(given.items()), parts)
 
 
-def _parts(roles: Sequence[Role], sizes: Sequence[int], left: dict[str, int]) -> tuple[Part, ...] | None:
+def _parts(roles: Sequence[AxisRole], sizes: Sequence[int], left: dict[str, int]) -> tuple[AxisPart, ...] | None:
     """The roles with the sizes of their axes; None where something does not divide."""
     parts = []
     for role, size in zip(roles, sizes, strict=True):
         base = role.split(size, left)
         if base is None:
             return None
-        parts.append(Part(role, size, base))
+        parts.append(AxisPart(role, size, base))
     return tuple(parts)
 
 

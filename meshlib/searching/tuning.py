@@ -56,7 +56,7 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Change:
+class TunedKeys:
     """Keys that were set, and the figures before and after."""
 
     keys: Mapping[str, Any]
@@ -79,7 +79,7 @@ class Tuned:
     slice: Slice
     given: Tried
     best: Tried
-    changes: tuple[Change, ...]
+    changes: tuple[TunedKeys, ...]
     tried: int
     seconds: float
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -144,7 +144,7 @@ def tune(
         return seen[key]
 
     given = best = look(run)
-    changes: list[Change] = []
+    changes: list[TunedKeys] = []
     gained = True
     while gained and time.monotonic() - start < seconds:
         gained = False
@@ -159,7 +159,7 @@ def tune(
             keys, after = min(options, key=lambda option: option[1].order)
             better = after.order < best.order and (not best.fits or after.step_seconds < best.step_seconds * (1 - GAIN))
             if better:
-                changes.append(Change(keys, best, after))
+                changes.append(TunedKeys(keys, best, after))
                 best, gained = after, True
     if best.fault:
         raise GraphError(f"tune: {best.fault}")

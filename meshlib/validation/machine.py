@@ -28,7 +28,7 @@ _REST = -1  # a size in a layout: what the other axes leave
 
 
 @dataclass(frozen=True)
-class Axes:
+class MeshAxes:
     """A run's mesh.
 
     Attributes:
@@ -148,7 +148,7 @@ def stated_sizes(layout: object) -> dict[str, int]:
     return size_of
 
 
-def axes_of(row: Row, slice_: Slice, d_model: int) -> Axes:
+def axes_of(row: Row, slice_: Slice, d_model: int) -> MeshAxes:
     """The mesh of a row's layout.
 
     Raises: NotExpressed where there is no layout, or one that the library has no counterpart of.
@@ -179,7 +179,7 @@ def axes_of(row: Row, slice_: Slice, d_model: int) -> Axes:
     assumed = _divided(sizes, d_model)
     used_axes = tuple((axis, size) for axis, size in sizes.items() if size > 1)
     joined = tuple((axis, size) for axis, size in across.items() if size > 1)
-    return Axes(used_axes or (("data", 1),), joined if math.prod(across.values()) == slices else (), assumed)
+    return MeshAxes(used_axes or (("data", 1),), joined if math.prod(across.values()) == slices else (), assumed)
 
 
 def _fill(sizes: dict[str, int], devices: int) -> None:

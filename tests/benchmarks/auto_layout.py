@@ -22,7 +22,7 @@ from layouts import LayoutRules, Mesh
 from meshlib.core.errors import LayoutError
 from meshlib.core.text import bytes_text, grid
 from meshlib.models.step_builder import transformer_builder
-from meshlib.searching.programs import Problem, problem_of
+from meshlib.searching.programs import SearchProblem, problem_of
 from meshlib.searching.roles import roles_of
 from meshlib.searching.space import Candidate, laid
 
@@ -31,7 +31,7 @@ BATCH, LENGTH = 256, 256
 MODELS = ("0.14b", "0.37b", "1.28b", "4.9b")
 
 
-def plain(problem: Problem) -> Iterator[Candidate]:
+def plain(problem: SearchProblem) -> Iterator[Candidate]:
     """All layouts of the mesh that auto layout can say."""
     bases = [(), *(role.base for role in roles_of(problem.tensors, problem.dims, problem.batch) if not role.beside)]
     where, mesh = Slice(SLICE), Mesh(f"rows:{ROWS};cols:{COLS}")
@@ -44,7 +44,7 @@ def plain(problem: Problem) -> Iterator[Candidate]:
             yield laid(problem.choices, where, mesh, rules, ())
 
 
-def best_plain(problem: Problem, seconds: float) -> tuple[Candidate, float, bool]:
+def best_plain(problem: SearchProblem, seconds: float) -> tuple[Candidate, float, bool]:
     """The one of the least peak, its bytes, and whether all were accounted for."""
     held = []
     for c in plain(problem):

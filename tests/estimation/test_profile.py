@@ -9,7 +9,7 @@ import pytest
 
 import meshlib as mtf
 from meshlib.estimation.time.attribution import divided, moments
-from meshlib.estimation.time.scheduling import Schedule
+from meshlib.estimation.time.scheduling import StepSchedule
 from meshlib.estimation.views.profile import UNITS, Measured, Profile
 from tests.compilers import BY_OVERLAP, INDEPENDENT
 from tests.estimation.test_trace import chain, layered
@@ -17,7 +17,7 @@ from tests.estimation.test_trace import chain, layered
 D = mtf.Dimension
 
 
-def gapless(made: Schedule, est: mtf.Estimate) -> None:
+def gapless(made: StepSchedule, est: mtf.Estimate) -> None:
     """The moments follow each other from 0 to the end."""
     at = 0.0
     for m in moments(made, est.slice.chip):

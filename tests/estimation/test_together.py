@@ -17,7 +17,7 @@ from hardware.slices import Slice
 from meshlib.estimation import Physics
 from meshlib.estimation.time.hbm_engine import Hbm
 from meshlib.estimation.time.kernel_times import Times
-from meshlib.estimation.time.link_sharing import Links
+from meshlib.estimation.time.link_sharing import LinkTimes
 from meshlib.estimation.time.scheduling import schedule
 from meshlib.estimation.work.communication import Network, placed
 from meshlib.estimation.work.plan import plan_of
@@ -94,7 +94,7 @@ def cost(seconds: float, place: int = 0) -> Cost:
 
 def test_a_short_one_passes_a_long_one():
     """It has the link in turn with the other: twice its own time, and the other ends later by it."""
-    links = Links()
+    links = LinkTimes()
     assert links.send(0, cost(10.0), 0.0) == (0.0, 0.0, [])
     start, shared, passed = links.send(1, cost(0.5), 2.0)
     assert (start, shared) == (2.0, 0.5)
@@ -106,7 +106,7 @@ def test_a_short_one_passes_a_long_one():
 
 def test_equal_ones_keep_their_order():
     """Whatever sums of floats make of their ends: none of three thirds passes the one before it."""
-    links = Links()
+    links = LinkTimes()
     starts = [links.send(n, cost(1 / 3), 0.1 + n / 100)[0] for n in range(3)]
     assert starts == pytest.approx([0.1, 0.1 + 1 / 3, 0.1 + 2 / 3])
     assert links.send(3, cost(1 / 3), 0.2)[2] == []
@@ -116,7 +116,7 @@ def test_equal_ones_keep_their_order():
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 30)), min_size=1, max_size=8))
 def test_bytes_on_a_link_are_conserved(given_):
     """Whoever passes whom, the link is busy for the sum of all from the last time on at which it was idle."""
-    links, busy_until = Links(), 0.0
+    links, busy_until = LinkTimes(), 0.0
     for n, (busy, ready) in enumerate(sorted(given_, key=lambda pair: pair[1])):
         links.send(n, cost(float(busy)), float(ready))
         busy_until = max(busy_until, ready) + busy

@@ -99,7 +99,7 @@ def test_who_cannot_use_its_share_leaves_it():
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 30)), min_size=1, max_size=6), st.sampled_from(POLICIES))
 def test_a_schedule_keeps_links_busy_for_as_long_as_the_fluid(given_, policy):
     given_ = sorted(given_, key=lambda pair: pair[1])
-    links = link_sharing.Links()
+    links = link_sharing.LinkTimes()
     flows = [Cost(float(busy), ((0, float(busy)),), 1, "-") for busy, _ in given_]
     for n, (flow, (_, ready)) in enumerate(zip(flows, given_, strict=True)):
         links.send(n, flow, float(ready))
@@ -109,7 +109,7 @@ def test_a_schedule_keeps_links_busy_for_as_long_as_the_fluid(given_, policy):
 @given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 10))
 def test_a_schedule_lets_a_small_one_pass_as_equal_shares_do(small, more, late):
     large = 2 * small + more + late
-    links = link_sharing.Links()
+    links = link_sharing.LinkTimes()
     flows = [Cost(float(busy), ((0, float(busy)),), 1, "-") for busy in (large, small)]
     links.send(0, flows[0], 0.0)
     start, cost_of_sharing, _ = links.send(1, flows[1], float(late))

@@ -19,7 +19,7 @@ from layouts import LayoutRules
 from meshlib.core.graph import Operation, Tensor
 from meshlib.estimation import estimate
 from meshlib.searching.bounds.min_sum import Table
-from meshlib.searching.programs import Problem, problem_of
+from meshlib.searching.programs import SearchProblem, problem_of
 from meshlib.searching.roles import roles_of
 from meshlib.searching.space import Candidate, Fixed, candidates, laid
 from tests.compilers import INDEPENDENT
@@ -132,7 +132,7 @@ def slowed(name: str, links: float) -> Slice:
     return Slice(name, replace(chip, ici_bytes_per_second=chip.ici_bytes_per_second * links))
 
 
-def tried(problem: Problem, space: Sequence[Candidate], most: int, rng: random.Random) -> int:
+def tried(problem: SearchProblem, space: Sequence[Candidate], most: int, rng: random.Random) -> int:
     """Bounds of some candidates against their estimates."""
     count = 0
     for c in rng.sample(list(space), min(most, len(space))):
@@ -149,7 +149,7 @@ def tried(problem: Problem, space: Sequence[Candidate], most: int, rng: random.R
     return count
 
 
-def space_of(problem: Problem, name: str) -> list[Candidate]:
+def space_of(problem: SearchProblem, name: str) -> list[Candidate]:
     roles = roles_of(problem.tensors, problem.dims, problem.batch)
     given = Fixed(LayoutRules(""), {}, problem.named)
     return [*candidates(problem.choices, Slice(name), roles, problem.tensors.sizes, given, 3)]

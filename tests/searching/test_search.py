@@ -19,7 +19,7 @@ import meshlib as mtf
 from hardware.slices import Slice
 from layouts import LayoutRules
 from meshlib.searching.outcomes import ALIKE, BOUNDED, ESTIMATED, NEEDLESS, OPEN, REFUSED, TOO_LARGE
-from meshlib.searching.programs import Problem, problem_of
+from meshlib.searching.programs import SearchProblem, problem_of
 from meshlib.searching.roles import roles_of
 from meshlib.searching.space import Candidate, Fixed, candidates
 from meshlib.searching.workers import usual_workers
@@ -267,7 +267,7 @@ def test_a_kept_search_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     kept = json.loads(path.read_text())
     assert len(kept["estimates"]) == sum(o.state == ESTIMATED for o in first.outcomes)
     with monkeypatch.context() as patch:  # what the file says is taken, not made again
-        patch.setattr(Problem, "estimated", lambda *_: pytest.fail("estimated again"))
+        patch.setattr(SearchProblem, "estimated", lambda *_: pytest.fail("estimated again"))
         again = mtf.search(network, "v3-8", axes=1, seconds=None, resume=path, workers=1)
     assert again.best.value == first.best.value
     with pytest.raises(mtf.GraphError, match="the search of another program"):

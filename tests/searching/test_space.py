@@ -11,7 +11,7 @@ import pytest
 import meshlib as mtf
 from hardware.slices import Slice
 from layouts import LayoutRules
-from meshlib.searching.programs import Problem, problem_of
+from meshlib.searching.programs import SearchProblem, problem_of
 from meshlib.searching.roles import roles_of
 from meshlib.searching.space import Fixed, candidates
 from tests.effort import draws
@@ -34,7 +34,7 @@ def perceptron(*sizes: int, wide: str = "float32") -> Build:
     return build
 
 
-def shapes(problem: Problem) -> list[frozenset[str]]:
+def shapes(problem: SearchProblem) -> list[frozenset[str]]:
     return [frozenset(shape.names) for shape, _ in problem.tensors.counts]
 
 

@@ -51,7 +51,7 @@ FILE_BYTES = 5 * 10**9  # of exported weights: `shard_bytes` of `mtf.save_weight
 
 
 @dataclass(frozen=True)
-class CompiledMemory:
+class CompiledStepMemory:
     """Bytes of one device that a compiled step takes, by cause. Modelled, but `buffers_bytes`.
 
     Attributes:
@@ -84,7 +84,9 @@ class CompiledMemory:
         return max(self.step_bytes + RUN_ADDS_BYTES, self.state_bytes + self.export_bytes)
 
 
-def compiled_memory(program: Program, compiler: Compiler, buffers_bytes: int, capacity_bytes: int) -> CompiledMemory:
+def compiled_memory(
+    program: Program, compiler: Compiler, buffers_bytes: int, capacity_bytes: int
+) -> CompiledStepMemory:
     """What a compiler's step takes.
 
     Args:
@@ -103,8 +105,8 @@ def compiled_memory(program: Program, compiler: Compiler, buffers_bytes: int, ca
     trained = [program.variables[n] for n in program.updates if n in program.variables]
     weights = sum(4 * v.tensor.shape.size for v in trained if not v.tensor.operation.attrs["slot_of"])
 
-    def with_loops(loops_bytes: int) -> CompiledMemory:
-        return CompiledMemory(
+    def with_loops(loops_bytes: int) -> CompiledStepMemory:
+        return CompiledStepMemory(
             buffers_bytes=buffers_bytes,
             layout_bytes=laid - buffers_bytes,
             casts_bytes=casts,

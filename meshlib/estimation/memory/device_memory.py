@@ -18,7 +18,7 @@ from meshlib.core.compiler import GSPMD, Compiler
 from meshlib.core.errors import GraphError
 from meshlib.core.shown import Shown
 from meshlib.core.text import bytes_text, grid
-from meshlib.estimation.memory.compiled import FILE_BYTES, CompiledMemory, compiled_memory
+from meshlib.estimation.memory.compiled import FILE_BYTES, CompiledStepMemory, compiled_memory
 from meshlib.estimation.memory.remedies import Remedy, remedies
 from meshlib.estimation.work.tiles import tiled_value_bytes
 from meshlib.program.analysis.memory import KINDS, Live, kinds_after, measure
@@ -67,7 +67,7 @@ class DeviceMemory(Shown):
         return tuple(zip(*kinds_after(self.program, tiled_value_bytes).values(), strict=True))
 
     @cached_property
-    def compiled(self) -> CompiledMemory:
+    def compiled(self) -> CompiledStepMemory:
         """What the compiled step takes, by cause, and a whole run. Modelled."""
         return compiled_memory(self.program, self.compiler, self.peak_bytes, self.capacity_bytes)
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from hardware.chips import Chip
-from meshlib.estimation.time.scheduling import Event, Schedule
+from meshlib.estimation.time.scheduling import Event, StepSchedule
 from meshlib.estimation.views.rows import kernel_bound, kernel_latency, network_parts
 
 ROUNDING = 1e-12  # of a step: shorter gaps come of sums of floats
@@ -35,7 +35,7 @@ class Moment(NamedTuple):
     event: Event | None
 
 
-def moments(made: Schedule, chip: Chip) -> Iterator[Moment]:
+def moments(made: StepSchedule, chip: Chip) -> Iterator[Moment]:
     """The moments of one schedule in their order, from 0 to its end without a gap; loops as one moment each."""
     waits = {begin: (end, event) for begin, end, event in exposed(made)}
     starts = sorted(waits)
@@ -58,7 +58,7 @@ def moments(made: Schedule, chip: Chip) -> Iterator[Moment]:
         yield Moment(made.seconds - copies, made.seconds, "pcie", next((e for e in made.events if e.copy), None))
 
 
-def divided(made: Schedule, chip: Chip, times: int = 1) -> Iterator[tuple[Event | None, str, float]]:
+def divided(made: StepSchedule, chip: Chip, times: int = 1) -> Iterator[tuple[Event | None, str, float]]:
     """(event, bound, seconds) of everything, loops looked into; their sum is `times` the schedule's seconds."""
     for m in moments(made, chip):
         if m.event is not None and m.event.loop is not None and not m.bound:
@@ -72,7 +72,7 @@ def computes_from(event: Event) -> float:
     return event.end - event.time.seconds if event.time else event.start
 
 
-def exposed(made: Schedule) -> Iterator[tuple[float, float, Event]]:
+def exposed(made: StepSchedule) -> Iterator[tuple[float, float, Event]]:
     """When something is sent and the core computes nothing, and what: of several that which began first."""
     gaps = _gaps([(computes_from(e), e.end) for e in made.events if e.on_core])
     starts = [begin for begin, _ in gaps]

@@ -30,7 +30,7 @@ class _Turn:
 
 
 @dataclass(slots=True)
-class Links:
+class LinkTimes:
     """For each place of the network, what is being sent there from when to when, in the order in which it ends."""
 
     turns: dict[int, list[_Turn]] = field(default_factory=dict)

@@ -44,11 +44,11 @@ from hardware.network import Cost
 from meshlib.core.compiler import Compiler
 from meshlib.estimation.time.hbm_engine import Hbm
 from meshlib.estimation.time.kernel_times import KernelTime, Times
-from meshlib.estimation.time.link_sharing import Links
+from meshlib.estimation.time.link_sharing import LinkTimes
 from meshlib.estimation.time.physics import Physics
-from meshlib.estimation.work.communication import Move, launch_seconds
+from meshlib.estimation.work.communication import Communication, launch_seconds
 from meshlib.estimation.work.kernels import Kernel
-from meshlib.estimation.work.units import HOST_COPIES, Plan, Unit
+from meshlib.estimation.work.units import HOST_COPIES, Unit, UnitPlan
 
 # What arrives is written to HBM and what leaves is read: of an all_reduce in both of its halves.
 HBM_PASSES = {"all_reduce": 4}
@@ -64,9 +64,9 @@ class Event:
     region: str
     kernel: Kernel | None = None
     time: KernelTime | None = None
-    move: Move | None = None
+    move: Communication | None = None
     cost: Cost | None = None
-    loop: Schedule | None = None
+    loop: StepSchedule | None = None
     trips: int = 1
     active: float = 1.0  # of a loop, the part of its work that counts
     copy: tuple[str, int] | None = None  # to or from the host, bytes
@@ -85,7 +85,7 @@ class Event:
 
 
 @dataclass(slots=True)
-class Schedule:
+class StepSchedule:
     """The events of a program in the order in which they were placed, and their totals in seconds.
 
     `busy` has, per engine ("mxu", "vpu", "hbm", a place of the network as its number), the seconds for which it works;
@@ -116,28 +116,28 @@ class Schedule:
         self.busy[engine] = self.busy.get(engine, 0.0) + seconds
 
 
-def schedule(plan: Plan, times: Times, compiler: Compiler, spare_seconds: float | None = None) -> Schedule:
+def schedule(plan: UnitPlan, times: Times, compiler: Compiler, spare_seconds: float | None = None) -> StepSchedule:
     """The schedule of a plan, from 0, with a compiler's policy of overlap and its loops kept or unrolled.
 
     `spare_seconds`: of HBM before it starts, for what is fetched ahead; None for a program, before which nothing runs.
     """
-    return _Run(plan, times, compiler, spare_seconds).run()
+    return _SchedulePass(plan, times, compiler, spare_seconds).run()
 
 
-def scheduled(plan: Plan, chip: Chip, physics: Physics, compiler: Compiler) -> Schedule:
+def scheduled(plan: UnitPlan, chip: Chip, physics: Physics, compiler: Compiler) -> StepSchedule:
     """The schedule of a whole program on one device of a chip; one of a single kernel has the chip for itself."""
     return schedule(plan, Times(chip, physics, alone=plan.kernels == 1), compiler)
 
 
-class _Run:
-    def __init__(self, plan: Plan, times: Times, compiler: Compiler, spare_seconds: float | None) -> None:
+class _SchedulePass:
+    def __init__(self, plan: UnitPlan, times: Times, compiler: Compiler, spare_seconds: float | None) -> None:
         self.plan, self.times, self.compiler = plan, times, compiler
         self.overlap, self.unrolled = compiler.overlap, compiler.unrolled_loops
-        self.made = Schedule()
+        self.made = StepSchedule()
         self.core = 0.0  # when the core is free
         self.owed_seconds = 0.0  # of the core, for collectives beside it; time in which it waits counts towards it
         self.ready: dict[int, float] = {}
-        self.links = Links()
+        self.links = LinkTimes()
         self.pieces: dict[int, Event] = {}  # what a collective matmul may take or give piece by piece
         self.sent: dict[int, tuple[int, ...]] = {}  # number of a collective's event -> values that it brings
         self.hbm = Hbm(times.ahead_seconds, spare_seconds)
@@ -145,7 +145,7 @@ class _Run:
         self.awaited: set[int] = set()
         self.windows: dict[int, float] = {}  # gathered value -> seconds of the products that have taken its pieces
 
-    def run(self) -> Schedule:
+    def run(self) -> StepSchedule:
         for unit in self.plan.units:
             self._catch_up()
             if not self._is_put_off(unit):
@@ -243,7 +243,7 @@ class _Run:
             if move.kind == "all_gather" and unit.chained and self.compiler.cuts_in_pieces(move.larger_bytes):
                 self.pieces[y] = event
 
-    def _send(self, unit: Unit, move: Move, cost: Cost, ready: float) -> Event:
+    def _send(self, unit: Unit, move: Communication, cost: Cost, ready: float) -> Event:
         seconds = cost.seconds + launch_seconds(cost, self.times.chip)
         if self.overlap == "none":
             ready = max(ready, self.core)
@@ -315,7 +315,7 @@ class _Run:
             if event.kernel is not None:
                 self.pieces[y] = event
 
-    def _giver(self, unit: Unit, move: Move) -> Event | None:
+    def _giver(self, unit: Unit, move: Communication) -> Event | None:
         """The kernel whose sum a reduction can take piece by piece."""
         if move.kind not in ("reduce_scatter", "all_reduce") or len(unit.inputs) != 1:
             return None
@@ -324,7 +324,7 @@ class _Run:
         producer = self.pieces.get(unit.inputs[0])
         return producer if producer is not None and producer.kernel is not None else None
 
-    def _loop(self, unit: Unit, plan: Plan) -> None:
+    def _loop(self, unit: Unit, plan: UnitPlan) -> None:
         body = schedule(plan, self.times, self.compiler, 0.0)
         if body.spare_seconds and unit.trips > 1:  # what HBM had to spare at the end of a trip serves the next
             body = schedule(plan, self.times, self.compiler, body.spare_seconds)

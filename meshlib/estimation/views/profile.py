@@ -21,7 +21,7 @@ from meshlib.core.shown import Shown
 from meshlib.core.source_lines import UNKNOWN_LINE
 from meshlib.core.text import clipped, grid, seconds_text, wrapped
 from meshlib.estimation.time.attribution import divided
-from meshlib.estimation.time.scheduling import Event, Schedule
+from meshlib.estimation.time.scheduling import Event, StepSchedule
 from meshlib.estimation.work.plan import kernels_of
 from meshlib.program.instructions import Loop
 from meshlib.program.records import Program
@@ -44,7 +44,7 @@ OVERHEAD, INPUT, SLOWEST, TRAFFIC = "step overhead", "input", "slowest slice", "
 
 
 @dataclass(frozen=True)
-class Part:
+class ProfilePart:
     """Something's part in a step. Modelled, but for `measured_seconds`.
 
     Attributes:
@@ -139,7 +139,7 @@ class Profile(Shown):
     step_seconds: float
     seconds: Mapping[str, float]
     busy_seconds: Mapping[str, float]
-    parts: tuple[Part, ...]
+    parts: tuple[ProfilePart, ...]
     title: str
     compiler: Compiler
     measured: Measured | None = None
@@ -157,13 +157,13 @@ class Profile(Shown):
         name = choice(unit, "Profile.share", "unit", UNITS)
         return self.seconds[name] / self.step_seconds if self.step_seconds else 0.0
 
-    def by(self, view: str) -> list[Part]:
+    def by(self, view: str) -> list[ProfilePart]:
         """The parts together by "kind", "line", "operation" or "phase", that which takes most first.
 
         Raises: GraphError for another view.
         """
         choice(view, "Profile.by", "view", VIEWS)
-        groups: dict[str, list[Part]] = defaultdict(list)
+        groups: dict[str, list[ProfilePart]] = defaultdict(list)
         for part in self.parts:
             groups[_key(part, view)].append(part)
         measured = self.measured.by(view) if self.measured is not None else {}
@@ -250,7 +250,7 @@ class Profile(Shown):
         measured = ("measured", "share") if self.measured is not None else ()
         return (title, "time*", "share*", *units, *measured)
 
-    def _cells(self, name: str, parts: Sequence[Part], units: Sequence[str]) -> tuple[str, ...]:
+    def _cells(self, name: str, parts: Sequence[ProfilePart], units: Sequence[str]) -> tuple[str, ...]:
         total = sum(p.total_seconds for p in parts)
         by_unit = [sum(p.seconds.get(unit, 0.0) for p in parts) for unit in units]
         cells = [name, seconds_text(total) if total else "-", self._percent(total)]
@@ -318,7 +318,7 @@ def profile(est: Estimate, measured: object = None) -> Profile:
             part(name, name, f"({name})")[0][unit] += seconds
     if est.input is not None:
         part(INPUT, INPUT, f"({INPUT})")[1]["host"] += est.input.seconds
-    parts = [Part(*key, dict(seconds), dict(busy)) for key, (seconds, busy) in seconds_of.items()]
+    parts = [ProfilePart(*key, dict(seconds), dict(busy)) for key, (seconds, busy) in seconds_of.items()]
     parts.sort(key=lambda p: -p.total_seconds)
     totals = {unit: sum(p.seconds.get(unit, 0.0) for p in parts) for unit in UNITS}
     title = f"{est.slice.name}, mesh {est.program.mesh}, layout {est.program.layout or '(none)'}"
@@ -326,7 +326,7 @@ def profile(est: Estimate, measured: object = None) -> Profile:
     return Profile(est.step_seconds, totals, _working(est), tuple(parts), title, est.compiler, seen)
 
 
-def _owners(program: Program, made: Schedule) -> Iterator[tuple[str, tuple[str, str, str, str]]]:
+def _owners(program: Program, made: StepSchedule) -> Iterator[tuple[str, tuple[str, str, str, str]]]:
     """(name of an instruction, what the event is called in which it runs)."""
     events = {e.first: e for e in made.events}
     for members in kernels_of(program):
@@ -356,7 +356,7 @@ def _working(est: Estimate) -> dict[str, float]:
     }
 
 
-def _events(made: Schedule, times: int = 1) -> Iterator[tuple[Event, int]]:
+def _events(made: StepSchedule, times: int = 1) -> Iterator[tuple[Event, int]]:
     """All events but loops, with how often each happens."""
     for event in made.events:
         if event.loop is not None:
@@ -391,11 +391,11 @@ def _short(name: str) -> str:
     return name if len(name) <= NAME else f"...{name[3 - NAME :]}"
 
 
-def _key(part: Part, view: str) -> str:
+def _key(part: ProfilePart, view: str) -> str:
     return {"kind": part.kind, "line": part.source, "operation": part.name, "phase": part.phase or part.kind}[view]
 
 
-def _together(name: str, parts: Sequence[Part], measured: float | None) -> Part:
+def _together(name: str, parts: Sequence[ProfilePart], measured: float | None) -> ProfilePart:
     def one(values: Iterator[str]) -> str:
         distinct = set(values)
         return distinct.pop() if len(distinct) == 1 else ""
@@ -407,7 +407,7 @@ def _together(name: str, parts: Sequence[Part], measured: float | None) -> Part:
                 sums[unit] += seconds
         return dict(sums)
 
-    return Part(
+    return ProfilePart(
         name,
         one(p.kind for p in parts),
         one(p.source for p in parts),

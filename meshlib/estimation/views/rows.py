@@ -11,7 +11,7 @@ from hardware.network import Cost
 from hardware.placement import CORES, DCN
 from meshlib.core.graph import FORWARD
 from meshlib.estimation.time.kernel_times import KernelTime
-from meshlib.estimation.time.scheduling import Event, Schedule
+from meshlib.estimation.time.scheduling import Event, StepSchedule
 from meshlib.estimation.work.communication import launch_seconds
 
 BOUNDS = ("mxu", "vpu", "hbm", "ici", "dcn", "pcie", "latency", "input")
@@ -66,7 +66,7 @@ class Row:
         return self.seconds * self.count
 
 
-def rows_of(made: Schedule, chip: Chip, count: int = 1, active: float = 1.0) -> Iterator[Row]:
+def rows_of(made: StepSchedule, chip: Chip, count: int = 1, active: float = 1.0) -> Iterator[Row]:
     """The rows of a schedule in its order; a loop's rows stand in its place, counted as often as they run.
 
     `active` is the part of these runs that counts: not those in the bubble of a pipeline.
@@ -82,7 +82,7 @@ def rows_of(made: Schedule, chip: Chip, count: int = 1, active: float = 1.0) -> 
             yield _compute_row(event, chip, count, active)
 
 
-def names_of_forward(made: Schedule) -> frozenset[str]:
+def names_of_forward(made: StepSchedule) -> frozenset[str]:
     """What runs in the forward pass, by the names of its events: what has one of them later runs again."""
     names = {e.name for e in made.events if e.region == FORWARD and e.loop is None}
     return frozenset(names.union(*(names_of_forward(e.loop) for e in made.events if e.loop is not None)))

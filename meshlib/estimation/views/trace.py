@@ -35,10 +35,10 @@ from meshlib.core.files import replace_file
 from meshlib.core.graph import FORWARD
 from meshlib.estimation.result import Estimate, engine_name
 from meshlib.estimation.time.attribution import exposed, moments
-from meshlib.estimation.time.scheduling import Event, Schedule
+from meshlib.estimation.time.scheduling import Event, StepSchedule
 from meshlib.estimation.views.profile import UNIT_OF, UNITS
 from meshlib.estimation.views.rows import names_of_forward
-from meshlib.estimation.work.units import HOST_COPIES, Plan
+from meshlib.estimation.work.units import HOST_COPIES, UnitPlan
 from meshlib.program.analysis.memory import KINDS
 
 PHASE, LOOP, CORE, EXPOSED, BOUND = "phase", "loop", "core", "exposed", "bound by"
@@ -156,7 +156,7 @@ class _Writer:
         rest = {"seconds (assumed)": self.est.step_seconds - schedule.seconds}
         yield _span(CORE, "step overhead", schedule.seconds, self.est.step_seconds, rest)
 
-    def _schedule(self, plan: Plan, made: Schedule, at: float, room: int, depth: int) -> Iterator[Span]:
+    def _schedule(self, plan: UnitPlan, made: StepSchedule, at: float, room: int, depth: int) -> Iterator[Span]:
         opens, closes = self._flows(plan, made)
         bodies = {unit.number: unit.body for unit in plan.units}
         for e in made.events:
@@ -172,7 +172,7 @@ class _Writer:
             if unit is not None:  # of a loop, its trips say it
                 yield _span(BOUND, unit, at + spans[0][0], at + spans[-1][1], {})
 
-    def _event(self, body: Plan | None, e: Event, at: float, room: int, depth: int) -> Iterator[Span]:
+    def _event(self, body: UnitPlan | None, e: Event, at: float, room: int, depth: int) -> Iterator[Span]:
         if e.loop is not None:
             assert body is not None
             yield from self._loop(e, body, e.loop, at, room, depth)
@@ -183,7 +183,7 @@ class _Writer:
         else:
             yield from self._kernel(e, at)
 
-    def _flows(self, plan: Plan, made: Schedule) -> tuple[Flows, Flows]:
+    def _flows(self, plan: UnitPlan, made: StepSchedule) -> tuple[Flows, Flows]:
         """By number of an event: flows from collectives, and flows to what reads what they bring."""
         opens, closes = defaultdict[int, tuple[int, ...]](tuple), defaultdict[int, tuple[int, ...]](tuple)
         shown = {e.first: e for e in made.events}
@@ -196,7 +196,7 @@ class _Writer:
                     closes[unit.number] += (self.flows,)
         return opens, closes
 
-    def _loop(self, e: Event, plan: Plan, body: Schedule, at: float, room: int, depth: int) -> Iterator[Span]:
+    def _loop(self, e: Event, plan: UnitPlan, body: StepSchedule, at: float, room: int, depth: int) -> Iterator[Span]:
         track = LOOP if depth == 1 else f"{LOOP}, depth {depth}"
         shown = min(e.trips, max(1, room // _size(body)))
         for trip in range(shown):
@@ -251,7 +251,7 @@ def _span(track: str, name: str, begin: float, end: float, args: dict[str, Any])
     return Span(track, name, round(begin * 1e9), round(end * 1e9), args)
 
 
-def _size(made: Schedule, trips: bool = True) -> int:
+def _size(made: StepSchedule, trips: bool = True) -> int:
     """How many slices a schedule takes at most, with all the trips of its loops or without them."""
     total = 1
     for e in made.events:
@@ -264,7 +264,7 @@ def _size(made: Schedule, trips: bool = True) -> int:
     return total
 
 
-def _phases(made: Schedule) -> Iterator[Span]:
+def _phases(made: StepSchedule) -> Iterator[Span]:
     """Runs of one region on the core."""
     core = sorted((e for e in made.events if e.on_core), key=lambda e: e.start)
     begin = 0

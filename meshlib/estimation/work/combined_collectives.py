@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from hardware.memory import hbm_seconds
-from meshlib.estimation.work.communication import Move, Network
+from meshlib.estimation.work.communication import Communication, Network
 from meshlib.estimation.work.units import Unit
 
 COMBINED = ("all_reduce", "all_gather", "reduce_scatter")
@@ -128,7 +128,7 @@ def _together(members: Sequence[Unit], network: Network) -> Unit:
     """One launch for all."""
     moves = [move for u in members for move, _ in u.moves]
     first = moves[0]
-    move = Move(
+    move = Communication(
         first.kind,
         first.axes,
         first.group,

@@ -28,7 +28,7 @@ MANY_PLACEMENTS = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class Communication:
     """One collective of a program: what the network has to carry, once.
 
     Attributes:
@@ -48,10 +48,12 @@ class Move:
     reason: str
 
 
-Kept = Mapping[Instruction, tuple[Move, ...]]  # what a compiler sends for each instruction, one move for a collective
+Kept = Mapping[
+    Instruction, tuple[Communication, ...]
+]  # what a compiler sends for each instruction, one move for a collective
 
 
-def moves_of(program: Program, instruction: Instruction) -> tuple[Move, ...]:
+def moves_of(program: Program, instruction: Instruction) -> tuple[Communication, ...]:
     """The collectives that an instruction starts, in order; none for a computation without exchanges."""
     mesh, transfers = program.mesh, instruction.transfers
     if not instruction.is_collective:
@@ -62,17 +64,17 @@ def moves_of(program: Program, instruction: Instruction) -> tuple[Move, ...]:
     return (_move(mesh, transfers, name),)
 
 
-def _move(mesh: Mesh, transfers: Sequence[Transfer], name: str) -> Move:
+def _move(mesh: Mesh, transfers: Sequence[Transfer], name: str) -> Communication:
     """What goes in one launch."""
     first = transfers[0].sent
     group = mesh.group_size(first.axes)
     payload = sum(t.sent.payload_bytes for t in transfers)
     larger = payload * group if first.kind == "all_gather" else payload
     sent = sum(t.sent.sent_bytes for t in transfers)
-    return Move(first.kind, first.axes, group, payload, sent, larger, name, transfers[0].reason.why)
+    return Communication(first.kind, first.axes, group, payload, sent, larger, name, transfers[0].reason.why)
 
 
-def all_moves(program: Program) -> Iterator[tuple[Move, int]]:
+def all_moves(program: Program) -> Iterator[tuple[Communication, int]]:
     """Every collective of a program and of its loops, with how often it runs in a step."""
     for i, holder, times in walk(program):
         for move in moves_of(holder, i):
@@ -96,7 +98,7 @@ class Network:
         """What starting a collective takes besides wire and hops."""
         return self.placement.slice.chip.collective_launch_seconds
 
-    def cost(self, move: Move) -> Cost:
+    def cost(self, move: Communication) -> Cost:
         """Modelled time of a collective alone on the network."""
         key = (move.kind, move.axes, move.larger_bytes)
         price = self._prices.get(key)

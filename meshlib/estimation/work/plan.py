@@ -18,7 +18,7 @@ from meshlib.estimation.work.kernel_passes import passes_of
 from meshlib.estimation.work.kernels import Kernel, forward_names, kernel_of
 from meshlib.estimation.work.products import Quantised, in_ragged_tiles, is_matmul, narrow_values
 from meshlib.estimation.work.stored_values import Stored
-from meshlib.estimation.work.units import Plan, Unit
+from meshlib.estimation.work.units import Unit, UnitPlan
 from meshlib.estimation.work.vmem_reuse import Recent
 from meshlib.program.analysis.buffers import written_inside
 from meshlib.program.instructions import Compute, Instruction, Loop, Value
@@ -28,7 +28,7 @@ from meshlib.program.records import Program
 _ELEMENTWISE = (Kind.ELEMENTWISE, Kind.VIEW, Kind.SOURCE)
 
 
-def plan_of(program: Program, network: Network, compiler: Compiler, kept: Kept | None = None) -> Plan:
+def plan_of(program: Program, network: Network, compiler: Compiler, kept: Kept | None = None) -> UnitPlan:
     """The plan of a program, with a compiler's rounding noise and tiles of ragged products.
 
     `kept`: what a compiler sends for each instruction, in place of what the program says.
@@ -55,19 +55,21 @@ class _Whole:
     kept: Kept | None = None
 
 
-def _planned(program: Program, whole: _Whole, recent: Recent, in_place: frozenset[Value], region: str | None) -> Plan:
+def _planned(
+    program: Program, whole: _Whole, recent: Recent, in_place: frozenset[Value], region: str | None
+) -> UnitPlan:
     """The plan of a program, or of a loop's body.
 
     `region` is that of the loop, or of one around it, if it is no part of the forward pass.
     """
-    planner = _Planner(program, whole, recent, in_place, region)
+    planner = _UnitPlanner(program, whole, recent, in_place, region)
     units = [planner.unit(n, members) for n, members in enumerate(kernels_of(program))]
     recent.close(units)
     units = combined(units, whole.network)
     _note_chains(units)
     _note_windows(units)
     _note_leaders(units)
-    return Plan(tuple(units))
+    return UnitPlan(tuple(units))
 
 
 def kernels_of(program: Program) -> list[list[Instruction]]:
@@ -98,7 +100,7 @@ def _share(a: Sequence[Instruction], b: Sequence[Instruction]) -> bool:
     return any(x in known for i in b for x in i.inputs)
 
 
-class _Planner:
+class _UnitPlanner:
     def __init__(
         self, program: Program, whole: _Whole, recent: Recent, in_place: frozenset[Value], region: str | None
     ) -> None:
@@ -168,7 +170,7 @@ class _Planner:
         return self.numbers.setdefault(value, len(self.numbers))
 
 
-def _note_passes(plan: Plan, program: Program) -> None:
+def _note_passes(plan: UnitPlan, program: Program) -> None:
     """How the only kernel of a program is cut in passes; one in the body of a loop is not alone."""
     stored = Stored(program)
     groups = {members[0].group: members for members in kernels_of(program)}

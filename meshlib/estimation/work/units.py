@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hardware.network import Cost
-from meshlib.estimation.work.communication import Move
+from meshlib.estimation.work.communication import Communication
 from meshlib.estimation.work.kernels import Kernel
 
 HOST_COPIES = ("to_host", "from_host")
@@ -34,9 +34,9 @@ class Unit:
     region: str
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    moves: tuple[tuple[Move, Cost], ...] = ()
+    moves: tuple[tuple[Communication, Cost], ...] = ()
     kernel: Kernel | None = None
-    body: Plan | None = None
+    body: UnitPlan | None = None
     trips: int = 1
     active: float = 1.0
     host_bytes: tuple[str, int] | None = None
@@ -58,7 +58,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Plan:
+class UnitPlan:
     """The units of a program, or of a loop's body, in order; nothing of the program itself."""
 
     units: tuple[Unit, ...]

@@ -16,7 +16,7 @@ from math import prod
 
 from hardware.collectives import ring_sent_bytes
 from meshlib.core.text import bytes_text
-from meshlib.estimation.work.communication import Move
+from meshlib.estimation.work.communication import Communication
 from meshlib.jax.explaining import Explained, ExplainedCollective
 from meshlib.jax.hlo.scopes import scope_in
 from meshlib.jax.hlo.text import Array
@@ -117,7 +117,7 @@ def differences_of(program: Program, explained: Explained) -> tuple[Difference, 
     return tuple(sorted(_alike(differences), key=lambda d: (-abs(d.more_bytes), d.what)))
 
 
-def kept_moves(program: Program, explained: Explained) -> dict[Instruction, tuple[Move, ...]]:
+def kept_moves(program: Program, explained: Explained) -> dict[Instruction, tuple[Communication, ...]]:
     """What the compiled program sends for each instruction of the plan, for `mtf.estimate`.
 
     A collective that became several, or goes over parts of its axes, is one move of their kind with the bytes of all;
@@ -125,7 +125,7 @@ def kept_moves(program: Program, explained: Explained) -> dict[Instruction, tupl
     """
     planned = _planned(program)
     added = _match(planned, _made(program, explained))
-    moves_of: dict[Instruction, list[Move]] = defaultdict(list)
+    moves_of: dict[Instruction, list[Communication]] = defaultdict(list)
     groups: dict[tuple[Instruction, int], list[Planned]] = defaultdict(list)
     for n, p in enumerate(planned):  # the values of one launch together; exchanges of a computation one by one
         groups[p.instruction, 0 if p.instruction.is_collective else n].append(p)
@@ -141,10 +141,10 @@ def kept_moves(program: Program, explained: Explained) -> dict[Instruction, tupl
     return {i: tuple(moves) for i, moves in moves_of.items()}
 
 
-def _move(program: Program, p: Planned | None, became: Sequence[CompiledPart], times: int) -> Move:
+def _move(program: Program, p: Planned | None, became: Sequence[CompiledPart], times: int) -> Communication:
     """One move that sends what the compiled values send together, in each of so many runs."""
     if not became:
-        return Move("all_reduce", (), 1, 0, 0.0, 0, p.tensor if p else "", "the compiler sends nothing")
+        return Communication("all_reduce", (), 1, 0, 0.0, 0, p.tensor if p else "", "the compiler sends nothing")
     largest = max(became, key=lambda m: m.total_bytes)
     kind = largest.launch.kind
     axes = largest.axes or (p.axes if p else ())
@@ -153,7 +153,9 @@ def _move(program: Program, p: Planned | None, became: Sequence[CompiledPart], t
     share = ring_sent_bytes(kind, 1.0, group)
     larger = round(sent / share) if share else 0
     payload = larger // group if kind == "all_gather" else larger
-    return Move(kind, axes, group, payload, sent, larger, p.tensor if p else largest.launch.name, largest.launch.reason)
+    return Communication(
+        kind, axes, group, payload, sent, larger, p.tensor if p else largest.launch.name, largest.launch.reason
+    )
 
 
 def merged_launches(explained: Explained) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from hardware.slices import Slice
 from meshlib.core.errors import ProgramError
 from meshlib.core.text import bytes_text, count_text, grid, wrapped
 from meshlib.estimation import DeviceMemory
-from meshlib.estimation.work.communication import Move
+from meshlib.estimation.work.communication import Communication
 from meshlib.jax.compiling.matching import Difference, kept_moves, merged_launches
 from meshlib.jax.compiling.memory import CompiledMemory, CompilerRefusal
 from meshlib.jax.executables import write_executable
@@ -90,7 +90,7 @@ class Compiled:
         whose = "the compiler" if self.backend == "tpu" else "XLA's compiler for CPUs"
         return f"fits, according to {whose}: {bytes_text(self.peak_bytes)} of {bytes_text(capacity)}"
 
-    def kept_moves(self) -> Mapping[Instruction, tuple[Move, ...]]:
+    def kept_moves(self) -> Mapping[Instruction, tuple[Communication, ...]]:
         """What the compiled program sends for each instruction: what `mtf.estimate(..., compiled=...)` prices.
 
         Raises: ProgramError for a program that the compiler refused.

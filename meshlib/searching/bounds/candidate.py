@@ -40,7 +40,7 @@ from meshlib.program.instructions import Compute, Loop, Value
 from meshlib.program.records import Program, walk
 from meshlib.searching.bounds.critical_path import Waiting
 from meshlib.searching.bounds.dataflow import Flow
-from meshlib.searching.bounds.products import Kernel, Operands
+from meshlib.searching.bounds.products import Operands, ProductKernel
 from meshlib.searching.renamed_dims import Names, Passages
 from meshlib.searching.space import Candidate
 
@@ -84,7 +84,7 @@ class Bounds:
       alone: whether there is but one product, which is then measured alone and loses nothing.
     """
 
-    kernels: Mapping[Kernel, tuple[int, int]]
+    kernels: Mapping[ProductKernel, tuple[int, int]]
     resident: Mapping[tuple[Shape, str, float], int]
     moments: Sequence[Mapping[Names | None, int]]
     alone: bool
@@ -100,7 +100,7 @@ class Bounds:
     def of(whole: Program, operations: Iterable[Operation]) -> Bounds:
         """From the program lowered for one device, and all operations that it is made of."""
         passages = Passages.of(operations)
-        kernels: dict[Kernel, tuple[int, int]] = {}
+        kernels: dict[ProductKernel, tuple[int, int]] = {}
         products = 0
         stored: dict[Program, Stored] = {}
         flow = Flow.of(whole, passages)
@@ -118,7 +118,7 @@ class Bounds:
             if program not in stored:
                 stored[program] = Stored(program)
             operands = Operands.of(program, i, stored[program]) if attention is None else None
-            kind = Kernel(dims, mxu_dtype(i) if attention is None else "bf16", attention, operands)
+            kind = ProductKernel(dims, mxu_dtype(i) if attention is None else "bf16", attention, operands)
             count, flops = kernels.get(kind, (0, 0))
             kernels[kind] = count + times, flops + times * local_work(program, i).mxu_flops
         held: Counter[tuple[Shape, str, float]] = Counter()

@@ -29,7 +29,7 @@ from meshlib.core.compiler import Compiler
 from meshlib.estimation.time.kernel_times import Times
 from meshlib.estimation.time.physics import Physics
 from meshlib.searching.bounds.collectives import GATHER, REDUCE, SCATTER, SWAP, least_seconds, wire_seconds
-from meshlib.searching.bounds.dataflow import Bytes, Flow, Node, Placed, Split, Use, Way
+from meshlib.searching.bounds.dataflow import Bytes, Flow, HbmUse, Node, Placed, Split, Way
 from meshlib.searching.bounds.min_sum import Table
 from meshlib.searching.bounds.products import Contraction, Timed
 from meshlib.searching.renamed_dims import Passages
@@ -174,7 +174,7 @@ class Waiting:
         timed: Timed = self.shared[key]
         return timed
 
-    def _moved_bytes(self, use: Use) -> float:
+    def _moved_bytes(self, use: HbmUse) -> float:
         """Of what a product reads or writes, without what may stay on the chip between its uses."""
         held = self._held_bytes if use.early or self.slice.chip.cmem_bytes else 0
         return max(0.0, self._least_bytes(use.sizes, ()) - held)

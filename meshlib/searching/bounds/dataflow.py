@@ -23,7 +23,7 @@ from meshlib.lowering.assigned import scope_of
 from meshlib.ops.contraction.einsum import EIGHT_BIT
 from meshlib.program.instructions import Compute, Instruction, Loop, Resident, Value
 from meshlib.program.records import Program
-from meshlib.searching.bounds.products import Contraction, Kernel
+from meshlib.searching.bounds.products import Contraction, ProductKernel
 from meshlib.searching.renamed_dims import Names, Passages
 
 MOST_WAYS = 4  # by which a value may be reached that are followed: those of the most bytes
@@ -57,7 +57,7 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Use:
+class HbmUse:
     """What a product reads or writes in HBM: one of some values. `early`: it may be there when the program starts."""
 
     sizes: Bytes
@@ -75,8 +75,8 @@ class Node:
     placed: Placed | None = None
     splits: tuple[Split, ...] | None = None
     product: Contraction | None = None
-    reads: Sequence[Use] = ()
-    attention: Kernel | None = None
+    reads: Sequence[HbmUse] = ()
+    attention: ProductKernel | None = None
     loop: Flow | None = None
     trips: int = 1
     smaller: bool = False  # whether a product of factors of its operands may stand in its place, with less work
@@ -141,14 +141,15 @@ class Flow:
                 yield node.product.instruction
 
     @cached_property
-    def written(self) -> Sequence[Sequence[Use]]:
+    def written(self) -> Sequence[Sequence[HbmUse]]:
         """Of each node what it writes for another kernel, or for home: the most that goes one way."""
         largest_of_source: dict[int, Way] = {}
         for way in (way for ways in self.ways for way in ways if way.sizes and self.nodes[way.target].is_apart):
             if way.source not in largest_of_source or way.least_bytes > largest_of_source[way.source].least_bytes:
                 largest_of_source[way.source] = way
         return [
-            [Use(largest_of_source[n].sizes, False)] if n in largest_of_source else [] for n in range(len(self.nodes))
+            [HbmUse(largest_of_source[n].sizes, False)] if n in largest_of_source else []
+            for n in range(len(self.nodes))
         ]
 
     def _is_serial(self, way: Way) -> bool:
@@ -276,16 +277,16 @@ class _Maker:
         for y in i.outputs:
             self._start(y, number, summed or self._is_full(i, y))
 
-    def _reads(self, i: Compute) -> list[Use]:
+    def _reads(self, i: Compute) -> list[HbmUse]:
         """Of each operand that does not come to be inside of the product's own kernel, if all differ."""
-        uses: list[Use] = []
+        uses: list[HbmUse] = []
         seen: set[Value] = set()
         for x in i.inputs[:2]:
             stored = [r for r in self.reached.get(x, ()) if self.nodes[r.source].is_apart]
             if stored:
                 most = max(stored, key=lambda r: r.least_bytes)
                 if seen.isdisjoint(most.values):
-                    uses.append(Use(most.sizes, x in self.early))
+                    uses.append(HbmUse(most.sizes, x in self.early))
                     seen |= most.values
         return uses
 
@@ -307,7 +308,7 @@ class _Maker:
         node, op = Node(), i.operation
         if isinstance(i, Compute) and op.opdef.scores:
             splits = tuple(self._share(f) for f in op.opdef.roles(op) if f.role is not Role.WHOLE)
-            node = Node(splits=splits, attention=Kernel(self._names(i), "bf16", attention_of(self.program, i)))
+            node = Node(splits=splits, attention=ProductKernel(self._names(i), "bf16", attention_of(self.program, i)))
         number = self._add(node, ((n, x, None) for n, x in enumerate(i.inputs)), op.opdef.linear(op).operands)
         for y in i.outputs:
             self._start(y, number)

@@ -75,7 +75,7 @@ def _read_for(value: Value, maker: Mapping[Value, Instruction]) -> Iterator[Valu
 
 
 @dataclass(frozen=True)
-class Kernel:
+class ProductKernel:
     """All products of one kind: what they multiply in, or their attention; the dims by which they can be split."""
 
     dims: Names | None
