@@ -217,6 +217,8 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("indices", "add", {"indices": 1}),
     ("scores", "attention", {"scores": scores_of("attention", turned=("key_dim",))}),
     ("scores", "attention_grad_query", {"scores": scores_of("attention_grad_query", backward=False)}),
+    ("read_share", "ragged_dot", {"read_share": lambda *_: 0.5}),
+    ("read_share", "ragged_dot", {"read_share": lambda *_: 1.0}),
     ("product", "einsum", {"product": None}),
     ("product", "einsum", {"product": lambda *of: dataclasses.replace(PRODUCT(*of), contracted=1)}),
     ("product", "einsum", {"product": lambda *of: dataclasses.replace(PRODUCT(*of), swapped=not PRODUCT(*of).swapped)}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from io import StringIO
@@ -267,6 +268,29 @@ def check_product(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
             yield f"{s}: operand 0 has no {first} elements"
 
 
+def check_read_share(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
+    """All of an operand is read, but of the matrices of groups those that some draw of rows chooses."""
+    rng = np.random.default_rng(0)
+    for s in uses if record.read_share else ():
+        assert record.read_share is not None
+        ins, out, attrs = tuple(x.type for x in s.op.inputs), s.op.output.type, s.op.attrs
+        shares = [record.read_share(n, ins, out, {**attrs, "draws": None}) for n in range(len(ins))]
+        if any(share != 1 for share in shares):
+            yield f"{s}: {shares} of its operands are read, whatever the data"
+        if attrs["groups"] not in ins[1].shape.names:
+            continue
+        rows, count = ins[0].shape.dim(attrs["rows"]).size, int(attrs["count"])
+        runs = ins[2].shape.size // math.prod(d.size for d in ins[2].shape if d.name in ins[1].shape.names)
+        for draws in (n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= count):
+            hit = [
+                len({g for _ in range(draws * runs) for g in rng.choice(count, rows // draws, replace=False)}) / count
+                for _ in range(400)
+            ]
+            share = record.read_share(1, ins, out, {**attrs, "draws": draws, "filled": 1.0})
+            if abs(share - np.mean(hit)) > 0.06:
+                yield f"{s}: {share:.3f} of the groups are read, {np.mean(hit):.3f} in {draws} draws"
+
+
 def check_show(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
     """Operands that leave no trace in the result are there to be shown, and without them nothing is."""
     if record.kind in STRUCTURE:
@@ -300,5 +324,6 @@ CHECKS = {
     "indices": check_indices,
     "scores": check_scores,
     "product": check_product,
+    "read_share": check_read_share,
     "show": check_show,
 }
