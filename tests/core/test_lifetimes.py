@@ -191,7 +191,7 @@ def test_long_lives_do_not_grow() -> None:
 @pytest.mark.usefixtures("thawed")
 def test_large_constants_go_with_their_graphs() -> None:
     """Without a collection that anybody asks for, however many other objects are alive: bytes count by themselves."""
-    others = [[n] for n in range(900_000)]
+    others = [[n] for n in range(400_000)]
     uncollected(planned)(100_000 + len(gc.get_objects()) // 2)  # enough for a collection, which counts the others
     count = D("n", 2**20)
     refs = []
@@ -202,7 +202,7 @@ def test_large_constants_go_with_their_graphs() -> None:
         refs.append(weakref.ref(graph))
         del graph, table
     assert sum(ref() is not None for ref in refs) <= 16
-    assert len(others) == 900_000
+    assert len(others) == 400_000
 
 
 # ---------------------------------------------------------------- the collector

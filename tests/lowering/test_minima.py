@@ -27,7 +27,7 @@ REACHED = [row for row in TYPED if not missed(*row)]
 
 
 # Those in float32 are tried with fewer devices, below.
-@each("name, dtype", some(REACHED, [row for row in REACHED if row[1] == "bfloat16"]), parts=8)
+@each("name, dtype", some(REACHED, [row for row in REACHED if row[1] == "bfloat16"][::2]), parts=8)
 def test_sends_the_minimum(name: str, dtype: str) -> None:
     assert_sends_the_minimum(name, dtype)
 
