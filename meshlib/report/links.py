@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from meshlib.core.folding import alike, name_pattern
 from meshlib.estimation import Estimate
+from meshlib.estimation.views.profile import ProfilePart
 
 
 @dataclass(frozen=True)
 class PageAnchors:
-    """Of each operation the id of its row among the operations, and where else it is shown: (what, id).
+    """Of each operation the number of its row among the operations, and where else it is shown: (what, id).
 
-    Names without a row lead to the table itself.
+    Operations of unrolled layers share a row. Names without a row lead to the table itself.
     """
 
     numbers: Mapping[str, int] = field(default_factory=dict)
@@ -20,9 +22,18 @@ class PageAnchors:
 
     @staticmethod
     def of(est: Estimate) -> PageAnchors:
-        """Numbers by the time that an operation takes."""
-        names = dict.fromkeys(part.name for part in est.profile().parts)
-        return PageAnchors({name: n for n, name in enumerate(names)})
+        """Numbers by the time that the operations of a row take together."""
+        parts: dict[str, list[ProfilePart]] = {}
+        for part in est.profile().parts:
+            parts.setdefault(part.name, []).append(part)
+        rows = alike(parts, lambda name: (name_pattern(name), frozenset((p.kind, p.phase) for p in parts[name])))
+        rows.sort(key=lambda names: -sum(p.total_seconds for name in names for p in parts[name]))
+        return PageAnchors({name: n for n, names in enumerate(rows) for name in names})
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """The names of each row."""
+        return alike(self.numbers, self.numbers.__getitem__)
 
     def op(self, name: str) -> str:
         """The mark that all shapes of one operation share; "" for what is none."""

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from meshlib.core.folding import alike, times_text
 from meshlib.core.text import bytes_text, seconds_text
 from meshlib.estimation import Estimate
-from meshlib.program.analysis.memory import KINDS, Live
+from meshlib.program.analysis.memory import KINDS, Live, likeness
 from meshlib.report.links import PageAnchors
 from meshlib.report.markup import EXACT, folded, legend, paragraph, section, table, text
 from meshlib.report.svg import Picture, Scale, binary_ticks
@@ -122,15 +123,17 @@ def _sampled(moments: list[MemoryMoment], seconds: float) -> list[MemoryMoment]:
 
 
 def live_table(buffers: Sequence[Live], anchors: PageAnchors) -> str:
-    """Buffers at the peak, the largest first; all but a dozen folded away."""
+    """Buffers at the peak, the largest first, those of unrolled layers as one row; all but a dozen folded away."""
     rows = []
-    for live in buffers:
-        href = anchors.href(live.name)
-        name = f'<a href="{href}">{text(live.name)}</a>' if href else text(live.name)
-        anchors.show(live.name, "memory at the peak", "live")
+    for group in alike(buffers, likeness):
+        live = group[0]
+        href, shown = anchors.href(live.name), text(times_text(live.name, len(group)))
+        name = f'<a href="{href}">{shown}</a>' if href else shown
+        for one in group:
+            anchors.show(one.name, "memory at the peak", "live")
         kind = f'<i class="key k-{KINDS.index(live.kind)}"></i>{text(live.kind)}'
         rows.append((text(bytes_text(live.bytes)), kind, name, text(live.type), text(live.source)))
-    head = (f"bytes {EXACT}", "kind", "tensor", "type, with what it is split over", "line")
+    head = (f"bytes {EXACT} each", "kind", "tensor", "type, with what it is split over", "line")
     first = table(head, rows[:SHOWN], right=(0,), long=(2, 3))
     rest = (
         folded(f"{len(rows) - SHOWN} more buffers", table(head, rows[SHOWN:], right=(0,), long=(2, 3)))

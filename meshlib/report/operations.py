@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from meshlib.core.folding import times_text
 from meshlib.core.text import bytes_text, count_text, seconds_text
 from meshlib.estimation import Estimate
 from meshlib.estimation.views.profile import UNITS, ProfilePart
@@ -14,19 +15,21 @@ SHOWN, MOST = 25, 400  # rows that are not folded away, and rows in all
 
 
 def operations(est: Estimate, anchors: PageAnchors) -> str:
-    """The section of operations; call it last, when all pictures have said what they show."""
-    parts = list(est.profile().parts)
+    """The section of operations, those of unrolled layers as one row; call it last, when all pictures are drawn."""
     by_name: dict[str, list[ProfilePart]] = {}
-    for part in parts:
+    for part in est.profile().parts:
         by_name.setdefault(part.name, []).append(part)
     flops: dict[str, int] = {}
     moved: dict[str, float] = {}
     for row in est.rows:
         flops[row.name] = flops.get(row.name, 0) + row.mxu_flops * row.count
         moved[row.name] = moved.get(row.name, 0) + (row.hbm_bytes or row.sent_bytes or row.payload_bytes) * row.count
-    names = sorted(by_name, key=lambda name: anchors.numbers.get(name, 0))
-    rows = [_row(est, name, by_name[name], flops.get(name, 0), moved.get(name, 0.0), anchors) for name in names[:MOST]]
-    ids = [f"op-{anchors.numbers[name]}" for name in names[:MOST]]
+    rows, ids = [], []
+    for names in anchors.rows[:MOST]:
+        members = [part for name in names for part in by_name[name]]
+        work = sum(flops.get(name, 0) for name in names), sum(moved.get(name, 0.0) for name in names)
+        rows.append(_row(est, names, members, *work, anchors))
+        ids.append(anchors.op(names[0]))
     head = (
         "operation", "kind", "phase", f"time {MODELLED}", f"of the step {MODELLED}", "bound by", f"flops {EXACT}",
         f"HBM or sent {EXACT}", "line",
@@ -35,23 +38,27 @@ def operations(est: Estimate, anchors: PageAnchors) -> str:
     first = table(head, rows[:SHOWN], right, ids[:SHOWN], sortable=True, long=(0,))
     rest = ""
     if rows[SHOWN:]:
-        title = f"{len(rows) - SHOWN} more operations" + (f" of {len(names) - SHOWN:,}" if len(names) > MOST else "")
+        title = f"{len(rows) - SHOWN} more operations" + (
+            f" of {len(anchors.rows) - SHOWN:,}" if len(anchors.rows) > MOST else ""
+        )
         rest = folded(title, table(head, rows[SHOWN:], right, ids[SHOWN:], sortable=True, long=(0,)))
     told = paragraph("Seconds are those of the step for which nothing else is waited for; they add up to the step.")
     return section("operations", "Operations", told, first, rest)
 
 
 def _row(
-    est: Estimate, name: str, parts: Sequence[ProfilePart], flops: int, moved: float, anchors: PageAnchors
+    est: Estimate, names: Sequence[str], parts: Sequence[ProfilePart], flops: int, moved: float, anchors: PageAnchors
 ) -> tuple[str, ...]:
     seconds = sum(p.total_seconds for p in parts)
     by_unit = {unit: sum(p.seconds.get(unit, 0.0) for p in parts) for unit in UNITS}
     bound = max(by_unit, key=lambda unit: by_unit[unit]) if seconds else ""
     share = seconds / est.step_seconds if est.step_seconds else 0.0
-    shown = anchors.shown.get(name, ())
+    shown = dict.fromkeys(place for name in names for place in anchors.shown.get(name, ()))
     also = ", ".join(tag("a", text(what), href=f"#{anchor}") for what, anchor in shown)
     key = f'<i class="key u-{bound.lower()}"></i>{bound}' if bound else ""
-    named = tag("span", text(name), data_op=anchors.op(name)) + (f"<br><small>in {also}</small>" if also else "")
+    named = tag("span", text(times_text(names[0], len(names))), data_op=anchors.op(names[0])) + (
+        f"<br><small>in {also}</small>" if also else ""
+    )
     return (
         named,
         _joined(p.kind for p in parts), _joined(p.phase for p in parts), text(seconds_text(seconds)),

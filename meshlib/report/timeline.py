@@ -7,10 +7,11 @@ seeing. Heights of a loop's parts are the shares of its time, by what bounds it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hardware.chips import Chip
 from hardware.placement import places
+from meshlib.core.folding import name_pattern, runs
 from meshlib.core.text import seconds_text
 from meshlib.estimation import Estimate
 from meshlib.estimation.result import engine_name
@@ -29,6 +30,7 @@ WORTH = 0.02  # of the step: loops that take less get no picture of their own
 MOST_LOOPS = 4
 ROW, GAP = 26.0, 6.0
 NARROW = 0.6  # pixels; what is narrower is drawn together with its neighbours
+MOST_BARS = 900  # of a picture; where there are more, what is wider is drawn together, too
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,30 @@ def loops_of(schedule: StepSchedule, times: int = 1) -> Iterator[tuple[Event, St
             yield from loops_of(event.loop, times * event.trips)
 
 
+@dataclass(frozen=True)
+class RepeatedPart:
+    """One of `times` adjacent parts of a schedule that are alike, such as unrolled layers; seconds of the step."""
+
+    name: str
+    times: int
+    begin: float
+    seconds: float
+
+
+def layers_of(schedule: StepSchedule) -> list[RepeatedPart]:
+    """A middle one of each run of alike parts that takes a share of the step worth seeing."""
+    events = schedule.events
+    parts = []
+    for run in runs([(name_pattern(e.name), e.region, e.loop is None, e.move is None) for e in events]):
+        if run.times > 2:
+            first = run.first + run.length * (run.times // 2)
+            begin, end = (min(e.start for e in events[n : n + run.length]) for n in (first, first + run.length))
+            if run.times * (end - begin) >= WORTH * schedule.seconds:
+                name = f"{events[first].name} to {events[first + run.length - 1].name}, {events[first].region}"
+                parts.append(RepeatedPart(name, run.times, begin, end - begin))
+    return parts[:MOST_LOOPS]
+
+
 def timeline(est: Estimate, anchors: PageAnchors) -> str:
     """The pictures of a step, and of one trip of each of its large loops."""
     chip, lanes = est.slice.chip, lanes_of(est)
@@ -116,9 +142,14 @@ def timeline(est: Estimate, anchors: PageAnchors) -> str:
     pictures = [_picture(bars_of(est.schedule, chip), lanes, est.schedule.seconds, anchors, "step")]
     large = [loop for loop in loops_of(est.schedule) if loop[1].seconds * loop[2] >= WORTH * est.step_seconds]
     large = sorted(large, key=lambda loop: -loop[1].seconds * loop[2])[:MOST_LOOPS]
-    for event, body, runs in sorted(large, key=lambda loop: loop[0].start):
-        title = f"One trip of {event.name}, {event.region} (\u00d7{runs:,}, {seconds_text(body.seconds)} each)"
+    for event, body, trips in sorted(large, key=lambda loop: loop[0].start):
+        title = f"One trip of {event.name}, {event.region} (\u00d7{trips:,}, {seconds_text(body.seconds)} each)"
         pictures.append(tag("h3", text(title)) + _picture(bars_of(body, chip), lanes, body.seconds, anchors, "trip"))
+    for layer in layers_of(est.schedule):
+        title = f"One of {layer.times} alike parts, {layer.name} ({seconds_text(layer.seconds)} each)"
+        bars = [b for b in bars_of(est.schedule, chip) if layer.begin <= b.begin < layer.begin + layer.seconds]
+        moved = [replace(b, begin=b.begin - layer.begin, end=b.end - layer.begin) for b in bars]
+        pictures.append(tag("h3", text(title)) + _picture(moved, lanes, layer.seconds, anchors, "part"))
     return "\n".join([head, keys, *pictures])
 
 
@@ -128,29 +159,43 @@ def _picture(bars: Sequence[Bar], lanes: Sequence[str], seconds: float, anchors:
     )
     across = Scale((0.0, max(seconds, 1e-12)), (picture.left, picture.right))
     picture.axis_below(across, lambda t: seconds_text(t) if t else "0", f"time in the {what} ≈", across.ticks(8))
-    for n, lane in enumerate(lanes):
+    by_lane = {lane: [bar for bar in bars if bar.lane == lane] for lane in lanes}
+    narrow = NARROW
+    while narrow < ROW and sum(1 for own in by_lane.values() for _ in _visible(own, across, narrow)) > MOST_BARS:
+        narrow *= 2
+    for n, (lane, own) in enumerate(by_lane.items()):
         y = picture.top + n * (ROW + GAP)
         picture.text(picture.left - 8, y + ROW / 2 + 4, lane, anchor="end")
         picture.rect(picture.left, y, picture.right - picture.left, ROW, "lane")
-        for bar in _visible([bar for bar in bars if bar.lane == lane], across):
+        for bar in _visible(own, across, narrow):
             _draw(picture, bar, across, y, anchors, what)
     return str(picture)
 
 
-def _visible(bars: Sequence[Bar], across: Scale) -> Iterator[Bar]:
-    """The bars of a lane; runs of narrow ones of one unit as one bar."""
+def _visible(bars: Sequence[Bar], across: Scale, narrow: float) -> Iterator[Bar]:
+    """The bars of a lane; runs of those that are narrower than `narrow` pixels as one bar.
+
+    Only runs of one unit, unless the picture is crowded: then a run has the colour of the unit that takes most of it.
+    """
     run: list[Bar] = []
+    crowded = narrow > NARROW
 
     def joined() -> Iterator[Bar]:
         if run:
             about = run[0].about if len(run) == 1 else f"{len(run)} short ones"
-            yield Bar(run[0].lane, run[0].begin, run[-1].end, run[0].unit, run[0].name, about)
+            units: dict[str, float] = {}
+            for bar in run:
+                units[bar.unit] = units.get(bar.unit, 0.0) + bar.end - bar.begin
+            yield Bar(run[0].lane, run[0].begin, run[-1].end, max(units, key=units.__getitem__), run[0].name, about)
         run.clear()
 
     for bar in bars:
-        wide = across(bar.end) - across(bar.begin) >= NARROW or bar.parts
-        if run and (wide or bar.unit != run[0].unit or across(bar.begin) - across(run[-1].end) > 1):
-            yield from joined()
+        wide = across(bar.end) - across(bar.begin) >= narrow or bar.parts
+        if run:
+            apart = across(bar.begin) - across(run[-1].end) > max(1.0, narrow)
+            full = crowded and across(run[-1].end) - across(run[0].begin) >= narrow
+            if wide or apart or full or (bar.unit != run[0].unit and not crowded):
+                yield from joined()
         if wide:
             yield bar
         else:

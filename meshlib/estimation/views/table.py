@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from hardware.chips import Chip
 from meshlib.core.errors import GraphError
+from meshlib.core.folding import alike, name_pattern, times_text
 from meshlib.core.graph import FORWARD
 from meshlib.core.text import bytes_text, count_text, grid, seconds_text, usd_text, width, wrapped
 from meshlib.estimation.views.rows import Row, names_of_forward
@@ -108,11 +108,12 @@ def _rows(est: Estimate, limit: int | None) -> list[str]:
 def _folded(est: Estimate, forward: frozenset[str]) -> list[list[Row]]:
     """Rows in groups, those that take most first: what differs in a number of its name alone, as the same operation of
     unrolled layers does, is one group."""
-    groups: dict[object, list[Row]] = {}
-    for r in est.rows:
-        name, *shown = _cells(est, [r], forward)
-        groups.setdefault((re.sub(r"\d+", "", name), *shown), []).append(r)
-    return sorted(groups.values(), key=lambda group: -sum(r.total_seconds for r in group))
+
+    def shown(r: Row) -> tuple[str, ...]:
+        name, *rest = _cells(est, [r], forward)
+        return (name_pattern(name), *rest)
+
+    return sorted(alike(est.rows, shown), key=lambda group: -sum(r.total_seconds for r in group))
 
 
 def _cells(est: Estimate, group: Sequence[Row], forward: frozenset[str]) -> tuple[str, ...]:
@@ -121,7 +122,7 @@ def _cells(est: Estimate, group: Sequence[Row], forward: frozenset[str]) -> tupl
     share = total / est.step_seconds if est.step_seconds else 0.0
     moved = {"compute": r.hbm_bytes, "collective": r.sent_bytes, "copy": r.payload_bytes}[r.kind]
     return (
-        name if len(group) == 1 else f"{name} x{len(group)}",
+        times_text(name, len(group)),
         {"compute": r.opcode, "collective": "+".join(r.axes), "copy": "pcie"}[r.kind],
         "again" if r.phase != FORWARD and name in forward else r.phase,
         str(r.count),

@@ -8,11 +8,12 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from meshlib.core.folding import alike, name_pattern, times_text
 from meshlib.core.graph import FORWARD
 from meshlib.core.opdef import Kind
 from meshlib.core.shown import Shown
@@ -77,10 +78,16 @@ class Memory(Shown):
         lines = [f"memory per core: peak {bytes_text(self.peak_bytes)} ({self.peak_bytes} bytes, exact) at {self.at}"]
         lines += [f"  {kind:<18} {bytes_text(n):>10}" for kind, n in self.by_kind.items() if n]
         lines += ["  live at the peak:"]
-        lines += [f"    {v}" for v in self.live]
+        groups = alike(self.live, likeness)
+        lines += [f"    {times_text(str(group[0]), len(group))}" for group in groups]
         if self.host_bytes:
             lines.append(f"  on the host: {bytes_text(self.host_bytes)} ({self.host_bytes} bytes, exact)")
         return "\n".join(lines)
+
+
+def likeness(v: Live) -> Hashable:
+    """What the buffers of unrolled layers have in common: all but the numbers in their names."""
+    return (name_pattern(v.name), v.type, v.kind, v.bytes, name_pattern(v.source))
 
 
 def exact_size(v: Value) -> int:

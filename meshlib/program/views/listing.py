@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from layouts.plan import gathered_axes
 from meshlib.core.errors import GraphError
+from meshlib.core.folding import Run, alike, name_pattern, runs, times_text
 from meshlib.core.opdef import Kind
 from meshlib.core.text import bytes_text, grid
 from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value
@@ -13,7 +14,10 @@ from meshlib.program.records import Collective, Program, require_program
 
 
 def listing(program: Program) -> str:
-    """One line per instruction: result, its global type, what makes it, local bytes, source line."""
+    """One line per instruction: result, its global type, what makes it, local bytes, source line.
+
+    Of runs of instructions that repeat, as those of unrolled layers do, the first is listed, with "x32".
+    """
     head = f"program on {program.headline}, precision {program.precision}"
     return "\n".join([head, *(f"note: {n}" for n in program.notes), *_instructions(program)])
 
@@ -25,16 +29,44 @@ def _instructions(program: Program) -> list[str]:
             names[y] = f"%{len(names)}"
     lines: list[str] = []
     region, width = "", max((len(n) for n in names.values()), default=0)
-    for i in program.instructions:
-        if i.region != region:
-            region = i.region
-            lines.append(f"{region}:")
-        lines.append("  " + _line(i, names, width))
-        if isinstance(i, Loop):
-            lines += ["    " + line for line in _instructions(i.body)]
+    for run in runs([_likeness(i) for i in program.instructions]):
+        margin = "  "
+        if run.times > 1:
+            lines.append(f"  x{run.times}, to {_ending(program.instructions, run, names)}; the first:")
+            margin = "    "
+        for i in program.instructions[run.first : run.first + run.length]:
+            if i.region != region:
+                region = i.region
+                lines.append(f"{region}:" if run.times == 1 else f"  {region}:")
+            lines.append(margin + _line(i, names, width))
+            if isinstance(i, Loop):
+                lines += [f"{margin}  {line}" for line in _instructions(i.body)]
     fetched = ", ".join(f"{k} = {names[v]}" for k, v in program.outputs.items())
     lines.append(f"returns {fetched or 'nothing'}")
     return lines
+
+
+def _likeness(i: Instruction) -> Hashable:
+    """What an instruction has in common with those of other layers: all that its line shows but numbers in names."""
+    types = tuple(
+        [(name_pattern(v.tensor.name), v.tensor.dtype, v.sharding, v.margins) for v in (*i.inputs, *i.outputs)]
+    )
+    steps: Hashable = ()
+    match i:
+        case Move():
+            steps = tuple([(s.kind, s.axes, s.dim, s.to_dim) for s in i.steps])
+        case Compute():
+            steps = i.assignment
+        case Loop():
+            steps = (i.trips, *map(_likeness, i.body.instructions))
+    sent = tuple([(t.sent.sent_bytes, name_pattern(t.reason.why)) for t in i.transfers])
+    return (type(i), i.opcode, i.region, types, steps, sent, name_pattern(i.operation.source))
+
+
+def _ending(instructions: Sequence[Instruction], run: Run, names: Mapping[Value, str]) -> str:
+    """Where a repeated run ends: its last result, or the last variable that it writes."""
+    last = instructions[run.first + run.length * run.times - 1]
+    return f"{names[last.outputs[0]]} {last.outputs[0].tensor.name}" if last.outputs else last.operation.name
 
 
 def _line(i: Instruction, names: dict[Value, str], width: int) -> str:
@@ -62,7 +94,10 @@ def _line(i: Instruction, names: dict[Value, str], width: int) -> str:
 
 
 def collectives_table(collectives: Sequence[Collective]) -> str:
-    """The collectives as a table, largest senders' reasons included; bytes are exact.
+    """The collectives as a table, with reasons; bytes are exact.
+
+    Collectives that differ in numbers of names alone, such as those of unrolled layers, are one row: "x32", each with
+    the bytes shown.
 
     Example:
       >>> import meshlib as mtf
@@ -77,29 +112,37 @@ def collectives_table(collectives: Sequence[Collective]) -> str:
     if not collectives:
         return "no collectives: every core works alone"
     head = ("phase", "collective", "over", "of", "dtype", "payload", "sent a core", "count", "line")
+    groups = alike(collectives, _alikeness)
     rows = [
         (
             c.phase,
             c.kind,
             "+".join(c.axes),
-            c.tensor,
+            times_text(c.tensor, len(group)),
             c.dtype,
             bytes_text(c.payload_bytes),
             bytes_text(c.sent_bytes),
             str(c.count),
             c.source,
         )
-        for c in collectives
+        for group in groups
+        for c in group[:1]
     ]
     first, *shown = grid([head, *rows])
     lines = [first]
-    for c, row in zip(collectives, shown, strict=True):
-        lines += [row, f"    because {c.reason}", f"    avoid: {c.avoid}"]
+    for group, row in zip(groups, shown, strict=True):
+        lines += [row, f"    because {group[0].reason}", f"    avoid: {group[0].avoid}"]
     launches = len({c.launch for c in collectives})
     total = bytes_text(sum(c.sent_bytes * c.count for c in collectives))
     values = f"{len(collectives)} value{'s' * (len(collectives) > 1)}"
     lines.append(f"{values} in {launches} launch{'es' * (launches > 1)}, {total} sent by each core (exact)")
     return "\n".join(lines)
+
+
+def _alikeness(c: Collective) -> Hashable:
+    """What collectives of one row have in common: all that the row shows but for numbers in names."""
+    named = tuple([name_pattern(text) for text in (c.tensor, c.source, c.reason, c.avoid)])
+    return (c.phase, c.kind, c.axes, c.dim, c.dtype, c.payload_bytes, c.sent_bytes, c.count, *named)
 
 
 def explain(program: Program) -> str:
