@@ -18,6 +18,7 @@ _DOCS = "docs.cloud.google.com/tpu/docs/"
 _CACM = "Jouppi et al., CACM 63(7), 2020 (from memory)"
 _TALK = "TPU pods talk, 2019"
 _INFO = "jax-ml/jax jax/_src/pallas/mosaic/tpu_info.py @04c63627"
+_INFO_NOW = "jax-ml/jax jax/_src/pallas/mosaic/tpu_info.py of jax 0.10.2"
 _BOOK = "jax-ml/scaling-book @0819a7d tpus.md"
 _PRICE = "cloud.google.com/tpu/pricing (from memory)"
 _RECIPES = "AI-Hypercomputer/tpu-recipes @c8cfe2f microbenchmarks/"
@@ -48,6 +49,7 @@ COMMON: Figures = {
     "attention_window_tile": ((512, 512), "as attention_tile"),
     "attention_backward_tile": ((512, 512), "sa_block_q_dkv, sa_block_kv_dkv: ibid."),
     "vmem_bandwidth_ratio": (22.0, "VMEM is about 22 times HBM bandwidth (v5e): " + _BOOK),
+    "sparse_cores_per_chip": (0, "none that programs for the TensorCore can use: " + _INFO_NOW),
     "cmem_bytes": (0, "only v4 has CMEM: " + _INFO),
     "hbm_reserved_bytes": (0, "not published"),
     "hbm_efficiency": (0.9, "copies reach 85-95 % of nominal; v7 measured 87 %"),
@@ -254,6 +256,7 @@ FIGURES: dict[str, Figures] = {
         "cores_per_chip": (2, _DOCS + "v5p-training"),
         "devices_per_chip": (1, "two cores fused as a megacore: " + _DOCS + "v5p-training"),
         "clock_hz": (1750e6, "derived: 8 x 16,384 x 2 x 1.751e9 = 459e12"),
+        "sparse_cores_per_chip": (4, _DOCS + "tpu7x, column v5p"),
         "mxus_per_core": (4, _DOCS + "v5p"),
         "mxu_rows": (128, _INFO),
         "mxu_columns": (128, _INFO),
@@ -285,8 +288,9 @@ FIGURES: dict[str, Figures] = {
         "devices_per_chip": (1, _DOCS + "v6e"),
         "clock_hz": (
             1750e6,
-            "derived, uncertain: two 256x256 arrays reach 459e12, half of the published peak",
+            "not published; derived: two 256x256 arrays reach 459e12, half of the published peak",
         ),
+        "sparse_cores_per_chip": (2, _DOCS + "tpu7x, column v6e"),
         "mxus_per_core": (2, _DOCS + "v6e"),
         "mxu_rows": (256, _DOCS + "v6e"),
         "mxu_columns": (256, _DOCS + "v6e"),
@@ -321,10 +325,11 @@ FIGURES: dict[str, Figures] = {
         "year": (2025, _DOCS + "tpu7x"),
         "cores_per_chip": (2, _DOCS + "tpu7x (two dies)"),
         "devices_per_chip": (2, "JAX shows two devices per chip: " + _DOCS + "tpu7x"),
-        "clock_hz": (2200e6, "derived from the peak with the assumed geometry"),
-        "mxus_per_core": (4, "assumed; not published"),
-        "mxu_rows": (256, "by analogy with v6e; not published"),
-        "mxu_columns": (256, "by analogy with v6e; not published"),
+        "clock_hz": (2200e6, "not published; half the rate at which rows enter to reach the peak, as on v6e"),
+        "sparse_cores_per_chip": (4, _DOCS + "tpu7x"),
+        "mxus_per_core": (2, _INFO_NOW + ": num_mxus"),
+        "mxu_rows": (256, "assumed: square, as every MXU before"),
+        "mxu_columns": (256, _INFO_NOW + ": mxu_column_size"),
         "mxu_efficiency": (0.824, "0.8237 measured at 16384: " + _RECIPES + "ironwood/README.md"),
         "hbm_efficiency": (0.87, "copies of 256 MiB and more: " + _RECIPES + "ironwood/hbm/hbm.md"),
         "collective_launch_seconds": (
@@ -346,7 +351,7 @@ FIGURES: dict[str, Figures] = {
             "local_sa_block_q of gemma4-31b, sa_block_q of gpt-oss-120b: " + _TRAINING,
         ),
         "attention_backward_tile": ((2048, 2048), "sa_block_q_dkv, sa_block_kv_dkv: " + _TRAINING),
-        "vmem_bytes_per_core": (64 * MIB, "uncertain, from memory"),
+        "vmem_bytes_per_core": (64 * MIB, _INFO_NOW),
         "hbm_bytes": (192 * GIB, _DOCS + "tpu7x"),
         "hbm_reserved_bytes": (2 * int(1.3 * GIB), "of each device's 96 GiB, 94.7" + _OFFERED),
         "hbm_bytes_per_second": (7380e9, _DOCS + "tpu7x"),

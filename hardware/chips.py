@@ -40,6 +40,7 @@ class Chip:
     `not_offered_chips` are sizes of slices that fit the pod but are not offered; `longer_boxes` slices of whole cubes
     that are longer than the pod as one box. `aliases` are other names of the chip, `device_kinds` what JAX calls its
     devices, `compiler_name` and `compiler_config` what the TPU compiler calls it and its way to run.
+    `sparse_cores_per_chip` counts those to which programs may give collectives.
     `attention_*` describe the fused attention kernels of the chip: how many compute the backward pass; queries and keys
     of a tile forward, forward over a window, and backward.
 
@@ -67,6 +68,7 @@ class Chip:
     peak_fp8_flops: float | None = None
     peak_int4_flops: float | None = None
     mxu_efficiency: float = 1.0
+    sparse_cores_per_chip: int = 0
     vpu_sublanes: int = 8
     vpu_lanes: int = 128
     vpu_alus_per_lane: int = 4
@@ -116,7 +118,7 @@ class Chip:
         where = f"chip {self.name!r:.80}: "
         for name in _COUNTS:
             whole(where + name, getattr(self, name), low=1)
-        for name in ("year", "cmem_bytes", "hbm_reserved_bytes", "ici_links"):
+        for name in ("year", "sparse_cores_per_chip", "cmem_bytes", "hbm_reserved_bytes", "ici_links"):
             whole(where + name, getattr(self, name))
         for name in _RATES:
             amount(where + name, getattr(self, name), positive=True)
@@ -250,7 +252,7 @@ class Chip:
 
         Example:
           >>> CHIPS["v7"].unpublished[:3], CHIPS["v5e"].unpublished[:1]
-          (('clock_hz', 'mxus_per_core', 'mxu_rows'), ('vpu_alus_per_lane',))
+          (('clock_hz', 'mxu_rows', 'vpu_alus_per_lane'), ('vpu_alus_per_lane',))
         """
         return tuple(f for f in _FIELDS if any(word in dict(self.sources).get(f, "") for word in _UNSURE))
 

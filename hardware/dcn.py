@@ -10,10 +10,8 @@ take part. An all_reduce of S bytes in two levels
 sends 2 (k-1)/k S/n bytes from each of k slices' devices over DCN. One ring through the devices of all slices sends
 2 S (N-1)/N from the host at the end of a slice, through one device's share of a card.
 
-Cut in P chunks, ICI works on one while DCN works on another. With a seconds of ICI per chunk and stage (twice), and d
-seconds of DCN per chunk, all reduce_scatters before the first all_gather:
-
-    max(2a + P d, 2 P a)
+Cut in chunks, ICI works on one while DCN works on another: `hardware.network` has the closed form, and prices the
+collectives of programs with the number of chunks that takes least.
 
 Sources: Kumar et al., "Exploring the limits of concurrency in ML training on Google TPUs", arXiv:2011.03641 (two
 levels); Cho et al., "BlueConnect", MLSys 2019 (hierarchical rings). No source states that a slice has less bandwidth to
@@ -26,7 +24,7 @@ from dataclasses import dataclass
 
 from hardware.checks import amount, whole
 from hardware.errors import HardwareError
-from hardware.network import collective_cost
+from hardware.network import CHUNKS, chunked_seconds, collective_cost
 from hardware.placement import DCN, Placement, PlacementFactor, places
 from hardware.slices import Slice, as_slice
 
@@ -36,67 +34,66 @@ class TwoLevels:
     """An all_reduce over several slices.
 
     Attributes:
-      ici_seconds: of one stage within slices, for all of the data: a reduce_scatter, or the all_gather.
-      dcn_seconds: of the all_reduce between slices, for all of the data.
+      chunk_ici_seconds: of one chunk within slices, one direction: its reduce_scatter, or its all_gather.
+      chunk_dcn_seconds: of one chunk between slices, one direction.
       chunks: in which the data is cut.
-      ici_fixed_seconds, dcn_fixed_seconds: of the above the hops, which every chunk takes.
     """
 
-    ici_seconds: float
-    dcn_seconds: float
+    chunk_ici_seconds: float
+    chunk_dcn_seconds: float
     chunks: int = 1
-    ici_fixed_seconds: float = 0.0
-    dcn_fixed_seconds: float = 0.0
 
     @property
-    def chunk_seconds(self) -> tuple[float, float]:
-        """(a, d): of one chunk, one stage of ICI and the stage of DCN."""
-        a = self.ici_fixed_seconds + (self.ici_seconds - self.ici_fixed_seconds) / self.chunks
-        return a, self.dcn_fixed_seconds + (self.dcn_seconds - self.dcn_fixed_seconds) / self.chunks
+    def ici_seconds(self) -> float:
+        """All that ICI does."""
+        return 2 * self.chunks * self.chunk_ici_seconds
+
+    @property
+    def dcn_seconds(self) -> float:
+        """All that DCN does."""
+        return 2 * self.chunks * self.chunk_dcn_seconds
 
     @property
     def seconds(self) -> float:
         """From start to end.
 
         Example:
-          >>> TwoLevels(1.0, 4.0).seconds, TwoLevels(1.0, 4.0, chunks=4).seconds
+          >>> TwoLevels(1.0, 2.0).seconds, TwoLevels(0.25, 0.5, chunks=4).seconds
           (6.0, 4.5)
         """
-        a, d = self.chunk_seconds
-        return max(2 * a + self.chunks * d, 2 * self.chunks * a)
+        return chunked_seconds("all_reduce", self.chunk_ici_seconds, self.chunk_dcn_seconds, self.chunks)
 
 
-def all_reduce_over(slices: Slice | str, payload_bytes: float, chunks: int = 1) -> TwoLevels:
+def all_reduce_over(slices: Slice | str, payload_bytes: float, chunks: int | None = None) -> TwoLevels:
     """An all_reduce over all devices of several slices, in two levels.
 
     Args:
       slices: such as "4*v5e-256", or its `Slice`.
       payload_bytes: the operand on one device.
-      chunks: in which the data is cut so that ICI and DCN work at once.
-    Returns: TwoLevels; with one chunk `seconds` is that of `hardware.collective_cost`.
+      chunks: in which the data is cut so that ICI and DCN work at once (default: the best of `network.CHUNKS`).
+    Returns: TwoLevels; by default `seconds` is that of `hardware.collective_cost`.
     Raises: HardwareError for a single slice, a negative size, or no chunks.
     Example:
-      >>> whole, cut = (all_reduce_over("4*v5e-256", 4e9, chunks) for chunks in (1, 16))
-      >>> f"{whole.seconds * 1e3:.0f} ms, {cut.seconds * 1e3:.0f} ms"
-      '59 ms, 45 ms'
+      >>> whole, cut = (all_reduce_over("4*v5e-256", 4e9, chunks) for chunks in (1, None))
+      >>> f"{whole.seconds * 1e3:.0f} ms, {cut.seconds * 1e3:.0f} ms in {cut.chunks} chunks"
+      '59 ms, 44 ms in 2 chunks'
     """
     slice_ = as_slice(slices)
     amount("payload_bytes", payload_bytes)
-    whole("chunks", chunks, low=1)
+    if chunks is not None:
+        whole("chunks", chunks, low=1)
     if slice_.slices < 2:
         raise HardwareError(f"{slice_.name} is one slice; name several, such as 2*{slice_.name}")
     inside = slice_.devices // slice_.slices
     rest = tuple(PlacementFactor(place, size, 1) for place, size in places(slice_) if place != DCN and size > 1)
     placement = Placement(slice_, (("slices", (PlacementFactor(DCN, slice_.slices, 1),)), ("inside", rest)))
 
-    def stages(size: float) -> tuple[float, float]:
-        return (
-            collective_cost(placement, "reduce_scatter", ["inside"], size).seconds,
-            collective_cost(placement, "all_reduce", ["slices"], size / inside).seconds,
-        )
+    def cut(chunks: int) -> TwoLevels:
+        ici = collective_cost(placement, "reduce_scatter", ["inside"], payload_bytes / chunks)
+        dcn = collective_cost(placement, "reduce_scatter", ["slices"], payload_bytes / inside / chunks)
+        return TwoLevels(ici.seconds, dcn.seconds, chunks)
 
-    (a, d), (fixed_a, fixed_d) = stages(payload_bytes), stages(0.0)
-    return TwoLevels(a, d, chunks, fixed_a, fixed_d)
+    return min(map(cut, CHUNKS if chunks is None else (chunks,)), key=lambda levels: levels.seconds)
 
 
 def one_ring_seconds(slices: Slice | str, payload_bytes: float) -> float:
@@ -105,7 +102,7 @@ def one_ring_seconds(slices: Slice | str, payload_bytes: float) -> float:
     Example:
       >>> levels = all_reduce_over("2*v5e-256", 4e9).seconds
       >>> round(one_ring_seconds("2*v5e-256", 4e9) / levels)
-      94
+      115
     """
     slice_ = as_slice(slices)
     amount("payload_bytes", payload_bytes)

@@ -10,12 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 
+from hardware.chips import Chip
 from meshlib.core.arguments import at, choice, flag, number, whole
 from meshlib.core.errors import GraphError, nearest
 
 # What hides collectives: `meshlib.estimation.time.scheduling` has the rules of each.
 OVERLAPS = ("none", "independent", "collective matmul")
 PARTITIONERS = ("explicit", "gspmd")
+# Collectives that a SparseCore can run: those for which the compiler has a flag of its own.
+OFFLOADED = ("all_gather", "reduce_scatter", "all_reduce")
 _FLAGS = ("stationary_weights", "unrolled_loops", "whole_torus_axes", "slice_jitter")
 
 
@@ -44,6 +47,9 @@ class Compiler:
         4 with AQT's stochastic rounding, 0 where it rounds to nearest.
       ragged_tile_width: products of experts are those of a kernel for ragged groups (megablox `gmm`), which multiplies
         whole tiles of so many inputs and outputs where a weight has more; 0: batched products as any other.
+      sparse_core_collectives: kinds of collectives that SparseCores start and add up, on chips that have them, of
+        "all_gather", "reduce_scatter" and "all_reduce": beside them the core loses no time. A chip without SparseCores
+        runs them itself.
       partitioner: "explicit" runs the program that `mtf.lower` returns, collectives included, as `mtf.on_jax` does
         through `shard_map`; "gspmd" is `jax.jit` with sharding annotations, which differs in memory.
     Raises: GraphError for a value that a field cannot have.
@@ -58,7 +64,8 @@ class Compiler:
     Sources: Wang et al., "Overlap communication with dependent computation via decomposition", ASPLOS 2023; Shoeybi et
     al., arXiv:1909.08053 (Megatron-LM); Xu et al., "GSPMD", arXiv:2105.04663; openxla/xla:
     xla/service/spmd/spmd_partitioner.h, SpmdPartitionerOptions.threshold_for_windowed_einsum_mib (256); ragged tiles:
-    jax.experimental.pallas.ops.tpu.megablox.
+    jax.experimental.pallas.ops.tpu.megablox; SparseCores: flags xla_tpu_enable_sparse_core_collective_offload_* in
+    AI-Hypercomputer/maxtext benchmarks/xla_flags_library.py.
     """
 
     name: str
@@ -71,6 +78,7 @@ class Compiler:
     step_overhead_seconds: float = 0.5e-6
     rounding_noise_bytes: int = 0
     ragged_tile_width: int = 0
+    sparse_core_collectives: tuple[str, ...] = ()
     partitioner: str = "explicit"
 
     def __post_init__(self) -> None:
@@ -78,6 +86,11 @@ class Compiler:
             raise GraphError(f"{at('Compiler')}: name must be text, got {self.name!r:.80}")
         choice(self.overlap, "Compiler", "overlap", OVERLAPS)
         choice(self.partitioner, "Compiler", "partitioner", PARTITIONERS)
+        kinds: object = self.sparse_core_collectives
+        if not isinstance(kinds, tuple):
+            raise GraphError(f"{at('Compiler')}: sparse_core_collectives must be a tuple of kinds, got {kinds!r:.80}")
+        for kind in kinds:
+            choice(kind, "Compiler", "sparse_core_collectives", OFFLOADED)
         for field in _FLAGS:
             flag(getattr(self, field), "Compiler", field)
         if number(self.step_overhead_seconds, "Compiler", "step_overhead_seconds") < 0:
@@ -94,6 +107,17 @@ class Compiler:
         (False, True, False)
         """
         return self.overlap == "collective matmul" and size_bytes >= self.windowed_einsum_bytes
+
+    def offloads(self, kind: str, chip: Chip) -> bool:
+        """Whether collectives of a kind run on the SparseCores of a chip, beside its TensorCores.
+
+        >>> from dataclasses import replace
+        >>> from hardware import CHIPS
+        >>> offloading = replace(XLA_TPU, sparse_core_collectives=("all_gather",))
+        >>> [offloading.offloads("all_gather", CHIPS[name]) for name in ("v5e", "v5p", "v6e", "v7")]
+        [False, True, True, True]
+        """
+        return kind in self.sparse_core_collectives and chip.sparse_cores_per_chip > 0
 
     @property
     def changes(self) -> dict[str, object]:

@@ -13,7 +13,7 @@ from hardware.memory import pcie_seconds
 from meshlib.core.opdef import Scores
 from meshlib.estimation import Physics, Row
 from meshlib.estimation.work.products import Attention
-from tests.compilers import IN_PIECES
+from tests.compilers import IN_PIECES, INDEPENDENT
 
 D = mtf.Dimension
 IDEAL = Physics().without_losses()
@@ -194,6 +194,22 @@ def test_what_runs_beside_the_core_costs_it_a_share():
     lost = sum(0.5 * max(busy for _, busy in e.cost.busy_seconds) for e in beside)
     assert half.step_seconds >= free.step_seconds
     assert half.step_seconds == pytest.approx(free.step_seconds + lost, rel=0.25)
+
+
+@pytest.mark.parametrize("sparse_cores", [0, 4])
+def test_sparse_cores_run_collectives_at_no_cost_to_the_core(sparse_cores):
+    """Gathers given to them cost what they do to a core that loses nothing; other kinds change nothing."""
+    program = chain(6, "data:8", "batch:data;variables/wide:data;variables/inner:data?")
+    slice_ = Slice("v3-8", dataclasses.replace(CHIPS["v3"], sparse_cores_per_chip=sparse_cores))
+
+    def seconds(share, *kinds):
+        compiler = dataclasses.replace(INDEPENDENT, sparse_core_collectives=kinds)
+        physics = dataclasses.replace(IDEAL, early_exposed=share)
+        return mtf.estimate(program, slice_, compiler, physics=physics).step_seconds
+
+    free, half = seconds(0.0), seconds(0.5)
+    assert free < half == seconds(0.5, "all_reduce")
+    assert seconds(0.5, "all_gather") == (free if sparse_cores else half)
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])

@@ -18,7 +18,8 @@ nobody: it runs when what it needs is there. A collective that the program issue
 product before which it stands. A collective is chained if the first product after it needs its result, or if there is
 none; only these are cut in pieces. Others run beside the core. Overlap is not free: of these the core loses a share of
 the time for which links are busy (`Physics.early_exposed`), and HBM the bytes that they move (`hbm`). Time in which the
-core waits for something pays both, so overlap never costs more than it hides.
+core waits for something pays both, so overlap never costs more than it hides. Collectives that SparseCores run
+(`Compiler.sparse_core_collectives`) cost the core nothing.
 
 Copies to and from the host run ahead or behind on their own, a trip of a loop early or late, so they hold up nobody;
 but a program, or a trip, lasts at least as long as its copies take in either direction.
@@ -232,7 +233,7 @@ class _SchedulePass:
             end = giver.end + event.seconds / move.group
             if event.end < end:  # its last piece has to wait
                 event = self.made.events[-1] = replace(event, end=end)
-        elif self.overlap != "none" and not unit.chained:
+        elif self.overlap != "none" and not unit.chained and not self.compiler.offloads(move.kind, self.times.chip):
             wire = max((busy for _, busy in cost.busy_seconds), default=0.0)
             self.owed_seconds += self.times.physics.early_exposed * wire
         if self.overlap != "none":

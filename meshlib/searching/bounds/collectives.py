@@ -39,8 +39,12 @@ def least_seconds(slice_: Slice, sizes: Sequence[int], axes: Sequence[int], kind
             block = size_bytes / group
             ways = [(SWAP, block), (PERMUTE, block), (GATHER, size_bytes)]
             least = min(_between(slice_, mesh, where, *way) for way in ways)
-        else:  # a reduction to all is one to parts, and a gather
-            least = (2 if kind == REDUCE else 1) * _between(slice_, mesh, where, GATHER, size_bytes)
+        else:
+            least = _between(slice_, mesh, where, GATHER, size_bytes)
+            if kind == REDUCE:  # one to parts and a gather; over DCN the two may overlap in chunks
+                least *= 2
+                if slice_.slices > 1:
+                    least = min(least, _between(slice_, mesh, where, REDUCE, size_bytes))
     except HardwareError:  # no links: refused when it is looked at
         return 0.0
     return least + slice_.chip.collective_launch_seconds

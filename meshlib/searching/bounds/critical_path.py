@@ -124,7 +124,7 @@ class Waiting:
 
     def _wire(self, axis: int, kind: int) -> float:
         """Seconds per byte that the core loses: over that axis alone, or over others besides if that is faster."""
-        if not kind:
+        if not kind or self.compiler.offloads(KINDS[kind], self.slice.chip):
             return 0.0
         all_axes = range(len(self.axes))
         least = min(wire_seconds(self.slice, self._group, axes, KINDS[kind]) for axes in _among(all_axes, (axis,)))
