@@ -82,7 +82,9 @@ class Step:
         self._check_types()
 
     def sharding(self, v: Value) -> NamedSharding:
-        """Where a value lies."""
+        """Where a value is stored: its blocks on the devices, in their memory or that of their hosts."""
+        if v.tensor.on_host and platform_of(self.mesh) != "cpu":  # whose memory is the host's
+            return NamedSharding(self.mesh, spec_of(v.sharding), memory_kind="pinned_host")
         return NamedSharding(self.mesh, spec_of(v.sharding))
 
     def keys(self, seed: int) -> np.ndarray[Any, Any]:
@@ -147,7 +149,7 @@ class Step:
                 (updates, _), (outputs, checks) = jax.lax.scan(one, (changed, number), feeds, length=count)
                 return outputs, updates, [], checks
 
-            self._several[count] = jax.jit(run, donate_argnums=() if self.checked else (0,))
+            self._several[count] = jax.jit(run, donate_argnums=() if self.checked else (0,), **self._results())
         return StepResult(*self._several[count](changed, kept, dict(feeds), np.int32(number), keys))
 
     def raise_faults(self) -> None:
@@ -184,7 +186,14 @@ class Step:
         return changed, kept, feeds, np.int32(0), self.keys(0)
 
     def _jitted(self) -> Any:
-        return jax.jit(self._mapped(), donate_argnums=() if self.checked else (0,))
+        return jax.jit(self._mapped(), donate_argnums=() if self.checked else (0,), **self._results())
+
+    def _results(self) -> dict[str, Any]:
+        """Where results are stored, if some variables are on the host: jit leaves results in the devices' memory."""
+        variables = {n: self.program.variables[n] for n in self.program.updates if n != STEP}
+        if not any(v.tensor.on_host for v in variables.values()):
+            return {}
+        return {"out_shardings": (None, {n: self.sharding(v) for n, v in variables.items()}, None, None)}
 
     def _mapped(self) -> Any:
         p = self.program

@@ -1,17 +1,17 @@
 """The final order: fusion groups scheduled so that memory is freed as early as possible.
 
-What the backward pass computes again comes right before who needs it. What uses a value that is still on its way waits
-for a product, if there is one, that hides the way; what no product waits for (the update of a weight by a gradient that
-is being reduced) until about as much is computed as the way takes. Then groups that run row by row are joined, and
-collectives are issued one product early where they do not depend on it (the weights of the next layer arrive while this
-one computes), and no earlier, because what arrives takes memory. This is *the* order: the executors, the buffers and
-the estimate all use it.
+What the backward pass computes again comes right before who needs it, and so does a variable that is stored on the
+host. What uses a value that is still on its way waits for a product, if there is one, that hides the way; what no
+product waits for (the update of a weight by a gradient that is being reduced) until about as much is computed as the
+way takes. Then groups that run row by row are joined, and collectives are issued one product early where they do not
+depend on it (the weights of the next layer arrive while this one computes), and no earlier, because what arrives
+takes memory. This is *the* order: the executors, the buffers and the estimate all use it.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -165,16 +165,28 @@ def _hidden_flops(program: Program, i: Instruction) -> float:
 
 def order_and_fuse(program: Program) -> Program:
     """The program in its final order, every instruction with its fusion group."""
-    scheduled = _Scheduler(program, _on_demand(fusion_groups(program))).run()
+    scheduled = _Scheduler(program, _on_demand(fusion_groups(program), _computed_again)).run()
+    if any(v.tensor.on_host for v in program.variables.values()):
+        scheduled = _on_demand(scheduled, _brought_from_host)
     return program.with_instructions(numbered(issue_early(join_rows(scheduled))))
 
 
-def _on_demand(groups: Sequence[Group]) -> list[Group]:
-    """The groups, each that the backward pass computes again right before the first who needs it."""
+def _computed_again(group: Group) -> bool:
+    """Whether the backward pass computes the group again."""
+    return all(i.operation in i.operation.graph.again for i in group)
+
+
+def _brought_from_host(group: Group) -> bool:
+    """Whether the group copies values from the memory of the host."""
+    return all(i.operation.opdef.kind is Kind.COPY and not i.outputs[0].tensor.on_host for i in group)
+
+
+def _on_demand(groups: Sequence[Group], delayed: Callable[[Group], bool]) -> list[Group]:
+    """The groups, each of the delayed ones right before the first that needs its results."""
     maker = {y: g for g, group in enumerate(groups) for i in group for y in i.outputs}
     needs = [{maker[x] for i in group for x in i.inputs} - {g} for g, group in enumerate(groups)]
     wanted = set().union(*needs)
-    again = [g in wanted and all(i.operation in i.operation.graph.again for i in groups[g]) for g in range(len(groups))]
+    again = [g in wanted and delayed(group) for g, group in enumerate(groups)]
     order: list[Group] = []
     written: set[int] = set()
     for g in range(len(groups)):

@@ -18,12 +18,13 @@ import numpy as np
 
 from layouts import Shape
 from meshlib.core import initializers
-from meshlib.core.arguments import NOT_NEGATIVE, at, bounded, items, number
+from meshlib.core.arguments import NOT_NEGATIVE, at, bounded, flag, items, number
 from meshlib.core.dtypes import FLOAT32, FLOAT64, DType, as_dtype
 from meshlib.core.errors import ArgumentError, GraphError, nearest
 from meshlib.core.graph import UPDATE, Operation, Tensor, absolute_scope, region
 from meshlib.core.public_calls import public
 from meshlib.ops.building import tensor
+from meshlib.ops.control.host import from_host, to_host
 from meshlib.ops.control.sources import make_variable, step
 from meshlib.ops.control.state import assign, stored
 from meshlib.ops.gradients import gradients
@@ -55,6 +56,7 @@ class Update:
     scalars: Scalars
     good: Tensor | None = None  # whether this step counts; None: always
     slot_dtype: DType | None = None  # in which slots are kept; None: the dtype to compute in
+    slots_on_host: bool = False  # whether slots are stored in the memory of the host
     writes: list[Operation] = field(default_factory=list)
 
     @property
@@ -65,7 +67,8 @@ class Update:
     def slot(self, name: str, shape: Shape | None = None, dtype: DType | None = None) -> Tensor:
         """A variable that accompanies this one, zeros at first, in the dtype to compute in.
 
-        It is kept in `dtype`, as all slots are unless given; layout rules reach it under `slots/`.
+        It is kept in `dtype`, as all slots are unless given; layout rules reach it under `slots/`. One on the host is
+        brought to HBM for the update.
         """
         slot_variable = make_variable(
             name,
@@ -74,14 +77,18 @@ class Update:
             dtype or self.slot_dtype or self.value.dtype,
             trainable=False,
             slot_of=self.variable.name,
+            on_host=self.slots_on_host,
         )
-        return cast(slot_variable, self.value.dtype)
+        return cast(from_host(slot_variable) if self.slots_on_host else slot_variable, self.value.dtype)
 
     def write(self, target: Tensor, new: Tensor) -> None:
         """Write the new value of a slot, or of the variable itself, unless the step is skipped."""
         target = stored(target).output
+        on_host = target.on_host
         if self.good is not None:
-            new = where(self.good, cast(new, target.dtype), target)
+            new = where(self.good, cast(new, target.dtype), from_host(target) if on_host else target)
+        if on_host:
+            new = to_host(cast(new, target.dtype))
         self.writes.append(assign(target, new))
 
     def matches(self, patterns: Sequence[str]) -> bool:
@@ -94,6 +101,7 @@ class OptimizerOptions(TypedDict, total=False):
 
     slot_dtype: object
     master_dtype: object
+    slots_on_host: bool
 
 
 class Optimizer(abc.ABC):
@@ -112,6 +120,17 @@ class Optimizer(abc.ABC):
         stands still.
       master_dtype: what `master` is kept in, "float32" unless given; a variable that is no narrower has none, so
         "bfloat16" saves that of bfloat16 variables, whose small updates get lost then.
+      slots_on_host: store slots, `master` among them, in the memory of the host, where they take no HBM. Each update
+        copies them to the device and back over PCIe, one variable after the other.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     w = mtf.variable("w", "d:1024")
+      ...     optimizer = mtf.optimize.AdamOptimizer(0.1, slots_on_host=True)
+      ...     program = mtf.lower({}, optimizer.minimize(mtf.reduce_sum(mtf.square(w))))
+      >>> program.memory.host_bytes, program.from_host_bytes, program.memory.by_kind["slots"]
+      (8192, 8192, 0)
     """
 
     weight_decay = 0.0
@@ -131,6 +150,7 @@ class Optimizer(abc.ABC):
         slots = kept.get("slot_dtype")
         self.slot_dtype = None if slots is None else self._float(slots, "slot_dtype")
         self.master_dtype = self._float(kept.get("master_dtype", FLOAT32), "master_dtype")
+        self.slots_on_host = flag(kept.get("slots_on_host", False), type(self).__name__, "slots_on_host")
 
     def _float(self, value: object, argument: str) -> DType:
         compute_dtype = as_dtype(value)
@@ -292,7 +312,7 @@ class Optimizer(abc.ABC):
 
     def _update(self, op: Operation, grad: Tensor, scalars: Scalars, good: Tensor | None) -> list[Operation]:
         with absolute_scope(op.name), region(UPDATE, op):
-            u = Update(op, cast(op.output, grad.dtype), grad, scalars, good, slot_dtype=self.slot_dtype)
+            u = Update(op, cast(op.output, grad.dtype), grad, scalars, good, self.slot_dtype, self.slots_on_host)
             if op.output.dtype.bits >= self.master_dtype.bits:
                 u.write(op.output, self.rule(u))
                 return u.writes

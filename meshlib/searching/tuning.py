@@ -1,4 +1,4 @@
-"""Tuning a MaxText run: mesh sizes, recomputation, batch and accumulation, at the tokens of a step it was given.
+"""Tuning a MaxText run: mesh, recomputation, optimizer state, batch and accumulation, at the same tokens per step.
 
 Greedy coordinate search: from the run as given, each knob in turn is set to the value whose step is fastest and fits,
 until no knob gains. What a change gains is its own: the step without it against the step with it, in the order found.
@@ -37,6 +37,8 @@ CUSTOM: tuple[Mapping[str, str], ...] = (
     {"decoder_layer_input": "device", "out_proj": "device", "mlpwo": "device"},
     {"decoder_layer_input": "offload", "context": "device", "out_proj": "device"},
 )
+# Policies whose memory may fit once that of the optimizer's state is free.
+STATE_POLICIES = ("save_qkv_proj", "save_dot_except_mlpwi", "minimal", "minimal_with_context", "none")
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ def tune(
     gained = True
     while gained and time.monotonic() - start < seconds:
         gained = False
-        for knob in (_meshes, _policies, _batches):
+        for knob in (_meshes, _policies, _states, _batches):
             options = []
             for keys in knob(best.run, where, sequences):
                 if time.monotonic() - start > seconds:
@@ -238,6 +240,15 @@ def _policies(run: MaxTextRun, where: Slice, sequences: int) -> Iterator[dict[st
         kept = {key: value for key, value in keys.items() if value != run.settings[key]}
         if kept:
             yield {"remat_policy": "custom", **kept}
+
+
+def _states(run: MaxTextRun, where: Slice, sequences: int) -> Iterator[dict[str, Any]]:
+    """Optimizer state in the memory of the host or of the devices, alone and with policies that keep more."""
+    state = {"optimizer_memory_host_offload": not run.settings["optimizer_memory_host_offload"]}
+    yield state
+    for name in STATE_POLICIES:
+        if name != run.settings["remat_policy"]:
+            yield {**state, "remat_policy": name}
 
 
 def _batches(run: MaxTextRun, where: Slice, sequences: int) -> Iterator[dict[str, Any]]:

@@ -308,6 +308,15 @@ def test_pipelines_have_stages_repeats_and_microbatches(base: Path) -> None:
     assert any(c.kind == "collective_permute" for c in run.program("v5e-4").collectives)
 
 
+def test_state_in_host_memory_takes_no_hbm(base: Path) -> None:
+    run = run_of(base, "optimizer_memory_host_offload=true", **TINY)
+    here, there = run_of(base, **TINY).program("v5e-4"), run.program("v5e-4")
+    assert not run.unread
+    assert there.memory.host_bytes == there.to_host_bytes > 0
+    assert here.memory.by_kind["slots"] == there.memory.host_bytes
+    assert there.memory.by_kind["slots"] == 0
+
+
 def test_state_has_the_dtype_of_the_weights(base: Path) -> None:
     run = run_of(base, "weight_dtype=bfloat16", **TINY)
     assert {v.tensor.dtype.name for n, v in run.program("v5e-4").variables.items() if n != "step"} == {"bfloat16"}

@@ -22,7 +22,9 @@ core waits for something pays both, so overlap never costs more than it hides. C
 (`Compiler.sparse_core_collectives`) cost the core nothing.
 
 Copies to and from the host run ahead or behind on their own, a trip of a loop early or late, so they hold up nobody;
-but a program, or a trip, lasts at least as long as its copies take in either direction.
+but a program, or a trip, lasts at least as long as its copies take in either direction. Those of an update (optimizer
+state in the host's memory) begin when the update does, since before it there may be no memory for what they bring; they
+run one after the other in each direction, and a result leaves after what it is computed from has come.
 
 A loop is its body's schedule, `trips` times one after the other; trips do not overlap, unless they are written out
 (`unrolled_loops`): then what one sends may end in the next. Of the trips of a pipeline that part is a bubble in which a
@@ -43,6 +45,7 @@ from hardware.chips import Chip
 from hardware.memory import hbm_seconds, pcie_seconds
 from hardware.network import Cost
 from meshlib.core.compiler import Compiler
+from meshlib.core.graph import UPDATE
 from meshlib.estimation.time.hbm_engine import Hbm
 from meshlib.estimation.time.kernel_times import KernelTime, Times
 from meshlib.estimation.time.link_sharing import LinkTimes
@@ -145,6 +148,8 @@ class _SchedulePass:
         self.later: list[Unit] = []  # what was put off, and the values that it makes
         self.awaited: set[int] = set()
         self.windows: dict[int, float] = {}  # gathered value -> seconds of the products that have taken its pieces
+        self.brought: dict[int, float] = {}  # value -> when what it is computed from has come from the host
+        self.update_copies: dict[str, float] = {}  # direction -> when its last copy of the update has ended
 
     def run(self) -> StepSchedule:
         for unit in self.plan.units:
@@ -164,7 +169,7 @@ class _SchedulePass:
         # A group that awaits the last piece of its operand computes at its end.
         busy = [(e.end - e.time.seconds if e.time else e.start, e.end) for e in computed]
         schedule.exposed_seconds += uncovered(sent, busy)
-        copies = schedule.host_seconds
+        copies = max(schedule.host_seconds, *self.update_copies.values(), 0.0)
         schedule.host_exposed_seconds += max(0.0, copies - schedule.seconds)
         schedule.seconds = max(schedule.seconds, copies)
         return schedule
@@ -214,10 +219,18 @@ class _SchedulePass:
         self.made.events.append(event)
         return event
 
+    def _brought(self, unit: Unit) -> float:
+        """When all that a unit's operands are computed from has come from the host."""
+        return max((self.brought.get(x, 0.0) for x in unit.inputs), default=0.0)
+
     def _copy(self, unit: Unit, way: str, size: int) -> None:
         seconds = pcie_seconds(self.times.chip, size)
         self.ready.update(dict.fromkeys(unit.outputs, self._given(unit)))
         start = self.made.busy.get(way, 0.0)
+        if unit.region == UPDATE:
+            start = max(self._given(unit), self._brought(unit), self.update_copies.get(way, self.core))
+            self.update_copies[way] = start + seconds
+            self.brought.update(dict.fromkeys(unit.outputs, start + seconds))
         self.made.use(way, seconds)
         self.made.serial_seconds += seconds
         self._event(unit, start, start + seconds, copy=(way, size))
@@ -270,6 +283,8 @@ class _SchedulePass:
                 self.pieces[y] = later
 
     def _kernel(self, unit: Unit, kernel: Kernel) -> None:
+        if self.brought:
+            self.brought.update(dict.fromkeys(unit.outputs, self._brought(unit)))
         if kernel.free:
             self.ready.update(dict.fromkeys(unit.outputs, self._given(unit)))
             return

@@ -60,7 +60,8 @@ READ: Mapping[str, Any] = MappingProxyType(
         "dtype": "bfloat16", "weight_dtype": "float32", "grad_dtype": "float32", "quantization": "",
         # batch, optimizer
         "per_device_batch_size": 12.0, "max_target_length": 2048, "gradient_accumulation_steps": 1,
-        "gradient_clipping_threshold": 1.0, "opt_type": "adamw", "mu_dtype": "", "num_vocab_tiling": 1,
+        "gradient_clipping_threshold": 1.0, "opt_type": "adamw", "mu_dtype": "",
+        "optimizer_memory_host_offload": False, "num_vocab_tiling": 1,
         # recomputation and loops
         "remat_policy": "full", **dict.fromkeys(REMAT_KEYS, "remat") | {"decoder_layer_input": "device"},
         "scan_layers": True, "num_layers_per_pipeline_stage": 1, "num_pipeline_repeats": -1,
@@ -149,8 +150,6 @@ EFFECTS: tuple[Effect, ...] = (
     Effect("a tanh of every attention score inside the kernel", {"attn_logits_soft_cap": 0.0}),
     Effect("one more logit for each head, which leads nowhere, and its parameters", {"attention_sink": False}),
     Effect("a product with the table of a one-hot input in place of a look-up", {"use_iota_embed": False}),
-    Effect("keeps the optimizer's state in host memory and moves it twice a step",
-           {"optimizer_memory_host_offload": False}),
     Effect("keeps parameters in host memory and moves them before they are used",
            {"parameter_memory_host_offload": False}),
     Effect("layers that predict further tokens: parameters and products of mtp_num_layers more layers and heads",

@@ -13,7 +13,7 @@ RATE = 1e-3  # no cost depends on it
 
 def optimizer_of(s: Settings) -> Optimizer:
     """As `mtf.models.train_step` takes it: slots and master copies in the dtype of the weights, as optax keeps them;
-    the first moment in `mu_dtype` where it is given.
+    the first moment in `mu_dtype` where it is given; on the host with `optimizer_memory_host_offload`.
 
     Raises: GraphError for another optimizer.
     """
@@ -23,9 +23,12 @@ def optimizer_of(s: Settings) -> Optimizer:
     s.choice("opt_type", OPTIMIZERS)
     weights = s.choice("weight_dtype", tuple(FLOATS))
     mean = s.choice("mu_dtype", tuple(FLOATS)) if s["mu_dtype"] else None
+    on_host = s.flag("optimizer_memory_host_offload")
     if name == "sgd":
-        return optimize.SgdOptimizer(RATE, master_dtype=weights)
-    return optimize.AdamWOptimizer(RATE, mean_dtype=mean, slot_dtype=weights, master_dtype=weights)
+        return optimize.SgdOptimizer(RATE, master_dtype=weights, slots_on_host=on_host)
+    return optimize.AdamWOptimizer(
+        RATE, mean_dtype=mean, slot_dtype=weights, master_dtype=weights, slots_on_host=on_host
+    )
 
 
 def clipping_norm(s: Settings) -> float | None:

@@ -298,8 +298,12 @@ def make_variable(
     activation_dtype: object | None = None,
     trainable: bool = True,
     slot_of: str | None = None,
+    on_host: bool = False,
 ) -> Tensor:
-    """`variable`, or a slot of the variable named `slot_of`, which layout rules reach under `slots/`."""
+    """`variable`, or a slot of the variable named `slot_of`, which layout rules reach under `slots/`.
+
+    One that is `on_host` is stored in the memory of the host; `from_host` brings its value to HBM.
+    """
     inside = current_graph("variable")
     graph = inside.root
     full = _check_name(name, "variable")
@@ -317,6 +321,7 @@ def make_variable(
         "initializer": initializers.stacked(initial, len(stacks)) if stacks else initial,
         "trainable": flag(trainable, "variable", "trainable"),
         "slot_of": slot_of,
+        **({"on_host": True} if on_host else {}),
     }
     if full == STEP:
         raise GraphError(f"variable name '{STEP}' is the step counter's; use mtf.step()")

@@ -11,6 +11,7 @@ from meshlib.core.errors import GraphError, ShapeError, nearest
 from meshlib.core.graph import UPDATE, Operation, Tensor, region
 from meshlib.core.opdef import NONLINEAR, GradRule, Home, Kind, Linear, OpDef, Storage, operation
 from meshlib.ops.building import build, tensor
+from meshlib.ops.control.host import FROM_HOST
 from meshlib.ops.rules import named_factors, no_work, not_differentiable
 
 
@@ -172,12 +173,12 @@ def _assign_changed(
 
 
 def stored(variable: Tensor) -> Operation:
-    """The `variable` operation behind a variable's value, which may be a cast of what is stored."""
+    """The `variable` operation behind a variable's value, which may be a cast of what is stored, on the host too."""
     op = tensor(variable, "variable").operation
     from meshlib.ops.control.sources import VARIABLE
     from meshlib.ops.pointwise.elementwise import CAST
 
-    while op.opdef is CAST and op.inputs[0].operation.opdef in (CAST, VARIABLE):
+    while op.opdef in (CAST, FROM_HOST) and op.inputs[0].operation.opdef in (CAST, FROM_HOST, VARIABLE):
         op = op.inputs[0].operation
     if op.opdef is not VARIABLE:
         raise GraphError(

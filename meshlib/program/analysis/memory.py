@@ -193,10 +193,15 @@ def _live(program: Program, made_at: int, v: Value, size: int) -> Live:
 
 
 def host_bytes(program: Program) -> int:
-    """The most that lies on the host at once; what the body of a loop takes and returns is counted outside."""
+    """The most that lies on the host at once; what the body of a loop takes and returns is counted outside.
+
+    The new value of a variable on the host takes the place of the old one.
+    """
     outside = {*program.inputs.values(), *(program.outputs.values() if program.is_body else ())}
+    stored = [v for v in program.variables.values() if v.tensor.on_host]
+    outside.update(stored, program.updates.values())
     ends: dict[int, int] = {}  # by instruction, how many bytes it is the last to use
-    peak = now = 0
+    peak = now = sum(v.local_bytes for v in stored)
     for n, i in enumerate(program.instructions):
         for y in i.outputs:
             if y.tensor.on_host and y not in outside:
