@@ -43,12 +43,14 @@ class Active:
     indices   per index of the loop's dim those that work, in ascending order
     size      of the dim
     note      the same in words
+    whole     numbers of the carries of which all indices count in every trip, as of what only passes through stages
     """
 
     dim: str
     indices: tuple[tuple[int, ...], ...]
     size: int
     note: str = ""
+    whole: tuple[int, ...] = ()
 
     @property
     def share(self) -> float:

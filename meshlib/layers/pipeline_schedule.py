@@ -63,6 +63,16 @@ class Schedule:
         microbatch = group * self.stages + place
         return Turn(microbatch, repeat) if microbatch < self.microbatches else None
 
+    def exchange(self, trip: int) -> int | None:
+        """The number of the microbatch that the first stage takes after a trip, from 0 where the first trip has one.
+
+        In the same exchange the last stage gives the result of microbatch number - stages. So numbers go on beyond the
+        microbatches, by as many as there are stages. None in trips after which the first stage goes on with what the
+        last has made.
+        """
+        group, place = divmod(trip + 1, self.repeats * self.stages)
+        return group * self.stages + place if place < self.stages else None
+
     @cached_property
     def turns(self) -> tuple[tuple[Turn | None, ...], ...]:
         """Per trip, what each stage does."""

@@ -3,8 +3,8 @@
 The stages are a dim. In a trip of one loop all of them run at once, each on the microbatch that has got to it: what
 they read has the dim, their weights have it, and named dims do the rest. Between trips everything moves on by one
 stage, which is a shift along the dim. Where a rule lays the dim over an axis (`stage:pipe`), each device holds the
-weights of its stages, and the shift is the only thing that is sent. `meshlib.layers.pipeline_schedule` says who does
-what when.
+weights of its stages, and an equal share of the microbatches that wait for the first stage or have left the last
+(`meshlib.layers.pipeline_stream`). `meshlib.layers.pipeline_schedule` says who does what when.
 
 A device is a part of one program and can't sit idle: it computes in a bubble too, on zeros and on what is left. None of
 that reaches a result: it is no part of what is cut out at the end, nor of the sums of gradients and losses.
@@ -16,25 +16,25 @@ google/praxis `layers/pipeline.py`, AI-Hypercomputer/maxtext `layers/pipeline.py
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from layouts import Dimension, Shape
 from meshlib.core.arguments import at, items, whole
-from meshlib.core.dtypes import BOOL, FLOAT32, FLOAT64, INT32
+from meshlib.core.dtypes import FLOAT32, FLOAT64, INT32
 from meshlib.core.errors import GraphError, ShapeError
 from meshlib.core.graph import Tensor, current_graph, find_dim, innermost
 from meshlib.core.names import free_name
 from meshlib.layers.pipeline_schedule import Schedule, schedule
+from meshlib.layers.pipeline_stream import Stream
 from meshlib.ops.building import tensor
 from meshlib.ops.control.loops import make_loop, works_table
 from meshlib.ops.control.remat import Policy, checked_policy
-from meshlib.ops.control.sources import constant_like
-from meshlib.ops.movement.indexing import gather, scatter_add
-from meshlib.ops.movement.runs import pad, shift, slice
-from meshlib.ops.movement.shape import rename_dimension, reshape, transpose
+from meshlib.ops.movement.indexing import gather
+from meshlib.ops.movement.runs import shift
+from meshlib.ops.movement.shape import reshape, transpose
 from meshlib.ops.movement.tables import table
 from meshlib.ops.pointwise.elementwise import add, cast, where
 
@@ -62,7 +62,8 @@ def pipeline(
       stages: how many, or the dim to call them by; "stage" unless given, which layout rules name: `stage:pipe`.
       microbatches: into how many parts to cut the first dim of x, as `serialize_training_step` does: on the minor part
         of the dim, so that a split batch moves nothing. Or a dim of x that counts them already: where a rule lays that
-        over the axis of the stages too, what comes before and after the pipeline is divided among them.
+        over the axis of the stages too, what comes before and after the pipeline is divided among them, and memory
+        grows by one microbatch of activations per microbatch, and by 1 / stages of what comes before and after.
       repeats: how often each microbatch goes round. A stage then holds as many runs of layers, of which the layers of
         the whole model take turns: stage 0, 1, ..., then stage 0 again. Wants a multiple of stages in microbatches.
       beside: other tensors that are cut like x, of which each stage is given the part of its microbatch: masks, what an
@@ -72,13 +73,13 @@ def pipeline(
       name: of the loop, and the scope of its operations.
     Returns: y, of the type of x. If stage_fn returns tensors besides: y, and a list of their sums over all microbatches
       (and repeats), each still with the dim `stage`, in float32 at least.
-    Bytes: each trip sends a microbatch to the next stage, and backward its gradient to the one before. Besides, once,
-      what it takes to bring x to the first stage and y from the last to where the layout wants them: nothing, and an
-      all_reduce over the axis of the stages, or an all_gather and a reduce_scatter where a rule lays the microbatches
-      over it. Of what is `beside` the first, and backward the other way round.
+    Bytes: each trip sends a microbatch to the next stage, and one of the stream, of inputs or results, to the stage
+      before; backward their gradients the other way. Results end in equal shares on the stages, and are gathered unless
+      a rule lays the microbatches over the axis of the stages. What is `beside` is gathered once, and backward its
+      gradient scattered.
     Memory: of weights, gradients and slots 1 / stages. For the gradient, on each device, the inputs of its stage for
-      all microbatches and repeats and what `remat` keeps; while the loop runs, what goes in and what comes out in each
-      trip as well, and what is `beside` for all microbatches and repeats.
+      all microbatches and repeats and what `remat` keeps; while the loop runs, 1 / stages of all microbatches as well,
+      and what is `beside` for all microbatches and repeats.
     Time: (1 + `mtf.layers.schedule(...).bubble`) of what the work takes.
     Random numbers: each stage, microbatch and repeat has its own, under every layout the same, but they are others than
       of the same layers without a pipeline.
@@ -94,7 +95,7 @@ def pipeline(
       >>> print(graph.variables["dense/kernel"].output.shape)
       [stage:2, width:16, width_out:16]
       >>> [(c.kind, c.count, c.sent_bytes) for c in program.collectives]
-      [('collective_permute', 5, 128), ('all_reduce', 1, 512)]
+      [('collective_permute', 5, 128), ('collective_permute', 5, 128), ('all_gather', 1, 256)]
     """
     what = "pipeline"
     if not callable(stage_fn):
@@ -182,34 +183,37 @@ class _Run:
         taken = {d.name for t in (x, *self.beside) for d in t.shape} | {self.stage.name}
         self.trip = Dimension(free_name("trip", taken), self.plan.trips)
         self.repeat = Dimension(free_name("repeat", taken), self.plan.repeats)
-        self.active = self.plan.active(self.stage.name)
+        self.active = replace(self.plan.active(self.stage.name), whole=(1,))
+        self.stream = Stream(self.plan, self.stage, self.micro, self.trip)
         with graph:
-            fed = self._fed(graph.adopt(x))
-            first = reshape(slice(fed, 0, 1, self.trip.name), fed.shape.dims[1:])
-            slices = [shift(fed, -1, self.trip, wrap=False), *self._tables(), *self._beside()]
-            body = self._body
-            finals, (ys,) = make_loop(
-                "pipeline", body, [first], slices, self.trip, False, name, True, remat=policy, active=self.active
+            carries = self.stream.begin(graph.adopt(x))
+            tables = self.stream.tables()
+            self.exchanged = len(tables)
+            slices = [*tables, *self._turns(), *self._beside()]
+            finals, _ = make_loop(
+                "pipeline", self._body, carries, slices, self.trip, False, name, True, remat=policy, active=self.active
             )
-            return self._out(ys, x), list(finals[1:])
+            return self.stream.end(finals[1]), list(finals[2:])
 
     # ------------------------------------------------------------ one trip
 
     def _body(self, carries: Sequence[Tensor], slices: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        (x,), (following, *others) = carries, slices
-        graph, plan = x.graph, self.plan
-        of_loop = graph.loop_body
+        x, slots = carries
+        tables, others = slices[: self.exchanged], list(slices[self.exchanged :])
+        of_loop = x.graph.loop_body
         assert of_loop is not None
         assert of_loop.working is not None
-        rest = iter(others)
         of_loop.held = (self.stage,)
-        if plan.repeats > 1:
-            goes_on, turns = next(rest), next(rest)
-            of_loop.held, of_loop.chosen = (self.repeat, self.stage), (self.repeat, turns)
-        y, sums = self._stages(x, list(rest))
-        sent = y if plan.repeats == 1 else where(goes_on, y, 0, output_shape=y.shape)
-        moved = shift(sent, 1, self.stage, wrap=plan.repeats > 1, name="to_next_stage")
-        return [add(following, moved), *(where(of_loop.working, t, 0, output_shape=t.shape) for t in sums)], [y]
+        if self.plan.repeats > 1:
+            of_loop.held, of_loop.chosen = (self.repeat, self.stage), (self.repeat, others.pop(0))
+        y, sums = self._stages(x, others)
+        entering, slots = self.stream.exchange(slots, y, tables)
+        takes, gives, *_ = tables
+        circle = self.plan.repeats > 1
+        sent = where(gives, 0, y, output_shape=y.shape) if circle else y
+        moved = shift(sent, 1, self.stage, wrap=circle, name="to_next_stage")
+        following = add(where(takes, entering, 0, output_shape=y.shape), moved)
+        return [following, slots, *(where(of_loop.working, t, 0, output_shape=t.shape) for t in sums)], []
 
     def _stages(self, x: Tensor, beside: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """What all stages make, and what is to be summed, both checked."""
@@ -236,22 +240,13 @@ class _Run:
 
     # ------------------------------------------------------------ what goes in and out
 
-    def _tables(self) -> list[Tensor]:
-        """Per trip and stage, where they are needed: whether the microbatch goes on, and which repeat it is.
-
-        The last stage sends nothing to the first once a microbatch has come round for the last time: so what the first
-        stage gets is what is sent to it, or enters, and their sum in any case.
-        """
-        plan, graph = self.plan, current_graph("pipeline")
+    def _turns(self) -> list[Tensor]:
+        """Per trip and stage, which repeat it is, where there are several."""
+        if self.plan.repeats == 1:
+            return []
+        turns = [[0 if turn is None else turn.repeat for turn in row] for row in self.plan.turns]
         shape = Shape([self.trip, self.stage])
-        tables = []
-        if plan.repeats > 1:
-            goes_on = np.ones(shape.sizes, np.bool_)
-            goes_on[:, -1] = [row[-1] is not None and row[-1].repeat < plan.repeats - 1 for row in plan.turns]
-            tables.append(table(graph, goes_on, shape, BOOL, "goes_on"))
-            turns = [[0 if turn is None else turn.repeat for turn in row] for row in plan.turns]
-            tables.append(table(graph, np.array(turns, np.int32), shape, INT32, "turns"))
-        return tables
+        return [table(current_graph("pipeline"), np.array(turns, np.int32), shape, INT32, "turns")]
 
     def _beside(self) -> list[Tensor]:
         """What is read beside x, of each trip's and stage's microbatch: [trip, stage, ...].
@@ -267,43 +262,3 @@ class _Run:
         given = [gather(t, which, self.micro) for t in self.beside]
         works = works_table(self.active, self.trip)  # where one is idle nothing it makes of a microbatch is a gradient
         return [where(works, t, 0, output_shape=t.shape) if t.dtype.is_float else t for t in given]
-
-    def _fed(self, x: Tensor) -> Tensor:
-        """What enters in each trip: [trip, stage, ...], zeros but where the first stage takes a new microbatch."""
-        plan, trip = self.plan, self.trip
-        rest = x.shape.dims[1:]
-        x = rename_dimension(x, self.micro.name, trip.name)
-        if plan.repeats > 1:
-            groups, round_ = self._rounds()
-            x = pad(x, [0, groups.size * plan.stages - plan.microbatches], trip.name)
-            x = reshape(x, [groups, Dimension(round_.name, plan.stages), *rest])
-            x = pad(x, [0, round_.size - plan.stages], round_.name)
-            x = reshape(x, [Dimension(trip.name, groups.size * round_.size), *rest])
-        held = x.shape.dim(trip.name).size
-        x = slice(pad(x, [0, max(0, plan.trips - held)], trip.name), 0, plan.trips, trip.name)
-        first = constant_like(0, x, INT32)
-        return scatter_add(x, first, self.stage, Shape([trip, self.stage, *rest]))
-
-    def _out(self, ys: Tensor, like: Tensor) -> Tensor:
-        """What the last stage has made of each microbatch when it came round for the last time."""
-        plan, trip = self.plan, self.trip
-        rest = like.shape.dims[1:]
-        y = gather(ys, plan.stages - 1, self.stage)
-        begin = plan.repeats * plan.stages - 1
-        y = slice(y, begin, plan.trips - begin, trip.name)
-        if plan.repeats > 1:
-            groups, round_ = self._rounds()
-            y = pad(y, [0, groups.size * round_.size - y.shape[0].size], trip.name)
-            y = slice(reshape(y, [groups, round_, *rest]), 0, plan.stages, round_.name)
-            y = reshape(y, [Dimension(trip.name, groups.size * plan.stages), *rest])
-            y = slice(y, 0, plan.microbatches, trip.name)
-        return rename_dimension(y, trip.name, self.micro.name, "out")
-
-    def _rounds(self) -> tuple[Dimension, Dimension]:
-        """How many groups of microbatches there are, and the trips that a stage takes with each."""
-        plan = self.plan
-        taken = self.trip.name
-        return (
-            Dimension(f"{taken}_group", -(-plan.microbatches // plan.stages)),
-            Dimension(f"{taken}_round", plan.repeats * plan.stages),
-        )

@@ -11,6 +11,7 @@ nothing. What is stacked holds zeros there.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -80,12 +81,20 @@ class Parts:
         return self._types[key]
 
 
-def parts_of(executor: FastExecutor, inputs: Mapping[Value, str], dim: Dimension, whole: bool) -> Parts:
+def parts_of(
+    executor: FastExecutor,
+    inputs: Mapping[Value, str],
+    dim: Dimension,
+    whole: bool,
+    passing: AbstractSet[Instruction] = frozenset(),
+) -> Parts:
     """How a body runs on parts of `dim`.
 
     `inputs` says under which name its inputs have the dim; with `whole` all of them are there whole, and each user
-    takes what it needs; otherwise they are there in part.
+    takes what it needs; otherwise they are there in part. Instructions that are `passing` run on the whole, and so does
+    what takes their results and nothing that is there in part.
     """
+    passed = {y for i in passing for y in i.outputs}
     parts = Parts(dim.size, dict(inputs))
     either = set(inputs) if whole else set()
     if not whole:
@@ -105,7 +114,8 @@ def parts_of(executor: FastExecutor, inputs: Mapping[Value, str], dim: Dimension
             continue
         some = any(x in parts.partial for x in known)
         all_whole = any(x not in parts.partial and x not in either for x in known)
-        in_part = some or not all_whole
+        follows = all(x in either for x in known) and not passed.isdisjoint(i.inputs)
+        in_part = (some or not all_whole) and i not in passing and not follows
         if isinstance(i, Loop):
             _loop_parts(executor, parts, i, dim, in_part and bool(known))
         else:
@@ -118,6 +128,24 @@ def parts_of(executor: FastExecutor, inputs: Mapping[Value, str], dim: Dimension
             if y not in parts.dims and dim in y.tensor.shape:
                 parts.dims[y] = dim.name
     return parts
+
+
+def passing_instructions(executor: FastExecutor, carries: Sequence[tuple[Value, Value]]) -> set[Instruction]:
+    """The instructions between what a trip is given of these carries and what it makes of them."""
+    program = executor.ready.instructions
+    reached = {begin for begin, _ in carries}
+    after = []
+    for i in program:
+        if not reached.isdisjoint(i.inputs):
+            reached.update(i.outputs)
+            after.append(i)
+    needed = {end for _, end in carries}
+    passing = set()
+    for i in reversed(after):
+        if not needed.isdisjoint(i.outputs):
+            needed.update(i.inputs)
+            passing.add(i)
+    return passing
 
 
 def _pass(parts: Parts, either: set[Value], x: Value, y: Value) -> None:
@@ -284,7 +312,10 @@ class PartialTrips:
         self.active = active
         dim = Dimension(active.dim, active.size)
         inputs = {v: active.dim for v in self.loop.body.inputs.values() if dim in v.tensor.shape}
-        self.runner = PartialRun(self.executor, parts_of(self.executor, inputs, dim, whole=True))
+        body = self.loop.body
+        carries = [(body.inputs[begin], body.outputs[end]) for begin, end in self.loop.carries]
+        passing = passing_instructions(self.executor, [carries[n] for n in active.whole])
+        self.runner = PartialRun(self.executor, parts_of(self.executor, inputs, dim, whole=True, passing=passing))
         self.carried: dict[Value, Array] = {}  # the arrays that hold carries from trip to trip
 
     def of(self, trip: int) -> Run | None:

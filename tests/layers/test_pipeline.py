@@ -313,6 +313,25 @@ def test_devices_hold_the_weights_gradients_and_slots_of_their_stages() -> None:
     assert piped.memory.by_kind["variables"] < plain.memory.by_kind["variables"] / 3.9
 
 
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_memory_grows_by_the_saved_inputs_and_a_share_of_the_stream(repeats: int) -> None:
+    """Per microbatch: a stage's inputs, `repeats` of them, and 1 / stages of a microbatch for the stream and for x."""
+    stages, small, width = 4, D("batch", 64), D("width", 256)
+
+    def peak(count: int) -> int:
+        micro = D("microbatch", count)
+        with mtf.Graph():
+            x = mtf.input("x", [micro, small, width])
+            y = mtf.layers.pipeline(lambda h: mtf.layers.dense(h, width, name="w"), x, stages, micro, repeats)
+            updates = mtf.optimize.SgdOptimizer(0.1).minimize(mtf.reduce_mean(mtf.square(y)))
+            program = mtf.lower(None, updates, mesh="pipe:4", layout="stage:pipe;microbatch:pipe")
+        return program.memory.peak_bytes
+
+    block = small.size * width.size * 4
+    growth = (peak(32) - peak(16)) / 16 / block
+    assert growth == pytest.approx(repeats + 2 / stages, abs=0.02)
+
+
 @pytest.mark.parametrize(("stages", "microbatches", "repeats"), [(4, 4, 1), (4, 8, 2), (4, 1, 1), (4, 2, 3), (2, 1, 2)])
 def test_the_fast_executor_computes_what_works_alone(stages: int, microbatches: int, repeats: int) -> None:
     """Forward and, given what was kept, backward."""
@@ -376,10 +395,10 @@ def test_a_step_takes_one_and_the_bubble_of_its_work(stages: int, microbatches: 
     matmuls = 3 * 2 * 2 * 32768 * microbatches * wide.size * inner.size * repeats  # of a stage's device
     assert est.useful_flops == pytest.approx(matmuls, rel=1e-9)
     seconds = matmuls / est.slice.peak_flops_per_device
-    assert est.step_seconds == pytest.approx((1 + bubble) * seconds, rel=0.02)
-    assert est.mfu == pytest.approx(1 / (1 + bubble), rel=0.02)
-    assert est.hfu == pytest.approx(1.0, rel=0.02)
-    assert est.bubble_seconds == pytest.approx(bubble * seconds, rel=0.02)
+    assert est.step_seconds == pytest.approx((1 + bubble) * seconds, rel=0.025)  # moves in HBM too
+    assert est.mfu == pytest.approx(1 / (1 + bubble), rel=0.025)
+    assert est.hfu == pytest.approx(1.0, rel=0.025)
+    assert est.bubble_seconds == pytest.approx(bubble * seconds, rel=0.025)
     assert f"{est.bubble_share:.1%} of the step" in str(est)
     assert any(f"{stages} stages, {microbatches} microbatches" in note for note in program.notes)
 

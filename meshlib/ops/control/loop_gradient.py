@@ -8,7 +8,7 @@ stacked.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from meshlib.core.errors import GraphError
@@ -61,7 +61,10 @@ class _Backwards:
         begin = [_no_cotangent(x) if dy is None else dy for x, dy in dys if x.dtype.is_float]
         begin += [_no_cotangent(x) for x in self.sums]
         slices = [*self.befores, *self.xs, *self.saved, *(dy for _, dy in self.stacked), *self.joining.values()]
-        dim, active, backwards = self.loop.dim, self.loop.active, not self.loop.reverse
+        dim, backwards, active = self.loop.dim, not self.loop.reverse, self.loop.active
+        if active is not None:
+            floats = [n for n, x in enumerate(self.inits) if x.dtype.is_float]
+            active = replace(active, whole=tuple(floats.index(n) for n in active.whole if n in floats))
         finals, dxs = make_loop("scan", self._step, begin, slices, dim, backwards, None, active=active)
         sums_of_outer = dict(zip(self.sums, finals[len(self.floats) :], strict=True))
         carried = iter(finals[: len(self.floats)])

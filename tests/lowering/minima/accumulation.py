@@ -141,8 +141,8 @@ def piped(t: str, microbatches: int, network: object, batch: int = B.size) -> tu
         return network(x, t)  # type: ignore[operator, no-any-return]
 
     y = mtf.layers.pipeline(stage, given("x", [D("b", batch), A], t), 2, microbatches)
-    sent = (microbatches + 1) * (batch // microbatches // 2) * A.size * width(t)
-    return y, sent + all_reduce(2, batch // 2 * A.size * width(t))
+    sent = 2 * (microbatches + 1) * (batch // microbatches // 2) * A.size * width(t)
+    return y, sent + all_gather(2, batch // 2 * A.size * width(t))
 
 
 def pipeline_of_loops(t: str, microbatches: int) -> Case:
@@ -176,7 +176,7 @@ def pipelines_of_microbatches_step(t: str) -> Case:
     grads, outputs = mtf.serialize_training_step({"x": x}, model, B, 2, "sum")
     train = mtf.optimize.SgdOptimizer(0.1).apply_grads(grads, x.graph.trainable_variables)
     part = B.size // 2
-    permutes = 2 * 5 * (part // 4 // 2) * A.size * width(t)
-    least = permutes + 2 * all_reduce(2, part // 2 * A.size * width(t))
+    permutes = 2 * 2 * 5 * (part // 4 // 2) * A.size * width(t)
+    least = permutes + 2 * all_gather(2, part // 2 * A.size * width(t))
     least += all_reduce(2, L.size * W * F32) + all_reduce(2, F32)
     return Case({"loss": outputs["loss"]}, train, "p:2;m:2", "stage:p;b:m", least)

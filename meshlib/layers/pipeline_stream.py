@@ -1,0 +1,128 @@
+"""The stream of a pipeline: microbatches on their way to the first stage, and results on their way from the last.
+
+Each stage holds an equal share of the microbatches, in slots. When the first stage takes a microbatch, its slot moves
+on by one stage towards the first, and the slot that this frees at the last stage takes what the last stage has made. So
+inputs and results share memory, of one share of the batch on each stage, and each trip sends one microbatch for both.
+
+Source: the streaming buffer of AI-Hypercomputer/maxtext `layers/pipeline.py` and google/praxis `layers/pipeline.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from layouts import Dimension, Shape
+from meshlib.core.dtypes import BOOL, INT32
+from meshlib.core.graph import Tensor, current_graph
+from meshlib.layers.pipeline_schedule import Schedule
+from meshlib.ops.control.custom_gradients import custom_gradient
+from meshlib.ops.movement.dynamic_slices import update_slice
+from meshlib.ops.movement.indexing import gather
+from meshlib.ops.movement.runs import pad, shift, slice
+from meshlib.ops.movement.shape import reshape, transpose
+from meshlib.ops.movement.tables import table
+from meshlib.ops.pointwise.elementwise import add, where
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The stream of one pipeline.
+
+    At the start microbatch m is in slot m % slots of stage m // slots. Exchange n moves slot n % slots: the first stage
+    takes microbatch n from it, and the last stage writes the result of microbatch n - stages to it.
+    """
+
+    plan: Schedule
+    stage: Dimension
+    micro: Dimension
+    trip: Dimension
+
+    @cached_property
+    def slot(self) -> Dimension:
+        """The microbatches that each stage holds."""
+        return Dimension(f"{self.trip.name}_slot", -(-self.micro.size // self.plan.stages))
+
+    @property
+    def padding(self) -> int:
+        """Places of the slots beyond the microbatches."""
+        return self.slot.size * self.plan.stages - self.micro.size
+
+    # ------------------------------------------------------------ before and after the loop
+
+    def begin(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What the stages take in the first trip, and the slots, of x [microbatch, ...]."""
+        rest = x.shape.dims[1:]
+        slots = reshape(pad(x, [0, self.padding], self.micro.name), [self.stage, self.slot, *rest])
+        slots = transpose(slots, [self.slot, self.stage, *rest])
+        enters = table(current_graph("pipeline"), self._at(0), Shape([self.stage]), BOOL, "enters")
+        first = slice(slots, 0, 1, self.slot.name)
+        held = reshape(first, [self.stage, *rest])
+        moved = shift(first, -1, self.stage, wrap=False, name="to_previous_stage")
+        slots = update_slice(slots, reshape(moved, [self.stage, *rest]), self.slot, 0)
+        return where(enters, held, 0, output_shape=held.shape), slots
+
+    def end(self, slots: Tensor, name: str = "out") -> Tensor:
+        """The results [microbatch, ...], of the slots after the last trip."""
+        rest = slots.shape.dims[2:]
+        y = shift(slots, (self.padding - self.plan.stages) % self.slot.size, self.slot, wrap=True)
+        y = reshape(transpose(y, [self.stage, self.slot, *rest]), [self._padded, *rest])
+        return slice(y, self.padding, self.micro.size, self.micro.name, name)
+
+    @property
+    def _padded(self) -> Dimension:
+        return Dimension(self.micro.name, self.slot.size * self.plan.stages)
+
+    # ------------------------------------------------------------ in each trip
+
+    def tables(self) -> list[Tensor]:
+        """Of each trip: which stage takes from the stream, which gives to it, and the number of the slot."""
+        graph, stages = current_graph("pipeline"), self.plan.stages
+        exchanges = [self.plan.exchange(trip) for trip in range(self.trip.size)]
+        happens = np.array([n is not None for n in exchanges])[:, None]
+        shape = Shape([self.trip, self.stage])
+        numbers = np.array([0 if n is None else n % self.slot.size for n in exchanges], np.int32)
+        tables = [
+            table(graph, happens & self._at(0), shape, BOOL, "takes"),
+            table(graph, happens & self._at(stages - 1), shape, BOOL, "gives"),
+            table(graph, numbers, Shape([self.trip]), INT32, "slot"),
+        ]
+        if not happens.all():
+            every = np.broadcast_to(happens, shape.sizes)
+            tables.append(table(graph, every, shape, BOOL, "exchanges"))
+        return tables
+
+    def _at(self, stage: int) -> np.ndarray:
+        return np.arange(self.plan.stages) == stage
+
+    def exchange(self, slots: Tensor, y: Tensor, tables: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """What a slot held, of which the first stage takes its own, and the slots after the exchange.
+
+        The gradient is the same exchange in the other direction, which writes over one slot of the cotangent.
+        """
+        _, gives, number, *happens = tables
+
+        def run(slots: Tensor, y: Tensor, gives: Tensor, number: Tensor, *happens: Tensor) -> tuple[Tensor, Tensor]:
+            held = gather(slots, number, self.slot)
+            moved = shift(held, -1, self.stage, wrap=False, name="to_previous_stage")
+            put = where(gives, y, moved, output_shape=held.shape)
+            if happens:
+                put = where(happens[0], put, held, output_shape=held.shape)
+            return held, update_slice(slots, put, self.slot, number)
+
+        def back(inputs: Sequence[Tensor], _: object, cotangents: Sequence[Tensor]) -> list[Tensor | None]:
+            _, _, gives, number, *happens = inputs
+            d_held, d_slots = cotangents
+            d_put = gather(d_slots, number, self.slot)
+            d_moved = where(gives, 0, d_put, output_shape=d_put.shape)
+            passed = shift(d_moved, 1, self.stage, wrap=False, name="to_next_stage")
+            if happens:
+                passed = where(happens[0], passed, d_put, output_shape=d_put.shape)
+            before = update_slice(d_slots, add(d_held, passed), self.slot, number)
+            return [before, where(gives, d_put, 0, output_shape=d_put.shape), *(None for _ in inputs[2:])]
+
+        held, after = custom_gradient(run, back, [slots, y, gives, number, *happens])
+        return held, after
