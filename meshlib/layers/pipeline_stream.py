@@ -18,6 +18,7 @@ import numpy as np
 from layouts import Dimension, Shape
 from meshlib.core.dtypes import BOOL, INT32
 from meshlib.core.graph import Tensor, current_graph
+from meshlib.core.opdef import Array
 from meshlib.layers.pipeline_schedule import Schedule
 from meshlib.ops.control.custom_gradients import custom_gradient
 from meshlib.ops.movement.dynamic_slices import update_slice
@@ -95,8 +96,8 @@ class Stream:
             tables.append(table(graph, every, shape, BOOL, "exchanges"))
         return tables
 
-    def _at(self, stage: int) -> np.ndarray:
-        return np.arange(self.plan.stages) == stage
+    def _at(self, stage: int) -> Array:
+        return np.equal(np.arange(self.plan.stages), stage)
 
     def exchange(self, slots: Tensor, y: Tensor, tables: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """What a slot held, of which the first stage takes its own, and the slots after the exchange.
