@@ -37,6 +37,7 @@ from meshlib.jax.importing.constraints import Constraints
 from meshlib.jax.importing.contraction import mark_scores
 from meshlib.jax.importing.imported import Argument, Call, ImportedGraph
 from meshlib.jax.importing.kernels import checked_kernels, refuse_unknown
+from meshlib.jax.importing.layers import tie_layers
 from meshlib.jax.importing.leaves import (
     COMPLEX,
     concrete,
@@ -135,6 +136,7 @@ def from_jax(
     mark_scores(code)
     control.unify(axes, code)
     call_products(axes, waiting)
+    tie_layers(axes, leaves)
     name_all(axes, code, leaves)
     met = Constraints(flag(constraints, WHAT, "constraints"))
     graph = _graph(axes, code, leaves, held, used, own, results, met)

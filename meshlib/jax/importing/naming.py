@@ -263,7 +263,13 @@ class _Names:
             if how == "kin" and self._may_share(d, named.name):
                 self._call(d, named.name, shared=True)
             elif how == "apart" and d.size == named.size:
-                self._call(d, f"{named.name}_out" if d in self.of_variables else f"memory_{named.name}")
+                name = f"{named.name}_out" if d in self.of_variables else f"memory_{named.name}"
+                self._call(d, name, shared=d not in self.of_variables and self._may_be_same(d, name))
+
+    def _may_be_same(self, d: Axis, name: str) -> bool:
+        """Whether a dim may be the one of a name that others have, as the keys of attention in several layers."""
+        there = [self.axes.find(a) for a in self.axes.named.get(name, ())]
+        return bool(there) and all(a.size == d.size for a in there) and self._may_share(d, name)
 
     def _may_share(self, d: Axis, name: str) -> bool:
         there = [self.axes.find(a) for a in self.axes.named.get(name, ())]
