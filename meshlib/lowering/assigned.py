@@ -33,6 +33,7 @@ class Homes:
     rules: LayoutRules
     regather: bool = True
     destinations: dict[Tensor, Destination] = field(default_factory=dict)  # of a loop's body: its accumulators
+    scopes: dict[Tensor, str] = field(default_factory=dict)  # of tensors, whatever the layout
     _made: dict[Tensor, Sharding] = field(default_factory=dict)
     _stationary: dict[Tensor, Axes] = field(default_factory=dict)
 
@@ -65,7 +66,14 @@ class Homes:
 
     def inside(self, body: Graph) -> Homes:
         """The homes of a loop's body under the same layout."""
-        return Homes(body, self.mesh, self.rules, self.regather)
+        return Homes(body, self.mesh, self.rules, self.regather, scopes=self.scopes)
+
+    def scope(self, t: Tensor) -> str:
+        """Which scoped rules hold for a tensor: `scope_of`, remembered."""
+        scope = self.scopes.get(t)
+        if scope is None:
+            scope = self.scopes[t] = scope_of(t)
+        return scope
 
     def of(self, t: Tensor) -> Sharding:
         """The home of a tensor."""
@@ -84,13 +92,14 @@ class Homes:
         if is_constrained(t, self.rules):
             before, names = self.of(op.inputs[0]), {f.outputs[0]: str(f.operands[0]) for f in op.opdef.roles(op)}
             return Sharding(t.shape, self.mesh, [before.of(names[d.name]) for d in t.shape])
+        scope = self.scope(t)
         if is_inner(t):
-            return self.rules.fitting(t.shape, self.mesh, scope_of(t))
+            return self.rules.fitting(t.shape, self.mesh, scope)
         try:
-            return self.rules.sharding(t.shape, self.mesh, scope_of(t))
+            return self.rules.sharding(t.shape, self.mesh, scope)
         except LayoutError as fault:
-            if unfit_dims(t.graph, t.shape, scope_of(t), self.rules, self.mesh):
-                return self.rules.fitting(t.shape, self.mesh, scope_of(t))  # as the check has noted
+            if unfit_dims(t.graph, t.shape, scope, self.rules, self.mesh):
+                return self.rules.fitting(t.shape, self.mesh, scope)  # as the check has noted
             raise LayoutError(f"{op}: {t}\n{fault}") from None
 
 

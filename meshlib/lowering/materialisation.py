@@ -12,9 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 from layouts import Sharding, reshard, resharding
 from layouts.resharding import at_least
-from meshlib.core.graph import Operation, Tensor
-from meshlib.core.opdef import Home, Kind, Role
-from meshlib.lowering.simplification import Simplified
+from meshlib.core.opdef import Role
 from meshlib.program.signature import Signature
 
 Prices: TypeAlias = tuple[tuple[str, float], ...]  # per axis, of a byte sent along it; 1 for axes that have none
@@ -23,8 +21,6 @@ Path: TypeAlias = tuple[int, ...]  # (): the value itself; (n, ...): from its n-
 
 # Making something again is worth it nearly always: a lane operation takes a thousandth of the time of a byte sent.
 BYTES_PER_OPERATION = 1e-3
-_DEEPEST = 8  # operations in a row that are made again
-_MADE_AGAIN = (Kind.SOURCE, Kind.ELEMENTWISE, Kind.VIEW)
 
 
 class ValueSource(NamedTuple):
@@ -173,27 +169,3 @@ def again_axes(signature: Signature, wanted: Sharding) -> Mapping[str, tuple[str
         if over:
             axes[f.name] = over
     return axes
-
-
-def made_again(graph: Simplified) -> set[Tensor]:
-    """The tensors that may be made again: of nothing, or of what is smaller or may be made again itself."""
-    depth: dict[Tensor, int] = {}
-    for op in graph.operations:
-        if not _can_run_again(op):
-            continue
-        operands = graph.inputs[op]
-        far = 1 + max((depth.get(x, 0) for x in operands), default=0)
-        y = op.output
-        if far <= _DEEPEST and all(x in depth or _bytes(x) < _bytes(y) for x in operands):
-            depth[y] = far
-    return set(depth)
-
-
-def _can_run_again(op: Operation) -> bool:
-    kind = op.opdef
-    plain = (kind.kind in _MADE_AGAIN or kind.remade) and kind.home is not Home.GIVEN and kind.show is None
-    return plain and len(op.outputs) == 1 and op.output not in op.graph.gradient_of
-
-
-def _bytes(t: Tensor) -> int:
-    return t.dtype.size_bytes(t.shape.size)

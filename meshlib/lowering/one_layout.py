@@ -52,7 +52,7 @@ class Lowering:
 
     def program(self, simple: Simplified, fetched: Mapping[str, Tensor], counts_steps: bool) -> Program:
         """The whole program, through all passes."""
-        homes = Homes(simple.graph, self.mesh, self.rules, self.regather)
+        homes = Homes(simple.graph, self.mesh, self.rules, self.regather, scopes=self.memos.scopes)
 
         def lowered(simple: Simplified, homes: Homes, near: Nears, across: bool) -> Program:
             returned = {name: simple.of(t) for name, t in fetched.items()}

@@ -15,7 +15,7 @@ from meshlib.core.graph import Operation, Tensor
 from meshlib.lowering.assigned import Homes
 from meshlib.lowering.bindings import stored
 from meshlib.lowering.loops import Makers
-from meshlib.lowering.materialisation import Made, Prices, ValueSource, again_axes, between, made_again, obtain
+from meshlib.lowering.materialisation import Made, Prices, ValueSource, again_axes, between, obtain
 from meshlib.lowering.reasons import explain_step
 from meshlib.lowering.simplification import Simplified
 from meshlib.program.instructions import Compute, Instruction, Move, Value
@@ -40,17 +40,14 @@ class Places:
     # Per tensor and region the placements under which it is used, in order.
     uses: dict[Tensor, dict[str, dict[Sharding, None]]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self._again = made_again(self.graph)
-
     def known(self, t: Tensor, region: str) -> list[Value]:
         """The values of `t` that a region may use."""
         allowed = [v for r, v in self.instances[t] if r is None or r == region]
-        return allowed if allowed or t in self._again else [v for _, v in self.instances[t]]
+        return allowed if allowed or t in self.graph.again else [v for _, v in self.instances[t]]
 
     def _there(self, t: Tensor, wanted: Sharding, region: str) -> Value | None:
         """The value of `t` that a region has under `wanted` already, if any."""
-        hidden = t not in self._again  # whether other regions' values serve where there is no other
+        hidden = t not in self.graph.again  # whether other regions' values serve where there is no other
         for r, v in self.instances[t]:
             if r is None or r == region:
                 if v.sharding == wanted:
@@ -81,7 +78,7 @@ class Places:
         own = uses.get(region, {})
         candidates = [s for s in (*own, stored(made, home), *later, home) if s.local_size <= home.local_size]
         best = min(candidates, key=cost)
-        if best not in own and not (t in self._again and between(made, best, t.dtype.itemsize, self.prices)[0]):
+        if best not in own and not (t in self.graph.again and between(made, best, t.dtype.itemsize, self.prices)[0]):
             self.bring(t, best, region, None)
 
     def use(self, t: Tensor, wanted: Sharding, op: Operation) -> Value:
@@ -155,12 +152,12 @@ class Places:
         there = self._there(t, wanted, region)
         if there is not None:
             return there
-        if wanted.pending and t in self._again:  # computed again it is complete, and counts on one device
+        if wanted.pending and t in self.graph.again:  # computed again it is complete, and counts on one device
             self.bring(t, wanted.drop_pending(), region, user)
         known = self.known(t, region)
         route = obtain(self.source(t, region), wanted)
         if route.origin < 0:
-            value = self._made_again(t, wanted, region, user)
+            value = self._recompute(t, wanted, region, user)
             self.add(t, value, region)
             return value
         passed = {v.sharding: v for v in self.walk(known[route.origin], wanted, user)}
@@ -171,12 +168,12 @@ class Places:
     def source(self, t: Tensor, region: str) -> ValueSource:
         """Where `t` is to be had."""
         producer = None
-        if t in self._again:
+        if t in self.graph.again:
             op = t.operation
             producer = Made(self.signatures.of(op), tuple([self.source(x, region) for x in self.graph.inputs[op]]))
         return ValueSource(tuple([v.sharding for v in self.known(t, region)]), t.dtype.itemsize, self.prices, producer)
 
-    def _made_again(self, t: Tensor, wanted: Sharding, region: str, user: Operation | None) -> Value:
+    def _recompute(self, t: Tensor, wanted: Sharding, region: str, user: Operation | None) -> Value:
         op, value = t.operation, Value(t, wanted)
         signature, inputs = self.signatures.of(op), self.graph.inputs[op]
         axes = again_axes(signature, wanted)

@@ -16,7 +16,7 @@ from meshlib.lowering.elimination import FactorGraph, Solution
 from meshlib.lowering.expected_halos import Near
 from meshlib.lowering.graph_cache import Prices
 from meshlib.lowering.loops import Loops
-from meshlib.lowering.materialisation import again_axes, made_again
+from meshlib.lowering.materialisation import again_axes
 from meshlib.lowering.placements import blockwise
 from meshlib.lowering.simplification import Simplified
 from meshlib.lowering.solving import solve
@@ -46,29 +46,11 @@ class Problem:
     constant: float = 0.0
 
     def __post_init__(self) -> None:
-        self.again = made_again(self.graph)
+        self.again, self.regions = self.graph.again, self.graph.regions
         loops = [self.loops.of(op) for op in self.graph.operations if op.opdef.kind is Kind.LOOP]
         given = {y.tensor: y.sharding for looped in loops for y in looped.made}
         self.space = Space(self.graph, self.homes, self.signatures, self.again, given)
-        self.regions = self._regions()
         self._leave_at_home()
-
-    def _regions(self) -> dict[Operation, list[str]]:
-        """The regions in which an operation may run: its own, and those that use its result if it may run again."""
-        used: dict[Tensor, set[str]] = {}
-        self.often: set[Tensor] = set()  # what several operations use, or one that may itself run in several ways
-        regions_of: dict[Operation, list[str]] = {}
-        for op in reversed(self.graph.operations):
-            regions = {UPDATE if op.opdef.kind is Kind.COMMIT else op.region}
-            if op.outputs and op.output in self.again:
-                regions |= used.get(op.output, set())
-            regions_of[op] = [op.region, *sorted(regions - {op.region})]
-            often = bool(op.outputs) and op.output in self.again and op.output in self.often
-            for x in self.graph.inputs[op]:
-                if often or x in used:
-                    self.often.add(x)
-                used.setdefault(x, set()).update(regions)
-        return regions_of
 
     # ------------------------------------------------------------ building
 
@@ -183,7 +165,7 @@ class Problem:
     def _values(self, op: Operation) -> Values:
         strategies = self._of_copy(op) if op.opdef.kind is Kind.COPY else self._of(op)
         later = len(self.regions[op]) - 1 if op.output in self.again else None
-        often = later is not None and op.output in self.often
+        often = later is not None and op.output in self.graph.often
         free = tuple([self.free.get(x) for x in self.graph.inputs[op]])
         others = tuple([(self._binding(y), self.homes.of(y)) for y in op.outputs[1:]])
         key = ValuesKey(strategies, later, often, free, others)

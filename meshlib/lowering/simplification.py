@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from meshlib.core.graph import Graph, Operation, Tensor
+from meshlib.core.graph import UPDATE, Graph, Operation, Tensor
 from meshlib.core.opdef import Home, Kind, Storage
 from meshlib.core.replay import needed
+
+_DEEPEST = 8  # operations in a row that are computed again
+_COMPUTED_AGAIN = (Kind.SOURCE, Kind.ELEMENTWISE, Kind.VIEW)
 
 
 @dataclass(eq=False)
@@ -43,6 +47,45 @@ class Simplified:
                 self.uses.setdefault(self.inputs[op][i], []).append((op, i))
         return self
 
+    @cached_property
+    def again(self) -> frozenset[Tensor]:
+        """The tensors that may be computed again: of nothing, or of what is smaller or may be computed again itself."""
+        depth: dict[Tensor, int] = {}
+        for op in self.operations:
+            if _can_run_again(op):
+                y, operands = op.output, self.inputs[op]
+                far = 1 + max((depth.get(x, 0) for x in operands), default=0)
+                if far <= _DEEPEST and all(x in depth or _bytes(x) < _bytes(y) for x in operands):
+                    depth[y] = far
+        return frozenset(depth)
+
+    @cached_property
+    def regions(self) -> dict[Operation, list[str]]:
+        """The regions in which an operation may run: its own, and those that use its result if it may run again."""
+        used: dict[Tensor, set[str]] = {}
+        regions_of: dict[Operation, list[str]] = {}
+        for op in reversed(self.operations):
+            regions = {UPDATE if op.opdef.kind is Kind.COMMIT else op.region}
+            if op.outputs and op.output in self.again:
+                regions |= used.get(op.output, set())
+            regions_of[op] = [op.region, *sorted(regions - {op.region})]
+            for x in self.inputs[op]:
+                used.setdefault(x, set()).update(regions)
+        return regions_of
+
+    @cached_property
+    def often(self) -> frozenset[Tensor]:
+        """The tensors that several operations use, or one that may itself run in several ways."""
+        used: set[Tensor] = set()
+        often: set[Tensor] = set()
+        for op in reversed(self.operations):
+            several = bool(op.outputs) and op.output in self.again and op.output in often
+            for x in self.inputs[op]:
+                if several or x in used:
+                    often.add(x)
+                used.add(x)
+        return frozenset(often)
+
 
 def simplify(graph: Graph, outputs: Iterable[Tensor], updates: Iterable[Operation]) -> Simplified:
     """Dead code and common subexpressions removed."""
@@ -72,3 +115,13 @@ def simplify(graph: Graph, outputs: Iterable[Tensor], updates: Iterable[Operatio
 def _exactly(item: tuple[str, object]) -> tuple[object, ...]:
     """An attribute such that 0.0 and -0.0 differ, which are equal to Python."""
     return (*item, "-") if item[1] == 0 and str(item[1]).startswith("-") else item
+
+
+def _can_run_again(op: Operation) -> bool:
+    kind = op.opdef
+    plain = (kind.kind in _COMPUTED_AGAIN or kind.remade) and kind.home is not Home.GIVEN and kind.show is None
+    return plain and len(op.outputs) == 1 and op.output not in op.graph.gradient_of
+
+
+def _bytes(t: Tensor) -> int:
+    return t.dtype.size_bytes(t.shape.size)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 from layouts import Sharding
 from meshlib.core.graph import Operation, Tensor
 from meshlib.core.opdef import RESIDENT, Factor, Kind, Linear, Role
-from meshlib.lowering.assigned import Homes, scope_of
+from meshlib.lowering.assigned import Homes
 from meshlib.lowering.simplification import Simplified
 from meshlib.program.exchanges import Exchange
 from meshlib.program.signature import Signature, Signatures
@@ -79,7 +79,7 @@ class Space:
 
     def _enter(self, t: Tensor) -> None:
         """Note the axes that rules, and assigned shardings, name for the dims of a tensor."""
-        home, scope = self.homes.of(t), scope_of(t)
+        home, scope = self.homes.of(t), self.homes.scope(t)
         key = (home, self.given.get(t), scope)
         if key not in self._alike:
             self._alike[key] = self._named((home, self.given[t]) if t in self.given else (home,), scope)
@@ -101,10 +101,11 @@ class Space:
         """Note the axes that may split each factor of an operation, and so its operands and results from then on."""
         tensors = (*self.graph.inputs[op], *op.outputs)
         signature, first = self.signatures.of(op), tuple(map(tensors.index, tensors))
-        key = (signature, first, *[self._dims[x] for x in tensors])
-        if key not in self._alike:
-            self._alike[key] = self._factors_of(signature, tensors)
-        self._factors[op], dims = self._alike[key]
+        key = (first, *[self._dims[x] for x in tensors])
+        splits = signature.splits.get(key)
+        if splits is None:
+            splits = signature.splits[key] = self._factors_of(signature, tensors)
+        self._factors[op], dims = splits
         self._dims.update(zip(tensors, dims, strict=True))
 
     def _factors_of(self, signature: Signature, tensors: Sequence[Tensor]) -> tuple[Sets, Sequence[Sets]]:

@@ -46,6 +46,7 @@ class Signature:
         self._blocks: dict[tuple[int, ...], BlockCounts | None] = {}
         self._assigned: dict[object, Assigned | None] = {}
         self.ways: dict[object, Any] = {}  # how the lowering brings results of it to a place
+        self.splits: dict[object, Any] = {}  # by the axes that may split its operands' dims, those of its factors
 
     def cut(self, counts: tuple[int, ...]) -> BlockCounts | None:
         """It with `counts` blocks along each factor, on whatever mesh; None where a size does not divide."""
@@ -84,6 +85,7 @@ class Signature:
         """Keep what holds for every mesh only."""
         self._assigned.clear()
         self.ways.clear()
+        self.splits.clear()
 
 
 def _block(t: Tensor, cut: Sequence[tuple[str | None, int]]) -> TensorType | None:
