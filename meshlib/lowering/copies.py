@@ -66,6 +66,8 @@ class Copies:
         if not self.uses:
             return
         variables = [v for v in dict.fromkeys((self.producer, *[v for v, _, _ in self.uses])) if v is not None]
+        if not variables:  # its copies cost what they cost, whatever is chosen
+            return
         place: dict[int | None, int | None] = {v: n for n, v in enumerate(variables)}
         order: dict[str, int] = {}
         for r in [r for spots in self.made.classes for r, _ in spots]:

@@ -43,7 +43,6 @@ class Problem:
     values: dict[Operation, Values] = field(default_factory=dict)
     free: dict[Tensor, Free] = field(default_factory=dict)
     at_home: dict[Operation, Choice] = field(default_factory=dict)
-    constant: float = 0.0
 
     def __post_init__(self) -> None:
         self.again, self.regions = self.graph.again, self.graph.regions
@@ -78,9 +77,7 @@ class Problem:
                 for x, s in dict.fromkeys(zip(looped.operands, looped.wanted, strict=True)):
                     self._needs(x, op.region, s)
                 for y in looped.made:
-                    cost, shardings = self._settled(y.tensor, y.sharding)
-                    self.constant += cost
-                    self._exists(op, y.tensor, *shardings)
+                    self._exists(op, y.tensor, *self._settled(y.tensor, y.sharding)[1])
             case _:
                 self._enter_choice(op)
 
@@ -152,8 +149,10 @@ class Problem:
         inputs, regions = self.graph.inputs[op], self.regions[op]
         values = self.values[op] = self._values(op)
         self.space.made(op, values.key.strategies.sums)
-        variable = self.variables[op] = self.factors.add_variable(len(values.runs))
-        self.factors.add((variable,), values.costs)
+        variable: int | None = None
+        if len(values.runs) > 1:
+            variable = self.variables[op] = self.factors.add_variable(len(values.runs))
+            self.factors.add((variable,), values.costs)
         for x in dict.fromkeys(inputs):
             if x.operation not in self.at_home:
                 operands = tuple([n for n, t in enumerate(inputs) if t is x])
@@ -226,8 +225,9 @@ class Problem:
     def choices(self, solution: Solution) -> dict[Operation, Choice]:
         """What each operation does."""
         chosen = dict(self.at_home)
-        for op, v in self.variables.items():
-            chosen[op] = self.values[op].runs[solution.values[v]][0].strategy.choice
+        for op, values in self.values.items():
+            value = solution.values[self.variables[op]] if op in self.variables else 0
+            chosen[op] = values.runs[value][0].strategy.choice
         return chosen
 
 
