@@ -20,8 +20,9 @@ Source: openxla/xla multi_output_fusion (a producer with its reductions, and red
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from meshlib.core.opdef import Kind
 from meshlib.program.analysis.stored_values import keeps_rows
@@ -32,6 +33,8 @@ _FUSIBLE = (Kind.ELEMENTWISE, Kind.VIEW, Kind.SOURCE)
 _BY_ROW = (*_FUSIBLE, Kind.REDUCTION)
 _OPEN = (*_FUSIBLE, Kind.CONTRACTION, Kind.REDUCTION)  # groups that producers may join
 _STREAMED = (*_BY_ROW, Kind.CONTRACTION)
+
+Kinds: TypeAlias = Mapping[Instruction, Kind | None]  # see `kinds_of`
 
 
 @dataclass(eq=False)
@@ -44,16 +47,16 @@ class FusionGroup:
     open: bool = False  # whether producers may join
 
 
-def fusion_groups(program: Program) -> list[list[Instruction]]:
+def fusion_groups(program: Program, kinds: Kinds) -> list[list[Instruction]]:
     """The program's instructions as groups, in the order of their last members."""
     pinned = {*program.outputs.values(), *program.updates.values()}
     users: dict[Value, set[int]] = {}
     groups: list[FusionGroup] = []
-    rounds = _rounds(program)
+    rounds = _rounds(program, kinds)
     resident = {*program.inputs.values(), *program.variables.values()}
     for instruction in reversed(program.instructions):
-        joined = _joinable(instruction, users, groups, pinned)
-        kind = _kind(instruction)
+        kind = kinds[instruction]
+        joined = None if kind is None else _joinable(kind, instruction.outputs, users, groups, pinned)
         if joined is not None and kind is Kind.CONTRACTION:
             wait = max((rounds.get(x, 0) for i in groups[joined].members for x in i.inputs), default=0)
             read = sum(x.local_bytes for x in instruction.inputs if x not in users and x not in resident)
@@ -69,23 +72,32 @@ def fusion_groups(program: Program) -> list[list[Instruction]]:
         group.matmuls += kind is Kind.CONTRACTION
         group.reductions += kind is Kind.REDUCTION
         for x in instruction.inputs:
-            users.setdefault(x, set()).add(joined)
+            if x in users:
+                users[x].add(joined)
+            else:
+                users[x] = {joined}
     return [g.members[::-1] for g in reversed(groups)]
 
 
-def _rounds(program: Program) -> dict[Value, int]:
+def _rounds(program: Program, kinds: Kinds) -> dict[Value, int]:
     """How many products and loops follow each other up to a value, it included."""
     round_of: dict[Value, int] = {}
     for i in program.instructions:
-        behind = max([round_of[x] for x in i.inputs if x in round_of], default=0)
-        own = isinstance(i, Loop) or _kind(i) is Kind.CONTRACTION
+        latest = 0
+        for x in i.inputs:
+            latest = max(latest, round_of[x])
+        latest += kinds[i] is Kind.CONTRACTION or isinstance(i, Loop)
         for y in i.outputs:
-            round_of[y] = behind + own
+            round_of[y] = latest
     return round_of
 
 
+def kinds_of(program: Program) -> Kinds:
+    """The kind of each instruction, a local cut counting as a view; None for what is no kernel of its own."""
+    return {i: _kind(i) for i in program.instructions}
+
+
 def _kind(instruction: Instruction) -> Kind | None:
-    """The kind of a computation, a local cut counting as a view; None for what is no kernel of its own."""
     if isinstance(instruction, Move) and not instruction.is_collective:
         return Kind.VIEW
     if not isinstance(instruction, Compute):
@@ -96,23 +108,18 @@ def _kind(instruction: Instruction) -> Kind | None:
 
 
 def _joinable(
-    instruction: Instruction, users: dict[Value, set[int]], groups: list[FusionGroup], pinned: set[Value]
+    kind: Kind, outputs: Sequence[Value], users: Mapping[Value, set[int]], groups: list[FusionGroup], pinned: set[Value]
 ) -> int | None:
-    kind = _kind(instruction)
-    if kind is None or any(y in pinned for y in instruction.outputs):
+    """The group of all users of what an instruction makes, if it may join them."""
+    if not pinned.isdisjoint(outputs):
         return None
-    into = {g for y in instruction.outputs for g in users.get(y, ())}
+    into = {g for y in outputs if y in users for g in users[y]}
     if len(into) != 1:
         return None
     (number,) = into
     group = groups[number]
-    if not group.open:
-        return None
-    if kind in _FUSIBLE:
-        return number
-    if kind is Kind.CONTRACTION and group.matmuls == group.reductions == 0:
-        return number
-    return None
+    joins = kind in _FUSIBLE or (kind is Kind.CONTRACTION and group.matmuls == group.reductions == 0)
+    return number if group.open and joins else None
 
 
 def numbered(groups: Sequence[Sequence[Instruction]]) -> list[Instruction]:
@@ -124,9 +131,9 @@ def numbered(groups: Sequence[Sequence[Instruction]]) -> list[Instruction]:
     return order
 
 
-def join_rows(groups: Sequence[Sequence[Instruction]]) -> list[Sequence[Instruction]]:
+def join_rows(groups: Sequence[Sequence[Instruction]], kinds: Kinds) -> list[Sequence[Instruction]]:
     """Groups that run row by row together, as one; they stand where the first of them does."""
-    return [group for group in _RowJoiner(groups).run() if group]
+    return [group for group in _RowJoiner(groups, kinds).run() if group]
 
 
 def _totals(group: Sequence[Instruction]) -> set[Value]:
@@ -145,8 +152,8 @@ def _spread_again(group: Sequence[Instruction], totals: set[Value]) -> bool:
 
 
 class _RowJoiner:
-    def __init__(self, groups: Sequence[Sequence[Instruction]]) -> None:
-        self.groups = groups
+    def __init__(self, groups: Sequence[Sequence[Instruction]], kinds: Kinds) -> None:
+        self.groups, self.kinds = groups, kinds
         self.joined: list[list[Instruction]] = []
         self.open: list[bool] = []  # whether others may join
         self.sums: dict[Value, int] = {}  # what sums of a group of their own read, and its place
@@ -156,11 +163,11 @@ class _RowJoiner:
 
     def run(self) -> list[Sequence[Instruction]]:
         for group in self.groups:
-            if all(_kind(i) is Kind.SOURCE and not i.inputs for i in group):
+            if all(self.kinds[i] is Kind.SOURCE and not i.inputs for i in group):
                 # They hold nobody up: they run as soon as somebody needs them.
                 self.sources.update((y, group) for i in group for y in i.outputs)
                 continue
-            by_row = all(isinstance(i, Compute) and _kind(i) in _BY_ROW for i in group)
+            by_row = all(isinstance(i, Compute) and self.kinds[i] in _BY_ROW for i in group)
             totals = _totals(group) if by_row else set()
             place = self._place(group) if by_row else None
             if totals and not _spread_again(group, totals):
@@ -211,7 +218,7 @@ class _RowJoiner:
         own = {y for i in group for y in i.outputs}
         read = {x: self.maker[x][0] for i in group for x in i.inputs if x in self.maker and x not in own}
         last = max(read.values(), default=-1)
-        kinds = {_kind(i) for i in self.joined[last]} if last >= 0 else set()
+        kinds = {self.kinds[i] for i in self.joined[last]} if last >= 0 else set()
         if Kind.CONTRACTION not in kinds or not kinds <= {*_STREAMED}:
             return None
         return None if any(place == last and x in self.totals for x, place in read.items()) else last

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from meshlib.core.opdef import Kind
-from meshlib.lowering.fusion import fusion_groups, join_rows, numbered
+from meshlib.lowering.fusion import fusion_groups, join_rows, kinds_of, numbered
 from meshlib.program.analysis.work import local_work
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Resident, Value
 from meshlib.program.records import Program
@@ -165,10 +165,11 @@ def _hidden_flops(program: Program, i: Instruction) -> float:
 
 def order_and_fuse(program: Program) -> Program:
     """The program in its final order, every instruction with its fusion group."""
-    scheduled = _Scheduler(program, _on_demand(fusion_groups(program), _computed_again)).run()
+    kinds = kinds_of(program)
+    scheduled = _Scheduler(program, _on_demand(fusion_groups(program, kinds), _computed_again)).run()
     if any(v.tensor.on_host for v in program.variables.values()):
         scheduled = _on_demand(scheduled, _brought_from_host)
-    return program.with_instructions(numbered(issue_early(join_rows(scheduled))))
+    return program.with_instructions(numbered(issue_early(join_rows(scheduled, kinds))))
 
 
 def _computed_again(group: Group) -> bool:

@@ -18,7 +18,6 @@ from meshlib.program.records import Program
 from meshlib.program.signature import Signature, Signatures
 
 _WITH_MARGINS = (Compute, Widen)  # which may take them
-_ALONE = (Compute, Move)  # which are sound in every program where their operands are made before
 
 
 @dataclass(eq=False)
@@ -26,12 +25,14 @@ class Sound:
     """What was found sound, by all that the check depends on: it need not be looked at again.
 
     A layer's computations are those of every other layer, and of this one under another layout that lays them alike.
-    Instructions, on one mesh, and whole bodies are those that passes leave alone, or put into another group.
+    Instructions, on one mesh, and whole bodies are those that passes leave alone; an instruction that a pass puts into
+    another group has the same content.
     """
 
     signatures: Signatures = field(default_factory=Signatures)
     computations: set[object] = field(default_factory=set)
-    instructions: set[object] = field(default_factory=set)
+    instructions: set[Instruction] = field(default_factory=set)
+    contents: set[object] = field(default_factory=set)
     bodies: set[Program] = field(default_factory=set)
 
 
@@ -46,7 +47,7 @@ def check_program(program: Program, after: str, before: Program | None = None, s
     defined: set[Value] = set()
     known = Sound() if sound is None else sound
     for number, instruction in enumerate(program.instructions):
-        new = not (isinstance(instruction, _ALONE) and instruction in known.instructions)
+        new = instruction not in known.instructions
         if new or not defined.issuperset(instruction.inputs) or not defined.isdisjoint(instruction.outputs):
             try:
                 _check_instruction(instruction, defined, program, known)
@@ -76,8 +77,12 @@ def _check_instruction(instruction: Instruction, computed: set[Value], program: 
     if not computed.isdisjoint(instruction.outputs):
         y = next(y for y in instruction.outputs if y in computed)
         raise ProgramError(f"result {y.tensor.name} {y} is made twice")
-    if not isinstance(instruction, _WITH_MARGINS) and any(x.margins for x in instruction.inputs):
-        raise ProgramError("takes an operand with margins")
+    content = instruction.content
+    if content not in sound.contents:
+        if not isinstance(instruction, _WITH_MARGINS) and any(x.margins for x in instruction.inputs):
+            raise ProgramError("takes an operand with margins")
+        _check_alone(instruction, program.mesh, sound)
+        sound.contents.add(content)
     match instruction:
         case Commit():
             _check_commit(instruction, program)
@@ -87,23 +92,8 @@ def _check_instruction(instruction: Instruction, computed: set[Value], program: 
             pending = instruction.outputs[0].sharding.pending
             if pending and not (program.is_body and all(kind == "sum" for _, kind in pending)):
                 raise ProgramError("a resident value can't be pending")
-    if instruction not in sound.instructions:
-        content = _content(instruction)
-        if content not in sound.instructions:
-            _check_alone(instruction, program.mesh, sound)
-        sound.instructions.update((instruction, content))
-
-
-def _content(instruction: Instruction) -> object:
-    """All of an instruction that `_check_alone` looks at."""
-    match instruction:
-        case Compute(op, inputs, outputs):
-            return op, inputs, outputs, instruction.assignment, instruction.exchanges
-        case Widen():
-            return instruction
-        case Move(op, inputs, outputs):
-            return op, inputs, outputs, instruction.steps
-    return instruction
+        case _:
+            sound.instructions.add(instruction)
 
 
 def _check_alone(instruction: Instruction, mesh: Mesh, sound: Sound) -> None:

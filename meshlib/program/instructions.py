@@ -16,6 +16,7 @@ from layouts import Shape, Sharding
 from layouts.plan import Step
 from meshlib.core.graph import Operation, Tensor, TensorType
 from meshlib.core.loop_record import LoopRecord
+from meshlib.core.opdef import Work
 from meshlib.program.exchanges import Exchange, busiest_bytes
 from meshlib.program.halo_margins import Margin
 
@@ -125,6 +126,11 @@ class Instruction:
         return False
 
     @property
+    def content(self) -> object:
+        """All that makes it sound where its operands are computed before: not its group, nor its reasons."""
+        return self
+
+    @property
     def transfers(self) -> Sequence[Transfer]:
         """What devices send each other here."""
         return ()
@@ -167,6 +173,11 @@ class Compute(Instruction):
     assignment: tuple[tuple[str, str], ...] = ()
     exchanges: tuple[Exchange, ...] = ()
     reasons: tuple[Reason, ...] = ()
+    work: dict[str, Work] = field(default_factory=dict, init=False, repr=False)  # by precision: see `local_work`
+
+    @property
+    def content(self) -> object:
+        return self.operation, self.inputs, self.outputs, self.assignment, self.exchanges
 
     @property
     def uneven(self) -> tuple[Exchange, ...]:
@@ -195,6 +206,10 @@ class Move(Instruction):
     steps: tuple[Step, ...]
     reasons: tuple[Reason, ...]
     early: bool = field(default=False, kw_only=True)
+
+    @property
+    def content(self) -> object:
+        return self.operation, self.inputs, self.outputs, self.steps
 
     @property
     def opcode(self) -> str:
@@ -226,6 +241,10 @@ class Widen(Move):
     """
 
     by_block: tuple[int, ...] = field(kw_only=True)
+
+    @property
+    def content(self) -> object:
+        return self
 
     @property
     def uneven(self) -> tuple[Exchange, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from meshlib.core.graph import Operation, TensorType
 from meshlib.core.opdef import ON_MXU, Work
@@ -15,7 +14,6 @@ from meshlib.program.instructions import Compute, Instruction, Value
 from meshlib.program.records import Program
 
 _NONE = Work(0, 0)
-_found: WeakKeyDictionary[Compute, dict[str, Work]] = WeakKeyDictionary()  # by precision
 
 
 def local_work(program: Program, instruction: Instruction) -> Work:
@@ -25,11 +23,12 @@ def local_work(program: Program, instruction: Instruction) -> Work:
     """
     if not isinstance(instruction, Compute):
         return _NONE
-    known = _found.setdefault(instruction, {})
-    if program.precision not in known:
+    work = instruction.work.get(program.precision)
+    if work is None:
         op = instruction.operation
-        known[program.precision] = op.opdef.work(*local_types(instruction), attributes(program, op))
-    return known[program.precision]
+        work = op.opdef.work(*local_types(instruction), attributes(program, op))
+        instruction.work[program.precision] = work
+    return work
 
 
 def local_types(instruction: Compute) -> tuple[tuple[TensorType, ...], TensorType]:
