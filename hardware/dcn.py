@@ -10,8 +10,7 @@ take part. An all_reduce of S bytes in two levels
 sends 2 (k-1)/k S/n bytes from each of k slices' devices over DCN. One ring through the devices of all slices sends
 2 S (N-1)/N from the host at the end of a slice, through one device's share of a card.
 
-Cut in chunks, ICI works on one while DCN works on another: `hardware.network` has the closed form, and prices the
-collectives of programs with the number of chunks that takes least.
+Cut in chunks, ICI works on one while DCN works on another: `hardware.chunks` has the closed forms.
 
 Sources: Kumar et al., "Exploring the limits of concurrency in ML training on Google TPUs", arXiv:2011.03641 (two
 levels); Cho et al., "BlueConnect", MLSys 2019 (hierarchical rings). No source states that a slice has less bandwidth to
@@ -23,8 +22,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hardware.checks import amount, whole
+from hardware.chunks import CHUNKS, chunked_seconds
 from hardware.errors import HardwareError
-from hardware.network import CHUNKS, chunked_seconds, collective_cost
+from hardware.network import collective_cost
 from hardware.placement import DCN, Placement, PlacementFactor, places
 from hardware.slices import Slice, as_slice
 
@@ -70,7 +70,7 @@ def all_reduce_over(slices: Slice | str, payload_bytes: float, chunks: int | Non
     Args:
       slices: such as "4*v5e-256", or its `Slice`.
       payload_bytes: the operand on one device.
-      chunks: in which the data is cut so that ICI and DCN work at once (default: the best of `network.CHUNKS`).
+      chunks: in which the data is cut so that ICI and DCN work at once (default: the best of `chunks.CHUNKS`).
     Returns: TwoLevels; by default `seconds` is that of `hardware.collective_cost`.
     Raises: HardwareError for a single slice, a negative size, or no chunks.
     Example:

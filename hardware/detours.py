@@ -1,9 +1,9 @@
 """Rings around failed chips and links: what a collective costs on a torus with a hole.
 
 A ring through all chips that are left, neighbour to neighbour, is put together from rings of 2 x 2 chips, as a host has
-them: two rings that pass each other side by side are joined by exchanging two links. Where a host's four chips fail,
-the others remain such blocks. Without a failed chip a torus with a failed link has another choice: the axis of that
-link is a line, all other axes stay rings.
+them: two rings that pass each other side by side are joined by exchanging two links, first those that failed. Where a
+host's four chips fail, the others remain such blocks. Without a failed chip a torus with a failed link has another
+choice: the axis of that link is a line, all other axes stay rings.
 
 An all_reduce round a ring of n chips sends half of the data each way: 2 (n-1) (L + S / 2nB).
 
@@ -59,7 +59,7 @@ def ring_around(
     for offset in itertools.product(*[range(2 if n > 2 else 1) for n in torus.shape]):
         for pair in itertools.combinations(range(torus.rank), 2):
             rings = _blocks(torus, around, offset, pair)
-            ring = None if rings is None else _joined(rings, around)
+            ring = None if rings is None else _joined(rings, around, cut)
             if ring is not None:
                 return ring
     return None
@@ -152,7 +152,7 @@ def _blocks(
         below = torus.neighbour(node, other, 1)
         far = None if right is None else torus.neighbour(right, other, 1)
         ring = (node, right, far, below)
-        if any(a not in around or b not in around[a] for a, b in zip(ring, (*ring[1:], node), strict=True)):
+        if any(there not in around for there in ring):
             return None
         nodes = tuple(n for n in ring if n is not None)
         if covered & set(nodes):
@@ -162,32 +162,50 @@ def _blocks(
     return rings if len(covered) == len(around) else None
 
 
-def _joined(rings: list[tuple[int, ...]], around: dict[int, set[int]]) -> tuple[int, ...] | None:
-    """One ring of several: two whose edges (a, b) and (c, d) lie side by side go on as a - c and b - d."""
+def _joined(
+    rings: list[tuple[int, ...]], around: dict[int, set[int]], cut: Collection[frozenset[int]]
+) -> tuple[int, ...] | None:
+    """One ring of several: two whose edges (a, b) and (c, d) lie side by side go on as a - c and b - d.
+
+    Edges in `cut` have failed: they are exchanged first. None where one cannot be, or several rings remain.
+    """
     beside: dict[int, list[int]] = {}
-    owner: dict[int, int] = {}
-    for number, ring in enumerate(rings):
+    parent = {node: ring[0] for ring in rings for node in ring}
+    for ring in rings:
         for a, b, before in zip(ring, (*ring[1:], ring[0]), (ring[-1], *ring[:-1]), strict=True):
             beside[a] = [before, b]
-            owner[a] = number
-    members = {number: set(ring) for number, ring in enumerate(rings)}
-    queue = list(rings[0]) if rings else []
-    home = owner[queue[0]] if queue else 0
+
+    def owner(node: int) -> int:
+        while parent[node] != node:
+            parent[node] = node = parent[parent[node]]
+        return node
+
+    def join(a: int, b: int) -> list[int]:
+        """Join the ring of the edge (a, b) with another beside it; the four ends, if there is one."""
+        for c in around[a]:
+            if owner(c) != owner(a):
+                d = next((d for d in beside[c] if d in around[b]), None)
+                if d is not None:
+                    for node, old, new in ((a, b, c), (b, a, d), (c, d, a), (d, c, b)):
+                        beside[node][beside[node].index(old)] = new
+                    parent[owner(c)] = owner(a)
+                    return [a, b, c, d]
+        return []
+
+    broken = [edge for edge in cut if any(b in beside.get(a, ()) for a, b in itertools.permutations(edge))]
+    for edge in broken:
+        if not join(*edge):
+            return None
+    queue = list(reversed(rings[0])) if rings else []
+    seen = set(queue)
     while queue:
         a = queue.pop()
         for b in tuple(beside[a]):
-            for c in around[a]:
-                d = next((d for d in beside[c] if d in around[b]), None) if owner[c] != home else None
-                if d is None or b not in beside[a]:
-                    continue
-                for node, old, new in ((a, b, c), (b, a, d), (c, d, a), (d, c, b)):
-                    beside[node][beside[node].index(old)] = new
-                joined = members.pop(owner[c])
-                queue += [a, b, *joined]
-                for node in joined:
-                    owner[node] = home
-                break
-    if len(members) != 1:
+            ends = join(a, b) if b in beside[a] else []
+            fresh = [node for node in (*ends, *beside[a]) if ends or node not in seen]
+            seen.update(fresh)
+            queue += fresh
+    if len({owner(node) for node in parent}) != 1:
         return None
     start = min(around)
     path, before = [start], beside[start][0]

@@ -68,6 +68,7 @@ def offered_share(kind: Slice | str, host_availability: float, switched: bool | 
     Source: module docstring.
     """
     slice_ = as_slice(kind)
+    _pod_shape(slice_, None)
     up = amount("host_availability", host_availability)
     if up > 1:
         raise HardwareError(f"host_availability must be a probability, not {host_availability!r}")
@@ -88,6 +89,8 @@ def offered_share(kind: Slice | str, host_availability: float, switched: bool | 
 def _pod_shape(slice_: Slice, pod: Slice | str | None) -> tuple[int, ...]:
     if slice_.slices > 1:
         raise HardwareError(f"{slice_.name} joins {slice_.slices} slices; ask for one of them, {slice_.single.name}")
+    if slice_.failed or slice_.failed_links:
+        raise HardwareError(f"{slice_.name} has failed parts; ask for a whole slice, such as {slice_.single.name}")
     if pod is None:
         return slice_.chip.pod_shape
     whole = as_slice(pod)

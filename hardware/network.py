@@ -6,11 +6,7 @@ all its axes with rotated parts, or one part after the other, or round one snake
 all_to_all, block by block straight to its end; the fastest is taken and named. Axes that are not alike take unequal
 parts. On a twisted torus a group may also have rings across its axes (`hardware.twisted`).
 
-Over several slices the data is cut in chunks, so that ICI works on one while DCN works on another: the number of
-CHUNKS that takes least. With a seconds of ICI and d of DCN for one chunk and one direction, P chunks take
-
-    all_reduce                   max(2a + 2 P d, 2 P a)   all chunks are scattered before the first is gathered
-    all others, two stages       a + d + (P-1) max(a, d)
+Over several slices the data is cut in chunks, so that ICI works on one while DCN works on another (`hardware.chunks`).
 
 Shares: in one program all groups run the same collective at the same time, so a factor of stride s has
 1/s of its links, and the devices of one chip divide the chip's links and NIC among them.
@@ -31,6 +27,7 @@ from typing import NamedTuple
 from hardware import collectives
 from hardware.checks import amount, names, one_of
 from hardware.chips import Chip
+from hardware.chunks import best_chunks, dcn_rate, dcn_seconds, dcn_wire_seconds
 from hardware.errors import HardwareError
 from hardware.events import Links, check_links
 from hardware.placement import CORES, DCN, Placement, PlacementFactor, check_mesh, factorings, join, wraps
@@ -39,7 +36,6 @@ from hardware.snakes import closes
 from hardware.staged_times import StagedTime
 from hardware.twisted_groups import TwistedRings, twisted_exchanges, twisted_rings, twisted_ways
 
-CHUNKS = (1, 2, 4, 8, 16)
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute", "broadcast")
 
 
@@ -137,53 +133,21 @@ def _price(
         )
         busy[CORES] = seconds
         size = size if whole else size / route.cores
+    ways = route.exchanges if whole else route.ways
     chunks, between = 1, size if whole else size / route.torus_size
     if route.torus and route.slices > 1:
-        chunks = min(CHUNKS, key=lambda chunks: _two_levels(chip, kind, route, size, chunks))
-        seconds += _two_levels(chip, kind, route, size, chunks)
+        chunks, both = best_chunks(chip, kind, ways, (route.torus_size, route.slices), size)
+        seconds += both
     elif route.slices > 1:
-        seconds += times * _dcn_seconds(chip, route.slices, size)
+        seconds += times * dcn_seconds(chip, route.slices, size)
     if route.torus:
-        way = min(route.exchanges if whole else route.ways, key=lambda way: way.seconds(size / chunks))
+        way = min(ways, key=lambda way: way.seconds(size / chunks))
         hops, algorithm = times * way.hops, way.name
         busy |= {place: times * per_byte * size for place, per_byte in way.busy}
         seconds += times * way.seconds(size) if route.slices == 1 else 0.0
     if route.slices > 1:
-        busy[DCN] = times * _dcn_wire(chip, route.slices, between)
+        busy[DCN] = times * dcn_wire_seconds(chip, route.slices, between)
     return Cost(seconds, tuple(sorted(busy.items())), hops, algorithm, chunks)
-
-
-def _two_levels(chip: Chip, kind: str, route: _Route, size: float, chunks: int) -> float:
-    """Seconds of a collective over ICI and DCN, its data cut in chunks."""
-    whole = kind == "all_to_all"
-    part = size / chunks
-    ici = min(way.seconds(part) for way in (route.exchanges if whole else route.ways))
-    dcn = _dcn_seconds(chip, route.slices, part if whole else part / route.torus_size)
-    return chunked_seconds(kind, ici, dcn, chunks)
-
-
-def chunked_seconds(kind: str, ici_seconds: float, dcn_seconds: float, chunks: int) -> float:
-    """A collective over two levels, in chunks: `ici_seconds` and `dcn_seconds` of one chunk and one direction.
-
-    Example:
-      >>> [chunked_seconds(kind, 1.0, 2.0, 4) for kind in ("all_reduce", "all_gather")]
-      [18.0, 9.0]
-
-    Source: module docstring.
-    """
-    if kind == "all_reduce":
-        return max(2 * ici_seconds + 2 * chunks * dcn_seconds, 2 * chunks * ici_seconds)
-    return ici_seconds + dcn_seconds + (chunks - 1) * max(ici_seconds, dcn_seconds)
-
-
-def _dcn_wire(chip: Chip, slices: int, size: float) -> float:
-    """Seconds on the wire of one direction of a collective between slices, `size` bytes on each device."""
-    return collectives.ring_sent_bytes("all_gather", 1.0, slices) * size / _dcn_rate(chip)
-
-
-def _dcn_seconds(chip: Chip, slices: int, size: float) -> float:
-    """As `_dcn_wire`, with its hops."""
-    return _dcn_wire(chip, slices, size) + chip.dcn_hop_seconds * math.ceil(math.log2(slices))
 
 
 def together_seconds(costs: Sequence[Cost]) -> float:
@@ -400,11 +364,6 @@ def _affine(ring: collectives.Axis, link: Links) -> tuple[float, float]:
     return fixed, collectives.ring_stage_seconds(1.0, ring, Links(link.bytes_per_second, 0.0))
 
 
-def _dcn_rate(chip: Chip) -> float:
-    """Bytes per second of one device over DCN, as reached."""
-    return chip.dcn_bytes_per_second * chip.dcn_efficiency / chip.devices_per_chip
-
-
 def _thinned(links: Links, factor: PlacementFactor, share: int) -> Links:
     """A link as one of the groups of a factor sees it."""
     return Links(links.bytes_per_second / (factor.stride * share), links.hop_seconds * factor.stride)
@@ -429,7 +388,7 @@ def _point_cost(chip: Chip, kind: str, route: _Route, size: float) -> Cost:
         seconds = seconds + time if kind == "broadcast" else max(seconds, time, busy[f.place])
         hops += steps * f.stride
     if route.slices > 1:
-        busy[DCN] = size / _dcn_rate(chip)
+        busy[DCN] = size / dcn_rate(chip)
         time = busy[DCN] + chip.dcn_hop_seconds
         seconds = seconds + time if kind == "broadcast" else max(seconds, time)
     return Cost(seconds, tuple(sorted(busy.items())), hops, "-")

@@ -4,40 +4,28 @@
     v4-4x4x8       by shape, in chips                       2*v5e-256               two slices over DCN
     v4-4x4x8_twisted    the same chips on a twisted torus (`hardware.twisted`)
 
-Which shapes exist:
-
-* 2-D kinds (v2, v3, v5e, v6e): both sides powers of two, one at most twice the other (v5e-2 and such
-  do not exist), up to the pod. An axis wraps only where it has the full pod length (16, or 32 on v3).
-* 3-D kinds (v4, v5p, v7): 2x2x1, 2x2x2, 2x2x4, 2x4x4 without wrap, or sides that are multiples of 4, every
-  axis wrapped, within the pod (v4 16x16x16, v5p 16x20x28, v7 16x24x24) in some order of its axes, and longer
-  boxes that are in use: v4 12x12x24, v5p 12x24x24. A number alone means the most compact such shape. On v5p
-  everything up to the whole pod of 8960 chips is a slice here (v5p-17920); what is offered for rent ends at
-  6144 (v5p-12288). On v4 and v5p, shapes k x k x 2k and k x 2k x 2k may be twisted: then only the long axes close to
-  rings of their own.
-* A chip of your own, or a published one with another `pod_shape`, follows the rule of its `wrap_cube`;
-  otherwise any shape within its pod is legal, and numbers alone mean powers of two. So a multipod of
-  2020 is `Slice("v3-128x32", replace(CHIPS["v3"], pod_shape=(128, 32), max_slice_chips=4096))`.
-
-Sources: docs.cloud.google.com/tpu/docs (v3, v4, v5e, v5p, v6e); jax-ml/scaling-book tpus.md;
-Kumar et al., arXiv:1909.09756 and arXiv:2011.03641 for v3 shapes.
+`hardware.shapes` says which shapes exist.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 from hardware.cells import slice_cell
+from hardware.checks import whole
 from hardware.chips import CHIPS, Chip, as_chip, get_chip, true_name
+from hardware.damage import Damage, Link, damage_of, read_damage, remains
 from hardware.errors import HardwareError
-from hardware.torus import Torus
+from hardware.shapes import is_legal, shapes_of, wrap_of
+from hardware.torus import Coordinates, Torus
 from hardware.twisted import TwistedTorus, is_twistable
 
 _NAME = re.compile(r"(?:([0-9]{1,9})\s*[*x]\s*)?([a-z][a-z0-9_]*)-([0-9]{1,9}(?:x[0-9]{1,9})*)(_twisted)?", re.ASCII)
+_WITHOUT = " without "
 _TWISTS = "shapes k x k x 2k and k x 2k x 2k of whole cubes do on v4 and v5p, such as v4-4x4x8_twisted"
-_CUBE_PARTS = ((1, 2, 2), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,8 +34,8 @@ class Slice:
 
     Args:
       name: "v3-8" (a number of cores or chips, as the kind counts), "v4-4x4x8" (the shape in chips),
-        "2*v5e-256" (two slices joined by DCN), "v4-4x4x8_twisted". Case and blanks around it do not matter and are
-        not kept.
+        "2*v5e-256" (two slices joined by DCN), "v4-4x4x8_twisted", "v5e-256 without 3x5,0x0-0x1" (a chip and a link
+        that failed: `without`). Case and blanks around it do not matter and are not kept.
       chip: the chip to use instead of the published one; `name` begins with its name.
     Two slices are equal if they are the same chips in the same shape, whatever their names.
     Raises: HardwareError with the nearest legal names for a name that is no slice, or another chip's.
@@ -66,9 +54,11 @@ class Slice:
     torus_shape: tuple[int, ...] = field(init=False)
     wrap: tuple[bool, ...] = field(init=False)
     twisted: bool = field(init=False)
+    failed: tuple[Coordinates, ...] = field(init=False, default=())
+    failed_links: tuple[Link, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:
-        count, kind, size, twisted = _parse(self.name)
+        count, kind, size, twisted, damage = _parse(self.name)
         given: object = self.chip
         if given is None:
             object.__setattr__(self, "chip", get_chip(kind))
@@ -88,6 +78,52 @@ class Slice:
             if not self.twistable:
                 raise HardwareError(f"slice {self.name!r} has no twist; {_TWISTS}")
             object.__setattr__(self, "wrap", tuple(side > min(shape) for side in shape))
+        if damage:
+            self._lose(read_damage(damage))
+
+    def _lose(self, damage: Damage) -> None:
+        """Keep what is left of one slice."""
+        if self.slices > 1:
+            raise HardwareError(
+                f"slice {self.name!r}: of {self.slices} slices one with a failed part is left out as a whole, which "
+                f"leaves {self.slices - 1}: .without(slices=1)"
+            )
+        rest = remains(self.torus, damage)
+        object.__setattr__(self, "torus_shape", rest.shape)
+        object.__setattr__(self, "wrap", rest.wrap)
+        object.__setattr__(self, "twisted", self.twisted and rest.ring is None)
+        object.__setattr__(self, "failed", rest.failed)
+        object.__setattr__(self, "failed_links", damage.links)
+
+    def without(
+        self,
+        chips: Sequence[int] | Sequence[Sequence[int]] = (),
+        links: Sequence[Sequence[Sequence[int]]] = (),
+        slices: int = 0,
+    ) -> Slice:
+        """What is left when parts fail, as a slice on which programs are placed and priced.
+
+        A failed chip takes its tray of 2 x 2 chips with it; the rest is one ring. A failed link of an axis that wraps
+        makes it a line. Of several slices, whole ones are left out. `hardware.damage` has the rules.
+
+        Args:
+          chips: coordinates of a failed chip, or a list of them.
+          links: pairs of coordinates of the chips that a failed link joins.
+          slices: how many of the slices failed.
+        Raises: HardwareError for parts that it does not have, or where the rest forms no ring.
+        Example:
+          >>> print(Slice("v5e-256").without(chips=(3, 5)))
+          v5e-256 without 3x5: 252 chips (a ring round 4 that failed), 252 cores, 252 devices, 32 hosts
+          >>> print(Slice("v5e-256").without(links=[((0, 0), (0, 1))]).wrap, Slice("4*v5e-256").without(slices=1).name)
+          (True, False) 3*v5e-16x16
+        """
+        damage = damage_of(chips, links)
+        lost = whole("slices", slices)
+        if lost >= self.slices and lost:
+            raise HardwareError(f"{self.name} has {self.slices} slices, of which {lost} failed: none is left")
+        name = f"{self.slices - lost}*{self.single.name}" if lost else self.name
+        texts = [text for text in (_damage(self.name), str(damage)) if text]
+        return Slice(f"{name.partition(_WITHOUT)[0]}{_WITHOUT}{','.join(texts)}" if texts else name, self.chip)
 
     @property
     def twistable(self) -> bool:
@@ -97,7 +133,10 @@ class Slice:
           >>> Slice("v4-4x4x8").twistable, Slice("v4-4x4x4").twistable, Slice("v7-4x4x8").twistable
           (True, False, False)
         """
-        return self.chip.twists and all(wrap_of(self.chip, self.torus_shape)) and is_twistable(self.torus_shape)
+        whole = not self.failed and not self.failed_links
+        return (
+            whole and self.chip.twists and all(wrap_of(self.chip, self.torus_shape)) and is_twistable(self.torus_shape)
+        )
 
     @property
     def torus(self) -> Torus:
@@ -164,11 +203,13 @@ class Slice:
     def usd_per_hour(self) -> float | None:
         """List price of all chips for an hour; None where none is published."""
         price = self.chip.usd_per_chip_hour
-        return None if price is None else price * self.chips
+        return None if price is None else price * (self.chips + len(self.failed))  # what failed is paid all the same
 
     @property
     def single(self) -> Slice:
-        """One of the slices."""
+        """One of the slices, whole."""
+        if self.failed or self.failed_links:
+            return Slice(self.name.partition(_WITHOUT)[0], self.chip)
         return Slice(f"{self.chip.name}-{shape_name(self)}", self.chip)
 
     def __repr__(self) -> str:
@@ -179,7 +220,18 @@ class Slice:
         return slice_cell(self)
 
     def __str__(self) -> str:
-        shape = "x".join(map(str, self.torus_shape))
+        times = f"{self.slices} slices of " if self.slices > 1 else ""
+        return (
+            f"{self.name}: {self.chips} chips ({times}{self._wiring()}), {self.cores} cores, "
+            f"{self.devices} devices, {self.hosts} host{'s' * (self.hosts > 1)}"
+        )
+
+    def _wiring(self) -> str:
+        """The torus of one slice, in words."""
+        if self.failed:
+            return f"a ring round {len(self.failed)} that failed"
+        if len(self.torus_shape) < len(self.chip.pod_shape):
+            return "a ring past failed links"
         wrapped = [str(axis) for axis, has in enumerate(self.wrap) if has]
         if self.twisted:
             wrap = "twisted"
@@ -189,11 +241,7 @@ class Slice:
             wrap = "all axes wrap"
         else:
             wrap = f"axis {', '.join(wrapped)} wraps"
-        times = f"{self.slices} slices of " if self.slices > 1 else ""
-        return (
-            f"{self.name}: {self.chips} chips ({times}{shape}, {wrap}), {self.cores} cores, "
-            f"{self.devices} devices, {self.hosts} host{'s' * (self.hosts > 1)}"
-        )
+        return f"{'x'.join(map(str, self.torus_shape))}, {wrap}"
 
 
 def shape_name(slice_: Slice) -> str:
@@ -217,19 +265,6 @@ def as_slice(given: Slice | str) -> Slice:
     return given if isinstance(given, Slice) else Slice(given)
 
 
-def wrap_of(chip: Chip, shape: tuple[int, ...]) -> tuple[bool, ...]:
-    """Which axes of a slice of `shape` have wrap-around links.
-
-    Example:
-      >>> wrap_of(CHIPS["v4"], (4, 4, 8)), wrap_of(CHIPS["v4"], (2, 2, 4)), wrap_of(CHIPS["v6e"], (4, 8))
-      ((True, True, True), (False, False, False), (False, False))
-    """
-    if chip.wrap_cube is not None:
-        whole_cubes = all(size % chip.wrap_cube == 0 for size in shape)
-        return (whole_cubes,) * len(shape)
-    return tuple(chip.wrap_axis is not None and size == chip.wrap_axis for size in shape)
-
-
 def legal_slices(kind: str | Chip) -> tuple[str, ...]:
     """Every legal name by number, smallest first: `v5e-1 ... v5e-256`.
 
@@ -242,11 +277,17 @@ def legal_slices(kind: str | Chip) -> tuple[str, ...]:
     """
     chip = as_chip(kind)
     per = chip.cores_per_chip if chip.name_counts == "cores" else 1
-    return tuple(f"{chip.name}-{chips * per}" for chips in sorted(_shapes(chip)))
+    return tuple(f"{chip.name}-{chips * per}" for chips in sorted(shapes_of(chip)))
 
 
-def _parse(name: object) -> tuple[int, str, str, bool]:
-    match = _NAME.fullmatch(name.strip().lower()) if isinstance(name, str) else None
+def _damage(name: str) -> str:
+    """The failed parts in a name."""
+    return name.partition(_WITHOUT)[2]
+
+
+def _parse(name: object) -> tuple[int, str, str, bool, str]:
+    text, _, damage = name.strip().lower().partition(_WITHOUT) if isinstance(name, str) else ("", "", "")
+    match = _NAME.fullmatch(text.strip())
     if match is None:
         raise HardwareError(
             f"{name!r} is no slice name; write a TPU ({', '.join(CHIPS)}) and a size, "
@@ -255,18 +296,18 @@ def _parse(name: object) -> tuple[int, str, str, bool]:
     count = int(match[1]) if match[1] else 1
     if count < 1:
         raise HardwareError(f"slice {name!r}: the number of slices must be at least 1, not {count}")
-    return count, match[2], match[3], bool(match[4])
+    return count, match[2], match[3], bool(match[4]), damage.strip()
 
 
 def _resolve_shape(chip: Chip, name: str, size: str) -> tuple[int, ...]:
     if "x" in size:
         shape = tuple(int(side) for side in size.split("x"))
-        if not _is_legal(chip, shape):
+        if not is_legal(chip, shape):
             raise HardwareError(f"{name!r} is no slice of {chip.name}; {_nearest_shapes(chip, shape)}")
         return shape
     per = chip.cores_per_chip if chip.name_counts == "cores" else 1
     chips, odd = divmod(int(size), per)
-    shapes = _shapes(chip)
+    shapes = shapes_of(chip)
     if odd or chips not in shapes:
         near = sorted(shapes, key=lambda legal: (abs(legal * per - int(size)), legal))[:3]
         names = ", ".join(f"{chip.name}-{legal * per}" for legal in sorted(near))
@@ -278,69 +319,8 @@ def _resolve_shape(chip: Chip, name: str, size: str) -> tuple[int, ...]:
 def _nearest_shapes(chip: Chip, shape: tuple[int, ...]) -> str:
     rank = len(chip.pod_shape)
     if len(shape) != rank:
-        example = "x".join(map(str, min(_shapes(chip).values(), key=lambda s: abs(math.prod(s) - math.prod(shape)))))
+        example = "x".join(map(str, min(shapes_of(chip).values(), key=lambda s: abs(math.prod(s) - math.prod(shape)))))
         return f"its torus has {rank} axes, not {len(shape)}; e.g. {chip.name}-{example}"
     target = math.prod(shape)
-    near = sorted(_shapes(chip).values(), key=lambda s: (abs(math.log(math.prod(s) / max(target, 1))), s))[:3]
+    near = sorted(shapes_of(chip).values(), key=lambda s: (abs(math.log(math.prod(s) / max(target, 1))), s))[:3]
     return "the nearest are " + ", ".join(f"{chip.name}-{'x'.join(map(str, s))}" for s in near)
-
-
-def _is_legal(chip: Chip, shape: tuple[int, ...]) -> bool:
-    if len(shape) != len(chip.pod_shape) or min(shape) < 1 or math.prod(shape) > chip.max_slice_chips:
-        return False
-    ordered = tuple(sorted(shape))
-    if chip.wrap_cube is not None:
-        if all(side % chip.wrap_cube == 0 for side in shape):
-            return _is_box(chip, shape)
-        return chip.wrap_cube == 4 and len(shape) == 3 and ordered in _CUBE_PARTS
-    published = CHIPS.get(chip.name)
-    if published is None or published.pod_shape != chip.pod_shape:
-        return all(side <= limit for side, limit in zip(ordered, sorted(chip.pod_shape), strict=True))
-    return ordered in {tuple(sorted(legal)) for legal in _shapes(chip).values()}
-
-
-@lru_cache(maxsize=64)
-def _shapes(chip: Chip) -> dict[int, tuple[int, ...]]:
-    """Chips -> the shape that a number alone means."""
-    if chip.wrap_cube is not None and len(chip.pod_shape) == 3:
-        return _cube_shapes(chip)
-    if len(chip.pod_shape) == 1:
-        return {n: (n,) for n in range(1, chip.pod_shape[0] + 1)}
-    least = 1 if chip.name_counts == "chips" else 4  # a v2 or v3 device is a board of four chips
-    shapes = {}
-    for power in range(chip.max_slice_chips.bit_length()):
-        sides = [2 ** (power // len(chip.pod_shape)) for _ in chip.pod_shape]
-        for i in range(power % len(sides)):
-            sides[-1 - i] *= 2
-        fits = all(side <= limit for side, limit in zip(sorted(sides), sorted(chip.pod_shape), strict=True))
-        if fits and least <= math.prod(sides) <= chip.max_slice_chips:
-            shapes[math.prod(sides)] = tuple(sides)
-    for chips in chip.not_offered_chips:
-        shapes.pop(chips, None)
-    return shapes
-
-
-def _cube_shapes(chip: Chip) -> dict[int, tuple[int, ...]]:
-    """The most compact box of whole cubes for every number of cubes, and the parts of one cube."""
-    edge = chip.wrap_cube
-    assert edge is not None
-    shapes: dict[int, tuple[int, ...]] = {4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)} if edge == 4 else {}
-    cubes = chip.max_slice_chips // edge**3
-    for a in range(1, round(cubes ** (1 / 3)) + 2):
-        for b in range(a, math.isqrt(cubes // a) + 1):
-            for c in range(b, cubes // (a * b) + 1):
-                sides = (a * edge, b * edge, c * edge)
-                chips = math.prod(sides)
-                if _is_box(chip, sides) and sum(sides) < sum(shapes.get(chips, (chip.max_slice_chips,) * 3)):
-                    shapes[chips] = sides
-    return shapes
-
-
-def _is_box(chip: Chip, sides: tuple[int, ...]) -> bool:
-    """Whether whole cubes make a slice of these sides."""
-    longer = tuple(sorted(sides)) in chip.longer_boxes and math.prod(sides) <= math.prod(chip.pod_shape)
-    return longer or _within(sides, chip.pod_shape)
-
-
-def _within(sides: tuple[int, ...], pod: tuple[int, ...]) -> bool:
-    return all(side <= limit for side, limit in zip(sorted(sides), sorted(pod), strict=True))

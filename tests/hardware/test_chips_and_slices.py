@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from hardware.chips import CHIPS, Chip, chip_from_table, get_chip, load_chip
 from hardware.errors import HardwareError
-from hardware.slices import Slice, legal_slices, wrap_of
+from hardware.shapes import wrap_of
+from hardware.slices import Slice, legal_slices
 from tests.hardware import reference
 
 # Peaks per chip against which utilisations are published (Google Cloud documentation), FLOP/s.

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hardware import HardwareError, Links, Slice, Torus, collective_cost
+from hardware.chunks import chunked_seconds
 from hardware.dcn import TwoLevels, all_reduce_over, host_bytes_per_second, one_ring_seconds
 from hardware.events import Message, MessagePlan, simulate
-from hardware.network import chunked_seconds
 from hardware.placement import DCN, Placement, PlacementFactor
 from tests.effort import draws
 

@@ -256,7 +256,7 @@ def test_dcn_is_slow_and_last():
     everything = collective_cost(placement, "all_reduce", ["data", "x", "y"], 1e8)
     inside = collective_cost(placement, "all_reduce", ["x", "y"], 1e8)
     dcn = 1e8 / 256 / rate + 2 * chip.dcn_hop_seconds
-    assert everything.seconds == pytest.approx(inside.seconds + dcn)
+    assert max(inside.seconds, dcn) < everything.seconds <= inside.seconds + dcn  # which overlap in chunks
     assert dict(everything.busy_seconds)[DCN] == pytest.approx(1e8 / 256 / rate)
 
 

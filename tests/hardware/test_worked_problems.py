@@ -17,7 +17,8 @@ from hardware.memory import hbm_rate, padded_bytes, padded_shape
 from hardware.mxu import MXU
 from hardware.network import ici_links
 from hardware.placement import DCN, placements
-from hardware.slices import Slice, legal_slices, wrap_of
+from hardware.shapes import wrap_of
+from hardware.slices import Slice, legal_slices
 from tests.hardware import reference
 
 FILE = reference.load("worked_problems.json")

@@ -32,12 +32,17 @@ class Topology:
 def topology_of(slice_: Slice) -> Topology:
     """The topology of a slice.
 
-    Raises: SliceError for a chip of your own, one that the compiler has no name for, or a twisted slice.
+    Raises: SliceError for a chip of your own, one that the compiler has no name for, a twisted slice,
+    or one with failed parts.
 
     >>> topology_of(Slice("v5e-16")), topology_of(Slice("2*v4-4x4x8")).options["num_slices"]
     (Topology(name='v5e:4x4', options={}), 2)
     """
     chip = slice_.chip
+    if slice_.failed or slice_.failed_links:
+        raise SliceError(
+            f"compile_for: the compiler's topologies have no name for {slice_.name!r}: take {slice_.single.name}"
+        )
     if not chip.compiler_name or chip != Slice(f"{chip.name}-{'x'.join(map(str, slice_.torus_shape))}").chip:
         raise SliceError(
             f"compile_for: the TPU compiler knows {', '.join(c.name for c in CHIPS.values() if c.compiler_name)}, "

@@ -1,0 +1,168 @@
+"""Failed chips and links of a slice: which chips go on, and the torus that they form.
+
+A failed chip takes its tray of 2 x 2 chips with it, which one host serves. All other chips go on as one ring, neighbour
+to neighbour (`hardware.detours`): a torus of one axis. A failed link costs no chip. Where all failed links of an axis
+cut its rings at the same place, and the axis wraps around, it becomes a line and all else stays; otherwise the chips go
+on as one ring that does not use them.
+
+A ring uses two of a chip's links: what the others would add is left out, so that times are upper bounds.
+
+Source: as `hardware.detours`; chips of a host: docs.cloud.google.com/tpu/docs/system-architecture-tpu-vm.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from hardware.checks import wholes
+from hardware.detours import ring_around
+from hardware.errors import HardwareError
+from hardware.torus import Coordinates, Torus
+from hardware.twisted import TwistedTorus
+
+_ITEM = re.compile(r"([0-9]{1,4}(?:x[0-9]{1,4})*)(?:-([0-9]{1,4}(?:x[0-9]{1,4})*))?", re.ASCII)
+Link = tuple[Coordinates, Coordinates]
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What failed: `chips` by their coordinates, `links` by those of the chips that they join."""
+
+    chips: tuple[Coordinates, ...] = ()
+    links: tuple[Link, ...] = ()
+
+    def __str__(self) -> str:
+        """As the name of a slice has it.
+
+        >>> str(Damage(((3, 5),), (((0, 0), (0, 1)),)))
+        '3x5,0x0-0x1'
+        """
+        return ",".join([*map(_text, self.chips), *(f"{_text(a)}-{_text(b)}" for a, b in self.links)])
+
+
+@dataclass(frozen=True)
+class Remains:
+    """What goes on: the torus of the remaining chips, the chips left out, and the ring of nodes, if it is one."""
+
+    shape: tuple[int, ...]
+    wrap: tuple[bool, ...]
+    failed: tuple[Coordinates, ...]
+    ring: tuple[int, ...] | None
+
+
+def read_damage(text: str) -> Damage:
+    """Damage from its text.
+
+    Raises: HardwareError for any other text.
+    Example:
+      >>> read_damage("3x5, 0x0-0x1")
+      Damage(chips=((3, 5),), links=(((0, 0), (0, 1)),))
+    """
+    chips, links = [], []
+    for item in text.split(","):
+        match = _ITEM.fullmatch(item.strip())
+        if match is None:
+            raise HardwareError(
+                f"failed part {item.strip()!r:.80}: write a chip by its coordinates, such as 3x5, or a link by its "
+                "two chips, such as 0x0-0x1"
+            )
+        if match[2]:
+            links.append((_place(match[1]), _place(match[2])))
+        else:
+            chips.append(_place(match[1]))
+    return Damage(tuple(chips), tuple(links))
+
+
+def damage_of(chips: Sequence[int] | Iterable[Sequence[int]], links: Iterable[Sequence[Sequence[int]]]) -> Damage:
+    """Damage from coordinates: of one chip or several, and pairs of neighbours for links.
+
+    Raises: HardwareError for anything else.
+    Example:
+      >>> str(damage_of((3, 5), [])), str(damage_of([(3, 5), (0, 0)], [((0, 0), (0, 1))]))
+      ('3x5', '3x5,0x0,0x0-0x1')
+    """
+    try:
+        given, pairs = list(chips), list(links)
+        if given and all(isinstance(part, int) for part in given):
+            given = [given]
+        places = [wholes("coordinates of a failed chip", place) for place in given]
+        ends = [(wholes("ends of a failed link", a), wholes("ends of a failed link", b)) for a, b in pairs]
+    except (TypeError, ValueError):
+        raise HardwareError(
+            "failed chips are coordinates such as (3, 5), or a list of them; failed links are pairs such as "
+            f"[((0, 0), (0, 1))]; got {chips!r:.60} and {links!r:.60}"
+        ) from None
+    return Damage(tuple(places), tuple(ends))
+
+
+@lru_cache(maxsize=128)
+def remains(torus: Torus, damage: Damage) -> Remains:
+    """What goes on of a torus.
+
+    Raises: HardwareError for chips or links that it does not have, or where the rest forms no ring.
+    Example:
+      >>> rest = remains(Torus((16, 16)), Damage(((3, 5),)))
+      >>> rest.shape, rest.failed
+      ((252,), ((2, 4), (2, 5), (3, 4), (3, 5)))
+      >>> remains(Torus((16, 16)), Damage((), (((0, 0), (0, 1)),))).wrap
+      (True, False)
+    """
+    links = [_link(torus, *ends) for ends in damage.links]
+    trays = sorted({chip for place in damage.chips for chip in _tray(torus, place)})
+    if not trays and _one_cut_for_each_axis(torus, links):
+        cut = {link // 2 % torus.rank for link in links}
+        return Remains(torus.shape, tuple(w and a not in cut for a, w in enumerate(torus.wrap)), (), None)
+    ring = ring_around(torus, trays, links)
+    left = torus.nodes - len(trays)
+    if ring is None or len(ring) != left or left < 4:
+        raise HardwareError(
+            f"without {damage} the {left} chips that are left of a torus of {'x'.join(map(str, torus.shape))} form no "
+            "ring; use a smaller slice that has none of the failed parts (hardware.faults.slices_left counts them)"
+        )
+    return Remains((left,), (True,), tuple(torus.coordinates(node) for node in trays), ring)
+
+
+def _tray(torus: Torus, place: Coordinates) -> list[int]:
+    """The nodes of the 2 x 2 chips around a chip, along the first two axes that have several."""
+    torus.node(place)
+    sides = [axis for axis, size in enumerate(torus.shape) if size > 1][:2]
+    spans = [
+        (c - c % 2, min(c - c % 2 + 1, torus.shape[axis] - 1)) if axis in sides else (c,)
+        for axis, c in enumerate(place)
+    ]
+    return [torus.node(at) for at in itertools.product(*spans)]
+
+
+def _link(torus: Torus, a: Coordinates, b: Coordinates) -> int:
+    """The number of the link from a to b."""
+    node, target = torus.node(a), torus.node(b)
+    for axis, step in itertools.product(range(torus.rank), (1, -1)):
+        if torus.neighbour(node, axis, step) == target:
+            return torus.link(node, axis, step)
+    raise HardwareError(
+        f"chips {_text(a)} and {_text(b)} share no link in a torus of {'x'.join(map(str, torus.shape))}"
+    )
+
+
+def _one_cut_for_each_axis(torus: Torus, links: Sequence[int]) -> bool:
+    """Whether the links lie on rings along single axes, and cut all rings of an axis at the same place."""
+    if isinstance(torus, TwistedTorus):
+        return False
+    cuts: dict[int, set[int]] = {}
+    for link in links:
+        axis = link // 2 % torus.rank
+        here, there = (torus.coordinates(node)[axis] for node in torus.ends(link))
+        cuts.setdefault(axis, set()).add(here if (here + 1) % torus.shape[axis] == there else there)
+    return all(torus.wrap[axis] and torus.shape[axis] > 2 and len(at) == 1 for axis, at in cuts.items())
+
+
+def _place(text: str) -> Coordinates:
+    return tuple(int(part) for part in text.split("x"))
+
+
+def _text(place: Coordinates) -> str:
+    return "x".join(map(str, place))
