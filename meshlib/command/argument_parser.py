@@ -13,6 +13,24 @@ from meshlib.core.errors import nearest
 WRONG = 2  # exit status of wrong arguments
 
 
+def _split(args: list[str]) -> tuple[list[str], list[list[str]]]:
+    """The arguments without the KEY=VALUE after each `--`, and these.
+
+    >>> _split(["compare", "base.yml", "a=1", "--", "b=2", "--slice", "v5e-16", "--", "c=3"])
+    (['compare', 'base.yml', 'a=1', '--slice', 'v5e-16'], [['b=2'], ['c=3']])
+    """
+    common: list[str] = []
+    changes: list[list[str]] = []
+    for text in args:
+        if text == "--":
+            changes.append([])
+        elif changes and "=" in text and text[0] != "-":
+            changes[-1].append(text)
+        else:
+            common.append(text)
+    return common, changes
+
+
 class Parser(argparse.ArgumentParser):
     """As `argparse.ArgumentParser`; commands, options and choices that do not exist are answered with the nearest."""
 
@@ -25,7 +43,13 @@ class Parser(argparse.ArgumentParser):
 
         Raises: SystemExit with status 2 for arguments that do not exist, after one line that names the nearest.
         """
+        args, changes = _split([*(sys.argv[1:] if args is None else args)])
         given, unknown = self.parse_known_args(args, namespace)
+        given.changes = changes
+        if changes and not (is_maxtext(given) and given.command == "compare"):
+            self.commands.get(getattr(given, "command", ""), self).error(
+                "-- begins other overrides of a MaxText configuration: meshlib compare base.yml KEY=VALUE -- KEY=VALUE"
+            )
         given.overrides = [text for text in unknown if "=" in text and text[0] != "-"] if is_maxtext(given) else []
         surplus = [text for text in unknown if text not in given.overrides]
         if surplus:

@@ -67,15 +67,18 @@ def profiled(args: argparse.Namespace) -> int:
 
 
 def compared(args: argparse.Namespace) -> int:
-    """The first layout beside each other one, what changed in a sentence first."""
-    subject, layouts = _laid(args)
-    first, *others = _estimates_of(args, subject, layouts)
-    if not others:
-        more = "; a MaxText configuration has one: plan ... --search compares others" if is_maxtext(args) else ""
-        raise GraphError(f"compare needs at least two --layout{more}")
-    sentences = [
-        difference(first, other, f"{name} on {mesh}") for other, (name, mesh) in zip(others, layouts[1:], strict=True)
-    ]
+    """The first layout or configuration beside each other one, what changed in a sentence first."""
+    if is_maxtext(args):
+        from meshlib.command.configured import compared_runs
+
+        first, others, sentences = compared_runs(args, slice_of(args.slice))
+    else:
+        subject, layouts = _laid(args)
+        first, *others = _estimates_of(args, subject, layouts)
+        if not others:
+            raise GraphError("compare needs at least two --layout")
+        names = [f"{name} on {mesh}" for name, mesh in layouts[1:]]
+        sentences = [difference(first, other, name) for other, name in zip(others, names, strict=True)]
     if args.json:
         told = [
             {"sentence": sentence, "second": figures.of_estimate(other)}

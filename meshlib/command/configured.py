@@ -10,6 +10,8 @@ from meshlib.command.subject import Subject
 from meshlib.core.compiler import COMPILERS
 from meshlib.core.errors import GraphError
 from meshlib.core.text import wrapped
+from meshlib.estimation import Estimate, estimate
+from meshlib.estimation.views.difference import difference
 from meshlib.lowering import Program
 from meshlib.models.maxtext.run import MaxTextRun, read_maxtext
 from meshlib.models.maxtext.settings import parsed
@@ -33,8 +35,8 @@ class Configured(Subject):
         return self.run.program(self.where, self.compiler)
 
 
-def run_of(args: argparse.Namespace) -> MaxTextRun:
-    """The run that the arguments describe.
+def run_of(args: argparse.Namespace, serving: bool = False) -> MaxTextRun:
+    """The run that the arguments describe; `serving`: one of inference may be.
 
     Raises: GraphError for options that a configuration has keys for, and as `read_maxtext`.
     """
@@ -45,7 +47,7 @@ def run_of(args: argparse.Namespace) -> MaxTextRun:
         raise GraphError(
             "--layout and --mesh are for models by name; a MaxText configuration has ici_*, dcn_* and rules"
         )
-    return read_maxtext(args.program, parsed(args.overrides), getattr(args, "models", None))
+    return read_maxtext(args.program, parsed(args.overrides), getattr(args, "models", None), serving)
 
 
 def configured(args: argparse.Namespace, where: Slice) -> tuple[Subject, str, str]:
@@ -57,6 +59,30 @@ def configured(args: argparse.Namespace, where: Slice) -> tuple[Subject, str, st
         run.placement(where), notes_of(run, where), run=run, where=where,
     )  # fmt: skip
     return subject, str(run.layout_on(where)), str(run.mesh(where))
+
+
+def compared_runs(args: argparse.Namespace, where: Slice) -> tuple[Estimate, list[Estimate], list[str]]:
+    """Estimates of the run that the arguments describe and of those with each set of other overrides; a sentence each.
+
+    Raises: GraphError without other overrides, and as `run_of`; what is wrong with one set names it.
+    """
+    if not args.changes or not all(args.changes):
+        raise GraphError(
+            "compare takes a MaxText configuration and, after --, what to change: meshlib compare base.yml KEY=VALUE "
+            "-- remat_policy=full --slice v5e-256"
+        )
+    given = parsed(args.overrides)
+    runs = [run_of(args)]
+    runs += [read_maxtext(args.program, given | parsed(change), getattr(args, "models", None))
+             for change in args.changes]  # fmt: skip
+    compiler = COMPILERS[args.compiler]
+    first, *others = (estimate(run.program(where, compiler), where, placement=run.placement(where)) for run in runs)
+    tokens = [run.batch(where) * run.length for run in runs]
+    sentences = [
+        difference(first, other, " ".join(change), (tokens[0], count))
+        for other, change, count in zip(others, args.changes, tokens[1:], strict=True)
+    ]
+    return first, others, sentences
 
 
 def notes_of(run: MaxTextRun, where: Slice) -> str:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+from hardware.slices import Slice
+from meshlib.command.choices import is_maxtext
 from meshlib.command.output import coloured, say, say_json
 from meshlib.command.subject import slice_of, subject_of
+from meshlib.core.compiler import COMPILERS
 from meshlib.core.errors import GraphError
 from meshlib.core.text import bytes_text, seconds_text, usd_text
+from meshlib.models import TransformerConfig
 from meshlib.searching.serving import Serving, ServingPoint, serving
 
 GOOD, FAILED = 0, 1
@@ -17,14 +23,15 @@ CONTEXT = 2048
 def serve(args: argparse.Namespace) -> int:
     """The frontier, the cheapest point, and the best within a latency."""
     where = slice_of(args.slice)
-    subject = subject_of(args, where)
-    if subject.config is None:
-        raise GraphError(f"{subject.name}: serve takes a Transformer of the library or a config.json")
-    context = args.context or min(CONTEXT, subject.config.max_length or CONTEXT)
-    batches = [args.batch] if args.batch else None
+    if is_maxtext(args):
+        from meshlib.command.configured_serving import asked_of
+
+        asked = asked_of(args, where)
+    else:
+        asked = _asked(args, where)
     result = serving(
-        subject.config, where, context=context, prompt=args.prompt, batches=batches, weight_dtype=args.weights,
-        cache_dtype=args.caches, compiler=subject.compiler,
+        asked.config, where, context=asked.context, prompt=asked.prompt, batches=asked.batches,
+        weight_dtype=asked.weights, cache_dtype=asked.caches, compiler=COMPILERS[args.compiler],
     )  # fmt: skip
     best = _chosen(args, result)
     if args.json:
@@ -33,10 +40,33 @@ def serve(args: argparse.Namespace) -> int:
     print(coloured(_verdict(args, result, best), best is not None))
     if best is not None:
         say("\n".join(_about(best)))
-    say(f"\n{result}")
+    say("\n".join(["", str(result), *asked.notes]))
     if args.plot:
         result.plot(args.plot)
     return GOOD if best is not None else FAILED
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be served: as arguments of `mtf.serving`, and notes on what is left out."""
+
+    config: TransformerConfig
+    context: int
+    prompt: int | None = None
+    batches: Sequence[int] | None = None
+    weights: str | None = None
+    caches: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+def _asked(args: argparse.Namespace, where: Slice) -> Asked:
+    """Of a model by name or a config.json."""
+    subject = subject_of(args, where)
+    if subject.config is None:
+        raise GraphError(f"{subject.name}: serve takes a Transformer of the library, a config.json or a MaxText file")
+    context = args.context or min(CONTEXT, subject.config.max_length or CONTEXT)
+    batches = [args.batch] if args.batch else None
+    return Asked(subject.config, context, args.prompt, batches, args.weights, args.caches)
 
 
 def _chosen(args: argparse.Namespace, result: Serving) -> ServingPoint | None:

@@ -84,6 +84,13 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     "length": ("max_target_length=30 ici_context_parallelism=4", [OWN, "max_target_length=30", "30 % 4 = 2"]),
     "distillation": ("teacher_overrides={'model_name':'mine'}", ["teacher_overrides=", "a teacher beside the student"]),
     "reinforcement": ("trainer_devices_fraction=0.5", ["trainer_devices_fraction=0.5", "samples beside training"]),
+    "GRPO": ("use_grpo=true", ["use_grpo=True", "plan its training from base.yml", "meshlib serve"]),
+    "sampling": ("return_log_prob=true", [OWN, "return_log_prob=True", "of inference", "meshlib serve"]),
+    "vLLM": ("model_call_mode=inference", [OWN, "model_call_mode=inference", "meshlib serve"]),
+    "decoding axes": ("ici_autoregressive_parallelism=4", [OWN, "ici_autoregressive_parallelism=4", "meshlib serve"]),
+    "rules of caches": (
+        "logical_axis_rules=[['cache_batch',['data']]]", [OWN, "logical_axis_rules=['cache_batch', ['data']]", "serve"],
+    ),
     "no YAML": ("mesh_axes=[fsdp", ["mesh_axes=[fsdp", "no YAML"]),
 }  # fmt: skip
 
@@ -132,6 +139,27 @@ def test_damaged_files_are_refused_in_one_line(base: Path, name: str) -> None:
         read_maxtext(base)
     assert all(part in str(caught.value) for part in wanted), str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+INFERENCE: dict[str, str] = {
+    "rules": "base_config: base.yml\nlogical_axis_rules: [['decode_batch', ['data']]]\n",
+    "base": "base_config: inference/serving.yml\n",
+    "key": "base_config: base.yml\nstack_prefill_result_cache: true\n",
+}
+
+
+@pytest.mark.parametrize("name", INFERENCE)
+def test_files_of_inference_are_sent_to_serve(base: Path, name: str) -> None:
+    (base.parent / "inference").mkdir()
+    (base.parent / "inference" / "serving.yml").write_text("base_config: base.yml\n")
+    base.write_text(
+        "logical_axis_rules: [['decode_batch', ['data']], ['cache_batch', []]]\nuse_chunked_prefill: false\n"
+    )
+    child = base.parent / "mine.yml"
+    child.write_text(INFERENCE[name])
+    with pytest.raises(mtf.MeshlibError, match=r"^read_maxtext: mine\.yml: .* price it with meshlib serve .*mine\.yml"):
+        read_maxtext(child)
+    assert read_maxtext(child, serving=True).config.parameters == read_maxtext(base).config.parameters
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:

@@ -10,10 +10,11 @@ from meshlib.estimation import Estimate
 SAME = 0.002  # of a step: less is no change
 
 
-def difference(first: Estimate, second: Estimate, name: str = "") -> str:
+def difference(first: Estimate, second: Estimate, name: str = "", tokens: tuple[int, int] | None = None) -> str:
     """One sentence: by how much the step and the memory change, and what changes most and why.
 
-    `name`: of the second; by default its layout and mesh.
+    `name`: of the second; by default its layout and mesh. `tokens`: of a step of each; where they differ, the time for
+    as many tokens as the first has is compared.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -24,7 +25,8 @@ def difference(first: Estimate, second: Estimate, name: str = "") -> str:
       >>> difference(a, b).partition(", because ")[2].startswith("it waits")
       True
     """
-    before, after = first.step_seconds, second.step_seconds
+    share = tokens[0] / tokens[1] if tokens is not None else 1.0
+    before, after = first.step_seconds, share * second.step_seconds
     change = after / before - 1 if before else 0.0
     names = name or f"{second.program.layout or '(nothing is split)'} on {second.program.mesh}"
     if first.slice.name != second.slice.name:
@@ -33,34 +35,38 @@ def difference(first: Estimate, second: Estimate, name: str = "") -> str:
     peak = second.memory.peak_bytes - first.memory.peak_bytes
     held = "the same memory" if not peak else f"{bytes_text(abs(peak))} {'more' if peak > 0 else 'less'} memory"
     fits = "" if first.fits == second.fits else ", which fits" if second.fits else ", which does not fit"
-    text = f"{names} is {speed} ({seconds_text(before)} to {seconds_text(after)}) and takes {held}{fits}"
-    return f"{text}{_because(first, second, change)}."
+    text = f"{names} is {speed} ({seconds_text(before)} to {seconds_text(after)}{_for(tokens)}) and takes {held}{fits}"
+    return f"{text}{_because(first, second, change, share)}."
 
 
-def _because(first: Estimate, second: Estimate, change: float) -> str:
-    """What of the step grows or shrinks most in the direction of the change."""
+def _for(tokens: tuple[int, int] | None) -> str:
+    return "" if tokens is None or tokens[0] == tokens[1] else f" for {tokens[0]:,} tokens"
+
+
+def _because(first: Estimate, second: Estimate, change: float, share: float) -> str:
+    """What of the step, of the second that share, grows or shrinks most in the direction of the change."""
     if abs(change) < SAME:
         return ""
     sign = 1 if change > 0 else -1
     bounds = {
-        name: sign * (second.bound_seconds[name] - first.bound_seconds[name]) for name in first.bound_seconds
-    }  # fmt: skip
+        name: sign * (share * second.bound_seconds[name] - seconds) for name, seconds in first.bound_seconds.items()
+    }
     name = max(bounds, key=lambda bound: bounds[bound])
     seconds, more = seconds_text(max(0.0, bounds[name])), "more" if sign > 0 else "less"
     if name in ("ici", "dcn"):
-        return f", because it waits {seconds} {more} for {name.upper()}{_collective(first, second, sign)}"
+        return f", because it waits {seconds} {more} for {name.upper()}{_collective(first, second, sign, share)}"
     what = {
         "mxu": "products take", "vpu": "vector operations take", "hbm": "reading and writing HBM takes",
-        "latency": "launches and hops take",
+        "latency": "launches and hops take", "pcie": "copies to and from hosts take", "input": "input takes",
     }.get(name, f"{name} takes")  # fmt: skip
     return f", because {what} {seconds} {more}"
 
 
-def _collective(first: Estimate, second: Estimate, sign: int) -> str:
+def _collective(first: Estimate, second: Estimate, sign: int, share: float) -> str:
     """The kind of collective, over which axes and of what, whose time changes most."""
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     largest: dict[tuple[str, str], tuple[float, str]] = {}
-    for est, factor in ((first, -sign), (second, sign)):
+    for est, factor in ((first, -sign), (second, sign * share)):
         for row in (r for r in est.rows if r.kind == "collective"):
             key = row.opcode, "+".join(row.axes)
             seconds[key] += factor * row.total_seconds

@@ -190,13 +190,16 @@ UNREAD: Mapping[str, Any] = MappingProxyType({k: v for effect in EFFECTS for k, 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A key whose value asks for what this library has not: its default, the reason, and when it does."""
+    """A key whose value asks for what this library has not: its default, the reason, when it does, and what to do."""
 
     default: Any
     reason: str
     asked: Callable[[Any], bool] = _on
+    instead: str = "this library has no such layers or steps"
 
 
+_SAMPLING = "reinforcement learning, which samples beside training"
+_BOTH = "plan its training from base.yml, and price its sampling with meshlib serve"
 REFUSED: Mapping[str, Refusal] = MappingProxyType(
     {
         "use_indexer": Refusal(False, "sparse attention by an indexer (DeepSeek 3.2)"),
@@ -218,15 +221,14 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
         "use_dpo": Refusal(False, "preference optimisation, which runs two models"),
         "student_overrides": Refusal(None, "distillation, which runs a teacher beside the student", bool),
         "teacher_overrides": Refusal(None, "distillation, which runs a teacher beside the student", bool),
-        "rl": Refusal(None, "reinforcement learning, which samples beside training", bool),
-        "trainer_devices_fraction": Refusal(None, "reinforcement learning, which samples beside training", bool),
-        "sampler_devices_fraction": Refusal(None, "reinforcement learning, which samples beside training", bool),
+        "rl": Refusal(None, _SAMPLING, bool, _BOTH),
+        "trainer_devices_fraction": Refusal(None, _SAMPLING, bool, _BOTH),
+        "sampler_devices_fraction": Refusal(None, _SAMPLING, bool, _BOTH),
+        "use_grpo": Refusal(False, _SAMPLING, instead=_BOTH),
         "learn_to_init_mode": Refusal(False, "learning to initialise from a teacher"),
         "training_objective": Refusal("causal_lm", "block diffusion", lambda value: value != "causal_lm"),
-        "model_call_mode": Refusal("", "inference; plan training steps"),
         "hardware": Refusal("tpu", "hardware other than TPUs", lambda value: value != "tpu"),
         "partial_rotary_factor": Refusal(1.0, "linear attention (Gated DeltaNet)"),
-        "quantize_kvcache": Refusal(False, "caches of inference; plan training steps"),
     }
 )  # fmt: skip
 KNOWN = frozenset((*READ, *UNREAD, *REFUSED, *IGNORED))

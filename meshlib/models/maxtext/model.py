@@ -27,6 +27,9 @@ QUANTIZATION: Mapping[str, str] = MappingProxyType(
 KERNELS: Mapping[str, str] = MappingProxyType(
     {"autoselected": "flash", "flash": "flash", "dot_product": "materialised"}
 )
+SERVING_KERNELS: Mapping[str, str] = MappingProxyType(
+    {**KERNELS, **dict.fromkeys(("paged", "vllm_rpa", "vllm_batched_rpa"), "flash")}
+)
 # Decoders whose layers this library does not have, by `decoder_block`.
 ABSENT: Mapping[str, str] = MappingProxyType(
     {
@@ -104,9 +107,15 @@ def _common(s: Settings) -> Fields:
         "logit_cap": s.number("final_logits_soft_cap"),
         "z_loss": s.number("z_loss_multiplier"),
         "dropout": s.number("dropout_rate") if s.flag("enable_dropout") else 0.0,
-        "attention": KERNELS[s.choice("attention", tuple(KERNELS))],
+        "attention": _kernel(s),
         "numerics": numerics_of(s),
     }
+
+
+def _kernel(s: Settings) -> str:
+    """How attention is computed."""
+    kernels = KERNELS if s.serving is None else SERVING_KERNELS
+    return kernels[s.choice("attention", tuple(kernels))]
 
 
 def numerics_of(s: Settings) -> Numerics:

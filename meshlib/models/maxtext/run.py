@@ -12,7 +12,7 @@ from hardware.errors import HardwareError
 from hardware.slices import Slice
 from layouts import LayoutRules, Mesh
 from meshlib.core.compiler import XLA_TPU, Compiler
-from meshlib.core.errors import LayoutError, SliceError
+from meshlib.core.errors import GraphError, LayoutError, SliceError
 from meshlib.core.graph import Graph, Operation, Tensor
 from meshlib.lowering import Session
 from meshlib.models.config import TransformerConfig
@@ -334,6 +334,7 @@ def read_maxtext(
     path: str | os.PathLike[str],
     overrides: Mapping[str, Any] | None = None,
     models: str | os.PathLike[str] | None = None,
+    serving: bool = False,
 ) -> MaxTextRun:
     """A training run from a MaxText configuration.
 
@@ -341,10 +342,12 @@ def read_maxtext(
       path: base.yml, a file with `base_config`, or a folder that holds base.yml.
       overrides: values by key, as MaxText's command line has them; text is read as YAML.
       models: the folder of the model files that `model_name` names; unless given, `models` beside the file.
+      serving: also read a configuration of inference, for its model: `mtf.serving(run.config, slice)`.
     Returns: a `MaxTextRun`: `.config`, `.mesh(slice)`, `.layout`, `.remat`, `.batch(slice)`, `.length`, `.optimizer`,
       `.program(slice)` and `.unread`, the keys with a cost that are not expressed.
     Raises: GraphError, one line that names file, key, value and rule: unknown keys, models and policies, values of the
-      wrong kind, models whose layers this library does not have; MissingError without PyYAML.
+      wrong kind, models whose layers this library does not have, configurations of inference unless `serving`;
+      MissingError without PyYAML.
     Example:
       >>> import pathlib, tempfile
       >>> import meshlib as mtf
@@ -360,5 +363,13 @@ def read_maxtext(
     Source: AI-Hypercomputer/maxtext: src/maxtext/configs (pyconfig.py, types.py, base.yml).
     """
     run = MaxTextRun(settings_of(path, overrides, models))
+    sign = run.settings.serving
+    if sign is not None and not serving:
+        file, key, value = sign
+        name = os.path.basename(run.settings.path)
+        raise GraphError(
+            f"{WHAT}: {file or f'{name} (an override)'}: {key}={value}: a configuration of inference, not of training; "
+            f"price it with meshlib serve {run.settings.path} KEY=VALUE ... --slice SLICE"
+        )
     _ = (run.config, run.remat, run.optimizer)  # what is wrong is said at once
     return run

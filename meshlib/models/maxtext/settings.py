@@ -14,6 +14,7 @@ from meshlib.core.errors import GraphError, MissingError, nearest
 from meshlib.core.files import open_file
 from meshlib.models.maxtext.default_rules import DEFAULT_RULES, LogicalRule
 from meshlib.models.maxtext.keys import KNOWN, READ, REFUSED, UNREAD
+from meshlib.models.maxtext.purpose import serving_sign
 
 WHAT = "read_maxtext"
 OVERRIDES = "overrides"
@@ -30,13 +31,15 @@ class Settings:
     """Values by key, where each came from, and the file that they are of.
 
     `values` has what files and overrides say; other keys have MaxText's defaults, see `meshlib.models.maxtext.keys`.
-    `sources` has for each key the name of a file, or "overrides".
+    `sources` has for each key the name of a file, or "overrides". `serving`: the file, key and value that ask for
+    inference, if some do.
     """
 
     path: str
     values: Mapping[str, Any]
     sources: Mapping[str, str] = field(default_factory=dict)
     rules: tuple[LogicalRule, ...] = DEFAULT_RULES
+    serving: tuple[str, str, Any] | None = None
 
     def __getitem__(self, key: str) -> Any:
         value = self.values.get(key, READ[key])
@@ -143,7 +146,8 @@ def settings_of(
     rules = _merged(rules, given, f"{place.name} (an override)")
     values |= given
     sources |= dict.fromkeys(given, OVERRIDES)
-    settings = Settings(str(place), {k: None if _none(v) else v for k, v in values.items()}, sources)
+    known = {k: None if _none(v) else v for k, v in values.items()}
+    settings = Settings(str(place), known, sources, serving=serving_sign(chain, given))
     _check(settings)
     return _with_rules(settings, rules, folders)
 
@@ -257,7 +261,7 @@ def _with_rules(made: Settings, rules: list[Any], folders: Sequence[Path]) -> Se
         ):
             made.fail(RULES, f"rule {rule!r:.80} must be [name, axis or list of axes]", rule)
         pairs.append((name, tuple(listed)))
-    return Settings(made.path, values, sources, tuple(pairs))
+    return Settings(made.path, values, sources, tuple(pairs), made.serving)
 
 
 def _check(made: Settings) -> None:
@@ -268,7 +272,7 @@ def _check(made: Settings) -> None:
             hint = nearest(key, KNOWN)
             raise GraphError(f"{WHAT}: {where}: {key}={_text(value)}: MaxText has no key {key!r}{hint}")
         if key in REFUSED and REFUSED[key].asked(value):
-            made.fail(key, f"{REFUSED[key].reason}: this library has no such layers or steps", value)
+            made.fail(key, f"{REFUSED[key].reason}: {REFUSED[key].instead}", value)
         default = READ.get(key, UNREAD.get(key))
         if default is not None and value is not None:
             _check_type(made, key, value, default)
