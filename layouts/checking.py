@@ -35,8 +35,7 @@ class Report:
     def raise_for_faults(self) -> None:
         """Raise one LayoutError that holds all faults, if there are any."""
         if self.faults:
-            count = "1 fault" if len(self.faults) == 1 else f"{len(self.faults)} faults"
-            raise LayoutError("\n  ".join([f"{count} in the layout", *self.faults]))
+            raise LayoutError.listing("the layout", self.faults, most=len(self.faults))
 
     def __str__(self) -> str:
         lines = [f"fault: {text}" for text in self.faults] + [f"note: {text}" for text in self.notes]

@@ -3,11 +3,46 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from textwrap import indent
+from typing import Self
 
 
 class MeshlibError(Exception):
-    """Base of every error that this distribution raises on purpose."""
+    """Base of every error that this distribution raises on purpose.
+
+    Args:
+      message: one line, complete by itself: what was called and where, names, numbers, the rule and a remedy.
+      details: what a traceback prints below that line, such as operands with their types; exception notes.
+    Example:
+      >>> fault = MeshlibError("conv2d: filters have 5 of the channels 'c', but need 4", "image: f32[batch:8, c:4]")
+      >>> str(fault), fault.__notes__
+      ("conv2d: filters have 5 of the channels 'c', but need 4", ['  image: f32[batch:8, c:4]'])
+    """
+
+    faults: tuple[str, ...] = ()  # of `listing`, without its head
+
+    def __init__(self, message: object = "", *details: object) -> None:
+        super().__init__(message)
+        for detail in details:
+            self.add_note(indent(str(detail), "  "))
+
+    @classmethod
+    def listing(cls, head: str, faults: Sequence[str], *details: object, most: int = 8) -> Self:
+        """An error about faults: one stands in the line of the head, several are counted and listed below it.
+
+        >>> print(MeshlibError.listing("Routing", ["top_k must be at least 1, got 0"]))
+        Routing: top_k must be at least 1, got 0
+        >>> print(MeshlibError.listing("Routing", ["top_k must be at least 1", "jitter must be in [0, 1)"]))
+        Routing: 2 faults
+          top_k must be at least 1
+          jitter must be in [0, 1)
+        """
+        more = [f"and {len(faults) - most} more"] if len(faults) > most else []
+        lines = [f"{head}: {len(faults)} faults", *faults[:most], *more]
+        error = cls(f"{head}: {faults[0]}" if len(faults) == 1 else "\n  ".join(lines), *details)
+        error.faults = tuple(faults)
+        return error
 
 
 class LayoutError(MeshlibError, ValueError):

@@ -16,16 +16,15 @@ from layouts.errors import LayoutError
 _PAIR = re.compile(r"[^;,.\s]+")
 
 
-def pointed(message: str, text: str, position: int) -> str:
-    """`message`, then `text` with a caret under `position`.
+def caret(text: str, position: int) -> str:
+    """`text`, and below it a caret under `position`: a detail of an error.
 
-    >>> print(pointed("no ':' here", "batch:rows;hidden", 11))
-    no ':' here
-      batch:rows;hidden
-                 ^
+    >>> print(caret("batch:rows;hidden", 11))
+    batch:rows;hidden
+               ^
     """
     shown = re.sub(r"\s", " ", text)  # one for one, so that the caret stays under its character
-    return f"{message}\n  {shown}\n  {' ' * position}^"
+    return f"{shown}\n{' ' * position}^"
 
 
 def read_pairs(text: str) -> list[tuple[str, str, int]]:
@@ -38,10 +37,10 @@ def read_pairs(text: str) -> list[tuple[str, str, int]]:
     for word, start in _words(text):
         left, colon, right = word.partition(":")
         if not colon:
-            raise LayoutError(pointed(f"{word!r} has no ':'; write pairs as name:value", text, start))
+            raise LayoutError(f"{word!r} has no ':'; write pairs as name:value", caret(text, start))
         if ":" in right:
             at = start + len(left) + 1 + right.index(":")
-            raise LayoutError(pointed(f"{word!r} has two ':'; separate pairs by ';'", text, at))
+            raise LayoutError(f"{word!r} has two ':'; separate pairs by ';'", caret(text, at))
         pairs.append((left, right, start))
     return pairs
 
@@ -131,8 +130,8 @@ def named_sizes(source: object, what: str) -> list[tuple[str, int]]:
 
 def _sized(name: str, size: str, position: int, text: str, what: str) -> tuple[str, int]:
     if not name.isidentifier():
-        raise LayoutError(pointed(f"{what} name {name!r} is not an identifier", text, position))
+        raise LayoutError(f"{what} name {name!r} is not an identifier", caret(text, position))
     if not re.fullmatch("[0-9]+", size) or int(size) < 1:
         at = position + len(name) + 1
-        raise LayoutError(pointed(f"{what} {name!r}: size {size!r} is not an integer >= 1", text, at))
+        raise LayoutError(f"{what} {name!r}: size {size!r} is not an integer >= 1", caret(text, at))
     return name, int(size)

@@ -165,8 +165,7 @@ def from_partition_specs(
                     "for all tensors. Rename the dim in one of them, or read the two apart with scope=."
                 )
     if faults:
-        count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
-        raise LayoutError("\n  ".join([f"{count} in the specs", *faults]))
+        raise LayoutError.listing("the specs", faults, most=len(faults))
     return LayoutRules([Rule(dim, axes, scope=scope) for dim, (axes, _) in axes_of_dim.items()])
 
 

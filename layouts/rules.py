@@ -20,7 +20,7 @@ from layouts.dims import Dimension, Shape, ShapeLike
 from layouts.errors import LayoutError, nearest
 from layouts.frozen import Frozen
 from layouts.mesh import Mesh, MeshLike
-from layouts.parsing import is_iterable, pointed, read_pairs
+from layouts.parsing import caret, is_iterable, read_pairs
 from layouts.sharding import Axes, Sharding, laid
 
 # Where each scope looks for the rules of a dim, in order; None is the unscoped rules.
@@ -186,8 +186,8 @@ def checked_scope(scope: str) -> str:
 def _sharding(rules: LayoutRules, shape: Shape, mesh: Mesh, scope: str) -> Sharding:
     axes, faults = place(rules, shape, mesh, scope)
     if faults:
-        head = f"{scope[:-1]} {shape} cannot be laid out\n  mesh {mesh}    layout {rules}"
-        raise LayoutError("\n  ".join([head, *(fault.text for fault in faults)]))
+        head = f"{scope[:-1]} {shape} cannot be laid out"
+        raise LayoutError.listing(head, [fault.text for fault in faults], f"mesh {mesh}    layout {rules}")
     return laid(shape, mesh, axes)
 
 
@@ -299,10 +299,10 @@ def _rule(left: str, right: str, text: str, at: int) -> Rule:
     scope, slash, dim = left.rpartition("/")
     if slash and scope not in SCOPES:
         hint = nearest(scope, SCOPES)
-        raise LayoutError(pointed(f"no scope {scope!r}; the scopes are {', '.join(SCOPES)}{hint}", text, at))
+        raise LayoutError(f"no scope {scope!r}; the scopes are {', '.join(SCOPES)}{hint}", caret(text, at))
     if not dim.isidentifier():
         where = at + len(left) - len(dim)
-        raise LayoutError(pointed(f"dimension name {dim!r} is not an identifier", text, where))
+        raise LayoutError(f"dimension name {dim!r} is not an identifier", caret(text, where))
     optional = right.endswith("?")
     written = right.removesuffix("?")
     axes: list[str] = []
@@ -311,13 +311,13 @@ def _rule(left: str, right: str, text: str, at: int) -> Rule:
     if whole:
         if not optional:
             message = f"brackets are for optional axes: write {written}? or {written[1:-1]}"
-            raise LayoutError(pointed(message, text, where))
+            raise LayoutError(message, caret(text, where))
         written, where = written[1:-1], where + 1
     for axis in written.split("+") if right else []:
         if not axis.isidentifier():
-            raise LayoutError(pointed(f"axis name {axis!r} is not an identifier", text, where))
+            raise LayoutError(f"axis name {axis!r} is not an identifier", caret(text, where))
         if axis in axes:
-            raise LayoutError(pointed(f"axis {axis!r} occurs twice for dim {dim!r}", text, where))
+            raise LayoutError(f"axis {axis!r} occurs twice for dim {dim!r}", caret(text, where))
         axes.append(axis)
         where += len(axis) + 1
     return Rule(dim, tuple(axes), optional, scope or None, whole and len(axes) > 1)

@@ -251,4 +251,4 @@ def _refuse(shape: Shape, mesh: Mesh, axes: tuple[Axes, ...], pending: Pending) 
     if len({kind for _, kind in pending}) > 1:
         mixed = ", ".join(f"{kind} over {axis}" for axis, kind in pending)
         faults.append(f"pending reductions of several kinds have no defined value: {mixed}; reduce one first")
-    raise LayoutError("\n  ".join([f"impossible sharding of {shape} on mesh {mesh}", *faults]))
+    raise LayoutError.listing(f"impossible sharding of {shape} on mesh {mesh}", faults)

@@ -26,7 +26,7 @@ def ended(name: str, run: Callable[[], int]) -> int:
         status = run()
         sys.stdout.flush()
     except (MeshlibError, HardwareError, LayoutError) as fault:
-        print(f"{name}: {fault}", file=sys.stderr)
+        print(f"{name}: {fault}", *getattr(fault, "__notes__", ()), sep="\n", file=sys.stderr)
         return 2
     except BrokenPipeError:  # whoever read the output has seen enough
         _say_no_more()

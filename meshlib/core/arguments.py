@@ -23,6 +23,18 @@ def at(what: str) -> str:
     return what if line == UNKNOWN_LINE else f"{what} ({line})"
 
 
+def divisors_near(total: int, count: int) -> str:
+    """The counts nearest to `count`, below and above, that divide `total`: what to take instead.
+
+    >>> divisors_near(8, 3), divisors_near(4, 9)
+    ('2 or 4', '4')
+    """
+    divisors = [n for n in range(1, total + 1) if total % n == 0]
+    below = [n for n in divisors if n < count][-1:]
+    above = [n for n in divisors if n > count][:1]
+    return " or ".join(map(str, below + above))
+
+
 def number(value: object, what: str, argument: str) -> float:
     """`value` as a finite float; bools and text are none.
 

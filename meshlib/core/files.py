@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
-from itertools import count
+from itertools import count, islice
 from typing import Any, BinaryIO
 
+from layouts.errors import nearest
 from meshlib.core.file_versions import FileId, check_same, file_id, opened_files
 
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.saving", re.DOTALL)
@@ -146,8 +147,42 @@ def make_folder(folder: object, what: str, error: type[Exception]) -> str:
     except (OSError, TypeError, ValueError) as fault:
         raise error(
             f"{what}: no folder '{folder!s:.200}' can be made: {getattr(fault, 'strerror', None) or fault}"
+            f"{file_remedy(fault, folder)}"
         ) from None
     return str(path)
+
+
+_REMEDIES = {
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "; name another place, or change its permissions"),
+    errno.EEXIST: "; name another, or remove the file of that name",
+    errno.ENOTDIR: "; name a folder where a file is named now",
+    errno.ENOSPC: "; free some space, or name another disk",
+    errno.ENAMETOOLONG: "; take a shorter name",
+    errno.ELOOP: "; a link leads back to itself: name the file",
+}
+
+
+def file_remedy(fault: Exception, path: object) -> str:
+    """The end of a message about a fault of the system: what to do about it, or ""."""
+    if isinstance(fault, FileNotFoundError):
+        return missing_file(str(path))
+    return _REMEDIES.get(getattr(fault, "errno", None) or 0, "")
+
+
+def missing_file(path: str) -> str:
+    """The end of a message about a file that is not there: the folder that is missing, or a name like it that exists.
+
+    >>> missing_file("/nowhere/x/y.json")
+    '; there is no folder /nowhere: make it, or check the path'
+    """
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        while not os.path.isdir(os.path.dirname(folder)):
+            folder = os.path.dirname(folder)
+        return f"; there is no folder {folder:.200}: make it, or check the path"
+    with suppress(OSError):
+        return nearest(os.path.basename(path), islice(os.listdir(folder), 1000)) or "; check the path"
+    return "; check the path"
 
 
 def append_line(path: object, text: str, what: str, error: type[Exception]) -> None:
@@ -253,7 +288,9 @@ def faults_of(path: object, what: str, done: str, error: type[Exception]) -> Ite
         target = os.path.realpath(text)
         yield target
     except OSError as fault:
-        raise error(f"{what}: {target:.200} can't be {done}: {fault.strerror or fault}") from fault
+        raise error(
+            f"{what}: {target:.200} can't be {done}: {fault.strerror or fault}{file_remedy(fault, target)}"
+        ) from fault
 
 
 def _check_regular(path: str) -> None:

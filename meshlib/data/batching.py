@@ -322,7 +322,7 @@ def _stack(name: str, rows: Sequence[Drawn]) -> Array:
         if array.shape != first.shape or array.dtype != first.dtype:
             raise DataError(
                 f"batch: '{name}' of example {rows[0].draw} is {_type(first)}, of example {drawn.draw} {_type(array)}; "
-                "batches have one shape: a map brings them to it, pad= fills sequences up"
+                "batches need one shape: a map brings them to it, pad= fills sequences up"
             )
     return np.stack(arrays)
 

@@ -120,8 +120,9 @@ class Feed(Iterator[Batch]):
         own = self._identity
         if state["of"] != own["of"]:
             raise FeedError(
-                f"{at('data.restore')}: the state is one of other data\n  state: {state['of']:.1000}\n"
-                f"  here:  {own['of']}"
+                f"{at('data.restore')}: the state is one of other data; give the data of that run, or begin anew",
+                f"state: {state['of']:.1000}",
+                f"here:  {own['of']}",
             )
         if state["examples"] != own["examples"]:
             raise FeedError(

@@ -360,5 +360,5 @@ def _named(paths: Paths) -> str:
 
 def _checked(name: str, data: Data) -> Data:
     if not len(data):
-        raise DataError(f"data: {name} has no examples")
+        raise DataError(f"data: {name} has no examples; check the path and what is in it")
     return data

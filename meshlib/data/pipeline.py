@@ -49,7 +49,9 @@ class Map:
                 random = np.random.Philox(key=np.array([self.seed, draw], np.uint64), counter=counter)
                 mapped = self.function(example, np.random.Generator(random))
         except (Exception, SystemExit) as fault:  # which would end a worker, or the program, without a word
-            raise DataError(f"data: {self} failed at {what()}: {type(fault).__name__}: {fault}") from fault
+            raise DataError(
+                f"data: {self} failed at {what()}: {type(fault).__name__}: {fault}; see its traceback above"
+            ) from fault
         if self.filters:
             return example if mapped else None
         if not isinstance(mapped, dict):
@@ -264,7 +266,10 @@ class Data:
         _before(what, self.batching)
         end = min(end, len(self.source))
         if begin >= end:
-            raise FeedError(f"{at(f'data.{what}')}: leaves none of {len(self.source)} examples of {self.source.name}")
+            total, name = len(self.source), self.source.name
+            raise FeedError(
+                f"{at(f'data.{what}')}: count must be less than the {total} examples of {name}, got {begin}"
+            )
         return replace(self, source=SourceSlice(self.source, begin, end))
 
     def _mapped(self, what: str, map_: Map, workers: int | None) -> Data:

@@ -229,10 +229,7 @@ class Generator:
             elif np.shape(given[name]) != sizes:
                 faults.append(f"'{name}' has shape {list(np.shape(given[name]))}, the model {list(sizes)}")
         if faults:
-            more = f"\n  and {len(faults) - 8} more" if len(faults) > 8 else ""
-            raise GraphError(
-                "\n  ".join([f"{at(WHAT)}: the state is not that of {self.config.name}:", *faults[:8]]) + more
-            )
+            raise GraphError.listing(f"{at(WHAT)}: the state is not that of {self.config.name}", faults)
         for name in wanted:
             self.sim.state[name] = given[name]
 

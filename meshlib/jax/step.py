@@ -257,7 +257,7 @@ class Step:
                 except ProgramError as fault:
                     faults.append(str(fault))
         if faults:
-            raise ProgramError("on_jax: " + "\n  ".join(dict.fromkeys(faults)))
+            raise ProgramError.listing("on_jax", [*dict.fromkeys(faults)])
 
 
 def platform_of(mesh: jax.sharding.Mesh) -> str:

@@ -71,7 +71,7 @@ def dot_product_attention(
     try:
         result_type = attention_type(tuple(x.type for x in operands), attrs)
     except (ShapeError, LayoutError) as fault:
-        raise ShapeError(f"{at(what)}: {fault}" + "".join(f"\n  {x}" for x in operands)) from None
+        raise ShapeError(f"{at(what)}: {fault}", *operands) from None
     rows, memory = q.shape.dim(attrs["length"]), k.shape.dim(attrs["memory_length"])
     shared = [d for d in q.shape if d in k.shape and d.name != attrs["key_dim"]]
     pairs = Shape([*shared, *(d for d in q.shape if d not in k.shape), memory])
@@ -82,7 +82,7 @@ def dot_product_attention(
     if bias is not None:
         stray = [str(d) for d in tensor(bias, what).shape if d not in pairs]
         if stray:
-            raise ShapeError(f"{at(what)}: the bias has {', '.join(stray)}, which q and k lack\n  {bias}\n  {q}\n  {k}")
+            raise ShapeError(f"{at(what)}: the bias has {', '.join(stray)}, which q and k lack", bias, q, k)
         scores = scores + cast(bias, scores.dtype)
     with scores.graph:
         seen = visible(rows, memory, attrs["causal"], attrs["window"])

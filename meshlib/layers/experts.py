@@ -172,7 +172,10 @@ def _levels(experts: object, routing: object, form: str | None, what: str) -> li
         raise GraphError(f"{at(what)}: experts must be one dim, or two for two levels, got {len(dims)}")
     given = [*routing] if isinstance(routing, Sequence) and not isinstance(routing, str) else [routing] * len(dims)
     if len(given) != len(dims):
-        raise GraphError(f"{at(what)}: there are {len(dims)} dims of experts, but {len(given)} routings")
+        raise GraphError(
+            f"{at(what)}: routing must be one, or one for each dim of experts: there are {len(dims)} dims, "
+            f"but {len(given)} routings"
+        )
     levels = []
     for dim, one in zip(dims, given, strict=True):
         level = Routing(capacity_factor=None if form == "grouped" else 1.25) if one is None else one
@@ -316,7 +319,8 @@ def _grouped(x: Tensor, routing: Routing, what: str) -> Tensor:
     if total % size:
         raise ShapeError(
             f"{at(what)}: group_size must divide the tokens of '{outer.name}' and '{tokens.name}': "
-            f"{total} % {size} = {total % size}\n  {x}"
+            f"{total} % {size} = {total % size}",
+            x,
         )
     return reshape(x, [*lead, Dimension(outer.name, total // size), Dimension("group", size), features])
 
@@ -325,8 +329,9 @@ def _mask(nonpadding: Tensor, x: Tensor, grouped: Shape, what: str) -> Tensor:
     """The mask of tokens by group."""
     if tensor(nonpadding, what).dtype is not BOOL or nonpadding.shape != x.shape[:-1]:
         raise ShapeError(
-            f"{at(what)}: nonpadding must be bool and have the dims of x but the last, {Shape(x.shape[:-1])}"
-            f"\n  {nonpadding}\n  {x}"
+            f"{at(what)}: nonpadding must be bool and have the dims of x but the last, {Shape(x.shape[:-1])}",
+            nonpadding,
+            x,
         )
     return reshape(nonpadding, grouped[:-1])
 

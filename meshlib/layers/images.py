@@ -72,12 +72,12 @@ def conv(
     sizes = _each(filter_size, places, what, "filter_size")
     count = whole(groups, what, "groups")
     if count < 1 or channels.size % count:
-        raise ShapeError(f"{at(what)}: groups={count} does not divide the {channels.size} of '{channels.name}'\n  {x}")
+        raise ShapeError(f"{at(what)}: groups={count} does not divide the {channels.size} of '{channels.name}'", x)
     # A product over the channels alone: no need for windows.
     plain = {*sizes, *_each(stride, places, what, "stride"), count} == {1} and padding in ("SAME", "VALID", 0)
     own = out if out.name not in x.shape else Dimension(f"{out.name}_out", out.size)
     if own.name in x.shape:
-        raise ShapeError(f"{at(what)}: '{own.name}' is a dim of x already; call output_dim otherwise\n  {x}")
+        raise ShapeError(f"{at(what)}: '{own.name}' is a dim of x already; call output_dim otherwise", x)
     window = _window(sizes)
     inner = Dimension(channels.name, channels.size // count)
     start = kernel_initializer or initializers.variance_scaling(2.0, "fan_in", "normal", [*window, inner])
@@ -146,7 +146,7 @@ def _image(
     places = tuple(find_dim(x, d, what) for d in names)
     channels = next((d for d in reversed(x.shape.dims) if d not in places), None)
     if not 1 <= len(set(places)) == len(places) <= 3 or channels is None:
-        raise ShapeError(f"{at(what)}: needs one to three different spatial dims beside the channels\n  {x}")
+        raise ShapeError(f"{at(what)}: needs one to three different spatial dims beside the channels", x)
     return x, places, channels
 
 
@@ -202,7 +202,7 @@ def image_attention(
     places = tuple(find_dim(x, d, what) for d in as_dims(spatial, what))
     depth = find_dim(x, channels, what)
     if not places or depth in places:
-        raise ShapeError(f"{at(what)}: spatial must be dims of x other than the channels\n  {x}")
+        raise ShapeError(f"{at(what)}: spatial must be dims of x other than the channels", x)
     others = [d for d in x.shape if d not in places and d != depth]
     window = whole(pooling, what, "pooling")
     sizes = {

@@ -56,11 +56,10 @@ def softmax_cross_entropy_with_logits(
             if by_label
             else "logits and targets must have the same dims"
         )
-        raise ShapeError(f"{at(what)}: {rule}\n  {logits}\n  {targets}")
+        raise ShapeError(f"{at(what)}: {rule}", logits, targets)
     if not by_label and targets.dtype is not logits.dtype:
         raise ShapeError(
-            f"{at(what)}: targets must be int32 labels or a distribution in the dtype of the logits"
-            f"\n  {logits}\n  {targets}"
+            f"{at(what)}: targets must be int32 labels or a distribution in the dtype of the logits", logits, targets
         )
     wide = widened(logits)
     log_z = reduce_logsumexp(wide, vocab)
@@ -192,5 +191,5 @@ def _pair(x: Tensor, targets: Tensor, what: str, first: str, second: str) -> tup
     same = set(tensor(x, what).shape) == set(tensor(targets, what).shape)
     if not same or not x.dtype.is_wide_float or targets.dtype is not x.dtype:
         rule = f"{first} and {second} must be floats of the same dims and dtype"
-        raise ShapeError(f"{at(what)}: {rule}\n  {x}\n  {targets}")
+        raise ShapeError(f"{at(what)}: {rule}", x, targets)
     return widened(x), widened(targets)

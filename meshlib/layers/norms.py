@@ -30,7 +30,7 @@ def checked_norm(
         find_dim(x, d, what) for d in ([dims] if isinstance(dims, Dimension) else items(dims, what, "dims"))
     )
     if not norm_dims:
-        raise ShapeError(f"{at(what)}: needs at least one dim, got none\n  {x}")
+        raise ShapeError(f"{at(what)}: needs at least one dim, got none", x)
     if number(epsilon, what, "epsilon") < 0:
         raise ShapeError(f"{at(what)}: epsilon must not be negative, got {epsilon}")
     return as_numerics(numerics, what).cast(x), norm_dims, float(epsilon)

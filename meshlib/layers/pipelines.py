@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from layouts import Dimension, Shape
-from meshlib.core.arguments import at, items, whole
+from meshlib.core.arguments import at, divisors_near, items, whole
 from meshlib.core.dtypes import FLOAT32, FLOAT64, INT32
 from meshlib.core.errors import GraphError, ShapeError
 from meshlib.core.graph import Tensor, current_graph, find_dim, innermost
@@ -142,7 +142,7 @@ class _Cut:
         if batch.size % count:
             raise ShapeError(
                 f"{at(what)}: {x} can't be cut into {count} equal microbatches: {batch.size} % {count} = "
-                f"{batch.size % count}"
+                f"{batch.size % count}; take {divisors_near(batch.size, count)}"
             )
         if batch.name == "microbatch":
             raise ShapeError(f"{at(what)}: {x} counts microbatches already; give the dim: microbatches={batch!r}")

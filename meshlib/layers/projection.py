@@ -261,7 +261,9 @@ def _check_gates(x: Tensor, experts: Sequence[Dimension], gates: Tensor, what: s
     if strange or any(d not in gates.shape or d in x.shape for d in experts):
         raise ShapeError(
             f"{at(what)}: gates must have the dims {Shape(experts)} of the experts, which x lacks, and else some of x "
-            f"but its last\n  {gates}\n  {x}"
+            f"but its last",
+            gates,
+            x,
         )
 
 

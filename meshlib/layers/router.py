@@ -167,7 +167,7 @@ def balanced_bias(bias: Tensor, load: Tensor, rate: float = 1e-3) -> Tensor:
     floats(bias, what), tensor(load, what)
     missing = [str(d) for d in bias.shape if d not in load.shape]
     if missing or not len(bias.shape):
-        raise ShapeError(f"{at(what)}: load must have the dims of bias, {', '.join(missing)} too\n  {load}\n  {bias}")
+        raise ShapeError(f"{at(what)}: load must have the dims of bias, {', '.join(missing)} too", load, bias)
     total = reduce_sum(cast(load, FLOAT32), output_shape=bias.shape)
     mean = reduce_mean(total, reduced_dim=bias.shape[-1])
     return add(bias, cast(sign(mean - total) * rate, bias.dtype), bias.shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from math import ceil
 
-from meshlib.core.arguments import at, choice, flag, number, whole
+from meshlib.core.arguments import at, choice, divisors_near, flag, number, whole
 from meshlib.core.errors import GraphError
 
 GATINGS = ("top_k", "top_2", "switch", "ntlb", "expert_choice")
@@ -91,7 +91,7 @@ class Routing:
             if kind in _KINDS and not (optional and value is None):
                 _KINDS[kind](value, what, f.name)
         if faults := self._faults():
-            raise GraphError("\n  ".join([f"{at(what)}:", *faults]))
+            raise GraphError.listing(at(what), faults)
 
     @property
     def choices(self) -> int:
@@ -121,20 +121,27 @@ class Routing:
         if experts % self.expert_groups:
             faults.append(
                 f"{experts} experts are no {self.expert_groups} groups of equal size: "
-                f"{experts} % {self.expert_groups} = {experts % self.expert_groups}"
+                f"{experts} % {self.expert_groups} = {experts % self.expert_groups}; expert_groups may be "
+                f"{divisors_near(experts, self.expert_groups)}"
             )
         if experts % self.expert_shards:
             faults.append(
                 f"{experts} experts are no {self.expert_shards} shards of equal size (expert_shards): "
-                f"{experts} % {self.expert_shards} = {experts % self.expert_shards}"
+                f"{experts} % {self.expert_shards} = {experts % self.expert_shards}; take "
+                f"{divisors_near(experts, self.expert_shards)}"
             )
-        elif self.gating != "expert_choice" and asked > within:
+        if not faults and self.gating != "expert_choice" and asked > within:
             by = {"top_k": " (top_k)", "ntlb": " (ntlb_top_k)", "top_2": " (gating 'top_2')"}.get(self.gating, "")
-            faults.append(f"each token chooses {asked} experts{by}, but there are only {within} to choose from")
-        elif self.expert_groups > 1 and self.group_score == "top_2" and experts // self.expert_groups < 2:
+            faults.append(
+                f"each token chooses {asked} experts{by}, but there are only {within} to choose from; "
+                f"take at most {within}"
+            )
+        elif (
+            not faults and self.expert_groups > 1 and self.group_score == "top_2" and experts // self.expert_groups < 2
+        ):
             faults.append("group_score 'top_2' adds up the two best of a group, which has one expert; use 'max'")
         if faults:
-            raise GraphError("\n  ".join([f"{at(what)}:", *faults]))
+            raise GraphError.listing(at(what), faults)
 
     def check_grouped(self, what: str) -> None:
         """Raise GraphError unless form "grouped" does what this says: it has no capacity by expert."""
@@ -163,7 +170,9 @@ class Routing:
             if getattr(self, name) < 0:
                 faults.append(f"{name} must not be negative, got {getattr(self, name)}")
         if self.second_policy == "threshold" and self.second_threshold > 1:
-            faults.append(f"second_threshold is a share of a token's gates, at most 1, got {self.second_threshold}")
+            faults.append(
+                f"second_threshold is a share of a token's gates and must be at most 1, got {self.second_threshold}"
+            )
         if not 0 <= self.jitter < 1:
             faults.append(f"jitter must be in [0, 1), got {self.jitter}")
         if self.groups_per_token > self.expert_groups:

@@ -248,7 +248,9 @@ def conditional_batch_norm(
         clash = stray or [str(d) for d in along if d in own]
         raise ShapeError(
             f"{at(what)}: the condition's dims other than {condition_dim} must be dims of x without channels; it has "
-            f"{', '.join(clash)}\n  {x}\n  {condition}"
+            f"{', '.join(clash)}",
+            x,
+            condition,
         )
 
     def chosen(part: str) -> Tensor:
@@ -304,7 +306,7 @@ def group_norm(
         raise ShapeError(f"{at(what)}: channels must be one dim, got {Shape(along)}")
     examples = x.shape.dims[:1] if batch_dims is None else [find_dim(x, d, what) for d in as_dims(batch_dims, what)]
     if along[0] in examples:
-        raise ShapeError(f"{at(what)}: '{along[0].name}' can't be the channels and a dim of the batch\n  {x}")
+        raise ShapeError(f"{at(what)}: '{along[0].name}' can't be the channels and a dim of the batch", x)
     count = _divided(along[0], groups, what, x)
     sets, fast = NormSets.of(x, examples, along[0], count), flag(use_fast_variance, what, "use_fast_variance")
     with scope(name):
@@ -331,7 +333,7 @@ def _batch_norm(
         raise GraphError(f"{at(what)}: decay must be in [0, 1], got {decay}")
     sets = _batch_sets(x, along, groups, what)
     if len(sets.apart) == len(x.shape):
-        raise ShapeError(f"{at(what)}: no dim of x is left to take the mean over\n  {x}")
+        raise ShapeError(f"{at(what)}: no dim of x is left to take the mean over", x)
     wide = widened(x).dtype
     moving = [
         variable(n, along, start, numerics.variable_dtype, activation_dtype=wide, trainable=False)
@@ -355,7 +357,7 @@ def _batch_sets(x: Tensor, along: Sequence[Dimension], groups: Groups, what: str
         return NormSets.of(x, [*along, *(find_dim(x, d, what) for d in as_dims(groups, what))], None, 1)
     first = next((d for d in x.shape if d not in along), None)
     if first is None:
-        raise ShapeError(f"{at(what)}: x has no dim but its channels\n  {x}")
+        raise ShapeError(f"{at(what)}: x has no dim but its channels", x)
     return NormSets.of(x, along, first, _divided(first, groups, what, x))
 
 
@@ -363,5 +365,5 @@ def _divided(dim: Dimension, groups: object, what: str, x: Tensor) -> int:
     count = whole(groups, what, "groups")
     if count < 1 or dim.size % count:
         rest = f": {dim.size} % {count} = {dim.size % count}" if count > 0 else ""
-        raise ShapeError(f"{at(what)}: groups={count} does not divide dim '{dim.name}' of size {dim.size}{rest}\n  {x}")
+        raise ShapeError(f"{at(what)}: groups={count} does not divide dim '{dim.name}' of size {dim.size}{rest}", x)
     return count

@@ -57,7 +57,7 @@ def spectral_norm(
     columns = Shape([find_dim(weights, d, what) for d in as_dims(output_dims, what)])
     rows = Shape([d for d in weights.shape if d not in columns])
     if not len(columns) or not len(rows):
-        raise ShapeError(f"{at(what)}: output_dims must be some of the dims, not none or all\n  {weights}")
+        raise ShapeError(f"{at(what)}: output_dims must be some of the dims, not none or all", weights)
     count, least = whole(iterations, what, "iterations"), number(epsilon, what, "epsilon")
     if count < 1 or least <= 0:
         raise GraphError(f"{at(what)}: iterations must be at least 1, epsilon positive, got {count} and {least:g}")

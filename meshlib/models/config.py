@@ -134,7 +134,7 @@ class TransformerConfig(Shown, Config):
         self._check_types()
         faults = [*self._size_faults(), *self._faults()]
         if faults:
-            raise GraphError("\n  ".join([f"{at('TransformerConfig')} {self.name!r}:", *faults]))
+            raise GraphError.listing(f"{at('TransformerConfig')} {self.name!r}", faults)
 
     # ------------------------------------------------------------ derived
 

@@ -47,7 +47,7 @@ class Experts:
             if whole(getattr(self, name), what, name) < low
         ]
         if faults:
-            raise GraphError("\n  ".join([f"{at(what)}:", *faults]))
+            raise GraphError.listing(at(what), faults)
         if not isinstance(self.routing, Routing):
             raise GraphError(f"{at(what)}: routing must be an mtf.layers.Routing, got {self.routing!r:.80}")
         self.routing.check_experts(self.count, what)

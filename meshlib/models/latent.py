@@ -41,7 +41,7 @@ class LatentAttention:
         if self.rope_dim % 2:
             faults.append(f"rotary positions turn pairs of features: rope_dim must be even, got {self.rope_dim}")
         if faults:
-            raise GraphError("\n  ".join([f"{at(what)}:", *faults]))
+            raise GraphError.listing(at(what), faults)
 
     @property
     def head_dim(self) -> int:

@@ -157,9 +157,7 @@ def _tensor_dims(config: TransformerConfig, axis: str, size: int) -> list[str]:
             padded = -(-held // size) * size
             faults.append(f"{dim}: {held} % {size} = {held % size}; take config.replace({dim}={padded})")
     if faults:
-        raise LayoutError(
-            "\n  ".join([f"{at('layout')}: {config.name} does not divide over axis {axis!r} of {size}", *faults])
-        )
+        raise LayoutError.listing(f"{at('layout')}: {config.name} does not divide over axis {axis!r} of {size}", faults)
     return dims
 
 
@@ -203,8 +201,8 @@ def _weight_dims(config: TransformerConfig, axis: str, size: int) -> list[str]:
     """d_model, which most matrices have, then what else biases and latent vectors have, where it divides."""
     if config.d_model % size:
         raise LayoutError(
-            f"{at('layout')}: {config.name} does not divide over axis {axis!r} of {size}\n"
-            f"  d_model: {config.d_model} % {size} = {config.d_model % size}; take a smaller axis and a 'data' axis "
+            f"{at('layout')}: {config.name} does not divide over axis {axis!r} of {size}: "
+            f"d_model: {config.d_model} % {size} = {config.d_model % size}; take a smaller axis and a 'data' axis "
             f"beside it"
         )
     biased = {"vocab": config.head == "transform", "d_ff": config.bias, "expert_d_ff": config.bias}
@@ -229,7 +227,7 @@ def _stage_rules(config: TransformerConfig, axis: str, size: int) -> LayoutRules
             )
     if faults:
         where = f"{at('layout')}: {config.name} does not divide over axis {axis!r} of {size}"
-        raise LayoutError("\n  ".join([where, *faults]))
+        raise LayoutError.listing(where, faults)
     return LayoutRules([("stage", axis), ("microbatch", axis)])
 
 

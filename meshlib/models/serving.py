@@ -169,7 +169,7 @@ class _Serving:
         if length > self.cache_length:
             raise GraphError(
                 f"{at(self.what)}: length {length} is longer than cache_length {self.cache_length}; "
-                "caches hold the prompt, too"
+                f"caches hold the prompt, too: take cache_length={length} or more"
             )
         dim = Dimension("length", length)
         tokens, lengths = self._input("tokens", dim), self._input("lengths")

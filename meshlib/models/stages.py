@@ -8,7 +8,7 @@ from math import prod
 
 from layouts import Dimension
 from meshlib import layers
-from meshlib.core.arguments import at, whole
+from meshlib.core.arguments import at, divisors_near, whole
 from meshlib.core.dtypes import FLOAT32
 from meshlib.core.errors import GraphError
 from meshlib.core.graph import Tensor
@@ -68,10 +68,10 @@ class Pipeline:
         if batch % self.microbatches:
             faults.append(
                 f"a batch of {batch} can't be cut into {self.microbatches} microbatches: {batch} % "
-                f"{self.microbatches} = {batch % self.microbatches}"
+                f"{self.microbatches} = {batch % self.microbatches}; take {divisors_near(batch, self.microbatches)}"
             )
         if faults:
-            raise GraphError("\n  ".join([f"{at('transformer')}: {config.name} as a pipeline", *faults]))
+            raise GraphError.listing(f"{at('transformer')}: {config.name} as a pipeline", faults)
 
     def _faults_of(self, config: TransformerConfig, name: str, count: int) -> list[str]:
         """Why a stack, whose layers the config counts as `name`, is no pipeline."""

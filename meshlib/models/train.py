@@ -78,7 +78,9 @@ def train_step(
         wrong = [name for name, value in rest.items() if value]
         if wrong or (isinstance(config, TransformerConfig) and config.kind != "decoder"):
             what = f"{wrong[0]}={rest[wrong[0]]!r:.60}" if wrong else f"a model of kind {config.kind!r}"
-            raise GraphError(f"{at('train_step')}: accumulation={accumulation} is for plain decoders; got {what}")
+            raise GraphError(
+                f"{at('train_step')}: accumulation={accumulation} is for plain decoders; leave it out, or {what}"
+            )
         return _accumulated(
             config, (batch, length), checked_optimizer, remat, scan, max_norm, accumulation, loss_blocks
         )

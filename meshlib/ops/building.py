@@ -28,8 +28,8 @@ def build_all(
     try:
         output_types = kind.shape(types, attrs)
     except (ShapeError, LayoutError) as fault:
-        operands = "".join(f"\n  {x}" for x in inputs)
-        raise ShapeError(f"{kind.name}{f' {name!r}' if name else ''} ({source_line()}): {fault}{operands}") from None
+        where = f"{kind.name}{f' {name!r}' if name else ''} ({source_line()})"
+        raise ShapeError(f"{where}: {fault}", *inputs) from None
     graph = innermost(inputs, kind.name)
     outs = output_types if isinstance(output_types, tuple) else (output_types,)
     return graph.add(kind, [graph.adopt(x) for x in inputs], outs, attrs, name).outputs

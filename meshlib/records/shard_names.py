@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshlib.core.errors import DataError
+from meshlib.core.files import missing_file
 from meshlib.records.sets import SHARD, ManifestSets, set_of
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -42,7 +43,7 @@ def files_of(paths: Paths) -> list[str]:
     sets = ManifestSets()
     for path in given:
         files += _files_of_name(os.fspath(path), sets)
-    faults = [f"no file {name}" for name in files if not os.path.isfile(name)]
+    faults = [f"no file {name}{missing_file(name)}" for name in files if not os.path.isfile(name)]
     faults += [f"{name} is named {files.count(name)} times" for name in dict.fromkeys(files) if files.count(name) > 1]
     faults += _missing(files)
     if faults:
@@ -61,7 +62,9 @@ def _files_of_name(name: str, sets: ManifestSets) -> list[str]:
         visible = sorted(str(p) for p in Path(name).iterdir() if p.is_file() and not p.name.startswith("."))
         members = [p for p in visible if sets.has(p)]
         if not members:
-            raise DataError(f"records: the folder {name} has no files in it")
+            raise DataError(
+                f"records: the folder {name} has no files in it; name another, or write them: mtf.records.write"
+            )
         return members
     if os.path.exists(name):
         if not sets.has(name):
@@ -73,7 +76,7 @@ def _files_of_name(name: str, sets: ManifestSets) -> list[str]:
     if any(c in name for c in "*?["):
         matching = sorted(n for n in glob.glob(name) if os.path.isfile(n) and sets.has(n))
         if not matching:
-            raise DataError(f"records: no file matches '{name}'")
+            raise DataError(f"records: no file matches '{name}'{missing_file(name)}")
         return matching
     return sets.members(name) or shard_names(name)
 

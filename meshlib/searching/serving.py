@@ -315,9 +315,9 @@ class _Sweep:
             largest[name] = self._most(first, mesh, rules, group)
             points += self._of_layout(first, mesh, rules, group, batches, largest[name])
         if not largest:
-            reasons = "\n  ".join(f"{name}: {why.splitlines()[0]}" for name, why in skipped.items())
-            raise LayoutError(
-                f"{at(WHAT)}: no layout of {self.config.name} on {self.slice.name} is legal:\n  {reasons}"
+            reasons = [f"{name}: {why.splitlines()[0]}" for name, why in skipped.items()]
+            raise LayoutError.listing(
+                f"{at(WHAT)}: no layout of {self.config.name} on {self.slice.name} is legal", reasons
             )
         weights, caches = weight_dtype_of(self.config), self.cache_dtype or _activations(self.config)
         return Serving(

@@ -88,9 +88,8 @@ def _read(path: str | os.PathLike[str], name: str | None) -> tuple[TransformerCo
     except KeyError as fault:
         raise CheckpointError(f"{WHAT}: {target} has no {fault}") from None
     except (TypeError, ValueError, ArithmeticError) as fault:
-        _, *faults = str(fault).splitlines() or [""]
-        if isinstance(fault, GraphError) and faults:  # of the config itself, in lines of their own
-            raise GraphError(f"{at(WHAT)}: {target}: {'; '.join(map(str.strip, faults))}") from None
+        if isinstance(fault, GraphError) and fault.faults:  # of the config itself
+            raise GraphError(f"{at(WHAT)}: {target}: {'; '.join(fault.faults)}") from None
         if isinstance(fault, MeshlibError):
             raise
         raise CheckpointError(f"{WHAT}: {target} holds what makes no model: {fault}") from None

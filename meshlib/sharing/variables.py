@@ -58,10 +58,7 @@ def values_of(
         elif np.shape(given[name]) != shape:
             faults.append(f"'{name}' has shape {list(np.shape(given[name]))}, the model {list(shape)}")
     if faults:
-        more = [f"and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
-        raise GraphError(
-            "\n  ".join([f"{at(what)}: the variables are not those of the model:", *faults[:SHOWN], *more])
-        )
+        raise GraphError.listing(f"{at(what)}: the variables are not those of the model", faults)
     return {name: np.asarray(given[name]) for name in wanted}
 
 

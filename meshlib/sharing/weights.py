@@ -35,7 +35,6 @@ SHARD = rf"model(-[0-9]{{5}}({TAG})?-of-[0-9]{{5}})?\.safetensors"
 OWNED = rf"model-[0-9]{{5}}{TAG}-of-[0-9]{{5}}\.safetensors|model\.safetensors"
 DTYPES: dict[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 FLOATS = ("F64", "F32", "F16", "BF16")  # float8 has scales beside it
-SHOWN = 8  # faults of a kind that a message lists
 
 
 def read_weights(path: str | os.PathLike[str], config: TransformerConfig) -> dict[str, Array]:
@@ -77,9 +76,7 @@ def _read(path: str | os.PathLike[str], config: TransformerConfig, what: str) ->
     strange = [n for n in files if n not in used and not any(fnmatchcase(n, spare) for spare in family.spare)]
     faults += [f"'{name}' {list(files.shape(name))} is no variable of {config.name}" for name in strange]
     if faults:
-        more = [f"and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
-        head = f"{what}: {files.target} does not fit {config.name}, {len(faults)} faults"
-        raise CheckpointError("\n  ".join([head, *faults[:SHOWN], *more]))
+        raise CheckpointError.listing(f"{what}: {files.target} does not fit {config.name}", faults)
     return arrays
 
 
@@ -118,7 +115,7 @@ def write_weights(
         if name not in state or np.shape(state[name]) != shape
     ]
     if faults:
-        raise GraphError("\n  ".join([f"{at(what)}: the state is not that of {config.name}:", *faults[:SHOWN]]))
+        raise GraphError.listing(f"{at(what)}: the state is not that of {config.name}", faults)
     tensors: dict[str, Array] = {}
     fused: dict[str, list[Array]] = {}
     for row, name, index, theirs in _places(config, family, wanted):

@@ -63,7 +63,7 @@ def fed_arrays(program: Program, given: Mapping[str, Any]) -> dict[str, Array]:
         for n in missing
     ]
     if faults:
-        raise FeedError("; ".join(faults) + f"; the program's inputs: {', '.join(program.inputs) or 'none'}")
+        raise FeedError("; ".join(faults) + f"; give the program's inputs: {', '.join(program.inputs) or 'none'}")
     fed = {}
     for name, v in program.inputs.items():
         t = v.tensor

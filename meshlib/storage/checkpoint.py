@@ -337,10 +337,12 @@ def _match(header: Header, sim: Simulation, patterns: list[str] | None) -> tuple
 
 
 def _refuse(target: str, skipped: Mapping[str, str], strict: bool) -> NoReturn:
-    count = "1 fault" if len(skipped) == 1 else f"{len(skipped)} faults"
-    head = f"load: {target} does not fit the simulation, {count}" if strict else f"load: nothing in {target} fits"
-    rest = ["strict=False loads what fits and returns the rest; only=[...] loads named variables"] if strict else []
-    raise CheckpointError("\n  ".join([head, *(f"'{name}': {why}" for name, why in skipped.items()), *rest]))
+    head = f"load: nothing in {target} fits"
+    if strict:
+        remedy = "strict=False loads what fits and returns the rest; only=[...] loads named variables"
+        head = f"load: {target} does not fit the simulation ({remedy})"
+    faults = [f"'{name}': {why}" for name, why in skipped.items()]
+    raise CheckpointError.listing(head, faults, most=len(faults))
 
 
 def _read(file: BinaryIO, header: Header, name: str, kind: tuple[Shape, DType], target: str) -> Array:

@@ -17,7 +17,7 @@ def assert_explained(mistake: Mistake, name: str) -> str:
     code, kind, wanted = mistake
     with pytest.raises(mtf.MeshlibError) as caught:
         code()
-    text = str(caught.value)
+    text = told_by(caught.value)
     assert type(caught.value) is kind, f"{type(caught.value).__name__}: {text}"
     for pattern in wanted:
         assert re.search(pattern, text), f"no {pattern!r} in:\n{text}"
@@ -29,11 +29,25 @@ def assert_explained(mistake: Mistake, name: str) -> str:
     return text
 
 
+def told_by(fault: BaseException) -> str:
+    """What a traceback prints of an error: its message and its notes."""
+    return "\n".join([str(fault), *getattr(fault, "__notes__", ())])
+
+
+# How a message says what is right: a rule, what there is, or what to do.
+REMEDY = re.compile(
+    r"\b(must|may be|may only|needs?|expected|did you mean|known:|in \S+ to \d+|there (is|are) \w)|>= \d"
+    r"|[;:,] (or )?(take|give|write|use|pad|cast|rename|name|make|begin|leave|see|say|free|remove|check|make) "
+)
+
+
 def assert_told(code: Callable[[], object], text: str) -> None:
-    """The code raises an error of ours that says this; "*" stands for anything."""
+    """The code raises an error of ours that says this in one line, with a remedy; "*" stands for anything."""
     with mtf.Graph(), pytest.raises(mtf.MeshlibError) as caught:
         code()
     said = str(caught.value)
     assert re.search(".*".join(map(re.escape, text.split("*"))), said, re.DOTALL), f"no {text!r} in:\n{said}"
     assert caught.value.__cause__ or caught.value.__suppress_context__ or not caught.value.__context__, said
-    assert len(said) < 1500
+    assert "\n" not in said, said
+    assert REMEDY.search(said), f"no remedy in: {said}"
+    assert len(said) < 500

@@ -42,7 +42,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     # conv
     "conv groups do not divide": (
         lambda: mtf.conv2d(image(), filters(), groups=3),
-        "3 groups do not divide the channels c:4 and out:8",
+        "3 groups do not divide the channels c:4 and out:8; take 2 or 4",
     ),
     "conv padding word": (
         lambda: mtf.conv2d(image(), filters(), padding="FULL"),
@@ -121,13 +121,13 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     # moe
     "moe top_k > experts": (
         lambda: layers.moe(tokens(), D("e", 2), F, R(top_k=3)),
-        "each token chooses 3 experts (top_k), but there are only 2 to choose from",
+        "each token chooses 3 experts (top_k), but there are only 2 to choose from; take at most 2",
     ),
     "moe top_k 0": (lambda: R(top_k=0), "top_k must be at least 1, got 0"),
     "moe negative capacity": (lambda: R(capacity_factor=-1.0), "capacity_factor must be positive, got -1.0"),
     "moe groups": (
         lambda: layers.moe(tokens(), E, F, R(expert_groups=3)),
-        "4 experts are no 3 groups of equal size: 4 % 3 = 1",
+        "4 experts are no 3 groups of equal size: 4 % 3 = 1; expert_groups may be 2 or 4",
     ),
     "moe groups_per_token": (
         lambda: R(expert_groups=2, groups_per_token=3),
@@ -168,7 +168,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "moe two routings for one level": (
         lambda: layers.moe(tokens(), E, F, [R(), R()]),
-        "there are 1 dims of experts, but 2 routings",
+        "routing must be one, or one for each dim of experts: there are 1 dims, but 2 routings",
     ),
     "moe min cap": (lambda: R(min_expert_capacity=-1), "min_expert_capacity must be at least 1, got -1"),
     "moe nonpadding float": (
@@ -182,7 +182,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "moe threshold": (
         lambda: R(second_policy="threshold", second_threshold=1.5),
-        "second_threshold is a share of a token's gates, at most 1, got 1.5",
+        "second_threshold is a share of a token's gates and must be at most 1, got 1.5",
     ),
     "moe no d_model": (
         lambda: layers.moe(mtf.input("x", [B]), E, F),
@@ -192,7 +192,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "pipeline stages 0": (lambda: models.Pipeline(stages=0, microbatches=2), "stages must be at least 1, got 0"),
     "pipeline micro": (
         lambda: models.train_step(TINY, 4, 8, pipeline=models.Pipeline(stages=2, microbatches=3)),
-        "a batch of 4 can't be cut into 3 microbatches: 4 % 3 = 1",
+        "a batch of 4 can't be cut into 3 microbatches: 4 % 3 = 1; take 2 or 4",
     ),
     "pipeline repeats": (
         lambda: models.train_step(TINY, 4, 8, pipeline=models.Pipeline(stages=2, microbatches=2, repeats=3)),
@@ -208,7 +208,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "pipeline batch not dividing": (
         lambda: layers.pipeline(lambda x: x, tokens(), 2, 3),
-        "x: f32[batch:8, length:6, d:4] can't be cut into 3 equal microbatches: 8 % 3 = 2",
+        "x: f32[batch:8, length:6, d:4] can't be cut into 3 equal microbatches: 8 % 3 = 2; take 2 or 4",
     ),
     "pipeline shape change": (
         lambda: layers.pipeline(lambda x: mtf.reduce_sum(x, reduced_dim=D("d", 4)), tokens(), 2, 2),
@@ -224,7 +224,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "pipeline + accumulation": (
         lambda: models.train_step(TINY, 4, 8, pipeline=models.Pipeline(stages=2, microbatches=2), accumulation=2),
-        "accumulation=2 is for plain decoders; got*microbatches=2, repeats=1, remat='none')",
+        "accumulation=2 is for plain decoders; leave it out, or*microbatches=2, repeats=1, remat='none')",
     ),
     "accumulation not dividing": (
         lambda: models.train_step(LLAMA, 4, 8, accumulation=3),
@@ -243,7 +243,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "prefill longer": (
         lambda: models.prefill(TINY, 2, 12, 8),
-        "length 12 is longer than cache_length 8; caches hold the prompt, too",
+        "length 12 is longer than cache_length 8; caches hold the prompt, too: take cache_length=12 or more",
     ),
     "decode config": (lambda: models.decode_step("gpt2", 2, 8), "expected a TransformerConfig, got str 'gpt2'"),
     "generate token out of vocab": (
@@ -276,7 +276,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "generate state path": (
         lambda: mtf.generate(TINY, [[1]], "/nowhere/x.safetensors", max_tokens=2),
-        "load: /nowhere/x.safetensors can't be read: No such file or directory",
+        "load: /nowhere/x.safetensors can't be read: No such file or directory; there is no folder /nowhere: make",
     ),
     "generate option": (
         lambda: mtf.generate(TINY, [[1]], state(), max_tokens=2, temprature=1.0),

@@ -97,7 +97,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "search resume nowhere": (
         lambda: searched(resume="/nowhere/x.json"),
-        "search: /nowhere/x.json can't be written: No such file or directory",
+        "search: /nowhere/x.json can't be written: No such file or directory; there is no folder /nowhere: make",
     ),
     "search compiler": (
         lambda: searched(compiler="xla"),
@@ -129,7 +129,10 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "data take negative": (lambda: mtf.data.arrays(A).take(-1), "count must be an integer >= 1, got -1"),
     "data skip text": (lambda: mtf.data.arrays(A).skip("2"), "count must be an integer >= 0, got '2'"),
-    "data skip all": (lambda: list(mtf.data.arrays(A).skip(99).batch(2)), "leaves none of 16 examples of arrays"),
+    "data skip all": (
+        lambda: list(mtf.data.arrays(A).skip(99).batch(2)),
+        "count must be less than the 16 examples of arrays, got 99",
+    ),
     "data repeat 0": (lambda: mtf.data.arrays(A).repeat(0), "epochs must be an integer >= 1, got 0"),
     "data prefetch negative": (lambda: mtf.data.arrays(A).prefetch(-1), "count must be an integer >= 0, got -1"),
     "data shuffle seed": (lambda: mtf.data.arrays(A).shuffle("x"), "seed must be an integer >= 0, got 'x'"),
@@ -154,11 +157,11 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: mtf.data.Field("float32", (-1,)),
         "shape must be a tuple of sizes, or None, got (-1,)",
     ),
-    "data text missing": (lambda: mtf.data.text("/nowhere.txt"), "records: no file /nowhere.txt"),
-    "data folder empty": (lambda: mtf.data.folder(HERE, 32), "data: * of class/name.png has no examples"),
+    "data text missing": (lambda: mtf.data.text("/nowhere.txt"), "records: no file /nowhere.txt; check the path"),
+    "data folder empty": (lambda: mtf.data.folder(HERE, 32), "data: * of class/name.png has no examples; check"),
     "data map raises": (
         lambda: list(mtf.data.arrays(A).map(lambda e: 1 / 0).batch(2)),
-        "data: map(*) failed at example 0 of arrays: ZeroDivisionError: division by zero",
+        "data: map(*) failed at example 0 of arrays: ZeroDivisionError: division by zero; see its traceback",
     ),
     "records write": (
         lambda: mtf.records.write(HERE / "t@0", [b"a"]),
@@ -203,7 +206,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "train feed missing": (
         lambda: trained(data=[{"y": np.ones(8, np.float32)}]),
-        "missing feed 'x', float32[batch:8] (*); the program's inputs: x",
+        "missing feed 'x', float32[batch:8] (*); give the program's inputs: x",
     ),
     "train feed dtype": (
         lambda: trained(data=[{"x": np.ones(8, np.int32)}]),
@@ -213,7 +216,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "train report": (lambda: trained(report="print"), "report must be a function of a row, got 'print'"),
     "train folder is file": (
         lambda: trained(folder=__file__),
-        "train: no folder '*.py' can be made: File exists",
+        "train: no folder '*.py' can be made: File exists; name another",
     ),
     "train seed": (lambda: mtf.simulate(loss_program(), seed="a"), "simulate: seed must be an integer, got 'a'"),
     "train executor": (
@@ -222,7 +225,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "save nowhere": (
         lambda: mtf.save(mtf.simulate(loss_program()), "/nowhere/x/y"),
-        "save: /nowhere/x/y can't be written: No such file or directory",
+        "save: /nowhere/x/y can't be written: No such file or directory; there is no folder /nowhere: make it",
     ),
     "save what": (
         lambda: mtf.save({}, HERE / "d"),
@@ -268,13 +271,16 @@ OF_IMPORTS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "an argument before the first": (
         imported("lambda w: w.sum()", argnums=-3),
-        "argnums -3 is none of the 1 arguments",
+        "argnums -3 must be in -1 to 0, of 1 arguments",
     ),
     "an argument too few": (
         imported("lambda w, x: w.sum()"),
-        "JAX's trace of the function failed: TypeError: * missing 1 required positional argument: 'x'",
+        "the function takes (w, x), got 1 arguments: missing a required argument: 'x'; give an array or a",
     ),
-    "an unknown primitive": (imported("lambda w: jnp.linalg.eigh(w)[0].sum()", np.eye(4)), "no counterpart of*eigh"),
+    "an unknown primitive": (
+        imported("lambda w: jnp.linalg.eigh(w)[0].sum()", np.eye(4)),
+        "no counterpart of eigh (*): an unknown primitive; use functions that have one",
+    ),
     "a callback": (
         imported("lambda w: jax.pure_callback(abs, jax.ShapeDtypeStruct((4,), 'f'), w).sum()"),
         "pure_callback*: say what it computes, as a JAX function: from_jax(..., kernels=",

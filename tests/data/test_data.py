@@ -399,7 +399,7 @@ def broken(example: Batch) -> Batch:
         (lambda: x().shuffle(-1), "seed must be an integer >= 0, got -1"),
         (lambda: x().shuffle(1, buffer=0), "buffer must be an integer >= 1"),
         (lambda: x().shuffle(1).take(2), "write it before shuffle and map"),
-        (lambda: x().skip(6), "leaves none of 6 examples"),
+        (lambda: x().skip(6), "count must be less than the 6 examples of .*, got 6"),
         (lambda: x().parallel(-1), "workers must be an integer >= 0, got -1"),
         (lambda: x().parallel(1, "process"), "did you mean 'processes'"),
         (lambda: x().map(3), "expected a function of an example, got 3"),
@@ -434,7 +434,7 @@ def broken(example: Batch) -> Batch:
         (lambda: mtf.data.Field("int32", name=3), "name must be that of a feature, got 3"),
         (lambda: mtf.data.Field("image", (3, 4, 3)), r"the shape of an image is \(side, side, 1 or 3\)"),
         (lambda: mtf.data.folder("/nonexistent", 8), "expected a folder of classes"),
-        (lambda: mtf.data.text(["/a", "/b"]), "no file /a; no file /b"),
+        (lambda: mtf.data.text(["/a", "/b"]), "no file /a; check the path; no file /b"),
     ],
 )
 def test_one_clear_error(do: Callable[[], object], message: str) -> None:

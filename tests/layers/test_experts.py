@@ -411,7 +411,7 @@ def test_routings_that_make_no_sense(arguments: dict[str, Any], words: str) -> N
         (
             2,
             {"routing": Routing(top_k=3)},
-            r"moe \(test_experts.py:\d+\):\n  each token chooses 3 experts \(top_k\), but there are",
+            r"moe \(test_experts.py:\d+\): each token chooses 3 experts \(top_k\), but there are",
         ),
         (6, {"routing": Routing(expert_groups=4)}, "6 % 4 = 2"),
         (4, {"routing": Routing(expert_groups=4, groups_per_token=2)}, "use 'max'"),

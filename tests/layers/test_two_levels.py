@@ -166,7 +166,7 @@ def test_tokens_change_sides_over_one_axis_after_the_other(tensor: int) -> None:
     [
         ({"experts": []}, "experts must be one dim, or two for two levels, got 0"),
         ({"experts": [D("a", 2), D("b", 2), D("c", 2)]}, "experts must be one dim, or two for two levels, got 3"),
-        ({"routing": [TOP_2]}, "there are 2 dims of experts, but 1 routings"),
+        ({"routing": [TOP_2]}, "there are 2 dims, but 1 routings"),
         ({"routing": [TOP_2, replace(TOP_2, group_size=4)]}, "group_size is for the first of two levels"),
         ({"routing": "switch"}, "routing must be an mtf.layers.Routing, got str 'switch'"),
         ({"form": "dense"}, "form must be 'einsum' or 'gather', got 'dense'"),

@@ -49,7 +49,7 @@ def test_all_faults_at_once():
         "an axis splits one dim of a tensor. Make one optional (batch:cols?), or put it on another axis. In: h.",
         "rule bacth:rows: no dimension 'bacth' in the program; did you mean 'batch'?",
     )
-    with pytest.raises(LayoutError, match=r"(?s)^3 faults in the layout\n.*'col'.*'hidden' and 'batch'.*'bacth'"):
+    with pytest.raises(LayoutError, match=r"(?s)^the layout: 3 faults\n.*'col'.*'hidden' and 'batch'.*'bacth'"):
         report.raise_for_faults()
 
 

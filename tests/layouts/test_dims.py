@@ -80,7 +80,7 @@ def test_shape_faults(source, message):
 def test_caret_stands_under_the_fault():
     with pytest.raises(MeshlibError) as caught:
         Shape("batch:512\thidden:many")
-    text, caret = str(caught.value).splitlines()[1:]
+    text, caret = caught.value.__notes__[0].splitlines()
     assert text[caret.index("^") :] == "many"
 
 

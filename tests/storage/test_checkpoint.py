@@ -199,8 +199,9 @@ def test_everything_that_does_not_fit_is_one_error(tmp_path: Path) -> None:
     before = bits(sim)
     with pytest.raises(mtf.CheckpointError) as caught:
         mtf.load(path, sim)
-    first, *faults, remedy = str(caught.value).splitlines()
-    assert first == f"load: {path} does not fit the simulation, 7 faults"
+    first, *faults = str(caught.value).splitlines()
+    assert first.startswith(f"load: {path} does not fit the simulation (strict=False loads what fits and")
+    assert first.endswith("): 7 faults")
     assert sorted(line.strip() for line in faults) == sorted(
         [
             "'wide': other dtype: the file has F64 [4], the simulation F32 [4] [a:4]",
@@ -212,7 +213,6 @@ def test_everything_that_does_not_fit_is_one_error(tmp_path: Path) -> None:
             "'layer/größe/b': not in the simulation; the file has F32 [6]",
         ]
     )
-    assert "strict=False" in remedy
     assert bits(sim) == before
     assert sim.seed == 1
 
@@ -234,7 +234,7 @@ def test_only_some_variables(tmp_path: Path) -> None:
     assert (sim.seed, int(sim.state["step"])) == (1, 0)
     with pytest.raises(mtf.CheckpointError, match=r"matches 'flag'; did you mean 'flags'\?"):
         mtf.load(path, sim, only=["w", "flag"])
-    with pytest.raises(mtf.CheckpointError, match=r"1 fault\n  'w': other shape"):
+    with pytest.raises(mtf.CheckpointError, match=r"simulation \(strict=False .*\): 'w': other shape"):
         mtf.load(path, other_shapes(), only="w")
     for wrong in ([], 3, [3]):
         with pytest.raises(mtf.CheckpointError, match="only takes names or patterns"):
@@ -244,7 +244,7 @@ def test_only_some_variables(tmp_path: Path) -> None:
 def test_nothing_that_fits_and_no_seed(tmp_path: Path) -> None:
     sim = variables()
     path = written(tmp_path / "x", {"y": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, bytes(4))
-    with pytest.raises(mtf.CheckpointError, match=r"nothing in .*x fits\n"):
+    with pytest.raises(mtf.CheckpointError, match=r"nothing in .*x fits: 10 faults"):
         mtf.load(path, sim, strict=False)
     path = written(tmp_path / "x", {"n": {"dtype": "I32", "shape": [], "data_offsets": [0, 4]}}, bytes(4))
     with pytest.raises(mtf.CheckpointError, match="'__metadata__': no 'seed' in it, only nothing"):

@@ -40,6 +40,7 @@ from meshlib.jax.importing.kernels import checked_kernels, refuse_unknown
 from meshlib.jax.importing.layers import tie_layers
 from meshlib.jax.importing.leaves import (
     COMPLEX,
+    check_call,
     concrete,
     is_array,
     leaves_of,
@@ -117,6 +118,7 @@ def from_jax(
     """
     if not callable(fn):
         raise GraphError(f"{at(WHAT)}: expected a function, got {fn!r:.80}")
+    check_call(fn, args, WHAT)
     numbers = _argnums(argnums, len(args))
     own = parameter_names(fn, len(args))
     axes = Axes()
@@ -163,7 +165,7 @@ def _argnums(argnums: object, count: int) -> tuple[int, ...]:
         raise GraphError(f"{at(WHAT)}: argnums must be a number or several, got {argnums!r:.80}")
     for n in given:
         if not isinstance(n, int) or isinstance(n, bool) or not -count <= n < max(count, 1):
-            raise GraphError(f"{at(WHAT)}: argnums {n!r:.40} is none of the {count} arguments")
+            raise GraphError(f"{at(WHAT)}: argnums {n!r:.40} must be in {-count} to {count - 1}, of {count} arguments")
     return tuple(n % count for n in given) if count else ()
 
 
@@ -228,7 +230,7 @@ def _check(code: Code, leaves: Sequence[Leaf], results: Sequence[str], refused: 
             faults[f"result {name}, {list(out.shape)}: of no elements"] = 1
     if faults:
         lines = [f"{why}{f', {n} times' if n > 1 else ''}" for why, n in faults.items()]
-        raise NotImported("\n  ".join([f"{at(WHAT)}: there is no counterpart of", *lines]))
+        raise NotImported(("\n  " if len(lines) > 1 else " ").join([f"{at(WHAT)}: there is no counterpart of", *lines]))
 
 
 _INSTEAD = {"float16": "; use bfloat16 or float32, or from_jax(..., float16='bfloat16')"}
@@ -239,7 +241,7 @@ def _faults(step: Any) -> list[str]:
     rule = RULES.get(step.kind)
     if rule is None:
         hint = "; draw by jax.random.uniform, normal or randint" if step.kind.startswith("random_") else ""
-        return [f"{where}: an unknown primitive{hint}"]
+        return [f"{where}: an unknown primitive{hint or '; use functions that have one: meshlib/jax/README.md'}"]
     fault = rule.fault(step)
     faults = [] if fault is None else [f"{where}: {fault}"]
     strange = {x.dtype for x in step.outs if not x.key and x.dtype not in DTYPES}

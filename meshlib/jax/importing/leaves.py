@@ -9,6 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshlib.core.arguments import at
+from meshlib.core.errors import GraphError
+
 
 def is_array(x: object) -> bool:
     """Whether it is an array, or the shape and dtype of one."""
@@ -23,6 +26,21 @@ def parameter_names(fn: Callable[..., Any], count: int) -> tuple[str, ...]:
         parameters = []
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return tuple(named[n] if n < len(named) else f"arg_{n}" for n in range(count))
+
+
+def check_call(fn: Callable[..., Any], args: Sequence[Any], what: str) -> None:
+    """Raise GraphError where a function can't be called with that many arguments."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return  # it does not say
+    try:
+        signature.bind(*args)
+    except TypeError as fault:
+        raise GraphError(
+            f"{at(what)}: the function takes {signature!s:.200}, got {len(args)} arguments: {fault}; give an array or "
+            "a jax.ShapeDtypeStruct for each"
+        ) from None
 
 
 def leaves_of(names: Sequence[str], args: Sequence[Any]) -> Iterator[tuple[str, Any]]:

@@ -72,8 +72,8 @@ def config_of(s: Settings) -> TransformerConfig:
     try:
         return TransformerConfig(name=f"{name}" if name != "default" else f"maxtext-{block}", **fields)
     except GraphError as fault:
-        faults = [line.strip() for line in str(fault).splitlines()]
-        raise GraphError(f"{WHAT}: {s.path}: model_name={name}: {'; '.join(faults[1:] or faults)}") from None
+        faults = "; ".join(fault.faults or (str(fault),))
+        raise GraphError(f"{WHAT}: {s.path}: model_name={name}: {faults}") from None
 
 
 def _common(s: Settings) -> Fields:

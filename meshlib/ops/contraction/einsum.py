@@ -298,7 +298,7 @@ def einsum(
         try:
             _check_dims([x.type for x in operands], out)
         except ShapeError as fault:
-            raise ShapeError(f"{at('einsum')}: {fault}" + "".join(f"\n  {x}" for x in operands)) from None
+            raise ShapeError(f"{at('einsum')}: {fault}", *operands) from None
     result = operands[0]
     for i, x in enumerate(operands[1:], start=2):
         keep = out
@@ -337,7 +337,7 @@ def _output_shape(
     try:
         everything = union([x.shape for x in xs])
     except ShapeError as fault:
-        raise ShapeError(f"{at('einsum')}: {fault}" + "".join(f"\n  {x}" for x in xs)) from None
+        raise ShapeError(f"{at('einsum')}: {fault}", *xs) from None
     if reduced_dims is not None:
         dims = as_dims(reduced_dims, "einsum reduced_dims", xs)
         missing = [str(d) for d in dims if d not in everything]

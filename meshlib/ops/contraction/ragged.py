@@ -245,7 +245,7 @@ def ragged_dot(
     row, group = _dim_of(x, rows, what, "rows"), _dim_of(sizes, groups, what, "groups")
     faults = _faults(x, w, sizes, row, group)
     if faults:
-        raise ShapeError(f"{at(what)}: {'; '.join(faults)}" + "".join(f"\n  {t}" for t in operands))
+        raise ShapeError(f"{at(what)}: {'; '.join(faults)}", *operands)
     out = _output_shape(x, w, sizes, row, group, output_shape)
     ends = cumsum(sizes, group)
     filled = row.size if mean_rows is None else number(mean_rows, what, "mean_rows")
@@ -311,5 +311,5 @@ def _output_shape(x: Tensor, w: Tensor, sizes: Tensor, rows: Dimension, groups: 
         told = [f"it lacks {', '.join(missing)}"] * bool(missing) + [f"{', '.join(strange)} can't be in it"] * bool(
             strange
         )
-        raise ShapeError(f"{at(what)}: output_shape {out}: {'; '.join(told)}\n  {x}\n  {w}\n  {sizes}")
+        raise ShapeError(f"{at(what)}: output_shape {out}: {'; '.join(told)}", x, w, sizes)
     return out

@@ -395,8 +395,10 @@ def checked_mask(mask: Tensor, q: Tensor, k: Tensor, what: str) -> Tensor:
     """The mask, which is no bias. Raises: ShapeError where it is not bool."""
     if tensor(mask, what).dtype is not BOOL:
         raise ShapeError(
-            f"{at(what)}: the mask must be bool, got {mask.dtype.name}; compare first, as in mtf.not_equal(x, 0)"
-            f"\n  {q}\n  {k}\n  {mask}"
+            f"{at(what)}: the mask must be bool, got {mask.dtype.name}; compare first, as in mtf.not_equal(x, 0)",
+            q,
+            k,
+            mask,
         )
     return mask
 

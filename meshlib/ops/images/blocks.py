@@ -88,7 +88,7 @@ def in_whole(
     for d, s in zip(block_dims, inner, strict=True):
         b = by_name.get(s.name)
         if b is not None and d.size % b.size:
-            raise ShapeError(f"{at(what)}: dim '{s.name}' of the result, {d.size} long, is not {b.size} blocks\n  {x}")
+            raise ShapeError(f"{at(what)}: dim '{s.name}' of the result, {d.size} long, is not {b.size} blocks", x)
         parts += [d] if b is None else [b, Dimension(s.name, d.size // b.size)]
     channels = y.shape.dims[len(outer) + count :]
     counts = list(by_name.values())

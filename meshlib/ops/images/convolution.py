@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Any, Protocol
 
 from layouts import Dimension, Shape
-from meshlib.core.arguments import at, choice, whole
+from meshlib.core.arguments import at, choice, divisors_near, whole
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Tensor, find_dim
 from meshlib.core.names import free_name
@@ -212,7 +213,7 @@ def _conv(
              for d, f, s in zip(dims.spatial, dims.windows, slides, strict=True) if s.out < 1]  # fmt: skip
     if empty:
         raise ShapeError(
-            f"{at(what)}: no window fits dim {', '.join(empty)}; pad more, as with padding='SAME'\n  {x}\n  {filters}"
+            f"{at(what)}: no window fits dim {', '.join(empty)}; pad more, as with padding='SAME'", x, filters
         )
     windows = [
         SlidingDims(d.name, f.name, d.name, s) for d, f, s in zip(dims.spatial, dims.windows, slides, strict=True)
@@ -321,7 +322,7 @@ def _dims(
         )
     faults += _group_faults(channels, shared[0].size if shared else 0, channels_out, groups)
     if faults:
-        raise ShapeError(f"{at(what)}: {'; '.join(faults)}\n  {x}\n  {filters}")
+        raise ShapeError(f"{at(what)}: {'; '.join(faults)}", x, filters)
     return _ConvolutionDims(dims, windows, channels, channels_out)
 
 
@@ -333,7 +334,9 @@ def _sliding_dims(
         if len(x.shape) <= count or len(filters.shape) <= count:
             raise ShapeError(
                 f"{at(what)}: x needs {count} spatial dim{'s' * (count > 1)} before its last, the channels, and "
-                f"filters as many first; or say which they are, as in spatial={{'height': 'kh'}}\n  {x}\n  {filters}"
+                f"filters as many first; or say which they are, as in spatial={{'height': 'kh'}}",
+                x,
+                filters,
             )
         return tuple(x.shape.dims[-count - 1 : -1]), tuple(filters.shape.dims[:count])
     pairs = [(d, find_dim(filters, f, what)) for d, f in dims_of(x, spatial, what, "spatial")]
@@ -370,8 +373,9 @@ def _group_faults(
         return []
     faults = []
     if channels.size % groups or any(d.size % groups for d in channels_out if groups > 1):
-        sizes = " and ".join(str(d) for d in (channels, *channels_out))
-        faults.append(f"{groups} groups do not divide the channels {sizes}")
+        both = (channels, *channels_out)
+        fitting = divisors_near(gcd(*(d.size for d in both)), groups)
+        faults.append(f"{groups} groups do not divide the channels {' and '.join(map(str, both))}; take {fitting}")
     elif of_filters * groups != channels.size:
         needed = f"{channels.size} / {groups} groups = {channels.size // groups}" if groups > 1 else str(channels.size)
         faults.append(f"filters have {of_filters} of the channels '{channels.name}', but need {needed}")

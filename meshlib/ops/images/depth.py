@@ -44,7 +44,7 @@ def space_to_depth(
     block, dims, depth = _arguments(what, x, block_size, spatial, depth_dim)
     uneven = [str(d) for d in dims if d.size % block]
     if uneven:
-        raise ShapeError(f"{at(what)}: squares of {block} do not divide dim {' and '.join(uneven)}; pad it\n  {x}")
+        raise ShapeError(f"{at(what)}: squares of {block} do not divide dim {' and '.join(uneven)}; pad it", x)
     inner = {d.name: Dimension(free_name(f"{d.name}_block", x.shape.names), block) for d in dims}
     parts: list[Dimension] = []
     for d in x.shape:
@@ -81,7 +81,7 @@ def depth_to_space(
     block, dims, depth = _arguments(what, x, block_size, spatial, depth_dim)
     elements = block ** len(dims)
     if depth.size % elements:
-        raise ShapeError(f"{at(what)}: dim {depth} does not hold squares of {elements} elements\n  {x}")
+        raise ShapeError(f"{at(what)}: dim {depth} does not hold squares of {elements} elements", x)
     inner = {d.name: Dimension(free_name(f"{d.name}_block", x.shape.names), block) for d in dims}
     rest = Dimension(depth.name, depth.size // elements)
     parts: list[Dimension] = []

@@ -143,7 +143,7 @@ def _pool(
         if dim.size % w
     ]
     if tiles and rests and strides is None:
-        raise ShapeError(f"{at(what)}: {'; '.join(rests)}\n  {x}")
+        raise ShapeError(f"{at(what)}: {'; '.join(rests)}", x)
     if tiles and not rests:
         return _tiled(x, dict(zip(dims, sizes, strict=True)), reduction, chosen)
     all_slides = []
@@ -208,7 +208,7 @@ def _check_windows(what: str, x: Tensor, slides: Slides) -> None:
         elif min(_counts(s, (0, s.out - 1))) < 1 or min(_counts(s)) < 1:  # the ends alone first: padding may be long
             faults.append(f"some windows of {s.second} along dim '{dim}' of size {s.first} see padding only; pad less")
     if faults:
-        raise ShapeError(f"{at(what)}: {'; '.join(faults)}\n  {x}")
+        raise ShapeError(f"{at(what)}: {'; '.join(faults)}", x)
 
 
 def _counts(s: Slide, of: Sequence[int] | None = None) -> list[int]:

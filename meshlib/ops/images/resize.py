@@ -140,7 +140,7 @@ def resize(
     for d, given in dims_of(floats(x, what), sizes, what, "sizes"):
         size = whole(given, what, f"the size of '{d.name}'")
         if size < 1:
-            raise ShapeError(f"{at(what)}: the size of '{d.name}' must be at least 1, got {size}\n  {x}")
+            raise ShapeError(f"{at(what)}: the size of '{d.name}' must be at least 1, got {size}", x)
         if size != d.size:
             attrs = {"dim": d.name, "size": size, "method": method, "back": False}
             x = build(INTERPOLATE, [x], attrs, what if name is None else name)

@@ -50,7 +50,8 @@ def replace_dimensions(tensor_or_shape: Tensor | Shape, old_dim_or_dims: Dims, n
     if size_of(old) != size_of(new):
         raise ShapeError(
             f"{at(what)}: {', '.join(map(str, old))} have {size_of(old)} elements in all, but "
-            f"{', '.join(map(str, new))} have {size_of(new)}\n  {tensor_or_shape}"
+            f"{', '.join(map(str, new))} have {size_of(new)}",
+            tensor_or_shape,
         )
     return reshape(tensor_or_shape, new_dims)
 

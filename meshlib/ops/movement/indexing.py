@@ -415,7 +415,7 @@ def dynamic_shift(x: Tensor, offset: Tensor, dim: Dimension, wrap: bool, name: s
         raise ShapeError(f"{at(what)}: the offset must be int32, got {offset}; cast it with mtf.cast")
     stray = [str(d) for d in offset.shape if d == shifted_dim or d not in x.shape]
     if stray:
-        raise ShapeError(f"{at(what)}: offset dims {', '.join(stray)} must be dims of x other than '{dim}'\n  {x}")
+        raise ShapeError(f"{at(what)}: offset dims {', '.join(stray)} must be dims of x other than '{dim}'", x)
     source = range(shifted_dim) - offset
     held = mod(source, shifted_dim.size)
     other = f"{shifted_dim.name}_unshifted"

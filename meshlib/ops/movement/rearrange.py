@@ -168,7 +168,7 @@ def _plan(what: str, x: Tensor, pattern: object, sizes: Mapping[str, int], names
         known = {axis: int(size) for axis, size in sizes.items()}
         return _fitted(left, right, shape, known, called)
     except (ShapeError, LayoutError) as fault:
-        raise ShapeError(f"{what} ({source_line()}): {fault}\n  pattern {pattern!r:.200}\n  {x}") from None
+        raise ShapeError(f"{what} ({source_line()}): {fault}", f"pattern {pattern!r:.200}", x) from None
 
 
 def _parsed(pattern: str, what: str) -> tuple[list[Group | str], list[Group | str]]:

@@ -83,5 +83,7 @@ def cond(
 
 def _chosen(pred: Tensor, a: Tensor, b: Tensor, name: str | None) -> Tensor:
     if a.type != b.type:
-        raise ShapeError(f"{at('cond')}: the branches return different types\n  true_fn: {a}\n  false_fn: {b}")
+        raise ShapeError(
+            f"{at('cond')}: the branches return {a.type} and {b.type}; they must have the same dims and dtype"
+        )
     return where(pred, a, b, name="cond" if name is None else name)

@@ -110,7 +110,7 @@ def test_bad_names(names, text):
 def test_bad_arguments():
     with pytest.raises(GraphError, match="expected a function, got 3"):
         mtf.from_jax(3)
-    with pytest.raises(GraphError, match="argnums 2 is none of the 2 arguments"):
+    with pytest.raises(GraphError, match="argnums 2 must be in -2 to 1, of 2 arguments"):
         mtf.from_jax(attend, *ARGS, argnums=2)
     with pytest.raises(GraphError, match="the function returns no array"):
         mtf.from_jax(lambda x: None, S((3,), "float32"))
