@@ -8,6 +8,9 @@
 
 Readers take what the manifest names and nothing else. So they find all of the old set before the third step, and all of
 the new one after it. A writer that was killed leaves files that no manifest names, until the next one removes them.
+
+Sets of other kinds in the same folder, with manifests of other names, are replaced at the third step as well: the new
+manifest says which other manifests it replaced, by their CRC-32s, and `replaced_by` tells readers of those.
 """
 
 from __future__ import annotations
@@ -22,7 +25,17 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, BinaryIO
 
-from meshlib.core.files import Replacement, faults_of, link_file, locked, open_file, remove_file, sync_folder
+from meshlib.core.documents import MOST_BYTES
+from meshlib.core.files import (
+    Replacement,
+    faults_of,
+    link_file,
+    locked,
+    open_file,
+    remove_file,
+    remove_stale,
+    sync_folder,
+)
 
 TAG = "~[0-9a-f]{8}"  # as a pattern
 READ_BYTES = 1 << 22  # at once
@@ -41,35 +54,74 @@ class Member:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Manifest:
+    """The manifest of one kind of set: its name, and what its content says.
+
+    Args:
+      named: (content) -> the names of the members. Raises for a file of that name that another program wrote.
+      owned: a pattern of whole names, of files that are part of this set or an earlier one, or of none.
+      replaces: (content) -> the entries of other manifests that it replaced.
+    """
+
+    name: str
+    named: Callable[[bytes], Iterable[str]]
+    owned: str
+    replaces: Callable[[bytes], Iterable[Any]] = lambda _: ()
+
+    @property
+    def journal(self) -> str:
+        """The name of the journal of a writer that is at work, or was killed."""
+        return f".{self.name}.stale"
+
+    def members(self, folder: str) -> list[str]:
+        """The names of the members of the set in a folder; none where there is no set of this library."""
+        return _read(folder, self.name, self.named)
+
+    def replaced(self, folder: str, other: Manifest) -> bool:
+        """Whether this set was written over the one that `other` still names."""
+        entries = _read(folder, self.name, self.replaces)
+        if not entries or not os.path.isfile(os.path.join(folder, other.name)):
+            return False
+        try:
+            return any(Member(**entry) == other.entry(folder) for entry in entries)
+        except (OSError, TypeError):
+            return False
+
+    def entry(self, folder: str) -> Member:
+        """The manifest itself as an entry of another. Raises: OSError where it is not there."""
+        return Member(self.name, *_sum(os.path.join(folder, self.name)))
+
+
 class FileSet:
     """New content of a set of files in a folder: write to `file(n)`, then `commit`; `close` drops what was not.
 
     Args:
       folder: which is there. Links in it are replaced, not followed.
-      manifest: the name of the manifest.
+      manifest: of this kind of set.
       names: of the members, each in two parts, between which a tag may stand: ("model", ".safetensors").
-      owned: a pattern of whole names, of files that are part of this set or an earlier one, or of none.
-      named: (content of an older manifest) -> the names of its members, which are removed once they are stale.
       what, error: as of `replace_file`.
+      rivals: manifests of other kinds of sets, which this one replaces.
     """
 
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        manifest: str,
+        manifest: Manifest,
         names: Sequence[tuple[str, str]],
-        owned: str,
-        named: Callable[[bytes], Iterable[str]],
         what: str,
         error: type[Exception],
+        rivals: Sequence[Manifest] = (),
     ) -> None:
         self.folder, self.manifest, self.names = os.path.abspath(folder), manifest, list(names)
-        self.journal = f".{manifest}.stale"
-        self.owned, self.named, self.what, self.error = re.compile(owned, re.DOTALL), named, what, error
+        self.what, self.error, self.rivals = what, error, [*rivals]
+        self.owned = re.compile("|".join(m.owned for m in (manifest, *rivals)), re.DOTALL)
         self.staged: list[Replacement] = []
         try:
             for _ in names:  # all have temporary names of the manifest's, which the next writer knows
-                self.staged.append(Replacement(self._path(manifest), what, error, follow=False))
+                self.staged.append(Replacement(self._path(manifest.name), what, error, follow=False))
+            for rival in rivals:
+                remove_stale(self.folder, rival.name, rival.journal)
         except BaseException:
             self.close()
             raise
@@ -80,41 +132,49 @@ class FileSet:
 
     def faults(self) -> AbstractContextManager[str]:
         """In it a fault of the system is one of `error`."""
-        return faults_of(self._path(self.manifest), self.what, "written", self.error)
+        return faults_of(self._path(self.manifest.name), self.what, "written", self.error)
 
     def flush(self) -> None:
         """Bring all members to the disk."""
         for one in self.staged:
             one.flush()
 
-    def commit(self, content: Callable[[Sequence[Member]], bytes] | None) -> list[str]:
+    def commit(self, content: Callable[[Sequence[Member], Sequence[Member]], bytes] | None) -> list[str]:
         """Make what was written the set that readers find.
 
         Args:
-          content: (members) -> the manifest. None: there is one member, which replaces an older one by its name, and
-            an older set with its manifest.
+          content: (members, manifests of other kinds that it replaces) -> the manifest. None: there is one member,
+            which replaces an older one by its name, and an older set with its manifest.
         Returns: the names of the members.
         """
         self.flush()
         plain = ["".join(name) for name in self.names]
         with self.faults(), locked(self.folder):
+            self._finish_killed()
+            replaced = [r.entry(self.folder) for r in self.rivals if os.path.isfile(self._path(r.name))]
             old = {*plain, *self._named_before()}
-            self._replace(self.journal, json.dumps(sorted(old)).encode())
+            journal = self.manifest.journal
+            self._replace(journal, json.dumps(sorted(old)).encode())
+            stale = [r.journal for r in self.rivals] + [journal]
             if content is None:
                 self._rename(plain)
-                remove_file(self._path(self.manifest))  # first of all: from here on readers find the new one
-                self._remove({*old, self.journal}, plain)
+                for manifest in (*self.rivals, self.manifest):  # first of all: from here on readers find the new one
+                    if manifest is self.manifest or manifest.name in old:
+                        remove_file(self._path(manifest.name))
+                self._remove({*old, *stale}, plain)
                 return plain
             tag = f"~{secrets.token_hex(4)}"
             tagged = [f"{begin}{tag}{end}" for begin, end in self.names]
             members = [Member(name, *_sum(one.temporary)) for name, one in zip(tagged, self.staged, strict=True)]
             self._rename(tagged)
-            self._replace(self.manifest, content(members))
-            self._remove(old, [*tagged, self.manifest])
+            name = self.manifest.name
+            self._replace(name, content(members, replaced))
+            self._remove(old, [*tagged, name])
             linked = self._link(tagged, plain)
             if linked:
-                self._replace(self.manifest, content([replace(m, name=n) for m, n in zip(members, plain, strict=True)]))
-            self._remove({*old, self.journal}, [*(plain if linked else tagged), self.manifest])
+                own = [replace(m, name=n) for m, n in zip(members, plain, strict=True)]
+                self._replace(name, content(own, replaced))
+            self._remove({*old, *stale}, [*(plain if linked else tagged), name])
             return plain if linked else tagged
 
     def close(self) -> None:
@@ -128,14 +188,24 @@ class FileSet:
         return os.path.join(self.folder, name)
 
     def _named_before(self) -> list[str]:
-        """The members of older sets, by their manifest and the journal of a killed writer, where these can be read."""
+        """What is stale soon, by manifests and journals of killed writers: members, and manifests of other kinds."""
         earlier_names: list[str] = []
-        for path, named in ((self.manifest, self.named), (self.journal, json.loads)):
-            with suppress(OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError):
-                with open(self._path(path), "rb") as file:
-                    names = [os.path.basename(name) for name in named(file.read())]
-                earlier_names += [*names, *map(plain_name, names)]
+        for manifest in (self.manifest, *self.rivals):
+            members = manifest.members(self.folder)
+            names = [*members, *_read(self.folder, manifest.journal, json.loads)]
+            earlier_names += [*names, *map(plain_name, names)]
+            if members and manifest is not self.manifest:
+                earlier_names.append(manifest.name)
         return earlier_names
+
+    def _finish_killed(self) -> None:
+        """Remove a set that a killed writer replaced by one of another kind, so that there is one set."""
+        for old in (self.manifest, *self.rivals):
+            for new in (self.manifest, *self.rivals):
+                if new is not old and new.replaced(self.folder, old) and (members := old.members(self.folder)):
+                    used = [*new.members(self.folder), new.name]
+                    remove_file(self._path(old.name))
+                    self._remove([*members, *map(plain_name, members)], used)
 
     def _rename(self, names: Sequence[str]) -> None:
         for one, name in zip(self.staged, names, strict=True):
@@ -153,7 +223,7 @@ class FileSet:
 
     def _remove(self, old: Collection[str], kept: Collection[str]) -> None:
         """Remove what is stale: older members, and files of the set's pattern; the journal last, if it is one."""
-        for name in sorted(os.listdir(self.folder), key=self.journal.__eq__):
+        for name in sorted(os.listdir(self.folder), key=self.manifest.journal.__eq__):
             if name not in kept and (name in old or self.owned.fullmatch(name)):
                 remove_file(self._path(name))
         sync_folder(self.folder)
@@ -164,10 +234,16 @@ class FileSet:
             for old, new in zip(tagged, plain, strict=True):
                 link_file(self._path(old), self._path(new))
         except OSError:
-            self._remove(plain, [*tagged, self.manifest])
+            self._remove(plain, [*tagged, self.manifest.name])
             return False
         sync_folder(self.folder)
         return True
+
+
+def replaced_by(folder: str | os.PathLike[str], manifest: Manifest, rivals: Iterable[Manifest]) -> str:
+    """The name of another manifest whose set was written over the one of `manifest`; "" where that is the latest."""
+    path = os.fspath(folder)
+    return next((rival.name for rival in rivals if rival.replaced(path, manifest)), "")
 
 
 def checked(folder: str | os.PathLike[str], entry: object, what: str, error: type[Exception], sums: bool = True) -> str:
@@ -205,6 +281,15 @@ def plain_name(name: str) -> str:
     't-00003-of-00008'
     """
     return re.sub(TAG, "", name, count=1)
+
+
+def _read(folder: str, name: str, entries: Callable[[bytes], Iterable[Any]]) -> list[Any]:
+    """What a manifest or a journal says; nothing where it can't be read, or is another program's."""
+    with suppress(OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError):
+        path = os.path.join(folder, name)
+        with open(path if os.path.isfile(path) else os.devnull, "rb") as file:
+            return [os.path.basename(x) if isinstance(x, str) else x for x in entries(file.read(MOST_BYTES))]
+    return []
 
 
 def _sum(path: str) -> tuple[int, str]:

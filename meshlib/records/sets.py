@@ -17,7 +17,7 @@ from typing import Any
 
 from meshlib.core.documents import read_json
 from meshlib.core.errors import DataError
-from meshlib.core.file_sets import TAG, FileSet, Member, checked
+from meshlib.core.file_sets import TAG, FileSet, Manifest, Member, checked
 
 FORMAT = "meshlib records 1"
 MOST_SHARDS = 99_999  # of five digits
@@ -48,10 +48,10 @@ def new_set(of: tuple[str, int], what: str) -> FileSet:
     folder, stem = os.path.split(path)
     names = [(f"{stem}-{n:05d}", f"-of-{count:05d}") for n in range(count)]
     owned = rf"{re.escape(stem)}-[0-9]{{5}}{TAG}-of-{count:05d}"
-    return FileSet(folder or ".", _manifest(stem, count), names, owned, _named, what, DataError)
+    return FileSet(folder or ".", Manifest(_manifest(stem, count), _named, owned), names, what, DataError)
 
 
-def manifest_of(members: Sequence[Member]) -> bytes:
+def manifest_of(members: Sequence[Member], replaced: Sequence[Member] = ()) -> bytes:
     """The content of the manifest of these files."""
     return json.dumps({"format": FORMAT, "files": [m.entry() for m in members]}, indent=1).encode()
 

@@ -4,7 +4,8 @@
     model.safetensors   its variables, as `mtf.save` writes them; no slots of an optimizer
     tokenizer.json      of a model of text its vocabulary, as `BytePairs.save` writes it
 
-The files change together (`meshlib.core.file_sets`): whoever is killed leaves the old model or the new one.
+The files change together (`meshlib.core.file_sets`): whoever is killed leaves the old model or the new one. Weights
+that `write_weights` wrote into the folder before are replaced.
 
 Nothing in it depends on the mesh, the layout or the devices on which the model was trained. `load_model` needs nothing
 but this library and NumPy to predict on one core; a mesh, a layout and JAX's devices are options.
@@ -19,7 +20,7 @@ from typing import Any
 
 from meshlib.core.arguments import at
 from meshlib.core.errors import CheckpointError, GraphError
-from meshlib.core.file_sets import TAG, FileSet, Member, plain_name
+from meshlib.core.file_sets import FileSet, Member
 from meshlib.core.files import make_folder
 from meshlib.data.vocabulary import BytePairs
 from meshlib.generation.tokens import ByteTokenizer
@@ -27,17 +28,14 @@ from meshlib.models.config import TransformerConfig
 from meshlib.models.images.resnet import ResNetConfig
 from meshlib.models.images.vit import ViTConfig
 from meshlib.sharing.configs import as_json
+from meshlib.sharing.manifests import FORMAT, MODEL, OWN_SHARDS, VARIABLES, VERSION, VOCABULARY
 from meshlib.sharing.pictures import ImageInput
 from meshlib.sharing.programs import Build, Config, forward_program, kind_of
 from meshlib.sharing.variables import values_of
 from meshlib.simulation import Simulation, simulate
 from meshlib.storage.checkpoint import write_state
 
-FORMAT, VERSION = "meshlib model", 2
-CONFIG, VARIABLES, VOCABULARY = "config.json", ("model", ".safetensors"), ("tokenizer", ".json")
 MEMBERS = ("variables", "tokenizer")  # as the config names the files
-PLAIN = ("".join(VARIABLES), "".join(VOCABULARY))
-OWNED = rf"model{TAG}\.safetensors|tokenizer{TAG}\.json"
 BYTES, OWN_FILE = "bytes", "file"  # where a tokenizer is
 
 
@@ -105,11 +103,12 @@ def export(
         return
     place = make_folder(folder, what, CheckpointError)
     names = [VARIABLES, VOCABULARY] if isinstance(tokenizer, BytePairs) else [VARIABLES]
-    file_set = FileSet(place, CONFIG, names, OWNED, lambda raw: _named(json.loads(raw)), what, CheckpointError)
+    file_set = FileSet(place, MODEL, names, what, CheckpointError, [OWN_SHARDS])
 
-    def manifest(members: Sequence[Member]) -> bytes:
+    def manifest(members: Sequence[Member], replaced: Sequence[Member]) -> bytes:
         entries = {kind: m.entry() for kind, m in zip(MEMBERS, members, strict=False)}
-        return json.dumps({**record, "files": entries}, indent=2).encode()
+        others = {"replaces": [m.entry() for m in replaced]} if replaced else {}
+        return json.dumps({**record, "files": entries, **others}, indent=2).encode()
 
     try:
         with file_set.faults():
@@ -119,11 +118,6 @@ def export(
         file_set.commit(manifest)
     finally:
         file_set.close()
-
-
-def _named(record: Any) -> list[str]:
-    """The files that an older config.json of `export` names."""
-    return [entry["name"] for entry in record["files"].values() if plain_name(entry["name"]) in PLAIN]
 
 
 def _check_extras(kind: str, tokenizer: object, images: object, what: str) -> None:

@@ -23,7 +23,8 @@ from meshlib.generation.tokens import ByteTokenizer
 from meshlib.lowering import Program
 from meshlib.models import TransformerConfig
 from meshlib.sharing.configs import from_json
-from meshlib.sharing.exporting import BYTES, CONFIG, FORMAT, MEMBERS, OWN_FILE, VERSION
+from meshlib.sharing.exporting import BYTES, MEMBERS, OWN_FILE
+from meshlib.sharing.manifests import CONFIG, FORMAT, VERSION, check_holds_model
 from meshlib.sharing.pictures import ImageInput, pixels_of
 from meshlib.sharing.programs import Build, check_layout, forward_program, image_program, kind_of
 from meshlib.simulation import Simulation, simulate
@@ -71,6 +72,7 @@ def load_model(
 
 def _read(place: Path, runs: _Where, build: Build | None, what: str) -> Model:
     """The model of a folder, not yet lowered."""
+    check_holds_model(place, what)
     record, target = read_json(place / CONFIG, what, CheckpointError, "a config that export wrote", RECORDED)
     if (record["format"], record["version"]) != (FORMAT, VERSION):
         raise CheckpointError(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,19 +19,16 @@ import numpy as np
 from meshlib.core.arguments import at, choice, whole
 from meshlib.core.documents import RECORD, read_json
 from meshlib.core.errors import CheckpointError, GraphError, nearest
-from meshlib.core.file_sets import TAG, FileSet, Member, checked
+from meshlib.core.file_sets import FileSet, Member, checked
 from meshlib.core.file_versions import at_one_moment
 from meshlib.core.files import make_folder
 from meshlib.models.config import TransformerConfig
+from meshlib.sharing.manifests import INDEX, MODEL, SHARDS, SINGLE, check_holds_weights
 from meshlib.sharing.names import Family, NamedVariable, family_of
 from meshlib.sharing.variables import variables_of
 from meshlib.storage.safetensors import Tensors, write_tensors
 
 Array = np.ndarray[Any, Any]
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-# Names of other writers' shards, and those that are a tag of ours alone.
-SHARD = rf"model(-[0-9]{{5}}({TAG})?-of-[0-9]{{5}})?\.safetensors"
-OWNED = rf"model-[0-9]{{5}}{TAG}-of-[0-9]{{5}}\.safetensors|model\.safetensors"
 DTYPES: dict[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 FLOATS = ("F64", "F32", "F16", "BF16")  # float8 has scales beside it
 
@@ -89,6 +85,8 @@ def write_weights(
 ) -> list[str]:
     """Write a model's variables by Hugging Face's names: one file, or several with an index.
 
+    What `write_weights` or `mtf.export` wrote into the folder before is replaced.
+
     Args:
       state: arrays by the library's names, stacked layers or one by one: `sim.state`, or what `read_weights` returns.
       config: of the model.
@@ -139,11 +137,12 @@ def _written(tensors: Mapping[str, Array], folder: str, shard_bytes: int, what: 
     count = len(shards)
     names = [(f"model-{n:05}", f"-of-{count:05}.safetensors") for n in range(1, count + 1)]
     names = [("model", ".safetensors")] if count == 1 else names
-    file_set = FileSet(folder, INDEX, names, OWNED, lambda raw: _shards(json.loads(raw)), what, CheckpointError)
+    file_set = FileSet(folder, SHARDS, names, what, CheckpointError, [MODEL])
 
-    def index(members: Sequence[Member]) -> bytes:
+    def index(members: Sequence[Member], replaced: Sequence[Member]) -> bytes:
         table = {tensor: m.name for m, shard in zip(members, shards, strict=True) for tensor in shard}
         about = {"total_size": total, "files": [m.entry() for m in members]}
+        about |= {"replaces": [m.entry() for m in replaced]} if replaced else {}
         return json.dumps({"metadata": about, "weight_map": table}, indent=2).encode()
 
     try:
@@ -152,11 +151,6 @@ def _written(tensors: Mapping[str, Array], folder: str, shard_bytes: int, what: 
         return file_set.commit(None if count == 1 else index)
     finally:
         file_set.close()
-
-
-def _shards(index: Any) -> list[str]:
-    """The files of tensors that an index names."""
-    return [name for name in dict.fromkeys(index["weight_map"].values()) if re.fullmatch(SHARD, name)]
 
 
 # ---------------------------------------------------------------- between the two
@@ -273,6 +267,7 @@ def _files_of(path: object, what: str) -> list[Path | object]:
         return [path]  # which reading refuses
     place = Path(path)
     if place.is_dir():
+        check_holds_weights(place, what)
         there = [name for name in (INDEX, SINGLE) if (place / name).is_file()]
         if not there:
             raise CheckpointError(f"{what}: {place} holds neither {SINGLE} nor {INDEX}")

@@ -23,7 +23,7 @@ PARTS = 40_000
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
 def test_no_kill_tears_a_set(tmp_path: Path) -> None:
     """All kills: `python -m tests.core.torn FOLDER 1`."""
-    some = ["13", "export", "weights in shards, then one file", "records"]
+    some = ["17", "another kind each time", "weights in shards, then one file", "records"]
     command = [sys.executable, "-m", "tests.core.torn", str(tmp_path), *(["1"] if deep() else some)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=3000, check=False)
     assert done.returncode == 0, done.stderr
@@ -72,6 +72,40 @@ def test_files_of_others_stay_when_a_set_is_written_over(tmp_path: Path) -> None
         mtf.sharing.write_weights(weights(number), TINY, tmp_path, shard_bytes=PARTS)
         mtf.export(weights(number), tmp_path, TINY)
     assert all((tmp_path / name).read_text() == "mine" for name in others)
+
+
+def test_what_is_written_last_is_what_readers_find(tmp_path: Path) -> None:
+    """An exported model replaces weights in one file or in shards, and is replaced by them."""
+    writers = {
+        "export": lambda n: mtf.export(weights(n), tmp_path, TINY),
+        "shards": lambda n: mtf.sharing.write_weights(weights(n), TINY, tmp_path, shard_bytes=PARTS),
+        "file": lambda n: mtf.sharing.write_weights(weights(n), TINY, tmp_path),
+    }
+    for number, kind in enumerate(("shards", "export", "shards", "file", "export", "file", "export"), start=1):
+        writers[kind](number)
+        if kind == "export":
+            assert {float(n) for x in mtf.load_model(tmp_path).state.values() for n in np.unique(x)} == {number}
+            with pytest.raises(mtf.CheckpointError, match="is a model that mtf.export wrote; read it with mtf.load_m"):
+                number_of(tmp_path)
+            assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+        else:
+            assert number_of(tmp_path) == {number}
+            with pytest.raises(mtf.CheckpointError, match="is weights by Hugging Face's names, no model of mtf.export"):
+                mtf.load_model(tmp_path)
+            assert not (tmp_path / "config.json").exists()
+
+
+def test_an_export_leaves_the_weights_of_other_libraries(tmp_path: Path) -> None:
+    mtf.sharing.write_weights(weights(1), TINY, tmp_path, shard_bytes=PARTS)
+    index = tmp_path / "model.safetensors.index.json"
+    table = json.loads(index.read_text())
+    index.write_text(json.dumps({"weight_map": table["weight_map"]}))  # as Hugging Face writes it
+    mtf.export(weights(2), tmp_path, TINY)
+    with pytest.raises(mtf.CheckpointError, match="the latest in .* is a model that mtf.export wrote"):
+        number_of(tmp_path)
+    assert number_of(index) == {1}  # type: ignore[arg-type]
+    index.write_text(json.dumps({"weight_map": table["weight_map"], "metadata": {}}))  # put there later
+    assert number_of(tmp_path) == {1}
 
 
 def test_records_that_no_manifest_names_are_refused(tmp_path: Path) -> None:

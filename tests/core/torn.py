@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -87,6 +88,30 @@ def read_weights(folder: Path) -> float:
     return all_alike(first_of(mtf.sharing.read_weights(folder, TINY)))
 
 
+def either(kinds: str) -> Writer:
+    """Exported models and weights in one folder: which of them the n-th writer writes, "e", "s" (shards) or "w"."""
+
+    def write(folder: Path, n: int) -> None:
+        if kinds[n] == "e":
+            mtf.export(VALUES[n], folder, TINY)
+        else:
+            shard_bytes = 40_000 if kinds[n] == "s" else 10**9
+            mtf.sharing.write_weights(VALUES[n], TINY, folder, shard_bytes=shard_bytes)
+
+    def read(folder: Path) -> Any:
+        """What each reader reads; "the other" where it says that the latest is of the other kind."""
+        answers: list[Any] = []
+        for reader in (read_weights, lambda f: exported(f)[0]):
+            try:
+                answers.append(reader(folder))
+            except mtf.CheckpointError as fault:
+                said = re.search("the latest in .* is|is (damaged|not the file)", str(fault))
+                answers.append("the other" if said else str(fault))
+        return answers
+
+    return Writer(write, read)
+
+
 def records(name: str) -> Callable[[Path, int], Any]:
     # As many bytes for each: sizes tell nothing.
     return lambda folder, n: mtf.records.write(folder / name, [f"{n}:{k:03d}".encode() for k in range(40)])
@@ -140,6 +165,11 @@ WRITERS = {
     "weights in one file, then shards": Writer(weights(lambda n: 10**9 if n == 0 else 40_000), read_weights),
     "weights in more shards than before": Writer(weights(lambda n: 60_000 if n == 0 else 20_000), read_weights),
     "weights in fewer shards than before": Writer(weights(lambda n: 20_000 if n == 0 else 60_000), read_weights),
+    "an export over shards": either("ses"),
+    "an export over one file": either("wew"),
+    "shards over an export": either("ese"),
+    "one file over an export": either("ewe"),
+    "another kind each time": either("esw"),
     "records": Writer(records("t@8"), read_records("t@8", "t-*", "")),
     "records in one file": Writer(records("t"), read_records("t", "")),
     "checkpoint": Writer(save, loaded),

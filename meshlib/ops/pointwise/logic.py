@@ -84,6 +84,6 @@ def cond(
 def _chosen(pred: Tensor, a: Tensor, b: Tensor, name: str | None) -> Tensor:
     if a.type != b.type:
         raise ShapeError(
-            f"{at('cond')}: the branches return {a.type} and {b.type}; they must have the same dims and dtype"
+            f"{at('cond')}: the branches return different types, {a.type} and {b.type}; give both one type"
         )
     return where(pred, a, b, name="cond" if name is None else name)

@@ -1,0 +1,87 @@
+"""The two kinds of sets of which a folder holds one: an exported model, and weights by Hugging Face's names.
+
+    config.json                    names the files of a model that `export` wrote
+    model.safetensors.index.json   names the shards of `write_weights`; of one file of weights there is no manifest
+
+Both use `model.safetensors`. Whichever was written last replaces the other (`meshlib.core.file_sets`), and readers of
+the other kind say so. A config.json or an index of another library is left alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from meshlib.core.errors import CheckpointError
+from meshlib.core.file_sets import TAG, Manifest, checked, plain_name, replaced_by
+
+FORMAT, VERSION = "meshlib model", 2
+CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+VARIABLES, VOCABULARY = ("model", ".safetensors"), ("tokenizer", ".json")
+SHARD = rf"model(-[0-9]{{5}}({TAG})?-of-[0-9]{{5}})?\.safetensors"  # other writers' names, too
+
+
+def _files_of_model(raw: bytes) -> list[str]:
+    record = json.loads(raw)
+    if record["format"] != FORMAT:
+        raise ValueError(record["format"])
+    names = [entry["name"] for entry in record["files"].values()]
+    return [name for name in names if plain_name(name) in ("".join(VARIABLES), "".join(VOCABULARY))]
+
+
+def _shards(raw: bytes) -> list[str]:
+    names = dict.fromkeys(json.loads(raw)["weight_map"].values())
+    return [name for name in names if re.fullmatch(SHARD, name)]
+
+
+def _own_shards(raw: bytes) -> list[str]:
+    return _shards(raw) if json.loads(raw)["metadata"]["files"] else []
+
+
+def _replaced_by_shards(raw: bytes) -> list[Any]:
+    return list(json.loads(raw)["metadata"]["replaces"])
+
+
+_TAGGED = rf"model{TAG}\.safetensors|tokenizer{TAG}\.json"
+_TAGGED_SHARDS = rf"model-[0-9]{{5}}{TAG}-of-[0-9]{{5}}\.safetensors|model\.safetensors"
+MODEL = Manifest(CONFIG, _files_of_model, _TAGGED, lambda raw: json.loads(raw)["replaces"])
+SHARDS = Manifest(INDEX, _shards, _TAGGED_SHARDS, _replaced_by_shards)
+OWN_SHARDS = Manifest(INDEX, _own_shards, _TAGGED_SHARDS, _replaced_by_shards)  # an exported model replaces no others
+
+
+def check_holds_weights(folder: Path, what: str) -> None:
+    """Raise CheckpointError if the latest set in a folder is an exported model."""
+    if (folder / INDEX).is_file():
+        exported = bool(replaced_by(folder, SHARDS, [MODEL]))
+    else:
+        exported = _is_whole_model(folder, what)
+    if exported:
+        raise CheckpointError(
+            f"{what}: the latest in {folder} is a model that mtf.export wrote; read it with mtf.load_model, or name a "
+            "file of weights"
+        )
+
+
+def check_holds_model(folder: Path, what: str) -> None:
+    """Raise CheckpointError if the latest set in a folder is weights of `write_weights`."""
+    weights = any((folder / name).is_file() for name in (INDEX, SINGLE))
+    if replaced_by(folder, MODEL, [SHARDS]) or (weights and not (folder / CONFIG).exists()):
+        raise CheckpointError(
+            f"{what}: the latest in {folder} is weights by Hugging Face's names, no model of mtf.export; read them "
+            "with mtf.sharing.read_weights, or export the model again"
+        )
+
+
+def _is_whole_model(folder: Path, what: str) -> bool:
+    """Whether config.json is that of an exported model, whose files are those that were written with it."""
+    if not MODEL.members(str(folder)):
+        return False
+    entries = json.loads((folder / CONFIG).read_bytes())["files"]
+    try:
+        for entry in entries.values():
+            checked(folder, entry, what, CheckpointError)
+    except CheckpointError:
+        return False  # weights in one file were written over it
+    return True
