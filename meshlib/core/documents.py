@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, NoReturn, TypeAlias
 
 from meshlib.core.files import open_file
@@ -101,8 +101,9 @@ def parse_json(
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         entries = dict(pairs)
         if len(entries) != len(pairs):
-            ((name, count),) = Counter(name for name, _ in pairs).most_common(1)
-            fail(f"the key {name!r:.80} occurs {count} times")
+            names = [name for name, _ in pairs]
+            name = next(name for name, first in zip_longest(names, entries) if name != first)  # keys in order of entry
+            fail(f"the key {name!r:.80} occurs {names.count(name)} times")
         return entries
 
     try:

@@ -86,11 +86,10 @@ def uncollected(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
         gc.disable()
         try:
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            _joined.settle()  # what a call that raised has made goes with its traceback
+            return result
         finally:
-            try:
-                _joined.settle()
-            finally:
-                gc.enable()
+            gc.enable()
 
     return called

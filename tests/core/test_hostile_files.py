@@ -75,7 +75,7 @@ def test_hostile_files_take_little(about: str, tmp_path: Path) -> None:
     peak.begin()
     with pytest.raises((mtf.MeshlibError, HardwareError)):
         READERS[reader].read(tmp_path / "hostile")
-    assert time.process_time() - begun < 3 * SECONDS  # a header of 16 MiB takes 1 s, on a machine that others use, too
+    assert time.process_time() - begun < 2 * SECONDS  # where others use the machine, too
     assert peak.bytes() < MOST_BYTES
 
 
