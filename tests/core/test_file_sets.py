@@ -90,7 +90,7 @@ def test_what_is_written_last_is_what_readers_find(tmp_path: Path) -> None:
             assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
         else:
             assert number_of(tmp_path) == {number}
-            with pytest.raises(mtf.CheckpointError, match=r"is weights by Hugging Face's names, no model of mtf.export"):
+            with pytest.raises(mtf.CheckpointError, match=r"is weights by Hugging Face's names, no model of mtf.expo"):
                 mtf.load_model(tmp_path)
             assert not (tmp_path / "config.json").exists()
 
