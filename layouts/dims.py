@@ -35,6 +35,14 @@ class Dimension(Frozen):
         size = checked_size(size, name, "dimension")
         self._fill(name, size, name=name, size=size)
 
+    def renamed(self, name: str) -> Dimension:
+        """This dimension under another name.
+
+        >>> print(Dimension("length", 8).renamed("memory_length"))
+        memory_length:8
+        """
+        return Dimension(name, self.size)
+
     def __repr__(self) -> str:
         return f"Dimension({self.name!r}, {self.size})"
 
@@ -146,7 +154,7 @@ class Shape(Frozen):
         [memory_length:8, d:4]
         """
         at = self.index(old)
-        return Shape((*self.dims[:at], Dimension(new, self.dims[at].size), *self.dims[at + 1 :]))
+        return Shape((*self.dims[:at], self.dims[at].renamed(new), *self.dims[at + 1 :]))
 
     def resize(self, name: str | Dimension, size: int) -> Shape:
         """This shape with another size of one dimension.

@@ -108,6 +108,7 @@ if _TYPE_CHECKING:
     from meshlib.ops.contraction.einsum import matmul as matmul
     from meshlib.ops.contraction.quantized import quantize as quantize
     from meshlib.ops.contraction.quantized import quantized_einsum as quantized_einsum
+    from meshlib.ops.contraction.quantized_ragged import quantized_ragged_dot as quantized_ragged_dot
     from meshlib.ops.contraction.ragged import ragged_dot as ragged_dot
     from meshlib.ops.control.custom_gradients import custom_gradient as custom_gradient
     from meshlib.ops.control.custom_gradients import recompute_grad as recompute_grad

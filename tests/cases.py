@@ -727,6 +727,20 @@ row("ragged_dot", "rows of each batch summed",
     lambda x, y, n: sum(_by_group(*of) for of in zip(x, y, n, strict=True)).swapaxes(0, 1), "xy")  # fmt: skip
 
 
+def _in_eight_bits(x: Array, w: Array, sizes: Array) -> Array:
+    """x[r, d], w[g, d, f], rows and columns of each matrix rounded to whole numbers of 127ths of their largest."""
+    x_unit = np.abs(x).max(1, keepdims=True) / 127
+    w_unit = np.abs(w).max(1, keepdims=True) / 127
+    scaled = np.rint(w / w_unit) * w_unit
+    return _grouped((np.rint(x / x_unit) * x_unit)[None], scaled, sizes[None])[0]
+
+
+row("quantized_ragged_dot", "rows in int8",
+    {"x": signed("r:8;d:4"), "w": signed("g:4;d:4;f:6"), "n": group_sizes("g:4", 8)},
+    lambda f, x, w, n: mtf.quantized_ragged_dot(x, w, n, "r", "g"), _in_eight_bits,
+    differentiable=None)  # as if nothing had been rounded: see test_experts  # fmt: skip
+
+
 def quantised_product(x: Array, y: Array, largest: float, to_grid: Callable[[Array], Array]) -> Array:
     """x[b, a, k], y[k, b, c] -> [b, c, a], each row along k rounded in units of its own."""
     x_unit = np.abs(x).max(2, keepdims=True) / largest

@@ -45,8 +45,8 @@ class Compiler:
         are facts of the chip.
       rounding_noise_bytes: of random bits that a product in int8 reads for each element of a cotangent that it rounds;
         4 with AQT's stochastic rounding, 0 where it rounds to nearest.
-      ragged_tile_width: products of experts are those of a kernel for ragged groups (megablox `gmm`), which multiplies
-        whole tiles of so many inputs and outputs where a weight has more; 0: batched products as any other.
+      ragged_tile_width: the kernel of grouped products (`mtf.ragged_dot`) multiplies whole tiles of so many inputs and
+        outputs where a weight has more; 0: as many as there are.
       sparse_core_collectives: kinds of collectives that SparseCores start and add up, on chips that have them, of
         "all_gather", "reduce_scatter" and "all_reduce": beside them the core loses no time. A chip without SparseCores
         runs them itself.
@@ -64,7 +64,8 @@ class Compiler:
     Sources: Wang et al., "Overlap communication with dependent computation via decomposition", ASPLOS 2023; Shoeybi et
     al., arXiv:1909.08053 (Megatron-LM); Xu et al., "GSPMD", arXiv:2105.04663; openxla/xla:
     xla/service/spmd/spmd_partitioner.h, SpmdPartitionerOptions.threshold_for_windowed_einsum_mib (256); ragged tiles:
-    jax.experimental.pallas.ops.tpu.megablox; SparseCores: flags xla_tpu_enable_sparse_core_collective_offload_* in
+    jax.experimental.pallas.ops.tpu.megablox, gmm, and AI-Hypercomputer/maxtext: src/maxtext/configs/types.py,
+    wi_tile_fwd_embed_dim (1,024); SparseCores: flags xla_tpu_enable_sparse_core_collective_offload_* in
     AI-Hypercomputer/maxtext benchmarks/xla_flags_library.py.
     """
 
@@ -77,7 +78,7 @@ class Compiler:
     slice_jitter: bool = True
     step_overhead_seconds: float = 0.5e-6
     rounding_noise_bytes: int = 0
-    ragged_tile_width: int = 0
+    ragged_tile_width: int = 1024
     sparse_core_collectives: tuple[str, ...] = ()
     partitioner: str = "explicit"
 

@@ -14,8 +14,10 @@ from dataclasses import dataclass, replace
 
 from layouts import Dimension, Shape
 from meshlib.core.graph import Tensor
+from meshlib.core.laid_dims import LaidDimension, size_of
+from meshlib.layers.expert_rows import ExpertRows
 from meshlib.layers.routing import Routing
-from meshlib.ops.control.sources import constant_like, ones_like, zeros_like
+from meshlib.ops.control.sources import constant_like, constant_shaped, ones_like, zeros_like
 from meshlib.ops.control.state import stop_gradient
 from meshlib.ops.movement.indexing import gather, scatter_add
 from meshlib.ops.movement.indexing import range as positions
@@ -28,6 +30,7 @@ from meshlib.ops.pointwise.elementwise import (
     equal,
     floordiv,
     greater,
+    greater_equal,
     less,
     logical_and,
     logical_or,
@@ -39,6 +42,7 @@ from meshlib.ops.pointwise.elementwise import (
 from meshlib.ops.pointwise.random import random_uniform
 from meshlib.ops.pointwise.reductions import reduce_sum
 
+PLACES = "expert_capacity"  # the dim of an expert's places
 SMALL = 1e-20  # keeps a sum of gates that all underflow from being divided by
 
 
@@ -138,22 +142,37 @@ def seated(
     return _slots(chosen.index, chosen.gate, position, tokens, experts, places), dropped, load
 
 
-def seated_in_shards(
-    chosen: Chosen, tokens: Dimension, experts: Dimension, shards: Dimension, rows: Dimension
-) -> tuple[Slots, Tensor, Tensor]:
+def seated_in_shards(chosen: Chosen, experts: Dimension, rows: ExpertRows) -> tuple[Slots, Tensor, Tensor]:
     """As `seated`, where the experts of a shard share its rows, which are sorted by expert."""
-    index = chosen.index
-    place, load = _positions(index, tokens, experts)
-    members = Dimension("shard_experts", experts.size // shards.size)
+    index, gate = (rows.grouped(t, 1) for t in (chosen.index, chosen.gate))
+    sorted_together = index.shape[-2]
+    places = rows.sized(PLACES, "rows")
+    shards, members = rows.sized(experts.name, "shards"), rows.sized("shard_experts", "members")
+    place, load = _positions(index, sorted_together, experts)
     groups = [d for d in load.shape if d != experts]
     apart = reshape(load, [*groups, shards, members])
     begins = cumsum(apart, members, exclusive=True)
     begin = gather(reshape(begins, load.shape), index, experts, out_of_range="zero")
     row = place + transpose(begin, index.shape)
-    slots = _slots(floordiv(index, members.size), chosen.gate, row, tokens, shards, rows)
-    sizes = minimum(maximum(rows.size - begins, 0), apart)
-    dropped = reduce_sum(apart - sizes, output_shape=groups)
-    return replace(slots, sizes=transpose(sizes, [shards, *groups, members])), dropped, load
+    slots = _slots(floordiv(index, _number(rows.count("members"), index)), gate, row, sorted_together, shards, places)
+    room = _number(rows.count("rows"), begins)
+    sizes = minimum(maximum(room - begins, 0), apart)
+    slots = replace(slots, sizes=transpose(sizes, [shards, *groups, members]))
+    if not rows.fixed:
+        load = counts(chosen.index, experts, Shape([*(d for d in chosen.index.shape[:-2]), experts]))
+    of_load = [d for d in load.shape if d != experts]
+    if rows.fixed:
+        return slots, reduce_sum(apart - sizes, output_shape=groups), load
+    if rows.factor is None:
+        return slots, constant_shaped(0, Shape(of_load), load), load
+    unseated = logical_and(greater_equal(row, room), less(index, experts.size))
+    dropped = reduce_sum(reshape(cast(unseated, "int32"), chosen.index.shape), output_shape=of_load)
+    return slots, dropped, load
+
+
+def _number(value: int, like: Tensor) -> Tensor:
+    """An integer beside a tensor, which may still follow from the layout."""
+    return constant_like(value, like, "int32")
 
 
 def _positions(index: Tensor, tokens: Dimension, experts: Dimension) -> tuple[Tensor, Tensor]:
@@ -164,14 +183,19 @@ def _positions(index: Tensor, tokens: Dimension, experts: Dimension) -> tuple[Te
     """
     choices = index.shape.dim("choices")
     groups = [d for d in index.shape if d not in (tokens, choices)]
-    queue = Dimension("queue", choices.size * tokens.size)
+    queue = _sized("queue", choices.size * tokens.size, tokens)
     flat = reshape(transpose(index, [*groups, choices, tokens]), [*groups, queue])
     order = rename_dimension(argsort(flat, queue), queue.name, "rank")
-    rank = scatter_add(numbers_beside(index, Dimension("rank", queue.size)), order, queue, flat.shape)
+    rank = scatter_add(numbers_beside(index, queue.renamed("rank")), order, queue, flat.shape)
     load = counts(index, experts, Shape([*groups, experts]))
     before = gather(cumsum(load, experts, exclusive=True), flat, experts, out_of_range="zero")
     place = reshape(rank - transpose(before, rank.shape), [*groups, choices, tokens])
     return transpose(place, index.shape), load
+
+
+def _sized(name: str, size: int, of: Dimension) -> Dimension:
+    """A dim of that size, which follows from the layout if the one that it is made of does."""
+    return of.plan.dim(name, name) if isinstance(of, LaidDimension) else Dimension(name, size)
 
 
 def counts(index: Tensor, experts: Dimension, shape: Shape) -> Tensor:
@@ -184,9 +208,10 @@ def _slots(
 ) -> Slots:
     """Of each place the token and the gate of the choice that has it."""
     groups = [d for d in index.shape if d not in (tokens, index.shape.dim("choices"))]
-    seats = Dimension("seats", experts.size * places.size)
-    seated = logical_and(less(position, places.size), less(index, experts.size))
-    seat = where(seated, index * places.size + position, seats.size)
+    seats = _sized("seats", experts.size * places.size, places)
+    room, shards, count = (_number(size_of(d), index) for d in (places, experts, seats))
+    seated = logical_and(less(position, room), less(index, shards))
+    seat = where(seated, index * room + position, count)
     ordered = [experts, *groups, places]
 
     def held(values: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from meshlib.core.arguments import at, choice, flag
 from meshlib.core.dtypes import BOOL, FLOAT32, FLOAT64
 from meshlib.core.errors import GraphError, ShapeError
 from meshlib.core.graph import Tensor, scope
-from meshlib.layers.expert_assignment import Slots
+from meshlib.layers.expert_assignment import PLACES, Slots
+from meshlib.layers.expert_rows import ExpertRows, rows_of
 from meshlib.layers.norms import widened
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.layers.projection import Activation, Grouping, feed_forward
@@ -25,7 +26,6 @@ from meshlib.layers.router import decide, real_share
 from meshlib.layers.routing import Routing
 from meshlib.ops.building import as_dim, as_dims, floats, tensor
 from meshlib.ops.contraction.einsum import einsum
-from meshlib.ops.contraction.ragged import PRECISIONS
 from meshlib.ops.movement.indexing import gather, one_hot, scatter_add
 from meshlib.ops.movement.shape import rename_dimension, reshape, transpose
 from meshlib.ops.pointwise.elementwise import cast, greater_equal, multiply
@@ -34,7 +34,6 @@ from meshlib.ops.pointwise.reductions import reduce_mean, reduce_sum
 Back = Callable[[Tensor], Tensor]
 Level = tuple[Dimension, Routing]
 FORMS = ("einsum", "gather", "dense", "grouped")  # two levels have the first two
-PLACES = "expert_capacity"  # the dim of an expert's places
 # A product with the masks of a group multiplies each element of a place with all its tokens, which takes 2 x tokens
 # flops; a lookup reads and writes it, 4 bytes in bfloat16. Chips from v2 to v7 make 60 to 560 flops while a byte of HBM
 # moves (v5e: 197e12 / 819e9 = 240), so up to about this many tokens the product is done sooner.
@@ -114,11 +113,11 @@ def moe(
       `batch:data;batch_unsplit:data`. Under an axis for experts that splits no tokens every device routes and looks up
       all, unless `experts_unsplit` lies there too. `hidden_channels` may be split as of any feed-forward layer. Of two
       levels each has an axis, and tokens change sides over one after the other: `batch:y+x;expert_x:x;expert_y:y;
-      batch_unsplit:y`, where `batch_inner` is what the groups are called inside. With "grouped" and a rule for experts
-      each device computes the rows of its own experts among all that it has, and these are added up;
-      `Routing(expert_shards=n)` for a rule over n devices exchanges rows by an all_to_all instead, into room that
-      `shard_factor` sets: for all that may come, n / min(choices, experts of a shard) times too much on the mean,
-      unless it is given.
+      batch_unsplit:y`, where `batch_inner` is what the groups are called inside. With "grouped" each device
+      sorts its own tokens (those of the batch, and of a sequence that a required rule splits). A rule for experts sends
+      rows by an all_to_all to as many shards of the experts as it splits them into, each with room that `shard_factor`
+      sets: for all that may come, shards / min(choices, experts of a shard) times too much on the mean, unless it is
+      given; `length_unsplit`, as `batch_unsplit`, keeps the axes of the length then.
     Raises: ShapeError for dims that clash, sizes that do not divide and a mask that does not fit; GraphError for more
       choices than experts.
     Example:
@@ -224,18 +223,16 @@ def _routed(
     room = routing.places(many.size, tokens.size, training)
     places = Dimension(f"{PLACES}_inner" if held else PLACES, room)
     if form is None and room == tokens.size and not (inner or held):
-        form, routing = _without_room(grouped, many, routing, numerics)
+        form, routing = _without_room(grouped, many, routing)
     elif form is None:
         form = "einsum" if tokens.size <= EINSUM_TOKENS else "gather"
-    shards = None
-    if form == "grouped":
-        places, shards = Dimension(PLACES, routing.rows(many.size, tokens.size)), inside.shards(routing.expert_shards)
-    decision = decide(grouped, tokens, inside.outer, places, routing, training, mask, share, numerics, held, shards)
+    rows = inside.rows(grouped, routing) if form == "grouped" else None
+    decision = decide(grouped, tokens, inside.outer, places, routing, training, mask, share, numerics, held, rows)
     slots, back, gates, grouping = decision.slots, None, None, None
-    if shards is not None:
-        mean_rows = routing.choices * tokens.size / shards.size
-        slots, grouping = _sorted_by_expert(slots, inside, places, min(mean_rows, places.size), tokens.size)
-        there, back = _by_lookup(grouped, tokens, slots)
+    if rows is not None:
+        slots, grouping = _sorted_by_expert(slots, inside, rows)
+        sorted_tokens = rows.grouped(grouped, 1)
+        there, back = _by_lookup(sorted_tokens, sorted_tokens.shape[-2], slots)
     elif form == "dense":
         there, gates = grouped, inside.enter(_gates(slots, tokens), "gates")
     else:
@@ -282,9 +279,13 @@ class _Names:
         groups = [d.name for d in x.shape[:-2] if d.name not in stays]
         self.inside = {group: _inside(group, bool(held)) for group in groups} | {self.outer.name: experts.name}
 
-    def shards(self, count: int) -> Dimension:
-        """The dim of the parts of the experts, as the router calls it."""
-        return Dimension(self.outer.name, count)
+    def rows(self, x: Tensor, routing: Routing) -> ExpertRows:
+        """The rows of experts that are sorted by expert; from here on the names of their dims, too."""
+        rows = rows_of(x, (self.outer.name, self.experts.name), self.experts.size, routing, self.inside)
+        if rows.fixed:
+            return rows
+        self.inside = {rows.length_name: _inside(rows.length_name, False), **self.inside}
+        return rows_of(x, (self.outer.name, self.experts.name), self.experts.size, routing, self.inside)
 
     def enter(self, x: Tensor, name: str) -> Tensor:
         """What tokens or routers know, as experts know it."""
@@ -339,15 +340,12 @@ def _mask(nonpadding: Tensor, x: Tensor, grouped: Shape, what: str) -> Tensor:
 # ---------------------------------------------------------------- ways to move tokens, or none
 
 
-def _without_room(x: Tensor, experts: Dimension, routing: Routing, numerics: Numerics) -> tuple[str, Routing]:
-    """The form where experts have room for all tokens: of few tokens that one which reads only experts that are chosen.
-
-    Each expert is a shard of its own then, so that under any layout it computes where it is.
-    """
+def _without_room(x: Tensor, experts: Dimension, routing: Routing) -> tuple[str, Routing]:
+    """The form where experts have room for all tokens: of few tokens that one which reads only experts that are chosen."""
     chosen = prod(d.size for d in x.shape[:-1]) * routing.choices
-    by_token = routing.gating not in ("ntlb", "expert_choice") and numerics.precision in PRECISIONS
+    by_token = routing.gating not in ("ntlb", "expert_choice")
     if by_token and experts.size > 1 and chosen < FEW_CHOICES * experts.size:
-        return "grouped", replace(routing, expert_shards=experts.size, shard_factor=None)
+        return "grouped", replace(routing, expert_shards=None, shard_factor=None)
     return "dense", routing
 
 
@@ -381,17 +379,17 @@ def _by_lookup(x: Tensor, tokens: Dimension, slots: Slots) -> tuple[Tensor, Back
     return gather(x, slots.token, tokens, name="dispatch", out_of_range="zero"), back
 
 
-def _sorted_by_expert(
-    slots: Slots, inside: _Names, rows: Dimension, mean_rows: float, draws: int
-) -> tuple[Slots, Grouping]:
-    """Places that the experts of a shard share, and how many each has; of one shard without its dim."""
+def _sorted_by_expert(slots: Slots, inside: _Names, rows: ExpertRows) -> tuple[Slots, Grouping]:
+    """Places that the experts of a shard share, and how many each has; of one shard for good without its dim."""
     sizes = slots.sizes
     assert sizes is not None
-    if sizes.shape[0].size > 1:
-        return slots, Grouping(rows, inside.enter(sizes, "sizes"), mean_rows, draws, parts=True)
+    dim = slots.token.shape[-1]
+    tokens, members = rows.count("tokens"), rows.count("members")
+    if not rows.fixed or rows.shards > 1:
+        return slots, Grouping(dim, inside.enter(sizes, "sizes"), rows.share, tokens, members, parts=True)
     token, gate = (reshape(t, t.shape.dims[1:]) for t in (slots.token, slots.gate))
     whole = reshape(sizes, [*sizes.shape.dims[1:-1], inside.experts])
-    return Slots(token, gate), Grouping(rows, whole, mean_rows, draws)
+    return Slots(token, gate), Grouping(dim, whole, rows.share, tokens, members)
 
 
 _MOVES: dict[str, Callable[[Tensor, Dimension, Slots], tuple[Tensor, Back]]] = {

@@ -11,12 +11,14 @@ from meshlib.core.dtypes import FLOAT64, as_dtype
 from meshlib.core.errors import GraphError
 from meshlib.core.graph import Tensor
 from meshlib.core.initializers import Initializer
-from meshlib.ops.contraction.einsum import EIGHT_BIT, PRECISIONS, einsum
+from meshlib.ops.contraction.einsum import PRECISIONS, einsum
 from meshlib.ops.contraction.quantized import quantized_einsum
 from meshlib.ops.control.sources import variable
 from meshlib.ops.pointwise.elementwise import cast
 
 _FULL = "fp8_full"  # MaxText's word for it
+# Of a precision in eight bits the dtype of operands, and of cotangents in the products of the gradient.
+EIGHT_BIT_PRODUCTS = {"int8": ("int8", "int8"), "fp8": ("fp8", "fp8"), _FULL: ("fp8", "fp8_e5m2")}
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Numerics:
     @property
     def unquantised(self) -> Numerics:
         """The same, with products that are not rounded to eight bits."""
-        return replace(self, precision="default") if self.precision in (*EIGHT_BIT, _FULL) else self
+        return replace(self, precision="default") if self.precision in EIGHT_BIT_PRODUCTS else self
 
     def wide(self, x: Tensor) -> Numerics:
         """The same, computed in the dtype of statistics of `x`: float32, or float64 as it is."""
@@ -110,10 +112,9 @@ class Numerics:
 
     def product(self, x: Tensor, weights: Tensor, output_shape: Shape, name: str | None = None) -> Tensor:
         """`x` times a variable, in `precision`."""
-        if self.precision == _FULL:
-            return quantized_einsum([x, weights], output_shape, "fp8", name, gradient_dtype="fp8_e5m2")
-        if self.precision in EIGHT_BIT:
-            return quantized_einsum([x, weights], output_shape, self.precision, name)
+        if self.precision in EIGHT_BIT_PRODUCTS:
+            dtype, gradient_dtype = EIGHT_BIT_PRODUCTS[self.precision]
+            return quantized_einsum([x, weights], output_shape, dtype, name, gradient_dtype)
         return einsum([x, weights], output_shape=output_shape, precision=self.precision, name=name)
 
 

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from layouts import Dimension, Shape
 from meshlib.core import initializers
 from meshlib.core.arguments import at, choice, flag, number
-from meshlib.core.errors import GraphError, ShapeError
+from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Tensor, scope
-from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
+from meshlib.layers.numerics import DEFAULT, EIGHT_BIT_PRODUCTS, Numerics, as_numerics
 from meshlib.ops.building import as_dim, as_dims, tensor
 from meshlib.ops.contraction.einsum import einsum
-from meshlib.ops.contraction.ragged import PRECISIONS, ragged_dot
+from meshlib.ops.contraction.quantized_ragged import quantized_grouped_product
+from meshlib.ops.contraction.ragged import PRECISIONS, grouped_product
 from meshlib.ops.control.sources import constant_like
 from meshlib.ops.movement.shape import broadcast, rename_dimension, reshape
 from meshlib.ops.pointwise.activations import gelu, silu
@@ -30,39 +31,38 @@ class Grouping:
     Attributes:
       rows: the dim of the rows.
       sizes: int32, the rows of each expert: dims of the rows' tensor that have rows of their own, the experts last.
-      mean_rows: how many rows are filled on the mean; draws: how many tokens choose them.
+      filled: the share of the rows that is filled on the mean; draws: how many tokens choose them; members: how many
+        experts share them.
       parts: whether the experts are cut into parts of equal size, each with rows of its own: the first dim of `sizes`.
     """
 
     rows: Dimension
     sizes: Tensor
-    mean_rows: float
+    filled: float
     draws: int
+    members: int
     parts: bool = False
 
     def product(self, x: Tensor, weights: Tensor, output_shape: Shape, precision: str, name: str | None) -> Tensor:
-        """Each row times the kernel of its expert; `weights` has all experts as its first dim."""
-        if precision not in PRECISIONS:
-            raise GraphError(
-                f"{at('moe')}: form 'grouped' has products of precision {' or '.join(map(repr, PRECISIONS))}, not "
-                f"{precision!r}; give numerics of another precision, or form 'gather'"
-            )
-        experts, *rest = weights.shape
+        """Each row times the kernel of its expert; `weights` has all experts as one dim."""
         members = self.sizes.shape[-1]
         if self.parts:
-            part = Dimension(experts.name, experts.size // members.size)
-            weights = reshape(weights, [part, members, *rest])
-        return ragged_dot(
-            x, weights, self.sizes, self.rows, members, output_shape,
-            precision=precision, mean_rows=self.mean_rows, draws=self.draws, name=name,
-        )  # fmt: skip
+            shards = self.sizes.shape[0]
+            apart = [[shards, members] if d.name == shards.name else [d] for d in weights.shape]
+            weights = reshape(weights, [d for dims in apart for d in dims])
+        operands = x, weights, self.sizes, self.rows, members, output_shape, self.filled, self.draws, self.members
+        if precision in PRECISIONS:
+            return grouped_product(*operands, precision, name)
+        dtype, gradient_dtype = EIGHT_BIT_PRODUCTS[precision]
+        return quantized_grouped_product(*operands, dtype, gradient_dtype, name)
 
     def of_rows(self, values: Tensor, x: Tensor) -> Tensor:
         """The values [experts, features...] of the expert of each row, as a product with one."""
         one = Dimension("one", 1)
         ones = broadcast(constant_like(1.0, x, x.dtype), [*x.shape[:-1], one])
-        experts, *features = values.shape
-        column = reshape(values, [experts, one, *features])
+        experts = (self.sizes.shape[0] if self.parts else self.sizes.shape[-1]).name
+        features = [d for d in values.shape if d.name != experts and d not in x.shape]
+        column = reshape(values, [*values.shape, one])
         return self.product(ones, column, Shape([*x.shape[:-1], *features]), "highest", None)
 
 

@@ -20,6 +20,7 @@ from meshlib.layers.expert_assignment import (
     seated,
     seated_in_shards,
 )
+from meshlib.layers.expert_rows import ExpertRows
 from meshlib.layers.norms import widened
 from meshlib.layers.numerics import Numerics
 from meshlib.layers.routing import Routing
@@ -63,11 +64,11 @@ def decide(
     share: Tensor | None,
     numerics: Numerics,
     held: tuple[Dimension, ...] = (),
-    shards: Dimension | None = None,
+    rows: ExpertRows | None = None,
 ) -> Decision:
     """Route x [groups, tokens, features], by scores in float32 whatever its dtype; each index of `held` by its own.
 
-    `places` are those of each expert, or of each of `shards`, whose experts share them. `share` is that of
+    `places` are those of each expert; with `rows` the experts of a shard share them. `share` is that of
     `real_share(nonpadding)`: the losses are divided by it, so that padding has no weight in them.
     """
     inputs = widened(x)
@@ -79,10 +80,10 @@ def decide(
         counted = load
     else:
         chosen = chosen_by_tokens(scores, favour, experts, routing, training, nonpadding)
-        if shards is None:
+        if rows is None:
             slots, dropped, load = seated(chosen, tokens, experts, places, routing)
         else:
-            slots, dropped, load = seated_in_shards(chosen, tokens, experts, shards, places)
+            slots, dropped, load = seated_in_shards(chosen, experts, rows)
         first = chosen.index.shape.dim("choices")
         counted = counts(gather(chosen.index, 0, first), experts, load.shape) if routing.gating == "top_2" else load
     balance = _balance_loss(scores, counted, tokens, experts, routing, nonpadding)

@@ -37,9 +37,9 @@ class Routing:
       min_expert_capacity: at least so many places, but never more than tokens of a group.
       group_size: tokens of a group; those along the last dim before the features unless given.
       expert_shards, shard_factor: of form "grouped", which has no capacity by expert: tokens are sent to that many
-        shards of the experts, which a rule for the experts may split. A shard has room for `shard_factor` times the
-        mean number of choices that come to it from a group; what finds no room is counted as dropped. None: for all
-        that may come, up to min(choices, experts of a shard) for each token.
+        shards of the experts; None: to as many as the layout splits the experts into. A shard has room for
+        `shard_factor` times the mean number of choices that come to it from a group; what finds no room is counted as
+        dropped. None: for all that may come, up to min(choices, experts of a shard) for each token.
     Training:
       jitter: scores are made of inputs that are multiplied by random numbers in [1 - jitter, 1 + jitter].
       loss_coef: of the balance loss. z_loss: of the squared logarithm of the sum of exponentiated scores.
@@ -71,7 +71,7 @@ class Routing:
     capacity_factor_eval: float | None = None
     min_expert_capacity: int = 4
     group_size: int | None = None
-    expert_shards: int = 1
+    expert_shards: int | None = None
     shard_factor: float | None = None
     jitter: float = 0.0
     loss_coef: float = 0.01
@@ -106,13 +106,6 @@ class Routing:
         wanted = tokens if factor is None else ceil(self.choices * tokens * factor / experts - 1e-9)
         return min(tokens, max(wanted, self.min_expert_capacity))
 
-    def rows(self, experts: int, tokens: int) -> int:
-        """Choices of a group of tokens that each of `expert_shards` has room for."""
-        most = tokens * min(self.choices, experts // self.expert_shards)
-        if self.shard_factor is None:
-            return most
-        return min(most, ceil(self.choices * tokens * self.shard_factor / self.expert_shards - 1e-9))
-
     def check_experts(self, experts: int, what: str) -> None:
         """Raise GraphError unless there are enough experts to choose from, in groups of equal size."""
         faults = []
@@ -124,7 +117,7 @@ class Routing:
                 f"{experts} % {self.expert_groups} = {experts % self.expert_groups}; expert_groups may be "
                 f"{divisors_near(experts, self.expert_groups)}"
             )
-        if experts % self.expert_shards:
+        if self.expert_shards is not None and experts % self.expert_shards:
             faults.append(
                 f"{experts} experts are no {self.expert_shards} shards of equal size (expert_shards): "
                 f"{experts} % {self.expert_shards} = {experts % self.expert_shards}; take "

@@ -13,7 +13,9 @@ from meshlib.core.compiler import XLA_TPU, Compiler, require_compiler
 from meshlib.core.errors import GraphError
 from meshlib.core.garbage import uncollected
 from meshlib.core.graph import FORWARD, Graph, Operation, Tensor
+from meshlib.core.laid_dims import SizePlan
 from meshlib.core.replay import all_operations
+from meshlib.core.resolved_graphs import ResolvedGraph, size_plans
 from meshlib.core.shown import Shown
 from meshlib.core.text import clipped
 from meshlib.lowering.assigned import Subjects, check_layout, refuse_faults
@@ -112,7 +114,7 @@ class Session(Shown):
         mesh, rules = _one(Mesh(mesh)), _one(LayoutRules(layout))
         self._learn()
         key = (mesh, rules, precision, balance, regather, compiler)
-        program = self._programs.pop(key, None) or self._lowered(*key)
+        program = self._programs.pop(key, None) or self._under(mesh, rules)._lowered(*key)
         self._programs[key] = program  # the last one used comes last
         while len(self._programs) > PROGRAMS:
             del self._programs[next(iter(self._programs))]
@@ -142,8 +144,9 @@ class Session(Shown):
 
     def check(self, mesh: Any = "device:1", layout: Any = "") -> Report:
         """All faults of a layout at once, and notes on what it leaves unused: as `mtf.check`."""
+        mesh, rules = Mesh(mesh), LayoutRules(layout)
         self._learn()
-        return check_layout(self._subjects, Mesh(mesh), LayoutRules(layout))
+        return check_layout(self._under(mesh, rules)._subjects, mesh, rules)
 
     @property
     def subjects(self) -> Subjects:
@@ -159,8 +162,29 @@ class Session(Shown):
                 self._memos = Memos()
             self._known = known
             self._programs: dict[object, Program] = {}
+            self._plans = size_plans(self._graph)
+            self._resolved: dict[tuple[SizePlan, ...], Session] = {}
             self._simple = simplify(self._graph, self._outputs.values(), self._updates.values())
             self._subjects = Subjects(self._graph, self._simple.operations)
+
+    def _under(self, mesh: Mesh, rules: LayoutRules) -> Session:
+        """The session of this program with the sizes that follow from a layout."""
+        plans = tuple(plan.under(mesh, rules) for plan in self._plans)
+        if plans == self._plans:
+            return self
+        session = self._resolved.get(plans)
+        if session is None:
+            graph = ResolvedGraph(self._graph, dict(zip(self._plans, plans, strict=True)))
+            graph.copy()
+            outputs, updates = self.asked
+            session = Session(
+                {name: graph.tensors[t] for name, t in outputs.items()}, [graph.operations[op] for op in updates]
+            )
+            session._memos = self._memos.sibling()
+            session._learn()
+            session._subjects.names |= self._subjects.names
+            self._resolved[plans] = session
+        return session
 
 
 def _bubble_notes(operations: Sequence[Operation]) -> list[str]:

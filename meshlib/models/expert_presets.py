@@ -1,4 +1,7 @@
-"""Published models with mixtures of experts: see `presets`, which has the dense ones."""
+"""Published models with mixtures of experts: see `presets`, which has the dense ones.
+
+Those since Mixtral were trained without dropping a token: their experts are grouped products.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,9 @@ def _mixtral() -> Iterator[TransformerConfig]:
         yield TransformerConfig(
             name=name, layers=layers, d_model=d_model, heads=heads, kv_heads=8, head_dim=128, d_ff=d_ff, vocab=32_000,
             gated=True, activation="silu", norm="rms", norm_epsilon=1e-5, position="rotary", rope_theta=1e6, tied=False,
-            experts=Experts(count=8, d_ff=d_ff, routing=Routing(top_k=2, loss_coef=0.02)),
+            experts=Experts(
+                count=8, d_ff=d_ff, form="grouped", routing=Routing(top_k=2, loss_coef=0.02, capacity_factor=None)
+            ),
         )  # fmt: skip
 
 
@@ -69,12 +74,26 @@ def _deepseek() -> Iterator[TransformerConfig]:
 
     Not there: V3's module that predicts a second token, and the scaling of positions to longer contexts (YaRN).
     """
-    plain = Routing(top_k=6, renormalise=False, loss_coef=0.001)
+    plain = Routing(top_k=6, renormalise=False, loss_coef=0.001, capacity_factor=None)
     grouped = Routing(
-        top_k=6, renormalise=False, scale=16.0, expert_groups=8, groups_per_token=3, group_score="max", loss_coef=0.001
+        top_k=6,
+        renormalise=False,
+        scale=16.0,
+        expert_groups=8,
+        groups_per_token=3,
+        group_score="max",
+        loss_coef=0.001,
+        capacity_factor=None,
     )
     unbiased = Routing(
-        top_k=8, scores="sigmoid", bias=True, scale=2.5, expert_groups=8, groups_per_token=4, loss_coef=1e-4
+        top_k=8,
+        scores="sigmoid",
+        bias=True,
+        scale=2.5,
+        expert_groups=8,
+        groups_per_token=4,
+        loss_coef=1e-4,
+        capacity_factor=None,
     )
     rows = (
         ("deepseek-v2-lite", 27, 2048, 16, None, 10_944, 102_400, 64, 1408, 2, 1, plain),
@@ -86,7 +105,9 @@ def _deepseek() -> Iterator[TransformerConfig]:
             name=name, layers=layers, d_model=d_model, heads=heads, head_dim=192, d_ff=d_ff, vocab=vocab, gated=True,
             activation="silu", norm="rms", position="rotary", tied=False,
             latent=LatentAttention(kv_rank=512, rope_dim=64, nope_dim=128, value_dim=128, q_rank=q_rank),
-            experts=Experts(count=count, d_ff=inner, shared=shared, first_dense=dense, routing=routing),
+            experts=Experts(
+                count=count, d_ff=inner, shared=shared, first_dense=dense, form="grouped", routing=routing
+            ),
         )  # fmt: skip
 
 
@@ -97,7 +118,10 @@ def _qwen() -> Iterator[TransformerConfig]:
         yield TransformerConfig(
             name=name, layers=layers, d_model=d_model, heads=heads, kv_heads=4, head_dim=128, d_ff=d_ff, vocab=151_936,
             gated=True, activation="silu", norm="rms", qk_norm=True, position="rotary", rope_theta=1e6, tied=False,
-            experts=Experts(count=128, d_ff=inner, routing=Routing(top_k=8, loss_coef=0.001)),
+            experts=Experts(
+                count=128, d_ff=inner, form="grouped",
+                routing=Routing(top_k=8, loss_coef=0.001, capacity_factor=None),
+            ),
         )  # fmt: skip
 
 
@@ -111,7 +135,10 @@ def _gpt_oss() -> Iterator[TransformerConfig]:
             name=name, layers=layers, d_model=2880, heads=64, kv_heads=8, head_dim=64, d_ff=2880, vocab=201_088,
             gated=True, activation="silu", norm="rms", norm_epsilon=1e-5, bias=True, windows=(128, None),
             position="rotary", rope_theta=150_000.0, tied=False,
-            experts=Experts(count=count, d_ff=2880, routing=Routing(top_k=4, loss_coef=0.0)),
+            experts=Experts(
+                count=count, d_ff=2880, form="grouped",
+                routing=Routing(top_k=4, loss_coef=0.0, capacity_factor=None),
+            ),
         )  # fmt: skip
 
 
@@ -127,8 +154,10 @@ def _llama4() -> Iterator[TransformerConfig]:
             gated=True, activation="silu", norm="rms", norm_epsilon=1e-5, position="rotary", rope_theta=500_000.0,
             tied=False,
             experts=Experts(
-                count=count, d_ff=8192, shared=1, every=every,
-                routing=Routing(top_k=1, scores="sigmoid", renormalise=False, loss_coef=0.001),
+                count=count, d_ff=8192, shared=1, every=every, form="grouped",
+                routing=Routing(
+                    top_k=1, scores="sigmoid", renormalise=False, loss_coef=0.001, capacity_factor=None
+                ),
             ),
         )  # fmt: skip
 

@@ -61,11 +61,6 @@ class Experts:
         return number >= self.first_dense and (number - self.first_dense + 1) % self.every == 0
 
     @property
-    def moves_tokens(self) -> bool:
-        """Whether tokens are sent to where experts are; else all that a device has stay there, sorted by expert."""
-        return self.form != "grouped" or self.routing.expert_shards > 1
-
-    @property
     def active(self) -> int:
         """How many experts a token goes through on average, shared ones too."""
         return self.routing.choices + self.shared
@@ -82,6 +77,6 @@ class Experts:
             expert_groups=groups,
             groups_per_token=min(r.groups_per_token, max(1, groups // 2)),
             group_size=None,
-            expert_shards=gcd(count, r.expert_shards),
+            expert_shards=None if r.expert_shards is None else gcd(count, r.expert_shards),
         )
         return replace(self, count=count, d_ff=16, first_dense=min(self.first_dense, 1), routing=small)

@@ -96,12 +96,20 @@ def layout(name: str, config: TransformerConfig, mesh: MeshLike) -> LayoutRules:
 
 
 def with_unsplit(rules: LayoutRules, config: TransformerConfig) -> LayoutRules:
-    """`rules`, and where there are experts one for the batch as they have it: over its axes that they do not take."""
-    batch = next((r.axes for r in rules.rules if r.dim == "batch"), ())
+    """`rules`, and where experts are sent tokens rules for these as they have them: over axes that they do not take.
+
+    Grouped products send none unless experts are split; then the blocks of a sequence that is split are sent, too.
+    """
+    e = config.experts
     experts = next((r.axes for r in rules.rules if r.dim == "experts"), ())
-    left = tuple(axis for axis in batch if axis not in experts)
-    moves = config.experts is not None and config.experts.moves_tokens
-    return rules if not moves or not left else LayoutRules([*rules.rules, Rule("batch_unsplit", left)])
+    if e is None or (e.form == "grouped" and not experts):
+        return rules
+    more = []
+    for dim in ("batch", "length") if e.form == "grouped" else ("batch",):
+        axes = next((r.axes for r in rules.rules if r.dim == dim and not r.optional and r.scope is None), ())
+        left = tuple(axis for axis in axes if axis not in experts)
+        more += [Rule(f"{dim}_unsplit", left)] if left else []
+    return LayoutRules([*rules.rules, *more]) if more else rules
 
 
 def _parts(name: object) -> list[str]:

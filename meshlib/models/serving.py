@@ -97,10 +97,10 @@ def decode_step(
     no room at experts.
 
     Args: as of `prefill`, with the same values; and
-      group_size: of a model with experts, how many sequences (or beams of one) are routed together, with the room that
-        `Routing.capacity_factor_eval` gives them; best those of one device. Each token is by itself unless given:
-        nothing is dropped, but every expert computes every token, as many times what is needed as there are experts to
-        one that a token goes to.
+      group_size: of a model whose experts have a capacity, how many sequences (or beams of one) are routed together,
+        with the room that `Routing.capacity_factor_eval` gives them; best those of one device. Each token is by itself
+        unless given: nothing is dropped, but every expert computes every token. Experts of form "grouped" have no
+        capacity, and compute each token for those alone that it chooses.
     Returns: ({"logits": [batch, vocab]}, updates) for `mtf.lower`, or [batch, beams, vocab]; with `group_size` also
       "dropped", how many choices of experts found no room in all layers.
     Cost: on one device it reads weights and caches once and writes a token's keys and values in place.
@@ -157,6 +157,11 @@ class _Serving:
         """The config whose experts take tokens of so many sequences together."""
         if c.experts is None:
             raise GraphError(f"{at(self.what)}: group_size is for models with experts; {c.name} has none")
+        if c.experts.form == "grouped":
+            raise GraphError(
+                f"{at(self.what)}: group_size is for experts with a capacity; those of {c.name} take all tokens that "
+                "come, each computed once (form 'grouped'): leave it away"
+            )
         name, count = ("batch", self.batch) if self.beams is None else ("beams", self.beams)
         if count % size:
             raise GraphError(

@@ -92,10 +92,10 @@ def _scale(fields: Fields) -> dict[str, Any]:
 
 
 def _experts(fields: Fields, count: str, width: str, routing: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """The mixture of experts with room for the mean load, as of dropless products over even loads."""
+    """The mixture of experts, which drops no token."""
     top_k = fields.get("num_experts_per_tok") or 2
-    dropping = Routing(top_k=top_k, capacity_factor=1.0, min_expert_capacity=1, **routing)
-    return {"experts": Experts(count=fields[count], d_ff=fields[width], routing=dropping, **more)}
+    dropless = Routing(top_k=top_k, capacity_factor=None, **routing)
+    return {"experts": Experts(count=fields[count], d_ff=fields[width], form="grouped", routing=dropless, **more)}
 
 
 def _plain(fields: Fields) -> dict[str, Any]:

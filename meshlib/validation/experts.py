@@ -8,16 +8,10 @@ from typing import Any
 
 from meshlib.layers import Routing
 from meshlib.models import Experts, LatentAttention
-from meshlib.ops.contraction.ragged import TILE_ROWS
 from meshlib.validation.policies import NotExpressed
 
 Row = Mapping[str, Any]
 
-# Tiles of ragged products on TPUs, unless a run sets others: of so many inputs and outputs, or as many as there are
-# where that is fewer: AI-Hypercomputer/maxtext src/maxtext/configs/types.py, wi_tile_fwd_embed_dim and
-# wi_tile_fwd_mlp_dim. The kernel multiplies whole tiles where a dim ends in one:
-# jax.experimental.pallas.ops.tpu.megablox, gmm.
-TILE_WIDTH = 1024
 _RANKS = ("kv_lora", "qk_nope", "qk_rope", "v_head")
 
 
@@ -39,11 +33,10 @@ def with_experts(model: dict[str, Any]) -> None:
         model.setdefault("head_dim", model["qk_nope"] + model["qk_rope"])
 
 
-def experts_of(row: Row, model: Mapping[str, Any], tokens: int) -> tuple[Experts | None, tuple[str, ...]]:
-    """The experts of a run whose tokens are sorted in groups of so many, and what of them is assumed.
+def experts_of(row: Row, model: Mapping[str, Any]) -> tuple[Experts | None, tuple[str, ...]]:
+    """The experts of a run, and what of them is assumed.
 
-    With a capacity factor experts have that much room in each sequence. Without one they take all tokens that come, in
-    one ragged product over the tokens of a device, sorted by expert.
+    With a capacity factor experts have that much room in each sequence. Without one they take all tokens that come.
     """
     if not model.get("experts"):
         return None, ()
@@ -54,7 +47,7 @@ def experts_of(row: Row, model: Mapping[str, Any], tokens: int) -> tuple[Experts
     if stated:
         routing = Routing(top_k=choices, capacity_factor=float(stated[1]), min_expert_capacity=1)
     else:
-        routing = Routing(top_k=choices, capacity_factor=None, group_size=tokens)
+        routing = Routing(top_k=choices, capacity_factor=None)
     experts = Experts(
         count=int(model["experts"]),
         d_ff=int(model["moe_ff"]),
@@ -64,8 +57,7 @@ def experts_of(row: Row, model: Mapping[str, Any], tokens: int) -> tuple[Experts
         form="einsum" if masks else "gather" if stated else "grouped",
         routing=routing,
     )
-    tiles = f"nothing dropped, ragged products in tiles of {TILE_ROWS} rows, {TILE_WIDTH} inputs and outputs"
-    return experts, () if stated else (tiles,)
+    return experts, () if stated else ("no token dropped",)
 
 
 def latent_of(model: Mapping[str, Any]) -> LatentAttention | None:

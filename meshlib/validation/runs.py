@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,7 +47,7 @@ class Run:
         variables and slots.
       steps, evaluation: training steps, and sequences run forward, in the measured time.
       measured_seconds: of all of that.
-      experts: the mixtures of experts, or None; ragged: whether each takes as many tokens as come.
+      experts: the mixtures of experts, or None.
       submission: what is known of its software beside the row.
       apart: why the row is no measure of the model, or ""; assumed: what the row left open.
     """
@@ -70,7 +70,6 @@ class Run:
     evaluation: int
     measured_seconds: float
     experts: Experts | None = None
-    ragged: bool = False
     submission: Submission = UNKNOWN
     apart: str = ""
     assumed: tuple[str, ...] = ()
@@ -174,18 +173,13 @@ def run_of(row: Row) -> Run:
         submission=submission,
         apart=_apart(row, model),
     )
-    experts, routed = experts_of(row, model, batch * length // _batch_parts(axes.sizes, batch))
-    run = replace(run, experts=experts, ragged=bool(routed))
+    experts, routed = experts_of(row, model)
+    run = replace(run, experts=experts)
     padded = _padded(run)
     policy, why = _policy(row, run)
     counted = (*counted, *submission.facts)
     left_open = (*completed, *assumed, *axes.assumed, *counted, *padded, *routed, *why, *kernels, *_software(run))
     return replace(run, policy=policy, assumed=left_open)
-
-
-def _batch_parts(mesh: Sequence[tuple[str, int]], batch: int) -> int:
-    """Into how many equal parts the mesh splits the batch."""
-    return math.gcd(batch, math.prod(size for axis, size in mesh if axis in _BATCH_AXES))
 
 
 def known_model(name: str) -> TransformerConfig | None:

@@ -20,7 +20,7 @@ from meshlib.models.layouts import with_unsplit
 from meshlib.ops.control.remat import Remat
 from meshlib.optimize import AdamWOptimizer
 from meshlib.program.records import Program
-from meshlib.validation.experts import TILE_WIDTH, latent_of
+from meshlib.validation.experts import latent_of
 from meshlib.validation.runs import Run, known_model
 
 VOCAB_MULTIPLE = 128
@@ -65,7 +65,6 @@ def compiler_of(run: Run, compiler: Compiler = XLA_TPU) -> Compiler:
         compiler,
         unrolled_loops=compiler.unrolled_loops or run.encoder,
         rounding_noise_bytes=NOISE_BYTES if run.noisy else 0,
-        ragged_tile_width=TILE_WIDTH if run.ragged else 0,
     )
 
 

@@ -16,7 +16,7 @@ import meshlib as mtf
 from meshlib.generation.beams import Beams, length_penalty
 from meshlib.models import TransformerConfig, transformer
 from tests.effort import some
-from tests.models.common import Array, small, values
+from tests.models.common import Array, small, values, with_capacity
 
 PROMPTS = [[7, 3, 11, 2], [5], [9, 1, 4]]
 
@@ -58,7 +58,7 @@ def greedy(config: TransformerConfig, prompt: list[int], count: int) -> list[int
 
 
 def test_experts_that_take_prompts_together_say_what_they_drop() -> None:
-    config = small("mixtral-8x7b")
+    config = with_capacity("mixtral-8x7b")
     assert config.experts is not None
     state = trained(config)
 

@@ -254,13 +254,12 @@ def test_random_layouts_of_grouped_products_change_nothing(shards: int) -> None:
 def test_overflow_of_a_shard_is_counted() -> None:
     """Room for half the mean: what finds none goes nowhere, the experts that come first in a shard first."""
     routing = replace(dropless(Routing(top_k=2), 4), shard_factor=0.5)
-    room = routing.rows(8, TOKENS.size)
+    room = TOKENS.size * 2 // 4 // 2
     with mtf.Graph() as graph:
         y, _ = built(8, {}, routing, "grouped")
         values, program = drawn(graph), mtf.lower(fetched(y))
     (found,) = run(program, {}, "fast", state=values)
     loads = found["load"].reshape(GROUPS.size, 4, 2).sum(-1)
-    assert room == TOKENS.size * 2 // 4 // 2
     np.testing.assert_array_equal(found["dropped"], np.maximum(loads - room, 0).sum(-1))
     assert (found["dropped"] > 0).all()
     whole = expected(values, {}, dropless(routing, 1))["values"]
@@ -286,11 +285,36 @@ def test_grouped_products_do_the_work_of_the_choices() -> None:
     assert products(local) * 8 == products(dense) == 2 * 2 * 16 * 256 * 128 * 512 * 16 / 8
     tight = planned("grouped", replace(routing, expert_shards=8, shard_factor=1.25))
     assert products(tight) == products(local)
-    room = [replace(routing, expert_shards=8, shard_factor=f).rows(16, 256) for f in (None, 1.25)]
-    assert room == [512, 80]  # 2 x 256 choices: all, and 1.25 x an eighth
-    for estimate, rows in zip((local, tight), room, strict=True):
+    for estimate, rows in ((local, 512), (tight, 80)):  # 2 x 256 choices: all, and 1.25 x an eighth
         sent = [c.sent_bytes for c in estimate.program.collectives if c.kind == "all_to_all" and c.sent_bytes > 10_000]
         assert set(sent) == {2 * 8 * rows * 128 * 2 * 7 / 8}  # two sequences, 8 shards, bfloat16; 7 of 8 to others
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_grouped_products_in_eight_bits(precision: str) -> None:
+    """Rounded as products of each expert are; in the gradient of the kernels columns share scales over all experts."""
+    found = {}
+    for form in ("gather", "grouped"):
+        with mtf.Graph() as graph:
+            numerics = mtf.Numerics(precision=precision)
+            x = mtf.variable("x", [GROUPS, TOKENS, WIDE])
+            y = mtf.layers.moe(
+                x, D("e", 4), FF, Routing(top_k=2, capacity_factor=None), form=form, training=True, numerics=numerics
+            )
+            loss = mtf.reduce_sum(y.values * mtf.input("factors", y.values.shape))
+            outputs = {"y": y.values} | gradients(graph, loss)
+            values, session = drawn(graph), mtf.Session(outputs)
+        feeds = {"factors": np.random.default_rng(1).normal(size=y.values.shape.sizes)}
+        for mesh, layout in (
+            (("p:2", "batch:p;e:p"), ("p:2;q:2", "batch:p;e:p;f:q")) if form == "grouped" else (("", ""),)
+        ):
+            (made,) = run(session.lower(mesh or "device:1", layout), feeds, "fast", state=values)
+            found[form, layout] = made
+    wanted = found.pop(("gather", ""))
+    for made in found.values():
+        for name, value in made.items():
+            close = 1e-4 if "experts" not in name else 0.1
+            np.testing.assert_allclose(made[name], wanted[name], atol=close * np.abs(value).max(), err_msg=name)
 
 
 def test_few_tokens_read_the_experts_that_they_choose() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 import meshlib as mtf
+from meshlib.layers import Routing
 from meshlib.models import TransformerConfig, preset
 
 Array = np.ndarray[Any, Any]
@@ -28,6 +29,14 @@ def small(name: str, periods: int = 2) -> TransformerConfig:
         return config
     routing = replace(config.experts.routing, jitter=0.0, loss_coef=0.1, z_loss=0.01)
     return config.replace(experts=replace(config.experts, routing=routing))
+
+
+def with_capacity(name: str) -> TransformerConfig:
+    """`small`, whose experts have room for as many tokens as `Routing` gives them unless told otherwise."""
+    config = small(name)
+    assert config.experts is not None
+    routing = replace(config.experts.routing, capacity_factor=Routing().capacity_factor)
+    return config.replace(experts=replace(config.experts, form=None, routing=routing))
 
 
 def feeds(config: TransformerConfig, inputs: Any, seed: int = 0) -> dict[str, Array]:

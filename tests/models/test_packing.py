@@ -123,7 +123,7 @@ def mixture(name: str) -> TransformerConfig:
     assert config.experts is not None
     routing = dataclasses.replace(config.experts.routing, capacity_factor=1.0, min_expert_capacity=1)
     routing = dataclasses.replace(routing, second_policy="all", group_size=None)
-    return config.replace(experts=dataclasses.replace(config.experts, routing=routing))
+    return config.replace(experts=dataclasses.replace(config.experts, form=None, routing=routing))
 
 
 def steps_of(config: TransformerConfig, fed: dict[str, Array], length: int, packed: bool) -> dict[str, Array]:

@@ -12,7 +12,7 @@ import pytest
 import meshlib as mtf
 from meshlib.models import TransformerConfig, decode_step, prefill, preset, transformer
 from tests.effort import some
-from tests.models.common import FAMILIES, WIDE, Array, small, values
+from tests.models.common import FAMILIES, WIDE, Array, small, values, with_capacity
 
 BATCH, LENGTH, PROMPT, SOURCE = 3, 12, 6, 8
 DECODERS = [name for name in FAMILIES if preset(name).kind != "encoder"]
@@ -203,7 +203,7 @@ def test_scores_with_a_bias_never_reach_memory(name: str, batch: int, narrow: st
 @pytest.mark.parametrize("name", some(["mixtral-8x7b", "deepseek-v3"], ["mixtral-8x7b"]))
 def test_sequences_that_are_routed_together(name: str) -> None:
     """With room for all the logits are those of each by itself; with one place an expert drops what comes after."""
-    config, batch = small(name), 6
+    config, batch = with_capacity(name), 6
     assert config.experts is not None
     experts, rng = config.experts, np.random.default_rng(0)
 
@@ -307,10 +307,20 @@ BAD = {
     "no encoder": (lambda: decode_step(small("gpt2"), 1, 8, encoder_length=4), "has no encoder"),
     "an encoder": (lambda: decode_step(small("t5-11b"), 1, 8), "needs encoder_length"),
     "a dtype": (lambda: decode_step(small("gpt2"), 1, 8, cache_dtype="int32"), "cache_dtype must be .* 'int32'"),
-    "a group": (lambda: decode_step(small("mixtral-8x7b"), 6, 8, group_size=4), "batch 6: 6 % 4 = 2"),
-    "a group of beams": (lambda: decode_step(small("mixtral-8x7b"), 6, 8, beams=2, group_size=3), "beams 2: 2 % 3 = 2"),
+    "a group": (lambda: decode_step(with_capacity("mixtral-8x7b"), 6, 8, group_size=4), "batch 6: 6 % 4 = 2"),
+    "a group of beams": (
+        lambda: decode_step(with_capacity("mixtral-8x7b"), 6, 8, beams=2, group_size=3),
+        "beams 2: 2 % 3 = 2",
+    ),
     "no experts": (lambda: decode_step(small("gpt2"), 2, 8, group_size=2), "is for models with experts"),
-    "an empty group": (lambda: decode_step(small("mixtral-8x7b"), 6, 8, group_size=0), "must be at least 1, got 0"),
+    "an empty group": (
+        lambda: decode_step(with_capacity("mixtral-8x7b"), 6, 8, group_size=0),
+        "must be at least 1, got 0",
+    ),
+    "a group of dropless experts": (
+        lambda: decode_step(small("mixtral-8x7b"), 6, 8, group_size=2),
+        r"group_size is for experts with a capacity; .* leave it away",
+    ),
     "a size": (lambda: decode_step(small("gpt2"), 0, 8), "batch must be at least 1, got 0"),
 }
 

@@ -430,6 +430,10 @@ def check_work(program: Program, about: str) -> None:
             assert local.mxu_flops * mesh.size == whole.mxu_flops * duplicated, text
             assert local.mxu_flops == einsum_flops(i), text
             assert (local.vpu_ops > 0) == bool(idle), text
+        elif op.opdef.name == "quantized_ragged_dot":
+            a, b = (v.sharding.local_size for v in i.inputs[:2])
+            assert local.mxu_flops * prod(mesh.axis_size(a) for a in split) == whole.mxu_flops, text
+            assert local.vpu_ops == 3 * (a + b) + 2 * out.sharding.local_size, text
         elif op.opdef.name == "quantized_einsum":
             a, b = (v.sharding.local_size for v in i.inputs[:2])
             assert local.mxu_flops * mesh.size == whole.mxu_flops * duplicated, text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -69,6 +70,9 @@ def test_the_largest_batch_fits_and_one_more_does_not() -> None:
 def test_experts_that_take_sequences_together_compute_less() -> None:
     """Room for what is chosen, at least four places an expert, in place of every expert for every sequence."""
     config = mtf.models.preset("mixtral-8x7b").replace(layers=1, vocab=4096)
+    assert config.experts is not None
+    routing = replace(config.experts.routing, capacity_factor=1.25)
+    config = config.replace(experts=replace(config.experts, form=None, routing=routing))
 
     def points(group_size: int | None) -> list[mtf.Estimate]:
         where = [("tensor:4", "experts:tensor")]

@@ -40,7 +40,6 @@ def stated(run: Run) -> mtf.Compiler:
         mtf.XLA_TPU,
         unrolled_loops=run.encoder,
         rounding_noise_bytes=4 if run.precision == "int8" else 0,
-        ragged_tile_width=1024 if run.ragged else 0,
     )
 
 

@@ -33,29 +33,6 @@ def products(program: mtf.Program, width: int) -> list[tuple[int, int, int, int]
     return [(p.batch, p.m, p.k, p.n) for kernel in kernels for p, _ in kernel.matmuls]
 
 
-def test_ragged_products_multiply_whole_tiles_of_weights() -> None:
-    """1,536 of a width are two tiles of 1,024, 640 are a tile of their own; rows stay as many as they are."""
-    e, r, d, f = (mtf.Dimension(name, size) for name, size in (("e", 4), ("r", 1280), ("d", 640), ("f", 1536)))
-    with mtf.Graph():
-        x, w = mtf.input("x", [e, r, d], "bfloat16"), mtf.variable("w", [e, d, f], dtype="bfloat16")
-        y = mtf.einsum([x, w], output_shape=[e, r, f])
-        (dw,) = mtf.gradients([mtf.reduce_sum(y)], [w])
-        program = mtf.lower({"y": y, "dw": dw})
-    assert products(program, 0)[0] == (4, 1280, 640, 1536)
-    assert products(program, 1024)[0] == (4, 1280, 640, 2048)
-    assert sorted(products(program, 1024)[1][1:]) == [640, 1280, 2048]
-
-
-def test_products_of_other_weights_and_of_attention_have_no_ragged_tiles() -> None:
-    b, h, t, m, k = (mtf.Dimension(*d) for d in (("b", 2), ("h", 4), ("t", 1280), ("m", 1536), ("k", 1152)))
-    with mtf.Graph():
-        w = mtf.variable("w", [h, k], dtype="bfloat16")  # heads are a dim of a weight
-        q, key = mtf.input("q", [b, h, t, k], "bfloat16") * w, mtf.input("key", [b, h, m, k], "bfloat16")
-        plain = mtf.einsum([mtf.input("x", [t, k], "bfloat16"), mtf.variable("v", [k, m], dtype="bfloat16")], [t, m])
-        program = mtf.lower({"scores": mtf.einsum([q, key], [b, h, t, m]), "plain": plain})
-    assert products(program, 1024) == products(program, 0)
-
-
 @pytest.mark.parametrize(("row", "name"), PRESETS.items())
 def test_rows_have_the_weights_and_flops_of_the_published_model(row: str, name: str) -> None:
     run = run_of(BY_NAME[row])
@@ -69,15 +46,14 @@ def test_rows_have_the_weights_and_flops_of_the_published_model(row: str, name: 
 
 
 def test_without_a_capacity_rows_are_sorted_by_expert() -> None:
-    """All tokens of a device together: 8 sequences of 4,096, which MaxText's `sparse_matmul` sorts as one."""
+    """As MaxText's `sparse_matmul` does with all tokens of a device."""
     run = run_of(BY_NAME["iw-dsv3-128-bf16"])
     assert run.experts is not None
     assert run.experts.form == "grouped"
-    assert (run.experts.routing.capacity_factor, run.experts.routing.group_size) == (None, 8 * 4096)
-    assert run.assumed == ("nothing dropped, ragged products in tiles of 512 rows, 1024 inputs and outputs",)
+    assert (run.experts.routing.capacity_factor, run.experts.routing.group_size) == (None, None)
+    assert run.assumed == ("no token dropped",)
     stated = run_of(BY_NAME["rc-v6e-mixtral-8x7b"])
     assert stated.experts is not None
-    assert (run.ragged, stated.ragged) == (True, False)
     assert (stated.experts.routing.capacity_factor, stated.experts.form) == (1.25, "einsum")
     assert stated.assumed == ("tiles of attention as its recipe sets them",)
 

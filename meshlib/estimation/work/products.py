@@ -104,17 +104,16 @@ def _computed(rows: int, product: Product) -> int:
 
 
 def in_ragged_tiles(matmul: Matmul, product: Compute, weight_dims: frozenset[str], width: int) -> Matmul:
-    """A product of experts in whole tiles of their weights; any other product as it is.
+    """A product of rows that are sorted by expert in whole tiles of the weights; any other product as it is.
 
-    Experts are a dim of the batch of a product that one of its operands, or its result, has besides dims of variables
-    only; or the rows are sorted by expert. Rows of tokens are as many as they are.
+    Rows of tokens are as many as they are.
 
     Args:
       matmul, product: the product on one device, and its instruction.
       weight_dims: names of the dims of the program's variables.
       width: inputs and outputs of a tile.
     """
-    if product.opcode != "ragged_dot" and (product.opcode != "einsum" or matmul.batch == 1):
+    if "filled" not in product.operation.attrs:
         return matmul
     shapes = [x.tensor.shape.names for x in (*product.inputs[:2], *product.outputs)]
     roles = matmul_plan(*shapes)
@@ -200,7 +199,7 @@ def duplication(program: Program, instruction: Compute) -> int:
 
 def quantises(i: Instruction) -> bool:
     """Whether an instruction is a product that quantises its operands, with scales beside them."""
-    return isinstance(i, Compute) and i.operation.attrs.get("precision") in EIGHT_BIT and len(i.inputs) == 4
+    return isinstance(i, Compute) and "grids" in i.operation.attrs
 
 
 @dataclass(eq=False)
@@ -225,7 +224,7 @@ class Quantised:
             return 0, 0
         moved = spared = 0
         of_cotangent = product.region == BACKWARD and product.operation.name not in self.forward
-        for n, (x, scales) in enumerate(zip(product.inputs[:2], product.inputs[2:], strict=True)):
+        for n, (x, scales) in enumerate(zip(product.inputs[:2], product.inputs[2:4], strict=True)):
             noise = 2 * self.noise_bytes * x.local_size if of_cotangent and n == 0 else 0  # written, and read
             wide, narrow = (tiled_bytes(x.local_shape.sizes, size) for size in (stored.itemsize(x), 1))
             spared += wide - narrow

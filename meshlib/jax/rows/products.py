@@ -121,7 +121,7 @@ def _quantized(part: RowContext, a: Array, b: Array, *scales: Array) -> Array:
 def _eight_bits(part: RowContext, a: Array, b: Array, grids: tuple[str, str] | None = None) -> Array:
     """The product of operands rounded to grids of eight bits."""
     grid, names = part.attrs["precision"], part.names
-    a, b = (_rounded_to(x, g) for x, g in zip((a, b), grids or (grid, grid), strict=True))
+    a, b = (rounded_to(x, g) for x, g in zip((a, b), grids or (grid, grid), strict=True))
     if grid == "int8" and part.context.platform != "cpu" and not _summed_first(part):
         whole = product(a.astype(jnp.int8), b.astype(jnp.int8), names[0], names[1], part.out.shape.names, _whole_dot)
         return whole.astype(a.dtype)
@@ -144,7 +144,7 @@ def _summed_first(part: RowContext) -> bool:
     return bool(plan.summed_a or plan.summed_b)
 
 
-def _rounded_to(x: Array, grid: str) -> Array:
+def rounded_to(x: Array, grid: str) -> Array:
     near = jnp.clip(x, -LARGEST[grid], LARGEST[grid])
     return jnp.round(near) if grid == "int8" else near.astype(_FP8[grid]).astype(x.dtype)
 

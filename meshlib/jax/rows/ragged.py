@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshlib.jax.context import Array
-from meshlib.jax.rows.products import operand
-from meshlib.jax.table import Names, RowContext, aligned, row
+from meshlib.jax.rows.products import operand, rounded_to
+from meshlib.jax.table import Names, RowContext, aligned, row, widened
 
 _ROWS_SUMMED = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
@@ -20,10 +20,28 @@ _ROWS_SUMMED = lax.RaggedDotDimensionNumbers(
 
 @row("ragged_dot")
 def _ragged_dot(part: RowContext, a: Array, b: Array, begins: Array, ends: Array) -> Array:
+    a, b = (operand(x, part.context, part.attrs["precision"] == "highest") for x in (a, b))
+    return _products(part, a, b, begins, ends)
+
+
+@row("quantized_ragged_dot")
+def _quantized(part: RowContext, a: Array, b: Array, *rest: Array) -> Array:
+    """Operands on the grid of eight bits, each with its scales, multiplied in float32."""
+    *scales, begins, ends = rest
+    names = part.names
+    units = [widened(aligned(s, names[n], names[n - 2])) for n, s in enumerate(scales, start=2)]
+    a, b = (
+        rounded_to(widened(x) / unit, grid) * unit
+        for x, unit, grid in zip((a, b), units, part.attrs["grids"], strict=True)
+    )
+    return _products(part, a, b, begins, ends)
+
+
+def _products(part: RowContext, a: Array, b: Array, begins: Array, ends: Array) -> Array:
     """One `lax.ragged_dot` for each index of the dims that have groups of their own, or are in both operands."""
     rows, groups = part.attrs["rows"], part.attrs["groups"]
-    (of_a, of_b, of_bounds, _), out = part.names, part.out.shape.names
-    a, b = (operand(x, part.context, part.attrs["precision"] == "highest") for x in (a, b))
+    of_a, of_b, out = *part.names[:2], part.out.shape.names
+    of_bounds = part.names[-2]
     own = [n for n in of_bounds if n != groups]
     rest_a, rest_b = ([n for n in of if n not in (rows, groups, *own)] for of in (of_a, of_b))
     left, columns = [n for n in rest_a if n not in rest_b], [n for n in rest_b if n not in rest_a]

@@ -277,7 +277,7 @@ def _deepseek(s: Settings) -> Fields:
 def _experts(
     s: Settings, scores: str | None = None, renormalise: bool | None = None, router_bias: bool = False
 ) -> Fields:
-    """The mixture of experts; dropless ones take as many tokens as come, see `meshlib.models.maxtext.dropless`."""
+    """The mixture of experts; dropless ones take as many tokens as come."""
     count, top_k = s.size("num_experts"), s.size("num_experts_per_tok")
     if count < 2:
         s.fail("num_experts", f"decoder_block={s['decoder_block']} has experts: must be at least 2")
@@ -317,12 +317,12 @@ def _experts(
 
 
 def _form(s: Settings, factor: float) -> str | None:
-    """How tokens move: products with masks where `sparse_matmul` is off and experts have limited room."""
+    """How tokens move: sorted by expert, or by products with masks where `sparse_matmul` is off and room is limited."""
     sparse = s.flag("sparse_matmul")
     s.flag("megablox")
-    if sparse:
-        return "gather"
-    return "einsum" if factor > 0 else "dense"
+    if factor > 0:
+        return "gather" if sparse else "einsum"
+    return "grouped" if sparse else "dense"
 
 
 BLOCKS: Mapping[str, Callable[[Settings], Fields]] = MappingProxyType(

@@ -29,13 +29,6 @@ from meshlib.ops.control.remat import Policy
 from meshlib.optimize.base import Optimizer
 from meshlib.program.records import Program
 
-# Tiles of ragged products on TPUs, unless a configuration sets others: rows, and inputs or outputs. The kernel visits
-# tiles that experts share once for each of them, and multiplies whole tiles where a dim ends in one.
-# Source: AI-Hypercomputer/maxtext: src/maxtext/configs/types.py, wi_tile_fwd_batch_seq, wi_tile_fwd_embed_dim; and
-# jax.experimental.pallas.ops.tpu.megablox: make_group_metadata, gmm.
-TILE_ROWS = 512
-TILE_WIDTH = 1024
-
 
 @dataclass(frozen=True)
 class Unread:
@@ -64,7 +57,7 @@ class MaxTextRun:
 
     @cached_property
     def config(self) -> TransformerConfig:
-        """The model. Dropless experts have room for the mean load: see `dropless`."""
+        """The model."""
         return config_of(self.settings)
 
     @cached_property
@@ -100,12 +93,6 @@ class MaxTextRun:
         biased = e is not None and e.routing.bias
         choosing = sum(e.count for n in range(c.layers) if e is not None and e.in_layer(n)) if biased else 0
         return c.parameters + choosing
-
-    @property
-    def dropless(self) -> bool:
-        """Whether experts take as many tokens as come, in ragged products over the tokens sorted by expert."""
-        e = self.config.experts
-        return e is not None and e.routing.capacity_factor is None and e.form == "gather"
 
     # ------------------------------------------------------------ on a slice
 
@@ -210,16 +197,12 @@ class MaxTextRun:
 
     # ------------------------------------------------------------ the program
 
-    def compiler(self, compiler: Compiler = XLA_TPU) -> Compiler:
-        """What the program is lowered for: with ragged products' tiles where experts are dropless."""
-        return replace(compiler, ragged_tile_width=TILE_WIDTH) if self.dropless else compiler
-
     def built(self, slice: str | Slice) -> tuple[Mapping[str, Tensor], list[Operation]]:
         """Outputs and updates of a training step, within a graph: what `mtf.lower` takes."""
         s, where = self.settings, _slice(slice)
         self._check_sizes(where)
         return train_step(
-            self.config_on(where),
+            self.config,
             self.batch(where),
             self.length,
             self.optimizer,
@@ -249,20 +232,6 @@ class MaxTextRun:
             rest = self.length % blocks
             s.fail("num_vocab_tiling", f"must divide max_target_length: {self.length} % {blocks} = {rest}")
 
-    def config_on(self, slice: str | Slice) -> TransformerConfig:
-        """The model with the room that experts have on a slice: of dropless ones that of even loads, and tiles.
-
-        Each expert but one takes a tile of rows more than its tokens fill, in which another's begin.
-        """
-        where, c = _slice(slice), self.config
-        if not self.dropless:
-            return c
-        e = c.experts
-        assert e is not None
-        tokens = self.batch(where) // self.accumulation * self.length / where.devices
-        factor = 1 + (e.count - 1) * TILE_ROWS / (tokens * e.routing.choices)
-        return c.replace(experts=replace(e, routing=replace(e.routing, capacity_factor=factor)))
-
     def program(self, slice: str | Slice, compiler: Compiler = XLA_TPU) -> Program:
         """The lowered training step on a slice.
 
@@ -272,7 +241,7 @@ class MaxTextRun:
         with Graph():
             session = Session(*self.built(where))
         try:
-            return session.lower(self.mesh(where), self.layout_on(where), compiler=self.compiler(compiler))
+            return session.lower(self.mesh(where), self.layout_on(where), compiler=compiler)
         except LayoutError as fault:
             raise LayoutError(f"{WHAT}: {os.path.basename(self.settings.path)} on {where.name}: {fault}") from None
 

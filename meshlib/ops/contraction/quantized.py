@@ -128,13 +128,13 @@ def _quantized(
 ) -> Tensor:
     """The product of operands on these grids, which the MXU takes as `dtype`."""
     scales = [
-        _scale(x, Shape([d for d in x.shape if d in out]), LARGEST[g]) for x, g in zip(operands, grids, strict=True)
+        scale_of(x, Shape([d for d in x.shape if d in out]), LARGEST[g]) for x, g in zip(operands, grids, strict=True)
     ]
     attrs = {"shape": out, "precision": dtype, "grids": grids, "gradient": of_gradient}
     return build(QUANTIZED, [*operands, *scales], attrs, name)
 
 
-def _scale(x: Tensor, kept: Shape, largest: float) -> Tensor:
+def scale_of(x: Tensor, kept: Shape, largest: float) -> Tensor:
     """What the numbers of the grid count in, one of each row of `x` along the dims that are not kept."""
     peak = reduce_max(magnitude(x), output_shape=kept)
     wide = cast(peak, FLOAT32) if x.dtype is BFLOAT16 else peak
@@ -178,6 +178,6 @@ def quantize(
     missing = [str(d) for d in dims if d not in x.shape]
     if missing:
         raise ShapeError(f"{at('quantize')}: reduced dims {', '.join(missing)} are not in {x}")
-    scale = stop_gradient(_scale(x, Shape([d for d in x.shape if d not in dims]), narrow.largest))
+    scale = stop_gradient(scale_of(x, Shape([d for d in x.shape if d not in dims]), narrow.largest))
     units = cast(x, scale.dtype) / scale
     return cast(units if narrow.is_float else round_to_whole(units), narrow, name), scale

@@ -34,7 +34,7 @@ TILE_ROWS = 512
 
 
 def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
-    begins, ends = types[2:]
+    begins, ends = types[-2:]
     dtype = same_dtype(types[:2])
     if not dtype.is_wide_float:
         raise ShapeError(f"needs float operands, got {dtype.name}; cast them with mtf.cast")
@@ -46,9 +46,9 @@ def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorTyp
 # ---------------------------------------------------------------- on one device
 
 
-def _segments(block: Block, begins: Array, ends: Array) -> Iterator[tuple[dict[str, int], int, slice]]:
+def segments(block: Block, begins: Array, ends: Array) -> Iterator[tuple[dict[str, int], int, slice]]:
     """Each non-empty group of this block: the index of the dims that have groups of their own, the group, its rows."""
-    attrs, names = block.attrs, block.inputs[2].shape.names
+    attrs, names = block.attrs, block.inputs[-2].shape.names
     groups, first = names.index(attrs["groups"]), block.offsets[attrs["rows"]]
     count = block.inputs[0].shape.dim(attrs["rows"]).size
     for index in np.ndindex(*begins.shape):
@@ -65,15 +65,15 @@ def _local(block: Block, a: Array, b: Array, begins: Array, ends: Array) -> Arra
     out = block.result()
     out[...] = 0
     names = [t.shape.names for t in (*block.inputs[:2], block.out)]
-    for place, group, rows in _segments(block, begins, ends):
+    for place, group, rows in segments(block, begins, ends):
         chosen: dict[str, Any] = {**place, attrs["groups"]: group, attrs["rows"]: rows}
         where = [tuple(chosen.get(name, np.s_[:]) for name in of) for of in names]
         left = [tuple(n for n in of if not isinstance(chosen.get(n), int)) for of in names]
-        out[where[2]] += _product(engine, a[where[0]], b[where[1]], *left)
+        out[where[2]] += product_by_name(engine, a[where[0]], b[where[1]], *left)
     return out
 
 
-def _product(engine: Engine, a: Array, b: Array, a_names: Names, b_names: Names, out: Names) -> Array:
+def product_by_name(engine: Engine, a: Array, b: Array, a_names: Names, b_names: Names, out: Names) -> Array:
     """The product of two arrays whose dims are matched by name."""
     plan = matmul_plan(a_names, b_names, out)
     if plan.swapped:
@@ -120,7 +120,7 @@ def _built(
 
 def _share(ins: Sequence[TensorType], attrs: Mapping[str, Any]) -> float:
     """The share of the rows that are in this device's groups on the mean, where all have equally many."""
-    return float(attrs["filled"]) * ins[2].shape.dim(attrs["groups"]).size / int(attrs["count"])
+    return float(attrs["filled"]) * ins[-2].shape.dim(attrs["groups"]).size / int(attrs["count"])
 
 
 def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
@@ -141,7 +141,7 @@ def computed_rows(rows: int, groups: int) -> int:
 
 def _product_of(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Product:
     rows, groups = attrs["rows"], attrs["groups"]
-    a, b, bounds, _ = (t.shape for t in ins)
+    a, b, bounds = (t.shape for t in (*ins[:2], ins[-2]))
     first, second, result = ({d.name: d.size for d in shape if d.name != groups} for shape in (a, b, out.shape))
     both = {n for n in first if n in second}
     runs = prod(d.size for d in bounds if d.name != groups and d.name not in both & {*result})
@@ -165,7 +165,7 @@ def _read_share(operand: int, ins: tuple[TensorType, ...], out: TensorType, attr
         return 1.0
     rows = ins[0].shape.dim(attrs["rows"]).size * float(attrs["filled"])
     chance = min(1.0, rows / (int(attrs["count"]) * draws))
-    runs = prod(d.size for d in ins[2].shape if d.name not in ins[1].shape.names)
+    runs = prod(d.size for d in ins[-2].shape if d.name not in ins[1].shape.names)
     return float(1 - (1 - chance) ** (draws * runs))
 
 
@@ -216,7 +216,7 @@ def ragged_dot(
         and what x and w share with `sizes`. Where w has `rows` in place of `groups`, the result has `groups` in place
         of `rows`, and the rows of each group are summed over: y[groups, d, f] from x[rows, d] and w[rows, f], the
         gradient of the matrices.
-      precision: "default", or "highest" for float32 through, as of `einsum`.
+      precision: "default", or "highest" for float32 through, as of `einsum`; in eight bits see `quantized_ragged_dot`.
       mean_rows: how many of the rows are in a group on the mean, for the estimate; all unless given.
       draws: how many draws, such as tokens, choose the groups of these rows, each of them equally likely: so many that
         the estimate knows how many groups have none, whose matrices are not read. None: all are read.
@@ -239,25 +239,59 @@ def ragged_dot(
     Source: jax.lax.ragged_dot; Gale et al., MegaBlocks, arXiv:2211.15841.
     """
     what = "ragged_dot"
-    operands = [tensor(t, what) for t in (x, w, sizes)]
-    x, w, sizes = operands
     choice(precision, what, "precision", PRECISIONS)
+    row, group, out = checked_operands(what, x, w, sizes, rows, groups, output_shape)
+    drawn = None if draws is None else whole(draws, what, "draws", low=1)
+    share = filled_share(what, row, mean_rows)
+    return grouped_product(x, w, sizes, row, group, out, share, drawn, group.size, precision, name)
+
+
+def filled_share(what: str, rows: Dimension, mean_rows: float | None) -> float:
+    """The share of the rows that is in a group on the mean. Raises: ShapeError for more rows than there are."""
+    filled = rows.size if mean_rows is None else number(mean_rows, what, "mean_rows")
+    if not 0 < filled <= rows.size:
+        raise ShapeError(
+            f"{at(what)}: mean_rows must be above 0 and at most the {rows.size} of '{rows.name}', got {filled}"
+        )
+    return filled / rows.size
+
+
+def grouped_product(
+    x: Tensor,
+    w: Tensor,
+    sizes: Tensor,
+    rows: Dimension,
+    groups: Dimension,
+    out: Shape,
+    filled: float,
+    draws: int | None,
+    count: int,
+    precision: str,
+    name: str | None,
+) -> Tensor:
+    """`ragged_dot` of operands that are known to fit.
+
+    Args:
+      filled: the share of the rows that are in a group on the mean. count: how many groups there are on all devices.
+    """
+    ends = cumsum(sizes, groups)
+    attrs = {
+        "rows": rows.name, "groups": groups.name, "count": count, "filled": filled, "draws": draws,
+        "precision": precision,
+    }  # fmt: skip
+    return _built(x, w, subtract(ends, sizes), ends, out, attrs, name)
+
+
+def checked_operands(
+    what: str, x: object, w: object, sizes: object, rows: Dimension | str, groups: Dimension | str, output_shape: object
+) -> tuple[Dimension, Dimension, Shape]:
+    """The dims of the rows and of the groups, and of the result. Raises: ShapeError for operands that do not fit."""
+    x, w, sizes = operands = [tensor(t, what) for t in (x, w, sizes)]
     row, group = _dim_of(x, rows, what, "rows"), _dim_of(sizes, groups, what, "groups")
     faults = _faults(x, w, sizes, row, group)
     if faults:
         raise ShapeError(f"{at(what)}: {'; '.join(faults)}", *operands)
-    out = _output_shape(x, w, sizes, row, group, output_shape)
-    ends = cumsum(sizes, group)
-    filled = row.size if mean_rows is None else number(mean_rows, what, "mean_rows")
-    if not 0 < filled <= row.size:
-        raise ShapeError(
-            f"{at(what)}: mean_rows must be above 0 and at most the {row.size} of '{row.name}', got {filled}"
-        )
-    attrs = {
-        "rows": row.name, "groups": group.name, "count": group.size, "filled": filled / row.size,
-        "draws": None if draws is None else whole(draws, what, "draws", low=1), "precision": precision,
-    }  # fmt: skip
-    return _built(x, w, subtract(ends, sizes), ends, out, attrs, name)
+    return row, group, _output_shape(what, x, w, sizes, row, group, output_shape)
 
 
 def _dim_of(t: Tensor, dim: Dimension | str, what: str, argument: str) -> Dimension:
@@ -289,9 +323,11 @@ def _faults(x: Tensor, w: Tensor, sizes: Tensor, rows: Dimension, groups: Dimens
     return faults
 
 
-def _output_shape(x: Tensor, w: Tensor, sizes: Tensor, rows: Dimension, groups: Dimension, wanted: object) -> Shape:
+def _output_shape(
+    what: str, x: Tensor, w: Tensor, sizes: Tensor, rows: Dimension, groups: Dimension, wanted: object
+) -> Shape:
     """The dims of the result, checked: no operand is summed over a dim that it has alone."""
-    what, summed_rows = "ragged_dot", rows in w.shape
+    summed_rows = rows in w.shape
     both = [d for d in x.shape if d in w.shape and d not in sizes.shape]
     alone = {d for t in (x, w) for d in t.shape if d not in both and d not in (rows, groups)}
     own = groups if summed_rows else rows

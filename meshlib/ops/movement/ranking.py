@@ -17,6 +17,7 @@ from meshlib.core.arguments import at, flag, whole
 from meshlib.core.dtypes import BOOL, INT32
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Operation, Tensor, TensorType, find_dim
+from meshlib.core.laid_dims import size_of
 from meshlib.core.opdef import Array, Block, Factor, Kind, Role, Summary, Work, operation
 from meshlib.ops.building import build, build_all, tensor
 from meshlib.ops.control.sources import constant_like
@@ -277,7 +278,7 @@ def argsort(x: Tensor, dim: Dimension, descending: bool = False, name: str | Non
     """
     d = find_dim(tensor(x, "argsort"), dim, "argsort")
     down = flag(descending, "argsort", "descending")
-    return build(ARGSORT, [x], {"dim": d.name, "size": d.size, "descending": down}, name)
+    return build(ARGSORT, [x], {"dim": d.name, "size": size_of(d), "descending": down}, name)
 
 
 def sort(x: Tensor, dim: Dimension, descending: bool = False, name: str | None = None) -> Tensor:

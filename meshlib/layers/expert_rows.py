@@ -1,0 +1,151 @@
+"""Rows that are sorted by expert: how many groups of tokens are sorted apart, and the shards that share experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import ceil, gcd, lcm
+
+from layouts import Dimension, LayoutRules, Mesh
+from meshlib.core.graph import Tensor
+from meshlib.core.laid_dims import LaidFloat, LaidInt, Part, SizePlan, blocks
+from meshlib.layers.routing import Routing
+from meshlib.ops.movement.shape import reshape
+
+TOKENS = "expert_tokens"  # the dim of the tokens that are sorted together
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertRows(SizePlan):
+    """Sizes of rows that are sorted by expert.
+
+    Tokens of a group are sorted together. Each shard of the experts has the same number of rows for each group, which
+    its experts share. Where both follow from the layout, a group is what a device has, or of a sequence that several
+    devices share the block of one; shards are as many as a rule splits the experts into.
+
+    Attributes:
+      experts, choices, factor: how many there are, how many a token chooses, and the room of a shard over its mean;
+        None: for all that may come.
+      batch, length: sizes of the dims of tokens, and their names; no batch: an empty name.
+      names: of the dims of experts, by which rules split them.
+      inside: dims that experts know by another name, each with what tokens call it.
+      groups, cuts: blocks of the batch and of the length that are sorted apart; shards: of the experts.
+      fixed: whether the sizes are the caller's, whatever the layout.
+    """
+
+    experts: int
+    choices: int
+    factor: float | None
+    batch: int
+    length: int
+    batch_name: str
+    length_name: str
+    names: tuple[str, str]
+    inside: tuple[tuple[str, str], ...] = ()
+    groups: int = 1
+    cuts: int = 1
+    shards: int = 1
+    fixed: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a group."""
+        return self.batch * self.length // (self.groups * self.cuts)
+
+    @property
+    def members(self) -> int:
+        """Experts of a shard."""
+        return self.experts // self.shards
+
+    @property
+    def rows(self) -> int:
+        """Choices of a group that a shard has room for."""
+        most = self.tokens * min(self.choices, self.members)
+        if self.factor is None:
+            return most
+        return min(most, ceil(self.choices * self.tokens * self.factor / self.shards - 1e-9))
+
+    @property
+    def filled(self) -> float:
+        """The share of the rows of a shard that choices fill, where all experts are chosen equally often."""
+        return min(1.0, self.choices * self.tokens / (self.shards * self.rows))
+
+    # ------------------------------------------------------------ as a plan
+
+    def under(self, mesh: Mesh, rules: LayoutRules) -> ExpertRows:
+        """Groups and shards as a layout has them."""
+        if self.fixed:
+            return self
+        outer, inner = (blocks([name], mesh, rules, optional=True) for name in self.names)
+        groups = gcd(self.batch, blocks([self.batch_name], mesh, rules)) if self.batch_name else 1
+        cuts = gcd(self.length, blocks([self.length_name], mesh, rules))
+        return replace(
+            self,
+            groups=self.batch if cuts > 1 else groups,
+            cuts=cuts,
+            shards=gcd(self.experts, lcm(outer, inner)),
+        )
+
+    def number(self, part: Part) -> float:
+        """A size, by the name of the attribute; "queue": all choices of a group; "seats": all rows of a group."""
+        if isinstance(part, int):
+            return part
+        if part == "queue":
+            return self.tokens * self.choices
+        if part == "seats":
+            return self.shards * self.rows
+        return float(self.filled) if part == "filled" else int(getattr(self, part))
+
+    def name(self, name: str) -> str:
+        """Rows of a single shard stay with their tokens: their dims keep the names that tokens have."""
+        return dict(self.inside).get(name, name) if self.shards == 1 else name
+
+    # ------------------------------------------------------------ dims and numbers
+
+    def sized(self, name: str, part: Part) -> Dimension:
+        """A dim of one of the sizes."""
+        return Dimension(name, int(self.number(part))) if self.fixed else self.dim(name, part)
+
+    def count(self, part: Part) -> int:
+        """A size as attributes and constants take it."""
+        return int(self.number(part)) if self.fixed else LaidInt(self, part)
+
+    @property
+    def share(self) -> float:
+        """`filled`, as attributes take it."""
+        return self.filled if self.fixed else LaidFloat(self, "filled")
+
+    def grouped(self, x: Tensor, rest: int) -> Tensor:
+        """x [lead..., batch, length, rest...] as [lead..., groups, cuts, tokens, rest...]; `rest` are so many dims."""
+        if self.fixed:
+            return x
+        front = len(x.shape) - rest - (2 if self.batch_name else 1)
+        lead = [self.sized(d.name, d.size) for d in x.shape[:front]]
+        batch = [self.sized(self.batch_name, "groups")] if self.batch_name else []
+        dims = [*lead, *batch, self.sized(self.length_name, "cuts"), self.sized(TOKENS, "tokens")]
+        return reshape(x, [*dims, *x.shape[len(x.shape) - rest :]])
+
+
+def rows_of(x: Tensor, experts: tuple[str, str], count: int, routing: Routing, inside: Mapping[str, str]) -> ExpertRows:
+    """The rows of tokens x [groups..., tokens, features] for `count` experts.
+
+    Args:
+      experts: the dim of the experts as the router and as kernels call it.
+      inside: dims of x, and that of the router, by what experts call them.
+    """
+    *lead, tokens, _ = x.shape
+    fixed = routing.expert_shards is not None or routing.group_size is not None
+    batch = lead[-1] if lead and not fixed else None
+    return ExpertRows(
+        experts=count,
+        choices=routing.choices,
+        factor=routing.shard_factor,
+        batch=1 if batch is None else batch.size,
+        length=tokens.size,
+        batch_name="" if batch is None else batch.name,
+        length_name=tokens.name,
+        names=experts,
+        inside=tuple((new, old) for old, new in inside.items() if old != experts[0]),
+        shards=routing.expert_shards or 1,
+        fixed=fixed,
+    )
