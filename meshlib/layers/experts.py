@@ -341,7 +341,7 @@ def _mask(nonpadding: Tensor, x: Tensor, grouped: Shape, what: str) -> Tensor:
 
 
 def _without_room(x: Tensor, experts: Dimension, routing: Routing) -> tuple[str, Routing]:
-    """The form where experts have room for all tokens: of few tokens that one which reads only experts that are chosen."""
+    """The form where experts have room for all tokens: of few tokens one that reads only experts that are chosen."""
     chosen = prod(d.size for d in x.shape[:-1]) * routing.choices
     by_token = routing.gating not in ("ntlb", "expert_choice")
     if by_token and experts.size > 1 and chosen < FEW_CHOICES * experts.size:

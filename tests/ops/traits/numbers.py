@@ -280,7 +280,8 @@ def check_read_share(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
         if attrs["groups"] not in ins[1].shape.names:
             continue
         rows, count = ins[0].shape.dim(attrs["rows"]).size, int(attrs["count"])
-        runs = ins[2].shape.size // math.prod(d.size for d in ins[2].shape if d.name in ins[1].shape.names)
+        bounds = ins[-2].shape
+        runs = bounds.size // math.prod(d.size for d in bounds if d.name in ins[1].shape.names)
         for draws in (n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= count):
             hit = [
                 len({g for _ in range(draws * runs) for g in rng.choice(count, rows // draws, replace=False)}) / count
