@@ -38,11 +38,11 @@ def _local(block: Block, a: Array, b: Array, a_scale: Array, b_scale: Array, beg
         where = [tuple(chosen.get(name, np.s_[:]) for name in of) for of in names]
         left = [tuple(n for n in of if not isinstance(chosen.get(n), int)) for of in names]
         x, y, *scales = (array[index] for array, index in zip(arrays, where, strict=False))
-        held = (
+        x, y = (
             round_to_eight_bits(z / align(s, left[n + 2], left[n]), grid)
             for n, (z, s, grid) in enumerate(zip((x, y), scales, attrs["grids"], strict=True))
         )
-        y = product_by_name(block.engine, *held, *left[:2], left[4])
+        y = product_by_name(block.engine, x, y, left[0], left[1], left[4])
         for n, s in enumerate(scales, start=2):
             y = y * align(s, left[n], left[4])
         out[where[4]] += y
