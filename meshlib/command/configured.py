@@ -53,6 +53,7 @@ def run_of(args: argparse.Namespace, serving: bool = False) -> MaxTextRun:
 def configured(args: argparse.Namespace, where: Slice) -> tuple[Subject, str, str]:
     """The subject, with the text of its layout and mesh."""
     run = run_of(args)
+    run.check(where)
     sizes = {"batch": run.batch(where), "length": run.length}
     subject = Configured(
         run.config.name, lambda **choices: run.built(where), {}, run.config, sizes, COMPILERS[args.compiler],

@@ -258,11 +258,11 @@ def test_files_are_based_on_others_and_overrides_come_last(base: Path) -> None:
 
 def test_a_file_far_inside_finds_what_it_is_based_on_and_its_model(base: Path) -> None:
     (base.parent / "models" / "mine.yml").write_text("base_emb_dim: 64\n")
-    (base.parent / "inference").mkdir()
-    (base.parent / "inference" / "serving.yml").write_text("base_config: base.yml\nmax_target_length: 512\n")
+    (base.parent / "shared").mkdir()
+    (base.parent / "shared" / "serving.yml").write_text("base_config: base.yml\nmax_target_length: 512\n")
     child = base.parent / "tpu" / "v5e" / "child.yml"
     child.parent.mkdir(parents=True)
-    child.write_text("base_config: inference/serving.yml\nmodel_name: mine\n")
+    child.write_text("base_config: shared/serving.yml\nmodel_name: mine\n")
     run = run_of(child)
     assert (run.config.d_model, run.length) == (64, 512)
 
@@ -272,6 +272,15 @@ def test_models_give_way_to_overrides_where_they_may(base: Path) -> None:
     assert run_of(base, "model_name=mine").config.norm_epsilon == 1e-6
     run = run_of(base, "model_name=mine", "base_emb_dim=128", "override_model_config=true")
     assert run.config.d_model == 128
+
+
+def test_keys_that_count_for_nothing_are_said(base: Path) -> None:
+    run = run_of(base, "query_proj=device", "logical_axis_rules=[['emb',['fsdp']],['mlp',[]]]")
+    assert [str(one) for one in run.unread] == [
+        "query_proj=device: counts with remat_policy=custom alone, not with full",
+        "logical_axis_rules=emb: no tensor here has a dim of that name; did you mean 'embed'?",
+    ]
+    assert not run_of(base, "query_proj=device", "remat_policy=custom").unread
 
 
 def test_what_is_not_expressed_is_said(base: Path) -> None:

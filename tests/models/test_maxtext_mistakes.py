@@ -91,6 +91,14 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     "rules of caches": (
         "logical_axis_rules=[['cache_batch',['data']]]", [OWN, "logical_axis_rules=['cache_batch', ['data']]", "serve"],
     ),
+    "odd head": ("head_dim=127", [OWN, "head_dim=127", "must be even"]),
+    "dropout": ("dropout_rate=2", [OWN, "dropout_rate=2", "[0, 1)"]),
+    "cap": ("final_logits_soft_cap=-3", [OWN, "final_logits_soft_cap=-3", "not be negative"]),
+    "kind of attention": ("attention_type=mlaa", [OWN, "attention_type=mlaa", "did you mean 'mla'"]),
+    "no value": ("per_device_batch_size=", [OWN, "per_device_batch_size=:", "has no value", "12.0"]),
+    "loss without blocks": ("num_vocab_tiling=0", [OWN, "num_vocab_tiling=0", "at least 1"]),
+    "repeats": ("num_pipeline_repeats=5 ici_pipeline_parallelism=4", ["num_pipeline_repeats=5", "are not 16"]),
+    "towers of Qwen": ("use_audio=true", ["use_audio=True", "use_audio=false override_model_config=true plans"]),
     "no YAML": ("mesh_axes=[fsdp", ["mesh_axes=[fsdp", "no YAML"]),
 }  # fmt: skip
 
@@ -127,6 +135,10 @@ FILES: dict[str, tuple[str, list[str]]] = {
     "a key twice": ("steps: 1\nsteps: 2\n", ["base.yml:1", "'steps' is there twice"]),
     "based on nothing": ("base_config: other.yml\n", ["base_config=other.yml", "no such file"]),
     "based on itself": ("base_config: base.yml\n", ["base_config=base.yml", "based on each other"]),
+    "an alias within itself": (
+        "mesh_axes: &a [fsdp, *a]\n",
+        ["read_maxtext: base.yml: has more than", "within itself"],
+    ),
     "not text": ("\x00\x01", ["base.yml", "is no YAML"]),
 }
 

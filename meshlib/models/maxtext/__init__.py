@@ -5,5 +5,6 @@ settings       a file, what it is based on, its model's file and overrides, as o
 model          fields -> TransformerConfig, by decoder block
 mesh, rules    ICI and DCN sizes -> mesh; logical axis rules -> layout
 remat          policies by name; optimizer: its state
+purpose, unread  what is of inference; what costs and is not expressed
 run            `read_maxtext`, and the program of a run on a slice
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _NAMES = """
-model_call_mode quantize_kvcache
+model_call_mode partial_rotary_factor quantize_kvcache
 abort_on_inf_loss abort_on_nan_loss act_quantization_calibration_method activation_dropout_for_audio
 activation_function_for_audio adam_b1 adam_b2 adam_eps adam_eps_root adam_weight_decay adamw_mask add_bos add_eos
 ar_cache_axis_order async_checkpointing async_scheduling attention_dropout_for_audio attention_for_vit

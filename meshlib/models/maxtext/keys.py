@@ -199,6 +199,7 @@ class Refusal:
 
 
 _SAMPLING = "reinforcement learning, which samples beside training"
+_DECODER = "this library has none; {}=false override_model_config=true plans the decoder alone"
 _BOTH = "plan its training from base.yml, and price its sampling with meshlib serve"
 REFUSED: Mapping[str, Refusal] = MappingProxyType(
     {
@@ -209,8 +210,8 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
         "hidden_size_per_layer_input": Refusal(0, "embeddings that every layer adds (Gemma 4 E2B, E4B)"),
         "num_kv_shared_layers": Refusal(0, "layers that reuse the keys and values of others"),
         "moba": Refusal(False, "mixture of block attention"),
-        "use_multimodal": Refusal(False, "a vision tower"),
-        "use_audio": Refusal(False, "an audio tower"),
+        "use_multimodal": Refusal(False, "a vision tower", instead=_DECODER.format("use_multimodal")),
+        "use_audio": Refusal(False, "an audio tower", instead=_DECODER.format("use_audio")),
         "attention_output_dim": Refusal(-1, "experts that work in another width than d_model"),
         "moe_expert_input_dim": Refusal(-1, "experts that work in another width than d_model"),
         "first_num_hash_layers": Refusal(0, "layers whose experts are chosen by a hash"),
@@ -228,7 +229,6 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
         "learn_to_init_mode": Refusal(False, "learning to initialise from a teacher"),
         "training_objective": Refusal("causal_lm", "block diffusion", lambda value: value != "causal_lm"),
         "hardware": Refusal("tpu", "hardware other than TPUs", lambda value: value != "tpu"),
-        "partial_rotary_factor": Refusal(1.0, "linear attention (Gated DeltaNet)"),
     }
 )  # fmt: skip
 KNOWN = frozenset((*READ, *UNREAD, *REFUSED, *IGNORED))

@@ -86,7 +86,7 @@ def _filled(s: Settings, kind: str, names: Sequence[str], total: int, where: Sli
             )
         sizes[left[0]] = total // given
     elif given != total:
-        most = max(sizes, key=lambda axis: sizes[axis])
+        most = max(sizes, key=lambda axis: (sizes[axis], keys[axis] in s.values, axis == "data"))
         s.fail(
             keys[most],
             f"the product of {_shown(sizes, keys) or f'all {kind}_*'} is {given}, but {where.name} has {what}",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -45,6 +47,19 @@ ABSENT: Mapping[str, str] = MappingProxyType(
 )
 
 
+# Fields of a `TransformerConfig` whose rules its own errors state: MaxText's key.
+KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "head_dim": "head_dim", "dropout": "dropout_rate", "logit_cap": "final_logits_soft_cap",
+        "z_loss": "z_loss_multiplier", "rope_theta": "rope_max_timescale",
+        "norm_epsilon": "normalization_layer_epsilon",
+        "windows": "sliding_window_size", "vocab": "vocab_size", "d_model": "base_emb_dim", "d_ff": "base_mlp_dim",
+        "layers": "base_num_decoder_layers", "heads": "base_num_query_heads", "max_length": "trainable_position_size",
+    }
+)  # fmt: skip
+ATTENTION = ("global", "local_sliding", "chunk", "mla", "full", "compressed", "block_diffusion")
+
+
 def scales(global_scale: int) -> dict[str, int]:
     """By which powers of two `global_parameter_scale` multiplies width, heads, inner width and layers.
 
@@ -67,13 +82,17 @@ def config_of(s: Settings) -> TransformerConfig:
     if block in ABSENT:
         s.fail("decoder_block", f"{ABSENT[block]}: this library has no such layers")
     s.choice("decoder_block", tuple(BLOCKS))
+    s.choice("attention_type", ATTENTION)
     fields = {**_common(s), **BLOCKS[block](s)}
     name = s.values.get("model_name") or "default"
     try:
         return TransformerConfig(name=f"{name}" if name != "default" else f"maxtext-{block}", **fields)
     except GraphError as fault:
         faults = "; ".join(fault.faults or (str(fault),))
-        raise GraphError(f"{WHAT}: {s.path}: model_name={name}: {faults}") from None
+        key = next((KEYS[word] for word in re.findall(r"\w+", faults) if word in KEYS), None)
+        if key is not None:
+            s.fail(key, faults)
+        raise GraphError(f"{WHAT}: {os.path.basename(s.path)}: model_name={name}: {faults}") from None
 
 
 def _common(s: Settings) -> Fields:

@@ -16,31 +16,19 @@ from meshlib.core.errors import GraphError, LayoutError, SliceError
 from meshlib.core.graph import Graph, Operation, Tensor
 from meshlib.lowering import Session
 from meshlib.models.config import TransformerConfig
-from meshlib.models.maxtext.keys import EFFECTS, PARTS, READ
+from meshlib.models.maxtext.keys import PARTS
 from meshlib.models.maxtext.mesh import AxisSizes, axes_of
 from meshlib.models.maxtext.model import config_of
 from meshlib.models.maxtext.optimizer import clipping_norm, optimizer_of
-from meshlib.models.maxtext.remat import WITH_QUANTISED, remat_of
+from meshlib.models.maxtext.remat import remat_of
 from meshlib.models.maxtext.rules import Translation, translated
 from meshlib.models.maxtext.settings import OVERRIDES, WHAT, Settings, settings_of
+from meshlib.models.maxtext.unread import Unread, unread_keys
 from meshlib.models.stages import Pipeline
 from meshlib.models.train import train_step
 from meshlib.ops.control.remat import Policy
 from meshlib.optimize.base import Optimizer
 from meshlib.program.records import Program
-
-
-@dataclass(frozen=True)
-class Unread:
-    """A key that is not expressed: its value, MaxText's default, and what it would change."""
-
-    key: str
-    value: Any
-    default: Any
-    changes: str
-
-    def __str__(self) -> str:
-        return f"{self.key}={self.value}: {self.changes}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,6 +202,13 @@ class MaxTextRun:
             loss_blocks=s.size("num_vocab_tiling"),
         )
 
+    def check(self, slice: str | Slice) -> None:
+        """Raise GraphError for the first key by which the run can't be laid out on a slice."""
+        where = _slice(slice)
+        self.batch(where)
+        self.pipeline(where)
+        self._check_sizes(where)
+
     def _check_sizes(self, where: Slice) -> None:
         """Raise GraphError for the first size that the axes of its dim do not divide."""
         s, c, e = self.settings, self.config, self.config.experts
@@ -248,43 +243,11 @@ class MaxTextRun:
     @cached_property
     def unread(self) -> tuple[Unread, ...]:
         """Keys that differ from their defaults, have a cost, and are not expressed."""
-        s = self.settings
-        values = s.values
-        changed = [
-            Unread(key, values[key], default, effect.changes)
-            for effect in EFFECTS
-            if effect.counts(values)
-            for key, default in effect.defaults.items()
-            if key in values and values[key] not in (default, None)
-        ]
-        return (*changed, *_partly(s))
+        return unread_keys(self.settings)
 
     def __str__(self) -> str:
         model = f"{self.config.name}: {self.config.parameters:,} parameters"
         return "\n".join([model, *(f"not expressed: {one}" for one in self.unread)])
-
-
-def _partly(s: Settings) -> list[Unread]:
-    """Keys that are read, but of which some values are not expressed."""
-    unread = []
-
-    def note(key: str, changes: str) -> None:
-        unread.append(Unread(key, s[key], READ[key], changes))
-
-    if s["grad_dtype"] != "float32" and s["weight_dtype"] == "float32":
-        note("grad_dtype", "gradients are kept and clipped in this dtype; float32 here")
-    if s["remat_policy"] in WITH_QUANTISED and s["quantization"]:
-        note("remat_policy", "quantised operands are kept, too; computed again here")
-    chunk = s["chunk_attn_window_size"]
-    if chunk and chunk < s.size("max_target_length"):
-        note("chunk_attn_window_size", "three of four layers see chunks of so many tokens; all tokens here")
-    for key in ("ici_sequence_parallelism", "dcn_sequence_parallelism"):
-        if s[key] != 1 and "sequence" not in s["mesh_axes"]:
-            note(key, "mesh_axes has no axis 'sequence', so MaxText takes no notice of it")
-    if s["context_parallel_strategy"] != "all_gather" and s["ici_context_parallelism"] != 1:
-        note("context_parallel_strategy", "how keys and values reach split queries; the cheaper of gathering keys and "
-             "of partial results here")  # fmt: skip
-    return unread
 
 
 @lru_cache(maxsize=256)

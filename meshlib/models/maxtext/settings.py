@@ -276,6 +276,8 @@ def _check(made: Settings) -> None:
         default = READ.get(key, UNREAD.get(key))
         if default is not None and value is not None:
             _check_type(made, key, value, default)
+        elif value is None and made.sources.get(key) == OVERRIDES and not isinstance(default, str | None):
+            made.fail(key, f"has no value; MaxText's default is {_text(default)}", "")
 
 
 _WORDS: Mapping[type, str] = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list"}
@@ -344,13 +346,18 @@ def _yaml(text: str, where: str) -> Any:
         loader = Loader(text)  # which reads the first characters
         document = loader.get_single_node()
         if _size(document, {}) > MOST_VALUES:
-            raise GraphError(f"{WHAT}: {where}: has more than {MOST_VALUES:,} values, with aliases written out")
+            raise GraphError(
+                f"{WHAT}: {where}: has more than {MOST_VALUES:,} values, with aliases written out; one is within "
+                "itself, or many are repeated"
+            )
         return None if document is None else loader.construct_document(document)
     except yaml.YAMLError as fault:
         mark = getattr(fault, "problem_mark", None)
         line = "" if mark is None else f":{mark.line + 1}"
         problem = str(getattr(fault, "problem", None) or fault).splitlines()[0]
         raise GraphError(f"{WHAT}: {where}{line}: is no YAML: {problem}") from None
+    except GraphError:
+        raise
     except (RecursionError, ValueError) as fault:
         raise GraphError(f"{WHAT}: {where}: is no YAML: {fault}") from None
     finally:

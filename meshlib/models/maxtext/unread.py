@@ -1,0 +1,76 @@
+"""Keys of a MaxText configuration that have a cost and are not expressed, each with what it would change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from meshlib.core.errors import nearest
+from meshlib.models.maxtext.default_rules import DEFAULT_RULES
+from meshlib.models.maxtext.keys import EFFECTS, READ, REMAT_KEYS
+from meshlib.models.maxtext.remat import WITH_QUANTISED
+from meshlib.models.maxtext.settings import OVERRIDES, RULES, Settings
+
+NAMED_DIMS = tuple(dict.fromkeys(name for name, _ in DEFAULT_RULES))
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A key that is not expressed: its value, MaxText's default, and what it would change."""
+
+    key: str
+    value: Any
+    default: Any
+    changes: str
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.value}: {self.changes}"
+
+
+def unread_keys(s: Settings) -> tuple[Unread, ...]:
+    """Keys that differ from their defaults, change compute, memory or communication, and are not expressed."""
+    values = s.values
+    changed = [
+        Unread(key, values[key], default, effect.changes)
+        for effect in EFFECTS
+        if effect.counts(values)
+        for key, default in effect.defaults.items()
+        if key in values and values[key] not in (default, None)
+    ]
+    return (*changed, *_partly(s))
+
+
+def _partly(s: Settings) -> list[Unread]:
+    """Keys that are read, but of which some values are not expressed."""
+    unread = []
+
+    def note(key: str, changes: str) -> None:
+        unread.append(Unread(key, s[key], READ[key], changes))
+
+    if s["remat_policy"] != "custom":
+        for key in REMAT_KEYS:
+            if s[key] != READ[key]:
+                note(key, f"counts with remat_policy=custom alone, not with {s['remat_policy']}")
+    for name in dict.fromkeys(str(rule[0]) for rule in _own_rules(s)):
+        hint = nearest(name, NAMED_DIMS) if name not in NAMED_DIMS else ""
+        if hint:
+            unread.append(Unread(RULES, name, None, f"no tensor here has a dim of that name{hint}"))
+    if s["grad_dtype"] != "float32" and s["weight_dtype"] == "float32":
+        note("grad_dtype", "gradients are kept and clipped in this dtype; float32 here")
+    if s["remat_policy"] in WITH_QUANTISED and s["quantization"]:
+        note("remat_policy", "quantised operands are kept, too; computed again here")
+    chunk = s["chunk_attn_window_size"]
+    if chunk and chunk < s.size("max_target_length"):
+        note("chunk_attn_window_size", "three of four layers see chunks of so many tokens; all tokens here")
+    for key in ("ici_sequence_parallelism", "dcn_sequence_parallelism"):
+        if s[key] != 1 and "sequence" not in s["mesh_axes"]:
+            note(key, "mesh_axes has no axis 'sequence', so MaxText takes no notice of it")
+    if s["context_parallel_strategy"] != "all_gather" and s["ici_context_parallelism"] != 1:
+        note("context_parallel_strategy", "how keys and values reach split queries; the cheaper of gathering keys and "
+             "of partial results here")  # fmt: skip
+    return unread
+
+
+def _own_rules(s: Settings) -> list[Any]:
+    """Rules that overrides give: MaxText takes no notice of a name that no dim has."""
+    return [*s.values[RULES]] if s.sources.get(RULES) == OVERRIDES else []
