@@ -76,6 +76,10 @@ class Work:
       hbm_bytes: read and written at its boundary.
 
     Raises: HardwareError for a negative or non-finite amount, an unknown dtype, or other matmuls than Matmul.
+    Example:
+      >>> work = Work((Matmul(1024, 1024, 1024),), hbm_bytes=3 * 2 * 1024**2)  # a product in bfloat16, alone
+      >>> sum(product.flops for product in work.matmuls) / work.hbm_bytes  # FLOPs a byte
+      341.3333333333333
     """
 
     matmuls: tuple[Matmul, ...] = ()
@@ -96,7 +100,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Time:
-    """Modelled time of an operation: `seconds`, its bounds, its parts and the one that bounds it."""
+    """Modelled time of an operation: `seconds`, its bounds, its parts and the one that bounds it.
+
+    Example:
+      >>> from hardware.chips import CHIPS
+      >>> time = time_of(CHIPS["v5e"], Work(hbm_bytes=8e8))
+      >>> time.bound, f"{time.seconds * 1e3:.2f} ms"
+      ('hbm', '1.09 ms')
+    """
 
     mxu_seconds: float
     vpu_seconds: float

@@ -6,4 +6,13 @@ a single `HardwareError` whose message names the argument, its value and, where 
 
 
 class HardwareError(ValueError):
-    """An argument that no machine of this library can take."""
+    """An argument that no machine of this library can take.
+
+    Example:
+      >>> from hardware import Slice
+      >>> try:
+      ...     Slice("v5e-7")
+      ... except HardwareError as fault:
+      ...     print(fault)
+      'v5e-7' is no slice of v5e (the number counts chips); the nearest are v5e-1, v5e-4, v5e-8
+    """

@@ -21,7 +21,13 @@ SHOWN_TENSORS = 3  # of one fault; the rest are counted
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The outcome of `check`: faults make the layout impossible, notes make it worth a second look."""
+    """The outcome of `check`: faults make the layout impossible, notes make it worth a second look.
+
+    Example:
+      >>> report = check("batch:data", "data:4", [("x", "batch:6", "activations")])
+      >>> report.ok, len(report.faults), len(report.notes)
+      (False, 1, 0)
+    """
 
     faults: tuple[str, ...]
     notes: tuple[str, ...]

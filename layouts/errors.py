@@ -46,7 +46,16 @@ class MeshlibError(Exception):
 
 
 class LayoutError(MeshlibError, ValueError):
-    """A dimension, mesh, layout or sharding that cannot be; the message names sizes and a remedy."""
+    """A dimension, mesh, layout or sharding that cannot be; the message names sizes and a remedy.
+
+    Example:
+      >>> from layouts import LayoutRules
+      >>> try:
+      ...     LayoutRules("batch:data").sharding("batch:6", "data:4")
+      ... except LayoutError as fault:
+      ...     print(str(fault).partition(": ")[2])
+      dim 'batch' does not divide over axis 'data': 6 % 4 = 2. Pad batch to 8 (+33.33 %), or remove batch:data.
+    """
 
 
 def nearest(name: object, candidates: Iterable[str]) -> str:

@@ -24,6 +24,13 @@ class Step:
         slice               0              each device keeps its part; `axes` go minor-most on `dim`
         mask                0              a whole value becomes a pending sum over `axes`: the first device of each
                                            group keeps its block, the others hold zeros
+
+    Example:
+      >>> from layouts import Sharding, reshard
+      >>> split = Sharding("batch:8", "data:4", [("data",)])
+      >>> step = reshard(split, split.with_axes([()]), 4).steps[0]
+      >>> step.kind, step.axes, str(step.before), str(step.after)
+      ('all_gather', ('data',), '[batch:8@data]', '[batch:8]')
     """
 
     kind: str
@@ -48,7 +55,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Steps that lead from one sharding to another."""
+    """Steps that lead from one sharding to another.
+
+    Example:
+      >>> from layouts import Sharding, reshard
+      >>> by_batch = Sharding("batch:8;d:8", "data:4", [("data",), ()])
+      >>> plan = reshard(by_batch, by_batch.with_axes([(), ("data",)]), 4)
+      >>> [step.kind for step in plan.steps]
+      ['all_to_all']
+    """
 
     steps: tuple[Step, ...]
     sent_bytes: int | float

@@ -162,24 +162,26 @@ _REMEDIES = {
 }
 
 
-def file_remedy(fault: Exception, path: object) -> str:
+def file_remedy(fault: Exception, path: object, written: bool = True) -> str:
     """The end of a message about a fault of the system: what to do about it, or ""."""
     if isinstance(fault, FileNotFoundError):
-        return missing_file(str(path))
+        return missing_file(str(path), written)
     return _REMEDIES.get(getattr(fault, "errno", None) or 0, "")
 
 
-def missing_file(path: str) -> str:
+def missing_file(path: str, written: bool = False) -> str:
     """The end of a message about a file that is not there: the folder that is missing, or a name like it that exists.
 
     >>> missing_file("/nowhere/x/y.json")
-    '; there is no folder /nowhere: make it, or check the path'
+    '; there is no folder /nowhere'
+    >>> missing_file("/nowhere/x/y.json", written=True)
+    '; there is no folder /nowhere: make it, or name another'
     """
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
         while not os.path.isdir(os.path.dirname(folder)):
             folder = os.path.dirname(folder)
-        return f"; there is no folder {folder:.200}: make it, or check the path"
+        return f"; there is no folder {folder:.200}{': make it, or name another' if written else ''}"
     with suppress(OSError):
         return nearest(os.path.basename(path), islice(os.listdir(folder), 1000)) or "; check the path"
     return "; check the path"
@@ -289,7 +291,8 @@ def faults_of(path: object, what: str, done: str, error: type[Exception]) -> Ite
         yield target
     except OSError as fault:
         raise error(
-            f"{what}: {target:.200} can't be {done}: {fault.strerror or fault}{file_remedy(fault, target)}"
+            f"{what}: {target:.200} can't be {done}: {fault.strerror or fault}"
+            f"{file_remedy(fault, target, done != 'read')}"
         ) from fault
 
 

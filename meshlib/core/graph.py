@@ -66,6 +66,14 @@ class Tensor(Shown):
     """One value of the program: global shape with named dims, and the operation that makes it.
 
     Python operators work by dim name: `x + y` broadcasts over the dims that one side lacks.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x, b = mtf.input("x", "batch:8;d:4"), mtf.input("b", "d:4")
+      ...     y = x + b
+      >>> print(y.shape, y.dtype, y.operation.opdef.name)
+      [batch:8, d:4] f32 add
     """
 
     name: str
@@ -169,6 +177,13 @@ class Operation:
     `name` is its path of scopes, `source` a line of the user's; in a gradient both are those of the operation whose
     gradient it is, with "/grad" after the name. In the update region `source` is the line that asked for the update.
     `owner` is the variable an update-region operation works for: its values live where that variable's slots do.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph(), mtf.scope("block"):
+      ...     op = mtf.exp(mtf.input("x", "d:4")).operation
+      >>> op.name, op.opdef.name, [x.name for x in op.inputs]
+      ('block/exp', 'exp', ['block/x'])
     """
 
     name: str

@@ -33,6 +33,14 @@ class Stats:
     made_seconds       the time in which they were made, whether or not anybody waited
     waited_seconds     how long the one who asked waited for them
     skipped            how many records were damaged and left out; `faults` says which
+
+    Example:
+      >>> import numpy as np
+      >>> import meshlib as mtf
+      >>> feed = iter(mtf.data.arrays({"x": np.arange(4)}).batch(2))
+      >>> _ = next(feed)
+      >>> feed.stats.examples, feed.stats.batches, feed.stats.skipped
+      (2, 1, 0)
     """
 
     examples: int = 0
@@ -53,7 +61,15 @@ class Stats:
 
 
 class Feed(Iterator[Batch]):
-    """The batches of a `Data`, or its examples where it has no batches."""
+    """The batches of a `Data`, or its examples where it has no batches.
+
+    Example:
+      >>> import numpy as np
+      >>> import meshlib as mtf
+      >>> feed = iter(mtf.data.arrays({"x": np.arange(4)}).batch(2))
+      >>> next(feed)["x"].tolist(), next(feed)["x"].tolist()
+      ([0, 1], [2, 3])
+    """
 
     def __init__(self, data: Data) -> None:
         self.data = data

@@ -38,6 +38,11 @@ class Field:
         texts or runs of bytes are an array of objects. Of an image, (side, side, channels): the middle square is
         brought to that size; as it is unless given, with three channels.
       name: of the feature, where it is not that of the field.
+    Example:
+      >>> import meshlib as mtf
+      >>> pixels = mtf.data.Field("image", (32, 32, 3), name="image/encoded")  # fields={"pixels": pixels, ...}
+      >>> pixels.shape
+      (32, 32, 3)
     """
 
     dtype: str

@@ -64,6 +64,13 @@ class Data:
     """Examples and what becomes of them; made by `mtf.data.arrays`, `records`, `idx`, `text` and `folder`.
 
     Iterate over it, `for batch in data`, or keep the iterator, `feed = iter(data)`: it knows its `state()`.
+
+    Example:
+      >>> import numpy as np
+      >>> import meshlib as mtf
+      >>> data = mtf.data.arrays({"x": np.arange(6)}).shuffle(seed=0).batch(3)
+      >>> [batch["x"].shape for batch in data], len(mtf.data.arrays({"x": np.arange(6)}))
+      ([(3,), (3,)], 6)
     """
 
     source: Source

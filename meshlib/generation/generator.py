@@ -60,6 +60,14 @@ class Generated:
       steps: how many tokens were decoded after the prefill, at most, of a sequence.
       dropped: of a model with experts, how many choices of them found no room, in all layers: those of
         prompts, and with `group_size` those of all steps, of rows that are done or empty, too.
+    Example:
+      >>> import meshlib as mtf
+      >>> tiny = mtf.models.preset("gpt2").reduced()
+      >>> with mtf.Graph():
+      ...     trained = mtf.simulate(mtf.lower(*mtf.models.train_step(tiny, batch=1, length=4)), seed=0)
+      >>> completions = mtf.generate(tiny, [[1, 2, 3]], trained, max_tokens=2)
+      >>> len(completions.tokens[0]), completions.ended, completions.steps
+      (2, (False,), 1)
     """
 
     tokens: tuple[tuple[int, ...], ...]
@@ -102,6 +110,14 @@ class Generator:
       run: what makes a run of a program in place of `mtf.simulate`, such as `mtf.on_jax` for real devices.
       seed: of what is drawn.
     Raises: GraphError for arguments that do not fit, and for parameters that are missing or of another shape.
+    Example:
+      >>> import meshlib as mtf
+      >>> tiny = mtf.models.preset("gpt2").reduced()
+      >>> with mtf.Graph():
+      ...     trained = mtf.simulate(mtf.lower(*mtf.models.train_step(tiny, batch=1, length=4)), seed=0)
+      >>> complete = mtf.Generator(tiny, trained, batch=2, length=4, max_tokens=3)
+      >>> [len(tokens) for tokens in complete([[1, 2], [3]]).tokens]
+      [3, 3]
     """
 
     config: TransformerConfig

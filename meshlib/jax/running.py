@@ -116,7 +116,16 @@ class DeviceState(State):
 
 
 class OnJax(Simulation):
-    """The variables of a program on JAX devices; see `on_jax`. `print(run)` says how long a step takes, and should."""
+    """The variables of a program on JAX devices; see `on_jax`. `print(run)` says how long a step takes, and should.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     w = mtf.variable("w", "d:2", 1.0)
+      ...     run = mtf.on_jax(mtf.lower({"w": w}, [mtf.assign(w, w * 2)]))
+      >>> run.step()["w"].tolist(), run.state["w"].tolist()
+      ([1.0, 1.0], [2.0, 2.0])
+    """
 
     runs_several = True
     intermediates = "in mtf.simulate(program), not on devices"

@@ -112,6 +112,11 @@ class Scores:
       segments: int32 numbers of the queries' tokens and of the memory's, [..., length] each: a query sees what has its
         own number, see `mtf.attention`.
     Raises: GraphError for a value of the wrong kind.
+    Example:
+      >>> import meshlib as mtf
+      >>> scores = mtf.layers.Scores(causal=True, window=128, rotary_base=10_000.0)
+      >>> scores.kernel, scores.window
+      ('flash', 128)
     """
 
     causal: bool = False
@@ -159,6 +164,13 @@ class Held:
       keys, values: as the kernel takes them: [..., length, channels], of the dims that queries share.
       length: name of the dim that is attended to.
       mask: bool, of dims of queries and keys: False hides a key.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     keys, values = (mtf.input(n, "batch:2;heads:2;memory_length:6;head_dim:4") for n in ("keys", "values"))
+      ...     held = mtf.layers.Held(keys, values, "memory_length")
+      >>> print(held.keys.shape)
+      [batch:2, heads:2, memory_length:6, head_dim:4]
     """
 
     keys: Tensor

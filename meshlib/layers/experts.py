@@ -56,6 +56,13 @@ class Mixture:
       dropped: int32 by group: choices of tokens that found no room, and with "ntlb" and "expert_choice" the tokens
         that no expert took. Their sum is that of the step.
       load: int32 [groups, experts_unsplit]: how many tokens chose each expert.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", "batch:2;length:8;d:4")
+      ...     y = mtf.layers.moe(x, mtf.Dimension("experts", 4), mtf.Dimension("hidden", 8))
+      >>> print(y.values.shape, y.loss.shape, y.dropped.dtype)
+      [batch:2, length:8, d:4] [batch:2] i32
     """
 
     values: Tensor

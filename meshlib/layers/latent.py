@@ -38,6 +38,13 @@ class LatentDims:
       value: one head of values.
       q_rank: the latent vector that queries are made of; None: they are made of the input.
     Raises: ShapeError for other things than dims, and for names that do not fit.
+    Example:
+      >>> import meshlib as mtf
+      >>> D = mtf.Dimension
+      >>> nope, rope = D("head_dim", 6), D("head_dim", 2)
+      >>> dims = mtf.layers.LatentDims(D("heads", 2), D("kv_rank", 4), nope, rope, D("value", 6))
+      >>> dims.kv_rank.size, dims.q_rank
+      (4, None)
     """
 
     heads: Dimension

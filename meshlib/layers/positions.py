@@ -40,6 +40,11 @@ class RotaryScaling:
         whole numbers around those of `high` and `low` turns.
       amplitude: queries and keys are multiplied by it.
     Raises: GraphError for other numbers, and for pairs without an original length.
+    Example:
+      >>> import meshlib as mtf
+      >>> llama3 = mtf.layers.RotaryScaling(factor=8.0, low=1.0, high=4.0, original_length=8192)
+      >>> llama3.ramp, llama3.amplitude
+      ('turns', 1.0)
 
     Source: the "llama3" (turns), "yarn" (pairs; low 1, high 32, amplitude 0.1 ln(factor) + 1) and "linear" of
     huggingface/transformers, modeling_rope_utils.py; Llama 3.1 has factor 8, Llama 3.2's small models 32, both of 8,192

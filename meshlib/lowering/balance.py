@@ -24,6 +24,12 @@ class Balance:
     `stationary`: a variable never moves over an axis that a required rule gives to one of its dims, if the rule holds
     for activations too: these come to the weight, as in Megatron, even where gathering the weight would send less. An
     optional rule, or one for variables alone, says where a weight is stored; it moves where that sends less.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> balance = mtf.balance("v5e-8", "data:8")  # what the links and the MXU of a slice make of it
+      >>> balance.collective_bytes > mtf.Balance().collective_bytes
+      True
     """
 
     mxu_flops_per_byte: float = 1.0

@@ -22,6 +22,12 @@ class LatentAttention:
       nope_dim: features of each head's own key, which is not turned. The model's head_dim is both together.
       value_dim: features of each head's values.
     Raises: GraphError with all that is wrong at once.
+    Example:
+      >>> import meshlib as mtf
+      >>> latent = mtf.models.preset("deepseek-v3").latent
+      >>> latent.kv_rank + latent.rope_dim  # numbers a token has in the cache of a layer
+      576
+
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
     """
 

@@ -47,6 +47,13 @@ class Transformer:
 
     Of mixtures of experts: `auxiliary_loss`, the sum over layers of their losses' means; `dropped`, how many choices of
     tokens found no room in all layers; `loads` by scope of the router, how many tokens chose each expert.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     model = mtf.models.transformer(mtf.models.preset("gpt2").reduced(), batch=2, length=8)
+      >>> print(model.logits.shape, sorted(model.inputs))
+      [batch:2, length:8, vocab:64] ['targets', 'tokens']
     """
 
     config: TransformerConfig

@@ -48,6 +48,15 @@ class Pipeline:
         "none" what the layers keep by their own `remat`, for all microbatches; with "full" nothing, and each stage is
         computed once more, which leaves the layers of one microbatch at a time.
     Raises: GraphError for numbers below 1, and a policy that is none.
+    Example:
+      >>> import meshlib as mtf
+      >>> tiny = mtf.models.preset("gpt2").reduced()
+      >>> with mtf.Graph():
+      ...     stages = mtf.models.Pipeline(stages=2, microbatches=4)
+      ...     step = mtf.models.train_step(tiny, batch=4, length=8, pipeline=stages)
+      ...     program = mtf.lower(*step, mesh="pipe:2", layout="stage:pipe")
+      >>> sorted({c.kind for c in program.collectives})
+      ['all_reduce', 'collective_permute']
     """
 
     stages: int

@@ -48,6 +48,18 @@ class Update:
     """One variable in one step, as an optimizer's rule sees it.
 
     `value` and `grad` are in the dtype to compute in, `scalars` the numbers that all variables share, "lr" among them.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> class Sign(mtf.optimize.Optimizer):
+      ...     def rule(self, update):
+      ...         return update.value - update.lr * mtf.sign(update.grad)
+      >>> with mtf.Graph():
+      ...     w = mtf.variable("w", "d:2", 1.0)
+      ...     sim = mtf.simulate(mtf.lower({}, Sign(0.5).minimize(mtf.reduce_sum(w))))
+      >>> _ = sim.step()
+      >>> sim.state["w"].tolist()
+      [0.5, 0.5]
     """
 
     variable: Operation

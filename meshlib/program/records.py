@@ -34,6 +34,15 @@ class Collective:
     `payload_bytes` is the operand on one device; `sent_bytes` what a device sends on a ring (for a permute the
     busiest sender); both for one run, of which there are `count` in a step. Small collectives that were merged
     share a `launch`.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.reduce_sum(mtf.input("x", "batch:8;d:4"), reduced_dim="batch")
+      ...     program = mtf.lower({"y": y}, mesh="data:4", layout="batch:data")
+      >>> c = program.collectives[0]
+      >>> c.kind, c.axes, c.payload_bytes, c.sent_bytes, c.count
+      ('all_reduce', ('data',), 16, 24, 1)
     """
 
     kind: str
@@ -83,6 +92,14 @@ class Program(Shown):
 
     `inputs`, `variables` map names to their values; `outputs` and `updates` name what is fetched and written back.
     `compiler` is what it was lowered for; `mtf.estimate` schedules it so unless told otherwise.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.exp(mtf.input("x", "batch:8;d:4"))
+      ...     program = mtf.lower({"y": y}, mesh="data:4", layout="batch:data")
+      >>> print(program.outputs["y"].sharding, program.sent_bytes)
+      [batch:8@data, d:4] 0
     """
 
     mesh: Mesh

@@ -39,7 +39,13 @@ Whole = NDArray[np.int64]
 
 
 class Fault(NamedTuple):
-    """What is wrong with a file, and where: `offset` counts the bytes of the records, decompressed."""
+    """What is wrong with a file, and where: `offset` counts the bytes of the records, decompressed.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> print(mtf.records.Fault("train-00000-of-00010", 4096, "its CRC is wrong"))
+      train-00000-of-00010: at byte 4096: its CRC is wrong
+    """
 
     path: str
     offset: int

@@ -29,6 +29,16 @@ class Writer:
     The files have temporary names until the block ends without a fault. Several appear together
     (`meshlib.core.file_sets`): whoever is killed leaves all files of the old set or all of the new one, which a hidden
     file beside them names. Of several writers of one path the last to end stays.
+
+    Example:
+      >>> import tempfile
+      >>> import meshlib as mtf
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     with mtf.records.Writer(f"{folder}/train@2") as writer:
+      ...         for n in range(3):
+      ...             writer.write(f"record {n}".encode())
+      ...     sorted(mtf.records.read(f"{folder}/train@2"))
+      [b'record 0', b'record 1', b'record 2']
     """
 
     def __init__(self, path: str | os.PathLike[str], compression: str | None = None) -> None:

@@ -93,6 +93,12 @@ class Serving(Shown):
     `points` by layout and batch; `largest`, per layout the largest batch that fits, 0 where none does; `skipped`, the
     layouts that the model does not divide over, with the reason; `weights` and `caches`, the dtypes of both;
     `compiler`, what all were lowered and scheduled for.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> served = mtf.serving(mtf.models.preset("gpt2").reduced(), "v5e-1", batches=[8], context=16)
+      >>> [(p.batch, p.token_seconds > 0) for p in served.points], served.weights
+      ([(8, True)], 'bfloat16')
     """
 
     config: TransformerConfig

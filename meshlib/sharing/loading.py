@@ -149,7 +149,21 @@ class _Where:
 
 @dataclass(eq=False)
 class Model:
-    """A model that was loaded: its config, its variables by name and `predict`. Made by `mtf.load_model`."""
+    """A model that was loaded: its config, its variables by name and `predict`. Made by `mtf.load_model`.
+
+    Example:
+      >>> import tempfile
+      >>> import meshlib as mtf
+      >>> def build(size):
+      ...     return {"y": mtf.input("x", [mtf.Dimension("n", size)]) * mtf.variable("w", [], 2.0)}
+      >>> with mtf.Graph():
+      ...     program = mtf.lower(build(size=3))
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     mtf.export(mtf.simulate(program), folder, {"size": 3}, build=build)
+      ...     model = mtf.load_model(folder, build=build)
+      >>> model.config, sorted(model.state)
+      ({'size': 3}, ['w'])
+    """
 
     config: Any
     state: Mapping[str, Array] = field(repr=False)
@@ -167,7 +181,21 @@ class Model:
 
 @dataclass(eq=False)
 class TextModel(Model):
-    """A Transformer: `predict` completes a text, or of an encoder-decoder gives the text that follows it."""
+    """A Transformer: `predict` completes a text, or of an encoder-decoder gives the text that follows it.
+
+    Example:
+      >>> import tempfile
+      >>> import meshlib as mtf
+      >>> tiny = mtf.models.preset("gpt2").reduced().replace(vocab=300)
+      >>> with mtf.Graph():
+      ...     program = mtf.lower(*mtf.models.train_step(tiny, batch=1, length=4))
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     words = mtf.BytePairs.learn("to be or not to be", 300)
+      ...     mtf.export(mtf.simulate(program, seed=0), folder, tiny, tokenizer=words)
+      ...     model = mtf.load_model(folder)
+      >>> len(model.predict(["to be", "or"], max_tokens=2))
+      2
+    """
 
     tokenizer: BytePairs | ByteTokenizer | None = None
     _ready: dict[object, Generator] = field(default_factory=dict, repr=False)
@@ -238,7 +266,22 @@ class TextModel(Model):
 
 @dataclass(eq=False)
 class ImageModel(Model):
-    """A classifier of images: `predict` gives the probability of each class."""
+    """A classifier of images: `predict` gives the probability of each class.
+
+    Example:
+      >>> import tempfile
+      >>> import numpy as np
+      >>> import meshlib as mtf
+      >>> sizes = {"height": 8, "width": 8, "patch": 4, "d_model": 8, "d_ff": 16, "heads": 2, "layers": 1}
+      >>> tiny = mtf.models.ViTConfig("tiny", **sizes, classes=3)
+      >>> with mtf.Graph():
+      ...     program = mtf.lower(*mtf.models.image_step(tiny, 2, mtf.optimize.SgdOptimizer(0.1)))
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     mtf.export(mtf.simulate(program, seed=0), folder, tiny, images=mtf.ImageInput(classes=("a", "b", "c")))
+      ...     model = mtf.load_model(folder)
+      >>> sorted(model.predict(np.zeros((8, 8, 3), np.uint8)))  # class -> probability
+      ['a', 'b', 'c']
+    """
 
     images: ImageInput = field(default_factory=ImageInput)
 
@@ -284,7 +327,21 @@ class ImageModel(Model):
 
 @dataclass(eq=False)
 class OwnModel(Model):
-    """A program of the user's: `predict` takes its inputs by name and gives its outputs."""
+    """A program of the user's: `predict` takes its inputs by name and gives its outputs.
+
+    Example:
+      >>> import tempfile
+      >>> import meshlib as mtf
+      >>> def build(size):
+      ...     return {"y": mtf.input("x", [mtf.Dimension("n", size)]) * mtf.variable("w", [], 2.0)}
+      >>> with mtf.Graph():
+      ...     program = mtf.lower(build(size=3))
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     mtf.export(mtf.simulate(program), folder, {"size": 3}, build=build)
+      ...     model = mtf.load_model(folder, build=build)
+      >>> model.predict({"x": [1.0, 2.0, 3.0]})["y"].tolist()
+      [2.0, 4.0, 6.0]
+    """
 
     def predict(self, raw: Any, **options: Any) -> Any:
         """The outputs of the program that `build` makes, by name.

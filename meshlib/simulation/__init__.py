@@ -70,6 +70,15 @@ class Simulation(Shown):
     `state` maps names to global arrays; `slice` is the named slice or None. Threads may share a simulation: each step,
     save or assignment waits until the one that runs has ended. A copy (of the module `copy`, or a pickle) is a
     simulation of its own that goes on from the same state, bit for bit.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     w = mtf.variable("w", "d:4", 1.0)
+      ...     program = mtf.lower({"total": mtf.reduce_sum(w)}, [mtf.assign(w, w * 2)], mesh="data:2", layout="d:data")
+      >>> sim = mtf.simulate(program)
+      >>> float(sim.step()["total"]), sim.state["w"].tolist(), sim.shard("w", 0).tolist()
+      (4.0, [2.0, 2.0, 2.0, 2.0], [2.0, 2.0])
     """
 
     runs_several = False  # whether `several` gains something

@@ -34,6 +34,15 @@ class Evaluation:
         examples they are of. Unless given: the program's single numbers; they are sums if "count" is among them, as
         those of `mtf.models.image_evaluation`, else means over the batch.
     Raises: GraphError, FeedError for what are none.
+    Example:
+      >>> import numpy as np
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x, w = mtf.input("x", "batch:4"), mtf.variable("w", [], 1.0)
+      ...     program = mtf.lower({"loss": mtf.reduce_mean(mtf.square(x - w))})
+      >>> data = mtf.data.arrays({"x": np.arange(8, dtype=np.float32)}).batch(4)
+      >>> mtf.Evaluation(program=program, data=data, every=10)(mtf.simulate(program))
+      {'loss': 11.5}
     """
 
     program: Program

@@ -50,6 +50,18 @@ class Trained:
     best       {"step", "value"} of the best evaluation; None without evaluations
     skipped    {"step", "why"} of the steps without an update, under on_nan="skip"
     stats      what the input took, where the data are `mtf.data`
+
+    Example:
+      >>> import numpy as np
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     w = mtf.variable("w", [], 1.0)
+      ...     loss = mtf.reduce_mean(mtf.square(mtf.input("x", "batch:4") - w))
+      ...     program = mtf.lower({"loss": loss}, mtf.optimize.SgdOptimizer(0.1).minimize(loss))
+      >>> data = mtf.data.arrays({"x": np.zeros(8, np.float32)}).batch(4).repeat()
+      >>> trained = mtf.train(program, data, steps=3, progress=False)
+      >>> trained.step, trained.stopped, round(float(trained.run.state["w"]), 3)
+      (3, 'steps', 0.512)
     """
 
     run: Simulation

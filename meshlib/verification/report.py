@@ -83,6 +83,14 @@ class Verification:
 
     `compared` names the arrays; `notes` says what weakens the proof; `refused` are layouts that were found by search
     and that the lowering refuses, each with the first line of its reason.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.reduce_sum(mtf.input("x", "batch:8;d:4"))
+      >>> report = mtf.verify({"y": y}, layouts=[("data:2", "batch:data")])
+      >>> report.ok, len(report.rows)
+      (True, 1)
     """
 
     rows: tuple[LayoutRow, ...]

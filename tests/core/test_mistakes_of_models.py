@@ -276,7 +276,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "generate state path": (
         lambda: mtf.generate(TINY, [[1]], "/nowhere/x.safetensors", max_tokens=2),
-        "load: /nowhere/x.safetensors can't be read: No such file or directory; there is no folder /nowhere: make",
+        "load: /nowhere/x.safetensors can't be read: No such file or directory; there is no folder /nowhere",
     ),
     "generate option": (
         lambda: mtf.generate(TINY, [[1]], state(), max_tokens=2, temprature=1.0),

@@ -1,4 +1,4 @@
-"""Public functions have docstrings with an example, which runs as a doctest."""
+"""Public functions and classes have docstrings with an example, which runs as a doctest."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from types import ModuleType
 
 import pytest
 
+import hardware
+import layouts
 import meshlib as mtf
 
 # Functions whose docstring refers to another's for an example: the same in one, two and three dims, or in blocks.
@@ -27,3 +29,19 @@ def test_functions_have_a_docstring_with_an_example(module: ModuleType) -> None:
     docs = {name: inspect.getdoc(function) or "" for name, function in functions.items()}
     assert [name for name, doc in docs.items() if not doc] == []
     assert {name for name, doc in docs.items() if ">>>" not in doc} - WITHOUT == set()
+
+
+ROOMS = [mtf, hardware, layouts, *(room for room in map(mtf.__dict__.get, mtf.__all__) if inspect.ismodule(room))]
+
+
+@pytest.mark.parametrize("module", ROOMS, ids=lambda module: module.__name__)
+def test_classes_have_a_docstring_with_an_example(module: ModuleType) -> None:
+    names = getattr(module, "__all__", None) or {*vars(module), *getattr(module, "NAMES", ())}
+    if module is mtf.jax:
+        pytest.importorskip("jax")
+    public = {name: getattr(module, name) for name in names if not name.startswith("_")}
+    classes = {name: value for name, value in public.items() if inspect.isclass(value)}
+    own = {
+        name: c for name, c in classes.items() if c.__module__.partition(".")[0] in ("meshlib", "hardware", "layouts")
+    }
+    assert {name for name, c in own.items() if ">>>" not in (c.__doc__ or "")} == set()

@@ -45,6 +45,12 @@ class TextExamples:
       arrays: int32 [rows, length] by the name of a model's input: for `mtf.Batches`.
       texts: how many are in there, and how many were too long: `cut` are in there without their end, `skipped` not.
       filled: the share of all places that holds a token which counts.
+    Example:
+      >>> import meshlib as mtf
+      >>> words = mtf.BytePairs.learn("to be or not to be", 260)
+      >>> rows = mtf.texts_in_rows(["to be", "or"], words, length=12)
+      >>> rows, rows.arrays["segment_ids"].tolist()
+      (<TextExamples: 2 texts in 1 rows, 58% filled>, [[1, 1, 1, 1, 2, 2, 2, 0, 0, 0, 0, 0]])
     """
 
     arrays: dict[str, Array]

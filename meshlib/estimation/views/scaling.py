@@ -26,6 +26,16 @@ class Scaling:
 
     `efficiency` compares useful flops per second and share of the peak with the first slice: 1 is perfect scaling,
     whether the batch grows with the slice or not. Modelled.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> def build(slice):
+      ...     with mtf.Graph():
+      ...         x, w = mtf.input("x", f"batch:{4096 * slice.devices};d:1024"), mtf.variable("w", "d:1024;n:1024")
+      ...         return mtf.lower({"y": mtf.einsum([x, w])}, mesh=f"data:{slice.devices}", layout="batch:data")
+      >>> scaling = mtf.scaling(build, ["v5e-4", "v5e-16"])
+      >>> [e.slice.devices for e in scaling.estimates], [round(e, 1) for e in scaling.efficiency]
+      ([4, 16], [1.0, 1.0])
     """
 
     estimates: tuple[Estimate, ...]

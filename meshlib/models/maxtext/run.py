@@ -39,6 +39,10 @@ class MaxTextRun:
       settings: all keys with their values, and the file each came from.
       config, remat, length, optimizer: as `mtf.models.train_step` takes them. accumulation: microbatches of a step.
       unread: keys that differ from their defaults, change compute, memory or communication, and are not expressed.
+    Example:
+      >>> import meshlib as mtf
+      >>> run = mtf.models.read_maxtext("base.yml", ["model_name=llama3.1-8b"])  # doctest: +SKIP
+      >>> print(run.config.parameters, run.length, run.unread)  # doctest: +SKIP
     """
 
     settings: Settings

@@ -28,7 +28,15 @@ NOTHING, UNDECIDED = -1, -2  # classes of anchors that lie on no object, and of 
 
 @dataclass(frozen=True)
 class Targets:
-    """What anchors are to find: classes [n] (-1: nothing, -2: not counted), codes [n, 4] to the box (0 without one)."""
+    """What anchors are to find: classes [n] (-1: nothing, -2: not counted), codes [n, 4] to the box (0 without one).
+
+    Example:
+      >>> import numpy as np
+      >>> import meshlib as mtf
+      >>> targets = mtf.detection.Targets(np.array([1, -1]), np.zeros((2, 4)))
+      >>> int((targets.classes >= 0).sum())
+      1
+    """
 
     classes: Integers
     codes: Array

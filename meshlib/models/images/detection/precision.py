@@ -18,7 +18,15 @@ RECALLS = np.linspace(0, 1, 101)  # at which COCO reads precision
 
 @dataclass(frozen=True)
 class Objects:
-    """Objects of one image: boxes [n, 4], classes [n], and scores [n] of found ones (1 of true ones)."""
+    """Objects of one image: boxes [n, 4], classes [n], and scores [n] of found ones (1 of true ones).
+
+    Example:
+      >>> import numpy as np
+      >>> import meshlib as mtf
+      >>> found = mtf.detection.Objects(np.array([[0.0, 0.0, 4.0, 4.0]]), np.array([1]), np.array([0.9]))
+      >>> found.boxes.shape
+      (1, 4)
+    """
 
     boxes: Array
     classes: Integers
