@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -31,7 +33,8 @@ def test_functions_have_a_docstring_with_an_example(module: ModuleType) -> None:
     assert {name for name, doc in docs.items() if ">>>" not in doc} - WITHOUT == set()
 
 
-ROOMS = [mtf, hardware, layouts, *(room for room in map(mtf.__dict__.get, mtf.__all__) if inspect.ismodule(room))]
+FOLDERS = [name for name in mtf.__all__ if (Path(mtf.__file__).parent / name).is_dir()]
+ROOMS = [mtf, hardware, layouts, *(import_module(f"meshlib.{name}") for name in FOLDERS)]
 
 
 @pytest.mark.parametrize("module", ROOMS, ids=lambda module: module.__name__)
