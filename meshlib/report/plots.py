@@ -21,7 +21,7 @@ from meshlib.report.torus import corner, links_of
 
 COLOURS = {
     "MXU": "#4e79a7", "VPU": "#c77d0a", "HBM": "#3a9a8f", "ICI": "#9c5fb5", "DCN": "#b5577c", "host": "#8f6b4f",
-    "idle": "#9299a5", "waits": "#d64545",
+    "latency": "#9299a5", "waits": "#d64545",
 }  # fmt: skip
 KIND_COLOURS = ("#4e79a7", "#7fb0d8", "#a39b96", "#59a14f", "#e0913a", "#9c5fb5", "#c7a93a")
 GIB = 2**30

@@ -17,7 +17,7 @@ from meshlib.estimation import Estimate
 from meshlib.estimation.result import engine_name
 from meshlib.estimation.time.attribution import divided, exposed
 from meshlib.estimation.time.scheduling import Event, StepSchedule
-from meshlib.estimation.views.profile import UNIT_OF
+from meshlib.estimation.views.profile import UNIT_OF, UNITS
 from meshlib.estimation.views.rows import kernel_bound
 from meshlib.estimation.work.units import HOST_COPIES
 from meshlib.report.links import PageAnchors
@@ -25,7 +25,6 @@ from meshlib.report.markup import legend, paragraph, tag, text
 from meshlib.report.svg import Picture, Scale, shortened
 
 CORE, WAITS = "core", "waits"
-UNITS = ("MXU", "VPU", "HBM", "ICI", "DCN", "host", "idle")
 WORTH = 0.02  # of the step: loops that take less get no picture of their own
 MOST_LOOPS = 4
 ROW, GAP = 26.0, 6.0

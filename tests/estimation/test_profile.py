@@ -79,7 +79,7 @@ def test_waiting_is_given_to_the_collective_that_is_waited_for() -> None:
     gather, product = rows["all_gather"], rows["einsum"]
     by_kind = {p.name: p for p in found.by("kind")}
     assert by_kind["all_gather"].seconds["ICI"] == pytest.approx(gather.ici_seconds)
-    assert by_kind["all_gather"].seconds["idle"] == pytest.approx(gather.latency_seconds)
+    assert by_kind["all_gather"].seconds["latency"] == pytest.approx(gather.latency_seconds)
     assert by_kind["einsum"].seconds["MXU"] == pytest.approx(product.seconds - product.latency_seconds)
     assert found.mxu_share == pytest.approx(product.mxu_seconds / est.step_seconds)
     assert found.seconds["ICI"] == pytest.approx(gather.ici_seconds)
@@ -133,3 +133,15 @@ def test_faults_are_named() -> None:
         est.profile().share("mxu")
     with pytest.raises(mtf.GraphError, match=r"rows must not be negative, got -1"):
         est.profile().table(-1)
+
+
+def test_a_step_that_waits_for_latency_says_so() -> None:
+    b = mtf.Dimension("b", 8)
+    with mtf.Graph():
+        program = mtf.lower({"y": mtf.reduce_sum(mtf.input("x", [b]))}, mesh="d:8", layout="b:d")
+    text = str(mtf.estimate(program, "v5e-8").profile())
+    assert "  latency   100.0%" in text
+    assert "latency, in which no unit works: starts and hops of collectives 88.0%, starts of kernels 8.0%, the " in text
+    assert "larger blocks on each device would hide latency" in text
+    assert "idle" not in text
+    assert "aim at" not in text

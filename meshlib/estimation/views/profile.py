@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from hardware.network import KINDS
 from hardware.placement import DCN
 from meshlib.core.arguments import at, choice, whole
 from meshlib.core.compiler import Compiler
@@ -29,16 +30,18 @@ from meshlib.program.records import Program
 if TYPE_CHECKING:
     from meshlib.estimation.result import Estimate
 
+LATENCY = "latency"  # starts of kernels and collectives, hops, the fixed cost of a step: no unit works
 # What a step is waiting for, by the unit that does it.
 UNIT_OF = {
     **{"mxu": "MXU", "vpu": "VPU", "hbm": "HBM", "ici": "ICI", "dcn": "DCN"},
-    **{"pcie": "host", "input": "host", "latency": "idle"},
+    **{"pcie": "host", "input": "host", "latency": LATENCY},
 }
 UNITS = tuple(dict.fromkeys(UNIT_OF.values()))
 VIEWS = ("kind", "line", "operation", "phase")
 AIM = 0.70  # of the MXU: "we try to shoot for about 70 percent", Training with TPUs, Google Cloud Next 2018
 NAME = 40  # letters of a name in a table
 FEW = 4  # lines of a program, up to which its operations are shown, too
+MOSTLY, WORTH = 0.5, 0.05  # of a step
 BAR = 30  # characters of a whole step
 OVERHEAD, INPUT, SLOWEST, TRAFFIC = "step overhead", "input", "slowest slice", "memory of collectives"
 
@@ -129,7 +132,8 @@ class Profile(Shown):
     Attributes:
       step_seconds: of the step.
       seconds: of the step, by the unit that bounds each moment: MXU, VPU, HBM, ICI, DCN, host (its input, copies over
-        PCIe) and idle (launches, hops, the fixed cost of a step). They add up to the step.
+        PCIe) and latency (starts of kernels and collectives, hops, the fixed cost of a step: no unit works). They add
+        up to the step.
       busy_seconds: for which each unit works; of several ICI axes the busiest one.
       parts: by operation, that which takes most first.
       title: slice, mesh and layout; compiler: what the step was scheduled for.
@@ -221,17 +225,32 @@ class Profile(Shown):
         for unit in UNITS:
             busy = self.busy_seconds.get(unit, 0.0)
             if self.seconds[unit] or busy:
-                works = "" if unit == "idle" else self._percent(busy)
+                works = "" if unit == LATENCY else self._percent(busy)
                 cells.append(
                     (f"  {unit}", self._percent(self.seconds[unit]), works, "#" * round(BAR * self.share(unit)))
                 )
+        advice = f"; aim at about {AIM:.0%}" * (self.mxu_share < AIM)
+        if self.share(LATENCY) > MOSTLY:
+            advice = "; larger blocks on each device would hide latency"
         return [
             *wrapped(self.title, "", ";"),
             f"compiler: {self.compiler}",
             f"{seconds_text(self.step_seconds)} a step*, of which each unit",
             *grid(cells, right=(1, 2)),
-            f"the MXU works {self.mxu_share:.1%} of the step" + (f"; aim at about {AIM:.0%}" * (self.mxu_share < AIM)),
+            *self._waits(),
+            f"the MXU works {self.mxu_share:.1%} of the step{advice}",
         ]
+
+    def _waits(self) -> list[str]:
+        """What latency consists of, in a line, where it bounds a part of the step that is worth one."""
+        if self.share(LATENCY) < WORTH:
+            return []
+        causes: dict[str, float] = defaultdict(float)
+        for p in self.parts:
+            fixed = "the fixed cost of a step" if p.name == OVERHEAD else "starts of kernels"
+            causes["starts and hops of collectives" if p.kind in KINDS else fixed] += p.seconds.get(LATENCY, 0.0)
+        told = [f"{cause} {self._percent(s)}" for cause, s in sorted(causes.items(), key=lambda c: -c[1]) if s]
+        return [f"latency, in which no unit works: {', '.join(told)}"]
 
     def _percent(self, seconds: float) -> str:
         share = seconds / self.step_seconds if self.step_seconds else 0.0
@@ -310,7 +329,7 @@ def profile(est: Estimate, measured: object = None) -> Profile:
         for unit, seconds in _busy(event):
             part(*_named(event))[1][unit] += times * seconds
     for name, unit, seconds in (
-        (OVERHEAD, "idle", est.step_overhead_seconds),
+        (OVERHEAD, LATENCY, est.step_overhead_seconds),
         (SLOWEST, "DCN", est.jitter_seconds),
         (INPUT, "host", est.input_wait_seconds),
     ):

@@ -36,7 +36,7 @@ from meshlib.core.graph import FORWARD
 from meshlib.estimation.result import Estimate, engine_name
 from meshlib.estimation.time.attribution import exposed, moments
 from meshlib.estimation.time.scheduling import Event, StepSchedule
-from meshlib.estimation.views.profile import UNIT_OF, UNITS
+from meshlib.estimation.views.profile import LATENCY, UNIT_OF, UNITS
 from meshlib.estimation.views.rows import names_of_forward
 from meshlib.estimation.work.units import HOST_COPIES, UnitPlan
 from meshlib.program.analysis.memory import KINDS
@@ -152,7 +152,7 @@ class _Writer:
         loops = sum(e.loop is not None for e in schedule.events)
         room = max(0, SLICE_LIMIT - _size(schedule, trips=False)) // max(1, loops)
         yield from self._schedule(self.est.plan, schedule, 0.0, room, 1)
-        yield _span(BOUND, "idle", schedule.seconds, self.est.step_seconds, {})
+        yield _span(BOUND, LATENCY, schedule.seconds, self.est.step_seconds, {})
         rest = {"seconds (assumed)": self.est.step_seconds - schedule.seconds}
         yield _span(CORE, "step overhead", schedule.seconds, self.est.step_seconds, rest)
 
