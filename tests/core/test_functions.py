@@ -457,3 +457,21 @@ def test_a_large_array_is_no_constant() -> None:
     rows = mtf.Dimension("rows", 2**22 + 1)
     with mtf.Graph(), pytest.raises(mtf.ShapeError, match="takes 16777220 bytes, more than the 16777216 of a constant"):
         mtf.constant(np.zeros(2**22 + 1, np.float32), rows)
+
+
+def test_constants_from_lists() -> None:
+    """As Mesh TensorFlow's, which hands them to tf.constant."""
+    rows = [[1, 2, 3], (4, 5, 6)]
+    with mtf.Graph():
+        y = {"y": mtf.constant(rows, "a:2;b:3"), "n": mtf.constant(7, "b:3", "int32")}
+        program = mtf.lower(y, mesh="p:3", layout="b:p")
+    found = mtf.simulate(program).step()
+    assert found["y"].tolist() == np.array(rows).tolist()
+    assert found["n"].tolist() == [7, 7, 7]
+    for value, text in (
+        ([1, [2]], r"lists in a list must be of one length, got \[1, \[2\]\]"),
+        ([1, 2], r"the array has shape \[2\], but its dims are \[a:3\]; give a dim of that size"),
+        (["a"] * 3, "float32 can't hold the array of <U1"),
+    ):
+        with mtf.Graph(), pytest.raises(mtf.ShapeError, match=text):
+            mtf.constant(value, "a:3")

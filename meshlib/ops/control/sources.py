@@ -110,23 +110,29 @@ def constant_like(value: float, like: Tensor, dtype: object) -> Tensor:
 
 
 def constant(
-    value: float | Array,
+    value: float | Array | Sequence[Any],
     shape: Shape | Sequence[Dimension] | Dimension = (),
     dtype: object = "float32",
     name: str | None = None,
 ) -> Tensor:
-    """A tensor that holds the same number everywhere; or an array, whose axes are the dims `shape`.
+    """A tensor that holds the same number everywhere; or an array or nested lists, whose axes are the dims `shape`.
 
     Numbers are made where they are used. An array is part of the program, up to 16 MiB, and takes memory on devices.
-    Raises: ShapeError for numbers that do not fit the dtype, and for an array of other sizes than `shape`.
+    Raises: ShapeError for numbers that do not fit the dtype, for an array of other sizes than `shape`, and for lists of
+      several lengths.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
-      ...     y = mtf.constant(np.array([2.0, 3.0, 5.0]), mtf.Dimension("primes", 3)) * 2
+      ...     y = mtf.constant([2.0, 3.0, 5.0], mtf.Dimension("primes", 3)) * 2
       >>> mtf.simulate(mtf.lower({"y": y})).step()["y"].tolist()
       [4.0, 6.0, 10.0]
     """
     element_type = as_dtype(dtype)
+    if isinstance(value, list | tuple):
+        try:
+            value = np.asarray(value)
+        except ValueError:
+            raise ShapeError(f"{at('constant')}: lists in a list must be of one length, got {value!r:.80}") from None
     if isinstance(value, np.ndarray):
         return table(current_graph("constant"), value, Shape(as_dims(shape, "constant")), element_type, name)
     held = fitting(value, element_type, "constant")

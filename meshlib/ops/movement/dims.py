@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import overload
+from typing import TypeVar
 
 from layouts import Dimension, Shape
 from meshlib.core.arguments import at
@@ -16,44 +16,49 @@ from meshlib.ops.rules import size_of
 Dims = Dimension | Shape | Sequence[Dimension]
 
 
-@overload
-def replace_dimensions(tensor_or_shape: Tensor, old_dim_or_dims: Dims, new_dim_or_dims: Dims) -> Tensor: ...
-@overload
-def replace_dimensions(tensor_or_shape: Shape, old_dim_or_dims: Dims, new_dim_or_dims: Dims) -> Shape: ...
-def replace_dimensions(tensor_or_shape: Tensor | Shape, old_dim_or_dims: Dims, new_dim_or_dims: Dims) -> Tensor | Shape:
+TensorOrShape = TypeVar("TensorOrShape", Tensor, Shape)
+
+
+def replace_dimensions(tensor_or_shape: TensorOrShape, old_dim_or_dims: Dims, new_dim_or_dims: Dims) -> TensorOrShape:
     """A tensor or a shape with neighbouring dims replaced by others of the same number of elements.
 
     Args:
       tensor_or_shape: what has the dims.
       old_dim_or_dims: dims that follow one another there, in this order.
       new_dim_or_dims: what takes their place; a tensor is reshaped.
+    Returns: a tensor for a tensor, a shape for a shape.
     Raises: ShapeError if they do not follow one another, or the tensor's number of elements would change.
     Example:
-      >>> a, b = Dimension("a", 2), Dimension("b", 3)
-      >>> print(replace_dimensions(Shape([Dimension("n", 6), Dimension("c", 4)]), Dimension("n", 6), [a, b]))
+      >>> import meshlib as mtf
+      >>> n, a, b, c = (mtf.Dimension(name, size) for name, size in (("n", 6), ("a", 2), ("b", 3), ("c", 4)))
+      >>> print(mtf.replace_dimensions(mtf.Shape([n, c]), n, [a, b]))
       [a:2, b:3, c:4]
     """
     what = "replace_dimensions"
-    shape = tensor_or_shape if isinstance(tensor_or_shape, Shape) else tensor(tensor_or_shape, what).shape
     old, new = as_dims(old_dim_or_dims, what), as_dims(new_dim_or_dims, what)
+    if isinstance(tensor_or_shape, Shape):
+        return Shape(_replaced(tensor_or_shape, old, new, what))
+    dims = _replaced(tensor(tensor_or_shape, what).shape, old, new, what)
+    if size_of(old) != size_of(new):
+        raise ShapeError(
+            f"{at(what)}: {', '.join(map(str, old))} have {size_of(old)} elements in all, but "
+            f"{', '.join(map(str, new))} have {size_of(new)}; both must have as many",
+            tensor_or_shape,
+        )
+    return reshape(tensor_or_shape, dims)
+
+
+def _replaced(shape: Shape, old: Sequence[Dimension], new: Sequence[Dimension], what: str) -> tuple[Dimension, ...]:
+    """The dims of a shape with others in place of neighbours."""
     if not old or not new:
         raise ShapeError(f"{at(what)}: needs at least one old and one new dim")
     begin = shape.dims.index(old[0]) if old[0] in shape else 0
-    if shape.dims[begin : begin + len(old)] != old:
+    if shape.dims[begin : begin + len(old)] != tuple(old):
         raise ShapeError(
             f"{at(what)}: the dims {', '.join(map(str, old))} do not follow one another in {shape}; "
             "transpose it with mtf.transpose first"
         )
-    new_dims = as_dims([*shape.dims[:begin], *new, *shape.dims[begin + len(old) :]], what)
-    if isinstance(tensor_or_shape, Shape):
-        return Shape(new_dims)
-    if size_of(old) != size_of(new):
-        raise ShapeError(
-            f"{at(what)}: {', '.join(map(str, old))} have {size_of(old)} elements in all, but "
-            f"{', '.join(map(str, new))} have {size_of(new)}",
-            tensor_or_shape,
-        )
-    return reshape(tensor_or_shape, new_dims)
+    return as_dims([*shape.dims[:begin], *new, *shape.dims[begin + len(old) :]], what)
 
 
 def combined_dimension(dims: Sequence[Dimension], name: str | None = None) -> Dimension:

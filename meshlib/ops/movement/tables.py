@@ -70,7 +70,10 @@ TABLE = operation(
 def table(graph: Graph, value: Array, shape: Shape, dtype: DType, name: str | None) -> Tensor:
     """A constant array, checked to fit its dims and dtype."""
     if value.shape != shape.sizes:
-        raise ShapeError(f"{at('constant')}: the array has shape {list(value.shape)}, but its dims are {shape}")
+        raise ShapeError(
+            f"{at('constant')}: the array has shape {list(value.shape)}, but its dims are {shape}; give a dim of that "
+            "size for each axis"
+        )
     count = dtype.size_bytes(shape.size)
     if count > LARGEST_BYTES:
         raise ShapeError(
