@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from pathlib import Path
 from string import Template
@@ -71,7 +72,7 @@ def init(args: argparse.Namespace) -> int:
     if best is None or best.est is None:
         raise GraphError(f"{subject.name} on {where.name}: there is no plan to check; see meshlib plan")
     est = best.est
-    from_models = _build(args, subject, best.choices)
+    from_models = _build(args, subject, best.choices, path.absolute().parent)
     if not is_maxtext(args):
         from_models = f'MESH, LAYOUT = "{est.program.mesh}", "{est.program.layout}"\n\n\n{from_models}'
     priced = est.slice.usd_per_hour is not None
@@ -95,19 +96,19 @@ def init(args: argparse.Namespace) -> int:
     return GOOD if est.fits else FAILED
 
 
-def _build(args: argparse.Namespace, subject: Subject, choices: dict[str, object]) -> str:
-    """The function of the test that builds the program."""
+def _build(args: argparse.Namespace, subject: Subject, choices: dict[str, object], folder: Path) -> str:
+    """The function of the test that builds the program; files are named from the folder of the test."""
     if is_maxtext(args):
         from meshlib.models.maxtext.settings import parsed
 
         overrides = parsed(args.overrides)
-        folder = f', models="{os.path.abspath(args.models)}"' if args.models else ""
-        return f'RUN = mtf.models.read_maxtext("{os.path.abspath(args.program)}", {overrides!r}{folder})'
+        models = f", models={_from(folder, args.models)}" if args.models else ""
+        return f"RUN = mtf.models.read_maxtext({_from(folder, args.program)}, {overrides!r}{models})"
     settings = ", ".join(f"{name}={value!r}" for name, value in subject.settings.items())
     if subject.config is not None:
         read = f'mtf.models.preset("{args.program}")'
         if Path(args.program).suffix == ".json" or Path(args.program).is_dir():
-            read = f'mtf.sharing.read_config("{os.path.abspath(args.program)}")'
+            read = f"mtf.sharing.read_config({_from(folder, args.program)})"
         read += f".replace({settings})" if settings else ""
         sizes = ", ".join(f"{name}={size}" for name, size in subject.sizes.items())
         chosen = "".join(f", {name}={value!r}" for name, value in choices.items())
@@ -122,7 +123,12 @@ def _build(args: argparse.Namespace, subject: Subject, choices: dict[str, object
     name = function.lstrip(":") or "build"
     return (
         "import sys\n\n"
-        f'sys.path.insert(0, "{os.path.abspath(os.path.dirname(path) or ".")}")\n'
+        f"sys.path.insert(0, str({_from(folder, os.path.dirname(path) or '.')}))\n"
         f"from {os.path.basename(path)} import {name} as written  # noqa: E402\n\n\n"
         f"def build():\n    return written({settings})"
     )
+
+
+def _from(folder: Path, path: str) -> str:
+    """The expression of a file's path in the test: relative to the test, so that both may be moved or checked out."""
+    return f"Path(__file__).parent / {json.dumps(Path(os.path.relpath(path, folder)).as_posix())}"

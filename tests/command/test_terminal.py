@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -241,22 +242,16 @@ def test_the_default_batch_gives_every_device_a_sequence(capsys: pytest.CaptureF
     assert found["plans"][0]["name"] == "fsdp"
 
 
-def program_of(written: str) -> mtf.Program:
-    """The program of a file that init has written."""
-    names = names_of(written)
-    program: mtf.Program = names["program"]()
-    return program
-
-
-def names_of(written: str) -> dict[str, Any]:
-    names: dict[str, Any] = {"__file__": str(Path("test_plan.py").resolve())}
+def names_of(written: str, file: Path) -> dict[str, Any]:
+    """What a file that init has written defines, if it is at a path."""
+    names: dict[str, Any] = {"__file__": str(file)}
     exec(compile(written.replace('@pytest.fixture(scope="module")\n', ""), "test_plan.py", "exec"), names)
     return names
 
 
-def results_of(written: str, program: mtf.Program) -> dict[str, str]:
+def results_of(written: str, file: Path, program: mtf.Program) -> dict[str, str]:
     """What the tests of a file that init has written say of a program: "" or the failure."""
-    names, results = names_of(written), {}
+    names, results = names_of(written, file), {}
     for name in [name for name in names if name.startswith("test_")]:
         try:
             names[name](program)
@@ -266,11 +261,16 @@ def results_of(written: str, program: mtf.Program) -> dict[str, str]:
     return results
 
 
+LLAMA = {
+    **{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128},
+    **{"intermediate_size": 128, "num_key_value_heads": 4, "max_position_embeddings": 128},
+}
 CHECKED = {
     "a preset": f"init gpt2 --slice v5e-8 --layout fsdp@fsdp:8 --remat full {SMALL} --batch 8 --length 64",
     "a function": "init net.py --slice v3-8 --layout batch:a@a:8",
     "another compiler": f"init gpt2 --slice v5e-8 --layout fsdp@fsdp:8 {SMALL} --batch 8 --compiler gspmd --remat full",
     "MaxText": "init base.yml base_num_decoder_layers=2 base_emb_dim=64 vocab_size=256 --slice 2*v5e-16",
+    "a config.json": "init llama/config.json --slice v5e-8 --layout fsdp@fsdp:8 --remat full --batch 8 --length 64",
 }
 
 
@@ -278,23 +278,39 @@ CHECKED = {
 def test_the_check_that_init_writes_passes_and_fails_when_the_plan_changes(
     typed: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """After it was moved with the files that it reads, too, as into another checkout."""
     if "base.yml" in typed:
         pytest.importorskip("yaml", reason="configurations need PyYAML")
-        (folder / "base.yml").write_text("run_name: ''\n")
-    assert run(f"{typed} --force", capsys)[0] == 0
-    written = (folder / "test_plan.py").read_text()
-    program = program_of(written)
-    results = results_of(written, program)
+    project, moved = folder / "project", folder / "moved"
+    for path in (project, moved):
+        shutil.rmtree(path, ignore_errors=True)
+    (project / "checks").mkdir(parents=True)
+    (project / "llama").mkdir()
+    (project / "net.py").write_text(NET)
+    (project / "base.yml").write_text("run_name: ''\n")
+    (project / "llama/config.json").write_text(json.dumps(LLAMA))
+    os.chdir(project)
+    assert run(f"{typed} --out checks/test_plan.py", capsys)[0] == 0
+    os.chdir(folder)
+    project.rename(moved)
+    file = moved / "checks/test_plan.py"
+    written = file.read_text()
+    assert str(folder) not in written
+    program = names_of(written, file)["program"]()
+    results = results_of(written, file, program)
     assert len(results) == 4
     assert not any(results.values()), results
     changed = {"SENT_BYTES = ": "SENT_BYTES = 0 * ", "USD_PER_1000_STEPS = ": "USD_PER_1000_STEPS = 0 * "}
     for old, new in changed.items():
-        assert any(results_of(written.replace(old, new, 1), program).values()), old
+        assert any(results_of(written.replace(old, new, 1), file, program).values()), old
     with mtf.Graph():
         other = mtf.lower({"y": mtf.reduce_sum(mtf.input("x", "a:64"))}, mesh=program.mesh)
-    assert "the program is not as in" in results_of(written, other)["test_its_collectives_and_memory_are_as_they_were"]
+    assert (
+        "the program is not as in"
+        in results_of(written, file, other)["test_its_collectives_and_memory_are_as_they_were"]
+    )
     if deep():
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_plan.py"]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
         assert "4 passed" in done.stdout, done.stdout
