@@ -7,10 +7,14 @@ place add up to at most 1. At a place that is full, bandwidth is divided
     "proportional"   by what each one sends: all progress at the same v. Links that serve whole messages in turn do
                      this to rings in step with each other, each of which has one message at every link
     "equal"          equally, so that a small one is through in at most twice its time: links that serve packets in turn
+    "in turn"        equally among those that are started. One is started when all that were issued before it and cross
+                     the same place have more left to send there, or have ended: a gather of scales passes a gather of
+                     weights, and what is as large waits. What waits takes what the started ones leave, in its order
 
 and who cannot use their share, because another place or their own hops hold them up, leave it to the others (max-min).
 Two that begin together at one place, of a <= b seconds there, both end after a + b where sharing is proportional; after
-2a and a + b where it is equal. The schedule of an estimate takes equal shares.
+2a and a + b where it is equal; in turn the same if the longer one was issued first, else after a and a + b. The
+schedule of an estimate shares in turn.
 
 Sources: Bertsekas and Gallager, "Data Networks", 1992, section 6.5.2 (max-min fairness by progressive filling);
 `hardware.events` for messages in turn.
@@ -19,18 +23,18 @@ Sources: Bertsekas and Gallager, "Data Networks", 1992, section 6.5.2 (max-min f
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from hardware.checks import amount, one_of
 from hardware.errors import HardwareError
 from hardware.network import Cost
 
-Policy = Literal["proportional", "equal"]
+Policy = Literal["proportional", "equal", "in turn"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 
-_FULL = 1 - 1e-9  # of a place's rate: sums of floats
+ROUNDING = 1e-9  # of a share: sums of floats
 
 
 @dataclass(frozen=True)
@@ -64,15 +68,15 @@ def shared(costs: Sequence[Cost], starts: Sequence[float] | None = None, policy:
     """When collectives end that are in flight at the same time.
 
     Args:
-      costs: of each alone, as `hardware.collective_cost` returns.
+      costs: of each alone, as `hardware.collective_cost` returns, in the order in which they are issued.
       starts: when each is ready, in seconds; by default all at 0.
       policy: how a full place divides its bandwidth, see the module docstring.
     Returns: Shared.
     Raises: HardwareError for other costs, a wrong number of starts, negative ones, or an unknown policy.
     Example:
       >>> gathers = [Cost(seconds, ((0, seconds),), 1, "-") for seconds in (1.0, 3.0)]
-      >>> shared(gathers).ends, shared(gathers, policy="equal").ends
-      ((4.0, 4.0), (2.0, 4.0))
+      >>> [shared(gathers, policy=policy).ends for policy in POLICIES]
+      [(4.0, 4.0), (2.0, 4.0), (1.0, 4.0)]
       >>> shared([gathers[0], Cost(2.0, ((1, 2.0),), 1, "-")]).ends  # another axis of the torus
       (1.0, 2.0)
 
@@ -80,54 +84,163 @@ def shared(costs: Sequence[Cost], starts: Sequence[float] | None = None, policy:
     """
     if not isinstance(costs, (list, tuple)) or not all(isinstance(cost, Cost) for cost in costs):
         raise HardwareError(f"costs must be a list of Cost, as collective_cost returns, not {costs!r:.80}")
-    given = [0.0] * len(costs) if starts is None else [amount("starts", start) for start in starts]
-    if len(given) != len(costs):
-        raise HardwareError(f"shared has {len(costs)} collectives and {len(given)} starts; give one for each")
+    ready = [0.0] * len(costs) if starts is None else [amount("starts", start) for start in starts]
+    if len(ready) != len(costs):
+        raise HardwareError(f"shared has {len(costs)} collectives and {len(ready)} starts; give one for each")
     one_of("policy of shared links", policy, POLICIES)
-    left = [1.0] * len(costs)
-    ends, spans = list(given), list[SharedSpan]()
-    now = min(given, default=0.0)
-    waiting = {n for n, cost in enumerate(costs) if cost.seconds > 0}
-    while waiting:
-        active = [n for n in sorted(waiting) if given[n] <= now]
-        coming = min((given[n] for n in waiting if given[n] > now), default=math.inf)
-        speeds = _speeds([costs[n] for n in active], policy)
-        lasts = [left[n] / speed for n, speed in zip(active, speeds, strict=True)]
-        until = min([now + last for last in lasts], default=math.inf)
-        until = min(until, coming)
-        progress = [0.0] * len(costs)
-        for n, speed, last in zip(active, speeds, lasts, strict=True):
-            progress[n] = speed
-            left[n] -= speed * (until - now)
-            if now + last <= until:
-                ends[n] = until
-                waiting.discard(n)
-        spans.append(SharedSpan(now, until, tuple(progress)))
-        now = until
-    return Shared(tuple(ends), tuple(spans))
+    links = SharedLinks(policy)
+    for cost, start in zip(costs, ready, strict=True):
+        links.issue(cost, start)
+    spans = [
+        SharedSpan(span.begin, after.begin, tuple(span.speeds.get(n, 0.0) for n in range(len(costs))))
+        for span, after in zip(links.spans, links.spans[1:], strict=False)
+    ]
+    return Shared(tuple(links.ends), tuple(spans))
 
 
-def _speeds(costs: Sequence[Cost], policy: str) -> list[float]:
-    """The progress of each per second: all rise together until a place is full or one is as fast as it is alone."""
-    needs = [dict(cost.busy_seconds) for cost in costs]
-    largest = [max(need.values(), default=0.0) or cost.seconds for need, cost in zip(needs, costs, strict=True)]
-    weights = [1.0 if policy == "proportional" else 1 / busy for busy in largest]
-    speeds, rising = [0.0] * len(costs), set(range(len(costs)))
-    while rising:
-        steps = [(1 / costs[n].seconds - speeds[n]) / weights[n] for n in rising]
-        for place in {place for n in rising for place, busy in needs[n].items() if busy}:
-            used = sum(need.get(place, 0.0) * speed for need, speed in zip(needs, speeds, strict=True))
-            rate = sum(needs[n].get(place, 0.0) * weights[n] for n in rising)
-            steps.append((1 - used) / rate)
-        step = max(0.0, min(steps))
-        for n in rising:
-            speeds[n] += step * weights[n]
-        full = {
-            place for place in {p for need in needs for p in need}
-            if sum(need.get(place, 0.0) * speed for need, speed in zip(needs, speeds, strict=True)) >= _FULL
-        }  # fmt: skip
-        rising -= {
-            n for n in rising
-            if speeds[n] >= _FULL / costs[n].seconds or any(busy and place in full for place, busy in needs[n].items())
-        }  # fmt: skip
-    return speeds
+@dataclass(slots=True)
+class _Span:
+    """From `begin` to the next span: of those in flight, the share that is left at its begin, and their speeds."""
+
+    begin: float
+    left: dict[int, float]
+    started: frozenset[int]
+    speeds: dict[int, float]
+
+
+@dataclass(slots=True)
+class SharedLinks:
+    """Collectives on shared links, issued one after the other; each changes what happens from its start on.
+
+    Attributes:
+      policy: as `shared` takes it.
+      begins, ends: of the collectives in the order of issue, when each is first sent and when it ends, given all that
+        have been issued so far.
+      spans: who is in flight from when on; the last one is empty.
+
+    Example:
+      >>> links = SharedLinks()
+      >>> links.issue(Cost(10.0, ((0, 10.0),), 1, "-"), 0.0)
+      {}
+      >>> links.issue(Cost(0.5, ((0, 0.5),), 1, "-"), 2.0)  # passes the first one, which ends later by 0.5
+      {0: 0.5}
+      >>> links.begins, links.ends
+      ([0.0, 2.0], [10.5, 3.0])
+    """
+
+    policy: Policy = "in turn"
+    begins: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+    spans: list[_Span] = field(default_factory=list)
+    _ready: list[float] = field(default_factory=list)
+    _seconds: list[float] = field(default_factory=list)
+    _busy: list[dict[int, float]] = field(default_factory=list)
+
+    def issue(self, cost: Cost, ready: float) -> dict[int, float]:
+        """A further collective, ready at a time.
+
+        Returns: the numbers of earlier ones that end at another time for it, and by how many seconds later.
+        """
+        number = len(self.ends)
+        self._ready.append(ready)
+        self._seconds.append(cost.seconds)
+        self._busy.append({place: busy for place, busy in cost.busy_seconds if busy})
+        self.begins.append(ready)
+        self.ends.append(ready)
+        if not cost.seconds:
+            return {}
+        left, started, coming = self._back_to(ready)
+        before = {n: self.ends[n] for n in (*left, *coming)}
+        self._run(ready, {**left, number: 1.0}, started, coming)
+        late = {n: self.ends[n] - end for n, end in before.items()}
+        return {n: seconds for n, seconds in late.items() if abs(seconds) > ROUNDING * self._seconds[n]}
+
+    def free(self, place: int) -> float:
+        """When a place has nothing more to send."""
+        return max((end for end, busy in zip(self.ends, self._busy, strict=True) if place in busy), default=0.0)
+
+    def _back_to(self, time: float) -> tuple[dict[int, float], frozenset[int], list[int]]:
+        """Forget what happens from a time on: who is in flight then with what is left, who is ready only later."""
+        forgotten: set[int] = set()
+        while self.spans and self.spans[-1].begin >= time:
+            forgotten.update(self.spans.pop().left)
+        span = self.spans[-1] if self.spans else _Span(time, {}, frozenset(), {})
+        passed = time - span.begin
+        left = {n: max(0.0, share - span.speeds[n] * passed) for n, share in span.left.items()}
+        return left, span.started, sorted(forgotten - set(left), key=self._ready.__getitem__)
+
+    def _run(self, now: float, left: dict[int, float], started: frozenset[int], coming: list[int]) -> None:
+        """Who is in flight from a time on, until all has been sent."""
+        waiting = {n for n in (*left, *coming) if self.begins[n] >= now}
+        while left or coming:
+            while coming and self._ready[coming[0]] <= now:
+                left[coming.pop(0)] = 1.0
+            started = self._started(left, started)
+            speeds = self._speeds(left, started)
+            self.spans.append(_Span(now, dict(left), started, speeds))
+            lasts = {n: share / speeds[n] for n, share in left.items() if speeds[n]}
+            first = min(lasts.values(), default=math.inf)
+            until = min(now + first, self._ready[coming[0]] if coming else math.inf)
+            for n, last in lasts.items():
+                if n in waiting:
+                    self.begins[n] = now
+                    waiting.discard(n)
+                if now + last <= until or (last <= first * (1 + ROUNDING) and until == now + first):
+                    self.ends[n] = until
+                    del left[n]
+                else:
+                    left[n] -= speeds[n] * (until - now)
+            now = until
+        self.spans.append(_Span(now, {}, frozenset(), {}))
+
+    def _started(self, left: dict[int, float], started: frozenset[int]) -> frozenset[int]:
+        """Of those in flight, those that share full places; the others wait for them."""
+        if self.policy != "in turn" or len(left) == 1:
+            return frozenset(left)
+        return frozenset(n for n in left if n in started or not any(m < n and self._holds(m, n, left) for m in left))
+
+    def _holds(self, earlier: int, later: int, left: dict[int, float]) -> bool:
+        """Whether one waits for another that was issued before it: it has no less left to send where both are."""
+        one, other = self._busy[earlier], self._busy[later]
+        return any(
+            other[place] * left[later] >= busy * left[earlier] * (1 - ROUNDING)
+            for place, busy in one.items() if place in other
+        )  # fmt: skip
+
+    def _speeds(self, left: Collection[int], started: Collection[int]) -> dict[int, float]:
+        """The progress of each per second."""
+        if len(left) == 1:
+            return {n: 1 / self._seconds[n] for n in left}
+        loads: dict[int, float] = {}
+        speeds = self._filled(started, loads)
+        for n in sorted(set(left) - set(started)):
+            spare = [(1 - loads.get(place, 0.0)) / busy for place, busy in self._busy[n].items()]
+            speed = min([1 / self._seconds[n], *spare])
+            speeds[n] = speed if speed * self._seconds[n] > ROUNDING else 0.0
+            for place, busy in self._busy[n].items():
+                loads[place] = loads.get(place, 0.0) + busy * speeds[n]
+        return speeds
+
+    def _filled(self, numbers: Collection[int], loads: dict[int, float]) -> dict[int, float]:
+        """Speeds that rise together until a place is full or one is as fast as it is alone; adds up `loads`."""
+        weights = dict.fromkeys(numbers, 1.0)
+        if self.policy != "proportional":
+            weights = {n: 1 / max(self._busy[n].values(), default=self._seconds[n]) for n in numbers}
+        speeds, rising = dict.fromkeys(numbers, 0.0), set(numbers)
+        while rising:
+            rates: dict[int, float] = {}
+            for n in rising:
+                for place, busy in self._busy[n].items():
+                    rates[place] = rates.get(place, 0.0) + busy * weights[n]
+            steps = [(1 / self._seconds[n] - speeds[n]) / weights[n] for n in rising]
+            step = max(0.0, min([*steps, *((1 - loads.get(place, 0.0)) / rate for place, rate in rates.items())]))
+            for n in rising:
+                speeds[n] += step * weights[n]
+            for place, rate in rates.items():
+                loads[place] = loads.get(place, 0.0) + step * rate
+            full = {place for place in rates if loads[place] >= 1 - ROUNDING}
+            rising = {
+                n for n in rising
+                if speeds[n] * self._seconds[n] < 1 - ROUNDING and full.isdisjoint(self._busy[n])
+            }  # fmt: skip
+        return speeds

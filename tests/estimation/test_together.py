@@ -95,10 +95,10 @@ def cost(seconds: float, place: int = 0) -> Cost:
 def test_a_short_one_passes_a_long_one():
     """It has the link in turn with the other: twice its own time, and the other ends later by it."""
     links = LinkTimes()
-    assert links.send(0, cost(10.0), 0.0) == (0.0, 0.0, [])
-    start, shared, passed = links.send(1, cost(0.5), 2.0)
-    assert (start, shared) == (2.0, 0.5)
-    assert [(p.event, p.late_seconds) for p in passed] == [(0, 0.5)]
+    assert links.send(0, cost(10.0), 0.0) == (0.0, 10.0, [])
+    start, end, delayed = links.send(1, cost(0.5), 2.0)
+    assert (start, end) == (2.0, 3.0)
+    assert [(moved.event, moved.begin, moved.late_seconds) for moved in delayed] == [(0, 0.0, 0.5)]
     # What needs longer than is left of the first waits for its end; another place is free.
     assert links.send(2, cost(9.0), 3.0)[0] == 10.5
     assert links.send(3, cost(9.0, place=1), 3.0)[0] == 3.0

@@ -1,39 +1,35 @@
-"""Collectives in flight at the same time share the links that they cross.
+"""Collectives of a schedule in flight at the same time share the links that they cross.
 
-Links serve the packets of all that is on its way in turn. What has less left to send than those before it is through
-first, in at most twice its own time, and they end later by its time; what has more waits behind them, which by the
-time at which it ends is the same. So a gather of scales passes a gather of weights, and bytes on a link are conserved.
+`hardware.sharing` has the fluid: no link carries more than its rate, and none idles while it has work. Collectives go
+in the order of issue, but one that has less left to send than those before it passes them. Both share then, so that it
+is through in at most twice its own time, and they end later by its time. So a gather of scales passes a gather of
+weights. A collective loads links at full rate from its start; its hops come after that and hold up nobody. A loop has
+its places for itself.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hardware.network import Cost
+from hardware.sharing import SharedLinks
 
-ROUNDING = 1e-9  # equal shares of a link stay in their order, whatever sums of floats make of them
 
-
-@dataclass(eq=False, slots=True)
-class Sending:
-    """A collective on its way: the number of its event, and by how much the last one that passed it has delayed it."""
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What sending one more collective changes of another: the number of its event, and its new begin and end."""
 
     event: int
-    late_seconds: float = 0.0
-
-
-@dataclass(slots=True)
-class _Turn:
-    sending: Sending
     begin: float
-    end: float
+    late_seconds: float
 
 
 @dataclass(slots=True)
 class LinkTimes:
-    """For each place of the network, what is being sent there from when to when, in the order in which it ends."""
+    """What is being sent from when to when."""
 
-    turns: dict[int, list[_Turn]] = field(default_factory=dict)
+    links: SharedLinks = field(default_factory=SharedLinks)
+    events: list[int] = field(default_factory=list)  # number of the event of each collective
     blocked: dict[int, float] = field(default_factory=dict)  # place -> until when a loop has it
 
     def block(self, place: int, until: float) -> None:
@@ -42,40 +38,13 @@ class LinkTimes:
 
     def free(self, place: int) -> float:
         """When a place has nothing more to send."""
-        turns = self.turns.get(place)
-        return max(turns[-1].end if turns else 0.0, self.blocked.get(place, 0.0))
+        return max(self.links.free(place), self.blocked.get(place, 0.0))
 
-    def send(self, event: int, cost: Cost, ready: float) -> tuple[float, float, list[Sending]]:
-        """A collective that is ready at a time: (when it starts, what sharing costs it, whom it has passed)."""
+    def send(self, event: int, cost: Cost, ready: float) -> tuple[float, float, list[Moved]]:
+        """A collective that is ready at a time: (when it starts, when it ends, whom it delays)."""
         ready = max([ready, *(self.blocked.get(place, 0.0) for place, _ in cost.busy_seconds)])
-        start, shared = ready, 0.0
-        ahead: dict[int, int] = {}
-        for place, busy in cost.busy_seconds:
-            turns = self.turns.setdefault(place, [])
-            while turns and turns[0].end <= ready:
-                del turns[0]
-            ahead[place] = n = _waits_for(turns, busy, ready)
-            if n:
-                start = max(start, turns[n - 1].end)
-            if n < len(turns) and turns[n].begin < start + busy:
-                shared = max(shared, busy)
-        sending = Sending(event)
-        passed = dict[Sending, float]()
-        for place, busy in cost.busy_seconds:
-            turns = self.turns[place]
-            for turn in turns[ahead[place] :]:
-                turn.end += busy
-                turn.begin += busy if turn.begin > start else 0.0
-                passed[turn.sending] = max(passed.get(turn.sending, 0.0), busy)
-            turns.insert(ahead[place], _Turn(sending, start, start + busy))
-        for other, seconds in passed.items():
-            other.late_seconds = seconds
-        return start, shared, list(passed)
-
-
-def _waits_for(turns: list[_Turn], busy: float, ready: float) -> int:
-    """How many of those on their way are through before one that needs the link for `busy` seconds."""
-    for n in reversed(range(len(turns))):
-        if turns[n].end - max(ready, turns[n].begin) <= busy * (1 + ROUNDING):
-            return n + 1
-    return 0
+        wire = max((busy for _, busy in cost.busy_seconds), default=0.0)
+        moved = self.links.issue(replace(cost, seconds=wire), ready)
+        self.events.append(event)
+        delayed = [Moved(self.events[n], self.links.begins[n], late) for n, late in moved.items()]
+        return self.links.begins[-1], self.links.ends[-1] + cost.seconds - wire, delayed

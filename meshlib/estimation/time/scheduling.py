@@ -48,7 +48,7 @@ from meshlib.core.compiler import Compiler
 from meshlib.core.graph import UPDATE
 from meshlib.estimation.time.hbm_engine import Hbm
 from meshlib.estimation.time.kernel_times import KernelTime, Times
-from meshlib.estimation.time.link_sharing import LinkTimes
+from meshlib.estimation.time.link_sharing import LinkTimes, Moved
 from meshlib.estimation.time.physics import Physics
 from meshlib.estimation.work.communication import Communication, launch_seconds
 from meshlib.estimation.work.kernels import Kernel
@@ -262,22 +262,24 @@ class _SchedulePass:
         if self.overlap == "none":
             ready = max(ready, self.core)
         # What is still on its way leaves the links to the next one.
-        start, shared, passed = self.links.send(len(self.made.events), cost, ready)
-        for other in passed:
-            self._delay(other.event, other.late_seconds)
+        start, sent, delayed = self.links.send(len(self.made.events), cost, ready)
+        for other in delayed:
+            self._delay(other)
+        end = sent + seconds - cost.seconds
         if self.overlap == "none":
-            self.core = start + seconds
+            self.core = end
         for place, busy in cost.busy_seconds:
             self.made.use(place, busy)
         self.made.serial_seconds += seconds
         name = f"{move.kind} of {move.name}"
-        return self._event(unit, start, start + seconds + shared, move=move, cost=cost, name=name)
+        return self._event(unit, start, end, move=move, cost=cost, name=name)
 
-    def _delay(self, number: int, seconds: float) -> None:
-        """A collective has been passed: what it brings is there later."""
-        event = self.made.events[number]
-        later = self.made.events[number] = replace(event, end=event.end + seconds)
-        for y in self.sent.get(number, ()):
+    def _delay(self, moved: Moved) -> None:
+        """A collective shares its links with one more: what it brings is there later."""
+        event = self.made.events[moved.event]
+        later = replace(event, start=moved.begin, end=event.end + moved.late_seconds)
+        self.made.events[moved.event] = later
+        for y in self.sent.get(moved.event, ()):
             self.ready[y] = later.end
             if self.pieces.get(y) is event:
                 self.pieces[y] = later
