@@ -35,7 +35,7 @@ class Homes:
     destinations: dict[Tensor, Destination] = field(default_factory=dict)  # of a loop's body: its accumulators
     scopes: dict[Tensor, str] = field(default_factory=dict)  # of tensors, whatever the layout
     _made: dict[Tensor, Sharding] = field(default_factory=dict)
-    _stationary: dict[Tensor, Axes] = field(default_factory=dict)
+    _held: dict[Tensor, tuple[Sharding, Axes] | None] = field(default_factory=dict)
 
     def is_weight(self, t: Tensor) -> bool:
         """Whether it is a variable, or one in another dtype."""
@@ -44,14 +44,13 @@ class Homes:
             return self.is_weight(op.inputs[0])
         return op.opdef.kind is Kind.VARIABLE and not op.attrs["slot_of"]
 
-    def stationary_axes(self, t: Tensor) -> Axes:
-        """The axes over which a variable does not move where weights are stationary: see `Balance`; of others none."""
-        axes = self._stationary.get(t)
-        if axes is None:
+    def held(self, t: Tensor) -> tuple[Sharding, Axes] | None:
+        """The assigned sharding of a variable and the axes over which it is stationary (see `Balance`); None if none."""
+        if t not in self._held:
             weight = self.is_weight(t)
-            axes = tuple(axis for d in t.shape for axis in stationary_axes(self.rules, d)) if weight else ()
-            self._stationary[t] = axes
-        return axes
+            axes = tuple([axis for d in t.shape for axis in stationary_axes(self.rules, d)]) if weight else ()
+            self._held[t] = (self.of(t), axes) if axes else None
+        return self._held[t]
 
     def bind(self, t: Tensor, sharding: Sharding) -> None:
         """Give a tensor a home that the rules do not tell: what a loop's body takes from outside, or stacks for it."""

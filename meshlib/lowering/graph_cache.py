@@ -41,6 +41,7 @@ class Prices:
     tables: dict[object, FactorGraph] = field(default_factory=dict)  # of the copies of tensors that are alike
     home_choices: dict[tuple[Signature, Sharding], Choice | None] = field(default_factory=dict)
     interned: Interned = field(default_factory=Interned)
+    alike: dict[object, Values] = field(default_factory=dict)  # by all that the values of a variable follow from
 
     def of(self, signature: Signature, home: Sharding, binding: Binding, near: Near) -> Pricing:
         """The strategies of operations that are alike."""

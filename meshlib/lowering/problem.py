@@ -45,10 +45,10 @@ class Problem:
     at_home: dict[Operation, Choice] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.again, self.regions = self.graph.again, self.graph.regions
+        self.regions = self.graph.regions
         loops = [self.loops.of(op) for op in self.graph.operations if op.opdef.kind is Kind.LOOP]
         given = {y.tensor: y.sharding for looped in loops for y in looped.made}
-        self.space = Space(self.graph, self.homes, self.signatures, self.again, given)
+        self.space = Space(self.graph, self.homes, self.signatures, self.graph.again, given)
         self._leave_at_home()
 
     # ------------------------------------------------------------ building
@@ -92,7 +92,7 @@ class Problem:
         self.at_home = {}
         for op in self.graph.operations:
             inputs = self.graph.inputs[op]
-            free = bool(op.outputs) and op.output in self.again and all(x in self.free for x in inputs)
+            free = bool(op.outputs) and op.output in self.graph.again and all(x in self.free for x in inputs)
             choice = self._home_choice(op) if free or op.opdef.kind is Kind.ELEMENTWISE else None
             if choice is None:
                 continue
@@ -162,13 +162,26 @@ class Problem:
             self._copies(y).set_made(variable, regions, values.makes(n))
 
     def _values(self, op: Operation) -> Values:
-        strategies = self._of_copy(op) if op.opdef.kind is Kind.COPY else self._of(op)
-        later = len(self.regions[op]) - 1 if op.output in self.again else None
+        """The values of an operation's variable, shared with all operations that are alike."""
+        inputs = self.graph.inputs[op]
+        later = len(self.regions[op]) - 1 if op.output in self.graph.again else None
         often = later is not None and op.output in self.graph.often
-        free = tuple([self.free.get(x) for x in self.graph.inputs[op]])
+        free = tuple([self.free.get(x) for x in inputs])
         others = tuple([(self._binding(y), self.homes.of(y)) for y in op.outputs[1:]])
-        key = ValuesKey(strategies, later, often, free, others)
-        return self.prices.values(op, self.signatures.of(op), key)
+        if op.opdef.kind is Kind.COPY:
+            return self.prices.values(
+                op, self.signatures.of(op), ValuesKey(self._of_copy(op), later, often, free, others)
+            )
+        near = self.near.get(op, frozenset())
+        alike = self.signatures.of(op), self.homes.of(op.output), self._binding(op.output), near
+        held = tuple([self.homes.held(x) for x in inputs]) if self.prices.balance.stationary else (None,) * len(inputs)
+        key = (*alike, *self.space.limits(op), held, later, often, free, others)
+        values = self.prices.alike.get(key)
+        if values is None:
+            strategies = self.prices.of(*alike).strategies(self.space.question(op), held)
+            values = self.prices.values(op, alike[0], ValuesKey(strategies, later, often, free, others))
+            self.prices.alike[key] = values
+        return values
 
     def _binding(self, t: Tensor) -> Binding:
         return binding(t, self.graph, self.homes, self.fetched)
@@ -212,13 +225,6 @@ class Problem:
                 split[f] = (*split.get(f, ()), a)
             strategies.append(Strategy(Choice(split, (s,), s, (), ((),)), cost + STRAY * (n > 0), at, cost))
         return StrategySet(strategies)
-
-    def _of(self, op: Operation) -> StrategySet:
-        home, inputs = self.homes.of(op.output), self.graph.inputs[op]
-        priced = self.prices.of(self.signatures.of(op), home, self._binding(op.output), self.near.get(op, frozenset()))
-        still = [self.homes.stationary_axes(x) if self.prices.balance.stationary else () for x in inputs]
-        held = [(self.homes.of(x), axes) if axes else None for x, axes in zip(inputs, still, strict=True)]
-        return priced.strategies(self.space.question(op), held)
 
     # ------------------------------------------------------------ the result
 

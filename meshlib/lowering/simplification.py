@@ -60,6 +60,12 @@ class Simplified:
         return frozenset(depth)
 
     @cached_property
+    def first(self) -> dict[Operation, tuple[int, ...]]:
+        """Per operand and result of an operation, which of them is the first that is the same tensor."""
+        tensors = {op: (*self.inputs[op], *op.outputs) for op in self.operations}
+        return {op: tuple(map(some.index, some)) for op, some in tensors.items()}
+
+    @cached_property
     def regions(self) -> dict[Operation, list[str]]:
         """The regions in which an operation may run: its own, and those that use its result if it may run again."""
         used: dict[Tensor, set[str]] = {}

@@ -100,8 +100,8 @@ class Space:
     def _split(self, op: Operation) -> None:
         """Note the axes that may split each factor of an operation, and so its operands and results from then on."""
         tensors = (*self.graph.inputs[op], *op.outputs)
-        signature, first = self.signatures.of(op), tuple(map(tensors.index, tensors))
-        key = (first, *[self._dims[x] for x in tensors])
+        signature = self.signatures.of(op)
+        key = (self.graph.first[op], *[self._dims[x] for x in tensors])
         splits = signature.splits.get(key)
         if splits is None:
             splits = signature.splits[key] = self._factors_of(signature, tensors)
@@ -143,16 +143,16 @@ class Space:
         """The axes that may split an operation."""
         return EMPTY.union(*self._factors[op])
 
+    def limits(self, op: Operation) -> tuple[object, ...]:
+        """All that `question` depends on, besides the mesh."""
+        inputs = self.graph.inputs[op]
+        return self._factors[op], tuple([self._pending[x] for x in inputs]), self.graph.first[op], self._all_orders
+
     def question(self, op: Operation) -> Question:
         """All that the assignments of an operation depend on, once its operands' strategies are known."""
-        inputs, factors = self.graph.inputs[op], self._factors[op]
-        pending = tuple([self._pending[x] for x in inputs])
-        key = (factors, pending, tuple(map(inputs.index, inputs)))
-        question: Question | None = self._alike.get(key)
-        if question is None:
-            splits, sums = (tuple(map(self._in_order, sets)) for sets in (factors, pending))
-            question = self._alike[key] = Question(splits, sums, key[2], self._all_orders)
-        return question
+        splits = tuple(map(self._in_order, self._factors[op]))
+        sums = tuple([self._in_order(self._pending[x]) for x in self.graph.inputs[op]])
+        return Question(splits, sums, self.graph.first[op], self._all_orders)
 
     def _in_order(self, axes: AxisSet) -> Axes:
         """Axes in the order of the mesh."""
@@ -170,7 +170,7 @@ class Question(NamedTuple):
 
     splits: tuple[Axes, ...]  # per factor the axes that may split it
     sums: tuple[Axes, ...]  # per operand the axes over which it may be pending
-    first: tuple[int, ...]  # per operand, which operand is the first that is the same tensor
+    first: tuple[int, ...]  # per operand and result, which of them is the first that is the same tensor
     orders: tuple[Axes, ...]
 
 

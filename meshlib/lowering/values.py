@@ -56,11 +56,13 @@ class Interned:
 
     def needs(self, rows: Iterable[Sequence[Sharding]]) -> ClassRows:
         """Of the placements that each value needs; their order and repeats do not matter."""
-        return self._one([(frozenset(row) if len(row) > 1 else row, tuple(dict.fromkeys(row))) for row in rows])
+        return self._one(
+            [(frozenset(row), tuple(dict.fromkeys(row))) if len(row) > 1 else (row, row) for row in map(tuple, rows)]
+        )
 
     def makes(self, rows: Iterable[Sequence[tuple[int, Sharding]]]) -> ClassRows:
         """Of the placements that each value makes, with the number of the region in which it does."""
-        distinct = [tuple(dict.fromkeys(row)) for row in rows]
+        distinct = [tuple(dict.fromkeys(row) if len(row) > 1 else row) for row in rows]
         return self._one([(row, row) for row in distinct])
 
     def _one(self, rows: Sequence[tuple[Hashable, tuple[Any, ...]]]) -> ClassRows:

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from layouts import LayoutError, Mesh, Sharding
-from layouts.sharding import block
+from layouts.sharding import block, laid
 from meshlib.core.graph import Operation, Tensor, TensorType
-from meshlib.core.opdef import Work
-from meshlib.program.exchanges import Exchange, plan_exchanges
-from meshlib.program.factor_shardings import Axes, derive
+from meshlib.core.opdef import Factor, Work
+from meshlib.program.exchanges import TOGETHER, Exchange, plan_exchanges
+from meshlib.program.factor_shardings import Axes
 
 
 class BlockCounts(NamedTuple):
@@ -43,6 +43,12 @@ class Signature:
         self.linear = op.opdef.linear(op)
         self.names = tuple(f.name for f in self.factors)
         self.reducing = tuple(f.name for f in self.factors if f.role.reduces)  # a split leaves the result pending
+        self._exchanges = any(f.role in TOGETHER for f in self.factors)
+        self._along = [_along(x, [(f, f.operands[n]) for f in self.factors]) for n, x in enumerate(op.inputs)]
+        results = [(f, f.outputs[0]) for f in self.factors]
+        self._along_out = _along(op.output, [(f, name) for f, name in results if f.shares is None])
+        self._shared = _along(op.output, [(f, name) for f, name in results if f.shares is not None])
+        self._leaves = [(f.name, f.role.pending) for f in self.factors if f.role.pending is not None]
         self._blocks: dict[tuple[int, ...], BlockCounts | None] = {}
         self._assigned: dict[object, Assigned | None] = {}
         self.ways: dict[object, Any] = {}  # how the lowering brings results of it to a place
@@ -75,17 +81,54 @@ class Signature:
 
     def _under(self, mesh: Mesh, axes: Mapping[str, Axes], passed: tuple[Axes, ...]) -> Assigned | None:
         op = self.op
+        sides = [_entries(along, axes) for along in (*self._along, self._along_out)]
+        if None in sides:
+            return None
+        *operand_axes, out_axes = [side for side in sides if side is not None]
+        kinds = {a: "sum" for p in passed for a in p}
+        for name, kind in self._leaves:
+            kinds.update(dict.fromkeys(axes.get(name, ()), kind))
+        if any(self._shared):  # what splits a dim already is major
+            shared = [tuple([a for name in names for a in axes.get(name, ())]) for names in self._shared]
+            out_axes = tuple([own + over for own, over in zip(out_axes, shared, strict=True)])
         try:
-            operands, out = derive(self.factors, axes, [x.shape for x in op.inputs], op.output.shape, mesh, passed)
+            operands = tuple(
+                [
+                    laid(x.shape, mesh, entries, tuple([(a, "sum") for a in p]))
+                    for x, entries, p in zip(op.inputs, operand_axes, passed, strict=True)
+                ]
+            )
+            out = laid(op.output.shape, mesh, out_axes, tuple(kinds.items()))
         except LayoutError:  # mixed kinds of pending, or a size that does not divide
             return None
-        return Assigned(operands, out, plan_exchanges(op, self.factors, axes, operands, out))
+        exchanges = plan_exchanges(op, self.factors, axes, operands, out) if self._exchanges else ()
+        return Assigned(operands, out, exchanges)
 
     def forget_assignments(self) -> None:
         """Keep what holds for every mesh only."""
         self._assigned.clear()
         self.ways.clear()
         self.splits.clear()
+
+
+def _along(t: Tensor, named: Sequence[tuple[Factor, str | None]]) -> tuple[tuple[str, ...], ...]:
+    """Per dim of a tensor the factors that it is."""
+    return tuple([tuple([f.name for f, name in named if name == dim]) for dim in t.shape.names])
+
+
+def _entries(along: Sequence[Sequence[str]], axes: Mapping[str, Axes]) -> tuple[Axes, ...] | None:
+    """Per dim the axes that split it, where each is along some factors; None if one is split in two ways at once."""
+    entries: list[Axes] = []
+    for names in along:
+        entry: Axes = ()
+        for name in names:
+            over = axes.get(name)
+            if over:
+                if entry:
+                    return None
+                entry = over
+        entries.append(entry)
+    return tuple(entries)
 
 
 def _block(t: Tensor, cut: Sequence[tuple[str | None, int]]) -> TensorType | None:
