@@ -27,6 +27,7 @@ from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import combinations, permutations, product
 from math import gcd, prod
+from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
 Numbers: TypeAlias = tuple[int, ...]  # of axes, the smaller ones first
@@ -47,8 +48,8 @@ class RouteStep(NamedTuple):
     cost: int  # elements sent, times the number of devices that take part
 
 
-# number of the state after it, cost, whether nothing is sent, the move
-Step: TypeAlias = tuple[int, int, bool, RouteStep]
+# cost, place in the order of moves, number of the state after it, collectives, slices, scatters, the move
+Step: TypeAlias = tuple[int, int, int, int, int, int, RouteStep]
 
 
 @lru_cache(maxsize=1 << 16)
@@ -72,53 +73,52 @@ def route(
 
 def _shortest(known_map: _Map, start: State, goal: Splits) -> list[RouteStep]:
     goal_counts = known_map.counts(goal)
-    goal_block = known_map.volume // prod(goal_counts)
+    volume, blocks, awaits = known_map.volume, known_map.blocks, known_map.awaits
+    goal_block = volume // prod(goal_counts)
     least = goal_block - goal_block // min(known_map.axis_sizes, default=1)
     prefixes = product(*([entry[:n] for n in range(len(entry) + 1)] for entry in goal))
     arrivals = {known_map.number((splits, ())) for splits in prefixes}  # slices alone lead from there to the target
     begin = known_map.number(start)
     best = {begin: (0, 0, 0, 0)}  # cost, collectives, slices, scatters
     came: dict[int, tuple[int, RouteStep]] = {}
-    queue = [(0, 0, 0, 0, 0, begin)]  # bound on bytes, on collectives, slices, scatters, order, state
-    order = 0
+    queue = [(0, 0, 0, 0, 0, 0, begin)]  # bound on bytes, on collectives, slices, scatters, two of order, state
     done: set[int] = set()
     lacks: dict[int, int] = {}  # what has to be sent from a state on, at least
     known: float = float("inf")  # what the cheapest arrival so far costs: who is bound to cost more is not looked at
     while queue:
-        *_, state = heappop(queue)
+        state = heappop(queue)[-1]
         if state in done:
             continue
-        done.add(state)
         if state in arrivals:
             return _merged(_walked(came, state, known_map.states[state][0], goal))
+        done.add(state)
         cost, collectives, slices, scatters = best[state]
-        for after, more, local, move in known_map.moves(state):
+        for more, order, after, sends, cuts, scattering, move in known_map.moves(state):
+            sent = cost + more
+            if sent > known:
+                break  # the others cost as much or more
             if after in done:
                 continue
-            sent, arrives = cost + more, after in arrivals
             lack = lacks.get(after)
             if lack is None:
-                splits, awaited = known_map.states[after]
                 # Who does not arrive takes at least one more step that sends: half of a block or more.
-                lack = goal_block if awaited else 0 if arrives else least
-                if not awaited:
-                    common = known_map.volume // prod(map(max, goal_counts, known_map.counts(splits)))
-                    lack = max(lack, goal_block - common)
+                lack = goal_block if awaits[after] else 0 if after in arrivals else least
+                if not awaits[after]:
+                    lack = max(lack, goal_block - volume // prod(map(max, goal_counts, blocks[after])))
                 lacks[after] = lack
             bound = sent + lack
             if bound > known:
                 continue
-            scattered = scatters + (move.kind == "reduce_scatter")
-            reached = (sent, collectives + (not local), slices + local, scattered)
+            reached = (sent, collectives + sends, slices + cuts, scatters + scattering)
             before = best.get(after)
             if before is not None and before <= reached:
                 continue
             best[after] = reached
             came[after] = state, move
-            order += 1
-            if arrives and sent < known:
-                known = sent
-            heappush(queue, (bound, reached[1] + (not arrives), reached[2], scattered, order, after))
+            arrives = after in arrivals
+            if arrives:
+                known = min(known, sent)
+            heappush(queue, (bound, reached[1] + (not arrives), reached[2], reached[3], len(done), order, after))
     raise AssertionError("unreachable: gathering and slicing lead everywhere")
 
 
@@ -163,6 +163,8 @@ class _Map:
         self.volume = prod(sizes) * prod(axis_sizes)  # elements, times the number of devices that take part
         self._dims = range(len(sizes))
         self.states: list[State] = []
+        self.blocks: list[list[int]] = []  # per state, into how many each dim is split
+        self.awaits: list[bool] = []  # per state, whether sums are pending
         self._numbers: dict[State, int] = {}
         self._moves: dict[int, list[Step]] = {}
 
@@ -172,6 +174,8 @@ class _Map:
         if state_number is None:
             state_number = self._numbers[state] = len(self.states)
             self.states.append(state)
+            self.blocks.append(self.counts(state[0]))
+            self.awaits.append(bool(state[1]))
         return state_number
 
     def counts(self, splits: Splits) -> list[int]:
@@ -180,15 +184,17 @@ class _Map:
         return [prod([size_of[a] for a in entry]) for entry in splits]
 
     def moves(self, state: int) -> list[Step]:
-        """Every step that is possible in a state."""
+        """Every step that is possible in a state, the cheapest first."""
         known_moves = self._moves.get(state)
         if known_moves is None:
             known_moves = self._moves[state] = []
-            for move in self._found(self.states[state]):
-                known_moves.append((self.number(move.after), move.cost, move.kind == "slice", move))
+            for order, move in enumerate(self._possible(self.states[state])):
+                cuts, scatters = move.kind == "slice", move.kind == "reduce_scatter"
+                known_moves.append((move.cost, order, self.number(move.after), not cuts, cuts, scatters, move))
+            known_moves.sort(key=itemgetter(0, 1))
         return known_moves
 
-    def _found(self, state: State) -> Iterator[RouteStep]:
+    def _possible(self, state: State) -> Iterator[RouteStep]:
         splits, awaited = state
         size_of = self.axis_sizes
         counts = self.counts(splits)

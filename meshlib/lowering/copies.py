@@ -29,6 +29,7 @@ from meshlib.lowering.values import ClassRows
 DIRECT_ENTRIES = 60_000  # of a table of trees
 HUBS = 3  # copies that a region shares, at most
 MOST_HUB_SETS = 400
+ROWS_AT_ONCE = 16  # that are compared with each other
 HUGE = 1e100  # bytes: for what cannot be, where infinities would not add up
 
 Spot: TypeAlias = tuple[int, int]  # region (first ones first), placement
@@ -340,10 +341,12 @@ def _through(first: Floats, rest: Floats) -> Floats:
 
 def _undominated(rows: Floats) -> Ints:
     """The rows that no other row is nowhere above; of equal ones the first."""
-    rows_left = np.empty_like(rows)
-    undominated: list[int] = []
-    for n in np.argsort(np.minimum(rows, HUGE).sum(axis=1), kind="stable"):  # whatever is below comes before
-        if not (rows_left[: len(undominated)] <= rows[n]).all(axis=1).any():
-            rows_left[len(undominated)] = rows[n]
-            undominated.append(n)
-    return np.sort(np.array(undominated, np.intp))
+    order = np.argsort(np.minimum(rows, HUGE).sum(axis=1), kind="stable")  # whatever is below comes before
+    undominated = order[:0]
+    for first in range(0, len(order), ROWS_AT_ONCE):
+        some = order[first : first + ROWS_AT_ONCE]
+        if first:
+            some = some[~(rows[undominated] <= rows[some][:, None]).all(axis=2).any(axis=1)]
+        below = (rows[some][:, None] <= rows[some]).all(axis=2)
+        undominated = np.concatenate([undominated, some[~np.triu(below, 1).any(axis=0)]])
+    return np.sort(undominated)
