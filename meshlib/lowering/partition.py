@@ -6,7 +6,7 @@ operands, emits it, and brings the result home where it is bound (rules 1 to 4, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from layouts import Sharding
@@ -46,16 +46,13 @@ class Partitioner:
     excess_bytes: float = 0.0  # of the choices above their lower bound
 
     def __post_init__(self) -> None:
-        self.places = Places(self.graph, self.homes, self.signatures, self.prices.balance.axis_prices)
+        self.places = Places(self.graph, self.homes, self.signatures, self.prices.balance.axis_prices, self._uses)
         self.loops = Loops(self.graph, self.homes, self.fetched, self.body)
 
     def run(self) -> None:
         """Lower every operation, in order."""
         problem = Problem(self.graph, self.homes, self.prices, self.signatures, self.fetched, self.loops, self.near)
         self.choices, self.excess_bytes = best_choices(problem)
-        for op in self.graph.operations:
-            for x, s in self._wanted(op):
-                self.places.uses.setdefault(x, {}).setdefault(op.region, {}).setdefault(s)
         for op in self.graph.operations:
             match op.opdef.kind:
                 case Kind.INPUT | Kind.VARIABLE:
@@ -69,12 +66,15 @@ class Partitioner:
                 case _:
                     self._compute(op)
 
-    def _wanted(self, op: Operation) -> Iterable[tuple[Tensor, Sharding]]:
-        """The operands of an operation, and under what it takes them."""
-        if op.opdef.kind is Kind.LOOP:
-            looped = self.loops.of(op)
-            return zip(looped.operands, looped.wanted, strict=True)
-        return zip(self.graph.inputs[op], self.choices[op].operands, strict=True) if op in self.choices else ()
+    def _uses(self, t: Tensor) -> dict[str, dict[Sharding, None]]:
+        """Per region the placements under which operations take a tensor, in order."""
+        uses: dict[str, dict[Sharding, None]] = {}
+        for op, n in self.graph.readers.get(t, ()):
+            if op.opdef.kind is Kind.LOOP:
+                uses.setdefault(op.region, {}).setdefault(self.loops.of(op).wanted[op.needs.index(n)])
+            elif op in self.choices:
+                uses.setdefault(op.region, {}).setdefault(self.choices[op].operands[n])
+        return uses
 
     def at_home(self, t: Tensor) -> Value:
         """The value of `t` at its home, brought there if need be: what fetches return."""
@@ -122,26 +122,18 @@ class Partitioner:
         inputs = self.graph.inputs[op]
         choice = self.choices[op]
         values = [self.places.use(x, s, op) for x, s in zip(inputs, choice.operands, strict=True)]
-        results = tuple(Value(y, s) for y, s in zip(op.outputs, beside(op, choice.out), strict=True))
-        self._note_makers(op, inputs, choice)
+        results = tuple([Value(y, s) for y, s in zip(op.outputs, beside(op, choice.out), strict=True)])
+        if choice.out.pending:
+            self._note_makers(op, inputs, choice)
+        reasons = tuple([explain_exchange(e, op, self.homes) for e in choice.exchanges])
         self.places.instructions.append(
-            Compute(
-                op,
-                tuple(values),
-                results,
-                op.region,
-                choice.assignment,
-                choice.exchanges,
-                tuple(explain_exchange(e, op, self.homes) for e in choice.exchanges),
-            )
+            Compute(op, tuple(values), results, op.region, choice.assignment, choice.exchanges, reasons)
         )
         for value in results:
             self._settle(value)
 
     def _note_makers(self, op: Operation, inputs: Sequence[Tensor], choice: Choice) -> None:
         """Remember who is to blame for each pending axis of the result."""
-        if not choice.out.pending:
-            return
         makers: dict[str, tuple[Operation, str]] = {}
         self.places.makers.update((y, makers) for y in op.outputs)
         for x, s in zip(inputs, choice.operands, strict=True):
@@ -152,13 +144,13 @@ class Partitioner:
 
     def _settle(self, made: Value) -> None:
         """A result that was made so: bring it home if it is bound there."""
-        t, home = made.tensor, self.homes.of(made.tensor)
-        self.places.add(t, made, t.operation.region)
-        settled = binding(t, self.graph, self.homes, self.fetched).settled(made.sharding, home)
-        if settled == made.sharding:
-            self.places.keep(t, settled)
-        else:
+        t = made.tensor
+        passing = self.places.add(t, made, t.operation.region) is not None
+        settled = binding(t, self.graph, self.homes, self.fetched).settled(made.sharding, self.homes.of(t))
+        if settled != made.sharding:
             self.places.bring(t, settled, t.operation.region, None)
+        elif passing:
+            self.places.keep(t, settled)
         if t.operation.opdef.home is Home.GIVEN:
             # A constrained value is to be had at its home alone: its users must not go round the constraint.
             self.places.instances[t] = self.places.instances[t][-1:]

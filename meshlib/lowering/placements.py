@@ -6,7 +6,7 @@ than its home does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
 
@@ -32,13 +32,12 @@ class Places:
     homes: Homes
     signatures: Signatures
     prices: Prices
+    uses: Callable[[Tensor], dict[str, dict[Sharding, None]]]  # per region the placements under which it is used, in order
     instructions: list[Instruction] = field(default_factory=list)
     # For every region (None) or within one.
     instances: dict[Tensor, list[tuple[str | None, Value]]] = field(default_factory=dict)
     # For a pending tensor: per axis the operation that left it pending, and the dim that it reduced.
     makers: dict[Tensor, Makers] = field(default_factory=dict)
-    # Per tensor and region the placements under which it is used, in order.
-    uses: dict[Tensor, dict[str, dict[Sharding, None]]] = field(default_factory=dict)
 
     def known(self, t: Tensor, region: str) -> list[Value]:
         """The values of `t` that a region may use."""
@@ -59,16 +58,18 @@ class Places:
         """`t` as its operation made it."""
         return self.instances[t][0][1]
 
-    def add(self, t: Tensor, value: Value, region: str) -> None:
-        """Another place where `t` is to be had."""
-        self.instances.setdefault(t, []).append((self.homes.reach(t, value.sharding, region), value))
+    def add(self, t: Tensor, value: Value, region: str) -> str | None:
+        """Another place where `t` is to be had. Returns the only region that may use it; None if all may."""
+        reach = self.homes.reach(t, value.sharding, region)
+        self.instances.setdefault(t, []).append((reach, value))
+        return reach
 
     def keep(self, t: Tensor, made: Sharding) -> None:
         """Leave a copy for later regions of what was computed under `made`, if that takes too much memory."""
         region, home = t.operation.region, self.homes.of(t)
-        uses = self.uses.get(t, {})
+        uses = self.uses(t)
         later = [s for other, placements in uses.items() if other != region for s in placements]
-        if not later or self.homes.reach(t, made, region) is None:
+        if not later:
             return
 
         def cost(at: Sharding) -> float:
@@ -100,7 +101,7 @@ class Places:
         if self.homes.reach(t, there, region) is None:
             return ()
         slices: dict[Sharding, None] = {}
-        for other, placements in self.uses.get(t, {}).items():
+        for other, placements in self.uses(t).items():
             have = [v.sharding for v in self.known(t, other)]
             for s in placements if other != region and have else ():
                 small = s.local_size <= self.homes.of(t).local_size
@@ -115,7 +116,7 @@ class Places:
     def _first(self, t: Tensor, wanted: Sharding, region: str) -> Sequence[Sharding]:
         """The placements that are still to be used in a region and should be made before `wanted`: a cheapest tree."""
         have = [v.sharding for v in self.known(t, region)]
-        left = [s for s in self.uses.get(t, {}).get(region, ()) if s not in have and s != wanted]
+        left = [s for s in self.uses(t).get(region, ()) if s not in have and s != wanted]
         if not 0 < len(left) <= MOST_ORDERED:
             return ()
 
@@ -140,7 +141,7 @@ class Places:
 
         saved = cost(wanted, have) - cost(home, have) - cost(wanted, [home, *have])
         lasting = [wanted] if self.homes.reach(t, wanted, region) is None else []
-        for other, placements in self.uses.get(t, {}).items():
+        for other, placements in self.uses(t).items():
             there = [v.sharding for v in self.known(t, other)]
             if other != region and there:
                 there += lasting

@@ -66,6 +66,15 @@ class Simplified:
         return {op: tuple(map(some.index, some)) for op, some in tensors.items()}
 
     @cached_property
+    def readers(self) -> dict[Tensor, list[tuple[Operation, int]]]:
+        """The operations that read each tensor, and as which operand; copies to the host, too."""
+        readers: dict[Tensor, list[tuple[Operation, int]]] = {}
+        for op in self.operations:
+            for n in op.needs:
+                readers.setdefault(self.inputs[op][n], []).append((op, n))
+        return readers
+
+    @cached_property
     def regions(self) -> dict[Operation, list[str]]:
         """The regions in which an operation may run: its own, and those that use its result if it may run again."""
         used: dict[Tensor, set[str]] = {}
