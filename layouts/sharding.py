@@ -45,7 +45,7 @@ class Sharding(Frozen):
     """
 
     __slots__ = (
-        "_local", "axes", "block_counts", "local_size", "mesh", "pending", "pending_axes", "shape",
+        "_local", "_split", "axes", "block_counts", "local_size", "mesh", "pending", "pending_axes", "shape",
     )  # fmt: skip
 
     shape: Shape
@@ -56,6 +56,7 @@ class Sharding(Frozen):
     block_counts: tuple[int, ...]  # per dim
     local_size: int  # the number of elements in one device's block
     _local: Shape | None
+    _split: frozenset[str] | None
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class Sharding(Frozen):
         key = shape, mesh, given, awaited
         self._fill(
             *key, shape=shape, mesh=mesh, axes=key[2], pending=awaited, pending_axes=tuple(a for a, _ in awaited),
-            block_counts=tuple(counts), local_size=shape.size // prod(counts), _local=None,
+            block_counts=tuple(counts), local_size=shape.size // prod(counts), _local=None, _split=None,
         )  # fmt: skip
 
     @classmethod
@@ -105,7 +106,11 @@ class Sharding(Frozen):
     @property
     def split_axes(self) -> frozenset[str]:
         """The axes that split some dimension."""
-        return frozenset(axis for entry in self.axes for axis in entry)
+        split = self._split
+        if split is None:
+            split = frozenset([axis for entry in self.axes for axis in entry])
+            object.__setattr__(self, "_split", split)
+        return split
 
     @property
     def local_shape(self) -> Shape:

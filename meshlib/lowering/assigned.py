@@ -45,7 +45,7 @@ class Homes:
         return op.opdef.kind is Kind.VARIABLE and not op.attrs["slot_of"]
 
     def held(self, t: Tensor) -> tuple[Sharding, Axes] | None:
-        """The assigned sharding of a variable and the axes over which it is stationary (see `Balance`); None if none."""
+        """The assigned sharding of a variable, and the axes over which it is stationary; None if there are none."""
         if t not in self._held:
             weight = self.is_weight(t)
             axes = tuple([axis for d in t.shape for axis in stationary_axes(self.rules, d)]) if weight else ()

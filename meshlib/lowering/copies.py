@@ -66,22 +66,24 @@ class Copies:
         """Add the tables of the tensor to a factor graph; `known` are those of tensors that are alike."""
         if not self.uses:
             return
-        variables = [v for v in dict.fromkeys((self.producer, *[v for v, _, _ in self.uses])) if v is not None]
-        if not variables:  # its copies cost what they cost, whatever is chosen
+        place: dict[int | None, int] = {}
+        for v in (self.producer, *[v for v, _, _ in self.uses]):
+            if v is not None and v not in place:
+                place[v] = len(place)
+        if not place:  # its copies cost what they cost, whatever is chosen
             return
-        place: dict[int | None, int | None] = {v: n for n, v in enumerate(variables)}
         order: dict[str, int] = {}
-        for r in [r for spots in self.made.classes for r, _ in spots]:
-            order.setdefault(self.regions[r], len(order))
+        for n in self.made.regions:
+            order.setdefault(self.regions[n], len(order))
         uses = [(place.get(v), order.setdefault(r, len(order)), rows) for v, r, rows in self.uses]
         numbers = tuple([order.get(r) for r in self.regions])
         producer = place.get(self.producer)
         key = (self.home, self.itemsize, self.regather, producer, self.made, numbers, *uses)
         own = known.get(key)
         if own is None:
-            own = known[key] = FactorGraph([0] * len(variables))
+            own = known[key] = FactorGraph([0] * len(place))
             _Tables(self, producer, numbers, uses).enter(own)
-        variables += [graph.add_variable(size) for size in own.sizes[len(variables) :]]
+        variables = [*place, *[graph.add_variable(size) for size in own.sizes[len(place) :]]]
         for scope, table in own.tables:
             graph.add([variables[v] for v in scope], table)
 
@@ -148,7 +150,7 @@ class _Tables:
                 costs[:, n] = self.between[:, wanted[0]]
             elif wanted:
                 orders = np.array(list(permutations(wanted)) if len(wanted) <= 3 else [wanted])
-                costs[:, n] = self._in_order(self.between, orders).min(axis=1)
+                costs[:, n] = np.minimum.reduce(self._in_order(self.between, orders), axis=1)
         return costs
 
     def _root(self, region: int, made: Sequence[tuple[Spot, ...]]) -> Floats:
@@ -164,7 +166,7 @@ class _Tables:
     def _nearest(self, rows: Sequence[Sequence[int]]) -> Floats:
         """From the nearest of the placements of each row to each placement."""
         of, some = _padded(rows)
-        costs: Floats = self.between[of].min(axis=1) if of.shape[1] > 1 else self.between[of[:, 0]]
+        costs: Floats = np.minimum.reduce(self.between[of], axis=1) if of.shape[1] > 1 else self.between[of[:, 0]]
         return costs if some.all() else np.where(some[:, None], costs, inf)
 
     def _enter_trees(self, graph: FactorGraph) -> None:
@@ -283,7 +285,7 @@ class _Tables:
                 np.min([self._in_order(root, chosen[:, order]) for order in permutations(range(count))], axis=0)
             )
             for n, parts in zip(mine, tables, strict=True):
-                parts.append(self.reach[n][chosen].min(axis=1))
+                parts.append(np.minimum.reduce(self.reach[n][chosen], axis=1))
             if following:
                 kept_copies.append(self._kept(chosen))
         link = np.concatenate(links, axis=1)
@@ -298,7 +300,7 @@ class _Tables:
         total = root[:, orders[:, 0]]
         for n in range(1, orders.shape[1]):
             at = orders[:, n]
-            total = total + np.minimum(root[:, at], self.between[orders[:, :n], at[:, None]].min(axis=1))
+            total = total + np.minimum(root[:, at], np.minimum.reduce(self.between[orders[:, :n], at[:, None]], axis=1))
         return total
 
     def _kept(self, sets: Sequence[Sequence[int]] | Sequence[Ints] | Ints) -> Floats:
@@ -335,7 +337,7 @@ def _padded(rows: Sequence[Sequence[int]] | Sequence[Ints] | Ints) -> tuple[Ints
 def _through(first: Floats, rest: Floats) -> Floats:
     """The least over what lies between of both: a matrix product of minima and sums."""
     flat = rest.reshape(len(rest), -1)
-    costs: Floats = (first[:, :, None] + flat[None]).min(axis=1)
+    costs: Floats = np.minimum.reduce(first[:, :, None] + flat, axis=1)
     return costs.reshape(len(first), *rest.shape[1:])
 
 

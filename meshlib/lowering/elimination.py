@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from heapq import heappop, heappush
 from math import inf
 from typing import Any, TypeAlias, TypeVar
@@ -352,12 +352,12 @@ def _dominated(axes: Sequence[int], tables: Sequence[Floats]) -> NDArray[np.bool
     for axis, whole in zip(axes, tables, strict=True):
         table = whole.swapaxes(0, axis).reshape(size, -1)
         if np.isfinite(table).all():
-            worst += (table[:, None, :] - table[None, :, :]).max(axis=2)
+            worst += np.maximum.reduce(table[:, None, :] - table, axis=2)
             continue
         with np.errstate(invalid="ignore"):
             more = table[:, None, :] - table[None, :, :]
         more[np.isnan(more)] = -inf  # neither is possible
-        step = more.max(axis=2)
+        step = np.maximum.reduce(more, axis=2)
         ruled_out = np.isposinf(worst) | np.isposinf(step)
         worst = np.where(ruled_out, inf, np.where(ruled_out, 0, worst) + np.where(ruled_out, 0, step))
     never: NDArray[np.bool_] = worst <= 0
@@ -374,14 +374,22 @@ def _place(domain: Ints, value: int) -> int:
     return int(domain.searchsorted(value))
 
 
-def _minimum(sizes: Sequence[int], axes: Sequence[Sequence[int]], tables: Sequence[Floats]) -> tuple[Ints, Floats]:
+def _minimum(sizes: tuple[int, ...], axes: Sequence[tuple[int, ...]], tables: Sequence[Floats]) -> tuple[Ints, Floats]:
     """The sum of tables, minimised over the last variable: where the least is, and the least."""
     total: Floats | float = 0.0
     for own, table in zip(axes, tables, strict=True):
-        order = sorted(range(len(own)), key=own.__getitem__)
-        total = total + table.transpose(order).reshape([n if k in own else 1 for k, n in enumerate(sizes)])
+        order, shape = _aligned(own, sizes)
+        total = total + (table if order is None else table.transpose(order)).reshape(shape)
     whole = total if isinstance(total, np.ndarray) and total.shape == sizes else np.broadcast_to(total, sizes)
-    return whole.argmin(axis=-1), np.asarray(whole.min(axis=-1))
+    return whole.argmin(axis=-1), np.asarray(np.minimum.reduce(whole, axis=-1))
+
+
+@lru_cache(maxsize=1 << 12)
+def _aligned(own: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
+    """How a table is transposed (None: it is in order) and reshaped to be added to a larger one."""
+    order = tuple(sorted(range(len(own)), key=own.__getitem__))
+    in_order = order == tuple(range(len(own)))
+    return None if in_order else order, tuple([n if k in own else 1 for k, n in enumerate(sizes)])
 
 
 def _only(table: Floats, axis: int) -> Floats:

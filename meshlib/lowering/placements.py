@@ -32,7 +32,9 @@ class Places:
     homes: Homes
     signatures: Signatures
     prices: Prices
-    uses: Callable[[Tensor], dict[str, dict[Sharding, None]]]  # per region the placements under which it is used, in order
+    uses: Callable[
+        [Tensor], dict[str, dict[Sharding, None]]
+    ]  # per region the placements under which it is used, in order
     instructions: list[Instruction] = field(default_factory=list)
     # For every region (None) or within one.
     instances: dict[Tensor, list[tuple[str | None, Value]]] = field(default_factory=dict)

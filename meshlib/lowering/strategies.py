@@ -141,7 +141,11 @@ class Space:
 
     def axes(self, op: Operation) -> AxisSet:
         """The axes that may split an operation."""
-        return EMPTY.union(*self._factors[op])
+        factors = self._factors[op]
+        axes: AxisSet | None = self._alike.get(factors)
+        if axes is None:
+            axes = self._alike[factors] = EMPTY.union(*factors)
+        return axes
 
     def limits(self, op: Operation) -> tuple[object, ...]:
         """All that `question` depends on, besides the mesh."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import combinations, product
 from typing import Any, NamedTuple
 
@@ -44,6 +45,11 @@ class ClassRows:
 
     classes: Sequence[tuple[Any, ...]]
     of: Ints  # per value of the variable, the class
+
+    @cached_property
+    def regions(self) -> tuple[int, ...]:
+        """The regions in which some value makes the tensor, in order."""
+        return tuple(dict.fromkeys([region for spots in self.classes for region, _ in spots]))
 
 
 @dataclass(eq=False)
