@@ -6,14 +6,15 @@ says of it is asked once for all that are alike, and what it means to split it o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple
 
 from layouts import LayoutError, Mesh, Sharding
 from layouts.sharding import block, laid
 from meshlib.core.graph import Operation, Tensor, TensorType
-from meshlib.core.opdef import Factor, Work
+from meshlib.core.opdef import Work
 from meshlib.program.exchanges import TOGETHER, Exchange, plan_exchanges
 from meshlib.program.factor_shardings import Axes
 
@@ -44,11 +45,11 @@ class Signature:
         self.names = tuple(f.name for f in self.factors)
         self.reducing = tuple(f.name for f in self.factors if f.role.reduces)  # a split leaves the result pending
         self._exchanges = any(f.role in TOGETHER for f in self.factors)
-        self._along = [_along(x, [(f, f.operands[n]) for f in self.factors]) for n, x in enumerate(op.inputs)]
-        results = [(f, f.outputs[0]) for f in self.factors]
-        self._along_out = _along(op.output, [(f, name) for f, name in results if f.shares is None])
-        self._shared = _along(op.output, [(f, name) for f, name in results if f.shares is not None])
         self._leaves = [(f.name, f.role.pending) for f in self.factors if f.role.pending is not None]
+        # Per dim of each operand, and of the result, the numbers of its factors.
+        self._sides = [_numbers(x, [f.operands[n] for f in self.factors]) for n, x in enumerate(op.inputs)]
+        self._sides.append(_numbers(op.output, [f.outputs[0] for f in self.factors]))
+        self._shares = frozenset(n for n, f in enumerate(self.factors) if f.shares is not None)
         self._blocks: dict[tuple[int, ...], BlockCounts | None] = {}
         self._assigned: dict[object, Assigned | None] = {}
         self.ways: dict[object, Any] = {}  # how the lowering brings results of it to a place
@@ -62,15 +63,13 @@ class Signature:
 
     def _cut(self, counts: tuple[int, ...]) -> BlockCounts | None:
         op = self.op
-        cut = [(f, n) for f, n in zip(self.factors, counts, strict=True) if n > 1]
-        types = [_block(x, [(f.operands[i], n) for f, n in cut]) for i, x in enumerate(op.inputs)]
-        out = _block(op.output, [(f.outputs[0], n) for f, n in cut])
-        operands = tuple(t for t in types if t is not None)
-        if out is None or len(operands) < len(types):
+        types = [_block(x, side, counts) for x, side in zip((*op.inputs, op.output), self._sides, strict=True)]
+        *operands, out = types
+        if out is None or None in operands:
             return None
-        return BlockCounts(
-            tuple(t.shape.size for t in operands), out.shape.size, op.opdef.work(operands, out, op.attrs)
-        )
+        blocks = tuple([t for t in operands if t is not None])
+        work = op.opdef.work(blocks, out, op.attrs)
+        return BlockCounts(tuple([t.shape.size for t in blocks]), out.shape.size, work)
 
     def under(self, mesh: Mesh, axes: Mapping[str, Axes], passed: tuple[Axes, ...]) -> Assigned | None:
         """It under an assignment, `passed` pending axes of each operand going through; None where that cannot be."""
@@ -81,28 +80,25 @@ class Signature:
 
     def _under(self, mesh: Mesh, axes: Mapping[str, Axes], passed: tuple[Axes, ...]) -> Assigned | None:
         op = self.op
-        sides = [_entries(along, axes) for along in (*self._along, self._along_out)]
-        if None in sides:
+        over = [axes.get(name, ()) for name in self.names]
+        operand_axes = [_entries(side, over) for side in self._sides[:-1]]
+        out_axes = _entries(self._sides[-1], over, self._shares)
+        if out_axes is None or None in operand_axes:
             return None
-        *operand_axes, out_axes = [side for side in sides if side is not None]
         kinds = {a: "sum" for p in passed for a in p}
         for name, kind in self._leaves:
             kinds.update(dict.fromkeys(axes.get(name, ()), kind))
-        if any(self._shared):  # what splits a dim already is major
-            shared = [tuple([a for name in names for a in axes.get(name, ())]) for names in self._shared]
-            out_axes = tuple([own + over for own, over in zip(out_axes, shared, strict=True)])
         try:
-            operands = tuple(
-                [
-                    laid(x.shape, mesh, entries, tuple([(a, "sum") for a in p]))
-                    for x, entries, p in zip(op.inputs, operand_axes, passed, strict=True)
-                ]
-            )
+            placed = [
+                laid(x.shape, mesh, entries, tuple([(a, "sum") for a in p]))
+                for x, entries, p in zip(op.inputs, operand_axes, passed, strict=True)
+                if entries is not None
+            ]
             out = laid(op.output.shape, mesh, out_axes, tuple(kinds.items()))
         except LayoutError:  # mixed kinds of pending, or a size that does not divide
             return None
-        exchanges = plan_exchanges(op, self.factors, axes, operands, out) if self._exchanges else ()
-        return Assigned(operands, out, exchanges)
+        exchanges = plan_exchanges(op, self.factors, axes, placed, out) if self._exchanges else ()
+        return Assigned(tuple(placed), out, exchanges)
 
     def forget_assignments(self) -> None:
         """Keep what holds for every mesh only."""
@@ -111,32 +107,36 @@ class Signature:
         self.splits.clear()
 
 
-def _along(t: Tensor, named: Sequence[tuple[Factor, str | None]]) -> tuple[tuple[str, ...], ...]:
-    """Per dim of a tensor the factors that it is."""
-    return tuple([tuple([f.name for f, name in named if name == dim]) for dim in t.shape.names])
+def _numbers(t: Tensor, names: Sequence[str | None]) -> list[list[int]]:
+    """Per dim of a tensor the numbers of its factors, which have these names there."""
+    return [[n for n, name in enumerate(names) if name == dim] for dim in t.shape.names]
 
 
-def _entries(along: Sequence[Sequence[str]], axes: Mapping[str, Axes]) -> tuple[Axes, ...] | None:
-    """Per dim the axes that split it, where each is along some factors; None if one is split in two ways at once."""
+def _entries(
+    side: Sequence[Sequence[int]], over: Sequence[Axes], shares: Set[int] = frozenset()
+) -> tuple[Axes, ...] | None:
+    """The axes that split each dim, where each factor is split over some; None if a dim is split in two ways at once.
+
+    What splits a dim already is major of the axes of a factor that `shares` it out.
+    """
     entries: list[Axes] = []
-    for names in along:
+    for numbers in side:
         entry: Axes = ()
-        for name in names:
-            over = axes.get(name)
-            if over:
+        minor: Axes = ()
+        for n in numbers:
+            if n in shares:
+                minor += over[n]
+            elif over[n]:
                 if entry:
                     return None
-                entry = over
-        entries.append(entry)
+                entry = over[n]
+        entries.append(entry + minor)
     return tuple(entries)
 
 
-def _block(t: Tensor, cut: Sequence[tuple[str | None, int]]) -> TensorType | None:
+def _block(t: Tensor, side: Sequence[Sequence[int]], counts: Sequence[int]) -> TensorType | None:
     """The type of one device's block; what several factors cut is cut by all."""
-    counts: dict[str | None, int] = {}
-    for name, n in cut:
-        counts[name] = n * counts.get(name, 1)
-    along = tuple([counts.get(n, 1) for n in t.shape.names])
+    along = tuple([prod([counts[n] for n in factors]) for factors in side])
     if any(size % n for size, n in zip(t.shape.sizes, along, strict=True)):
         return None
     return TensorType(block(t.shape, along), t.dtype)
