@@ -83,7 +83,8 @@ class Copies:
         if own is None:
             own = known[key] = FactorGraph([0] * len(place))
             _Tables(self, producer, numbers, uses).enter(own)
-        variables = [*place, *[graph.add_variable(size) for size in own.sizes[len(place) :]]]
+        variables = [v for v in place if v is not None]
+        variables += [graph.add_variable(size) for size in own.sizes[len(place) :]]
         for scope, table in own.tables:
             graph.add([variables[v] for v in scope], table)
 
@@ -348,7 +349,8 @@ def _undominated(rows: Floats) -> Ints:
     for first in range(0, len(order), ROWS_AT_ONCE):
         some = order[first : first + ROWS_AT_ONCE]
         if first:
-            some = some[~(rows[undominated] <= rows[some][:, None]).all(axis=2).any(axis=1)]
+            above = (rows[undominated] <= rows[some][:, None]).all(axis=2)
+            some = some[~np.any(above, axis=1)]
         below = (rows[some][:, None] <= rows[some]).all(axis=2)
-        undominated = np.concatenate([undominated, some[~np.triu(below, 1).any(axis=0)]])
+        undominated = np.concatenate([undominated, some[~np.any(np.triu(below, 1), axis=0)]])
     return np.sort(undominated)
