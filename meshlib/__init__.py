@@ -258,8 +258,10 @@ if _TYPE_CHECKING:
     from meshlib.program.views.comparison import compare as compare
     from meshlib.searching import Found as Found
     from meshlib.searching import search as search
-    from meshlib.searching.serving import Serving as Serving
+    from meshlib.searching.arrivals import Arrivals as Arrivals
+    from meshlib.searching.served_load import ServedLoad as ServedLoad
     from meshlib.searching.serving import serving as serving
+    from meshlib.searching.serving_result import Serving as Serving
     from meshlib.sharing import ImageInput as ImageInput
     from meshlib.sharing import export as export
     from meshlib.sharing import load_model as load_model

@@ -213,6 +213,17 @@ def _serve(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--caches", help="dtype of caches, such as int8")
     command.add_argument("--plot", help="draw throughput over latency into this file, such as serving.png")
+    load = command.add_argument_group("a load, under which each layout is simulated")
+    load.add_argument("--rate", type=_amount, help="requests a second, which arrive at random")
+    load.add_argument("--trace", help="file of requests: seconds, prompt tokens, output tokens; in place of --rate")
+    load.add_argument(
+        "--prompts", help="tokens of prompts: 512, 100-2000 (all alike), 200~1500 (median, 99th percentile)"
+    )
+    load.add_argument("--outputs", help="tokens that requests ask for, as --prompts")
+    load.add_argument("--requests", type=_count, help="how many are simulated; 1,000 unless given")
+    load.add_argument("--chunk", type=_count, help="tokens of a prompt that are read before running sequences go on")
+    load.add_argument("--separate", action="store_true", help="read prompts on a slice of their own")
+    load.add_argument("--first-token", type=_amount, help="milliseconds in which 99 %% have their first token")
 
 
 def _run(command: argparse.ArgumentParser) -> None:

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 
 from hardware.slices import Slice
 from meshlib.command.choices import is_maxtext
+from meshlib.command.load import load_of, told_load
 from meshlib.command.output import coloured, say, say_json
 from meshlib.command.subject import slice_of, subject_of
 from meshlib.core.compiler import COMPILERS
 from meshlib.core.errors import GraphError
 from meshlib.core.text import bytes_text, seconds_text, usd_text
 from meshlib.models import TransformerConfig
-from meshlib.searching.serving import Serving, ServingPoint, serving
+from meshlib.searching.serving import serving
+from meshlib.searching.serving_result import Serving, ServingPoint
 
 GOOD, FAILED = 0, 1
 CONTEXT = 2048
@@ -29,10 +31,14 @@ def serve(args: argparse.Namespace) -> int:
         asked = asked_of(args, where)
     else:
         asked = _asked(args, where)
+    load = load_of(args)
     result = serving(
-        asked.config, where, context=asked.context, prompt=asked.prompt, batches=asked.batches,
-        weight_dtype=asked.weights, cache_dtype=asked.caches, compiler=COMPILERS[args.compiler],
+        asked.config, where, context=args.context if load is not None else asked.context, prompt=asked.prompt,
+        batches=asked.batches, weight_dtype=asked.weights, cache_dtype=asked.caches, compiler=COMPILERS[args.compiler],
+        arrivals=load, chunk=args.chunk, separate=args.separate,
     )  # fmt: skip
+    if load is not None and result.loads:
+        return told_load(args, result, asked.notes)
     best = _chosen(args, result)
     if args.json:
         say_json({"best": None if best is None else _entry(best), "points": [_entry(p) for p in result.points]})

@@ -28,7 +28,7 @@ from meshlib.report.timeline import timeline
 from meshlib.report.torus import torus_picture
 from meshlib.report.verdict import verdict
 from meshlib.searching import Found
-from meshlib.searching.serving import Serving, ServingPoint
+from meshlib.searching.serving_result import Serving, ServingPoint
 from meshlib.simulation import Simulation
 
 ROWS, LINES = 12, 120

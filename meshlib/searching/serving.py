@@ -2,205 +2,49 @@
 
 Each point is a real program: `models.decode_step`, lowered and estimated with full caches, and `models.prefill` of one
 prompt for each data-parallel group. The batch grows until memory is full, which is found exactly, without trying all.
+A load is simulated over the times of these steps (`served_load`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import product
 from typing import Any
+
+import numpy as np
 
 from hardware.errors import HardwareError
 from hardware.slices import Slice
 from layouts import LayoutRules, Mesh
 from layouts.mesh import MeshLike
-from meshlib.core.arguments import at, choice, items, whole
+from meshlib.core.arguments import at, choice, flag, items, whole
 from meshlib.core.compiler import XLA_TPU, Compiler, require_compiler
-from meshlib.core.drawing import plotted
 from meshlib.core.dtypes import as_dtype
 from meshlib.core.errors import GraphError, LayoutError, SliceError
 from meshlib.core.graph import Graph
-from meshlib.core.shown import Shown
-from meshlib.core.text import bytes_text, clipped, grid, seconds_text, usd_text
 from meshlib.estimation import Estimate, balance, estimate
 from meshlib.lowering import lower
 from meshlib.models import TransformerConfig, decode_step, layout, prefill
 from meshlib.models.usual import largest_power
+from meshlib.searching.arrivals import Arrivals
+from meshlib.searching.served_load import ServedLoad, StepSeconds, serve_load
+from meshlib.searching.serving_result import Serving, ServingPoint
 
 WHAT = "serving"
 MOST_BATCH = 1 << 16
 FREE_GUESSES = 4  # by the slope of memory, before a guess that does not halve what is left leads to the middle
+TOKENS = 128  # prompts and caches are rounded up to multiples
 NARROW = ("int8", "int4", "float8_e4m3fn", "float8_e5m2")  # of kernels, which have scales
 WEIGHT_DTYPES = ("bfloat16", "float32", *NARROW)
 # Parts of layouts, with their axes.
 _PARTS = {"data": "data", "expert": "expert", "tensor": "tensor", "cache": "tensor", "features": "features"}
 
 
-@dataclass(frozen=True)
-class ServingPoint:
-    """One batch under one layout.
-
-    Attributes:
-      name: of the layout, as a table shows it; batch: sequences that are decoded together.
-      decode: the estimate of a step, with caches of `context` positions.
-      prefill: the estimate of reading `prompts` prompts at once, one for each data-parallel group.
-    """
-
-    name: str
-    batch: int
-    decode: Estimate
-    prefill: Estimate
-    prompts: int
-
-    @property
-    def token_seconds(self) -> float:
-        """Time between two tokens of a sequence. Modelled."""
-        return self.decode.step_seconds
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of all sequences together. Modelled."""
-        return self.batch / self.decode.step_seconds
-
-    @property
-    def prefill_seconds(self) -> float:
-        """Time until the first token of a prompt, if nobody is before it. Modelled."""
-        return self.prefill.step_seconds
-
-    @property
-    def usd_per_million_tokens(self) -> float | None:
-        """Cost of a million decoded tokens at the list price of the slice; None where none is published. Modelled."""
-        price = self.decode.slice.usd_per_hour
-        return None if price is None else price / 3600 / self.tokens_per_second * 1e6
-
-    @property
-    def peak_bytes(self) -> int:
-        """Of a device, in the tiles that its buffers fill: the larger of a step's and a prefill's. Exact."""
-        return max(self.decode.memory.peak_bytes, self.prefill.memory.peak_bytes)
-
-    @property
-    def fits(self) -> bool:
-        """Whether both fit the memory of a device."""
-        return self.decode.fits and self.prefill.fits
-
-
-@dataclass(frozen=True, repr=False)
-class Serving(Shown):
-    """What `mtf.serving` found.
-
-    `points` by layout and batch; `largest`, per layout the largest batch that fits, 0 where none does; `skipped`, the
-    layouts that the model does not divide over, with the reason; `weights` and `caches`, the dtypes of both;
-    `compiler`, what all were lowered and scheduled for.
-
-    Example:
-      >>> import meshlib as mtf
-      >>> served = mtf.serving(mtf.models.preset("gpt2").reduced(), "v5e-1", batches=[8], context=16)
-      >>> [(p.batch, p.token_seconds > 0) for p in served.points], served.weights
-      ([(8, True)], 'bfloat16')
-    """
-
-    config: TransformerConfig
-    slice: Slice
-    context: int
-    prompt: int
-    weights: str
-    caches: str
-    points: tuple[ServingPoint, ...]
-    largest: Mapping[str, int]
-    skipped: Mapping[str, str]
-    compiler: Compiler
-
-    @cached_property
-    def frontier(self) -> tuple[ServingPoint, ...]:
-        """The points that no other is faster and cheaper than, the fastest first. Modelled."""
-        best_points: list[ServingPoint] = []
-        for p in sorted(self.points, key=lambda p: (p.token_seconds, -p.tokens_per_second)):
-            if not best_points or p.tokens_per_second > best_points[-1].tokens_per_second:
-                best_points.append(p)
-        return tuple(best_points)
-
-    def within(self, token_seconds: float) -> ServingPoint | None:
-        """The point of highest throughput whose tokens follow each other at least that fast. Modelled."""
-        return next((p for p in reversed(self.frontier) if p.token_seconds <= token_seconds), None)
-
-    def __repr__(self) -> str:
-        return clipped(f"<Serving: {len(self.points)} points; {self._title}>")
-
-    def __str__(self) -> str:
-        head = ("", "layout", "batch", "a token*", "tokens/s*", "a chip*", "1 M tokens*", "prefill*", "bound*", "peak")
-        cells: list[tuple[str, ...]] = [head]
-        for p in self.points:
-            cost = p.usd_per_million_tokens
-            cells.append(
-                (
-                    "->" if p in self.frontier else "", p.name, str(p.batch), seconds_text(p.token_seconds),
-                    f"{p.tokens_per_second:,.0f}", f"{p.tokens_per_second / self.slice.chips:,.1f}",
-                    "-" if cost is None else usd_text(cost), seconds_text(p.prefill_seconds), p.decode.bound,
-                    bytes_text(p.peak_bytes),
-                )
-            )  # fmt: skip
-        lines = [
-            f"{self._title}, prompts of {self.prompt} tokens",
-            *grid(cells, right=(2, 3, 4, 5, 6, 7, 9), spare=(5, 8, 7)),
-        ]
-        shown = {p.name for p in self.points}
-        for name, most in self.largest.items():
-            if name not in shown:
-                lines.append(f"{name}: fits with no batch" if not most else _fits_none(name, most))
-        notes = ["-> on the frontier of latency and throughput", "* modelled; all others exact"]
-        return "\n".join([*lines, *notes, f"compiler: {self.compiler}"])
-
-    @property
-    def _title(self) -> str:
-        """The model, the slice, and the dtypes that every figure depends on."""
-        return (
-            f"{self.config.name} on {self.slice.name}: weights in {self.weights}, "
-            f"{self.context} positions of cache in {self.caches}"
-        )
-
-    def plot(self, ax: Any = None) -> Any:
-        """Draw throughput over latency, a line for each layout and the frontier; needs matplotlib.
-
-        Args:
-          ax: matplotlib Axes, or the path of a file (.png, .svg, .pdf); by default a new figure.
-        Returns: the Axes.
-        Raises: GraphError where matplotlib is not installed, or the file cannot be written.
-        """
-        return plotted("Serving.plot", ax, [self._draw], (8, 5))
-
-    def _draw(self, axes: Any) -> None:
-        for name in dict.fromkeys(p.name for p in self.points):
-            line = [p for p in self.points if p.name == name]
-            axes.plot(*self._places(line), marker="o", markersize=3, linewidth=1, label=name)
-        x, y = self._places(self.frontier)
-        axes.plot(x, y, color="black", linewidth=2, zorder=0, label="frontier")
-        for p, left, up in zip(self.frontier, x, y, strict=True):
-            axes.annotate(str(p.batch), (left, up), textcoords="offset points", xytext=(4, -10), fontsize=7)
-        axes.set(
-            title=f"{self._title}\n(modelled), batches beside the frontier",
-            xlabel="ms a token",
-            ylabel="tokens/s a chip",
-            xscale="log",
-            yscale="log",
-        )
-        for axis in (axes.xaxis, axes.yaxis):  # 20, not 2 x 10^1
-            axis.set_major_formatter("{x:g}")
-            axis.set_minor_formatter("{x:g}")
-        axes.tick_params(which="minor", labelsize=6)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(fontsize=7, frameon=False)
-
-    def _places(self, points: Sequence[ServingPoint]) -> tuple[list[float], list[float]]:
-        chips = self.slice.chips
-        return [1e3 * p.token_seconds for p in points], [p.tokens_per_second / chips for p in points]
-
-
 def serving(
     config: TransformerConfig,
     slice: str | Slice,
-    context: int = 2048,
+    context: int | None = None,
     prompt: int | None = None,
     batches: Sequence[int] | None = None,
     layouts: Sequence[tuple[MeshLike, object]] | None = None,
@@ -209,14 +53,17 @@ def serving(
     compiler: Compiler = XLA_TPU,
     group_size: int | None = None,
     weight_dtype: str | None = None,
+    arrivals: Arrivals | None = None,
+    chunk: int | None = None,
+    separate: bool = False,
 ) -> Serving:
     """Sweep batch and layout of decoding on a slice.
 
     Args:
       config: a decoder or an encoder-decoder.
       slice: a name or a `hardware.Slice`.
-      context: positions that caches hold, all of them full; prompt: tokens that a prefill reads, half of them unless
-        given (of an encoder-decoder one, beside `encoder_length` that are encoded).
+      context: positions that caches hold, all of them full; 2,048 unless given; prompt: tokens that a prefill reads,
+        half of them unless given (of an encoder-decoder one, beside `encoder_length` that are encoded).
       batches: to try under each layout, as far as they fit and divide; else 1, 2, 4, ... for each data-parallel group,
         up to the largest that fits, which is the last.
       layouts: (mesh, layout) pairs; else batch, heads and features of weights split in powers of two in all ways that
@@ -228,7 +75,12 @@ def serving(
       weight_dtype: what weights are stored in: "bfloat16", "float32", or for the kernels of products "int8", "int4",
         "float8_e4m3fn" or "float8_e5m2", with a scale for each channel, and bfloat16 for the others. Unless given that
         of the config's numerics, or bfloat16, in which models are served, where these have a wider one for training.
-    Returns: a `Serving`: print it, `.frontier`, `.largest`, `.within(0.02)`, `.plot()`.
+      arrivals: a load, see `Arrivals`, under which each layout is simulated with its largest batch; `context` is what
+        its longest request needs unless given, and prompts have its lengths.
+      chunk: tokens of a prompt that are read at once, before sequences that run get their next token; all unless given.
+      separate: whether prompts are read on a second slice of the same kind, from which caches are sent over DCN.
+    Returns: a `Serving`: print it, `.frontier`, `.largest`, `.within(0.02)`, `.loads`, `.load_within(1.0, 0.05)`,
+      `.plot()`.
     Raises: SliceError for an unknown slice; GraphError for other bad arguments; LayoutError where no layout is legal.
     Example:
       >>> import meshlib as mtf
@@ -244,7 +96,13 @@ def serving(
         slice_ = slice if isinstance(slice, Slice) else Slice(slice)
     except HardwareError as fault:
         raise SliceError(f"{at(WHAT)}: {fault}") from None
-    whole(context, WHAT, "context", low=1)
+    longest = _checked_load(arrivals, chunk, separate, config)
+    if context is None:
+        context = 2048 if arrivals is None else -(-arrivals.longest // TOKENS) * TOKENS
+    if whole(context, WHAT, "context", low=1) < (0 if arrivals is None else arrivals.longest):
+        raise GraphError(f"{at(WHAT)}: context {context} is less than the longest request, {arrivals.longest} tokens")
+    if longest is not None and prompt is None:
+        prompt = min(context, longest)
     read = (1 if config.encoder_decoder else max(1, context // 2)) if prompt is None else whole(prompt, WHAT, "prompt")
     if not 1 <= read <= context:
         raise GraphError(f"{at(WHAT)}: prompt must be in 1 to {context}, the context, got {read}")
@@ -254,9 +112,27 @@ def serving(
     if group_size is not None:
         whole(group_size, WHAT, "group_size", low=1)
     sweep = _Sweep(
-        served, slice_, context, read, encoder_length, cache_dtype, require_compiler(compiler, WHAT), group_size
-    )
+        served, slice_, context, read, encoder_length, cache_dtype, require_compiler(compiler, WHAT), group_size,
+        None if arrivals is None else Load(arrivals, chunk, separate),
+    )  # fmt: skip
     return sweep.run(given, layouts)
+
+
+def _checked_load(arrivals: object, chunk: object, separate: object, config: TransformerConfig) -> int | None:
+    """The longest prompt of a load, in whole blocks of tokens."""
+    if arrivals is None:
+        given = [name for name, value in (("chunk", chunk), ("separate", separate)) if value]
+        if given:
+            raise GraphError(f"{at(WHAT)}: {given[0]} is for a load; give arrivals=mtf.Arrivals(rate=...)")
+        return None
+    if not isinstance(arrivals, Arrivals):
+        raise GraphError(f"{at(WHAT)}: arrivals must be an mtf.Arrivals, got {arrivals!r:.80}")
+    if config.encoder_decoder:
+        raise GraphError(f"{at(WHAT)}: arrivals are for decoders; {config.name} has an encoder")
+    if chunk is not None:
+        whole(chunk, WHAT, "chunk", low=1)
+    flag(separate, WHAT, "separate")
+    return -(-int(arrivals.prompts_drawn.max()) // TOKENS) * TOKENS
 
 
 def weight_dtype_of(config: TransformerConfig) -> str:
@@ -286,6 +162,15 @@ def _served(config: TransformerConfig, weight_dtype: str | None) -> TransformerC
     return config.replace(numerics=n)
 
 
+@dataclass(frozen=True)
+class Load:
+    """A load and how it is served."""
+
+    arrivals: Arrivals
+    chunk: int | None
+    separate: bool
+
+
 @dataclass
 class _Sweep:
     """One call of `serving`."""
@@ -298,12 +183,14 @@ class _Sweep:
     cache_dtype: str | None
     compiler: Compiler
     group_size: int | None
+    load: Load | None = None
 
     def run(self, batches: Sequence[int] | None, layouts: Sequence[tuple[MeshLike, object]] | None) -> Serving:
         """All points."""
         points: list[ServingPoint] = []
         largest: dict[str, int] = {}
         skipped: dict[str, str] = {}
+        loads: list[ServedLoad] = []
         given = None if layouts is None else [*_pairs(layouts)]
         if given == []:
             raise GraphError(
@@ -319,7 +206,10 @@ class _Sweep:
                 skipped[name] = str(fault)
                 continue
             largest[name] = self._most(first, mesh, rules, group)
-            points += self._of_layout(first, mesh, rules, group, batches, largest[name])
+            of_layout = [*self._of_layout(first, mesh, rules, group, batches, largest[name])]
+            points += of_layout
+            if self.load is not None and of_layout:
+                loads.append(self._served(self.load, of_layout, mesh, rules))
         if not largest:
             reasons = [f"{name}: {why.splitlines()[0]}" for name, why in skipped.items()]
             raise LayoutError.listing(
@@ -337,6 +227,7 @@ class _Sweep:
             largest,
             skipped,
             self.compiler,
+            tuple(loads),
         )
 
     def _candidates(self) -> Iterator[tuple[Mesh, object]]:
@@ -401,12 +292,32 @@ class _Sweep:
         return low * group
 
     def _point(self, name: str, mesh: Mesh, rules: LayoutRules, group: int) -> ServingPoint:
-        with Graph():
-            prefill_program = prefill(
-                self.config, group, self.prompt, self.context, self.encoder_length, cache_dtype=self.cache_dtype
-            )
-            read = self._estimate(prefill_program, mesh, rules)
+        read = self._prefill(mesh, rules, group, self.prompt)
         return ServingPoint(name, group, self._decode(mesh, rules, group), read, group)
+
+    def _served(self, load: Load, points: Sequence[ServingPoint], mesh: Mesh, rules: LayoutRules) -> ServedLoad:
+        """A load under one layout, with times of prefills from the shortest to the longest prompt."""
+        prompts = load.arrivals.prompts_drawn
+        lengths = {-(-int(n) // TOKENS) * TOKENS for n in (prompts.min(), int(np.median(prompts)))}
+        reading = {self.prompt: points[0].prefill.step_seconds}
+        for length in lengths - {self.prompt}:
+            reading[length] = self._prefill(mesh, rules, points[0].prompts, length).step_seconds
+        chip = self.slice.chip
+        sent = chip.dcn_bytes_per_second * chip.dcn_efficiency * self.slice.chips
+        steps = StepSeconds(
+            decode=[(p.batch, p.token_seconds) for p in points],
+            prefill=sorted(reading.items()),
+            together=points[0].prompts,
+            transfer=_cache_bytes(points[0].decode) / (points[0].batch * self.context) / sent if load.separate else 0.0,
+        )
+        return serve_load(points[0].name, steps, load.arrivals, load.chunk, load.separate)
+
+    def _prefill(self, mesh: Mesh, rules: LayoutRules, prompts: int, length: int) -> Estimate:
+        with Graph():
+            program = prefill(
+                self.config, prompts, length, self.context, self.encoder_length, cache_dtype=self.cache_dtype
+            )
+            return self._estimate(program, mesh, rules)
 
     def _decode(self, mesh: Mesh, rules: LayoutRules, batch: int) -> Estimate:
         with Graph():
@@ -428,8 +339,10 @@ class _Sweep:
         return next(n for n in range(min(self.group_size, sequences), 0, -1) if sequences % n == 0)
 
 
-def _fits_none(name: str, most: int) -> str:
-    return f"{name}: none of the batches fits and divides; the largest that does is {most}"
+def _cache_bytes(step: Estimate) -> int:
+    """Of all caches, on all devices once."""
+    held = (v.tensor for name, v in step.program.variables.items() if "/cache/" in name)
+    return sum(t.dtype.size_bytes(t.shape.size) for t in held)
 
 
 def _pairs(layouts: object) -> Iterator[tuple[Mesh, object]]:
