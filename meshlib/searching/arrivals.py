@@ -187,9 +187,9 @@ def _length(length: object, name: str) -> float:
 
 def _recorded(row: object, n: int) -> tuple[float, int, int]:
     try:
-        seconds, prompt, output = row  # type: ignore[misc]
-        told = float(seconds), int(prompt), int(output)
-    except (TypeError, ValueError):
+        values: Sequence[Any] = row  # type: ignore[assignment]
+        told = float(values[0]), int(values[1]), int(values[2])
+    except (TypeError, ValueError, IndexError, KeyError):
         told = (-1.0, 0, 0)
     if not (0 <= told[0] < exp(40) and 1 <= told[1] <= MOST_TOKENS and 1 <= told[2] <= MOST_TOKENS):
         raise GraphError(

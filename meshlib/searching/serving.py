@@ -34,6 +34,7 @@ from meshlib.searching.serving_result import Serving, ServingPoint
 WHAT = "serving"
 MOST_BATCH = 1 << 16
 FREE_GUESSES = 4  # by the slope of memory, before a guess that does not halve what is left leads to the middle
+CONTEXT = 2048  # unless given
 TOKENS = 128  # prompts and caches are rounded up to multiples
 NARROW = ("int8", "int4", "float8_e4m3fn", "float8_e5m2")  # of kernels, which have scales
 WEIGHT_DTYPES = ("bfloat16", "float32", *NARROW)
@@ -97,10 +98,13 @@ def serving(
     except HardwareError as fault:
         raise SliceError(f"{at(WHAT)}: {fault}") from None
     longest = _checked_load(arrivals, chunk, separate, config)
+    asked = 0 if arrivals is None else arrivals.longest
     if context is None:
-        context = 2048 if arrivals is None else -(-arrivals.longest // TOKENS) * TOKENS
-    if whole(context, WHAT, "context", low=1) < (0 if arrivals is None else arrivals.longest):
-        raise GraphError(f"{at(WHAT)}: context {context} is less than the longest request, {arrivals.longest} tokens")
+        context = -(-asked // TOKENS) * TOKENS or CONTEXT
+        if asked and served.position == "learned" and asked <= (served.max_length or 0):
+            context = min(context, served.max_length)
+    if whole(context, WHAT, "context", low=1) < asked:
+        raise GraphError(f"{at(WHAT)}: context {context} is less than the longest request, {asked} tokens")
     if longest is not None and prompt is None:
         prompt = min(context, longest)
     read = (1 if config.encoder_decoder else max(1, context // 2)) if prompt is None else whole(prompt, WHAT, "prompt")
@@ -298,7 +302,7 @@ class _Sweep:
     def _served(self, load: Load, points: Sequence[ServingPoint], mesh: Mesh, rules: LayoutRules) -> ServedLoad:
         """A load under one layout, with times of prefills from the shortest to the longest prompt."""
         prompts = load.arrivals.prompts_drawn
-        lengths = {-(-int(n) // TOKENS) * TOKENS for n in (prompts.min(), int(np.median(prompts)))}
+        lengths = {min(self.context, -(-int(n) // TOKENS) * TOKENS) for n in (prompts.min(), int(np.median(prompts)))}
         reading = {self.prompt: points[0].prefill.step_seconds}
         for length in lengths - {self.prompt}:
             reading[length] = self._prefill(mesh, rules, points[0].prompts, length).step_seconds
