@@ -99,27 +99,31 @@ def serving(
         raise SliceError(f"{at(WHAT)}: {fault}") from None
     longest = _checked_load(arrivals, chunk, separate, config)
     asked = 0 if arrivals is None else arrivals.longest
-    if context is None:
-        context = -(-asked // TOKENS) * TOKENS or CONTEXT
-        if asked and served.position == "learned" and asked <= (served.max_length or 0):
-            context = min(context, served.max_length)
-    if whole(context, WHAT, "context", low=1) < asked:
-        raise GraphError(f"{at(WHAT)}: context {context} is less than the longest request, {asked} tokens")
+    held = _context_of(served, asked) if context is None else whole(context, WHAT, "context", low=1)
+    if held < asked:
+        raise GraphError(f"{at(WHAT)}: context {held} is less than the longest request, {asked} tokens")
     if longest is not None and prompt is None:
-        prompt = min(context, longest)
-    read = (1 if config.encoder_decoder else max(1, context // 2)) if prompt is None else whole(prompt, WHAT, "prompt")
-    if not 1 <= read <= context:
-        raise GraphError(f"{at(WHAT)}: prompt must be in 1 to {context}, the context, got {read}")
+        prompt = min(held, longest)
+    read = (1 if config.encoder_decoder else max(1, held // 2)) if prompt is None else whole(prompt, WHAT, "prompt")
+    if not 1 <= read <= held:
+        raise GraphError(f"{at(WHAT)}: prompt must be in 1 to {held}, the context, got {read}")
     given = None if batches is None else [whole(b, WHAT, "each batch") for b in items(batches, WHAT, "batches")]
     if given is not None and (not given or min(given) < 1):
         raise GraphError(f"{at(WHAT)}: batches must be a non-empty list of numbers of at least 1, got {given}")
     if group_size is not None:
         whole(group_size, WHAT, "group_size", low=1)
     sweep = _Sweep(
-        served, slice_, context, read, encoder_length, cache_dtype, require_compiler(compiler, WHAT), group_size,
+        served, slice_, held, read, encoder_length, cache_dtype, require_compiler(compiler, WHAT), group_size,
         None if arrivals is None else Load(arrivals, chunk, separate),
     )  # fmt: skip
     return sweep.run(given, layouts)
+
+
+def _context_of(config: TransformerConfig, longest: int) -> int:
+    """Positions of caches for the longest request, in whole blocks where the model has as many; 0: there is no load."""
+    rounded = -(-longest // TOKENS) * TOKENS or CONTEXT
+    most = config.max_length if config.position == "learned" else None
+    return most if longest and most is not None and longest <= most < rounded else rounded
 
 
 def _checked_load(arrivals: object, chunk: object, separate: object, config: TransformerConfig) -> int | None:
