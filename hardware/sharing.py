@@ -100,12 +100,13 @@ def shared(costs: Sequence[Cost], starts: Sequence[float] | None = None, policy:
 
 @dataclass(slots=True)
 class _Span:
-    """From `begin` to the next span: of those in flight, the share that is left at its begin, and their speeds."""
+    """From `begin` to the next span: the share of each in flight that is left at its begin, speeds, loads of places."""
 
     begin: float
-    left: dict[int, float]
-    started: frozenset[int]
-    speeds: dict[int, float]
+    left: dict[int, float] = field(default_factory=dict)
+    started: frozenset[int] = frozenset()
+    speeds: dict[int, float] = field(default_factory=dict)
+    loads: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -145,13 +146,16 @@ class SharedLinks:
         self._ready.append(ready)
         self._seconds.append(cost.seconds)
         self._busy.append({place: busy for place, busy in cost.busy_seconds if busy})
-        self.begins.append(ready)
+        self.begins.append(math.inf if cost.seconds else ready)
         self.ends.append(ready)
         if not cost.seconds:
             return {}
-        left, started, coming = self._back_to(ready)
-        before = {n: self.ends[n] for n in (*left, *coming)}
-        self._run(ready, {**left, number: 1.0}, started, coming)
+        time, share = self._queued(number) if self.policy == "in turn" and self.spans else (ready, 1.0)
+        if not share:
+            return {}
+        left, started, coming = self._back_to(time)
+        before = {n: self.ends[n] for n in (*left, *coming) if n != number}
+        self._run(time, {**left, number: share}, started, coming)
         late = {n: self.ends[n] - end for n, end in before.items()}
         return {n: seconds for n, seconds in late.items() if abs(seconds) > ROUNDING * self._seconds[n]}
 
@@ -159,12 +163,49 @@ class SharedLinks:
         """When a place has nothing more to send."""
         return max((end for end, busy in zip(self.ends, self._busy, strict=True) if place in busy), default=0.0)
 
+    def _queued(self, number: int) -> tuple[float, float]:
+        """Let the last one take what all others leave, as long as it waits for one of them.
+
+        Returns: the time from which on it no longer waits, and the share that is left of it then; 0: it has ended.
+        """
+        time, share, busy = self._ready[number], 1.0, self._busy[number]
+        n = len(self.spans) - 1
+        while n >= 0 and self.spans[n].begin > time:
+            n -= 1
+        if n < 0:
+            return time, share
+        if self.spans[n].begin < time and self.spans[n].left:
+            span = self.spans[n]
+            left = {m: max(0.0, part - span.speeds[m] * (time - span.begin)) for m, part in span.left.items()}
+            n += 1
+            self.spans.insert(n, _Span(time, left, span.started, dict(span.speeds), dict(span.loads)))
+        for span, after in zip(self.spans[n:-1], self.spans[n + 1 :], strict=False):
+            time = max(time, span.begin)
+            if not any(self._holds(m, number, {m: left, number: share}) for m, left in span.left.items()):
+                return time, share
+            speed = self._spare(number, span.loads)
+            if speed * (after.begin - time) >= share * (1 - ROUNDING):
+                return time, share
+            span.left[number], span.speeds[number] = share, speed
+            for place, seconds in busy.items():
+                span.loads[place] = span.loads.get(place, 0.0) + seconds * speed
+            if speed and math.isinf(self.begins[number]):
+                self.begins[number] = time
+            share -= speed * (after.begin - time)
+        return max(time, self.spans[-1].begin), share
+
+    def _spare(self, number: int, loads: dict[int, float]) -> float:
+        """The speed of one that takes what the loads of others leave."""
+        spare = [(1 - loads.get(place, 0.0)) / busy for place, busy in self._busy[number].items()]
+        speed = min([1 / self._seconds[number], *spare])
+        return speed if speed * self._seconds[number] > ROUNDING else 0.0
+
     def _back_to(self, time: float) -> tuple[dict[int, float], frozenset[int], list[int]]:
         """Forget what happens from a time on: who is in flight then with what is left, who is ready only later."""
         forgotten: set[int] = set()
         while self.spans and self.spans[-1].begin >= time:
             forgotten.update(self.spans.pop().left)
-        span = self.spans[-1] if self.spans else _Span(time, {}, frozenset(), {})
+        span = self.spans[-1] if self.spans else _Span(time)
         passed = time - span.begin
         left = {n: max(0.0, share - span.speeds[n] * passed) for n, share in span.left.items()}
         return left, span.started, sorted(forgotten - set(left), key=self._ready.__getitem__)
@@ -176,8 +217,8 @@ class SharedLinks:
             while coming and self._ready[coming[0]] <= now:
                 left[coming.pop(0)] = 1.0
             started = self._started(left, started)
-            speeds = self._speeds(left, started)
-            self.spans.append(_Span(now, dict(left), started, speeds))
+            speeds, loads = self._speeds(left, started)
+            self.spans.append(_Span(now, dict(left), started, speeds, loads))
             lasts = {n: share / speeds[n] for n, share in left.items() if speeds[n]}
             first = min(lasts.values(), default=math.inf)
             until = min(now + first, self._ready[coming[0]] if coming else math.inf)
@@ -191,7 +232,7 @@ class SharedLinks:
                 else:
                     left[n] -= speeds[n] * (until - now)
             now = until
-        self.spans.append(_Span(now, {}, frozenset(), {}))
+        self.spans.append(_Span(now))
 
     def _started(self, left: dict[int, float], started: frozenset[int]) -> frozenset[int]:
         """Of those in flight, those that share full places; the others wait for them."""
@@ -207,22 +248,22 @@ class SharedLinks:
             for place, busy in one.items() if place in other
         )  # fmt: skip
 
-    def _speeds(self, left: Collection[int], started: Collection[int]) -> dict[int, float]:
-        """The progress of each per second."""
-        if len(left) == 1:
-            return {n: 1 / self._seconds[n] for n in left}
+    def _speeds(self, left: Collection[int], started: Collection[int]) -> tuple[dict[int, float], dict[int, float]]:
+        """The progress of each per second, and the loads of places."""
         loads: dict[int, float] = {}
         speeds = self._filled(started, loads)
         for n in sorted(set(left) - set(started)):
-            spare = [(1 - loads.get(place, 0.0)) / busy for place, busy in self._busy[n].items()]
-            speed = min([1 / self._seconds[n], *spare])
-            speeds[n] = speed if speed * self._seconds[n] > ROUNDING else 0.0
+            speeds[n] = self._spare(n, loads)
             for place, busy in self._busy[n].items():
                 loads[place] = loads.get(place, 0.0) + busy * speeds[n]
-        return speeds
+        return speeds, loads
 
     def _filled(self, numbers: Collection[int], loads: dict[int, float]) -> dict[int, float]:
         """Speeds that rise together until a place is full or one is as fast as it is alone; adds up `loads`."""
+        if len(numbers) == 1:
+            (n,) = numbers
+            loads.update({place: busy / self._seconds[n] for place, busy in self._busy[n].items()})
+            return {n: 1 / self._seconds[n]}
         weights = dict.fromkeys(numbers, 1.0)
         if self.policy != "proportional":
             weights = {n: 1 / max(self._busy[n].values(), default=self._seconds[n]) for n in numbers}

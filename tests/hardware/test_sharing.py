@@ -1,6 +1,7 @@
 """Collectives that share links: fluid beside events and beside what an estimate's schedule makes of it."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from hardware import HardwareError, Links, Torus, collectives, ring_plans
 from hardware.network import Cost
-from hardware.sharing import POLICIES, shared
+from hardware.sharing import POLICIES, SharedLinks, shared
 from meshlib.estimation.time import link_sharing
 from tests.effort import draws
 
@@ -121,6 +122,21 @@ def test_events_of_a_schedule_leave_room_for_all_that_is_sent(costs, data):
     want = [end + cost.seconds - wire.seconds
             for end, cost, wire in zip(shared(wires, ready, "in turn").ends, costs, wires, strict=True)]  # fmt: skip
     assert [end for _, end in events] == pytest.approx(want)
+
+
+@settings(max_examples=draws(40, 1000), deadline=None)
+@given(costs, st.sampled_from(POLICIES), st.data())
+def test_one_after_the_other_is_as_all_at_once(costs, policy, data):
+    ready = [float(data.draw(st.integers(0, 30))) for _ in costs]
+    one_by_one, at_once = SharedLinks(policy), SharedLinks(policy)
+    for cost, at in zip(costs, ready, strict=True):
+        one_by_one.issue(cost, at)
+    at_once.begins, at_once.ends = [math.inf] * len(costs), [*ready]
+    at_once._ready, at_once._seconds = ready, [cost.seconds for cost in costs]
+    at_once._busy = [dict(cost.busy_seconds) for cost in costs]
+    at_once._run(min(ready), {}, frozenset(), sorted(range(len(costs)), key=ready.__getitem__))
+    assert one_by_one.ends == pytest.approx(at_once.ends)
+    assert one_by_one.begins == pytest.approx(at_once.begins)
 
 
 @settings(max_examples=draws(40, 1000), deadline=None)
