@@ -85,7 +85,7 @@ class Run:
 
     @property
     def noisy(self) -> bool:
-        """Whether cotangents are rounded at random: int8 is AQT's, see `meshlib.validation.training.NOISE_BYTES`."""
+        """Whether cotangents are rounded at random: int8 is AQT's, see `meshlib.models.maxtext.model.NOISE_BYTES`."""
         return self.precision == "int8"
 
     @property

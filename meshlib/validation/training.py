@@ -17,6 +17,7 @@ from meshlib.lowering import lower
 from meshlib.models import PRESETS, TransformerConfig, train_step, transformer
 from meshlib.models.layouts import layout as model_layout
 from meshlib.models.layouts import with_unsplit
+from meshlib.models.maxtext.model import NOISE_BYTES
 from meshlib.ops.control.remat import Remat
 from meshlib.optimize import AdamWOptimizer
 from meshlib.program.records import Program
@@ -24,12 +25,6 @@ from meshlib.validation.experts import latent_of
 from meshlib.validation.runs import Run, known_model
 
 VOCAB_MULTIPLE = 128
-# The rounding of a cotangent to int8 adds a float32 of `jax.random.uniform` to each element, once for each of the two
-# products that take it: google/aqt aqt/jax/v2/config.py config_v3 (rng_type "jax.uniform", vjp_lhs_stochastic_rounding)
-# and stochastic_rounding.py, as MaxText's quantizations.py calls them. Its bits are those of RngBitGenerator
-# (jax_default_prng_impl "unsafe_rbg" in MaxText's train.py), which returns its state besides: they go through HBM and
-# are not made within the kernel that rounds (from memory).
-NOISE_BYTES = 4
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ pytest.importorskip("yaml")
 import meshlib as mtf
 from hardware.slices import Slice
 from layouts import LayoutRules, Mesh
-from meshlib.models import PRESETS, layout, read_maxtext, train_step, usual_layouts
+from meshlib.layers import Routing
+from meshlib.models import PRESETS, Experts, layout, read_maxtext, train_step, usual_layouts
 from meshlib.models.maxtext.emission import Emission, emission_of
 from meshlib.models.maxtext.settings import parsed
 from tests.effort import some
@@ -20,7 +22,7 @@ SLICES = ("v5e-16", "v5p-128", "2*v5e-64")
 # Presets whose layers MaxText has; of the others emission says what is missing.
 EXPRESSED = [
     name for name in PRESETS
-    if name.startswith(("gpt2", "gpt3", "llama2", "llama3", "maxtext", "gemma"))
+    if name.startswith(("gpt2", "gpt3", "llama", "maxtext", "gemma", "mixtral", "deepseek", "qwen", "gpt-oss"))
 ]  # fmt: skip
 ROWS = [
     (name, where, usual)
@@ -29,8 +31,7 @@ ROWS = [
     for usual, _ in usual_layouts(PRESETS[name], Slice(where).devices, 2 * Slice(where).devices)
 ]
 FEW = [
-    ("llama3.1-8b", "2*v5e-64", "fsdp+sequence"), ("gpt3-175b", "v5e-16", "fsdp+tensor"),
-    ("llama2-7b", "v5p-128", "fsdp+tensor"),
+    ("llama3.1-8b", "2*v5e-64", "fsdp+sequence"), ("qwen3-30b-a3b", "v5e-16", "expert"),
 ]  # fmt: skip
 
 
@@ -74,12 +75,48 @@ def test_all_usual_layouts_are_expressed(name: str) -> None:
 def test_what_maxtext_has_not_is_reported() -> None:
     wanted = {
         "t5-base": "encoder-decoder", "bert-base": "a head with a transform", "palm-8b": "parallel blocks",
-        "mtf-lm-0.14b": "position: 'learned'",
+        "mtf-lm-0.14b": "position: 'learned'", "switch-base-8": "experts.routing.gating",
     }  # fmt: skip
     for name, text in wanted.items():
         emission = emitted(name, "v5e-16", "fsdp")[0]
         assert any(text in what for what in emission.missing), (name, emission.missing)
         assert "# not expressed: " in str(emission)
+
+
+SMALL = PRESETS["mixtral-8x7b"].replace(layers=2, d_model=256, d_ff=512, heads=8, head_dim=32, vocab=1024)
+FORMS: dict[str, tuple[str | None, Routing, list[str]]] = {
+    "sorted": ("grouped", Routing(capacity_factor=None), []),
+    "sorted, limited": ("grouped", Routing(capacity_factor=None, shard_factor=1.5), ["ragged_buffer_factor=1.5"]),
+    "masks": ("einsum", Routing(capacity_factor=1.25), ["capacity_factor=1.25", "sparse_matmul=false"]),
+    "short": (None, Routing(capacity_factor=2.0), ["capacity_factor=2.0", "sparse_matmul=false"]),
+    "all tokens": ("dense", Routing(capacity_factor=None), ["sparse_matmul=false"]),
+}
+
+
+@pytest.mark.parametrize("name", some([*FORMS], ["sorted, limited", "short"]))
+def test_forms_of_experts_read_back_give_the_same_program(base: Path, name: str) -> None:
+    form, routing, lines = FORMS[name]
+    e = Experts(count=8, d_ff=512, form=form, routing=replace(routing, loss_coef=0.02))
+    config, mesh = SMALL.replace(experts=e), Mesh("expert:8")
+    rules = layout("expert", config, mesh)
+    emission = emission_of(config, mesh, rules, Slice("v5e-8"), 16, 512)
+    assert emission.missing == ()
+    assert sorted(x for x in emission.lines if x.startswith(("capacity", "sparse", "ragged"))) == lines
+    theirs = read_maxtext(base, parsed(emission.lines)).program("v5e-8")
+    with mtf.Graph():
+        ours = mtf.lower(*train_step(config, 16, 512), mesh, rules)
+    assert theirs.memory.by_kind == ours.memory.by_kind
+    assert theirs.memory.peak_bytes == ours.memory.peak_bytes
+    assert sorted(c.sent_bytes for c in theirs.collectives) == sorted(c.sent_bytes for c in ours.collectives)
+    assert theirs.work == ours.work
+
+
+def test_forms_that_maxtext_has_not_are_reported() -> None:
+    for form, routing in (("gather", Routing(capacity_factor=1.25)), ("einsum", Routing(min_expert_capacity=300))):
+        config = SMALL.replace(experts=Experts(count=8, d_ff=512, form=form, routing=routing))
+        mesh = Mesh("fsdp:8")
+        emission = emission_of(config, mesh, layout("fsdp", config, mesh), Slice("v5e-8"), 16, 512)
+        assert any("experts.form" in what or "min_expert_capacity" in what for what in emission.missing)
 
 
 def test_only_what_differs_from_defaults_is_written() -> None:

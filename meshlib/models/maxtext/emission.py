@@ -6,13 +6,14 @@ What is written is read back at once, and compared with the plan: every differen
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from hardware.slices import Slice
 from layouts import Dimension, LayoutRules, Mesh, Rule, Shape
 from layouts.errors import LayoutError
 from meshlib.core.errors import GraphError, MeshlibError
+from meshlib.layers.experts import EINSUM_TOKENS
 from meshlib.layers.routing import Routing
 from meshlib.models.config import TransformerConfig
 from meshlib.models.experts import Experts
@@ -83,6 +84,7 @@ def emission_of(
     theirs = Mesh({renames[axis]: size for axis, size in mesh.sizes_by_axis.items()})
     rules = LayoutRules([Rule(r.dim, tuple(renames.get(a, a) for a in r.axes), r.optional, r.scope, r.whole)
                          for r in layout.rules])  # fmt: skip
+    config = _stated(config, length)
     keys, missing = model_keys(config)
     keys |= _mesh_keys(theirs, where, {renames[a]: n for a, n in (across or {}).items()})
     keys |= {"per_device_batch_size": _each(batch, where), "max_target_length": length}
@@ -100,19 +102,33 @@ def emission_of(
     return Emission(kept_keys, tuple(dict.fromkeys(missing)))
 
 
+def _stated(config: TransformerConfig, length: int) -> TransformerConfig:
+    """The config with experts as they are for sequences of a length: the form that follows from it, and least room only
+    where it is more than the capacity."""
+    e = config.experts
+    if e is None:
+        return config
+    tokens = e.routing.group_size or length
+    routing = replace(e.routing, min_expert_capacity=1)
+    if e.form != "grouped" and routing.places(e.count, tokens) != e.routing.places(e.count, tokens):
+        routing = e.routing
+    short = e.form is None and routing.capacity_factor is not None and tokens <= EINSUM_TOKENS
+    return config.replace(experts=replace(e, routing=routing, form="einsum" if short else e.form))
+
+
 def _renames(mesh: Mesh, sequence: set[str], layout: LayoutRules) -> dict[str, str]:
     """MaxText's axis for each axis of the mesh: by name, else by what it splits."""
-    made: dict[str, str] = {}
+    renames: dict[str, str] = {}
     for axis in mesh.axes:
         name = NAMES.get(axis, axis)
         if name == "tensor" and axis in sequence:
             name = "tensor_sequence"
         if name not in AXES:
             name = _by_role(axis, layout)
-        if name in made.values():
-            name = next(other for other in AXES if other not in made.values())
-        made[axis] = name
-    return made
+        if name in renames.values():
+            name = next(other for other in AXES if other not in renames.values())
+        renames[axis] = name
+    return renames
 
 
 def _by_role(axis: str, layout: LayoutRules) -> str:
@@ -300,7 +316,7 @@ def _kept(remat: Policy) -> tuple[tuple[str, ...], tuple[str, ...]]:
 FREE = (
     *("name", "norm_epsilon", "attention_scale", "rope_theta", "local_rope_theta"),
     *("label_smoothing", "relative_buckets", "relative_max_distance", "segments", "experts.routing.loss_coef"),
-    *("experts.routing.min_expert_capacity", "experts.routing.group_score", "experts.routing.renormalise"),
+    *("experts.routing.group_score", "experts.routing.renormalise"),
 )
 
 
@@ -313,8 +329,8 @@ def _plain(config: TransformerConfig) -> list[tuple[str, Any]]:
         "max_length": config.max_length if config.position == "learned" else None,
         "experts": config.experts is not None,
     }
-    made = [(f.name, derived.get(f.name, getattr(config, f.name))) for f in fields(config)]
+    pairs = [(f.name, derived.get(f.name, getattr(config, f.name))) for f in fields(config)]
     experts = config.experts or Experts(count=1, d_ff=1, routing=Routing(top_k=1))
     for prefix, record in (("experts", experts), ("experts.routing", experts.routing)):
-        made += [(f"{prefix}.{f.name}", getattr(record, f.name)) for f in fields(record) if f.name != "routing"]
-    return [(name, value) for name, value in made if name not in FREE]
+        pairs += [(f"{prefix}.{f.name}", getattr(record, f.name)) for f in fields(record) if f.name != "routing"]
+    return [(name, value) for name, value in pairs if name not in FREE]

@@ -26,6 +26,12 @@ FLOATS = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
 QUANTIZATION: Mapping[str, str] = MappingProxyType(
     {"": "default", "int8": "int8", "fp8": "fp8", "nanoo_fp8": "fp8", "fp8_gpu": "fp8", "fp8_full": "fp8_full"}
 )
+# The rounding of a cotangent to int8 adds a float32 of `jax.random.uniform` to each element, once for each of the two
+# products that take it: google/aqt aqt/jax/v2/config.py config_v3 (rng_type "jax.uniform", vjp_lhs_stochastic_rounding)
+# and stochastic_rounding.py, as MaxText's quantizations.py calls them. Its bits are those of RngBitGenerator
+# (jax_default_prng_impl "unsafe_rbg" in MaxText's train.py), which returns its state besides: they go through HBM and
+# are not made within the kernel that rounds (from memory).
+NOISE_BYTES = 4
 KERNELS: Mapping[str, str] = MappingProxyType(
     {"autoselected": "flash", "flash": "flash", "dot_product": "materialised"}
 )
@@ -129,6 +135,11 @@ def _common(s: Settings) -> Fields:
         "attention": _kernel(s),
         "numerics": numerics_of(s),
     }
+
+
+def noise_bytes(s: Settings) -> int:
+    """Random bytes that the rounding of an element of a cotangent reads: of AQT's int8, not of Qwix."""
+    return NOISE_BYTES if s["quantization"] == "int8" and s.values.get("use_qwix_quantization") is not True else 0
 
 
 def _kernel(s: Settings) -> str:
@@ -312,7 +323,9 @@ def _experts(
             "n_routing_groups", f"must divide num_experts={count}, with topk_routing_group={chosen} of them for a token"
         )
     kept = s.flag("norm_topk_prob") if function == "" and s["decoder_block"] != "mixtral" else True
-    factor = s.number("capacity_factor")
+    sparse = s.flag("sparse_matmul")
+    room = s.number("ragged_buffer_factor")
+    factor = -1.0 if sparse else s.number("capacity_factor")  # sorted tokens take no notice of it
     routing = Routing(
         top_k=top_k,
         scores=scores or function or "softmax",
@@ -325,23 +338,25 @@ def _experts(
         group_score="top_2" if count // max(1, groups) > 1 else "max",
         capacity_factor=factor if factor > 0 else None,
         min_expert_capacity=1,
+        shard_factor=room if sparse and room > 0 else None,
         loss_coef=s.number("load_balance_loss_weight"),
     )
     every = s.size("interleave_moe_layer_step")
     experts = Experts(
         count=count, d_ff=width, routing=routing, shared=s.size("shared_experts", 0),
-        first_dense=s.size("first_num_dense_layers", 0), every=every, form=_form(s, factor),
+        first_dense=s.size("first_num_dense_layers", 0), every=every, form=_form(sparse, factor),
     )  # fmt: skip
     return {"experts": experts}
 
 
-def _form(s: Settings, factor: float) -> str | None:
-    """How tokens move: sorted by expert, or by products with masks where `sparse_matmul` is off and room is limited."""
-    sparse = s.flag("sparse_matmul")
-    s.flag("megablox")
-    if factor > 0:
-        return "gather" if sparse else "einsum"
-    return "grouped" if sparse else "dense"
+def _form(sparse: bool, factor: float) -> str:
+    """How tokens reach experts: sorted by expert, or by products with masks where room is limited, or not at all.
+
+    Source: AI-Hypercomputer/maxtext: src/maxtext/layers/moe.py, RoutedMoE.__call__ and dense_matmul.
+    """
+    if sparse:
+        return "grouped"
+    return "einsum" if factor > 0 else "dense"
 
 
 BLOCKS: Mapping[str, Callable[[Settings], Fields]] = MappingProxyType(

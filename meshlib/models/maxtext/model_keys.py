@@ -118,7 +118,7 @@ def _more(c: TransformerConfig, block: str) -> Keys:
             "n_routing_groups": r.expert_groups if r.expert_groups > 1 else -1,
             "topk_routing_group": r.groups_per_token if r.expert_groups > 1 else -1,
             "load_balance_loss_weight": r.loss_coef, "capacity_factor": r.capacity_factor or -1.0,
-            "sparse_matmul": e.form == "grouped",
+            "sparse_matmul": e.form == "grouped", "ragged_buffer_factor": r.shard_factor or -1.0,
         }  # fmt: skip
     return keys
 

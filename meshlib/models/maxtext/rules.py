@@ -149,6 +149,9 @@ def _rules(
     layout_rules = [Rule("batch", activations["batch"])] if activations["batch"] else []
     for dim in (*YIELDING, *(d for d in WIDE if d in yielding)):
         of_weights, of_values = variables.get(dim, ()), activations.get(dim, ())
+        if of_weights == of_values:
+            layout_rules += [Rule(dim, of_weights, optional=True)] if of_weights else []
+            continue
         scope = "variables" if of_values else None
         layout_rules += [Rule(dim, of_weights, optional=True, scope=scope)] if of_weights else []
         layout_rules += [Rule(dim, of_values, optional=True, scope="activations")] if of_values else []

@@ -18,7 +18,7 @@ from meshlib.lowering import Session
 from meshlib.models.config import TransformerConfig
 from meshlib.models.maxtext.keys import PARTS
 from meshlib.models.maxtext.mesh import AxisSizes, axes_of
-from meshlib.models.maxtext.model import config_of
+from meshlib.models.maxtext.model import config_of, noise_bytes
 from meshlib.models.maxtext.optimizer import clipping_norm, optimizer_of
 from meshlib.models.maxtext.remat import remat_of
 from meshlib.models.maxtext.rules import Translation, translated
@@ -231,6 +231,11 @@ class MaxTextRun:
             rest = self.length % blocks
             s.fail("num_vocab_tiling", f"must divide max_target_length: {self.length} % {blocks} = {rest}")
 
+    def compiler(self, compiler: Compiler = XLA_TPU) -> Compiler:
+        """What the program is lowered for: with the random bits that its quantisation reads."""
+        noise = noise_bytes(self.settings)
+        return replace(compiler, rounding_noise_bytes=noise) if noise else compiler
+
     def program(self, slice: str | Slice, compiler: Compiler = XLA_TPU) -> Program:
         """The lowered training step on a slice.
 
@@ -240,7 +245,7 @@ class MaxTextRun:
         with Graph():
             session = Session(*self.built(where))
         try:
-            return session.lower(self.mesh(where), self.layout_on(where), compiler=compiler)
+            return session.lower(self.mesh(where), self.layout_on(where), compiler=self.compiler(compiler))
         except LayoutError as fault:
             raise LayoutError(f"{WHAT}: {os.path.basename(self.settings.path)} on {where.name}: {fault}") from None
 
