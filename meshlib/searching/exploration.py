@@ -76,7 +76,8 @@ class Search:
         self.workers: Workers | None = None
         self.tasks: Tasks | None = None  # on the executor
         self.took: dict[str, float] = {}  # seconds of one task, by its name
-        self.bounds = [self._bound(c) for c in space]
+        self.outcomes: dict[int, Outcome] = dict(self._too_large())
+        self.bounds = [0.0 if n in self.outcomes else self._bound(c) for n, c in enumerate(space)]
         self.order = sorted(range(len(space)), key=lambda n: (self.bounds[n], len(space[n].parts), n))
         self.ranks = {n: rank for rank, n in enumerate(self.order)}
         self.best = float("inf")  # of what fits
@@ -88,7 +89,6 @@ class Search:
         self.means: dict[object, float] = {}
         self.bare: dict[int, float] = {}  # what the bounds were of those that have been looked at closely
         self.closer: dict[int, float] = {}  # closer bounds, also of candidates whose turn has not come
-        self.outcomes: dict[int, Outcome] = dict(self._too_large())
         self.seen: dict[object, int] = {}
         self.lighter = lighter  # of a candidate, the same ones that recompute less
         self.deferred = False  # whether a candidate has been passed over until a lighter one is known
@@ -123,7 +123,7 @@ class Search:
         for n, c in enumerate(self.space):
             held = self.problems[c.choices].bounds.least_bytes(c)
             if self._exceeds(c, held):
-                yield n, Outcome(c, TOO_LARGE, self.bounds[n], why=_too_large(c, held))
+                yield n, Outcome(c, TOO_LARGE, 0.0, why=_too_large(c, held))
 
     # ------------------------------------------------------------ rounds
 

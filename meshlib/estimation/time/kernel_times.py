@@ -136,7 +136,7 @@ class Times:
         ops = kernel.padded_vpu_ops - (kernel.narrow_vpu_ops / 2 if chip.vpu_bf16 else 0.0)
         time: Time = time_of(chip, Work(tuple(p for p, _ in kernel.matmuls), vpu_ops=ops, hbm_bytes=traffic))
         bare_seconds = hbm_seconds(chip, min(exposed, traffic) + kernel.quantised_bytes) if time.mxu_seconds else 0.0
-        mxu = time.mxu_seconds * self._slowed(kernel)
+        mxu = time.mxu_seconds * max((self.slowdown(p) for p, _ in kernel.matmuls), default=1.0)
         kernel_time = KernelTime(
             mxu, time.vpu_seconds, time.hbm_seconds, bare_seconds, time.launch_seconds, traffic,
             early_seconds=self._early(kernel, time.hbm_seconds, held_bytes),
@@ -158,10 +158,10 @@ class Times:
         vpu = max(time.vpu_seconds, loop)
         return replace(time, launch_seconds=launch, vpu_seconds=vpu, exposed_seconds=time.hbm_seconds)
 
-    def _slowed(self, kernel: Kernel) -> float:
-        """How much longer products take among others than alone: but for the rows of the array."""
+    def slowdown(self, product: Matmul) -> float:
+        """How much longer a product takes among others than alone: but for the rows of the array."""
         rows = self.chip.mxu_rows
-        pace = max((rows / max(rows, min(p.m, p.n)) for p, _ in kernel.matmuls), default=0.0)
+        pace = rows / max(rows, min(product.m, product.n))
         return pace + (1 - pace) / self.physics.product_rate
 
     def _read(self, blocks: Blocks, product: Matmul, sizes: tuple[float, float]) -> float:

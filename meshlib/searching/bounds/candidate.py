@@ -1,10 +1,10 @@
 """Lower bounds of a candidate, from the program on one device, before it is lowered.
 
-* Time: every product and every fused attention at the rate that kernels reach at most, or the HBM time of the operands
-  that a product reads block by block, divided by the axes that could split it, with its launch. Kernels follow each
-  other, so their times add up. An axis may split an operation only along a dim for which the layout has a rule (rule 2
-  of the lowering), under whatever name the dim has got since; an axis with none for any of its dims computes it again
-  on every device.
+* Time: every product and every fused attention as fast as its kernel can be, or as HBM serves it, split in the best way
+  over all axes that could split it (`split_products`), with its launch; and the HBM time of element-wise kernels
+  (`elements`). Kernels follow each other, so their times add up. An axis may split an operation only along a dim for
+  which the layout has a rule (rule 2 of the lowering), under whatever name the dim has got since; an axis with none for
+  any of its dims computes it again on every device.
 * Memory: variables, slots and inputs lie where the layout puts them, all the time: exact. What one loop stacks for
   another (activations for the backward pass) lies there while the other runs, besides what that stacks itself, each
   divided by all axes that could split it.
@@ -23,24 +23,24 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from hardware.chips import Chip
-from hardware.memory import hbm_rate
+from hardware.memory import hbm_seconds
 from hardware.slices import Slice
 from layouts import Shape
 from meshlib.core.compiler import Compiler
 from meshlib.core.graph import Operation
-from meshlib.core.opdef import Kind
 from meshlib.estimation.time.kernel_times import Times
 from meshlib.estimation.time.physics import CALIBRATED, Physics
 from meshlib.estimation.work.products import attention_of, mxu_dtype
 from meshlib.estimation.work.stored_values import Stored
 from meshlib.lowering.assigned import scope_of
 from meshlib.program.analysis.buffers import rewritten
-from meshlib.program.analysis.work import local_work
 from meshlib.program.instructions import Compute, Loop, Value
 from meshlib.program.records import Program, walk
 from meshlib.searching.bounds.critical_path import Waiting
 from meshlib.searching.bounds.dataflow import Flow
-from meshlib.searching.bounds.products import Operands, ProductKernel
+from meshlib.searching.bounds.elements import Traffic, is_product
+from meshlib.searching.bounds.products import Contraction, Operands, ProductKernel
+from meshlib.searching.bounds.split_products import SplitProducts
 from meshlib.searching.renamed_dims import Names, Passages
 from meshlib.searching.space import Candidate
 
@@ -49,27 +49,17 @@ Floats: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 @dataclass(frozen=True, eq=False)
 class _Times:
-    """Seconds of the kinds of kernels on one chip; the rows of `columns`: on the core, by how much scores are rounded
-    down where they are split, reading operands over HBM, bytes of both operands, and how many run."""
+    """Seconds on one chip.
 
-    columns: np.ndarray[tuple[int, int], np.dtype[np.float64]]
-    held_bytes: float
-    ahead_seconds: float
-    bytes_per_second: float
+    `attention`: of each; `rounded`: by how much its scores are rounded down where they are split; `elements`: of
+    element-wise kernels over HBM, by the dims along which they may be split; `launch_seconds`: of all launches.
+    """
+
+    products: SplitProducts
+    attention: Floats
+    rounded: Floats
+    elements: Floats
     launch_seconds: float
-
-    def core(self, ways: Floats) -> Floats:
-        """On the core, cut in so many parts."""
-        least: Floats = np.maximum(self.columns[0] / ways - self.columns[1], 0.0)
-        return least
-
-    def reads(self, ways: Floats) -> Floats:
-        """Over HBM, without what half of VMEM may fetch before, and operands that may still be on the chip."""
-        _, _, read, first, second, count = self.columns
-        parts = np.stack([first, second]) / ways
-        kept_seconds = np.where(parts <= self.held_bytes, parts, 0.0).sum(axis=0) / self.bytes_per_second
-        fetched: Floats = count * (self.ahead_seconds + kept_seconds)
-        return read / ways - fetched
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +67,8 @@ class Bounds:
     """Of one program.
 
     Attributes:
-      kernels: of each kind of products how many run in a step, and their flops.
+      kernels: of each kind of products how many run in a step, and bytes that all move beside their operands.
+      elements: bytes that element-wise kernels move in a step, by the dims along which they may be split.
       resident: how many variables, slots and inputs there are of each shape, scope and width in bytes.
       moments: what is stacked, as the dims by which it can be split and bytes, at moments of which one is the peak or
         below it.
@@ -85,6 +76,7 @@ class Bounds:
     """
 
     kernels: Mapping[ProductKernel, tuple[int, int]]
+    elements: Mapping[Names | None, int]
     resident: Mapping[tuple[Shape, str, float], int]
     moments: Sequence[Mapping[Names | None, int]]
     alone: bool
@@ -94,6 +86,7 @@ class Bounds:
     _hits: dict[Names, np.ndarray[tuple[int], np.dtype[np.bool_]]] = field(default_factory=dict)
     _times: dict[tuple[Chip, int], _Times | None] = field(default_factory=dict)
     _ways_of: dict[object, Floats] = field(default_factory=dict)
+    _seconds_of: dict[object, float] = field(default_factory=dict)  # of all kernels, by chip and splits
     _known: dict[Chip, dict[object, Any]] = field(default_factory=dict)  # what closer bounds have in common
 
     @staticmethod
@@ -105,10 +98,9 @@ class Bounds:
         stored: dict[Program, Stored] = {}
         flow = Flow.of(whole, passages)
         reducible = set(flow.reducible)
+        traffic = Traffic.of(whole, passages, flow.full)
         for i, program, times in walk(whole):
-            if not isinstance(i, Compute) or not (
-                i.operation.opdef.kind is Kind.CONTRACTION or i.operation.opdef.scores
-            ):
+            if not isinstance(i, Compute) or not is_product(i):
                 continue
             products += 1
             if i in reducible:
@@ -117,10 +109,15 @@ class Bounds:
             attention = attention_of(program, i) if i.operation.opdef.scores else None
             if program not in stored:
                 stored[program] = Stored(program)
-            operands = Operands.of(program, i, stored[program]) if attention is None else None
-            kind = ProductKernel(dims, mxu_dtype(i) if attention is None else "bf16", attention, operands)
-            count, flops = kernels.get(kind, (0, 0))
-            kernels[kind] = count + times, flops + times * local_work(program, i).mxu_flops
+            kind = ProductKernel(dims, "bf16", attention)
+            if attention is None:
+                contraction = Contraction.of(program, i, stored[program], ())
+                kind = ProductKernel(
+                    dims, mxu_dtype(i), None, contraction.whole, contraction.factors(passages),
+                    Operands.of(program, i, stored[program]),
+                )  # fmt: skip
+            count, beside = kernels.get(kind, (0, 0))
+            kernels[kind] = count + times, beside + times * traffic.beside.get(i, 0)
         held: Counter[tuple[Shape, str, float]] = Counter()
         for v in (*whole.variables.values(), *whole.inputs.values()):
             if not v.tensor.on_host:
@@ -131,7 +128,7 @@ class Bounds:
             for v in values:
                 sizes[passages.reached(v.tensor.shape.names)] += v.local_bytes
             moments.append(sizes)
-        return Bounds(kernels, held, moments, products < 2, flow, passages, whole.compiler)
+        return Bounds(kernels, traffic.elements, held, moments, products < 2, flow, passages, whole.compiler)
 
     # ------------------------------------------------------------ time
 
@@ -143,8 +140,14 @@ class Bounds:
         times = self._times[key]
         if times is None:
             return 0.0
-        ways = self._ways(c)[: len(self.kernels)]
-        seconds = times.launch_seconds + float(np.maximum(times.core(ways), times.reads(ways)).sum())
+        chip_splits = c.slice.chip, c.splits
+        seconds = self._seconds_of.get(chip_splits)
+        if seconds is None:
+            ways, ends = self._ways(c), self._ends
+            attention = np.maximum(times.attention / ways[: ends[0]] - times.rounded, 0.0).sum()
+            moved = (times.elements / ways[ends[0] : ends[1]]).sum()
+            seconds = times.launch_seconds + float(attention + moved) + times.products.seconds(c.splits)
+            self._seconds_of[chip_splits] = seconds
         return self._whole_step(c, seconds)
 
     @property
@@ -166,21 +169,24 @@ class Bounds:
     def _timed(self, where: Slice) -> _Times | None:
         """None where the chip can't run a kernel, as its estimate will say."""
         chip = where.chip
-        times = Times(chip, self.physics)
-        rows, launches = [], 0
-        for kernel, (count, flops) in self.kernels.items():
-            core = kernel.seconds(chip, self.physics, count, flops)
-            if core is None:
+        rounded, attention = [], []
+        for kernel, (count, _) in self.kernels.items():
+            if chip.peak(kernel.dtype) is None:
                 return None
-            read, operands = 0.0, (0.0, 0.0)
-            # A common memory (CMEM of v4) holds parts of what kernels pass on.
-            if kernel.operands is not None and not (self.alone or chip.cmem_bytes):
-                read = count * kernel.operands.read_seconds(times)
-                operands = kernel.operands.bytes
-            rows.append((*core, read, *operands, count))
-            launches += count
-        columns = np.array(rows).reshape(len(rows), 6).T
-        return _Times(columns, times.held_bytes, times.ahead_seconds, hbm_rate(chip), launches * chip.launch_seconds)
+            seconds = kernel.seconds(chip, self.physics) if kernel.attention is not None else (0.0, 0.0)
+            assert seconds is not None
+            attention.append(count * seconds[0])
+            rounded.append(count * seconds[1])
+        passing = [hbm_seconds(chip, size) for size in self.elements.values()] if self._moves(chip) else []
+        elements = np.array(passing or [0.0] * len(self.elements))
+        launches = sum(count for count, _ in self.kernels.values())
+        kinds = [(k, count, beside / count) for k, (count, beside) in self.kernels.items() if k.attention is None]
+        products = SplitProducts(Times(chip, self.physics), kinds, self._moves(chip))
+        return _Times(products, np.array(attention), np.array(rounded), elements, launches * chip.launch_seconds)
+
+    def _moves(self, chip: Chip) -> bool:
+        """Whether what kernels pass on is known to lie in HBM: a common memory (CMEM of v4) holds parts of it."""
+        return not (self.alone or chip.cmem_bytes)
 
     # ------------------------------------------------------------ memory
 
@@ -196,7 +202,7 @@ class Bounds:
 
     def least_bytes(self, c: Candidate) -> float:
         """As `held_bytes`, or less, at a fraction of its cost: as if all that an axis could split were split by it."""
-        begin, end = len(self.kernels), len(self.kernels) + len(self.resident)
+        _, begin, end = self._ends
         return float((self._bytes[begin:end] / self._ways(c)[begin:end]).sum()) + self._stacked(c)
 
     def _stacked(self, c: Candidate) -> float:
@@ -208,21 +214,28 @@ class Bounds:
 
     @cached_property
     def _cut(self) -> list[Names | None]:
-        """The dims by which things can be cut: kernels, what is resident, then moment after moment."""
+        """The dims by which things can be cut: kernels, elements, what is resident, then moment after moment."""
         resident = [frozenset(shape.names) for shape, _, _ in self.resident]
-        return [*(k.dims for k in self.kernels), *resident, *(names for sizes in self.moments for names in sizes)]
+        stacked = (names for sizes in self.moments for names in sizes)
+        return [*(k.dims for k in self.kernels), *self.elements, *resident, *stacked]
 
     @cached_property
     def _bytes(self) -> Floats:
         """Of the same things on one device."""
         resident = [count * width * shape.size for (shape, _, width), count in self.resident.items()]
         stacked = [size for sizes in self.moments for size in sizes.values()]
-        return np.array([0.0] * len(self.kernels) + resident + stacked)
+        return np.array([0.0] * self._ends[1] + resident + stacked)
+
+    @cached_property
+    def _ends(self) -> tuple[int, int, int]:
+        """Where kernels, elements and what is resident end among them."""
+        ends = np.cumsum([len(self.kernels), len(self.elements), len(self.resident)])
+        return int(ends[0]), int(ends[1]), int(ends[2])
 
     @cached_property
     def _starts(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """Where each moment begins among them."""
-        counts = [len(self.kernels) + len(self.resident), *map(len, self.moments)]
+        counts = [self._ends[2], *map(len, self.moments)]
         return np.cumsum(counts)[:-1]
 
     def _ways(self, c: Candidate) -> Floats:

@@ -139,7 +139,7 @@ class Waiting:
             return _both(np.array([node.trips * self.seconds(node.loop, False)]))
         launch = self.slice.chip.launch_seconds
         if node.attention is not None:
-            attention_seconds = node.attention.seconds(self.slice.chip, self.physics, 1, 0.0)
+            attention_seconds = node.attention.seconds(self.slice.chip, self.physics)
             if attention_seconds is None:  # refused when it is looked at
                 return _both(np.zeros(len([*self._cuts(node)])))
             whole, rounded = attention_seconds

@@ -111,10 +111,14 @@ class Way:
 
 @dataclass(frozen=True, eq=False)
 class Flow:
-    """A program, or a loop's body: nodes in order, and the ways into each."""
+    """A program, or a loop's body: nodes in order, and the ways into each.
+
+    `full`: values, those of loops included, that no product of smaller values makes.
+    """
 
     nodes: Sequence[Node]
     ways: Sequence[Sequence[Way]]  # per node, those that end there
+    full: frozenset[Value] = frozenset()
 
     @cached_property
     def apart(self) -> Sequence[Sequence[Way]]:
@@ -179,7 +183,7 @@ class Flow:
             held = whole.variables.get(name)
             if held is not None:
                 maker.bring(v, given[held])
-        return Flow(maker.nodes, maker.ways)
+        return maker.flow
 
 
 def _resident(program: Program) -> Iterable[Value]:
@@ -217,6 +221,12 @@ class _Maker:
     def __post_init__(self) -> None:
         self.stored = Stored(self.program)
         self.early.update(self.stored.held)
+
+    @property
+    def flow(self) -> Flow:
+        """What the walk has come to."""
+        inside = (node.loop.full for node in self.nodes if node.loop is not None)
+        return Flow(self.nodes, self.ways, frozenset(self.full).union(*inside))
 
     def run(self) -> None:
         for v, placed in self.given.items():
@@ -358,7 +368,7 @@ class _Maker:
                 maker.bring(body.outputs[after], carried[before])
         homes = [carried.get(name) for name in body.inputs]
         node = self._add(
-            Node(loop=Flow(maker.nodes, maker.ways), trips=loop.trips),
+            Node(loop=maker.flow, trips=loop.trips),
             ((n, x, home) for n, (x, home) in enumerate(zip(loop.inputs, homes, strict=True))),
             range(len(loop.inputs)),
         )

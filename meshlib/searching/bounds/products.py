@@ -11,8 +11,7 @@ from hardware.blocking import matmul_blocks
 from hardware.chips import Chip
 from hardware.core import Matmul, time_of
 from hardware.core import Work as Engines
-from hardware.memory import hbm_rate
-from hardware.vpu import vpu_rate
+from hardware.memory import hbm_rate, hbm_seconds
 from layouts import Shape
 from meshlib.core.graph import TensorType
 from meshlib.estimation.time.kernel_times import Times
@@ -23,7 +22,7 @@ from meshlib.estimation.work.stored_values import Stored
 from meshlib.ops.contraction.einsum import EIGHT_BIT
 from meshlib.program.instructions import Compute, Instruction, Value
 from meshlib.program.records import Program
-from meshlib.searching.renamed_dims import Names
+from meshlib.searching.renamed_dims import Names, Passages
 
 # Bytes that nothing hides, and of these what may be fetched before: one pair for each way that they may be held.
 Pieces: TypeAlias = tuple[tuple[float, float], ...]
@@ -63,6 +62,11 @@ class Operands:
         )  # fmt: skip
         return times.of(bare).hbm_seconds
 
+    def awaited_seconds(self, times: Times) -> float:
+        """As `read_seconds`, without what half of VMEM may fetch before, and operands that may still be on the chip."""
+        found = sum(part for part in self.bytes if part <= times.held_bytes)
+        return self.read_seconds(times) - times.ahead_seconds - hbm_seconds(times.chip, found)
+
 
 def _read_for(value: Value, maker: Mapping[Value, Instruction]) -> Iterator[Value]:
     """What a kernel reads to make a value; `maker`: who makes what inside of it."""
@@ -75,27 +79,41 @@ def _read_for(value: Value, maker: Mapping[Value, Instruction]) -> Iterator[Valu
 
 
 @dataclass(frozen=True)
+class SplitFactor:
+    """A factor by which a product may be split: the dims whose rules bring an axis there (None: any may), its size, and
+    what of the product it is a part of: "m", "k", "n" or "batch"."""
+
+    names: Names | None
+    size: int
+    side: str
+
+
+@dataclass(frozen=True)
 class ProductKernel:
-    """All products of one kind: what they multiply in, or their attention; the dims by which they can be split."""
+    """All products of one kind, or all attention of one kind.
+
+    `dims`: by which they can be split; `dtype`: of the MXU; `product`: on one device; `factors`: of it, None where it
+    is unknown which part of the product they are; `operands`: where they are known to be read.
+    """
 
     dims: Names | None
     dtype: str
     attention: Attention | None = None
-    operands: Operands | None = None  # of a product, where they are known
+    product: Matmul | None = None
+    factors: tuple[SplitFactor, ...] | None = None
+    operands: Operands | None = None
 
-    def seconds(self, chip: Chip, physics: Physics, count: int, flops: float) -> tuple[float, float] | None:
-        """Of so many on one device, without launches; and by how much scores are rounded down where they are split.
+    def seconds(self, chip: Chip, physics: Physics) -> tuple[float, float] | None:
+        """Of one attention on one device, without launch; and by how much scores are rounded down where they are split.
 
         None where the chip has no rate for them, as its estimate will say.
         """
+        assert self.attention is not None
         if chip.peak(self.dtype) is None:
             return None
-        if self.attention is not None:
-            mxu, vpu, bare = Times(chip, physics).attention_seconds(self.attention)
-            seconds = max(mxu, vpu) + bare
-            return count * seconds, count * seconds / max(1, self.attention.scores)
-        rate = chip.peak_flops(self.dtype) / chip.devices_per_chip * chip.mxu_efficiency * physics.product_rate
-        return flops / max(rate, vpu_rate(chip)), 0.0  # what is faster on the vector unit runs there
+        mxu, vpu, bare = Times(chip, physics).attention_seconds(self.attention)
+        seconds = max(mxu, vpu) + bare
+        return seconds, seconds / max(1, self.attention.scores)
 
 
 @dataclass(frozen=True)
@@ -151,6 +169,22 @@ class Contraction:
             sides = first, second
         return Contraction(instruction, matmul_of(program, instruction), sides)
 
+    def factors(self, passages: Passages) -> tuple[SplitFactor, ...] | None:
+        """By what it may be split; None where a factor is no whole part of its rows, columns, depth or batch."""
+        op = self.instruction.operation
+        factors = []
+        for n, f in enumerate(op.opdef.roles(op)):
+            if f.size == 1:
+                continue
+            part = self._part({n: f.size})
+            sizes = {side: (getattr(self.whole, side), getattr(part, side)) for side in ("m", "k", "n", "batch")}
+            changed = [side for side, (whole, cut) in sizes.items() if whole != cut]
+            if len(changed) != 1 or sizes[changed[0]][0] != f.size * sizes[changed[0]][1]:
+                return None
+            names = [name for name in (*f.operands, *f.outputs) if name is not None]
+            factors.append(SplitFactor(passages.reached(names), f.size, changed[0]))
+        return tuple(factors)
+
     def _part(self, cuts: Mapping[int, int]) -> Matmul | None:
         op = self.instruction.operation
         factors = op.opdef.roles(op)
@@ -172,13 +206,13 @@ class Contraction:
         rate = hbm_rate(chip) * chip.hbm_efficiency
         if part is None:
             return Timed(float("inf"), (), rate)
-        mxu, vpu = _product_seconds(chip, part)
+        mxu, vpu = product_seconds(chip, part)
         pieces = _exposed_bytes(chip, part, *self.sides) if self.sides is not None and mxu else ()
-        return Timed(max(mxu / physics.product_rate, vpu), pieces, rate)
+        return Timed(max(mxu * Times(chip, physics).slowdown(part), vpu), pieces, rate)
 
 
 @lru_cache(maxsize=1 << 16)
-def _product_seconds(chip: Chip, product: Matmul) -> tuple[float, float]:
+def product_seconds(chip: Chip, product: Matmul) -> tuple[float, float]:
     time = time_of(chip, Engines((product,)))
     return time.mxu_seconds, time.vpu_seconds
 

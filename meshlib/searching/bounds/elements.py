@@ -1,0 +1,82 @@
+"""Least HBM traffic of kernels in a step, from the program on one device.
+
+Kernels of a sharded program are those of the program on one device, or parts of them where a collective stands between.
+So what element-wise kernels read and write of values that are made and used up on the way is moved under any layout,
+divided by all axes that could split it; so is what a product writes. Variables, inputs and slices of stacks may be
+fetched ahead, or be on the chip still, and are left out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from meshlib.core.opdef import Kind
+from meshlib.estimation.work.hbm_traffic import boundary_of
+from meshlib.estimation.work.plan import kernels_of
+from meshlib.estimation.work.stored_values import Stored
+from meshlib.program.analysis.buffers import written_inside
+from meshlib.program.instructions import Compute, Instruction, Loop, Value
+from meshlib.program.records import Program
+from meshlib.searching.renamed_dims import Names, Passages
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes on one device.
+
+    Attributes:
+      elements: of all element-wise kernels in a step, by the dims along which they may be split.
+      beside: of each product or attention, once, what it writes for others, and what element-wise work in its kernel
+        reads.
+    """
+
+    elements: Counter[Names | None] = field(default_factory=Counter)
+    beside: dict[Instruction, int] = field(default_factory=dict)
+
+    @staticmethod
+    def of(whole: Program, passages: Passages, full: Container[Value]) -> Traffic:
+        """Of a program on one device; `full`: values that are made of no smaller ones, which alone are counted."""
+        traffic = Traffic()
+        for product, uses, times in _kernels(whole, whole.memory_plan.in_place, 1):
+            for v, size_bytes in uses:
+                if v not in full:
+                    continue
+                if product is None:
+                    traffic.elements[passages.reached(v.tensor.shape.names)] += times * size_bytes
+                else:
+                    traffic.beside[product] = traffic.beside.get(product, 0) + size_bytes
+        return traffic
+
+
+def is_product(i: Instruction) -> bool:
+    """Whether it is a product or fused attention."""
+    return isinstance(i, Compute) and (i.operation.opdef.kind is Kind.CONTRACTION or bool(i.operation.opdef.scores))
+
+
+def _kernels(
+    program: Program, in_place: frozenset[Value], times: int
+) -> Iterator[tuple[Instruction | None, list[tuple[Value, int]], int]]:
+    """The kernels of a program and of its loops: the product, if there is one; what passes in HBM besides its operands,
+    with its bytes; how often they run."""
+    stored = Stored(program)
+    for members in kernels_of(program):
+        first = members[0]
+        if isinstance(first, Loop):
+            yield from _kernels(first.body, written_inside(first, in_place), times * first.trips)
+        elif all(isinstance(i, Compute) for i in members):
+            product = next((i for i in members if is_product(i)), None)
+            operands = _operands(product, members, stored) if product is not None else frozenset()
+            uses = boundary_of(members, stored, in_place).uses
+            yield product, [(u.buffer, u.exact_bytes) for u in uses if u.passes and u.buffer not in operands], times
+
+
+def _operands(product: Instruction, members: Sequence[Instruction], stored: Stored) -> frozenset[Value]:
+    """The buffers of what a product reads, and of what its operands are made of within its kernel."""
+    behind = set(product.inputs)
+    for i in reversed(members):
+        if not behind.isdisjoint(i.outputs):
+            behind.update(i.inputs)
+    behind.update(x for v in [*behind] for x in stored.through.get(v, ()))
+    return frozenset(stored.of(v) for v in behind)

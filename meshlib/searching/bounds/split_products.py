@@ -1,0 +1,100 @@
+"""The least time of all products of a program over all ways to split them, axis by axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from math import prod
+from typing import TypeAlias
+
+from hardware.memory import hbm_seconds
+from hardware.vpu import vpu_rate
+from meshlib.estimation.time.kernel_times import Times
+from meshlib.searching.bounds.products import ProductKernel, product_seconds
+
+Splits: TypeAlias = tuple[tuple[frozenset[str], int], ...]  # of each axis the dims that it may split, and its size
+Cuts: TypeAlias = tuple[int, int, int, int]  # in how many parts rows, depth, columns and batch are cut
+SIDES = ("m", "k", "n", "batch")
+NO_SIDE = len(SIDES)
+
+
+@dataclass(eq=False)
+class SplitProducts:
+    """Products of one program on one chip.
+
+    `kernels`: each kind with how many run in a step, and the bytes that one moves besides its operands; `moves`:
+    whether what kernels pass on lies in HBM.
+    """
+
+    times: Times
+    kernels: Sequence[tuple[ProductKernel, int, float]]
+    moves: bool
+    _sides: dict[tuple[frozenset[str], int], list[int]] = field(default_factory=dict)  # a number for each kernel
+    _numbers: dict[tuple[tuple[int, ...], int], int] = field(default_factory=dict)  # of sides, and the size of the axis
+    _axes: list[tuple[tuple[int, ...], int]] = field(default_factory=list)  # by these numbers
+    _least: dict[tuple[int, tuple[int, ...]], float] = field(default_factory=dict)
+    _cut: dict[tuple[int, Cuts], float] = field(default_factory=dict)
+
+    def seconds(self, splits: Splits) -> float:
+        """Of all in a step, without launches."""
+        total = 0.0
+        chosen = [self._sides_of(dims, size) for dims, size in splits if size > 1]
+        for n, (_, count, _) in enumerate(self.kernels):
+            axes = tuple(sorted([sides[n] for sides in chosen]))
+            least = self._least.get((n, axes))
+            if least is None:
+                least = self._least[n, axes] = count * self._split(n, [self._axes[number] for number in axes])
+            total += least
+        return total
+
+    def _sides_of(self, dims: frozenset[str], size: int) -> list[int]:
+        """What an axis may split of each kernel, and its size, as a number."""
+        numbers = self._sides.get((dims, size))
+        if numbers is None:
+            numbers = []
+            for kernel, _, _ in self.kernels:
+                key = _fitting(kernel, dims, size), size
+                if key not in self._numbers:
+                    self._numbers[key] = len(self._axes)
+                    self._axes.append(key)
+                numbers.append(self._numbers[key])
+            self._sides[dims, size] = numbers
+        return numbers
+
+    def _split(self, n: int, axes: Sequence[tuple[tuple[int, ...], int]]) -> float:
+        """The least over all ways to give each axis to one side."""
+        least = float("inf")
+        for sides in product(*(sides for sides, _ in axes)):
+            cuts = [1] * (NO_SIDE + 1)
+            for side, (_, size) in zip(sides, axes, strict=True):
+                cuts[side] *= size
+            key = cuts[0], cuts[1], cuts[2], cuts[3]
+            if (n, key) not in self._cut:
+                self._cut[n, key] = self._of(n, key)
+            least = min(least, self._cut[n, key])
+        return least
+
+    def _of(self, n: int, cuts: Cuts) -> float:
+        """Of one device's part: as fast as it is computed, and as what nothing can fetch before moves over HBM."""
+        kernel, _, beside_bytes = self.kernels[n]
+        whole, chip = kernel.product, self.times.chip
+        assert whole is not None
+        if kernel.factors is None:
+            rate = chip.peak_flops(kernel.dtype) / chip.devices_per_chip * chip.mxu_efficiency
+            return whole.flops / max(rate, vpu_rate(chip)) / prod(cuts)
+        part = replace(whole, **{side: -(-getattr(whole, side) // c) for side, c in zip(SIDES, cuts, strict=True)})
+        mxu, vpu = product_seconds(chip, part)
+        seconds = max(mxu * self.times.slowdown(part), vpu)
+        if kernel.operands is None or not self.moves:
+            return seconds
+        awaited = replace(kernel.operands, product=part).awaited_seconds(self.times)
+        return max(seconds, awaited + hbm_seconds(chip, beside_bytes / prod(cuts)))
+
+
+def _fitting(kernel: ProductKernel, dims: frozenset[str], size: int) -> tuple[int, ...]:
+    """Which sides an axis may split; of a product whose factors are no sides, the first one stands for all."""
+    if kernel.factors is None:
+        return (0,) if kernel.dims is None or kernel.dims & dims else (NO_SIDE,)
+    sides = {f.side for f in kernel.factors if f.size % size == 0 and (f.names is None or f.names & dims)}
+    return tuple(sorted(map(SIDES.index, sides))) or (NO_SIDE,)
