@@ -38,9 +38,9 @@ from hardware.network import Cost as Cost
 from hardware.network import Demand as Demand
 from hardware.network import best_placement as best_placement
 from hardware.network import collective_cost as collective_cost
-from hardware.network import together_seconds as together_seconds
 from hardware.placement import Placement as Placement
 from hardware.placement import placements as placements
+from hardware.sharing import together_seconds as together_seconds
 from hardware.slices import Slice as Slice
 from hardware.slices import legal_slices as legal_slices
 from hardware.torus import Torus as Torus

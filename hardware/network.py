@@ -160,24 +160,6 @@ def _price(
     return Cost(seconds, tuple(sorted(busy.items())), hops, algorithm, chunks)
 
 
-def together_seconds(costs: Sequence[Cost]) -> float:
-    """Several collectives at once: links are shared, so a place is busy for the sum of their times there.
-
-    Example:
-      >>> placement, _ = best_placement(Slice("v5e-256"), {"x": 16, "y": 16})
-      >>> x, y = (collective_cost(placement, "all_gather", [axis], 1e9) for axis in "xy")
-      >>> [round(together_seconds(pair) / x.seconds, 1) for pair in ([x, y], [x, x])]
-      [1.0, 2.0]
-    """
-    if not isinstance(costs, (list, tuple)) or not all(isinstance(cost, Cost) for cost in costs):
-        raise HardwareError(f"costs must be a list of Cost, as collective_cost returns, not {costs!r}")
-    busy: dict[int, float] = {}
-    for cost in costs:
-        for place, seconds in cost.busy_seconds:
-            busy[place] = busy.get(place, 0.0) + seconds
-    return max([*busy.values(), *(cost.seconds for cost in costs)], default=0.0)
-
-
 def best_placement(
     slice_: Slice | str,
     mesh: Mapping[str, int],
