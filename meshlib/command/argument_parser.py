@@ -31,12 +31,25 @@ def _split(args: list[str]) -> tuple[list[str], list[list[str]]]:
     return common, changes
 
 
+class _Once(argparse._StoreAction):
+    """An option with one value, which is refused where it is given twice: else the last would win without a word."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        before = namespace.__dict__.setdefault("given_once", {})
+        if self.option_strings and self.dest in before:
+            raise argparse.ArgumentError(self, f"given twice, {before[self.dest]!r} and {values!r}; a run takes one")
+        before[self.dest] = values
+        super().__call__(parser, namespace, values, option_string)
+
+
 class Parser(argparse.ArgumentParser):
     """As `argparse.ArgumentParser`; commands, options and choices that do not exist are answered with the nearest."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.commands: dict[str, Parser] = {}
+        self.register("action", None, _Once)
+        self.register("action", "store", _Once)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """The arguments.
@@ -83,6 +96,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """One line, then the usage."""
+        for action in self._actions:
+            if message.endswith("expected one argument") and f"argument {'/'.join(action.option_strings)}:" in message:
+                message += f": {(action.help or '') % vars(action)}"
         sys.stderr.write(f"{self.prog}: {message}\nusage: {self.short_usage()}; {self.prog} --help says more\n")
         sys.exit(WRONG)
 

@@ -43,11 +43,11 @@ def parser() -> Parser:
         command = _about(under, name, text, run, a_slice=name in ("estimate", "profile", "compare", "trace"))
         _layout(command)
         if name == "estimate":
-            command.add_argument("--rows", type=int, default=25, help="rows shown (%(default)s); 0: all")
+            command.add_argument("--rows", type=_rows, default=25, help="rows shown (%(default)s); 0: all")
         if name == "check":
             _compile(command)
         if name == "profile":
-            command.add_argument("--rows", type=int, default=12, help="rows of each table (%(default)s); 0: all")
+            command.add_argument("--rows", type=_rows, default=12, help="rows of each table (%(default)s); 0: all")
             command.add_argument("--plot", help="draw the first layout's into this file, such as profile.png")
         if name == "trace":
             command.add_argument("--out", required=True, help="the file, such as trace.json")
@@ -298,6 +298,12 @@ def _amount(text: str) -> float:
 
 def _count(text: str) -> int:
     return _number(text, int)
+
+
+def _rows(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number, 0 for all of them, got {text!r}")
+    return int(text)
 
 
 def _number(text: str, kind: type[Number]) -> Number:

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 
 from hardware.slices import Slice
-from meshlib.command.subject import Subject
+from meshlib.command.subject import Subject, refuse_arguments
 from meshlib.core.compiler import COMPILERS
 from meshlib.core.errors import GraphError
 from meshlib.core.text import wrapped
@@ -47,6 +47,7 @@ def run_of(args: argparse.Namespace, serving: bool = False) -> MaxTextRun:
         raise GraphError(
             "--layout and --mesh are for models by name; a MaxText configuration has ici_*, dcn_* and rules"
         )
+    refuse_arguments(args, "a MaxText configuration")
     return read_maxtext(args.program, parsed(args.overrides), getattr(args, "models", None), serving)
 
 

@@ -64,7 +64,7 @@ LOWERED = """\
 
 def init(args: argparse.Namespace) -> int:
     """Write the test and its snapshot."""
-    where, path = slice_of(args.slice), writable(args.out)
+    where, path = slice_of(args.slice), writable(args.out, ".py")
     if path.exists() and not args.force:
         raise GraphError(f"{path} is there already; --out says another file, --force writes it again")
     subject, plans, _ = planned_of(args, where)

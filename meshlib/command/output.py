@@ -49,16 +49,18 @@ def folded(line: str, width: int) -> Iterable[str]:
     yield line
 
 
-def writable(path: str) -> Path:
+def writable(path: str, suffix: str) -> Path:
     """A file to be written, whose folder is there: looked at before anything takes long.
 
-    Raises: GraphError for a folder, and for a file in none.
+    Raises: GraphError for a folder, for a file in none, and for a name with another end than `suffix`.
     """
     file = Path(path)
     if file.is_dir():
         raise GraphError(f"{path} is a folder; name a file")
     if not file.parent.is_dir():
         raise GraphError(f"{path} can't be written: there is no folder {file.parent}")
+    if file.suffix != suffix:
+        raise GraphError(f"{path} must end in {suffix}, as what is written; name it {file.with_suffix(suffix)}")
     return file
 
 

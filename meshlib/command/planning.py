@@ -75,6 +75,7 @@ def planned_of(args: argparse.Namespace, where: Slice) -> tuple[Subject, list[Pl
     if is_maxtext(args):
         from meshlib.command.configured import configured
 
+        _refuse_effort(args)
         subject, name, mesh = configured(args, where)
         return subject, [planned(subject, where, name, mesh, asked)], None
     subject = subject_of(args, where)
@@ -90,8 +91,16 @@ def planned_of(args: argparse.Namespace, where: Slice) -> tuple[Subject, list[Pl
         subject = subject.sized(**dict(best.choices))
         choices = dict(best.choices)
         return subject, [planned(subject, where, str(best.layout), str(best.mesh), asked, **choices)], result
+    _refuse_effort(args)
     subject, plans = _usual_plans(args, subject, where, asked)
     return subject, plans, None
+
+
+def _refuse_effort(args: argparse.Namespace) -> None:
+    """Raise GraphError for options of a search where there is none."""
+    given = [f"--{name}" for name in ("seconds", "workers") if name in getattr(args, "given_once", ())]
+    if given or args.tried:
+        raise GraphError(f"{(given or ['--try'])[0]} is for a search; add --search, or use meshlib search")
 
 
 def _usual_plans(
@@ -213,7 +222,7 @@ def search_of(
 
 def report(args: argparse.Namespace) -> int:
     """Write the page about the best plan, with the others as alternatives."""
-    writable(args.out)
+    writable(args.out, ".html")
     from meshlib.report.page import page, write_page
     from meshlib.report.ranked import alternatives_of
     from meshlib.report.verdict import headline

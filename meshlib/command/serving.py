@@ -67,6 +67,9 @@ class Asked:
 
 def _asked(args: argparse.Namespace, where: Slice) -> Asked:
     """Of a model by name or a config.json."""
+    for flag in ("length", "remat"):
+        if getattr(args, flag, None):
+            raise GraphError(f"--{flag} is for training; what is served has --context and --prompt")
     subject = subject_of(args, where)
     if subject.config is None:
         raise GraphError(f"{subject.name}: serve takes a Transformer of the library, a config.json or a MaxText file")
@@ -87,7 +90,13 @@ def _verdict(args: argparse.Namespace, result: Serving, best: ServingPoint | Non
     if best is not None:
         return f"{name}: {best.tokens_per_second:,.0f}* tokens/s, {seconds_text(best.token_seconds)}* a token"
     if not result.points:
-        return f"{name}: DOES NOT FIT with any batch; take a larger slice or --weights int8"
+        largest = max(result.largest.values(), default=0)
+        if not largest:
+            return f"{name}: DOES NOT FIT with any batch; take a larger slice or --weights int8"
+        return (
+            f"{name}: NO LAYOUT takes a batch of {args.batch:,}; take a multiple of {result.slice.devices}, at most "
+            f"{largest:,}"
+        )
     fastest = seconds_text(result.frontier[0].token_seconds)
     return f"{name}: NO BATCH answers within {args.within:g} ms a token; the fastest takes {fastest}*"
 

@@ -17,6 +17,7 @@ from hardware.errors import HardwareError
 from hardware.slices import Slice
 from layouts import LayoutRules, Mesh
 from layouts.errors import LayoutError
+from meshlib.command.choices import OPTIMIZERS
 from meshlib.command.jax_function import arguments_of, builder
 from meshlib.core.compiler import COMPILERS, XLA_TPU, Compiler
 from meshlib.core.errors import GraphError, MeshlibError, SliceError, nearest
@@ -174,9 +175,12 @@ def slice_of(text: str) -> Slice:
 
 def subject_of(args: argparse.Namespace, where: Slice | None) -> Subject:
     """The subject that the arguments name; of a model, the batch follows the slice unless it is given."""
-    given = dict(_setting(text) for text in args.set or ())
+    given = settings_of(args.set or ())
+    if getattr(args, "models", None):
+        raise GraphError(f"--models is for MaxText configurations; leave it out for {args.program}")
     if ".py" in args.program:
         return _from_file(args, given)
+    refuse_arguments(args, args.program)
     devices = where.devices if where is not None else 1
     if args.program in IMAGE_PRESETS:
         return _of_images(args, given, devices)
@@ -206,6 +210,8 @@ def _config(name: str) -> tuple[TransformerConfig, str]:
         return _foreign(name)
     if name not in PRESETS:
         hint = nearest(name, [*PRESETS, *IMAGE_PRESETS])
+        if Path(name).is_dir() and name:
+            raise GraphError(f"the folder {name} has no config.json; name a file in it, or a model: meshlib models")
         raise GraphError(
             f"no model {name!r}{hint or '; meshlib models lists them, a file is FILE.py[:function] or config.json'}"
         )
@@ -241,9 +247,19 @@ def _from_file(args: argparse.Namespace, given: Mapping[str, object]) -> Subject
     if arguments is not None:
         function = builder(function, arguments, args)
         shown += f", {args.optimizer}" if args.optimizer != "none" else ""
-    elif args.names:
-        raise GraphError(f"{shown}: --names are for JAX functions; give its arguments, such as --arg x=f32[256,512]")
+    else:
+        refuse_arguments(args, shown)
     return Subject(shown, function, given, compiler=COMPILERS[args.compiler], settings=given)
+
+
+def refuse_arguments(args: argparse.Namespace, shown: str) -> None:
+    """Raise GraphError for options that belong to JAX functions alone."""
+    for flag in ("arg", "names", "optimizer"):
+        if getattr(args, flag, None) not in (None, OPTIMIZERS[0]):
+            raise GraphError(
+                f"--{flag} is for JAX functions whose arguments are given, such as --arg x=f32[256,512]; leave it out "
+                f"for {shown}, or give them"
+            )
 
 
 @contextmanager
@@ -287,6 +303,16 @@ def _setting(text: str) -> tuple[str, object]:
     if not equals or not name.strip().isidentifier():
         raise GraphError(f"--set is NAME=VALUE, such as layers=4, got {text!r}")
     return name.strip(), _literal(value)
+
+
+def settings_of(texts: Sequence[str]) -> dict[str, object]:
+    """The values of each `NAME=VALUE`."""
+    settings: dict[str, object] = {}
+    for name, value in map(_setting, texts):
+        if name in settings:
+            raise GraphError(f"--set {name} is given twice, {settings[name]!r} and {value!r}; a run takes one")
+        settings[name] = value
+    return settings
 
 
 def _literal(text: str) -> object:

@@ -12,6 +12,7 @@ from functools import partial, wraps
 from inspect import Parameter, isclass, isfunction, signature
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
+from layouts.mesh import Mesh
 from meshlib.core.errors import ArgumentError, nearest
 from meshlib.core.foreign_names import OF_ARGUMENTS, OF_CALLS
 from meshlib.core.source_lines import OWN, source_line
@@ -77,6 +78,13 @@ def refuse_misfit(
     if not isinstance(fault, ArgumentError) and (told := _misfit(functions, args, kwargs)):
         remedy = f"; {OF_CALLS[name]}" if name in OF_CALLS else ""
         raise ArgumentError(f"{name} ({source_line()}): {told}{remedy}") from None
+
+
+def refuse_mesh(function: Callable[..., Any], args: Sequence[object]) -> None:
+    """Raise ArgumentError if a call that failed begins with a mesh, as calls of Mesh TensorFlow do."""
+    if args and isinstance(args[0], Mesh) and "mesh" not in signature(function).parameters:
+        name = function.__name__
+        raise ArgumentError(f"{name} ({source_line()}): {OF_ARGUMENTS['mesh']}; leave it out: {name}(...)") from None
 
 
 # ------------------------------------------------------------ what is wrapped

@@ -12,6 +12,9 @@ OF_TENSORS = {
     "device": "a program is laid over a mesh by mtf.lower(y, mesh=..., layout=...)",
     "dot": "mtf.einsum([x, y], output_shape=...)",
     "dims": "x.shape",
+    "outputs": "variables and results are tensors themselves: write x for x.outputs[0]",
+    "to_string": "str(x)",
+    "value": "a variable is a tensor itself: write x",
     "max": "mtf.reduce_max(x, reduced_dim=...)",
     "mean": "mtf.reduce_mean(x, reduced_dim=...)",
     "mesh": "a program is laid over a mesh by mtf.lower(y, mesh=..., layout=...)",
@@ -208,6 +211,10 @@ OF_ARGUMENTS = {
     "dims": "dims go by name: reduced_dim=, output_shape= or dim=",
     "keepdims": "dims that are gone come back by name, without ones",
     "mesh": "operations know no mesh: mtf.lower(y, mesh=..., layout=...)",
+    **dict.fromkeys(
+        ("variable_dtype", "master_dtype", "slice_dtype", "activation_dtype"),
+        "write numerics=mtf.Numerics(variable, slice, activation)",
+    ),
 }
 # Calls that do not fit, and what to write.
 OF_CALLS = {

@@ -12,7 +12,8 @@ from functools import wraps
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from meshlib.core.explained_calls import explained_calls, refuse_misfit
+from meshlib.core.errors import MeshlibError
+from meshlib.core.explained_calls import explained_calls, refuse_mesh, refuse_misfit
 from meshlib.core.source_lines import is_users, shown_file
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ def public(function: Callable[P, T]) -> Callable[P, T]:
             result = function(*args, **kwargs)
         except TypeError as fault:
             refuse_misfit(fault, function.__name__, [function], args, kwargs)
+            raise
+        except MeshlibError:
+            refuse_mesh(function, args)
             raise
         if created:
             returned = set(_operations(result))

@@ -73,7 +73,7 @@ def test_a_loss_is_planned_as_a_step_of_its_training(file: str, capsys: pytest.C
         (["plain", "--arg", "y=f32[2]"], "the function takes no 'y'; it takes x, w"),
         (["plain", "--arg", "x=f32[2,4]"], "say what w is: --arg w=f32[256,512]"),
         (["plain"], "plain() missing 2 required positional arguments"),
-        (["plain", "--names", "x=b"], "--names are for JAX functions"),
+        (["plain", "--names", "x=b"], "--names is for JAX functions whose arguments are given"),
         (["loss", "--names", "x"], "--names is PATH=NAMES, such as"),
         (["loss", "--names", "x=a"], "'x' has 1 names, 'a', but x has 2 axes, [8, 16]"),
         (

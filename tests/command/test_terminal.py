@@ -47,6 +47,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "config.json").write_text('{"model_type": "lama"}')
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "bad.py").write_text("def build(:\n")
+    (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     return tmp_path
@@ -110,6 +111,33 @@ FORTY = {
     "a file that is no Python": ("plan bad.py --slice v5e-8", "SyntaxError"),
     "a function that raises": ("plan net.py:unnamed --slice v5e-8", "ValueError: a value of mine (net.py:11)"),
     "a report in no folder": ("report gpt2 --slice v5e-1 --out no/plan.html", "no/plan.html"),
+    "a slice given twice": (
+        "plan gpt2 --slice v5e-8 --slice v6e-8",
+        "--slice: given twice, 'v5e-8' and 'v6e-8'; a run takes one",
+    ),
+    "a batch given twice": (
+        "plan gpt2 --slice v5e-8 --batch 8 --batch 4",
+        "--batch: given twice, 8 and 4; a run takes",
+    ),
+    "a setting given twice": (
+        "plan gpt2 --slice v5e-8 --set layers=2 --set layers=3",
+        "layers is given twice, 2 and 3",
+    ),
+    "an option without its value": ("plan gpt2 --slice", "expected one argument: the slice, such as v5e-256"),
+    "a folder without a config": ("plan empty --slice v5e-8", "the folder empty has no config.json"),
+    "an array for a model": ("plan gpt2 --slice v5e-8 --arg x=f32[3]", "--arg is for JAX functions"),
+    "an optimizer for a model": ("plan gpt2 --slice v5e-8 --optimizer sgd", "--optimizer is for JAX functions"),
+    "names for a function": (
+        "plan net.py --slice v5e-8 --names x=batch",
+        "leave it out for net.py:build, or give them",
+    ),
+    "model files for a model": ("plan gpt2 --slice v5e-8 --models .", "--models is for MaxText configurations"),
+    "rows that are no number": ("estimate gpt2 --slice v5e-8 --rows x", "0 for all of them, got 'x'"),
+    "a report that is no page": ("report gpt2 --slice v5e-1 --out plan.pdf", "must end in .html"),
+    "a check that is no Python": ("init gpt2 --slice v5e-1 --out plan.txt", "must end in .py"),
+    "values without a search": ("plan gpt2 --slice v5e-8 --try batch=1,2", "--try is for a search; add --search"),
+    "a time without a search": ("plan gpt2 --slice v5e-8 --seconds 5", "--seconds is for a search; add --search"),
+    "a length for serving": ("serve gpt2 --slice v5e-1 --length 64", "what is served has --context and --prompt"),
     "a check that is there": ("init gpt2 --slice v5e-1 --out net.py", "net.py is there already"),
     "serving a model of images": ("serve resnet-50 --slice v3-8", "serve takes a Transformer"),
     "serving too long a context": ("serve gpt2 --slice v5e-1 --context 4096", "1024"),

@@ -97,3 +97,14 @@ def test_calls_as_in_mesh_tensorflow_are_answered() -> None:
         x, w = mtf.input("x", [mtf.Dimension("a", 2)]), mtf.input("w", [mtf.Dimension("b", 2)])
         with pytest.raises(mtf.MeshlibError, match=r"write einsum\(\[x, w\], ...\)"):
             mtf.einsum(x, w)  # type: ignore[arg-type]
+        for call in (
+            lambda m: mtf.constant(m, 1.0, "a:2"),
+            lambda m: mtf.zeros(m, "a:2"),
+            lambda m: mtf.range(m, "a:2"),
+        ):
+            with pytest.raises(mtf.MeshlibError, match=r"operations know no mesh: mtf.lower.*; leave it out: \w+\("):
+                call(mtf.Mesh("rows:2"))  # type: ignore[no-untyped-call]
+        with pytest.raises(mtf.MeshlibError, match=r"'variable_dtype'; write numerics=mtf.Numerics\("):
+            mtf.layers.dense(x, w.shape, variable_dtype="float32")  # type: ignore[call-arg]
+        with pytest.raises(AttributeError, match=r"tensors themselves: write x for x.outputs\[0\]"):
+            _ = x.outputs

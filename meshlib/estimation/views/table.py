@@ -172,10 +172,10 @@ def comparison(a: Estimate, b: Estimate) -> str:
         ("exposed comm", "seconds", a.exposed_comm_seconds, b.exposed_comm_seconds, "modelled"),
         ("pipeline bubble", "seconds", a.bubble_seconds, b.bubble_seconds, "modelled"),
         ("MFU", "share", a.mfu, b.mfu, "modelled"),
-        ("MXU flops per device", "count", a.flops, b.flops, "exact"),
-        ("HBM bytes per device", "bytes", a.hbm_bytes, b.hbm_bytes, "exact"),
-        ("sent bytes per device", "bytes", a.sent_bytes, b.sent_bytes, "exact"),
-        ("peak memory per device", "bytes", a.memory.peak_bytes, b.memory.peak_bytes, "exact"),
+        ("MXU flops", "count", a.flops, b.flops, "exact"),
+        ("HBM bytes", "bytes", a.hbm_bytes, b.hbm_bytes, "exact"),
+        ("sent bytes", "bytes", a.sent_bytes, b.sent_bytes, "exact"),
+        ("peak memory", "bytes", a.memory.peak_bytes, b.memory.peak_bytes, "exact"),
         *((f"  {k}", "bytes", a.memory.by_kind[k], b.memory.by_kind[k], "exact") for k in kinds),
     ]
     texts: dict[str, Callable[[float], str]] = {
@@ -184,13 +184,13 @@ def comparison(a: Estimate, b: Estimate) -> str:
         "bytes": bytes_text,
         "share": "{:.2%}".format,
     }
-    cells = [("", "first", "second", "second/first", "")]
+    cells = [("of one device", "first", "second", "ratio", "")]
     for name, unit, x, y, sure in figures:
         ratio = f"{y / x:.3g}x" if x else ("-" if not y else "new")
         cells.append((name, texts[unit](x), texts[unit](y), ratio, sure))
     cells.append(("bound", a.bound, b.bound, "", "modelled"))
     cells.append(("compiler", str(a.compiler), str(b.compiler), "", "assumed"))
-    cells.append(("overlap of collectives", a.compiler.overlap, b.compiler.overlap, "", "assumed"))
+    cells.append(("overlap", a.compiler.overlap, b.compiler.overlap, "", "assumed"))
     cells.append(("fits", "yes" if a.fits else "no", "yes" if b.fits else "no", "", "exact"))
     titles = [
         line for name, e in (("first:  ", a), ("second: ", b)) for line in wrapped(_title(e), name, ";", width())
