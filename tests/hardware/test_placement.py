@@ -19,9 +19,9 @@ from hardware.network import (
     best_placement,
     collective_cost,
     ici_links,
-    together_seconds,
 )
 from hardware.placement import CORES, DCN, Placement, PlacementFactor, placements
+from hardware.sharing import together_seconds
 from hardware.slices import Slice
 from hardware.snakes import closes, hop_length, snake_orders, snakes
 from hardware.torus import Torus
