@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 from layouts import Dimension
 
@@ -72,6 +72,40 @@ class Active:
         return joined
 
 
+@dataclass(frozen=True)
+class Branch:
+    """What makes a loop of one trip a branch of the body around: a device leaves it out where it has nothing to do.
+
+    The indices of `active.dim` that work in a trip of the loop around are those of which `LoopRecord.working` holds. A
+    device that has none of them keeps the carries as they are, and stacks zeros; of what is computed at other indices
+    nothing may be used.
+
+    kind      what it computes, by the name that the loop's `Timing` knows
+    active    which indices work in which trip of the loop around
+    """
+
+    kind: str
+    active: Active
+
+
+class Timing(Protocol):
+    """How long the trips of a loop take whose branches run on different devices at different times."""
+
+    @property
+    def summary(self) -> str:
+        """The schedule in a line."""
+        ...
+
+    def loop_seconds(self, branches: Mapping[str, float], rest: float) -> tuple[float, float]:
+        """Seconds of all trips, and how many of them a device is idle on average.
+
+        Args:
+          branches: seconds of one run of each branch, by its kind.
+          rest: seconds of what else is in a trip.
+        """
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class LoopRecord:
     """A body that is run once per index of a dim: `op.loop` of a loop, None of every other operation.
@@ -87,6 +121,8 @@ class LoopRecord:
     active    which indices of a dim of the values inside count in which trip; None: all
     working   the same as a value of the body, a slice of a table
     going     the number of the carry that says whether another trip runs, where that is no matter of the dim alone
+    branch    of a loop of one trip that devices may leave out
+    timing    of a loop whose branches run at different times on different devices
     """
 
     dim: Dimension
@@ -99,6 +135,8 @@ class LoopRecord:
     active: Active | None = None
     working: Tensor | None = None
     going: int | None = None
+    branch: Branch | None = None
+    timing: Timing | None = None
 
     @property
     def carries(self) -> int:

@@ -43,6 +43,7 @@ if _TYPE_CHECKING:
     from meshlib.layers.norms import layer_norm as layer_norm
     from meshlib.layers.norms import rms_norm as rms_norm
     from meshlib.layers.pipeline_schedule import schedule as schedule
+    from meshlib.layers.pipeline_steps import pipeline_training_step as pipeline_training_step
     from meshlib.layers.pipelines import pipeline as pipeline
     from meshlib.layers.pooling import avg_pool2d as avg_pool2d
     from meshlib.layers.pooling import avg_pool3d as avg_pool3d

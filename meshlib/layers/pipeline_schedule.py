@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from meshlib.core.arguments import whole
+from meshlib.core.arguments import choice, whole
 from meshlib.core.loop_record import Active
 from meshlib.core.text import grid
+from meshlib.layers.pipeline_orders import KINDS
+from meshlib.layers.pipeline_step_schedule import StepSchedule
 
 
 class Turn(NamedTuple):
@@ -115,13 +117,17 @@ def _letter(repeat: int) -> str:
     return text
 
 
-def schedule(stages: int, microbatches: int, repeats: int = 1) -> Schedule:
-    """Which stage of a pipeline works on which microbatch in which trip: print it.
+def schedule(stages: int, microbatches: int, repeats: int = 1, kind: str | None = None) -> Schedule | StepSchedule:
+    """Which stage of a pipeline works on which microbatch when: print it.
 
     Args:
       stages, microbatches, repeats: as of `mtf.layers.pipeline`.
-    Returns: a `Schedule` with `.trips`, `.bubble`, `.turn(trip, stage)`.
-    Raises: GraphError for numbers below 1.
+      kind: None for the trips of `mtf.layers.pipeline`; or of a whole training step: "gpipe" (all forwards, then all
+        backwards), "1f1b" (one forward, one backward; with repeats interleaved), "zb-h1" or "zb-h2" (zero bubble: the
+        backward split into gradients of inputs and of weights, with the memory of 1F1B or about twice as much).
+    Returns: a `Schedule` with `.trips`, `.bubble`, `.turn(trip, stage)`; or a `StepSchedule` with `.bubble`,
+      `.in_flight`, `.runs(forward, backward, weights)`, `.plot()`.
+    Raises: GraphError for numbers below 1, another kind, or repeats that the kind does not have.
     Example:
       >>> import meshlib as mtf
       >>> print(mtf.layers.schedule(stages=3, microbatches=4))
@@ -130,6 +136,17 @@ def schedule(stages: int, microbatches: int, repeats: int = 1) -> Schedule:
       stage 0  0  1  2  3  .  .
       stage 1  .  0  1  2  3  .
       stage 2  .  .  0  1  2  3
+      >>> print(mtf.layers.schedule(stages=2, microbatches=4, kind="1f1b"))
+      1f1b: 2 stages, 4 microbatches: 25.0% of the work idle, at most 2 in flight
+      stage   0   1   2   3   4   5   6   7   8   9
+      0      F0  F1   .  B0  F2  B1  F3  B2   .  B3
+      1       .  F0  B0  F1  B1  F2  B2  F3  B3   .
+      F forward, B backward; . idle; each task drawn as one tick
     """
     given = {"stages": stages, "microbatches": microbatches, "repeats": repeats}
-    return Schedule(*(whole(count, "schedule", name, low=1) for name, count in given.items()))
+    counts = [whole(count, "schedule", name, low=1) for name, count in given.items()]
+    if kind is None:
+        return Schedule(*counts)
+    plan = StepSchedule(*counts, choice(kind, "schedule", "kind", tuple(KINDS)))
+    assert plan.orders  # raises where the kind does not have so many repeats
+    return plan

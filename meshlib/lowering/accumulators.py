@@ -83,7 +83,8 @@ def _gradient(t: Tensor, homes: Homes) -> Destination | None:
 def _passes(op: Operation, n: int) -> bool:
     """Whether an operation only casts, moves, masks or scales operand `n`, or adds to it, rounding aside."""
     linear = n in op.opdef.linear(op).operands or op.opdef.home is Home.OPERAND
-    return linear and op.opdef.kind in _KEEPS_DIMS and set(op.inputs[n].shape) <= set(op.output.shape)
+    dims = {d for d in op.inputs[n].shape if d.size > 1}  # a branch stacks one of each
+    return linear and op.opdef.kind in _KEEPS_DIMS and dims <= set(op.output.shape)
 
 
 def accumulated_terms(op: Operation, loop: LoopRecord, graph: Simplified) -> dict[int, Tensor]:

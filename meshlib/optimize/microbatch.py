@@ -6,17 +6,17 @@ from collections.abc import Callable, Mapping
 
 from layouts import Dimension, Shape
 from meshlib.core.arguments import at, whole
-from meshlib.core.dtypes import BOOL, FLOAT32, FLOAT64, INT32
+from meshlib.core.dtypes import BOOL, INT32
 from meshlib.core.errors import GraphError
-from meshlib.core.graph import BACKWARD, Graph, Operation, Tensor, innermost, region
-from meshlib.core.opdef import Kind
+from meshlib.core.graph import BACKWARD, Graph, Tensor, innermost, region
 from meshlib.ops.building import tensor
 from meshlib.ops.control.loops import while_loop
 from meshlib.ops.control.sources import _constant, scalar
+from meshlib.ops.control.summed_gradients import led_to, variable_gradients, wide
 from meshlib.ops.gradients import gradients
 from meshlib.ops.movement.indexing import gather, range
 from meshlib.ops.movement.shape import broadcast, reshape
-from meshlib.ops.pointwise.elementwise import CAST, cast, equal, where
+from meshlib.ops.pointwise.elementwise import cast, equal, where
 
 MICROBATCH = "microbatch"
 
@@ -126,7 +126,8 @@ class _Step:
         _, *sums = while_loop(self.micro.size, self._body, [index], "microbatches", has_accumulators=True)
         loop = sums[0].operation
         outputs = {n: self._whole(y, total) for (n, y), total in zip(self.outputs.items(), sums, strict=False)}
-        return self._gradients(graph, loop, sums[len(self.outputs) :]), outputs
+        totals = sums[len(self.outputs) :]
+        return variable_gradients(graph, loop, self.sources, totals, "serialize_training_step", self.scale), outputs
 
     # ------------------------------------------------------------ inside the loop
 
@@ -141,10 +142,7 @@ class _Step:
 
     def _source_gradients(self, body: Graph, loss: Tensor) -> list[Tensor]:
         """d loss / d everything that comes from outside and that trainable variables lead to."""
-        leads = set(body.root.trainable_variables)
-        for op in body.root.operations:
-            if any(x in leads for x in op.inputs):
-                leads.update(op.outputs)
+        leads = led_to(body.root)
         captured = {} if body.loop_body is None else body.loop_body.captured
         known = {outer: inner for outer, inner in captured.items() if outer in leads and inner.dtype.is_float}
         source_gradients = gradients([loss], list(known.values()))
@@ -153,7 +151,7 @@ class _Step:
             if g is not None:
                 self.sources.append(outer)
                 with region(BACKWARD):
-                    grads.append(_wide(g))
+                    grads.append(wide(g))
         return grads
 
     def _placed(self, y: Tensor, index: Tensor) -> Tensor:
@@ -161,7 +159,7 @@ class _Step:
         if y.dtype is BOOL:
             y = cast(y, "int32")
         if self.small not in y.shape:
-            return _wide(y)
+            return wide(y)
         mine = equal(range(self.micro), index)
         shape = _replaced(y.shape, self.small, [self.small, self.micro])
         return where(mine, broadcast(y, shape), scalar(0, y))
@@ -182,37 +180,6 @@ class _Step:
             total = self._scaled(total)
         return cast(total, y.dtype)
 
-    def _gradients(self, graph: Graph, loop: Operation, totals: list[Tensor]) -> list[Tensor]:
-        """From the sums of d loss / d source to the gradients of the variables, once, outside the loop."""
-        roots = []
-        for outer, total in zip(self.sources, totals, strict=True):
-            root = _uncast(outer)
-            if root.operation.opdef.kind is Kind.VARIABLE:
-                self._lay_like_slots(loop, total, root.operation)
-            roots.append(root)
-        trainable = graph.trainable_variables
-        with region(BACKWARD):
-            seeds = [cast(self._scaled(t), r.dtype) for t, r in zip(totals, roots, strict=True)]
-        variable_gradients = gradients(roots, trainable, seeds) if roots else [None] * len(trainable)
-        missing = [
-            f"'{v.name}' ({v.operation.source})"
-            for v, g in zip(trainable, variable_gradients, strict=True)
-            if g is None
-        ]
-        if missing:
-            raise GraphError(
-                f"{at('serialize_training_step')}: the loss does not depend on {', '.join(missing)}; declare what "
-                "is not to be trained with trainable=False"
-            )
-        return [g for g in variable_gradients if g is not None]
-
-    def _lay_like_slots(self, loop: Operation, total: Tensor, variable: Operation) -> None:
-        """A gradient that is summed up lies where the variable's slots do, in the loop and after it."""
-        assert loop.loop is not None
-        number = loop.outputs.index(total)
-        for t in (loop.loop.given.inits[number], loop.loop.made.finals[number], total):
-            t.graph.gradient_of[t] = variable
-
 
 def _checked_outputs(returned: object, body: Graph) -> Tensors:
     what = "serialize_training_step"
@@ -228,15 +195,3 @@ def _checked_outputs(returned: object, body: Graph) -> Tensors:
 def _replaced(shape: Shape, old: Dimension, new: list[Dimension]) -> Shape:
     """`shape` with other dims in place of one."""
     return Shape([d for was in shape for d in (new if was == old else [was])])
-
-
-def _wide(x: Tensor) -> Tensor:
-    """In the dtype to sum in."""
-    return cast(x, FLOAT32) if x.dtype.is_float and x.dtype is not FLOAT64 else x
-
-
-def _uncast(x: Tensor) -> Tensor:
-    """The float tensor that `x` is a cast of: sums need not be rounded to the narrow type on their way back."""
-    while x.operation.opdef is CAST and x.operation.inputs[0].dtype.is_float:
-        x = x.operation.inputs[0]
-    return x

@@ -28,7 +28,7 @@ from meshlib.core.graph import (
     innermost,
 )
 from meshlib.core.loop_body import LoopBody
-from meshlib.core.loop_record import Active, LoopOperands, LoopRecord, LoopResults
+from meshlib.core.loop_record import Active, Branch, LoopOperands, LoopRecord, LoopResults, Timing
 from meshlib.core.names import free_name, relative_name
 from meshlib.core.opdef import Array, Block, Factor, Kind, Role, Work, operation
 from meshlib.core.replay import needed
@@ -224,8 +224,14 @@ def make_loop(
     remat: Policy | PartialPolicy = "full",
     active: Active | None = None,
     going: int | None = None,
+    branch: Branch | None = None,
+    timing: Timing | None = None,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Record the body in a graph of its own, and the loop that holds it."""
+    """Record the body in a graph of its own, and the loop that holds it.
+
+    The last carry of a `branch` is the mask of what works. Carries that the body asks for (`late_carry`) follow those
+    that it returns.
+    """
     outer = innermost([*carries, *xs], what)
     checked_op_name(name, what)
     full = outer.unique_name(name or what)
@@ -241,7 +247,7 @@ def make_loop(
             for label, x in zip(_slice_names(full, xs), xs, strict=True)
         ]
         of_loop.outside.update(zip(sliced, xs, strict=True))
-        of_loop.working = sliced[-1] if active is not None else None
+        of_loop.working = sliced[-1] if active is not None else carried[-1] if branch is not None else None
         returned = body(tuple(carried), tuple(sliced[:-1] if active is not None else sliced))
     ends, ys = _returned(returned, what, full)
     if flag(has_accumulators, "while_loop", "has_accumulators"):
@@ -251,6 +257,8 @@ def make_loop(
             carried.append(_placeholder(inside, f"{full}/carry_{n}", y.type))
             with absolute_scope(full):
                 ends[n] = add(carried[n], y)
+    carries = [*carries, *(_constant(outer, 0, x.shape, x.dtype, "zeros") for x in of_loop.late)]
+    carried, ends = [*carried, *of_loop.late], [*ends, *of_loop.late.values()]
     _check_ends(carries, ends, f"{at(what)} '{full}'")
     xs, sliced = [*xs, *of_loop.stacked], [*sliced, *of_loop.stacked.values()]
     results = tuple(inside.adopt(y) for y in (*ends, *ys))
@@ -273,6 +281,8 @@ def make_loop(
         active,
         of_loop.working,
         going,
+        branch,
+        timing,
     )
     types = [*(x.type for x in carries), *(_stacked(y.type, dim, what, full) for y in record.stacked)]
     # as in "layers/scan:feed_forward/wi"
@@ -287,6 +297,15 @@ def make_loop(
     )
     returned = record.outputs(op.outputs)
     return tuple(returned.finals), tuple(returned.stacks)
+
+
+def late_carry(graph: Graph, t: TensorType, name: str) -> Tensor:
+    """A further carry of the loop whose body is being written: zeros at first. `LoopBody.late` takes its end."""
+    assert graph.loop_body is not None
+    with absolute_scope("/".join(graph.scope)):
+        carry = _placeholder(graph, graph.unique_name(name), t)
+    graph.loop_body.late[carry] = carry
+    return carry
 
 
 def works_table(active: Active, trips: Dimension) -> Tensor:

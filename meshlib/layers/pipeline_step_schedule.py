@@ -1,0 +1,211 @@
+"""When each stage of a pipeline runs which task of a training step; what is idle, and what each stage holds meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from meshlib.core.text import grid
+from meshlib.layers.pipeline_orders import BACKWARD, FORWARD, KINDS, WEIGHTS, Key, Order, Task, waits_for
+
+PerStage = float | Sequence[float]
+
+
+class Run(NamedTuple):
+    """A task of one stage, from `start` to `end`."""
+
+    task: Task
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class StepSchedule:
+    """The tasks of all stages in a training step; made by `mtf.layers.schedule(..., kind="1f1b")`."""
+
+    stages: int
+    microbatches: int
+    repeats: int = 1
+    kind: str = "1f1b"
+
+    @property
+    def splits(self) -> bool:
+        """Whether gradients of weights are tasks of their own."""
+        return self.kind.startswith("zb")
+
+    @cached_property
+    def orders(self) -> tuple[Order, ...]:
+        """Per stage, its tasks in order."""
+        return tuple(KINDS[self.kind](self.stages, self.microbatches, self.repeats))
+
+    # ------------------------------------------------------------ time
+
+    def runs(self, forward: PerStage, backward: PerStage, weights: PerStage = 0.0) -> tuple[tuple[Run, ...], ...]:
+        """Per stage, when each task runs, if each starts as soon as its stage is free and what it takes has arrived.
+
+        Args:
+          forward, backward, weights: seconds of a task, of all stages or of each. Where the schedule does not split the
+            backward, `weights` is part of it.
+        """
+        seconds = {
+            kind: [given] * self.stages if isinstance(given, int | float) else list(given)
+            for kind, given in ((FORWARD, forward), (BACKWARD, backward), (WEIGHTS, weights))
+        }
+        if not self.splits:
+            seconds[BACKWARD] = [b + w for b, w in zip(seconds[BACKWARD], seconds[WEIGHTS], strict=True)]
+        return _timed(self.orders, self.repeats, seconds)
+
+    def seconds(self, forward: PerStage, backward: PerStage, weights: PerStage = 0.0) -> float:
+        """From the first task to the end of the last."""
+        return max(row[-1].end for row in self.runs(forward, backward, weights))
+
+    def bubble_seconds(self, forward: float, backward: float, weights: float = 0.0) -> float:
+        """The idle time of the stage that has the most, between its first task and its last.
+
+        The next step of a stage may begin when its last task has ended, so that this is what a step takes beyond work.
+        """
+        work = self.repeats * self.microbatches * (forward + backward + weights)
+        rows = self.runs(forward, backward, weights)
+        return max(row[-1].end - row[0].start for row in rows) - work
+
+    def closed_bubble_seconds(self, forward: float, backward: float, weights: float = 0.0) -> float:
+        """The same in closed form, where there are enough microbatches, and for zero bubbles equal tasks.
+
+        p stages, v repeats, of which each task takes F, B and W: (p-1) (F + B + W) of GPipe and 1F1B, interleaved or not;
+        (p-1) (F + B - W) of ZB-H1; (p-1) (F + B - 2 W) of ZB-H2.
+        """
+        weights_of = {"zb-h1": -weights, "zb-h2": -2 * weights}.get(self.kind, weights)
+        return (self.stages - 1) * (forward + backward + weights_of)
+
+    @property
+    def bubble(self) -> float:
+        """Idle time in parts of the work, of a backward that takes twice a forward, half of it for the weights."""
+        return self.bubble_seconds(1.0, 1.0, 1.0) / (3 * self.repeats * self.microbatches)
+
+    # ------------------------------------------------------------ ticks
+
+    @cached_property
+    def ticks(self) -> tuple[tuple[Task | None, ...], ...]:
+        """Per tick, what each stage runs, if every task takes one tick: the trips of the loop that runs the schedule."""
+        rows = self.runs(1, 1, 1) if self.splits else self.runs(1, 1)
+        table: list[list[Task | None]] = [[None] * self.stages for _ in range(int(max(r[-1].end for r in rows)))]
+        for stage, row in enumerate(rows):
+            for task, start, _ in row:
+                table[int(start)][stage] = task
+        return tuple(map(tuple, table))
+
+    @cached_property
+    def tick_of(self) -> Mapping[Key, int]:
+        """In which tick each task of each stage runs."""
+        return {
+            (*task, stage): tick
+            for tick, row in enumerate(self.ticks)
+            for stage, task in enumerate(row)
+            if task is not None
+        }
+
+    # ------------------------------------------------------------ memory
+
+    @cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        """Per stage, of how many microbatches and repeats at most it holds activations.
+
+        From their forward to their backward, or to the gradients of weights where these are apart.
+        """
+        last = WEIGHTS if self.splits else BACKWARD
+        peaks = []
+        for order in self.orders:
+            held = peak = 0
+            for task in order:
+                held += (task.kind == FORWARD) - (task.kind == last)
+                peak = max(peak, held)
+            peaks.append(peak)
+        return tuple(peaks)
+
+    # ------------------------------------------------------------ drawings
+
+    @property
+    def summary(self) -> str:
+        """Stages, microbatches, idle time and what is held, in a line."""
+        again = f", each {self.repeats} times round" if self.repeats > 1 else ""
+        return (
+            f"{self.kind}: {self.stages} stages, {self.microbatches} microbatches{again}: {self.bubble:.1%} of the work "
+            f"idle, at most {max(self.in_flight)} in flight"
+        )
+
+    def __str__(self) -> str:
+        rows = [["stage", *(str(n) for n in range(len(self.ticks)))]]
+        for stage in range(self.stages):
+            rows.append([str(stage), *(_cell(row[stage], self.repeats) for row in self.ticks)])
+        key = "F forward, B backward" + (", W weights" if self.splits else "") + "; . idle; each task drawn as one tick"
+        return "\n".join(
+            line.rstrip() for line in [self.summary, *grid(rows, right=tuple(range(1, len(rows[0])))), key]
+        )
+
+    def plot(self, ax: Any = None, forward: float = 1.0, backward: float = 1.0, weights: float = 1.0) -> Any:
+        """Draw stages by time: forwards, backwards, weight gradients, idle; needs matplotlib.
+
+        Args:
+          ax: matplotlib Axes, or the path of a file (.png, .svg, .pdf); by default a new figure.
+          forward, backward, weights: seconds of the tasks, as of `runs`.
+        Returns: the Axes.
+        """
+        from meshlib.report.plots import plot_schedule
+
+        return plot_schedule(self, self.runs(forward, backward, weights), ax)
+
+
+def _cell(task: Task | None, repeats: int) -> str:
+    if task is None:
+        return "."
+    turn = chr(ord("a") + task.repeat % 26) if repeats > 1 else ""
+    return f"{task.kind[0].upper()}{task.microbatch}{turn}"
+
+
+def _timed(
+    orders: Sequence[Order], repeats: int, seconds: Mapping[str, Sequence[float]]
+) -> tuple[tuple[Run, ...], ...]:
+    """Each task as soon as its stage is free and what it waits for has ended."""
+    stages = len(orders)
+    ends: dict[Key, float] = {}
+    runs: list[list[Run]] = [[] for _ in orders]
+    waiting: dict[Key, int] = {}  # a stage that waits for a task
+    ready = list(range(stages))
+    while ready:
+        stage = ready.pop()
+        order, row = orders[stage], runs[stage]
+        while len(row) < len(order):
+            task = order[len(row)]
+            needed = waits_for(task, stage, stages, repeats)
+            missing = next((key for key in needed if key not in ends), None)
+            if missing is not None:
+                waiting[missing] = stage
+                break
+            start = max([row[-1].end if row else 0.0, *(ends[key] for key in needed)])
+            row.append(Run(task, start, start + seconds[task.kind][stage]))
+            ends[(*task, stage)] = row[-1].end
+            if (*task, stage) in waiting:
+                ready.append(waiting.pop((*task, stage)))
+    assert all(len(row) == len(order) for row, order in zip(runs, orders, strict=True)), (
+        "the order of a stage deadlocks"
+    )
+    return tuple(map(tuple, runs))
+
+
+def slots_of(spans: Iterable[tuple[Any, int, int]]) -> tuple[dict[Any, int], int]:
+    """Slots for values that are written after tick `begin` and read for the last time in tick `end`, and their count.
+
+    >>> slots_of([("a", 0, 2), ("b", 1, 3), ("c", 2, 4)])
+    ({'a': 0, 'b': 1, 'c': 0}, 2)
+    """
+    slots: dict[Any, int] = {}
+    free_from: list[int] = []  # per slot, the last tick in which it is read
+    for key, begin, end in sorted(spans, key=lambda span: span[1:]):
+        slot = next((n for n, last in enumerate(free_from) if last <= begin), len(free_from))
+        if slot == len(free_from):
+            free_from.append(end)
+        free_from[slot] = end
+        slots[key] = slot
+    return slots, len(free_from)

@@ -1,0 +1,169 @@
+"""Tables of a pipeline's training step: in which tick which stage reads and writes which slot of its buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from meshlib.core.loop_record import Active
+from meshlib.layers.pipeline_orders import BACKWARD, FORWARD, WEIGHTS, Task
+from meshlib.layers.pipeline_step_schedule import PerStage, StepSchedule, slots_of
+
+Array = np.ndarray[Any, Any]
+Slots = Mapping[tuple[int, int, int], int]  # microbatch, repeat, stage -> slot
+
+FIRST, LOSS, FIRST_BACKWARD = "first", "loss", "first backward"
+
+
+@dataclass(frozen=True)
+class Ticks:
+    """The tables of one schedule; those of stages are [tick, stage]."""
+
+    plan: StepSchedule
+
+    @property
+    def count(self) -> int:
+        """How many ticks there are."""
+        return len(self.plan.ticks)
+
+    @property
+    def summary(self) -> str:
+        """The schedule in a line."""
+        return self.plan.summary
+
+    # ------------------------------------------------------------ who works
+
+    def runs(self, kind: str, task: Task, stage: int) -> bool:
+        """Whether a branch of this kind is part of a task of a stage."""
+        plan = self.plan
+        at_first = stage == 0 and task.repeat == 0
+        at_last = stage == plan.stages - 1 and task.repeat == plan.repeats - 1
+        return {
+            FIRST: task.kind == FORWARD and at_first,
+            LOSS: task.kind == FORWARD and at_last,
+            FIRST_BACKWARD: task.kind == BACKWARD and at_first,
+        }.get(kind, task.kind == kind)
+
+    def works(self, kind: str) -> Array:
+        """Whether a stage runs a branch in a tick: bool."""
+        return self._table(lambda task, stage: self.runs(kind, task, stage), False, np.bool_)
+
+    def active(self, kind: str, dim: str) -> Active:
+        """The same, as a record."""
+        works = self.works(kind)
+        return Active(dim, tuple(tuple(map(int, np.nonzero(row)[0])) for row in works), self.plan.stages)
+
+    def turns(self, kind: str, part: str) -> Array:
+        """The microbatch, or the repeat, of what runs; 0 where nothing of the kind does."""
+        return self._table(lambda task, _: getattr(task, part) if task.kind == kind else 0, 0, np.int32)
+
+    def _table(self, of: Callable[[Task, int], Any], idle: Any, dtype: Any) -> Array:
+        rows = [[idle if task is None else of(task, n) for n, task in enumerate(row)] for row in self.plan.ticks]
+        return np.array(rows, dtype)
+
+    # ------------------------------------------------------------ slots
+
+    @property
+    def _last(self) -> str:
+        """The task that reads what a forward has kept for the last time."""
+        return WEIGHTS if self.plan.splits else BACKWARD
+
+    @cached_property
+    def inputs(self) -> tuple[Slots, int]:
+        """Slots of what stages take, from its arrival to the backward."""
+        return self._slots(self._arrival, BACKWARD)
+
+    @cached_property
+    def residuals(self) -> tuple[Slots, int]:
+        """Slots of what a forward keeps."""
+        return self._slots(lambda m, r, s: self.plan.tick_of[FORWARD, m, r, s], BACKWARD)
+
+    @cached_property
+    def cotangents(self) -> tuple[Slots, int]:
+        """Slots of gradients of what stages make, from their arrival to the backward."""
+        return self._slots(self._cotangent_arrival, BACKWARD)
+
+    @cached_property
+    def operands(self) -> tuple[Slots, int]:
+        """Slots of what gradients of weights are computed with, where they are tasks of their own."""
+        return self._slots(lambda m, r, s: self.plan.tick_of[BACKWARD, m, r, s], WEIGHTS)
+
+    def _slots(self, begin: Callable[[int, int, int], int], last: str) -> tuple[Slots, int]:
+        plan, slots, most = self.plan, {}, 1
+        for stage in range(plan.stages):
+            own = [(m, r, stage) for m in range(plan.microbatches) for r in range(plan.repeats)]
+            of_stage, count = slots_of((key, begin(*key), plan.tick_of[last, *key]) for key in own)
+            slots.update(of_stage)
+            most = max(most, count)
+        return slots, most
+
+    def _arrival(self, microbatch: int, repeat: int, stage: int) -> int:
+        ticks, stages = self.plan.tick_of, self.plan.stages
+        if stage:
+            return ticks[FORWARD, microbatch, repeat, stage - 1]
+        if repeat:
+            return ticks[FORWARD, microbatch, repeat - 1, stages - 1]
+        return ticks[FORWARD, microbatch, repeat, stage]
+
+    def _cotangent_arrival(self, microbatch: int, repeat: int, stage: int) -> int:
+        ticks, plan = self.plan.tick_of, self.plan
+        if stage + 1 < plan.stages:
+            return ticks[BACKWARD, microbatch, repeat, stage + 1]
+        if repeat + 1 < plan.repeats:
+            return ticks[BACKWARD, microbatch, repeat + 1, 0]
+        return ticks[FORWARD, microbatch, repeat, stage]
+
+    def reads(self, kind: str, slots: tuple[Slots, int]) -> Array:
+        """The slot that each task of a kind reads; 0 in other ticks."""
+        of, _ = slots
+        return self._table(lambda t, s: of[t.microbatch, t.repeat, s] if t.kind == kind else 0, 0, np.int32)
+
+    def writes(self, kind: str, slots: tuple[Slots, int]) -> Array:
+        """The slot that what a branch of a kind makes is written to; in other ticks one past the last."""
+        of, count = slots
+        return self._table(
+            lambda t, s: of[t.microbatch, t.repeat, s] if self.runs(kind, t, s) else count, count, np.int32
+        )
+
+    def arrivals(self, kind: str) -> Array:
+        """The slot that what comes from the stage before (or, backward, after) is written to; else one past the last."""
+        plan, step = self.plan, 1 if kind == FORWARD else -1
+        of, count = self.inputs if kind == FORWARD else self.cotangents
+        table = np.full((self.count, plan.stages), count, np.int32)
+        for tick, row in enumerate(plan.ticks):
+            for stage, task in enumerate(row):
+                if task is None or task.kind != kind:
+                    continue
+                to = (stage + step) % plan.stages
+                repeat = task.repeat + (step if to != stage + step else 0)
+                if 0 <= repeat < plan.repeats:
+                    table[tick, to] = of[task.microbatch, repeat, to]
+        return table
+
+    # ------------------------------------------------------------ time
+
+    def loop_seconds(self, branches: Mapping[str, float], rest: float) -> tuple[float, float]:
+        """Seconds of the whole step, and how many of them a device is idle on average: see `Timing`.
+
+        A stage waits for what it takes alone, as with transfers from one device to another. What else is in a tick
+        is part of each task.
+        """
+        plan = self.plan
+
+        def of(kind: str, at: int, extra: str) -> PerStage:
+            seconds = [branches.get(kind, 0.0) + rest] * plan.stages
+            seconds[at] += branches.get(extra, 0.0) / plan.repeats
+            return seconds
+
+        forward, backward = of(FORWARD, 0, FIRST), of(BACKWARD, 0, FIRST_BACKWARD)
+        assert isinstance(forward, list)
+        forward[-1] += branches.get(LOSS, 0.0) / plan.repeats
+        weights = [branches.get(WEIGHTS, 0.0) + rest] * plan.stages if plan.splits else 0.0
+        rows = plan.runs(forward, backward, weights)
+        whole = max(row[-1].end for row in rows)
+        busy = sum(run.end - run.start for row in rows for run in row) / plan.stages
+        return whole, whole - busy
