@@ -95,6 +95,8 @@ class Executor(Interpreter[Array, TraceContext]):
 
     def loop(self, i: Loop, inputs: Sequence[Array], context: TraceContext) -> list[Array]:
         """All trips in one lax.scan, whose body holds the loop's own once."""
+        if i.splits_branch:
+            return self._branch(i, inputs, context)
         body = i.body
         given = dict(zip(body.inputs.values(), inputs, strict=True))
         stacked = {name: (given.pop(body.inputs[name]), i.slice_axis(name)) for name in i.slices}
@@ -131,6 +133,35 @@ class Executor(Interpreter[Array, TraceContext]):
         if prints:
             context.found.prints.append(prints)
         return [*finals, *stacks]
+
+    def _branch(self, i: Loop, inputs: Sequence[Array], context: TraceContext) -> list[Array]:
+        """One trip in a lax.cond, which a device leaves out where its index does not work."""
+        body, record = i.body, i.record
+        given = dict(zip(body.inputs.values(), inputs, strict=True))
+        assert record.working is not None
+        begin = [given[body.inputs[name]] for name, _ in i.carries]
+        inside = Reported()
+
+        def run() -> tuple[list[Array], list[Array], list[Array]]:
+            nonlocal inside
+            inside = Reported()
+            values = self.run(body, dict(given), replace(context.in_trip(jnp.int32(0)), found=inside))
+            ends = [values[body.outputs[end]] for _, end in i.carries]
+            return ends, [values[body.outputs[name]][None] for name in i.stacks], inside.checks
+
+        _, stacks, checks = jax.eval_shape(run)
+        if inside.prints:
+            raise ProgramError(f"{i.operation}: a branch that shows values does not run on JAX")
+        clean = [jnp.array([0, jnp.iinfo(jnp.int32).max], jnp.int32) for _ in checks]
+
+        def leave_out() -> tuple[list[Array], list[Array], list[Array]]:
+            return begin, [jnp.zeros(s.shape, s.dtype) for s in stacks], clean
+
+        works = given[body.inputs[record.working.operation.name]].reshape(())
+        finals, stacked, checks = lax.cond(works, run, leave_out)
+        context.found.checked += inside.checked
+        context.found.checks += checks
+        return [*finals, *stacked]
 
     def _while(
         self,

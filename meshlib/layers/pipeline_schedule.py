@@ -19,7 +19,7 @@ from meshlib.core.arguments import choice, whole
 from meshlib.core.loop_record import Active
 from meshlib.core.text import grid
 from meshlib.layers.pipeline_orders import KINDS
-from meshlib.layers.pipeline_step_schedule import StepSchedule
+from meshlib.layers.pipeline_task_schedule import TaskSchedule
 
 
 class Turn(NamedTuple):
@@ -117,7 +117,7 @@ def _letter(repeat: int) -> str:
     return text
 
 
-def schedule(stages: int, microbatches: int, repeats: int = 1, kind: str | None = None) -> Schedule | StepSchedule:
+def schedule(stages: int, microbatches: int, repeats: int = 1, kind: str | None = None) -> Schedule | TaskSchedule:
     """Which stage of a pipeline works on which microbatch when: print it.
 
     Args:
@@ -125,7 +125,7 @@ def schedule(stages: int, microbatches: int, repeats: int = 1, kind: str | None 
       kind: None for the trips of `mtf.layers.pipeline`; or of a whole training step: "gpipe" (all forwards, then all
         backwards), "1f1b" (one forward, one backward; with repeats interleaved), "zb-h1" or "zb-h2" (zero bubble: the
         backward split into gradients of inputs and of weights, with the memory of 1F1B or about twice as much).
-    Returns: a `Schedule` with `.trips`, `.bubble`, `.turn(trip, stage)`; or a `StepSchedule` with `.bubble`,
+    Returns: a `Schedule` with `.trips`, `.bubble`, `.turn(trip, stage)`; or a `TaskSchedule` with `.bubble`,
       `.in_flight`, `.runs(forward, backward, weights)`, `.plot()`.
     Raises: GraphError for numbers below 1, another kind, or repeats that the kind does not have.
     Example:
@@ -147,6 +147,6 @@ def schedule(stages: int, microbatches: int, repeats: int = 1, kind: str | None 
     counts = [whole(count, "schedule", name, low=1) for name, count in given.items()]
     if kind is None:
         return Schedule(*counts)
-    plan = StepSchedule(*counts, choice(kind, "schedule", "kind", tuple(KINDS)))
+    plan = TaskSchedule(*counts, choice(kind, "schedule", "kind", tuple(KINDS)))
     assert plan.orders  # raises where the kind does not have so many repeats
     return plan

@@ -1,7 +1,7 @@
 """A training step of a pipeline whose stages run forwards and backwards of different microbatches at the same time.
 
 `mtf.layers.pipeline` is a loop that its gradient runs backwards: all forwards before the first backward. Here loss and
-gradients are computed inside one loop over the ticks of a schedule (`meshlib.layers.pipeline_step_schedule`): in each
+gradients are computed inside one loop over the ticks of a schedule (`meshlib.layers.pipeline_task_schedule`): in each
 tick a stage runs the forward of one microbatch, or the backward of another, or gradients of weights, or nothing. What it
 waits with is in buffers of as many slots as the schedule needs, whatever the number of microbatches.
 
@@ -12,6 +12,7 @@ another. Between ticks activations move on by one stage, and gradients back by o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,10 +29,11 @@ from meshlib.core.opdef import RESIDENT
 from meshlib.core.replay import all_operations, replay
 from meshlib.layers.pipeline_orders import BACKWARD, FORWARD, KINDS, WEIGHTS
 from meshlib.layers.pipeline_schedule import schedule
-from meshlib.layers.pipeline_step_schedule import StepSchedule
+from meshlib.layers.pipeline_task_schedule import TaskSchedule
 from meshlib.layers.pipeline_ticks import FIRST, FIRST_BACKWARD, LOSS, Ticks
 from meshlib.ops.building import tensor
 from meshlib.ops.control.branches import Taken, branch
+from meshlib.ops.control.deferred import Deferred, deferred, separate_weights
 from meshlib.ops.control.loops import late_carry, make_loop
 from meshlib.ops.control.remat import Policy, Remat, checked_policy
 from meshlib.ops.control.sources import constant_full
@@ -124,9 +126,9 @@ def pipeline_training_step(
     return step.run()
 
 
-def _plan(stages: int, microbatches: int, repeats: int, kind: str) -> StepSchedule:
+def _plan(stages: int, microbatches: int, repeats: int, kind: str) -> TaskSchedule:
     plan = schedule(stages, microbatches, repeats, kind)
-    assert isinstance(plan, StepSchedule)
+    assert isinstance(plan, TaskSchedule)
     return plan
 
 
@@ -374,26 +376,33 @@ class _Step:
         return replay(loop.body.operations, loop.body.rewrites, inside, graph)
 
     def _backward(
-        self, t: Tensors, forward: Taken, dy: Tensor, x: Tensor, saved: Sequence[Tensor | None]
+        self, t: Tensors, forward: Taken, dy: Tensor, x: Tensor, residuals: Sequence[_Buffer | None]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The cotangent of what a stage took, and gradients of what it computes with."""
         graph, loop = dy.graph, forward.operation.loop
         assert loop is not None
         x = graph.adopt(x)
         again = self._again(graph, forward, [x], self._swapped(t, FORWARD, BACKWARD))
-        for y, value in zip(loop.kept, saved, strict=True):
-            if value is not None:
-                graph.known[again[y]] = graph.adopt(value)
+        for y, buffer in zip(loop.kept, residuals, strict=True):
+            if buffer is not None:
+                value = gather(graph.adopt(buffer.carry), graph.adopt(t["read residual"]), buffer.slot)
+                graph.known[again[y]] = transpose(value, y.shape)
         inside = self._sources(graph)
         ys, seeds = [again[loop.made.finals[0]]], [self._counted(graph, dy)]
         if "loss" in self.said:
             loss = again[self.said["loss"]]
             ys, seeds = [*ys, loss], [*seeds, self._seed(graph, loss)]
-        dx, *others = gradients(ys, [x, *(s for _, s in inside)], seeds)
+        splits = self.ticks.plan.splits
+        with separate_weights() if splits else nullcontext():
+            dx, *others = gradients(ys, [x, *(s for _, s in inside)], seeds)
         if dx is None:
             raise GraphError(f"{at(WHAT)}: what stage_fn returns does not depend on what it takes")
         self.of_stages, grads = _there(inside, others)
-        return [self._counted(graph, dx)], [self._counted(graph, g) for g in grads]
+        dx, grads = self._counted(graph, dx), [self._counted(graph, g) for g in grads]
+        if not splits:
+            return [dx], grads
+        self.later = _Later(deferred(graph, [dx], grads, lambda z: self.stage in z.shape), grads, graph, self.graph)
+        return [dx], self.later.stored
 
     def _first_backward(self, t: Tensors, first: Taken, dx: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Gradients of what first_fn computes with."""
@@ -412,10 +421,16 @@ class _Step:
         """The branches of a backward, and their sums."""
         inputs, residuals, cotangents = buffers
         dy, x = cotangents.read(t["read cotangent"]), inputs.read(t["read input again"])
-        saved = [None if b is None else b.read(t["read residual"]) for b in residuals]
-        back = self._branch(BACKWARD, t, lambda carries: self._backward(t, forward, carries[0], x, saved), [dy])
+        back = self._branch(BACKWARD, t, lambda carries: self._backward(t, forward, carries[0], x, residuals), [dy])
         (self.dx,) = back.ends
-        self._add_gradients(self.of_stages, back.made)
+        if self.ticks.plan.splits:
+            stored = [_Buffer.like(x, self.ticks.operands[1], f"operand_{n}") for n, x in enumerate(back.made)]
+            weights = self._branch(WEIGHTS, t, lambda _: ([], self.later.written(t, stored)), [])
+            self._add_gradients(self.of_stages, weights.made)
+            for buffer, x in zip(stored, back.made, strict=True):
+                buffer.write(x, t["write operands"])
+        else:
+            self._add_gradients(self.of_stages, back.made)
         if self._leads(first):
             last = self._branch(FIRST_BACKWARD, t, lambda _: self._first_backward(t, first, self.dx), [])
             self._add_gradients(self.of_first, last.made)
@@ -503,6 +518,40 @@ class _Step:
                     f"{at(WHAT)}: {op} draws random numbers, which would be others when its stage is computed again; "
                     "take mtf.layers.pipeline, or a rate of 0"
                 )
+
+
+class _Later:
+    """Gradients of weights that are a task of their own: what a backward stores for them, and how they are written."""
+
+    def __init__(self, later: Deferred, results: Sequence[Tensor], graph: Graph, around: Graph) -> None:
+        self.later, self.results = later, results
+        body, outside = graph.loop_body, around.loop_body
+        assert body is not None
+        assert outside is not None
+        self.mask = body.working
+        fixed = set(outside.captured.values())  # the same in each tick
+        self.outer = {x: y for x in later.taken if (y := graph.outer_of(x)) is not None}
+        self.tables = [x for x, y in self.outer.items() if y not in fixed and not y.dtype.is_float]
+        self.fixed = [x for x, y in self.outer.items() if y in fixed]
+        elsewhere = {*self.tables, *self.fixed, self.mask}
+        self.stored = [x for x in later.taken if x not in elsewhere]
+
+    def written(self, t: Tensors, buffers: Sequence[_Buffer]) -> list[Tensor]:
+        """The gradients, in the body of their own branch."""
+        graph = current_graph(WHAT)
+        body = graph.loop_body
+        assert body is not None
+        assert body.working is not None
+        parts = ("microbatch", "repeat")
+        swapped = {t[f"{BACKWARD} {part}"]: t[f"{WEIGHTS} {part}"] for part in parts if f"{WEIGHTS} {part}" in t}
+        given = {x: graph.adopt(self.outer[x]) for x in self.fixed}
+        given |= {x: graph.adopt(swapped[self.outer[x]]) for x in self.tables}
+        slots = graph.adopt(t["read operands"])
+        for x, buffer in zip(self.stored, buffers, strict=True):
+            given[x] = transpose(gather(graph.adopt(buffer.carry), slots, buffer.slot), x.shape)
+        if self.mask is not None:
+            given[self.mask] = body.working
+        return self.later.written(graph, given, self.results)
 
 
 def _there(

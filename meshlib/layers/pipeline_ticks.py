@@ -11,7 +11,7 @@ import numpy as np
 
 from meshlib.core.loop_record import Active
 from meshlib.layers.pipeline_orders import BACKWARD, FORWARD, WEIGHTS, Task
-from meshlib.layers.pipeline_step_schedule import PerStage, StepSchedule, slots_of
+from meshlib.layers.pipeline_task_schedule import PerStage, TaskSchedule, slots_of
 
 Array = np.ndarray[Any, Any]
 Slots = Mapping[tuple[int, int, int], int]  # microbatch, repeat, stage -> slot
@@ -23,7 +23,7 @@ FIRST, LOSS, FIRST_BACKWARD = "first", "loss", "first backward"
 class Ticks:
     """The tables of one schedule; those of stages are [tick, stage]."""
 
-    plan: StepSchedule
+    plan: TaskSchedule
 
     @property
     def count(self) -> int:

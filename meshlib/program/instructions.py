@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -280,6 +281,46 @@ class Loop(Instruction):
         return None if self.record.going is None else self.carries[self.record.going][0]
 
     @cached_property
+    def splits_branch(self) -> bool:
+        """Whether devices leave out this branch each by itself: each has one index of its dim, and sends others nothing."""
+        record = self.record
+        if record.branch is None or record.working is None:
+            return False
+        mask = self.body.inputs[record.working.operation.name]
+        axes = set(mask.sharding.of(record.branch.active.dim))
+        return mask.local_size == 1 and axes.isdisjoint(_axes_of(self.body))
+
+    @cached_property
+    def share(self) -> Fraction:
+        """In which part of the trips of the loop around the device that runs this most often does; 1 but of branches."""
+        if not self.splits_branch:
+            return Fraction(1)
+        counts = self._runs_of_indices
+        return Fraction(max(counts), len(self.record.branch.active.indices)) if self.record.branch else Fraction(1)
+
+    @property
+    def active_share(self) -> float:
+        """The part of what all devices run that counts: of a pipeline, what is not in a bubble."""
+        record = self.record
+        if record.branch is None:
+            return 1.0 if record.active is None else record.active.share
+        if not self.splits_branch:
+            return record.branch.active.share
+        counts = self._runs_of_indices
+        return sum(counts) / (len(counts) * max(counts)) if max(counts) else 1.0
+
+    @cached_property
+    def _runs_of_indices(self) -> list[int]:
+        """Of a branch, in how many trips of the loop around each index of its dim works."""
+        assert self.record.branch is not None
+        active = self.record.branch.active
+        return [sum(n in row for row in active.indices) for n in range(active.size)]
+
+    def runs(self, times: int) -> int:
+        """How often a device runs the body where what is around the loop runs so often."""
+        return int(times * self.trips * self.share)
+
+    @cached_property
     def memory_plan(self) -> MemoryPlan:
         """Which values share memory during a trip, and from when to when; what is written in place."""
         from meshlib.program.analysis.buffers import plan_buffers
@@ -300,6 +341,12 @@ class Loop(Instruction):
         """Where the loop's dim stands in the operand that the body input `name` takes slices of."""
         operand = self.inputs[list(self.body.inputs).index(name)]
         return operand.tensor.shape.index(self.record.dim.name)
+
+
+def _axes_of(body: Program) -> set[str]:
+    """The mesh axes over which something is sent in a body, and in the loops in it."""
+    axes = {axis for i in body.instructions for t in i.transfers for axis in t.sent.axes}
+    return axes.union(*(_axes_of(i.body) for i in body.instructions if isinstance(i, Loop)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -248,7 +248,7 @@ def _bodies(program: Program, times: int = 1) -> Iterator[tuple[Program, int]]:
     yield program, times
     for i in program.instructions:
         if isinstance(i, Loop):
-            yield from _bodies(i.body, times * i.trips)
+            yield from _bodies(i.body, i.runs(times))
 
 
 class Visit(NamedTuple):
@@ -264,7 +264,7 @@ def walk(program: Program, times: int = 1) -> Iterator[Visit]:
     for instruction in program.instructions:
         yield Visit(instruction, program, times)
         if isinstance(instruction, Loop):
-            yield from walk(instruction.body, times * instruction.trips)
+            yield from walk(instruction.body, instruction.runs(times))
 
 
 def _collectives(program: Program) -> Iterator[Collective]:

@@ -105,7 +105,7 @@ def _totals(est: Estimate) -> tuple[dict[Key, float], dict[Key, float]]:
     def visit(schedule: StepSchedule, times: int) -> None:
         for e in schedule.events:
             if e.loop is not None:
-                visit(e.loop, times * e.trips)
+                visit(e.loop, e.runs(times))
             elif e.move is not None and e.cost is not None:
                 for reason in (e.move.reason, ""):
                     seconds[e.move.kind, e.move.axes, reason] += times * e.cost.seconds

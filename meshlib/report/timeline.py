@@ -79,8 +79,8 @@ def _loop(event: Event, body: StepSchedule, chip: Chip) -> Iterator[Bar]:
     for _, bound, taken in divided(body, chip):
         seconds[UNIT_OF[bound]] += taken
     whole = body.seconds or 1.0
-    name = f"{event.name} \u00d7{event.trips}"
-    about = f"{event.name}: {event.trips} trips of {seconds_text(body.seconds)}, {event.source}"
+    name = f"{event.name} \u00d7{event.trips:.3g}"
+    about = f"{event.name}: {event.trips:.3g} trips of {seconds_text(body.seconds)}, {event.source}"
     parts = tuple((unit, taken / whole) for unit, taken in seconds.items() if taken)
     yield Bar(CORE, event.start, event.end, "loop", name, about, parts)
     for engine, busy in body.busy.items():
@@ -99,8 +99,8 @@ def loops_of(schedule: StepSchedule, times: int = 1) -> Iterator[tuple[Event, St
     """Every loop of a schedule, those inside others too, with the runs of all its trips in a step."""
     for event in schedule.events:
         if event.loop is not None:
-            yield event, event.loop, times * event.trips
-            yield from loops_of(event.loop, times * event.trips)
+            yield event, event.loop, event.runs(times)
+            yield from loops_of(event.loop, event.runs(times))
 
 
 @dataclass(frozen=True)

@@ -58,11 +58,13 @@ def moments(made: StepSchedule, chip: Chip) -> Iterator[Moment]:
         yield Moment(made.seconds - copies, made.seconds, "pcie", next((e for e in made.events if e.copy), None))
 
 
-def divided(made: StepSchedule, chip: Chip, times: int = 1) -> Iterator[tuple[Event | None, str, float]]:
+def divided(made: StepSchedule, chip: Chip, times: float = 1) -> Iterator[tuple[Event | None, str, float]]:
     """(event, bound, seconds) of everything, loops looked into; their sum is `times` the schedule's seconds."""
     for m in moments(made, chip):
         if m.event is not None and m.event.loop is not None and not m.bound:
             yield from divided(m.event.loop, chip, times * m.event.trips)
+            if m.event.timed:  # a device waits for others that run longer branches
+                yield m.event, "latency", times * (m.event.seconds - m.event.trips * m.event.loop.seconds)
         else:
             yield m.event, m.bound, times * (m.end - m.begin)
 

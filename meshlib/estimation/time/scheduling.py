@@ -46,6 +46,7 @@ from hardware.memory import hbm_seconds, pcie_seconds
 from hardware.network import Cost
 from meshlib.core.compiler import Compiler
 from meshlib.core.graph import UPDATE
+from meshlib.core.loop_record import Timing
 from meshlib.estimation.time.hbm_engine import Hbm
 from meshlib.estimation.time.kernel_times import KernelTime, Times
 from meshlib.estimation.time.link_sharing import LinkTimes, Moved
@@ -71,8 +72,10 @@ class Event:
     move: Communication | None = None
     cost: Cost | None = None
     loop: StepSchedule | None = None
-    trips: int = 1
+    trips: float = 1  # of a branch, the part of the trips around in which a device runs it
     active: float = 1.0  # of a loop, the part of its work that counts
+    branch: str | None = None  # the kind of a branch
+    timed: bool = False  # whether a loop takes longer than its trips, since devices wait for each other
     copy: tuple[str, int] | None = None  # to or from the host, bytes
     name: str = ""
     source: str = ""
@@ -86,6 +89,10 @@ class Event:
     def seconds(self) -> float:
         """From start to end."""
         return self.end - self.start
+
+    def runs(self, times: int) -> int:
+        """How often the body of a loop runs where what is around it runs so often."""
+        return round(times * self.trips)
 
 
 @dataclass(slots=True)
@@ -352,22 +359,41 @@ class _SchedulePass:
                 [body.core_seconds, body.host_seconds, *(s for e, s in body.busy.items() if isinstance(e, int))]
             )
             tail = max(0.0, body.seconds - period)
-        seconds = unit.trips * period
+        seconds, idle = unit.trips * period, 0.0
+        if unit.timing is not None:
+            seconds, idle = self._timed(unit.timing, body, seconds)
         # What the body sends must not meet what is still on the way.
         places = [e for e in body.busy if isinstance(e, int)]
         start = max([self._paid(), self._given(unit), *map(self.links.free, places)])
         self.core = start + seconds
         for place in places:
             self.links.block(place, self.core)
-        event = self._event(unit, start, self.core + tail, loop=body, trips=unit.trips, active=unit.active)
+        event = self._event(
+            unit, start, self.core + tail, loop=body, trips=unit.trips, active=unit.active, branch=unit.branch,
+            timed=idle > 0.0,
+        )  # fmt: skip
         for engine, busy in body.busy.items():
             self.made.use(engine, unit.trips * busy)
         self.made.serial_seconds += unit.trips * body.serial_seconds
         bare = body.exposed_seconds - tail if self.unrolled else body.exposed_seconds
         self.made.exposed_seconds += unit.trips * max(0.0, bare)
-        self.made.bubble_seconds += seconds * (1 - unit.active) + unit.trips * unit.active * body.bubble_seconds
+        self.made.bubble_seconds += idle
+        if not idle and (unit.branch is None or unit.trips == 1):
+            self.made.bubble_seconds += seconds * (1 - unit.active) + unit.trips * unit.active * body.bubble_seconds
         self.made.host_exposed_seconds += unit.trips * body.host_exposed_seconds
         self._finish(unit, event)
+
+    def _timed(self, timing: Timing, body: StepSchedule, seconds: float) -> tuple[float, float]:
+        """Seconds of a loop whose branches run on different devices at different times, and how many are idle.
+
+        `body` is a trip on average, and `seconds` what the devices that run most take if they never wait.
+        """
+        branches = [e for e in body.events if e.branch is not None and e.loop is not None]
+        if any(e.trips == 1 for e in branches):  # all of them run in each trip
+            return seconds, 0.0
+        rest = body.seconds - sum(e.seconds for e in branches)
+        whole, idle = timing.loop_seconds({e.branch or "": e.loop.seconds for e in branches if e.loop}, max(0.0, rest))
+        return whole, idle
 
 
 def uncovered(intervals: Sequence[tuple[float, float]], covers: Sequence[tuple[float, float]]) -> float:

@@ -379,7 +379,7 @@ def _events(made: StepSchedule, times: int = 1) -> Iterator[tuple[Event, int]]:
     """All events but loops, with how often each happens."""
     for event in made.events:
         if event.loop is not None:
-            yield from _events(event.loop, times * event.trips)
+            yield from _events(event.loop, event.runs(times))
         else:
             yield event, times
 

@@ -73,7 +73,7 @@ def rows_of(made: StepSchedule, chip: Chip, count: int = 1, active: float = 1.0)
     """
     for event in made.events:
         if event.loop is not None:
-            yield from rows_of(event.loop, chip, count * event.trips, active * event.active)
+            yield from rows_of(event.loop, chip, event.runs(count), active * event.active)
         elif event.move is not None:
             yield _collective_row(event, chip, count)
         elif event.copy is not None:

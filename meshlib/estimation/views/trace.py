@@ -198,17 +198,22 @@ class _Writer:
 
     def _loop(self, e: Event, plan: UnitPlan, body: StepSchedule, at: float, room: int, depth: int) -> Iterator[Span]:
         track = LOOP if depth == 1 else f"{LOOP}, depth {depth}"
-        shown = min(e.trips, max(1, room // _size(body)))
+        if e.trips < 1:
+            name = f"{e.name}, in {e.trips:.1%} of the trips"
+            yield _span(track, name, at + e.start, at + e.end, {"line": e.source, "phase": e.region})
+            return
+        trips = round(e.trips)
+        shown = min(trips, max(1, room // _size(body)))
         for trip in range(shown):
             begin = at + e.start + trip * body.seconds
-            args = {"trips": e.trips, "line": e.source, "phase": e.region}
-            yield _span(track, f"{e.name} {trip + 1}/{e.trips}", begin, begin + body.seconds, args)
+            args = {"trips": trips, "line": e.source, "phase": e.region}
+            yield _span(track, f"{e.name} {trip + 1}/{trips}", begin, begin + body.seconds, args)
             yield from self._schedule(plan, body, begin, room // shown, depth + 1)
-        if shown == e.trips:
+        if shown == trips:
             return
         begin, end = at + e.start + shown * body.seconds, at + e.end
-        name = f"{e.name}: {e.trips - shown} more trips"
-        yield _span(track, name, begin, end, {"trips": e.trips - shown, "line": e.source, "phase": e.region})
+        name = f"{e.name}: {trips - shown} more trips"
+        yield _span(track, name, begin, end, {"trips": trips - shown, "line": e.source, "phase": e.region})
         for engine, busy in (("core", body.seconds), *body.busy.items()):
             share = {TRIPS_SHARE: busy / body.seconds if body.seconds else 0.0}
             yield _span(engine_name(engine), name, begin, end, share)
@@ -256,7 +261,7 @@ def _size(made: StepSchedule, trips: bool = True) -> int:
     total = 1
     for e in made.events:
         if e.loop is not None:
-            total += e.trips * _size(e.loop) if trips else 0
+            total += e.runs(1) * _size(e.loop) if trips else 0
         elif e.cost is not None:
             total += len(e.cost.busy_seconds) + 2
         elif e.time is not None:

@@ -128,9 +128,11 @@ class _UnitPlanner:
             region = self.region or (None if first.region == FORWARD else first.region)
             written = written_inside(first, self.in_place)
             unit.body = _planned(first.body, self.whole, inside, written, region)
-            unit.trips = first.trips
-            unit.active = 1.0 if first.record.active is None else first.record.active.share
-            self.recent.moved_bytes += first.trips * inside.moved_bytes
+            unit.trips = first.trips if first.share == 1 else float(first.share)
+            unit.active = first.active_share
+            unit.timing = first.record.timing
+            unit.branch = None if first.record.branch is None else first.record.branch.kind
+            self.recent.moved_bytes += int(unit.trips * inside.moved_bytes)
             return unit
         if isinstance(first, Compute) and first.operation.opdef.kind is Kind.COPY:
             unit.host_bytes = first.opcode, sum(y.local_bytes for i in members for y in i.outputs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hardware.network import Cost
+from meshlib.core.loop_record import Timing
 from meshlib.estimation.work.communication import Communication
 from meshlib.estimation.work.kernels import Kernel
 
@@ -21,6 +22,8 @@ class Unit:
       moves: what it sends, with the price of each; of a collective exactly one.
       kernel: of a fusion group; body, trips: of a loop; active: the part of its work that counts, the rest of which is
         done in the bubbles of a pipeline; host_bytes: of a copy to or from the host, by its direction.
+      branch: the kind of a branch, whose `trips` are the part of the trips around in which a device runs it; timing: how
+        long a loop takes that has such branches.
       early: a collective that is issued before the last product that it does not depend on.
       chained: a collective that the first product after it needs, or after which there is none.
       product: whether it holds a product written as einsum.
@@ -37,8 +40,10 @@ class Unit:
     moves: tuple[tuple[Communication, Cost], ...] = ()
     kernel: Kernel | None = None
     body: UnitPlan | None = None
-    trips: int = 1
+    trips: float = 1
     active: float = 1.0
+    timing: Timing | None = None
+    branch: str | None = None
     host_bytes: tuple[str, int] | None = None
     early: bool = False
     chained: bool = False

@@ -15,6 +15,7 @@ from meshlib.core.errors import GraphError
 from meshlib.core.graph import Graph, Operation, Tensor
 from meshlib.core.loop_record import LoopRecord
 from meshlib.core.replay import needed, replay
+from meshlib.ops.control.deferred import Deferred, deferred, weights_are_separate
 from meshlib.ops.control.host import from_host
 from meshlib.ops.control.loops import make_loop
 from meshlib.ops.control.sources import constant_full
@@ -65,7 +66,10 @@ class _Backwards:
         if active is not None:
             floats = [n for n, x in enumerate(self.inits) if x.dtype.is_float]
             active = replace(active, whole=tuple(floats.index(n) for n in active.whole if n in floats))
-        finals, dxs = make_loop("scan", self._step, begin, slices, dim, backwards, None, active=active)
+        if weights_are_separate() and active is None:
+            finals, dxs = self._in_two_loops(begin, slices)
+        else:
+            finals, dxs = make_loop("scan", self._step, begin, slices, dim, backwards, None, active=active)
         sums_of_outer = dict(zip(self.sums, finals[len(self.floats) :], strict=True))
         carried = iter(finals[: len(self.floats)])
         sides: list[Tensor | None] = [next(carried) if x.dtype.is_float else None for x in self.inits]
@@ -97,6 +101,44 @@ class _Backwards:
         sums = [a if g is None else a + g for a, g in zip(carries[len(before) :], counted, strict=True)]
         _drop_cheap(graph, [*filled, *sums, *dxs.values()])
         return [*filled, *sums], list(dxs.values())
+
+    def _in_two_loops(self, begin: Sequence[Tensor], slices: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Cotangents of what is carried in a first loop, those of all else in a second, from what the first stacks."""
+        dim, backwards, carried = self.loop.dim, not self.loop.reverse, len(self.floats)
+        stacked: list[Tensor] = []  # values of the first body
+        sliced: list[tuple[Tensor, int]] = []  # the same of its slices, with their numbers
+        captured: dict[Tensor, Tensor] = {}
+
+        def first(carries: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+            nonlocal later, results
+            graph = given[0].graph
+            zeros = [_no_cotangent(graph.adopt(x)) for x in self.sums]
+            ends, dxs = self._step([*carries, *zeros], given)
+            results = [*ends[carried:], *dxs]
+            later = deferred(graph, ends[:carried], results, lambda x: dim.name not in x.shape)
+            for x in later.taken:
+                if x in given:
+                    sliced.append((x, list(given).index(x)))
+                elif (outer := graph.outer_of(x)) is not None:
+                    captured[x] = outer
+                else:
+                    stacked.append(x)
+            return ends[:carried], stacked
+
+        later, results = Deferred((), (), {}), list[Tensor]()
+        finals, stacks = make_loop("scan", first, begin[:carried], slices, dim, backwards, None)
+
+        def second(carries: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+            graph = given[0].graph
+            inside = dict(zip([*stacked, *(x for x, _ in sliced)], given, strict=True))
+            inside |= {x: graph.adopt(outer) for x, outer in captured.items()}
+            grads = later.written(graph, inside, results)
+            count = len(self.sums)
+            return [a + g for a, g in zip(carries, grads, strict=False)], grads[count:]
+
+        again = [*stacks, *(slices[n] for _, n in sliced)]
+        sums, dxs = make_loop("scan", second, begin[carried:], again, dim, backwards, None) if again else ((), ())
+        return [*finals, *(sums or begin[carried:])], list(dxs)
 
     def _counted(self, graph: Graph, g: Tensor) -> Tensor:
         """Of the cotangent of what all trips share, the part of the indices that work in this one."""

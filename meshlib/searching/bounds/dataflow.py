@@ -78,7 +78,7 @@ class Node:
     reads: Sequence[HbmUse] = ()
     attention: ProductKernel | None = None
     loop: Flow | None = None
-    trips: int = 1
+    trips: float = 1
     smaller: bool = False  # whether a product of factors of its operands may stand in its place, with less work
 
     @property
@@ -368,7 +368,7 @@ class _Maker:
                 maker.bring(body.outputs[after], carried[before])
         homes = [carried.get(name) for name in body.inputs]
         node = self._add(
-            Node(loop=maker.flow, trips=loop.trips),
+            Node(loop=maker.flow, trips=float(loop.trips * loop.share)),
             ((n, x, home) for n, (x, home) in enumerate(zip(loop.inputs, homes, strict=True))),
             range(len(loop.inputs)),
         )

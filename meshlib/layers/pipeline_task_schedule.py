@@ -22,7 +22,7 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StepSchedule:
+class TaskSchedule:
     """The tasks of all stages in a training step; made by `mtf.layers.schedule(..., kind="1f1b")`."""
 
     stages: int
