@@ -11,6 +11,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
+class LateCarry:
+    """A carry of a loop: what it is before the first trip, None for zeros, and what a trip makes of it.
+
+    around: of a branch, the late carry of the loop around of which it makes the end.
+    """
+
+    begin: Tensor | None
+    end: Tensor
+    around: Tensor | None = None
+
+
+@dataclass(eq=False)
 class LoopBody:
     """State of a graph that is a loop's body.
 
@@ -20,8 +32,7 @@ class LoopBody:
         the program, not to the loop.
       captured: what the body takes from outside, each with its stand-in inside.
       outside: of each stand-in, also of a slice, what it stands for.
-      late: carries that start as zeros, asked for while the body is written (`make_loop`): each stand-in with what a trip
-        makes of it.
+      late: carries that were asked for while the body was written (`late_carry`), by their stand-ins.
       working: whether each of the indices that `LoopRecord.active` speaks of works in this trip.
       stacks, stacked: of a loop with a variable of its own in each trip, the loop's dim, and those variables, each with
         the slice that stands for it inside.
@@ -34,7 +45,7 @@ class LoopBody:
     scope_around: tuple[str, ...] = ()
     captured: dict[Tensor, Tensor] = field(default_factory=dict)
     outside: dict[Tensor, Tensor] = field(default_factory=dict)
-    late: dict[Tensor, Tensor] = field(default_factory=dict)
+    late: dict[Tensor, LateCarry] = field(default_factory=dict)
     working: Tensor | None = None
     stacks: Dimension | None = None
     stacked: dict[Tensor, Tensor] = field(default_factory=dict)

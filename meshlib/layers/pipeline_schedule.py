@@ -144,9 +144,9 @@ def schedule(stages: int, microbatches: int, repeats: int = 1, kind: str | None 
       F forward, B backward; . idle; each task drawn as one tick
     """
     given = {"stages": stages, "microbatches": microbatches, "repeats": repeats}
-    counts = [whole(count, "schedule", name, low=1) for name, count in given.items()]
+    counts = {name: whole(count, "schedule", name, low=1) for name, count in given.items()}
     if kind is None:
-        return Schedule(*counts)
-    plan = TaskSchedule(*counts, choice(kind, "schedule", "kind", tuple(KINDS)))
+        return Schedule(**counts)
+    plan = TaskSchedule(**counts, kind=choice(kind, "schedule", "kind", tuple(KINDS)))
     assert plan.orders  # raises where the kind does not have so many repeats
     return plan

@@ -1,4 +1,4 @@
-"""When each stage of a pipeline runs which task of a training step; what is idle, and what each stage holds meanwhile."""
+"""When each stage of a pipeline runs which task of a training step; what is idle, and what each stage holds."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class TaskSchedule:
     def closed_bubble_seconds(self, forward: float, backward: float, weights: float = 0.0) -> float:
         """The same in closed form, where there are enough microbatches, and for zero bubbles equal tasks.
 
-        p stages, v repeats, of which each task takes F, B and W: (p-1) (F + B + W) of GPipe and 1F1B, interleaved or not;
+        Of p stages whose tasks take F, B and W: (p-1) (F + B + W) of GPipe and 1F1B, interleaved or not;
         (p-1) (F + B - W) of ZB-H1; (p-1) (F + B - 2 W) of ZB-H2.
         """
         weights_of = {"zb-h1": -weights, "zb-h2": -2 * weights}.get(self.kind, weights)
@@ -88,7 +88,7 @@ class TaskSchedule:
 
     @cached_property
     def ticks(self) -> tuple[tuple[Task | None, ...], ...]:
-        """Per tick, what each stage runs, if every task takes one tick: the trips of the loop that runs the schedule."""
+        """Per tick, what each stage runs, if all tasks take one tick: the trips of the loop that runs the schedule."""
         rows = self.runs(1, 1, 1) if self.splits else self.runs(1, 1)
         table: list[list[Task | None]] = [[None] * self.stages for _ in range(int(max(r[-1].end for r in rows)))]
         for stage, row in enumerate(rows):
@@ -131,8 +131,8 @@ class TaskSchedule:
         """Stages, microbatches, idle time and what is held, in a line."""
         again = f", each {self.repeats} times round" if self.repeats > 1 else ""
         return (
-            f"{self.kind}: {self.stages} stages, {self.microbatches} microbatches{again}: {self.bubble:.1%} of the work "
-            f"idle, at most {max(self.in_flight)} in flight"
+            f"{self.kind}: {self.stages} stages, {self.microbatches} microbatches{again}: {self.bubble:.1%} of the "
+            f"work idle, at most {max(self.in_flight)} in flight"
         )
 
     def __str__(self) -> str:
@@ -152,9 +152,9 @@ class TaskSchedule:
           forward, backward, weights: seconds of the tasks, as of `runs`.
         Returns: the Axes.
         """
-        from meshlib.report.plots import plot_schedule
+        from meshlib.report.plots import plot_tasks
 
-        return plot_schedule(self, self.runs(forward, backward, weights), ax)
+        return plot_tasks(self.runs(forward, backward, weights), self.summary, ax, "TaskSchedule.plot")
 
 
 def _cell(task: Task | None, repeats: int) -> str:

@@ -130,7 +130,7 @@ class Ticks:
         )
 
     def arrivals(self, kind: str) -> Array:
-        """The slot that what comes from the stage before (or, backward, after) is written to; else one past the last."""
+        """The slot that what comes from the stage before (backward: after) is written to; else one past the last."""
         plan, step = self.plan, 1 if kind == FORWARD else -1
         of, count = self.inputs if kind == FORWARD else self.cotangents
         table = np.full((self.count, plan.stages), count, np.int32)

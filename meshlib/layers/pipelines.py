@@ -27,7 +27,7 @@ from meshlib.core.dtypes import FLOAT32, FLOAT64, INT32
 from meshlib.core.errors import GraphError, ShapeError
 from meshlib.core.graph import Tensor, current_graph, find_dim, innermost
 from meshlib.core.names import free_name
-from meshlib.layers.pipeline_schedule import Schedule, schedule
+from meshlib.layers.pipeline_schedule import Schedule
 from meshlib.layers.pipeline_stream import Stream
 from meshlib.ops.building import tensor
 from meshlib.ops.control.loops import make_loop, works_table
@@ -104,7 +104,7 @@ def pipeline(
     others = [tensor(t, what) for t in items(beside, what, "beside")]
     stage = stages if isinstance(stages, Dimension) else Dimension("stage", _least_one(stages, "stages"))
     cut = _Cut.of(tensor(x, what), microbatches)
-    plan = schedule(stage.size, cut.micro.size, _least_one(repeats, "repeats"))
+    plan = Schedule(stage.size, cut.micro.size, _least_one(repeats, "repeats"))
     for t in (x, *others):
         if stage.name in t.shape:
             raise ShapeError(f"{at(what)}: {t} has a dim '{stage.name}'; rename it, or give stages another")

@@ -9,7 +9,7 @@ over the axes that split the gradient; what other axes leave pending stays so.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from math import inf
 
@@ -83,12 +83,17 @@ def _gradient(t: Tensor, homes: Homes) -> Destination | None:
 def _passes(op: Operation, n: int) -> bool:
     """Whether an operation only casts, moves, masks or scales operand `n`, or adds to it, rounding aside."""
     linear = n in op.opdef.linear(op).operands or op.opdef.home is Home.OPERAND
-    dims = {d for d in op.inputs[n].shape if d.size > 1}  # a branch stacks one of each
-    return linear and op.opdef.kind in _KEEPS_DIMS and dims <= set(op.output.shape)
+    return linear and op.opdef.kind in _KEEPS_DIMS and set(op.inputs[n].shape) <= set(op.output.shape)
 
 
-def accumulated_terms(op: Operation, loop: LoopRecord, graph: Simplified) -> dict[int, Tensor]:
-    """The carries of a loop, by number, that only add something up, from zero; each with what a trip adds to it."""
+def accumulated_terms(
+    op: Operation, loop: LoopRecord, graph: Simplified, of_branch: Callable[[Tensor], bool] = lambda y: False
+) -> dict[int, Tensor]:
+    """The carries of a loop, by number, that only add something up, from zero; each with what a trip adds to it.
+
+    Where a branch of the body adds to a carry, that is what the branch makes of it. `of_branch`: of a branch itself,
+    whether the loop around adds up a result of it, so that its carry is the accumulator around, whatever it is by then.
+    """
     results = loop.results
     operations = needed(loop.body.known.get(y, y).operation for y in results)
     befores = loop.outputs(op.outputs).befores
@@ -99,13 +104,30 @@ def accumulated_terms(op: Operation, loop: LoopRecord, graph: Simplified) -> dic
         uses = sum(x is carry for other in operations for x in other.inputs) + results.count(carry)
         # The carry before each trip is asked for by a gradient alone; then it has to be whole.
         stacked = graph.uses.get(befores[n])
+        alone = results.count(end) == 1 and not any(end in x.inputs for x in operations)
+        begins = is_zero(graph.inputs[op][n].operation) or (loop.branch is not None and of_branch(op.outputs[n]))
+        if not (begins and uses == 1 and alone and not stacked):
+            continue
         linear = add.opdef.linear(add)
         adds = linear.together and linear.operands == (0, 1)
-        alone = results.count(end) == 1 and not any(end in x.inputs for x in operations)
-        one = len(others) == 1 == len(add.inputs) - 1 and others[0].shape == end.shape
-        if is_zero(graph.inputs[op][n].operation) and adds and uses == 1 and alone and not stacked and one:
+        if adds and len(others) == 1 == len(add.inputs) - 1 and others[0].shape == end.shape:
             terms[n] = others[0]
+        elif add.loop is not None and add.loop.branch is not None and _adds_in_branch(add, carry, end):
+            terms[n] = end
     return terms
+
+
+def _adds_in_branch(op: Operation, carry: Tensor, end: Tensor) -> bool:
+    """Whether a branch does nothing with a carry of the loop around but add to it."""
+    assert op.loop is not None
+    number = op.outputs.index(end)
+    if number >= op.loop.carries or op.inputs[number] is not carry:
+        return False
+    inner, after = op.loop.given.inits[number], op.loop.made.finals[number]
+    add = after.operation
+    linear = add.opdef.linear(add)
+    uses = sum(x is inner for other in op.loop.body.operations for x in other.inputs)
+    return uses == 1 and inner in add.inputs and linear.together and linear.operands == (0, 1)
 
 
 def bind_terms(graph: Simplified, homes: Homes, fetched: Container[Tensor]) -> None:

@@ -72,7 +72,7 @@ class Loops:
         # Finals always; of what could be stacked (results, and carries before each trip) only what is used.
         finals, others = op.outputs[: loop.carries], op.outputs[loop.carries :]
         used = [(y, t) for y, t in zip(others, loop.stacked, strict=True) if self._is_used(y)]
-        terms = {op.outputs[n]: t for n, t in accumulated_terms(op, loop, self.graph).items()}
+        terms = {op.outputs[n]: t for n, t in accumulated_terms(op, loop, self.graph, self._is_added_up).items()}
         terms |= {y: t for y, t in used if self._is_added_up(y)}
         sums, makers = self._sums(op, loop, terms)
         homes, wanted = self._body_homes(op, loop, terms, sums)

@@ -282,7 +282,7 @@ class Loop(Instruction):
 
     @cached_property
     def splits_branch(self) -> bool:
-        """Whether devices leave out this branch each by itself: each has one index of its dim, and sends others nothing."""
+        """Whether each device leaves out this branch by itself: it has one index of the dim, and sends no others."""
         record = self.record
         if record.branch is None or record.working is None:
             return False
@@ -292,7 +292,7 @@ class Loop(Instruction):
 
     @cached_property
     def share(self) -> Fraction:
-        """In which part of the trips of the loop around the device that runs this most often does; 1 but of branches."""
+        """The part of the trips of the loop around in which the busiest device runs this branch; 1 of other loops."""
         if not self.splits_branch:
             return Fraction(1)
         counts = self._runs_of_indices

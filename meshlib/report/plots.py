@@ -171,6 +171,31 @@ def plot_alternatives(options: Sequence[Alternative], capacity_bytes: float, ax:
     return plotted(what, ax, [panel], (6, 4))
 
 
+TASK_COLOURS = {"forward": "#4e79a7", "backward": "#59a14f", "weights": "#e0913a"}
+
+
+def plot_tasks(runs: Sequence[Sequence[tuple[Any, float, float]]], title: str, ax: Any, what: str) -> Any:
+    """Stages by time: per stage its tasks, each with start and end; what is empty is idle."""
+    return plotted(what, ax, [lambda axes: _tasks(axes, runs, title)], (12, 0.6 + 0.35 * len(runs)))
+
+
+def _tasks(axes: Any, runs: Sequence[Sequence[tuple[Any, float, float]]], title: str) -> None:
+    labelled: set[str] = set()
+    for stage, row in enumerate(runs):
+        for task, start, end in row:
+            label = None if task.kind in labelled else task.kind
+            labelled.add(task.kind)
+            colour = TASK_COLOURS[task.kind]
+            axes.broken_barh([(start, end - start)], (stage, 0.9), facecolors=colour, edgecolors="white", label=label)
+            axes.text(
+                (start + end) / 2, stage + 0.45, task.microbatch, ha="center", va="center", color="white", fontsize=7
+            )
+    axes.set_yticks([n + 0.45 for n in range(len(runs))], [f"stage {n}" for n in range(len(runs))])
+    axes.set(ylim=(len(runs), 0), xlim=(0, max(row[-1][2] for row in runs)), xlabel="time")
+    axes.set_title(title, loc="left", fontsize=9)
+    axes.legend(fontsize=7, frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 1))
+
+
 def plot_sharding(sharding: Sharding, ax: Any, device: int, what: str) -> Any:
     """The blocks of a tensor of any rank, that of `device` filled; split dims beyond two as panels side by side."""
     plan = grid_of(sharding)

@@ -50,6 +50,7 @@ UP = {
     ("meshlib.estimation.memory.device_memory", "meshlib.report.plots"): "DeviceMemory.plot",
     ("meshlib.program.analysis.memory", "meshlib.report.plots"): "Memory.plot",
     ("meshlib.program.instructions", "meshlib.report.plots"): "Value.plot",
+    ("meshlib.layers.pipeline_task_schedule", "meshlib.report.plots"): "TaskSchedule.plot",
     ("meshlib.searching.result", "meshlib.report.plots"): "Found.plot",
     ("meshlib.program.records", "meshlib.report.page"): "Program.report",
     ("meshlib.searching.result", "meshlib.report.page"): "Found.report",

@@ -71,6 +71,21 @@ def pipeline(mesh: str, layout: str, repeats: int = 1) -> mtf.Program:
     return mtf.lower(outputs, updates, mesh, layout, precision="highest")
 
 
+def pipeline_by_tasks(mesh: str, layout: str, schedule: str, repeats: int = 1) -> mtf.Program:
+    """Layers in two stages whose forwards and backwards run as a schedule says."""
+    batch, width = mtf.Dimension("batch", 16), mtf.Dimension("width", 8)
+    with mtf.Graph() as graph:
+        x = mtf.input("x", [batch, width])
+        grads, outputs = mtf.layers.pipeline_training_step(
+            {"x": x}, lambda f: mtf.layers.dense(f["x"], width, name="first"),
+            lambda h, f: h + mtf.layers.dense(h, width, activation=mtf.tanh, name="stage"),
+            lambda h, f: mtf.square(mtf.layers.dense(h, width, name="last") - f["x"]),
+            batch, 2, 4, repeats, schedule, remat="none",
+        )  # fmt: skip
+        updates = mtf.optimize.SgdOptimizer(0.5).apply_grads(grads, graph.trainable_variables)
+    return mtf.lower(outputs, updates, mesh, layout, precision="highest")
+
+
 def pipeline_feeds() -> Feeds:
     text = np.random.default_rng(0).integers(0, 64, (STEPS, 16, 9))
     return [{"tokens": rows[:, :-1], "targets": rows[:, 1:]} for rows in text]

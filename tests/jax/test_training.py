@@ -8,9 +8,20 @@ import pytest
 pytest.importorskip("jax", reason="needs JAX: pip install -e '.[jax]'")
 
 import meshlib as mtf
+from meshlib.program.instructions import Loop
+from meshlib.program.records import walk
 from tests.effort import some
 from tests.jax.lowered import exchanges, in_program, in_text
-from tests.jax.models import Feeds, mlp, mlp_feeds, pipeline, pipeline_feeds, transformer, transformer_feeds
+from tests.jax.models import (
+    Feeds,
+    mlp,
+    mlp_feeds,
+    pipeline,
+    pipeline_by_tasks,
+    pipeline_feeds,
+    transformer,
+    transformer_feeds,
+)
 
 WEIGHTS = 1e-6  # of float32 weights after plain gradient steps, of the largest of each array
 
@@ -82,3 +93,26 @@ PIPELINES = (
 @pytest.mark.parametrize(("mesh", "layout", "repeats"), some(PIPELINES, PIPELINES[1:]))
 def test_pipeline(mesh: str, layout: str, repeats: int) -> None:
     compared(pipeline(mesh, layout, repeats), pipeline_feeds())
+
+
+TASKS = (
+    ("pipe:2;data:2", "stage:pipe;batch:data", "1f1b", 1),
+    ("pipe:2;tensor:2", "stage:pipe;width_out:tensor", "1f1b", 2),
+    ("pipe:2;data:4", "stage:pipe;batch:data", "zb-h1", 1),
+)
+
+
+@pytest.mark.parametrize("row", some(TASKS, [TASKS[2]]), ids=lambda row: f"{row[2]} {row[3]}")
+def test_pipeline_by_tasks(row: tuple[str, str, str, int]) -> None:
+    feeds = [{"x": np.random.default_rng(n).normal(size=(16, 8)).astype(np.float32)} for n in range(2)]
+    program = pipeline_by_tasks(*row)
+    assert all(i.splits_branch for i in branches(program))
+    compared(program, feeds)
+
+
+def branches(program: mtf.Program) -> list[Loop]:
+    """The branches of all loops."""
+    loops = [visit.instruction for visit in walk(program)]
+    of_loops = [i for i in loops if isinstance(i, Loop) and i.record.branch is not None]
+    assert of_loops
+    return of_loops

@@ -22,8 +22,8 @@ class Unit:
       moves: what it sends, with the price of each; of a collective exactly one.
       kernel: of a fusion group; body, trips: of a loop; active: the part of its work that counts, the rest of which is
         done in the bubbles of a pipeline; host_bytes: of a copy to or from the host, by its direction.
-      branch: the kind of a branch, whose `trips` are the part of the trips around in which a device runs it; timing: how
-        long a loop takes that has such branches.
+      branch: the kind of a branch, whose `trips` are the part of the trips around in which a device runs it; timing:
+        how long a loop with such branches takes.
       early: a collective that is issued before the last product that it does not depend on.
       chained: a collective that the first product after it needs, or after which there is none.
       product: whether it holds a product written as einsum.

@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from layouts import Dimension
-from meshlib.core.graph import Operation, Tensor
+from meshlib.core.graph import Graph, Operation, Tensor
 from meshlib.core.loop_record import Active, Branch
 from meshlib.core.names import free_name
-from meshlib.ops.control.loops import make_loop
-from meshlib.ops.control.remat import Policy
+from meshlib.ops.control.loops import end_late, late_carry, make_loop
 from meshlib.ops.movement.shape import reshape
 
 Results = tuple[Sequence[Tensor], Sequence[Tensor]]
@@ -20,13 +19,17 @@ Results = tuple[Sequence[Tensor], Sequence[Tensor]]
 class Taken:
     """What a branch has made, inside the body around: `ends` of its carries, `made` of its other results.
 
-    `operation` is the branch itself, `saved` what its policy of rematerialisation keeps.
+    `operation` is the branch itself, whose carries before `mask` are those that it was called with.
     """
 
     operation: Operation
     ends: tuple[Tensor, ...]
     made: tuple[Tensor, ...]
-    saved: tuple[Tensor, ...]
+
+    @property
+    def mask(self) -> int:
+        """The number of the carry that says what works."""
+        return len(self.ends)
 
 
 def branch(
@@ -35,11 +38,11 @@ def branch(
     carries: Sequence[Tensor],
     mask: Tensor,
     active: Active,
-    remat: Policy = "full",
 ) -> Taken:
     """Run `body` where `mask`, [active.dim], holds: a pair of what becomes of the carries, and of other results.
 
-    Where it does not hold, the results are anything: of no use but under the same mask.
+    Where it does not hold, the results are anything: of no use but under the same mask. The body may write to late
+    carries of the loop around (`inner_carry`).
     """
     one = Dimension(free_name("branch", {d.name for x in carries for d in x.shape}), 1)
 
@@ -48,13 +51,24 @@ def branch(
         return [*ends, given[-1]], made
 
     name = kind.replace(" ", "_")
-    finals, stacks = make_loop(
-        name, run, [*carries, mask], [], one, False, name, remat=remat, branch=Branch(kind, active)
-    )
+    finals, stacks = make_loop(name, run, [*carries, mask], [], one, False, name, branch=Branch(kind, active))
     op = finals[0].operation
     assert op.loop is not None
-    saved = op.loop.outputs(op.outputs).saved
-    return Taken(op, tuple(finals[:-1]), tuple(map(_alone, stacks)), tuple(map(_alone, saved)))
+    inside = op.loop.body.loop_body
+    for late, end in zip(inside.late.values() if inside else (), finals[len(carries) + 1 :], strict=True):
+        assert late.around is not None
+        end_late(late.around, end)
+    return Taken(op, tuple(finals[: len(carries)]), tuple(map(_alone, stacks)))
+
+
+def inner_carry(carry: Tensor, graph: Graph) -> Tensor:
+    """In the body of a branch, `graph`, what a late carry of the loop around is by then; the branch makes its end."""
+    around, inside = carry.graph.loop_body, graph.loop_body
+    assert around is not None
+    assert inside is not None
+    inner = late_carry(graph, carry.type, carry.name.rpartition("/")[2], around.late[carry].end)
+    inside.late[inner].around = carry
+    return inner
 
 
 def _alone(x: Tensor) -> Tensor:

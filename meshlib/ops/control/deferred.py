@@ -1,7 +1,7 @@
 """Operations of a graph that are run later, elsewhere, from the values that they take: gradients of weights, say.
 
-A backward pass makes gradients of its inputs, which somebody waits for, and of weights. What only the latter need can be
-written again in another graph, which is given what it takes of the first.
+A backward pass computes gradients of its inputs, which other stages wait for, and of weights. What only the latter need
+can be written again in another graph, which is given what it takes of the first.
 """
 
 from __future__ import annotations
@@ -49,16 +49,21 @@ class Deferred:
 
 
 def deferred(
-    graph: Graph, first: Sequence[Tensor], later: Sequence[Tensor], is_kept: Callable[[Tensor], bool]
+    graph: Graph,
+    first: Sequence[Tensor],
+    later: Sequence[Tensor],
+    is_kept: Callable[[Tensor], bool],
+    beside: Sequence[Tensor] = (),
 ) -> Deferred:
     """What `later` needs that `first` does not.
 
     Args:
       is_kept: of a value that both need, whether it can be given; what cannot is computed again.
+      beside: values that are given as they are, whoever needs them.
     """
     apart = needed(graph.known.get(y, y).operation for y in later)
     there = {graph.known[x].operation for op in apart for x in op.inputs if x in graph.known}  # kept: given as it is
-    apart -= needed([*(graph.known.get(y, y).operation for y in first), *there])
+    apart -= needed([*(graph.known.get(y, y).operation for y in first), *there, *(x.operation for x in beside)])
     taken: dict[Tensor, None] = {}
     known: dict[Tensor, Tensor] = {}
     waiting = list(apart)

@@ -102,12 +102,15 @@ class _Backwards:
         _drop_cheap(graph, [*filled, *sums, *dxs.values()])
         return [*filled, *sums], list(dxs.values())
 
-    def _in_two_loops(self, begin: Sequence[Tensor], slices: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def _in_two_loops(
+        self, begin: Sequence[Tensor], slices: Sequence[Tensor]
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Cotangents of what is carried in a first loop, those of all else in a second, from what the first stacks."""
         dim, backwards, carried = self.loop.dim, not self.loop.reverse, len(self.floats)
         stacked: list[Tensor] = []  # values of the first body
         sliced: list[tuple[Tensor, int]] = []  # the same of its slices, with their numbers
         captured: dict[Tensor, Tensor] = {}
+        later, results = Deferred((), (), {}), list[Tensor]()
 
         def first(carries: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
             nonlocal later, results
@@ -125,7 +128,6 @@ class _Backwards:
                     stacked.append(x)
             return ends[:carried], stacked
 
-        later, results = Deferred((), (), {}), list[Tensor]()
         finals, stacks = make_loop("scan", first, begin[:carried], slices, dim, backwards, None)
 
         def second(carries: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -138,7 +140,7 @@ class _Backwards:
 
         again = [*stacks, *(slices[n] for _, n in sliced)]
         sums, dxs = make_loop("scan", second, begin[carried:], again, dim, backwards, None) if again else ((), ())
-        return [*finals, *(sums or begin[carried:])], list(dxs)
+        return (*finals, *(sums or begin[carried:])), tuple(dxs)
 
     def _counted(self, graph: Graph, g: Tensor) -> Tensor:
         """Of the cotangent of what all trips share, the part of the indices that work in this one."""

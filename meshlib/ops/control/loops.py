@@ -27,7 +27,7 @@ from meshlib.core.graph import (
     current_scope,
     innermost,
 )
-from meshlib.core.loop_body import LoopBody
+from meshlib.core.loop_body import LateCarry, LoopBody
 from meshlib.core.loop_record import Active, Branch, LoopOperands, LoopRecord, LoopResults, Timing
 from meshlib.core.names import free_name, relative_name
 from meshlib.core.opdef import Array, Block, Factor, Kind, Role, Work, operation
@@ -257,8 +257,12 @@ def make_loop(
             carried.append(_placeholder(inside, f"{full}/carry_{n}", y.type))
             with absolute_scope(full):
                 ends[n] = add(carried[n], y)
-    carries = [*carries, *(_constant(outer, 0, x.shape, x.dtype, "zeros") for x in of_loop.late)]
-    carried, ends = [*carried, *of_loop.late], [*ends, *of_loop.late.values()]
+    begins = [
+        _constant(outer, 0, x.shape, x.dtype, "zeros") if late.begin is None else late.begin
+        for x, late in of_loop.late.items()
+    ]
+    carries, carried = [*carries, *begins], [*carried, *of_loop.late]
+    ends += [inside.adopt(late.end) for late in of_loop.late.values()]
     _check_ends(carries, ends, f"{at(what)} '{full}'")
     xs, sliced = [*xs, *of_loop.stacked], [*sliced, *of_loop.stacked.values()]
     results = tuple(inside.adopt(y) for y in (*ends, *ys))
@@ -299,13 +303,19 @@ def make_loop(
     return tuple(returned.finals), tuple(returned.stacks)
 
 
-def late_carry(graph: Graph, t: TensorType, name: str) -> Tensor:
-    """A further carry of the loop whose body is being written: zeros at first. `LoopBody.late` takes its end."""
+def late_carry(graph: Graph, t: TensorType, name: str, begin: Tensor | None = None) -> Tensor:
+    """A further carry of the loop whose body is being written, zeros at first unless given; `end_late` says its end."""
     assert graph.loop_body is not None
     with absolute_scope("/".join(graph.scope)):
         carry = _placeholder(graph, graph.unique_name(name), t)
-    graph.loop_body.late[carry] = carry
+    graph.loop_body.late[carry] = LateCarry(begin, carry)
     return carry
+
+
+def end_late(carry: Tensor, end: Tensor) -> None:
+    """What a trip makes of a late carry."""
+    assert carry.graph.loop_body is not None
+    carry.graph.loop_body.late[carry].end = end
 
 
 def works_table(active: Active, trips: Dimension) -> Tensor:

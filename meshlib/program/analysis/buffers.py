@@ -89,10 +89,23 @@ def kept_of(program: Program, loop: Loop | None = None) -> StoredValues:
 def _on_the_way(makers: Mapping[Value, Instruction], v: Value) -> Iterator[Value]:
     """A value and those of which it is another name, or a copy with other parts."""
     yield v
-    i = makers.get(v)
-    while isinstance(i, Compute) and (i.operation.opdef.writes_part or i.operation.opdef.storage is Storage.ALIAS):
-        yield i.inputs[0]
-        i = makers.get(i.inputs[0])
+    while (before := _written_over(makers.get(v), v)) is not None:
+        yield before
+        v = before
+
+
+def _written_over(i: Instruction | None, v: Value) -> Value | None:
+    """What `v` is another name of, or a copy with other parts, by the instruction that makes it."""
+    if isinstance(i, Compute) and (i.operation.opdef.writes_part or i.operation.opdef.storage is Storage.ALIAS):
+        return i.inputs[0]
+    if not isinstance(i, Loop) or i.record.branch is None or v not in i.outputs[: len(i.carries)]:
+        return None
+    body = i.body
+    begin, end = i.carries[i.outputs.index(v)]
+    inside = {y: maker for maker in body.instructions for y in maker.outputs}
+    if body.inputs[begin] not in _on_the_way(inside, body.outputs[end]):
+        return None
+    return i.inputs[list(body.inputs).index(begin)]
 
 
 def rewritten(loop: Loop) -> dict[str, str]:

@@ -1,0 +1,95 @@
+"""What the loop over the ticks of a pipeline's step reads: features cut into microbatches, and buffers of slots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from layouts import Dimension, Shape
+from meshlib.core.arguments import at
+from meshlib.core.errors import GraphError, ShapeError
+from meshlib.core.graph import Graph, Tensor, TensorType
+from meshlib.core.names import free_name
+from meshlib.ops.building import tensor
+from meshlib.ops.control.branches import inner_carry
+from meshlib.ops.control.loops import end_late, late_carry
+from meshlib.ops.movement.dynamic_slices import update_slice
+from meshlib.ops.movement.indexing import gather
+from meshlib.ops.movement.shape import reshape
+
+WHAT = "pipeline_training_step"
+Features = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class CutFeatures:
+    """The features, cut: those of `parts` have the dim `micro`, those of `others` are as they were."""
+
+    micro: Dimension
+    parts: Features
+    others: Features
+
+    @classmethod
+    def of(cls, features: Features, batch: Dimension, count: int, stage: Dimension) -> CutFeatures:
+        """The features cut along `batch`, after all checks."""
+        if not isinstance(features, Mapping) or not features:
+            raise GraphError(f"{at(WHAT)}: features must be a dict of names to tensors, got {features!r:.80}")
+        if not isinstance(batch, Dimension):
+            raise GraphError(f"{at(WHAT)}: batch_dim must be a Dimension, got {batch!r:.80}")
+        micro, parts, others = Dimension("microbatch", count), {}, {}
+        for name, x in features.items():
+            dims = list(tensor(x, f"{WHAT} feature {name!r}").shape)
+            for taken in (micro, stage):
+                if taken.name in x.shape:
+                    raise ShapeError(f"{at(WHAT)}: feature {name!r}, {x}, has a dim '{taken.name}'; rename it")
+            if batch not in dims:
+                others[name] = x
+                continue
+            if batch.size % count:
+                raise ShapeError(
+                    f"{at(WHAT)}: {x} can't be cut into {count} equal microbatches: {batch.size} % {count} = "
+                    f"{batch.size % count}"
+                )
+            place, small = dims.index(batch), Dimension(batch.name, batch.size // count)
+            parts[name] = reshape(x, [*dims[:place], small, micro, *dims[place + 1 :]])
+        if not parts:
+            raise GraphError(f"{at(WHAT)}: no feature has the dim {batch}: {', '.join(map(str, features.values()))}")
+        return cls(micro, parts, others)
+
+    def of_turn(self, graph: Graph, which: Tensor) -> dict[str, Tensor]:
+        """The features of the microbatch that each stage has: [stage, ...]."""
+        given = {name: gather(graph.adopt(x), which, self.micro) for name, x in self.parts.items()}
+        return {**given, **{name: graph.adopt(x) for name, x in self.others.items()}}
+
+
+@dataclass(frozen=True, eq=False)
+class Buffer:
+    """A value of several microbatches, in slots: [slot, stage, ...], a carry of the loop over ticks."""
+
+    carry: Tensor
+    slot: Dimension
+
+    @classmethod
+    def like(cls, x: Tensor, graph: Graph, count: int, name: str) -> Buffer:
+        """Empty slots for values of the type of `x`; `graph` is the body of the loop over ticks."""
+        slot = Dimension(free_name(f"{name}_slot", x.shape.names), count)
+        return cls(late_carry(graph, TensorType(Shape([slot, *x.shape]), x.dtype), name), slot)
+
+    @property
+    def value(self) -> Tensor:
+        """What has become of it so far in a tick."""
+        body = self.carry.graph.loop_body
+        assert body is not None
+        return body.late[self.carry].end
+
+    def read(self, graph: Graph, slots: Tensor) -> Tensor:
+        """In the body of a branch, what is in a slot of each stage: [stage, ...]."""
+        return gather(graph.adopt(self.value), graph.adopt(slots), self.slot)
+
+    def write(self, x: Tensor, slots: Tensor) -> None:
+        """Put `x`, of the body of a branch or of the loop over ticks, into slots, where they are some."""
+        graph = x.graph
+        inside = graph is not self.carry.graph
+        value = inner_carry(self.carry, graph) if inside else self.value
+        after = update_slice(value, x, self.slot, graph.adopt(slots), out_of_range="drop")
+        end_late(value if inside else self.carry, after)

@@ -1,0 +1,375 @@
+"""The loop over the ticks of a pipeline's training step: its branches, and what they pass on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from layouts import Dimension, Shape
+from meshlib.core.arguments import at
+from meshlib.core.dtypes import BOOL, INT32
+from meshlib.core.errors import GraphError, ShapeError
+from meshlib.core.graph import BACKWARD as BACKWARD_REGION
+from meshlib.core.graph import Graph, Operation, Tensor, current_graph, innermost, region
+from meshlib.core.loop_body import LoopBody
+from meshlib.core.names import free_name
+from meshlib.core.opdef import RESIDENT
+from meshlib.core.replay import all_operations, needed, replay
+from meshlib.layers.pipeline_buffers import WHAT, Buffer, CutFeatures
+from meshlib.layers.pipeline_orders import BACKWARD, FORWARD, WEIGHTS
+from meshlib.layers.pipeline_ticks import FIRST, FIRST_BACKWARD, LOSS, Ticks
+from meshlib.layers.pipeline_weights import LaterWeights
+from meshlib.ops.building import tensor
+from meshlib.ops.control.branches import Taken, branch, inner_carry
+from meshlib.ops.control.deferred import deferred, separate_weights
+from meshlib.ops.control.loops import end_late, late_carry, make_loop
+from meshlib.ops.control.remat import Policy, kept_values
+from meshlib.ops.control.sources import _constant, constant_full
+from meshlib.ops.control.summed_gradients import led_to, variable_gradients, wide
+from meshlib.ops.gradients import gradients
+from meshlib.ops.movement.runs import shift
+from meshlib.ops.movement.shape import transpose
+from meshlib.ops.movement.tables import table
+from meshlib.ops.pointwise.elementwise import add, where
+from meshlib.ops.pointwise.reductions import reduce_mean, reduce_sum
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(eq=False)
+class StepLoop:
+    """One step: what the body of the loop finds out while it is written, and what follows from it outside."""
+
+    first_fn: Callable[[Tensors], Tensor]
+    stage_fn: Callable[..., Any]
+    last_fn: Callable[[Tensor, Tensors], Tensor | Mapping[str, Tensor]]
+    ticks: Ticks
+    stage: Dimension
+    cut: CutFeatures
+    remat: Policy
+    reduction: str
+    sources: list[Tensor] = field(default_factory=list)  # of gradients, one for each of `totals`
+    totals: list[Tensor] = field(default_factory=list)  # the carries that add them up
+    outputs: Tensors = field(default_factory=dict)  # the carries that add outputs up
+
+    def run(self) -> tuple[list[Tensor], Tensors]:
+        """Write the loop and what comes after it."""
+        features = [*self.cut.parts.values(), *self.cut.others.values()]
+        graph = innermost(features, WHAT)
+        if graph.parent is not None:
+            raise GraphError(f"{at(WHAT)}: call it outside of loops")
+        self.tick = Dimension(free_name("tick", {d.name for x in features for d in x.shape}), self.ticks.count)
+        with graph:
+            tables = self._tables(graph)
+            self.names = list(tables)
+            results, _ = make_loop(
+                "pipeline", self._body, [], list(tables.values()), self.tick, False, "pipeline", timing=self.ticks
+            )
+        loop = results[0].operation
+        assert loop.loop is not None
+        of = dict(zip(loop.loop.given.inits, results, strict=True))
+        totals = [of[t] for t in self.totals]
+        with graph:
+            outputs = {name: self._whole(of[carry]) for name, carry in self.outputs.items()}
+            if (of_last := outputs.pop("loss of the last stage", None)) is not None:
+                outputs["loss"] = add(outputs["loss"], of_last)
+        return variable_gradients(graph, loop, self.sources, totals, WHAT), outputs
+
+    def _whole(self, total: Tensor) -> Tensor:
+        """An output of the whole batch, from the sum over ticks: [stage, ...]."""
+        y = reduce_sum(total, output_shape=[d for d in total.shape if d != self.stage])
+        return y * (1 / self.cut.micro.size) if self.reduction == "mean" else y
+
+    # ------------------------------------------------------------ tables
+
+    def _tables(self, graph: Graph) -> Tensors:
+        """Per tick and stage, what the body reads."""
+        ticks, plan = self.ticks, self.ticks.plan
+        kinds = [FORWARD, BACKWARD, *([WEIGHTS] if plan.splits else [])]
+        arrays = {f"{kind} microbatch": ticks.turns(kind, "microbatch") for kind in kinds}
+        if plan.repeats > 1:
+            arrays |= {f"{kind} repeat": ticks.turns(kind, "repeat") for kind in kinds}
+        arrays |= {f"works {kind}": ticks.works(kind) for kind in (*kinds, FIRST, LOSS, FIRST_BACKWARD)}
+        arrays |= {
+            "read input": ticks.reads(FORWARD, ticks.inputs),
+            "write first": ticks.writes(FIRST, ticks.inputs),
+            "arrives": ticks.arrivals(FORWARD),
+            "read input again": ticks.reads(BACKWARD, ticks.inputs),
+            "write residual": ticks.writes(FORWARD, ticks.residuals),
+            "read residual": ticks.reads(BACKWARD, ticks.residuals),
+            "write loss": ticks.writes(LOSS, ticks.cotangents),
+            "cotangent arrives": ticks.arrivals(BACKWARD),
+            "read cotangent": ticks.reads(BACKWARD, ticks.cotangents),
+        }
+        if plan.splits:
+            arrays["write operands"] = ticks.writes(BACKWARD, ticks.operands)
+            arrays["read operands"] = ticks.reads(WEIGHTS, ticks.operands)
+        shape = Shape([self.tick, self.stage])
+        return {
+            name: table(
+                graph, np.ascontiguousarray(a), shape, BOOL if a.dtype == bool else INT32, name.replace(" ", "_")
+            )
+            for name, a in arrays.items()
+        }
+
+    # ------------------------------------------------------------ one tick
+
+    def _body(self, _: Sequence[Tensor], slices: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        self.tables = t = dict(zip(self.names, slices, strict=True))
+        self.graph = slices[0].graph
+        first = self._branch(FIRST, self._first)
+        forward = self._branch(FORWARD, self._forward)
+        (y,) = forward.made
+        self._refuse_random(first.operation, forward.operation)
+        self._branch(LOSS, lambda: self._loss(y))
+        with region(BACKWARD_REGION):
+            (dx,) = self._branch(BACKWARD, lambda: self._backward(forward)).made
+            if self.ticks.plan.splits:
+                self._branch(WEIGHTS, self._weights)
+            if self._leads(first):
+                self._branch(FIRST_BACKWARD, lambda: self._first_backward(first, dx))
+        circle = self.ticks.plan.repeats > 1
+        self.inputs.write(shift(y, 1, self.stage, circle, "to_next_stage"), t["arrives"])
+        with region(BACKWARD_REGION):
+            self.cotangents.write(shift(dx, -1, self.stage, circle, "to_previous_stage"), t["cotangent arrives"])
+        return [], []
+
+    def _branch(self, kind: str, body: Callable[[], list[Tensor]]) -> Taken:
+        active = self.ticks.active(kind, self.stage.name)
+        return branch(kind, lambda _: ([], body()), [], self.tables[f"works {kind}"], active)
+
+    def _of_turn(self, graph: Graph, kind: str) -> Tensors:
+        """The features of the microbatches of a kind of task."""
+        return self.cut.of_turn(graph, graph.adopt(self.tables[f"{kind} microbatch"]))
+
+    def _first(self) -> list[Tensor]:
+        """What the first stage takes, into its slot."""
+        graph = current_graph(WHAT)
+        x = graph.adopt(tensor(self.first_fn(self._of_turn(graph, FORWARD)), f"{WHAT}: what first_fn returns"))
+        if self.stage not in x.shape or not x.dtype.is_float:
+            raise ShapeError(f"{at(WHAT)}: first_fn must return a float tensor of the dim {self.stage}, got {x}")
+        self.entering = transpose(x, [self.stage, *(d for d in x.shape if d != self.stage)])
+        self.inputs = Buffer.like(self.entering, self.graph, self.ticks.inputs[1], "inputs")
+        self.inputs.write(self.entering, self.tables["write first"])
+        return []
+
+    def _forward(self) -> list[Tensor]:
+        """What a stage makes; what its backward finds of it is put into slots, what it says besides is added up."""
+        graph = current_graph(WHAT)
+        body = graph.loop_body
+        assert body is not None
+        self.taken = x = self.inputs.read(graph, self.tables["read input"])
+        body.held = (self.stage,)
+        if self.ticks.plan.repeats > 1:
+            repeat = Dimension(free_name("repeat", x.shape.names), self.ticks.plan.repeats)
+            body.held, body.chosen = (repeat, self.stage), (repeat, graph.adopt(self.tables[f"{FORWARD} repeat"]))
+        begun = len(graph.operations)
+        returned = self.stage_fn(x, self._of_turn(graph, FORWARD))
+        y, said = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+        if not isinstance(said, Mapping):
+            raise GraphError(f"{at(WHAT)}: stage_fn must return a tensor, or that and a dict, got {returned!r:.80}")
+        y = graph.adopt(tensor(y, f"{WHAT}: what stage_fn returns"))
+        if set(y.shape) != set(x.shape) or y.dtype is not x.dtype:
+            raise ShapeError(f"{at(WHAT)}: stage_fn turns {x.type} into {y.type}; types must stay the same")
+        self.made = transpose(y, x.shape)
+        self.said = {name: self._of_stages(graph, z, f"stage_fn's {name!r}") for name, z in said.items()}
+        self._keep(graph.operations[begun:], set(body.choices.values()))
+        self._add_outputs(self.said)
+        return [self.made]
+
+    def _keep(self, operations: Sequence[Operation], weights: Collection[Tensor]) -> None:
+        """Put what the policy keeps of a forward into slots; not what is the same for all stages."""
+        live = needed(z.operation for z in (self.made, *self.said.values()))
+        values = [x for x, _ in kept_values([op for op in operations if op in live], self.remat, WHAT)]
+        values = [x for x in values if self.stage in x.shape and x not in weights and x is not self.taken]
+        self.kept: list[tuple[Tensor, Buffer]] = []
+        for x in self._read_backward(values):
+            name, count = f"residual_{len(self.kept)}", self.ticks.residuals[1]
+            self.kept.append((x, Buffer.like(x, self.graph, count, name)))
+            self.kept[-1][1].write(x, self.tables["write residual"])
+
+    def _read_backward(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Those of the values of a forward that its backward reads, if it is given all: found by writing it once."""
+        if not values:
+            return []
+        graph = values[0].graph
+        body = graph.loop_body
+        assert body is not None
+        trial = Graph(loop_body=LoopBody(self.graph), scope=graph.scope)
+        given = {inner: trial.adopt(outer) for outer, inner in body.captured.items()}
+        there = [_constant(trial, 0, x.shape, x.dtype, None) for x in values]
+        again = replay(graph.operations, graph.rewrites, given, trial)
+        trial.known.update((again[x], y) for x, y in zip(values, there, strict=True))
+        ys = [again[self.made], *(again[self.said[name]] for name in self.said if name == "loss")]
+        sources = [x for _, x in self._sources(trial)]
+        grads = [g for g in gradients(ys, [again[self.taken], *sources]) if g is not None]
+        read = needed(trial.known.get(g, g).operation for g in grads)
+        return [x for x, y in zip(values, there, strict=True) if y.operation in read]
+
+    def _loss(self, y: Tensor) -> list[Tensor]:
+        """The cotangent of what the last stage made, into its slot; gradients of what the loss is computed with."""
+        graph = current_graph(WHAT)
+        y = graph.adopt(y)
+        returned = self.last_fn(y, self._of_turn(graph, FORWARD))
+        outputs = {"loss": returned} if isinstance(returned, Tensor) else returned
+        if not isinstance(outputs, Mapping) or "loss" not in outputs:
+            raise GraphError(f"{at(WHAT)}: last_fn must return a tensor, or a dict with 'loss', got {returned!r:.80}")
+        said = {name: self._of_stages(graph, z, f"last_fn's {name!r}") for name, z in outputs.items()}
+        inside, loss = self._sources(graph), said["loss"]
+        with region(BACKWARD_REGION):
+            dy, *others = gradients([loss], [y, *(x for _, x in inside)], [self._seed(loss)])
+            if dy is None:
+                raise GraphError(f"{at(WHAT)}: the loss does not depend on what the stages make")
+            self.cotangents = Buffer.like(dy, self.graph, self.ticks.cotangents[1], "cotangents")
+            self.cotangents.write(dy, self.tables["write loss"])
+            self._add_gradients(inside, others)
+        self._add_outputs(said)
+        return []
+
+    # ------------------------------------------------------------ backward
+
+    def _again(self, graph: Graph, taken: Taken, given: Mapping[Tensor, Tensor], mask: str) -> dict[Tensor, Tensor]:
+        """The body of a forward branch written again in that of a backward one, of whose microbatches it is then."""
+        loop = taken.operation.loop
+        assert loop is not None
+        t, parts = self.tables, ("microbatch", "repeat")
+        swapped = {t[f"{FORWARD} {p}"]: t[f"{BACKWARD} {p}"] for p in parts if f"{FORWARD} {p}" in t}
+        swapped[taken.operation.inputs[taken.mask]] = t[f"works {mask}"]
+        late = loop.body.loop_body.late if loop.body.loop_body is not None else {}
+        inside = {
+            inner: graph.adopt(swapped.get(outer, outer))
+            for inner, outer in zip(loop.stand_ins, taken.operation.inputs, strict=True)
+            if inner not in late
+        }
+        slots = {*late, *(carry.end for carry in late.values())}
+        run = [op for op in loop.body.operations if slots.isdisjoint((*op.inputs, *op.outputs))]
+        return replay(run, loop.body.rewrites, {**inside, **given}, graph)
+
+    def _backward(self, forward: Taken) -> list[Tensor]:
+        """The cotangent of what a stage took, and gradients of what it computes with, or what they are made of."""
+        graph, t = current_graph(WHAT), self.tables
+        x = self.inputs.read(graph, t["read input again"])
+        dy = self._counted(self.cotangents.read(graph, t["read cotangent"]))
+        kept = [(y, transpose(b.read(graph, t["read residual"]), y.shape)) for y, b in self.kept]  # before who takes it
+        again = self._again(graph, forward, {self.taken: x}, BACKWARD)
+        graph.known.update((again[y], value) for y, value in kept)
+        inside = self._sources(graph)
+        ys, seeds = [again[self.made]], [dy]
+        if "loss" in self.said:
+            loss = again[self.said["loss"]]
+            ys, seeds = [*ys, loss], [*seeds, self._seed(loss)]
+        splits = self.ticks.plan.splits
+        with separate_weights() if splits else nullcontext():
+            dx, *others = gradients(ys, [x, *(s for _, s in inside)], seeds)
+        if dx is None:
+            raise GraphError(f"{at(WHAT)}: what stage_fn returns does not depend on what it takes")
+        dx = self._counted(dx)
+        if splits:
+            self._store(graph, dx, inside, others, [x, dy])
+        else:
+            self._add_gradients(inside, others)
+        return [dx]
+
+    def _store(
+        self,
+        graph: Graph,
+        dx: Tensor,
+        inside: Sequence[tuple[Tensor, Tensor]],
+        others: Sequence[Tensor | None],
+        beside: Sequence[Tensor],
+    ) -> None:
+        """Put what gradients of weights are made of into slots."""
+        pairs = [(source, g) for (source, _), g in zip(inside, others, strict=True) if g is not None]
+        grads = [g for _, g in pairs]
+        later = deferred(graph, [dx], grads, lambda z: self.stage in z.shape, beside)
+        self.later = LaterWeights(later, grads, graph, self.graph)
+        self.of_stages = [(source, source) for source, _ in pairs]
+        self.operands: list[Buffer] = []
+        for x in self.later.stored:
+            name = f"operand_{len(self.operands)}"
+            self.operands.append(Buffer.like(x, self.graph, self.ticks.operands[1], name))
+            self.operands[-1].write(x, self.tables["write operands"])
+
+    def _weights(self) -> list[Tensor]:
+        """Gradients of weights, of what their backward has stored."""
+        graph, t = current_graph(WHAT), self.tables
+        read = [buffer.read(graph, t["read operands"]) for buffer in self.operands]
+        parts = [p for p in ("microbatch", "repeat") if f"{WEIGHTS} {p}" in t]
+        swapped = {t[f"{BACKWARD} {p}"]: t[f"{WEIGHTS} {p}"] for p in parts}
+        self._add_gradients(self.of_stages, self.later.written(graph, read, swapped))
+        return []
+
+    def _first_backward(self, first: Taken, dx: Tensor) -> list[Tensor]:
+        """Gradients of what first_fn computes with."""
+        graph = current_graph(WHAT)
+        x = self._again(graph, first, {}, FIRST_BACKWARD)[self.entering]
+        inside = self._sources(graph)
+        self._add_gradients(inside, gradients([x], [s for _, s in inside], [self._counted(graph.adopt(dx))]))
+        return []
+
+    # ------------------------------------------------------------ sums
+
+    def _sources(self, graph: Graph) -> list[tuple[Tensor, Tensor]]:
+        """What the body of a branch takes from outside the loop and trainable variables lead to: outside, inside."""
+        body = graph.loop_body
+        assert body is not None
+        leads = led_to(graph.root)
+        pairs = [(self.graph.outer_of(outer), inner) for outer, inner in body.captured.items()]
+        return [(outer, x) for outer, x in pairs if outer in leads and outer is not None and x.dtype.is_float]
+
+    def _leads(self, taken: Taken) -> bool:
+        """Whether trainable variables lead to what a branch takes."""
+        leads = led_to(self.graph.root)
+        return any(self.graph.outer_of(x) in leads for x in taken.operation.inputs)
+
+    def _add_gradients(self, inside: Sequence[tuple[Tensor, Tensor]], grads: Sequence[Tensor | None]) -> None:
+        for (source, _), g in zip(inside, grads, strict=True):
+            if g is not None:
+                self.sources.append(source)
+                self.totals.append(self._add_up(self._counted(wide(g)), "gradient"))
+
+    def _add_outputs(self, said: Mapping[str, Tensor]) -> None:
+        for name, value in said.items():
+            if name in self.outputs and name != "loss":
+                raise GraphError(f"{at(WHAT)}: stage_fn and last_fn both return {name!r}")
+            label = name if name not in self.outputs else f"{name} of the last stage"
+            self.outputs[label] = self._add_up(self._counted(value), "output")
+
+    def _add_up(self, x: Tensor, name: str) -> Tensor:
+        """A carry of the loop over ticks to which a branch adds `x` when it runs; the carry itself."""
+        carry = late_carry(self.graph, x.type, name)
+        before = inner_carry(carry, x.graph)
+        end_late(before, add(before, x))
+        return carry
+
+    def _seed(self, loss: Tensor) -> Tensor:
+        """The cotangent of a loss of one microbatch, of the stages that work."""
+        scale = 1 / self.cut.micro.size if self.reduction == "mean" else 1.0
+        return self._counted(constant_full(scale, loss, loss.dtype.of_cotangents))
+
+    def _counted(self, x: Tensor) -> Tensor:
+        """Of a value of a branch, what the stages that work have made; zeros of others."""
+        body = x.graph.loop_body
+        assert body is not None
+        assert body.working is not None
+        return where(body.working, x, 0, output_shape=x.shape) if self.stage in x.shape else x
+
+    def _of_stages(self, graph: Graph, z: object, what: str) -> Tensor:
+        """A loss, or another output, of each stage alone: float32 at least."""
+        x = graph.adopt(tensor(z, f"{WHAT}: {what}"))
+        if self.stage not in x.shape or not x.dtype.is_float:
+            raise ShapeError(f"{at(WHAT)}: {what} must be float and have the dim {self.stage}, got {x}")
+        reduce = reduce_mean if self.reduction == "mean" else reduce_sum
+        return reduce(wide(x), output_shape=[self.stage])
+
+    def _refuse_random(self, *operations: Operation) -> None:
+        for op in all_operations(operations):
+            if op.opdef.unique and op.opdef.kind not in RESIDENT:
+                raise GraphError(
+                    f"{at(WHAT)}: {op} draws random numbers, which would be others when its stage is computed again; "
+                    "take mtf.layers.pipeline, or a rate of 0"
+                )
