@@ -64,7 +64,7 @@ def _kernels(
     for members in kernels_of(program):
         first = members[0]
         if isinstance(first, Loop):
-            yield from _kernels(first.body, written_inside(first, in_place), times * first.trips)
+            yield from _kernels(first.body, written_inside(first, in_place), first.runs(times))
         elif all(isinstance(i, Compute) for i in members):
             product = next((i for i in members if is_product(i)), None)
             operands = _operands(product, members, stored) if product is not None else frozenset()
