@@ -33,6 +33,7 @@ ROWS_AT_ONCE = 16  # that are compared with each other
 HUGE = 1e100  # bytes: for what cannot be, where infinities would not add up
 
 Spot: TypeAlias = tuple[int, int]  # region (first ones first), placement
+Axis: TypeAlias = tuple[int | None, Ints]  # a variable, and per value of it the class
 
 
 @dataclass(eq=False)
@@ -235,26 +236,38 @@ class _Tables:
     # ------------------------------------------------------------ hubs
 
     def _enter_hubs(self, graph: FactorGraph) -> None:
-        before: tuple[int | None, Ints] = (self.producer, self.made_of)
+        before: Axis = (self.producer, self.made_of)
         regions = sorted({u.region for u in self.uses})
-        sources: Sequence[tuple[Spot, ...]] = self.made
-        roots = {r: self._root(r, sources) for r in regions}
+        root = self._root(regions[0], self.made)
+        numbers: dict[tuple[Spot, ...], int] = {}  # of what is computed once more after the first region
+        of = [numbers.setdefault(tuple([s for s in spots if s[0] > regions[0]]), len(numbers)) for spots in self.made]
+        again: Axis = (self.producer, np.array(of)[self.made_of])
         for region in regions:
             mine = [n for n, u in enumerate(self.uses) if u.region == region]
-            root = roots[region]
+            count = len(root)
+            if region > regions[0] and any(numbers):
+                root = np.concatenate([root, self._root(region, list(numbers))])
             if len(mine) == 1 and region == regions[-1]:
                 u = self.uses[mine[0]]
-                self._expand(graph, self._alone(root, mine[0]), [before, (u.variable, u.of)])
+                self._link(graph, self._alone(root, mine[0]), count, before, again, (u.variable, u.of))
                 continue
             sets, link, serve = self._hub_sets(root, mine, region)
-            variable = graph.add_variable(len(sets))
-            own = (variable, np.arange(len(sets)))
-            self._expand(graph, link, [before, own])
+            own: Axis = (graph.add_variable(len(sets)), np.arange(len(sets)))
+            self._link(graph, link, count, before, again, own)
             for n, table in zip(mine, serve, strict=True):
                 self._expand(graph, table, [own, (self.uses[n].variable, self.uses[n].of)])
-            before = own
-            lasting = self._kept(sets)
-            roots.update({r: lasting for r in regions if r > region})
+            before, root = own, self._kept(sets)
+
+    def _link(self, graph: FactorGraph, costs: Floats, count: int, before: Axis, again: Axis, end: Axis) -> None:
+        """Add the costs of copies that start from those of the region before (the first `count` rows), or from what is
+        computed once more."""
+        if len(costs) == count:
+            self._expand(graph, costs, [before, end])
+            return
+        source: Axis = (graph.add_variable(2), np.arange(2))
+        first, second = costs[:count], costs[count:]
+        self._expand(graph, np.stack([first, np.zeros_like(first)], axis=1), [before, source, end])
+        self._expand(graph, np.stack([np.zeros_like(second), second], axis=1), [again, source, end])
 
     def _hub_sets(self, root: Floats, mine: Sequence[int], region: int) -> tuple[list[Ints], Floats, list[Floats]]:
         """The sets of copies that a region may share, their costs from each row of `root`, and those of each use."""
@@ -314,7 +327,7 @@ class _Tables:
     # ------------------------------------------------------------ from classes to values
 
     @staticmethod
-    def _expand(graph: FactorGraph, table: Floats, axes: Sequence[tuple[int | None, Ints]]) -> None:
+    def _expand(graph: FactorGraph, table: Floats, axes: Sequence[Axis]) -> None:
         """Add a table over classes as one over the values of variables, of which several axes may be of one."""
         variables = list(dict.fromkeys(v for v, _ in axes if v is not None))
         index = []
