@@ -85,7 +85,9 @@ if _TYPE_CHECKING:
     from meshlib.estimation import estimate as estimate
     from meshlib.estimation.views.scaling import Scaling as Scaling
     from meshlib.estimation.views.scaling import scaling as scaling
+    from meshlib.generation import Completion as Completion
     from meshlib.generation import Generator as Generator
+    from meshlib.generation import Server as Server
     from meshlib.generation import generate as generate
     from meshlib.jax import Compiled as Compiled
     from meshlib.jax import OnJax as OnJax
@@ -169,6 +171,7 @@ if _TYPE_CHECKING:
     from meshlib.ops.movement.rearrange import rearrange as rearrange
     from meshlib.ops.movement.rearrange import reduce as reduce
     from meshlib.ops.movement.rearrange import repeat as repeat
+    from meshlib.ops.movement.row_updates import update_rows as update_rows
     from meshlib.ops.movement.runs import concat as concat
     from meshlib.ops.movement.runs import halo_exchange as halo_exchange
     from meshlib.ops.movement.runs import left_halo_exchange as left_halo_exchange

@@ -1489,6 +1489,7 @@ def _summed_first(op: Operation) -> set[str]:
 # others every split divides it.
 IDLE: dict[str, Callable[[Operation], set[str]]] = {
     "update_slice": lambda op: {op.attrs["dim"].name},  # each device looks at all of the part
+    "update_rows": lambda op: {op.attrs["dim"].name},  # and at all rows
     "gather": lambda op: {op.attrs["dim"].name},  # each runs through all indices, whichever it holds
     "slice": lambda op: {op.attrs["dim"] + "'"},  # by a mask each writes all of the part, most of them zeros
     # The same, and updates without a dim of the indices are added for each index.

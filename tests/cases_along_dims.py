@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 import meshlib as mtf
+from layouts import Shape
 from meshlib.core.graph import Tensor
 from meshlib.ops.pointwise.cumulative import linear_recurrence
-from tests.cases import Array, dims, distinct, flags, positive, row, signed, whole
+from tests.cases import Array, Input, dims, distinct, flags, positive, row, signed, whole
 
 N = dims("n:12")[0]
 Along = Callable[[Array], Array]
@@ -350,6 +351,35 @@ def _updated(x: Array, y: Array, starts: Array) -> Array:
             if 0 <= start + j < x.shape[1]:
                 z[a, start + j] = y[a, j]
     return z
+
+
+def _placed(x: Array, rows: Array, indices: Array) -> Array:
+    """x[a, n, b] with rows[i, j, a, b] at indices[i, j] of n, one after the other; what has no place is lost."""
+    z = x.copy()
+    for place in np.ndindex(*indices.shape):
+        if 0 <= indices[place] < x.shape[1]:
+            z[:, indices[place]] = rows[place]
+    return z
+
+
+_PLACES = Input(Shape("i:2;j:2"), lambda rng, shape: rng.permutation(16)[:4].reshape(shape) - 2, "int32")
+_INSIDE = Input(Shape("i:2"), lambda rng, shape: rng.permutation(12)[:2], "int32")
+row(
+    "update_rows",
+    "some outside",
+    {"x": signed("a:4;n:12;b:2"), "r": signed("i:2;j:2;a:4;b:2"), "at": _PLACES},
+    lambda f, x, r, at: mtf.update_rows(x, r, at, N, out_of_range="drop"),
+    _placed,
+    "xr",
+)
+row(
+    "update_rows",
+    "a major dim",
+    {"x": signed("n:12;b:2"), "r": signed("b:2;i:2"), "at": _INSIDE},
+    lambda f, x, r, at: mtf.update_rows(x, r, at, N),
+    lambda x, r, at: _placed(x[None], r.T[:, None], at)[0],
+    "xr",
+)
 
 
 # ---------------------------------------------------------------- scan

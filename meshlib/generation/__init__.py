@@ -1,6 +1,7 @@
 """Text generation: prompts are read into caches, then tokens are sampled one by one.
 
 generator  the programs of a prefill and of a step, and the loop over tokens
+server     sequences that join and leave a running batch; pages, sampling: which pages they have, how tokens are drawn
 beams      beam search, on the host
 tokens     text as tokens, and what ends a completion
 """
@@ -11,6 +12,8 @@ if _TYPE_CHECKING:
     from meshlib.generation.generator import Generated as Generated
     from meshlib.generation.generator import Generator as Generator
     from meshlib.generation.generator import generate as generate
+    from meshlib.generation.server import Completion as Completion
+    from meshlib.generation.server import Server as Server
     from meshlib.generation.tokens import ByteTokenizer as ByteTokenizer
 else:
     from meshlib.core.explained_calls import explained_calls as _explained_calls

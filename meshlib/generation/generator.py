@@ -187,7 +187,7 @@ class Generator:
         if self.run is not None and not callable(self.run):
             raise GraphError(f"{at(WHAT)}: run must make a run of a program, as mtf.on_jax does, got {self.run!r:.80}")
         self.sim = self.run(self.prefill) if self.run else simulate(self.prefill, self.slice, self.seed, self.executor)
-        self._take_state()
+        give_parameters(WHAT, self.sim, (self.prefill, self.decode), c, self.state)
 
     # ------------------------------------------------------------ programs and parameters
 
@@ -228,39 +228,6 @@ class Generator:
             return {"tokens": tokens, "log_probs": best_log_probs}
         tokens = sample_with_temperature(logits, vocab, self.temperature, None, self.top_k, self.top_p)
         return {"tokens": tokens, "log_probs": gather(log_probs, tokens, vocab)}
-
-    def _take_state(self) -> None:
-        """Give the simulation its parameters."""
-        wanted = {
-            name: v.tensor.shape.sizes
-            for program in (self.prefill, self.decode)
-            for name, v in program.variables.items()
-            if not is_own(name)
-        }
-        given = self._given(wanted)
-        faults = []
-        for name, sizes in wanted.items():
-            if name not in given:
-                faults.append(f"'{name}' {list(sizes)} is missing")
-            elif np.shape(given[name]) != sizes:
-                faults.append(f"'{name}' has shape {list(np.shape(given[name]))}, the model {list(sizes)}")
-        if faults:
-            raise GraphError.listing(f"{at(WHAT)}: the state is not that of {self.config.name}", faults)
-        for name in wanted:
-            self.sim.state[name] = given[name]
-
-    def _given(self, wanted: Mapping[str, Sequence[int]]) -> Mapping[str, Any]:
-        state = self.state
-        if isinstance(state, Simulation):
-            state = {name: state.state[name] for name in state.state}
-        if isinstance(state, str | os.PathLike):
-            state = _loaded(self.config, state)
-        if not isinstance(state, Mapping):
-            raise GraphError(
-                f"{at(WHAT)}: state must be arrays by name, a simulation or the path of a checkpoint, "
-                f"got {type(state).__name__} {state!r:.80}"
-            )
-        return quantized_kernels(state, self.prefill) if self.config.numerics.kernel_dtype else state
 
     # ------------------------------------------------------------ completing
 
@@ -356,6 +323,40 @@ def check_options(options: Mapping[str, Any], own: tuple[str, ...], what: str) -
 def is_own(name: str) -> bool:
     """Whether a variable is one of serving: a cache, a position, the step."""
     return name == "step" or name.startswith("serving/") or "/cache/" in name
+
+
+def give_parameters(
+    what: str, sim: Simulation, programs: Sequence[Program], config: TransformerConfig, state: State
+) -> None:
+    """Give a simulation the parameters of programs. Raises: GraphError for what is missing, or of another shape."""
+    wanted = {
+        name: v.tensor.shape.sizes for program in programs for name, v in program.variables.items() if not is_own(name)
+    }
+    given = _given(what, config, state, programs[0])
+    faults = []
+    for name, sizes in wanted.items():
+        if name not in given:
+            faults.append(f"'{name}' {list(sizes)} is missing")
+        elif np.shape(given[name]) != sizes:
+            faults.append(f"'{name}' has shape {list(np.shape(given[name]))}, the model {list(sizes)}")
+    if faults:
+        raise GraphError.listing(f"{at(what)}: the state is not that of {config.name}", faults)
+    for name in wanted:
+        sim.state[name] = given[name]
+
+
+def _given(what: str, config: TransformerConfig, state: State, program: Program) -> Mapping[str, Any]:
+    """Parameters by name, quantised where the config says so."""
+    if isinstance(state, Simulation):
+        state = {name: state.state[name] for name in state.state}
+    if isinstance(state, str | os.PathLike):
+        state = _loaded(config, state)
+    if not isinstance(state, Mapping):
+        raise GraphError(
+            f"{at(what)}: state must be arrays by name, a simulation or the path of a checkpoint, "
+            f"got {type(state).__name__} {state!r:.80}"
+        )
+    return quantized_kernels(state, program) if config.numerics.kernel_dtype else state
 
 
 def _loaded(config: TransformerConfig, path: str | os.PathLike[str]) -> Mapping[str, Array]:

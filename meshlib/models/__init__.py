@@ -45,6 +45,7 @@ if _TYPE_CHECKING:
     from meshlib.models.narrow import quantized_kernels as quantized_kernels
     from meshlib.models.presets import PRESETS as PRESETS
     from meshlib.models.presets import preset as preset
+    from meshlib.models.running import extend_step as extend_step
     from meshlib.models.serving import decode_step as decode_step
     from meshlib.models.serving import prefill as prefill
     from meshlib.models.stages import Pipeline as Pipeline

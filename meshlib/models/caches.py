@@ -67,15 +67,15 @@ class Caches:
     def of_sources(self, k: Tensor, v: Tensor) -> None:
         """Put keys and values of the encoder's sequence into the cache of a cross-attention."""
         for name, x in (("keys", k), ("values", v)):
-            length = _length(x)
-            held = _Stored.new(name, rename_dimension(x, length.name, SOURCE), Dimension(SOURCE, length.size), self)
+            length = length_of(x)
+            held = Stored.new(name, rename_dimension(x, length.name, SOURCE), Dimension(SOURCE, length.size), self)
             self._written += held.replaced(rename_dimension(x, length.name, SOURCE))
 
     def held_sources(self, like: Tensor, dims: Sequence[Dimension], length: int) -> Held:
         """The keys and values of the encoder's sequence, of these dims; in the dtype of `like`."""
         slots = Dimension(SOURCE, length)
         shape = [*dims[:-1], slots, dims[-1]]
-        keys, values = (_Stored.declared(n, shape, like.dtype.name, self).read() for n in ("keys", "values"))
+        keys, values = (Stored.declared(n, shape, like.dtype.name, self).read() for n in ("keys", "values"))
         return Held(keys, values, SOURCE, self.mask(slots))
 
     def mask(self, slots: Dimension) -> Tensor:
@@ -109,7 +109,7 @@ class Caches:
         parts = [("keys", k)] if k is v else [("keys", k), ("values", v)]
         seen = []
         for name, x in parts:
-            stored = _Stored.new(name, x, slots, self)
+            stored = Stored.new(name, x, slots, self)
             if self.decoding:
                 written = stored.with_token(x, ring)
                 seen.append(stored.read([value for _, value in written]))
@@ -120,7 +120,7 @@ class Caches:
 
 
 @dataclass(frozen=True)
-class _Stored:
+class Stored:
     """One array of a cache: its variable, and that of its scales in eight bits."""
 
     slots: Dimension
@@ -130,16 +130,16 @@ class _Stored:
     variables: tuple[Tensor, ...]
 
     @classmethod
-    def new(cls, name: str, x: Tensor, slots: Dimension, caches: Caches) -> _Stored:
+    def new(cls, name: str, x: Tensor, slots: Dimension, caches: Caches) -> Stored:
         """For tensors like x, [batch, ..., length, heads ..., channels]: [batch, ..., heads ..., slots, channels]."""
-        length = _length(x)
+        length = length_of(x)
         dims = [d for d in x.shape if d != length]
         if caches.beams is not None and slots.name != SOURCE and caches.beams not in dims:
             dims.insert(1, caches.beams)
         return cls.declared(name, [*dims[:-1], slots, dims[-1]], x.dtype.name, caches)
 
     @classmethod
-    def declared(cls, name: str, shape: Sequence[Dimension], dtype: str, caches: Caches) -> _Stored:
+    def declared(cls, name: str, shape: Sequence[Dimension], dtype: str, caches: Caches) -> Stored:
         """Its variables under the scope that is open."""
         kept = dtype if caches.dtype is None else caches.dtype
         with scope("cache"):
@@ -155,20 +155,20 @@ class _Stored:
         """
         place = mod(self.caches.positions, self.slots.size) if ring else self.caches.positions
         updated = []
-        for held, part in self._parts(x):
+        for held, part in self.parts(x):
             before = held if self.caches.parents is None else _reordered(held, self.caches.parents)
             updated.append((held, update_slice(before, part, self.slots, place)))
         return updated
 
     def with_prompt(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
         """The variables with the tokens of a prompt; what is past the end of a sequence is never looked at."""
-        if _length(x).size <= self.slots.size:
-            return [(held, update_slice(held, part, self.slots, 0)) for held, part in self._parts(x)]
+        if length_of(x).size <= self.slots.size:
+            return [(held, update_slice(held, part, self.slots, 0)) for held, part in self.parts(x)]
         return self.replaced(self._last(x))
 
     def replaced(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
         """The variables with x, which has the slots, in their place."""
-        return [(held, transpose(part, held.shape)) for held, part in self._parts(x)]
+        return [(held, transpose(part, held.shape)) for held, part in self.parts(x)]
 
     def read(self, values: Sequence[Tensor] | None = None) -> Tensor:
         """The variables, or their new values, as the kernel takes them."""
@@ -180,12 +180,12 @@ class _Stored:
 
     def _last(self, x: Tensor) -> Tensor:
         """The last tokens of each sequence, in the order of the ring: at slot s the last position that is s mod w."""
-        length, lengths = _length(x), self.caches.positions
+        length, lengths = length_of(x), self.caches.positions
         s = positions_of(self.slots)
         behind = floordiv(lengths - 1 - s, self.slots.size)
         return gather(x, behind * self.slots.size + s, length, out_of_range="zero")
 
-    def _parts(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def parts(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Each variable with what goes into it."""
         scaled = len(self.variables) == 2
         parts = quantize(x, self.channels, self.variables[0].dtype) if scaled else (x,)
@@ -198,7 +198,7 @@ class _Stored:
         return spread
 
 
-def _length(x: Tensor) -> Dimension:
+def length_of(x: Tensor) -> Dimension:
     """The dim of the tokens, whose slots are in a cache."""
     (length,) = (d for d in x.shape if d.name in LENGTHS)
     return length

@@ -8,7 +8,7 @@ import pytest
 import meshlib as mtf
 from meshlib.models import PRESETS, layout, preset, train_step, transformer
 from tests.effort import some
-from tests.models.common import BATCH, LENGTH, feeds, small, unstacked, values
+from tests.models.common import BATCH, LENGTH, feeds, small, unstacked, values, with_capacity
 
 MESHES = {
     "data": "data:2",
@@ -203,7 +203,7 @@ def test_collectives_are_of_values_that_listings_name():
 @pytest.mark.parametrize(("remat", "count"), [("none", 4), ("full", 6)])
 def test_a_layer_with_experts_exchanges_twice_each_way(remat: str, count: int) -> None:
     """What is computed again is sent again."""
-    config = small("mixtral-8x7b")
+    config = with_capacity("mixtral-8x7b")
     with mtf.Graph():
         program = mtf.lower(*train_step(config, 8, 8, "sgd", remat), "data:4", "batch:data;experts:data")
     exchanges = [c for c in program.collectives if c.kind == "all_to_all"]

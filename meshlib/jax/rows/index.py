@@ -109,6 +109,23 @@ def _scatter_add(part: RowContext, updates: Array, indices: Array) -> Array:
     return _poison(y, None if wrong is None else jnp.any(wrong))
 
 
+@row("update_rows")
+def _update_rows(part: RowContext, x: Array, rows: Array, indices: Array) -> Array:
+    """One scatter, which drops what falls outside of this block."""
+    wrong = _checked(part, 2, indices)
+    dim, (names, r_names, i_names) = part.attrs["dim"].name, part.names
+    if wrong is not None and jnp.issubdtype(rows.dtype, jnp.floating):
+        rows = _poison(rows, jnp.any(wrong))
+        indices = jnp.clip(indices, 0, index_count(part.operation) - 1)
+    size, place = x.shape[names.index(dim)], indices - part.offsets[dim]
+    place = jnp.where((place >= 0) & (place < size), place, size)
+    rest = [n for n in names if n != dim]
+    order = [names.index(n) for n in (dim, *rest)]
+    moved = jnp.transpose(rows, [r_names.index(n) for n in (*i_names, *rest)])
+    updated = jnp.transpose(x, order).at[place].set(moved, mode="drop")
+    return jnp.transpose(updated, [order.index(n) for n in range(len(order))])
+
+
 @row("update_slice")
 def _update_slice(part: RowContext, x: Array, new: Array, start: Array) -> Array:
     """One scatter, which drops what falls outside of this block; a plain update of a whole dim at one place."""

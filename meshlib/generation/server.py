@@ -1,0 +1,286 @@
+"""A server of completions: sequences join a running batch, and leave it, from step to step.
+
+Each step is one run of `mtf.models.extend_step`: a wide one, in which rows read the next chunk of their prompts while
+others decode a token, or a narrow one, in which all decode a token, or verify drafts of some. Which tokens come of a
+prompt depends on nothing but it: not on its row, the sequences beside it, chunks, pages or the layout.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hardware import Slice
+from layouts.mesh import MeshLike
+from meshlib.core.arguments import at, number, whole
+from meshlib.core.errors import GraphError
+from meshlib.core.graph import Graph
+from meshlib.generation.generator import State, give_parameters
+from meshlib.generation.pages import Pages
+from meshlib.generation.sampling import Sampling, repeated
+from meshlib.generation.tokens import ByteTokenizer, Stops, Tokenizer, encoded
+from meshlib.lowering import Program, lower
+from meshlib.models.config import TransformerConfig
+from meshlib.models.running import extend_step
+from meshlib.simulation import Simulation, simulate
+
+WHAT = "Server"
+Drafts = Callable[[Sequence[int], int], Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a server has made of a prompt.
+
+    Attributes:
+      request: its number, from 0 in the order in which they were submitted.
+      tokens, text: without what ended it; no text without a tokenizer. ended: whether a stop token or text ended it.
+      steps: of the server, from that in which its prompt began to be read; shared: tokens of the prompt that were not
+        read, since pages of another sequence hold them; accepted: drafts that were right.
+    """
+
+    request: int
+    tokens: tuple[int, ...]
+    text: str
+    ended: bool
+    steps: int
+    shared: int = 0
+    accepted: int = 0
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """A sequence that runs, or waits to."""
+
+    request: int
+    prompt: list[int]
+    most: int
+    tokens: list[int] = field(default_factory=list)  # that were made
+    cached: int = 0  # tokens whose keys and values are in the caches
+    pages: list[int] = field(default_factory=list)
+    shared: int = 0
+    accepted: int = 0
+    begun: int = 0
+
+    @property
+    def all(self) -> list[int]:
+        return [*self.prompt, *self.tokens]
+
+
+@dataclass
+class Server:
+    """A model that serves prompts as they come.
+
+    Args:
+      config: a decoder. state: its parameters, as of `mtf.generate`.
+      batch: sequences that run together. cache_length: positions of each, of prompt and completion together.
+      chunk: tokens of a prompt that are read in a step.
+      page_size, pages: slots of a page, and how many there are, shared by all sequences; unless given each row has
+        `cache_length` slots of its own. A sequence waits until pages for all of its tokens are free; full pages of
+        prompts that begin alike are shared.
+      temperature, top_k, top_p: how tokens are drawn. seed: of what is drawn; each request has draws of its own.
+      stop: tokens, or texts, that end a completion.
+      draft_tokens: drafts that a step verifies; 0: none. drafts: writes them, given all tokens of a sequence and how
+        many are wanted: at most so many tokens. Unless given, what followed earlier in the sequence, see
+        `meshlib.generation.sampling.repeated`. Greedy completions are the same as without, drawn ones alike in
+        distribution.
+      tokenizer: as of `mtf.generate`.
+      mesh, layout, slice, cache_dtype, precision, executor: as of `mtf.generate`; run_program: its `run`.
+    Raises: GraphError for arguments that do not fit.
+    Example:
+      >>> import meshlib as mtf
+      >>> tiny = mtf.models.preset("llama2-7b").reduced()
+      >>> with mtf.Graph():
+      ...     trained = mtf.simulate(mtf.lower(*mtf.models.train_step(tiny, batch=2, length=8)))
+      >>> server = mtf.Server(tiny, trained, batch=2, cache_length=16, chunk=4, page_size=4, pages=8)
+      >>> numbers = [server.submit(prompt, max_tokens=3) for prompt in ([1, 2, 3, 4, 5], [7], [1, 2, 3, 4, 6])]
+      >>> [(done.request, len(done.tokens)) for done in server.run()]
+      [(0, 3), (1, 3), (2, 3)]
+
+    Source: Yu et al., "Orca", OSDI 2022; Kwon et al., "PagedAttention", arXiv:2309.06180; Leviathan et al.,
+      arXiv:2211.17192.
+    """
+
+    config: TransformerConfig
+    state: State
+    batch: int
+    cache_length: int
+    chunk: int = 64
+    page_size: int | None = None
+    pages: int | None = None
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    stop: object = ()
+    draft_tokens: int = 0
+    drafts: Drafts = repeated
+    tokenizer: Tokenizer | None = None
+    mesh: MeshLike = "device:1"
+    layout: object = ""
+    slice: str | Slice | None = None
+    cache_dtype: str | None = None
+    precision: str = "default"
+    executor: str = "fast"
+    seed: int = 0
+    run_program: Callable[[Program], Simulation] | None = None
+    steps: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        c = TransformerConfig.checked(self.config, WHAT)
+        whole(self.chunk, WHAT, "chunk", low=1), whole(self.draft_tokens, WHAT, "draft_tokens", low=0)
+        whole(self.seed, WHAT, "seed", low=0)
+        if number(self.temperature, WHAT, "temperature") < 0:
+            raise GraphError(f"{at(WHAT)}: temperature must not be negative, got {self.temperature}")
+        if self.top_k is not None:
+            whole(self.top_k, WHAT, "top_k", low=1)
+        if self.top_p is not None and not 0 < number(self.top_p, WHAT, "top_p") <= 1:
+            raise GraphError(f"{at(WHAT)}: top_p must be above 0 and at most 1, got {self.top_p}")
+        if not callable(self.drafts):
+            raise GraphError(f"{at(WHAT)}: drafts must be a function of tokens and a number, got {self.drafts!r:.80}")
+        if self.tokenizer is None and c.vocab >= 256:
+            self.tokenizer = ByteTokenizer()
+        self._known = min(c.vocab, int(getattr(self.tokenizer, "size", c.vocab)))  # tokens that may be chosen
+        self._stops = Stops.of(self.stop, self.tokenizer, c.vocab)
+        self._sampling = Sampling(self.temperature, self.top_k, self.top_p)
+        wide = min(self.chunk, self.cache_length)
+        self._narrow = self._lowered(1 + self.draft_tokens, each=self.draft_tokens > 0)
+        self._wide = self._lowered(wide, each=False)
+        self._width = wide
+        self._pages = None if self.pages is None else Pages(self.pages, self.page_size or 1)
+        self._sim = self.run_program(self._wide) if self.run_program else self._simulated()
+        give_parameters(WHAT, self._sim, (self._wide, self._narrow), c, self.state)
+        self._rows: list[_Sequence | None] = [None] * self.batch
+        self._waiting: deque[_Sequence] = deque()
+        self._submitted = 0
+        self._done: list[Completion] = []
+
+    def _simulated(self) -> Simulation:
+        return simulate(self._wide, self.slice, self.seed, self.executor)
+
+    def _lowered(self, length: int, each: bool) -> Program:
+        with Graph():
+            step = extend_step(
+                self.config, self.batch, length, self.cache_length, self.page_size, self.pages, self.cache_dtype, each
+            )
+            return lower(*step, mesh=self.mesh, layout=self.layout, precision=self.precision)
+
+    # ------------------------------------------------------------ requests
+
+    def submit(self, prompt: object, max_tokens: int = 64) -> int:
+        """Queue a prompt, a text or tokens; the number of the request.
+
+        Raises: GraphError for a prompt that is none, and one that does not fit with its completion.
+        """
+        (tokens,) = encoded([prompt] if not isinstance(prompt, str) else prompt, self.tokenizer, self.config.vocab)
+        whole(max_tokens, WHAT, "max_tokens", low=1)
+        wanted = len(tokens) + max_tokens
+        if wanted > self.cache_length:
+            raise GraphError(
+                f"{at(WHAT)}: a prompt of {len(tokens)} tokens and max_tokens {max_tokens} need {wanted} positions, "
+                f"but cache_length is {self.cache_length}"
+            )
+        if self.pages is not None and -(-wanted // (self.page_size or 1)) > self.pages:
+            raise GraphError(
+                f"{at(WHAT)}: {wanted} positions take {-(-wanted // (self.page_size or 1))} pages, but there are "
+                f"{self.pages}"
+            )
+        self._waiting.append(_Sequence(self._submitted, tokens, max_tokens))
+        self._submitted += 1
+        return self._submitted - 1
+
+    def run(self) -> list[Completion]:
+        """Steps until nothing waits or runs; what is done since the last call, in the order of the requests."""
+        while self.step():
+            pass
+        done, self._done = sorted(self._done, key=lambda one: one.request), []
+        return done
+
+    @property
+    def running(self) -> tuple[int, ...]:
+        """The requests that run."""
+        return tuple(s.request for s in self._rows if s is not None)
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """The requests that wait for a row, or for pages."""
+        return tuple(s.request for s in self._waiting)
+
+    # ------------------------------------------------------------ a step
+
+    def step(self) -> bool:
+        """Admit what waits, run one step, let go of what is done; whether there was anything to do."""
+        self._admit()
+        active = [(row, s) for row, s in enumerate(self._rows) if s is not None]
+        if not active:
+            return False
+        narrow = all(len(s.all) - s.cached == 1 for _, s in active)
+        given = {row: self._given(s, narrow) for row, s in active}
+        logits = self._run(self._narrow if narrow else self._wide, given)
+        self.steps += 1
+        for row, s in active:
+            self._advance(row, s, given[row], logits[row])
+        return True
+
+    def _admit(self) -> None:
+        """Sequences to free rows, in order; the first that finds no pages keeps those behind it waiting."""
+        for row in range(self.batch):
+            if self._rows[row] is None and self._waiting:
+                s = self._waiting[0]
+                if self._pages is not None:
+                    taken = self._pages.take(s.prompt, len(s.prompt) + s.most)
+                    if taken is None:
+                        return
+                    s.pages, s.cached = taken
+                    s.shared = s.cached
+                s.begun = self.steps
+                self._rows[row] = self._waiting.popleft()
+
+    def _given(self, s: _Sequence, narrow: bool) -> list[int]:
+        """The tokens that a row adds: what is not in its caches yet, or the last token and drafts."""
+        new = s.all[s.cached : s.cached + self._width]
+        count = min(self.draft_tokens, s.most - len(s.tokens) - 1)
+        if not narrow or count <= 0:
+            return new
+        drafts = [whole(t, WHAT, "each draft") for t in self.drafts(s.all, count)][:count]
+        strange = [t for t in drafts if not 0 <= t < self._known]
+        if strange:
+            raise GraphError(f"{at(WHAT)}: draft {strange[0]} is not in 0 to {self._known - 1}")
+        return [*new, *drafts]
+
+    def _run(self, program: Program, given: dict[int, list[int]]) -> Any:
+        width = program.inputs["tokens"].tensor.shape.dim("length").size
+        tokens = np.zeros((self.batch, width), np.int32)
+        positions, counts = np.zeros(self.batch, np.int32), np.zeros(self.batch, np.int32)
+        table = np.zeros((self.batch, self.cache_length // (self.page_size or self.cache_length)), np.int32)
+        for row, new in given.items():
+            s = self._rows[row]
+            assert s is not None
+            tokens[row, : len(new)], positions[row], counts[row] = new, s.cached, len(new)
+            table[row, : len(s.pages)] = s.pages
+        feeds = {"tokens": tokens, "positions": positions, "counts": counts, "table": table}
+        return self._sim.run(program, {name: feeds[name] for name in program.inputs})["logits"]
+
+    def _advance(self, row: int, s: _Sequence, given: Sequence[int], logits: Any) -> None:
+        """Take what a step has computed for a sequence."""
+        known = len(s.all)
+        s.cached = min(s.cached + len(given), known)
+        if s.cached == known:
+            drafts, rows = (given[1:], logits) if logits.ndim == 2 else ([], logits[None])
+            random = np.random.default_rng((self.seed, s.request, len(s.tokens)))
+            made = self._sampling.verified(rows[:, : self._known], drafts, random)
+            s.accepted += len(made) - 1
+            s.cached += len(made) - 1
+            s.tokens += made
+        if self._pages is not None:
+            self._pages.filled(s.pages, s.all[: s.cached])
+        kept, text, ended = self._stops.cut(s.tokens)
+        if ended or len(s.tokens) >= s.most:
+            steps = self.steps - s.begun
+            self._done.append(Completion(s.request, tuple(kept), text, ended, steps, s.shared, s.accepted))
+            self._rows[row] = None
+            if self._pages is not None:
+                self._pages.give_back(s.pages)

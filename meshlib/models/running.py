@@ -1,0 +1,117 @@
+"""`extend_step`: the step of a running batch, which adds any number of tokens to each of its sequences.
+
+Reading a prompt, whole or in chunks, decoding a token and verifying drafts are one program: rows differ in how many
+tokens they add, and where these begin. Which sequence is in which row, and which pages are whose, the host decides from
+step to step (`meshlib.generation.server`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from layouts import Dimension, Shape
+from meshlib.core.arguments import at, choice, flag, whole
+from meshlib.core.errors import GraphError
+from meshlib.core.graph import Operation, Tensor
+from meshlib.models.caches import CACHE_DTYPES
+from meshlib.models.config import TransformerConfig
+from meshlib.models.model import Builder
+from meshlib.models.row_caches import RowCaches
+from meshlib.ops.control.sources import input
+from meshlib.ops.movement.indexing import gather
+from meshlib.ops.movement.indexing import range as positions_of
+from meshlib.ops.pointwise.elementwise import add_n, less, maximum
+from meshlib.ops.pointwise.reductions import reduce_sum
+
+WHAT = "extend_step"
+
+
+def extend_step(
+    config: TransformerConfig,
+    batch: int,
+    length: int,
+    cache_length: int,
+    page_size: int | None = None,
+    pages: int | None = None,
+    cache_dtype: str | None = None,
+    each: bool = False,
+    scan: bool = True,
+) -> tuple[dict[str, Tensor], list[Operation]]:
+    """The step that adds up to `length` tokens to each sequence of a running batch.
+
+    Inputs: "tokens" int32 [batch, length], new tokens of each row from the left; "positions" int32 [batch], the
+    position of the first of them; "counts" int32 [batch], how many there are, 0 where a row takes no part. With pages
+    also "table" int32 [batch, cache_length / page_size]: the pages of each row's sequence, in order.
+
+    Args:
+      config: a decoder without relative positions.
+      batch: rows. length: tokens that a row may add.
+      cache_length: positions of a sequence.
+      page_size, pages: slots of a page, and how many pages there are: all rows share them, as dim `pages` of
+        `pages * page_size` slots. Unless given each row has slots of its own. Rows may have the same page where their
+        sequences begin alike; none of them may add tokens to it then.
+      cache_dtype: as of `mtf.models.prefill`.
+      each: whether the logits of all new tokens come out; else those of the last one of each row.
+      scan: as of `transformer`.
+    Returns: ({"logits": [batch, vocab]}, updates) for `mtf.lower`, or [batch, length, vocab]; of a model with experts
+      also "dropped". What a row without tokens gets is of no meaning.
+    Raises: GraphError for a config that does not decode so, and sizes that do not fit.
+    Example:
+      >>> import meshlib as mtf
+      >>> tiny = mtf.models.preset("llama2-7b").reduced()
+      >>> with mtf.Graph():
+      ...     step = mtf.lower(*mtf.models.extend_step(tiny, batch=2, length=4, cache_length=8))
+      >>> sim = mtf.simulate(step)
+      >>> first = sim.step(tokens=[[3, 1, 4, 0], [0] * 4], positions=[0, 0], counts=[3, 0])
+      >>> second = sim.step(tokens=[[1, 0, 0, 0], [5, 9, 2, 6]], positions=[3, 0], counts=[1, 4])
+      >>> second["logits"].shape
+      (2, 64)
+    """
+    c = TransformerConfig.checked(config, WHAT)
+    sizes = {"batch": batch, "length": length, "cache_length": cache_length}
+    for name, size in sizes.items():
+        whole(size, WHAT, name, low=1)
+    if c.kind != "decoder" or c.position == "relative":
+        kind = "has relative positions" if c.kind == "decoder" else f"is of kind {c.kind!r}"
+        raise GraphError(f"{at(WHAT)}: sequences of a running batch are a decoder's; {c.name} {kind}")
+    if c.position == "learned" and c.max_length and cache_length > c.max_length:
+        raise GraphError(f"{at(WHAT)}: {c.name} has {c.max_length} positions, but cache_length is {cache_length}")
+    if length > cache_length:
+        raise GraphError(f"{at(WHAT)}: length {length} is more than cache_length {cache_length}")
+    if cache_dtype is not None:
+        choice(cache_dtype, WHAT, "cache_dtype", CACHE_DTYPES)
+    flag(each, WHAT, "each"), flag(scan, WHAT, "scan")
+    rows, tokens_dim = Dimension("batch", batch), Dimension("length", length)
+    tokens = input("tokens", [rows, tokens_dim], "int32")
+    positions, counts = (input(name, [rows], "int32") for name in ("positions", "counts"))
+    paged: dict[str, Any] = {}
+    if _has_pages(page_size, pages, cache_length):
+        assert page_size is not None
+        blocks = Dimension("blocks", cache_length // page_size)
+        paged = {"table": input("table", [rows, blocks], "int32"), "pages": pages, "page_size": page_size}
+    caches = RowCaches(cache_length, positions, True, cache_dtype, counts=counts, tokens=tokens_dim, **paged)
+    real = None if c.experts is None else less(positions_of(tokens_dim), counts, [rows, tokens_dim])
+    builder = Builder(c, rows, "full", scan, training=False)
+    x = builder.stack(tokens, c.layers, True, caches=caches, positions=caches.here(), nonpadding=real)
+    if not each:
+        x = gather(x, maximum(counts - 1, 0), tokens_dim, name="last")
+    outputs = {"logits": builder.logits(x)}
+    if builder.said:
+        outputs["dropped"] = add_n([reduce_sum(said.dropped, output_shape=Shape([])) for said in builder.said.values()])
+    return outputs, caches.updates
+
+
+def _has_pages(page_size: int | None, pages: int | None, cache_length: int) -> bool:
+    """Whether rows share pages. Raises: GraphError for sizes that do not fit."""
+    if (page_size is None) != (pages is None):
+        raise GraphError(f"{at(WHAT)}: give page_size and pages, or neither; got {page_size} and {pages}")
+    if page_size is None or pages is None:
+        return False
+    whole(page_size, WHAT, "page_size", low=1), whole(pages, WHAT, "pages", low=1)
+    if cache_length % page_size:
+        rest = cache_length % page_size
+        raise GraphError(
+            f"{at(WHAT)}: page_size must divide cache_length: {cache_length} % {page_size} = {rest}; "
+            f"take cache_length={cache_length - rest + page_size}"
+        )
+    return True
