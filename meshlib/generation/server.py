@@ -41,6 +41,16 @@ class Completion:
       tokens, text: without what ended it; no text without a tokenizer. ended: whether a stop token or text ended it.
       steps: of the server, from that in which its prompt began to be read; shared: tokens of the prompt that were not
         read, since pages of another sequence hold them; accepted: drafts that were right.
+    Example:
+      >>> import meshlib as mtf
+      >>> tiny = mtf.models.preset("llama2-7b").reduced()
+      >>> with mtf.Graph():
+      ...     trained = mtf.simulate(mtf.lower(*mtf.models.train_step(tiny, batch=2, length=8)))
+      >>> server = mtf.Server(tiny, trained, batch=1, cache_length=8, chunk=2)
+      >>> number = server.submit([1, 2, 3], max_tokens=4)
+      >>> (done,) = server.run()
+      >>> done.request, len(done.tokens), done.steps  # two chunks, and a step for each token after the first
+      (0, 4, 5)
     """
 
     request: int
