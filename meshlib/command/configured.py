@@ -11,6 +11,7 @@ from meshlib.core.compiler import COMPILERS
 from meshlib.core.errors import GraphError
 from meshlib.core.text import wrapped
 from meshlib.estimation import Estimate, estimate
+from meshlib.estimation.memory.remedies import CARRIES, HALF, LOSS, MICROBATCHES, RECOMPUTE, SLOTS
 from meshlib.estimation.views.difference import difference
 from meshlib.lowering import Program
 from meshlib.models.maxtext.run import MaxTextRun, read_maxtext
@@ -33,6 +34,20 @@ class Configured(Subject):
         assert self.run is not None
         assert self.where is not None
         return self.run.program(self.where, self.compiler)
+
+    def remedy(self, words: str) -> str:
+        """A remedy as MaxText's keys, where it has some for it."""
+        assert self.run is not None
+        s = self.run.settings
+        batch = f"per_device_batch_size={s.number('per_device_batch_size') / 2:g}"
+        keys = {
+            RECOMPUTE: "remat_policy=full", SLOTS: "optimizer_memory_host_offload=true", HALF: batch,
+            MICROBATCHES: f"{batch} gradient_accumulation_steps={2 * self.run.accumulation}",
+            LOSS: f"num_vocab_tiling={8 * s.size('num_vocab_tiling')}",
+        }  # fmt: skip
+        if self.run.remat == "full":
+            keys[CARRIES] = "remat_policy=custom decoder_layer_input=offload"
+        return next((lines for start, lines in keys.items() if words.startswith(start)), words)
 
 
 def run_of(args: argparse.Namespace, serving: bool = False) -> MaxTextRun:

@@ -171,7 +171,7 @@ def _verdict(subject: Subject, plan: PlannedLayout, est: Estimate) -> list[str]:
     kinds = sorted(((size, kind) for kind, size in memory.by_kind.items() if size), reverse=True)[:3]
     lines += wrapped(", ".join(f"{bytes_text(size)} {kind}" for size, kind in kinds), "  most of it ", " ")
     if not est.fits:
-        lines += _remedies(est)
+        lines += _remedies(subject, est)
     lines.append(f"  step       {seconds_text(est.step_seconds)}*, MFU {est.mfu:.1%}*{_rates(subject, est)}")
     shares = sorted(est.bound_seconds.items(), key=lambda item: -item[1])[:3]
     named = ", ".join(f"{name} {seconds / est.step_seconds:.0%}" for name, seconds in shares if seconds)
@@ -232,8 +232,11 @@ def _that_uses_all(subject: Subject, plan: PlannedLayout, est: Estimate) -> str:
     return f"--layout '{best.name}@{plan.mesh}' uses all axes: {taken} a step{fits}"
 
 
-def _remedies(est: Estimate) -> list[str]:
-    texts = [str(remedy) for remedy in est.memory.remedies[:3]]
+def _remedies(subject: Subject, est: Estimate) -> list[str]:
+    texts = [
+        f"{remedy.said(subject.remedy)}: saves about {bytes_text(remedy.gain_bytes)}"
+        for remedy in est.memory.remedies[:3]
+    ]
     return [
         line for n, text in enumerate(texts) for line in wrapped(text, "  do         " if n == 0 else " " * 13, " ")
     ]

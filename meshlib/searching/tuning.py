@@ -1,7 +1,8 @@
 """Tuning a MaxText run: mesh, recomputation, optimizer state, batch and accumulation, at the same tokens per step.
 
 Greedy coordinate search: from the run as given, each knob in turn is set to the value whose step is fastest and fits,
-until no knob gains. What a change gains is its own: the step without it against the step with it, in the order found.
+until no knob gains; knobs share the time. What a change gains is its own: the step without it against the step with it,
+in the order found.
 """
 
 from __future__ import annotations
@@ -147,13 +148,16 @@ def tune(
 
     given = best = look(run)
     changes: list[TunedKeys] = []
-    gained = True
-    while gained and time.monotonic() - start < seconds:
-        gained = False
-        for knob in (_meshes, _policies, _states, _batches):
+    again = True
+    while again and time.monotonic() - start < seconds:
+        again = False
+        for left, knob in zip(range(len(KNOBS), 0, -1), KNOBS, strict=True):
+            now = time.monotonic()
+            until = now + (start + seconds - now) / left  # the time that is left is shared by the knobs that are
             options = []
             for keys in knob(best.run, where, sequences):
-                if time.monotonic() - start > seconds:
+                if time.monotonic() > until:
+                    again = True  # the next round goes on with what is untried
                     break
                 options.append((keys, look(changed(best.run, keys))))
             if not options:
@@ -162,7 +166,7 @@ def tune(
             better = after.order < best.order and (not best.fits or after.step_seconds < best.step_seconds * (1 - GAIN))
             if better:
                 changes.append(TunedKeys(keys, best, after))
-                best, gained = after, True
+                best, again = after, True
     if best.fault:
         raise GraphError(f"tune: {best.fault}")
     faults = {_name(t): t.fault for t in seen.values() if t.fault}
@@ -261,3 +265,6 @@ def _batches(run: MaxTextRun, where: Slice, sequences: int) -> Iterator[dict[str
                 "per_device_batch_size": int(each) if each.is_integer() else each,
                 "gradient_accumulation_steps": steps,
             }
+
+
+KNOBS = (_meshes, _policies, _states, _batches)

@@ -51,6 +51,15 @@ def test_the_other_commands_take_configurations(base: str, capsys: pytest.Captur
     assert "fsdp:16" in out
 
 
+def test_remedies_are_said_as_keys(base: str, capsys: pytest.CaptureFixture[str]) -> None:
+    wide = ["vocab_size=4096", "base_emb_dim=4096", "base_mlp_dim=65536", "head_dim=1024", "remat_policy=none"]
+    typed = [text for text in TINY if text.partition("=")[0] not in {one.partition("=")[0] for one in wide}]
+    _, out, _ = run("plan", base, *typed, *wide, "--slice", "v5e-1", capsys=capsys)
+    text = " ".join(out.split())
+    assert "DOES NOT FIT" in text
+    assert "optimizer_memory_host_offload=true: saves about" in text
+
+
 def test_other_overrides_are_compared_in_a_sentence(base: str, capsys: pytest.CaptureFixture[str]) -> None:
     changes = ("--", "remat_policy=minimal", "--", "per_device_batch_size=8")
     status, out, _ = run("compare", base, *TINY, "--slice", "v5e-16", "--json", *changes, capsys=capsys)

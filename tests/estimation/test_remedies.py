@@ -16,7 +16,13 @@ D = mtf.Dimension
 
 
 def network(
-    mesh: str, layout: str, how: str = "kept", tokens: int = 8192, layers: int = 6, **scan: object
+    mesh: str,
+    layout: str,
+    how: str = "kept",
+    tokens: int = 8192,
+    layers: int = 6,
+    on_host: bool = False,
+    **scan: object,
 ) -> mtf.Program:
     """Residual layers of two products under Adam, written out ("kept"), each recomputed ("again"), or scanned.
 
@@ -40,7 +46,7 @@ def network(
         return {"loss": mtf.reduce_mean(mtf.square(x))}
 
     with mtf.Graph() as graph:
-        optimizer, features = mtf.optimize.AdamOptimizer(1e-3), {"x": mtf.input("x", [b, d])}
+        optimizer, features = mtf.optimize.AdamOptimizer(1e-3, slots_on_host=on_host), {"x": mtf.input("x", [b, d])}
         if how.endswith("parts"):
             grads, outputs = mtf.serialize_training_step(features, model, b, num_splits=2)
             train = optimizer.apply_grads(grads, graph.trainable_variables)
@@ -65,6 +71,8 @@ def carried_out(r: Remedy, mesh: str, layout: str, how: str, tokens: int) -> mtf
         return network(mesh, layout, how, tokens // 2)
     if "microbatches of 'batch'" in what:
         return network(mesh, layout, "scan parts" if how == "scan" else "parts", tokens)
+    if "slots_on_host=True" in what:
+        return network(mesh, layout, how, tokens, on_host=True)
     if "recompute_grad" in what:
         return network(mesh, layout, "again", tokens)
     if "remat='full'" in what:

@@ -33,14 +33,31 @@ _WORTH = 0.01  # of the peak: what saves less is not worth a line
 _MOST = 8  # remedies shown
 _TOGETHER = 3  # remedies combined at most
 _PARTS = 8  # of a loss
+# How some remedies begin: those that a configuration has keys for.
+RECOMPUTE, CARRIES = "compute again what the loop keeps", "keep what the loop carries on the host"
+SLOTS, HALF, MICROBATCHES, LOSS = "keep slots on the host", "half the batch", "2 microbatches", "the loss over"
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """Something that would lower the peak: what to do, and the bytes of the peak that it would save, about."""
+    """Something that would lower the peak: what to do, and the bytes of the peak that it would save, about.
 
-    what: str
+    Attributes:
+      parts: what to do together; one as a rule.
+    """
+
+    parts: tuple[str, ...]
     gain_bytes: int
+
+    @property
+    def what(self) -> str:
+        """What to do, in words."""
+        return self.said(lambda part: part)
+
+    def said(self, words: Callable[[str], str]) -> str:
+        """What to do, each part as `words` puts it."""
+        together = "together: " if len(self.parts) > 1 else ""
+        return together + "; and ".join(map(words, self.parts))
 
     def __str__(self) -> str:
         return f"{self.what}: saves about {bytes_text(self.gain_bytes)}"
@@ -74,18 +91,19 @@ def remedies(program: Program, room_bytes: int) -> tuple[Remedy, ...]:
     legal = _Legal(program)
     ideas = [*(_more_devices(program) or _new_axis(program, live)), *_rules(program, live, kinds, legal)]
     ideas += [*_recomputed(program, live), *_smaller_batch(program, live, kinds), *_narrow(program), *_loss(program)]
+    ideas += _slots(kinds)
     gains = {idea: peak - _peak(program, [idea]) for idea in ideas}
     worth = sorted((i for i in ideas if gains[i] >= _WORTH * peak), key=lambda i: -gains[i])
     taken: list[_Idea] = []
     for idea in worth:
         if len(taken) < _MOST and legal([idea]):
             taken.append(idea)
-    remedies_taken = [Remedy(i.what, gains[i]) for i in taken]
+    remedies_taken = [Remedy((i.what,), gains[i]) for i in taken]
     if peak > room_bytes and taken and peak - gains[taken[0]] > room_bytes:
         together = _combined(program, taken, legal, room_bytes)
         if together:
-            what = "together: " + "; and ".join(i.what for i in together)
-            remedies_taken.insert(0, Remedy(what, peak - _peak(program, together)))
+            parts = tuple(i.what for i in together)
+            remedies_taken.insert(0, Remedy(parts, peak - _peak(program, together)))
     return tuple(remedies_taken)
 
 
@@ -239,11 +257,11 @@ def _recomputed(program: Program, live: list[Value]) -> Iterator[_Idea]:
         again = f"compute again what the forward pass keeps, in {pieces.pieces} parts (mtf.recompute_grad of each)"
         yield _Idea(again, lambda v: 0 if v in pieces.spared else None, "kept values", pieces.more_bytes)
     if stacked:
-        again = "compute again what the loop keeps (mtf.scan, remat='full')"
+        again = f"{RECOMPUTE} (mtf.scan, remat='full')"
         of_a_trip = {v: tiled_value_bytes(v) // trips for v, trips in stacked.items()}  # there while it runs again
         yield _Idea(again, of_a_trip.get, "what the loop keeps")
     if carries:
-        offload = "keep what the loop carries on the host (mtf.scan, remat=mtf.Remat(offload_carries=True))"
+        offload = f"{CARRIES} (mtf.scan, remat=mtf.Remat(offload_carries=True))"
         yield _Idea(offload, lambda v: 0 if v in carries else None, "carries")
 
 
@@ -261,7 +279,7 @@ def _smaller_batch(program: Program, live: list[Value], kinds: Mapping[Value, st
     def half(v: Value) -> int | None:
         return _cut(v, lambda dim: 2 if dim == name else 1) if name in v.local_shape else None
 
-    yield _Idea(f"half the batch, '{name}' {batch.size} -> {batch.size // 2}", half, "batch")
+    yield _Idea(f"{HALF}, '{name}' {batch.size} -> {batch.size // 2}", half, "batch")
     if program.updates and any(i.operation.region == BACKWARD for i in program.instructions):
         # Gradients of all parts are added up in float32, split as their variables; what a loop stacks of one part is
         # there beside that, pending, until it is added.
@@ -269,7 +287,7 @@ def _smaller_batch(program: Program, live: list[Value], kinds: Mapping[Value, st
         sums = sum(tiled_bytes(v.local_shape.sizes, 4) for v in trained)
         sums += sum(tiled_bytes(v.local_shape.sizes, width) for v, width in trained.items() if width)
         there = sum(tiled_value_bytes(v) for v in live if kinds.get(v) == "gradients")
-        what = f"2 microbatches of '{name}' (mtf.serialize_training_step, num_splits=2)"
+        what = f"{MICROBATCHES} of '{name}' (mtf.serialize_training_step, num_splits=2)"
         yield _Idea(what, lambda v: None if v in given else half(v), "batch", max(0, sums - there))
 
 
@@ -297,6 +315,14 @@ def _narrow(program: Program) -> Iterator[_Idea]:
     yield _Idea(what, lambda v: tiled_bytes(v.local_shape.sizes, 2) if v in wide else None, "variables")
 
 
+def _slots(kinds: Mapping[Value, str]) -> Iterator[_Idea]:
+    """Slots of the optimizer in the memory of the host: in an update those of one variable at a time are here."""
+    slots = {v for v, kind in kinds.items() if kind == "slots"}
+    if slots:
+        what = f"{SLOTS} (an optimizer's slots_on_host=True)"
+        yield _Idea(what, lambda v: 0 if v in slots else None, "slots")
+
+
 def _loss(program: Program) -> Iterator[_Idea]:
     """A softmax over a dim of the variables, such as the vocabulary, in parts of all other dims."""
     own = {d.name for v in program.variables.values() for d in v.tensor.shape}
@@ -316,4 +342,4 @@ def _loss(program: Program) -> Iterator[_Idea]:
             rest = prod(d.size for d in v.local_shape if d.name not in own)
             return -(-tiled_value_bytes(v) // _PARTS) if rest % _PARTS == 0 else None
 
-        yield _Idea(f"the loss over '{name}' in {_PARTS} parts (mtf.scan over them, remat='full')", part, "loss")
+        yield _Idea(f"{LOSS} '{name}' in {_PARTS} parts (mtf.scan over them, remat='full')", part, "loss")

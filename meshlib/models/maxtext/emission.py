@@ -70,6 +70,7 @@ def emission_of(
     remat: Policy = "full",
     across: Mapping[str, int] | None = None,
     max_norm: float | None = None,
+    slots_on_host: bool = False,
 ) -> Emission:
     """MaxText's keys for a training step with AdamW in the dtype of the weights.
 
@@ -77,6 +78,7 @@ def emission_of(
       config, batch, length, remat, max_norm: as of `mtf.models.train_step`.
       mesh, layout: where it runs, with the library's axes or MaxText's.
       where: the slice. across: of each mesh axis the part that joins slices; the first axes unless given.
+      slots_on_host: whether AdamW's slots are in the memory of the host.
     Returns: keys whose values differ from MaxText's defaults, and what they do not express.
     """
     sequence = {axis for rule in layout.rules if rule.dim == "length" and rule.optional for axis in rule.axes}
@@ -93,6 +95,7 @@ def emission_of(
         missing.append(f"recomputation {remat!r}")
     keys |= kept or {}
     keys["gradient_clipping_threshold"] = max_norm or 0.0
+    keys["optimizer_memory_host_offload"] = slots_on_host
     keys |= _numerics(config, missing)
     if any(rule.scope == "slots" for rule in rules.rules):
         keys["shard_optimizer_over_data"] = True
