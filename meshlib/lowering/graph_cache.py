@@ -22,6 +22,7 @@ from meshlib.lowering.balance import Balance
 from meshlib.lowering.bindings import Binding
 from meshlib.lowering.elimination import FactorGraph
 from meshlib.lowering.expected_halos import Near
+from meshlib.lowering.repetition import Repetition, repetition
 from meshlib.lowering.shared_sums import Sharing, shared_sums
 from meshlib.lowering.simplification import Simplified, simplify
 from meshlib.lowering.strategies import Choice
@@ -72,6 +73,7 @@ class Memos:
     scopes: dict[Tensor, str] = field(default_factory=dict)  # see `Homes`
     _simplified: dict[object, Simplified] = field(default_factory=dict)
     _sharings: dict[object, Sharing | None] = field(default_factory=dict)
+    _repetitions: dict[object, Repetition | None] = field(default_factory=dict)
 
     def sibling(self) -> Memos:
         """Those of another graph, which share all that names no graph."""
@@ -97,6 +99,13 @@ class Memos:
         if key not in self._sharings:
             self._sharings[key] = shared_sums(simple, split, fetched)
         return self._sharings[key]
+
+    def repetition(self, simple: Simplified, fetched: Sequence[Tensor]) -> Repetition | None:
+        """The alike layers of a graph."""
+        key = (simple, tuple(fetched))
+        if key not in self._repetitions:
+            self._repetitions[key] = repetition(simple, self.signatures, fetched)
+        return self._repetitions[key]
 
     def trim(self) -> None:
         """Start anew with what grows from layout to layout, where that has become too much to hold."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -21,13 +22,19 @@ from meshlib.lowering.materialisation import axes_price
 from meshlib.lowering.ordering import order_and_fuse
 from meshlib.lowering.partition import Partitioner
 from meshlib.lowering.passes import join_gathers, merge_small_collectives, remove_dead_code
+from meshlib.lowering.problem import Problem, best_choices
+from meshlib.lowering.repeated_choice import repeated_choices
+from meshlib.lowering.repetition import Irregular, Repetition
 from meshlib.lowering.shared_sums import split_sums
 from meshlib.lowering.simplification import Simplified
+from meshlib.lowering.strategies import Choice
+from meshlib.lowering.unrolling import unrolled
 from meshlib.program.checker import Sound, check_program
 from meshlib.program.instructions import Value
 from meshlib.program.records import Program
 
 Nears: TypeAlias = Mapping[Operation, Near]  # see `near_shifts`
+Choose: TypeAlias = Callable[[Problem], tuple[Mapping[Operation, Choice], float]]
 Lowered: TypeAlias = Callable[[Simplified, Homes, Nears, bool], Program]
 PASSES = (remove_dead_code, share_halos, join_gathers, merge_small_collectives, order_and_fuse)
 LITTLE = 1e-3  # of what a program sends, or holds: less is not worth a second search, more is too much to pay for it
@@ -46,12 +53,40 @@ class Lowering:
     memos: Memos
     sound: Sound
     compiler: Compiler
+    choose: Choose = best_choices
+    shares: bool = True  # whether sums that follow from others may be made of them
+    passes: Sequence[Callable[[Program], Program]] = PASSES  # over the program, its loops aside
     # Alike loops are lowered once.
     _bodies: dict[object, Program] = field(default_factory=dict)
     _trials: dict[object, Partitioner] = field(default_factory=dict)
 
     def program(self, simple: Simplified, fetched: Mapping[str, Tensor], counts_steps: bool) -> Program:
         """The whole program, through all passes."""
+        layers = self.memos.repetition(simple, [simple.of(t) for t in fetched.values()])
+        if layers is not None:
+            with contextlib.suppress(Irregular):
+                return self._unrolled(layers, fetched, counts_steps)
+        return self._whole(simple, fetched, counts_steps)
+
+    def _unrolled(self, layers: Repetition, fetched: Mapping[str, Tensor], counts_steps: bool) -> Program:
+        """The whole program, of alike layers that are lowered once. Raises: Irregular where that cannot be."""
+
+        def choose(problem: Problem) -> tuple[Mapping[Operation, Choice], float]:
+            return repeated_choices(problem, layers) if problem.graph is layers.short else best_choices(problem)
+
+        *passes, order = PASSES
+        short = replace(self, choose=choose, shares=False, passes=tuple(passes))._whole(
+            layers.short, fetched, counts_steps
+        )
+        try:
+            program = unrolled(check_program(order(short), order.__name__, before=short, sound=self.sound), layers)
+        except Irregular:  # what runs when depends on how many layers there are
+            program = unrolled(short, layers)
+            program = order(check_program(program, "unrolling", sound=self.sound))
+        return check_program(program, "ordering", sound=self.sound)
+
+    def _whole(self, simple: Simplified, fetched: Mapping[str, Tensor], counts_steps: bool) -> Program:
+        """A program, all of its operations lowered one by one."""
         homes = Homes(simple.graph, self.mesh, self.rules, self.regather, scopes=self.memos.scopes)
 
         def lowered(simple: Simplified, homes: Homes, near: Nears, across: bool) -> Program:
@@ -120,6 +155,8 @@ class Lowering:
         best = self._nearest(simple, homes, lowered)
         sharing = self.memos.sharing(simple, split_sums(simple, homes), [simple.of(t) for t in fetched])
         if sharing is not None and 2 * sharing.bytes > LITTLE * best.sent_bytes:
+            if not self.shares:
+                raise Irregular
             other = self._nearest(sharing.graph, replace(homes, graph=sharing.graph.graph), lowered)
             best = other if self._pays(other, best) else best
         return best
@@ -159,7 +196,9 @@ class Lowering:
         memos, fetched = self.memos, set(fetched)
         bind_terms(simple, homes, fetched)
         body = Body(self.body, self.trial)
-        sweep = Partitioner(simple, homes, memos.prices(self.balance), memos.signatures, fetched, body, near or {})
+        sweep = Partitioner(
+            simple, homes, memos.prices(self.balance), memos.signatures, fetched, body, near or {}, self.choose
+        )
         sweep.run()
         return sweep
 
@@ -189,7 +228,7 @@ class Lowering:
             self.compiler,
         )
         check_program(program, "partitioning", sound=self.sound)
-        for run in PASSES:
+        for run in PASSES if is_body else self.passes:
             rewritten = share_halos(program, across) if run is share_halos else run(program)
             program = check_program(rewritten, run.__name__, before=program, sound=self.sound)
         return program

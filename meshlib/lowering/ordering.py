@@ -106,7 +106,7 @@ class _Scheduler:
             {x for i in group for x in i.inputs if self.made_in[x] != g} for g, group in enumerate(self.groups)
         ]
         self.unmet = [len(xs) for xs in self.inputs]
-        self.hidden_flops = [sum([_hidden_flops(self.program, i) for i in group]) for group in self.groups]
+        self.hidden_flops = [sum([hidden_flops(self.program, i) for i in group]) for group in self.groups]
         self.leads_on = [bool(flops) for flops in self.hidden_flops]  # to a product or loop
         for g in reversed(range(len(self.groups))):
             users = {u for i in self.groups[g] for y in i.outputs for u in self.users.get(y, ())}
@@ -156,7 +156,7 @@ def _hides(i: Instruction) -> bool:
     return isinstance(i, Loop) or (isinstance(i, Compute) and i.operation.opdef.kind is Kind.CONTRACTION)
 
 
-def _hidden_flops(program: Program, i: Instruction) -> float:
+def hidden_flops(program: Program, i: Instruction) -> float:
     """What it computes while something is being sent."""
     if isinstance(i, Loop):
         return max(1.0, i.trips * i.body.work.mxu_flops)  # one without products hides something, too

@@ -6,7 +6,7 @@ operands, emits it, and brings the result home where it is bound (rules 1 to 4, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from layouts import Sharding
@@ -38,6 +38,7 @@ class Partitioner:
     fetched: set[Tensor]
     body: Body  # how loops are lowered
     near: Mapping[Operation, Near] = field(default_factory=dict)  # see `near`
+    choose: Callable[[Problem], tuple[Mapping[Operation, Choice], float]] = best_choices
     variables: dict[str, Value] = field(default_factory=dict)
     inputs: dict[str, Value] = field(default_factory=dict)
     updates: dict[str, Value] = field(default_factory=dict)
@@ -52,7 +53,7 @@ class Partitioner:
     def run(self) -> None:
         """Lower every operation, in order."""
         problem = Problem(self.graph, self.homes, self.prices, self.signatures, self.fetched, self.loops, self.near)
-        self.choices, self.excess_bytes = best_choices(problem)
+        self.choices, self.excess_bytes = self.choose(problem)
         for op in self.graph.operations:
             match op.opdef.kind:
                 case Kind.INPUT | Kind.VARIABLE:

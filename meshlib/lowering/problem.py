@@ -43,6 +43,8 @@ class Problem:
     values: dict[Operation, Values] = field(default_factory=dict)
     free: dict[Tensor, Free] = field(default_factory=dict)
     at_home: dict[Operation, Choice] = field(default_factory=dict)
+    # Per tensor the variables and tables of its copies.
+    entered: list[tuple[Tensor, range, range]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.regions = self.graph.regions
@@ -60,8 +62,11 @@ class Problem:
         region = self.graph.operations[-1].region
         for t in (y for op in self.graph.operations for y in op.outputs if y in self.graph.taken):
             self._needs(t, region, self.homes.of(t))
-        for copies in self.copies.values():
+        for t, copies in self.copies.items():
+            variables, tables = len(self.factors.sizes), len(self.factors.tables)
             copies.enter(self.factors, self.prices.tables)
+            added = range(variables, len(self.factors.sizes)), range(tables, len(self.factors.tables))
+            self.entered.append((t, *added))
 
     def _enter(self, op: Operation) -> None:
         inputs = self.graph.inputs[op]

@@ -1,0 +1,134 @@
+"""The exact choice for a graph with alike layers, from the factor graph of the short one.
+
+Tables and variables belong to layers as their operations and tensors do. Those of one regular layer are repeated for
+each layer that was left out, and the factor graph of the whole graph is solved: cost and bound are its own. The
+solution serves the short graph if the layers that were left out, and those beside them, all choose alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import TypeAlias
+
+from meshlib.core.graph import Operation, Tensor
+from meshlib.lowering.elimination import FactorGraph, Floats, Solution
+from meshlib.lowering.problem import Problem
+from meshlib.lowering.repetition import Irregular, Repetition
+from meshlib.lowering.solving import solve
+from meshlib.lowering.strategies import Choice
+
+Place: TypeAlias = int | None  # of a layer in the short graph; None: outside of all layers
+Owner: TypeAlias = tuple[Hashable, Place]  # what a variable is in every layer, and its layer
+Table: TypeAlias = tuple[tuple[tuple[Hashable, Place], ...], Floats]  # owners of its variables, relative to its layer
+NOISE = 1e-9  # of a cost
+
+
+def repeated_choices(problem: Problem, layers: Repetition) -> tuple[Mapping[Operation, Choice], float]:
+    """As `best_choices`, for the short graph of a problem, with the excess over the bound of the whole graph.
+
+    Raises: Irregular where layers that were left out would choose differently from each other.
+    """
+    problem.build()
+    expanded = _Expanded(problem, layers)
+    solution = solve(expanded.graph)
+    values = expanded.alike(solution)
+    cost = expanded.graph.cost(values)
+    if cost > solution.cost + NOISE * abs(solution.cost):
+        raise Irregular
+    short = tuple([values[expanded.number(v)] for v in range(len(problem.factors.sizes))])
+    return problem.choices(Solution(short, cost, solution.bound)), max(0.0, cost - solution.bound)
+
+
+class _Expanded:
+    """The factor graph of the whole graph, and where the variables of the short one are in it."""
+
+    def __init__(self, problem: Problem, layers: Repetition) -> None:
+        self.problem, self.layers = problem, layers
+        self.owners = self._owners()
+        self.graph = FactorGraph()
+        self.numbers: dict[tuple[Hashable, Place], int] = {}  # by what it is, and real layer
+        sizes = problem.factors.sizes
+        template = layers.first  # the first regular layer after the gap, and that before it are alike
+        tables = self._tables()
+        if self._of(tables, template) != self._of(tables, template - 1):
+            raise Irregular
+        for v, (what, place) in enumerate(self.owners):
+            self.numbers[what, self._layer(place)] = self.graph.add_variable(sizes[v])
+        own = [(what, v) for v, (what, place) in enumerate(self.owners) if place == template]
+        for layer in range(layers.first, layers.end):
+            for what, v in own:
+                self.numbers[what, layer] = self.graph.add_variable(sizes[v])
+        for place, here in tables.items():
+            for table in here:
+                self._add(table, self._layer(place))
+        for layer in range(layers.first, layers.end):
+            for table in tables.get(template, ()):
+                self._add(table, layer)
+
+    def _layer(self, place: Place) -> Place:
+        return None if place is None else self.layers.layer(place)
+
+    def _label(self, t: Tensor | Operation) -> tuple[Hashable, Place]:
+        op = t.operation if isinstance(t, Tensor) else t
+        label = self.layers.labels.get(op)
+        if label is None:
+            return t, None
+        number = op.outputs.index(t) if isinstance(t, Tensor) else None
+        return (label.orbit, number), self.layers.place(label.layer)
+
+    def _owners(self) -> list[Owner]:
+        """What each variable of the short graph is, and its layer: of operations, and of the copies of tensors."""
+        owners: list[Owner] = [(v, None) for v in range(len(self.problem.factors.sizes))]
+        for op, v in self.problem.variables.items():
+            owners[v] = self._label(op)
+        for t, variables, _ in self.problem.entered:
+            what, place = self._label(t)
+            for n, v in enumerate(variables):
+                owners[v] = (what, n), place
+        return owners
+
+    def _tables(self) -> dict[Place, list[Table]]:
+        """The tables of each layer of the short graph; those of a tensor outside are of the first that uses it."""
+        of: dict[Place, list[Table]] = {}
+        places: dict[int, Place] = {}
+        for t, _, numbers in self.problem.entered:
+            _, place = self._label(t)
+            places.update(dict.fromkeys(numbers, place))
+        for n, (scope, table) in enumerate(self.problem.factors.tables):
+            place = places.get(n)
+            if place is None:
+                inside = [self.owners[v][1] for v in scope]
+                place = min([p for p in inside if p is not None], default=None)
+            relative = [self.owners[v] for v in scope]
+            key = tuple([(what, None if p is None or place is None else p - place) for what, p in relative])
+            of.setdefault(place, []).append((key, table))
+        return of
+
+    @staticmethod
+    def _of(tables: Mapping[Place, list[Table]], place: int) -> set[object]:
+        """The tables of a layer, by content."""
+        return {(key, table.shape, table.tobytes()) for key, table in tables.get(place, ())}
+
+    def _add(self, table: Table, layer: Place) -> None:
+        scope = []
+        for what, distance in table[0]:
+            at = None if distance is None else (layer or 0) + distance
+            number = self.numbers.get((what, at))
+            if number is None:
+                raise Irregular
+            scope.append(number)
+        self.graph.add(scope, table[1])
+
+    def number(self, v: int) -> int:
+        """The number of a variable of the short graph in the whole one."""
+        what, place = self.owners[v]
+        return self.numbers[what, self._layer(place)]
+
+    def alike(self, solution: Solution) -> list[int]:
+        """The values of a solution, those of the layer before the gap in all layers up to that behind it."""
+        values = list(solution.values)
+        before = self.layers.first - 1
+        for (what, layer), v in self.numbers.items():
+            if layer is not None and self.layers.first <= layer <= self.layers.end:
+                values[v] = solution.values[self.numbers[what, before]]
+        return values
