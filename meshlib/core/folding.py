@@ -69,12 +69,16 @@ def runs(keys: Sequence[Hashable], least_saved: int = LEAST_SAVED) -> Iterator[R
     places: dict[int, list[int]] = {}
     for n in reversed(range(len(lines))):
         places.setdefault(lines[n], []).append(n)
+    ends: dict[int, int] = {}  # by distance: up to where lines are equal to those so far behind them
     at = 0
     while at < len(lines):
         places[lines[at]].pop()
         best = Run(at, 1, 1)
         for other in places[lines[at]][: -PERIODS - 1 : -1]:
-            run = _run(lines, at, other - at)
+            length = other - at
+            if ends.get(length, 0) <= at:
+                ends[length] = _end(lines, at, length)
+            run = Run(at, length, (ends[length] - at) // length + 1)
             if _saved(run) >= least_saved and _saved(run) > _saved(best):
                 best = run
         yield best
@@ -83,12 +87,12 @@ def runs(keys: Sequence[Hashable], least_saved: int = LEAST_SAVED) -> Iterator[R
         at += best.length * best.times
 
 
-def _run(lines: Sequence[int], first: int, length: int) -> Run:
-    """The run of a given period that begins at a line."""
+def _end(lines: Sequence[int], first: int, distance: int) -> int:
+    """The first line from `first` on that differs from the one so far behind it."""
     end = first
-    while end + length < len(lines) and lines[end] == lines[end + length]:
+    while end + distance < len(lines) and lines[end] == lines[end + distance]:
         end += 1
-    return Run(first, length, (end - first) // length + 1)
+    return end
 
 
 def _saved(run: Run) -> int:
