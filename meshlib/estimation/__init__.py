@@ -44,6 +44,7 @@ from meshlib.estimation.time.physics import CALIBRATED, Physics
 from meshlib.estimation.time.scheduling import scheduled
 from meshlib.estimation.views.rows import Row
 from meshlib.estimation.work.communication import Kept, Network, placed
+from meshlib.estimation.work.expert_load import ExpertLoad, ExpertReport, grouped_products, under_load
 from meshlib.estimation.work.plan import plan_of
 from meshlib.program.records import Program, require_program
 
@@ -62,6 +63,7 @@ def estimate(
     physics: Physics = CALIBRATED,
     input: HostInput | None = None,
     compiled: Any = None,
+    expert_load: object = None,
 ) -> Estimate:
     """Where time and memory of one step go on a slice. Nothing is allocated; time does not depend on device count.
 
@@ -80,6 +82,10 @@ def estimate(
         as its input takes. By default input is never waited for.
       compiled: what `mtf.compile_for` returned for this program: the collectives that the compiler kept are priced, in
         place of those that were planned. Bytes that the program sends (`.sent_bytes`) stay the plan's.
+      expert_load: of a program with grouped experts, how often each is chosen: "balanced", how many times the mean the
+        most chosen one is, such as 1.5, or a count for each, as measured. Where experts are split the step waits for
+        the device whose experts are chosen most often; `.experts` has its load, what finds no room, and the time of
+        the step in the worst case. Unless given all experts are chosen alike.
     Returns: an Estimate: `.step_seconds .mfu .fits .memory .exposed_comm_seconds .bound .rows .table()`.
     Raises: SliceError for an unknown slice, one of another size than the mesh, or a placement of another mesh;
       GraphError for other bad arguments.
@@ -95,6 +101,9 @@ def estimate(
       ('mxu', True, True)
     """
     require_program(program, "estimate")
+    if expert_load is not None:
+        more = {"placement": placement, "physics": physics, "input": input}
+        return _under_load(program, slice, compiler, compiled, expert_load, more)
     compiler = _scheduling(compiler, program.compiler)
     if not isinstance(physics, Physics):
         raise GraphError(f"estimate: physics must be an mtf.Physics, got {physics!r:.80}")
@@ -111,6 +120,24 @@ def estimate(
         raise SliceError(f"estimate: program on mesh {program.mesh} cannot run on {slice_.name}: {fault}") from None
     fed = None if input is None else input_time(program, slice_, input)
     return Estimate(program, slice_, compiler, placement, physics, plan, schedule, fed)
+
+
+def _under_load(
+    program: Program, slice: Any, compiler: Compiler | None, compiled: Any, given: object, more: Mapping[str, Any]
+) -> Estimate:
+    """The estimate under a load of experts, and how long the worst load takes."""
+    load = ExpertLoad.of(given)
+    products = list(grouped_products(program))
+    if not products:
+        raise GraphError(
+            "estimate: expert_load is for grouped experts, mtf.layers.moe(form='grouped'), and the program has none"
+        )
+    if compiled is not None:
+        raise GraphError("estimate: give expert_load, or compiled, not both")
+    busiest, dropped = max((p.busiest(load), p.dropped(load)) for p in products)
+    expected = estimate(under_load(program, load), slice, compiler, **more)
+    worst = estimate(under_load(program, None), slice, compiler, **more)
+    return replace(expected, experts=ExpertReport(load, busiest, dropped, worst.step_seconds))
 
 
 def _kept(program: Program, compiled: Any) -> Kept:

@@ -26,6 +26,7 @@ from meshlib.estimation.views.profile import Measured, Profile, profile
 from meshlib.estimation.views.rows import BOUNDS, Row, rows_of
 from meshlib.estimation.views.table import comparison, table
 from meshlib.estimation.views.whole_run import WholeRun, whole_run
+from meshlib.estimation.work.expert_load import ExpertReport
 from meshlib.estimation.work.units import UnitPlan
 from meshlib.program.records import Program
 
@@ -75,6 +76,7 @@ class Estimate(Shown):
     plan: UnitPlan
     schedule: StepSchedule
     input: InputTime | None = None
+    experts: ExpertReport | None = None
 
     def with_physics(self, physics: Physics) -> Estimate:
         """The estimate of the same program, placed alike, with other constants; nothing is lowered again.

@@ -15,6 +15,7 @@ from meshlib.estimation.views.twisting import twisting
 
 if TYPE_CHECKING:
     from meshlib.estimation.result import Estimate
+    from meshlib.estimation.work.expert_load import ExpertReport
 
 
 def table(est: Estimate, rows: int | None) -> str:
@@ -51,6 +52,8 @@ def _head(est: Estimate) -> list[str]:
         f"  HBM bytes        {bytes_text(est.hbm_bytes):>10}  exact, per device, at the boundaries of fusion groups",
         f"  sent bytes       {bytes_text(est.sent_bytes):>10}  exact, per device, in {len(program.collectives)} values",
     ]
+    if est.experts is not None:
+        lines.append(_experts(est.experts))
     if est.input is not None:
         lines.append(_fed(est))
     if est.slice.usd_per_hour is not None:
@@ -72,6 +75,15 @@ def _fed(est: Estimate) -> str:
         f"the devices wait {seconds_text(est.input_wait_seconds)} a step"
         if est.input_wait_seconds
         else f"ready before the devices, which take {seconds_text(est.device_seconds)}"
+    )
+
+
+def _experts(report: ExpertReport) -> str:
+    """How uneven the load of experts is, and the worst that may come."""
+    lost = f", {report.dropped:.1%} of choices find no room" if report.dropped else ""
+    return (
+        f"  experts          {report.busiest:>9.2f}x  times the mean on the busiest device: {report.load}{lost}; "
+        f"at worst a step takes {seconds_text(report.worst_seconds)}, modelled"
     )
 
 

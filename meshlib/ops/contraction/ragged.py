@@ -159,14 +159,17 @@ def _product_of(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str
 
 
 def _read_share(operand: int, ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> float:
-    """Of the matrices those whose group has a row: each is hit by a draw of rows with the same chance."""
+    """Of the matrices those whose group has a row: each is hit by a draw of rows with the same chance, or with so many
+    times that chance as the estimate's load of experts says ("loads").
+    """
     groups, draws = attrs["groups"], attrs["draws"]
     if operand != 1 or draws is None or groups not in ins[1].shape.names:
         return 1.0
     rows = ins[0].shape.dim(attrs["rows"]).size * float(attrs["filled"])
-    chance = min(1.0, rows / (int(attrs["count"]) * draws))
+    chance = rows / (int(attrs["count"]) * draws)
     runs = prod(d.size for d in ins[-2].shape if d.name not in ins[1].shape.names)
-    return float(1 - (1 - chance) ** (draws * runs))
+    chances = np.minimum(1.0, chance * np.array(attrs.get("loads") or (1.0,)))
+    return float(np.mean(1 - (1 - chances) ** (draws * runs)))
 
 
 RAGGED_DOT = operation(
