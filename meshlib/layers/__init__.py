@@ -42,6 +42,8 @@ if _TYPE_CHECKING:
     from meshlib.layers.loss import softmax_cross_entropy_with_logits as softmax_cross_entropy_with_logits
     from meshlib.layers.norms import layer_norm as layer_norm
     from meshlib.layers.norms import rms_norm as rms_norm
+    from meshlib.layers.pipeline_layers import split_layers as split_layers
+    from meshlib.layers.pipeline_layers import stage_layers as stage_layers
     from meshlib.layers.pipeline_schedule import schedule as schedule
     from meshlib.layers.pipeline_steps import pipeline_training_step as pipeline_training_step
     from meshlib.layers.pipelines import pipeline as pipeline

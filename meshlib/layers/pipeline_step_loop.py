@@ -20,6 +20,7 @@ from meshlib.core.names import free_name
 from meshlib.core.opdef import RESIDENT
 from meshlib.core.replay import all_operations, needed, replay
 from meshlib.layers.pipeline_buffers import WHAT, Buffer, CutFeatures
+from meshlib.layers.pipeline_layers import loads_of
 from meshlib.layers.pipeline_orders import BACKWARD, FORWARD, WEIGHTS
 from meshlib.layers.pipeline_ticks import FIRST, FIRST_BACKWARD, LOSS, Ticks
 from meshlib.layers.pipeline_weights import LaterWeights
@@ -125,6 +126,7 @@ class StepLoop:
         forward = self._branch(FORWARD, self._forward)
         (y,) = forward.made
         self._refuse_random(first.operation, forward.operation)
+        self.ticks.loads.extend(loads_of([forward.operation], self.stage.size))
         self._branch(LOSS, lambda: self._loss(y))
         with region(BACKWARD_REGION):
             (dx,) = self._branch(BACKWARD, lambda: self._backward(forward)).made

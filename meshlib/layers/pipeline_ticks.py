@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from meshlib.core.loop_record import Active
 from meshlib.layers.pipeline_orders import BACKWARD, FORWARD, WEIGHTS, Task
-from meshlib.layers.pipeline_task_schedule import PerStage, TaskSchedule, slots_of
+from meshlib.layers.pipeline_task_schedule import TaskSchedule, slots_of
 
 Array = np.ndarray[Any, Any]
 Slots = Mapping[tuple[int, int, int], int]  # microbatch, repeat, stage -> slot
@@ -24,6 +24,7 @@ class Ticks:
     """The tables of one schedule; those of stages are [tick, stage]."""
 
     plan: TaskSchedule
+    loads: list[float] = field(default_factory=list)  # the work of each stage in parts of the largest; none: all equal
 
     @property
     def count(self) -> int:
@@ -152,18 +153,16 @@ class Ticks:
         A stage waits for what it takes alone, as with transfers from one device to another. What else is in a tick
         is part of each task.
         """
-        plan = self.plan
+        plan, loads = self.plan, self.loads or [1.0] * self.plan.stages
 
-        def of(kind: str, at: int, extra: str) -> PerStage:
-            seconds = [branches.get(kind, 0.0) + rest] * plan.stages
-            seconds[at] += branches.get(extra, 0.0) / plan.repeats
-            return seconds
+        def of(kind: str) -> list[float]:
+            return [branches.get(kind, 0.0) * load + rest for load in loads]
 
-        forward, backward = of(FORWARD, 0, FIRST), of(BACKWARD, 0, FIRST_BACKWARD)
-        assert isinstance(forward, list)
+        forward, backward = of(FORWARD), of(BACKWARD)
+        forward[0] += branches.get(FIRST, 0.0) / plan.repeats
         forward[-1] += branches.get(LOSS, 0.0) / plan.repeats
-        weights = [branches.get(WEIGHTS, 0.0) + rest] * plan.stages if plan.splits else 0.0
-        rows = plan.runs(forward, backward, weights)
+        backward[0] += branches.get(FIRST_BACKWARD, 0.0) / plan.repeats
+        rows = plan.runs(forward, backward, of(WEIGHTS) if plan.splits else 0.0)
         whole = max(row[-1].end for row in rows)
         busy = sum(run.end - run.start for row in rows for run in row) / plan.stages
         return whole, whole - busy

@@ -10,6 +10,7 @@ from meshlib.core.graph import Graph, Operation, Tensor
 from meshlib.core.loop_record import Active, Branch
 from meshlib.core.names import free_name
 from meshlib.ops.control.loops import end_late, late_carry, make_loop
+from meshlib.ops.control.remat import PartialPolicy, Policy
 from meshlib.ops.movement.shape import reshape
 
 Results = tuple[Sequence[Tensor], Sequence[Tensor]]
@@ -38,11 +39,12 @@ def branch(
     carries: Sequence[Tensor],
     mask: Tensor,
     active: Active,
+    remat: Policy | PartialPolicy = "full",
 ) -> Taken:
     """Run `body` where `mask`, [active.dim], holds: a pair of what becomes of the carries, and of other results.
 
-    Where it does not hold, the results are anything: of no use but under the same mask. The body may write to late
-    carries of the loop around (`inner_carry`).
+    Where it does not hold, carries should stay as they are, and other results are of no use but under the same mask. The
+    body may write to late carries of the loop around (`inner_carry`).
     """
     one = Dimension(free_name("branch", {d.name for x in carries for d in x.shape}), 1)
 
@@ -51,7 +53,9 @@ def branch(
         return [*ends, given[-1]], made
 
     name = kind.replace(" ", "_")
-    finals, stacks = make_loop(name, run, [*carries, mask], [], one, False, name, branch=Branch(kind, active))
+    finals, stacks = make_loop(
+        name, run, [*carries, mask], [], one, False, name, remat=remat, branch=Branch(kind, active)
+    )
     op = finals[0].operation
     assert op.loop is not None
     inside = op.loop.body.loop_body

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from meshlib.core.graph import Graph, Operation, Tensor
-from meshlib.core.opdef import Kind
+from meshlib.core.opdef import RESIDENT
 from meshlib.core.replay import needed, replay
 
 _separate: ContextVar[bool] = ContextVar("separate_weights", default=False)
@@ -61,7 +61,7 @@ def deferred(
       is_kept: of a value that both need, whether it can be given; what cannot is computed again.
       beside: values that are given as they are, whoever needs them.
     """
-    apart = needed(graph.known.get(y, y).operation for y in later)
+    apart = {op for op in needed(graph.known.get(y, y).operation for y in later) if op.opdef.kind not in RESIDENT}
     there = {graph.known[x].operation for op in apart for x in op.inputs if x in graph.known}  # kept: given as it is
     apart -= needed([*(graph.known.get(y, y).operation for y in first), *there, *(x.operation for x in beside)])
     taken: dict[Tensor, None] = {}
@@ -75,13 +75,13 @@ def deferred(
                 known[x] = value
             if value.operation in apart:
                 continue
-            if value.operation.opdef.kind is Kind.INPUT or is_kept(value):
+            if value.operation.opdef.kind in RESIDENT or is_kept(value):
                 taken[value] = None
             else:
                 apart.add(value.operation)
                 waiting.append(value.operation)
     # What a loop does not need of its operands still has to be something.
     spare = {x for op in apart for x in op.inputs if x.operation not in apart and x not in known}
-    taken.update(dict.fromkeys(x for x in spare if x.operation.opdef.kind is Kind.INPUT))
+    taken.update(dict.fromkeys(x for x in spare if x.operation.opdef.kind in RESIDENT))
     operations = tuple(op for op in graph.operations if op in apart)
     return Deferred(operations, tuple(taken), known)

@@ -17,7 +17,7 @@ from meshlib.core.loop_record import LoopRecord
 from meshlib.core.replay import needed, replay
 from meshlib.ops.control.deferred import Deferred, deferred, weights_are_separate
 from meshlib.ops.control.host import from_host
-from meshlib.ops.control.loops import make_loop
+from meshlib.ops.control.loops import Body, make_loop
 from meshlib.ops.control.sources import constant_full
 from meshlib.ops.gradients import gradients, is_wanted
 from meshlib.ops.movement.shape import rename_dimension, transpose
@@ -68,8 +68,10 @@ class _Backwards:
             active = replace(active, whole=tuple(floats.index(n) for n in active.whole if n in floats))
         if weights_are_separate() and active is None:
             finals, dxs = self._in_two_loops(begin, slices)
-        else:
+        elif active is not None:
             finals, dxs = make_loop("scan", self._step, begin, slices, dim, backwards, None, active=active)
+        else:
+            finals, dxs = self._loop(self._step, begin, slices)
         sums_of_outer = dict(zip(self.sums, finals[len(self.floats) :], strict=True))
         carried = iter(finals[: len(self.floats)])
         sides: list[Tensor | None] = [next(carried) if x.dtype.is_float else None for x in self.inits]
@@ -102,11 +104,30 @@ class _Backwards:
         _drop_cheap(graph, [*filled, *sums, *dxs.values()])
         return [*filled, *sums], list(dxs.values())
 
+    def _loop(
+        self, step: Body, begin: Sequence[Tensor], slices: Sequence[Tensor]
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """A loop over the same dim in the other direction; of a branch, one that is left out where that was."""
+        loop = self.loop
+        if loop.branch is None or loop.working is None:
+            return make_loop("scan", step, begin, slices, loop.dim, not loop.reverse, None)
+        mask = self.inits[loop.given.inits.index(loop.working)]
+
+        def masked(carries: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+            ends, made = step(carries[:-1], given)
+            return [*ends, carries[-1]], made
+
+        finals, made = make_loop(
+            "scan", masked, [*begin, mask], slices, loop.dim, not loop.reverse, None,
+            branch=replace(loop.branch, kind=f"{loop.branch.kind} backward"),
+        )  # fmt: skip
+        return finals[:-1], made
+
     def _in_two_loops(
         self, begin: Sequence[Tensor], slices: Sequence[Tensor]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Cotangents of what is carried in a first loop, those of all else in a second, from what the first stacks."""
-        dim, backwards, carried = self.loop.dim, not self.loop.reverse, len(self.floats)
+        dim, carried = self.loop.dim, len(self.floats)
         stacked: list[Tensor] = []  # values of the first body
         sliced: list[tuple[Tensor, int]] = []  # the same of its slices, with their numbers
         captured: dict[Tensor, Tensor] = {}
@@ -128,7 +149,7 @@ class _Backwards:
                     stacked.append(x)
             return ends[:carried], stacked
 
-        finals, stacks = make_loop("scan", first, begin[:carried], slices, dim, backwards, None)
+        finals, stacks = self._loop(first, begin[:carried], slices)
 
         def second(carries: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
             graph = given[0].graph
@@ -139,7 +160,7 @@ class _Backwards:
             return [a + g for a, g in zip(carries, grads, strict=False)], grads[count:]
 
         again = [*stacks, *(slices[n] for _, n in sliced)]
-        sums, dxs = make_loop("scan", second, begin[carried:], again, dim, backwards, None) if again else ((), ())
+        sums, dxs = self._loop(second, begin[carried:], again) if again else ((), ())
         return (*finals, *(sums or begin[carried:])), tuple(dxs)
 
     def _counted(self, graph: Graph, g: Tensor) -> Tensor:
