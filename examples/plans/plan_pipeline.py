@@ -3,10 +3,11 @@
     python examples/plans/plan_pipeline.py                                 # Llama 3.1 70B, 4 stages on 4*v5e-256
     python examples/plans/plan_pipeline.py --model 1t --slice "8*v5p-1024" --microbatches 32,64
     python examples/plans/plan_pipeline.py --repeats 1,2,4 --remat none --schedule
+    python examples/plans/plan_pipeline.py --model llama3.1-405b --slice v5p-2048 --stages 16 --kind 1f1b
 
-Each slice holds a stage: of the weights only its own, and what goes from slice to slice is a microbatch at a time. The
-table sets pipelines beside the same step fully sharded with all slices data-parallel. No array is made; bytes and
-flops are counted, times are modelled.
+Each slice holds a stage, unless --stages says otherwise: of the weights only its own, and what goes from slice to slice
+is a microbatch at a time. The table sets pipelines beside the same step fully sharded with all slices data-parallel. No
+array is made; bytes and flops are counted, times are modelled.
 """
 
 from __future__ import annotations
@@ -54,10 +55,12 @@ def planned(
     """Build, lower and estimate one step, as a pipeline or without."""
     begun = time.perf_counter()
     where = Slice(args.slice)
-    inside = where.devices // where.slices
+    stages = args.stages or where.slices
+    outer_size = where.slices if pipeline is None else stages
+    inside = where.devices // outer_size
     tensor = largest_power(inside, config.memory_heads, config.d_ff, config.vocab, most=TENSOR)
     outer = "data" if pipeline is None else "pipe"
-    mesh = f"{outer}:{where.slices};fsdp:{inside // tensor};tensor:{tensor}"
+    mesh = f"{outer}:{outer_size};fsdp:{inside // tensor};tensor:{tensor}"
     parts = f"{'data' if pipeline is None else 'pipeline'}+fsdp+sequence"
     name = "no pipeline"
     if pipeline is not None:
@@ -154,28 +157,31 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1024, help="sequences in one step")
     parser.add_argument("--length", type=int, default=4096, help="tokens in a sequence")
     parser.add_argument("--microbatches", type=counts, default="16,32", help="into how many the batch is cut")
+    parser.add_argument("--stages", type=int, default=0, help="into how many the layers are cut; 0: one for each slice")
+    parser.add_argument("--kind", default="gpipe", choices=("gpipe", "1f1b", "zb-h1", "zb-h2"), help="the schedule")
     parser.add_argument("--repeats", type=counts, default="1", help="how often each microbatch goes round")
     parser.add_argument("--remat", default="full", help="what a stage keeps of each microbatch: none, full")
     parser.add_argument("--tokens", type=float, default=15e12, help="of a whole training run")
     parser.add_argument("--schedule", action="store_true", help="draw which stage does what when")
     args = parser.parse_args(argv)
-    check_least(parser, args, batch=1, length=1, tokens=1)
+    check_least(parser, args, batch=1, length=1, tokens=1, stages=0)
     return args
 
 
 def plan(args: argparse.Namespace) -> None:
     """Print the plans."""
     config, where = config_of(args.model), Slice(args.slice)
-    stages = where.slices
+    stages = args.stages or where.slices
     print(f"{config.name}: {config.parameters:,} parameters, {config.layers} layers in {stages} stages\non {where}\n")
     pipelines = [
-        mtf.models.Pipeline(stages=stages, microbatches=cut, repeats=again, remat=args.remat)
+        mtf.models.Pipeline(stages=stages, microbatches=cut, repeats=again, remat=args.remat, schedule=args.kind)
         for cut in args.microbatches
         for again in args.repeats
     ]
     print(table([planned(args, config, pipeline) for pipeline in (None, *pipelines)]))
     for pipeline in pipelines if args.schedule else ():
-        print(f"\n{mtf.layers.schedule(stages, pipeline.microbatches, pipeline.repeats)}")
+        kind = None if args.kind == "gpipe" else args.kind
+        print(f"\n{mtf.layers.schedule(stages, pipeline.microbatches, pipeline.repeats, kind)}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,9 +15,11 @@ from meshlib.ops.control.branches import inner_carry
 from meshlib.ops.control.loops import end_late, late_carry
 from meshlib.ops.movement.dynamic_slices import update_slice
 from meshlib.ops.movement.indexing import gather
-from meshlib.ops.movement.shape import reshape
+from meshlib.ops.movement.shape import rename_dimension, reshape
 
 WHAT = "pipeline_training_step"
+# Rules may split microbatches over the stages, as those of models do; each stage looks up its own among all.
+MICROBATCH, TURN = "microbatch", "microbatch_unsplit"
 Features = Mapping[str, Tensor]
 
 
@@ -36,12 +38,12 @@ class CutFeatures:
             raise GraphError(f"{at(WHAT)}: features must be a dict of names to tensors, got {features!r:.80}")
         if not isinstance(batch, Dimension):
             raise GraphError(f"{at(WHAT)}: batch_dim must be a Dimension, got {batch!r:.80}")
-        micro, parts, others = Dimension("microbatch", count), {}, {}
+        micro, parts, others = Dimension(TURN, count), {}, {}
         for name, x in features.items():
             dims = list(tensor(x, f"{WHAT} feature {name!r}").shape)
-            for taken in (micro, stage):
-                if taken.name in x.shape:
-                    raise ShapeError(f"{at(WHAT)}: feature {name!r}, {x}, has a dim '{taken.name}'; rename it")
+            for taken in (MICROBATCH, TURN, stage.name):
+                if taken in x.shape:
+                    raise ShapeError(f"{at(WHAT)}: feature {name!r}, {x}, has a dim '{taken}'; rename it")
             if batch not in dims:
                 others[name] = x
                 continue
@@ -51,7 +53,8 @@ class CutFeatures:
                     f"{batch.size % count}"
                 )
             place, small = dims.index(batch), Dimension(batch.name, batch.size // count)
-            parts[name] = reshape(x, [*dims[:place], small, micro, *dims[place + 1 :]])
+            cut = reshape(x, [*dims[:place], small, Dimension(MICROBATCH, count), *dims[place + 1 :]])
+            parts[name] = rename_dimension(cut, MICROBATCH, TURN)
         if not parts:
             raise GraphError(f"{at(WHAT)}: no feature has the dim {batch}: {', '.join(map(str, features.values()))}")
         return cls(micro, parts, others)

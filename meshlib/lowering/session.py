@@ -193,6 +193,8 @@ def _bubble_notes(operations: Sequence[Operation]) -> list[str]:
     for op in all_operations(operations):
         if op.loop is not None and op.loop.active is not None and op.region == FORWARD:
             notes[f"{op}: {op.loop.active.note}"] = None
+        if op.loop is not None and op.loop.timing is not None:
+            notes[f"{op}: {op.loop.timing.summary}"] = None
     return list(notes)
 
 

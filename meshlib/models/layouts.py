@@ -222,11 +222,15 @@ def _weight_dims(config: TransformerConfig, axis: str, size: int) -> list[str]:
 
 
 def _stage_rules(config: TransformerConfig, axis: str, size: int) -> LayoutRules:
-    """Stages of the layers, microbatches of what comes before and after."""
+    """Stages of the layers, microbatches of what comes before and after.
+
+    Stages of a decoder without experts may have different numbers of layers, by schedules of their own.
+    """
     front, faults = config.dense_front, []
+    uneven = config.kind == "decoder" and config.experts is None and config.layers >= size
     for name, count in stacks(config):
         count -= front
-        if count % size:
+        if count % size and not uneven:
             fitting = [n for n in range(1, size + 1) if count % n == 0]
             which = f"{name} behind {front} dense ones" if front else name
             faults.append(

@@ -261,11 +261,11 @@ class Builder:
 
     def stack(self, tokens: Tensor, count: int, causal: bool, memory: Tensor | None = None, **more: Any) -> Tensor:
         """Embeddings, and `count` layers of what is embedded; `more` is what else `StackBlocks` takes."""
-        bias = self._bias(tokens.shape[-1], causal, **more) if self.config.position == "relative" else None
+        bias = self.position_bias(tokens.shape[-1], causal, **more) if self.config.position == "relative" else None
         blocks = StackBlocks(self.config, causal, self.training, bias, memory, **more)
-        return self._layers_of(blocks, self._embedded(tokens, blocks), count)
+        return self._layers_of(blocks, self.embedded(tokens, blocks), count)
 
-    def _bias(
+    def position_bias(
         self,
         length: Dimension,
         causal: bool,
@@ -296,9 +296,9 @@ class Builder:
         """`count` layers, and the norm after them."""
         c = self.config
         front = min(c.dense_front, count)
-        x = self._layers(blocks, x, range(front), "dense_layers", trips_from=2)
+        x = self.run_of_layers(blocks, x, range(front), "dense_layers", trips_from=2)
         if self.pipeline is None:
-            x = self._layers(blocks, x, range(front, count), "layers", trips_from=1)
+            x = self.run_of_layers(blocks, x, range(front, count), "layers", trips_from=1)
         else:
             x = self._staged(self.pipeline, blocks, x, range(front, count))
         return blocks.norm(x, "final_norm") if c.norm_position != "post" else x
@@ -317,7 +317,7 @@ class Builder:
             self.said = {}
             changes: dict[str, Any] = dict(zip(beside, own, strict=True))
             mine = replace(blocks, **changes)
-            y = self._layers(mine, h, run, "layers", trips_from=1)
+            y = self.run_of_layers(mine, h, run, "layers", trips_from=1)
             names.extend(self.said)
             sums = [
                 t for said in self.said.values()
@@ -336,7 +336,7 @@ class Builder:
             self.said[name] = _Said(loss, cast(dropped, "int32"), cast(load, "int32"))
         return x
 
-    def _layers(self, blocks: StackBlocks, x: Tensor, numbers: range, name: str, trips_from: int) -> Tensor:
+    def run_of_layers(self, blocks: StackBlocks, x: Tensor, numbers: range, name: str, trips_from: int) -> Tensor:
         """Layers with these numbers: whole patterns of them as trips of a loop, the rest one by one."""
         c = self.config
         trips = len(numbers) // c.period if self.scan else 0
@@ -383,7 +383,8 @@ class Builder:
         """Keep what the experts of a layer, or of stacked ones, say, under the scope in which they are."""
         self.said[scoped_name("moe/router")] = said
 
-    def _embedded(self, tokens: Tensor, blocks: StackBlocks) -> Tensor:
+    def embedded(self, tokens: Tensor, blocks: StackBlocks) -> Tensor:
+        """What the first layer takes of tokens [..., length]: [..., length, d_model]."""
         c, table = self.config, self.table
         length = tokens.shape[-1]
         x = layers.embedding(tokens, table.shape.dim("vocab"), self._d_model, weights=table)
@@ -462,13 +463,16 @@ class Builder:
         (total,), _ = scan(body, [zero], [xs, wanted], block, name="loss_blocks", remat="full")
         return logits, total * (1 / block.size)
 
-    def _loss(self, logits: Tensor, targets: Tensor, segments: Tensor | None) -> Tensor:
+    def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The loss of each target."""
         c = self.config
         smoothing = c.label_smoothing if self.training else 0.0
+        vocab = logits.shape.dim("vocab")
+        return layers.softmax_cross_entropy_with_logits(logits, targets, vocab, c.z_loss, smoothing)
+
+    def _loss(self, logits: Tensor, targets: Tensor, segments: Tensor | None) -> Tensor:
         with scope("loss"):
-            losses = layers.softmax_cross_entropy_with_logits(
-                logits, targets, logits.shape.dim("vocab"), c.z_loss, smoothing
-            )
+            losses = self.losses(logits, targets)
             if segments is None:
                 return reduce_mean(losses, name="mean")
             counted = cast(not_equal(segments, 0), losses.dtype)

@@ -8,10 +8,11 @@ from math import prod
 
 from layouts import Dimension
 from meshlib import layers
-from meshlib.core.arguments import at, divisors_near, whole
+from meshlib.core.arguments import at, choice, divisors_near, whole
 from meshlib.core.dtypes import FLOAT32
 from meshlib.core.errors import GraphError
 from meshlib.core.graph import Tensor
+from meshlib.layers.pipeline_orders import KINDS
 from meshlib.models.config import TransformerConfig
 from meshlib.ops.control.remat import Policy, checked_policy
 from meshlib.ops.movement.indexing import one_hot
@@ -47,7 +48,11 @@ class Pipeline:
       remat: what is kept of each microbatch in a stage beside what goes into it, as of `mtf.layers.pipeline`: with
         "none" what the layers keep by their own `remat`, for all microbatches; with "full" nothing, and each stage is
         computed once more, which leaves the layers of one microbatch at a time.
-    Raises: GraphError for numbers below 1, and a policy that is none.
+      schedule: "gpipe", all forwards before the first backward; or "1f1b", "zb-h1", "zb-h2", of
+        `mtf.layers.pipeline_training_step`, for decoders without experts. Then stages need not have the same number of
+        layers: the embedding and the head count as one each (`mtf.layers.split_layers`), and variables of layers have
+        room for the most that a stage has.
+    Raises: GraphError for numbers below 1, and a policy or schedule that is none.
     Example:
       >>> import meshlib as mtf
       >>> tiny = mtf.models.preset("gpt2").reduced()
@@ -63,8 +68,10 @@ class Pipeline:
     microbatches: int
     repeats: int = 1
     remat: Policy = "none"
+    schedule: str = "gpipe"
 
     def __post_init__(self) -> None:
+        choice(self.schedule, "Pipeline", "schedule", tuple(KINDS))
         for name in ("stages", "microbatches", "repeats"):
             count = whole(getattr(self, name), "Pipeline", name)
             if count < 1:
@@ -74,6 +81,8 @@ class Pipeline:
     def check(self, config: TransformerConfig, batch: int) -> None:
         """Raise GraphError where the layers of a stack or the batch do not divide, with sizes that do."""
         faults = [fault for name, count in stacks(config) for fault in self._faults_of(config, name, count)]
+        if self.by_tasks and self.repeats == 1:
+            faults = self._uneven_faults(config)
         if batch % self.microbatches:
             faults.append(
                 f"a batch of {batch} can't be cut into {self.microbatches} microbatches: {batch} % "
@@ -92,12 +101,35 @@ class Pipeline:
         which += f" in patterns of {period}" if period > 1 else ""
         which += f" behind {front} dense ones" if front else ""
         fitting = [n for n in range(1, count // period + 1) if count // period % n == 0]
+        plain = config.kind == "decoder" and config.experts is None and self.repeats == 1
+        uneven = ", or schedule='1f1b', whose stages may differ" if plain and not count % period else ""
         some = "" if count % period else f"; stages * repeats may be {', '.join(map(str, fitting))}"
         return [
             f"{count} {which} can't be cut into {self.stages} stages * {self.repeats} repeats: "
             f"{count} % {runs * period} = {count % (runs * period)}{some}. Or take "
-            f"config.replace({name}={front + max(1, -(-count // (runs * period))) * runs * period})"
+            f"config.replace({name}={front + max(1, -(-count // (runs * period))) * runs * period}){uneven}"
         ]
+
+    @property
+    def by_tasks(self) -> bool:
+        """Whether forwards and backwards of different microbatches run at the same time."""
+        return self.schedule != "gpipe"
+
+    def split(self, config: TransformerConfig) -> tuple[int, ...]:
+        """Of a run by tasks, how many patterns of layers each stage has."""
+        patterns = (config.layers - config.dense_front) // config.period
+        if patterns % self.stages == 0:
+            return (patterns // self.stages,) * self.stages
+        return layers.split_layers(patterns, self.stages)
+
+    def _uneven_faults(self, config: TransformerConfig) -> list[str]:
+        """Why the layers can't be cut into stages of different sizes."""
+        count, period = config.layers - config.dense_front, config.period
+        if count % period:
+            return [f"{count} layers are no whole patterns of {period}: {count} % {period} = {count % period}"]
+        if count // period < self.stages:
+            return [f"{count // period} layers, or patterns of them, are fewer than {self.stages} stages; take fewer"]
+        return []
 
     def layers_of(self, count: int) -> int:
         """How many of the `count` layers of a stack each run of a stage has."""

@@ -14,6 +14,7 @@ from meshlib.core.graph import Operation, Tensor
 from meshlib.models.config import TransformerConfig
 from meshlib.models.model import Builder, transformer
 from meshlib.models.stages import Pipeline
+from meshlib.models.task_steps import gradients_by_tasks
 from meshlib.ops.control.remat import Policy
 from meshlib.ops.control.sources import input
 from meshlib.ops.control.state import assign
@@ -84,6 +85,13 @@ def train_step(
         return _accumulated(
             config, (batch, length), checked_optimizer, remat, scan, max_norm, accumulation, loss_blocks
         )
+    if isinstance(pipeline, Pipeline) and pipeline.by_tasks:
+        rest = {"encoder_length": encoder_length, "predictions": predictions, "packed": packed, "scan": not scan}
+        wrong = [name for name, value in rest.items() if value] + (["loss_blocks"] if loss_blocks != 1 else [])
+        if wrong:
+            raise GraphError(f"{at('train_step')}: schedule={pipeline.schedule!r} has no {wrong[0]}; leave it out")
+        grads, outputs, tokens = gradients_by_tasks(config, (batch, length), pipeline, remat)
+        return outputs, _applied(checked_optimizer, grads, tokens, max_norm)
     model = transformer(
         config, batch, length, remat, scan, encoder_length, predictions, True, pipeline, packed, loss_blocks
     )
@@ -131,12 +139,17 @@ def _accumulated(
         }
 
     grads, outputs = optimize.serialize_training_step(features, model_fn, batch, accumulation)
-    kept: Sequence[Tensor | None] = grads
-    if max_norm is not None:
-        kept, _ = optimize.clip_by_global_norm(grads, max_norm)
-    updates = optimizer.apply_grads(kept, features["tokens"].graph.trainable_variables)
+    updates = _applied(optimizer, grads, features["tokens"], max_norm)
     loads = {name.removeprefix(LOADS): outputs.pop(name) for name in [*outputs] if name.startswith(LOADS)}
     return outputs, [*updates, *_balanced(config, loads)]
+
+
+def _applied(optimizer: Optimizer, grads: Sequence[Tensor], tokens: Tensor, max_norm: float | None) -> list[Operation]:
+    """The updates of all variables, of gradients that are clipped together."""
+    clipped: Sequence[Tensor | None] = grads
+    if max_norm is not None:
+        clipped, _ = optimize.clip_by_global_norm(grads, max_norm)
+    return list(optimizer.apply_grads(clipped, tokens.graph.trainable_variables))
 
 
 def _optimizer(optimizer: object, learning_rate: LearningRate) -> Optimizer:

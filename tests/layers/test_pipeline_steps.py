@@ -12,6 +12,8 @@ import pytest
 import meshlib as mtf
 from meshlib.estimation import Physics
 from meshlib.layers.pipeline_orders import BACKWARD, FORWARD, WEIGHTS, waits_for
+from meshlib.program.instructions import Loop
+from meshlib.program.records import walk
 from tests.effort import draws, each
 from tests.estimation.worked.common import ring
 from tests.oracle import draw_layout, needed
@@ -125,6 +127,69 @@ def test_a_step_is_its_layers_by_hand(case: Case, seed: int) -> None:
 
 def test_the_sample_has_every_schedule() -> None:
     assert {case.kind for case, _ in CASES.values()} == {"1f1b", "zb-h1", "zb-h2", "gpipe"}
+
+
+# ---------------------------------------------------------------- stages of different sizes
+
+UNEVEN = {
+    "1f1b": ((1, 2), 4, "1f1b", "none", "pipe:2;data:3", "stage:pipe;batch:data"),
+    "zb-h1": ((1, 2, 1), 6, "zb-h1", "matmuls", "pipe:3;tensor:2", "stage:pipe;inner:tensor"),
+}
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_stages_may_have_different_numbers_of_layers(name: str) -> None:
+    counts, microbatches, kind, remat, mesh, layout = UNEVEN[name]
+    with mtf.Graph() as graph:
+        x, target = mtf.input("x", [BATCH, GIVEN], "float64"), mtf.input("target", [BATCH, OUT], "float64")
+        grads, outputs = mtf.layers.pipeline_training_step(
+            {"x": x, "target": target}, first, lambda h, _: mtf.layers.stage_layers(layer, h, counts, remat), last,
+            BATCH, len(counts), microbatches, schedule=kind, remat=remat,
+        )  # fmt: skip
+        updates = mtf.optimize.SgdOptimizer(0.7).apply_grads(grads, graph.trainable_variables)
+        program = mtf.lower(outputs, updates, mesh=mesh, layout=layout, precision="highest")
+    loops = [v.instruction for v in walk(program) if isinstance(v.instruction, Loop)]
+    assert all(i.splits_branch for i in loops if i.record.branch is not None)
+    assert sum(i.record.branch.kind.startswith("layer") for i in loops if i.record.branch is not None) >= 2
+    rng, most = np.random.default_rng(1), max(counts)
+    state = {v.name: 0.5 * rng.normal(size=v.shape.sizes) for v in graph.trainable_variables}
+    rows = [s * most + n for s, count in enumerate(counts) for n in range(count)]
+
+    def of_rows(name: str, value: Array) -> Array:
+        return value.reshape(-1, *value.shape[2:])[rows] if name[0] == "w" else value
+
+    fed = {"x": rng.normal(size=(BATCH.size, GIVEN.size)), "target": rng.normal(size=(BATCH.size, OUT.size))}
+    loss, after = by_hand({n: of_rows(n, v) for n, v in state.items()}, fed["x"], fed["target"])
+    sim = mtf.simulate(program)
+    for name, value in state.items():
+        sim.state[name] = value
+    assert float(sim.step(fed)["loss"]) == pytest.approx(loss, rel=1e-13)
+    for name, value in after.items():
+        np.testing.assert_allclose(of_rows(name, sim.state[name]), value, rtol=1e-12, atol=1e-13, err_msg=name)
+        room = np.setdiff1d(np.arange(most * len(counts)), rows)
+        if name[0] == "w":  # what no stage has stays as it starts
+            unused = sim.state[name].reshape(-1, *state[name].shape[2:])[room]
+            np.testing.assert_array_equal(unused, state[name].reshape(-1, *state[name].shape[2:])[room])
+
+
+def test_layers_are_split_with_the_embedding_and_the_head_as_layers() -> None:
+    assert mtf.layers.split_layers(126, 16) == (7, *(8,) * 14, 7)  # Llama 3.1 405B, arXiv:2407.21783
+    for layers in range(1, 40):
+        for stages in range(1, layers + 1):
+            try:
+                counts = mtf.layers.split_layers(layers, stages)
+            except mtf.GraphError:
+                assert (layers + 2) // stages < 2
+                continue
+            units = [n + (s == 0) + (s == stages - 1) for s, n in enumerate(counts)]
+            assert sum(counts) == layers
+            assert max(units) - min(units) <= 1
+    with pytest.raises(mtf.GraphError, match=r"3 layers in 3 stages, .* leave a stage without any"):
+        mtf.layers.split_layers(3, 3)
+    with pytest.raises(mtf.GraphError, match="layers must be at least 1, got 0"):
+        mtf.layers.split_layers(0, 3)
+    with mtf.Graph(), pytest.raises(mtf.ShapeError, match="no first dim of 3 stages"):
+        mtf.layers.stage_layers(layer, mtf.zeros([D("stage", 2), WIDTH]), (1, 2, 3))
 
 
 # ---------------------------------------------------------------- schedules

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 
 import meshlib as mtf
 from meshlib.models import Pipeline, TransformerConfig, layout, preset, train_step
+from meshlib.program.instructions import Loop
+from meshlib.program.records import walk
 from tests.effort import some
 from tests.models.common import WIDE, small
 
@@ -82,6 +85,51 @@ def test_a_step_is_that_of_the_scanned_model(row: tuple[str, int, Pipeline, str,
         runs = [("repeat", pipeline.repeats)] * (pipeline.repeats > 1) + [("stage", pipeline.stages)]
         assert [(d.name, d.size) for d in cut.tensor.shape][: len(runs)] == runs
         assert cut.sharding.of("stage") == ("pipe",)
+
+
+def test_stages_by_tasks_may_have_different_numbers_of_layers() -> None:
+    """5 layers in 3 stages: 1, 2 and 2; each row of a variable that a stage has is that of the scanned model."""
+    config, pipeline = of_row("llama3.1-405b", 5), Pipeline(stages=3, microbatches=3, schedule="1f1b")
+    assert pipeline.split(config) == (1, 2, 2)
+    rows = [0, 2, 3, 4, 5]
+    step_of = partial(train_step, config, 6, LENGTH, optimizer="sgd", learning_rate=0.1)
+    with mtf.Graph():
+        plain = mtf.lower(*step_of(), precision="highest")
+    with mtf.Graph():
+        mesh = "pipe:3;fsdp:2;tensor:2"
+        rules = layout("pipeline+fsdp+tensor", config, mesh)
+        piped = mtf.lower(*step_of(pipeline=pipeline), mesh=mesh, layout=rules, precision="highest")
+    assert all(i.splits_branch for i in (v.instruction for v in walk(piped)) if isinstance(i, Loop) and i.record.branch)
+    assert any("1f1b: 3 stages, 3 microbatches" in note for note in piped.notes)
+    reference, sim = mtf.simulate(plain), mtf.simulate(piped)
+
+    def of_rows(name: str, value: Any) -> Any:
+        return np.asarray(value).reshape(6, *reference.state[name].shape[1:])[rows] if "layers/" in name else value
+
+    for name in [n for n in reference.state if n != "step"]:
+        if "layers/" in name:
+            cut = np.array(sim.state[name]).reshape(6, *reference.state[name].shape[1:])
+            cut[rows] = reference.state[name]
+            sim.state[name] = cut.reshape(sim.state[name].shape)
+        else:
+            sim.state[name] = reference.state[name]
+    rng = np.random.default_rng(0)
+    fed = {name: rng.integers(0, config.vocab, v.tensor.shape.sizes) for name, v in plain.inputs.items()}
+    assert float(sim.step(fed)["loss"]) == pytest.approx(float(reference.step(fed)["loss"]), rel=1e-13)
+    for name, value in reference.state.items():
+        np.testing.assert_allclose(of_rows(name, sim.state[name]), value, rtol=1e-11, atol=1e-13, err_msg=name)
+
+
+BY_TASKS: list[tuple[str, int, Pipeline, str, str]] = [
+    ("gpt2", 4, Pipeline(stages=2, microbatches=4, repeats=2, schedule="1f1b"), "pipe:2;data:2", "pipeline+data"),
+    ("gemma3-12b", 2, Pipeline(stages=2, microbatches=2, schedule="zb-h1"), "pipe:2;tensor:2", "pipeline+sequence"),
+    ("palm-540b", 4, Pipeline(stages=4, microbatches=4, schedule="zb-h2"), "pipe:4;context:2", "pipeline+context"),
+]
+
+
+@pytest.mark.parametrize("row", some(BY_TASKS, BY_TASKS[:1]), ids=lambda row: f"{row[0]} {row[2].schedule}")
+def test_a_step_by_tasks_is_that_of_the_scanned_model(row: tuple[str, int, Pipeline, str, str]) -> None:
+    assert_as_without(*row)
 
 
 PACKED: list[tuple[str, int, Pipeline, str, str]] = [
@@ -187,7 +235,17 @@ def test_what_does_not_divide_is_told_with_remedies() -> None:
     with mtf.Graph(), pytest.raises(mtf.GraphError, match=r"pipeline must be an mtf\.models\.Pipeline, got 4"):
         train_step(small("gpt2"), 8, LENGTH, pipeline=4)  # type: ignore[arg-type]
     llama = preset("llama3.1-405b")
-    with pytest.raises(mtf.LayoutError, match=r"layers: 126 % 4 = 2; take 3 stages, or config.replace\(layers=128\)"):
+    assert "stage:pipe" in str(
         layout("pipeline+fsdp", llama, "pipe:4;fsdp:64")
+    )  # of stages of 31, 31, 32 and 32 layers
+    refused("or schedule='1f1b', whose stages may differ", stages=4, microbatches=2)
+    refused("6 layers, or patterns of them, are fewer than 8 stages", stages=8, microbatches=2, schedule="1f1b")
+    refused("schedule must be .*'1f1b'", stages=2, microbatches=2, schedule="2f2b")
+    for name, wrong in (("mixtral-8x7b", "experts"), ("bert-large", "kind 'encoder'")):
+        with mtf.Graph(), pytest.raises(mtf.GraphError, match=f"decoders without experts and dropout; .* has {wrong}"):
+            train_step(of_row(name, 2), 8, LENGTH, pipeline=Pipeline(stages=2, microbatches=2, schedule="1f1b"))
+    pipeline = Pipeline(stages=2, microbatches=2, schedule="1f1b")
+    with mtf.Graph(), pytest.raises(mtf.GraphError, match="schedule='1f1b' has no packed; leave it out"):
+        train_step(small("llama2-7b", 6), 8, LENGTH, pipeline=pipeline, packed=True)
     with pytest.raises(mtf.LayoutError, match="'pipeline' needs an axis 'pipe' or 'stage'"):
         layout("pipeline+fsdp", llama, "fsdp:64;data:2")

@@ -43,8 +43,8 @@ def branch(
 ) -> Taken:
     """Run `body` where `mask`, [active.dim], holds: a pair of what becomes of the carries, and of other results.
 
-    Where it does not hold, carries should stay as they are, and other results are of no use but under the same mask. The
-    body may write to late carries of the loop around (`inner_carry`).
+    Where it does not hold, carries should stay as they are, and other results are of no use but under the same mask.
+    The body may write to late carries of the loop around (`inner_carry`).
     """
     one = Dimension(free_name("branch", {d.name for x in carries for d in x.shape}), 1)
 

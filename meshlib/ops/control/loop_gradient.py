@@ -20,7 +20,7 @@ from meshlib.ops.control.host import from_host
 from meshlib.ops.control.loops import Body, make_loop
 from meshlib.ops.control.sources import constant_full
 from meshlib.ops.gradients import gradients, is_wanted
-from meshlib.ops.movement.shape import rename_dimension, transpose
+from meshlib.ops.movement.shape import rename_dimension, reshape, transpose
 from meshlib.ops.pointwise.elementwise import where
 
 
@@ -48,6 +48,8 @@ class _Backwards:
         self.loop = self.op.loop
         self.inits, self.xs, self.outer = self.loop.operands(self.op.inputs)
         _, _, self.befores, self.saved = self.loop.outputs(self.op.outputs)
+        if self.loop.branch is not None:  # before its only trip carries are what they begin as
+            self.befores = [reshape(x, [self.loop.dim, *x.shape]) for x in self.inits]
         dys = self.loop.outputs(self.dys)
         self.floats = [x for x in self.inits if x.dtype.is_float]
         self.sums = [x for x in self.outer if x.dtype.is_float and is_wanted(x)]
