@@ -64,7 +64,18 @@ def stage_layers(
       remat: what is kept of each layer, as of `mtf.scan`.
     Returns: the type of x.
     Time: a device of one stage leaves out what its stage does not have.
-    Raises: GraphError for counts below 1, or not one of each stage.
+    Raises: GraphError for counts below 1; ShapeError if they are not one of each stage.
+    Example: three layers in two stages.
+      >>> import meshlib as mtf
+      >>> batch, width = mtf.Dimension("batch", 8), mtf.Dimension("width", 16)
+      >>> layer = lambda h: mtf.layers.dense(h, width, activation=mtf.tanh)
+      >>> with mtf.Graph() as graph:
+      ...     x = mtf.input("x", [batch, width])
+      ...     grads, outputs = mtf.layers.pipeline_training_step(
+      ...         {"x": x}, lambda f: f["x"], lambda h, f: mtf.layers.stage_layers(layer, h, [1, 2]),
+      ...         lambda h, f: mtf.square(h), batch, stages=2, microbatches=4)
+      >>> print(graph.variables["dense/kernel"].output.shape)
+      [stage:2, layers:2, width:16, width_out:16]
     """
     policy = checked_policy(remat, WHAT)
     sizes = [whole(n, WHAT, "counts", low=1) for n in items(counts, WHAT, "counts")]

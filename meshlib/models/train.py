@@ -90,8 +90,8 @@ def train_step(
         wrong = [name for name, value in rest.items() if value] + (["loss_blocks"] if loss_blocks != 1 else [])
         if wrong:
             raise GraphError(f"{at('train_step')}: schedule={pipeline.schedule!r} has no {wrong[0]}; leave it out")
-        grads, outputs, tokens = gradients_by_tasks(config, (batch, length), pipeline, remat)
-        return outputs, _applied(checked_optimizer, grads, tokens, max_norm)
+        grads, of_tasks, tokens = gradients_by_tasks(config, (batch, length), pipeline, remat)
+        return of_tasks, _applied(checked_optimizer, grads, tokens, max_norm)
     model = transformer(
         config, batch, length, remat, scan, encoder_length, predictions, True, pipeline, packed, loss_blocks
     )

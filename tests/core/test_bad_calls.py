@@ -375,9 +375,9 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # names that no argument has
     "a schedule of a pipeline": (
-        lambda: mtf.models.Pipeline(stages=2, microbatches=2, schedule="1f1b"),
+        lambda: mtf.models.Pipeline(stages=2, microbatches=2, order="1f1b"),
         ArgumentError,
-        [f"Pipeline .{LINE}.: no argument 'schedule'", "it has stages"],
+        [f"Pipeline .{LINE}.: no argument 'order'", "it has stages"],
     ),
     "a misspelt capacity": (
         lambda: R(capcity_factor=2.0),

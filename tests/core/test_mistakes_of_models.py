@@ -224,7 +224,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "pipeline + accumulation": (
         lambda: models.train_step(TINY, 4, 8, pipeline=models.Pipeline(stages=2, microbatches=2), accumulation=2),
-        "accumulation=2 is for plain decoders; leave it out, or*microbatches=2, repeats=1, remat='none')",
+        "accumulation=2 is for plain decoders; leave it out, or*microbatches=2, repeats=1, remat='none'",
     ),
     "accumulation not dividing": (
         lambda: models.train_step(LLAMA, 4, 8, accumulation=3),
