@@ -24,6 +24,7 @@ from meshlib.core.executors import Tasks, executor_of
 from meshlib.core.text import bytes_text, seconds_text
 from meshlib.searching.executor_tasks import REMOTE, Remote
 from meshlib.searching.outcomes import ALIKE, BOUNDED, ESTIMATED, NEEDLESS, OPEN, REFUSED, TOO_LARGE, Figures, Outcome
+from meshlib.searching.plainness import plainness
 from meshlib.searching.programs import Build, Objective, SearchProblem
 from meshlib.searching.result import Found
 from meshlib.searching.resume_file import KeptEstimates
@@ -31,6 +32,7 @@ from meshlib.searching.roles import AxisRole
 from meshlib.searching.space import Candidate, Choices
 from meshlib.searching.workers import Task, Workers, usual_workers
 
+BAND = 2  # times the model's error: candidates that are expected to be within it of the least are as promising
 FIRST, ROUND = 2, 8  # candidates of the first round, before which no bound rules anything out, and of the others
 POOL = 2  # times as many are looked at closely, to choose the best of
 LEADERS = 3  # the best so far, whose neighbours are looked at
@@ -79,6 +81,8 @@ class Search:
         self.outcomes: dict[int, Outcome] = dict(self._too_large())
         self.bounds = [0.0 if n in self.outcomes else self._bound(c) for n, c in enumerate(space)]
         self.order = sorted(range(len(space)), key=lambda n: (self.bounds[n], len(space[n].parts), n))
+        self.least = min([self.bounds[n] for n in self.order if n not in self.outcomes], default=0.0)
+        self.plain: dict[int, tuple[int, ...]] = {}  # how plain the most promising are
         self.ranks = {n: rank for rank, n in enumerate(self.order)}
         self.best = float("inf")  # of what fits
         numbers: dict[AxisRole, int] = {}  # of the roles, which take longer to compare
@@ -188,12 +192,20 @@ class Search:
         following = (n for n in order[place:] if n not in self.closer and n not in self.outcomes and self._may_win(n))
         self.closer |= self._answers("bound", [*islice(following, AHEAD * self.count)])
 
-    def _promise(self, n: int) -> tuple[float, int, int]:
-        """What is looked at first: by its bound times the mean of what its parts have come to over theirs."""
+    def _promise(self, n: int) -> tuple[float, tuple[int, ...], float, int]:
+        """What is looked at first: by its bound times the mean of what its parts have come to over theirs.
+
+        Where the most promising differ by less than the model may be off, the plainest of them first: a bound that is
+        closer for some should not put all others before them.
+        """
         c = self.space[n]
         known = [self.means[part] for part in self.traits[n] if part in self.means]
-        ratio = sum(known) / len(known) if known else 1.0
-        return ratio * self.bounds[n], len(c.parts), self.ranks[n]
+        expected = (sum(known) / len(known) if known else 1.0) * self.bounds[n]
+        if expected > self.least * (1 + BAND * self.objective.error):
+            return expected, (len(c.parts),), expected, self.ranks[n]
+        if n not in self.plain:
+            self.plain[n] = plainness(c.mesh, c.layout, self.problems[c.choices].batch)
+        return self.least, self.plain[n], expected, self.ranks[n]
 
     def _learn(self, fresh: Sequence[int]) -> None:
         """By how much candidates are above their bounds, for each of their parts; what does not fit counts as worse."""
