@@ -6,7 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from layouts import Shape
 from meshlib.core.graph import Operation
+from meshlib.core.laid_dims import LaidDimension
 from meshlib.core.opdef import Home
 
 Names: TypeAlias = frozenset[str]
@@ -14,7 +16,10 @@ Names: TypeAlias = frozenset[str]
 
 @dataclass(frozen=True)
 class Passages:
-    """The names under which dims go on, through renamings and reshapes; `bound`: those that constraints lay out."""
+    """The names under which dims go on, through renamings and reshapes.
+
+    `bound`: those over which any axis may split a tensor: constraints lay them out, or sizes follow from the layout.
+    """
 
     names: Mapping[str, Names]
     bound: Names
@@ -23,7 +28,8 @@ class Passages:
     def of(operations: Iterable[Operation]) -> Passages:
         """From all operations of a program, those in loops included."""
         groups: dict[str, set[str]] = {}
-        bound: set[str] = set()
+        operations = list(operations)
+        bound = _laid(operations)
         for op in operations:
             for f in op.opdef.roles(op):
                 together = {name for name in (*f.operands, *f.outputs) if name is not None}
@@ -34,10 +40,26 @@ class Passages:
         return Passages({name: frozenset(group) for name, group in groups.items()}, frozenset(bound))
 
     def reached(self, dims: Iterable[str]) -> Names | None:
-        """The dims by whose rules an axis may get to any of these; None where a constraint may bring any axis."""
+        """The dims by whose rules an axis may get to any of these; None where any axis may get there."""
         names: Names = frozenset().union(*(self.names.get(name, frozenset({name})) for name in dims))
         return names if names.isdisjoint(self.bound) else None
 
     def same(self, a: str, b: str) -> bool:
         """Whether one dim may have both names."""
         return a == b or b in self.names.get(a, ())
+
+
+def is_laid(shapes: Iterable[Shape]) -> bool:
+    """Whether a size in any of these shapes follows from the layout."""
+    return any(isinstance(d, LaidDimension) for shape in shapes for d in shape)
+
+
+def _laid(operations: Iterable[Operation]) -> set[str]:
+    """Names of dims whose sizes always follow from the layout; of tensors with others alone, all names."""
+    shapes = {y.shape for op in operations for y in op.outputs}
+    ordinary = {d.name for shape in shapes for d in shape if not isinstance(d, LaidDimension)}
+    laid: set[str] = set()
+    for shape in (shape for shape in shapes if is_laid([shape])):
+        names = {d.name for d in shape if isinstance(d, LaidDimension)}
+        laid |= (names - ordinary) or set(shape.names)
+    return laid

@@ -19,6 +19,7 @@ from typing import TypeAlias
 
 from layouts import LayoutRules, Shape
 from layouts.rules import Rule
+from meshlib.core.laid_dims import LaidDimension
 
 SMALL = 6  # dims of a program up to which every role is tried
 MOST_BASES = 24  # beyond the single dims: of many small layers there are exponentially many sets that never meet
@@ -77,10 +78,15 @@ class TensorClasses:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Each dim with the greatest number of parts that all its sizes can be cut into."""
+        """Each dim with the greatest number of parts that all its sizes can be cut into.
+
+        Sizes that follow from a layout are no limit: they are such that it fits.
+        """
         size_of: dict[str, int] = {}
         for shape, _ in self.counts:
             for d in shape:
+                if isinstance(d, LaidDimension):
+                    continue
                 size_of[d.name] = gcd(size_of.get(d.name, 0), d.size)
         return size_of
 

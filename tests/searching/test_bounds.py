@@ -276,6 +276,17 @@ def test_a_product_with_a_repeated_operand_may_be_a_smaller_one() -> None:
     assert tried(problem, [c], 1, random.Random(0)) == 1
 
 
+def test_sizes_that_follow_from_a_layout_are_no_limit_of_the_space_and_no_bound() -> None:
+    """Grouped experts: until a layout is known, tokens and experts are one block each."""
+    config = mtf.models.preset("mixtral-8x7b").replace(layers=1, vocab=256, d_model=256)
+    problem = problem_of(lambda: mtf.models.train_step(config, 16, 64), (), (), ())
+    assert problem.batch == "batch"
+    assert {"batch": 16, "length": 64, "experts": 8}.items() <= problem.tensors.sizes.items()
+    rng, space = random.Random(0), space_of(problem, "v5e-4")
+    split = [c for c in space if "experts" in c.layout.dims and "batch" in c.layout.dims]
+    assert tried(problem, space, 1, rng) + tried(problem, split, draws(1, 40), rng) > 1
+
+
 def test_a_bound_counts_products_of_what_has_got_other_names() -> None:
     """Such as experts, which take tokens under other names: no smaller product can stand in their place."""
 

@@ -147,7 +147,7 @@ class Waiting:
             return _both(np.array(seconds))
         if node.product is None:
             return _both(np.zeros(1))
-        if node.smaller or self.slice.chip.peak(node.product.whole.dtype) is None:
+        if node.smaller or node.laid or self.slice.chip.peak(node.product.whole.dtype) is None:
             return _both(np.zeros(len([*self._cuts(node)])))
         uses = (*node.reads, *flow.written[number])
         late = sum(self._moved_bytes(use) for use in uses if not use.early)

@@ -24,7 +24,7 @@ from meshlib.ops.contraction.einsum import EIGHT_BIT
 from meshlib.program.instructions import Compute, Instruction, Loop, Resident, Value
 from meshlib.program.records import Program
 from meshlib.searching.bounds.products import Contraction, ProductKernel
-from meshlib.searching.renamed_dims import Names, Passages
+from meshlib.searching.renamed_dims import Names, Passages, is_laid
 
 MOST_WAYS = 4  # by which a value may be reached that are followed: those of the most bytes
 
@@ -80,6 +80,7 @@ class Node:
     loop: Flow | None = None
     trips: float = 1
     smaller: bool = False  # whether a product of factors of its operands may stand in its place, with less work
+    laid: bool = False  # whether its sizes follow from the layout, so that any axis may split it in some way
 
     @property
     def is_apart(self) -> bool:
@@ -275,13 +276,14 @@ class _Maker:
         # Where an operand is made of factors that lack some of its dims, sums of it may be made of smaller ones.
         told = all(x in self.full for x in i.inputs)
         op = i.operation
-        splits = tuple(self._split(f, told) for f in op.opdef.roles(op))
+        laid = is_laid(x.shape for x in (*op.inputs, *op.outputs))
+        splits = tuple(self._split(f, told, laid) for f in op.opdef.roles(op))
         if op.attrs.get("precision") in EIGHT_BIT:  # rounded before they are sent
             for x in i.inputs[:2]:
                 least = {self.passages.reached(x.tensor.shape.names): float(x.local_size)}
                 self.reached[x] = [replace(r, sizes=_less(r.sizes, least)) for r in self.reached.get(x, ())]
         product = Contraction.of(self.program, i, self.stored, self.early)
-        node = Node(splits=splits, product=product, reads=self._reads(i), smaller=not told)
+        node = Node(splits=splits, product=product, reads=self._reads(i), smaller=not told, laid=laid)
         number = self._add(node, ((n, x, None) for n, x in enumerate(i.inputs)), op.opdef.linear(op).operands)
         summed = any(f.role is not Role.PARALLEL for f in op.opdef.roles(op))
         for y in i.outputs:
@@ -300,8 +302,10 @@ class _Maker:
                     seen |= most.values
         return uses
 
-    def _split(self, f: Factor, told: bool = True) -> Split:
+    def _split(self, f: Factor, told: bool, laid: bool) -> Split:
         names = [name for name in (*f.operands, *f.outputs) if name is not None]
+        if laid:  # every size divides 0
+            return Split(None, 0, f.operands, f.outputs[0], True)
         known = f.role is Role.PARALLEL or (f.role is Role.SUM and told)
         return Split(self.passages.reached(names), f.size, f.operands, f.outputs[0], not known)
 

@@ -22,7 +22,7 @@ from meshlib.estimation.work.stored_values import Stored
 from meshlib.ops.contraction.einsum import EIGHT_BIT
 from meshlib.program.instructions import Compute, Instruction, Value
 from meshlib.program.records import Program
-from meshlib.searching.renamed_dims import Names, Passages
+from meshlib.searching.renamed_dims import Names, Passages, is_laid
 
 # Bytes that nothing hides, and of these what may be fetched before: one pair for each way that they may be held.
 Pieces: TypeAlias = tuple[tuple[float, float], ...]
@@ -173,6 +173,8 @@ class Contraction:
         """By what it may be split; None where a factor is no whole part of its rows, columns, depth or batch."""
         op = self.instruction.operation
         factors = []
+        if is_laid(x.shape for x in (*op.inputs, *op.outputs)):
+            return None
         for n, f in enumerate(op.opdef.roles(op)):
             if f.size == 1:
                 continue
