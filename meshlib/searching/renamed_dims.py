@@ -18,7 +18,7 @@ Names: TypeAlias = frozenset[str]
 class Passages:
     """The names under which dims go on, through renamings and reshapes.
 
-    `bound`: those over which any axis may split a tensor: constraints lay them out, or sizes follow from the layout.
+    `bound`: those that constraints lay out.
     """
 
     names: Mapping[str, Names]
@@ -28,8 +28,7 @@ class Passages:
     def of(operations: Iterable[Operation]) -> Passages:
         """From all operations of a program, those in loops included."""
         groups: dict[str, set[str]] = {}
-        operations = list(operations)
-        bound = _laid(operations)
+        bound: set[str] = set()
         for op in operations:
             for f in op.opdef.roles(op):
                 together = {name for name in (*f.operands, *f.outputs) if name is not None}
@@ -38,6 +37,10 @@ class Passages:
             if op.opdef.home is Home.GIVEN:
                 bound |= {rule.dim for rule in op.attrs["layout"].rules}
         return Passages({name: frozenset(group) for name, group in groups.items()}, frozenset(bound))
+
+    def split(self, *shapes: Shape) -> Names | None:
+        """The dims by whose rules an axis may split a tensor of any of these shapes; None where any axis may."""
+        return None if laid_names(shapes) else self.reached(name for shape in shapes for name in shape.names)
 
     def reached(self, dims: Iterable[str]) -> Names | None:
         """The dims by whose rules an axis may get to any of these; None where any axis may get there."""
@@ -49,17 +52,6 @@ class Passages:
         return a == b or b in self.names.get(a, ())
 
 
-def is_laid(shapes: Iterable[Shape]) -> bool:
-    """Whether a size in any of these shapes follows from the layout."""
-    return any(isinstance(d, LaidDimension) for shape in shapes for d in shape)
-
-
-def _laid(operations: Iterable[Operation]) -> set[str]:
-    """Names of dims whose sizes always follow from the layout; of tensors with others alone, all names."""
-    shapes = {y.shape for op in operations for y in op.outputs}
-    ordinary = {d.name for shape in shapes for d in shape if not isinstance(d, LaidDimension)}
-    laid: set[str] = set()
-    for shape in (shape for shape in shapes if is_laid([shape])):
-        names = {d.name for d in shape if isinstance(d, LaidDimension)}
-        laid |= (names - ordinary) or set(shape.names)
-    return laid
+def laid_names(shapes: Iterable[Shape]) -> Names:
+    """The names of dims of these shapes whose sizes follow from the layout."""
+    return frozenset(d.name for shape in shapes for d in shape if isinstance(d, LaidDimension))

@@ -105,7 +105,7 @@ class Bounds:
             products += 1
             if i in reducible:
                 continue
-            dims = passages.reached(name for v in (*i.inputs, *i.outputs) for name in v.tensor.shape.names)
+            dims = passages.split(*(v.tensor.shape for v in (*i.inputs, *i.outputs)))
             attention = attention_of(program, i) if i.operation.opdef.scores else None
             if program not in stored:
                 stored[program] = Stored(program)
@@ -126,7 +126,7 @@ class Bounds:
         for values in _moments(whole):
             sizes: Counter[Names | None] = Counter()
             for v in values:
-                sizes[passages.reached(v.tensor.shape.names)] += v.local_bytes
+                sizes[passages.split(v.tensor.shape)] += v.local_bytes
             moments.append(sizes)
         return Bounds(kernels, traffic.elements, held, moments, products < 2, flow, passages, whole.compiler)
 

@@ -24,7 +24,7 @@ from meshlib.ops.contraction.einsum import EIGHT_BIT
 from meshlib.program.instructions import Compute, Instruction, Loop, Resident, Value
 from meshlib.program.records import Program
 from meshlib.searching.bounds.products import Contraction, ProductKernel
-from meshlib.searching.renamed_dims import Names, Passages, is_laid
+from meshlib.searching.renamed_dims import Names, Passages, laid_names
 
 MOST_WAYS = 4  # by which a value may be reached that are followed: those of the most bytes
 
@@ -276,11 +276,11 @@ class _Maker:
         # Where an operand is made of factors that lack some of its dims, sums of it may be made of smaller ones.
         told = all(x in self.full for x in i.inputs)
         op = i.operation
-        laid = is_laid(x.shape for x in (*op.inputs, *op.outputs))
+        laid = bool(laid_names(x.shape for x in (*op.inputs, *op.outputs)))
         splits = tuple(self._split(f, told, laid) for f in op.opdef.roles(op))
         if op.attrs.get("precision") in EIGHT_BIT:  # rounded before they are sent
             for x in i.inputs[:2]:
-                least = {self.passages.reached(x.tensor.shape.names): float(x.local_size)}
+                least = {self.passages.split(x.tensor.shape): float(x.local_size)}
                 self.reached[x] = [replace(r, sizes=_less(r.sizes, least)) for r in self.reached.get(x, ())]
         product = Contraction.of(self.program, i, self.stored, self.early)
         node = Node(splits=splits, product=product, reads=self._reads(i), smaller=not told, laid=laid)
@@ -316,7 +316,7 @@ class _Maker:
         return Split(self.passages.reached(names), f.size, f.operands, f.outputs[0], not known)
 
     def _names(self, i: Compute) -> Names | None:
-        return self.passages.reached(name for v in (*i.inputs, *i.outputs) for name in v.tensor.shape.names)
+        return self.passages.split(*(v.tensor.shape for v in (*i.inputs, *i.outputs)))
 
     def _other(self, i: Instruction) -> None:
         node, op = Node(), i.operation
@@ -387,7 +387,7 @@ class _Maker:
         return node
 
     def _sizes(self, v: Value) -> Bytes:
-        return {self.passages.reached(v.tensor.shape.names): float(v.local_bytes)}
+        return {self.passages.split(v.tensor.shape): float(v.local_bytes)}
 
 
 def _is_large(i: Instruction) -> bool:

@@ -44,7 +44,7 @@ class Traffic:
                 if v not in full:
                     continue
                 if product is None:
-                    traffic.elements[passages.reached(v.tensor.shape.names)] += times * size_bytes
+                    traffic.elements[passages.split(v.tensor.shape)] += times * size_bytes
                 else:
                     traffic.beside[product] = traffic.beside.get(product, 0) + size_bytes
         return traffic

@@ -22,7 +22,7 @@ from meshlib.estimation.work.stored_values import Stored
 from meshlib.ops.contraction.einsum import EIGHT_BIT
 from meshlib.program.instructions import Compute, Instruction, Value
 from meshlib.program.records import Program
-from meshlib.searching.renamed_dims import Names, Passages, is_laid
+from meshlib.searching.renamed_dims import Names, Passages, laid_names
 
 # Bytes that nothing hides, and of these what may be fetched before: one pair for each way that they may be held.
 Pieces: TypeAlias = tuple[tuple[float, float], ...]
@@ -80,8 +80,8 @@ def _read_for(value: Value, maker: Mapping[Value, Instruction]) -> Iterator[Valu
 
 @dataclass(frozen=True)
 class SplitFactor:
-    """A factor by which a product may be split: the dims whose rules bring an axis there (None: any may), its size, and
-    what of the product it is a part of: "m", "k", "n" or "batch"."""
+    """A factor by which a product may be split: the dims whose rules bring an axis there (None: any may), its size (0
+    where that follows from the layout), and what of the product it is a part of: "m", "k", "n" or "batch"."""
 
     names: Names | None
     size: int
@@ -173,18 +173,21 @@ class Contraction:
         """By what it may be split; None where a factor is no whole part of its rows, columns, depth or batch."""
         op = self.instruction.operation
         factors = []
-        if is_laid(x.shape for x in (*op.inputs, *op.outputs)):
-            return None
+        uncut = self._part({})  # without rows that are computed twice, where groups share tiles
+        laid = laid_names(x.shape for x in (*op.inputs, *op.outputs))
         for n, f in enumerate(op.opdef.roles(op)):
             if f.size == 1:
                 continue
             part = self._part({n: f.size})
-            sizes = {side: (getattr(self.whole, side), getattr(part, side)) for side in ("m", "k", "n", "batch")}
+            sizes = {side: (getattr(uncut, side), getattr(part, side)) for side in ("m", "k", "n", "batch")}
             changed = [side for side, (whole, cut) in sizes.items() if whole != cut]
             if len(changed) != 1 or sizes[changed[0]][0] != f.size * sizes[changed[0]][1]:
                 return None
             names = [name for name in (*f.operands, *f.outputs) if name is not None]
-            factors.append(SplitFactor(passages.reached(names), f.size, changed[0]))
+            if laid.isdisjoint(names):
+                factors.append(SplitFactor(passages.reached(names), f.size, changed[0]))
+            else:  # any axis may, and every size divides 0
+                factors.append(SplitFactor(None, 0, changed[0]))
         return tuple(factors)
 
     def _part(self, cuts: Mapping[int, int]) -> Matmul | None:
