@@ -10,6 +10,7 @@ faster; int4 as int8. Bytes are always counted by the declared type: two int4 ta
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import ml_dtypes
@@ -89,7 +90,7 @@ class DType:
             return float(self.bounds[1])
         return float(ml_dtypes.finfo(self.public).max)  # type: ignore[no-untyped-call]
 
-    @property
+    @cached_property
     def is_rounded(self) -> bool:
         """Whether it is stored in a wider type, to whose values results have to be rounded."""
         return self.is_float and self.storage != self.public

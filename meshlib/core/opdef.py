@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib import import_module
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -270,9 +270,8 @@ class Product:
     runs: int = 1
 
 
-@dataclass(frozen=True)
-class Block:
-    """What `local` is told besides its operands' blocks.
+class Block(NamedTuple):
+    """What `local` is told besides its operands' blocks; a named tuple, because every operation of a step makes one.
 
     `inputs` and `out` are the local types of operands and result; `offsets` the global index at which this block
     starts, per factor; `buffer` an array to write the result into, or None; `engine` the arithmetic and the random key.

@@ -63,16 +63,14 @@ class Interpreter(ABC, Generic[T, C]):
         The results hold what is fetched or written back; others are dropped after their last use.
         """
         values = dict(given)
-        last = program.last_use
-        for n, i in enumerate(program.instructions):
+        for n, (i, dead) in enumerate(zip(program.instructions, program.dead_after, strict=True)):
             self.before(program, n, values)
             inputs = [values[x] for x in i.inputs]
-            values.update(zip(i.outputs, self.results(program, i, inputs, values, context), strict=True))
-            for y in i.outputs:
-                self.made(i, y, values[y])
-            for x in i.inputs:
-                if last[x] == n:
-                    values.pop(x, None)
+            for y, value in zip(i.outputs, self.results(program, i, inputs, values, context), strict=True):
+                values[y] = value
+                self.made(i, y, value)
+            for x in dead:
+                values.pop(x, None)
         return values
 
     def results(

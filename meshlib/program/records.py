@@ -167,6 +167,12 @@ class Program(Shown):
         return last | dict.fromkeys(kept, len(self.instructions))
 
     @cached_property
+    def dead_after(self) -> Sequence[Sequence[Value]]:
+        """Per instruction the values that it uses last."""
+        last = self.last_use
+        return [[x for x in dict.fromkeys(i.inputs) if last[x] == n] for n, i in enumerate(self.instructions)]
+
+    @cached_property
     def memory_plan(self) -> MemoryPlan:
         """Which values share memory, and from when to when; what is written in place."""
         from meshlib.program.analysis.buffers import plan_buffers

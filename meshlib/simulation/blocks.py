@@ -56,8 +56,9 @@ def summarised(
 
 def finished(op: Operation, outs: tuple[TensorType, ...], result: Array | tuple[Array, ...]) -> tuple[Array, ...]:
     """What `local` or `finish` made, checked against the declared types."""
-    arrays = result if isinstance(result, tuple) else (result,)
-    return tuple(_finished(op, out, y) for out, y in zip(outs, arrays, strict=True))
+    if not isinstance(result, tuple):
+        return (_finished(op, outs[0], result),)
+    return tuple(_finished(op, out, y) for out, y in zip(outs, result, strict=True))
 
 
 def _finished(op: Operation, out: TensorType, y: Array) -> Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -67,18 +67,24 @@ def matmul_plan(a: Names, b: Names, out: Names) -> MatmulPlan:
 
 def _arrange(x: Array, names: Names, summed: Names, groups: Sequence[Names]) -> Array:
     """`x` with each group of dims merged into one axis, after summing `summed`."""
-    axes, orders = _arrangement(names, summed, tuple(groups))
+    axes, orders, flat = _arrangement(names, summed, tuple(groups))
     if axes:
         x = np.add.reduce(x, axis=axes)
     sizes = x.shape
-    return x.transpose([n for order in orders for n in order]).reshape([prod([sizes[n] for n in o]) for o in orders])
+    if flat:
+        x = x.transpose(flat)
+    return x.reshape([prod([sizes[n] for n in order]) for order in orders])
 
 
 @lru_cache(maxsize=65536)
-def _arrangement(names: Names, summed: Names, groups: tuple[Names, ...]) -> tuple[tuple[int, ...], list[list[int]]]:
-    """The axes of the dims to sum, and per group those of its dims in what is left."""
+def _arrangement(
+    names: Names, summed: Names, groups: tuple[Names, ...]
+) -> tuple[tuple[int, ...], list[list[int]], list[int]]:
+    """The axes of the dims to sum, per group those of its dims in what is left, and all of these where they move."""
     rest = [n for n in names if n not in summed]
-    return tuple(names.index(n) for n in summed), [[rest.index(n) for n in group] for group in groups]
+    orders = [[rest.index(n) for n in group] for group in groups]
+    flat = [n for order in orders for n in order]
+    return tuple(names.index(n) for n in summed), orders, [] if flat == sorted(flat) else flat
 
 
 def _local(block: Block, a: Array, b: Array) -> Array:
@@ -93,7 +99,7 @@ def _local(block: Block, a: Array, b: Array) -> Array:
 
 def _product_of_bytes(block: Block, a: Array, b: Array) -> Array:
     """The product of int8 and int4, exact modulo 2^32: float64 holds every sum of up to 2^39 products."""
-    wide = replace(block, buffer=np.empty(block.out.shape.sizes))
+    wide = block._replace(buffer=np.empty(block.out.shape.sizes))
     wide_product = product_of_blocks(wide, a.astype(np.float64), b.astype(np.float64))
     out = block.result()
     np.copyto(out, wide_product.astype(np.int64), casting="unsafe")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from math import copysign
 from typing import Any
 
 import numpy as np
@@ -59,7 +61,14 @@ def source(name: str, kind: Kind, local: Callable[..., Array], work: Callable[..
 
 
 def _constant_local(block: Block) -> Array:
-    return np.broadcast_to(np.asarray(block.attrs["value"], block.out.dtype.storage), block.out.shape.sizes)
+    value = block.attrs["value"]
+    return _filled(value, copysign(1.0, value), block.out.dtype.storage, block.out.shape.sizes)
+
+
+@lru_cache(maxsize=4096)
+def _filled(value: float, sign: float, dtype: np.dtype[Any], sizes: tuple[int, ...]) -> Array:
+    """A view of one number, which nobody can write to; `sign` tells zeros apart."""
+    return np.broadcast_to(np.asarray(value, dtype), sizes)
 
 
 CONSTANT = source(

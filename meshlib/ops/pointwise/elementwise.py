@@ -94,7 +94,11 @@ def _define(
 
     def local(block: Block, *arrays: Array) -> Array:
         to, out = block.out.shape.names, block.result()
-        function(*(align(x, t.shape.names, to) for x, t in zip(arrays, block.inputs, strict=True)), out=out)
+        views = [
+            x if (names := t.shape.names) == to else align(x, names, to)
+            for x, t in zip(arrays, block.inputs, strict=True)
+        ]
+        function(*views, out=out)
         return out
 
     def work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
