@@ -15,7 +15,7 @@ from layouts import Dimension
 from meshlib.core.compiler import XLA_TPU, Compiler
 from meshlib.core.graph import Graph
 from meshlib.estimation import Estimate, Physics, estimate
-from meshlib.lowering import lower
+from meshlib.lowering import Program, lower
 from meshlib.models.images.resnet import ResNetConfig
 from meshlib.models.images.step import image_evaluation, image_step
 from meshlib.optimize import LarsOptimizer, MomentumOptimizer
@@ -73,14 +73,20 @@ def _estimated(
 ) -> Estimate:
     """Of a training step by the optimizer of that name, or of an evaluation without one."""
     groups, _ = dims
-    cores = slice_.devices // groups.size
+    return estimate(_lowered(config, dims, optimizer, slice_.devices // groups.size, compiler), slice_)
+
+
+@lru_cache(maxsize=16)
+def _lowered(
+    config: ResNetConfig, dims: tuple[Dimension, Dimension], optimizer: str, cores: int, compiler: Compiler
+) -> Program:
+    """The same program serves every chip on which a replica has so many cores."""
+    groups, _ = dims
     mesh = f"{REPLICAS}:{groups.size}" + (f";{GROUP}:{cores}" if cores > 1 else "")
     layout = f"{REPLICAS}:{REPLICAS}" + (f";batch:{GROUP}" if cores > 1 else "")
     with Graph():
         if optimizer:
             rule = LarsOptimizer(0.1) if optimizer == "lars" else MomentumOptimizer(0.1)
             outputs, updates = image_step(config.replace(groups=groups), dims, rule)
-            program = lower(outputs, updates, mesh, layout, compiler=compiler)
-        else:
-            program = lower(image_evaluation(config, dims), [], mesh, layout, compiler=compiler)
-    return estimate(program, slice_)
+            return lower(outputs, updates, mesh, layout, compiler=compiler)
+        return lower(image_evaluation(config, dims), [], mesh, layout, compiler=compiler)

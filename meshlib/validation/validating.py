@@ -27,6 +27,7 @@ from hardware.errors import HardwareError
 from meshlib.core.compiler import XLA_TPU, Compiler, require_compiler
 from meshlib.core.documents import read_json
 from meshlib.core.errors import GraphError, MeshlibError
+from meshlib.core.garbage import uncollected
 from meshlib.estimation import CALIBRATED, Physics
 from meshlib.validation import inference, micro
 from meshlib.validation.calibrate import Case, fit, left_out
@@ -153,6 +154,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
+@uncollected  # what rows share stays until all are done; sixty programs would be looked through again and again
 def validate(
     path: str | Path | None = None,
     refit: bool = False,
