@@ -145,8 +145,9 @@ class Search:
         left = [n for n in self.order if n not in self.outcomes and self._may_win(n)]
         most = ROUND if self.values else FIRST
         self._take(chosen, [n for n in left if n < self.first], most // 2)
-        self._take(chosen, self._beside(left), most * 5 // 8)
-        near = self._looked_at(sorted(left, key=self._promise), chosen, POOL * most)
+        promising = sorted(left, key=self._promise)
+        self._take(chosen, self._beside(promising), most * 5 // 8)
+        near = self._looked_at(promising, chosen, POOL * most)
         self._take(chosen, sorted(near, key=self._promise), most - most // 4)
         self._take(chosen, sorted(left, key=self.bounds.__getitem__), most)
         return chosen
