@@ -208,5 +208,5 @@ def _estimates(args: argparse.Namespace) -> list[Estimate]:
 
 
 def _estimates_of(args: argparse.Namespace, subject: Subject, layouts: list[tuple[str, str]]) -> list[Estimate]:
-    where = slice_of(args.slice)
+    where = subject.slice(slice_of(args.slice))
     return [estimate(program, where, placement=subject.placement) for program in _programs(args, subject, layouts)]

@@ -35,6 +35,11 @@ class Configured(Subject):
         assert self.where is not None
         return self.run.program(self.where, self.compiler)
 
+    def slice(self, where: Slice) -> Slice:
+        """The slice with the attention kernels of the configuration."""
+        assert self.run is not None
+        return self.run.slice(where)
+
     def remedy(self, words: str) -> str:
         """A remedy as MaxText's keys, where it has some for it."""
         assert self.run is not None
@@ -93,7 +98,9 @@ def compared_runs(args: argparse.Namespace, where: Slice) -> tuple[Estimate, lis
     runs += [read_maxtext(args.program, given | parsed(change), getattr(args, "models", None))
              for change in args.changes]  # fmt: skip
     compiler = COMPILERS[args.compiler]
-    first, *others = (estimate(run.program(where, compiler), where, placement=run.placement(where)) for run in runs)
+    first, *others = (
+        estimate(run.program(where, compiler), run.slice(where), placement=run.placement(where)) for run in runs
+    )
     tokens = [run.batch(where) * run.length for run in runs]
     sentences = [
         difference(first, other, " ".join(change), (tokens[0], count))

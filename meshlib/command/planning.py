@@ -77,7 +77,7 @@ def planned_of(args: argparse.Namespace, where: Slice) -> tuple[Subject, list[Pl
 
         _refuse_effort(args)
         subject, name, mesh = configured(args, where)
-        return subject, [planned(subject, where, name, mesh, asked)], None
+        return subject, [planned(subject, subject.slice(where), name, mesh, asked)], None
     subject = subject_of(args, where)
     if args.mesh and args.search:
         raise GraphError("--mesh with --search: say the sizes of axes with meshlib search --sizes")

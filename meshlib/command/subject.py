@@ -86,6 +86,10 @@ class Subject:
             return self.tokens, "tokens"
         return None if self.image is None else (self.sizes["batch"], "images")
 
+    def slice(self, where: Slice) -> Slice:
+        """The slice as the subject's kernels run on it."""
+        return where
+
     def remedy(self, words: str) -> str:
         """A remedy for too much memory in words of the subject's own."""
         return words

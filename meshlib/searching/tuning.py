@@ -182,7 +182,7 @@ def changed(run: MaxTextRun, keys: Mapping[str, Any]) -> MaxTextRun:
 
 def _tried(run: MaxTextRun, where: Slice, compiler: Compiler) -> Tried:
     try:
-        est = estimate(run.program(where, compiler), where, placement=run.placement(where))
+        est = estimate(run.program(where, compiler), run.slice(where), placement=run.placement(where))
     except MeshlibError as fault:
         return Tried(run, fault=str(fault).splitlines()[0])
     return Tried(run, est.step_seconds, est.memory.peak_bytes, est.fits)

@@ -137,7 +137,7 @@ def python_lines(
         lines += [
             f"run = mtf.models.read_maxtext({run.settings.path!r}, {{{given}}})",
             f"program = run.program({where.name!r})",
-            f"print(mtf.estimate(program, {where.name!r}, placement=run.placement({where.name!r})).table())",
+            f"print(mtf.estimate(program, run.slice({where.name!r}), placement=run.placement({where.name!r})).table())",
         ]
         return Emitted(tuple(lines))
     if config is None or sizes is None:

@@ -35,13 +35,13 @@ def base(tmp_path: Path) -> str:
 
 def test_a_pasted_command_line_is_planned(base: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(
-        "plan", base, *TINY, "--slice", "2*v5e-16", "ici_tensor_parallelism=4", "sa_block_q=1024", "steps=7",
+        "plan", base, *TINY, "--slice", "2*v5e-16", "ici_tensor_parallelism=4", "use_iota_embed=true", "steps=7",
         capsys=capsys,
     )  # fmt: skip
     assert status == 0
     assert "mesh       data:2;fsdp:4;tensor:4" in out
     assert "128 sequences of 64 tokens" in out
-    assert "not expressed: sa_block_q=1024" in out
+    assert "not expressed: use_iota_embed=True" in out
     assert "steps" not in out.partition("\nnext:")[0]
 
 
@@ -75,14 +75,14 @@ def test_other_overrides_are_compared_in_a_sentence(base: str, capsys: pytest.Ca
 
 def test_configurations_of_inference_are_served(base: str, capsys: pytest.CaptureFixture[str]) -> None:
     quantised = ("quantization=int8", "quantize_kvcache=true", "max_prefill_predict_length=16")
-    own = ("ici_autoregressive_parallelism=2", "sa_block_q=1024")
+    own = ("ici_autoregressive_parallelism=2", "use_iota_embed=true")
     status, out, _ = run("serve", base, *TINY, *quantised, *own, "--slice", "v5e-1", capsys=capsys)
     text = " ".join(out.split())
     assert status == 0
     assert "batch 4 sequences" in text
     assert "weights in int8, 64 positions of cache in int8, prompts of 16 tokens" in text
     assert "not expressed: ici_autoregressive_parallelism=2: a layout of the configuration's own" in text
-    assert "not expressed: sa_block_q=1024" in text
+    assert "not expressed: use_iota_embed=True" in text
 
 
 def test_lines_for_maxtext_are_the_overrides(base: str, capsys: pytest.CaptureFixture[str]) -> None:

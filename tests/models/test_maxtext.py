@@ -283,10 +283,36 @@ def test_keys_that_count_for_nothing_are_said(base: Path) -> None:
     assert not run_of(base, "query_proj=device", "remat_policy=custom").unread
 
 
+def test_blocks_of_attention_are_figures_of_the_chip(base: Path) -> None:
+    run = run_of(
+        base, "sa_block_q=1024", "sa_block_q_dkv=4096", "local_sa_block_kv=256", "sa_use_fused_bwd_kernel=true"
+    )
+    chip = run.slice("2*v6e-256").chip
+    assert chip.attention_tile == (1024, 512)
+    assert chip.attention_window_tile == (1024, 256)
+    assert chip.attention_backward_tile == (2048, 512)  # a sequence is 2,048 tokens
+    assert chip.attention_backward_kernels == 1
+    assert not run.unread
+    assert run_of(base).slice("v6e-256").chip.attention_tile == (512, 512)  # whatever recipes of the chip set
+    uneven = run_of(base, "sa_block_q_dq=1024", "sa_block_kv_compute=256").unread
+    assert [one.key for one in uneven] == ["sa_block_kv_compute", "sa_block_q_dq"]
+
+
+def test_larger_blocks_of_attention_compute_more_of_what_is_masked(base: Path) -> None:
+    long = {**TINY, "max_target_length": 8192, "per_device_batch_size": 1, "base_num_decoder_layers": 1}
+    program = run_of(base, **long).program("v5e-4")
+    small, large = (
+        mtf.estimate(program, run_of(base, **long, sa_block_q=n, sa_block_kv=n).slice("v5e-4")) for n in (256, 2048)
+    )
+    assert large.step_seconds > 1.02 * small.step_seconds
+
+
 def test_what_is_not_expressed_is_said(base: Path) -> None:
-    run = run_of(base, "sa_block_q=2048", "profiler=xplane", "fused_qkv=true", "wi_tile_fwd_batch_seq=64", "steps=3")
-    assert [one.key for one in run.unread] == ["sa_block_q", "fused_qkv"]  # tiles of experts matter with experts alone
-    assert str(run.unread[0]).startswith("sa_block_q=2048: tiles of the attention kernel")
+    run = run_of(
+        base, "use_iota_embed=true", "profiler=xplane", "fused_qkv=true", "wi_tile_fwd_batch_seq=64", "steps=3"
+    )
+    assert [one.key for one in run.unread] == ["fused_qkv", "use_iota_embed"]  # tiles of experts matter with them alone
+    assert str(run.unread[1]).startswith("use_iota_embed=True: a product with the table")
     tiles = run_of(base, "wi_tile_fwd_batch_seq=64", **MIXTRAL)
     assert [one.key for one in tiles.unread] == ["wi_tile_fwd_batch_seq"]
 

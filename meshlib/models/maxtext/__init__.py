@@ -4,7 +4,7 @@ keys, ignored  every key: its default, and what it costs
 settings       a file, what it is based on, its model's file and overrides, as one mapping
 model          fields -> TransformerConfig, by decoder block
 mesh, rules    ICI and DCN sizes -> mesh; logical axis rules -> layout
-remat          policies by name; optimizer: its state
+remat, kernels policies by name, blocks of attention; optimizer: its state
 purpose, unread  what is of inference; what costs and is not expressed
 run            `read_maxtext`, and the program of a run on a slice
 """

@@ -32,6 +32,8 @@ REMAT_KEYS = (
     *("kv_wa_proj", "mla_q", "mla_kv", "attention_out"),
 )
 
+_SPLASH = tuple(f"sa_block_{name}" for name in (
+    "q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq"))  # fmt: skip
 READ: Mapping[str, Any] = MappingProxyType(
     {
         # the model
@@ -44,6 +46,7 @@ READ: Mapping[str, Any] = MappingProxyType(
         "attention": "autoselected", "attention_type": "global", "attention_bias": False, "use_qk_norm": False,
         "share_kv_projections": False, "sliding_window_size": 0, "chunk_attn_window_size": 0,
         "trainable_position_size": -1, "use_untrainable_positional_embedding": False,
+        **dict.fromkeys(_SPLASH, 512), **{f"local_{name}": None for name in _SPLASH}, "sa_use_fused_bwd_kernel": False,
         # latent attention
         "q_lora_rank": 0, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
         # experts
@@ -103,20 +106,11 @@ def _same(words: str, default: Any) -> dict[str, Any]:
 
 _TILES = {f"{w}_tile_{p}_{d}": 512 if d == "batch_seq" else 1024 for w in ("wi", "wo")
           for p in ("fwd", "dlhs", "drhs") for d in ("batch_seq", "embed_dim", "mlp_dim")}  # fmt: skip
-_SPLASH = (
-    "sa_block_q sa_block_kv sa_block_kv_compute sa_block_q_dkv sa_block_kv_dkv sa_block_kv_dkv_compute sa_block_q_dq "
-    "sa_block_kv_dq"
-)
 EFFECTS: tuple[Effect, ...] = (
-    Effect("tiles of the attention kernel; the estimate uses 512", _same(_SPLASH, 512)),
-    Effect(
-        "tiles of the attention kernel in layers with a window; the estimate uses 512",
-        _same(" ".join(f"local_{name}" for name in _SPLASH.split()), None), "sliding_window_size",
-    ),
     Effect(
         "which attention kernel runs, and how its backward pass is fused",
         {
-            **_same("sa_use_fused_bwd_kernel sa_bwd_dkv_megacore use_splash_scheduler use_tokamax_splash", False),
+            **_same("sa_bwd_dkv_megacore use_splash_scheduler use_tokamax_splash", False),
             **_same("use_jax_splash use_ragged_attention use_max_logit_estimate dq_reduction_steps", False),
             **_same("local_sa_use_fused_bwd_kernel local_use_splash_scheduler", None),
             **{"use_max_logit_estimate": -1, "dq_reduction_steps": 0, "ring_scan_unroll": 1, "force_q_layout": False},

@@ -16,6 +16,7 @@ from meshlib.core.errors import GraphError, LayoutError, SliceError
 from meshlib.core.graph import Graph, Operation, Tensor
 from meshlib.lowering import Session
 from meshlib.models.config import TransformerConfig
+from meshlib.models.maxtext.kernels import chip_of
 from meshlib.models.maxtext.keys import PARTS
 from meshlib.models.maxtext.mesh import AxisSizes, axes_of
 from meshlib.models.maxtext.model import config_of, noise_bytes
@@ -115,6 +116,11 @@ class MaxTextRun:
         ).layout
         filled = {axis for axis in axes if -1 in self._asked(axis)}
         return LayoutRules([replace(r, optional=True) if filled & {*r.axes} else r for r in translation.rules])
+
+    def slice(self, slice: str | Slice) -> Slice:
+        """The slice with the attention kernels of the configuration: `mtf.estimate(run.program(s), run.slice(s))`."""
+        where = _slice(slice)
+        return Slice(where.name, chip_of(self.settings, where.chip, self.length))
 
     def layout_on(self, slice: str | Slice) -> LayoutRules:
         """The layout on a slice: rules for the axes of its mesh."""

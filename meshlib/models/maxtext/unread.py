@@ -7,6 +7,7 @@ from typing import Any
 
 from meshlib.core.errors import nearest
 from meshlib.models.maxtext.default_rules import DEFAULT_RULES
+from meshlib.models.maxtext.kernels import FOLLOWING, FUSED
 from meshlib.models.maxtext.keys import EFFECTS, READ, REMAT_KEYS
 from meshlib.models.maxtext.remat import WITH_QUANTISED
 from meshlib.models.maxtext.settings import OVERRIDES, RULES, Settings
@@ -55,6 +56,9 @@ def _partly(s: Settings) -> list[Unread]:
         hint = nearest(name, NAMED_DIMS) if name not in NAMED_DIMS else ""
         if hint:
             unread.append(Unread(RULES, name, None, f"no tensor here has a dim of that name{hint}"))
+    for key, other in FOLLOWING.items():
+        if s[key] != s[other] and s["attention"] != "dot_product" and not (key.endswith("_dq") and s[FUSED]):
+            note(key, f"a block of its own inside the attention kernel; the estimate takes that of {other}, {s[other]}")
     if s["grad_dtype"] != "float32" and s["weight_dtype"] == "float32":
         note("grad_dtype", "gradients are kept and clipped in this dtype; float32 here")
     if s["remat_policy"] in WITH_QUANTISED and s["quantization"]:
