@@ -15,6 +15,7 @@ from meshlib.command.choices import REMAT, is_maxtext
 from meshlib.command.subject import Subject, completed_layouts
 from meshlib.core.errors import GraphError, MeshlibError
 from meshlib.core.graph import FORWARD
+from meshlib.core.slices import assumed_figures
 from meshlib.core.text import bytes_text, count_text, ending, grid, seconds_text, usd_text, width, wrapped
 from meshlib.estimation import Estimate, HostInput, estimate
 from meshlib.estimation.views.rows import Row, names_of_forward
@@ -191,6 +192,8 @@ def _verdict(subject: Subject, plan: PlannedLayout, est: Estimate) -> list[str]:
     lines += wrapped(str(est.program.layout) or "(nothing is split)", "  layout     ", ";")
     lines += [f"  {name:<10} {value}" for name, value in plan.choices.items()]
     lines.append(f"  compiler   {est.compiler}")
+    for line in assumed_figures([est.slice]):
+        lines += wrapped(line, "  chip       ", ",")
     return lines
 
 

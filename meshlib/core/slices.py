@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from hardware.errors import HardwareError
 from hardware.slices import Slice
 from layouts import Mesh
 from meshlib.core.errors import SliceError
+
+# Figures of a chip on which every modelled time rests.
+ESSENTIAL = (
+    "clock_hz", "mxus_per_core", "mxu_rows", "mxu_columns", "vmem_bytes_per_core", "hbm_bytes_per_second",
+    "ici_bytes_per_second", "pod_shape", "wrap_cube",
+)  # fmt: skip
+
+
+def assumed_figures(slices: Iterable[Slice]) -> list[str]:
+    """Per chip of some slices a line with the essential figures that no public source states, if there are any.
+
+    >>> assumed_figures([Slice("v5e-16"), Slice("v7-8"), Slice("v7-16")])
+    ['v7: clock_hz, mxu_rows, pod_shape, wrap_cube are assumed, derived or recalled']
+    """
+    chips = {slice_.chip.name: slice_.chip for slice_ in slices}
+    names = {name: [f for f in chip.unpublished if f in ESSENTIAL] for name, chip in chips.items()}
+    return [f"{name}: {', '.join(given)} are assumed, derived or recalled" for name, given in names.items() if given]
 
 
 def slice_for(what: str, mesh: Mesh, slice: Any) -> Slice:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshlib.core.slices import assumed_figures
 from meshlib.core.text import bytes_text, count_text, seconds_text, usd_text
 from meshlib.estimation import Estimate
 from meshlib.program.analysis.memory import KINDS
@@ -94,6 +95,7 @@ def about(est: Estimate) -> str:
         ("mesh", f"<code>{text(program.mesh)}</code>"),
         ("layout", f"<code>{text(program.layout or '(nothing is split)')}</code>"),
         ("compiler", f"{text(est.compiler)}, overlap of collectives: {text(est.compiler.overlap)}"),
+        *(("chip", text(line)) for line in assumed_figures([est.slice])),
         (f"flops of a device {EXACT}", f"{est.flops:,}"),
         (f"bytes over HBM {EXACT}", f"{est.hbm_bytes:,}"),
         (f"bytes sent by a device {EXACT}", f"{round(est.sent_bytes):,}"),

@@ -11,6 +11,7 @@ from hardware.slices import Slice
 from meshlib.core.compiler import Compiler
 from meshlib.core.drawing import plotted
 from meshlib.core.shown import Shown
+from meshlib.core.slices import assumed_figures
 from meshlib.core.text import bytes_text, clipped, grid, seconds_text, usd_text
 from meshlib.estimation import Estimate
 from meshlib.models import TransformerConfig
@@ -199,7 +200,8 @@ class Serving(Shown):
             if name not in shown:
                 lines.append(f"{name}: fits with no batch" if not most else _fits_none(name, most))
         notes = ["-> on the frontier of latency and throughput", "* modelled; all others exact"]
-        return "\n".join([*lines, *self._load_lines(), *notes, f"compiler: {self.compiler}"])
+        notes += [f"compiler: {self.compiler}", *(f"chip {line}" for line in assumed_figures([self.slice]))]
+        return "\n".join([*lines, *self._load_lines(), *notes])
 
     def _load_lines(self) -> list[str]:
         """The table of the load, the layouts that keep up first."""

@@ -1,4 +1,4 @@
-"""Cautions about a plan: memory near the limit, weights that move, figures outside the validated range.
+"""Cautions about a plan: memory near the limit, weights that move, a chip's unpublished figures, unvalidated ranges.
 
 The territory is that of the training runs that `python -m meshlib validate` compares with the model (bf16, unless a
 program has products in eight bits). Outside of it nothing says that the model's error is the one that is printed.
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from math import prod
 
 from meshlib.core.graph import Tensor
+from meshlib.core.slices import assumed_figures
 from meshlib.core.text import bytes_text
 from meshlib.estimation.result import Estimate
 from meshlib.lowering.assigned import Homes
@@ -38,7 +39,12 @@ def cautions(est: Estimate) -> list[str]:
       moves weights over a (4 devices): 24 MiB sent from each device in a step
       outside validated territory: 4 chips (validated: 8 to 4,096)
     """
-    return [*_memory(est), *_weights(est.program), *_territory(est)]
+    return [
+        *_memory(est),
+        *_weights(est.program),
+        *(f"chip {line}" for line in assumed_figures([est.slice])),
+        *_territory(est),
+    ]
 
 
 def _memory(est: Estimate) -> Iterator[str]:

@@ -14,6 +14,7 @@ from meshlib.core.compiler import Compiler
 from meshlib.core.drawing import plotted
 from meshlib.core.errors import GraphError, SliceError
 from meshlib.core.executors import Tasks, executor_of
+from meshlib.core.slices import assumed_figures
 from meshlib.core.text import bytes_text, grid, seconds_text, usd_text
 from meshlib.estimation import Estimate, HostInput, estimate
 from meshlib.estimation.views.rows import BOUNDS
@@ -68,6 +69,7 @@ class Scaling:
             )  # fmt: skip
         compilers = ", ".join(dict.fromkeys(str(e.compiler) for e in self.estimates))
         notes = ["* modelled; all others exact", f"compiler: {compilers}"]
+        notes += [f"chip {line}" for line in assumed_figures(e.slice for e in self.estimates)]
         return "\n".join([*grid(cells, right=(1, 3, 4, 5, 6, 7, 9, 10)), *notes])
 
     def plot(self, ax: Any = None, what: str = "time") -> Any:
