@@ -19,6 +19,7 @@ from tests.simulation.test_property_programs import Written, programs
 
 DEVICES = 8
 SHARDS = 4  # which run beside each other
+TOGETHER = 6  # programs that are compiled together
 
 
 def compared(program: Program, feeds: dict[str, Array], about: str) -> None:
@@ -44,8 +45,14 @@ def test_programs_of_the_property_tests(shard: int) -> None:
         compared(program, p.feeds, repr(p))
         equal.add(text)
 
-    found = settings(max_examples=draws(60, 2000) // SHARDS)(given(programs(most=draws(5, 12)))(check))
-    (found if deep() else seed(shard)(found))()  # in depth other programs each time
+    # By default most are short, and several run as one: what takes long is to compile, not to run.
+    rows = (
+        (draws(8, 2000), 1, {"most": draws(5, 12)}),
+        (draws(192, 2000), TOGETHER, {"most": draws(1, 3), "least": 1}),
+    )
+    for number, together, size in rows:
+        found = settings(max_examples=number // together // SHARDS)(given(programs(**size, count=together))(check))
+        (found if deep() else seed(shard)(found))()  # in depth other programs each time
 
 
 def test_chains_of_shifts_along_split_dims() -> None:

@@ -455,37 +455,50 @@ OPTIMIZERS = {
 
 
 @st.composite
-def programs(draw: Draw, most: int = 12) -> Written:
-    """A program of 3 to `most` steps with a mesh and a legal layout."""
+def programs(draw: Draw, most: int = 12, least: int = 3, count: int = 1) -> Written:
+    """A program of `least` to `most` steps with a mesh and a legal layout; or `count` of them, beside each other."""
     sizes = draw(
         st.lists(st.sampled_from((2, 2, 4, 3, 1)), min_size=1, max_size=3).filter(lambda s: prod(s) <= MAX_DEVICES)
     )
     mesh = dict(zip(AXES, sizes, strict=False))
     w = Writer(draw, mesh, np.random.default_rng(draw(st.integers(0, 2**32 - 1))))
+    outputs, losses = {}, []
     with mtf.Graph():
-        variables = []
-        for n in range(w.choose((1, 2, 3))):
-            shape = w.dims(least=n % 2)
-            variables.append(mtf.variable(f"v{n}", shape, w.rng.uniform(-1.0, 1.5, Shape(shape).sizes), "float64"))
-        w.tensors = [*variables, *(w.noise(w.dims(least=2)) for _ in range(w.choose((1, 2))))]
-        for _ in range(w.choose(range(3, most + 1))):
-            y = w.choose(STEPS)(w, w.pick())
-            if y is not None:
-                w.tensors.append(y)
-        ends = w.some(w.tensors[-4:], least=1)
-        loss = mtf.add_n([mtf.reduce_mean(mtf.sin(t)) for t in [variables[0], *ends]])
-        outputs = {"loss": loss, **{f"y{n}": t for n, t in enumerate(w.some(w.tensors)[:2])}}
-        kind = w.choose((*OPTIMIZERS, None))
+        for k in range(count):
+            some = _written(w, k, most, least)
+            losses.append(some["loss"])
+            outputs |= {name if count == 1 else f"{k}/{name}": y for name, y in some.items()}
+        loss = losses[0] if count == 1 else mtf.add_n(losses)
+        kind = w.choose((*OPTIMIZERS, None) if count == 1 else ("sgd", None))
         updates = OPTIMIZERS[kind]().minimize(loss) if kind else []
         if w.draw(st.booleans()):
             wanted = [t for t in w.some(w.tensors)[:3] if t.dtype.is_float]
             found = mtf.gradients([loss], wanted)
             outputs |= {f"d{n}": g for n, g in enumerate(found) if g is not None}
         if not kind and w.draw(st.booleans()):
-            v = variables[0]
+            v = loss.graph.variables["v0"].output
             updates = [mtf.assign(v, v * 0.5 + mtf.reduce_mean(loss) * 0.25)]
     text = ";".join(f"{a}:{s}" for a, s in mesh.items())
-    return Written(outputs, updates, w.feeds, text, draw_rules(w, outputs, updates, text))
+    return Written(
+        {"loss": loss, **outputs}, updates, w.feeds, text, draw_rules(w, {"loss": loss, **outputs}, updates, text)
+    )
+
+
+def _written(w: Writer, number: int, most: int, least: int) -> dict[str, Tensor]:
+    """What a program of random steps returns, its loss among them."""
+    variables = []
+    for n in range(w.choose((1, 2, 3) if least > 1 else (1, 2))):
+        shape = w.dims(least=n % 2)
+        name = f"v{n}" if number == 0 else f"v{n}_{number}"
+        variables.append(mtf.variable(name, shape, w.rng.uniform(-1.0, 1.5, Shape(shape).sizes), "float64"))
+    w.tensors = [*variables, *(w.noise(w.dims(least=2)) for _ in range(w.choose((1, 2))))]
+    for _ in range(w.choose(range(least, most + 1))):
+        y = w.choose(STEPS)(w, w.pick())
+        if y is not None:
+            w.tensors.append(y)
+    ends = w.some(w.tensors[-4:], least=1)
+    loss = mtf.add_n([mtf.reduce_mean(mtf.sin(t)) for t in [variables[0], *ends]])
+    return {"loss": loss, **{f"y{n}": t for n, t in enumerate(w.some(w.tensors)[:2])}}
 
 
 def draw_rules(w: Writer, outputs: dict[str, Tensor], updates: list[Operation], mesh: str) -> str:
