@@ -13,6 +13,7 @@ from layouts import Dimension
 from meshlib.core.graph import Tensor
 from meshlib.jax.importing.axes import Axes, Axis
 from meshlib.jax.importing.code import Array, CodeStep, Var
+from meshlib.jax.importing.rotations import Run, rotated, runs_of
 from meshlib.jax.importing.table import RULES, give, rule, same_axes
 from meshlib.jax.importing.writing import StepWriter, renamed
 from meshlib.ops.movement.dynamic_slices import dynamic_slice, update_slice
@@ -20,9 +21,6 @@ from meshlib.ops.movement.runs import concat, pad, shift, slice, strided_slice
 from meshlib.ops.movement.shape import broadcast, reshape, transpose
 from meshlib.ops.movement.stacking import stack
 from meshlib.ops.pointwise.elementwise import cast, maximum, minimum
-
-Run = tuple[int, int, int]  # begin, size, stride
-
 
 # ---------------------------------------------------------------- slices of one value
 
@@ -64,15 +62,9 @@ def _dropped(t: Tensor, name: str) -> Tensor:
     return reshape(t, [d for d in t.shape if d.name != name])
 
 
-def _runs_of(step: CodeStep) -> list[Run]:
-    starts, limits = step.params["start_indices"], step.params["limit_indices"]
-    strides = step.params["strides"] or [1] * len(starts)
-    return [(int(a), -(-(int(b) - int(a)) // int(s)), int(s)) for a, b, s in zip(starts, limits, strides, strict=True)]
-
-
 def _slice_axes(axes: Axes, step: CodeStep) -> None:
     x, out = step.ins[0], step.outs[0]
-    give(axes, out, [_run_axis(axes, step, x, n, run) for n, run in enumerate(_runs_of(step))])
+    give(axes, out, [_run_axis(axes, step, x, n, run) for n, run in enumerate(runs_of(step))])
 
 
 def _run_axis(axes: Axes, step: CodeStep, x: Var, n: int, run: Run) -> Axis:
@@ -81,7 +73,7 @@ def _run_axis(axes: Axes, step: CodeStep, x: Var, n: int, run: Run) -> Axis:
     if size == x.shape[n]:
         return x.axes[n]
     new_axis = axes.new(size)
-    if size == 1:
+    if size <= 1:
         return new_axis
     if stride == 1 and begin % size == 0 and x.shape[n] % size == 0 and _tiles(x, n, size):
         whole = [axes.new(x.shape[n] // size), axes.new(size)]
@@ -110,7 +102,7 @@ def _tiles(x: Var, n: int, size: int) -> bool:
             return False
         if user.kind == "slice" and any(
             (begin % size or count != size) if at == n else count != x.shape[at]
-            for at, (begin, count, _) in enumerate(_runs_of(user))
+            for at, (begin, count, _) in enumerate(runs_of(user))
         ):
             return False
     return not any(_meets_again(out, n) for user in cuts for out in user.outs)
@@ -133,7 +125,7 @@ def _meets_again(x: Var, n: int) -> bool:
 def _slice(w: StepWriter, step: CodeStep) -> Tensor:
     x, out = step.ins[0], step.outs[0]
     t = w.tensor(x)
-    for n, run in enumerate(_runs_of(step)):
+    for n, run in enumerate(runs_of(step)):
         if run[1] != x.shape[n]:
             t = _cut(w, t, x.axes[n], out.axes[n], run)
     return t
@@ -143,7 +135,7 @@ rule(
     "slice",
     axes=_slice_axes,
     write=_slice,
-    fold=lambda step, x: x[tuple(np.s_[b : b + (n - 1) * s + 1 : s] for b, n, s in _runs_of(step))],
+    fold=lambda step, x: x[tuple(np.s_[b : b + (n - 1) * s + 1 : s] for b, n, s in runs_of(step))],
 )
 
 
@@ -262,29 +254,10 @@ def _cut_from(x: Var, at: int) -> Axis | None:
     return None
 
 
-def _rotation(step: CodeStep) -> tuple[Var, int] | None:
-    """The value of which a concatenation has all elements along its dim, in order but from another one on, as
-    `jnp.roll` writes it; and which element comes first."""
-    joined, at = _joined(step), int(step.params["dimension"])
-    makers = [x.maker for x in joined if x.maker is not None and x.maker.kind == "slice"]
-    if len(joined) < 2 or len(makers) < len(joined) or len({maker.ins[0] for maker in makers}) > 1:
-        return None
-    x = makers[0].ins[0]
-    runs = [_runs_of(maker) for maker in makers]
-    if any(run != (0, x.shape[n], 1) for of_axes in runs for n, run in enumerate(of_axes) if n != at):
-        return None
-    first = end = runs[0][at][0]
-    for begin, size, stride in (of_axes[at] for of_axes in runs):
-        if (begin, stride) != (end % x.shape[at], 1):
-            return None
-        end = begin + size
-    return (x, first) if step.outs[0].shape == x.shape and end == first else None
-
-
 def _concat(w: StepWriter, step: CodeStep) -> Tensor:
     out, at = step.outs[0], int(step.params["dimension"])
     one = w.whole_dim(out.axes[at])
-    rotation = _rotation(step)
+    rotation = rotated(_joined(step), at)
     if rotation is not None and len(w.axes.dims(rotation[0].axes[at])) == 1:
         x, first = rotation
         t = w.rename_apart(x, out.axes, at, one.name)

@@ -363,3 +363,16 @@ def test_a_rotation_sends_what_passes_the_ends_of_blocks(name):
         updates = mtf.optimize.SgdOptimizer(0.1).minimize(graph.loss)
     sent = mtf.lower(None, updates, mesh, layout).sent_bytes
     assert sent == 2 * rows * x.shape[0] * x.shape[2] * 4
+
+
+@pytest.mark.parametrize("name", some([n for n in ROLLS if n != "parts in order"], ["two axes", "in a loop"]))
+def test_the_gradient_of_a_rotation_as_jax_writes_it_is_one(name):
+    """It cuts the gradient in two, pads both pieces with zeros and adds them up; as much is sent as forward."""
+    roll, rows = ROLLS[name]
+    x = weights(2, 16, 3, scale=1.0)
+    gradient = jax.grad(lambda x: jnp.sum(roll(x) ** 2 * jnp.arange(16)[:, None]))
+    graph = mtf.from_jax(gradient, x, names={"x": "batch time features"}, argnums=())
+    program = mtf.lower(graph.outputs, mesh="m:4", layout="time:m")
+    assert program.sent_bytes == 2 * rows * x.shape[0] * x.shape[2] * 4
+    (made,) = mtf.simulate(program).step(**graph.feeds(x)).values()
+    np.testing.assert_allclose(made, gradient(x), rtol=2e-2, atol=1e-5)

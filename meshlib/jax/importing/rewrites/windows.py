@@ -12,6 +12,7 @@ from jax import lax
 
 from meshlib.jax.importing.code import CodeStep
 from meshlib.jax.importing.rewrites.table import Function, rewrite
+from meshlib.jax.importing.rotations import padded_pieces, rotated
 
 Pads = Sequence[tuple[int, int]]
 
@@ -104,3 +105,27 @@ def _running(step: CodeStep) -> Function:
 
 
 rewrite("cummax cummin", _running)
+
+
+# ---------------------------------------------------------------- gradients of rotations
+
+
+def _rotated_back(step: CodeStep) -> Function | None:
+    """The sum of the two pieces of a value, each padded to its place after a rotation: a concatenation of them."""
+    padded = padded_pieces(step)
+    if padded is None or rotated(*padded) is None:
+        return None
+    (first, _), at = padded
+    cut = first.shape[at]
+    at_start = step.ins[0].maker is not None and step.ins[0].maker.ins[0] is first
+
+    def run(a: Any, b: Any) -> Any:
+        start, end = (a, b) if at_start else (b, a)
+        return lax.concatenate(
+            [lax.slice_in_dim(start, 0, cut, axis=at), lax.slice_in_dim(end, cut, end.shape[at], axis=at)], at
+        )
+
+    return run
+
+
+rewrite("add add_any", _rotated_back)
