@@ -221,10 +221,10 @@ class FileSet:
         finally:
             replacement.close()
 
-    def _remove(self, old: Collection[str], kept: Collection[str]) -> None:
+    def _remove(self, old: Collection[str], used: Collection[str]) -> None:
         """Remove what is stale: older members, and files of the set's pattern; the journal last, if it is one."""
         for name in sorted(os.listdir(self.folder), key=self.manifest.journal.__eq__):
-            if name not in kept and (name in old or self.owned.fullmatch(name)):
+            if name not in used and (name in old or self.owned.fullmatch(name)):
                 remove_file(self._path(name))
         sync_folder(self.folder)
 

@@ -35,8 +35,8 @@ class Found(Shown):
       >>> def build():
       ...     x, w = mtf.input("x", "batch:4096;d:1024"), mtf.variable("w", "d:1024;n:1024")
       ...     return {"y": mtf.einsum([x, w], output_shape="batch:4096;n:1024")}, []
-      >>> found = mtf.search(build, "v5e-4", axes=1, seconds=None, workers=1)
-      >>> str(found.best.candidate.mesh), str(found.best.candidate.layout), found.gap
+      >>> result = mtf.search(build, "v5e-4", axes=1, seconds=None, workers=1)
+      >>> str(result.best.candidate.mesh), str(result.best.candidate.layout), result.gap
       ('data:4', 'batch:data', 0.0)
     """
 

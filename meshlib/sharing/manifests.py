@@ -78,10 +78,9 @@ def _is_whole_model(folder: Path, what: str) -> bool:
     """Whether config.json is that of an exported model, whose files are those that were written with it."""
     if not MODEL.members(str(folder)):
         return False
-    entries = json.loads((folder / CONFIG).read_bytes())["files"]
     try:
-        for entry in entries.values():
+        for entry in json.loads((folder / CONFIG).read_bytes())["files"].values():
             checked(folder, entry, what, CheckpointError)
-    except CheckpointError:
-        return False  # weights in one file were written over it
+    except (CheckpointError, OSError, ValueError, LookupError, AttributeError):
+        return False  # weights in one file were written over it, or it is being replaced now
     return True

@@ -99,7 +99,7 @@ def write_weights(
     """
     what = "write_weights"
     _, family = family_of(config, what)
-    kept = DTYPES[choice(dtype, what, "dtype", tuple(DTYPES))]
+    stored_dtype = DTYPES[choice(dtype, what, "dtype", tuple(DTYPES))]
     if whole(shard_bytes, what, "shard_bytes") < 1:
         raise GraphError(f"{at(what)}: shard_bytes must be at least 1, got {shard_bytes}")
     if not isinstance(state, Mapping):
@@ -120,11 +120,11 @@ def write_weights(
         array = np.asarray(state[name] if index is None else state[name][index], np.float32)
         back = _theirs(row, array, config)
         if row.part is None:
-            tensors[theirs] = back.astype(kept)
+            tensors[theirs] = back.astype(stored_dtype)
         else:
             fused.setdefault(theirs, []).append(back)
     for theirs, parts in fused.items():  # q, k and v lie beside each other
-        tensors[theirs] = np.concatenate(parts, axis=-1).astype(kept)
+        tensors[theirs] = np.concatenate(parts, axis=-1).astype(stored_dtype)
     return _written(tensors, make_folder(folder, what, CheckpointError), shard_bytes, what)
 
 

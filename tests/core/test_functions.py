@@ -465,9 +465,9 @@ def test_constants_from_lists() -> None:
     with mtf.Graph():
         y = {"y": mtf.constant(rows, "a:2;b:3"), "n": mtf.constant(7, "b:3", "int32")}
         program = mtf.lower(y, mesh="p:3", layout="b:p")
-    found = mtf.simulate(program).step()
-    assert found["y"].tolist() == np.array(rows).tolist()
-    assert found["n"].tolist() == [7, 7, 7]
+    outputs = mtf.simulate(program).step()
+    assert outputs["y"].tolist() == np.array(rows).tolist()
+    assert outputs["n"].tolist() == [7, 7, 7]
     for value, text in (
         ([1, [2]], r"lists in a list must be of one length, got \[1, \[2\]\]"),
         ([1, 2], r"the array has shape \[2\], but its dims are \[a:3\]; give a dim of that size"),

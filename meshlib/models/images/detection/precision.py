@@ -23,8 +23,8 @@ class Objects:
     Example:
       >>> import numpy as np
       >>> import meshlib as mtf
-      >>> found = mtf.detection.Objects(np.array([[0.0, 0.0, 4.0, 4.0]]), np.array([1]), np.array([0.9]))
-      >>> found.boxes.shape
+      >>> detected = mtf.detection.Objects(np.array([[0.0, 0.0, 4.0, 4.0]]), np.array([1]), np.array([0.9]))
+      >>> detected.boxes.shape
       (1, 4)
     """
 
