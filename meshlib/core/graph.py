@@ -113,6 +113,20 @@ class Tensor(Shown):
             "use mtf.where(condition, x, y) to choose by value"
         )
 
+    def __len__(self) -> int:
+        raise GraphError(
+            f"tensor '{self.name}' has no length, but dims {self.shape}: take x.shape.dim(name).size, or len(x.shape)"
+        )
+
+    def __float__(self) -> float:
+        raise GraphError(
+            f"tensor '{self.name}' ({self.operation.source}) has no number while the program is being written; take it "
+            "from what a step of mtf.simulate(mtf.lower({'x': x})) returns"
+        )
+
+    def __int__(self) -> int:
+        return int(float(self))
+
     def __iter__(self) -> Iterator[Any]:
         raise GraphError(f"tensor '{self.name}' can't be iterated; address its dims {self.shape} by name")
 

@@ -58,7 +58,7 @@ def as_tensor(x: object, like: Tensor | None, what: str) -> Tensor:
 
         return scalar(x, like)
     wanted = "a tensor" if like is None else "a tensor or a number"
-    hint = "; make it a tensor by mtf.constant or mtf.input" if isinstance(x, np.ndarray) else ""
+    hint = "; make it a tensor by mtf.constant or mtf.input" if isinstance(x, np.ndarray | list) else ""
     shown = f"{x.dtype.name}{list(x.shape)}" if isinstance(x, np.ndarray) else " ".join(f"{x!r:.80}".split())
     raise ShapeError(f"{what} ({source_line()}): expected {wanted}, got {type(x).__name__} {shown}{hint}")
 

@@ -108,3 +108,12 @@ def test_calls_as_in_mesh_tensorflow_are_answered() -> None:
             mtf.layers.dense(x, w.shape, variable_dtype="float32")  # type: ignore[call-arg]
         with pytest.raises(AttributeError, match=r"tensors themselves: write x for x.outputs\[0\]"):
             _ = x.outputs
+        for wrong, text in (
+            (len, r"has no length, but dims \[a:2\]"),
+            (float, "has no number"),
+            (int, "has no number"),
+        ):
+            with pytest.raises(mtf.GraphError, match=text):
+                wrong(x)
+        with pytest.raises(mtf.GraphError, match=r"got list \[1, 2\]; make it a tensor by mtf.constant"):
+            x * [1, 2]
