@@ -138,6 +138,9 @@ class Executor(Interpreter[Array, TraceContext]):
         """One trip in a lax.cond, which a device leaves out where its index does not work."""
         body, record = i.body, i.record
         given = dict(zip(body.inputs.values(), inputs, strict=True))
+        for name in i.slices:  # of the only trip
+            v = body.inputs[name]
+            given[v] = lax.index_in_dim(given[v], 0, i.slice_axis(name), keepdims=False)
         assert record.working is not None
         begin = [given[body.inputs[name]] for name, _ in i.carries]
         inside = Reported()

@@ -120,7 +120,8 @@ class Pipeline:
         patterns = (config.layers - config.dense_front) // config.period
         if patterns % self.stages == 0:
             return (patterns // self.stages,) * self.stages
-        return layers.split_layers(patterns, self.stages)
+        ends = int((patterns + 2) // self.stages > 1)  # as how many layers embedding and head count, if all have some
+        return layers.split_layers(patterns, self.stages, ends, ends)
 
     def _uneven_faults(self, config: TransformerConfig) -> list[str]:
         """Why the layers can't be cut into stages of different sizes."""

@@ -80,7 +80,7 @@ def _line(i: Instruction, names: dict[Value, str], width: int) -> str:
             where = "".join(f" {dim}" for dim, _ in gathered_axes(i.steps[0]))
         text += f" over {'+'.join(i.steps[0].axes)}{where}"
     elif isinstance(i, Loop):
-        text += f", {f'at most {i.trips}' if i.going else i.trips} trips of the body below"
+        text += f", {_trips(i)} of the body below"
     elif isinstance(i, Compute):
         split = ", ".join(f"{f}@{a}" for a, f in i.assignment)
         text += f" split {split}" if split else ""
@@ -161,3 +161,12 @@ def explain(program: Program) -> str:
     lines = [f"1 program on {program.headline}", *(f"note: {n}" for n in program.notes)]
     table = collectives_table(program.collectives)
     return "\n".join([*lines, table, f"choice of strategies: {program.choice}", str(program.memory)])
+
+
+def _trips(i: Loop) -> str:
+    """How often the body of a loop runs: of a branch, in how many trips of the loop around."""
+    branch = i.record.branch
+    if branch is None:
+        return f"at most {i.trips} trips" if i.going else f"{i.trips} trips"
+    around = len(branch.active.indices)
+    return f"a branch that a device takes in {i.runs(around)} of {around} trips"
