@@ -87,6 +87,11 @@ class Branch:
     kind: str
     active: Active
 
+    @property
+    def together(self) -> bool:
+        """Whether in each trip all indices work or none: then all devices leave it out together."""
+        return all(len(row) in (0, self.active.size) for row in self.active.indices)
+
 
 class Timing(Protocol):
     """How long the trips of a loop take whose branches run on different devices at different times."""

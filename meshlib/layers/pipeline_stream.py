@@ -18,8 +18,10 @@ import numpy as np
 from layouts import Dimension, Shape
 from meshlib.core.dtypes import BOOL, INT32
 from meshlib.core.graph import Tensor, current_graph
+from meshlib.core.loop_record import Active
 from meshlib.core.opdef import Array
 from meshlib.layers.pipeline_schedule import Schedule
+from meshlib.ops.control.branches import branch
 from meshlib.ops.control.custom_gradients import custom_gradient
 from meshlib.ops.movement.dynamic_slices import update_slice
 from meshlib.ops.movement.indexing import gather
@@ -92,8 +94,7 @@ class Stream:
             table(graph, numbers, Shape([self.trip]), INT32, "slot"),
         ]
         if not happens.all():
-            every = np.broadcast_to(happens, shape.sizes)
-            tables.append(table(graph, every, shape, BOOL, "exchanges"))
+            tables.append(table(graph, np.repeat(happens, stages, axis=1), shape, BOOL, "exchanges"))
         return tables
 
     def _at(self, stage: int) -> Array:
@@ -102,9 +103,25 @@ class Stream:
     def exchange(self, slots: Tensor, y: Tensor, tables: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """What a slot held, of which the first stage takes its own, and the slots after the exchange.
 
-        The gradient is the same exchange in the other direction, which writes over one slot of the cotangent.
+        Where not every trip has one, it is a branch, which all devices leave out together.
         """
         _, gives, number, *happens = tables
+        if not happens:
+            return self._exchanged(slots, y, [gives, number])
+
+        def body(carries: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+            (before,) = carries
+            graph = before.graph
+            held, after = self._exchanged(before, graph.adopt(y), [graph.adopt(t) for t in (gives, number, *happens)])
+            return [after], [held]
+
+        every = tuple(range(self.plan.stages))
+        trips = (every if self.plan.exchange(trip) is not None else () for trip in range(self.trip.size))
+        taken = branch("exchange", body, [slots], happens[0], Active(self.stage.name, tuple(trips), self.plan.stages))
+        return taken.made[0], taken.ends[0]
+
+    def _exchanged(self, slots: Tensor, y: Tensor, tables: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """The exchange, whose gradient is the same in the other direction: it writes over one slot of the cotangent."""
 
         def run(slots: Tensor, y: Tensor, gives: Tensor, number: Tensor, *happens: Tensor) -> tuple[Tensor, Tensor]:
             held = gather(slots, number, self.slot)
@@ -123,7 +140,7 @@ class Stream:
             if happens:
                 passed = where(happens[0], passed, d_put, output_shape=d_put.shape)
             before = update_slice(d_slots, add(d_held, passed), self.slot, number)
-            return [before, where(gives, d_put, 0, output_shape=d_put.shape), *(None for _ in inputs[2:])]
+            return [before, where(gives, d_put, 0, output_shape=d_put.shape), *(None for _ in tables)]
 
-        held, after = custom_gradient(run, back, [slots, y, gives, number, *happens])
+        held, after = custom_gradient(run, back, [slots, y, *tables])
         return held, after

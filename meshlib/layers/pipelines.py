@@ -73,10 +73,10 @@ def pipeline(
       name: of the loop, and the scope of its operations.
     Returns: y, of the type of x. If stage_fn returns tensors besides: y, and a list of their sums over all microbatches
       (and repeats), each still with the dim `stage`, in float32 at least.
-    Bytes: each trip sends a microbatch to the next stage, and one of the stream, of inputs or results, to the stage
-      before; backward their gradients the other way. Results end in equal shares on the stages, and are gathered unless
-      a rule lays the microbatches over the axis of the stages. What is `beside` is gathered once, and backward its
-      gradient scattered.
+    Bytes: each trip sends a microbatch to the next stage, and where one enters then, one of the stream, of inputs or
+      results, to the stage before; backward their gradients the other way. Results end in equal shares on the stages,
+      and are gathered unless a rule lays the microbatches over the axis of the stages. What is `beside` is gathered
+      once, and backward its gradient scattered.
     Memory: of weights, gradients and slots 1 / stages. For the gradient, on each device, the inputs of its stage for
       all microbatches and repeats and what `remat` keeps; while the loop runs, 1 / stages of all microbatches as well,
       and what is `beside` for all microbatches and repeats.

@@ -282,10 +282,15 @@ class Loop(Instruction):
 
     @cached_property
     def splits_branch(self) -> bool:
-        """Whether each device leaves out this branch by itself: it has one index of the dim, and sends no others."""
+        """Whether devices leave out this branch: all together, or each by itself.
+
+        By itself where it has one index of the dim and sends nothing to those that have others.
+        """
         record = self.record
         if record.branch is None or record.working is None:
             return False
+        if record.branch.together:
+            return True
         mask = self.body.inputs[record.working.operation.name]
         axes = set(mask.sharding.of(record.branch.active.dim))
         return mask.local_size == 1 and axes.isdisjoint(_axes_of(self.body))

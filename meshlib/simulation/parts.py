@@ -22,7 +22,7 @@ from hardware.numerics import round_to_bfloat16
 from layouts import Dimension
 from meshlib.core.engine import Engine
 from meshlib.core.graph import TensorType
-from meshlib.core.opdef import Factor, Role
+from meshlib.core.opdef import Factor, Kind, Role
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
 from meshlib.program.records import Program
 from meshlib.simulation.blocks import compute
@@ -116,11 +116,15 @@ def parts_of(
         all_whole = any(x not in parts.partial and x not in either for x in known)
         follows = all(x in either for x in known) and not passed.isdisjoint(i.inputs)
         in_part = (some or not all_whole) and i not in passing and not follows
+        if follows and i.operation.opdef.kind is Kind.VIEW:
+            passed.update(i.outputs)
         if isinstance(i, Loop):
             _loop_parts(executor, parts, i, dim, in_part and bool(known))
         else:
             _compute_parts(parts, i, dim, in_part)
-        if known and all(x in either for x in known):
+        if i in passing:
+            either.update(y for y in i.outputs if y not in parts.partial)
+        elif known and all(x in either for x in known):
             # What is moved along the dim of what is there whole is right wherever it is wanted. What is moved of parts
             # is for other indices than work now, the next to work, and must stay whole.
             either.update(y for y in i.outputs if y not in parts.partial)

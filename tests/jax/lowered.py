@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from meshlib.jax.step import Step
-from meshlib.program.instructions import Compute, Widen
-from meshlib.program.records import Program, walk
+from meshlib.program.instructions import Compute, Instruction, Loop, Widen
+from meshlib.program.records import Program
 
 KINDS = {
     "stablehlo.all_reduce": "all_reduce",
@@ -73,10 +73,18 @@ def _bytes(t: Any) -> int:
     return prod(map(int, sizes)) * BITS[dtype] // 8
 
 
+def written(program: Program, times: int = 1) -> Iterator[tuple[Instruction, int]]:
+    """Every instruction with the trips of the loops around it: a branch is there in each, taken or not."""
+    for i in program.instructions:
+        yield i, times
+        if isinstance(i, Loop):
+            yield from written(i.body, times * i.trips)
+
+
 def in_program(program: Program) -> Counter[Found]:
     """The same of what `program.collectives` lists, but for what moves along a dim inside an operation."""
     mesh, found = program.mesh, Counter[Found]()
-    for i, _, times in walk(program):
+    for i, times in written(program):
         if isinstance(i, Compute | Widen):
             continue
         for part in i.transfers:
@@ -90,7 +98,7 @@ def in_program(program: Program) -> Counter[Found]:
 def exchanges(program: Program) -> Counter[Found]:
     """How the summaries of blocks travel: as the program says, or as the two halves of an all_reduce."""
     mesh, found = program.mesh, Counter[Found]()
-    for i, _, times in walk(program):
+    for i, times in written(program):
         if not isinstance(i, Compute):
             continue
         for e in i.exchanges:

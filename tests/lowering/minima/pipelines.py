@@ -78,8 +78,8 @@ def pipeline_step(t: str) -> Case:
 
 @row
 def circular_pipeline_step(t: str) -> Case:
-    """Twice as many trips of half the work; the last stage sends to the first."""
-    least = (2 + there_and_back() // 2) * trips(2) * block(t) + all_gather(N, M * block(t))
+    """Twice as many trips of half the work; the last stage sends to the first, and the stream moves in half of them."""
+    least = (2 * trips(2) + each_way() * trips()) * block(t) + all_gather(N, M * block(t))
     return Case(None, sgd(half_square(piped(t, 2))), MESH, "stage:m", least)
 
 
