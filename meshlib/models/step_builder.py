@@ -20,7 +20,8 @@ def transformer_builder(
 ) -> Callable[..., tuple[Mapping[str, Tensor], Sequence[Operation]]]:
     """Builds the training step of a model.
 
-    Its choices are arguments of `train_step`; "offload" as remat; and stages with microbatches of a pipeline.
+    Its choices are arguments of `train_step`; "offload" as remat; and stages, with microbatches and the
+    schedule of a pipeline.
     """
 
     def build(**choices: Any) -> tuple[Mapping[str, Tensor], Sequence[Operation]]:
@@ -28,12 +29,17 @@ def transformer_builder(
         if sizes.get("remat") == OFFLOAD:
             sizes["remat"] = Remat(offload_carries=True)
         stages, microbatches = sizes.pop("stages", 1), sizes.pop("microbatches", None)
+        schedule = sizes.pop("schedule", "gpipe")
         if stages != 1:
             sizes["pipeline"] = Pipeline(
-                stages=stages, microbatches=4 * stages if microbatches is None else microbatches
+                stages=stages,
+                microbatches=4 * stages if microbatches is None else microbatches,
+                schedule=schedule,
             )
         elif microbatches not in (None, 1):
             raise GraphError("microbatches are for a pipeline: with one stage give 1")
+        elif schedule != "gpipe":
+            raise GraphError("a schedule is for a pipeline: with one stage leave it 'gpipe'")
         return train_step(config, **sizes)
 
     return build

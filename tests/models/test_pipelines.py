@@ -197,12 +197,13 @@ def test_stages_of_a_decoder_are_given_what_was_encoded_once() -> None:
     assert repeated == {8 * sources * config.d_model * 2, 8 * 128 * config.d_model * 2}  # a microbatch of each stack
 
 
-def test_the_pipeline_goes_over_dcn() -> None:
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_the_pipeline_goes_over_dcn(schedule: str) -> None:
     """Only microbatches, and what is summed once a step, go from slice to slice."""
     config = preset("gpt2")
     mesh = "pipe:2;fsdp:256"
     with mtf.Graph():
-        made = train_step(config, 2048, 1024, "sgd", pipeline=Pipeline(stages=2, microbatches=8))
+        made = train_step(config, 2048, 1024, "sgd", pipeline=Pipeline(stages=2, microbatches=8, schedule=schedule))
         program = mtf.lower(*made, mesh=mesh, layout=layout("pipeline+fsdp", config, mesh))
     est = mtf.estimate(program, "2*v5e-256")
     over = [r for r in est.rows if r.dcn_seconds]
