@@ -44,6 +44,8 @@ class Value:
     def local_shape(self) -> Shape:
         """The shape of one device's block, margins included."""
         shape = self.sharding.local_shape
+        if not self.margins:
+            return shape
         for m in self.margins:
             shape = shape.resize(m.dim, shape.dim(m.dim).size + m.before + m.after)
         return shape
@@ -187,6 +189,8 @@ class Compute(Instruction):
     @property
     def transfers(self) -> Sequence[Transfer]:
         """The exchanges; a summary is made of all operands and stands under the first."""
+        if not self.exchanges:
+            return ()
         pairs = zip(self.exchanges, self.reasons, strict=True)
         return [Transfer(e, self.inputs[max(e.operand, 0)], reason) for e, reason in pairs]
 

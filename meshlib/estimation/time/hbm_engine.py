@@ -52,7 +52,8 @@ class Hbm:
         end = max(launched + max(time.mxu_seconds, time.vpu_seconds) + bare, done)
         self.spare_seconds -= ahead
         self.idle(end - begin - wanted)
-        return replace(time, hidden_seconds=max(0.0, start + time.seconds - end))
+        hidden_seconds = start + time.seconds - end
+        return replace(time, hidden_seconds=hidden_seconds) if hidden_seconds > 0 else time
 
     def left(self, seconds: float) -> float:
         """What is still owed when collectives have been awaited for that long after the last kernel."""

@@ -56,6 +56,8 @@ Kept = Mapping[
 def moves_of(program: Program, instruction: Instruction) -> tuple[Communication, ...]:
     """The collectives that an instruction starts, in order; none for a computation without exchanges."""
     mesh, transfers = program.mesh, instruction.transfers
+    if not transfers:
+        return ()
     if not instruction.is_collective:
         return tuple(_move(mesh, (t,), instruction.operation.name) for t in transfers)
     name = instruction.inputs[0].tensor.name

@@ -31,6 +31,7 @@ class Stored:
     def __init__(self, program: Program) -> None:
         self._maker: dict[Value, Instruction] = {y: i for i in program.instructions for y in i.outputs}
         self._known: dict[Value, Value] = {}
+        self._sizes: dict[Value, tuple[int, int]] = {}
         self.fused = fused_values(program)
         self.held = held_values(program)
         self.through = made_by_readers(program, self.fused, self.held, lambda v: self.sizes(v)[1])
@@ -66,8 +67,12 @@ class Stored:
 
     def sizes(self, v: Value) -> tuple[int, int]:
         """Bytes of what is in memory for the block of a value: exact, and in whole tiles."""
-        dtype = self.of(v).tensor.dtype
-        return dtype.size_bytes(v.local_size), tiled_bytes(v.local_shape.sizes, dtype.itemsize)
+        sizes = self._sizes.get(v)
+        if sizes is None:
+            dtype = self.of(v).tensor.dtype
+            sizes = dtype.size_bytes(v.local_size), tiled_bytes(v.local_shape.sizes, dtype.itemsize)
+            self._sizes[v] = sizes
+        return sizes
 
     def _source(self, v: Value) -> tuple[Value | None, Value | None]:
         """The one operand that is no wider and has the shape of `v`; a smaller one beside it that scales it, if any."""
