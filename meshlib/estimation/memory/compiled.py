@@ -16,7 +16,7 @@ Plain `jit` with sharding annotations (`mtf.GSPMD`) takes more:
                    holds one more operand and result of the widest such product; the logits' gradient is kept for the
                    loop of its weight, as long as all of that fits: else the scheduler, which knows the limit, runs
                    that loop first
-    fragmentation  more of it, since blocks of such loops come and go
+    fragmentation  more of it, since blocks of such loops come and go; not of what a loop stacks for another, which stays
 
 A whole run takes as much as its largest program. Besides the step that is an evaluation or the like, `RUN_ADDS_BYTES`
 more at least as measured, or an export that gathers float32 weights: the state and twice a file, whatever the batch.
@@ -44,7 +44,7 @@ from meshlib.program.records import Program, walk
 
 CODE_BYTES = 120 << 10  # of a kernel: 0.04 GiB for a step of 350
 FRAGMENTATION = 0.01  # of all but variables and slots
-LOOPED_FRAGMENTATION = 0.075  # where products are loops over blocks: 6 to 9 %
+LOOPED_FRAGMENTATION = 0.075  # of what comes and goes, where products are loops over blocks: 6 to 9 %
 LOOPED_FROM = 8  # devices that share a gathered weight
 RUN_ADDS_BYTES = 1 << 29  # the least by which whole runs were above their step; the most were 5 GiB
 FILE_BYTES = 5 * 10**9  # of exported weights: `shard_bytes` of `mtf.save_weights`
@@ -99,7 +99,9 @@ def compiled_memory(
     laid = max(laid, buffers_bytes)
     casts = _hoisted_casts(program) if plain else 0
     widest, logits = _loops(program) if plain else (0, 0)
-    share = LOOPED_FRAGMENTATION if widest + logits else FRAGMENTATION
+    share, stays = FRAGMENTATION, 0
+    if widest + logits:
+        share, stays = LOOPED_FRAGMENTATION, _stacked(program)
     kernels = len({(id(inside), i.group) for i, inside, _ in walk(program)})
     state = sum(tiled_value_bytes(v) for v in program.variables.values() if not v.tensor.on_host)
     trained = [program.variables[n] for n in program.updates if n in program.variables]
@@ -112,7 +114,7 @@ def compiled_memory(
             casts_bytes=casts,
             loops_bytes=loops_bytes,
             code_bytes=CODE_BYTES * kernels,
-            fragmentation_bytes=ceil(share * max(0, laid + casts + loops_bytes - state)),
+            fragmentation_bytes=ceil(share * max(0, laid + casts + loops_bytes - state - stays)),
             state_bytes=state,
             export_bytes=2 * min(FILE_BYTES, weights),
         )
@@ -176,6 +178,18 @@ def _hoisted_casts(program: Program) -> int:
     }
     stored = {*program.variables.values()}
     return sum(tiled_bytes(v.local_shape.sizes, 2) for v in sliced if v in stored)
+
+
+def _stacked(program: Program) -> int:
+    """Most bytes of stacks at once: what loops have stacked for one that runs, and what it stacks itself."""
+    placed, stacks, most = {*program.updates.values()}, set[Value](), 0
+    for i in program.instructions:
+        if isinstance(i, Loop):
+            own = {y for y in i.outputs[len(i.carries) :] if y not in placed and not y.tensor.on_host}
+            there = own.union(x for x in i.inputs if x in stacks)
+            most = max(most, sum(tiled_value_bytes(v) for v in there))
+            stacks |= own
+    return most
 
 
 def _is_cast(body: Program, x: Value) -> bool:
