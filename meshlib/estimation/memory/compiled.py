@@ -16,7 +16,7 @@ Plain `jit` with sharding annotations (`mtf.GSPMD`) takes more:
                    holds one more operand and result of the widest such product; the logits' gradient is kept for the
                    loop of its weight, as long as all of that fits: else the scheduler, which knows the limit, runs
                    that loop first
-    fragmentation  more of it, since blocks of such loops come and go; not of what a loop stacks for another, which stays
+    fragmentation  more of it, since blocks of such loops come and go; what loops stack for others stays
 
 A whole run takes as much as its largest program. Besides the step that is an evaluation or the like, `RUN_ADDS_BYTES`
 more at least as measured, or an export that gathers float32 weights: the state and twice a file, whatever the batch.
