@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from hardware.checks import wholes
-from hardware.detours import ring_around
+from hardware.detours import link_between, ring_around
 from hardware.errors import HardwareError
 from hardware.torus import Coordinates, Torus
 from hardware.twisted import TwistedTorus
@@ -139,13 +139,12 @@ def _tray(torus: Torus, place: Coordinates) -> list[int]:
 
 def _link(torus: Torus, a: Coordinates, b: Coordinates) -> int:
     """The number of the link from a to b."""
-    node, target = torus.node(a), torus.node(b)
-    for axis, step in itertools.product(range(torus.rank), (1, -1)):
-        if torus.neighbour(node, axis, step) == target:
-            return torus.link(node, axis, step)
-    raise HardwareError(
-        f"chips {_text(a)} and {_text(b)} share no link in a torus of {'x'.join(map(str, torus.shape))}"
-    )
+    source, target = torus.node(a), torus.node(b)
+    try:
+        return link_between(torus, source, target)
+    except HardwareError:
+        shape = "x".join(map(str, torus.shape))
+        raise HardwareError(f"chips {_text(a)} and {_text(b)} share no link in a torus of {shape}") from None
 
 
 def _one_cut_for_each_axis(torus: Torus, links: Sequence[int]) -> bool:

@@ -104,8 +104,8 @@ def all_reduce(
         cells[:size] = array.reshape(-1)
         memory.append(cells.reshape(n, 2, unit))
     plan = MessagePlan(memory)
-    onward = {1: [_link(torus, a, b) for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)]}
-    onward[-1] = [_link(torus, ring[i], ring[i - 1]) for i in range(n)]
+    onward = {1: [link_between(torus, a, b) for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)]}
+    onward[-1] = [link_between(torus, ring[i], ring[i - 1]) for i in range(n)]
     for step, half in ((1, 0), (-1, 1)):
         last: dict[int, int] = {}
         for hop in range(2 * (n - 1)):  # n - 1 hops in which block c collects its sum, n - 1 in which it spreads
@@ -124,7 +124,15 @@ def all_reduce(
     return CollectivePlan(torus, plan, lambda _, cells: cells.reshape(-1)[:size].reshape(shape))
 
 
-def _link(torus: Torus, source: int, target: int) -> int:
+def link_between(torus: Torus, source: int, target: int) -> int:
+    """The number of the link from one node to a neighbour.
+
+    Raises: HardwareError where there is none.
+    Example:
+      >>> torus = Torus((4, 4))
+      >>> torus.describe_link(link_between(torus, 0, 3))
+      '0->3 axis1-'
+    """
     for axis, step in itertools.product(range(torus.rank), (1, -1)):
         if torus.neighbour(source, axis, step) == target:
             return torus.link(source, axis, step)

@@ -14,12 +14,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hardware.checks import whole
+from hardware.detours import link_between
 from hardware.errors import HardwareError
 from hardware.events import Links, Traffic
 from hardware.ring_plans import CollectivePlan
@@ -36,12 +37,14 @@ class FilmFrame:
       torus: whose links and nodes it shows; title: above it.
       loads: link -> share of the time for which it is busy; links that are left out are idle.
       received: node -> share of all that it receives; empty where that is not known.
+      failed: nodes that are left out, x in text.
     """
 
     torus: Torus
     title: str = ""
     loads: Mapping[int, float] = field(default_factory=dict)
     received: Mapping[int, float] = field(default_factory=dict)
+    failed: Collection[int] = ()
 
     def __str__(self) -> str:
         rows, columns = self._plane()
@@ -93,7 +96,7 @@ class FilmFrame:
     def _digit(self, node: int) -> str:
         share = self.received.get(node)
         if share is None:
-            return "o"
+            return "x" if node in self.failed else "o"
         return "*" if share >= 1 - 1e-9 else str(int(10 * share))
 
     def _between_planes(self) -> list[str]:
@@ -182,6 +185,17 @@ def axis_loads(torus: Torus, busy: Mapping[int, float]) -> dict[int, float]:
       [(0, 0.5), (3, 0.5)]
     """
     return {link: load for link in torus.links() if (load := busy.get(link // 2 % torus.rank, 0.0))}
+
+
+def ring_loads(torus: Torus, ring: Sequence[int], load: float) -> dict[int, float]:
+    """The load of the links of a ring of nodes, each way.
+
+    Example:
+      >>> sorted(ring_loads(Torus((2, 2), wrap=False), (0, 1, 3, 2), 0.5))
+      [0, 2, 4, 7, 9, 10, 13, 15]
+    """
+    pairs = [*zip(ring, (*ring[1:], ring[0]), strict=True)] if load else []
+    return {link_between(torus, *way): load for a, b in pairs for way in ((a, b), (b, a))}
 
 
 def spots(torus: Torus) -> list[tuple[float, float]]:

@@ -95,6 +95,17 @@ class Slice:
         object.__setattr__(self, "failed", rest.failed)
         object.__setattr__(self, "failed_links", damage.links)
 
+    @property
+    def ring(self) -> tuple[int, ...] | None:
+        """Where failed parts leave one ring, its nodes in order, as `single.torus` numbers them.
+
+        Example:
+          >>> Slice("v3-32 without 0x0").ring
+          (2, 6, 10, 9, 8, 12, 13, 14, 15, 11, 7, 3)
+        """
+        damage = _damage(self.name)
+        return remains(self.single.torus, read_damage(damage)).ring if damage else None
+
     def without(
         self,
         chips: Sequence[int] | Sequence[Sequence[int]] = (),

@@ -43,9 +43,12 @@ def plot_frame(frame: FilmFrame, ax: Any) -> Any:
         shades.append(heat(0.25 + 0.75 * load) if load else (0.85, 0.85, 0.85, 1.0))
         widths.append(1.0 + 2.0 * load)
     axes.add_collection(LineCollection(lines, colors=shades, linewidths=widths, zorder=1))
-    received = [frame.received.get(node, 0.6) for node in range(torus.nodes)]
+    colours = [
+        "white" if node in frame.failed else fill(0.15 + 0.85 * frame.received.get(node, 0.6))
+        for node in range(torus.nodes)
+    ]
     axes.scatter(
-        [x for x, _ in places], [y for _, y in places], 70, c=[fill(0.15 + 0.85 * share) for share in received],
+        [x for x, _ in places], [y for _, y in places], 70, c=colours,
         edgecolors="black", linewidths=0.5, zorder=2,
     )  # fmt: skip
     axes.set(xlim=(-0.8, max(x for x, _ in places) + 0.8), ylim=(max(y for _, y in places) + 0.8, -0.8), aspect="equal")

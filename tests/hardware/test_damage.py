@@ -114,6 +114,11 @@ def test_programs_run_on_what_is_left():
     assert left.exposed_comm_seconds > sound.exposed_comm_seconds
     assert cut.step_seconds >= sound.step_seconds
     assert "v5e-64 without 3x5" in left.table()
+    frames = left.film(4).frames
+    assert all(str(frame).count("x") == 4 for frame in frames)
+    on_ring = {link for frame in frames for link in frame.loads}
+    assert len(on_ring) == 2 * 60
+    assert not any(set(frames[0].torus.ends(link)) & frames[0].failed for link in on_ring)
     with pytest.raises(mtf.MeshlibError, match=r"64 .*60"):
         mtf.estimate(program(64), whole.without((3, 5)))
 

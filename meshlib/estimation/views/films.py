@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hardware.films import Film, FilmFrame, axis_loads
+from hardware.films import Film, FilmFrame, axis_loads, ring_loads
 from hardware.placement import places
 from meshlib.core.arguments import whole
 from meshlib.core.text import seconds_text
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 def step_film(est: Estimate, frames: int) -> Film:
     """`Estimate.film`."""
-    count, torus = whole(frames, "Estimate.film", "frames", 1), est.slice.torus
+    count, torus, ring = whole(frames, "Estimate.film", "frames", 1), est.slice.torus, est.slice.ring
+    if ring:  # drawn where its chips are
+        torus = est.slice.single.torus
+    failed = frozenset(torus.node(place) for place in est.slice.failed)
     axes = {engine_name(place): place for place, _ in places(est.slice) if place >= 0}
     events = trace_events(est)
     track = {e["tid"]: axes.get(e["args"]["name"]) for e in events if e["name"] == "thread_name"}
@@ -31,5 +34,6 @@ def step_film(est: Estimate, frames: int) -> Film:
             if axis is not None and shared > 0:
                 busy[axis] = min(1.0, busy.get(axis, 0.0) + shared / length)
         title = f"{seconds_text(begin)} to {seconds_text(begin + length)} of {seconds_text(est.step_seconds)}"
-        pictures.append(FilmFrame(torus, title, axis_loads(torus, busy)))
+        loads = ring_loads(torus, ring, busy.get(0, 0.0)) if ring else axis_loads(torus, busy)
+        pictures.append(FilmFrame(torus, title, loads, failed=failed))
     return Film(tuple(pictures))
