@@ -722,6 +722,7 @@ def test_every_layer_is_here() -> None:
     experts = {"moe", "Mixture", "Routing", "balanced_bias"}  # tests/layers/test_experts.py
     parts = {"Scores", "LatentDims", "latent_queries", "latent_memory"}  # of the attentions above
     others = {"pipeline", "schedule", "Held"}  # tests/layers/test_pipeline.py, tests/models/test_serving.py
+    others |= {"pipeline_training_step", "split_layers", "stage_layers"}  # tests/layers/test_pipeline_steps.py
     assert {n for n in public_names(mtf.layers) if n not in names} == {*pools, *in_images, *experts, *parts, *others}
 
 
