@@ -47,6 +47,9 @@ RESIDENT = (Kind.INPUT, Kind.VARIABLE)
 # 0.2e12 values of float32.
 THROUGH = (Kind.ELEMENTWISE, Kind.VIEW, Kind.SOURCE)
 MOST_OPS = 32
+# Lane operations per element. Arithmetic takes one; transcendental functions are short polynomials or table look-ups
+# with refinement in the vector unit. Modelled, not published: see `Work`.
+TRANSCENDENTAL_OPS = 8
 
 
 class Storage(enum.Enum):

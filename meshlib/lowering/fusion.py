@@ -32,6 +32,7 @@ from meshlib.program.records import Program
 _FUSIBLE = (Kind.ELEMENTWISE, Kind.VIEW, Kind.SOURCE)
 _BY_ROW = (*_FUSIBLE, Kind.REDUCTION)
 _OPEN = (*_FUSIBLE, Kind.CONTRACTION, Kind.REDUCTION)  # groups that producers may join
+_LIGHT = (*_BY_ROW, Kind.INDEXED)
 _STREAMED = (*_BY_ROW, Kind.CONTRACTION)
 
 Kinds: TypeAlias = Mapping[Instruction, Kind | None]  # see `kinds_of`
@@ -132,7 +133,10 @@ def numbered(groups: Sequence[Sequence[Instruction]]) -> list[Instruction]:
 
 
 def join_rows(groups: Sequence[Sequence[Instruction]], kinds: Kinds) -> list[Sequence[Instruction]]:
-    """Groups that run row by row together, as one; they stand where the first of them does."""
+    """Groups that run row by row together, as one; they stand where the first of them does.
+
+    What stood between them, reads the same and needs none of them runs before: their kernel may then write over it.
+    """
     return [group for group in _RowJoiner(groups, kinds).run() if group]
 
 
@@ -155,6 +159,7 @@ class _RowJoiner:
     def __init__(self, groups: Sequence[Sequence[Instruction]], kinds: Kinds) -> None:
         self.groups, self.kinds = groups, kinds
         self.joined: list[list[Instruction]] = []
+        self.spans: list[tuple[int, int]] = []  # of each joined group, where the first and the last of its groups stood
         self.open: list[bool] = []  # whether others may join
         self.sums: dict[Value, int] = {}  # what sums of a group of their own read, and its place
         self.totals: set[Value] = set()  # sums over rows, and what follows from them in their groups
@@ -162,7 +167,7 @@ class _RowJoiner:
         self.sources: dict[Value, Sequence[Instruction]] = {}  # groups of nothing but sources, by what they make
 
     def run(self) -> list[Sequence[Instruction]]:
-        for group in self.groups:
+        for n, group in enumerate(self.groups):
             if all(self.kinds[i] is Kind.SOURCE and not i.inputs for i in group):
                 # They hold nobody up: they run as soon as somebody needs them.
                 self.sources.update((y, group) for i in group for y in i.outputs)
@@ -175,10 +180,30 @@ class _RowJoiner:
             if place is None:
                 place = len(self.joined)
                 self.joined.append([])
+                self.spans.append((n, n))
                 self.open.append(by_row)
             self.totals |= totals
             self._put(group, place)
+            self.spans[place] = self.spans[place][0], n
         return list(self._with_sources())
+
+    def _readers_first(self) -> Iterator[Sequence[Instruction]]:
+        """The joined groups in order, each after those that it overtook, read the same and need nothing of it."""
+        groups: list[Sequence[Instruction]] = [*self.joined]
+        for place, (_, end) in enumerate(self.spans):
+            read = {x for i in groups[place] for x in i.inputs}
+            behind = {y for i in groups[place] for y in i.outputs}
+            for later in range(place + 1, len(groups)):
+                if self.spans[later][0] > end:
+                    break
+                inputs = {x for i in groups[later] for x in i.inputs}
+                light = all(isinstance(i, Compute) and self.kinds[i] in _LIGHT for i in groups[later])
+                if light and inputs.isdisjoint(behind) and not inputs.isdisjoint(read):
+                    yield groups[later]
+                    groups[later] = []
+                else:
+                    behind.update(y for i in groups[later] for y in i.outputs)
+            yield groups[place]
 
     def _put(self, group: Sequence[Instruction], place: int) -> None:
         self.joined[place] += group
@@ -226,7 +251,7 @@ class _RowJoiner:
     def _with_sources(self) -> Iterator[Sequence[Instruction]]:
         """The groups, each of nothing but sources before the first that uses it; others at the end."""
         waiting = dict(self.sources)
-        for group in self.joined:
+        for group in self._readers_first():
             for source in [waiting[x] for i in group for x in i.inputs if x in waiting]:
                 if source[0].outputs[0] in waiting:
                     yield self._taken(source, waiting)

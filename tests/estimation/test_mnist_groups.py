@@ -88,18 +88,18 @@ def groups(rows: int, cols: int) -> dict[str, Group]:
     """The kernels of a step for b examples and h hidden units on a core, by name."""
     b, h = B // rows, H // cols
     n, x, hidden, logits, w1, w2 = (b,), (b, P), (b, h), (b, C), (P, h), (h, C)
+    one_hot = [(1, logits), (1, n), (2, logits)]
     found = {
         "ffn_in": Group([x, w1], [hidden], [(1, hidden)], (b, P, h)),  # and relu
         "ffn_out": Group([hidden, w2], [logits], [], (b, h, C)),
         # Labels as one-hot; 1/512 spread over examples and classes, times labels; summed over classes.
-        "subtract_1/grad/reduce_sum": Group(
-            [n], [logits, logits, n], [(1, logits), (1, n), (2, logits), (1, logits)], scalars=1, scalar_ops=2
-        ),
-        # The loss and its gradient row by row, from logits, one-hot labels and the two results above.
+        "subtract_1/grad/reduce_sum": Group([n], [n], [*one_hot, (1, logits)], scalar_ops=3),
+        # The loss and its gradient row by row, from logits, labels (again as one-hot, and times 1/512) and the sums.
         "ffn_out/grad/add_n": Group(
-            [logits, logits, logits, n],
+            [logits, n, n],
             [logits],
             [
+                *one_hot,
                 (1, logits),  # maximum
                 (1 + 8, logits),  # exponential of logits minus maximum
                 (1, logits),  # their sum
@@ -109,13 +109,13 @@ def groups(rows: int, cols: int) -> dict[str, Group]:
                 (8, n),  # labels' sums divided
                 (4, logits),  # spread, times exponentials; minus labels; both added
             ],
-            scalars=1 if rows > 1 else 2,
-            scalar_ops=0 if rows > 1 else 1,
+            scalars=1,
+            scalar_ops=3 if rows > 1 else 4,
         ),
         "ffn_out/grad/einsum": Group([logits, w2], [hidden], [], (b, C, h)),
     }
     if rows > 1:  # the loss is a sum over cores, and its mean follows
-        found["multiply_1"] = Group([], [], [], scalars=3, scalar_ops=1)
+        found["multiply_1"] = Group([], [], [], scalars=2, scalar_ops=2)
     if rows == 1:  # gradients are whole: the updates are fused with their products
         found["ffn_in/grad/einsum_1"] = Group(
             [hidden, hidden, x, w1], [w1], [(2, hidden), (2, w1)], (h, b, P), scalar_ops=1

@@ -297,8 +297,8 @@ def test_a_narrow_softmax_is_nearly_the_same_and_moves_less():
     traffic = [
         mtf.estimate(scored(dtype, train=True), "v5e-1", physics=IDEAL).hbm_bytes for dtype in ("float32", "bfloat16")
     ]
-    # Weights, and what comes before their cotangent, in two bytes instead of four: written once, read at least once.
-    assert traffic[0] - traffic[1] >= 2 * 2 * 2 * 8 * 512 * 512
+    # Either way the kernels that read the weights make them of the scores: what differs is a statistic of each row.
+    assert 0 < traffic[0] - traffic[1] < 8 * 512 * 512
 
 
 def test_the_sum_of_one_element_each_is_no_work():

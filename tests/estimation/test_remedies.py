@@ -118,7 +118,7 @@ def test_what_a_loop_keeps_besides_is_named():
     memory = mtf.estimate(program, "v5e-4").memory
     (r,) = (r for r in memory.remedies if "remat='full'" in r.what)
     done = mtf.estimate(network("data:4", "batch:data", "scan", 65536), "v5e-4").memory
-    assert abs(memory.peak_bytes - done.peak_bytes - r.gain_bytes) <= 0.1 * memory.peak_bytes
+    assert abs(memory.peak_bytes - done.peak_bytes - r.gain_bytes) <= 0.15 * memory.peak_bytes
     assert r.gain_bytes > 0.3 * memory.peak_bytes
 
 
@@ -274,5 +274,5 @@ def test_what_is_computed_again_leaves_what_goes_from_part_to_part(sums: bool) -
     memory = peak(again=False)
     (r,) = (r for r in memory.remedies if "recompute_grad" in r.what)
     saved = memory.peak_bytes - peak(again=True).peak_bytes
-    assert abs(saved - r.gain_bytes) <= 0.1 * memory.peak_bytes
+    assert 0.5 * saved <= r.gain_bytes <= 1.1 * saved
     assert r.gain_bytes > 0.2 * memory.peak_bytes

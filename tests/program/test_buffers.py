@@ -14,7 +14,7 @@ from hardware.slices import Slice
 from meshlib.estimation.work.communication import Network, placed
 from meshlib.estimation.work.plan import plan_of
 from meshlib.estimation.work.tiles import tiled_value_bytes
-from meshlib.program.analysis.buffers import START, Buffer, fused_values, kept_of
+from meshlib.program.analysis.buffers import START, Buffer, fused_values, stored_values
 from meshlib.program.analysis.memory import bytes_after, exact_size, kinds_after
 from meshlib.program.instructions import Commit, Compute, Loop, Move, Resident, Value
 from meshlib.program.records import Program, walk
@@ -60,7 +60,7 @@ def overwritten(program: Program, loop: Loop | None = None) -> Iterator[str]:
 
     What is made again is read where that lies of which it is made.
     """
-    of, kept = holders(program, loop), kept_of(program, loop)
+    of, kept = holders(program, loop), stored_values(program, loop)
     fused = kept.fused - kept.inside
     held: dict[Buffer, set[str]] = {b: {b.owner.tensor.name} for b in planned(program, loop) if b.begin == START}
     for _, members in groupby(enumerate(program.instructions), key=lambda pair: pair[1].group):

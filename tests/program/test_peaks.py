@@ -166,9 +166,9 @@ def transformer(remat: str) -> mtf.Program:
 
 # What each policy keeps of a layer, and what is there besides in its backward pass when most is.
 POLICIES = {
-    # Its input. Computed again: q, k, v, context, the sum after attention, the hidden values; the cotangent of these;
-    # a statistic of each norm. When the weights that follow have their gradient, GELU is made again.
-    "full": (STREAM, 4 * STREAM + STREAM + WIDE + WIDE + 2 * ROW),
+    # Its input. Computed again: q, k, v, context, what attention returns, what the second norm returns, which two
+    # products read, the hidden values; the cotangent of these; a statistic of each norm. GELU is made by who reads it.
+    "full": (STREAM, 4 * STREAM + STREAM + STREAM + WIDE + WIDE + 2 * ROW),
     # Its input, q, k, v, what attention returns, the hidden values. Besides: the cotangents of the hidden values and of
     # what they are made of, the second norm's statistic.
     "matmuls": (STREAM + 4 * STREAM + WIDE, WIDE + STREAM + ROW),

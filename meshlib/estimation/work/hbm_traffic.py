@@ -70,9 +70,7 @@ def boundary_of(members: Sequence[Instruction], stored: Stored, in_place: frozen
             continue
         stays = i.outputs[0] in in_place
         part = i.inputs[1] if stays else None
-        buffer_of = {y: y if y in stored.held else stored.of(y) for y in i.outputs if stored.is_written(y)}
-        # What is derived from a buffer that lies outside is not written; who reads it derives it again.
-        own = {b: stored.sizes(part or y) for y, b in buffer_of.items() if b in inside}
+        own = {y: stored.sizes(part or y) for y in i.outputs if stored.is_written(y)}
         if not own and needed.isdisjoint(i.outputs):
             continue
         written |= own
@@ -83,7 +81,8 @@ def boundary_of(members: Sequence[Instruction], stored: Stored, in_place: frozen
                 shares[x] = max(shares.get(x, share), share)
             if stays and n == 0:
                 continue
-            for v in (x,) if x in inside else stored.through.get(x, (x,)):
+            recomputed = None if x in inside else stored.recomputed.get(x)
+            for v in (x,) if recomputed is None else recomputed.of:
                 if v not in inside:
                     part_read = share if v.local_size == x.local_size else 1.0
                     for b, bytes_read in _buffers_read(i, n if v is x else None, v, part_read, stored):

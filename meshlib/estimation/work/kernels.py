@@ -6,7 +6,7 @@ densest way round. Groups are those of the program; what lies in memory between 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -117,7 +117,7 @@ def kernel_of(
     is written. `region` is that of a loop around which is no part of the forward pass: then nothing inside is, whatever
     it was written for.
     """
-    writers = [i for i in reversed(members) if any(y not in stored.fused for y in i.outputs)] or members[::-1]
+    writers = [i for i in reversed(members) if any(map(stored.is_written, i.outputs))] or members[::-1]
     large = (i for i in writers if any(y.local_size > 1 for y in i.outputs))
     main = next((i for i in members if is_matmul(i)), None) or next(large, members[-1])
     matmuls, flops, useful, ops, padded_ops, narrow = [], 0, 0.0, 0, 0.0, 0.0
@@ -126,17 +126,18 @@ def kernel_of(
         return i.operation.name in forward and (region or i.operation.region) != FORWARD
 
     attention = attention_of(program, main) if main.operation.opdef.scores and isinstance(main, Compute) else None
-    for i in members:
-        work = local_work(program, i)
-        flops += work.mxu_flops
-        ops += work.vpu_ops
-        if work.vpu_ops:
-            stretched = work.vpu_ops * _stretch(i)
+    for i in _run_by(members, stored):
+        vpu_ops = local_work(program, i).vpu_ops
+        ops += vpu_ops
+        if vpu_ops:
+            stretched = vpu_ops * _stretch(i)
             padded_ops += stretched
             narrow += stretched if i.outputs[0].tensor.dtype is BFLOAT16 else 0.0
+    for i in members:
+        flops += local_work(program, i).mxu_flops
         if is_matmul(i):
             product = matmul_of(program, i)
-            matmuls.append((product, operand_itemsizes(i, stored)))
+            matmuls.append((product, operand_itemsizes(i, stored.itemsize)))
             useful += useful_flops(program, i, again(i)) / product.passes
     if attention is not None and isinstance(main, Compute):
         useful += flops / attention.passes * attention.useful * share_useful(program, main, again(main))
@@ -168,6 +169,23 @@ def kernel_of(
         sweeps=sweeps,
         read_bytes=boundary.read_bytes,
     )
+
+
+def _run_by(members: Sequence[Instruction], stored: Stored) -> Iterator[Instruction]:
+    """What a group's kernel runs: its members, without those whose results only other kernels make again, and what it
+    makes again of its operands."""
+    inside = {y for i in members for y in i.outputs}
+    needed: dict[Value, None] = {}
+    run: dict[Instruction, None] = {}
+    for i in reversed(members):
+        if i.outputs and not any(y in needed or stored.is_written(y) for y in i.outputs):
+            continue
+        needed.update(dict.fromkeys(i.inputs))
+        run[i] = None
+    for x in needed:
+        if x not in inside and x in stored.recomputed:
+            run.update(stored.recomputed[x].by)
+    return iter(run)
 
 
 def _rows(members: Sequence[Instruction]) -> tuple[int, int]:

@@ -56,13 +56,18 @@ class _Whole:
 
 
 def _planned(
-    program: Program, whole: _Whole, recent: Recent, in_place: frozenset[Value], region: str | None
+    program: Program,
+    whole: _Whole,
+    recent: Recent,
+    in_place: frozenset[Value],
+    region: str | None,
+    loop: Loop | None = None,
 ) -> UnitPlan:
-    """The plan of a program, or of a loop's body.
+    """The plan of a program, or of the body that a `loop` runs.
 
     `region` is that of the loop, or of one around it, if it is no part of the forward pass.
     """
-    planner = _UnitPlanner(program, whole, recent, in_place, region)
+    planner = _UnitPlanner(program, whole, recent, in_place, region, Stored(program, loop))
     units = [planner.unit(n, members) for n, members in enumerate(kernels_of(program))]
     recent.close(units)
     units = combined(units, whole.network)
@@ -102,12 +107,18 @@ def _share(a: Sequence[Instruction], b: Sequence[Instruction]) -> bool:
 
 class _UnitPlanner:
     def __init__(
-        self, program: Program, whole: _Whole, recent: Recent, in_place: frozenset[Value], region: str | None
+        self,
+        program: Program,
+        whole: _Whole,
+        recent: Recent,
+        in_place: frozenset[Value],
+        region: str | None,
+        stored: Stored,
     ) -> None:
         self.program, self.whole, self.recent = program, whole, recent
         self.in_place, self.region = in_place, region
         self.numbers: dict[Value, int] = {}
-        self.stored = Stored(program)
+        self.stored = stored
         self.quantised = Quantised(whole.compiler.rounding_noise_bytes, whole.forward)
         self.narrow = narrow_values(program)
 
@@ -127,7 +138,7 @@ class _UnitPlanner:
             inside = Recent.of(first)
             region = self.region or (None if first.region == FORWARD else first.region)
             written = written_inside(first, self.in_place)
-            unit.body = _planned(first.body, self.whole, inside, written, region)
+            unit.body = _planned(first.body, self.whole, inside, written, region, first)
             unit.trips = first.trips if first.share == 1 else float(first.share)
             unit.active = first.active_share
             unit.timing = first.record.timing

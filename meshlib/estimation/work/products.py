@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
@@ -138,11 +138,11 @@ def mxu_dtype(product: Compute) -> str:
     return "fp8" if all(t.is_float and not t.computes for t in dtypes) else "bf16"
 
 
-def operand_itemsizes(product: Compute, stored: Stored) -> tuple[float, float]:
-    """Bytes of an element of rows and columns in HBM: of what casts make, those of what is cast."""
+def operand_itemsizes(product: Compute, itemsize: Callable[[Value], float]) -> tuple[float, float]:
+    """Bytes of an element of rows and columns in HBM, where `itemsize` says those of what a value is read as."""
     if product.operation.attrs.get("precision") in EIGHT_BIT:
         return 1, 1
-    first, second = (stored.itemsize(x) for x in rows_first(product))
+    first, second = map(itemsize, rows_first(product))
     return first, second
 
 

@@ -1,9 +1,9 @@
-"""Values stored in HBM, in contrast to those inlined into their consumers.
+"""What lies in HBM for each value, as the program's memory plan decides it.
 
-A compiler puts cheap work into every kernel that reads its result. A value that follows from one no wider by a cast, a
-scaling or a shift is never stored: its readers read that and do it again. So are those that `through` finds. A value
-that is made and used inside one group takes no bytes. What a program, or a trip of a loop, is given and returns is
-there whatever runs.
+The plan says which values are stored and which their readers make again (`MemoryPlan.stored`); time and memory read the
+same decision. A value that is not stored is read as what it follows from: the bfloat16 weight of a float32 copy, the
+int8 numbers and the scales of a dequantised one. What a program, or a trip of a loop, is given and returns is there
+whatever runs.
 
 Each block takes the tiles that it fills, the densest way round (`tiles`).
 """
@@ -13,52 +13,92 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshlib.core.opdef import RESIDENT, Kind
-from meshlib.estimation.work.inlined_values import made_by_readers
 from meshlib.estimation.work.tiles import tiled_bytes
-from meshlib.program.analysis.buffers import fused_values
 from meshlib.program.instructions import Compute, Instruction, Loop, Value
 from meshlib.program.records import Program
 
 
-class Stored:
-    """What lies in memory for the values of a program, or of a loop's body.
-
-    Attributes:
-      fused: values that never leave their groups; held: what is there whatever runs; through: values that their
-        readers make, each of which.
-    """
+class Origins:
+    """Which one value no wider each value follows from by casts, scalings and shifts, whatever is stored."""
 
     def __init__(self, program: Program) -> None:
         self._maker: dict[Value, Instruction] = {y: i for i in program.instructions for y in i.outputs}
+
+    def least_itemsize(self, v: Value) -> float:
+        """Bytes of an element of the narrowest value from which `v` follows."""
+        source, scale = self.source(v)
+        if source is None or (scale is not None and source.tensor.dtype.itemsize >= v.tensor.dtype.itemsize):
+            return v.tensor.dtype.itemsize
+        return self.least_itemsize(source)
+
+    def source(self, v: Value) -> tuple[Value | None, Value | None]:
+        """The one operand that is no wider and has the shape of `v`; a smaller one beside it that scales it, if any."""
+        i = self._maker.get(v)
+        if not isinstance(i, Compute) or not i.operation.opdef.repeated:
+            return None, None
+        sources = [x for x in i.inputs if not _is_small(x, v)]
+        scales = [x for x in sources if _is_part(x, v)]
+        rest = [x for x in sources if x not in scales]
+        if len(rest) != 1 or len(scales) > 1 or rest[0].tensor.shape != v.tensor.shape:
+            return None, None
+        if rest[0].tensor.dtype.itemsize > v.tensor.dtype.itemsize:
+            return None, None
+        return rest[0], scales[0] if scales else None
+
+    def uncast(self, v: Value) -> Value:
+        """What a value is made of by casts alone, which are made on the way."""
+        i = self._maker.get(v)
+        while isinstance(i, Compute) and i.operation.opdef.repeated and len(i.inputs) == 1:
+            (v,) = i.inputs
+            i = self._maker.get(v)
+        return v
+
+
+class Stored:
+    """What lies in memory for the values of a program, or of the body that a `loop` runs.
+
+    Attributes:
+      held: values that are there whatever runs.
+      recomputed: values that their readers make, each with how they do.
+    """
+
+    def __init__(self, program: Program, loop: Loop | None = None) -> None:
+        decision = (program if loop is None else loop).memory_plan.stored
+        self.held = held_values(program)
+        self.recomputed = decision.again
+        self._unstored = decision.unstored - decision.written
+        self._origins = Origins(program)
         self._known: dict[Value, Value] = {}
         self._sizes: dict[Value, tuple[int, int]] = {}
-        self.fused = fused_values(program)
-        self.held = held_values(program)
-        self.through = made_by_readers(program, self.fused, self.held, lambda v: self.sizes(v)[1])
 
     def is_written(self, v: Value) -> bool:
-        """Whether the group that makes a value leaves it, or what it follows from, in memory."""
-        return v not in self.fused and v not in self.through
+        """Whether the group that makes a value leaves it in memory."""
+        return v not in self._unstored
 
     def of(self, v: Value) -> Value:
-        """What is in memory for a value: another one, if it follows from that alone."""
+        """What is in memory for a value: another one, if it is not stored and follows from that alone."""
         stored = self._known.get(v)
         if stored is None:
-            source, scale = self._source(v)
-            if source is None or (scale is not None and self.itemsize(source) >= v.tensor.dtype.itemsize):
-                stored = v
-            else:
-                stored = self.of(source)
-            self._known[v] = stored
+            source = self._source(v)
+            stored = self._known[v] = v if source is None else self.of(source)
         return stored
+
+    def _source(self, v: Value) -> Value | None:
+        """What an unstored value follows from alone, in fewer bits if it is scaled."""
+        if self.is_written(v):
+            return None
+        source, scale = self._origins.source(v)
+        if source is None or (scale is not None and self.itemsize(source) >= v.tensor.dtype.itemsize):
+            return None
+        return source
 
     def scales(self, v: Value) -> Iterator[Value]:
         """What is read beside `of(v)`: numbers, computed before, that scale it."""
         while self.of(v) is not v:
-            source, scale = self._source(v)
+            source, scale = self._origins.source(v)
             assert source is not None
             if scale is not None:
-                yield self._uncast(scale)
+                yield self._origins.uncast(scale)
             v = source
 
     def itemsize(self, v: Value) -> float:
@@ -73,28 +113,6 @@ class Stored:
             sizes = dtype.size_bytes(v.local_size), tiled_bytes(v.local_shape.sizes, dtype.itemsize)
             self._sizes[v] = sizes
         return sizes
-
-    def _source(self, v: Value) -> tuple[Value | None, Value | None]:
-        """The one operand that is no wider and has the shape of `v`; a smaller one beside it that scales it, if any."""
-        i = self._maker.get(v)
-        if not isinstance(i, Compute) or not i.operation.opdef.repeated:
-            return None, None
-        sources = [x for x in i.inputs if not _is_small(x, v)]
-        scales = [x for x in sources if _is_part(x, v)]
-        rest = [x for x in sources if x not in scales]
-        if len(rest) != 1 or len(scales) > 1 or rest[0].tensor.shape != v.tensor.shape:
-            return None, None
-        if rest[0].tensor.dtype.itemsize > v.tensor.dtype.itemsize:
-            return None, None
-        return rest[0], scales[0] if scales else None
-
-    def _uncast(self, v: Value) -> Value:
-        """What a value is made of by casts alone, which are made on the way."""
-        i = self._maker.get(v)
-        while isinstance(i, Compute) and i.operation.opdef.repeated and len(i.inputs) == 1:
-            (v,) = i.inputs
-            i = self._maker.get(v)
-        return v
 
 
 def _is_part(x: Value, v: Value) -> bool:

@@ -25,7 +25,7 @@ from meshlib.core.arguments import at, flag, items, number, whole
 from meshlib.core.dtypes import BOOL, INT32
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Operation, Tensor, TensorType, find_dim
-from meshlib.core.opdef import Factor, Kind, Linear, Role, Scores, Work, operation, variant
+from meshlib.core.opdef import TRANSCENDENTAL_OPS, Factor, Kind, Linear, Role, Scores, Work, operation, variant
 from meshlib.ops.building import build, build_all, tensor
 from meshlib.ops.contraction.einsum import einsum
 from meshlib.ops.control.state import stop_gradient
@@ -42,7 +42,6 @@ from meshlib.ops.fused_attention.split_sequence import (
 from meshlib.ops.gradients import composed_gradient
 from meshlib.ops.movement.indexing import range as positions
 from meshlib.ops.pointwise.elementwise import (
-    TRANSCENDENTAL_OPS,
     cast,
     equal,
     exp,

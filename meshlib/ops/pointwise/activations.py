@@ -8,10 +8,9 @@ import numpy as np
 
 from meshlib.core.arguments import flag, number
 from meshlib.core.graph import Tensor
-from meshlib.core.opdef import Array
+from meshlib.core.opdef import TRANSCENDENTAL_OPS, Array
 from meshlib.ops.building import floats
 from meshlib.ops.pointwise.elementwise import (
-    TRANSCENDENTAL_OPS,
     add,
     erf,
     expm1,

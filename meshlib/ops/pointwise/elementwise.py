@@ -18,6 +18,7 @@ from meshlib.core.graph import Operation, Tensor, TensorType
 from meshlib.core.opdef import (
     EVERY,
     NONLINEAR,
+    TRANSCENDENTAL_OPS,
     Array,
     Block,
     Combination,
@@ -33,10 +34,6 @@ from meshlib.core.opdef import (
 )
 from meshlib.ops.building import as_tensor, build, tensor
 from meshlib.ops.rules import align, named_factors, not_differentiable, same_dtype, union
-
-# Lane operations per element. Arithmetic takes one; transcendental functions are short polynomials or
-# table look-ups with refinement in the vector unit. Modelled, not published: see `Work`.
-TRANSCENDENTAL_OPS = 8
 
 
 class Unary(Protocol):
@@ -192,6 +189,7 @@ _RELU_GRAD: OpDef = _define(
 )
 
 _curve = partial(unary, ops=TRANSCENDENTAL_OPS)
+_wave = partial(unary, ops=5 * TRANSCENDENTAL_OPS)  # the argument is reduced to half a period first
 _of_numbers = partial(unary, shape=_NUMBER)
 
 negative: Unary = _of_numbers(
@@ -228,8 +226,8 @@ sigmoid = _curve("sigmoid", "1 / (1 + exp(-x))", _sigmoid, lambda x, y, dy: dy *
 relu = unary("relu", "max(x, 0); gradient 0 at 0", _relu, lambda x, y, dy: build(_RELU_GRAD, [dy, y], {}), exact=True)
 sign = _of_numbers("sign", "-1, 0 or 1; passes no gradient", np.sign, None, exact=True)
 abs = _of_numbers("abs", "Absolute value; gradient 0 at 0", np.absolute, lambda x, y, dy: dy * sign(x), exact=True)
-sin = _curve("sin", "Sine of radians", np.sin, lambda x, y, dy: dy * cos(x))
-cos: Unary = _curve("cos", "Cosine of radians", np.cos, lambda x, y, dy: -(dy * sin(x)))
+sin = _wave("sin", "Sine of radians", np.sin, lambda x, y, dy: dy * cos(x))
+cos: Unary = _wave("cos", "Cosine of radians", np.cos, lambda x, y, dy: -(dy * sin(x)))
 logical_not = unary("logical_not", "not x; bool", np.logical_not, None, shape=_FLAG)
 
 

@@ -48,10 +48,12 @@ class Buffer:
 @dataclass(frozen=True, eq=False)
 class MemoryPlan:
     """The `buffers` in the order in which they are taken; which results of `update_slice`, and which stacks of loops,
-    are `in_place`: what they are made of lies there already."""
+    are `in_place`: what they are made of lies there already; which values are `stored` at all, and how readers make
+    the others."""
 
     buffers: tuple[Buffer, ...]
     in_place: frozenset[Value]
+    stored: StoredValues
 
 
 def fused_values(program: Program, written: frozenset[Value] = frozenset()) -> set[Value]:
@@ -68,8 +70,8 @@ def fused_values(program: Program, written: frozenset[Value] = frozenset()) -> s
     return {y for y, group in groups_of_values if users.get(y, set()) <= {group} and y not in kept}
 
 
-def kept_of(program: Program, loop: Loop | None = None) -> StoredValues:
-    """What of a program, or of a body with the `loop` that runs it, is kept and what is made again."""
+def stored_values(program: Program, loop: Loop | None = None) -> StoredValues:
+    """Which values of a program, or of a body with the `loop` that runs it, are stored and which are recomputed."""
     old = {v: program.variables[n] for n, v in program.updates.items() if n in program.variables}
     makers = {y: i for i in program.instructions for y in i.outputs}
     written: frozenset[Value] = frozenset()
@@ -137,7 +139,7 @@ def written_inside(loop: Loop, in_place: frozenset[Value]) -> frozenset[Value]:
 def plan_buffers(program: Program, loop: Loop | None = None) -> MemoryPlan:
     """The plan of a program, or of a body with the `loop` that runs it."""
     planner = _Planner(program, loop)
-    return MemoryPlan(tuple(planner.run()), frozenset(planner.in_place))
+    return MemoryPlan(tuple(planner.run()), frozenset(planner.in_place), planner.stored)
 
 
 @dataclass(eq=False)
@@ -161,9 +163,9 @@ class _Planner:
             groups.setdefault(i.group, []).append(i)
         self.groups = groups
         self.resident = {v for v in (*program.inputs.values(), *program.variables.values()) if not v.tensor.on_host}
-        self.kept = kept_of(program, self.loop)
-        self.old, self.last = self.kept.old, self.kept.last
-        self.unstored = (self.kept.fused - self.kept.inside) | self.kept.again.keys()
+        self.stored = stored_values(program, self.loop)
+        self.old, self.last = self.stored.old, self.stored.last
+        self.unstored = self.stored.unstored
         self.places: dict[int, list[Value]] = {}  # per group, what its results may be written over
 
     def run(self) -> list[Buffer]:
@@ -245,7 +247,7 @@ class _Planner:
                     same = free and (every or (k == 0 and _writes_part(i)))
                     if not same:
                         elsewhere.add(x)
-                    recomputed = self.kept.again.get(x)
+                    recomputed = self.stored.again.get(x)
                     for v, at_its_place in ({x: True} if recomputed is None else recomputed.of).items():
                         placed[v] = placed.get(v, True) and same and at_its_place
             self.places[group] = [v for v, same in placed.items() if same]

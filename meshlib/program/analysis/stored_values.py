@@ -1,16 +1,22 @@
-"""Values stored in memory, and values that every consumer kernel recomputes.
+"""Values stored in memory, and values that every consumer kernel recomputes: one decision for memory and for time.
 
-A value that follows element by element from what is in memory anyway is not stored for its readers: the float32 copy of
-bfloat16 logits, both exponentials of a softmax, what a norm makes between its statistics and its result, the cast of a
-weight, an activation function whose argument the gradient needs as well. Storing it costs its bytes until its last
-reader has run; making it again costs the bytes of what it is made of for as much longer as that has to stay. The
-cheaper is chosen, value by value in program order; where both cost the same it is stored.
+A compiler copies cheap work into the kernels that read its result: the float32 copy of bfloat16 logits, the cast of a
+weight, what a norm makes between its statistics and its result, the numbers that scales make of int8. A value is
+recomputed if
 
-Somebody must be able to make it: products, reductions and element-wise kernels read through such work, collectives,
-loops, copies to the host and kernels of their own find their operands in memory. But fused attention widens and scales
-keys and values of few bits itself, as the kernels for caches of int8 and fp8 do.
+- each reader can make its operand on the way: products, reductions and element-wise kernels can; collectives, loops,
+  copies to the host and kernels of their own find their operands in memory, but fused attention widens and scales keys
+  and values of few bits itself, as the kernels for caches of int8 and fp8 do;
+- an element takes no longer to recompute than to read: exponentials, divisions and error functions are recomputed,
+  sines, cosines and random numbers are not;
+- reading what it is made of, in each kernel that does not read it anyway, moves fewer bytes than writing the value
+  once and reading it in each; a look-up of a few rows moves next to nothing.
 
-Source: openxla/xla xla/service/instruction_fusion.cc, which duplicates producers into their consumers (from memory).
+Either all readers recompute a value, or none.
+
+Source: openxla/xla xla/service/instruction_fusion.cc, which duplicates producers into their consumers (from memory);
+the programs that the TPU compiler makes of training steps of Llama, BERT, T5 and gpt-oss here compute the sigmoid of a
+gated layer in five kernels, the exponential of a softmax in three to five, sines and cosines in one.
 """
 
 from __future__ import annotations
@@ -24,19 +30,20 @@ from meshlib.program.instructions import Compute, Instruction, Move, Value
 from meshlib.program.records import Program
 
 NEAR_BYTES = 2**20  # of the 16 MiB of VMEM that the smallest chips have
-_DEEPEST = 32  # operations that follow each other
+SMALL = 64  # times fewer elements: scales of channels, which cost their readers next to nothing
 
 _READERS = (*THROUGH, Kind.REDUCTION, Kind.CONTRACTION)
 
 
 @dataclass(frozen=True, slots=True)
 class Recomputation:
-    """How a value is made again: of which values in memory, with how many lane operations.
+    """How a value is made again: of which values in memory, by which instructions, with how many lane operations.
 
     `of` says of each whether all that is read of it lies where the result does: an element for an element.
     """
 
     of: Mapping[Value, bool]
+    by: Mapping[Instruction, None]
     ops: int
 
 
@@ -58,101 +65,91 @@ class StoredValues:
 
     def __post_init__(self) -> None:
         program = self.program
-        self.end = len(program.instructions)
-        self.made = {y: (n, i) for n, i in enumerate(program.instructions) for y in i.outputs}
-        self.residents = {*program.inputs.values(), *program.variables.values()}
+        end = len(program.instructions)
+        self._producers = {y: i for i in program.instructions for y in i.outputs}
+        self._read_by: dict[int, set[Value]] = {}  # what each group reads
+        self._users: dict[Value, list[Instruction]] = {}
         asked: set[Value] = {*program.updates.values()}  # somebody finds them in memory
         asked.update(y for y in program.outputs.values() if y not in self.written)
         users: dict[Value, int] = {}
         for n, i in enumerate(program.instructions):
             users.update(dict.fromkeys(i.inputs, n))
             asked.update(x for k, x in enumerate(i.inputs) if not (reads_through(i, k) or self._is_widened(i, k)))
+            self._read_by.setdefault(i.group, set()).update(i.inputs)
+            for x in i.inputs:
+                self._users.setdefault(x, []).append(i)
         # One kernel reads all operands of a group.
         groups = {i.group: n for n, i in enumerate(program.instructions)}
         uses = {x: n for x, n in program.last_use.items() if x not in self.written}
         uses |= {x: n for x, n in users.items() if x in self.written}
-        self.last = {x: groups[program.instructions[n].group] if n < self.end else n for x, n in uses.items()}
-        self.asked = asked | self.written
-        # The place of a variable or carry is its own until the new value may have it.
-        self.free_until = dict.fromkeys(self.residents, self.end)
-        for new, old in self.old.items():
-            self.free_until[old] = min(self.free_until[old], self.made[new][0])
+        self.last = {x: groups[program.instructions[n].group] if n < end else n for x, n in uses.items()}
+        self._asked = asked | self.written
         for n, i in enumerate(program.instructions):
-            if self._may_be_made_again(i):
+            if _is_through(i) and not (i.outputs[0] in self.fused or i.outputs[0] in self._asked):
                 self._decide(n, i)
+
+    @property
+    def unstored(self) -> set[Value]:
+        """Values without a place of their own in memory: those that stay in their group, and those made again."""
+        return (self.fused - self.inside) | self.again.keys()
 
     def _is_widened(self, i: Instruction, n: int) -> bool:
         """Whether operand `n` is keys or values of attention that a cast or a scaling makes."""
-        x = i.inputs[n]
-        producer = self.made[x][1] if x in self.made else None
+        producer = self._producers.get(i.inputs[n])
         kernel = isinstance(i, Compute) and not i.exchanges and i.operation.opdef.scores is not None
         return kernel and n in (1, 2) and isinstance(producer, Compute) and producer.operation.opdef.repeated
 
-    def _may_be_made_again(self, i: Instruction) -> bool:
-        return _is_through(i) and not (i.outputs[0] in self.fused or i.outputs[0] in self.asked)
-
     def _decide(self, n: int, i: Instruction) -> None:
         (y,) = i.outputs
-        end = self.last.get(y, n)
-        recomputation = self._by(i, end, {}, 0)
+        readers = {u.group for u in self._users.get(y, ()) if not _reads_part(u, y)}
+        recomputation = self._recomputation(i)
         if recomputation is None or recomputation.ops > MOST_OPS * y.local_size:
             return
-        if self._cost(recomputation.of, end) < y.local_bytes * (end - n):
-            self.again[y] = recomputation
-            for x in recomputation.of:
-                self.last[x] = max(self.last.get(x, 0), end)
-                if x in self.fused:
-                    self.inside.add(x)
+        sources = [x for x in recomputation.of if x.local_size * SMALL > y.local_size]
+        inside = [x for x in sources if x in self.fused and x not in self.inside]  # would be written for it
+        recomputed_bytes = sum(x.local_bytes for g in readers for x in sources if x not in self._read_by[g])
+        recomputed_bytes += sum(x.local_bytes for x in inside)
+        stored_bytes = y.local_bytes * (1 + len(readers))
+        if self._runs_alone(y, recomputation):
+            stored_bytes += sum(x.local_bytes for x in sources if x not in inside)  # nobody else needs them there
+        if recomputed_bytes >= stored_bytes > 0:
+            return
+        self.again[y] = recomputation
+        for g in readers:
+            self._read_by[g].update(sources)
+        for x in recomputation.of:
+            self.last[x] = max(self.last.get(x, 0), self.last.get(y, n))
+            if x in self.fused:
+                self.inside.add(x)
 
-    def _by(
-        self, i: Instruction, end: int, known: dict[Value, Recomputation | None], depth: int
-    ) -> Recomputation | None:
-        """How to make the result of `i` again for a kernel that ends at `end`; None where that cannot be."""
+    def _runs_alone(self, y: Value, recomputation: Recomputation) -> bool:
+        """Whether nothing else in the group of `y` needs what it is made of, or what it is made by."""
+        group = self._producers[y].group
+        needed = {*recomputation.of, *(v for i in recomputation.by for v in i.outputs if v is not y)}
+        users = (u for v in needed for u in self._users.get(v, ()))
+        return not any(u.group == group and u not in recomputation.by for u in users)
+
+    def _recomputation(self, i: Instruction) -> Recomputation | None:
+        """How to make the result of `i` again of what lies in memory; None where that cannot be."""
         of: dict[Value, bool] = {}
-        ops = local_work(self.program, i).vpu_ops
+        by: dict[Instruction, None] = {}
         same = is_elementwise(i)
         for x in i.inputs:
-            if x not in known:
-                known[x] = None  # while it is looked for
-                known[x] = self._cheapest(x, end, known, depth)
-            operand_cost = known[x]
-            if operand_cost is None:
+            producer = self._producers.get(x)
+            if x in self.again:
+                operand: Recomputation | None = self.again[x]
+            else:
+                operand = None if x.tensor.on_host else Recomputation({x: True}, {}, 0)
+                if producer is not None and x in self.fused and x not in self.inside and _is_through(producer):
+                    within = self._recomputation(producer)
+                    operand = operand if within is None or within.ops > MOST_OPS * x.local_size else within
+            if operand is None:
                 return None
-            ops += operand_cost.ops
-            for v, placed in operand_cost.of.items():
+            by.update(operand.by)
+            for v, placed in operand.of.items():
                 of[v] = of.get(v, True) and placed and same
-        return Recomputation(of, ops)
-
-    def _cheapest(
-        self, x: Value, end: int, known: dict[Value, Recomputation | None], depth: int
-    ) -> Recomputation | None:
-        """An operand as it lies in memory, or as it is made of what does; whichever takes less."""
-        if x in self.again:
-            return self.again[x]
-        cheapest = None if x.tensor.on_host else Recomputation({x: True}, 0)
-        cost = None if cheapest is None else self._cost(cheapest.of, end)
-        if cost == 0 or x not in self.made or depth == _DEEPEST:
-            return cheapest
-        _, i = self.made[x]
-        if _is_through(i):
-            other = self._by(i, end, known, depth + 1)
-            short = other is not None and other.ops <= MOST_OPS * max(1, x.local_size)
-            if other is not None and short and (cost is None or self._cost(other.of, end) < cost):
-                return other
-        return cheapest
-
-    def _cost(self, of: Mapping[Value, bool], end: int) -> int:
-        """Bytes times instructions for which these values have to stay longer."""
-        return sum(v.local_bytes * max(0, end - self._until(v)) for v in of)
-
-    def _until(self, v: Value) -> int:
-        """Until when a value lies in memory without anything more."""
-        last = self.last.get(v, 0)
-        if v in self.residents:
-            return max(last, self.free_until[v])
-        if v in self.fused and v not in self.inside:
-            return self.made[v][0]
-        return last
+        by[i] = None
+        return Recomputation(of, by, sum(local_work(self.program, j).vpu_ops for j in by))
 
 
 def is_elementwise(i: Instruction) -> bool:
@@ -168,8 +165,8 @@ def keeps_rows(i: Instruction) -> bool:
     if i.operation.opdef.kind is not Kind.REDUCTION:
         return True
     names = i.inputs[0].tensor.shape.names
-    kept = [n for n in names if n in i.outputs[0].tensor.shape]
-    return list(names[: len(kept)]) == kept
+    left = [n for n in names if n in i.outputs[0].tensor.shape]
+    return list(names[: len(left)]) == left
 
 
 def _is_through(i: Instruction) -> bool:
@@ -187,6 +184,11 @@ def _looks_up_near(i: Compute) -> bool:
         return False
     table = i.inputs[0].local_bytes
     return table <= NEAR_BYTES and table < i.outputs[0].local_bytes
+
+
+def _reads_part(i: Instruction, x: Value) -> bool:
+    """Whether an instruction looks at a part of its operand `x` alone."""
+    return isinstance(i, Compute) and i.operation.opdef.reads_part and not i.exchanges and x is i.inputs[0]
 
 
 def reads_through(i: Instruction, n: int) -> bool:

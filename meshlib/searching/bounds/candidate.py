@@ -31,7 +31,7 @@ from meshlib.core.graph import Operation
 from meshlib.estimation.time.kernel_times import Times
 from meshlib.estimation.time.physics import CALIBRATED, Physics
 from meshlib.estimation.work.products import attention_of, mxu_dtype
-from meshlib.estimation.work.stored_values import Stored
+from meshlib.estimation.work.stored_values import Origins
 from meshlib.lowering.assigned import scope_of
 from meshlib.program.analysis.buffers import rewritten
 from meshlib.program.instructions import Compute, Loop, Value
@@ -95,7 +95,7 @@ class Bounds:
         passages = Passages.of(operations)
         kernels: dict[ProductKernel, tuple[int, int]] = {}
         products = 0
-        stored: dict[Program, Stored] = {}
+        origins: dict[Program, Origins] = {}
         flow = Flow.of(whole, passages)
         reducible = set(flow.reducible)
         traffic = Traffic.of(whole, passages, flow.full)
@@ -107,14 +107,14 @@ class Bounds:
                 continue
             dims = passages.split(*(v.tensor.shape for v in (*i.inputs, *i.outputs)))
             attention = attention_of(program, i) if i.operation.opdef.scores else None
-            if program not in stored:
-                stored[program] = Stored(program)
+            if program not in origins:
+                origins[program] = Origins(program)
             kind = ProductKernel(dims, "bf16", attention)
             if attention is None:
-                contraction = Contraction.of(program, i, stored[program], ())
+                contraction = Contraction.of(program, i, origins[program], ())
                 kind = ProductKernel(
                     dims, mxu_dtype(i), None, contraction.whole, contraction.factors(passages),
-                    Operands.of(program, i, stored[program]),
+                    Operands.of(program, i, origins[program]),
                 )  # fmt: skip
             count, beside = kernels.get(kind, (0, 0))
             kernels[kind] = count + times, beside + times * traffic.beside.get(i, 0)

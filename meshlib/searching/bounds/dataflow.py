@@ -18,7 +18,7 @@ from layouts import Shape
 from meshlib.core.graph import Operation, Tensor
 from meshlib.core.opdef import Factor, Kind, Role, Total
 from meshlib.estimation.work.products import attention_of
-from meshlib.estimation.work.stored_values import Stored
+from meshlib.estimation.work.stored_values import Origins, held_values
 from meshlib.lowering.assigned import scope_of
 from meshlib.ops.contraction.einsum import EIGHT_BIT
 from meshlib.program.instructions import Compute, Instruction, Loop, Resident, Value
@@ -217,11 +217,11 @@ class _Maker:
     reached: dict[Value, list[_Reach]] = field(default_factory=dict)
     full: set[Value] = field(default_factory=set)  # what no product of smaller values makes
     early: set[Value] = field(default_factory=set)  # what may be there at the start, or is made of that alone
-    stored: Stored = field(init=False)
+    origins: Origins = field(init=False)
 
     def __post_init__(self) -> None:
-        self.stored = Stored(self.program)
-        self.early.update(self.stored.held)
+        self.origins = Origins(self.program)
+        self.early.update(held_values(self.program))
 
     @property
     def flow(self) -> Flow:
@@ -282,7 +282,7 @@ class _Maker:
             for x in i.inputs[:2]:
                 least = {self.passages.split(x.tensor.shape): float(x.local_size)}
                 self.reached[x] = [replace(r, sizes=_less(r.sizes, least)) for r in self.reached.get(x, ())]
-        product = Contraction.of(self.program, i, self.stored, self.early)
+        product = Contraction.of(self.program, i, self.origins, self.early)
         node = Node(splits=splits, product=product, reads=self._reads(i), smaller=not told, laid=laid)
         number = self._add(node, ((n, x, None) for n, x in enumerate(i.inputs)), op.opdef.linear(op).operands)
         summed = any(f.role is not Role.PARALLEL for f in op.opdef.roles(op))

@@ -56,15 +56,15 @@ def is_product(i: Instruction) -> bool:
 
 
 def _kernels(
-    program: Program, in_place: frozenset[Value], times: int
+    program: Program, in_place: frozenset[Value], times: int, loop: Loop | None = None
 ) -> Iterator[tuple[Instruction | None, list[tuple[Value, int]], int]]:
     """The kernels of a program and of its loops: the product, if there is one; what passes in HBM besides its operands,
     with its bytes; how often they run."""
-    stored = Stored(program)
+    stored = Stored(program, loop)
     for members in kernels_of(program):
         first = members[0]
         if isinstance(first, Loop):
-            yield from _kernels(first.body, written_inside(first, in_place), first.runs(times))
+            yield from _kernels(first.body, written_inside(first, in_place), first.runs(times), first)
         elif all(isinstance(i, Compute) for i in members):
             product = next((i for i in members if is_product(i)), None)
             operands = _operands(product, members, stored) if product is not None else frozenset()
@@ -78,5 +78,5 @@ def _operands(product: Instruction, members: Sequence[Instruction], stored: Stor
     for i in reversed(members):
         if not behind.isdisjoint(i.outputs):
             behind.update(i.inputs)
-    behind.update(x for v in [*behind] for x in stored.through.get(v, ()))
+    behind.update(x for v in [*behind] if v in stored.recomputed for x in stored.recomputed[v].of)
     return frozenset(stored.of(v) for v in behind)

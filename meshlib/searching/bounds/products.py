@@ -18,7 +18,7 @@ from meshlib.estimation.time.kernel_times import Times
 from meshlib.estimation.time.physics import Physics
 from meshlib.estimation.work.kernels import Kernel as Work
 from meshlib.estimation.work.products import Attention, matmul_of, operand_itemsizes, rows_first
-from meshlib.estimation.work.stored_values import Stored
+from meshlib.estimation.work.stored_values import Origins
 from meshlib.ops.contraction.einsum import EIGHT_BIT
 from meshlib.program.instructions import Compute, Instruction, Value
 from meshlib.program.records import Program
@@ -36,13 +36,13 @@ class Operands:
     itemsizes: tuple[float, float]
 
     @staticmethod
-    def of(program: Program, instruction: Compute, stored: Stored) -> Operands | None:
+    def of(program: Program, instruction: Compute, origins: Origins) -> Operands | None:
         """Of a program on one device; None where a kernel may make an operand of less than it is."""
         maker = {y: i for i in program.instructions if i.group == instruction.group for y in i.outputs}
         for x in instruction.inputs[:2]:
             if x in maker and not any(z.local_size >= x.local_size for z in _read_for(x, maker)):
                 return None
-        stored_sizes = operand_itemsizes(instruction, stored)
+        stored_sizes = operand_itemsizes(instruction, origins.least_itemsize)
         dtypes = (x.tensor.dtype.itemsize for x in rows_first(instruction))
         first, second = (min(size, own) for size, own in zip(stored_sizes, dtypes, strict=True))
         return Operands(matmul_of(program, instruction), (first, second))
@@ -158,12 +158,12 @@ class Contraction:
     sides: tuple[Side, Side] | None = None
 
     @staticmethod
-    def of(program: Program, instruction: Compute, stored: Stored, early: Container[Value]) -> Contraction:
+    def of(program: Program, instruction: Compute, origins: Origins, early: Container[Value]) -> Contraction:
         """Of a program on one device; `early`: values that may be there when it starts."""
         sides = None
         if instruction.operation.attrs.get("precision") not in EIGHT_BIT:
             first, second = (
-                Side(tuple(sorted({stored.itemsize(x), float(x.tensor.dtype.itemsize)})), x in early)
+                Side(tuple(sorted({origins.least_itemsize(x), float(x.tensor.dtype.itemsize)})), x in early)
                 for x in rows_first(instruction)
             )
             sides = first, second
