@@ -229,7 +229,7 @@ class Estimate(Shown):
 
     @property
     def vpu_ops(self) -> int:
-        """Vector operations of one device in a step. Exact."""
+        """Vector operations of one device in a step, what kernels recompute counted each time. Exact."""
         return sum(r.vpu_ops * r.count for r in self.rows)
 
     @property

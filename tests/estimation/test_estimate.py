@@ -57,8 +57,8 @@ def test_bounds_and_counts_of_random_programs(p: Written, compiler: mtf.Compiler
     # Exact figures are those of the program, counted elsewhere.
     assert est.flops == program.work.mxu_flops
     # Constants of one element are there when the program starts; reshapes that leave tiles alone and sums of one
-    # element do nothing.
-    assert 0 <= program.work.vpu_ops - est.vpu_ops <= free_ops(program)
+    # element do nothing. What several kernels recompute counts for each.
+    assert program.work.vpu_ops - free_ops(program) <= est.vpu_ops
     # Of several exchanges each row has the busiest sender's bytes; these may be different devices.
     sent = sum(r.sent_bytes * r.count for r in est.rows)
     exchanges = any(i.transfers and not i.is_collective for i, _, _ in walk(program))

@@ -65,7 +65,7 @@ def test_the_gradient_of_a_norm_is_made_by_who_reads_it():
     """Of layer 0's filter: of dy, what the norm was given, and x. What follows from the first two is never written."""
     moved = images_moved(network())
     assert 3 <= moved["layer0/conv/sum/grad/convolution_1"] < 3.4
-    # Of layer 1's image: the norm's operand for ReLU and the sum of dy x; written is the sum's dy. The dy of the loss is
+    # Of layer 1's image: the norm's operand for ReLU and the sum of dy x; written is the sum's dy. The loss's dy is
     # the same for all of an image's channels, and nobody stores it.
     assert 2 <= moved["layer1/conv/sum/grad/convolution"] < 2.3
 

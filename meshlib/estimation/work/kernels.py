@@ -45,7 +45,8 @@ class Kernel:
       attention: what it computes of one.
       mxu_flops: executed, passes of higher precision included; useful_flops: of them, those that no other device
         repeats and the model asks for (one pass). Exact.
-      vpu_ops, hbm_bytes: exact, without padding; the padded figures are what the engines see.
+      vpu_ops, hbm_bytes: exact, without padding, what the kernel recomputes included; the padded figures are what the
+        engines see.
       uses: what it reads and writes; kept: of what is used again soon, the bytes that are moved in between, and its
         own.
       quantised_bytes: padded, what quantising the operands of a product in eight bits reads and writes, where that has
