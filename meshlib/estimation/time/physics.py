@@ -76,8 +76,9 @@ class Physics:
         FITTED, 0.0, 0.1, 0.015, 0.01,
     )  # fmt: skip
     attention_overlap: float = _constant(
-        0.5, "share of the shorter of MXU and VPU work that the longer hides in fused attention",
-        "products of one block of scores run while the softmax of another is computed, in part",
+        0.5, "share of the shorter of MXU and VPU work that the longer hides in fused attention, and in products whose "
+        "operands are made on the way",
+        "products of one block run while the softmax, or the operands, of another are computed, in part",
         "assumed", 0.0, 1.0, 0.5, 0.2,
     )  # fmt: skip
     score_backward_ops: float = _constant(
