@@ -71,7 +71,7 @@ class Physics:
         FITTED, 0.0, 1.0, 0.8, 0.15,
     )  # fmt: skip
     slice_jitter: float = _constant(
-        0.0102, "share of a step per doubling of the slices",
+        0.0112, "share of a step per doubling of the slices",
         "slices joined by DCN wait for the slowest of them",
         FITTED, 0.0, 0.1, 0.015, 0.01,
     )  # fmt: skip
