@@ -57,6 +57,15 @@ def slot_bytes(program: Program) -> int:
     return sum(v.local_bytes for v in program.variables.values() if v.tensor.operation.attrs["slot_of"])
 
 
+def test_numbers_on_jax_are_those_of_slots_in_hbm() -> None:
+    pytest.importorskip("jax", reason="needs JAX: pip install -e '.[jax]'")
+    x = np.random.default_rng(0).normal(size=(8, 16)).astype("float32")
+    runs = [mtf.on_jax(lowered("adam", on_host), seed=0) for on_host in (False, True)]
+    for _ in range(2):
+        losses = [run.step(x=x)["loss"] for run in runs]
+        assert losses[0] == losses[1]
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_slots_take_no_hbm_between_updates(name: str) -> None:
     program = lowered(name, True, wide=64)
