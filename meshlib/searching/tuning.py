@@ -1,8 +1,8 @@
 """Tuning a MaxText run: mesh, recomputation, optimizer state, batch and accumulation, at the same tokens per step.
 
 Greedy coordinate search: from the run as given, each knob in turn is set to the value whose step is fastest and fits,
-until no knob gains; knobs share the time. What a change gains is its own: the step without it against the step with it,
-in the order found.
+until no knob gains; knobs share the time. Changes that later ones have made superfluous are taken back. What a change
+gains is its own: the step without it against the step with it, in the order found.
 """
 
 from __future__ import annotations
@@ -169,8 +169,29 @@ def tune(
                 best, again = after, True
     if best.fault:
         raise GraphError(f"tune: {best.fault}")
+    best, changes = _needed(given, changes, best, look)
     faults = {_name(t): t.fault for t in seen.values() if t.fault}
     return Tuned(where, given, best, tuple(changes), len(seen), time.monotonic() - start, faults)
+
+
+def _needed(
+    given: Tried, changes: list[TunedKeys], best: Tried, look: Callable[[MaxTextRun], Tried]
+) -> tuple[Tried, list[TunedKeys]]:
+    """The best run without changes that later ones have made superfluous, and what those that are left gain."""
+    left = [change.keys for change in changes]
+    for keys in [change.keys for change in changes]:
+        rest = [other for other in left if other is not keys]
+        without = look(changed(given.run, {key: value for other in rest for key, value in other.items()}))
+        if without.order <= best.order:
+            best, left = without, rest
+    if len(left) == len(changes):
+        return best, changes
+    gains, before = [], given
+    for keys in left:
+        after = look(changed(before.run, keys))
+        gains.append(TunedKeys(keys, before, after))
+        before = after
+    return best, gains
 
 
 def changed(run: MaxTextRun, keys: Mapping[str, Any]) -> MaxTextRun:

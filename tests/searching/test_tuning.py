@@ -55,6 +55,25 @@ def test_what_does_not_fit_is_made_to_fit_first(run: MaxTextRun, monkeypatch: py
     assert "NO" in str(found)
 
 
+def test_changes_that_later_ones_make_superfluous_are_taken_back(
+    run: MaxTextRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """State on the host saves 2 of 20 and costs 1 s; accumulation alone saves enough."""
+
+    def price(run: MaxTextRun, where: Slice, compiler: object) -> Tried:
+        on_host = run.settings["optimizer_memory_host_offload"]
+        seconds = 10.0 + on_host + 0.5 * (run.accumulation > 1)
+        peak = 20.0 - 2 * on_host - 8 * (run.accumulation > 1)
+        return Tried(run, seconds, peak, peak <= 16)
+
+    monkeypatch.setattr(tuning, "_tried", price)
+    result = tune(run, WHERE)
+    assert (result.best.step_seconds, result.best.peak_bytes) == (10.5, 12)
+    (change,) = result.changes
+    assert "gradient_accumulation_steps" in change.keys
+    assert (change.before, change.after) == (result.given, result.best)
+
+
 def test_tokens_of_a_step_stay_the_same(run: MaxTextRun) -> None:
     sequences = run.batch(WHERE)
     offered = [*tuning._batches(run, WHERE, sequences)]
