@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import asdict, is_dataclass
+from dataclasses import fields, is_dataclass
 
 from hardware.chips import CHIPS
 from hardware.errors import HardwareError
@@ -74,7 +74,8 @@ def validated(args: argparse.Namespace) -> int:
 
 def _row(row: object) -> dict[str, object]:
     """The figures of one row: text, numbers and what is not there."""
-    values = asdict(row) if is_dataclass(row) and not isinstance(row, type) else vars(row)
+    names = [f.name for f in fields(row)] if is_dataclass(row) else vars(row)
+    values = {name: getattr(row, name) for name in names}
     return {
         name: value for name, value in values.items() if value is None or isinstance(value, str | int | float | bool)
     }

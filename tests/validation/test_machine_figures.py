@@ -6,6 +6,7 @@ import pytest
 
 from meshlib.__main__ import main
 from meshlib.validation.machine_figures import machine_figures
+from meshlib.validation.published import ROWS
 
 
 def test_every_figure_is_near_the_published_one():
@@ -23,6 +24,16 @@ def test_the_command(capsys):
     assert main(["validate", "--machine", "--quiet", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert {row["name"]: row["predicted"] for row in rows} == {r.name: r.predicted for r in machine_figures().rows}
+
+
+def test_rows_of_runs_are_json_too(capsys, tmp_path):
+    """Rows hold programs, of which JSON has nothing."""
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps([row for row in ROWS if row["id"] in ("inf-62b-ll-decode", "ext-resnet-v3-512")]))
+    assert main(["validate", "--file", str(file), "--quiet", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["name"] for row in rows} == {"inf-62b-ll-decode", "ext-resnet-v3-512"}
+    assert all(row["predicted_seconds"] > 0 for row in rows)
 
 
 @pytest.mark.parametrize("others", [["--refit"], ["--talks"]], ids=["refit", "talks"])
