@@ -38,7 +38,7 @@ from meshlib.estimation.time.physics import Physics
 from meshlib.estimation.work.kernel_passes import Passes, awaited_seconds, product_launch_seconds, summed_block_bytes
 from meshlib.estimation.work.kernels import Kernel
 from meshlib.estimation.work.products import Attention
-from meshlib.estimation.work.vmem_reuse import found_bytes, kept_bytes
+from meshlib.estimation.work.vmem_reuse import finds_operand, found_bytes, kept_bytes
 
 SCOPED_BYTES = 16 << 20  # the compiler's default: xla_tpu_scoped_vmem_limit_kib (from memory)
 
@@ -117,14 +117,15 @@ class Times:
         if kernel.attention is not None:
             return self._attention(kernel, kernel.attention)
         chip, again, exposed, first = self.chip, 0.0, 0.0, 0.0
+        here = not chip.cmem_bytes and finds_operand(kernel, self.held_bytes)
         for product, sizes in kernel.matmuls:
             cut = matmul_blocks(chip, product, *sizes)
-            again += self._read(cut, product, sizes) - kernel.operand_bytes
+            again += self._read(cut, product, sizes, kernel.at_hand if here else (True, True)) - kernel.operand_bytes
             exposed += cut.exposed_bytes
             pieces = zip(kernel.at_hand, (cut.rows, cut.columns), sizes, strict=True)
             first += cut.depth * sum(size * edge for here, edge, size in pieces if here)
         held_bytes = found_bytes(kernel, chip, self.held_bytes)
-        elsewhere = kept_bytes(kernel, chip) + kernel.spared_bytes + held_bytes
+        elsewhere = kept_bytes(kernel, chip, self.held_bytes) + kernel.spared_bytes + held_bytes
         traffic = kernel.padded_bytes + again - elsewhere + kernel.quantised_bytes
         lone, share = kernel.passes, self.physics.lone_passes
         if lone is not None and share:
@@ -167,13 +168,13 @@ class Times:
         pace = rows / max(rows, min(product.m, product.n))
         return pace + (1 - pace) / self.physics.product_rate
 
-    def _read(self, blocks: Blocks, product: Matmul, sizes: tuple[float, float]) -> float:
-        """Bytes that a product reads of its operands."""
+    def _read(self, blocks: Blocks, product: Matmul, sizes: tuple[float, float], repeated: tuple[bool, bool]) -> float:
+        """Bytes that a product reads of its operands; those that are not `repeated` are read from HBM once at most."""
         edge = self.physics.block_edge
         if not edge:
             return blocks.read_bytes
-        left = sizes[0] * product.m * product.k * max(1.0, product.n / edge)
-        right = sizes[1] * product.taps * product.k * product.n * max(1.0, product.m / edge)
+        left = sizes[0] * product.m * product.k * (max(1.0, product.n / edge) if repeated[0] else 1.0)
+        right = sizes[1] * product.taps * product.k * product.n * (max(1.0, product.m / edge) if repeated[1] else 1.0)
         return product.batch * (left + right)
 
     def _early(self, kernel: Kernel, most: float, found: float) -> float:
@@ -199,7 +200,7 @@ class Times:
         chip = self.chip
         mxu, vpu, bare = self.attention_seconds(work)
         vmem_bytes = found_bytes(kernel, chip, self.held_bytes)
-        traffic = kernel.padded_bytes - vmem_bytes
+        traffic = kernel.padded_bytes - vmem_bytes - kept_bytes(kernel, chip, self.held_bytes)
         hbm = hbm_seconds(chip, traffic)
         return KernelTime(mxu, vpu, hbm, bare, chip.launch_seconds, traffic, self._early(kernel, hbm, vmem_bytes))
 

@@ -48,7 +48,8 @@ class Kernel:
       vpu_ops, hbm_bytes: exact, without padding, what the kernel recomputes included; the padded figures are what the
         engines see.
       uses: what it reads and writes; kept: of what is used again soon, the bytes that are moved in between, and its
-        own.
+        own; resident: of what only passes between kernels, the most that is live at once of it and of smaller values,
+        the bytes that are used of it here, and whether they are read.
       quantised_bytes: padded, what quantising the operands of a product in eight bits reads and writes, where that has
         not been done before; spared_bytes: by how much less the product then reads than the operands as they were.
       at_hand_bytes: padded, of what it reads that is there from the start: variables, inputs, slices of a loop's
@@ -77,6 +78,7 @@ class Kernel:
     free: bool
     uses: tuple[Use, ...] = ()
     kept: tuple[tuple[int, float], ...] = ()
+    resident: tuple[tuple[int, float, bool], ...] = ()
     attention: Attention | None = None
     quantised_bytes: int = 0
     spared_bytes: int = 0
@@ -99,6 +101,7 @@ class Kernel:
             *work,
             self.free,
             self.kept,
+            self.resident,
             self.attention,
             *narrow,
             *here,

@@ -4,6 +4,11 @@ A compiler leaves a buffer in VMEM between two uses if it has the room. Here a u
 since the use before, and the buffer itself, fit what a chip holds: the rule of a cache that forgets what was used least
 recently. A small network, the weights of a recurrent one and the cache of a short decode so cost HBM once.
 
+Values that only pass between kernels stay in VMEM as long as they live, the smallest first, while weights stream past
+them: the activations of a step of decoding never reach HBM. A compiler assigns buffers to VMEM by their live ranges, so
+the rule is one of live ranges, too, and no distance: a value stays if it and all smaller ones fit together, whenever it
+lives.
+
 Of what does not fit whole a chip's common memory (CMEM of v4) holds as much as what is moved in between leaves room
 for: a compiler that knows the uses puts a part there. Of what only passes from kernel to kernel, and all who read it
 find there, nothing is written to HBM.
@@ -20,6 +25,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+
+import numpy as np
 
 from hardware.chips import Chip
 from meshlib.estimation.work.kernels import Kernel
@@ -93,12 +100,36 @@ class Recent:
                     sizes_of_unit.setdefault(unit, []).append((moved, float(size)))
         return sizes_of_unit
 
+    def _resident(self, units: Sequence[Unit]) -> dict[int, list[tuple[int, float, bool]]]:
+        """For each unit, the values that pass: the most that is live at once of each and of smaller ones, its bytes
+        that are used, and whether they are read. What is live beside a loop is not among them.
+        """
+        spans = []
+        loops = np.cumsum([unit.body is not None for unit in units])
+        for uses in self._passes.values():
+            (first, size, *_), (last, *_) = uses[0], uses[-1]
+            if last > first and size < MOST_BYTES and loops[last] == loops[first]:
+                spans.append((size, first, last, uses))
+        live = np.zeros(len(units) + 1)
+        resident: dict[int, list[tuple[int, float, bool]]] = {}
+        for size, first, last, uses in sorted(spans, key=lambda span: span[:3]):
+            live[first : last + 1] += size
+            most = int(live[first : last + 1].max())
+            if most < MOST_BYTES:
+                for n, (unit, used, *_) in enumerate(uses):
+                    resident.setdefault(unit, []).append((most, float(used), n > 0))
+        return resident
+
     def close(self, units: Sequence[Unit]) -> None:
         """Add to the units what they keep of the values that pass, and to those of a body what the trip before left."""
         for place, kept in self._kept().items():
             kernel = units[place].kernel
             if kernel is not None:
                 units[place].kernel = replace(kernel, kept=tuple(sorted(kept)))
+        for place, resident in self._resident(units).items():
+            kernel = units[place].kernel
+            if kernel is not None:
+                units[place].kernel = replace(kernel, resident=tuple(sorted(resident)))
         for buffer, (place, size, largest, before) in self._first.items():
             then, used = self._last[buffer]
             between = self.moved_bytes - then + before
@@ -108,10 +139,20 @@ class Recent:
                 units[place].kernel = replace(kernel, again=(*kernel.again, (between, largest, spared)))
 
 
-def kept_bytes(kernel: Kernel, chip: Chip) -> float:
-    """Bytes that only pass and stay in the chip's common memory, where it has one (CMEM of v4)."""
-    held = chip.cmem_bytes // chip.devices_per_chip
-    return sum(min(size, max(0, held - between)) for between, size in kernel.kept)
+def kept_bytes(kernel: Kernel, chip: Chip, held_bytes: int) -> float:
+    """Bytes that only pass from kernel to kernel and stay on the chip where so much stays there.
+
+    In the common memory of a chip that has one (CMEM of v4) a part of a value may stay.
+    """
+    if chip.cmem_bytes:
+        return sum(min(size, max(0, held_bytes - between)) for between, size in kernel.kept)
+    return sum(size for most, size, _ in kernel.resident if most <= held_bytes)
+
+
+def finds_operand(kernel: Kernel, held_bytes: int) -> bool:
+    """Whether all that a kernel reads of other kernels' results is still on the chip, where so much stays there."""
+    found = sum(size for most, size, read in kernel.resident if read and most <= held_bytes)
+    return found >= sum(use.padded_bytes for use in kernel.uses if use.passes and not use.written)
 
 
 def found_bytes(kernel: Kernel, chip: Chip, held_bytes: int) -> float:

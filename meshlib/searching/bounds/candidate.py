@@ -38,7 +38,7 @@ from meshlib.program.instructions import Compute, Loop, Value
 from meshlib.program.records import Program, walk
 from meshlib.searching.bounds.critical_path import Waiting
 from meshlib.searching.bounds.dataflow import Flow
-from meshlib.searching.bounds.elements import Traffic, is_product
+from meshlib.searching.bounds.elements import NOTHING, Passing, Traffic, is_product
 from meshlib.searching.bounds.products import Contraction, Operands, ProductKernel
 from meshlib.searching.bounds.split_products import SplitProducts
 from meshlib.searching.renamed_dims import Names, Passages
@@ -52,13 +52,16 @@ class _Times:
     """Seconds on one chip.
 
     `attention`: of each; `rounded`: by how much its scores are rounded down where they are split; `elements`: of
-    element-wise kernels over HBM, by the dims along which they may be split; `launch_seconds`: of all launches.
+    element-wise kernels over HBM, by the dims along which they may be split; `smallest`: bytes of the smallest value of
+    these, which stays on the chip if it has no more than `held_bytes`; `launch_seconds`: of all launches.
     """
 
     products: SplitProducts
     attention: Floats
     rounded: Floats
     elements: Floats
+    smallest: Floats
+    held_bytes: int
     launch_seconds: float
 
 
@@ -75,8 +78,8 @@ class Bounds:
       alone: whether there is but one product, which is then measured alone and loses nothing.
     """
 
-    kernels: Mapping[ProductKernel, tuple[int, int]]
-    elements: Mapping[Names | None, int]
+    kernels: Mapping[ProductKernel, tuple[int, Passing]]
+    elements: Mapping[Names | None, Passing]
     resident: Mapping[tuple[Shape, str, float], int]
     moments: Sequence[Mapping[Names | None, int]]
     alone: bool
@@ -93,7 +96,7 @@ class Bounds:
     def of(whole: Program, operations: Iterable[Operation]) -> Bounds:
         """From the program lowered for one device, and all operations that it is made of."""
         passages = Passages.of(operations)
-        kernels: dict[ProductKernel, tuple[int, int]] = {}
+        kernels: dict[ProductKernel, tuple[int, Passing]] = {}
         products = 0
         origins: dict[Program, Origins] = {}
         flow = Flow.of(whole, passages)
@@ -116,8 +119,8 @@ class Bounds:
                     dims, mxu_dtype(i), None, contraction.whole, contraction.factors(passages),
                     Operands.of(program, i, origins[program]),
                 )  # fmt: skip
-            count, beside = kernels.get(kind, (0, 0))
-            kernels[kind] = count + times, beside + times * traffic.beside.get(i, 0)
+            count, beside = kernels.get(kind, (0, NOTHING))
+            kernels[kind] = count + times, beside.joined(traffic.beside.get(i, NOTHING), times)
         held: Counter[tuple[Shape, str, float]] = Counter()
         for v in (*whole.variables.values(), *whole.inputs.values()):
             if not v.tensor.on_host:
@@ -145,7 +148,8 @@ class Bounds:
         if seconds is None:
             ways, ends = self._ways(c), self._ends
             attention = np.maximum(times.attention / ways[: ends[0]] - times.rounded, 0.0).sum()
-            moved = (times.elements / ways[ends[0] : ends[1]]).sum()
+            cuts = ways[ends[0] : ends[1]]
+            moved = (times.elements / cuts)[times.smallest / cuts > times.held_bytes].sum()
             seconds = times.launch_seconds + float(attention + moved) + times.products.seconds(c.splits)
             self._seconds_of[chip_splits] = seconds
         return self._whole_step(c, seconds)
@@ -177,12 +181,17 @@ class Bounds:
             assert seconds is not None
             attention.append(count * seconds[0])
             rounded.append(count * seconds[1])
-        passing = [hbm_seconds(chip, size) for size in self.elements.values()] if self._moves(chip) else []
+        passing = [hbm_seconds(chip, p.bytes) for p in self.elements.values()] if self._moves(chip) else []
         elements = np.array(passing or [0.0] * len(self.elements))
+        smallest = np.array([p.smallest_bytes for p in self.elements.values()])
         launches = sum(count for count, _ in self.kernels.values())
-        kinds = [(k, count, beside / count) for k, (count, beside) in self.kernels.items() if k.attention is None]
-        products = SplitProducts(Times(chip, self.physics), kinds, self._moves(chip))
-        return _Times(products, np.array(attention), np.array(rounded), elements, launches * chip.launch_seconds)
+        kinds = [(k, count, beside) for k, (count, beside) in self.kernels.items() if k.attention is None]
+        chip_times = Times(chip, self.physics)
+        products = SplitProducts(chip_times, kinds, self._moves(chip))
+        return _Times(
+            products, np.array(attention), np.array(rounded), elements, smallest, chip_times.held_bytes,
+            launches * chip.launch_seconds,
+        )  # fmt: skip
 
     def _moves(self, chip: Chip) -> bool:
         """Whether what kernels pass on is known to lie in HBM: a common memory (CMEM of v4) holds parts of it."""

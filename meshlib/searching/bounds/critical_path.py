@@ -175,9 +175,14 @@ class Waiting:
         return timed
 
     def _moved_bytes(self, use: HbmUse) -> float:
-        """Of what a product reads or writes, without what may stay on the chip between its uses."""
-        held = self._held_bytes if use.early or self.slice.chip.cmem_bytes else 0
-        return max(0.0, self._least_bytes(use.sizes, ()) - held)
+        """Of what a product reads or writes, without what may stay on the chip between its uses.
+
+        What only passes between kernels stays as a whole or not at all, but for a part in CMEM.
+        """
+        least = self._least_bytes(use.sizes, ())
+        if use.early or self.slice.chip.cmem_bytes:
+            return max(0.0, least - self._held_bytes)
+        return least if least > self._held_bytes else 0.0
 
     @cached_property
     def _held_bytes(self) -> int:

@@ -3,14 +3,15 @@
 Kernels of a sharded program are those of the program on one device, or parts of them where a collective stands between.
 So what element-wise kernels read and write of values that are made and used up on the way is moved under any layout,
 divided by all axes that could split it; so is what a product writes. Variables, inputs and slices of stacks may be
-fetched ahead, or be on the chip still, and are left out.
+fetched ahead, or be on the chip still, and are left out; so is what may stay on the chip as it passes, where the
+smallest of the values that are split alike does.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from meshlib.core.opdef import Kind
 from meshlib.estimation.work.hbm_traffic import boundary_of
@@ -23,8 +24,27 @@ from meshlib.searching.renamed_dims import Names, Passages
 
 
 @dataclass(frozen=True)
+class Passing:
+    """Values that pass between kernels: bytes of all, and of the smallest."""
+
+    bytes: int = 0
+    smallest_bytes: float = inf
+
+    def with_value(self, size_bytes: int, times: int = 1) -> Passing:
+        """With another one, which passes so often."""
+        return Passing(self.bytes + times * size_bytes, min(self.smallest_bytes, size_bytes))
+
+    def joined(self, other: Passing, times: int) -> Passing:
+        """With others, which pass so often."""
+        return Passing(self.bytes + times * other.bytes, min(self.smallest_bytes, other.smallest_bytes))
+
+
+NOTHING = Passing()
+
+
+@dataclass(frozen=True)
 class Traffic:
-    """Bytes on one device.
+    """What passes on one device.
 
     Attributes:
       elements: of all element-wise kernels in a step, by the dims along which they may be split.
@@ -32,8 +52,8 @@ class Traffic:
         reads.
     """
 
-    elements: Counter[Names | None] = field(default_factory=Counter)
-    beside: dict[Instruction, int] = field(default_factory=dict)
+    elements: dict[Names | None, Passing] = field(default_factory=dict)
+    beside: dict[Instruction, Passing] = field(default_factory=dict)
 
     @staticmethod
     def of(whole: Program, passages: Passages, full: Container[Value]) -> Traffic:
@@ -44,9 +64,10 @@ class Traffic:
                 if v not in full:
                     continue
                 if product is None:
-                    traffic.elements[passages.split(v.tensor.shape)] += times * size_bytes
+                    names = passages.split(v.tensor.shape)
+                    traffic.elements[names] = traffic.elements.get(names, NOTHING).with_value(size_bytes, times)
                 else:
-                    traffic.beside[product] = traffic.beside.get(product, 0) + size_bytes
+                    traffic.beside[product] = traffic.beside.get(product, NOTHING).with_value(size_bytes)
         return traffic
 
 

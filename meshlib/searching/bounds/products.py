@@ -17,8 +17,8 @@ from meshlib.core.graph import TensorType
 from meshlib.estimation.time.kernel_times import Times
 from meshlib.estimation.time.physics import Physics
 from meshlib.estimation.work.kernels import Kernel as Work
-from meshlib.estimation.work.products import Attention, matmul_of, operand_itemsizes, rows_first
-from meshlib.estimation.work.stored_values import Origins
+from meshlib.estimation.work.products import Attention, at_hand, matmul_of, operand_itemsizes, rows_first
+from meshlib.estimation.work.stored_values import Origins, held_values
 from meshlib.ops.contraction.einsum import EIGHT_BIT
 from meshlib.program.instructions import Compute, Instruction, Value
 from meshlib.program.records import Program
@@ -30,10 +30,14 @@ Pieces: TypeAlias = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True)
 class Operands:
-    """A product with bytes per element of its rows and columns, as narrow as memory may hold them."""
+    """A product with bytes per element of its rows and columns, as narrow as memory may hold them.
+
+    `at_hand`: which of them are there from the start, and so are read again where the product reads them again.
+    """
 
     product: Matmul
     itemsizes: tuple[float, float]
+    at_hand: tuple[bool, bool]
 
     @staticmethod
     def of(program: Program, instruction: Compute, origins: Origins) -> Operands | None:
@@ -45,7 +49,8 @@ class Operands:
         stored_sizes = operand_itemsizes(instruction, origins.least_itemsize)
         dtypes = (x.tensor.dtype.itemsize for x in rows_first(instruction))
         first, second = (min(size, own) for size, own in zip(stored_sizes, dtypes, strict=True))
-        return Operands(matmul_of(program, instruction), (first, second))
+        here = at_hand(instruction, [i for i in program.instructions if i.group == instruction.group], held_values(program))
+        return Operands(matmul_of(program, instruction), (first, second), here)
 
     @property
     def bytes(self) -> tuple[float, float]:
@@ -54,11 +59,12 @@ class Operands:
         return first * p.batch * p.m * p.k, second * p.batch * p.taps * p.k * p.n
 
     def read_seconds(self, times: Times) -> float:
-        """HBM time of what a product reads of its operands, block by block."""
+        """HBM time of what a product reads of its operands, block by block; once of one that may be on the chip."""
+        again = [here or part > times.held_bytes for here, part in zip(self.at_hand, self.bytes, strict=True)]
         bare = Work(
             name="", opcode="", source="", region="", matmuls=((self.product, self.itemsizes),), mxu_flops=0,
             useful_flops=0.0, vpu_ops=0, padded_vpu_ops=0.0, narrow_vpu_ops=0.0, hbm_bytes=0,
-            padded_bytes=round(sum(self.bytes)), free=False,
+            padded_bytes=round(sum(self.bytes)), free=False, at_hand=(again[0], again[1]),
         )  # fmt: skip
         return times.of(bare).hbm_seconds
 

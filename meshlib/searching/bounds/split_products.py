@@ -11,6 +11,7 @@ from typing import TypeAlias
 from hardware.memory import hbm_seconds
 from hardware.vpu import vpu_rate
 from meshlib.estimation.time.kernel_times import Times
+from meshlib.searching.bounds.elements import Passing
 from meshlib.searching.bounds.products import ProductKernel, product_seconds
 
 Splits: TypeAlias = tuple[tuple[frozenset[str], int], ...]  # of each axis the dims that it may split, and its size
@@ -23,12 +24,12 @@ NO_SIDE = len(SIDES)
 class SplitProducts:
     """Products of one program on one chip.
 
-    `kernels`: each kind with how many run in a step, and the bytes that one moves besides its operands; `moves`:
-    whether what kernels pass on lies in HBM.
+    `kernels`: each kind with how many run in a step, and what all of these move besides their operands; `moves`:
+    whether what kernels pass on lies in HBM where it is too large to stay on the chip.
     """
 
     times: Times
-    kernels: Sequence[tuple[ProductKernel, int, float]]
+    kernels: Sequence[tuple[ProductKernel, int, Passing]]
     moves: bool
     _sides: dict[tuple[frozenset[str], int], list[int]] = field(default_factory=dict)  # a number for each kernel
     _numbers: dict[tuple[tuple[int, ...], int], int] = field(default_factory=dict)  # of sides, and the size of the axis
@@ -77,7 +78,7 @@ class SplitProducts:
 
     def _of(self, n: int, cuts: Cuts) -> float:
         """Of one device's part: as fast as it is computed, and as what nothing can fetch before moves over HBM."""
-        kernel, _, beside_bytes = self.kernels[n]
+        kernel, count, beside = self.kernels[n]
         whole, chip = kernel.product, self.times.chip
         assert whole is not None
         if kernel.factors is None:
@@ -89,7 +90,8 @@ class SplitProducts:
         if kernel.operands is None or not self.moves:
             return seconds
         awaited = replace(kernel.operands, product=part).awaited_seconds(self.times)
-        return max(seconds, awaited + hbm_seconds(chip, beside_bytes / prod(cuts)))
+        stays = beside.smallest_bytes / prod(cuts) <= self.times.held_bytes
+        return max(seconds, awaited + (0.0 if stays else hbm_seconds(chip, beside.bytes / count / prod(cuts))))
 
 
 def _fitting(kernel: ProductKernel, dims: frozenset[str], size: int) -> tuple[int, ...]:
