@@ -49,7 +49,9 @@ class Operands:
         stored_sizes = operand_itemsizes(instruction, origins.least_itemsize)
         dtypes = (x.tensor.dtype.itemsize for x in rows_first(instruction))
         first, second = (min(size, own) for size, own in zip(stored_sizes, dtypes, strict=True))
-        here = at_hand(instruction, [i for i in program.instructions if i.group == instruction.group], held_values(program))
+        here = at_hand(
+            instruction, [i for i in program.instructions if i.group == instruction.group], held_values(program)
+        )
         return Operands(matmul_of(program, instruction), (first, second), here)
 
     @property
