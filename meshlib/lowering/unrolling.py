@@ -31,7 +31,7 @@ QUOTED = re.compile(r"'([^']+)'")
 class Made(NamedTuple):
     """Which of the values that are alike in all layers one is, and the layer of its tensor in the short graph."""
 
-    what: Hashable
+    what: int
     place: int
 
 
@@ -59,11 +59,11 @@ class _Unroller:
     keys: list[Hashable] = field(default_factory=list)
     places: list[int | None] = field(default_factory=list)
     made: dict[Value, Made] = field(default_factory=dict)
-    values: dict[tuple[Hashable, int], Value] = field(default_factory=dict)
+    values: dict[tuple[int, int], Value] = field(default_factory=dict)
     groups: dict[Hashable, list[Instruction]] = field(default_factory=dict)
     # Of alike instructions the reasons of one that reads nothing across the gap, and its place.
     reasons: dict[Hashable, tuple[Sequence[Reason], int]] = field(default_factory=dict)
-    numbers: dict[Hashable, int] = field(default_factory=dict)  # of keys of instructions
+    numbers: dict[Hashable, int] = field(default_factory=dict)  # of keys of instructions and values
     written: set[tuple[Hashable, int]] = field(default_factory=set)  # keys of instructions, and their layers
 
     def run(self) -> Program:
@@ -100,7 +100,7 @@ class _Unroller:
         for y in i.outputs:
             what, place = self._label(y.tensor)
             if place is not None:
-                self.made[y] = Made((what, y.sharding, y.margins, i.region, i.opcode), place)
+                self.made[y] = Made(self._number((what, y.sharding, y.margins, i.region, i.opcode)), place)
         if len(i.outputs) > 1 and isinstance(i, Move):
             self.keys.append(i)
             self.places.append(None)
@@ -122,12 +122,16 @@ class _Unroller:
                 own = (i.assignment, i.exchanges)
         shardings = [(y.sharding, y.margins) for y in i.outputs]
         key = (type(i), i.opcode, what, i.region, own, *operands, *shardings)
-        number = self.numbers.setdefault(key, len(self.numbers))
+        number = self._number(key)
         self.keys.append(number)
         first = self.layers.first
         beside = {p < first for p in near} <= {place < first} and self._is_wired_alike(place, self.layers.layer(place))
         if beside and isinstance(i, Move | Compute) and i.reasons:
             self.reasons[number] = i.reasons, place
+
+    def _number(self, key: Hashable) -> int:
+        """The number of a key: equal keys have one."""
+        return self.numbers.setdefault(key, len(self.numbers))
 
     def _is_wired_alike(self, place: int, layer: int) -> bool:
         """Whether what is of a place in the short graph is wired as all regular layers are, when it is of a layer."""
@@ -272,7 +276,7 @@ class _Unroller:
             return self._value(made.what, self.layers.layer(made.place))
         return self._value(made.what, layer + made.place - place)
 
-    def _value(self, what: Hashable, layer: int) -> Value:
+    def _value(self, what: int, layer: int) -> Value:
         value = self.values.get((what, layer))
         if value is None:
             raise Irregular
