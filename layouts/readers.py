@@ -142,8 +142,7 @@ def from_partition_specs(
     pixels:;hidden:cols;classes:
     >>> from_partition_specs({"w1": (None, "cols"), "w2": ("rows",)}, shapes)
     Traceback (most recent call last):
-    layouts.errors.LayoutError: 1 fault in the specs
-      dim 'hidden' lies on cols in 'w1' (None, 'cols'), but on rows in 'w2' ('rows',): one rule holds for all tensors. Rename the dim in one of them, or read the two apart with scope=.
+    layouts.errors.LayoutError: the specs: dim 'hidden' lies on cols in 'w1' (None, 'cols'), but on rows in 'w2' ('rows',): one rule holds for all tensors. Rename the dim in one of them, or read the two apart with scope=.
     """  # noqa: E501
     if not isinstance(specs, Mapping):
         raise LayoutError(f"expected a dict of tensors to specs, not {specs!r:.80}")

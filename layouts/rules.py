@@ -146,10 +146,9 @@ class LayoutRules(Frozen):
 
         >>> LayoutRules("d:model").sharding("d:6", "model:4")
         Traceback (most recent call last):
-        layouts.errors.LayoutError: activation [d:6] cannot be laid out
+        layouts.errors.LayoutError: activation [d:6] cannot be laid out: dim 'd' does not divide over axis 'model': 6 % 4 = 2. Pad d to 8 (+33.33 %), or remove d:model.
           mesh model:4    layout d:model
-          dim 'd' does not divide over axis 'model': 6 % 4 = 2. Pad d to 8 (+33.33 %), or remove d:model.
-        """
+        """  # noqa: E501
         shape = shape if isinstance(shape, Shape) else Shape(shape)
         mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
         return _sharding(self, shape, mesh, scope)

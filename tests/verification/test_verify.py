@@ -76,7 +76,7 @@ def without_offsets(name: str):
     local = OPERATIONS[name].local
 
     def wrong(block, *arrays):
-        return local(dataclasses.replace(block, offsets=dict.fromkeys(block.offsets, 0)), *arrays)
+        return local(block._replace(offsets=dict.fromkeys(block.offsets, 0)), *arrays)
 
     return wrong
 

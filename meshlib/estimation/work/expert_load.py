@@ -57,7 +57,7 @@ class ExpertLoad:
         """The share of all choices that each of so many experts has.
 
         >>> ExpertLoad(2.0).shares(4).round(3).tolist(), ExpertLoad(counts=(3.0, 1.0)).shares(2).tolist()
-        ([0.149, 0.081, 0.5, 0.27], [0.75, 0.25])
+        ([0.148, 0.5, 0.272, 0.08], [0.75, 0.25])
 
         Raises: GraphError where it has counts of another number of experts, or a skew beyond one expert for all.
         """
