@@ -138,9 +138,6 @@ class Times:
         time: Time = time_of(chip, Work(tuple(p for p, _ in kernel.matmuls), vpu_ops=ops, hbm_bytes=traffic))
         bare_seconds = hbm_seconds(chip, min(exposed, traffic) + kernel.quantised_bytes) if time.mxu_seconds else 0.0
         mxu = time.mxu_seconds * max((self.slowdown(p) for p, _ in kernel.matmuls), default=1.0)
-        if kernel.operand_vpu_ops:  # the array waits for operands that are made tile by tile
-            making_seconds = time.vpu_seconds * kernel.operand_vpu_ops / kernel.padded_vpu_ops
-            bare_seconds += (1 - self.physics.attention_overlap) * min(mxu, making_seconds)
         kernel_time = KernelTime(
             mxu, time.vpu_seconds, time.hbm_seconds, bare_seconds, time.launch_seconds, traffic,
             early_seconds=self._early(kernel, time.hbm_seconds, held_bytes),

@@ -71,14 +71,13 @@ class Physics:
         FITTED, 0.0, 1.0, 0.8, 0.15,
     )  # fmt: skip
     slice_jitter: float = _constant(
-        0.0112, "share of a step per doubling of the slices",
+        0.0102, "share of a step per doubling of the slices",
         "slices joined by DCN wait for the slowest of them",
         FITTED, 0.0, 0.1, 0.015, 0.01,
     )  # fmt: skip
     attention_overlap: float = _constant(
-        0.5, "share of the shorter of MXU and VPU work that the longer hides in fused attention, and in products whose "
-        "operands are made on the way",
-        "products of one block run while the softmax, or the operands, of another are computed, in part",
+        0.5, "share of the shorter of MXU and VPU work that the longer hides in fused attention",
+        "products of one block of scores run while the softmax of another is computed, in part",
         "assumed", 0.0, 1.0, 0.5, 0.2,
     )  # fmt: skip
     score_backward_ops: float = _constant(

@@ -59,7 +59,6 @@ class Kernel:
       again: of what lies in HBM all the time and it used not long ago, the bytes moved in between,
         its own, and those that finding it spares.
       passes: how a compiler cuts the group, where it is all of its program.
-      operand_vpu_ops: padded, of a product, what recomputes its operands.
       free: nothing runs: sources that are there already, renamings, constants of one element.
     """
 
@@ -89,7 +88,6 @@ class Kernel:
     read_bytes: int = 0
     again: tuple[tuple[int, int, float], ...] = ()
     passes: Passes | None = None
-    operand_vpu_ops: float = 0.0
 
     @cached_property
     def key(self) -> tuple[object, ...]:
@@ -97,18 +95,7 @@ class Kernel:
         work = (self.matmuls, self.padded_vpu_ops, self.narrow_vpu_ops, self.padded_bytes)
         narrow = self.quantised_bytes, self.spared_bytes
         here = self.at_hand_bytes, self.at_hand, self.row_bytes, self.sweeps, self.read_bytes
-        return (
-            *work,
-            self.free,
-            self.kept,
-            self.resident,
-            self.attention,
-            *narrow,
-            *here,
-            self.again,
-            self.passes,
-            self.operand_vpu_ops,
-        )
+        return (*work, self.free, self.kept, self.resident, self.attention, *narrow, *here, self.again, self.passes)
 
     @cached_property
     def operand_bytes(self) -> float:
@@ -142,15 +129,12 @@ def kernel_of(
         return i.operation.name in forward and (region or i.operation.region) != FORWARD
 
     attention = attention_of(program, main) if main.operation.opdef.scores and isinstance(main, Compute) else None
-    operand_ops = 0.0
-    own = {*members}
     for i in _run_by(members, stored):
         vpu_ops = local_work(program, i).vpu_ops
         ops += vpu_ops
         if vpu_ops:
             stretched = vpu_ops * _stretch(i)
             padded_ops += stretched
-            operand_ops += 0.0 if i in own else stretched
             narrow += stretched if i.outputs[0].tensor.dtype is BFLOAT16 else 0.0
     for i in members:
         flops += local_work(program, i).mxu_flops
@@ -187,7 +171,6 @@ def kernel_of(
         row_bytes=row_bytes,
         sweeps=sweeps,
         read_bytes=boundary.read_bytes,
-        operand_vpu_ops=operand_ops if matmuls else 0.0,
     )
 
 
