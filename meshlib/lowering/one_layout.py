@@ -55,7 +55,8 @@ class Lowering:
     compiler: Compiler
     choose: Choose = best_choices
     shares: bool = True  # whether sums that follow from others may be made of them
-    passes: Sequence[Callable[[Program], Program]] = field(default_factory=lambda: PASSES)  # over the program, its loops aside
+    # Over the program, its loops aside.
+    passes: Sequence[Callable[[Program], Program]] = field(default_factory=lambda: PASSES)
     # Alike loops are lowered once.
     _bodies: dict[object, Program] = field(default_factory=dict)
     _trials: dict[object, Partitioner] = field(default_factory=dict)

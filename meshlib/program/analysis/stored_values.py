@@ -110,8 +110,6 @@ class StoredValues:
         recomputed_bytes = sum(x.local_bytes for g in readers for x in sources if x not in self._read_by[g])
         recomputed_bytes += sum(x.local_bytes for x in inside)
         stored_bytes = y.local_bytes * (1 + len(readers))
-        if self._runs_alone(y, recomputation):
-            stored_bytes += sum(x.local_bytes for x in sources if x not in inside)  # nobody else needs them there
         if recomputed_bytes >= stored_bytes > 0:
             return
         self.again[y] = recomputation
@@ -121,13 +119,6 @@ class StoredValues:
             self.last[x] = max(self.last.get(x, 0), self.last.get(y, n))
             if x in self.fused:
                 self.inside.add(x)
-
-    def _runs_alone(self, y: Value, recomputation: Recomputation) -> bool:
-        """Whether nothing else in the group of `y` needs what it is made of, or what it is made by."""
-        group = self._producers[y].group
-        needed = {*recomputation.of, *(v for i in recomputation.by for v in i.outputs if v is not y)}
-        users = (u for v in needed for u in self._users.get(v, ()))
-        return not any(u.group == group and u not in recomputation.by for u in users)
 
     def _recomputation(self, i: Instruction) -> Recomputation | None:
         """How to make the result of `i` again of what lies in memory; None where that cannot be."""
