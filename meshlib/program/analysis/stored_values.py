@@ -101,7 +101,7 @@ class StoredValues:
 
     def _decide(self, n: int, i: Instruction) -> None:
         (y,) = i.outputs
-        readers = {u.group for u in self._users.get(y, ()) if not _reads_part(u, y)}
+        readers = {u.group for u in self._users.get(y, ()) if not _reads_part(u, y)} - {i.group}
         recomputation = self._recomputation(i)
         if recomputation is None or recomputation.ops > MOST_OPS * y.local_size:
             return
@@ -110,6 +110,8 @@ class StoredValues:
         recomputed_bytes = sum(x.local_bytes for g in readers for x in sources if x not in self._read_by[g])
         recomputed_bytes += sum(x.local_bytes for x in inside)
         stored_bytes = y.local_bytes * (1 + len(readers))
+        if self._runs_alone(y, recomputation):
+            stored_bytes += sum(x.local_bytes for x in sources if x not in inside)  # nobody else needs them there
         if recomputed_bytes >= stored_bytes > 0:
             return
         self.again[y] = recomputation
@@ -119,6 +121,13 @@ class StoredValues:
             self.last[x] = max(self.last.get(x, 0), self.last.get(y, n))
             if x in self.fused:
                 self.inside.add(x)
+
+    def _runs_alone(self, y: Value, recomputation: Recomputation) -> bool:
+        """Whether nothing else in the group of `y` needs what it is made of, or what makes it, but for small values."""
+        group = self._producers[y].group
+        needed = {y, *recomputation.of, *(v for i in recomputation.by for v in i.outputs)}
+        users = (u for v in needed if v.local_size * SMALL > y.local_size for u in self._users.get(v, ()))
+        return not any(u.group == group and u not in recomputation.by for u in users)
 
     def _recomputation(self, i: Instruction) -> Recomputation | None:
         """How to make the result of `i` again of what lies in memory; None where that cannot be."""
