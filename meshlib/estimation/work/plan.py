@@ -33,8 +33,7 @@ def plan_of(program: Program, network: Network, compiler: Compiler, kept: Kept |
 
     `kept`: what a compiler sends for each instruction, in place of what the program says.
     """
-    weights = frozenset(d.name for x in program.variables.values() for d in x.tensor.shape)
-    whole = _Whole(network, forward_names(program), compiler, weights, kept)
+    whole = _Whole(network, forward_names(program), compiler, kept)
     plan = _planned(program, whole, Recent(), program.memory_plan.in_place, None)
     if plan.kernels == 1:
         _note_passes(plan, program)
@@ -45,13 +44,12 @@ def plan_of(program: Program, network: Network, compiler: Compiler, kept: Kept |
 class _Whole:
     """What holds for a program and for the bodies of its loops.
 
-    `forward`: names of the forward pass's operations; `weight_dims`: names of the dims of its variables.
+    `forward`: names of the forward pass's operations.
     """
 
     network: Network
     forward: frozenset[str]
     compiler: Compiler
-    weight_dims: frozenset[str]
     kept: Kept | None = None
 
 
@@ -176,7 +174,7 @@ class _UnitPlanner:
         if not products:
             return kernel
         (product,), ((matmul, itemsizes),) = products, kernel.matmuls
-        tiled = in_ragged_tiles(matmul, product, self.whole.weight_dims, width)
+        tiled = in_ragged_tiles(matmul, product, width)
         return replace(kernel, matmuls=((tiled, itemsizes),))
 
     def _number(self, value: Value) -> int:

@@ -103,21 +103,20 @@ def _computed(rows: int, product: Product) -> int:
     return product.runs * computed_rows(-(-rows // product.runs), product.groups)
 
 
-def in_ragged_tiles(matmul: Matmul, product: Compute, weight_dims: frozenset[str], width: int) -> Matmul:
+def in_ragged_tiles(matmul: Matmul, product: Compute, width: int) -> Matmul:
     """A product of rows that are sorted by expert in whole tiles of the weights; any other product as it is.
 
     Rows of tokens are as many as they are.
 
     Args:
       matmul, product: the product on one device, and its instruction.
-      weight_dims: names of the dims of the program's variables.
       width: inputs and outputs of a tile.
     """
     if "filled" not in product.operation.attrs:
         return matmul
     shapes = [x.tensor.shape.names for x in (*product.inputs[:2], *product.outputs)]
     roles = matmul_plan(*shapes)
-    weight = next((names for names in shapes if weight_dims.issuperset(names)), ())
+    weight = next(names for names in shapes if product.operation.attrs["groups"] in names)
     sizes = {"m": roles.rows, "k": roles.contracted, "n": roles.columns}
     tiled = {
         size: -(-getattr(matmul, size) // width) * width
