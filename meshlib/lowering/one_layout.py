@@ -37,7 +37,8 @@ Nears: TypeAlias = Mapping[Operation, Near]  # see `near_shifts`
 Choose: TypeAlias = Callable[[Problem], tuple[Mapping[Operation, Choice], float]]
 Lowered: TypeAlias = Callable[[Simplified, Homes, Nears, bool], Program]
 PASSES = (remove_dead_code, share_halos, join_gathers, merge_small_collectives, order_and_fuse)
-LITTLE = 1e-3  # of what a program sends, or holds: less is not worth a second search, more is too much to pay for it
+LITTLE = 1e-3  # of what a program sends: less is not worth a second search
+MOST_MEMORY = 1.125  # times the memory: more is too much to pay for sending less
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ class Lowering:
         return [*(homes.of(op.output) for op in graph.inputs.values()), *homes.destinations.items()]
 
     def _cheapest(self, simple: Simplified, homes: Homes, fetched: Iterable[Tensor], lowered: Lowered) -> Program:
-        """The graph as it is written, or with sums made of others, if that costs less and takes no more memory."""
+        """The graph as it is written, or with sums made of others, if that costs less and takes little more memory."""
         best = self._nearest(simple, homes, lowered)
         sharing = self.memos.sharing(simple, split_sums(simple, homes), [simple.of(t) for t in fetched])
         if sharing is not None and 2 * sharing.bytes > LITTLE * best.sent_bytes:
@@ -163,8 +164,8 @@ class Lowering:
         return best
 
     def _pays(self, other: Program, than: Program) -> bool:
-        """Whether another program sends less, as the balance prices it, costs less with its work, and holds no more."""
-        if other.memory.peak_bytes > than.memory.peak_bytes * (1 + LITTLE):
+        """Whether another program sends less, as the balance prices it, costs less with work, and holds little more."""
+        if other.memory.peak_bytes > than.memory.peak_bytes * MOST_MEMORY:
             return False
         sent, before = self._priced(other), self._priced(than)
         works, worked = (self.balance.bytes_of(p.work) for p in (other, than))
