@@ -18,7 +18,8 @@ SMALL_TABLES = (4_000, 100_000)  # entries: eliminating a variable is cheaper th
 DIVE_TABLE = 100_000
 WINDOW, WINDOW_TABLE, PASSES = 60, 400_000, 4  # variables; entries of a table; how often at most
 SWEEPS = 8  # of dual ascent
-BRANCHES = 100  # at most
+PROGRESS = 0.97  # of the values: where more than that are left after a round of pruning, larger tables do more
+BRANCHES = 40  # at most
 BRANCH_REACH = 10**9  # entries: where eliminating any variable takes more, branches would not end
 
 
@@ -82,7 +83,7 @@ def _attempt(problem: Elimination, most: float, limit: int) -> bool:
         if problem.prune(most) > most:
             return False
         problem.reduce(size)
-        if sum(problem.size.values()) == before:
+        if sum(problem.size.values()) > PROGRESS * before:
             if size >= limit:
                 raise TooLarge
             size = min(size * 8, limit)
