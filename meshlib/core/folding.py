@@ -17,7 +17,7 @@ LEAST_SAVED = 24  # lines that folding a run must save
 PERIODS = 64  # distances to equal lines that are tried as the period of a run
 
 
-class Run(NamedTuple):
+class RepeatedLines(NamedTuple):
     """`times` adjacent repetitions of `length` lines, from line `first` on."""
 
     first: int
@@ -56,13 +56,13 @@ def times_text(text: str, times: int) -> str:
     return text if times == 1 else f"{text} x{times}"
 
 
-def runs(keys: Sequence[Hashable], least_saved: int = LEAST_SAVED) -> Iterator[Run]:
+def runs(keys: Sequence[Hashable], least_saved: int = LEAST_SAVED) -> Iterator[RepeatedLines]:
     """All lines in order, as runs: those that repeat and save at least `least_saved` lines, others one by one.
 
     Of several runs that begin at a line it is the one that saves most, of equal ones that with the shortest period.
 
     >>> list(runs("xababab", least_saved=4))
-    [Run(first=0, length=1, times=1), Run(first=1, length=2, times=3)]
+    [RepeatedLines(first=0, length=1, times=1), RepeatedLines(first=1, length=2, times=3)]
     """
     numbers: dict[Hashable, int] = {}
     lines = [numbers.setdefault(key, len(numbers)) for key in keys]
@@ -73,12 +73,12 @@ def runs(keys: Sequence[Hashable], least_saved: int = LEAST_SAVED) -> Iterator[R
     at = 0
     while at < len(lines):
         places[lines[at]].pop()
-        best = Run(at, 1, 1)
+        best = RepeatedLines(at, 1, 1)
         for other in places[lines[at]][: -PERIODS - 1 : -1]:
             length = other - at
             if ends.get(length, 0) <= at:
                 ends[length] = _end(lines, at, length)
-            run = Run(at, length, (ends[length] - at) // length + 1)
+            run = RepeatedLines(at, length, (ends[length] - at) // length + 1)
             if _saved(run) >= least_saved and _saved(run) > _saved(best):
                 best = run
         yield best
@@ -95,5 +95,5 @@ def _end(lines: Sequence[int], first: int, distance: int) -> int:
     return end
 
 
-def _saved(run: Run) -> int:
+def _saved(run: RepeatedLines) -> int:
     return run.length * (run.times - 1)

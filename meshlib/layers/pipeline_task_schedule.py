@@ -13,7 +13,7 @@ from meshlib.layers.pipeline_orders import BACKWARD, FORWARD, KINDS, WEIGHTS, Ke
 PerStage = float | Sequence[float]
 
 
-class Run(NamedTuple):
+class TimedTask(NamedTuple):
     """A task of one stage, from `start` to `end`."""
 
     task: Task
@@ -42,7 +42,7 @@ class TaskSchedule:
 
     # ------------------------------------------------------------ time
 
-    def runs(self, forward: PerStage, backward: PerStage, weights: PerStage = 0.0) -> tuple[tuple[Run, ...], ...]:
+    def runs(self, forward: PerStage, backward: PerStage, weights: PerStage = 0.0) -> tuple[tuple[TimedTask, ...], ...]:
         """Per stage, when each task runs, if each starts as soon as its stage is free and what it takes has arrived.
 
         Args:
@@ -166,11 +166,11 @@ def _cell(task: Task | None, repeats: int) -> str:
 
 def _timed(
     orders: Sequence[Order], repeats: int, seconds: Mapping[str, Sequence[float]]
-) -> tuple[tuple[Run, ...], ...]:
+) -> tuple[tuple[TimedTask, ...], ...]:
     """Each task as soon as its stage is free and what it waits for has ended."""
     stages = len(orders)
     ends: dict[Key, float] = {}
-    runs: list[list[Run]] = [[] for _ in orders]
+    runs: list[list[TimedTask]] = [[] for _ in orders]
     waiting: dict[Key, int] = {}  # a stage that waits for a task
     ready = list(range(stages))
     while ready:
@@ -184,7 +184,7 @@ def _timed(
                 waiting[missing] = stage
                 break
             start = max([row[-1].end if row else 0.0, *(ends[key] for key in needed)])
-            row.append(Run(task, start, start + seconds[task.kind][stage]))
+            row.append(TimedTask(task, start, start + seconds[task.kind][stage]))
             ends[(*task, stage)] = row[-1].end
             if (*task, stage) in waiting:
                 ready.append(waiting.pop((*task, stage)))

@@ -29,10 +29,10 @@ class ValueSource(NamedTuple):
     lies: tuple[Sharding, ...]
     itemsize: float
     prices: Prices = ()
-    made: Made | None = None  # how it can be made again
+    made: RepeatableOperation | None = None  # how it can be made again
 
 
-class Made(NamedTuple):
+class RepeatableOperation(NamedTuple):
     """An operation that may run again, and where its operands are to be had."""
 
     signature: Signature
@@ -136,7 +136,7 @@ def can_become(source: Sharding, target: Sharding) -> bool:
     )
 
 
-def _made_again(made: Made, wanted: Sharding) -> Materialisation:
+def _made_again(made: RepeatableOperation, wanted: Sharding) -> Materialisation:
     axes = again_axes(made.signature, wanted)
     assigned = None if axes is None else made.signature.under(wanted.mesh, axes, ((),) * len(made.operands))
     if axes is None or assigned is None or assigned.out.axes != wanted.axes:

@@ -15,7 +15,7 @@ from meshlib.core.graph import Operation, Tensor
 from meshlib.lowering.assigned import Homes
 from meshlib.lowering.bindings import stored
 from meshlib.lowering.loops import Makers
-from meshlib.lowering.materialisation import Made, Prices, ValueSource, again_axes, between, obtain
+from meshlib.lowering.materialisation import Prices, RepeatableOperation, ValueSource, again_axes, between, obtain
 from meshlib.lowering.reasons import explain_step
 from meshlib.lowering.simplification import Simplified
 from meshlib.program.instructions import Compute, Instruction, Move, Value
@@ -173,7 +173,9 @@ class Places:
         producer = None
         if t in self.graph.again:
             op = t.operation
-            producer = Made(self.signatures.of(op), tuple([self.source(x, region) for x in self.graph.inputs[op]]))
+            producer = RepeatableOperation(
+                self.signatures.of(op), tuple([self.source(x, region) for x in self.graph.inputs[op]])
+            )
         return ValueSource(tuple([v.sharding for v in self.known(t, region)]), t.dtype.itemsize, self.prices, producer)
 
     def _recompute(self, t: Tensor, wanted: Sharding, region: str, user: Operation | None) -> Value:

@@ -18,7 +18,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
-from meshlib.core.folding import Run, runs
+from meshlib.core.folding import RepeatedLines, runs
 from meshlib.core.graph import Operation, Tensor
 from meshlib.core.opdef import Kind
 from meshlib.lowering.simplification import Simplified
@@ -114,7 +114,7 @@ def _colour(simple: Simplified, op: Operation, signatures: Signatures) -> Hashab
 class _Layers:
     """The numbers of the layers of each run, by wiring."""
 
-    def __init__(self, simple: Simplified, some: Sequence[Run]) -> None:
+    def __init__(self, simple: Simplified, some: Sequence[RepeatedLines]) -> None:
         self.simple, self.runs = simple, some
         self.at: dict[Operation, tuple[int, int, int]] = {}  # run, repetition, place in it
         for n, run in enumerate(some):

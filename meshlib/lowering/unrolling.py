@@ -28,7 +28,7 @@ from meshlib.program.records import Program
 QUOTED = re.compile(r"'([^']+)'")
 
 
-class Made(NamedTuple):
+class LayerValue(NamedTuple):
     """Which of the values that are alike in all layers one is, and the layer of its tensor in the short graph."""
 
     what: int
@@ -58,7 +58,7 @@ class _Unroller:
     layers: Repetition
     keys: list[Hashable] = field(default_factory=list)
     places: list[int | None] = field(default_factory=list)
-    made: dict[Value, Made] = field(default_factory=dict)
+    made: dict[Value, LayerValue] = field(default_factory=dict)
     values: dict[tuple[int, int], Value] = field(default_factory=dict)
     groups: dict[Hashable, list[Instruction]] = field(default_factory=dict)
     # Of alike instructions the reasons of one that reads nothing across the gap, and its place.
@@ -100,7 +100,7 @@ class _Unroller:
         for y in i.outputs:
             what, place = self._label(y.tensor)
             if place is not None:
-                self.made[y] = Made(self._number((what, y.sharding, y.margins, i.region, i.opcode)), place)
+                self.made[y] = LayerValue(self._number((what, y.sharding, y.margins, i.region, i.opcode)), place)
         if len(i.outputs) > 1 and isinstance(i, Move):
             self.keys.append(i)
             self.places.append(None)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshlib as mtf
-from meshlib.core.folding import Run, runs
+from meshlib.core.folding import RepeatedLines, runs
 from meshlib.report.links import PageAnchors
 from meshlib.report.page import page
 from meshlib.report.timeline import layers_of
@@ -47,7 +47,11 @@ def test_runs_cover_all_lines_once_and_repeat(lines: list[str], least: int) -> N
 
 def test_the_run_that_saves_most_is_folded() -> None:
     inner = [*"aaab"] * 5
-    assert list(runs(["x", *inner, "y"], 4)) == [Run(0, 1, 1), Run(1, 4, 5), Run(21, 1, 1)]
+    assert list(runs(["x", *inner, "y"], 4)) == [
+        RepeatedLines(0, 1, 1),
+        RepeatedLines(1, 4, 5),
+        RepeatedLines(21, 1, 1),
+    ]
 
 
 def test_a_listing_shows_equal_layers_once() -> None:

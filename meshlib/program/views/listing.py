@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from layouts.plan import gathered_axes
 from meshlib.core.errors import GraphError
-from meshlib.core.folding import Run, alike, name_pattern, runs, times_text
+from meshlib.core.folding import RepeatedLines, alike, name_pattern, runs, times_text
 from meshlib.core.opdef import Kind
 from meshlib.core.text import bytes_text, grid
 from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value
@@ -63,7 +63,7 @@ def _likeness(i: Instruction) -> Hashable:
     return (type(i), i.opcode, i.region, types, steps, sent, name_pattern(i.operation.source))
 
 
-def _ending(instructions: Sequence[Instruction], run: Run, names: Mapping[Value, str]) -> str:
+def _ending(instructions: Sequence[Instruction], run: RepeatedLines, names: Mapping[Value, str]) -> str:
     """Where a repeated run ends: its last result, or the last variable that it writes."""
     last = instructions[run.first + run.length * run.times - 1]
     return f"{names[last.outputs[0]]} {last.outputs[0].tensor.name}" if last.outputs else last.operation.name
