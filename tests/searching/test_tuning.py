@@ -91,13 +91,13 @@ def test_knobs_offer_sizes_that_divide(run: MaxTextRun) -> None:
 
 
 def test_real_prices_never_make_a_run_slower(run: MaxTextRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "_meshes", lambda *_: iter([{"ici_tensor_parallelism": 4}]))
-    monkeypatch.setattr(tuning, "_policies", lambda *_: iter([{"remat_policy": "minimal"}]))
-    monkeypatch.setattr(tuning, "_batches", lambda *_: iter(()))
-    found = tune(run, WHERE)
-    assert found.best.step_seconds <= found.given.step_seconds
-    again = tuning._tried(read_maxtext(Path(run.settings.path), found.best.run.overrides), WHERE, tuning.XLA_TPU)
-    assert again.step_seconds == found.best.step_seconds
+    options = ({"ici_tensor_parallelism": 4}, {"ici_data_parallelism": 4}, {"remat_policy": "minimal"})
+    monkeypatch.setattr(tuning, "KNOBS", [lambda *_, keys=keys: iter([keys]) for keys in options])
+    tuned = tune(run, WHERE)
+    assert tuned.tried >= 1 + len(options)
+    assert tuned.best.step_seconds < tuned.given.step_seconds
+    again = tuning._tried(read_maxtext(Path(run.settings.path), tuned.best.run.overrides), WHERE, tuning.XLA_TPU)
+    assert again.step_seconds == tuned.best.step_seconds
 
 
 def test_runs_that_nothing_helps_say_why(run: MaxTextRun, monkeypatch: pytest.MonkeyPatch) -> None:
