@@ -193,54 +193,33 @@ if _TYPE_CHECKING:
     from meshlib.ops.pointwise.activations import silu as silu
     from meshlib.ops.pointwise.activations import softplus as softplus
     from meshlib.ops.pointwise.activations import swish as swish
+    from meshlib.ops.pointwise.binary import add as add
+    from meshlib.ops.pointwise.binary import add_n as add_n
+    from meshlib.ops.pointwise.binary import clip_by_value as clip_by_value
+    from meshlib.ops.pointwise.binary import divide as divide
+    from meshlib.ops.pointwise.binary import equal as equal
+    from meshlib.ops.pointwise.binary import floordiv as floordiv
+    from meshlib.ops.pointwise.binary import greater as greater
+    from meshlib.ops.pointwise.binary import greater_equal as greater_equal
+    from meshlib.ops.pointwise.binary import less as less
+    from meshlib.ops.pointwise.binary import less_equal as less_equal
+    from meshlib.ops.pointwise.binary import logical_and as logical_and
+    from meshlib.ops.pointwise.binary import logical_or as logical_or
+    from meshlib.ops.pointwise.binary import maximum as maximum
+    from meshlib.ops.pointwise.binary import minimum as minimum
+    from meshlib.ops.pointwise.binary import mod as mod
+    from meshlib.ops.pointwise.binary import multiply as multiply
+    from meshlib.ops.pointwise.binary import not_equal as not_equal
+    from meshlib.ops.pointwise.binary import pow as pow
+    from meshlib.ops.pointwise.binary import squared_difference as squared_difference
+    from meshlib.ops.pointwise.binary import sub as sub
+    from meshlib.ops.pointwise.binary import subtract as subtract
+    from meshlib.ops.pointwise.casts import cast as cast
+    from meshlib.ops.pointwise.casts import to_bfloat16 as to_bfloat16
+    from meshlib.ops.pointwise.casts import to_float as to_float
+    from meshlib.ops.pointwise.casts import to_int32 as to_int32
     from meshlib.ops.pointwise.cumulative import cumprod as cumprod
     from meshlib.ops.pointwise.cumulative import cumsum as cumsum
-    from meshlib.ops.pointwise.elementwise import abs as abs
-    from meshlib.ops.pointwise.elementwise import add as add
-    from meshlib.ops.pointwise.elementwise import add_n as add_n
-    from meshlib.ops.pointwise.elementwise import cast as cast
-    from meshlib.ops.pointwise.elementwise import ceil as ceil
-    from meshlib.ops.pointwise.elementwise import clip_by_value as clip_by_value
-    from meshlib.ops.pointwise.elementwise import cos as cos
-    from meshlib.ops.pointwise.elementwise import divide as divide
-    from meshlib.ops.pointwise.elementwise import equal as equal
-    from meshlib.ops.pointwise.elementwise import erf as erf
-    from meshlib.ops.pointwise.elementwise import exp as exp
-    from meshlib.ops.pointwise.elementwise import expm1 as expm1
-    from meshlib.ops.pointwise.elementwise import floor as floor
-    from meshlib.ops.pointwise.elementwise import floordiv as floordiv
-    from meshlib.ops.pointwise.elementwise import greater as greater
-    from meshlib.ops.pointwise.elementwise import greater_equal as greater_equal
-    from meshlib.ops.pointwise.elementwise import less as less
-    from meshlib.ops.pointwise.elementwise import less_equal as less_equal
-    from meshlib.ops.pointwise.elementwise import log as log
-    from meshlib.ops.pointwise.elementwise import logical_and as logical_and
-    from meshlib.ops.pointwise.elementwise import logical_not as logical_not
-    from meshlib.ops.pointwise.elementwise import logical_or as logical_or
-    from meshlib.ops.pointwise.elementwise import maximum as maximum
-    from meshlib.ops.pointwise.elementwise import minimum as minimum
-    from meshlib.ops.pointwise.elementwise import mod as mod
-    from meshlib.ops.pointwise.elementwise import multiply as multiply
-    from meshlib.ops.pointwise.elementwise import negative as negative
-    from meshlib.ops.pointwise.elementwise import not_equal as not_equal
-    from meshlib.ops.pointwise.elementwise import pow as pow
-    from meshlib.ops.pointwise.elementwise import reciprocal as reciprocal
-    from meshlib.ops.pointwise.elementwise import relu as relu
-    from meshlib.ops.pointwise.elementwise import round as round
-    from meshlib.ops.pointwise.elementwise import rsqrt as rsqrt
-    from meshlib.ops.pointwise.elementwise import sigmoid as sigmoid
-    from meshlib.ops.pointwise.elementwise import sign as sign
-    from meshlib.ops.pointwise.elementwise import sin as sin
-    from meshlib.ops.pointwise.elementwise import sqrt as sqrt
-    from meshlib.ops.pointwise.elementwise import square as square
-    from meshlib.ops.pointwise.elementwise import squared_difference as squared_difference
-    from meshlib.ops.pointwise.elementwise import sub as sub
-    from meshlib.ops.pointwise.elementwise import subtract as subtract
-    from meshlib.ops.pointwise.elementwise import tanh as tanh
-    from meshlib.ops.pointwise.elementwise import to_bfloat16 as to_bfloat16
-    from meshlib.ops.pointwise.elementwise import to_float as to_float
-    from meshlib.ops.pointwise.elementwise import to_int32 as to_int32
-    from meshlib.ops.pointwise.elementwise import where as where
     from meshlib.ops.pointwise.logic import cond as cond
     from meshlib.ops.pointwise.logic import logical_xor as logical_xor
     from meshlib.ops.pointwise.random import dropout as dropout
@@ -256,6 +235,27 @@ if _TYPE_CHECKING:
     from meshlib.ops.pointwise.reductions import reduce_sum as reduce_sum
     from meshlib.ops.pointwise.reductions import softmax as softmax
     from meshlib.ops.pointwise.sampling import sample_with_temperature as sample_with_temperature
+    from meshlib.ops.pointwise.selection import where as where
+    from meshlib.ops.pointwise.unary import abs as abs
+    from meshlib.ops.pointwise.unary import ceil as ceil
+    from meshlib.ops.pointwise.unary import cos as cos
+    from meshlib.ops.pointwise.unary import erf as erf
+    from meshlib.ops.pointwise.unary import exp as exp
+    from meshlib.ops.pointwise.unary import expm1 as expm1
+    from meshlib.ops.pointwise.unary import floor as floor
+    from meshlib.ops.pointwise.unary import log as log
+    from meshlib.ops.pointwise.unary import logical_not as logical_not
+    from meshlib.ops.pointwise.unary import negative as negative
+    from meshlib.ops.pointwise.unary import reciprocal as reciprocal
+    from meshlib.ops.pointwise.unary import relu as relu
+    from meshlib.ops.pointwise.unary import round as round
+    from meshlib.ops.pointwise.unary import rsqrt as rsqrt
+    from meshlib.ops.pointwise.unary import sigmoid as sigmoid
+    from meshlib.ops.pointwise.unary import sign as sign
+    from meshlib.ops.pointwise.unary import sin as sin
+    from meshlib.ops.pointwise.unary import sqrt as sqrt
+    from meshlib.ops.pointwise.unary import square as square
+    from meshlib.ops.pointwise.unary import tanh as tanh
     from meshlib.optimize import serialize_training_step as serialize_training_step
     from meshlib.program.views.comparison import Comparison as Comparison
     from meshlib.program.views.comparison import compare as compare

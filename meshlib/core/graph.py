@@ -156,7 +156,7 @@ class Tensor(Shown):
             "and take what sim.step() returns"
         )
 
-    # The operators are set by meshlib.ops.pointwise.elementwise, where the operations they build are defined; their
+    # The operators are set by meshlib.ops.pointwise.operators, where the operations they build are defined; their
     # types are declared here.
     if TYPE_CHECKING:
 

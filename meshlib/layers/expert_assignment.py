@@ -23,9 +23,7 @@ from meshlib.ops.movement.indexing import gather, scatter_add
 from meshlib.ops.movement.indexing import range as positions
 from meshlib.ops.movement.ranking import argsort, top_k
 from meshlib.ops.movement.shape import broadcast, rename_dimension, reshape, transpose
-from meshlib.ops.pointwise.cumulative import cumsum
-from meshlib.ops.pointwise.elementwise import (
-    cast,
+from meshlib.ops.pointwise.binary import (
     divide,
     equal,
     floordiv,
@@ -37,10 +35,12 @@ from meshlib.ops.pointwise.elementwise import (
     maximum,
     minimum,
     multiply,
-    where,
 )
+from meshlib.ops.pointwise.casts import cast
+from meshlib.ops.pointwise.cumulative import cumsum
 from meshlib.ops.pointwise.random import random_uniform
 from meshlib.ops.pointwise.reductions import reduce_sum
+from meshlib.ops.pointwise.selection import where
 
 PLACES = "expert_capacity"  # the dim of an expert's places
 SMALL = 1e-20  # keeps a sum of gates that all underflow from being divided by

@@ -28,7 +28,8 @@ from meshlib.ops.building import as_dim, as_dims, floats, tensor
 from meshlib.ops.contraction.einsum import einsum
 from meshlib.ops.movement.indexing import gather, one_hot, scatter_add
 from meshlib.ops.movement.shape import rename_dimension, reshape, transpose
-from meshlib.ops.pointwise.elementwise import cast, greater_equal, multiply
+from meshlib.ops.pointwise.binary import greater_equal, multiply
+from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.reductions import reduce_mean, reduce_sum
 
 Back = Callable[[Tensor], Tensor]

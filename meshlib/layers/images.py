@@ -17,7 +17,8 @@ from meshlib.ops.fused_attention.attention import attention
 from meshlib.ops.images.convolution import conv1d, conv2d, conv3d
 from meshlib.ops.images.pooling import pool
 from meshlib.ops.movement.shape import rename_dimension, reshape, transpose
-from meshlib.ops.pointwise.elementwise import add, cast, multiply
+from meshlib.ops.pointwise.binary import add, multiply
+from meshlib.ops.pointwise.casts import cast
 
 Kernel = Callable[[Tensor], Tensor]
 CONVOLUTIONS = {1: conv1d, 2: conv2d, 3: conv3d}

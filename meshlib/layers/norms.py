@@ -12,8 +12,10 @@ from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Tensor, find_dim, scope
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.ops.building import floats
-from meshlib.ops.pointwise.elementwise import add, cast, multiply, rsqrt, square
+from meshlib.ops.pointwise.binary import add, multiply
+from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.reductions import reduce_mean
+from meshlib.ops.pointwise.unary import rsqrt, square
 
 
 def widened(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from meshlib.core.initializers import Initializer
 from meshlib.ops.contraction.einsum import PRECISIONS, einsum
 from meshlib.ops.contraction.quantized import quantized_einsum
 from meshlib.ops.control.sources import variable
-from meshlib.ops.pointwise.elementwise import cast
+from meshlib.ops.pointwise.casts import cast
 
 _FULL = "fp8_full"  # MaxText's word for it
 # Of a precision in eight bits the dtype of operands, and of cotangents in the products of the gradient.

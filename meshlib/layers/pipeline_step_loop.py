@@ -35,8 +35,9 @@ from meshlib.ops.gradients import gradients
 from meshlib.ops.movement.runs import shift
 from meshlib.ops.movement.shape import transpose
 from meshlib.ops.movement.tables import table
-from meshlib.ops.pointwise.elementwise import add, where
+from meshlib.ops.pointwise.binary import add
 from meshlib.ops.pointwise.reductions import reduce_mean, reduce_sum
+from meshlib.ops.pointwise.selection import where
 
 Tensors = dict[str, Tensor]
 

@@ -28,7 +28,8 @@ from meshlib.ops.movement.indexing import gather
 from meshlib.ops.movement.runs import pad, shift, slice
 from meshlib.ops.movement.shape import reshape, transpose
 from meshlib.ops.movement.tables import table
-from meshlib.ops.pointwise.elementwise import add, where
+from meshlib.ops.pointwise.binary import add
+from meshlib.ops.pointwise.selection import where
 
 
 @dataclass(frozen=True)

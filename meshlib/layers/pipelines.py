@@ -36,7 +36,9 @@ from meshlib.ops.movement.indexing import gather
 from meshlib.ops.movement.runs import shift
 from meshlib.ops.movement.shape import reshape, transpose
 from meshlib.ops.movement.tables import table
-from meshlib.ops.pointwise.elementwise import add, cast, where
+from meshlib.ops.pointwise.binary import add
+from meshlib.ops.pointwise.casts import cast
+from meshlib.ops.pointwise.selection import where
 
 StageFn = Callable[..., Any]
 

@@ -19,7 +19,10 @@ from meshlib.ops.movement.indexing import gather
 from meshlib.ops.movement.indexing import range as positions_of
 from meshlib.ops.movement.runs import slice as part_of
 from meshlib.ops.movement.shape import rename_dimension
-from meshlib.ops.pointwise.elementwise import add, cast, clip_by_value, cos, exp, less, mod, multiply, sin, where
+from meshlib.ops.pointwise.binary import add, clip_by_value, less, mod, multiply
+from meshlib.ops.pointwise.casts import cast
+from meshlib.ops.pointwise.selection import where
+from meshlib.ops.pointwise.unary import cos, exp, sin
 
 RAMPS = ("turns", "pairs")
 STEEP = 0.001  # pairs, the width of a ramp whose ends fall together, as in the source

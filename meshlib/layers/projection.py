@@ -18,8 +18,10 @@ from meshlib.ops.contraction.ragged import PRECISIONS, grouped_product
 from meshlib.ops.control.sources import constant_like
 from meshlib.ops.movement.shape import broadcast, rename_dimension, reshape
 from meshlib.ops.pointwise.activations import gelu, silu
-from meshlib.ops.pointwise.elementwise import add, cast, multiply, relu
+from meshlib.ops.pointwise.binary import add, multiply
+from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.random import dropout as dropped
+from meshlib.ops.pointwise.unary import relu
 
 Activation = Callable[[Tensor], Tensor]
 

@@ -16,8 +16,10 @@ from meshlib.ops.building import as_dim, as_dims, tensor
 from meshlib.ops.movement.indexing import gather
 from meshlib.ops.movement.indexing import range as positions_of
 from meshlib.ops.movement.shape import transpose
-from meshlib.ops.pointwise.elementwise import abs as absolute
-from meshlib.ops.pointwise.elementwise import add_n, cast, greater, greater_equal, maximum, minimum, negative, subtract
+from meshlib.ops.pointwise.binary import add_n, greater, greater_equal, maximum, minimum, subtract
+from meshlib.ops.pointwise.casts import cast
+from meshlib.ops.pointwise.unary import abs as absolute
+from meshlib.ops.pointwise.unary import negative
 
 _WHAT = "relative_position_bias"
 

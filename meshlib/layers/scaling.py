@@ -15,8 +15,10 @@ from meshlib.ops.building import floats
 from meshlib.ops.contraction.einsum import einsum
 from meshlib.ops.control.custom_gradients import custom_gradient
 from meshlib.ops.control.state import identity
-from meshlib.ops.pointwise.elementwise import cast, maximum, multiply, sqrt, square
+from meshlib.ops.pointwise.binary import maximum, multiply
+from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.reductions import reduce_mean
+from meshlib.ops.pointwise.unary import sqrt, square
 
 
 def us_einsum(

@@ -28,8 +28,10 @@ from meshlib.ops.control.sources import variable
 from meshlib.ops.control.state import assign, stored
 from meshlib.ops.movement.indexing import gather
 from meshlib.ops.movement.shape import broadcast, reshape, transpose
-from meshlib.ops.pointwise.elementwise import add, cast, maximum, multiply, rsqrt, square
+from meshlib.ops.pointwise.binary import add, maximum, multiply
+from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.reductions import reduce_mean, reduce_sum
+from meshlib.ops.pointwise.unary import rsqrt, square
 
 Updates = list[Operation]
 Groups = int | Dimension | Sequence[Dimension]

@@ -14,8 +14,10 @@ from meshlib.ops.building import as_dims, floats
 from meshlib.ops.contraction.einsum import einsum
 from meshlib.ops.control.sources import variable
 from meshlib.ops.control.state import assign, stop_gradient, stored
-from meshlib.ops.pointwise.elementwise import cast, maximum, multiply, sqrt, square
+from meshlib.ops.pointwise.binary import maximum, multiply
+from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.reductions import reduce_sum
+from meshlib.ops.pointwise.unary import sqrt, square
 
 
 def spectral_norm(

@@ -24,7 +24,8 @@ from meshlib.ops.movement.dynamic_slices import update_slice
 from meshlib.ops.movement.indexing import gather
 from meshlib.ops.movement.indexing import range as positions_of
 from meshlib.ops.movement.shape import broadcast, rename_dimension, transpose
-from meshlib.ops.pointwise.elementwise import cast, floordiv, less, less_equal, mod
+from meshlib.ops.pointwise.binary import floordiv, less, less_equal, mod
+from meshlib.ops.pointwise.casts import cast
 
 SLOTS, SOURCE = "cache_length", "source_length"
 CACHE_DTYPES = ("float32", "bfloat16", "float64", "int8", "float8_e4m3fn", "float8_e5m2")

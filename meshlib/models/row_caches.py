@@ -19,7 +19,8 @@ from meshlib.ops.movement.indexing import gather
 from meshlib.ops.movement.indexing import range as positions_of
 from meshlib.ops.movement.row_updates import update_rows
 from meshlib.ops.movement.shape import broadcast, rename_dimension, transpose
-from meshlib.ops.pointwise.elementwise import floordiv, greater, less, less_equal, logical_and, mod, where
+from meshlib.ops.pointwise.binary import floordiv, greater, less, less_equal, logical_and, mod
+from meshlib.ops.pointwise.selection import where
 
 PAGES = "pages"
 

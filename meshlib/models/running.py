@@ -20,7 +20,7 @@ from meshlib.models.row_caches import RowCaches
 from meshlib.ops.control.sources import input
 from meshlib.ops.movement.indexing import gather
 from meshlib.ops.movement.indexing import range as positions_of
-from meshlib.ops.pointwise.elementwise import add_n, less, maximum
+from meshlib.ops.pointwise.binary import add_n, less, maximum
 from meshlib.ops.pointwise.reductions import reduce_sum
 
 WHAT = "extend_step"

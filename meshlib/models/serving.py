@@ -22,7 +22,7 @@ from meshlib.ops.control.state import assign, assign_add
 from meshlib.ops.movement.indexing import gather
 from meshlib.ops.movement.indexing import range as positions_of
 from meshlib.ops.movement.shape import broadcast, rename_dimension, reshape
-from meshlib.ops.pointwise.elementwise import add_n, less
+from meshlib.ops.pointwise.binary import add_n, less
 from meshlib.ops.pointwise.reductions import reduce_sum
 
 Step = tuple[dict[str, Tensor], list[Operation]]

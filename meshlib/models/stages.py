@@ -17,7 +17,8 @@ from meshlib.models.config import TransformerConfig
 from meshlib.ops.control.remat import Policy, checked_policy
 from meshlib.ops.movement.indexing import one_hot
 from meshlib.ops.movement.shape import reshape, transpose
-from meshlib.ops.pointwise.elementwise import cast, multiply
+from meshlib.ops.pointwise.binary import multiply
+from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.reductions import reduce_sum
 
 MICROBATCH, STAGE = "microbatch", "stage"

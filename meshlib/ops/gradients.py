@@ -22,7 +22,7 @@ from meshlib.ops.control.host import from_host
 from meshlib.ops.control.sources import _constant
 from meshlib.ops.control.state import identity
 from meshlib.ops.movement.shape import broadcast
-from meshlib.ops.pointwise.elementwise import add_n
+from meshlib.ops.pointwise.binary import add_n
 
 # What depends on the tensors whose gradients are under way.
 _depending: ContextVar[Container[Tensor]] = ContextVar("depending")

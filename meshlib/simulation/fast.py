@@ -22,7 +22,7 @@ from meshlib.core.dtypes import FLOAT32
 from meshlib.core.engine import Engine
 from meshlib.core.opdef import ON_MXU
 from meshlib.core.spare_arrays import SpareArrays
-from meshlib.ops.pointwise.elementwise import WHERE
+from meshlib.ops.pointwise.selection import WHERE
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
 from meshlib.program.interpreter import Interpreter
 from meshlib.program.records import Program

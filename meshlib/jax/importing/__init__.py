@@ -56,7 +56,7 @@ from meshlib.jax.importing.table import RULES
 from meshlib.jax.importing.tracing import Tracing
 from meshlib.jax.importing.writing import StepWriter
 from meshlib.ops.control.sources import input, variable
-from meshlib.ops.pointwise.elementwise import cast
+from meshlib.ops.pointwise.casts import cast
 
 _ROWS = (control, convolution, draws, elementwise, indexing, passing, ragged, shapes, windows)
 

@@ -17,7 +17,7 @@ from meshlib.ops.contraction.einsum import einsum
 from meshlib.ops.images.convolve import convolve
 from meshlib.ops.images.sliding import Slide, SlidingDims
 from meshlib.ops.movement.shape import rename_dimension, reshape
-from meshlib.ops.pointwise.elementwise import cast
+from meshlib.ops.pointwise.casts import cast
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,10 @@ from meshlib.jax.importing.axes import Axes
 from meshlib.jax.importing.code import DTYPES, Code, CodeStep
 from meshlib.jax.importing.table import fresh, rule
 from meshlib.jax.importing.writing import StepWriter
-from meshlib.ops.pointwise.elementwise import cast, floor, less, minimum
+from meshlib.ops.pointwise.binary import less, minimum
+from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.random import random_normal, random_uniform
+from meshlib.ops.pointwise.unary import floor
 
 KEYS = "random_seed random_split random_fold_in random_wrap random_unwrap random_clone key_reuse_check threefry2x32"
 

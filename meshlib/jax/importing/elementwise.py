@@ -14,34 +14,39 @@ from meshlib.jax.importing.code import DTYPES, Array, CodeStep
 from meshlib.jax.importing.masks import condition_of
 from meshlib.jax.importing.table import Operand, rule, same_axes
 from meshlib.jax.importing.writing import StepWriter
-from meshlib.ops.pointwise.elementwise import (
-    abs,
+from meshlib.ops.pointwise.binary import (
     add,
-    cast,
-    ceil,
-    cos,
     divide,
     equal,
-    erf,
-    exp,
-    expm1,
-    floor,
     floordiv,
     greater,
     greater_equal,
     less,
     less_equal,
-    log,
     logical_and,
-    logical_not,
     logical_or,
     maximum,
     minimum,
     mod,
     multiply,
-    negative,
     not_equal,
     pow,
+    subtract,
+)
+from meshlib.ops.pointwise.casts import cast
+from meshlib.ops.pointwise.logic import logical_xor
+from meshlib.ops.pointwise.selection import where
+from meshlib.ops.pointwise.unary import (
+    abs,
+    ceil,
+    cos,
+    erf,
+    exp,
+    expm1,
+    floor,
+    log,
+    logical_not,
+    negative,
     reciprocal,
     relu,
     round,
@@ -51,11 +56,8 @@ from meshlib.ops.pointwise.elementwise import (
     sin,
     sqrt,
     square,
-    subtract,
     tanh,
-    where,
 )
-from meshlib.ops.pointwise.logic import logical_xor
 
 Function = Callable[..., Any]
 

@@ -13,7 +13,8 @@ from meshlib.jax.importing.masks import hot
 from meshlib.jax.importing.table import rule, same_axes
 from meshlib.jax.importing.writing import StepWriter
 from meshlib.ops.control.state import identity, stop_gradient
-from meshlib.ops.pointwise.elementwise import CAST, cast, not_equal
+from meshlib.ops.pointwise.binary import not_equal
+from meshlib.ops.pointwise.casts import CAST, cast
 
 
 def _convert(w: StepWriter, step: CodeStep) -> Tensor:

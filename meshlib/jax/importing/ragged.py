@@ -12,7 +12,7 @@ from meshlib.jax.importing.contraction import precision_of
 from meshlib.jax.importing.table import give, rule
 from meshlib.jax.importing.writing import StepWriter
 from meshlib.ops.contraction.ragged import ragged_dot
-from meshlib.ops.pointwise.elementwise import cast
+from meshlib.ops.pointwise.casts import cast
 
 
 @dataclass(frozen=True)

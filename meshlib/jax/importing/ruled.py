@@ -27,7 +27,7 @@ from meshlib.jax.importing.writing import StepWriter
 from meshlib.ops.control.custom_gradients import gradient_of_residuals
 from meshlib.ops.control.sources import constant
 from meshlib.ops.movement.shape import transpose
-from meshlib.ops.pointwise.elementwise import cast
+from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.reductions import reduce_sum
 
 KIND = "custom_rule"

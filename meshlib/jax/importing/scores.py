@@ -14,7 +14,8 @@ from meshlib.core.graph import Operation, Tensor
 from meshlib.jax.importing.masks import HIDING, known, lowest, negated, number_of, op_of, seen_by
 from meshlib.ops.fused_attention.attention import attention
 from meshlib.ops.movement.shape import broadcast, reshape
-from meshlib.ops.pointwise.elementwise import cast, logical_and, not_equal
+from meshlib.ops.pointwise.binary import logical_and, not_equal
+from meshlib.ops.pointwise.casts import cast
 
 _SAME = ("identity", "broadcast", "transpose", "stop_gradient")
 

@@ -20,7 +20,8 @@ from meshlib.ops.movement.dynamic_slices import dynamic_slice, update_slice
 from meshlib.ops.movement.runs import concat, pad, shift, slice, strided_slice
 from meshlib.ops.movement.shape import broadcast, reshape, transpose
 from meshlib.ops.movement.stacking import stack
-from meshlib.ops.pointwise.elementwise import cast, maximum, minimum
+from meshlib.ops.pointwise.binary import maximum, minimum
+from meshlib.ops.pointwise.casts import cast
 
 # ---------------------------------------------------------------- slices of one value
 

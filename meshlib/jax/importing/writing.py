@@ -29,7 +29,7 @@ from meshlib.ops.movement.indexing import RANGE
 from meshlib.ops.movement.indexing import range as positions
 from meshlib.ops.movement.runs import slice
 from meshlib.ops.movement.shape import broadcast, rename_dimension, reshape, transpose
-from meshlib.ops.pointwise.elementwise import cast
+from meshlib.ops.pointwise.casts import cast
 
 
 class StepWriter:

@@ -184,7 +184,7 @@ def _form(op: Operation) -> Form | None:
 
 
 def _grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
-    from meshlib.ops.pointwise.elementwise import cast
+    from meshlib.ops.pointwise.casts import cast
 
     if not op.output.dtype.is_float:
         return [None, None]
@@ -294,7 +294,7 @@ def einsum(
     result_dtype = None if dtype is None else as_dtype(dtype)
     out = _output_shape(operands, output_shape, reduced_dims)
     if len(operands) == 1:
-        from meshlib.ops.pointwise.elementwise import cast
+        from meshlib.ops.pointwise.casts import cast
         from meshlib.ops.pointwise.reductions import reduce_sum
 
         summed = reduce_sum(operands[0], output_shape=out, name=name)
@@ -322,7 +322,7 @@ def einsum(
 
 
 def _product_of_integers(a: Tensor, b: Tensor, shape: Shape, name: str | None) -> Tensor:
-    from meshlib.ops.pointwise.elementwise import multiply
+    from meshlib.ops.pointwise.binary import multiply
     from meshlib.ops.pointwise.reductions import reduce_sum
 
     a, b = (reduce_sum(x, output_shape=[d for d in x.shape if d in z.shape or d in shape]) for x, z in ((a, b), (b, a)))

@@ -22,10 +22,12 @@ from meshlib.core.opdef import Array, Block, Kind, Work, operation
 from meshlib.ops.building import as_dims, build, floats, tensor
 from meshlib.ops.contraction.einsum import EIGHT_BIT, EINSUM, product_of, product_of_blocks, sides_of
 from meshlib.ops.control.state import stop_gradient
-from meshlib.ops.pointwise.elementwise import abs as magnitude
-from meshlib.ops.pointwise.elementwise import cast, equal, where
-from meshlib.ops.pointwise.elementwise import round as round_to_whole
+from meshlib.ops.pointwise.binary import equal
+from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.reductions import reduce_max
+from meshlib.ops.pointwise.selection import where
+from meshlib.ops.pointwise.unary import abs as magnitude
+from meshlib.ops.pointwise.unary import round as round_to_whole
 from meshlib.ops.rules import align
 
 

@@ -20,8 +20,8 @@ from meshlib.ops.building import build
 from meshlib.ops.contraction.einsum import EIGHT_BIT
 from meshlib.ops.contraction.quantized import scale_of
 from meshlib.ops.contraction.ragged import RAGGED_DOT, checked_operands, filled_share, product_by_name, segments
+from meshlib.ops.pointwise.binary import subtract
 from meshlib.ops.pointwise.cumulative import cumsum
-from meshlib.ops.pointwise.elementwise import subtract
 from meshlib.ops.rules import align, reducing_factors
 
 GRADIENTS = {"int8": ("int8",), "fp8": ("fp8", "fp8_e5m2")}

@@ -38,7 +38,7 @@ from meshlib.ops.control.remat import PartialPolicy, Policy, Remat, checked_poli
 from meshlib.ops.control.sources import INPUT, _constant
 from meshlib.ops.movement.shape import rename_dimension
 from meshlib.ops.movement.tables import table
-from meshlib.ops.pointwise.elementwise import add
+from meshlib.ops.pointwise.binary import add
 
 Body = Callable[..., Any]
 

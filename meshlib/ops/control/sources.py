@@ -352,7 +352,7 @@ def make_variable(
 
 
 def _activation(value: Tensor, name: str, dtype: object) -> Tensor:
-    from meshlib.ops.pointwise.elementwise import cast
+    from meshlib.ops.pointwise.casts import cast
 
     # Beside the variable, not in each trip of a loop; but in those of a pipeline, which add gradients up as the
     # variable is stored.

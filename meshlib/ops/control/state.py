@@ -114,7 +114,7 @@ def assign(variable: Tensor, value: Tensor, name: str | None = None) -> Operatio
 
             value = transpose(value, old.shape)
         if value.dtype is not old.dtype:
-            from meshlib.ops.pointwise.elementwise import cast
+            from meshlib.ops.pointwise.casts import cast
 
             value = cast(value, old.dtype)
         return build(ASSIGN, [value], {"variable": target.name}, name).operation
@@ -133,7 +133,7 @@ def assign_add(variable: Tensor, value: Tensor | float, name: str | None = None)
       >>> print(sim.state["w"])
       [1. 1.]
     """
-    from meshlib.ops.pointwise.elementwise import add
+    from meshlib.ops.pointwise.binary import add
 
     return _assign_changed(add, variable, value, "assign_add", name)
 
@@ -151,7 +151,7 @@ def assign_sub(variable: Tensor, value: Tensor | float, name: str | None = None)
       >>> print(sim.state["w"])
       [-1. -1.]
     """
-    from meshlib.ops.pointwise.elementwise import subtract
+    from meshlib.ops.pointwise.binary import subtract
 
     return _assign_changed(subtract, variable, value, "assign_sub", name)
 
@@ -163,7 +163,7 @@ def _assign_changed(
     old = target.output
     with region(UPDATE, target):
         if isinstance(value, Tensor) and value.dtype.is_float and old.dtype.is_float:
-            from meshlib.ops.pointwise.elementwise import cast
+            from meshlib.ops.pointwise.casts import cast
 
             value = cast(value, old.dtype)
         new = change(old, value)
@@ -176,7 +176,7 @@ def stored(variable: Tensor) -> Operation:
     """The `variable` operation behind a variable's value, which may be a cast of what is stored, on the host too."""
     op = tensor(variable, "variable").operation
     from meshlib.ops.control.sources import VARIABLE
-    from meshlib.ops.pointwise.elementwise import CAST
+    from meshlib.ops.pointwise.casts import CAST
 
     while op.opdef in (CAST, FROM_HOST) and op.inputs[0].operation.opdef in (CAST, FROM_HOST, VARIABLE):
         op = op.inputs[0].operation

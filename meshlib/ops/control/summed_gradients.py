@@ -10,7 +10,7 @@ from meshlib.core.errors import GraphError
 from meshlib.core.graph import BACKWARD, Graph, Operation, Tensor, region
 from meshlib.core.opdef import Kind
 from meshlib.ops.gradients import gradients
-from meshlib.ops.pointwise.elementwise import CAST, cast
+from meshlib.ops.pointwise.casts import CAST, cast
 
 
 def led_to(graph: Graph) -> set[Tensor]:

@@ -25,8 +25,9 @@ from meshlib.ops.images.sliding_arguments import Padding, PerDim, dims_of, numbe
 from meshlib.ops.movement.indexing import RANGE
 from meshlib.ops.movement.shape import reshape, transpose
 from meshlib.ops.movement.tables import table
-from meshlib.ops.pointwise.elementwise import add_n, equal, multiply, where
+from meshlib.ops.pointwise.binary import add_n, equal, multiply
 from meshlib.ops.pointwise.reductions import reduce_max, reduce_mean, reduce_min, reduce_sum
+from meshlib.ops.pointwise.selection import where
 
 _REDUCTIONS = {"max": reduce_max, "min": reduce_min, "avg": reduce_mean, "sum": reduce_sum}
 Windows = Mapping[Dimension | str, int]

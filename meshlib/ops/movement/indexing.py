@@ -221,7 +221,8 @@ def _gather_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
 def _placed(dy: Tensor, indices: Tensor, dim: Dimension, shape: Shape) -> Tensor:
     """`dy` at its index along `dim`, zeros elsewhere; an index that is none has no place."""
     from meshlib.ops.control.sources import constant_shaped
-    from meshlib.ops.pointwise.elementwise import equal, where
+    from meshlib.ops.pointwise.binary import equal
+    from meshlib.ops.pointwise.selection import where
 
     nothing = constant_shaped(0, shape, dy)  # of all dims, so that the result has their order
     return where(equal(indices, range(dim)), dy, nothing)
@@ -407,7 +408,8 @@ def dynamic_shift(x: Tensor, offset: Tensor, dim: Dimension, wrap: bool, name: s
       [0. 3. 1. 2.]
     """
     from meshlib.ops.movement.shape import rename_dimension, transpose
-    from meshlib.ops.pointwise.elementwise import greater_equal, less, logical_and, mod, where
+    from meshlib.ops.pointwise.binary import greater_equal, less, logical_and, mod
+    from meshlib.ops.pointwise.selection import where
 
     what = "dynamic_shift"
     shifted_dim = find_dim(tensor(x, what), dim, what)

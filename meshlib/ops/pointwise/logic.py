@@ -10,7 +10,8 @@ from meshlib.core.dtypes import BOOL
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Tensor
 from meshlib.ops.building import tensor
-from meshlib.ops.pointwise.elementwise import not_equal, where
+from meshlib.ops.pointwise.binary import not_equal
+from meshlib.ops.pointwise.selection import where
 
 
 def _flags(x: object, what: str) -> Tensor:

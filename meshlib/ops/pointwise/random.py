@@ -16,7 +16,8 @@ from meshlib.core.graph import Tensor, TensorType, current_graph
 from meshlib.core.opdef import Array, Block, Kind, Work
 from meshlib.ops.building import as_dims, build_source, floats, tensor
 from meshlib.ops.control.sources import beside, source
-from meshlib.ops.pointwise.elementwise import cast, less
+from meshlib.ops.pointwise.binary import less
+from meshlib.ops.pointwise.casts import cast
 
 
 def _random_local(block: Block) -> Array:

@@ -8,10 +8,13 @@ from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Tensor, find_dim
 from meshlib.ops.building import floats, tensor
 from meshlib.ops.movement.ranking import argmax, nth_largest_element, sort
+from meshlib.ops.pointwise.binary import greater_equal, less
+from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.cumulative import cumsum
-from meshlib.ops.pointwise.elementwise import cast, greater_equal, less, log, negative, where
 from meshlib.ops.pointwise.random import random_uniform
 from meshlib.ops.pointwise.reductions import reduce_min, softmax
+from meshlib.ops.pointwise.selection import where
+from meshlib.ops.pointwise.unary import log, negative
 
 
 def sample_with_temperature(

@@ -1,0 +1,111 @@
+"""Casts: a tensor in another dtype."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshlib.core.dtypes import as_dtype
+from meshlib.core.graph import Operation, Tensor, TensorType
+from meshlib.core.opdef import (
+    NONLINEAR,
+    Array,
+    Block,
+    Home,
+    Linear,
+)
+from meshlib.ops.building import build, tensor
+from meshlib.ops.pointwise.elementwise import (
+    define,
+)
+
+
+def _cast_linear(op: Operation) -> Linear:
+    # Only a widening cast of floats commutes with a sum; a narrowing one would round each part.
+    old, new = op.inputs[0].dtype, op.output.dtype
+    return Linear((0,)) if old.is_float and new.is_float and new.bits > old.bits else NONLINEAR
+
+
+def _cast_local(block: Block, x: Array) -> Array:
+    dtype, out = block.attrs["dtype"], block.result()
+    if x.dtype.kind == "f" and out.dtype == np.int32:  # the nearest there is, which float32 can't hold for the largest
+        with np.errstate(invalid="ignore"):
+            np.copyto(out, x, casting="unsafe")
+        for outside, value in ((x >= 2.0**31, 2**31 - 1), (x < -(2.0**31), -(2**31)), (np.isnan(x), 0)):
+            np.copyto(out, value, where=outside)
+        return out
+    if dtype.is_narrow_integer:
+        low, high = dtype.bounds
+        if x.dtype.kind == "f":  # the nearest there is, as XLA makes it
+            x = np.where(np.isnan(x), 0, np.clip(x, low, high))
+        elif x.dtype != np.bool_:  # the low bits
+            x = (x.astype(np.int32) - low) % (high - low + 1) + low
+    np.copyto(out, x, casting="unsafe")
+    return out
+
+
+CAST = define(
+    "cast",
+    np.copyto,
+    lambda op, dy: [cast(dy, op.inputs[0].dtype.of_cotangents) if op.inputs[0].dtype.is_float else None],
+    lambda types, attrs: TensorType(types[0].shape, attrs["dtype"]),
+    local=_cast_local,
+    linear=_cast_linear,
+    home=Home.OPERAND,  # so that gathers move the narrow type
+    repeated=True,
+)
+
+
+def cast(x: Tensor, dtype: object, name: str | None = None) -> Tensor:
+    """`x` as another dtype: floats are rounded to nearest even, float to integer cuts towards zero.
+
+    Beyond what it holds e4m3 has NaN, e5m2 an infinity; integers have their least or largest number, for NaN 0, and of
+    wider integers the low bits. Where a tensor moves between devices its casts run where they leave the narrower type
+    to move.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.cast(mtf.input("x", "d:2"), "int32")
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.5, 4.0])["y"])
+      [3 4]
+    """
+    new = as_dtype(dtype)
+    return x if tensor(x, "cast").dtype is new else build(CAST, [x], {"dtype": new}, name)
+
+
+def to_float(x: Tensor, name: str | None = None) -> Tensor:
+    """`x` as float32.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.to_float(mtf.input("x", "d:2", "int32"))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3, 4])["y"])
+      [3. 4.]
+    """
+    return cast(x, "float32", name)
+
+
+def to_bfloat16(x: Tensor, name: str | None = None) -> Tensor:
+    """`x` as bfloat16, rounded to nearest even.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.to_bfloat16(mtf.input("x", "d:2"))
+      >>> y.dtype.name
+      'bfloat16'
+    """
+    return cast(x, "bfloat16", name)
+
+
+def to_int32(x: Tensor, name: str | None = None) -> Tensor:
+    """`x` as int32, cut towards zero.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.to_int32(mtf.input("x", "d:2"))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.5, 4.0])["y"])
+      [3 4]
+    """
+    return cast(x, "int32", name)
