@@ -1,4 +1,4 @@
-"""Blocks of a matrix product in VMEM: their sizes, operands read again, and time that nothing hides.
+"""Blocking of a matrix product in VMEM: block sizes, operand re-reads, and transfers that nothing overlaps.
 
 The product is computed in output blocks of `rows` x `columns`, each in steps of `depth`. VMEM holds the block's
 float32 sums and two copies of the operand pieces (one arrives while the other is used). Left rows are read again for
@@ -26,12 +26,12 @@ _ACCUMULATOR_BYTES = 4
 
 @dataclass(frozen=True)
 class Blocks:
-    """How a product [m, k] x [k, n] passes through VMEM.
+    """The blocking of a product [m, k] x [k, n] in VMEM.
 
     Attributes:
-      rows, columns, depth: of one block.
-      read_bytes: of both operands, repetitions included, all batches.
-      exposed_bytes: of the first pieces and the last block, which nothing overlaps.
+      rows, columns, depth: size of one block.
+      read_bytes: HBM reads of both operands over all batches, re-reads included.
+      exposed_bytes: the first operand pieces and the last output block, which nothing overlaps.
     """
 
     rows: int
@@ -42,7 +42,7 @@ class Blocks:
 
 
 def matmul_blocks(chip: Chip, product: Matmul, itemsize: float = 2, right_itemsize: float | None = None) -> Blocks:
-    """The blocks of the least traffic that VMEM allows.
+    """The blocking with the least HBM traffic whose working set fits VMEM.
 
     Args:
       product: sizes of the product on one device.
@@ -62,14 +62,14 @@ def matmul_blocks(chip: Chip, product: Matmul, itemsize: float = 2, right_itemsi
 @lru_cache(maxsize=65536)
 def _blocks(budget_bytes: int, m: int, k: int, n: int, batch: int, taps: int, first: float, second: float) -> Blocks:
     best: tuple[tuple[float, float], Blocks] | None = None
-    kept = min(2 * first * k * m, 2 * second * k * n) <= budget_bytes  # an operand stays in VMEM whole
+    resident = min(2 * first * k * m, 2 * second * k * n) <= budget_bytes  # an operand stays in VMEM whole
     for depth in (d for d in DEPTHS if d < 2 * k or d == DEPTHS[-1]):
         for rows, columns in itertools.product(_edges(m), _edges(n)):
             needed = _ACCUMULATOR_BYTES * rows * columns + 2 * depth * (first * rows + second * columns)
             if needed > budget_bytes and (rows, columns, depth) != (_edges(m)[0], _edges(n)[0], DEPTHS[-1]):
                 continue
-            left = first * m * k * (1 if kept else -(-n // columns))
-            right = taps * second * k * n * (1 if kept else -(-m // rows))
+            left = first * m * k * (1 if resident else -(-n // columns))
+            right = taps * second * k * n * (1 if resident else -(-m // rows))
             bare = min(depth, k) * (first * rows + second * columns) + max(first, second) * rows * columns
             blocks = Blocks(rows, columns, min(depth, k), batch * (left + right), bare)
             if best is None or (blocks.read_bytes, -bare) < best[0]:

@@ -1,4 +1,4 @@
-"""What notebooks show of chips and slices."""
+"""HTML tables of chips and slices for notebooks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def chip_cell(chip: Chip) -> str:
 
 
 def slice_cell(slice_: Slice) -> str:
-    """What a slice has, as HTML."""
+    """A slice's figures, as HTML."""
     shape = "x".join(map(str, slice_.torus_shape))
     rings = ", ".join(f"axis {n} is a ring" for n, wraps in enumerate(slice_.wrap) if wraps) or "no axis is a ring"
     rows = [

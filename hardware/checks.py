@@ -1,4 +1,4 @@
-"""Checks of plain arguments: bad input is one HardwareError that names it."""
+"""Argument checks: bad input is one HardwareError that names the argument."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hardware.errors import HardwareError
 
 
 def whole(name: str, value: object, low: int = 0) -> int:
-    """`value` as an int, if it is an integer (no bool, no float) of at least `low`.
+    """Check that `value` is an integer of at least `low` (no bool, no float); return it as an int.
 
     Raises: HardwareError that names the argument, the bound and the value.
     Example:
@@ -23,7 +23,7 @@ def whole(name: str, value: object, low: int = 0) -> int:
 
 
 def amount(name: str, value: object, positive: bool = False) -> float:
-    """`value` as a float, if it is a finite real number, not negative (or above 0 if `positive`).
+    """Check that `value` is a finite real number, at least 0 (above 0 if `positive`); return it as a float.
 
     Raises: HardwareError that names the argument, the bound and the value.
     Example:
@@ -43,7 +43,7 @@ def amount(name: str, value: object, positive: bool = False) -> float:
 
 
 def one_of(what: str, value: object, options: Iterable[str]) -> str:
-    """`value`, if it is one of the strings.
+    """Check that `value` is one of `options`.
 
     Raises: HardwareError that lists them.
     Example:
@@ -57,7 +57,7 @@ def one_of(what: str, value: object, options: Iterable[str]) -> str:
 
 
 def names(name: str, values: object) -> tuple[str, ...]:
-    """A tuple of names; one string is no sequence of names.
+    """Check a sequence of names (a single string is refused); return it as a tuple.
 
     Raises: HardwareError that shows how to write it.
     """
@@ -67,7 +67,7 @@ def names(name: str, values: object) -> tuple[str, ...]:
 
 
 def wholes(name: str, values: object, low: int = 0) -> tuple[int, ...]:
-    """A tuple of integers of at least `low` each.
+    """Check a sequence of integers of at least `low` each; return it as a tuple.
 
     Raises: HardwareError that names the sequence and the first wrong element.
     Example:
@@ -78,6 +78,6 @@ def wholes(name: str, values: object, low: int = 0) -> tuple[int, ...]:
         raise HardwareError(f"{name} must be a sequence of integers >= {low}, not {values!r}")
     try:
         items = tuple(values)
-    except TypeError:  # an array without dims calls itself iterable
+    except TypeError:  # a 0-d array has __iter__ but raises
         raise HardwareError(f"{name} must be a sequence of integers >= {low}, not {values!r}") from None
     return tuple(whole(f"{name}[{i}] of {items}", item, low) for i, item in enumerate(items))

@@ -1,4 +1,4 @@
-"""Chips: one frozen record per TPU generation, each figure with its source, and chips of your own.
+"""Chip records: one per TPU generation, each figure with its source; custom chips from code or a file.
 
 `CHIPS["v5e"]` is a published chip. `dataclasses.replace(CHIPS["v5e"], hbm_bytes_per_second=8e11)`
 overrides a figure; `Chip(...)` or a TOML file read by `load_chip` defines another machine.
@@ -25,12 +25,12 @@ from hardware.errors import HardwareError
 
 _NAME = re.compile("[A-Za-z][A-Za-z0-9_]*")
 DTYPES = ("bf16", "int8", "fp8", "int4")
-MOST_BYTES = 1 << 20  # of a chip's file
+MOST_BYTES = 1 << 20  # of a chip file
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Chip:
-    """What one chip has and how fast it is. Rates and sizes are per chip unless the name says otherwise.
+    """Figures of one chip. Rates and sizes are per chip unless the name says otherwise.
 
     `name_counts` says what the number in a slice name counts ("cores" or "chips"). `wrap_axis` is the one
     axis length that has a wrap-around link; `wrap_cube` instead wraps every axis of a slice made of
@@ -207,7 +207,7 @@ class Chip:
         return value
 
     def peak_flops(self, dtype: str = "bf16") -> float:
-        """As `peak`, but a HardwareError that lists the dtypes it has where no rate is published."""
+        """As `peak`, but a HardwareError that lists the published dtypes where there is no rate."""
         value = self.peak(dtype)
         if value is None:
             known = ", ".join(kind for kind in DTYPES if self.peak(kind) is not None)
@@ -248,7 +248,7 @@ class Chip:
 
     @property
     def unpublished(self) -> tuple[str, ...]:
-        """Figures that no public source states: assumed, derived by analogy, or recalled and not read again.
+        """Names of the figures without a public source: assumed, derived by analogy, or recalled and not read again.
 
         Example:
           >>> CHIPS["v7"].unpublished[:3], CHIPS["v5e"].unpublished[:1]
@@ -311,7 +311,7 @@ def get_chip(name: str) -> Chip:
 
 
 def true_name(name: str) -> str:
-    """In small letters, and without the aliases of the published chips.
+    """The name in lower case, with an alias replaced by the chip's own name.
 
     Example:
       >>> true_name("TPU7x"), true_name("Mine")
@@ -321,7 +321,7 @@ def true_name(name: str) -> str:
 
 
 def as_chip(given: Chip | str) -> Chip:
-    """The chip, or the published one of that name.
+    """A `Chip` as it is, or the published chip of that name.
 
     Raises: HardwareError as `get_chip`.
     Example:
@@ -353,10 +353,12 @@ def load_chip(path: str | Path) -> Chip:
         if not isinstance(path, str | os.PathLike):
             raise TypeError(f"a path is text or a Path, not {type(path).__name__}")
         about = os.stat(path)
-        if not stat.S_ISREG(about.st_mode) or about.st_size > MOST_BYTES:  # a pipe would block, a device never end
+        # a pipe would block, a device file never ends
+        if not stat.S_ISREG(about.st_mode) or about.st_size > MOST_BYTES:
             raise ValueError(f"it is no regular file of at most {MOST_BYTES} bytes")
         table: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, TypeError, ValueError, RecursionError) as fault:  # also no path at all, no text, no TOML
+    # includes arguments that are no path, and files that are not text or not TOML
+    except (OSError, TypeError, ValueError, RecursionError) as fault:
         raise HardwareError(f"cannot read a chip from {path!s:.200}: {fault!s:.200}") from None
     return chip_from_table(table, str(path))
 

@@ -24,7 +24,7 @@ CHUNKS = (1, 2, 4, 8, 16)
 
 
 def chunked_seconds(kind: str, ici_seconds: float, dcn_seconds: float, chunks: int) -> float:
-    """A collective over two levels, in chunks: `ici_seconds` and `dcn_seconds` of one chunk and one direction.
+    """Seconds of a collective over two levels in chunks; `ici_seconds` and `dcn_seconds` are of one chunk, one way.
 
     Example:
       >>> [chunked_seconds(kind, 1.0, 2.0, 4) for kind in ("all_reduce", "all_gather")]
@@ -50,7 +50,7 @@ def best_chunks(
 
     def seconds(chunks: int) -> float:
         part = size / chunks
-        ici = min(way.seconds(part) for way in ways)
+        ici = min(staged.seconds(part) for staged in ways)
         between = part if kind == "all_to_all" else part / group[0]
         return chunked_seconds(kind, ici, dcn_seconds(chip, group[1], between), chunks)
 
@@ -58,15 +58,15 @@ def best_chunks(
 
 
 def dcn_rate(chip: Chip) -> float:
-    """Bytes per second of one device over DCN, as reached."""
+    """Achieved DCN bandwidth of one device, bytes per second."""
     return chip.dcn_bytes_per_second * chip.dcn_efficiency / chip.devices_per_chip
 
 
 def dcn_wire_seconds(chip: Chip, slices: int, size: float) -> float:
-    """Seconds on the wire of one direction of a collective between slices, `size` bytes on each device."""
+    """Seconds on the wire for one direction of a collective between slices, with `size` bytes on each device."""
     return collectives.ring_sent_bytes("all_gather", 1.0, slices) * size / dcn_rate(chip)
 
 
 def dcn_seconds(chip: Chip, slices: int, size: float) -> float:
-    """As `dcn_wire_seconds`, with its hops."""
+    """`dcn_wire_seconds` plus the latency of its hops."""
     return dcn_wire_seconds(chip, slices, size) + chip.dcn_hop_seconds * math.ceil(math.log2(slices))

@@ -45,7 +45,7 @@ EXCHANGES: tuple[str, ...] = get_args(Exchange)
 
 
 def ring_stage_seconds(own_bytes: float, axis: Axis, links: Links, algorithm: Algorithm = "shortest") -> float:
-    """One all_gather (or reduce_scatter) along one axis.
+    """Seconds of one all_gather (or reduce_scatter) along one axis.
 
     Args:
       own_bytes: bytes that each node contributes (or keeps).
@@ -83,7 +83,7 @@ def all_gather_seconds(
     algorithm: Algorithm = "shortest",
     parts: int | None = None,
 ) -> float:
-    """Every node of a group obtains the blocks of all.
+    """Seconds of an all_gather: every node of a group obtains the blocks of all.
 
     Args:
       gathered_bytes: size of the result on one node; each contributes 1/N of it.
@@ -110,7 +110,7 @@ def reduce_scatter_seconds(
     algorithm: Algorithm = "shortest",
     parts: int | None = None,
 ) -> float:
-    """Sum the operands of all nodes and leave each one block: the all_gather run backwards.
+    """Seconds of a reduce_scatter: sum the operands of all nodes, one block on each. It is an all_gather run backwards.
 
     Args:
       input_bytes: size of the operand on one node; it keeps 1/N of it.
@@ -127,7 +127,7 @@ def reduce_scatter_seconds(
 def _staged(
     size_bytes: float, axes: Sequence[Axis], links: Links, algorithm: str, parts: int | None, gathers: bool
 ) -> float:
-    """Stage by stage, the slowest part of each. What a node owns shrinks as it scatters and grows as it gathers."""
+    """Sum over stages of the slowest part's time. A node's share shrinks as it scatters and grows as it gathers."""
     sizes = _check(size_bytes, axes, links, algorithm)
     parts, count, total = count_parts(parts, len(sizes)), len(sizes), 0.0
     own = [size_bytes / parts / (math.prod(sizes) if gathers else 1)] * parts
@@ -151,7 +151,7 @@ def all_reduce_seconds(
     algorithm: Algorithm = "shortest",
     parts: int | None = None,
 ) -> float:
-    """Sum the operands of all nodes and leave all of it everywhere: reduce_scatter, then all_gather.
+    """Seconds of an all_reduce: a reduce_scatter, then an all_gather.
 
     Equal wrapped axes, halves: 2d(n-1)L + (N-1)S/(NdB) for d axes of n.
 
@@ -170,7 +170,7 @@ def all_reduce_seconds(
 def all_to_all_seconds(
     payload_bytes: float, axes: Sequence[Axis], links: Links, algorithm: Exchange = "rotated"
 ) -> float:
-    """Every node sends a different block to every other, along one axis after the other.
+    """Seconds of an all_to_all, in which every node sends a different block to every other, one axis after the other.
 
     "rotated": one part per axis (of more than one node), each part in another rotation of the axes. "phased": all
     data takes the axes in turn, and on a line too all blocks that go further travel together, which makes
@@ -202,7 +202,7 @@ def all_to_all_seconds(
 
 
 def exchange_paths(axis: Axis) -> tuple[tuple[int, float], ...]:
-    """(hops, blocks) of an all_to_all along one axis: it takes the longest of hops L + blocks b/B.
+    """(hops, blocks) pairs of an all_to_all along one axis; its time is the maximum of hops * L + blocks * b/B.
 
     Raises: HardwareError as `all_gather_seconds`.
     Example:
@@ -218,7 +218,7 @@ def exchange_paths(axis: Axis) -> tuple[tuple[int, float], ...]:
 
 
 def all_to_all_bound_seconds(payload_bytes: float, axes: Sequence[Axis], links: Links) -> float:
-    """No all_to_all is faster: bytes over the busiest link, if every block takes a shortest way.
+    """Lower bound on the time of an all_to_all: bytes over the busiest link when every block takes a shortest path.
 
     Wrapped, even n_i: max N b n_i / (8B); without wrap twice that.
 
@@ -237,7 +237,7 @@ def all_to_all_bound_seconds(payload_bytes: float, axes: Sequence[Axis], links: 
 
 
 def permute_seconds(payload_bytes: float, hops: int, links: Links, chunks: int = 1) -> float:
-    """Every node sends its payload `hops` links away, all in the same direction.
+    """Seconds of a permute: every node sends its payload `hops` links away, all in the same direction.
 
     With one chunk: k (L + S/B). In P chunks over a free path: (P+k-1) S/(PB) + k L; but a
     shift of a whole ring by k > 1 shares each link k ways, for which the form with one chunk is exact.
@@ -265,7 +265,7 @@ def broadcast_seconds(
     algorithm: Literal["tree", "halves"] = "tree",
     chunks: int = 16,
 ) -> float:
-    """One node's payload to all, in P chunks: (P+D-1) S/(PB) + D L.
+    """Seconds of a broadcast of one node's payload in P chunks: (P+D-1) S/(PB) + D L.
 
     "tree": axis after axis, both ways; D is the diameter (n-1 on a line, root at its end). "halves": one half
     of the payload each way round all rings; D is the sum of n-1 and S is halved. Needs wraps.
@@ -311,7 +311,7 @@ def ring_sent_bytes(kind: str, payload_bytes: float, n: int) -> float:
 
 
 def _check(size_bytes: float, axes: Sequence[Axis], links: Links, algorithm: str = "shortest") -> list[int]:
-    """The sizes of the axes of a legal call."""
+    """Validate the arguments; return the sizes of the axes."""
     amount("bytes", size_bytes)
     check_links(links)
     one_of("ring algorithm", algorithm, ALGORITHMS)
@@ -334,7 +334,7 @@ def check_axis(axis: object) -> int:
 
 
 def count_parts(parts: int | None, axes: int) -> int:
-    """Parts in which data is cut for that many axes: as asked, or one per axis.
+    """Number of parts in which the data is cut: as requested, by default one per axis.
 
     Raises: HardwareError for anything but 1, one per axis, or None.
     Example:

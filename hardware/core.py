@@ -1,4 +1,4 @@
-"""The time of one local operation on one device, and what bounds it.
+"""Roofline time of one local operation on one device, and the engine that bounds it.
 
 An operation is plain numbers: matrix products as sizes, element operations, bytes over HBM. MXU, VPU and HBM
 work at once, so the time is that of the slowest, plus a launch; their sum bounds it from above.
@@ -68,7 +68,7 @@ class Matmul:
 
 @dataclass(frozen=True)
 class Work:
-    """What an operation (or a fusion of some) asks of one device.
+    """Work of one operation or fusion group on one device.
 
     Attributes:
       matmuls: its matrix products; mxu_flops: further MXU work of unknown shape, at full rate.
@@ -136,7 +136,7 @@ class Time:
 
 
 def time_of(chip: Chip | str, work: Work) -> Time:
-    """Time of `work` on one device of `chip` (or the published chip of that name).
+    """Modelled time of `work` on one device of `chip` (a `Chip` or its name).
 
     Raises: HardwareError for an unknown chip, or a product in a dtype for which the chip has no rate.
     Example:
@@ -170,7 +170,7 @@ def time_of(chip: Chip | str, work: Work) -> Time:
 
 
 def strength_reduced(chip: Chip, product: Matmul) -> bool:
-    """Whether a product with a vector runs as multiply and add on the vector unit, because that is faster.
+    """Whether a matrix-vector product runs as multiply and add on the vector unit because that is faster.
 
     An array of R rows takes R cycles per tile even for one row, so a matrix-vector product uses 1/R of it.
 
@@ -186,9 +186,9 @@ def strength_reduced(chip: Chip, product: Matmul) -> bool:
 
 
 def matmul_seconds(chip: Chip, product: Matmul) -> float:
-    """MXU time of one product on one device: cycles over the rate at which rows enter the array.
+    """MXU seconds of one product on one device: cycles over the rate at which rows enter the array.
 
-    What large products lose of their peak they lose while rows stream; filling and draining the array is on the clock.
+    `Chip.mxu_efficiency` applies to the streaming of rows; filling and draining the array take their exact cycles.
 
     Example:
       >>> from hardware.chips import CHIPS
@@ -203,7 +203,7 @@ def matmul_seconds(chip: Chip, product: Matmul) -> float:
 
 
 def matmul_cycles(chip: Chip, product: Matmul) -> int:
-    """Cycles of one pass on one device, by the best sharing of tiles and rows among its MXUs.
+    """Cycles of one pass on one device, under the best split of tiles and rows among its MXUs.
 
     Example:
       >>> from hardware.chips import CHIPS
@@ -220,12 +220,13 @@ def matmul_cycles(chip: Chip, product: Matmul) -> int:
         if depth <= array.rows:
             shared = min(shared, array.rows // depth)
             tiles = slices * array.tiles(depth * max(1, shared), held * max(1, shared))
-        else:  # each item streams its own rows, which meet the columns of all
+        else:  # each batch item streams its own rows past the columns of all items
             streamed *= max(1, shared)
             tiles = slices * array.tiles(depth, held * max(1, shared))
         tiles *= -(-product.batch // max(1, shared))
         for groups in (g for g in range(1, units + 1) if units % g == 0):
-            rows = -(-streamed // (units // groups))  # groups of MXUs share tiles, their members rows
+            # tiles are split among groups of MXUs, rows among the MXUs of a group
+            rows = -(-streamed // (units // groups))
             rows = -(-rows // chip.vpu_sublanes) * chip.vpu_sublanes
             share = -(-tiles // groups)
             best = min(best, (share - 1) * max(rows, array.rows) + rows)
@@ -233,12 +234,12 @@ def matmul_cycles(chip: Chip, product: Matmul) -> int:
 
 
 def _fill_cycles(chip: Chip) -> int:
-    """From the first weight to the first row, and from the last row to the last result."""
+    """Cycles to fill and drain the array: first weight to first row, and last row to last result."""
     return 2 * chip.mxu_rows + chip.mxu_columns - 2
 
 
 def critical_intensity(chip: Chip, memory: str = "hbm", dtype: str = "bf16", axes: int = 1) -> float:
-    """Operations per byte above which a device computes longer than it moves data; nominal rates.
+    """Arithmetic intensity, in operations per byte, above which a device is bound by compute; nominal rates.
 
     Args:
       memory: "hbm", "vmem", "pcie", "dcn", or "ici" (both directions of `axes` torus axes at once, at the
@@ -271,7 +272,7 @@ def critical_intensity(chip: Chip, memory: str = "hbm", dtype: str = "bf16", axe
 def compute_bound_rows(
     k: int, n: int, intensity: float, left_bytes: float = 2, right_bytes: float = 2, out_bytes: float = 2
 ) -> float:
-    """Rows m from which [m, k] x [k, n] is compute-bound: 2mkn / (bytes) exceeds `intensity`.
+    """The number of rows m from which [m, k] x [k, n] is compute-bound: 2mkn / (bytes) exceeds `intensity`.
 
     Args:
       k, n: sizes, >= 1; left_bytes, right_bytes, out_bytes: bytes per element of each array.

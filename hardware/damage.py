@@ -1,4 +1,4 @@
-"""Failed chips and links of a slice: which chips go on, and the torus that they form.
+"""Failed chips and links of a slice: the chips that remain in use, and the torus that they form.
 
 A failed chip takes its tray of 2 x 2 chips with it, which one host serves. All other chips go on as one ring, neighbour
 to neighbour (`hardware.detours`): a torus of one axis. A failed link costs no chip. Where all failed links of an axis
@@ -30,13 +30,13 @@ Link = tuple[Coordinates, Coordinates]
 
 @dataclass(frozen=True)
 class Damage:
-    """What failed: `chips` by their coordinates, `links` by those of the chips that they join."""
+    """Failed parts: `chips` by coordinates, `links` by the coordinates of the two chips that they join."""
 
     chips: tuple[Coordinates, ...] = ()
     links: tuple[Link, ...] = ()
 
     def __str__(self) -> str:
-        """As the name of a slice has it.
+        """The damage as written in a slice's name.
 
         >>> str(Damage(((3, 5),), (((0, 0), (0, 1)),)))
         '3x5,0x0-0x1'
@@ -46,7 +46,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class Remains:
-    """What goes on: the torus of the remaining chips, the chips left out, and the ring of nodes, if it is one."""
+    """What remains in use: the torus of the remaining chips, the chips left out, and the ring of nodes, if any."""
 
     shape: tuple[int, ...]
     wrap: tuple[bool, ...]
@@ -55,7 +55,7 @@ class Remains:
 
 
 def read_damage(text: str) -> Damage:
-    """Damage from its text.
+    """Parse damage from the text in a slice's name.
 
     Raises: HardwareError for any other text.
     Example:
@@ -78,7 +78,7 @@ def read_damage(text: str) -> Damage:
 
 
 def damage_of(chips: Sequence[int] | Iterable[Sequence[int]], links: Iterable[Sequence[Sequence[int]]]) -> Damage:
-    """Damage from coordinates: of one chip or several, and pairs of neighbours for links.
+    """Damage from coordinates: one chip or a list of chips, and pairs of neighbours for links.
 
     Raises: HardwareError for anything else.
     Example:
@@ -101,7 +101,7 @@ def damage_of(chips: Sequence[int] | Iterable[Sequence[int]], links: Iterable[Se
 
 @lru_cache(maxsize=128)
 def remains(torus: Torus, damage: Damage) -> Remains:
-    """What goes on of a torus.
+    """The part of a torus that remains in use after damage.
 
     Raises: HardwareError for chips or links that it does not have, or where the rest forms no ring.
     Example:
@@ -127,7 +127,7 @@ def remains(torus: Torus, damage: Damage) -> Remains:
 
 
 def _tray(torus: Torus, place: Coordinates) -> list[int]:
-    """The nodes of the 2 x 2 chips around a chip, along the first two axes that have several."""
+    """The nodes of the 2 x 2 tray around a chip, along the first two axes longer than 1."""
     torus.node(place)
     sides = [axis for axis, size in enumerate(torus.shape) if size > 1][:2]
     spans = [
@@ -148,7 +148,7 @@ def _link(torus: Torus, a: Coordinates, b: Coordinates) -> int:
 
 
 def _one_cut_for_each_axis(torus: Torus, links: Sequence[int]) -> bool:
-    """Whether the links lie on rings along single axes, and cut all rings of an axis at the same place."""
+    """Whether the failed links cut all rings of each axis at one position, so that each axis becomes a line."""
     if isinstance(torus, TwistedTorus):
         return False
     cuts: dict[int, set[int]] = {}

@@ -1,4 +1,4 @@
-"""Collectives over several slices: within them by ICI, between them by the data-centre network (DCN), level by level.
+"""Collectives over several slices: ICI within slices, the data-centre network (DCN) between them, level by level.
 
 Every chip has a share of its host's network cards, so a slice sends at the sum of its hosts' rates if all of its chips
 take part. An all_reduce of S bytes in two levels
@@ -31,12 +31,12 @@ from hardware.slices import Slice, as_slice
 
 @dataclass(frozen=True)
 class TwoLevels:
-    """An all_reduce over several slices.
+    """Cost of an all_reduce over several slices, level by level.
 
     Attributes:
-      chunk_ici_seconds: of one chunk within slices, one direction: its reduce_scatter, or its all_gather.
-      chunk_dcn_seconds: of one chunk between slices, one direction.
-      chunks: in which the data is cut.
+      chunk_ici_seconds: one chunk within slices, one direction (its reduce_scatter, or its all_gather).
+      chunk_dcn_seconds: one chunk between slices, one direction.
+      chunks: number of chunks.
     """
 
     chunk_ici_seconds: float
@@ -45,17 +45,17 @@ class TwoLevels:
 
     @property
     def ici_seconds(self) -> float:
-        """All that ICI does."""
+        """Total ICI seconds."""
         return 2 * self.chunks * self.chunk_ici_seconds
 
     @property
     def dcn_seconds(self) -> float:
-        """All that DCN does."""
+        """Total DCN seconds."""
         return 2 * self.chunks * self.chunk_dcn_seconds
 
     @property
     def seconds(self) -> float:
-        """From start to end.
+        """Seconds from start to end, with ICI and DCN overlapped chunk by chunk.
 
         Example:
           >>> TwoLevels(1.0, 2.0).seconds, TwoLevels(0.25, 0.5, chunks=4).seconds
@@ -65,7 +65,7 @@ class TwoLevels:
 
 
 def all_reduce_over(slices: Slice | str, payload_bytes: float, chunks: int | None = None) -> TwoLevels:
-    """An all_reduce over all devices of several slices, in two levels.
+    """Cost of an all_reduce over all devices of several slices, in two levels.
 
     Args:
       slices: such as "4*v5e-256", or its `Slice`.
@@ -97,7 +97,7 @@ def all_reduce_over(slices: Slice | str, payload_bytes: float, chunks: int | Non
 
 
 def one_ring_seconds(slices: Slice | str, payload_bytes: float) -> float:
-    """An all_reduce round one ring through all devices of all slices: slices send through one device's share.
+    """Seconds of an all_reduce on one ring through all slices, each sending through one device's share of a card.
 
     Example:
       >>> levels = all_reduce_over("2*v5e-256", 4e9).seconds
@@ -112,7 +112,7 @@ def one_ring_seconds(slices: Slice | str, payload_bytes: float) -> float:
 
 
 def host_bytes_per_second(slices: Slice | str) -> float:
-    """What one host sends over DCN, as reached: its chips' shares together.
+    """Achieved DCN bandwidth of one host: its chips' shares together.
 
     Example:
       >>> host_bytes_per_second("v5e-256") / 1e9  # 2 cards of 100 Gbit/s, 8 chips

@@ -1,4 +1,4 @@
-"""Rings around failed chips and links: what a collective costs on a torus with a hole.
+"""Rings around failed chips and links, and the cost of collectives on them.
 
 A ring through all chips that are left, neighbour to neighbour, is put together from rings of 2 x 2 chips, as a host has
 them: two rings that pass each other side by side are joined by exchanging two links, first those that failed. Where a
@@ -34,7 +34,7 @@ Array = NDArray[Any]
 def ring_around(
     torus: Torus, failed: Collection[int] = (), failed_links: Collection[int] = ()
 ) -> tuple[int, ...] | None:
-    """A ring through all nodes that are left, each next to the one before it.
+    """A ring through all remaining nodes, each next to the one before it.
 
     Args:
       failed: nodes that are left out; failed_links: links that are not used, in either direction.
@@ -66,7 +66,7 @@ def ring_around(
 
 
 def all_reduce_seconds(payload_bytes: float, nodes: int, links: Links) -> float:
-    """An all_reduce round one ring of `nodes` nodes, half of the data each way.
+    """Seconds of an all_reduce on one ring of `nodes` nodes, half of the data each way.
 
     Example:
       >>> full = collectives.all_reduce_seconds(1e8, [(16, True), (16, True)], Links(45e9))
@@ -79,7 +79,7 @@ def all_reduce_seconds(payload_bytes: float, nodes: int, links: Links) -> float:
 def all_reduce(
     torus: Torus, ring: Sequence[int], data: Sequence[Array], element_bytes: float | None = None
 ) -> CollectivePlan:
-    """The all_reduce round a ring, as messages: sums of all nodes on the ring; other nodes keep what they have.
+    """The all_reduce round a ring, as messages: every node of the ring ends with the sum, others are unchanged.
 
     Args:
       ring: as `ring_around` returns it; data: one array per node of the torus, equal shapes.
@@ -108,7 +108,7 @@ def all_reduce(
     onward[-1] = [link_between(torus, ring[i], ring[i - 1]) for i in range(n)]
     for step, half in ((1, 0), (-1, 1)):
         last: dict[int, int] = {}
-        for hop in range(2 * (n - 1)):  # n - 1 hops in which block c collects its sum, n - 1 in which it spreads
+        for hop in range(2 * (n - 1)):  # n - 1 hops reduce block c, n - 1 hops distribute it
             for i in range(n):
                 block = (i - step * hop) % n
                 target = (i + step) % n
@@ -125,7 +125,7 @@ def all_reduce(
 
 
 def link_between(torus: Torus, source: int, target: int) -> int:
-    """The number of the link from one node to a neighbour.
+    """Number of the link from one node to a neighbour.
 
     Raises: HardwareError where there is none.
     Example:
@@ -149,7 +149,7 @@ def _neighbours(torus: Torus, node: int) -> Iterator[int]:
 def _blocks(
     torus: Torus, around: dict[int, set[int]], offset: Sequence[int], pair: tuple[int, int]
 ) -> list[tuple[int, ...]] | None:
-    """Rings of 2 x 2 nodes along two axes that cover all that is left; None where some node has none."""
+    """Rings of 2 x 2 nodes along two axes that cover all remaining nodes; None if some node is in no such ring."""
     rings, covered = [], set[int]()
     one, other = pair
     for node in sorted(around):
@@ -173,9 +173,9 @@ def _blocks(
 def _joined(
     rings: list[tuple[int, ...]], around: dict[int, set[int]], cut: Collection[frozenset[int]]
 ) -> tuple[int, ...] | None:
-    """One ring of several: two whose edges (a, b) and (c, d) lie side by side go on as a - c and b - d.
+    """Merge rings into one: neighbouring edges (a, b) and (c, d) of two rings become a - c and b - d.
 
-    Edges in `cut` have failed: they are exchanged first. None where one cannot be, or several rings remain.
+    Failed edges, those in `cut`, are replaced first. None if one cannot be replaced, or several rings remain.
     """
     beside: dict[int, list[int]] = {}
     parent = {node: ring[0] for ring in rings for node in ring}
@@ -189,7 +189,7 @@ def _joined(
         return node
 
     def join(a: int, b: int) -> list[int]:
-        """Join the ring of the edge (a, b) with another beside it; the four ends, if there is one."""
+        """Merge the ring of edge (a, b) with a neighbouring ring; returns the four end nodes, or []."""
         for c in around[a]:
             if owner(c) != owner(a):
                 d = next((d for d in beside[c] if d in around[b]), None)

@@ -1,4 +1,4 @@
-"""Numbers of eight bits as the MXU multiplies them: int8, and fp8 with four bits of exponent and three of mantissa.
+"""Eight-bit numbers of the MXU: int8, and fp8 with four exponent and three mantissa bits (e4m3).
 
 Gradients may take the wider range of fp8 with five bits of exponent. All are exact in bfloat16 and float32, where they
 are simulated; their products are exact in float32.
@@ -16,13 +16,13 @@ from hardware.checks import one_of
 
 Array = NDArray[Any]
 
-# The largest number of each grid; int8 without -128, so that the grid is symmetric.
+# Largest magnitude of each format; int8 without -128, so that it is symmetric.
 LARGEST = {"int8": 127.0, "fp8": 448.0, "fp8_e5m2": 57344.0}
 _FLOATS = {"fp8": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
 
 
 def round_to_eight_bits(x: Array, dtype: str) -> Array:
-    """Every element as the nearest number of the grid (ties to even), beyond it the largest one; NaN stays.
+    """Round every element to the nearest number of the format (ties to even), saturating at its largest; NaN stays.
 
     Args:
       x: float32 or float64 array of any shape.

@@ -6,7 +6,7 @@ a single `HardwareError` whose message names the argument, its value and, where 
 
 
 class HardwareError(ValueError):
-    """An argument that no machine of this library can take.
+    """An invalid argument to a function of the hardware package.
 
     Example:
       >>> from hardware import Slice

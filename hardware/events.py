@@ -33,7 +33,7 @@ Region = tuple[int | slice | NDArray[np.int64], ...]
 
 @dataclass(frozen=True)
 class Links:
-    """What every link of a network does: bytes per second in each direction, seconds per hop.
+    """Rates of a network's links: bytes per second in each direction, seconds per hop.
 
     Raises: HardwareError for a rate that is not positive and finite, or a negative hop time.
     Example:
@@ -64,7 +64,7 @@ def check_links(links: object) -> None:
 
 @dataclass(slots=True)
 class Message:
-    """A region of one node's memory on its way to another.
+    """A message: a region of one node's memory sent to another node.
 
     Attributes:
       source, target: nodes; route: the links between them, in order.
@@ -88,7 +88,7 @@ class Message:
 
 @dataclass
 class MessagePlan:
-    """The messages of one collective and the memory of every node, [nodes][...]."""
+    """The messages of one collective, and the memory of every node: [nodes][...]."""
 
     memory: list[Array]
     messages: list[Message] = field(default_factory=list)
@@ -97,7 +97,7 @@ class MessagePlan:
 
 @dataclass(frozen=True)
 class Crossing:
-    """A message on a link: seconds from when to when it occupies the link, and when it is at the other end."""
+    """One message on one link: when it occupies the link (from, until), and when it arrives at the far end; seconds."""
 
     link: int
     begin_seconds: float
@@ -108,7 +108,7 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What happened on the network.
+    """Result of a simulation.
 
     Attributes:
       exact_seconds: end of the last arrival; plan_seconds: that of each plan.
@@ -140,7 +140,7 @@ class Traffic:
 
 
 class _Clock:
-    """Integer ticks for one pair of rates and the sizes of all messages."""
+    """Integer clock ticks for one pair of rates and the sizes of all messages."""
 
     def __init__(self, links: Links, sizes: set[Fraction]) -> None:
         byte = 1 / _decimal(links.bytes_per_second)
@@ -152,7 +152,7 @@ class _Clock:
 
 
 def _decimal(x: float) -> Fraction:
-    """The number that the float was written as: 1e-6 is 1 / 1,000,000."""
+    """The exact decimal value of a float as written: 1e-6 is 1 / 1,000,000."""
     return Fraction(repr(float(x)))
 
 
@@ -196,7 +196,7 @@ def simulate(torus: Torus, links: Links, plans: Sequence[MessagePlan], record: b
 
 
 class _EventRun:
-    """State of one simulation: the heap of arrivals, free times of links, what still waits."""
+    """State of one simulation: the heap of arrivals, the times at which links become free, and pending dependencies."""
 
     def __init__(self, links: Links, plans: Sequence[MessagePlan], record: bool = False) -> None:
         self.plans = plans
@@ -205,7 +205,7 @@ class _EventRun:
         if any(message.size_bytes < 0 for _, message in self.messages):
             raise HardwareError("a message has a negative number of bytes")
         self.clock = _Clock(links, {message.size_bytes for _, message in self.messages})
-        self.heap: list[tuple[int, int, int]] = []  # time, message, hop that ends
+        self.heap: list[tuple[int, int, int]] = []  # (time, message, hop that ends)
         self.free: dict[int, int] = {}
         self.link_bytes: dict[int, Fraction] = {}
         self.crossings = 0
@@ -215,7 +215,7 @@ class _EventRun:
         self._wire()
 
     def _wire(self) -> None:
-        """Who waits for whom; with barriers also the stages to come, last first, and how much of one is left."""
+        """Dependencies between messages; with barriers also the remaining stages (last first) and their messages."""
         self.followers: list[list[int]] = [[] for _ in self.messages]
         self.waits = [len(message.after) for _, message in self.messages]
         self.stages: list[list[list[int]]] = []
@@ -228,7 +228,7 @@ class _EventRun:
                     self.followers[first + earlier].append(number)
                 if plan.barrier:
                     members.setdefault(message.stage, []).append(number)
-                    self.waits[number] += 1  # the barrier itself
+                    self.waits[number] += 1  # the barrier counts as one dependency
             self.stages.append([members[stage] for stage in sorted(members, reverse=True)])
             first += len(plan.messages)
 
@@ -240,7 +240,7 @@ class _EventRun:
             self._leave(0, number)
 
     def instant(self) -> None:
-        """All that happens at the next point in time: arrivals first, then departures in order."""
+        """Process the next point in time: all arrivals first, then departures in order."""
         now = self.heap[0][0]
         forward, ready = [], []
         while self.heap and self.heap[0][0] == now:
@@ -285,11 +285,11 @@ class _EventRun:
         self.ends[p] = now
         self.left[p] -= 1
         ready = self._awaited(self.followers[number])
-        self.stage_left[p] -= 1  # never 0 where there are no barriers
+        self.stage_left[p] -= 1  # never reaches 0 without barriers
         return ready if self.stage_left[p] else ready + self._open(p)
 
     def _open(self, p: int) -> list[int]:
-        """Let the next stage of a plan begin, if there is one; returns what is then ready."""
+        """Open the next stage of a plan, if there is one; returns the messages that become ready."""
         if not self.stages[p]:
             return []
         members = self.stages[p].pop()
@@ -297,7 +297,7 @@ class _EventRun:
         return self._awaited(members)
 
     def _awaited(self, numbers: Sequence[int]) -> list[int]:
-        """Of messages that wait for one thing less, those that wait for nothing more."""
+        """Count one dependency of these messages as met; returns those without further dependencies."""
         for number in numbers:
             self.waits[number] -= 1
         return [number for number in dict.fromkeys(numbers) if not self.waits[number]]

@@ -1,4 +1,4 @@
-"""Products of bfloat16 values through BLAS, in the order of addition of the systolic array, to the last bit.
+"""Products of bfloat16 values through BLAS, bit for bit in the order of addition of the systolic array.
 
 The product of two bfloat16 values has 16 significant bits, so it is exact in float32 and a fused multiply-add rounds
 once, as a multiplication followed by an addition does. What is left to settle is the order of addition. A BLAS adds
@@ -21,17 +21,17 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 Ordered = Callable[[Array, Array, Array, int], None]  # first [K, B, M], second [K, B, N], out [B, M, N], rows
 
-EDGES = (48, 96, 192, 384)  # of panels: multiples of the register tiles of all common kernels
-DEPTHS = (16, 32, 64)  # of panels less deep than the array
-MOST_PADDING = 8  # a panel costs an eighth of the ordered loop for each multiply-add, at the most
+EDGES = (48, 96, 192, 384)  # panel edges: multiples of the register tiles of all common kernels
+DEPTHS = (16, 32, 64)  # depths of panels shallower than the array
+MOST_PADDING = 8  # a panel costs at most an eighth of the ordered loop per multiply-add
 LARGEST_PRODUCT = float(np.finfo(np.float32).max)
-SMALLEST_PRODUCT = 2.0**-134  # whose last of 16 bits is still on the grid of float32's subnormals
+SMALLEST_PRODUCT = 2.0**-134  # the last of its 16 bits is still on the grid of float32's subnormals
 
 _MAGNITUDE, _LOWER_HALF, _INFINITY = np.uint32(0x7FFFFFFF), np.uint32(0xFFFF), np.uint32(0x7F800000)
 
 
 class Panel(NamedTuple):
-    """The shape of one call of BLAS: [height, depth] times [depth, width]."""
+    """Shape of one BLAS call: [height, depth] times [depth, width]."""
 
     height: int
     width: int
@@ -39,7 +39,7 @@ class Panel(NamedTuple):
 
 
 def multiply_exactly(left: Array, right: Array, out: Array, rows: int, ordered: Ordered) -> bool:
-    """Multiply as an array of `rows` rows does, where BLAS is known to give the same bits.
+    """Multiply in the order of addition of an array of `rows` rows, where BLAS is known to give the same bits.
 
     Args:
       left: [B, M, K], float32. right: [B, K, N], float32.
@@ -80,7 +80,7 @@ def multiply_exactly(left: Array, right: Array, out: Array, rows: int, ordered: 
 
 
 def _sum_of_tiles(a: Array, b: Array, tile: int) -> Array:
-    """The product of one panel, tile after tile: the accumulator begins at 0."""
+    """The product of one panel, tile by tile; the accumulator begins at 0."""
     total = np.zeros((a.shape[0], b.shape[1]), np.float32)
     partial = np.empty_like(total)
     for k in range(0, a.shape[1], tile):
@@ -90,7 +90,7 @@ def _sum_of_tiles(a: Array, b: Array, tile: int) -> Array:
 
 
 def _edges(size: int) -> list[int]:
-    """The edges of the panels that cover `size` rows or columns: largest ones, then the least that holds the rest."""
+    """Edges of the panels that cover `size` rows or columns: the largest edge repeated, then the smallest that fits."""
     whole, rest = divmod(size, EDGES[-1])
     return [EDGES[-1]] * whole + ([next(e for e in EDGES if e >= rest)] if rest else [])
 
@@ -120,7 +120,7 @@ def _products_are_exact(left: Array, right: Array) -> bool:
 
 
 def _magnitudes(x: Array) -> tuple[float, float] | None:
-    """The least magnitude but zero and the greatest of finite bfloat16 values; None for any other values."""
+    """Smallest non-zero and largest magnitude of finite bfloat16 values; None if any value is not a finite bfloat16."""
     bits = np.ascontiguousarray(x).view(np.uint32)
     if np.bitwise_or.reduce(bits, axis=None) & _LOWER_HALF:
         return None
@@ -128,14 +128,14 @@ def _magnitudes(x: Array) -> tuple[float, float] | None:
     most = magnitudes.max()
     if most >= _INFINITY:
         return None
-    least = np.minimum.reduce(magnitudes - np.uint32(1), axis=None)  # zero becomes the greatest
+    least = np.minimum.reduce(magnitudes - np.uint32(1), axis=None)  # zero wraps round to the largest integer
     values = np.array([most if least >= _INFINITY else least + np.uint32(1), most], np.uint32).view(np.float32)
     return (float(values[0]) or 1.0, float(values[1]))
 
 
 @lru_cache(maxsize=256)
 def _is_exact(panel: Panel, ordered: Ordered) -> bool:
-    """Whether BLAS adds a panel of this shape in order: tried once on values whose sums depend on their order."""
+    """Whether BLAS adds a panel of this shape in order, tested once on values whose sums depend on the order."""
     for seed in range(2):
         a, b = (_probe((height, width), seed + n) for n, (height, width) in enumerate(
             ((panel.height, panel.depth), (panel.depth, panel.width))
@@ -148,7 +148,7 @@ def _is_exact(panel: Panel, ordered: Ordered) -> bool:
 
 
 def _probe(shape: tuple[int, int], seed: int) -> Array:
-    """bfloat16 values over 2**-70 to 2**60, some zero of either sign: sums that cancel, absorb and are subnormal."""
+    """bfloat16 test values from 2**-70 to 2**60 with zeros of either sign: sums that cancel, absorb, are subnormal."""
     random = np.random.default_rng(seed)
     exponents = random.integers(-8, 9, shape) + random.choice([-62, 0, 52], (shape[0], 1))
     values: Array = np.ldexp(random.normal(size=shape), exponents).astype(np.float32)

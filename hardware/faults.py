@@ -1,4 +1,4 @@
-"""What a pod still has when chips fail.
+"""Slices that a pod still offers when chips fail.
 
 Pods of cubes (v4, v5p, v7) are wired by optical switches: a failed chip costs its cube, and slices are made of any
 cubes that are left. Other pods are meshes: a slice is a box at a multiple of its sides, and works if none of its chips
@@ -107,7 +107,7 @@ def _within(chip: Sequence[int], shape: tuple[int, ...]) -> Coordinates:
 
 
 def _boxes_left(sides: Sequence[int], shape: Sequence[int], broken: set[Coordinates]) -> int:
-    """Boxes at multiples of their sides that have no broken chip."""
+    """Number of aligned boxes of these sides without a broken chip."""
     total = math.prod(size // side for size, side in zip(shape, sides, strict=True))
     hit = {tuple(c // side for c, side in zip(chip, sides, strict=True)) for chip in broken}
     edges = [size // side for size, side in zip(shape, sides, strict=True)]

@@ -1,4 +1,4 @@
-"""A torus at work, frame by frame: which links are busy and what every node has received; as text or drawn.
+"""Animations of a torus: busy links and received data, frame by frame, as text or drawn.
 
     film = film_of(all_reduce(Torus((4, 4)), data), Links(45e9))
     print(film.frames[3])           text for a terminal
@@ -31,7 +31,7 @@ FRAMES = 24
 
 @dataclass(frozen=True)
 class FilmFrame:
-    """A torus in a stretch of time.
+    """State of a torus over an interval of time.
 
     Attributes:
       torus: whose links and nodes it shows; title: above it.
@@ -55,7 +55,7 @@ class FilmFrame:
         return "\n".join([*([self.title] if self.title else []), *beside, *self._between_planes()])
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw it: nodes filled by what they have received, links coloured by load.
+        """Draw the frame: nodes filled by the share of data received, links coloured by load.
 
         Args:
           ax: matplotlib Axes; by default those of a new figure.
@@ -76,7 +76,7 @@ class FilmFrame:
         return shape[-2], shape[-1]
 
     def _mark(self, node: int, axis: int, marks: str) -> str:
-        """Which way the link onward from a node along an axis, and the one back to it, carry data."""
+        """The character for the traffic between a node and its next neighbour along an axis, either way."""
         there = self.torus.neighbour(node, axis, 1)
         if there is None:
             return " "
@@ -111,12 +111,12 @@ class FilmFrame:
 
 @dataclass(frozen=True)
 class Film:
-    """Frames in the order of time."""
+    """Frames in order of time."""
 
     frames: tuple[FilmFrame, ...]
 
     def save(self, path: str | Path, frames_per_second: float = 4.0) -> Path:
-        """Write it: an animation as .gif, or up to twelve of its frames beside each other as .png or .svg.
+        """Write the film: an animation as .gif, or up to twelve of its frames side by side as .png or .svg.
 
         Raises: HardwareError for another kind of file, where matplotlib is not installed, or the file can't be written.
         """
@@ -129,7 +129,7 @@ class Film:
 
 
 def film_of(collective: CollectivePlan, links: Links, frames: int = FRAMES) -> Film:
-    """Run a collective; frames of equal length from its start to its end.
+    """Simulate a collective and cut it into frames of equal length.
 
     Args:
       collective: such as `hardware.ring_plans.all_reduce` makes; it is run.
@@ -176,7 +176,7 @@ def _frame(torus: Torus, traffic: Traffic, number: int, frames: int) -> FilmFram
 
 
 def axis_loads(torus: Torus, busy: Mapping[int, float]) -> dict[int, float]:
-    """The load of every link from that of its torus axis.
+    """Loads of all links, from the load of each torus axis.
 
     Args:
       busy: torus axis -> share of the time; axes left out are idle.
@@ -188,18 +188,18 @@ def axis_loads(torus: Torus, busy: Mapping[int, float]) -> dict[int, float]:
 
 
 def ring_loads(torus: Torus, ring: Sequence[int], load: float) -> dict[int, float]:
-    """The load of the links of a ring of nodes, each way.
+    """Loads of the links of a ring of nodes, each way.
 
     Example:
       >>> sorted(ring_loads(Torus((2, 2), wrap=False), (0, 1, 3, 2), 0.5))
       [0, 2, 4, 7, 9, 10, 13, 15]
     """
     pairs = [*zip(ring, (*ring[1:], ring[0]), strict=True)] if load else []
-    return {link_between(torus, *way): load for a, b in pairs for way in ((a, b), (b, a))}
+    return {link_between(torus, *edge): load for a, b in pairs for edge in ((a, b), (b, a))}
 
 
 def spots(torus: Torus) -> list[tuple[float, float]]:
-    """Where each node is drawn: x to the right, y down; planes beside each other."""
+    """Drawing position of each node: x to the right, y down; planes side by side."""
     rows, columns = (1, *torus.shape)[-2:]
     places = []
     for plane, row, column in itertools.product(range(math.prod(torus.shape[:-2])), range(rows), range(columns)):

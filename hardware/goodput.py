@@ -1,4 +1,4 @@
-"""What failures cost a long run: time to repeat, checkpoints, restarts, and slices that wait for repair.
+"""Goodput of long runs: time lost to repeated work, checkpoints, restarts, and waits for repairs.
 
 Failures come at random (exponentially), on average every M seconds of the whole machine. Work is cut by checkpoints
 that take d seconds into segments of t seconds; after a failure the machine takes R seconds to restart, during which it
@@ -47,7 +47,7 @@ def segment_seconds(
 
 
 def best_segment_seconds(checkpoint_seconds: float, mean_time_between_failures: float) -> float:
-    """The work between checkpoints with which a run ends soonest; restarts do not change it.
+    """The work between checkpoints that minimises the expected run time; it does not depend on restart time.
 
     Raises: HardwareError unless both are positive and finite.
     Example:
@@ -75,7 +75,7 @@ def young_seconds(checkpoint_seconds: float, mean_time_between_failures: float) 
 
 
 def waiting_share(spares: int, repair_seconds: float, mean_time_between_failures: float) -> float:
-    """Share of the time in which the machine stands still because more parts are under repair than it has spares.
+    """Share of the time in which the machine stands still because more parts are under repair than there are spares.
 
     Args:
       spares: parts beyond those that run.
@@ -92,6 +92,6 @@ def waiting_share(spares: int, repair_seconds: float, mean_time_between_failures
         "mean_time_between_failures", mean_time_between_failures, True
     )
     share = 1.0
-    for servers in range(1, whole("spares", spares) + 2):  # Erlang's recursion
+    for servers in range(1, whole("spares", spares) + 2):  # Erlang's recursion over servers
         share = load * share / (servers + load * share)
     return share

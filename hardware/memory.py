@@ -87,7 +87,7 @@ def padded_bytes(shape: Sequence[int], itemsize: float = 4, tile: Sequence[int] 
 
 @lru_cache(maxsize=1 << 16)
 def densest_bytes(shape: tuple[int, ...], itemsize: float = 4) -> int:
-    """Bytes that an array occupies with those two of its dims in the tile that pad least.
+    """Bytes that an array occupies if the best two of its dims are tiled.
 
     Compilers choose the layout of an array in memory; which dim is named last does not bind them.
 

@@ -1,4 +1,4 @@
-"""The systolic array of a TPU: the cycle of every value, and the time of a matrix product.
+"""The systolic array of a TPU: cycle of every value, and cycles of a matrix product.
 
 `MXU(rows, columns)` multiplies x [M, K] by weights [K, N]. The weights are cut in tiles of
 rows x columns, which stay in the array while M rows of x stream through:
@@ -43,7 +43,7 @@ MODES: tuple[str, ...] = get_args(Mode)
 
 @dataclass(frozen=True)
 class TileSchedule:
-    """When each tile is loaded and streamed; cycles are counted from 0.
+    """Load and stream cycles of every tile, counted from 0.
 
     Attributes:
       load: cycle in which each tile's first weight row enters (all 0 in mode noload).
@@ -62,7 +62,7 @@ class TileSchedule:
 
 @dataclass(frozen=True)
 class Counters:
-    """Where the cycles of a run went, as TPU v1's performance counters divide them.
+    """Cycles of a run by activity, as TPU v1's performance counters divide them.
 
     Attributes:
       active: rows of x enter; shift: they wait while weights shift into the array (at most one tile's worth
@@ -102,13 +102,13 @@ class MXU:
         return math.ceil(whole("k", k, low=1) / self.rows) * math.ceil(whole("n", n, low=1) / self.columns)
 
     def load_cycles(self, weight_rows_per_cycle: float | Fraction = 1) -> int:
-        """Cycles F in which one tile of weights arrives, at most one row per cycle."""
+        """Cycles F to load one tile of weights, at most one row per cycle."""
         if type(weight_rows_per_cycle) is int and weight_rows_per_cycle == 1:
             return self.rows  # the usual rate, without fractions
         return math.ceil(self.rows / _rate(weight_rows_per_cycle))
 
     def cycles(self, m: int, k: int, n: int, mode: Mode = "shadow", weight_rows_per_cycle: float | Fraction = 1) -> int:
-        """Cycles of x [m, k] times weights [k, n], closed form.
+        """Cycles of x [m, k] times weights [k, n], in closed form.
 
         Args:
           m, k, n: sizes, >= 1.
@@ -128,7 +128,7 @@ class MXU:
     def exposed_cycles(
         self, m: int, k: int, n: int, mode: Mode = "shadow", weight_rows_per_cycle: float | Fraction = 1
     ) -> int:
-        """Cycles in which no row enters because weights are not there yet (the first load included).
+        """Cycles in which no row enters because weights are missing (the first load included).
 
         TPU v1's performance counters call this weight stall and weight shift.
 
@@ -151,7 +151,7 @@ class MXU:
     def counters(
         self, m: int, k: int, n: int, mode: Mode = "shadow", weight_rows_per_cycle: float | Fraction = 1
     ) -> Counters:
-        """`cycles` divided by what the array does in them.
+        """`cycles` split by the array's activity.
 
         Example:
           >>> MXU(256, 256).counters(m=200, k=2560, n=256, weight_rows_per_cycle=0.19)
@@ -162,7 +162,7 @@ class MXU:
         count = self.tiles(k, n)
         exposed = self.exposed_cycles(m, k, n, mode, weight_rows_per_cycle)
         shift = 0
-        if exposed:  # of what is exposed before a tile, the shift itself is at most one row per cycle
+        if exposed:  # of the stall before a tile, the shift itself takes at most one cycle per row
             load = self.load_cycles(weight_rows_per_cycle)
             first = load if mode != "serial" else exposed // count
             later = (exposed - first) // (count - 1) if count > 1 else 0
@@ -198,7 +198,7 @@ class MXU:
             if mode == "serial":
                 load.append(start[-1] + fill)
                 start.append(load[-1] + loading)
-            else:  # a shadow register is free again once its last column has taken the weights over
+            else:  # a shadow register is free again once its last column has taken its weights
                 load.append(start[-1] + (self.columns - 1 if mode == "shadow_unskewed" else 0))
                 start.append(max(start[-1] + m, load[-1] + loading))
         return TileSchedule(tuple(load), tuple(start), shifts, int(mode == "shadow"), start[-1] + fill)
@@ -228,7 +228,7 @@ def check_mode(mode: str, tiles: int) -> None:
 
 
 def _rate(rate: float | Fraction) -> Fraction:
-    """A rate in (0, 1] as the fraction that it was written as, so that rounding up is exact."""
+    """A rate in (0, 1] as the exact decimal fraction that was written, so that rounding up is exact."""
     if not isinstance(rate, Fraction):
         rate = Fraction(repr(amount("weight_rows_per_cycle", rate, positive=True)))
     if not 0 < rate <= 1:

@@ -1,4 +1,4 @@
-"""Time of collectives over mesh axes under a placement on a slice, and the best placement.
+"""Time of collectives over mesh axes under a placement on a slice, and the placement with the least time.
 
 A collective over one or more mesh axes is staged by the speed of its levels: first the devices of a chip,
 then the torus, then DCN between slices (all_gather the other way round). On the torus it runs either along
@@ -41,7 +41,7 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective
 
 @dataclass(frozen=True)
 class Demand:
-    """A collective of a program: what, over which mesh axes, how many bytes on one device, how often.
+    """One collective of a program: its kind, mesh axes, bytes on one device, and count.
 
     `payload_bytes` is the operand; of an all_gather the result (the larger side).
 
@@ -93,7 +93,7 @@ class Cost:
 def collective_cost(
     placement: Placement, kind: str, axes: Sequence[str], payload_bytes: float, links: Links | None = None
 ) -> Cost:
-    """Time of a collective over mesh axes.
+    """Modelled time of a collective over mesh axes.
 
     Args:
       placement: where the mesh lies.
@@ -132,7 +132,8 @@ def _price(
     if kind in ("collective_permute", "broadcast"):
         return _point_cost(chip, kind, route, payload_bytes)
     times = 2 if kind == "all_reduce" else 1
-    whole = kind == "all_to_all"  # every level moves all of it, else what the level before has left
+    # an all_to_all moves all of its bytes at every level, others what the level before has left
+    whole = kind == "all_to_all"
     busy, seconds, hops, algorithm, size = {}, 0.0, 0, "-", payload_bytes
     if route.cores > 1:
         seconds = (
@@ -151,10 +152,10 @@ def _price(
     elif route.slices > 1:
         seconds += times * dcn_seconds(chip, route.slices, size)
     if route.torus:
-        way = min(ways, key=lambda way: way.seconds(size / chunks))
-        hops, algorithm = times * way.hops, way.name
-        busy |= {place: times * per_byte * size for place, per_byte in way.busy}
-        seconds += times * way.seconds(size) if route.slices == 1 else 0.0
+        fastest = min(ways, key=lambda candidate: candidate.seconds(size / chunks))
+        hops, algorithm = times * fastest.hops, fastest.name
+        busy |= {place: times * per_byte * size for place, per_byte in fastest.busy}
+        seconds += times * fastest.seconds(size) if route.slices == 1 else 0.0
     if route.slices > 1:
         busy[DCN] = times * dcn_wire_seconds(chip, route.slices, between)
     return Cost(seconds, tuple(sorted(busy.items())), hops, algorithm, chunks)
@@ -166,7 +167,7 @@ def best_placement(
     demands: Sequence[Demand] = (),
     among: Sequence[Placement] | None = None,
 ) -> tuple[Placement, float]:
-    """The placement on which the demands take the least time in all.
+    """The placement that minimises the total time of the demands.
 
     Args:
       slice_: the slice, or its name.
@@ -192,7 +193,7 @@ def best_placement(
     for demand in wanted:
         if not set(demand.axes) <= set(sizes) or len(set(demand.axes)) < len(demand.axes):
             raise HardwareError(f"axes {list(demand.axes)} are not distinct axes of the mesh {sizes}")
-    prices: dict[tuple[object, ...], float] = {}  # a group costs the same wherever its factors are the same
+    prices: dict[tuple[object, ...], float] = {}  # the price of a group depends on its factors alone
     best: tuple[tuple[tuple[str, tuple[PlacementFactor, ...]], ...], float] | None = None
     for factors in factorings(slice_, sizes) if among is None else _given(among, slice_, sizes):
         lies, seconds = dict(factors), 0.0
@@ -234,7 +235,7 @@ def ici_links(slice_: Slice) -> Links:
 
 
 class _Leg(NamedTuple):
-    """A factor of the torus as a ring or line, and a link as one of its groups sees it."""
+    """A torus factor as a ring or line, with the share of a link that one of its groups gets."""
 
     factor: PlacementFactor
     ring: collectives.Axis
@@ -243,7 +244,7 @@ class _Leg(NamedTuple):
 
 @dataclass(frozen=True)
 class _Route:
-    """What a group of mesh axes crosses: devices of a chip, factors of the torus with its ways, slices."""
+    """The levels that a group of mesh axes crosses: devices of a chip, torus factors with their algorithms, slices."""
 
     cores: int
     torus: tuple[_Leg, ...]
@@ -257,7 +258,7 @@ class _Route:
 def _route(
     group: tuple[tuple[PlacementFactor, bool], ...], share: int, links: Links, rings: TwistedRings | None = None
 ) -> _Route:
-    """The ways of a group, from its joined factors, whether each closes to a ring, the rates and the twist alone."""
+    """The route of a group, a function of its joined factors, their wraps, the rates and the twist alone."""
     torus = tuple(_Leg(f, (f.size, wrap), _thinned(links, f, share)) for f, wrap in group if f.place >= 0)
     cores, slices = (math.prod(f.size for f, _ in group if f.place == place) for place in (CORES, DCN))
     size = math.prod(leg.factor.size for leg in torus)
@@ -270,7 +271,7 @@ def _route(
 
 
 def _apart(torus: Sequence[_Leg]) -> bool:
-    """Whether parts can take the factors in rotated orders: two on one axis would meet there."""
+    """Whether parts of the data can take the factors in rotated orders: no two factors share a torus axis."""
     return len({leg.factor.place for leg in torus}) == len(torus) > 1
 
 
@@ -279,11 +280,11 @@ def _hops(torus: Sequence[_Leg]) -> int:
 
 
 def _ways(torus: Sequence[_Leg]) -> tuple[StagedTime, ...]:
-    """The ways to reduce_scatter over factors of the torus."""
+    """Candidate algorithms for a reduce_scatter over torus factors."""
     if not torus:
         return ()
     count = range(len(torus))
-    # By exchange of neighbours: i before j pays if t_i (1 - 1/n_j) < t_j (1 - 1/n_i), t being seconds per byte of all.
+    # Order by an exchange argument: i before j pays if t_i (1 - 1/n_j) < t_j (1 - 1/n_i), t being seconds per byte.
     weight = [_affine(leg.ring, leg.link)[1] / (leg.ring[0] - 1) for leg in torus]
     ways = [_staged("in turn", [sorted(count, key=lambda axis: weight[axis])], torus)]
     if _apart(torus):
@@ -300,12 +301,12 @@ def _ways(torus: Sequence[_Leg]) -> tuple[StagedTime, ...]:
 
 
 def _staged(name: str, orders: Sequence[Sequence[int]], torus: Sequence[_Leg]) -> StagedTime:
-    """Stages along the factors: each part of the data takes them in its own order; stages end together.
+    """Stage times along the factors: each part of the data takes them in its own order; stages end together.
 
-    Factors that are not alike take unequal parts: those with which the stages take the least time.
+    Where factors differ, parts are unequal: the sizes that minimise the sum of the stages.
     """
     lines = [_affine(leg.ring, leg.link) for leg in torus]
-    # Seconds per byte of all for each part in each stage, were it all of the data.
+    # Seconds per byte of the whole payload, for each part in each stage, if the part were all of it.
     whole = [[lines[order[n]][1] / math.prod(torus[i].ring[0] for i in order[: n + 1]) for order in orders]
              for n in range(len(torus))]  # fmt: skip
     shares = _shares(whole)
@@ -320,7 +321,7 @@ def _staged(name: str, orders: Sequence[Sequence[int]], torus: Sequence[_Leg]) -
 
 
 def _shares(whole: Sequence[Sequence[float]]) -> list[float]:
-    """Of the data, the part that takes each order: equal ones, or those that end one stage together, the best."""
+    """Fractions of the data that take each order: equal ones, or those that balance one stage; the fastest."""
     candidates = [[1.0] * len(whole[0]), *([1 / seconds for seconds in stage] for stage in whole)]
     candidates = [[part / sum(parts) for part in parts] for parts in candidates]
     return min(
@@ -329,7 +330,7 @@ def _shares(whole: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _exchanges(torus: Sequence[_Leg]) -> tuple[StagedTime, ...]:
-    """The ways of an all_to_all over factors of the torus."""
+    """Candidate algorithms for an all_to_all over torus factors."""
     per_axis, busy = [], {leg.factor.place: 0.0 for leg in torus}
     for factor, ring, link in torus:
         byte = 1 / (ring[0] * link.bytes_per_second)
@@ -338,26 +339,26 @@ def _exchanges(torus: Sequence[_Leg]) -> tuple[StagedTime, ...]:
         busy[factor.place] += max([b for _, b in paths])
     ways = [StagedTime("in turn", _hops(torus), tuple(per_axis), tuple(busy.items()))]
     if len(torus) > 1:
-        # Every block goes straight to its end, with no barriers between axes. Events (`point_plans.all_to_all`,
-        # "routed"): the longest way and half of the busiest link, or that link, filled by 5/6 as they come.
+        # Every block takes a direct path, without barriers between axes. Fitted to events (`point_plans.all_to_all`,
+        # "routed"): the longest path plus half of the busiest link's time, or that link's time at 5/6 utilisation.
         longest = sum(leg.link.hop_seconds * _steps(*leg.ring) for leg in torus)
         busiest = max(busy.values())
         straight = ((float(longest), busiest / 2), (0.0, 1.2 * busiest))
         ways.append(StagedTime("routed", _hops(torus), (straight,), tuple(busy.items())))
-    if _apart(torus):  # in every stage each axis serves another part
+    if _apart(torus):  # at any time, each axis serves a different part
         stage = tuple((a, b / len(torus)) for paths in per_axis for a, b in paths)
         ways.append(StagedTime("rotated", _hops(torus), (stage,) * len(torus), tuple(busy.items())))
     return tuple(ways)
 
 
 def _affine(ring: collectives.Axis, link: Links) -> tuple[float, float]:
-    """(a, b) of a + b * bytes for one stage, bytes being what each node contributes."""
+    """(a, b) of a + b * bytes for one stage, where bytes is what each node contributes."""
     fixed = collectives.ring_stage_seconds(0.0, ring, link)
     return fixed, collectives.ring_stage_seconds(1.0, ring, Links(link.bytes_per_second, 0.0))
 
 
 def _thinned(links: Links, factor: PlacementFactor, share: int) -> Links:
-    """A link as one of the groups of a factor sees it."""
+    """The share of a link that one of a factor's interleaved groups gets."""
     return Links(links.bytes_per_second / (factor.stride * share), links.hop_seconds * factor.stride)
 
 
@@ -366,13 +367,13 @@ def _steps(n: int, wrap: bool) -> int:
 
 
 def _point_cost(chip: Chip, kind: str, route: _Route, size: float) -> Cost:
-    """A shift by one position (cyclic), or one device's data to all."""
+    """Cost of a cyclic shift by one position, or of a broadcast from one device."""
     share = chip.devices_per_chip
     busy, seconds, hops = {}, 0.0, 0
     if route.cores > 1:
         busy[CORES] = seconds = size / (chip.hbm_bytes_per_second / 2 / share)
     for f, (_, wrap), thin in route.torus:
-        # a cyclic shift on a line comes back over all of it, the other way
+        # on a line, the wrap of a cyclic shift travels back over the whole line
         steps = _steps(f.size, wrap) if kind == "broadcast" else (1 if wrap else f.size - 1)
         chunks = 16 if steps > 1 else 1
         busy[f.place] = busy.get(f.place, 0.0) + size / thin.bytes_per_second

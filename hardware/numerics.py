@@ -26,9 +26,9 @@ from hardware.exact_products import multiply_exactly
 
 Array = NDArray[Any]
 
-_ROUND_SMALL = 1 << 14  # elements below which the cost is that of the calls, not of the passes
-_ROUND_CHUNK = 1 << 16  # elements: operand, result and scratch stay in the second-level cache
-_MATMUL_CHUNK = 1 << 15  # elements of products held at once: second-level cache
+_ROUND_SMALL = 1 << 14  # elements below which the overhead of calls outweighs the passes over memory
+_ROUND_CHUNK = 1 << 16  # elements: operand, result and scratch fit the second-level cache
+_MATMUL_CHUNK = 1 << 15  # elements of products held at once: fit the second-level cache
 _INNER_CHUNK = 1 << 12  # longest contiguous run of one product block
 
 _INFINITY = np.uint32(0x7F800000)
@@ -62,8 +62,8 @@ def round_to_bfloat16(x: Array, out: Array | None = None) -> NDArray[np.float32]
         raise HardwareError(f"round_to_bfloat16: out has shape {out.shape}, x has shape {x.shape}")
     if out is not None and not out.flags.writeable:
         raise HardwareError("round_to_bfloat16: out is read-only")
-    if x.size <= _ROUND_SMALL:  # the fewest calls win: two casts, which keep the same rule
-        with np.errstate(invalid="ignore"):  # a signalling NaN is no news here
+    if x.size <= _ROUND_SMALL:  # small arrays: two casts have the fewest calls, and round alike
+        with np.errstate(invalid="ignore"):  # signalling NaNs are expected
             rounded = x.astype(ml_dtypes.bfloat16).astype(np.float32)
         if out is None:
             return rounded
@@ -89,7 +89,7 @@ def _require_float32(name: str, x: Array) -> Array:
 
 
 def _round_dense(x: Array, out: Array) -> None:
-    """Chunk by chunk: add half a unit, less one where the last kept bit is 0 (ties to even), and cut."""
+    """Add half a unit, minus one where the last kept bit is 0 (ties to even), then truncate; chunk by chunk."""
     source, target = x.view(np.uint32), out.view(np.uint32)
     in_place = x is out or np.may_share_memory(x, out)
     scratch = np.empty(_ROUND_CHUNK if in_place else 0, np.uint32)
@@ -97,7 +97,7 @@ def _round_dense(x: Array, out: Array) -> None:
         for start in range(0, x.size, _ROUND_CHUNK):
             bits, result = source[start : start + _ROUND_CHUNK], target[start : start + _ROUND_CHUNK]
             work = scratch[: bits.size] if in_place else result
-            has_nan = np.isnan(x[start : start + _ROUND_CHUNK].max())  # a maximum keeps any NaN
+            has_nan = np.isnan(x[start : start + _ROUND_CHUNK].max())  # max() propagates any NaN
             if has_nan:
                 nan = (bits & _MAGNITUDE) > _INFINITY
                 quiet = (bits[nan] & _SIGN) | _QUIET_NAN
@@ -137,7 +137,7 @@ def mxu_matmul(a: Array, b: Array, rows: int = 128) -> Array:
     batch = _check_matmul(a, b, rows)
     depth, m, n = a.shape[-1], a.shape[-2], b.shape[-1]
     if b.ndim == 2 or all(size == 1 for size in b.shape[:-2]):
-        left = a.reshape(1, math.prod(a.shape[:-1]), depth)  # weights without batch: the batch is more rows
+        left = a.reshape(1, math.prod(a.shape[:-1]), depth)  # weights without batch dims: batch dims become rows
         right = b.reshape(1, depth, n)
     else:
         left = np.broadcast_to(a, (*batch, m, depth)).reshape(math.prod(batch), m, depth)  # m, n and depth may be 0
@@ -155,7 +155,7 @@ def mxu_matmul(a: Array, b: Array, rows: int = 128) -> Array:
 
 
 def _check_matmul(a: Array, b: Array, rows: int) -> tuple[int, ...]:
-    """The broadcast batch shape of a legal product."""
+    """Check the operands; return the broadcast batch shape."""
     shapes = f"a {getattr(a, 'shape', a)}, b {getattr(b, 'shape', b)}"
     if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)):
         raise HardwareError(f"mxu_matmul: operands must be arrays; got {type(a).__name__}, {type(b).__name__}")
@@ -192,7 +192,7 @@ def _ordered_block(first: Array, second: Array, rows: int) -> Array:
     shape = (first.shape[1], first.shape[2], second.shape[3])
     area = shape[0] * shape[1] * shape[2]
     steps = max(1, min(rows, depth, _MATMUL_CHUNK // area))
-    buffer = np.empty((steps + 1, *shape), first.dtype)  # slot 0 holds the partial sum so far
+    buffer = np.empty((steps + 1, *shape), first.dtype)  # slot 0 holds the running partial sum
     accumulator = np.zeros(shape, first.dtype)
     partial = np.empty(shape, first.dtype)
     for tile in range(0, depth, rows):
@@ -211,7 +211,7 @@ def _ordered_block(first: Array, second: Array, rows: int) -> Array:
 
 
 def _add_in_order(terms: Array, out: Array) -> None:
-    """Sum over the leading axis, first to last; NumPy goes pairwise only along the contiguous axis."""
+    """Sum over the leading axis, first to last; NumPy sums pairwise along the contiguous axis only."""
     if out.size == 1:
         out[...] = np.add.accumulate(terms.reshape(-1))[-1]
     else:
@@ -219,7 +219,7 @@ def _add_in_order(terms: Array, out: Array) -> None:
 
 
 def ring_reduce(parts: Sequence[Array], op: str = "sum", carry: Callable[[Array], Array] | None = None) -> Array:
-    """Reduce equal-shaped arrays of one replica group as a ring reduce-scatter does.
+    """Reduce equal-shaped arrays of one replica group in the order of a ring reduce-scatter.
 
     The flattened data is cut in k chunks (as `np.array_split` does); chunk c begins at member
     (c + 1) % k, is combined at each next member, and ends at member c. Every member receives these
@@ -268,7 +268,7 @@ def ring_reduce_scatter(
 
 
 def _scattered(arrays: list[Array], dim: int, op: str, carry: Callable[[Array], Array] | None) -> list[Array]:
-    """The chunks of every owner: what owner+1, owner+2, ..., owner have of it, combined in this order."""
+    """The reduced chunk of every owner: contributions of owner+1, owner+2, ..., owner, combined in this order."""
     k, combine = len(arrays), COMBINE[op]
     pieces = [np.array_split(array, k, dim) for array in arrays]
     chunks = []

@@ -29,7 +29,7 @@ from hardware.checks import names, whole
 from hardware.errors import HardwareError
 from hardware.slices import Slice, as_slice
 
-CORES, DCN = -1, -2  # the places that are no torus axis
+CORES, DCN = -1, -2  # places that are not torus axes
 
 
 class PlacementFactor(NamedTuple):
@@ -73,7 +73,7 @@ class Placement:
                 raise HardwareError(f"factors {mine} cover {stride} of the {size} positions of {place_name(place)}")
 
     def _check_types(self) -> None:
-        """Pairs of a name and its factors, every name once; factors of whole numbers."""
+        """Check that axes are pairs of a unique name and its factors, and factors whole numbers."""
         given: object = self.factors
         for pair in given if isinstance(given, tuple) else (given,):
             if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
@@ -160,7 +160,7 @@ def wraps(slice_: Slice, factor: PlacementFactor) -> bool:
 
 
 def join(factors: Iterable[PlacementFactor]) -> tuple[PlacementFactor, ...]:
-    """Factors in the order of their places; neighbours on one place become one.
+    """Sort factors by place, and merge those that are adjacent on one place.
 
     Example:
       >>> join([PlacementFactor(0, 2, 4), PlacementFactor(0, 4, 1)])
@@ -177,7 +177,7 @@ def join(factors: Iterable[PlacementFactor]) -> tuple[PlacementFactor, ...]:
 
 
 def places(slice_: Slice) -> list[tuple[int, int]]:
-    """(place, size) of everything that mesh axes can lie on, outermost first.
+    """(place, size) of every place that mesh axes can be mapped to, outermost first.
 
     Example:
       >>> places(Slice("v3-8"))
@@ -188,12 +188,12 @@ def places(slice_: Slice) -> list[tuple[int, int]]:
 
 
 def place_name(place: int) -> str:
-    """Such as "torus axis 0"."""
+    """Name for messages, such as "torus axis 0"."""
     return {CORES: "devices of a chip", DCN: "slices over DCN"}.get(place, f"torus axis {place}")
 
 
 def check_mesh(slice_: Slice, mesh: Mapping[str, int]) -> dict[str, int]:
-    """The mesh, if it has as many positions as the slice has devices.
+    """Check that the mesh has as many positions as the slice has devices; return it as a dict.
 
     Raises: HardwareError with both numbers.
     """
@@ -247,7 +247,7 @@ def factorings(slice_: Slice, mesh: Mapping[str, int]) -> Iterator[tuple[tuple[s
 
 
 def _cuts(spots: list[tuple[int, int]], sizes: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
-    """For every place, how much of it each axis takes; products agree both ways."""
+    """Every split of all places among the axes, as one tuple of factors per place."""
     if not spots:
         if all(size == 1 for size in sizes):
             yield []
@@ -259,7 +259,7 @@ def _cuts(spots: list[tuple[int, int]], sizes: tuple[int, ...]) -> Iterator[list
 
 
 def _shares(total: int, sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Tuples of divisors of `sizes` whose product is `total`."""
+    """Tuples of one divisor of each size whose product is `total`."""
     if not sizes:
         if total == 1:
             yield ()

@@ -41,7 +41,7 @@ def all_to_all(
     algorithm: Literal["rotated", "phased", "routed"] = "rotated",
     element_bytes: float | None = None,
 ) -> CollectivePlan:
-    """Node i of a group sends row j of its operand to node j, which stores it as row i.
+    """all_to_all as messages: node i of a group sends row j of its operand to node j, which stores it as row i.
 
     Args:
       data: one array per node, [nodes of the group in row-major order, ...].
@@ -98,7 +98,7 @@ class _Exchange(Group):
         self.width = math.prod(shape[1:])
         unit = -(-self.width // (2 * self.parts))
         self.piece = self.wire * Fraction(self.width, 2 * self.parts)
-        self.walks = np.indices(self.sizes).reshape(len(self.sizes), -1).T  # of displacements
+        self.walks = np.indices(self.sizes).reshape(len(self.sizes), -1).T  # block displacements
         stages = len(self.moving) + 1
         block = (self.group, self.parts, 2, unit)
         addresses = np.arange((stages + 2) * math.prod(block)).reshape(stages + 2, *block)
@@ -111,11 +111,11 @@ class _Exchange(Group):
         self.plan = MessagePlan(memory, barrier=True)
 
     def ends(self, node: int, sign: int) -> Addresses:
-        """For each displacement, the member of the group that it leads to from a node, or (-1) comes from."""
+        """For each displacement, the group member reached from a node (sign 1), or the one that reaches it (-1)."""
         return self._members(np.array(self.own(node)) + sign * self.walks)
 
     def _members(self, places: NDArray[Any]) -> Addresses:
-        """Numbers within the group of places [..., axes of the group] of any size."""
+        """Member numbers for positions [..., axes of the group], which wrap around."""
         members: Addresses = np.ravel_multi_index(tuple(np.moveaxis(self._normalised(places), -1, 0)), self.sizes)
         return members
 
@@ -128,7 +128,7 @@ class _Exchange(Group):
         return self.torus.normalised(everywhere)[..., self.axes]
 
     def staged(self, by_block: bool) -> None:
-        """Every part along its rotation of the axes, an axis in each stage."""
+        """Messages of "phased" and "rotated": each part takes the axes in its own rotation, one axis per stage."""
         left = [np.repeat(self.walks[:, None], 2, axis=1) for _ in range(self.parts)]  # [displacements, halves, axes]
         for stage in range(len(self.moving)):
             for part in range(self.parts):
@@ -136,7 +136,8 @@ class _Exchange(Group):
                 index, later = order[stage], [self.axes[i] for i in order[stage + 1 :]]
                 ring = self.ring(self.axes[index], later)
                 hops = self._hops(left[part], index, ring, later)
-                for node, place in enumerate(self.places):  # what stays on this axis moves to the next buffer at once
+                # blocks that stay at their position on this axis move to the next buffer at once
+                for node, place in enumerate(self.places):
                     self._send(stage, part, index, node, 0, hops[place[self.axes[index]]] == 0)
                 if by_block and not ring[1]:
                     self._send_blocks(stage, part, index, hops)
@@ -146,12 +147,12 @@ class _Exchange(Group):
                 left[part] = self._normalised(left[part])
 
     def _hops(self, left: NDArray[Any], index: int, ring: Axis, later: Sequence[int]) -> list[NDArray[Any]]:
-        """For each place along an axis, the signed hops of every half block in this stage, [displacements, 2]."""
+        """For each position along an axis, the signed hops of every half block in this stage: [displacements, 2]."""
         n, places = ring[0], range(self.sizes[index])
         if not ring[1]:
             return [(place + left[..., index]) % n - place for place in places]
         steps = left[..., index] % n
-        if not self.boxes:  # so many that the later axes lead on to the target
+        if not self.boxes:  # as many hops as put the target within reach of the later axes
             rest = {int(self._members(np.array(self.own(node)))) for node in self.coset(0, later)}
             ends = np.stack([self._members(left - h * np.eye(len(self.sizes), dtype=int)[index]) for h in range(n)])
             steps = np.isin(ends, list(rest)).argmax(axis=0)
@@ -159,7 +160,7 @@ class _Exchange(Group):
         return [np.where(2 * steps > n, steps - n, steps - antipode)] * len(places)
 
     def _send_blocks(self, stage: int, part: int, index: int, hops: list[NDArray[Any]]) -> None:
-        """Along a line each block by itself: queues at the links keep the order, the farthest first."""
+        """On a line, send each block as its own message, the farthest first; links keep that order."""
         n = self.sizes[index]
         for node, place in enumerate(self.places):
             here = place[self.axes[index]]
@@ -167,7 +168,7 @@ class _Exchange(Group):
                 self._send(stage, part, index, node, by, hops[here] == by)
 
     def _send(self, stage: int, part: int, index: int, source: int, by: int, chosen: NDArray[np.bool_]) -> None:
-        """The chosen half blocks of a part straight to the next buffer of the node `by` steps along an axis."""
+        """Send the chosen half blocks of a part directly to the next buffer of the node `by` steps along an axis."""
         read, write = (buffer[:, part][chosen].ravel() for buffer in self.buffers[stage : stage + 2])
         axis, route, target = self.axes[index], [], source
         for _ in range(abs(by)):
@@ -177,7 +178,7 @@ class _Exchange(Group):
         self.plan.messages.append(Message(source, target, tuple(route), (read,), (write,), size, stage=stage))
 
     def _pass_on(self, stage: int, part: int, index: int, ring: Axis, hops: list[NDArray[Any]]) -> None:
-        """In phase j every node sends on by one hop, each way, what it or those behind it sent for j hops or more."""
+        """In phase j every node forwards by one hop, each way, the blocks that travel j hops or more."""
         axis = self.axes[index]
         last: dict[tuple[int, int], int] = {}
         for phase in range(1, ring[0] // 2 + 1 if ring[1] else ring[0]):
@@ -198,7 +199,7 @@ class _Exchange(Group):
                     self.plan.messages.append(Message(source, target, route, *regions, size, after, stage=stage))
 
     def routed(self) -> None:
-        """Every pair by itself, farthest first, a block in equal pieces over the shortest ways."""
+        """Messages of "routed": each pair of nodes by itself, farthest first, split equally over its shortest paths."""
         outside = [tuple(c for axis, c in enumerate(place) if axis not in self.axes) for place in self.places]
         pairs = itertools.permutations(range(self.torus.nodes), 2)
         others = [(-self.torus.distance(a, b), a, b) for a, b in pairs if outside[a] == outside[b]]
@@ -206,9 +207,9 @@ class _Exchange(Group):
             apart = int(self._members(np.subtract(self.own(target), self.own(source))))
             ways = self.torus.routes(source, target)
             read, write = (np.array_split(buffer[apart, 0].ravel(), len(ways)) for buffer in self.buffers[[0, -1]])
-            for way, from_, to in zip(ways, read, write, strict=True):
-                size = 2 * self.piece / len(ways) if way else Fraction(0)
-                self.plan.messages.append(Message(source, target, way, (from_,), (to,), size))
+            for route, from_, to in zip(ways, read, write, strict=True):
+                size = 2 * self.piece / len(ways) if route else Fraction(0)
+                self.plan.messages.append(Message(source, target, route, (from_,), (to,), size))
 
 
 def permute(
@@ -218,7 +219,7 @@ def permute(
     chunks: int = 1,
     element_bytes: float | None = None,
 ) -> CollectivePlan:
-    """Every node sends its operand to another, dimension-ordered, in chunks that follow each other.
+    """permute as messages: every node sends its operand to another, dimension-ordered, in pipelined chunks.
 
     Args:
       data: one array per node, equal shapes.
@@ -263,7 +264,7 @@ def broadcast(
     chunks: int = 16,
     element_bytes: float | None = None,
 ) -> CollectivePlan:
-    """One node's array to all: by a tree both ways along each axis, or one half each way round all rings.
+    """broadcast as messages: by a tree both ways along each axis, or one half each way round all rings.
 
     Args:
       data: the array at `root`.
@@ -306,12 +307,12 @@ def broadcast(
 
 
 def _pieces(size: int, count: int) -> list[tuple[int, int]]:
-    """Where each of `count` nearly equal pieces begins and ends."""
+    """(begin, end) of `count` nearly equal pieces."""
     return list(itertools.pairwise(n * size // count for n in range(count + 1)))
 
 
 def _tree(torus: Torus, root: int, step: int | None) -> list[tuple[int, int, int]]:
-    """(source, target, link) from the root outwards: axis by axis, both ways or all in direction `step`."""
+    """(source, target, link) of a spanning tree from the root: axis by axis, both ways or all in direction `step`."""
     edges, reached = [], [root]
     for axis in range(torus.rank):
         n, wrap = torus.shape[axis], torus.wrap[axis]
@@ -319,10 +320,10 @@ def _tree(torus: Torus, root: int, step: int | None) -> list[tuple[int, int, int
             place = torus.coordinates(start)[axis]
             forth = (n // 2 if wrap else n - 1 - place) if step is None else (n - 1 if step > 0 else 0)
             back = (n - 1 - forth if wrap else place) if step is None else n - 1 - forth
-            for way, hops in ((1, forth), (-1, back)):
+            for direction, hops in ((1, forth), (-1, back)):
                 here = start
                 for _ in range(hops):
-                    link = torus.link(here, axis, way)
+                    link = torus.link(here, axis, direction)
                     there = torus.ends(link)[1]
                     edges.append((here, there, link))
                     reached.append(there)

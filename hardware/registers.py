@@ -26,12 +26,12 @@ from hardware.mxu import MXU, TileSchedule
 Array = NDArray[Any]
 Ints = NDArray[np.int64]
 
-_WAVE_ELEMENTS = 1 << 16  # sums of a wave: they stay in the second-level cache
+_WAVE_ELEMENTS = 1 << 16  # sums of a wave: fit the second-level cache
 
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """What the array works on in one cycle; arrays are [rows, columns].
+    """The array's activity in one cycle; arrays are [rows, columns].
 
     Attributes:
       activation: the value of x in each PE; vector: its row of x, or -1; tile: the tile it streams for, or -1.
@@ -61,7 +61,7 @@ class Registers:
         self.summed = -1  # the cycle that `sums` belongs to
 
     def product(self) -> tuple[Array, Ints]:
-        """y [M, whole tiles of N], tile by tile, and the cycle in which each element leaves the array complete."""
+        """y [M, whole tiles of N], tile by tile, and the cycle in which each element leaves the array."""
         blocks = len(self.tiles) // self.depth
         y = np.zeros((self.vectors, blocks * self.columns), self.x.dtype)
         cycle = np.empty(y.shape, np.int64)
@@ -88,12 +88,12 @@ class Registers:
         values[busy] = self.x[vector[busy], tile[busy] % self.depth]
         if self.preloaded:
             started = np.maximum(started, 0)
-        # [r, r', c] -> x[slot r + c, r']; its diagonal r = r' is what the PEs of row r see
+        # [r, r', c] -> x[slot r + c, r']; its diagonal r = r' holds the inputs of the PEs of row r
         activation = np.diagonal(sliding_window_view(values, self.columns, axis=0)).T
         return Window(activation, *(sliding_window_view(of, self.columns) for of in (vector, tile, started)))
 
     def weight(self, started: Ints) -> Array:
-        """The weights in use, [rows, columns]: of each PE those of the tile that has started there."""
+        """The weights in use, [rows, columns]: for each PE, the weights of the tile that it has started."""
         oldest, newest = int(started[-1, -1]), int(started[0, 0])
         weight: Array = self.tiles[oldest].copy() if oldest >= 0 else np.zeros_like(self.tiles[0])
         for tile in range(oldest + 1, newest + 1):
@@ -104,22 +104,22 @@ class Registers:
         """The shadow registers, [rows, columns]."""
         if self.preloaded:
             return np.zeros_like(self.tiles[0])
-        local = cycle - self.skew * np.arange(self.columns)  # a skewed column lags by its number
+        local = cycle - self.skew * np.arange(self.columns)  # a skewed column lags by its index
         newest = np.searchsorted(self.load, local, side="right") - 1
         shifted = np.where(newest < 0, 0, np.searchsorted(self.shifts, local - self.load[newest], side="right"))
         row = np.arange(self.rows)[:, None]
         new = row < shifted
-        tile = newest - ~new  # where no shift of the tile on its way has come, the tile before
+        tile = newest - ~new  # rows not yet reached by the new tile still hold the one before
         place = (tile * self.rows + row + np.where(new, self.rows - shifted, 0)) * self.columns
         shadow: Array = self.tiles.reshape(-1).take(place + np.arange(self.columns), mode="clip")
         shadow[tile < 0] = 0
         return shadow
 
     def partial(self, cycle: int, window: Window, weight: Array) -> Array:
-        """The partial sums of a cycle with its window and weights, [rows, columns]."""
+        """The partial sums of a cycle, [rows, columns], from its window and weights."""
         if cycle != self.summed:
             begin = self.summed + 1
-            if not begin <= cycle < begin + self.rows:  # a sum in row r began in row 0, r cycles before
+            if not begin <= cycle < begin + self.rows:  # a sum in row r entered row 0 r cycles earlier
                 self.sums, begin = np.zeros_like(self.sums), max(0, cycle - self.rows + 1)
             for before in range(begin, cycle):
                 earlier = self.window(before)
@@ -129,7 +129,7 @@ class Registers:
         return self.sums
 
     def _advance(self, activation: Array, weight: Array) -> None:
-        """One cycle: every PE adds its product to the sum from above, PEs of row 0 to zero."""
+        """Advance one cycle: every PE adds its product to the sum from above; PEs of row 0 add to zero."""
         with np.errstate(all="ignore"):  # idle PEs multiply their weights by zero
             sums = weight * activation
             sums[0] += 0
@@ -149,7 +149,7 @@ def _wave(x: Array, weights: Array) -> Array:
 
 
 def _weight_tiles(mxu: MXU, weights: Array) -> Array:
-    """[tiles, rows, columns]; the tiles of K of one block of N follow each other."""
+    """Weights as [tiles, rows, columns]; the tiles along K of one block of N are consecutive."""
     deep, wide = (-(-weights.shape[0] // mxu.rows), -(-weights.shape[1] // mxu.columns))
     padded = np.zeros((deep * mxu.rows, wide * mxu.columns), weights.dtype)
     padded[: weights.shape[0], : weights.shape[1]] = weights

@@ -38,7 +38,7 @@ Arrivals = dict[int, tuple[int, ...]]
 Combine = Callable[[Array, Array], Array]
 
 BOTH = slice(0, 2)
-HALVES = {1: slice(0, 1), -1: slice(1, 2)}  # of what goes half each way, by direction
+HALVES = {1: slice(0, 1), -1: slice(1, 2)}  # half of a block by direction
 
 
 @dataclass
@@ -50,7 +50,7 @@ class CollectivePlan:
     read: Callable[[int, Array], Array]
 
     def run(self, links: Links, record: bool = False) -> Traffic:
-        """Simulate it alone; `results` then holds what every node ends with. `record` keeps all crossings of links."""
+        """Simulate the collective alone; `results` then has every node's result. `record` keeps all link crossings."""
         return simulate(self.torus, links, [self.plan], record)
 
     @property
@@ -88,7 +88,7 @@ def all_gather(
     barrier: bool = True,
     element_bytes: float | None = None,
 ) -> CollectivePlan:
-    """Every node obtains the blocks of its group, the nodes that differ only along `axes`.
+    """all_gather as messages: every node obtains the blocks of its group, the nodes that differ only along `axes`.
 
     Args:
       blocks: one array per node, equal shapes.
@@ -122,7 +122,7 @@ def reduce_scatter(
     element_bytes: float | None = None,
     op: str = "sum",
 ) -> CollectivePlan:
-    """Combine the operands of a group; node i of the group keeps block i.
+    """reduce_scatter as messages: combine the operands of a group; node i of the group gets block i.
 
     Args:
       data: one array per node, [nodes of the group, ...].
@@ -160,7 +160,7 @@ def all_reduce(
     element_bytes: float | None = None,
     op: str = "sum",
 ) -> CollectivePlan:
-    """Combine the operands of a group; every node obtains all of it.
+    """all_reduce as messages: combine the operands of a group; every node obtains the result.
 
     Args: as `reduce_scatter`, data of any shape.
     Returns: Collective; results have the shape of the operand.
@@ -187,7 +187,7 @@ def _combine(op: str) -> Combine:
 
 
 class Group:
-    """Who takes part in a collective: the nodes that differ only along `axes`, and where each of them is."""
+    """The participants of a collective: nodes that differ only along `axes`, with their coordinates."""
 
     def __init__(
         self, torus: Torus, data: Sequence[Array], axes: Sequence[int] | None, element_bytes: float | None
@@ -199,16 +199,16 @@ class Group:
         self.wire = wire_bytes(self.arrays[0], element_bytes)
         self.places = [torus.coordinates(node) for node in range(torus.nodes)]
 
-        # On a twisted torus a walk along a short axis may stay in the group but leave its row: regions are no boxes.
+        # On a twisted torus a walk along a short axis may stay in the group but leave its row: regions are not boxes.
         self.boxes = not any(torus.closes(a, self.axes) and not torus.closes(a, (a,)) for a in self.axes)
         self.cosets: dict[tuple[int, frozenset[int]], tuple[int, ...]] = {}
 
     def own(self, node: int) -> tuple[int, ...]:
-        """The place of a node in its group."""
+        """A node's position within its group."""
         return tuple(self.places[node][axis] for axis in self.axes)
 
     def coset(self, node: int, axes: Collection[int]) -> tuple[int, ...]:
-        """The nodes that walks along `axes` reach from a node, in ascending order. Each axis closes in the group."""
+        """Nodes reachable from a node by walks along `axes`, in ascending order. Each axis closes in the group."""
         key = node, frozenset(axes)
         if key not in self.cosets:
             reached = {node}
@@ -222,7 +222,7 @@ class Group:
         return self.cosets[key]
 
     def ring(self, axis: int, others: Collection[int]) -> Axis:
-        """(nodes, whether it closes) along an axis, where nodes apart by walks along `others` count as one."""
+        """(length, whether it closes) of the walk along an axis, counting nodes connected through `others` as one."""
         if self.boxes:
             return self.torus.shape[axis], self.torus.closes(axis, self.axes)
         same, n, here = self.coset(0, others), 1, self.torus.shifted(0, axis, 1)
@@ -231,7 +231,7 @@ class Group:
         return n, True
 
     def spread(self, place: int, ring: Axis, step: int) -> list[tuple[int, slice]]:
-        """(hops, halves) of what goes from a place in one direction by shortest ways, the antipode's half each way."""
+        """(hops, halves) of a block's shortest paths in one direction; the antipode gets one half from each."""
         n, wrap = ring
         if not wrap:
             return [(h, BOTH) for h in range(1, (n - place) if step > 0 else place + 1)]
@@ -282,10 +282,10 @@ class _Builder(Group):
     def stages(
         self, combine: Combine | None = None, after: Mapping[int, Arrivals] = MappingProxyType({}), first: int = 0
     ) -> dict[int, Arrivals]:
-        """A scatter, or a gather if nothing combines: every part along its own rotation of the axes.
+        """Write a reduce_scatter, or an all_gather if `combine` is None: each part takes the axes in its own rotation.
 
-        Where a scatter went before, a gather takes its axes in reverse. The axes still (or already) held whole are
-        free. Returns, like `after`, per part the messages that arrive last at each node.
+        A gather after a scatter takes the axes in reverse. Axes that are still (or already) whole are free. Returns,
+        like `after`: for each part, the last messages to arrive at each node.
         """
         count, after = len(self.axes), dict(after)
         for stage in range(count):
@@ -305,7 +305,7 @@ class _Builder(Group):
         stage: int,
         combine: Combine | None,
     ) -> Arrivals:
-        """One axis; messages are numbered hop by hop. `free` axes are taken whole, others at one place."""
+        """Write one stage along one axis, hop by hop. Regions span `free` axes, and one position of each other axis."""
         ring = self.ring(axis, free)
         number: dict[tuple[int, int, int], int] = {}  # (origin, direction, hop) -> message
         arrived: dict[int, list[int]] = {node: [] for node in range(self.torus.nodes)}
@@ -334,7 +334,7 @@ class _Builder(Group):
         return {node: tuple(messages) or after.get(node, ()) for node, messages in arrived.items()}
 
     def _reach(self, place: int, ring: Axis, backwards: bool) -> list[tuple[int, list[tuple[int, slice]]]]:
-        """[(direction, [(hops, halves)])] in which a block spreads from a place."""
+        """[(direction, [(hops, halves)])] by which a block spreads from a position."""
         hops = range(1, ring[0])
         if ring[1] and self.algorithm == "oneway":
             return [(-1 if backwards else 1, [(h, BOTH) for h in hops])]
@@ -355,12 +355,12 @@ class _Builder(Group):
 
 
 def wire_bytes(array: Array, element_bytes: float | None) -> Fraction:
-    """Bytes of one element on the wire: as given, or its own."""
+    """Bytes of one element on the wire: as given, by default its dtype's."""
     return Fraction(array.itemsize if element_bytes is None else amount("element_bytes", element_bytes))
 
 
 def check_data(torus: Torus, data: Sequence[Array]) -> list[Array]:
-    """One array per node, all of one shape and dtype, at least one element."""
+    """Check one array per node, all of one shape and dtype and not empty."""
     check_torus(torus)
     try:
         arrays = [np.asarray(array) for array in data]
@@ -384,7 +384,7 @@ def check_torus(torus: object) -> None:
 
 
 def check_axes(torus: Torus, axes: Sequence[int] | None) -> tuple[int, ...]:
-    """The axes of a group: all, or some of them without repetition."""
+    """Check the axes of a group: distinct axes of the torus, by default all."""
     chosen = tuple(range(torus.rank)) if axes is None else wholes("axes", axes)
     if not chosen or len(set(chosen)) != len(chosen) or any(axis not in range(torus.rank) for axis in chosen):
         raise HardwareError(f"axes {chosen} are not distinct axes of shape {torus.shape} (0 .. {torus.rank - 1})")

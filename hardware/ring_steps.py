@@ -1,4 +1,4 @@
-"""A collective on a ring, step by step: which block goes to whom, and what every node holds after it.
+"""Ring collectives step by step: which block goes where, and what every node holds afterwards.
 
     all_gather      in step t node i passes block i - t on to i + 1
     reduce_scatter  in step t node i passes its partial sum of block i - t - 1 on to i + 1, which adds its own part
@@ -26,27 +26,27 @@ from hardware.checks import one_of
 from hardware.errors import HardwareError
 
 Array = NDArray[Any]
-Held = tuple[tuple[Array | None, ...], ...]  # [node][block]; None: nothing of it
+Held = tuple[tuple[Array | None, ...], ...]  # [node][block]; None: the node has no part of it
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-SHOWN = 4  # elements of a block that are written out
+SHOWN = 4  # elements shown of each block
 
 
 @dataclass(frozen=True, eq=False)
 class BlockTransfer:
-    """A block on its way in one step: what is sent, and whether the receiver adds it to its own."""
+    """A block sent in one step, and whether the receiver adds it to its own."""
 
     sender: int
     receiver: int
     block: int
     value: Array
     adds: bool = False
-    links: int = 1  # that it crosses
+    links: int = 1  # links crossed
 
 
 @dataclass(frozen=True, eq=False)
 class RingStep:
-    """One step: all its transfers happen at once; `held` is what every node has afterwards, [node][block]."""
+    """One step: all its transfers are simultaneous; `held` is each node's data afterwards, [node][block]."""
 
     number: int
     phase: str
@@ -57,13 +57,13 @@ class RingStep:
         if not self.transfers:
             return "\n".join(["start", *_rows(self)])
         verb = "add" if self.transfers[0].adds else "take"
-        told = ", ".join(f"{t.sender} > {t.receiver}: block {t.block}" for t in self.transfers)
-        return "\n".join([f"step {self.number}, {self.phase}, receivers {verb} what comes: {told}", *_rows(self)])
+        transfers = ", ".join(f"{t.sender} > {t.receiver}: block {t.block}" for t in self.transfers)
+        return "\n".join([f"step {self.number}, {self.phase}, receivers {verb} what comes: {transfers}", *_rows(self)])
 
 
 @dataclass(frozen=True, eq=False)
 class RingRun:
-    """All steps of a collective, the first of which is the start; a notebook shows them one after the other.
+    """All steps of a collective, starting with its initial state; a notebook shows them one after the other.
 
     Attributes:
       kind: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
@@ -112,7 +112,7 @@ class RingRun:
         return plot_step(self, step, ax)
 
     def save(self, path: str | Path, seconds: float = 1.0) -> None:
-        """Write the steps as an animated GIF, `seconds` for each; needs matplotlib and Pillow.
+        """Write the steps as an animated GIF, each shown for `seconds`; needs matplotlib and Pillow.
 
         Raises: HardwareError where they are not installed, or the file is no .gif or can't be written.
         """
@@ -122,7 +122,7 @@ class RingRun:
 
 
 def ring_steps(kind: str, data: Sequence[Any]) -> RingRun:
-    """A collective of a ring of nodes, one step after the other.
+    """Run a collective on a ring of nodes, step by step.
 
     Args:
       kind: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
@@ -196,7 +196,7 @@ def _there(held: Held, node: int, block: int) -> Array:
 
 
 def _after(held: Held, transfers: Sequence[BlockTransfer]) -> Held:
-    """What nodes hold once all transfers have arrived; a partial sum that was passed on is the next node's."""
+    """Each node's data once all transfers have arrived; a partial sum that was sent on is no longer held."""
     table = [list(row) for row in held]
     for t in transfers:
         table[t.receiver][t.block] = t.value + _there(held, t.receiver, t.block) if t.adds else t.value
@@ -226,8 +226,8 @@ def _checked(data: Sequence[Any]) -> list[Array]:
     if len(arrays) < 2:
         raise HardwareError(f"ring_steps: a ring has at least 2 nodes, got {len(arrays)} arrays")
     if len({(a.shape, a.dtype) for a in arrays}) > 1 or arrays[0].dtype.kind not in "fiu":
-        told = ", ".join(f"{a.dtype}{list(a.shape)}" for a in arrays[:4])
-        raise HardwareError(f"ring_steps: arrays must be numbers of equal shape and dtype, got {told}")
+        types = ", ".join(f"{a.dtype}{list(a.shape)}" for a in arrays[:4])
+        raise HardwareError(f"ring_steps: arrays must be numbers of equal shape and dtype, got {types}")
     return arrays
 
 
@@ -237,10 +237,10 @@ def _cell(text: str, new: bool) -> str:
 
 
 def shown(block: Array | None) -> str:
-    """A block in a cell: its elements, or as many as there is room for; "." for none."""
+    """A block as the text of a table cell: as many elements as fit; "." for None."""
     if block is None:
         return "."
-    if not block.size:  # of fewer elements than nodes
+    if not block.size:  # with fewer elements than nodes
         return "-"
     values = [f"{x:.4g}" for x in block.reshape(-1)[:SHOWN]]
     return " ".join(values) + (" .." if block.size > SHOWN else "")

@@ -40,11 +40,7 @@ def wrap_of(chip: Chip, shape: tuple[int, ...]) -> tuple[bool, ...]:
 
 
 def is_legal(chip: Chip, shape: tuple[int, ...]) -> bool:
-    """Whether chips of that kind are offered in that shape, in this order of its sides.
-
-    >>> is_legal(CHIPS["v5e"], (16, 8)), is_legal(CHIPS["v5e"], (16, 4))
-    (True, False)
-    """
+    """Whether slices of that chip are offered in that shape, in this order of its sides."""
     if len(shape) != len(chip.pod_shape) or min(shape) < 1 or math.prod(shape) > chip.max_slice_chips:
         return False
     ordered = tuple(sorted(shape))
@@ -60,7 +56,7 @@ def is_legal(chip: Chip, shape: tuple[int, ...]) -> bool:
 
 @lru_cache(maxsize=64)
 def shapes_of(chip: Chip) -> dict[int, tuple[int, ...]]:
-    """Chips -> the shape that a number alone means."""
+    """Number of chips -> the shape that the number alone means."""
     if chip.wrap_cube is not None and len(chip.pod_shape) == 3:
         return _cube_shapes(chip)
     if len(chip.pod_shape) == 1:
@@ -96,7 +92,7 @@ def _cube_shapes(chip: Chip) -> dict[int, tuple[int, ...]]:
 
 
 def _is_box(chip: Chip, sides: tuple[int, ...]) -> bool:
-    """Whether whole cubes make a slice of these sides."""
+    """Whether whole cubes form a slice with these sides."""
     longer = tuple(sorted(sides)) in chip.longer_boxes and math.prod(sides) <= math.prod(chip.pod_shape)
     return longer or _within(sides, chip.pod_shape)
 

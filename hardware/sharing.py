@@ -1,4 +1,4 @@
-"""Collectives in flight at the same time on shared links, as a fluid: who progresses how fast from when to when.
+"""Fluid model of concurrent collectives on shared links: progress rates over time.
 
 A collective that keeps a place (a torus axis, DCN, ...) busy for some of the time that it takes alone loads that place
 by busy * v when it progresses at v, the share of it that is done per second; alone v is 1 / seconds. The loads of a
@@ -34,12 +34,12 @@ from hardware.network import Cost
 Policy = Literal["proportional", "equal", "in turn"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 
-ROUNDING = 1e-9  # of a share: sums of floats
+ROUNDING = 1e-9  # of a share: tolerance for sums of floats
 
 
 @dataclass(frozen=True)
 class SharedSpan:
-    """A time in which nobody begins or ends: `progress` is the share of each collective that is done per second."""
+    """An interval with constant rates: `progress` is the share of each collective completed per second."""
 
     begin_seconds: float
     end_seconds: float
@@ -52,7 +52,7 @@ class Shared:
 
     Attributes:
       ends: when each ends, in seconds, in the order given.
-      spans: who progresses how fast, from the first start to the last end.
+      spans: intervals of constant rates, from the first start to the last end.
     """
 
     ends: tuple[float, ...]
@@ -60,12 +60,12 @@ class Shared:
 
     @property
     def seconds(self) -> float:
-        """When the last one ends."""
+        """Time at which the last collective ends."""
         return max(self.ends, default=0.0)
 
 
 def shared(costs: Sequence[Cost], starts: Sequence[float] | None = None, policy: Policy = "proportional") -> Shared:
-    """When collectives end that are in flight at the same time.
+    """End times of collectives in flight at the same time.
 
     Args:
       costs: of each alone, as `hardware.collective_cost` returns, in the order in which they are issued.
@@ -99,7 +99,7 @@ def shared(costs: Sequence[Cost], starts: Sequence[float] | None = None, policy:
 
 
 def together_seconds(costs: Sequence[Cost]) -> float:
-    """Several collectives at once: links are shared, so a place is busy for the sum of their times there.
+    """Lower bound for several collectives at once: links are shared, so each place is busy for the sum of their times.
 
     Example:
       >>> from hardware import Slice, best_placement, collective_cost
@@ -119,7 +119,7 @@ def together_seconds(costs: Sequence[Cost]) -> float:
 
 @dataclass(slots=True)
 class _Span:
-    """From `begin` to the next span: the share of each in flight that is left at its begin, speeds, loads of places."""
+    """From `begin` to the next span: remaining share of each collective in flight at `begin`, speeds, place loads."""
 
     begin: float
     left: dict[int, float] = field(default_factory=dict)
@@ -130,13 +130,13 @@ class _Span:
 
 @dataclass(slots=True)
 class SharedLinks:
-    """Collectives on shared links, issued one after the other; each changes what happens from its start on.
+    """Collectives on shared links, issued one after the other; each changes the schedule from its start on.
 
     Attributes:
       policy: as `shared` takes it.
       begins, ends: of the collectives in the order of issue, when each is first sent and when it ends, given all that
         have been issued so far.
-      spans: who is in flight from when on; the last one is empty.
+      spans: the collectives in flight over time; the last span is empty.
 
     Example:
       >>> links = SharedLinks()
@@ -157,9 +157,9 @@ class SharedLinks:
     _busy: list[dict[int, float]] = field(default_factory=list)
 
     def issue(self, cost: Cost, ready: float) -> dict[int, float]:
-        """A further collective, ready at a time.
+        """Issue a further collective that is ready at time `ready`.
 
-        Returns: the numbers of earlier ones that end at another time for it, and by how many seconds later.
+        Returns: the numbers of earlier collectives whose end changes, and by how many seconds.
         """
         number = len(self.ends)
         self._ready.append(ready)
@@ -179,13 +179,13 @@ class SharedLinks:
         return {n: seconds for n, seconds in late.items() if abs(seconds) > ROUNDING * self._seconds[n]}
 
     def free(self, place: int) -> float:
-        """When a place has nothing more to send."""
+        """Time at which a place has nothing more to send."""
         return max((end for end, busy in zip(self.ends, self._busy, strict=True) if place in busy), default=0.0)
 
     def _queued(self, number: int) -> tuple[float, float]:
-        """Let the last one take what all others leave, as long as it waits for one of them.
+        """Let a queued collective use the bandwidth that all others leave, as long as one of them holds it back.
 
-        Returns: the time from which on it no longer waits, and the share that is left of it then; 0: it has ended.
+        Returns: the time at which it is no longer queued, and its remaining share then; 0: it has ended.
         """
         time, share, busy = self._ready[number], 1.0, self._busy[number]
         n = len(self.spans) - 1
@@ -214,13 +214,13 @@ class SharedLinks:
         return max(time, self.spans[-1].begin), share
 
     def _spare(self, number: int, loads: dict[int, float]) -> float:
-        """The speed of one that takes what the loads of others leave."""
+        """Speed of a collective that uses only the bandwidth left by `loads`."""
         spare = [(1 - loads.get(place, 0.0)) / busy for place, busy in self._busy[number].items()]
         speed = min([1 / self._seconds[number], *spare])
         return speed if speed * self._seconds[number] > ROUNDING else 0.0
 
     def _back_to(self, time: float) -> tuple[dict[int, float], frozenset[int], list[int]]:
-        """Forget what happens from a time on: who is in flight then with what is left, who is ready only later."""
+        """Discard the schedule from `time` on; returns remaining shares in flight, started ones, and later arrivals."""
         forgotten: set[int] = set()
         while self.spans and self.spans[-1].begin >= time:
             forgotten.update(self.spans.pop().left)
@@ -230,7 +230,7 @@ class SharedLinks:
         return left, span.started, sorted(forgotten - set(left), key=self._ready.__getitem__)
 
     def _run(self, now: float, left: dict[int, float], started: frozenset[int], coming: list[int]) -> None:
-        """Who is in flight from a time on, until all has been sent."""
+        """Simulate from `now` until everything has been sent."""
         waiting = {n for n in (*left, *coming) if self.begins[n] >= now}
         while left or coming:
             while coming and self._ready[coming[0]] <= now:
@@ -254,13 +254,13 @@ class SharedLinks:
         self.spans.append(_Span(now))
 
     def _started(self, left: dict[int, float], started: frozenset[int]) -> frozenset[int]:
-        """Of those in flight, those that share full places; the others wait for them."""
+        """The collectives in flight that get a share of full places; the others are queued behind them."""
         if self.policy != "in turn" or len(left) == 1:
             return frozenset(left)
         return frozenset(n for n in left if n in started or not any(m < n and self._holds(m, n, left) for m in left))
 
     def _holds(self, earlier: int, later: int, left: dict[int, float]) -> bool:
-        """Whether one waits for another that was issued before it: it has no less left to send where both are."""
+        """Whether `later` is queued behind `earlier`: at a place they share, it has no less left to send."""
         one, other = self._busy[earlier], self._busy[later]
         return any(
             other[place] * left[later] >= busy * left[earlier] * (1 - ROUNDING)
@@ -268,7 +268,7 @@ class SharedLinks:
         )  # fmt: skip
 
     def _speeds(self, left: Collection[int], started: Collection[int]) -> tuple[dict[int, float], dict[int, float]]:
-        """The progress of each per second, and the loads of places."""
+        """Progress per second of each collective in flight, and the loads of places."""
         loads: dict[int, float] = {}
         speeds = self._filled(started, loads)
         for n in sorted(set(left) - set(started)):
@@ -278,7 +278,7 @@ class SharedLinks:
         return speeds, loads
 
     def _filled(self, numbers: Collection[int], loads: dict[int, float]) -> dict[int, float]:
-        """Speeds that rise together until a place is full or one is as fast as it is alone; adds up `loads`."""
+        """Max-min fair speeds: all rise until a place is full or a collective is as fast as alone; adds to `loads`."""
         if len(numbers) == 1:
             (n,) = numbers
             loads.update({place: busy / self._seconds[n] for place, busy in self._busy[n].items()})

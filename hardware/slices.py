@@ -82,7 +82,7 @@ class Slice:
             self._lose(read_damage(damage))
 
     def _lose(self, damage: Damage) -> None:
-        """Keep what is left of one slice."""
+        """Replace the torus by what remains of it after damage."""
         if self.slices > 1:
             raise HardwareError(
                 f"slice {self.name!r}: of {self.slices} slices one with a failed part is left out as a whole, which "
@@ -97,7 +97,7 @@ class Slice:
 
     @property
     def ring(self) -> tuple[int, ...] | None:
-        """Where failed parts leave one ring, its nodes in order, as `single.torus` numbers them.
+        """Nodes of the remaining ring in order, as `single.torus` numbers them; None unless failures leave one ring.
 
         Example:
           >>> Slice("v3-32 without 0x0").ring
@@ -112,7 +112,7 @@ class Slice:
         links: Sequence[Sequence[Sequence[int]]] = (),
         slices: int = 0,
     ) -> Slice:
-        """What is left when parts fail, as a slice on which programs are placed and priced.
+        """The slice that remains when parts fail; programs are placed and priced on it.
 
         A failed chip takes its tray of 2 x 2 chips with it; the rest is one ring. A failed link of an axis that wraps
         makes it a line. Of several slices, whole ones are left out. `hardware.damage` has the rules.
@@ -171,7 +171,7 @@ class Slice:
 
     @property
     def devices(self) -> int:
-        """What a program sees: cores on v2, v3 and v7, chips (cores fused) elsewhere."""
+        """Devices that a program sees: cores on v2, v3 and v7, chips (cores fused) elsewhere."""
         return self.chips * self.chip.devices_per_chip
 
     @property
@@ -186,7 +186,7 @@ class Slice:
 
     @property
     def usable_hbm_bytes_per_device(self) -> int:
-        """HBM of one device that programs are offered, bytes: `Chip.usable_hbm_bytes_per_device`."""
+        """HBM of one device available to programs, bytes: `Chip.usable_hbm_bytes_per_device`."""
         return self.chip.usable_hbm_bytes_per_device
 
     @property
@@ -214,11 +214,11 @@ class Slice:
     def usd_per_hour(self) -> float | None:
         """List price of all chips for an hour; None where none is published."""
         price = self.chip.usd_per_chip_hour
-        return None if price is None else price * (self.chips + len(self.failed))  # what failed is paid all the same
+        return None if price is None else price * (self.chips + len(self.failed))  # failed chips are paid for too
 
     @property
     def single(self) -> Slice:
-        """One of the slices, whole."""
+        """One of the slices, undamaged."""
         if self.failed or self.failed_links:
             return Slice(self.name.partition(_WITHOUT)[0], self.chip)
         return Slice(f"{self.chip.name}-{shape_name(self)}", self.chip)
@@ -238,7 +238,7 @@ class Slice:
         )
 
     def _wiring(self) -> str:
-        """The torus of one slice, in words."""
+        """Description of one slice's torus, for messages."""
         if self.failed:
             return f"a ring round {len(self.failed)} that failed"
         if len(self.torus_shape) < len(self.chip.pod_shape):
@@ -256,7 +256,7 @@ class Slice:
 
 
 def shape_name(slice_: Slice) -> str:
-    """The shape of one slice as its name has it.
+    """The shape of one slice as written in its name.
 
     Example:
       >>> shape_name(Slice("v4-256_twisted"))
@@ -266,7 +266,7 @@ def shape_name(slice_: Slice) -> str:
 
 
 def as_slice(given: Slice | str) -> Slice:
-    """The slice, or the one of that name.
+    """A `Slice` as it is, or the slice of that name.
 
     Raises: HardwareError as `Slice`.
     Example:
@@ -292,7 +292,7 @@ def legal_slices(kind: str | Chip) -> tuple[str, ...]:
 
 
 def _damage(name: str) -> str:
-    """The failed parts in a name."""
+    """The failed parts in a slice name, as text."""
     return name.partition(_WITHOUT)[2]
 
 

@@ -22,7 +22,7 @@ Path = tuple[tuple[int, ...], ...]
 
 
 def snakes(axes: tuple[Axis, ...]) -> Path | None:
-    """A ring through all nodes of a box in which all neighbours are one hop apart, or None.
+    """A ring through all nodes of a box whose neighbours are one hop apart, or None.
 
     Args:
       axes: (size, wrap) of each axis.
@@ -41,7 +41,7 @@ def snakes(axes: tuple[Axis, ...]) -> Path | None:
 
 @lru_cache(maxsize=1024)
 def closes(axes: tuple[Axis, ...]) -> bool:
-    """Whether `snakes` finds a ring, told from the ends of the paths alone.
+    """Whether `snakes` returns a ring, decided from path ends alone.
 
     Example:
       >>> closes(((16, False), (20, False), (28, False))), closes(((3, False), (3, False)))
@@ -50,8 +50,8 @@ def closes(axes: tuple[Axis, ...]) -> bool:
     for order in itertools.permutations(axes):
         sizes = [n for n, _ in order]
         if sizes[0] > 1 and sizes[-1] > 2 and math.prod(sizes[:-1]) % 2 == 0:
-            return True  # a column for the way back
-        last, whole = [], True  # the end of a snake; an even axis turns all within it round, to their beginning
+            return True  # one column leads back
+        last, whole = [], True  # ends of the snake; an even axis returns all axes inside it to their start
         for n in sizes:
             last.append(n - 1 if whole else 0)
             whole = whole and n % 2 == 1
@@ -91,7 +91,7 @@ def hop_length(a: Sequence[int], b: Sequence[int], axes: Sequence[Axis]) -> int:
 
 
 def _snake(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Boustrophedon: the last axis runs fastest and turns round at its ends."""
+    """Boustrophedon order: the last axis runs fastest and reverses at its ends."""
     path: list[tuple[int, ...]] = [()]
     for size in reversed(sizes):
         path = [(i, *rest) for i in range(size) for rest in (path if i % 2 == 0 else reversed(path))]
@@ -99,18 +99,18 @@ def _snake(sizes: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _with_way_back(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """A snake over all but place 0 of the last axis, which then leads back."""
+    """A snake over all but position 0 of the last axis, then back along position 0."""
     outer, last = list(sizes[:-1]), sizes[-1]
     rows = _snake(outer)
     path = []
     for i, row in enumerate(rows):
         inner = range(1, last) if i % 2 == 0 else range(last - 1, 0, -1)
         path += [(*row, j) for j in inner]
-    if math.prod(outer) % 2:  # the snake ends at the far side: no way back to place 0
+    if math.prod(outer) % 2:  # the snake ends at the far side, away from position 0
         return _snake(sizes)
     return path + [(*row, 0) for row in reversed(rows)]
 
 
 def _unpermuted(path: list[tuple[int, ...]], order: Sequence[int]) -> Path:
-    """Coordinates back in the order of the axes."""
+    """The path with its coordinates back in the original order of axes."""
     return tuple(tuple(place[order.index(axis)] for axis in range(len(order))) for place in path)

@@ -1,4 +1,4 @@
-"""Times of a collective on a torus: stages whose times are affine in the bytes."""
+"""Collective times as stages that are affine in the number of bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StagedTime:
-    """Stages that end together, each of parts that take a + b * bytes seconds.
+    """Stages in sequence; each consists of parts that take a + b * bytes seconds and end together.
 
     Attributes:
       name: of the algorithm; hops: longest chain of links that a byte travels in sequence.

@@ -37,7 +37,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """Every register after one cycle; arrays are [rows, columns] unless said. -1 means: nothing there.
+    """Every register after one cycle; arrays are [rows, columns] unless said. -1 means empty.
 
     Attributes:
       cycle: counted from 0.
@@ -66,7 +66,7 @@ class State:
         return int((self.vector >= 0).sum())
 
     def text(self, shadow: bool = False) -> str:
-        """The array in this cycle as boxes of text: weight w, value x that moves right, partial sum p that moves down.
+        """The array in this cycle as text boxes: weight w, value x moving right, partial sum p moving down.
 
         Args:
           shadow: whether boxes have their shadow register, (w), too.
@@ -87,7 +87,7 @@ class State:
         return self.text()
 
     def plot(self, ax: Any = None, shadow: bool = False) -> Any:
-        """Draw the array in this cycle: a square for each processing element, coloured by the row of x it works on.
+        """Draw the array in this cycle: one square per processing element, coloured by its row of x.
 
         Args:
           ax: matplotlib Axes; by default those of a new figure.
@@ -110,7 +110,7 @@ class Run:
     registers: Registers = field(repr=False)
 
     def state(self, cycle: int) -> State:
-        """Every register after `cycle`, whether the run kept its states or not.
+        """Every register after `cycle`; recomputed if the run did not keep its states.
 
         Args:
           cycle: from 0 to `cycles` - 1; cycles in ascending order are read fastest.
@@ -124,7 +124,7 @@ class Run:
         return _state(self.registers, cycle)
 
     def save(self, path: str | Path, shadow: bool = False) -> tuple[Path, ...]:
-        """Draw all cycles: NAME.gif is an animation, NAME.png or NAME.svg files NAME-000.png, NAME-001.png, ...
+        """Draw all cycles: NAME.gif is an animation, NAME.png or NAME.svg become NAME-000.png, NAME-001.png, ...
 
         Args:
           shadow: as of `State.plot`.
@@ -172,7 +172,7 @@ def run(
 def trace(
     mxu: MXU, weights: Array, x: Array, mode: Mode = "shadow", weight_rows_per_cycle: float | Fraction = 1
 ) -> Iterator[State]:
-    """The state after each cycle, one at a time: as `run(..., states=True)` without keeping them all.
+    """Iterate over the states of a run, one per cycle: `run(..., states=True)` without keeping them.
 
     Raises: HardwareError as `run`.
     Example:
@@ -185,7 +185,7 @@ def trace(
 
 
 def _set_up(mxu: MXU, weights: Array, x: Array, mode: Mode, rate: float | Fraction) -> tuple[Registers, int]:
-    """The registers of a run, and its cycles."""
+    """Registers and number of cycles of a run."""
     count = mxu.tiles(*weights.shape)
     check_mode(mode, count)
     schedule = mxu.schedule(x.shape[0], count, mode, rate)
@@ -215,7 +215,7 @@ def _state(registers: Registers, cycle: int) -> State:
 def _operands(x: Array, weights: Array) -> tuple[Array, Array]:
     try:
         x, weights = np.asarray(x), np.asarray(weights)
-    except (TypeError, ValueError) as fault:  # rows of unequal lengths
+    except (TypeError, ValueError) as fault:  # ragged nested lists
         raise HardwareError(f"MXU: x and weights must be arrays: {fault}") from None
     shapes = f"x {x.shape}, weights {weights.shape}"
     if x.ndim != 2 or weights.ndim != 2 or x.shape[1] != weights.shape[0] or 0 in (*x.shape, *weights.shape):

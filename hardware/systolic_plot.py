@@ -1,4 +1,4 @@
-"""Cycles of a systolic array as text, on matplotlib Axes, and as files."""
+"""Systolic array cycles as text, on matplotlib Axes, and as files."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from hardware.systolic import Run, State
 
 COLOURS = ("#8ecae6", "#ffb703", "#90be6d", "#f28482", "#b8a1e3")  # by row of x
-LABEL, CELL = 14, 11  # columns of text before the boxes, and of one
-SAVED = 24  # rows or columns on a frame at most
+LABEL, CELL = 14, 11  # characters before the boxes, and per box
+SAVED = 24  # at most this many rows or columns in a saved frame
 
 
 def text_width(columns: int) -> int:

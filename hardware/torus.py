@@ -106,18 +106,18 @@ class Torus:
         return self.shifted(node, axis, step)
 
     def shifted(self, node: int, axis: int, by: int) -> int:
-        """The node `by` positions further along `axis`, counted round its end (wrapped or not)."""
+        """The node `by` positions further along `axis`, modulo its size (wrapped or not)."""
         stride = math.prod(self.shape[self._axis(axis) + 1 :])
         place = node // stride % self.shape[axis]
         return node + ((place + by) % self.shape[axis] - place) * stride
 
     def normalised(self, coordinates: NDArray[Any]) -> NDArray[np.int64]:
-        """Coordinates [..., rank] of any size as those of nodes: counted round the ends of all axes."""
+        """Coordinates [..., rank] modulo the torus."""
         nodes: NDArray[np.int64] = coordinates % np.array(self.shape)
         return nodes
 
     def closes(self, axis: int, within: Sequence[int]) -> bool:
-        """Whether walks along `axis` come back within the nodes that differ only along the axes `within`."""
+        """Whether walks along `axis` return to their start within nodes that differ only along the axes `within`."""
         return self.wrap[axis] and axis in within
 
     def link(self, node: int, axis: int, step: int) -> int:
@@ -145,12 +145,12 @@ class Torus:
         return node, target
 
     def distance(self, source: int, target: int) -> int:
-        """Hops of the shortest way."""
+        """Hops of a shortest path."""
         pairs = zip(self.coordinates(source), self.coordinates(target), self.shape, self.wrap, strict=True)
         return sum(min(abs(a - b), n - abs(a - b)) if wrap else abs(a - b) for a, b, n, wrap in pairs)
 
     def steps(self, source: int, target: int, axis: int) -> int:
-        """Signed hops along one axis by the shorter way; a tie goes in the + direction."""
+        """Signed hops along one axis in the shorter direction; ties go in the + direction."""
         a, b = self.coordinates(source)[self._axis(axis)], self.coordinates(target)[axis]
         size = self.shape[axis]
         if not self.wrap[axis]:
@@ -159,10 +159,10 @@ class Torus:
         return forward if forward <= size - forward else forward - size
 
     def routes(self, source: int, target: int) -> tuple[tuple[int, ...], ...]:
-        """Links of the shortest ways that share what goes from one node to another: both where every tie is split.
+        """Links of the shortest paths that share the traffic between two nodes: two paths where ties are split.
 
-        Each leads axis by axis in order (dimension-ordered routing); where there are ties, all of them go in the +
-        direction on the first way, in the - direction on the second.
+        Each is dimension-ordered; at ties, the first path goes in the + direction of every axis, the second in the -
+        direction.
 
         Example:
           >>> torus = Torus((4, 4))
@@ -172,10 +172,10 @@ class Torus:
         hops = [self.steps(source, target, axis) for axis in range(self.rank)]
         other = [-h if wrap and 2 * h == n else h for h, n, wrap in zip(hops, self.shape, self.wrap, strict=True)]
         ways = [hops] if hops == other else [hops, other]
-        return tuple(self._walk(source, way) for way in ways)
+        return tuple(self._walk(source, path) for path in ways)
 
     def route(self, source: int, target: int, backward_ties: bool = False) -> tuple[int, ...]:
-        """Links of a shortest way, axis by axis in order.
+        """Links of a shortest path, axis by axis in order.
 
         Args:
           backward_ties: of `routes`, the last one: go in the - direction where both ways round are equally long.

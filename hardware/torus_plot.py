@@ -14,8 +14,8 @@ from hardware.films import spots
 if TYPE_CHECKING:
     from hardware.films import FilmFrame
 
-SHEET = 12  # frames on one picture
-APART = 0.07  # between the two directions of a link
+SHEET = 12  # frames on one sheet
+APART = 0.07  # gap between the two directions of a link
 
 
 def plot_frame(frame: FilmFrame, ax: Any) -> Any:
@@ -31,11 +31,11 @@ def plot_frame(frame: FilmFrame, ax: Any) -> Any:
         source, target = torus.ends(link)
         axis = link // 2 % torus.rank
         (x1, y1), (x2, y2) = places[source], places[target]
-        if axis < torus.rank - 2:  # to another plane: a stub
+        if axis < torus.rank - 2:  # a link to another plane: drawn as a stub
             x2, y2 = (x1 + 0.3, y1 - 0.3) if not link % 2 else (x1 - 0.3, y1 + 0.3)
-        elif abs(x2 - x1) + abs(y2 - y1) > 1:  # closes a ring, or lands elsewhere on a twisted torus: a stub
-            way = -0.4 if link % 2 else 0.4
-            x2, y2 = (x1 + way, y1) if axis == torus.rank - 1 else (x1, y1 + way)
+        elif abs(x2 - x1) + abs(y2 - y1) > 1:  # a wrap-around or twisted link: drawn as a stub
+            offset = -0.4 if link % 2 else 0.4
+            x2, y2 = (x1 + offset, y1) if axis == torus.rank - 1 else (x1, y1 + offset)
         side = -APART if link % 2 else APART
         dx, dy = (0.0, side) if axis == torus.rank - 1 else (side, 0.0)
         load = frame.loads.get(link, 0.0)
@@ -87,7 +87,7 @@ def save_film(frames: Sequence[FilmFrame], path: Path, frames_per_second: float)
 
 
 def _figure(frames: Sequence[FilmFrame], count: int) -> tuple[Any, list[Any]]:
-    """A figure without a window, and Axes for so many frames beside each other."""
+    """A figure without a window, and `count` Axes side by side."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

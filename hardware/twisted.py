@@ -60,7 +60,7 @@ class TwistedTorus(Torus):
 
     @property
     def twist(self) -> int:
-        """How far along each long axis a wrap-around link of a short axis leads: k."""
+        """Offset along each long axis of a short axis's wrap-around link: k."""
         return min(self.shape)
 
     @property
@@ -69,7 +69,7 @@ class TwistedTorus(Torus):
         return tuple(axis for axis, n in enumerate(self.shape) if n > self.twist)
 
     def normalised(self, coordinates: NDArray[Any]) -> NDArray[np.int64]:
-        """Coordinates [..., rank] of any size as those of nodes."""
+        """Coordinates [..., rank] modulo the twisted torus."""
         crossed = sum(coordinates[..., axis] // n for axis, n in enumerate(self.shape) if n == self.twist)
         places = np.array(coordinates, np.int64)
         for axis in self.long_axes:
@@ -78,7 +78,7 @@ class TwistedTorus(Torus):
         return nodes
 
     def shifted(self, node: int, axis: int, by: int) -> int:
-        """The node that `by` steps along `axis` lead to."""
+        """The node `by` steps further along `axis`."""
         place = np.array(self.coordinates(node))
         place[self._axis(axis)] += by
         return self.node(self.normalised(place).tolist())
@@ -93,11 +93,11 @@ class TwistedTorus(Torus):
         return max(sum(map(abs, ways[0])) for ways in _displacements(self.shape).values())
 
     def distance(self, source: int, target: int) -> int:
-        """Hops of the shortest way."""
+        """Hops of a shortest path."""
         return sum(map(abs, self.displacements(source, target)[0]))
 
     def displacements(self, source: int, target: int) -> tuple[Displacement, ...]:
-        """Signed hops along each axis of every shortest way, all equally long.
+        """Signed hops along each axis of every shortest path.
 
         Example:
           >>> TwistedTorus((2, 4)).displacements(0, 2)
@@ -107,11 +107,11 @@ class TwistedTorus(Torus):
         return _displacements(self.shape)[tuple(self.normalised(apart).tolist())]
 
     def steps(self, source: int, target: int, axis: int) -> int:
-        """Signed hops along one axis of the first of the shortest ways."""
+        """Signed hops along one axis of the first shortest path."""
         return self.displacements(source, target)[-1][self._axis(axis)]
 
     def routes(self, source: int, target: int) -> tuple[tuple[int, ...], ...]:
-        """Links of every shortest way, each axis by axis; bytes that are split among them load all links equally."""
+        """Links of every shortest path, axis by axis; splitting bytes evenly among them loads all links equally."""
         return tuple(self._walk(source, hops) for hops in reversed(self.displacements(source, target)))
 
 
@@ -128,7 +128,7 @@ def is_twistable(shape: Sequence[int]) -> bool:
 
 @lru_cache(maxsize=16)
 def _displacements(shape: tuple[int, ...]) -> dict[Coordinates, tuple[Displacement, ...]]:
-    """Coordinates of the target, seen from node 0 -> the signed hops of every shortest way."""
+    """For each target, as seen from node 0: the signed hops of every shortest path."""
     k = min(shape)
     ways = {}
     for place in itertools.product(*map(range, shape)):
@@ -147,7 +147,7 @@ def _displacements(shape: tuple[int, ...]) -> dict[Coordinates, tuple[Displaceme
 
 
 def ring_lengths(shape: Sequence[int]) -> tuple[int, ...]:
-    """Nodes of the rings that an all_gather along all axes goes round, stage by stage, whatever the order of the axes.
+    """Lengths of the rings of an all_gather along all axes, stage by stage, whatever the order of the axes.
 
     Raises: HardwareError as `TwistedTorus`.
     Example:
@@ -160,7 +160,7 @@ def ring_lengths(shape: Sequence[int]) -> tuple[int, ...]:
 def all_gather_seconds(
     gathered_bytes: float, shape: Sequence[int], links: Links, algorithm: collectives.Algorithm = "shortest"
 ) -> float:
-    """Every node of a twisted torus obtains the blocks of all: one part per axis, in rotated orders.
+    """Seconds of an all_gather on a twisted torus: one part per axis, in rotated orders.
 
     Args:
       gathered_bytes: size of the result on one node.
@@ -183,7 +183,7 @@ def all_gather_seconds(
 
 
 def all_to_all_seconds(payload_bytes: float, shape: Sequence[int], links: Links) -> float:
-    """Every node of a twisted torus sends a different block to every other: one part per axis, in rotated orders.
+    """Seconds of an all_to_all on a twisted torus: one part per axis, in rotated orders.
 
     Args:
       payload_bytes: what one node sends in all, its own block included.
@@ -201,7 +201,7 @@ def all_to_all_seconds(payload_bytes: float, shape: Sequence[int], links: Links)
 
 
 def total_distance(shape: Sequence[int]) -> int:
-    """Hops from one node of a twisted torus to all others together, by shortest ways.
+    """Sum of the distances from one node of a twisted torus to all others.
 
     For even k: 4/3 k^3 - k/3 of k x 2k, 7/4 k^4 - k^2/2 of k x k x 2k, 35/8 k^4 - k^2 of k x 2k x 2k.
 
@@ -213,7 +213,7 @@ def total_distance(shape: Sequence[int]) -> int:
 
 
 def all_to_all_bound_seconds(payload_bytes: float, shape: Sequence[int], links: Links) -> float:
-    """No all_to_all on a twisted torus is faster: all hops of all blocks, spread over all links equally.
+    """Lower bound on the time of an all_to_all on a twisted torus: all hops spread over all links equally.
 
     Example:
       >>> plain = collectives.all_to_all_bound_seconds(2**28, [(4, True), (4, True), (8, True)], Links(45e9))
@@ -229,7 +229,7 @@ def all_to_all_bound_seconds(payload_bytes: float, shape: Sequence[int], links: 
 
 
 def bisection_links(torus: Torus) -> int:
-    """Links that lead from one half of a torus to the other, over the worst of all cuts by parallel planes.
+    """Links that cross the worst bisection of a torus by parallel planes.
 
     Args:
       torus: twisted or wrapped along all axes, an even number of nodes.
@@ -244,7 +244,7 @@ def bisection_links(torus: Torus) -> int:
     ends = np.array([torus.ends(link) for link in torus.links()])
     period, least = 2 * math.lcm(*torus.shape), torus.nodes * torus.rank
     for weights in itertools.product(*[range(-2 * period // n, 2 * period // n + 1, period // n) for n in torus.shape]):
-        phase = places @ np.array(weights) % period  # of a plane wave; halves are where it is above or below
+        phase = places @ np.array(weights) % period  # phase of a plane wave; its sign defines the halves
         beyond = phase >= period // 2
         if 2 * beyond.sum() == torus.nodes:
             crossing = beyond[ends]

@@ -24,7 +24,7 @@ from hardware.slices import Slice
 from hardware.staged_times import StagedTime
 from hardware.twisted import TwistedTorus, ring_lengths, total_distance
 
-ROUTED = 1.07  # of the busiest link: what events take for an all_to_all of large blocks on 4x4x8, block by block
+ROUTED = 1.07  # all_to_all of large blocks on 4x4x8, relative to the busiest link: simulated by events, block by block
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class TwistedRings:
 
 
 def twisted_rings(slice_: Slice, factors: Sequence[PlacementFactor]) -> TwistedRings | None:
-    """The rings of a group with these joined factors on a twisted slice; None where its axes are lines or rings alone.
+    """The rings of a group with these joined factors on a twisted slice; None where it has plain rings and lines only.
 
     Example:
       >>> factors = [PlacementFactor(0, 4, 1), PlacementFactor(2, 8, 1)]
@@ -59,7 +59,7 @@ def twisted_rings(slice_: Slice, factors: Sequence[PlacementFactor]) -> TwistedR
     lying = {f.place: f for f in factors if f.place >= 0 and f.size > 1}
     short = tuple(a for a in lying if a not in torus.long_axes)
     if len(lying) < sum(f.place >= 0 and f.size > 1 for f in factors) or not short:
-        return None  # two factors on one axis, with another group between them
+        return None  # two factors on one axis, with another group in between
     if any(lying[axis].size < k for axis in short) or not set(torus.long_axes) <= set(lying):
         return None
     if all(lying[axis].size == shape[axis] for axis in torus.long_axes):
@@ -72,7 +72,7 @@ def twisted_rings(slice_: Slice, factors: Sequence[PlacementFactor]) -> TwistedR
 
 
 def twisted_ways(rings: TwistedRings, links: Links) -> tuple[StagedTime, ...]:
-    """Of a reduce_scatter or all_gather: one part for each axis, in rotated orders; every stage is alike for all."""
+    """Stage times of a reduce_scatter or all_gather: one part per axis in rotated orders, all stages alike."""
     parts = len(rings.places)
     stages, contributed = [], 1 / parts / math.prod(rings.lengths)
     for n in rings.lengths:
@@ -85,7 +85,7 @@ def twisted_ways(rings: TwistedRings, links: Links) -> tuple[StagedTime, ...]:
 
 
 def twisted_exchanges(rings: TwistedRings, links: Links) -> tuple[StagedTime, ...]:
-    """Of an all_to_all: along one ring after the other, or every block straight to its end."""
+    """Candidate algorithms for an all_to_all: ring after ring, or every block along a direct path."""
     parts, stages = len(rings.places), []
     for n in rings.lengths:
         byte = 1 / (parts * n * links.bytes_per_second)
@@ -105,5 +105,5 @@ def twisted_exchanges(rings: TwistedRings, links: Links) -> tuple[StagedTime, ..
 
 @lru_cache(maxsize=64)
 def _straight(shape: tuple[int, ...]) -> tuple[int, float]:
-    """Diameter of a twisted torus; bytes on each link for every byte that a node sends in all."""
+    """Diameter of a twisted torus, and bytes on each link per byte that a node sends."""
     return TwistedTorus(shape).diameter, total_distance(shape) / (2 * len(shape) * math.prod(shape))

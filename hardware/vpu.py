@@ -31,7 +31,7 @@ def vpu_rate(chip: Chip, dtype: str = "float32") -> float:
 
 
 def vpu_seconds(chip: Chip, operations: float, dtype: str = "float32") -> float:
-    """Time of that many element operations on one device.
+    """Seconds for that many element operations on one device.
 
     Example:
       >>> from hardware.chips import CHIPS
