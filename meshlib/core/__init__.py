@@ -1,1 +1,1 @@
-"""The language's own records: graph, operation records, dtypes, errors, arguments and files."""
+"""Core records of the language: graph, operation records, dtypes, errors, argument checks and files."""

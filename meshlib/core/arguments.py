@@ -1,4 +1,4 @@
-"""Checks of plain arguments: a wrong one is one error that names it, its value and the user's line."""
+"""Validation of plain arguments: a bad one is one error that names it, its value and the user's source line."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Array = np.ndarray[Any, Any]
 
 
 def at(what: str) -> str:
-    """`what` with the line of the user's code that is running: how a message about an argument begins."""
+    """`what` followed by the user's source line: the beginning of messages about an argument."""
     line = source_line()
     return what if line == UNKNOWN_LINE else f"{what} ({line})"
 
 
 def divisors_near(total: int, count: int) -> str:
-    """The counts nearest to `count`, below and above, that divide `total`: what to take instead.
+    """The divisors of `total` nearest to `count`, below and above, as a remedy in messages.
 
     >>> divisors_near(8, 3), divisors_near(4, 9)
     ('2 or 4', '4')
@@ -36,7 +36,7 @@ def divisors_near(total: int, count: int) -> str:
 
 
 def number(value: object, what: str, argument: str) -> float:
-    """`value` as a finite float; bools and text are none.
+    """`value` as a finite float; bools and strings are refused.
 
     >>> number(np.float32(0.5), "dropout", "rate")
     0.5
@@ -60,7 +60,7 @@ _BOUNDS: dict[str, Callable[[float], bool]] = {
 
 
 def bounded(value: object, what: str, argument: str, rule: str = NOT_NEGATIVE) -> float:
-    """`value` as a finite float that is positive, not negative, or a fraction."""
+    """`value` as a finite float that is positive, non-negative, or a fraction."""
     checked_number = number(value, what, argument)
     if not _BOUNDS[rule](checked_number):
         raise GraphError(f"{at(what)}: {argument} must {rule}, got {checked_number:g}")
@@ -68,7 +68,7 @@ def bounded(value: object, what: str, argument: str, rule: str = NOT_NEGATIVE) -
 
 
 def whole(value: object, what: str, argument: str, low: int | None = None) -> int:
-    """`value` as an int, at least `low`; bools and floats are none.
+    """`value` as an int of at least `low`; bools and floats are refused.
 
     >>> whole(np.int64(3), "slice", "begin")
     3
@@ -88,7 +88,7 @@ def flag(value: object, what: str, argument: str) -> bool:
 
 
 def choice(value: object, what: str, argument: str, options: tuple[str, ...]) -> str:
-    """`value`, which must be one of some words."""
+    """`value`, which must be one of the given words."""
     if isinstance(value, str) and value in options:
         return value
     words = " or ".join(map(repr, options))
@@ -96,14 +96,14 @@ def choice(value: object, what: str, argument: str, options: tuple[str, ...]) ->
 
 
 def items(values: object, what: str, argument: str) -> list[Any]:
-    """The elements of a list, tuple or the like; a single tensor or a text is none."""
+    """The elements of a list, tuple or other iterable; a single tensor or a string is refused."""
     if not isinstance(values, Tensor | str | bytes) and is_iterable(values):
         return list(values)
     raise ShapeError(f"{at(what)}: {argument} must be a list, got {_shown(values)}")
 
 
 def fitting(value: object, dtype: DType, what: str) -> bool | int | float:
-    """A Python number that an element of `dtype` can hold: nothing is cut off silently.
+    """`value` as a Python number that `dtype` can represent; out-of-range and fractional values are refused.
 
     >>> from meshlib.core.dtypes import INT32
     >>> fitting(3.0, INT32, "constant")
@@ -132,9 +132,9 @@ def fitting(value: object, dtype: DType, what: str) -> bool | int | float:
 
 
 def stored(array: Array, dtype: DType, what: str, fault: type[MeshlibError]) -> Array:
-    """Numbers of any width as the simulation stores a `dtype`, C-contiguous; only digits may get lost.
+    """`array` converted to the simulation's storage of `dtype`, C-contiguous; precision may be lost, range may not.
 
-    Raises: `fault` for masked elements, and numbers beyond the range of the dtype.
+    Raises: `fault` for masked arrays, and for values beyond the range of the dtype.
     """
     if is_masked(array):
         raise fault(f"{what}: a masked array has elements without a value; give them one, as in array.filled(0)")
@@ -157,7 +157,7 @@ def stored(array: Array, dtype: DType, what: str, fault: type[MeshlibError]) -> 
 
 
 def examples_of(arrays: object) -> tuple[list[str], dict[str, int]]:
-    """What is wrong with a dict of arrays whose first dim counts examples, and how many each sound one has.
+    """The faults of a dict of arrays whose first dim counts examples, and the number of examples of each valid array.
 
     >>> examples_of({"x": np.zeros((3, 2)), "y": np.zeros(2)})
     (['the arrays have unequal numbers of examples: x 3, y 2'], {'x': 3, 'y': 2})
@@ -179,15 +179,15 @@ def examples_of(arrays: object) -> tuple[list[str], dict[str, int]]:
         else:
             counts[name] = len(array)
     if len(set(counts.values())) > 1:
-        told = ", ".join(f"{name} {count}" for name, count in counts.items())
-        faults.append(f"the arrays have unequal numbers of examples: {told}")
+        counts_text = ", ".join(f"{name} {count}" for name, count in counts.items())
+        faults.append(f"the arrays have unequal numbers of examples: {counts_text}")
     elif counts and not min(counts.values()):
         faults.append(f"no examples in {', '.join(counts)}")
     return faults, counts
 
 
 def is_masked(value: object) -> bool:
-    """Whether `value` is a masked array, or a list that holds one: NumPy's conversions drop masks silently."""
+    """True if `value` is a masked array or a list with one; NumPy's conversions drop masks silently."""
     if isinstance(value, list | tuple):
         return any(map(is_masked, value))
     return isinstance(value, np.ma.MaskedArray)
@@ -200,5 +200,5 @@ def _shown(value: object) -> str:
 def _text(value: object) -> str:
     try:
         return f"{value!r:.80}"
-    except ValueError:  # Python does not write integers of more than 4,300 digits
+    except ValueError:  # Python refuses to print integers of more than 4,300 digits
         return "of too many digits to be shown"

@@ -8,19 +8,19 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-# Tests set it: whoever reads what was not written gets NaN, or -1 of integers.
+# Set by tests: uninitialised elements are filled with NaN, or -1 for integers.
 poisoned = False
 
 
 def unwritten(array: Array) -> Array:
-    """`array`, contiguous, whose elements nobody may read until they are written."""
+    """`array`, contiguous, whose elements must be written before they are read."""
     if poisoned:
         array.reshape(-1).view(np.uint8).fill(0xFF)
     return array
 
 
 def new_array(shape: tuple[int, ...], dtype: Any) -> Array:
-    """An array to write into."""
+    """A new uninitialised array."""
     return unwritten(np.empty(shape, dtype))
 
 

@@ -1,14 +1,14 @@
-"""Canonical keys: equal for equal things, in every process, on every machine and at any time.
+"""Canonical keys: equal for equal values, in every process, on every machine and at any time.
 
-Whatever is remembered between runs or between programs is remembered under such a key. It is a digest of
+Caches that outlive a run or a program are indexed by such keys. A key is a digest of
 
     values      numbers bit by bit, text, arrays by content, containers, enumerations, records by their fields
     functions   their code, defaults, closure, and the globals that the code names, by value; not where they are written
     graphs      operations in order: kind, name, attributes, region, wiring, types; the bodies of loops alike
-    objects     their class and what pickling would keep of them
-    libraries   the name of what is imported from one, and its version; of this library also a digest of its source
+    objects     their class and their pickled state
+    libraries   the imported name and the library's version; for this library also a digest of its source
 
-What can't be pickled (a lock, a generator, an open file) has no key, and is refused.
+Objects that can't be pickled (a lock, a generator, an open file) have no key and are refused.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from meshlib.core.graph import Graph, Operation, Tensor
 from meshlib.core.opdef import OpDef
 from meshlib.core.source_lines import OWN
 
-MOST_DEPTH = 100  # containers within containers
+MOST_DEPTH = 100  # depth of nested containers
 _GRAPH_TABLES = ("variables", "inputs", "gradient_of", "known")
 
 
 def key_of(what: str, *parts: object) -> str:
-    """The key of `parts`, 32 hexadecimal digits. `what` begins the message of the error.
+    """The key of `parts` as 32 hexadecimal digits; `what` begins error messages.
 
-    Raises: GraphError for what has no key, with the path to it.
+    Raises: GraphError for an object without a key, with the path to it.
     Example:
       >>> key_of("search", [1, 2.0]) == key_of("search", [1, 2.0]), key_of("search", 1) == key_of("search", 1.0)
       (True, False)
@@ -61,7 +61,7 @@ def key_of(what: str, *parts: object) -> str:
 
 @functools.cache
 def library_key() -> str:
-    """The version of this library: its number, and a digest of its source, which an edited checkout changes."""
+    """The version of this library: its number and a digest of its source, which changes when a checkout is edited."""
     try:
         number = metadata.version("meshlib-tpu")
     except metadata.PackageNotFoundError:
@@ -75,22 +75,23 @@ def library_key() -> str:
 
 
 class _NoKeyError(Exception):
-    """`args` are what has no key, and why."""
+    """Raised for an object without a key; `args` are the object and the reason."""
 
 
 class _Encoder:
-    """Feeds a canonical encoding to a hash: each item begins with a tag and says its length.
+    """Feeds a canonical encoding to a hash: each item begins with a tag and its length.
 
-    Functions, classes and operations that were met before are written as their number, which is canonical, since they
-    are always met in the same order. Values are written out each time: whether two of them are one object is chance.
+    Functions, classes and operations are encoded once and referred to by number afterwards; numbers are canonical,
+    since the order of the traversal is. Values are encoded each time: whether two equal ones are the same object is
+    arbitrary.
     """
 
     def __init__(self, what: str) -> None:
         self.what = what
         self.hash = hashlib.sha256()
         self.met: dict[int, int] = {}
-        self.alive: list[object] = []  # so that no number of `met` is given away again
-        self.inside: dict[int, int] = {}  # values that are being written, and how deep each lies
+        self.alive: list[object] = []  # keeps every visited object alive, so that no id is reused
+        self.inside: dict[int, int] = {}  # ids of the values being encoded, with their depth
         self.frozen: dict[Frozen, bytes] = {}
         self.path: list[str] = []
 
@@ -100,10 +101,10 @@ class _Encoder:
             for part in parts:
                 self.add(part)
         except _NoKeyError as fault:
-            thing, why = fault.args
+            refused, why = fault.args
             where = f" in {' > '.join(self.path[:6])}" if self.path else ""
             raise GraphError(
-                f"{self.what}: {thing!r:.80}{where} has no key ({why}), so that no file can say whether it is the "
+                f"{self.what}: {refused!r:.80}{where} has no key ({why}), so that no file can say whether it is the "
                 "same in the next run; use plain data, or functions of plain data"
             ) from None
         return self.hash.hexdigest()[:32]
@@ -111,7 +112,7 @@ class _Encoder:
     # ------------------------------------------------------------ dispatch
 
     def add(self, x: Any) -> None:
-        """Encode anything that has a key."""
+        """Encode any value that has a key."""
         plain = _PLAIN.get(type(x))
         if plain is not None:
             self._put(*plain(x))
@@ -135,12 +136,12 @@ class _Encoder:
             self._class(type(x))
             for f in fields(x):
                 self._named(f.name, getattr(x, f.name, None))
-            self._beside(x, [f.name for f in fields(x)])
+            self._instance_attributes(x, [f.name for f in fields(x)])
             return
         self._reduced(x)
 
-    def _beside(self, x: Any, written: Collection[str] = ()) -> None:
-        """What an instance of a class of the user's has besides, such as attributes of a list of his own kind."""
+    def _instance_attributes(self, x: Any, written: Collection[str] = ()) -> None:
+        """Encode the instance attributes of an object of a user-defined class, such as a subclass of list."""
         if _library_version(type(x).__module__) is None:
             for name, value in getattr(x, "__dict__", {}).items():
                 if name not in written and not isinstance(getattr(type(x), name, None), functools.cached_property):
@@ -167,7 +168,7 @@ class _Encoder:
         self._put("items", str(len(items)).encode())
         for n, item in enumerate(items):
             self._named(str(n), item)
-        self._beside(x)
+        self._instance_attributes(x)
 
     def _mapping(self, x: Mapping[Any, Any]) -> None:
         self._class(type(x))
@@ -177,14 +178,14 @@ class _Encoder:
         for n, (name, value) in enumerate(x.items()):
             self.add(name)
             self._named(name if isinstance(name, str) else str(n), value)
-        self._beside(x)
+        self._instance_attributes(x)
 
     def _set(self, x: Iterable[Any]) -> None:
-        """Elements have no order: each has a key of its own."""
+        """Encode a set: the sorted keys of its elements."""
         self._class(type(x))
         for one in sorted(_Encoder(self.what)._digest_one(item) for item in x):
             self._put("element", one.encode())
-        self._beside(x)
+        self._instance_attributes(x)
 
     def _digest_one(self, x: object) -> str:
         self.add(x)
@@ -203,7 +204,7 @@ class _Encoder:
         self._put("bytes", x.tobytes())
 
     def _frozen(self, x: Frozen) -> None:
-        """Shapes, meshes, layouts: there are many that are equal."""
+        """Encode a Shape, Mesh or LayoutRules; digests are cached by value, since equal ones are common."""
         if x not in self.frozen:
             alone = _Encoder(self.what)
             alone._reduced(x)
@@ -215,7 +216,7 @@ class _Encoder:
         self._put("member", x.name.encode())
 
     def _reduced(self, x: Any) -> None:
-        """What pickling keeps of an object."""
+        """Encode the pickled state of an object."""
         try:
             reduced = x.__reduce_ex__(4)
         except Exception as fault:
@@ -248,7 +249,7 @@ class _Encoder:
         for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
             try:
                 value = cell.cell_contents
-            except ValueError:  # not assigned yet
+            except ValueError:  # an unassigned cell
                 self._put("empty cell", name.encode())
                 continue
             self._named(name, value)
@@ -259,7 +260,7 @@ class _Encoder:
         self.path.pop()
 
     def _code(self, code: types.CodeType) -> None:
-        """What it does; not the file and the lines in which it is written."""
+        """Encode the bytecode of a function, without its file and line numbers."""
         self._put("code", code.co_code)
         counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
         self._put("code", repr((counts, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)).encode())
@@ -271,7 +272,7 @@ class _Encoder:
                 self.add(constant)
 
     def _globals(self, code: types.CodeType, around: Mapping[str, Any]) -> None:
-        """The values of the globals that code names, and of what it takes from modules or imports."""
+        """Encode the globals that code refers to, including attributes of modules and local imports."""
         taken, imported = _outside_names(code)
         for name, *attributes in sorted(taken):
             if name not in around:
@@ -318,7 +319,7 @@ class _Encoder:
         self._named("cached", x.__wrapped__)
 
     def _class(self, kind: type) -> None:
-        """A class by name, and one of the user's by its methods too."""
+        """Encode a class by name, a user-defined one also by its methods."""
         self._put("class", f"{kind.__module__}.{kind.__qualname__}".encode())
         if kind.__module__ == "builtins":
             return
@@ -351,7 +352,7 @@ class _Encoder:
         self._put("operation record", x.name.encode())
 
     def _graph(self, graph: Graph) -> None:
-        """Operations in their order: who refers to one says its number, so that no chain is followed."""
+        """Encode operations in graph order; operands are encoded as numbers, so that long chains need no recursion."""
         self._meet(graph)
         for op in graph.operations:
             self._meet(op)
@@ -380,7 +381,7 @@ class _Encoder:
                     self._named(field_.name, getattr(graph.loop_body, field_.name))
 
     def _operation(self, op: Operation) -> None:
-        """One that was not met: its graph was not."""
+        """Encode an operation reached before its graph: encode the graph first, then its number."""
         self.add(op.graph)
         if id(op) not in self.met:
             raise _NoKeyError(op, "its graph does not hold it")
@@ -392,7 +393,8 @@ class _Encoder:
 
 
 def _outside_names(code: types.CodeType) -> tuple[set[tuple[str, ...]], set[str]]:
-    """The globals that code names, each with the attributes that it takes of it, ("np", "random"); what it imports."""
+    """The globals that code refers to, each as a path of attributes such as ("np", "random"), and the modules it
+    imports."""
     taken: set[tuple[str, ...]] = set()
     imported: set[str] = set()
     path: tuple[str, ...] = ()
@@ -411,7 +413,7 @@ def _outside_names(code: types.CodeType) -> tuple[set[tuple[str, ...]], set[str]
 
 @functools.cache
 def _library_version(module: str | None) -> str | None:
-    """The version of the library that has a module, with a digest of the module; None for modules of the user's own."""
+    """The version of the library that defines a module, with a digest of the module; None for user modules."""
     name = module or ""
     top = name.partition(".")[0]
     if top in OWN:
@@ -453,7 +455,7 @@ _C_FUNCTIONS = (
     types.WrapperDescriptorType, types.MethodWrapperType, types.MethodDescriptorType, types.ClassMethodDescriptorType,
     np.ufunc,
 )  # fmt: skip
-# The first kind that fits; after these come dataclasses, and whatever can be pickled.
+# The first matching type decides; dataclasses and picklable objects follow.
 _OBJECTS: tuple[tuple[Any, Callable[[_Encoder, Any], None]], ...] = (
     (Graph, _Encoder._graph),
     (Operation, _Encoder._operation),

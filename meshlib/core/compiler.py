@@ -1,8 +1,8 @@
-"""How a compiler runs a program, as one record that lowering, estimates, searches and the command line share.
+"""Compiler behaviour as one record, shared by lowering, estimates, searches and the command line.
 
-A layout says where tensors live. What happens between two of them is up to a compiler: whether it moves a weight or the
-activations, what it overlaps, whether it writes out a loop, on which links it places the mesh. `mtf.lower` and
-`mtf.estimate` take these decisions from the same record, so that a plan is priced as it would be run.
+A layout says how tensors are sharded. The rest is decided by a compiler: whether it moves a weight or the activations,
+what it overlaps, whether it unrolls a loop, on which links it places the mesh. `mtf.lower` and `mtf.estimate` take
+these decisions from the same record, so that a plan is priced as it would be run.
 """
 
 from __future__ import annotations
@@ -14,42 +14,42 @@ from hardware.chips import Chip
 from meshlib.core.arguments import at, choice, flag, number, whole
 from meshlib.core.errors import GraphError, nearest
 
-# What hides collectives: `meshlib.estimation.time.scheduling` has the rules of each.
+# Modes of hiding collectives behind computation; the rules are in `meshlib.estimation.time.scheduling`.
 OVERLAPS = ("none", "independent", "collective matmul")
 PARTITIONERS = ("explicit", "gspmd")
-# Collectives that a SparseCore can run: those for which the compiler has a flag of its own.
+# Collectives that a SparseCore can run: those with a compiler flag of their own.
 OFFLOADED = ("all_gather", "reduce_scatter", "all_reduce")
 _FLAGS = ("stationary_weights", "unrolled_loops", "whole_torus_axes", "slice_jitter")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compiler:
-    """What a compiler decides about a program once its layout is given.
+    """Decisions of a compiler about a program whose layout is given.
 
-    Change one with `dataclasses.replace`; printing it names what differs from the record of its name.
+    Change one with `dataclasses.replace`; its str lists the fields that differ from the published record of its name.
 
     Attributes:
-      name: what tables print; the records of `mtf.COMPILERS` are named by what they stand for.
-      overlap: what hides collectives: "none"; "independent" work that does not need them; "collective matmul" besides
-        cuts those that feed or follow a product in pieces (windowed einsum).
-      windowed_einsum_bytes: what is gathered or reduced has at least so many bytes where it is cut in pieces, counted
-        as one device has it whole.
-      stationary_weights: a variable never moves over an axis that a required rule gives to one of its dims, if the rule
-        holds for activations too: these come to the weight, as in Megatron. Optional rules and those for variables
-        alone say where a weight is stored, as in fully sharded training; it is gathered where that sends less.
-      unrolled_loops: loops are written out, so that what one trip sends may arrive during the next.
-      whole_torus_axes: each mesh axis takes whole axes of the torus, where there are any, as `create_device_mesh` of
-        `jax.experimental.mesh_utils` places them; otherwise the best of all placements.
+      name: the name in tables; the records of `mtf.COMPILERS` are named after the compiler they describe.
+      overlap: what hides collectives: "none"; "independent" work; "collective matmul", which also splits collectives
+        next to a product into pieces (windowed einsum).
+      windowed_einsum_bytes: least size of a gathered or reduced tensor, unsharded on one device, for which a windowed
+        einsum is used.
+      stationary_weights: a variable is never resharded over an axis that a required rule gives to one of its dims, if
+        the rule also holds for activations: these move to the weight, as in Megatron. Optional rules and rules for
+        variables alone only shard storage, as in fully sharded training; the weight is gathered where that sends less.
+      unrolled_loops: loops are unrolled, so that collectives of one trip may overlap with the next.
+      whole_torus_axes: each mesh axis takes whole axes of the torus where it can, as `create_device_mesh` of
+        `jax.experimental.mesh_utils` places them; otherwise the best of all placements is taken.
       slice_jitter: slices joined by DCN wait for the slowest of them, `mtf.Physics.slice_jitter` of a step.
       step_overhead_seconds: fixed cost of a step on the device, besides the launches of kernels and collectives, which
         are facts of the chip.
-      rounding_noise_bytes: of random bits that a product in int8 reads for each element of a cotangent that it rounds;
-        4 with AQT's stochastic rounding, 0 where it rounds to nearest.
-      ragged_tile_width: the kernel of grouped products (`mtf.ragged_dot`) multiplies whole tiles of so many inputs and
-        outputs where a weight has more; 0: as many as there are.
-      sparse_core_collectives: kinds of collectives that SparseCores start and add up, on chips that have them, of
-        "all_gather", "reduce_scatter" and "all_reduce": beside them the core loses no time. A chip without SparseCores
-        runs them itself.
+      rounding_noise_bytes: bytes of random bits that an int8 product reads per element of a cotangent that it rounds;
+        4 with AQT's stochastic rounding, 0 with rounding to nearest.
+      ragged_tile_width: the grouped-product kernel (`mtf.ragged_dot`) pads larger weights to whole tiles of this many
+        inputs and outputs; 0: no padding.
+      sparse_core_collectives: kinds of collectives offloaded to SparseCores on chips that have them, of "all_gather",
+        "reduce_scatter" and "all_reduce": the TensorCore loses no time to these. Chips without SparseCores run them
+        on the TensorCore.
       partitioner: "explicit" runs the program that `mtf.lower` returns, collectives included, as `mtf.on_jax` does
         through `shard_map`; "gspmd" is `jax.jit` with sharding annotations, which differs in memory.
     Raises: GraphError for a value that a field cannot have.
@@ -102,7 +102,7 @@ class Compiler:
             whole(getattr(self, field), "Compiler", field, low=0)
 
     def cuts_in_pieces(self, size_bytes: float) -> bool:
-        """Whether a collective next to a product runs in pieces beside it; `size_bytes`: of what it brings or reduces.
+        """True if a collective of `size_bytes` next to a product runs as a windowed einsum.
 
         >>> XLA_TPU.cuts_in_pieces(2**20), IDEAL.cuts_in_pieces(2**20), NO_OVERLAP.cuts_in_pieces(2**40)
         (False, True, False)
@@ -110,7 +110,7 @@ class Compiler:
         return self.overlap == "collective matmul" and size_bytes >= self.windowed_einsum_bytes
 
     def offloads(self, kind: str, chip: Chip) -> bool:
-        """Whether collectives of a kind run on the SparseCores of a chip, beside its TensorCores.
+        """True if collectives of this kind run on the chip's SparseCores instead of its TensorCores.
 
         >>> from dataclasses import replace
         >>> from hardware import CHIPS
@@ -122,7 +122,7 @@ class Compiler:
 
     @property
     def changes(self) -> dict[str, object]:
-        """The fields in which it differs from the record of its name in `COMPILERS`, or from the default."""
+        """The fields that differ from the record of the same name in `COMPILERS`, or from the defaults."""
         like = COMPILERS.get(self.name, XLA_TPU)
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "name"}
         return {field: value for field, value in values.items() if value != getattr(like, field)}
@@ -132,9 +132,9 @@ class Compiler:
         return f"{self.name} with {changes}" if changes else self.name
 
 
-# Copies and small products on v7 take 1.4-1.8 us more than their bytes; 1 us of it is each operation's launch
-# (`hardware.chip_figures`), the rest, half a microsecond, that of a program. One-operation programs cannot tell the two
-# apart: assumed.
+# Copies and small products on v7 take 1.4-1.8 us more than their bytes: 1 us is the launch of each operation
+# (`hardware.chip_figures`), the remaining half microsecond that of a program. Programs of one operation cannot separate
+# the two: assumed.
 XLA_TPU = Compiler(name="xla-tpu")
 """What compilers for TPUs do by default, given a program with its collectives: published runs are predicted with it."""
 GSPMD = Compiler(name="gspmd", partitioner="gspmd")
@@ -155,7 +155,7 @@ COMPILERS = MappingProxyType({c.name: c for c in (XLA_TPU, GSPMD, IDEAL, NO_OVER
 
 
 def require_compiler(value: object, what: str) -> Compiler:
-    """`value`, if it is a Compiler.
+    """`value`, which must be a Compiler.
 
     Raises: GraphError that begins with `what`.
     """

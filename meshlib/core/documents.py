@@ -1,8 +1,8 @@
-"""JSON files from outside: read whole, or refused in one line.
+"""Reading of untrusted JSON files: a whole document, or a one-line error.
 
-A file may be of any size, nested so deep that a parser runs out of stack, name one key twice, write numbers that are
-none, or hold text where a number is expected. `read_json` bounds the size, `parse_json` the depth; both refuse equal
-keys, of which a dict would keep the last, and check the types of the fields that a `Schema` names.
+A file may be of any size, nested deeply enough to overflow a parser's stack, repeat a key, contain NaN, or have text
+where a number is expected. `read_json` bounds the size, `parse_json` the depth; both refuse duplicate keys, of which a
+dict would keep the last, and check the types of the fields that a `Schema` names.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from meshlib.core.files import open_file
 from meshlib.core.garbage import uncollected
 
 Fail: TypeAlias = Callable[[str], NoReturn]
-MOST_BYTES = 64 * 2**20  # of a file: the vocabularies and indexes of published models have up to a third of it
+MOST_BYTES = 64 * 2**20  # the vocabularies and indexes of published models have up to a third of it
 MOST_DEPTH = 64
-_loaded = uncollected(json.loads)  # of a large document the collector would take twice as long as the parser
+_loaded = uncollected(json.loads)  # with the collector running, a large document takes three times as long
 
 
 @dataclass(frozen=True)
 class FieldKind:
-    """What a field may be: words for it, and a test."""
+    """Type of a JSON field: its description in messages, and a predicate."""
 
     words: str
     accepts: Callable[[Any], bool]
     required: bool = True
 
     def optional(self) -> FieldKind:
-        """The same of a field that may be missing, or null."""
+        """The same type for a field that may be missing or null."""
         return FieldKind(f"{self.words}, or missing", lambda x: x is None or self.accepts(x), required=False)
 
 
@@ -66,14 +66,14 @@ def read_json(
     constants: bool = False,
     a_list: bool = False,
 ) -> tuple[Any, str]:
-    """The object in a JSON file, and the file's own path.
+    """The object in a JSON file, and the file's resolved path.
 
     Args:
       path, what, error: as of `meshlib.core.files.open_file`.
-      sound: how messages call a sound file, such as "an index of safetensors files".
-      schema: the types of its fields; those that it does not name may be anything.
-      constants: whether it may have NaN and Infinity; a_list: whether it may be a list instead.
-    Raises: `error` for a file that can't be read, has more than 64 MiB, or is no such object.
+      sound: the description of a valid file in messages, such as "an index of safetensors files".
+      schema: types of its fields; fields without an entry may have any type.
+      constants: whether NaN and Infinity are allowed; a_list: whether the document is a list instead of an object.
+    Raises: `error` for a file that can't be read, exceeds 64 MiB, or breaks the schema.
     """
     with open_file(path, what, error, MOST_BYTES) as (file, target):
         raw = file.read()
@@ -87,7 +87,7 @@ def read_json(
 def parse_json(
     raw: bytes | str, fail: Fail, schema: Schema | None = None, constants: bool = False, a_list: bool = False
 ) -> Any:
-    """The object that a JSON text holds; arguments as of `read_json`."""
+    """The object in a JSON text; arguments as in `read_json`."""
 
     def no_constant(word: str) -> NoReturn:
         fail(f"{word} is no number in JSON")
@@ -102,7 +102,7 @@ def parse_json(
         entries = dict(pairs)
         if len(entries) != len(pairs):
             names = [name for name, _ in pairs]
-            name = next(name for name, first in zip_longest(names, entries) if name != first)  # keys in order of entry
+            name = next(name for name, first in zip_longest(names, entries) if name != first)  # in file order
             fail(f"the key {name!r:.80} occurs {names.count(name)} times")
         return entries
 
@@ -127,7 +127,7 @@ def parse_json(
 
 
 def check_fields(record: Mapping[str, Any], schema: Schema, fail: Fail) -> None:
-    """Call `fail` for the first field that is missing, or is not what the schema says."""
+    """Call `fail` for the first field that is missing or has a type other than the schema's."""
     for name, kind in schema.items():
         if name not in record:
             if kind.required:
@@ -138,7 +138,7 @@ def check_fields(record: Mapping[str, Any], schema: Schema, fail: Fail) -> None:
 
 
 def _shallow(document: Any, depth: int) -> bool:
-    """Whether nothing is nested deeper; level by level, as recursion would fail itself."""
+    """True if nesting is at most `depth`; breadth first, since recursion could overflow the stack itself."""
     level = [document]
     while level and depth >= 0:
         depth -= 1

@@ -1,4 +1,4 @@
-"""matplotlib Axes, where it is installed, and pictures written as atomic files."""
+"""Plots on matplotlib Axes, where it is installed, and images written as atomic files."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Panel = Callable[[Any], None]  # draws on Axes
 def plotted(
     what: str, ax: object, panels: Sequence[Panel], size: tuple[float, float], rows: int = 1, title: str = ""
 ) -> Any:
-    """Draw panels, each on Axes of its own.
+    """Draw each panel on Axes of its own.
 
     Args:
-      what: whose picture, for messages, such as "Scaling.plot".
-      ax: matplotlib Axes to draw the first panel on; the path of a file, whose ending says the format, such as .png,
-        .svg or .pdf; None for a new figure of pyplot, which notebooks show.
-      size: of a new figure, inches; rows: of its panels; title: above them.
-    Returns: the Axes; of several panels a tuple of them.
+      what: the plotting method in messages, such as "Scaling.plot".
+      ax: matplotlib Axes for the first panel; the path of a file, with the format as its suffix, such as .png, .svg or
+        .pdf; None for a new pyplot figure, which notebooks show.
+      size: figure size in inches; rows: number of rows of panels; title: title of the figure.
+    Returns: the Axes, or a tuple of Axes if there are several panels.
     Raises: GraphError where matplotlib is not installed, the file cannot be written, or `ax` is something else.
     """
     if ax is not None and not isinstance(ax, str | os.PathLike):
@@ -46,7 +46,7 @@ def plotted(
 
 
 def _figure(what: str, size: tuple[float, float]) -> Any:
-    """An empty figure that no window shows."""
+    """An empty figure outside pyplot, for files."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -55,7 +55,7 @@ def _figure(what: str, size: tuple[float, float]) -> Any:
 
 
 def _pyplot_figure(what: str, size: tuple[float, float]) -> Any:
-    """An empty figure that notebooks show."""
+    """An empty pyplot figure, which notebooks show."""
     try:
         from matplotlib import pyplot
     except ImportError:
@@ -67,7 +67,7 @@ def _save(figure: Any, path: str | os.PathLike[str], what: str) -> None:
     def write(file: BinaryIO) -> None:
         try:
             figure.savefig(file, dpi=150, format=Path(path).suffix[1:] or None)
-        except ValueError as fault:  # an ending that matplotlib does not know
+        except ValueError as fault:  # a suffix that matplotlib does not know
             raise GraphError(f"{what}: {path} can't be written: {fault}") from None
 
     replace_file(path, write, what, GraphError)

@@ -1,10 +1,10 @@
-"""Element types: what a tensor declares, and how the simulation stores it.
+"""Element types: the declared type of a tensor and its storage in the simulation.
 
 The vector unit computes in float64, float32, bfloat16 and int32. The narrow types (int8, int4 and the two fp8 formats)
-are for what lies in memory, what is sent and what the MXU multiplies; other arithmetic takes a cast first.
+are for storage, communication and products on the MXU; other arithmetic needs a cast first.
 
 bfloat16 and fp8 values are stored as the float32 array of the same values, because NumPy computes on float32 ten times
-faster; int4 as int8. Bytes are always counted by the declared type: two int4 take one byte, an odd one a whole one.
+faster; int4 as int8. Bytes are always counted by the declared type: two int4 take one byte, an odd count rounds up.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Array = np.ndarray[Any, Any]
 class DType:
     """One element type: `name`, `bits` on the device, NumPy `storage` in the simulation, `public` type for users.
 
-    `computes`: whether the vector unit does arithmetic in it.
+    `computes`: whether the vector unit computes in it.
     """
 
     name: str
@@ -42,16 +42,16 @@ class DType:
         return self.short
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
-        # There is one of each: copies are compared by identity too.
+        # DTypes are singletons: copying returns the same object, and they compare by identity.
         return as_dtype, (self.name,)
 
     @property
     def itemsize(self) -> int | float:
-        """Bytes of an element on the device: 0.5 of int4."""
+        """Bytes per element on the device: 0.5 for int4."""
         return self.bits / 8 if self.bits % 8 else self.bits // 8
 
     def size_bytes(self, count: int) -> int:
-        """Bytes of so many elements side by side on the device.
+        """Bytes of `count` packed elements on the device.
 
         >>> as_dtype("int4").size_bytes(7), as_dtype("bfloat16").size_bytes(7)
         (4, 14)
@@ -60,12 +60,12 @@ class DType:
 
     @property
     def is_float(self) -> bool:
-        """Whether it holds floats, fp8 among them: what has a gradient."""
+        """True for float types including fp8: those with gradients."""
         return self.kind == "float"
 
     @property
     def is_wide_float(self) -> bool:
-        """Whether it is a float type that arithmetic is done in."""
+        """True for float types that the vector unit computes in."""
         return self.is_float and self.computes
 
     @property
@@ -75,30 +75,30 @@ class DType:
 
     @property
     def of_cotangents(self) -> DType:
-        """The dtype of cotangents of its values: those of fp8 lie on no grid of eight bits, and are added."""
+        """The dtype of cotangents of its values: fp8 values have wider cotangents, since those are summed."""
         return BFLOAT16 if self.is_float and not self.computes else self
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The least and the largest number of an integer type."""
+        """The smallest and largest value of an integer type."""
         return -(1 << (self.bits - 1)), (1 << (self.bits - 1)) - 1
 
     @property
     def largest(self) -> float:
-        """The largest number of a grid that is symmetric."""
+        """The largest value of a symmetric quantisation grid."""
         if not self.is_float:
             return float(self.bounds[1])
         return float(ml_dtypes.finfo(self.public).max)  # type: ignore[no-untyped-call]
 
     @cached_property
     def is_rounded(self) -> bool:
-        """Whether it is stored in a wider type, to whose values results have to be rounded."""
+        """True if values are stored in a wider type, so that results must be rounded."""
         return self.is_float and self.storage != self.public
 
     def rounded(self, x: Array, out: Array | None = None) -> Array:
-        """Stored numbers as the type holds them, to nearest even: beyond the largest an infinity, in e4m3 a NaN.
+        """Stored values rounded to the type, to nearest even; values beyond the largest become infinity, in e4m3 NaN.
 
-        `out`: the array to write to, which may be `x` itself; unless given a new one, or `x` where nothing is rounded.
+        `out`: array to write to, which may be `x`; by default a new array, or `x` if nothing needs rounding.
         """
         if self is BFLOAT16:
             return round_to_bfloat16(x, out)
@@ -129,7 +129,7 @@ _TYPES = (
 )
 BY_NAME = {t.name: t for t in _TYPES}
 FLOAT64, FLOAT32, BFLOAT16, INT32, BOOL, INT8, INT4, E4M3, E5M2 = _TYPES
-# NumPy knows these by no kind of their own.
+# NumPy's `kind` does not distinguish these types.
 _FLOATS_OF_OTHERS = tuple(t.public for t in _TYPES if t.is_float)
 
 
@@ -151,7 +151,7 @@ def as_dtype(dtype: object) -> DType:
 
 
 def _numpy_name(dtype: object) -> str:
-    if dtype is None:  # NumPy would take it for float64
+    if dtype is None:  # NumPy would read None as float64
         return "None"
     try:
         return np.dtype(dtype).name  # type: ignore[call-overload,no-any-return]
@@ -160,7 +160,7 @@ def _numpy_name(dtype: object) -> str:
 
 
 def kind_of(dtype: np.dtype) -> str:
-    """ "f" of a float type of NumPy or ml_dtypes, "i" and "u" of integers, "b" of flags; NumPy's letter of others.
+    """Letter of a NumPy or ml_dtypes type: "f" for floats, "i" and "u" for integers, "b" for bools; else NumPy's own.
 
     >>> kind_of(np.dtype(ml_dtypes.bfloat16)), kind_of(np.dtype(ml_dtypes.int4)), kind_of(np.dtype(np.uint8))
     ('f', 'i', 'u')

@@ -17,15 +17,15 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Engine:
-    """What `local` functions compute with during one step.
+    """Context in which `local` functions compute during one step.
 
-    seed, step    of the simulation: with the name of an operation they make its random key
-    highest       whether float32 stays float32 into the MXU
-    trips         which trip of each loop around the operation
-    in_order      whether matmuls add in the MXU's own order (exact) or as BLAS does (fast)
-    rounded       whether float32 operands arrive already rounded
-    shared        what operations on the same arrays leave for each other in this step; None: each does its own work
-    spare         which arrays of variables are equal but for the rows that the last step wrote; None: copy them whole
+    seed, step    seed and step of the simulation, which with an operation's name make its random key
+    highest       whether MXU operands stay in float32
+    trips         trip index of each enclosing loop
+    in_order      whether matmuls accumulate in the MXU's order (exact) or in that of BLAS (fast)
+    rounded       whether float32 operands are already rounded
+    shared        results shared by operations on the same arrays in this step; None: nothing is shared
+    spare         pairs of arrays of variables that differ only in the rows of the last step; None: copy whole arrays
     """
 
     seed: int
@@ -42,17 +42,17 @@ class Engine:
         return fold(make_key(self.seed, name), self.step, *self.trips)
 
     def in_trip(self, trip: int) -> Engine:
-        """The same inside one trip of a loop."""
+        """This engine inside one trip of a loop."""
         return replace(self, trips=(*self.trips, trip))
 
     def mxu_operand(self, x: Array, precise: bool) -> Array:
-        """A float32 operand as the MXU takes it: rounded to bfloat16, unless the precision is highest."""
+        """A float32 operand as the MXU reads it: rounded to bfloat16, unless the precision is highest."""
         if self.rounded or self.highest or precise or x.dtype != np.float32:
             return x
         return round_to_bfloat16(x)
 
     def made_inside(self, x: Array) -> Array:
-        """A float32 value that a kernel makes and puts back into the MXU: rounded in place, unless to be kept."""
+        """A float32 intermediate of a kernel that feeds the MXU: rounded in place, unless the precision is highest."""
         return x if self.highest or x.dtype != np.float32 else round_to_bfloat16(x, out=x)
 
     def matmul(self, a: Array, b: Array, out: Array) -> None:

@@ -1,4 +1,4 @@
-"""The errors of the library, all of them a `MeshlibError`."""
+"""The errors of the library, all subclasses of `MeshlibError`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class GraphError(MeshlibError, ValueError):
       >>> try:
       ...     mtf.optimize.SgdOptimizer(lr=-1.0)
       ... except mtf.GraphError as fault:
-      ...     print(str(fault).partition(": ")[2])  # behind the function and the user's line
+      ...     print(str(fault).partition(": ")[2])  # after the function and the user's line
       the learning rate must not be negative, got -1
     """
 
@@ -56,7 +56,7 @@ class ProgramError(MeshlibError):
 
 
 class FeedError(MeshlibError, ValueError):
-    """What was fed to a program or assigned to its state does not fit.
+    """A value fed to a program or assigned to its state does not fit.
 
     Example:
       >>> import meshlib as mtf
@@ -84,7 +84,7 @@ class SliceError(MeshlibError, ValueError):
 
 
 class CheckpointError(MeshlibError):
-    """A checkpoint cannot be written, is no whole safetensors file, or does not fit the simulation.
+    """A checkpoint cannot be written, is no complete safetensors file, or does not fit the simulation.
 
     Example:
       >>> import meshlib as mtf
@@ -97,11 +97,11 @@ class CheckpointError(MeshlibError):
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint whose bytes are not those that were written."""
+    """A checkpoint whose bytes differ from those that were written."""
 
 
 class NotFiniteError(MeshlibError, ArithmeticError):
-    """A fetched value or a variable became NaN; names the operation and core that first made it, or an infinity.
+    """A fetched value or a variable became NaN; names the operation and core that first produced it, or an infinity.
 
     Example:
       >>> import meshlib as mtf
@@ -116,7 +116,7 @@ class NotFiniteError(MeshlibError, ArithmeticError):
 
 
 class MissingError(MeshlibError, ImportError):
-    """An optional library is needed and not installed; the message says how to install it.
+    """An optional library is needed and not installed; the message names the command that installs it.
 
     Example:
       >>> import meshlib as mtf
@@ -126,7 +126,7 @@ class MissingError(MeshlibError, ImportError):
 
 
 class DataError(MeshlibError, ValueError):
-    """A file of data is missing, damaged or not what it should be, or a function that is mapped over it failed.
+    """A data file is missing, damaged or malformed, or a function mapped over it failed.
 
     Example:
       >>> import meshlib as mtf

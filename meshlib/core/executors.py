@@ -1,7 +1,7 @@
-"""Tasks on any `concurrent.futures.Executor`: a process pool of Python's, Dask's, Ray's or MPI's.
+"""Tasks on any `concurrent.futures.Executor`: a process pool of Python, Dask, Ray or MPI.
 
-All tasks of one job share a payload, such as a program with all that is known of it. It is pickled once, and sent to a
-process only when that has not got it: a task is first sent with the payload's digest alone.
+All tasks of one job share a payload, such as a program with its cached analyses. It is pickled once, and sent to a
+process only if that does not have it: a task is first sent with the payload's digest alone.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 
 from meshlib.core.errors import GraphError
 
-Function = Callable[[Any, Any], Any]  # of the payload and a task's argument
+Function = Callable[[Any, Any], Any]  # (payload, argument of the task) -> result
 
-ENGINES = ("concurrent", "distributed", "ray", "mpi4py", "multiprocessing")  # whose errors are not those of tasks
-PAYLOADS = 4  # that a process keeps
+ENGINES = ("concurrent", "distributed", "ray", "mpi4py", "multiprocessing")  # packages of executors
+PAYLOADS = 4  # payloads cached per process
 MISSING = "meshlib: the payload is not here"
 
 _payloads: OrderedDict[str, Any] = OrderedDict()
@@ -28,12 +28,12 @@ _lock = threading.Lock()
 
 
 class Tasks:
-    """Tasks of one payload on an executor, which stays the caller's: nothing here shuts it down.
+    """Tasks on an executor that share one payload; the executor stays the caller's and is not shut down.
 
     Args:
-      what: the public function that is at work, for messages.
+      what: the calling public function, for messages.
       executor: anything with `concurrent.futures`' interface.
-      payload: what all tasks have in common; it must be picklable.
+      payload: shared by all tasks; must be picklable.
     Raises: GraphError for a payload that can't be pickled.
     Example:
       >>> from concurrent.futures import ThreadPoolExecutor
@@ -55,9 +55,9 @@ class Tasks:
         self.digest = hashlib.sha256(self.body).hexdigest()
 
     def answers(self, function: Function, arguments: Iterable[Any], until: float | None = None) -> dict[Any, Any]:
-        """The answer to each argument, in their order; to fewer if time runs out, by `time.monotonic`.
+        """The results by argument, in their order; fewer if the deadline (`time.monotonic`) passes.
 
-        Raises: what a task has raised, of several that of the first argument; GraphError if a worker ends by itself.
+        Raises: the exception of a task, that of the first argument if several fail; GraphError if a worker dies.
         """
         order = list(arguments)
         waiting: dict[Future[Any], Any] = {self._submit(function, a, None): a for a in order}
@@ -92,7 +92,7 @@ class Tasks:
             raise self._fault(fault) from None
 
     def _fault(self, fault: BaseException) -> BaseException:
-        """A worker's end, or a refusal of the executor, in a line; what a task has raised as it is."""
+        """A one-line error for a dead worker or an executor's refusal; exceptions of tasks are returned unchanged."""
         if type(fault).__module__.partition(".")[0] in ENGINES:
             first = str(fault).strip().split("\n", 1)[0]
             return GraphError(f"{self.what}: the executor gave up: {type(fault).__name__}: {first}")
@@ -102,12 +102,12 @@ class Tasks:
 
 
 def executor_of(workers: object) -> Executor | None:
-    """The executor that a `workers` argument is; None for anything else."""
+    """`workers` if it is an executor, else None."""
     return workers if isinstance(workers, Executor) else None
 
 
 def _run(digest: str, body: bytes | None, function: Function, argument: Any) -> Any:
-    """In a worker: one task, if the payload is there. One after the other: payloads keep what they have learnt."""
+    """Run one task in a worker if it has the payload; tasks are serialised, since payloads cache analyses."""
     with _lock:
         if digest not in _payloads:
             if body is None:

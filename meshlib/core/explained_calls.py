@@ -1,7 +1,7 @@
-"""Public functions and classes that explain calls which fit no signature.
+"""Public functions and classes that explain calls which do not match their signatures.
 
-Python's own TypeError of a call tells neither who called nor what there is to give. Arguments are looked at after a
-call has failed, so that a sound one pays for one frame more.
+Python's own TypeError names neither the user's line nor the accepted arguments. Arguments are checked only after a call
+has failed, so that a valid call costs one extra frame.
 """
 
 from __future__ import annotations
@@ -30,19 +30,18 @@ _KINDS = (
 def explained_calls(
     package: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any] | None] = lambda function: None
 ) -> Callable[[Any], Any]:
-    """What a package exports instead of a value: of a function, a wrapped one; of a class the same one, whose methods
-    are wrapped from then on.
+    """A function from a value to what a package exports for it: functions are wrapped, classes get wrapped methods.
 
     Args:
       package: its `__name__`.
-      wrap: another wrapper of a function, which calls `refuse_misfit` itself; None for those that need none.
+      wrap: (function) -> a custom wrapper that calls `refuse_misfit` itself, or None for the default one.
     """
-    calls: dict[object, Any] = {}  # a function may have two names, but is one
+    calls: dict[object, Any] = {}  # aliases of one function share a wrapper
 
     def exported(value: Any) -> Any:
         if isclass(value):
             _explain_class(value)
-        elif isfunction(value) and value not in _EXPLAINED:  # by another package
+        elif isfunction(value) and value not in _EXPLAINED:  # already wrapped by another package
             if value not in calls:
                 calls[value] = _exported(value, package, wrap(value))
             return calls[value]
@@ -52,7 +51,7 @@ def explained_calls(
 
 
 def explain_module(name: str) -> None:
-    """Wrap the public functions and classes of a module that is public itself: called at its end, with its name."""
+    """Wrap the public functions and classes of a public module: called at its end with its name."""
     module = sys.modules[name]
     for shown, part in list(vars(module).items()):
         if shown.startswith("_") or getattr(part, "__module__", "") != name:
@@ -70,28 +69,28 @@ def refuse_misfit(
     args: Sequence[object],
     kwargs: Mapping[str, object],
 ) -> None:
-    """Raise ArgumentError if a call failed because its arguments do not fit; return if it failed within.
+    """Raise ArgumentError if a call failed because its arguments do not match; return if it failed inside.
 
     Args:
-      functions: the one that was called, and those to which it hands on arguments that it does not name itself.
+      functions: the called function, and those to which it forwards its **kwargs.
     """
-    if not isinstance(fault, ArgumentError) and (told := _misfit(functions, args, kwargs)):
+    if not isinstance(fault, ArgumentError) and (told := _mismatch(functions, args, kwargs)):
         remedy = f"; {OF_CALLS[name]}" if name in OF_CALLS else ""
         raise ArgumentError(f"{name} ({source_line()}): {told}{remedy}") from None
 
 
 def refuse_mesh(function: Callable[..., Any], args: Sequence[object]) -> None:
-    """Raise ArgumentError if a call that failed begins with a mesh, as calls of Mesh TensorFlow do."""
+    """Raise ArgumentError if the first argument of a failed call is a mesh, as in Mesh TensorFlow."""
     if args and isinstance(args[0], Mesh) and "mesh" not in signature(function).parameters:
         name = function.__name__
         raise ArgumentError(f"{name} ({source_line()}): {OF_ARGUMENTS['mesh']}; leave it out: {name}(...)") from None
 
 
-# ------------------------------------------------------------ what is wrapped
+# ------------------------------------------------------------ wrappers
 
 
 def _exported(function: Callable[..., Any], package: str, call: Callable[..., Any] | None) -> Callable[..., Any]:
-    """What stands for a function, and is in the place where pickle looks for it."""
+    """The wrapper of a function, also bound where pickle looks the function up."""
     if call is not None:
         call.__module__ = package
         return call
@@ -104,7 +103,7 @@ def _exported(function: Callable[..., Any], package: str, call: Callable[..., An
 
 
 def _explaining(function: Callable[P, T], called: Callable[[tuple[Any, ...]], Called]) -> Callable[P, T]:
-    """`function`, whose misfitting calls raise ArgumentError; `called` says from its arguments what was called."""
+    """`function` with ArgumentError for mismatched calls; `called` returns the called functions and arguments."""
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -117,11 +116,11 @@ def _explaining(function: Callable[P, T], called: Callable[[tuple[Any, ...]], Ca
     return checked
 
 
-_EXPLAINED: set[object] = set()  # classes, and what stands for functions
+_EXPLAINED: set[object] = set()  # wrapped classes, and wrappers of functions
 
 
 def _explain_class(kind: type) -> None:
-    """Wrap `__init__` and the public methods of a class of ours, and of those that it derives from."""
+    """Wrap `__init__` and the public methods of a class of this library and of its bases."""
     for base in kind.__mro__:
         if base in _EXPLAINED or base.__module__.partition(".")[0] not in OWN:
             continue
@@ -151,13 +150,13 @@ def _method_called(method: Callable[..., Any], args: tuple[Any, ...]) -> Called:
     return kind if method.__name__ == "__call__" else f"{kind}.{method.__name__}", [method], args
 
 
-# ------------------------------------------------------------ what is wrong
+# ------------------------------------------------------------ mismatches
 
 
-def _misfit(
+def _mismatch(
     functions: Sequence[Callable[..., Any]], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> str | None:
-    """What is wrong with the arguments of a call; None if they fit."""
+    """The mismatch between the arguments of a call and the signature, in words; None if they match."""
     parameters = _parameters(functions)
     by_kind = {kind: [n for n, p in parameters.items() if p.kind is kind and n not in SELF] for kind in _KINDS}
     in_order = [*by_kind[Parameter.POSITIONAL_ONLY], *by_kind[Parameter.POSITIONAL_OR_KEYWORD]]
@@ -189,7 +188,7 @@ def _listed(known: Sequence[str]) -> str:
 
 
 def _parameters(functions: Sequence[Callable[..., Any]]) -> dict[str, Parameter]:
-    """Those of the first function, and of the next ones as far as arguments are handed on to them."""
+    """The parameters of the first function, merged with those of the functions that it forwards **kwargs to."""
     merged: dict[str, Parameter] = {}
     for n, function in enumerate(functions):
         own = signature(function).parameters

@@ -1,13 +1,13 @@
-"""Atomic sets of files: all of them are of one writer, whoever is killed.
+"""Atomic sets of files: all files of a set come from one writer, whenever a writer is killed.
 
-    1  each member is written under a temporary name, and brought to the disk
-    2  members get names with a tag that nothing has, "model~1a2b3c4d.safetensors"; a journal lists what will be stale
-    3  the manifest, which says name, size and CRC-32 of each member, replaces the old one: from here on the set is new
-    4  what the journal lists is removed
-    5  members get their own names: links first, then a manifest with these, then the names with a tag go
+    1  each member is written under a temporary name and synced to disk
+    2  members get names with a new tag, "model~1a2b3c4d.safetensors"; a journal lists the files that become stale
+    3  the manifest with the name, size and CRC-32 of each member replaces the old one: this commits the new set
+    4  the files in the journal are removed
+    5  members get their final names: links first, then a manifest with these, then the tagged names are removed
 
-Readers take what the manifest names and nothing else. So they find all of the old set before the third step, and all of
-the new one after it. A writer that was killed leaves files that no manifest names, until the next one removes them.
+Readers open only the files in the manifest, so they see the whole old set before the third step and the whole new one
+after it. A killed writer leaves files that no manifest names, until the next writer removes them.
 
 Sets of other kinds in the same folder, with manifests of other names, are replaced at the third step as well: the new
 manifest says which other manifests it replaced, by their CRC-32s, and `replaced_by` tells readers of those.
@@ -37,7 +37,7 @@ from meshlib.core.files import (
     sync_folder,
 )
 
-TAG = "~[0-9a-f]{8}"  # as a pattern
+TAG = "~[0-9a-f]{8}"  # a regular expression / bytes per read
 READ_BYTES = 1 << 22  # at once
 
 
@@ -50,17 +50,17 @@ class Member:
     crc32: str
 
     def entry(self) -> dict[str, Any]:
-        """Plain data for a manifest."""
+        """Its manifest entry as plain data."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The manifest of one kind of set: its name, and what its content says.
+    """The manifest of one kind of set: its name and the parser of its content.
 
     Args:
-      named: (content) -> the names of the members. Raises for a file of that name that another program wrote.
-      owned: a pattern of whole names, of files that are part of this set or an earlier one, or of none.
+      named: (content) -> the names of the members. Raises for a file of that name written by another program.
+      owned: a regular expression matching full names of files of this set or of earlier ones.
       replaces: (content) -> the entries of other manifests that it replaced.
     """
 
@@ -71,15 +71,15 @@ class Manifest:
 
     @property
     def journal(self) -> str:
-        """The name of the journal of a writer that is at work, or was killed."""
+        """The name of the journal of a running or killed writer."""
         return f".{self.name}.stale"
 
     def members(self, folder: str) -> list[str]:
-        """The names of the members of the set in a folder; none where there is no set of this library."""
+        """The names of the members of the set in a folder; empty if there is no set of this library."""
         return _read(folder, self.name, self.named)
 
     def replaced(self, folder: str, other: Manifest) -> bool:
-        """Whether this set was written over the one that `other` still names."""
+        """True if this set was written over the one that `other` still names."""
         entries = _read(folder, self.name, self.replaces)
         if not entries or not os.path.isfile(os.path.join(folder, other.name)):
             return False
@@ -89,19 +89,19 @@ class Manifest:
             return False
 
     def entry(self, folder: str) -> Member:
-        """The manifest itself as an entry of another. Raises: OSError where it is not there."""
+        """The manifest itself as an entry of another. Raises: OSError if it does not exist."""
         return Member(self.name, *_sum(os.path.join(folder, self.name)))
 
 
 class FileSet:
-    """New content of a set of files in a folder: write to `file(n)`, then `commit`; `close` drops what was not.
+    """New content of a set of files in a folder: write to `file(n)`, then `commit`; `close` discards uncommitted files.
 
     Args:
-      folder: which is there. Links in it are replaced, not followed.
-      manifest: of this kind of set.
-      names: of the members, each in two parts, between which a tag may stand: ("model", ".safetensors").
+      folder: an existing folder. Links in it are replaced, not followed.
+      manifest: the manifest of this kind of set.
+      names: names of the members, split where a tag is inserted: ("model", ".safetensors").
       what, error: as of `replace_file`.
-      rivals: manifests of other kinds of sets, which this one replaces.
+      rivals: manifests of other kinds of sets that this one replaces.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class FileSet:
         self.owned = re.compile("|".join(m.owned for m in (manifest, *rivals)), re.DOTALL)
         self.staged: list[Replacement] = []
         try:
-            for _ in names:  # all have temporary names of the manifest's, which the next writer knows
+            for _ in names:  # temporary names derive from the manifest's, so that the next writer recognises them
                 self.staged.append(Replacement(self._path(manifest.name), what, error, follow=False))
             for rival in rivals:
                 remove_stale(self.folder, rival.name, rival.journal)
@@ -127,24 +127,24 @@ class FileSet:
             raise
 
     def file(self, number: int) -> BinaryIO:
-        """The file in which a member is to be written."""
+        """The open file of member `n`."""
         return self.staged[number].file
 
     def faults(self) -> AbstractContextManager[str]:
-        """In it a fault of the system is one of `error`."""
+        """Context in which OSErrors are raised as `error`."""
         return faults_of(self._path(self.manifest.name), self.what, "written", self.error)
 
     def flush(self) -> None:
-        """Bring all members to the disk."""
+        """Sync all members to disk."""
         for one in self.staged:
             one.flush()
 
     def commit(self, content: Callable[[Sequence[Member], Sequence[Member]], bytes] | None) -> list[str]:
-        """Make what was written the set that readers find.
+        """Replace the set that readers see by the members written.
 
         Args:
-          content: (members, manifests of other kinds that it replaces) -> the manifest. None: there is one member,
-            which replaces an older one by its name, and an older set with its manifest.
+          content: (members, manifests of other kinds that it replaces) -> the manifest. None: a single member without
+            a manifest, which replaces an older file of its name and an older set with its manifest.
         Returns: the names of the members.
         """
         self.flush()
@@ -152,13 +152,13 @@ class FileSet:
         with self.faults(), locked(self.folder):
             self._finish_killed()
             replaced = [r.entry(self.folder) for r in self.rivals if os.path.isfile(self._path(r.name))]
-            old = {*plain, *self._named_before()}
+            old = {*plain, *self._stale_names()}
             journal = self.manifest.journal
             self._replace(journal, json.dumps(sorted(old)).encode())
             stale = [r.journal for r in self.rivals] + [journal]
             if content is None:
                 self._rename(plain)
-                for manifest in (*self.rivals, self.manifest):  # first of all: from here on readers find the new one
+                for manifest in (*self.rivals, self.manifest):  # the commit point: from here on readers see the new set
                     if manifest is self.manifest or manifest.name in old:
                         remove_file(self._path(manifest.name))
                 self._remove({*old, *stale}, plain)
@@ -178,17 +178,18 @@ class FileSet:
             return plain if linked else tagged
 
     def close(self) -> None:
-        """End it; what was not committed is gone."""
+        """Close all files and discard uncommitted ones."""
         for one in self.staged:
             one.close()
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ steps of a commit
 
     def _path(self, name: str) -> str:
         return os.path.join(self.folder, name)
 
-    def _named_before(self) -> list[str]:
-        """What is stale soon, by manifests and journals of killed writers: members, and manifests of other kinds."""
+    def _stale_names(self) -> list[str]:
+        """Names that become stale, from manifests and from journals of killed writers: members and manifests of other
+        kinds."""
         earlier_names: list[str] = []
         for manifest in (self.manifest, *self.rivals):
             members = manifest.members(self.folder)
@@ -199,7 +200,7 @@ class FileSet:
         return earlier_names
 
     def _finish_killed(self) -> None:
-        """Remove a set that a killed writer replaced by one of another kind, so that there is one set."""
+        """Remove a set that a killed writer had already replaced by one of another kind, so that one set remains."""
         for old in (self.manifest, *self.rivals):
             for new in (self.manifest, *self.rivals):
                 if new is not old and new.replaced(self.folder, old) and (members := old.members(self.folder)):
@@ -222,14 +223,14 @@ class FileSet:
             replacement.close()
 
     def _remove(self, old: Collection[str], used: Collection[str]) -> None:
-        """Remove what is stale: older members, and files of the set's pattern; the journal last, if it is one."""
+        """Remove stale files: members of earlier sets and files that match the set's pattern; the journal last."""
         for name in sorted(os.listdir(self.folder), key=self.manifest.journal.__eq__):
             if name not in used and (name in old or self.owned.fullmatch(name)):
                 remove_file(self._path(name))
         sync_folder(self.folder)
 
     def _link(self, tagged: Sequence[str], plain: Sequence[str]) -> bool:
-        """Give members their own names besides; False where the file system has no links."""
+        """Link members under their final names; False if the file system has no links."""
         try:
             for old, new in zip(tagged, plain, strict=True):
                 link_file(self._path(old), self._path(new))
@@ -241,18 +242,18 @@ class FileSet:
 
 
 def replaced_by(folder: str | os.PathLike[str], manifest: Manifest, rivals: Iterable[Manifest]) -> str:
-    """The name of another manifest whose set was written over the one of `manifest`; "" where that is the latest."""
+    """The name of the manifest whose set replaced that of `manifest`; "" if `manifest` is the latest."""
     path = os.fspath(folder)
     return next((rival.name for rival in rivals if rival.replaced(path, manifest)), "")
 
 
 def checked(folder: str | os.PathLike[str], entry: object, what: str, error: type[Exception], sums: bool = True) -> str:
-    """The path of a member that a manifest names, if it is the file that was written.
+    """The path of a member that a manifest names, if its size and sum match.
 
     Args:
-      entry: what the manifest says of it.
-      sums: whether its content is read to compare its CRC-32, besides its size.
-    Raises: `error` for no such entry, and a file that is missing or another, with both sizes or sums.
+      entry: its entry in the manifest.
+      sums: whether to compare its CRC-32 as well as its size.
+    Raises: `error` for a missing entry or file, or a mismatch, with both sizes or sums.
     """
     match entry:
         case {"name": str(name), "bytes": int(size), "crc32": str(crc)} if os.path.basename(name) == name != "":
@@ -284,7 +285,7 @@ def plain_name(name: str) -> str:
 
 
 def _read(folder: str, name: str, entries: Callable[[bytes], Iterable[Any]]) -> list[Any]:
-    """What a manifest or a journal says; nothing where it can't be read, or is another program's."""
+    """The entries of a manifest or a journal; empty if it can't be read or belongs to another program."""
     with suppress(OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError):
         path = os.path.join(folder, name)
         with open(path if os.path.isfile(path) else os.devnull, "rb") as file:
@@ -293,7 +294,7 @@ def _read(folder: str, name: str, entries: Callable[[bytes], Iterable[Any]]) -> 
 
 
 def _sum(path: str) -> tuple[int, str]:
-    """Bytes and CRC-32 of a file."""
+    """The size of a file in bytes and its CRC-32."""
     count = total = 0
     with open(path, "rb") as file:
         while part := file.read(READ_BYTES):

@@ -1,7 +1,7 @@
-"""Versions of files: whether what is read of several files, or at several times, is of one moment.
+"""File versions: consistent reads of several files, or of one file at several times.
 
-Others may write files while they are read. A version is what tells a file from one that replaced it, or was written
-over it; `open_file` of `meshlib.core.files` notes those that it opens for `at_one_moment`.
+Other processes may write files while they are read. A version distinguishes a file from a replacement or an
+overwritten state; `open_file` of `meshlib.core.files` records those of the files that it opens for `at_one_moment`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import TypeAlias, TypeVar, cast
 T = TypeVar("T")
 
 FileId: TypeAlias = tuple[int, int, int, int]
-ATTEMPTS = 6  # to read files as they are at one moment
+ATTEMPTS = 6  # retries of a consistent read
 opened_files: ContextVar[list[tuple[str, FileId]] | None] = ContextVar("opened_files", default=None)
 
 
 def file_id(status: os.stat_result) -> FileId:
-    """What tells a file from one that replaced it, or was written over it: device, inode, size, time of writing."""
+    """The version of a file: device, inode, size and modification time."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def file_ids(paths: Iterable[str]) -> dict[str, FileId]:
-    """Those of files, as far as they are there."""
+    """The versions of the files that exist, by path."""
     known = {}
     for path in paths:
         with suppress(OSError):
@@ -35,7 +35,7 @@ def file_ids(paths: Iterable[str]) -> dict[str, FileId]:
 
 
 def check_same(status: os.stat_result, same: FileId | None, path: str, what: str, error: type[Exception]) -> None:
-    """Raise `error` if an open file is not the one that it was; None: nothing is known."""
+    """Raise `error` if an open file is not the expected version; None: any version."""
     if same is not None and file_id(status) != same:
         raise error(
             f"{what}: {path} was written again while it was read: it had {same[2]:,} bytes, and has "
@@ -44,11 +44,11 @@ def check_same(status: os.stat_result, same: FileId | None, path: str, what: str
 
 
 def at_one_moment(read: Callable[[], T], what: str, error: type[Exception]) -> T:
-    """What `read` returns of several files, each of which is still what it was when the last one was read.
+    """The result of `read`, repeated until none of the files that it opened changed meanwhile.
 
-    So a set of files is read as one writer left it. Where a writer was at work, `read` is called again, a few times.
+    So a set of files is read as one writer left it. `read` is retried a few times while a writer is active.
 
-    Raises: whatever `read` raises of files that nobody writes; `error` if there was a writer each time.
+    Raises: exceptions of `read` on unchanged files; `error` if a file changed in every attempt.
     """
     around, changed = opened_files.get(), ""
     for attempt in range(ATTEMPTS):

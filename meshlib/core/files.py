@@ -1,7 +1,7 @@
 """Atomic files: written under a temporary name beside the target, flushed, and renamed.
 
-Only regular files are read or replaced: renaming over a device would remove it for everyone, and a pipe may have
-nobody at its other end. Links are followed, and stay links.
+Only regular files are read or replaced: renaming over a device would remove it for everyone, and opening a pipe may
+block forever. Symbolic links are followed and remain links.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from meshlib.core.file_versions import FileId, check_same, file_id, opened_files
 
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.saving", re.DOTALL)
 MOST_LINE_BYTES = 16 * 2**20
-_NAME_BYTES = 200  # of the target's name in a temporary one: file systems take 255, and something is added
+_NAME_BYTES = 200  # bytes of the target's name in a temporary name: file systems allow 255, and a suffix is added
 
 
 def replace_file(path: object, write: Callable[[BinaryIO], object], what: str, error: type[Exception]) -> str:
-    """Give the file `path` new content, or leave it as it was.
+    """Replace the content of the file `path`, or leave it unchanged on an error.
 
     Args:
-      path: text or a pathlib.Path; its folder must exist. A link stays a link, and its target is replaced.
+      path: str or pathlib.Path; its folder must exist. A link stays a link, and its target is replaced.
       write: writes the content to an open binary file.
-      what: who asks, as messages begin.
-      error: what to raise.
-    Returns: the path of the file itself, with no link in it.
-    Raises: `error` if the path is none, names something else than a regular file, or can't be written; whatever `write`
-      raises but OSError. A killed writer leaves a file beside the target, which the next call removes.
+      what: the caller, at the beginning of messages.
+      error: the exception type to raise.
+    Returns: the resolved path of the file.
+    Raises: `error` if `path` is no path, is not a regular file, or can't be written; exceptions of `write` other than
+      OSError. A killed writer leaves a temporary file, which the next call removes.
     """
     replacement = Replacement(path, what, error)
     try:
@@ -52,12 +52,12 @@ def replace_file(path: object, write: Callable[[BinaryIO], object], what: str, e
 
 
 class Replacement:
-    """New content of a file, that is written under a temporary name until `finish`: arguments and faults as above.
+    """New content of a file, written under a temporary name until `finish`; arguments and errors as in `replace_file`.
 
-    Several may be written for one target at once; each has a file of its own, and the last to finish stays. `finish`
-    gives the file its name, `close` ends it, and drops what was not finished.
+    Several writers may replace one target at once, each with a temporary file; the last to finish wins. `finish`
+    renames the file, `close` closes it and removes it if unfinished.
 
-    follow: whether the target of a link is replaced; else the link itself is.
+    follow: whether to replace the target of a link instead of the link.
     """
 
     def __init__(self, path: object, what: str, error: type[Exception], follow: bool = True) -> None:
@@ -70,34 +70,34 @@ class Replacement:
         self.finished = False
 
     def faults(self) -> contextlib.AbstractContextManager[str]:
-        """In it a fault of the system is one of `error`."""
+        """Context in which OSErrors are raised as `error`."""
         return faults_of(self.path, self.what, "written", self.error)
 
     def flush(self) -> None:
-        """Bring what was written to the disk."""
+        """Sync the written data to disk."""
         with self.faults():
             self.file.flush()
             changing("fsync", self.temporary)
             os.fsync(self.file.fileno())
 
     def finish(self) -> None:
-        """Give the file its name."""
+        """Sync the file, rename it to the target, and sync the folder."""
         self.flush()
         self.rename()
         with self.faults():
             sync_folder(os.path.dirname(self.target))
 
     def rename(self) -> None:
-        """Give the file its name, which is on the disk when its folder is."""
+        """Rename the file to the target; durable once its folder is synced."""
         with self.faults():
             if os.name == "nt":
-                self.file.close()  # Windows renames no open file
+                self.file.close()  # Windows can't rename open files
             changing("rename", self.target)
-            os.replace(self.temporary, self.target)  # else before the lock goes
+            os.replace(self.temporary, self.target)  # elsewhere before the lock is released
             self.finished = True
 
     def close(self) -> None:
-        """End it; what has no name yet is gone."""
+        """Close the file, and remove it if unfinished."""
         if not self.finished:
             with suppress(OSError):
                 changing("unlink", self.temporary)
@@ -107,14 +107,14 @@ class Replacement:
 
 
 def changing(call: str, path: str) -> None:
-    """Called before each system call that changes a file or a folder, so that tests can end the process there."""
+    """Hook called before each system call that changes a file or folder, so that tests can kill the process there."""
 
 
 def sync_folder(folder: str) -> None:
-    """Bring the names in a folder to the disk."""
+    """Sync the entries of a folder to disk."""
     if os.name == "nt":
         return
-    with suppress(PermissionError):  # a folder that may be written, not read
+    with suppress(PermissionError):  # a folder with write but no read permission
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             changing("fsync", folder)
@@ -124,20 +124,20 @@ def sync_folder(folder: str) -> None:
 
 
 def remove_file(path: str) -> None:
-    """Remove a file, if it is there."""
+    """Remove a file if it exists."""
     with suppress(FileNotFoundError):
         changing("unlink", path)
         os.unlink(path)
 
 
 def link_file(path: str, new: str) -> None:
-    """Give a file another name besides. Raises: OSError where there are no such links, or the name is taken."""
+    """Hard-link a file under another name. Raises: OSError if links are not supported or the name exists."""
     changing("link", new)
     os.link(path, new)
 
 
 def make_folder(folder: object, what: str, error: type[Exception]) -> str:
-    """Make a folder and those around it where they are not there; its path. Raises: `error` where it can't be made."""
+    """Create a folder and its parents if missing; returns its path. Raises: `error` if it can't be created."""
     try:
         path = os.fspath(folder)  # type: ignore[call-overload]
         if not path:
@@ -163,14 +163,14 @@ _REMEDIES = {
 
 
 def file_remedy(fault: Exception, path: object, written: bool = True) -> str:
-    """The end of a message about a fault of the system: what to do about it, or ""."""
+    """The remedy at the end of a message about an OSError, or ""."""
     if isinstance(fault, FileNotFoundError):
         return missing_file(str(path), written)
     return _REMEDIES.get(getattr(fault, "errno", None) or 0, "")
 
 
 def missing_file(path: str, written: bool = False) -> str:
-    """The end of a message about a file that is not there: the folder that is missing, or a name like it that exists.
+    """The end of a message about a missing file: the missing folder, or a similar name that exists.
 
     >>> missing_file("/nowhere/x/y.json")
     '; there is no folder /nowhere'
@@ -188,7 +188,7 @@ def missing_file(path: str, written: bool = False) -> str:
 
 
 def append_line(path: object, text: str, what: str, error: type[Exception]) -> None:
-    """Add a line to a file, which is made where it is not there; whoever is killed leaves a part of that line."""
+    """Append a line to a file, creating it if missing; a killed writer leaves a truncated line."""
     with faults_of(path, what, "written", error) as target, open(target, "ab") as file:
         changing("append", target)
         file.write(f"{text}\n".encode())
@@ -196,7 +196,8 @@ def append_line(path: object, text: str, what: str, error: type[Exception]) -> N
 
 @contextlib.contextmanager
 def locked(path: str, wait: bool = True) -> Iterator[bool | None]:
-    """Hold the lock of a file or a folder: True; False if another process has it; None where there are no locks."""
+    """Context with the lock of a file or folder: True; False if another process has it; None if locks are not
+    supported."""
     if os.name == "nt":
         yield None
         return
@@ -209,15 +210,15 @@ def locked(path: str, wait: bool = True) -> Iterator[bool | None]:
 
 @contextlib.contextmanager
 def claimed(path: str) -> Iterator[int | None]:
-    """Hold a file that only one process may hold: None, or the id of the process that holds it (0 if unknown).
+    """Context with exclusive ownership of a lock file: None, or the process id of the current owner (0 if unknown).
 
-    The file has the id of its holder, and is removed at the end. A killed holder leaves it, and holds it no more.
+    The file has the id of its owner and is removed at the end. A killed owner leaves the file, but not the lock.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         if _lock(descriptor, wait=False) is False or _same(descriptor, path):
             break
-        os.close(descriptor)  # its holder removed it in the moment before the lock
+        os.close(descriptor)  # removed by its owner before this process locked it
     try:
         if _lock(descriptor, wait=False) is False:
             text = os.read(descriptor, 20)
@@ -235,7 +236,8 @@ def claimed(path: str) -> Iterator[int | None]:
 
 
 def most_unpacked_bytes(packed_bytes: int) -> int:
-    """What a compressed file may become: 16 times its size, or 64 MiB. Digits pack to a fifth, zeros to 1/1000."""
+    """Limit of the size of an uncompressed file: 16 times the compressed one, or 64 MiB. Digits pack to a fifth, zeros
+    to 1/1000."""
     return max(64 * 2**20, 16 * packed_bytes)
 
 
@@ -243,12 +245,11 @@ def most_unpacked_bytes(packed_bytes: int) -> int:
 def open_file(
     path: object, what: str, error: type[Exception], most_bytes: int | None = None, same: FileId | None = None
 ) -> Iterator[tuple[BinaryIO, str]]:
-    """The file `path`, open for reading, and its own path with no link in it. Arguments and faults as above.
+    """The file `path`, open for reading, and its resolved path. Arguments and errors as in `replace_file`.
 
     Args:
-      same: the file that it was when something else was read of it.
-    Raises: `error` for what is no regular file, such as a pipe or a device, for more than `most_bytes`, and for another
-      file than `same`.
+      same: the expected version (`file_id`), from an earlier read of the file.
+    Raises: `error` if it is no regular file (a pipe, a device), exceeds `most_bytes`, or is not the version `same`.
     """
     with faults_of(path, what, "read", error) as target, open(target, "rb") as file:
         status = os.fstat(file.fileno())
@@ -262,7 +263,7 @@ def open_file(
 
 
 def lines_of(file: BinaryIO, path: object, what: str, error: type[Exception]) -> Iterator[bytes]:
-    """The lines of an open file, each with its end. Raises: `error` for a line of more than `MOST_LINE_BYTES`."""
+    """The lines of an open file, with line ends. Raises: `error` for a line of more than `MOST_LINE_BYTES`."""
     for number in count(1):
         line = file.readline(MOST_LINE_BYTES + 1)
         if len(line) > MOST_LINE_BYTES:
@@ -274,7 +275,7 @@ def lines_of(file: BinaryIO, path: object, what: str, error: type[Exception]) ->
 
 @contextlib.contextmanager
 def faults_of(path: object, what: str, done: str, error: type[Exception]) -> Iterator[str]:
-    """The path of the file itself; a fault of the system in what follows is one of `error`."""
+    """Context with the resolved path, in which OSErrors are raised as `error`."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str) or not text:
         raise error(f"{what}: the path must be text or a pathlib.Path, got {type(path).__name__} {path!r:.80}")
@@ -297,7 +298,7 @@ def faults_of(path: object, what: str, done: str, error: type[Exception]) -> Ite
 
 
 def _check_regular(path: str) -> None:
-    """Raise OSError if there is something at the path, or at the end of its links, that is no regular file."""
+    """Raise OSError if the path, with links followed, exists and is no regular file."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
@@ -310,13 +311,13 @@ def _check_regular(path: str) -> None:
 
 
 def _stem(name: str) -> str:
-    """What stands for the target in the names of its temporary files, which are longer than its own."""
+    """The target's name in the names of its temporary files, or a digest of it if it is too long."""
     raw = os.fsencode(name)
     return name if len(raw) <= _NAME_BYTES else blake2b(raw, digest_size=16).hexdigest()
 
 
-class _Written(io.FileIO):
-    """A file each of whose writes is announced."""
+class _AnnouncedFile(io.FileIO):
+    """A file that calls `changing` before each write."""
 
     def write(self, data: Any, /) -> int:
         changing("write", str(self.name))
@@ -324,7 +325,7 @@ class _Written(io.FileIO):
 
 
 def _temporary(folder: str, name: str) -> tuple[BinaryIO, str]:
-    """A new locked file beside the target, and its path."""
+    """A new locked temporary file beside the target, and its path."""
     while True:
         path = os.path.join(folder, f".{_stem(name)}.{secrets.token_hex(4)}.saving")
         changing("create", path)
@@ -332,8 +333,8 @@ def _temporary(folder: str, name: str) -> tuple[BinaryIO, str]:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
         except FileExistsError:
             continue
-        file = io.BufferedWriter(_Written(path, "wb", opener=partial(_opened, descriptor)))
-        # Another writer may take the file for a stale one in the moment before the lock: then it is gone.
+        file = io.BufferedWriter(_AnnouncedFile(path, "wb", opener=partial(_opened, descriptor)))
+        # Another writer may have removed the file as stale before it was locked.
         if _lock(descriptor, wait=True) is None or _same(descriptor, path):
             return file, path
         file.close()
@@ -344,20 +345,17 @@ def _opened(descriptor: int, path: str, flags: int) -> int:
 
 
 def remove_stale(folder: str, *names: str) -> None:
-    """Remove what killed writers left: temporary files that no one has locked; those of targets of these names alone.
-
-    Without names it removes all of them.
-    """
+    """Remove unlocked temporary files of killed writers: those of the targets `names`, or all of them without names."""
     stems = [f".{_stem(name)}." for name in names]
     try:
         there = os.listdir(folder)
-    except PermissionError:  # a folder that may be written, not read
+    except PermissionError:  # a folder with write but no read permission
         return
     for entry in there:
         if not TEMPORARY.fullmatch(entry) or (stems and entry[: -len("0123abcd.saving")] not in stems):
             continue
         path = os.path.join(folder, entry)
-        with suppress(OSError):  # another writer removed or finished it
+        with suppress(OSError):  # removed or finished by another writer
             descriptor = os.open(path, os.O_RDWR)
             try:
                 if _lock(descriptor, wait=False) and _same(descriptor, path):
@@ -368,7 +366,7 @@ def remove_stale(folder: str, *names: str) -> None:
 
 
 def _lock(descriptor: int, wait: bool) -> bool | None:
-    """Lock an open file until it is closed; False if another process has it, None where there are no such locks."""
+    """Lock an open file until it is closed; False if another process has it, None if locks are not supported."""
     if sys.platform == "win32":
         return None
     import fcntl
@@ -383,7 +381,7 @@ def _lock(descriptor: int, wait: bool) -> bool | None:
 
 
 def _same(descriptor: int, path: str) -> bool:
-    """Whether `path` is still the open file."""
+    """True if `path` still names the open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:

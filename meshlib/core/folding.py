@@ -1,7 +1,7 @@
-"""Repeated runs in listings and tables: layers that are written one after another are shown once, with "x32".
+"""Folding of repeated runs in listings and tables: identical layers are shown once, with "x32".
 
-What differs in the numbers of its names alone is alike. Of rows of a table, alike ones are one row wherever they stand;
-of a listing, whose order matters, a run of lines that repeats is shown once where it begins.
+Names that differ only in their numbers are alike. Alike rows of a table are merged wherever they are; in a listing,
+whose order matters, a repeated run of lines is shown once, where it begins.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-LEAST_SAVED = 24  # lines that folding a run must save
-PERIODS = 64  # distances to equal lines that are tried as the period of a run
+LEAST_SAVED = 24  # least number of lines that folding a run must save
+PERIODS = 64  # distances to equal lines tried as the period of a run
 
 
 class RepeatedLines(NamedTuple):
-    """`times` adjacent repetitions of `length` lines, from line `first` on."""
+    """`times` consecutive repetitions of `length` lines, beginning at line `first`."""
 
     first: int
     length: int
@@ -27,7 +27,7 @@ class RepeatedLines(NamedTuple):
 
 @lru_cache(maxsize=1 << 14)
 def name_pattern(name: str) -> str:
-    """A name without its numbers.
+    """A name with its numbers removed.
 
     >>> name_pattern("layer_12/attention/q/kernel")
     'layer_/attention/q/kernel'
@@ -36,7 +36,7 @@ def name_pattern(name: str) -> str:
 
 
 def alike(rows: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
-    """Rows in groups of equal keys, in the order of the first of each.
+    """Rows grouped by equal keys; groups in the order of their first rows.
 
     >>> alike(["w1", "x", "w2"], name_pattern)
     [['w1', 'w2'], ['x']]
@@ -48,7 +48,7 @@ def alike(rows: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
 
 
 def times_text(text: str, times: int) -> str:
-    """A text, with "x32" where it stands for so many.
+    """`text`, followed by "x32" if it stands for several.
 
     >>> times_text("w", 1), times_text("w", 32)
     ('w', 'w x32')
@@ -57,25 +57,25 @@ def times_text(text: str, times: int) -> str:
 
 
 def runs(keys: Sequence[Hashable], least_saved: int = LEAST_SAVED) -> Iterator[RepeatedLines]:
-    """All lines in order, as runs: those that repeat and save at least `least_saved` lines, others one by one.
+    """Partition of the lines into runs: repetitions that save at least `least_saved` lines, and single lines.
 
-    Of several runs that begin at a line it is the one that saves most, of equal ones that with the shortest period.
+    Of several runs that begin at a line the one that saves most is taken, on ties the one with the shortest period.
 
     >>> list(runs("xababab", least_saved=4))
     [RepeatedLines(first=0, length=1, times=1), RepeatedLines(first=1, length=2, times=3)]
     """
     numbers: dict[Hashable, int] = {}
     lines = [numbers.setdefault(key, len(numbers)) for key in keys]
-    places: dict[int, list[int]] = {}
+    positions: dict[int, list[int]] = {}
     for n in reversed(range(len(lines))):
-        places.setdefault(lines[n], []).append(n)
-    ends: dict[int, int] = {}  # by distance: up to where lines are equal to those so far behind them
+        positions.setdefault(lines[n], []).append(n)
+    ends: dict[int, int] = {}  # distance -> line up to which lines equal those `distance` later
     at = 0
     while at < len(lines):
-        places[lines[at]].pop()
+        positions[lines[at]].pop()
         best = RepeatedLines(at, 1, 1)
-        for other in places[lines[at]][: -PERIODS - 1 : -1]:
-            length = other - at
+        for next_equal in positions[lines[at]][: -PERIODS - 1 : -1]:
+            length = next_equal - at
             if ends.get(length, 0) <= at:
                 ends[length] = _end(lines, at, length)
             run = RepeatedLines(at, length, (ends[length] - at) // length + 1)
@@ -83,12 +83,12 @@ def runs(keys: Sequence[Hashable], least_saved: int = LEAST_SAVED) -> Iterator[R
                 best = run
         yield best
         for n in range(at + 1, at + best.length * best.times):
-            places[lines[n]].pop()
+            positions[lines[n]].pop()
         at += best.length * best.times
 
 
 def _end(lines: Sequence[int], first: int, distance: int) -> int:
-    """The first line from `first` on that differs from the one so far behind it."""
+    """The first line from `first` on that differs from the one `distance` lines later."""
     end = first
     while end + distance < len(lines) and lines[end] == lines[end + distance]:
         end += 1

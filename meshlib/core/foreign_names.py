@@ -1,11 +1,11 @@
-"""Names from NumPy, JAX, PyTorch and Mesh TensorFlow, and their counterparts here."""
+"""Names from NumPy, JAX, PyTorch and Mesh TensorFlow, with their counterparts in this library."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection
 
-# Attributes of arrays, and what to write for a tensor x.
+# Array attributes -> the expression for a tensor x.
 OF_TENSORS = {
     "T": "mtf.transpose(x, ...); dims go by name, so einsum needs none",
     "astype": "mtf.cast(x, dtype)",
@@ -28,7 +28,7 @@ OF_TENSORS = {
     "to": "mtf.cast(x, dtype)",
     "view": "mtf.reshape(x, ...)",
 }
-# Functions of NumPy, JAX, PyTorch and TensorFlow.
+# Functions of NumPy, JAX, PyTorch and TensorFlow -> the counterpart here.
 OF_OTHERS = {
     "Dataset": "mtf.Batches",
     "grad": "mtf.gradients",
@@ -55,7 +55,7 @@ _POOL = "mtf.max_pool, avg_pool or pool"
 _PRINTED = "mtf.Print(x, data, message), or fetch the tensor: mtf.lower({name: x})"
 _LISTED = "print(program), and mtf.estimate(program, slice).table() with every count"
 _PLACED = "hardware.best_placement(slice, axes, demands); mtf.estimate places the axes of a mesh on the torus itself"
-# Public names of Mesh TensorFlow that are other names here. Of `SomethingOperation`, `OF_OPERATIONS` has the rest.
+# Public names of Mesh TensorFlow that differ here; `OF_OPERATIONS` covers `SomethingOperation` classes.
 OF_MESH_TENSORFLOW = {
     "Assign": _ASSIGN,
     "BinaryOpWithBroadcasting": _BINARY,
@@ -133,7 +133,7 @@ OF_MESH_TENSORFLOW = {
 _MASKS, _CACHES = "scores=mtf.layers.Scores({})", "mtf.generate(config, prompts, state), which has caches"
 _LOCAL, _HALO = "mtf.layers.local_attention_{}d(q, k, v, ...)", "mtf.halo_exchange(x, ...)"
 _SCHEDULES = "mtf.optimize.piecewise, product, warmup_then_decay, ...: lr= of every optimizer"
-# Of mesh_tensorflow.layers and mesh_tensorflow.optimize.
+# Names of mesh_tensorflow.layers and mesh_tensorflow.optimize.
 OF_LAYERS_AND_OPTIMIZERS = {
     "AdafactorWithMultiLRSchedule": _SCHEDULES,
     "AdamWithMultiLRSchedule": _SCHEDULES,
@@ -169,7 +169,7 @@ OF_LAYERS_AND_OPTIMIZERS = {
     "unit_scaling_convention": "mtf.layers.us_einsum, always of unit scale",
     "weights_nonzero": "mtf.cast(mtf.not_equal(targets, 0), dtype)",
 }  # fmt: skip
-# Functions whose names differ from those of the classes of Mesh TensorFlow's operations.
+# Operation classes of Mesh TensorFlow -> functions whose names differ.
 OF_OPERATIONS = {
     "generic_grad": "gradients",
     "import": "input",
@@ -185,7 +185,7 @@ OF_OPERATIONS = {
 
 
 def of_module(name: str, public: Collection[str]) -> str:
-    """What to write for a name that the library does not have; "" where nobody knows.
+    """The counterpart of a name that the library does not have; "" if unknown.
 
     Args:
       public: names that the library has.
@@ -205,7 +205,7 @@ def of_module(name: str, public: Collection[str]) -> str:
     return f"mtf.{functions}" if functions else ""
 
 
-# Arguments, and what to say to them.
+# Argument names of other libraries -> the hint in messages.
 OF_ARGUMENTS = {
     "axis": "dims go by name: reduced_dim=, output_shape= or dim=",
     "dims": "dims go by name: reduced_dim=, output_shape= or dim=",
@@ -216,11 +216,11 @@ OF_ARGUMENTS = {
         "write numerics=mtf.Numerics(variable, slice, activation)",
     ),
 }
-# Calls that do not fit, and what to write.
+# Calls with foreign signatures -> the hint in messages.
 OF_CALLS = {
     "Mesh": "a graph has no mesh: mtf.Mesh('rows:2;cols:4') is axes alone, for mtf.lower(y, mesh=..., layout=...)",
 }
-# NumPy's names of what goes by another name here.
+# NumPy names of operations that are named differently here.
 OF_NUMPY = {
     "absolute": "abs",
     "concatenate": "concat",

@@ -1,11 +1,11 @@
-"""Python's cyclic garbage collector, paused while a plan is made.
+"""Python's cyclic garbage collector, paused during planning.
 
-A plan is many small objects, nearly all of which stay until it is done: the collector would look through them again
-and again, and find nothing, for an eighth of the time that it takes to plan a step of DeepSeek-V3 or ResNet-50. Pausing
-it alone moves that cost to the user's next allocation, at which all that is new is looked at. So what is new at the end
-joins the oldest generation, unlooked at, and is counted. When the count exceeds a share of what was alive after the
-last full collection, as in CPython's own rule for its oldest generation, the call that planned collects. Bytes of
-constants are counted by themselves: a process with a million objects must not keep gigabytes in a few graphs.
+A plan consists of many small objects, nearly all of which live until it is done: the collector would traverse them
+repeatedly without freeing any, for an eighth of the time of planning a step of DeepSeek-V3 or ResNet-50. Pausing alone
+would move that cost to the user's next allocation. So new objects are moved to the oldest generation without being
+traversed, and counted. When the count exceeds a share of the objects alive after the last full collection, as in
+CPython's own rule for its oldest generation, planning ends with a full collection. Bytes of constants are counted
+separately: a process with a million objects must not keep gigabytes in a few graphs.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-SHARE = 2  # a collection when half as many objects, or bytes, have joined as were alive
-LEAST_OBJECTS = 500_000  # for which a collection is worth it: a few tens of MB
-FEW_OBJECTS = 10_000  # which the collector looks through within a millisecond: they stay in the youngest generation
-LEAST_BYTES = 32 * 2**20  # of arrays in graphs: a graph of few operations may have large constants
+SHARE = 2  # collect when 1 / SHARE as many objects, or bytes, were added as were alive
+LEAST_OBJECTS = 500_000  # least number of new objects for a collection: a few tens of MB
+FEW_OBJECTS = 10_000  # traversed within a millisecond: these stay in the youngest generation
+LEAST_BYTES = 32 * 2**20  # least bytes of constants for a collection: a graph of few operations may have large ones
 
 
-class _Joined:
-    """Objects, and bytes of arrays in graphs, since the last full collection, and what was alive after it."""
+class _NewObjects:
+    """Objects and bytes of graph constants added since the last full collection, and alive after it."""
 
     def __init__(self) -> None:
         self.objects = self.objects_alive = 0
-        self.bytes = self.bytes_alive = 0  # `bytes_alive` is exact at any time, `bytes_before` as of that collection
+        self.bytes = self.bytes_alive = 0  # `bytes_alive` is current, `bytes_before` as of the last full collection
         self.bytes_before = 0
-        self.recount_after = 0  # new objects until frozen ones are counted again; positive while the user froze some
+        self.recount_after = 0  # new objects until a recount of frozen ones; > 0 while the user froze some
 
     def settle(self) -> None:
-        """Let new objects join the oldest generation; collect if there are enough of them, or of their bytes."""
+        """Move new objects to the oldest generation; collect if there are enough of them, or of their bytes."""
         new_objects = gc.get_count()[0]
         many_bytes = self.bytes > max(LEAST_BYTES, self.bytes_before // SHARE)
         if new_objects < FEW_OBJECTS and not many_bytes:
             return
         if self.recount_after <= 0:
-            self.recount_after = gc.get_freeze_count()  # walks through all of them
-        if self.recount_after:  # the user's, who would find them thawed: what is new goes the collector's own way
+            self.recount_after = gc.get_freeze_count()  # traverses all frozen objects
+        if self.recount_after:  # unfreezing would thaw the user's frozen objects: leave new objects to the collector
             self.recount_after = max(0, self.recount_after - new_objects)
             gc.collect(2 if many_bytes else 0)
             if many_bytes:
@@ -50,7 +50,7 @@ class _Joined:
             return
         self.objects += new_objects
         gc.freeze()
-        gc.unfreeze()  # two moves of whole lists, from all generations into none and from there into the oldest
+        gc.unfreeze()  # two splices of whole lists: all generations into the permanent one, and that into the oldest
         if many_bytes or self.objects > max(LEAST_OBJECTS, self.objects_alive // SHARE):
             gc.collect()
             gc.freeze()
@@ -59,22 +59,22 @@ class _Joined:
             gc.unfreeze()
 
     def release(self, byte_count: int) -> None:
-        """Count bytes as gone."""
+        """Subtract freed bytes."""
         self.bytes_alive -= byte_count
 
 
-_joined = _Joined()
+_joined = _NewObjects()
 
 
 def held(holder: object, byte_count: int) -> None:
-    """Note that `holder`, which only a collection frees, as it does graphs, has an array of so many bytes."""
+    """Count the bytes of an array of `holder`, such as a graph, which only a collection frees."""
     _joined.bytes += byte_count
     _joined.bytes_alive += byte_count
     weakref.finalize(holder, _joined.release, byte_count).atexit = False
 
 
 def uncollected(function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, while which runs nothing is collected, unless another thread lets the collector run.
+    """`function` with garbage collection paused, unless another thread enables it.
 
     >>> uncollected(gc.isenabled)(), gc.isenabled()
     (False, True)
@@ -82,12 +82,12 @@ def uncollected(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not gc.isenabled():  # paused further out, or by the user
+        if not gc.isenabled():  # paused by an outer call, or by the user
             return function(*args, **kwargs)
         gc.disable()
         try:
             result = function(*args, **kwargs)
-            _joined.settle()  # what a call that raised has made goes with its traceback
+            _joined.settle()  # after an exception, new objects are freed with its traceback
             return result
         finally:
             gc.enable()

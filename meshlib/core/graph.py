@@ -1,8 +1,8 @@
 """Graph, Tensor, Operation: the program as written, plain data without layouts or numbers.
 
-Operations are appended in the order in which the user's code runs, so the list is already a topological order.
-Each carries the name scope, the source line (`meshlib.core.source_lines` says whose) and the region (forward, backward,
-update) it belongs to: the lowering and every message need them.
+Operations are appended in the order in which the user's code runs, so the list is a topological order. Each carries
+its name scope, source line (see `meshlib.core.source_lines`) and region (forward, backward, update), which the lowering
+and every message need.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _region: ContextVar[tuple[str, Operation | None]] = ContextVar("region", default
 
 @dataclass(frozen=True)
 class TensorType:
-    """Shape and dtype: what shape rules take and return."""
+    """Shape and dtype: operands and results of shape rules."""
 
     shape: Shape
     dtype: DType
@@ -54,7 +54,7 @@ class TensorType:
         return TensorType(self.shape, self.dtype.of_cotangents)
 
 
-# What Python calls of the right operand, by NumPy's name of the operation.
+# NumPy name of an operation -> the reflected method that Python calls on the right operand.
 _REFLECTED = {
     "add": "__radd__", "subtract": "__rsub__", "multiply": "__rmul__", "true_divide": "__rtruediv__",
     "divide": "__rtruediv__", "floor_divide": "__rfloordiv__", "remainder": "__rmod__",
@@ -93,7 +93,7 @@ class Tensor(Shown):
 
     @property
     def on_host(self) -> bool:
-        """Whether the value lies in host memory: what `mtf.Remat(offload=...)` keeps for a gradient."""
+        """True if the value is in host memory, as values kept by `mtf.Remat(offload=...)` for a gradient are."""
         loop = self.operation.loop
         if loop is None:
             return bool(self.operation.attrs.get("on_host"))
@@ -137,13 +137,13 @@ class Tensor(Shown):
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # protocols that ask whether there is such a method
+        if name.startswith("_"):  # protocols that probe for a method of this name
             raise AttributeError(name)
         there = OF_TENSORS.get(name) or f"mtf.{name}(x, ...), if there is one"
         raise AttributeError(f"tensor '{self.name}' has no '{name}': {there}")
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        """`array * tensor` is the tensor's own product; no other function of NumPy takes a tensor."""
+        """`array * tensor` is the tensor's own product; other NumPy functions refuse tensors."""
         reflected = _REFLECTED.get(ufunc.__name__)
         if method == "__call__" and reflected and len(inputs) == 2 and inputs[1] is self and not options:
             return getattr(self, reflected)(inputs[0])
@@ -156,8 +156,8 @@ class Tensor(Shown):
             "and take what sim.step() returns"
         )
 
-    # The operators are set by meshlib.ops.pointwise.operators, where the operations they build are defined; their
-    # types are declared here.
+    # Operators are assigned by meshlib.ops.pointwise.operators, which defines their operations; their types are
+    # declared here.
     if TYPE_CHECKING:
 
         def __add__(self, other: Tensor | float) -> Tensor: ...
@@ -188,9 +188,9 @@ class Tensor(Shown):
 class Operation:
     """One step of the program: a record (`opdef`), its operands and attributes, and where it was written.
 
-    `name` is its path of scopes, `source` a line of the user's; in a gradient both are those of the operation whose
-    gradient it is, with "/grad" after the name. In the update region `source` is the line that asked for the update.
-    `owner` is the variable an update-region operation works for: its values live where that variable's slots do.
+    `name` is its scoped name, `source` the user's line; gradient operations take both from the differentiated
+    operation, with "/grad" after the name. In the update region `source` is the line that requested the update. `owner`
+    is the variable that an update-region operation updates: its values are sharded like that variable's slots.
 
     Example:
       >>> import meshlib as mtf
@@ -212,36 +212,36 @@ class Operation:
 
     @property
     def output(self) -> Tensor:
-        """The first output; most operations have no other."""
+        """The first output; most operations have only one."""
         return self.outputs[0]
 
     @property
     def loop(self) -> LoopRecord | None:
-        """What is repeated, if this is a loop."""
+        """The loop record, if this is a loop."""
         return self.attrs.get("loop")
 
     @property
     def public_outputs(self) -> tuple[Tensor, ...]:
-        """The outputs that the user knows of: not what a loop stacks up for its gradient."""
+        """The outputs that the user's code sees: not those that a loop stacks for its gradient."""
         loop = self.loop
         return self.outputs if loop is None else self.outputs[: len(loop.results)]
 
     @property
     def needs(self) -> Sequence[int]:
-        """The operands whose values it needs, by number: of a loop only those that its body computes with.
+        """The indices of the operands that are read: for a loop, those that its body computes with.
 
-        The others matter to gradients: they led to what the body is given.
+        The other operands of a loop only carry gradients to the values that the body is given.
         """
         loop = self.loop
         return range(len(self.inputs)) if loop is None else loop.needs
 
-    # A copy of one operation is a copy of its graph, which holds them in a row: chains of operands may be too long to
-    # be followed one call within another.
+    # Copying one operation copies its graph, which stores operations as a flat list: recursion along chains of operands
+    # could overflow the stack.
     def __getstate__(self) -> Graph:
         return self.graph
 
     def __setstate__(self, graph: Graph) -> None:
-        """Nothing to do: `Graph.__setstate__` fills its operations in."""
+        """A no-op: `Graph.__setstate__` restores its operations."""
 
     def __copy__(self) -> Operation:
         return self
@@ -254,7 +254,7 @@ class Operation:
 
 @dataclass(eq=False, repr=False)
 class Graph(Shown):
-    """The list of operations of one program; a context in which sources (`variable`, `input`, ...) are made.
+    """The list of operations of one program; also the context in which sources (`variable`, `input`, ...) are created.
 
     >>> with Graph() as graph:
     ...     pass
@@ -265,23 +265,23 @@ class Graph(Shown):
     operations: list[Operation] = field(default_factory=list)
     variables: dict[str, Operation] = field(default_factory=dict)
     inputs: dict[str, Operation] = field(default_factory=dict)
-    # gradient tensor -> the variable whose home (its slots') it takes
+    # gradient tensor -> the variable whose assigned sharding (that of its slots) it takes
     gradient_of: dict[Tensor, Operation] = field(default_factory=dict)
-    loop_body: LoopBody | None = None  # of a loop's body: what it is to the loop
-    # results of operations that were written again, of which the value is there already: what to take in their place.
-    # Gradients pass through the copies; the lowering drops those that nobody needs any more.
+    loop_body: LoopBody | None = None  # set if this graph is the body of a loop
+    # result of a rewritten operation -> the equal existing tensor. Gradients pass through the copies; the lowering
+    # drops those that are no longer needed.
     known: dict[Tensor, Tensor] = field(default_factory=dict)
-    # operations whose results the user never sees: see `meshlib.core.public_calls`
+    # operations whose results are hidden from the user: see `meshlib.core.public_calls`
     inner: set[Operation] = field(default_factory=set)
-    # the dims whose sizes the user named, where others came from elsewhere: a rule need not divide those; None: all
+    # dims whose sizes the user chose, if others were derived: rules must divide only these; None: all dims
     named_dims: frozenset[Dimension] | None = None
-    # dims whose size follows from an argument of what built the graph: how to choose it where {blocks} must divide them
+    # dim whose size follows from a builder argument -> remedy for that argument, if {blocks} must divide the size
     remedies: dict[str, str] = field(default_factory=dict)
-    # copies of operations of the forward pass that a backward pass computes again
+    # recomputed copies, in the backward pass, of forward operations
     again: set[Operation] = field(default_factory=set)
-    # runs of operations with a gradient of their own; inner ones come before those around them
+    # groups of operations with a custom gradient, inner ones before outer ones
     rewrites: list[Rewrite] = field(default_factory=list)
-    # of a loop's body: the scope that names its operations
+    # for the body of a loop: the scope of its operations
     scope: tuple[str, ...] = ()
     _counts: dict[str, int] = field(default_factory=dict)
     _tokens: list[Any] = field(default_factory=list)
@@ -302,7 +302,7 @@ class Graph(Shown):
 
     def __getstate__(self) -> dict[str, Any]:
         rows = [[getattr(op, f.name) for f in fields(Operation)] for op in self.operations]
-        # Whoever loads it is not inside its `with`.
+        # An unpickled graph is not an active context.
         return {**vars(self), "_tokens": [], "rows": rows}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -316,35 +316,35 @@ class Graph(Shown):
 
     @property
     def trainable_variables(self) -> tuple[Tensor, ...]:
-        """The stored values of all trainable variables, in the order in which they were declared."""
+        """The values of all trainable variables, in order of declaration."""
         return tuple(v.output for v in self.variables.values() if v.attrs["trainable"])
 
     @property
     def parent(self) -> Graph | None:
-        """Of a loop's body: the graph that holds the loop."""
+        """The graph with the loop whose body this is, else None."""
         return None if self.loop_body is None else self.loop_body.parent
 
     @property
     def root(self) -> Graph:
-        """The outermost graph, which holds the variables and inputs of the program."""
+        """The outermost graph, which has the variables and inputs of the program."""
         return self if self.parent is None else self.parent.root
 
     @property
     def around(self) -> tuple[Graph, ...]:
-        """This graph, and those of the loops around it."""
+        """This graph, followed by those of the enclosing loops."""
         return (self,) if self.parent is None else (self, *self.parent.around)
 
     @property
     def stacking(self) -> tuple[Dimension, ...]:
-        """The dims that variables made here have before their own: those of the loops that stack or hold them."""
+        """Leading dims of variables created here: those of the enclosing loops that stack or hold them."""
         return () if self.loop_body is None else (*self.loop_body.parent.stacking, *self.loop_body.first_dims)
 
     def outer_of(self, x: Tensor) -> Tensor | None:
-        """What `x`, a stand-in in a loop's body, stands for outside; None of other tensors."""
+        """The outer tensor for `x`, a stand-in in a loop body; None for other tensors."""
         return None if self.loop_body is None else self.loop_body.outside.get(x)
 
     def adopt(self, x: Tensor, name: str | None = None) -> Tensor:
-        """`x` as this graph sees it: itself, or the stand-in of a tensor from outside the loop."""
+        """`x` in this graph: itself, or the stand-in for a tensor from outside the loop."""
         body = self.loop_body
         if x.graph is self or body is None:
             return x
@@ -360,7 +360,7 @@ class Graph(Shown):
         return body.captured[outer]
 
     def unique_name(self, base: str) -> str:
-        """`base` inside the current scope, from the second use on with the first number that nobody took."""
+        """`base` in the current scope, with the first free number appended if it is taken."""
         scoped = "/".join((*_scopes.get(), base))
         name, n = scoped, self._counts.get(scoped, 0)
         if n:
@@ -380,14 +380,14 @@ class Graph(Shown):
         exact_name: str | None = None,
         last_outputs: Sequence[str] = (),
     ) -> Operation:
-        """Append an operation of known output types; `last_outputs` names the last of these, others are numbered."""
+        """Append an operation of known output types; `last_outputs` names its last outputs, the others are numbered."""
         checked_op_name(name, kind.name)
         region, owner = _region.get()
         full = exact_name or self.unique_name(name or kind.name)
         op = Operation(full, kind, tuple(inputs), attrs, self, region, source_line(), owner)
         parts = [*range(len(types) - len(last_outputs)), *last_outputs]
         names = [f"{full}:{part}" if i else full for i, part in enumerate(parts)]
-        outputs = tuple(Tensor(n, _one(t.shape), t.dtype, op) for n, t in zip(names, types, strict=True))
+        outputs = tuple(Tensor(n, _interned(t.shape), t.dtype, op) for n, t in zip(names, types, strict=True))
         object.__setattr__(op, "outputs", outputs)
         self.operations.append(op)
         record(op)
@@ -395,13 +395,13 @@ class Graph(Shown):
 
 
 @lru_cache(maxsize=1 << 12)
-def _one(shape: Shape) -> Shape:
-    """The first of all equal shapes: the types of a model's layers are compared by identity."""
+def _interned(shape: Shape) -> Shape:
+    """Interned shape: the types of a model's layers are compared by identity."""
     return shape
 
 
 def checked_op_name(name: object, what: str) -> None:
-    """Refuse the name of an operation that is neither None nor a word."""
+    """Refuse operation names other than None and non-empty strings without white space."""
     if name is not None and (not isinstance(name, str) or not name or any(c.isspace() for c in name)):
         raise GraphError(
             f"{what} ({source_line()}): the name must be a non-empty string without white space, got {name!r:.80}"
@@ -409,7 +409,7 @@ def checked_op_name(name: object, what: str) -> None:
 
 
 def current_graph(what: str) -> Graph:
-    """The innermost graph context; sources need it because they have no operand to find it through."""
+    """The innermost graph context, for sources, which have no operand to take a graph from."""
     graphs = _graphs.get()
     if not graphs:
         raise GraphError(f"{what} ({source_line()}) needs a graph: write it inside `with mtf.Graph() as graph:`")
@@ -417,29 +417,29 @@ def current_graph(what: str) -> Graph:
 
 
 def innermost(xs: Sequence[Tensor], what: str) -> Graph:
-    """The graph of an operation on `xs`: the deepest loop body among theirs, which must lie in one another.
+    """The graph for an operation on `xs`: the innermost loop body among their graphs, which must be nested.
 
-    In the function that writes a body it is that body, even if all of them come from outside.
+    While a body is being traced it is that body, even if all of `xs` come from outside.
     """
     deepest = max((x.graph for x in xs), key=lambda g: len(g.around))
     for x in xs:
         if x.graph not in deepest.around:
-            kept = next(y for y in xs if y.graph is deepest)
+            innermost_operand = next(y for y in xs if y.graph is deepest)
             raise GraphError(
                 f"{what} ({source_line()}): operand {x} ({x.operation.source}) belongs to another graph than "
-                f"{kept} ({kept.operation.source}); build both in one `with mtf.Graph()`"
+                f"{innermost_operand} ({innermost_operand.operation.source}); build both in one `with mtf.Graph()`"
             )
     writing = _graphs.get()[-1] if _graphs.get() else deepest
     return writing if deepest in writing.around else deepest
 
 
 def current_scope() -> tuple[str, ...]:
-    """The names of the scopes around, outermost first."""
+    """The names of the enclosing scopes, outermost first."""
     return _scopes.get()
 
 
 def scoped_name(name: str) -> str:
-    """`name` inside the current scope, never numbered; loops around it do not show in it."""
+    """`name` in the current scope, without a number and without the scopes of loops."""
     scope = _scopes.get()
     graph = _graphs.get()[-1] if _graphs.get() else None
     while graph is not None and graph.loop_body is not None:
@@ -462,7 +462,7 @@ def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
 def scope(name: str, reuse: bool = False) -> Iterator[None]:
     """Prefix the names of operations and variables made inside: `with mtf.scope("layer_0"):`.
 
-    With `reuse` every variable declared inside, and in scopes inside it, is the one that bears its name already.
+    With `reuse` every variable declared inside, including nested scopes, is the existing one of that name.
     Raises: GraphError if `name` is no non-empty string without white space.
     Example:
       >>> import meshlib as mtf
@@ -481,22 +481,22 @@ def scope(name: str, reuse: bool = False) -> Iterator[None]:
 
 
 def reusing() -> bool:
-    """Whether a scope around says that variables are those that are there already."""
+    """True if an enclosing scope reuses existing variables."""
     return _reuse.get()
 
 
 def absolute_scope(path: str) -> contextlib.AbstractContextManager[None]:
-    """Replace the whole scope: gradients and slots take the names of what they belong to, not of the caller."""
+    """Replace the whole scope, as for gradients and slots, which are named after their tensors, not their caller."""
     return _set(_scopes, tuple(p for p in path.split("/") if p))
 
 
 def region(name: str, owner: Operation | None = None) -> contextlib.AbstractContextManager[None]:
-    """Operations made inside belong to the region `name` (and work for the variable `owner`)."""
+    """Operations created inside belong to the region `name` (and update the variable `owner`)."""
     return _set(_region, (name, owner))
 
 
 def find_dim(x: Tensor, dim: Dimension | str, what: str) -> Dimension:
-    """The dim of `x` that `dim` names; sizes must agree when a `Dimension` is given."""
+    """The dim of `x` named by `dim`; if a `Dimension` is given, its size must agree."""
     name = dim.name if isinstance(dim, Dimension) else dim
     if not isinstance(name, str):
         raise GraphError(f"{what} ({source_line()}): expected a dim or its name, got {type(dim).__name__} {dim!r:.80}")

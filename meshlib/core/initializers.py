@@ -1,6 +1,6 @@
-"""Initial values and distributions of random numbers: functions of a key and global positions.
+"""Initial values and random distributions: functions of a key and global positions.
 
-Initializers are plain data that can be called, so that programs can be compared, copied and sent elsewhere.
+Initializers are callable dataclasses, so that programs can be compared, copied and pickled.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ Initializer = Callable[[Key, Shape, DType], Array]
 
 
 def make_key(*parts: object) -> Key:
-    """A 64-bit Threefry key from seed, name, step, trip: any change gives an unrelated stream."""
+    """A 64-bit Threefry key from seed, name, step, trip: changing any of them gives an independent stream."""
     digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
 def fold(key: Key, *numbers: int) -> Key:
-    """The key of one step, or of one trip in it: each number is encrypted under the key of those before it.
+    """The key of one step, or of one trip in it: each number is encrypted under the key derived from those before it.
 
-    Threefry alone, so that a device can do it, where the step is known only when it runs.
+    It uses Threefry alone, so that a device can derive the key of a step at run time.
     """
     for n in numbers:
         x, y = threefry2x32(key, np.zeros(1, np.uint32), np.array([n & 0xFFFFFFFF], np.uint32))
@@ -76,7 +76,7 @@ def draw(
 
 
 def limits(low: float, high: float, dtype: DType) -> tuple[np.generic, np.generic]:
-    """The first value of `dtype` from `low` on and the last one below `high`: rounding must not pass either."""
+    """The first value of `dtype` from `low` on and the last one below `high`: rounding must not leave this range."""
     number = dtype.public.type
     first, last = number(low), number(high)
     top = number(dtype.largest)  # e4m3 has no infinity
@@ -89,7 +89,7 @@ def limits(low: float, high: float, dtype: DType) -> tuple[np.generic, np.generi
 
 @dataclass(frozen=True)
 class _Drawn:
-    """Numbers drawn independently of each other; `law` as `draw` takes it."""
+    """Independent random numbers of the distribution `law`, in the format of `draw`."""
 
     law: tuple[str, float, float]
 
@@ -112,7 +112,7 @@ class _Constant:
 
 @dataclass(frozen=True)
 class _WholeNumbers:
-    """Whole numbers, each as likely as its negative: what quantised weights look like."""
+    """Uniform integers over the symmetric range of the type, as quantised weights have."""
 
     def __call__(self, key: Key, shape: Shape, dtype: DType) -> Array:
         _, most = dtype.bounds
@@ -155,13 +155,13 @@ def ones() -> Initializer:
 
 
 def random_uniform(minval: float = -0.05, maxval: float = 0.05) -> Initializer:
-    """Uniform in [minval, maxval)."""
+    """Uniform on [minval, maxval)."""
     what = "initializers.random_uniform"
     return _Drawn(("uniform", finite(minval, what, "minval"), finite(maxval, what, "maxval")))
 
 
 def random_normal(mean: float = 0.0, stddev: float = 0.05) -> Initializer:
-    """Normal."""
+    """Normal with this mean and standard deviation."""
     what = "initializers.random_normal"
     return _Drawn(("normal", finite(mean, what, "mean"), finite(stddev, what, "stddev")))
 
@@ -184,7 +184,7 @@ def scaled_normal(input_dims: Sequence[Dimension], scale: float = 1.0) -> Initia
 
 
 def stacked(each: Initializer, dims: int) -> Initializer:
-    """Values drawn apart for each index of the first `dims` dims, as if each were a variable of its own."""
+    """Values drawn independently for each index of the first `dims` dims, as if each were a separate variable."""
     return _Stacked(each, dims)
 
 
@@ -211,7 +211,7 @@ def _given(value: Array, name: str, shape: Shape, dtype: DType) -> Initializer:
 
 
 def as_initializer(value: object, name: str, shape: Shape, stored: DType) -> Initializer:
-    """An `Initializer` from what a user may pass: None, a number, an array, a function."""
+    """An `Initializer` from None, a number, an array or a function."""
     if value is None:
         if stored.is_narrow_integer:
             return _WholeNumbers()
@@ -230,7 +230,7 @@ def as_initializer(value: object, name: str, shape: Shape, stored: DType) -> Ini
     )
 
 
-# A normal number beyond this many standard deviations is drawn again; what is left has this standard deviation.
+# Truncation of normal numbers in standard deviations, and the standard deviation that remains.
 _CUT, _CUT_STDDEV = 2.0, 0.8796256610342398
 
 
@@ -273,7 +273,8 @@ class _VarianceScaling:
 
 
 def truncated_normal(mean: float = 0.0, stddev: float = 1.0) -> Initializer:
-    """Normal, but values further than 2 `stddev` from `mean` are drawn again: in all 0.88 times as wide."""
+    """Normal, with values further than 2 `stddev` from `mean` drawn again; the standard deviation becomes 0.88
+    `stddev`."""
     what = "initializers.truncated_normal"
     if finite(stddev, what, "stddev") < 0:
         raise GraphError(f"{at(what)}: stddev must not be negative, got {stddev}")
@@ -286,15 +287,15 @@ def variance_scaling(
     distribution: str = "normal",
     input_dims: Sequence[Dimension] | None = None,
 ) -> Initializer:
-    """Variance scale / n, where n is the number of inputs or outputs of a product with the variable, or their mean.
+    """Variance scale / n, where n is the fan-in or fan-out of the variable, or their mean.
 
     Args:
       scale: positive; 2 for ReLU.
       mode: n is "fan_in", the product of `input_dims`; "fan_out", that of all others; or "fan_avg", their mean.
-      distribution: "normal" (cut off at 2 standard deviations and widened by what that takes), "untruncated_normal" or
+      distribution: "normal" (truncated at 2 standard deviations, rescaled to the variance), "untruncated_normal" or
         "uniform".
-      input_dims: all dims but the last unless given.
-    Raises: GraphError for other words or a scale that is not positive.
+      input_dims: by default all dims but the last.
+    Raises: GraphError for an unknown mode or distribution, or a scale that is not positive.
     Example:
       >>> import meshlib as mtf
       >>> rows, cols = mtf.Dimension("rows", 4), mtf.Dimension("cols", 400)

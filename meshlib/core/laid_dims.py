@@ -1,8 +1,8 @@
-"""Dimensions whose sizes follow from a layout: lowering resolves them from the rules and the mesh.
+"""Dimensions whose sizes depend on the layout: lowering resolves them from the rules and the mesh.
 
-Most programs have the same shapes under every layout. Some depend on a number of blocks that only the layout tells:
+Most programs have the same shapes under every layout. Some depend on a number of blocks that the layout determines:
 tokens that are sorted by expert on each device, and sent to as many shards as the experts are split into. A `SizePlan`
-computes such sizes from the number of blocks of ordinary dims; until a layout is known there is one block of each.
+computes such sizes from the number of blocks of ordinary dims; until a layout is known, every dim has one block.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ Part: TypeAlias = str | int
 
 
 class SizePlan(ABC):
-    """Sizes that follow from a layout; a frozen dataclass, so that equal plans are one."""
+    """Sizes that depend on the layout; a frozen dataclass, so that equal plans are shared."""
 
     @abstractmethod
     def under(self, mesh: Mesh, rules: LayoutRules) -> SizePlan:
-        """The plan for the blocks that a layout makes."""
+        """The plan for the numbers of blocks of a layout."""
 
     @abstractmethod
     def number(self, part: Part) -> float:
-        """One of its sizes, or a number that follows from them, by name; a number stands for itself."""
+        """One of its sizes, or a number derived from them, by name; a literal number is returned unchanged."""
 
     def name(self, name: str) -> str:
-        """What a dim of that name is called once the layout is known."""
+        """The name of a dim once the layout is known."""
         return name
 
     def dim(self, name: str, part: Part) -> LaidDimension:
-        """A dim of one of its sizes."""
+        """A dim with one of the plan's sizes."""
         return LaidDimension(name, self, part)
 
 
 class LaidDimension(Dimension):
-    """A dimension whose size is a part of a plan. It is never equal to an ordinary one."""
+    """A dimension whose size is part of a plan. It is never equal to an ordinary dimension."""
 
     __slots__ = ("part", "plan")
 
@@ -53,7 +53,7 @@ class LaidDimension(Dimension):
         return LaidDimension(name, self.plan, self.part)
 
     def of(self, plan: SizePlan) -> Dimension:
-        """The ordinary dimension that it is under a layout."""
+        """The ordinary dimension under a resolved plan."""
         return Dimension(plan.name(self.name), int(plan.number(self.part)))
 
     def __repr__(self) -> str:
@@ -61,7 +61,7 @@ class LaidDimension(Dimension):
 
 
 class _LaidNumber:
-    """A number that is a part of a plan."""
+    """A number that is part of a plan."""
 
     plan: SizePlan
     part: Part
@@ -71,7 +71,7 @@ class _LaidNumber:
 
 
 class LaidInt(_LaidNumber, int):
-    """An integer that is a part of a plan, for attributes and constants."""
+    """An integer that is part of a plan, for attributes and constants."""
 
     def __new__(cls, plan: SizePlan, part: Part) -> LaidInt:
         number = int.__new__(cls, int(plan.number(part)))
@@ -79,12 +79,12 @@ class LaidInt(_LaidNumber, int):
         return number
 
     def of(self, plan: SizePlan) -> int:
-        """The number under a layout."""
+        """The integer under a resolved plan."""
         return int(plan.number(self.part))
 
 
 class LaidFloat(_LaidNumber, float):
-    """The same of a fraction."""
+    """A fraction that is part of a plan, for attributes and constants."""
 
     def __new__(cls, plan: SizePlan, part: Part) -> LaidFloat:
         number = float.__new__(cls, float(plan.number(part)))
@@ -92,20 +92,20 @@ class LaidFloat(_LaidNumber, float):
         return number
 
     def of(self, plan: SizePlan) -> float:
-        """The number under a layout."""
+        """The fraction under a resolved plan."""
         return float(plan.number(self.part))
 
 
 def size_of(dim: Dimension) -> int:
-    """The size of a dim, as attributes and constants take it: still to be resolved where the dim is."""
+    """The size of a dim for attributes and constants: unresolved (a `LaidInt`) if the dim is."""
     return LaidInt(dim.plan, dim.part) if isinstance(dim, LaidDimension) else dim.size
 
 
 def blocks(names: Iterable[str], mesh: Mesh, rules: LayoutRules, optional: bool = False) -> int:
-    """Into how many blocks a layout splits a dim of activations that is known by one of these names.
+    """The number of blocks into which a layout splits a dim of activations with one of these names.
 
     Args:
-      optional: whether optional rules count, where there is no required one.
+      optional: whether optional rules count if there is no required one.
     """
     axes: list[str] = []
     for name in names:

@@ -1,13 +1,13 @@
 """Packages whose public names are imported on first use.
 
-A package lists its public names once, where type checkers and readers look for them:
+A package lists its public names once, where type checkers and readers expect them:
 
     if TYPE_CHECKING:
         from meshlib.core.graph import Graph as Graph
         ...
 
-`lazy_names` reads that list from the package's own source and returns the module functions `__getattr__` and `__dir__`
-(PEP 562), so that `import meshlib` loads none of them and a program pays only for what it uses.
+`lazy_names` reads that list from the package's source and returns the module functions `__getattr__` and `__dir__`
+(PEP 562), so that `import meshlib` loads none of them and a program pays only for the modules that it uses.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from meshlib.core.errors import nearest
 
 
 class Export(NamedTuple):
-    """Where a public name is defined: an attribute of `module`, or a submodule of it."""
+    """Definition of a public name: an attribute of `module`, or a submodule of it."""
 
     module: str
     attribute: str
 
 
 def exports(source: str) -> dict[str, Export]:
-    """The names that a package's source imports as `x as x` under `if TYPE_CHECKING`, in the order of the file.
+    """The names that a package's source imports as `x as x` under `if TYPE_CHECKING`, in file order.
 
     Example:
       >>> exports("if TYPE_CHECKING:\\n    from a.b import c as c\\n    from a import b as b")
@@ -49,9 +49,9 @@ def lazy_names(
 
     Args:
       package: its `__name__`.
-      exported: what stands for a value once it is public, such as a wrapper of a function.
-      foreign: a remedy for a name of another library, given the package's own names; or "".
-    Returns: functions to bind as `__getattr__` and `__dir__` in the package. `__all__` is answered too.
+      exported: maps a value to its public form, such as a wrapper of a function.
+      foreign: (name, the package's names) -> a remedy for a name of another library, or "".
+    Returns: functions to bind as `__getattr__` and `__dir__` in the package; `__getattr__` also provides `__all__`.
     """
     names: dict[str, Export] = {}
 

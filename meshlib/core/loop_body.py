@@ -1,4 +1,4 @@
-"""What a graph is to a loop whose body it is: the graph around it, and what stands inside for tensors from there."""
+"""State of a graph that is the body of a loop: the enclosing graph and the stand-ins for its tensors."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class LateCarry:
-    """A carry of a loop: what it is before the first trip, None for zeros, and what a trip makes of it.
+    """A carry added while the body is traced: its initial value, None for zeros, and its value after a trip.
 
-    around: of a branch, the late carry of the loop around of which it makes the end.
+    around: for a branch, the late carry of the enclosing loop whose new value it computes.
     """
 
     begin: Tensor | None
@@ -27,18 +27,19 @@ class LoopBody:
     """State of a graph that is a loop's body.
 
     Attributes:
-      parent: the graph that holds the loop.
-      scope_around: the scope around the loop, which variables made in the body take their names from: they belong to
-        the program, not to the loop.
-      captured: what the body takes from outside, each with its stand-in inside.
-      outside: of each stand-in, also of a slice, what it stands for.
-      late: carries that were asked for while the body was written (`late_carry`), by their stand-ins.
-      working: whether each of the indices that `LoopRecord.active` speaks of works in this trip.
-      stacks, stacked: of a loop with a variable of its own in each trip, the loop's dim, and those variables, each with
-        the slice that stands for it inside.
-      held, chosen, choices: of a loop that runs the stages of a pipeline, the dims that variables made in the body have
-        first, of which each trip sees all; but of the one in `chosen` the index that this says of each stage; and those
-        variables, each with what a trip sees of it.
+      parent: the graph of the loop operation.
+      scope_around: the scope around the loop, in which variables created in the body are named: they belong to the
+        program, not to the loop.
+      captured: outer tensor -> its stand-in in the body.
+      outside: stand-in, of a captured or sliced tensor -> the outer tensor.
+      late: carries added while the body was traced (`late_carry`), by their stand-ins.
+      working: for each index of the dim of `LoopRecord.active`, whether it is active in this trip.
+      stacks, stacked: for a loop with a separate variable per trip, the loop's dim, and stacked variable -> its slice
+        in the body.
+      held, chosen, choices: for a loop over pipeline stages, the leading dims of variables created in the body; each
+      trip
+        sees all of them, except for a dim in `chosen`, of which it sees the index given per stage; and variable -> its
+        part in a trip.
     """
 
     parent: Graph
@@ -55,5 +56,5 @@ class LoopBody:
 
     @property
     def first_dims(self) -> tuple[Dimension, ...]:
-        """The dims that variables made in the body have before their own, by this loop."""
+        """The leading dims that this loop gives to variables created in its body."""
         return self.held if self.stacks is None else (self.stacks, *self.held)

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class LoopOperands(NamedTuple, Generic[T]):
-    """One of something per operand of a loop: carries before the first trip, what is sliced, what else is taken."""
+    """One value per operand of a loop: initial carries, sliced tensors, captured tensors."""
 
     inits: Sequence[T]
     slices: Sequence[T]
@@ -23,8 +23,8 @@ class LoopOperands(NamedTuple, Generic[T]):
 
 
 class LoopResults(NamedTuple, Generic[T]):
-    """One of something per output of a loop: carries after the last trip and what the user stacks; then, stacked for
-    gradients alone, the carries before each trip and what the policy of rematerialisation keeps."""
+    """One value per output of a loop: final carries and the user's stacked values; then, stacked for gradients alone,
+    the carries before each trip and the values that the rematerialisation policy keeps."""
 
     finals: Sequence[T]
     stacks: Sequence[T]
@@ -34,16 +34,16 @@ class LoopResults(NamedTuple, Generic[T]):
 
 @dataclass(frozen=True)
 class Active:
-    """Which indices of a dim the trips of a loop work on: the stages of a pipeline, of which some are idle.
+    """The indices of a dim on which each trip of a loop works: the pipeline stages that are not idle.
 
-    What a trip makes at other indices of `dim` is no part of any sum and of nothing that is used. Devices that hold
-    such indices compute them all the same, since all run one program; who simulates need not.
+    Values that a trip computes at other indices of `dim` are never used. Devices that hold such indices compute them
+    anyway, since all run one program; a simulation may skip them.
 
-    dim       name of the dim, which values of the body have
-    indices   per index of the loop's dim those that work, in ascending order
-    size      of the dim
-    note      the same in words
-    whole     numbers of the carries of which all indices count in every trip, as of what only passes through stages
+    dim       name of the dim, of values of the body
+    indices   per index of the loop's dim the active indices, in ascending order
+    size      size of the dim
+    note      description in words
+    whole     numbers of the carries whose indices are all used in every trip, such as values passed through stages
     """
 
     dim: str
@@ -54,11 +54,11 @@ class Active:
 
     @property
     def share(self) -> float:
-        """The part of all work that counts."""
+        """The active share of all work."""
         return sum(map(len, self.indices)) / (self.size * len(self.indices))
 
     def runs(self, trip: int) -> list[tuple[int, int]]:
-        """The indices that work in a trip, as runs [begin, end).
+        """The active indices of a trip, as runs [begin, end).
 
         >>> Active("stage", ((0, 1, 3),), 4).runs(0)
         [(0, 2), (3, 4)]
@@ -74,14 +74,14 @@ class Active:
 
 @dataclass(frozen=True)
 class Branch:
-    """What makes a loop of one trip a branch of the body around: a device leaves it out where it has nothing to do.
+    """Marks a loop of one trip as a branch of the enclosing body: a device skips it when it has no active index.
 
-    The indices of `active.dim` that work in a trip of the loop around are those of which `LoopRecord.working` holds. A
-    device that has none of them keeps the carries as they are, and stacks zeros; of what is computed at other indices
-    nothing may be used.
+    `LoopRecord.working` tells which indices of `active.dim` are active in a trip of the enclosing loop. A device
+    without an active index keeps the carries unchanged and stacks zeros; values computed at inactive indices must not
+    be used.
 
-    kind      what it computes, by the name that the loop's `Timing` knows
-    active    which indices work in which trip of the loop around
+    kind      name of its computation in the loop's `Timing`
+    active    active indices per trip of the enclosing loop
     """
 
     kind: str
@@ -89,45 +89,44 @@ class Branch:
 
     @property
     def together(self) -> bool:
-        """Whether in each trip all indices work or none: then all devices leave it out together."""
+        """True if in each trip either all indices are active or none: then all devices skip it together."""
         return all(len(row) in (0, self.active.size) for row in self.active.indices)
 
 
 class Timing(Protocol):
-    """How long the trips of a loop take whose branches run on different devices at different times."""
+    """Duration of a loop whose branches run on different devices in different trips."""
 
     @property
     def summary(self) -> str:
-        """The schedule in a line."""
+        """The schedule in one line."""
         ...
 
     def loop_seconds(self, branches: Mapping[str, float], rest: float) -> tuple[float, float]:
-        """Seconds of all trips, and how many of them a device is idle on average.
+        """Seconds of all trips, and the seconds for which a device is idle on average.
 
         Args:
           branches: seconds of one run of each branch, by its kind.
-          rest: seconds of what else is in a trip.
+          rest: seconds of the remaining work of a trip.
         """
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class LoopRecord:
-    """A body that is run once per index of a dim: `op.loop` of a loop, None of every other operation.
+    """A body that runs once per index of a dim: `op.loop` of a loop, None for every other operation.
 
-    dim       what the loop goes over
-    reverse   whether from the last index to the first
+    dim       the dim that the loop iterates over
+    reverse   whether it iterates from the last index to the first
     body      the graph of one trip
-    given     what stands in the body for each operand
-    made      the values of the body behind each output
-    kept      of `made.saved`, the values themselves, which may be copied to the host to be saved
-    needs     which operands the body computes with, by number: the others led to what it is given, and matter to
-              gradients alone
-    active    which indices of a dim of the values inside count in which trip; None: all
-    working   the same as a value of the body, a slice of a table
-    going     the number of the carry that says whether another trip runs, where that is no matter of the dim alone
-    branch    of a loop of one trip that devices may leave out
-    timing    of a loop whose branches run at different times on different devices
+    given     the body's stand-in for each operand
+    made      the body's value for each output
+    kept      the values saved in `made.saved`, before copies to the host
+    needs     numbers of the operands that the body computes with: the others matter to gradients alone
+    active    active indices of a dim per trip; None: all
+    working   `active` as a value of the body, a slice of a table
+    going     number of the carry that is true while the loop continues, for loops with a condition
+    branch    set for a loop of one trip that devices may skip
+    timing    set for a loop whose branches run at different times on different devices
     """
 
     dim: Dimension
@@ -145,40 +144,40 @@ class LoopRecord:
 
     @property
     def carries(self) -> int:
-        """How many values go from trip to trip."""
+        """The number of carries."""
         return len(self.given.inits)
 
     @property
     def stand_ins(self) -> tuple[Tensor, ...]:
-        """`given`, in the order of the operands."""
+        """`given` as one tuple, in operand order."""
         return tuple(t for part in self.given for t in part)
 
     @property
     def results(self) -> tuple[Tensor, ...]:
-        """The values of the body that the user returned: the carries after a trip, then what is stacked."""
+        """The body's values that the user returned: carries after a trip, then stacked values."""
         return (*self.made.finals, *self.made.stacks)
 
     @property
     def stacked(self) -> tuple[Tensor, ...]:
-        """The values of the body that are stacked, for the user or for gradients, in the order of the outputs."""
+        """The body's values that are stacked, for the user or for gradients, in output order."""
         return (*self.made.stacks, *self.made.befores, *self.made.saved)
 
     @property
     def trip_order(self) -> range:
-        """The indices of `dim` in the order of the trips."""
+        """The indices of `dim` in trip order."""
         return range(self.dim.size)[:: -1 if self.reverse else 1]
 
-    def operands(self, parts: Sequence[T]) -> LoopOperands[T]:
-        """One thing per operand, told apart by what the operand is to the loop."""
+    def operands(self, per_operand: Sequence[T]) -> LoopOperands[T]:
+        """One value per operand, grouped by the operand's role in the loop."""
         count, stop = self.carries, self.carries + len(self.given.slices)
-        return LoopOperands(parts[:count], parts[count:stop], parts[stop:])
+        return LoopOperands(per_operand[:count], per_operand[count:stop], per_operand[stop:])
 
-    def outputs(self, parts: Sequence[T]) -> LoopResults[T]:
-        """One thing per output, told apart by what the output is."""
+    def outputs(self, per_output: Sequence[T]) -> LoopResults[T]:
+        """One value per output, grouped by the output's role in the loop."""
         count, result_count = self.carries, len(self.results)
         return LoopResults(
-            parts[:count],
-            parts[count:result_count],
-            parts[result_count : result_count + count],
-            parts[result_count + count :],
+            per_output[:count],
+            per_output[count:result_count],
+            per_output[result_count : result_count + count],
+            per_output[result_count + count :],
         )

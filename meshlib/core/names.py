@@ -1,4 +1,4 @@
-"""Names of operations in listings, and of dims that the library creates."""
+"""Names of operations in listings, and of dims created by the library."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Container
 
 
 def free_name(name: str, taken: Container[object]) -> str:
-    """`name`, with as many underscores behind it as it takes to be none of those `taken`."""
+    """`name` with as many underscores appended as it takes to differ from all of `taken`."""
     while name in taken:
         name += "_"
     return name
 
 
 def relative_name(name: str, scope: str) -> str:
-    """`name` without the scopes that it begins with as `scope` does.
+    """`name` without the leading scopes that it shares with `scope`.
 
     >>> relative_name("layers/attention/q/kernel", "layers/scan")
     'attention/q/kernel'

@@ -1,7 +1,7 @@
 """Special functions that NumPy lacks, vectorised: the error function.
 
 Between neighbouring points of a fine grid, a Taylor series of eight terms is exact to the last bit of a float64. Its
-coefficients are Hermite polynomials, which a two-term recurrence makes, so that no table of fitted numbers is needed:
+coefficients are Hermite polynomials, given by a two-term recurrence, so that no fitted table is needed:
 
     erf(g + h) = erf(g) + 2 / sqrt(pi) exp(-g^2) sum_n (-1)^n H_n(g) h^(n+1) / (n+1)!
     H_(n+1)(g) = 2 g H_n(g) - 2 n H_(n-1)(g)
@@ -53,7 +53,7 @@ def erf(x: Array, out: Array | None = None) -> Array:
 
 
 def _positive(a: Array) -> Array:
-    # fmin takes the number beside a NaN, which comes back through h.
+    # fmin drops NaN arguments; they come back through h.
     nearest = np.fmin(np.rint(a * _PER_UNIT), len(_GRID) - 1).astype(np.intp)
     g = nearest * (1 / _PER_UNIT)
     h = a - g
@@ -64,7 +64,7 @@ def _positive(a: Array) -> Array:
         term, before = -(step * term + square * (n / (n + 1)) * before) / (n + 2), term
         terms.append(term)
     total: Array = terms.pop()
-    while terms:  # the smallest first
+    while terms:  # smallest terms first
         total += terms.pop()
     np.add(total, _VALUE[nearest], out=total)
     return total

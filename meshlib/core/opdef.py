@@ -1,7 +1,7 @@
 """`OpDef`: one frozen record per operation with everything the library knows about it.
 
 Adding an operation touches its definition and one row of `tests/cases.py`. The partitioner, the executors, the
-gradients and the estimates are written once, against this record. Idea of roles: Shardy's factors; here the named
+gradients and the estimates are written once, against this record. Roles follow Shardy's factors; here the named
 dimensions are the factors.
 """
 
@@ -24,27 +24,26 @@ Array = np.ndarray[Any, Any]
 
 
 class Kind(enum.Enum):
-    """What an operation is to a core: which engine it runs on, and with what it fuses."""
+    """Execution class of an operation: the engine that it runs on and its rules of fusion."""
 
-    INPUT = "input"  # nothing runs: its value is fed, or what a trip of a loop is given
-    VARIABLE = "variable"  # nothing runs: its value stays between steps
-    COMMIT = "commit"  # nothing runs: its operand is what stays after the step
-    SOURCE = "source"  # makes a value from nothing but attributes
-    ELEMENTWISE = "elementwise"  # each output element from the elements at the same position
+    INPUT = "input"  # nothing runs: fed from outside, or provided by a loop
+    VARIABLE = "variable"  # nothing runs: persists between steps
+    COMMIT = "commit"  # nothing runs: its operand becomes the state after the step
+    SOURCE = "source"  # a value from attributes alone
+    ELEMENTWISE = "elementwise"  # each output element from the operand elements at the same position
     CONTRACTION = "contraction"  # runs on the MXU
-    KERNEL = "kernel"  # runs on the MXU as a kernel of its own: nothing fuses with it
+    KERNEL = "kernel"  # runs on the MXU as a separate kernel without fusion
     REDUCTION = "reduction"  # runs on the VPU, smaller output
-    VIEW = "view"  # elements of operand 0, of either sign, under other names or in another order
+    VIEW = "view"  # elements of operand 0, possibly negated, renamed or permuted
     INDEXED = "indexed"  # addresses elements by value
-    COPY = "copy"  # between the memories of device and host
-    LOOP = "loop"  # holds a body of its own
+    COPY = "copy"  # between device and host memory
+    LOOP = "loop"  # repeats a body
 
 
 ON_MXU = (Kind.CONTRACTION, Kind.KERNEL)
 RESIDENT = (Kind.INPUT, Kind.VARIABLE)
-# What a kernel that reads the result can make on the way, in at most so many lane operations an element: as long as
-# reading 4 bytes of it takes. v5e: 8 x 128 lanes x 4 ALUs at 1.5 GHz are 6.1e12 a second, 819e9 bytes a second are
-# 0.2e12 values of float32.
+# Kinds that are recomputed inside consuming kernels (inlined), and their limit in lane operations per element: the time
+# of reading 4 bytes. v5e: 8 x 128 lanes x 4 ALUs at 1.5 GHz do 6.1e12 operations/s; 819e9 bytes/s are 0.2e12 float32/s.
 THROUGH = (Kind.ELEMENTWISE, Kind.VIEW, Kind.SOURCE)
 MOST_OPS = 32
 # Lane operations per element. Arithmetic takes one; transcendental functions are short polynomials or table look-ups
@@ -53,34 +52,34 @@ TRANSCENDENTAL_OPS = 8
 
 
 class Storage(enum.Enum):
-    """Which memory holds a result."""
+    """Memory of a result."""
 
-    FRESH = "fresh"  # memory of its own
-    VIEW = "view"  # NumPy shows elements of operand 0, or one number, where they are; a core moves them
-    RESHAPED = "reshaped"  # a view in the same row-major order: a core moves nothing where tiles stay as they are
-    ALIAS = "alias"  # operand 0's, under another name: nothing runs
+    FRESH = "fresh"  # a separate buffer
+    VIEW = "view"  # a NumPy view of operand 0, or a broadcast number; on a core a copy
+    RESHAPED = "reshaped"  # a view in the same row-major order: no copy on a core if the tiling is unchanged
+    ALIAS = "alias"  # the buffer of operand 0: nothing runs
 
 
 class Home(enum.Enum):
-    """What says where a result lies when nothing else asks for it."""
+    """Source of a result's assigned sharding."""
 
-    RULES = "rules"  # the layout's rules about its dims
-    OPERAND = "operand"  # it lies where operand 0 does: the same value, which another type or memory must not move
-    GIVEN = "given"  # its own attribute `layout`, which binds it
+    RULES = "rules"  # the layout rules of its dims
+    OPERAND = "operand"  # the sharding of operand 0, for casts and copies of the same value
+    GIVEN = "given"  # its attribute `layout`, which is binding
 
 
 class Role(enum.Enum):
-    """What splitting a factor over a mesh axis does to an operation."""
+    """Effect of splitting a factor over a mesh axis."""
 
-    PARALLEL = "parallel"  # every block works alone
-    SUM = "sum"  # every block leaves a partial sum
+    PARALLEL = "parallel"  # blocks are independent
+    SUM = "sum"  # each block yields a partial sum
     MAX = "max"
     MIN = "min"
     WHOLE = "whole"  # must not be split
-    HALO = "halo"  # every block needs a run of its operands that may lie on other devices; see Halo
-    OVERLAP = "overlap"  # every block leaves a partial sum, for which it needs such runs; see Halo
-    SUMMARY = "summary"  # every block needs a summary of all blocks; see Summary
-    SHARE = "share"  # every block leaves a partial sum, for which it needs a summary of all blocks; see Summary
+    HALO = "halo"  # each block needs a range of its operands that may be on other devices; see Halo
+    OVERLAP = "overlap"  # each block yields a partial sum, and needs such ranges for it; see Halo
+    SUMMARY = "summary"  # each block needs a summary of all blocks; see Summary
+    SHARE = "share"  # each block yields a partial sum, and needs a summary of all blocks for it; see Summary
 
     @property
     def pending(self) -> str | None:
@@ -97,29 +96,29 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True)
 class Factor:
-    """A dimension of the operation's iteration space: its name in each operand and output (None where absent).
+    """A factor of the operation's iteration space: its dim in each operand and output (None where absent).
 
-    Two factors that name one dim are two ways to split it, of which one is taken. A SUMMARY that names a dim of the
-    operands and another of the results shares the latter out, besides what splits that already: see Summary.
+    Two factors with the same dim are alternative ways of splitting it. A SUMMARY with one dim in the operands and
+    another in the results also splits the latter, in addition to its own sharding: see Summary.
     """
 
     name: str
-    size: int  # a split must divide it
+    size: int  # divisible by the number of blocks
     operands: tuple[str | None, ...]
     outputs: tuple[str | None, ...]
     role: Role
-    lead: int = -1  # of an OVERLAP: the operand by whose blocks the work is cut
+    lead: int = -1  # for an OVERLAP: the operand whose blocks partition the work
 
     @property
     def shares(self) -> str | None:
-        """The dim of the results that a SUMMARY along another dim shares out among its blocks, if any."""
+        """The dim of the results that a SUMMARY along another dim splits among its blocks, if any."""
         name = self.outputs[0]
         return name if self.role is Role.SUMMARY and name not in self.operands else None
 
 
 @dataclass(frozen=True)
 class Linear:
-    """In which operands an operation is linear, so that pending sums may pass.
+    """Operands in which an operation is linear, so that pending sums may pass.
 
     `together=False`: in each of `operands` alone (one of them may be pending on an axis, as in a product);
     `together=True`: jointly (all of them must be pending on the axis, as in a sum).
@@ -131,7 +130,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class PowerProduct:
-    """A result that is a number times its operands, each to an integer power, element by element."""
+    """Result form: a constant times the elementwise product of operands raised to integer powers."""
 
     powers: tuple[int, ...]
     number: float = 1.0
@@ -139,31 +138,31 @@ class PowerProduct:
 
 @dataclass(frozen=True)
 class Combination:
-    """A result that is the sum of its operands, each times a number, element by element."""
+    """Result form: an elementwise linear combination of the operands."""
 
     numbers: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Total:
-    """A result that is the sum of the product of its operands over the dims that its attribute `shape` lacks."""
+    """Result form: the product of the operands, summed over the dims that the attribute `shape` lacks."""
 
 
 Form: TypeAlias = PowerProduct | Combination | Total
 
 NONLINEAR = Linear(())
-EVERY = sys.maxsize  # operands, of `overwrites`
+EVERY = sys.maxsize  # all operands, for `overwrites`
 
 
 @dataclass(frozen=True)
 class Halo:
-    """How an operation runs along split dims when a block needs elements that lie elsewhere: these move, no others.
+    """Execution along split dims for blocks that need elements of other devices; only these elements are sent.
 
-    needs   (operation, factor, operand, start, stop) -> (begin, end): the run of the operand's dim that indices
-            [start, stop) of the result need, or of the operand that leads an OVERLAP; what lies outside the operand is
+    needs   (operation, factor, operand, start, stop) -> (begin, end): the range of the operand's dim needed for indices
+            [start, stop) of the result, or of the leading operand of an OVERLAP; indices outside the operand are
             padding
-    wrap    Operation -> whether runs go round the end of the dim instead
-    reads   of the same arguments, the parts of that run that are read, in order, where they may not be all of it
+    wrap    Operation -> whether ranges wrap around the end of the dim instead
+    reads   (arguments of `needs`) -> the parts of that range that are read, in order, if not all of it
     """
 
     needs: Callable[[Operation, Factor, int, int, int], tuple[int, int]]
@@ -171,7 +170,7 @@ class Halo:
     reads: Callable[[Operation, Factor, int, int, int], Sequence[tuple[int, int]]] | None = None
 
     def parts(self, op: Operation, factor: Factor, operand: int, start: int, stop: int) -> Sequence[tuple[int, int]]:
-        """The parts of a run that are read: these move, no others."""
+        """The parts of a range that are read, and so sent."""
         reads = self.reads
         return (
             [self.needs(op, factor, operand, start, stop)] if reads is None else reads(op, factor, operand, start, stop)
@@ -179,7 +178,7 @@ class Halo:
 
     @staticmethod
     def length(op: Operation, factor: Factor) -> int:
-        """The size of the dim whose indices `needs` is asked for: blocks are cut of it."""
+        """The size of the dim that is cut into blocks [start, stop) for `needs`."""
         out = factor.outputs[0]
         if out is not None:
             return op.output.shape.dim(out).size
@@ -190,18 +189,17 @@ class Halo:
 
 @dataclass(frozen=True)
 class Summary:
-    """How an operation runs along a split dim when a block needs a small summary of the other blocks.
+    """Execution along a split dim for blocks that need a small summary of the other blocks.
 
-    Along a factor that has the split dim in the operands and another dim in the results, each device hears of the
-    summaries only what belongs to its share of that other dim, and finishes that: it moves less than all to all.
+    Along a factor with the split dim in the operands and another dim in the results, each device receives only the part
+    of the summaries for its block of that other dim, and computes that block: this sends less than an all_to_all.
 
-    summarise  (Block, *arrays) -> tuple of arrays: what this block tells the others
-    finish     (Block, gathered, index, *arrays) -> result: `gathered` has, per array of the summary, those of all
-               blocks on a new leading axis; `index` is this block's place among them
-    types      (operand types, attrs) -> types of the summary, all local; each has every dim that is shared
-                out
-    combine    (*gathered) -> one summary of all these blocks, whatever their order, which `finish` is given in place
-               of theirs: an all_reduce makes it, where all of them would have to be gathered
+    summarise  (Block, *arrays) -> tuple of arrays: this block's summary
+    finish     (Block, gathered, index, *arrays) -> result: `gathered` stacks, per array of the summary, those of all
+               blocks on a new leading axis; `index` is this block's index there
+    types      (operand types, attrs) -> local types of the summary; each has every result dim that is split
+    combine    (*gathered) -> one summary of all blocks, independent of their order, which `finish` receives instead:
+               computed by an all_reduce instead of an all_gather
     """
 
     summarise: Callable[..., tuple[Array, ...]]
@@ -210,20 +208,20 @@ class Summary:
     combine: Callable[..., tuple[Array, ...]] | None = None
 
     def heard(self, told: Sequence[tuple[Array, ...]]) -> tuple[Array, ...]:
-        """What `finish` is given of the summaries of all blocks, in their order."""
+        """The summaries of all blocks as `finish` receives them, in block order."""
         gathered = tuple(np.stack(parts) for parts in zip(*told, strict=True))
         return gathered if self.combine is None else self.combine(*gathered)
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What a kernel of fused attention does per pair of query and key, in matrix products over dims of one head.
+    """Matrix products of a fused attention kernel per pair of query and key, over the dims of one head.
 
-    contracted  attributes that name the dims which products contract over, making scores or their cotangents
-    turned      attributes that name the dims of products which scores, or their cotangents, go into
-    repeated    how many of all these products the forward pass has made already
-    backward    whether it is a gradient, whose lane operations are others
-    spared      whether a chip whose kernels make both gradients at once contracts nothing here
+    contracted  attributes with the contracted dims of products that yield scores or their cotangents
+    turned      attributes with the output dims of products that have scores or their cotangents as an operand
+    repeated    number of these products that repeat the forward pass
+    backward    whether it is a gradient, which has other lane operations
+    spared      whether chips that compute both gradients in one kernel have no contraction here
     """
 
     contracted: tuple[str, ...]
@@ -235,29 +233,29 @@ class Scores:
 
 @dataclass(frozen=True)
 class Work:
-    """What one device does: multiply-adds count two flops; `vpu_ops` are lane operations."""
+    """Work of one device: multiply-adds count two flops; `vpu_ops` are lane operations."""
 
     mxu_flops: int
     vpu_ops: int
 
     @staticmethod
     def total(parts: Iterable[Work], times: int = 1) -> Work:
-        """All of these, so many times."""
+        """This work, repeated `count` times."""
         parts = tuple(parts)
         return Work(times * sum(w.mxu_flops for w in parts), times * sum(w.vpu_ops for w in parts))
 
 
 @dataclass(frozen=True)
 class Product:
-    """What a CONTRACTION is on one device: [batch, rows, contracted] x [batch, contracted, columns].
+    """Matrix product of a CONTRACTION on one device: [batch, rows, contracted] x [batch, contracted, columns].
 
-    taps     of how many such products of slices of the operands each element of the result is the sum
-    beside   how many of the taps follow each other in the operands, so that they may share the rows of the array
-    packs    whether items of the batch may share the array, on its diagonal
+    taps     number of such products, of slices of the operands, summed into each element of the result
+    beside   number of taps that are adjacent in the operands, so that they may share the rows of the array
+    packs    whether batch items may share the array, on its diagonal
     swapped  whether operand 0 has the columns
-    groups   how many groups the rows are sorted into, each with a matrix [contracted, columns] of its own; or what is
-             contracted, if `groups_summed`, each with a result [rows, columns] of its own
-    runs     how many such sorted runs of equal length there are
+    groups   number of groups into which the rows are sorted, each with its own matrix [contracted, columns]; with
+             `groups_summed` the contracted index is sorted, and each group has its own result [rows, columns]
+    runs     number of such sorted runs of equal length
     """
 
     batch: int
@@ -274,10 +272,10 @@ class Product:
 
 
 class Block(NamedTuple):
-    """What `local` is told besides its operands' blocks; a named tuple, because every operation of a step makes one.
+    """Context of `local` besides its operands' blocks; a named tuple, because every operation of a step creates one.
 
     `inputs` and `out` are the local types of operands and result; `offsets` the global index at which this block
-    starts, per factor; `buffer` an array to write the result into, or None; `engine` the arithmetic and the random key.
+    starts, per factor; `buffer` an array for the result, or None; `engine` the arithmetic and the random key.
     """
 
     operation: Operation
@@ -286,7 +284,7 @@ class Block(NamedTuple):
     offsets: Mapping[str, int]
     engine: Engine
     buffer: Array | None = None
-    starts: tuple[Mapping[str, int], ...] = ()  # of a Halo, per operand: where its run of each split dim begins
+    starts: tuple[Mapping[str, int], ...] = ()
 
     @property
     def attrs(self) -> Mapping[str, Any]:
@@ -294,11 +292,11 @@ class Block(NamedTuple):
         return self.operation.attrs
 
     def start(self, operand: int, dim: str) -> int:
-        """The global index at which an operand's run of a dim begins: 0 where it came whole."""
+        """The global index at which an operand's block of a dim begins: 0 for an unsplit dim."""
         return self.starts[operand].get(dim, 0) if self.starts else 0
 
     def result(self) -> Array:
-        """The array to write the result into: C-contiguous, of the local output shape."""
+        """A C-contiguous array of the local output shape for the result."""
         if self.buffer is not None:
             return self.buffer
         return new_array(self.out.shape.sizes, self.out.dtype.storage)
@@ -310,40 +308,43 @@ GradRule = Callable[..., Sequence["Tensor | None"]]
 
 @dataclass(frozen=True, eq=False)
 class OpDef:
-    """The record. What has no default is required; the defaults of the traits promise nothing.
+    """Everything the library knows about one operation. Fields without a default are required; trait defaults are
+    conservative.
 
     name    the operation's name in listings
-    kind    which engine it runs on, and with what it fuses
+    kind    execution class: engine and rules of fusion
     shape   (operand types, attrs) -> output type, or a tuple of types, of which the first has every dim that may be
             split; raises ShapeError with names and sizes
-    roles   Operation -> its factors, each with what a split does; every dim of every operand is in one
+    roles   Operation -> its factors with their roles; every dim of every operand is in one
     local   (Block, *arrays) -> array: NumPy on one device's blocks
     grad    (Operation, cotangent of each output) -> a cotangent or None per operand, as operations on the unsharded
             graph
     work    (operand types, output type, attrs) -> Work, all local
 
-    Traits, each of which `tests/ops/test_traits.py` tries on the numbers of `local`, as it does `kind` and `roles`:
+    Traits; `tests/ops/test_traits.py` checks each, like `kind` and `roles`, against the numbers of `local`:
 
     linear      Operation -> Linear
-    form        Operation -> what its result is in terms of arithmetic, operands broadcast by name, but for rounding;
-                None where that is no product, no sum
-    lower       how it runs along dims of role HALO or OVERLAP, or SUMMARY or SHARE
-    storage     which memory holds the result
-    overwrites  how many of the first operands the result may be written over, each element over that at its position
-    home        what says where the result lies
-    remade      whether it is made anew under whatever sharding is wanted, if its operands are single numbers
-    repeated    whether each kernel that reads the result makes it anew, if an operand is no wider
-    exact       whether it rounds nothing: operands in bfloat16 make a result that is
-    unique      whether two of them with the same operands and attributes differ
-    reads_part  whether it reads of operand 0 only what goes into the result
-    read_share  of a CONTRACTION, (operand, operand types, output type, attrs) -> the share of that operand that is read
-                on the mean, all local: 1 but where data decide what is left out
-    writes_part whether the result is operand 0 but where operand 1 goes: over operand 0 it writes operand 1 alone
-    indices     the operand that holds indices into the dim of attribute `dim`
-    product     of a CONTRACTION, (operand types, output type, attrs) -> Product, all local
-    scores      of fused attention, what a pair of query and key takes
-    show        (Operation, whole values of all operands but the first) -> None: what the host does with them each time
-                it runs; the result is the first, and without others nothing is done
+    form        Operation -> its result as arithmetic on operands broadcast by name, up to rounding; None if it is
+    neither
+                a product nor a sum
+    lower       execution along dims of role HALO or OVERLAP, or SUMMARY or SHARE
+    storage     memory of the result
+    overwrites  number of leading operands that the result may overwrite elementwise
+    home        source of the result's assigned sharding
+    remade      whether it is recomputed under any required sharding, if its operands are single numbers
+    repeated    whether each consuming kernel recomputes it, if an operand is no wider
+    exact       whether it rounds nothing: bfloat16 operands give results representable in bfloat16
+    unique      whether two instances with the same operands and attributes differ, as random numbers do
+    reads_part  whether it reads only the elements of operand 0 that enter the result
+    read_share  for a CONTRACTION, (operand, operand types, output type, attrs) -> the mean share of that operand that
+    is
+                read, all local: below 1 only if data decide which parts are skipped
+    writes_part whether the result is operand 0 with a part replaced by operand 1: in place it writes operand 1 alone
+    indices     the operand with indices into the dim of attribute `dim`
+    product     for a CONTRACTION, (operand types, output type, attrs) -> Product, all local
+    scores      for fused attention, the products per pair of query and key
+    show        (Operation, whole values of all operands but the first) -> None: host callback on each run; the result
+                is the first operand, and without others there is no callback
     """
 
     name: str
@@ -373,13 +374,13 @@ class OpDef:
 
     @property
     def cheap(self) -> bool:
-        """Whether making the result again from its operand is as good as keeping it: a cast, or a view."""
+        """True if recomputing the result from its operand is as good as keeping it: a cast or a view."""
         if self.kind is Kind.VIEW:
             return self.home is not Home.GIVEN
         return self.kind is Kind.ELEMENTWISE and self.home is Home.OPERAND
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
-        # There is one record of each name: copies of a program refer to the same.
+        # OpDefs are singletons by name: copies of a program refer to the same record.
         return record_of, (self.name,)
 
 
@@ -387,14 +388,14 @@ OPERATIONS: dict[str, OpDef] = {}
 
 
 def record_of(name: str) -> OpDef:
-    """The record of an operation. Those of the library that were not used yet are defined first."""
+    """The record of an operation by name; modules of the library that define operations are imported first."""
     if name not in OPERATIONS:
-        import_module("meshlib.ops.catalogue")  # by name: the operations import this module
+        import_module("meshlib.ops.catalogue")  # deferred: the modules of operations import this module
     return OPERATIONS[name]
 
 
 def operation(name: str, **of: Any) -> OpDef:
-    """Define and register an operation: the fields of `OpDef`."""
+    """Define and register an operation from the fields of `OpDef`."""
     record = OpDef(name=name, **of)
     if name in OPERATIONS:
         raise ValueError(f"operation {name!r} is defined twice")
@@ -403,6 +404,6 @@ def operation(name: str, **of: Any) -> OpDef:
 
 
 def variant(record: OpDef, name: str, **other: Any) -> OpDef:
-    """Define and register an operation that is another one but for these fields."""
+    """Define and register a copy of an operation with some fields changed."""
     same = {f.name: getattr(record, f.name) for f in fields(record)}
     return operation(**{**same, "name": name, **other})

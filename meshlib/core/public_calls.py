@@ -1,7 +1,7 @@
-"""Public calls: what they return is the user's, tensors created inside are the library's own.
+"""Public calls: tensors that they return belong to the user, tensors created inside belong to the library.
 
-The user answers for the layout of the first. The second (softmax's maximum, the product of two of three factors, a
-gradient's slices) he has never seen: it is laid out by what fits it.
+The user is responsible for the layout of the former. The latter (softmax's maximum, the product of two of three
+factors, a gradient's slices) are hidden from the user, and layout rules apply to them only where they fit.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ T = TypeVar("T")
 
 
 def public(function: Callable[P, T]) -> Callable[P, T]:
-    """`function` as users call it: operations that it adds to a graph and does not return are marked as inner ones."""
+    """`function` as users call it: operations that it adds to a graph and does not return are marked as inner."""
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        created: list[Operation] = []  # filled by `record`, which finds it in this frame
+        created: list[Operation] = []  # filled by `record`, which looks it up in this frame
         try:
             result = function(*args, **kwargs)
         except TypeError as fault:
@@ -47,18 +47,18 @@ def public(function: Callable[P, T]) -> Callable[P, T]:
     return called
 
 
-_FACE: CodeType = public(lambda: None).__code__  # all wrappers share it
+_FACE: CodeType = public(lambda: None).__code__  # shared by all wrappers
 
 
 def public_calls(package: str, modules: Sequence[str]) -> Callable[[Any], Any]:
-    """As `explained_calls`; functions of modules whose names begin as one of `modules` do what `public` says."""
+    """Like `explained_calls`; functions of modules whose names begin with one of `modules` also get `public`."""
     return explained_calls(package, lambda f: public(f) if f.__module__.startswith(tuple(modules)) else None)
 
 
 def record(op: Operation) -> None:
-    """Tell the public function that makes `op`, if the library's code calls it and not the user's, called by it."""
+    """Register `op` with the active public call, if library code and not the user's created it."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not (shown_file(frame.f_code.co_filename) and is_users(frame)):  # the first is fast
+    while frame is not None and not (shown_file(frame.f_code.co_filename) and is_users(frame)):  # fast
         if frame.f_code is _FACE:
             frame.f_locals["created"].append(op)
             return

@@ -1,4 +1,4 @@
-"""Copies of operations on other operands, for recomputation and gradients of loops; walks over operations."""
+"""Copies of operations on other operands, for recomputation and gradients of loops; graph traversals."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from meshlib.core.source_lines import written_at
 
 @dataclass(frozen=True, eq=False)
 class Rewrite:
-    """Operations of a graph, in its order, whose gradient is `gradient(inputs, results, cotangents)`.
+    """A group of operations, in graph order, with the custom gradient `gradient(inputs, results, cotangents)`.
 
-    With None they are computed again for it, except for the values `kept`, each with where it is kept. With `residuals`
-    it is `gradient(residuals, cotangents)`, of which there is one for each result, None where there is none; there
-    are no second derivatives.
+    If `gradient` is None they are recomputed in the backward pass, except for the values in `kept`, pairs of a value
+    and its stored copy. With `residuals` it is `gradient(residuals, cotangents)`, with one cotangent or None per
+    result; there are no second derivatives.
     """
 
     operations: tuple[Operation, ...]
@@ -25,26 +25,25 @@ class Rewrite:
     gradient: Callable[..., Any] | None
     kept: tuple[tuple[Tensor, Tensor], ...] = ()
     residuals: tuple[Tensor, ...] | None = None
-    # what `gradient` has written so far, of which no further gradient is taken
+    # operations that `gradient` has added so far; these have no further gradient
     written: list[Operation] = field(default_factory=list)
 
 
 def replay(
     operations: Sequence[Operation], rewrites: Iterable[Rewrite], given: Mapping[Tensor, Tensor], graph: Graph
 ) -> dict[Tensor, Tensor]:
-    """Add copies of `operations` to `graph`, in the current region, and of those `rewrites` that are all among them.
+    """Add copies of `operations` to `graph`, in the current region, with the `rewrites` that lie entirely among them.
 
-    Copies keep their names, so that random numbers stay the same, their source lines, their gradient rules, and what is
-    known of them.
-    Tensors in `given` are replaced; others that the operations do not make stay as they are.
-    Returns: what stands for each tensor.
+    Copies keep their names, and so their random numbers, their source lines, gradient rules and known results.
+    Tensors in `given` are replaced; other tensors from outside the operations stay unchanged.
+    Returns: tensor -> its replacement.
     """
     replayed = dict(given)
     copies: dict[Operation, Operation] = {}
     for op in operations:
         if op.outputs and op.outputs[0] in replayed:
             continue
-        taken = op.inputs if op.opdef.show is None else op.inputs[:1]  # what was shown is not shown again
+        taken = op.inputs if op.opdef.show is None else op.inputs[:1]  # a shown value is not shown again
         inputs = [graph.adopt(replayed.get(x, x)) for x in taken]
         with written_at(op.source):
             copy = graph.add(op.opdef, inputs, [y.type for y in op.outputs], op.attrs, exact_name=op.name)
@@ -71,7 +70,7 @@ def replay(
 
 
 def all_operations(operations: Iterable[Operation]) -> Iterator[Operation]:
-    """The operations and those of the loop bodies among them."""
+    """The operations, each followed by those of its loop body."""
     for op in operations:
         yield op
         if op.loop is not None:
@@ -79,7 +78,7 @@ def all_operations(operations: Iterable[Operation]) -> Iterator[Operation]:
 
 
 def needed(roots: Iterable[Operation]) -> set[Operation]:
-    """The operations that the roots need, and these; not those whose results are known already."""
+    """The operations that the roots depend on, and the roots; without those whose results are known."""
     needed_operations: set[Operation] = set()
     waiting = list(roots)
     while waiting:

@@ -1,4 +1,4 @@
-"""A graph under a layout: the same operations, with the sizes that follow from the layout (`laid_dims`)."""
+"""A graph under a layout: the same operations, with layout-dependent sizes (`laid_dims`) resolved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Resolution = Mapping[SizePlan, SizePlan]
 
 
 def size_plans(graph: Graph) -> tuple[SizePlan, ...]:
-    """The plans that sizes of a graph follow from."""
+    """The plans on which sizes of a graph depend."""
     return tuple(dict.fromkeys(d.plan for d in _dims(graph) if isinstance(d, LaidDimension)))
 
 
@@ -30,11 +30,11 @@ def _dims(graph: Graph) -> Iterator[Dimension]:
 
 @dataclass(eq=False)
 class ResolvedGraph:
-    """A copy of a graph in which each plan is another: its dims are ordinary ones.
+    """A copy of a graph in which size plans are resolved, so that all dims are ordinary ones.
 
     Attributes:
-      graph: what is copied. plans: each plan of it, as it is under a layout.
-      tensors, operations: of the graph, each with its copy.
+      graph: the original. plans: plan -> the resolved plan under a layout.
+      tensors, operations: original -> copy.
     """
 
     graph: Graph
@@ -74,7 +74,7 @@ class ResolvedGraph:
         types = [TensorType(self._shape(y.shape), y.dtype) for y in op.outputs]
         inputs = tuple(self.tensors[x] for x in op.inputs)
         if op.opdef.kind is Kind.VIEW and len(inputs) == 1 and inputs[0].type == types[0] != op.output.type:
-            self.tensors[op.output] = inputs[0]  # two names of a dim have become one
+            self.tensors[op.output] = inputs[0]  # two dims of one name: the operation is the identity
             return
         attrs = {name: self._value(value) for name, value in op.attrs.items()}
         owner = None if op.owner is None else self.operations[op.owner]
@@ -86,7 +86,7 @@ class ResolvedGraph:
         self.tensors.update(zip(op.outputs, outputs, strict=True))
 
     def _value(self, x: Any) -> Any:
-        """An attribute, in terms of the copy."""
+        """An attribute with tensors, operations, dims and sizes replaced by those of the copy."""
         if isinstance(x, str | bytes | bool) or x is None or callable(x):
             return x
         if isinstance(x, LaidInt | LaidFloat | LaidDimension):

@@ -1,10 +1,10 @@
-"""What notebooks show: types that derive from `Shown` are displayed by `meshlib.report.cells`."""
+"""Notebook display: types that derive from `Shown` are rendered by `meshlib.report.cells`."""
 
 from __future__ import annotations
 
 
 class Shown:
-    """A type with a cell of its own in notebooks, built of the parts of the report.
+    """A type with its own notebook cell, rendered from the parts of the report.
 
     >>> import meshlib as mtf
     >>> with mtf.Graph() as graph:

@@ -1,4 +1,4 @@
-"""The slice of a program: from a name or a Slice, with as many devices as the mesh."""
+"""The slice for a program: from a name or a Slice, with as many devices as the mesh."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hardware.slices import Slice
 from layouts import Mesh
 from meshlib.core.errors import SliceError
 
-# Figures of a chip on which every modelled time rests.
+# Chip figures on which all modelled times depend.
 ESSENTIAL = (
     "clock_hz", "mxus_per_core", "mxu_rows", "mxu_columns", "vmem_bytes_per_core", "hbm_bytes_per_second",
     "ici_bytes_per_second", "pod_shape", "wrap_cube",
@@ -18,7 +18,7 @@ ESSENTIAL = (
 
 
 def assumed_figures(slices: Iterable[Slice]) -> list[str]:
-    """Per chip of some slices a line with the essential figures that no public source states, if there are any.
+    """One line per chip whose essential figures are partly without a public source.
 
     >>> assumed_figures([Slice("v5e-16"), Slice("v7-8"), Slice("v7-16")])
     ['v7: clock_hz, mxu_rows, pod_shape, wrap_cube are assumed, derived or recalled']
@@ -29,7 +29,7 @@ def assumed_figures(slices: Iterable[Slice]) -> list[str]:
 
 
 def slice_for(what: str, mesh: Mesh, slice: Any) -> Slice:
-    """The slice of that name, or the slice itself, checked to have a device for each core of the mesh.
+    """The slice of that name, or the slice itself, with as many devices as the mesh has positions.
 
     Raises: SliceError with both numbers.
     """
@@ -46,7 +46,7 @@ def slice_for(what: str, mesh: Mesh, slice: Any) -> Slice:
 
 
 def _remedy(mesh: Mesh, slice_: Slice) -> str:
-    """A mesh of the right size: the largest axis that can take the difference does."""
+    """A mesh of the right size: the difference goes to the largest axis that can take it."""
     for axis, size in sorted(mesh.sizes_by_axis.items(), key=lambda item: -item[1]):
         if size * slice_.devices % mesh.size == 0:
             sizes = {**mesh.sizes_by_axis, axis: size * slice_.devices // mesh.size}

@@ -1,4 +1,4 @@
-"""Worker processes that end with their parent, and descriptions of how they ended."""
+"""Worker processes that end with their parent, and descriptions of exit codes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Any
 
-CHECK_SECONDS = 1.0  # between looks at the parent's id
+CHECK_SECONDS = 1.0  # interval between checks of the parent's id
 
 
 def exit_with_parent() -> None:
-    """End this worker process as soon as its parent has ended, however that was, and whatever it is doing then.
+    """End this worker process as soon as its parent has ended for any reason, whatever it is doing.
 
-    The sentinel of the parent is a pipe that closes when the parent ends. Other children of the parent, forked later,
-    may hold it open: so a thread compares the id of the parent every `CHECK_SECONDS` as well.
+    The parent's sentinel is a pipe that closes when the parent ends. Other children of the parent, forked later, may
+    keep it open: so a thread also compares the parent's id every `CHECK_SECONDS`.
     """
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None:
@@ -35,7 +35,7 @@ def exit_with_parent() -> None:
 
 
 def kill_when_closed(pipe: int) -> None:
-    """Have the kernel kill this process when the other end of a pipe closes, or writes; Linux only.
+    """Have the kernel kill this process when the other end of a pipe closes or writes; Linux only.
 
     A thread that watches the pipe never runs while a regular expression, or another call into C, holds the
     interpreter's lock.
@@ -44,17 +44,17 @@ def kill_when_closed(pipe: int) -> None:
         return
     import fcntl
 
-    with suppress(OSError):  # an emulated kernel without signals of pipes: a thread watches as well
+    with suppress(OSError):  # an emulated kernel without signals for pipes: a thread watches as well
         fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 class WatchedName(str):
-    """The name of a spawned process, which makes that process end with its parent from its very start.
+    """The name of a spawned process that makes the process end with its parent from its first moment.
 
-    A spawned process imports the user's script before any function of ours runs in it, which may take seconds. What it
-    reads first of all is its name: this one is unpickled by code that needs no import of ours, and starts a thread.
+    A spawned process imports the user's script, which may take seconds, before any function of this library runs. It
+    reads its name first: unpickling this one needs no import of this library and starts a thread.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -75,7 +75,7 @@ if os.getpid() != {pid} and not any(thread.name == "meshlib.start" for thread in
 
 
 def describe_exit(code: int | None) -> str:
-    """How a process ended, from its exit code: "status 1" or the name of the signal."""
+    """An exit code in words: "status 1" or the name of the signal."""
     if code is None or code >= 0:
         return f"status {code}"
     try:

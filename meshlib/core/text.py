@@ -8,7 +8,7 @@ from contextvars import ContextVar
 
 
 def bytes_text(n: int | float) -> str:
-    """Bytes for people: 1536 -> '1.5 KiB'.
+    """Bytes in readable units: 1536 -> '1.5 KiB'.
 
     >>> bytes_text(512), bytes_text(1536), bytes_text(3 * 2**20)
     ('512 B', '1.5 KiB', '3 MiB')
@@ -22,7 +22,7 @@ def bytes_text(n: int | float) -> str:
 
 
 def read_bytes(text: str) -> float | None:
-    """The bytes that a text says, or None where it says none.
+    """The number of bytes in a text such as "1.5 KiB", or None if it is no size.
 
     >>> read_bytes("1.5 KiB"), read_bytes("512 B"), read_bytes("2GiB"), read_bytes("some")
     (1536.0, 512.0, 2147483648.0, None)
@@ -36,7 +36,7 @@ def read_bytes(text: str) -> float | None:
 
 
 def exact_text(n: float) -> str:
-    """All digits of a figure that is exact.
+    """All digits of an exact figure.
 
     >>> exact_text(44463783180), exact_text(2.5), exact_text(44463783180.0)
     ('44,463,783,180', '2.5', '44,463,783,180')
@@ -45,7 +45,7 @@ def exact_text(n: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds for people.
+    """Seconds in readable units.
 
     >>> seconds_text(1.5e-6), seconds_text(0.0123), seconds_text(75)
     ('1.5 us', '12.3 ms', '75 s')
@@ -57,7 +57,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def count_text(n: float) -> str:
-    """Counts for people.
+    """Counts with metric prefixes.
 
     >>> count_text(999), count_text(1.234e9), count_text(2e15)
     ('999', '1.234 G', '2 P')
@@ -69,7 +69,7 @@ def count_text(n: float) -> str:
 
 
 def usd_text(dollars: float) -> str:
-    """Dollars for people.
+    """US dollars, with cents or thousands separators.
 
     >>> usd_text(0.000233), usd_text(12.345), usd_text(170312.4)
     ('$0.000233', '$12.35', '$170,312')
@@ -78,7 +78,7 @@ def usd_text(dollars: float) -> str:
 
 
 def clipped(text: str, letters: int = 200) -> str:
-    """The beginning of a text that is too long, such as for a repr; what is left out is "...".
+    """A text cut to a limit, ending in "...", such as for a repr.
 
     >>> clipped("<Program of mesh a:8>", 12)
     '<Program ...'
@@ -87,13 +87,13 @@ def clipped(text: str, letters: int = 200) -> str:
 
 
 _width: ContextVar[int | None] = ContextVar("width", default=None)
-LEAST, LEGIBLE = 10, 22  # letters that a column keeps at least, and where columns may be left out, in a narrow table
+LEAST, LEGIBLE = 10, 22  # least width of a column, and the width below which a narrow table drops columns
 USUAL = 80
 
 
 @contextmanager
 def fitted_to(width: int | None) -> Iterator[None]:
-    """Tables and wrapped lines made inside fit into a width in letters; None: tables are as wide as they are.
+    """Tables and wrapped lines formatted inside fit into a width in characters; None: tables are not narrowed.
 
     >>> with fitted_to(20):
     ...     grid([("a/very/long/name", "1 KiB"), ("b", "2 KiB")], right=(1,))
@@ -107,15 +107,15 @@ def fitted_to(width: int | None) -> Iterator[None]:
 
 
 def width() -> int:
-    """Letters of a line: those of `fitted_to`, or 80."""
+    """Characters per line: those of `fitted_to`, or 80."""
     return _width.get() or USUAL
 
 
 def grid(cells: Sequence[Sequence[str]], right: Sequence[int] = (), spare: Sequence[int] = ()) -> list[str]:
     """Rows of text in aligned columns, those numbered in `right` aligned to the right.
 
-    If the table is wider than `fitted_to` allows, columns in `spare` are dropped, first to last, until the names in the
-    others need not be cut to less than `LEGIBLE` letters; then the widest columns that are not in `right` are narrowed.
+    If the table is wider than `fitted_to` allows, columns in `spare` are dropped in order until no other column must be
+    cut to less than `LEGIBLE` characters; then the widest columns that are not in `right` are narrowed.
     """
     widths = [max(len(row[k]) for row in cells) for k in range(len(cells[0]))]
     limit = _width.get()
@@ -132,13 +132,13 @@ def grid(cells: Sequence[Sequence[str]], right: Sequence[int] = (), spare: Seque
 
 
 def _legible(widths: Sequence[int], flexible: Sequence[int], limit: int) -> bool:
-    """True if all columns fit into `limit` letters with no name in a flexible one cut to less than `LEGIBLE`."""
+    """True if all columns fit into `limit` characters with no flexible column cut to less than `LEGIBLE`."""
     least = [min(w, LEGIBLE) if n in flexible else w for n, w in enumerate(widths)]
     return sum(least) + 2 * (len(least) - 1) <= limit
 
 
 def _grid_without(column: int, cells: Sequence[Sequence[str]], right: Sequence[int], spare: Sequence[int]) -> list[str]:
-    """The grid of the remaining columns, renumbered."""
+    """The grid without some columns, renumbered."""
     rest = [n for n in range(len(cells[0])) if n != column]
     new_numbers = {n: number for number, n in enumerate(rest)}
     return grid(
@@ -149,7 +149,7 @@ def _grid_without(column: int, cells: Sequence[Sequence[str]], right: Sequence[i
 
 
 def _narrowed(widths: Sequence[int], flexible: Sequence[int], limit: int) -> list[int]:
-    """Widths of columns of which the widest flexible ones are cut until all fit, or none has more than `LEAST`."""
+    """Widths of columns, of which the widest flexible ones are cut until all fit or none exceeds `LEAST`."""
     result = list(widths)
     while sum(result) + 2 * (len(result) - 1) > limit:
         widest = max(flexible, key=lambda k: result[k], default=None)
@@ -160,7 +160,7 @@ def _narrowed(widths: Sequence[int], flexible: Sequence[int], limit: int) -> lis
 
 
 def shortened(cell: str, letters: int) -> str:
-    """A cell that is too long: the beginning of words, the end of a name.
+    """A cell cut to a limit: the beginning of prose, the end of a name.
 
     >>> shortened("training run", 10), shortened("layers/scan/attention", 12)
     ('trainin...', '...attention')
@@ -171,7 +171,7 @@ def shortened(cell: str, letters: int) -> str:
 
 
 def ending(name: str, letters: int) -> str:
-    """The end of a scoped name that is too long, which says most.
+    """The end of a scoped name that is too long, which is its most specific part.
 
     >>> ending("layers/scan/feed_forward", 15)
     '...feed_forward'
@@ -180,7 +180,8 @@ def ending(name: str, letters: int) -> str:
 
 
 def wrapped(text: str, head: str, after: str, limit: int | None = None) -> list[str]:
-    """Text in lines of at most `limit` letters (`width()` unless given), cut behind `after`; `head` begins the first.
+    """Text in lines of at most `limit` characters (default `width()`), broken after `after`; `head` begins the first
+    line.
 
     >>> wrapped("batch:data;d_model:data?;heads:model", "layout ", ";", 24)
     ['layout batch:data;', '       d_model:data?;', '       heads:model']
