@@ -1,13 +1,13 @@
 """The command `meshlib`.
 
-arguments  what can be asked, and how
-subject    the program that it is about: a model's name, or a function in a file
+arguments  commands and their options
+subject    the program of a command: a model by name, or a function in a file
 planning   plan, search, report; plan: the verdict and the ranking as text and as JSON
-configured  emitting  tuning    configurations of MaxText; a plan as something to run; `plan base.yml --search`
+configured  emitting  tuning    configurations of MaxText; plans for other libraries; `plan base.yml --search`
 commands   explain, estimate, profile, compare, check, verify, trace, dims
 serving  initial_check  tables    serve; init; slices, models, validate, records
-argument_parser  output  figures    arguments that explain themselves; lines that fit; what --json prints
-terminal   how a run ends: closed pipes, interrupts, faults
+argument_parser  output  figures    parser with helpful errors; output within the width; --json
+terminal   exit statuses: closed pipes, interrupts, errors
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from meshlib.core.text import fitted_to
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
+    """Run a command line; returns its exit status.
 
-    Returns: 0 for good, 1 where something does not fit or a check failed, 2 for wrong arguments or files.
+    Returns: 0 for success, 1 where something does not fit or a check failed, 2 for wrong arguments or files.
     """
     top = parser()
     args = top.parse_args(argv)

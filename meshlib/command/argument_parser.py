@@ -1,4 +1,4 @@
-"""A parser of arguments whose faults are one line that says what to do, with the usage after it."""
+"""An argument parser whose errors are one line with a remedy, followed by the usage."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ from typing import Any, NoReturn
 from meshlib.command.choices import is_maxtext
 from meshlib.core.errors import nearest
 
-WRONG = 2  # exit status of wrong arguments
+WRONG = 2  # exit status of a usage error
 
 
 def _split(args: list[str]) -> tuple[list[str], list[list[str]]]:
-    """The arguments without the KEY=VALUE after each `--`, and these.
-
-    >>> _split(["compare", "base.yml", "a=1", "--", "b=2", "--slice", "v5e-16", "--", "c=3"])
-    (['compare', 'base.yml', 'a=1', '--slice', 'v5e-16'], [['b=2'], ['c=3']])
-    """
+    """The arguments without the KEY=VALUE groups after each `--`, and those groups."""
     common: list[str] = []
     changes: list[list[str]] = []
     for text in args:
@@ -32,7 +28,7 @@ def _split(args: list[str]) -> tuple[list[str], list[list[str]]]:
 
 
 class _Once(argparse._StoreAction):
-    """An option with one value, which is refused where it is given twice: else the last would win without a word."""
+    """An option with one value, refused if given twice; argparse would silently take the last."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         before = namespace.__dict__.setdefault("given_once", {})
@@ -43,7 +39,7 @@ class _Once(argparse._StoreAction):
 
 
 class Parser(argparse.ArgumentParser):
-    """As `argparse.ArgumentParser`; commands, options and choices that do not exist are answered with the nearest."""
+    """`argparse.ArgumentParser` that answers unknown commands, options and choices with the nearest valid one."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -52,9 +48,9 @@ class Parser(argparse.ArgumentParser):
         self.register("action", "store", _Once)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """The arguments.
+        """Parse the arguments.
 
-        Raises: SystemExit with status 2 for arguments that do not exist, after one line that names the nearest.
+        Raises: SystemExit with status 2 for unknown arguments, after one line that names the nearest.
         """
         args, changes = _split([*(sys.argv[1:] if args is None else args)])
         given, unknown = self.parse_known_args(args, namespace)
@@ -71,7 +67,7 @@ class Parser(argparse.ArgumentParser):
         return given
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As in `argparse`; options that do not exist are told before those that are missing."""
+        """As in `argparse`, but unknown options are reported before missing ones."""
         known = [option for action in self._actions for option in action.option_strings]
         for argument in () if self.commands or args is None else args:
             name = argument.partition("=")[0]
@@ -80,7 +76,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def unknown(self, arguments: Sequence[str], configuration: bool = False) -> str:
-        """What to say of arguments that the parser does not know; a configuration's overrides are KEY=VALUE."""
+        """Error for arguments that the parser does not know; overrides of a configuration must be KEY=VALUE."""
         first = arguments[0]
         if not first.startswith("-"):
             name, equals, _ = first.partition("=")
@@ -95,7 +91,7 @@ class Parser(argparse.ArgumentParser):
         return f"no option {name}{hint}"
 
     def error(self, message: str) -> NoReturn:
-        """One line, then the usage."""
+        """Print one line and the usage, and exit."""
         for action in self._actions:
             if message.endswith("expected one argument") and f"argument {'/'.join(action.option_strings)}:" in message:
                 message += f": {(action.help or '') % vars(action)}"
@@ -103,7 +99,7 @@ class Parser(argparse.ArgumentParser):
         sys.exit(WRONG)
 
     def short_usage(self) -> str:
-        """The usage with what has to be given alone."""
+        """The usage without optional arguments."""
         if self.commands:
             return f"{self.prog} {{{','.join(self.commands)}}} ..."
         words = [self.prog]

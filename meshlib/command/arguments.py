@@ -1,4 +1,4 @@
-"""The arguments of `meshlib`, one parser for each command."""
+"""The arguments of `meshlib`: one parser per command."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PROGRAM = (
 
 
 def parser() -> Parser:
-    """All commands."""
+    """The parser of all commands."""
     top = Parser(prog="meshlib", description="Plan, prove and price programs on TPU meshes.")
     top.add_argument("--version", action=_Version, help="show program's version number and exit")
     top.set_defaults(run=None)
@@ -63,7 +63,7 @@ def parser() -> Parser:
 
 
 class _Version(argparse.Action):
-    """Prints the version, which takes longer to look up than a parser to build."""
+    """Prints the version, which is looked up only when asked for because that is slow."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
@@ -75,13 +75,13 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-Under = Any  # what `add_subparsers` returns has no public type
+Under = Any  # `add_subparsers` returns a private type
 
 
 def _command(under: Under, name: str, text: str, run: str) -> argparse.ArgumentParser:
-    """A command that `run`, a "module:function" of this package, answers."""
+    """Add a command that is run by `run`, a "module:function" of this package."""
 
-    def answer(args: argparse.Namespace) -> int:  # what other commands need is not loaded
+    def answer(args: argparse.Namespace) -> int:  # import only the modules of this command
         module, _, function = run.partition(":")
         return int(getattr(import_module(f"meshlib.command.{module}"), function)(args))
 
@@ -95,7 +95,7 @@ def _command(under: Under, name: str, text: str, run: str) -> argparse.ArgumentP
 
 
 def _about(under: Under, name: str, text: str, run: str, a_slice: bool = True) -> argparse.ArgumentParser:
-    """A command about a program."""
+    """Add a command about a program."""
     command_parser = _command(under, name, text, run)
     command_parser.add_argument("program", help=_PROGRAM)
     command_parser.usage = f"{command_parser.prog} PROGRAM [KEY=VALUE ...] [options]"
@@ -131,7 +131,7 @@ def _about(under: Under, name: str, text: str, run: str, a_slice: bool = True) -
         default=OPTIMIZERS[0],
         help="what trains a JAX function whose first result is a number (%(default)s); none: its forward alone",
     )
-    if name in ("check", "verify", "dims"):  # none of them depends on it
+    if name in ("check", "verify", "dims"):  # the result of none of them depends on a slice
         command_parser.set_defaults(compiler=XLA_TPU.name)
     else:
         _compiler(command_parser)

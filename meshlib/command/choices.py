@@ -1,14 +1,14 @@
-"""What some arguments may be: known before anything else is loaded."""
+"""Choices of arguments, importable without loading anything else."""
 
 from __future__ import annotations
 
 import argparse
 
-REMAT = ("full", "matmuls", "none")  # what a model's backward pass computes again; each keeps more than the one before
-TARGETS = ("maxtext", "flax", "haliax", "specs", "python")  # what a plan can be printed for
-OPTIMIZERS = ("adam", "sgd", "none")  # what trains a JAX function
+REMAT = ("full", "matmuls", "none")  # rematerialisation policies; each keeps more than the one before
+TARGETS = ("maxtext", "flax", "haliax", "specs", "python")  # targets of --emit
+OPTIMIZERS = ("adam", "sgd", "none")  # optimizers for JAX functions
 
 
 def is_maxtext(args: argparse.Namespace) -> bool:
-    """Whether a command is about a MaxText configuration."""
+    """Whether a command's program is a MaxText configuration."""
     return str(getattr(args, "program", "")).endswith((".yml", ".yaml"))

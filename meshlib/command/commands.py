@@ -1,4 +1,4 @@
-"""Commands about one program under given layouts: each builds it, asks the library, prints its answer."""
+"""Commands about one program under given layouts: explain, estimate, profile, compare, check, verify, trace, dims."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from meshlib.verification import verify
 
 
 def explain(args: argparse.Namespace) -> int:
-    """The listing with reasons; of a compiled program in a file, its collectives."""
+    """`meshlib explain`: the listing with reasons; for a compiled program in a file, its collectives."""
     from meshlib.command.compiled import explained_hlo, hlo_text
 
     text = hlo_text(args.program)
@@ -42,7 +42,7 @@ def explain(args: argparse.Namespace) -> int:
 
 
 def estimated(args: argparse.Namespace) -> int:
-    """The whole table."""
+    """`meshlib estimate`: the whole table."""
     estimates = _estimates(args)
     if args.json:
         say_json([figures.of_rows(est) for est in estimates])
@@ -53,7 +53,7 @@ def estimated(args: argparse.Namespace) -> int:
 
 
 def profiled(args: argparse.Namespace) -> int:
-    """Where the time goes, by unit."""
+    """`meshlib profile`: time by bottleneck."""
     estimates = _estimates(args)
     profiles = [est.profile() for est in estimates]
     if args.json:
@@ -67,7 +67,7 @@ def profiled(args: argparse.Namespace) -> int:
 
 
 def compared(args: argparse.Namespace) -> int:
-    """The first layout or configuration beside each other one, what changed in a sentence first."""
+    """`meshlib compare`: the first layout or configuration beside each other one, with a sentence on what changed."""
     if is_maxtext(args):
         from meshlib.command.configured import compared_runs
 
@@ -80,11 +80,11 @@ def compared(args: argparse.Namespace) -> int:
         names = [f"{name} on {mesh}" for name, mesh in layouts[1:]]
         sentences = [difference(first, other, name) for other, name in zip(others, names, strict=True)]
     if args.json:
-        told = [
+        figures_of_others = [
             {"sentence": sentence, "second": figures.of_estimate(other)}
             for sentence, other in zip(sentences, others, strict=True)
         ]
-        say_json({"first": figures.of_estimate(first), "others": told})
+        say_json({"first": figures.of_estimate(first), "others": figures_of_others})
         return GOOD
     for sentence, other in zip(sentences, others, strict=True):
         notes = dict.fromkeys((*first.program.notes, *other.program.notes))
@@ -93,7 +93,7 @@ def compared(args: argparse.Namespace) -> int:
 
 
 def checked(args: argparse.Namespace) -> int:
-    """All faults, and notes."""
+    """`meshlib check`: all faults, and notes."""
     if args.compile and not args.slice:
         raise GraphError("check: --compile needs --slice, such as --slice v5e-16")
     subject, layouts = _laid(args)
@@ -102,7 +102,7 @@ def checked(args: argparse.Namespace) -> int:
     for name, mesh in layouts:
         try:
             report = subject.session(**first_choices(args, subject)).check(Mesh(mesh), subject.rules(name, mesh))
-        except LayoutError as fault:  # no layout of that name can be made
+        except LayoutError as fault:  # no layout of that name fits
             entries.append({"layout": name, "mesh": mesh, "ok": False, "faults": [str(fault)], "notes": []})
             continue
         faults, notes = [str(f) for f in report.faults], [str(n) for n in report.notes]
@@ -134,7 +134,7 @@ def _checked_text(entry: dict[str, Any]) -> str:
 
 
 def verified(args: argparse.Namespace) -> int:
-    """The numbers, against one core."""
+    """`meshlib verify`: the numbers of each layout against those of one core."""
     subject, layouts = _laid(args)
     if subject.config is not None and subject.config.parameters > 1e7:
         raise GraphError(
@@ -150,7 +150,7 @@ def verified(args: argparse.Namespace) -> int:
 
 
 def traced(args: argparse.Namespace) -> int:
-    """The schedule as a file."""
+    """`meshlib trace`: the schedule as a file."""
     (est, *others) = _estimates(args)
     if others:
         raise GraphError("trace writes one file: give one --layout")
@@ -163,7 +163,7 @@ def traced(args: argparse.Namespace) -> int:
 
 
 def dims(args: argparse.Namespace) -> int:
-    """The dims of a program."""
+    """`meshlib dims`: the dims of a program."""
     outputs, updates = subject_of(args, slice_of(args.slice) if args.slice else None).session().asked
     text = dims_text(next(iter([*(t.graph for t in outputs.values()), *(op.graph for op in updates)])))
     if args.json:
@@ -174,7 +174,7 @@ def dims(args: argparse.Namespace) -> int:
 
 
 def _laid(args: argparse.Namespace) -> tuple[Subject, list[tuple[str, str]]]:
-    """The subject, and the layouts that are named; of a model on a slice, else, the first usual one."""
+    """The subject, and its layouts: those named, or for a model on a slice the first usual one."""
     where = slice_of(args.slice) if args.slice else None
     if is_maxtext(args):
         from meshlib.command.configured import configured

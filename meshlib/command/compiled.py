@@ -1,4 +1,4 @@
-"""What the command line says of compiled programs: the compiler's verdict on a plan, and the collectives of any HLO."""
+"""Compiled programs on the command line: the compiler's verdict on a plan, and the collectives of any HLO."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ MOST_BYTES = 2**30
 
 
 def compiled_for(programs: Sequence[Program], where: Slice, args: argparse.Namespace) -> list[Any]:
-    """What the compiler makes of programs, with what it is about to take on standard error, and a bar."""
-    told = args.quiet
+    """Compile programs with the real compiler, announced on standard error with a progress bar."""
+    announced = args.quiet
 
     def tell(done: int, total: int, text: str) -> None:
-        nonlocal told
-        if not told:
+        nonlocal announced
+        if not announced:
             print(f"{args.command}: {text}", file=sys.stderr)
-        told = True
+        announced = True
         bar(done, total, text)
 
     with Progress(args.quiet) as bar:

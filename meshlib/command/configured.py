@@ -18,13 +18,13 @@ from meshlib.models.maxtext.run import MaxTextRun, read_maxtext
 from meshlib.models.maxtext.settings import parsed
 
 WIDTH = 80
-# Options that a configuration has keys for.
+# Options for which a configuration has keys.
 _KEYS = {"batch": "per_device_batch_size=", "length": "max_target_length=", "remat": "remat_policy=", "set": "KEY="}
 
 
 @dataclass(eq=False)
 class Configured(Subject):
-    """A MaxText configuration on a slice; its mesh and layout are its own."""
+    """A MaxText configuration on a slice, with the mesh and layout that it defines."""
 
     run: MaxTextRun | None = None
     where: Slice | None = None
@@ -36,12 +36,12 @@ class Configured(Subject):
         return self.run.program(self.where, self.compiler)
 
     def slice(self, where: Slice) -> Slice:
-        """The slice with the attention kernels of the configuration."""
+        """The slice, with the configuration's attention kernels."""
         assert self.run is not None
         return self.run.slice(where)
 
     def remedy(self, words: str) -> str:
-        """A remedy as MaxText's keys, where it has some for it."""
+        """A memory remedy in terms of MaxText's keys, where there are such keys."""
         assert self.run is not None
         s = self.run.settings
         batch = f"per_device_batch_size={s.number('per_device_batch_size') / 2:g}"
@@ -56,7 +56,7 @@ class Configured(Subject):
 
 
 def run_of(args: argparse.Namespace, serving: bool = False) -> MaxTextRun:
-    """The run that the arguments describe; `serving`: one of inference may be.
+    """The run that the arguments describe; `serving` also allows a run of inference.
 
     Raises: GraphError for options that a configuration has keys for, and as `read_maxtext`.
     """
@@ -72,7 +72,7 @@ def run_of(args: argparse.Namespace, serving: bool = False) -> MaxTextRun:
 
 
 def configured(args: argparse.Namespace, where: Slice) -> tuple[Subject, str, str]:
-    """The subject, with the text of its layout and mesh."""
+    """The subject of a configuration, with its layout and mesh as text."""
     run = run_of(args)
     run.check(where)
     sizes = {"batch": run.batch(where), "length": run.length}
@@ -110,7 +110,7 @@ def compared_runs(args: argparse.Namespace, where: Slice) -> tuple[Estimate, lis
 
 
 def notes_of(run: MaxTextRun, where: Slice) -> str:
-    """What of a configuration is not in the plan."""
+    """The parts of a configuration that the plan does not reflect."""
     lines: list[str] = []
     for one in run.unread:
         lines += wrapped(str(one), "not expressed: ", " ")

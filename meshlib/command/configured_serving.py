@@ -13,14 +13,14 @@ from meshlib.models.maxtext.model import FLOATS
 from meshlib.models.maxtext.run import MaxTextRun
 from meshlib.models.maxtext.settings import OVERRIDES, RULES
 
-KERNELS = {"int8": "int8", "fp8": "float8_e4m3fn"}  # MaxText's `quantization`: dtype of the stored kernels
+KERNELS = {"int8": "int8", "fp8": "float8_e4m3fn"}  # MaxText's `quantization` -> dtype of the stored kernels
 PROMPT, CACHES = "max_prefill_predict_length", {"int8": "int8", "fp8": "float8_e4m3fn"}
 
 
 def asked_of(args: argparse.Namespace, where: Slice) -> Asked:
-    """What a configuration of inference asks for.
+    """The serving task of an inference configuration.
 
-    Its batch is fixed where an override gives it, else swept; layouts are searched, so keys that say one are reported.
+    The batch is fixed if an override gives it, else swept; layouts are searched, so keys that fix one are reported.
     """
     run = run_of(args, serving=True)
     s = run.settings
@@ -38,7 +38,7 @@ def asked_of(args: argparse.Namespace, where: Slice) -> Asked:
 
 
 def _prompt(run: MaxTextRun, context: int) -> int | None:
-    """Tokens that a prefill reads."""
+    """Tokens of a prefill."""
     prompt = run.settings.values.get(PROMPT)
     if prompt is None:
         return None
@@ -48,7 +48,7 @@ def _prompt(run: MaxTextRun, context: int) -> int | None:
 
 
 def _caches(run: MaxTextRun) -> str | None:
-    """The dtype of caches, where they are quantised."""
+    """Dtype of quantised caches, or None."""
     values = run.settings.values
     if not values.get("quantize_kvcache"):
         return None
@@ -59,11 +59,17 @@ def _caches(run: MaxTextRun) -> str | None:
 
 
 def _notes(run: MaxTextRun) -> tuple[str, ...]:
-    """Keys that say a layout, and those that no estimate expresses."""
+    """Notes on keys that fix a layout, and on keys that no estimate reflects."""
     values = run.settings.values
     says = [key for key in values if key.endswith("_parallelism") or key in (RULES, "mesh_axes")]
-    told = [f"{key}={values[key]}"[:60] for key in says if values[key] not in (READ.get(key), None) and key != RULES]
-    told += [RULES] if RULES in values and run.settings.sources.get(RULES) != "base.yml" else []
-    notes = [f"{', '.join(told)}: a layout of the configuration's own; layouts are searched here"] if told else []
+    layout_keys = [
+        f"{key}={values[key]}"[:60] for key in says if values[key] not in (READ.get(key), None) and key != RULES
+    ]
+    layout_keys += [RULES] if RULES in values and run.settings.sources.get(RULES) != "base.yml" else []
+    notes = (
+        [f"{', '.join(layout_keys)}: a layout of the configuration's own; layouts are searched here"]
+        if layout_keys
+        else []
+    )
     notes += [str(one) for one in run.unread]
     return tuple(line for note in notes for line in wrapped(note, "not expressed: ", " "))

@@ -1,4 +1,4 @@
-"""`plan ... --emit`: a plan as something to run."""
+"""`plan ... --emit`: a plan for another library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshlib.sharing.emission import Emitted, flax_rules, haliax_mappings, parti
 
 
 def emitted(args: argparse.Namespace, subject: Subject, where: Slice, plans: Sequence[PlannedLayout]) -> int:
-    """Print one of the plans for its target; 1 where the target can't express all of it."""
+    """Print a plan for its target; returns 1 if the target cannot express all of it."""
     if args.rank > len(plans):
         raise GraphError(f"--rank {args.rank}: there are {len(plans)} plans")
     plan = plans[args.rank - 1]

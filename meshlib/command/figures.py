@@ -1,4 +1,4 @@
-"""What commands print with --json: figures by name, in bytes, seconds and counts; README.md has the schema."""
+"""Figures of --json by name, in bytes, seconds and counts; README.md has the schema."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def of_program(program: Program) -> dict[str, Any]:
 
 
 def of_estimate(est: Estimate) -> dict[str, Any]:
-    """Of an estimate without its rows; `_modelled` marks what is not exact."""
+    """Figures of an estimate without its rows; `_modelled` marks those that are not exact."""
     m = est.memory
     return {
         "slice": est.slice.name,
@@ -52,12 +52,12 @@ def of_estimate(est: Estimate) -> dict[str, Any]:
 
 
 def of_rows(est: Estimate) -> dict[str, Any]:
-    """Of an estimate with its rows; seconds of rows are modelled, bytes and flops exact."""
+    """Figures of an estimate with its rows; seconds of rows are modelled, bytes and flops exact."""
     return {**of_estimate(est), "rows": [asdict(row) for row in est.rows]}
 
 
 def of_profile(profile: Profile) -> dict[str, Any]:
-    """Of a profile; all seconds are modelled."""
+    """Figures of a profile; all seconds are modelled."""
     return {
         "title": profile.title,
         "step_seconds_modelled": profile.step_seconds,
@@ -69,7 +69,7 @@ def of_profile(profile: Profile) -> dict[str, Any]:
 
 
 def of_slice(slice_: Slice) -> dict[str, Any]:
-    """What a slice has."""
+    """Figures of a slice."""
     return {
         "name": slice_.name,
         "chips": slice_.chips,
@@ -85,7 +85,7 @@ def of_slice(slice_: Slice) -> dict[str, Any]:
 
 
 def of_verification(result: Verification) -> dict[str, Any]:
-    """Of layouts run on simulated cores; errors are relative to the largest magnitude of an array."""
+    """Figures of a verification; errors are relative to the largest magnitude of an array."""
     return {
         "ok": result.ok,
         "compared": list(result.compared),

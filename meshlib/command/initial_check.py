@@ -1,4 +1,4 @@
-"""`meshlib init`: a test for CI that keeps a plan as it is: it fits, its collectives, its bytes, its dollars."""
+"""`meshlib init`: a CI test that guards a plan: it fits, and its collectives, bytes and dollars."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshlib.core.errors import GraphError
 from meshlib.core.files import replace_file
 from meshlib.testing import assert_snapshot
 
-MARGIN = 1.02  # of budgets above the plan
+MARGIN = 1.02  # budgets relative to the plan
 TEST = Template('''\
 """The plan of $name on $slice: it fits, sends what it sent, costs what it cost. Written by meshlib init."""
 
@@ -63,7 +63,7 @@ LOWERED = """\
 
 
 def init(args: argparse.Namespace) -> int:
-    """Write the test and its snapshot."""
+    """`meshlib init`: write the test and its snapshot."""
     where, path = slice_of(args.slice), writable(args.out, ".py")
     if path.exists() and not args.force:
         raise GraphError(f"{path} is there already; --out says another file, --force writes it again")
@@ -97,7 +97,7 @@ def init(args: argparse.Namespace) -> int:
 
 
 def _build(args: argparse.Namespace, subject: Subject, choices: dict[str, object], folder: Path) -> str:
-    """The function of the test that builds the program; files are named from the folder of the test."""
+    """Source of the test's function that builds the program; file paths are relative to the test."""
     if is_maxtext(args):
         from meshlib.models.maxtext.settings import parsed
 
@@ -130,5 +130,5 @@ def _build(args: argparse.Namespace, subject: Subject, choices: dict[str, object
 
 
 def _from(folder: Path, path: str) -> str:
-    """The expression of a file's path in the test: relative to the test, so that both may be moved or checked out."""
+    """Expression for a file's path relative to the test, so that both can be moved or checked out together."""
     return f"Path(__file__).parent / {json.dumps(Path(os.path.relpath(path, folder)).as_posix())}"

@@ -1,4 +1,4 @@
-"""A JAX function in somebody's file as the program of a command: its arguments, names of axes, and training."""
+"""A JAX function in a user's file as the program of a command: its arguments, dim names, and training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ARRAY = re.compile(r"([A-Za-z]\w*)\[([\d,\s]*)\]")
 
 
 def arguments_of(function: Callable[..., Any], texts: Sequence[str]) -> Callable[[], Mapping[str, Any]] | None:
-    """What makes the arguments of a JAX function, by name; None if neither the command nor the file gives them.
+    """A function that returns the arguments of a JAX function by name; None if neither command nor file gives them.
 
     Args:
       function: the function; `NAME_arguments`, or `arguments`, beside it in its file returns a tuple or a dict of its
@@ -44,21 +44,21 @@ def arguments_of(function: Callable[..., Any], texts: Sequence[str]) -> Callable
         return None
 
     def returned() -> Mapping[str, Any]:
-        made = own()
-        if isinstance(made, Mapping):
-            return made
-        if not isinstance(made, tuple):
-            raise GraphError(f"{own.__name__} must return a tuple or a dict of arguments, got {made!r:.80}")
+        arguments = own()
+        if isinstance(arguments, Mapping):
+            return arguments
+        if not isinstance(arguments, tuple):
+            raise GraphError(f"{own.__name__} must return a tuple or a dict of arguments, got {arguments!r:.80}")
         names = [*inspect.signature(function).parameters]
-        if len(made) > len(names):
-            raise GraphError(f"{own.__name__} returns {len(made)} arguments, but the function takes {len(names)}")
-        return dict(zip(names, made, strict=False))
+        if len(arguments) > len(names):
+            raise GraphError(f"{own.__name__} returns {len(arguments)} arguments, but the function takes {len(names)}")
+        return dict(zip(names, arguments, strict=False))
 
     return returned
 
 
 def _of_texts(texts: Sequence[str]) -> Mapping[str, Any]:
-    made: dict[str, Any] = {}
+    tree: dict[str, Any] = {}
     for text in texts:
         path, equals, value = (part.strip() for part in text.partition("="))
         array = _ARRAY.fullmatch(value)
@@ -67,7 +67,7 @@ def _of_texts(texts: Sequence[str]) -> Mapping[str, Any]:
                 f"--arg is NAME=DTYPE[SIZES], such as x=f32[256,512,1024] or params.w=bf16[4,8], got {text!r}"
             )
         *groups, last = path.split(".")
-        within = made
+        within = tree
         for word in groups:
             within = within.setdefault(word, {})
             if not isinstance(within, dict):
@@ -75,7 +75,7 @@ def _of_texts(texts: Sequence[str]) -> Mapping[str, Any]:
         if last in within:
             raise GraphError(f"--arg {text}: {path} is given twice")
         within[last] = _shape(array[1], array[2], text)
-    return made
+    return tree
 
 
 def _shape(kind: str, sizes: str, text: str) -> Any:
@@ -93,31 +93,31 @@ def _shape(kind: str, sizes: str, text: str) -> Any:
 
 
 def _keys(shape: tuple[int, ...]) -> Callable[[], Any]:
-    def made() -> Any:
+    def draw() -> Any:
         import jax
 
         return jax.random.split(jax.random.key(0), shape)
 
-    return made
+    return draw
 
 
 def names_of(texts: Sequence[str]) -> dict[str, str]:
-    """`names=` of `mtf.from_jax`, of PATH=NAMES of the command line."""
-    made = {}
+    """The `names=` of `mtf.from_jax`, from PATH=NAMES on the command line."""
+    names = {}
     for text in texts:
         path, equals, value = (part.strip() for part in text.partition("="))
         if not equals or not path or not value:
             raise GraphError(
                 f"--names is PATH=NAMES, such as x='batch length d_model' or '*.wq'='d_model _', got {text!r}"
             )
-        made[path] = value
-    return made
+        names[path] = value
+    return names
 
 
 def builder(
     function: Callable[..., Any], given: Callable[[], Mapping[str, Any]], args: argparse.Namespace
 ) -> Callable[..., Any]:
-    """A function of settings that returns outputs and updates: the function imported, and a step of its training."""
+    """A function from settings to outputs and updates: the imported function, and its training step."""
     names, optimizer = names_of(args.names or ()), args.optimizer
 
     def build(**settings: Any) -> tuple[Any, Sequence[Operation]]:
@@ -135,7 +135,7 @@ def builder(
 def imported(
     function: Callable[..., Any], given: Mapping[str, Any], names: Mapping[str, str], settings: Mapping[str, Any]
 ) -> ImportedGraph:
-    """The graph of a function whose arguments are given by name, some as settings that are no arrays."""
+    """The graph of a function whose arguments are given by name; settings among them are not arrays."""
     parameters = inspect.signature(function).parameters
     takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for name in (*given, *settings):
@@ -165,7 +165,7 @@ def imported(
 
 
 def dims_text(graph: Graph) -> str:
-    """The dims of a program, largest first in each kind, with their sizes and where they come from."""
+    """The dims of a program, largest first in each kind, with sizes and origins."""
     rows = [("dim", "size", "where from")]
     for d, places in _places(graph).items():
         shown = ", ".join(places[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
@@ -175,7 +175,7 @@ def dims_text(graph: Graph) -> str:
 
 
 def _places(graph: Graph) -> dict[Dimension, list[str]]:
-    """Where each dim occurs: in axes of arguments, else in the first operation that has it."""
+    """Where each dim occurs: axes of arguments, or otherwise the first operation that has it."""
     places: dict[Dimension, list[str]] = {}
     arguments = getattr(graph, "arguments", {})
     for name, argument in arguments.items():

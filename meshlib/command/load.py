@@ -1,4 +1,4 @@
-"""`meshlib serve --rate`: what comes of a load, and how many slices it takes."""
+"""`meshlib serve --rate`: serving under a load, and the number of slices that it needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GOOD, FAILED = 0, 1
 
 
 def load_of(args: argparse.Namespace) -> Arrivals | None:
-    """The load that the arguments describe, if they do."""
+    """The load that the arguments describe, or None."""
     drawn = {name: getattr(args, name) for name in ("prompts", "outputs", "requests")}
     drawn = {name: value for name, value in drawn.items() if value is not None}
     if args.trace is not None:
@@ -33,7 +33,7 @@ def load_of(args: argparse.Namespace) -> Arrivals | None:
 
 
 def told_load(args: argparse.Namespace, result: Serving, notes: Sequence[str]) -> int:
-    """Print the verdict on a load, the best layout and the fewest slices for it; the exit code."""
+    """Print the verdict on a load, the best layout and the fewest slices for it; returns the exit status."""
     goals = {
         "first_token_seconds": None if args.first_token is None else args.first_token / 1e3,
         "token_seconds": None if args.within is None else args.within / 1e3,

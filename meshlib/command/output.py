@@ -1,4 +1,4 @@
-"""What commands print: lines that fit the terminal, JSON, a colour for the verdict where the terminal has colours."""
+"""Output of commands: lines within the terminal's width, JSON, coloured verdicts."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pathlib import Path
 from meshlib.core.errors import GraphError
 from meshlib.core.text import USUAL
 
-SMALLEST = 40  # letters of a line, however narrow the terminal says that it is
-MARGIN = 4  # of lines that go on
+SMALLEST = 40  # minimum width of a line, however narrow the terminal
+MARGIN = 4  # indent of continuation lines
 GREEN, RED, PLAIN = "\033[32;1m", "\033[31;1m", "\033[0m"
 
 
 def terminal_width() -> int:
-    """Letters of a line of the terminal, or what COLUMNS says; 80 where neither is known."""
+    """Width of the terminal, or of COLUMNS; 80 if neither is known."""
     return max(SMALLEST, shutil.get_terminal_size((USUAL, 24)).columns)
 
 
 def say(text: object) -> None:
-    """Print text; lines that are too long go on below, further to the right."""
+    """Print text, wrapping long lines with an indent."""
     width = terminal_width()
     for line in str(text).splitlines() or [""]:
         for part in folded(line, width):
@@ -31,16 +31,12 @@ def say(text: object) -> None:
 
 
 def folded(line: str, width: int) -> Iterable[str]:
-    """A line in parts of at most `width` letters, cut at blanks, else behind `;`, `/`, `,` or anywhere.
-
-    >>> list(folded("  layout  batch:data;d_model:data", 24))
-    ['  layout  batch:data;', '      d_model:data']
-    """
+    """A line in pieces of at most `width` letters, cut at blanks, otherwise behind `;`, `/`, `,` or anywhere."""
     margin = " " * min(len(line) - len(line.lstrip()) + MARGIN, width // 2)
     while len(line) > width:
         start = len(line) - len(line.lstrip())
         cut = line.rfind(" ", start, width + 1)
-        if cut <= start + (width - start) // 3:  # a blank far to the left would waste the line
+        if cut <= start + (width - start) // 3:  # cutting at a blank far to the left would waste the line
             cut = max((line.rfind(mark, start, width) + 1 for mark in ";/,+"), default=0)
         if cut <= start + (width - start) // 3:
             cut = width
@@ -50,7 +46,7 @@ def folded(line: str, width: int) -> Iterable[str]:
 
 
 def writable(path: str, suffix: str) -> Path:
-    """A file to be written, whose folder is there: looked at before anything takes long.
+    """The path of an output file in an existing folder; checked before any long computation.
 
     Raises: GraphError for a folder, for a file in none, and for a name with another end than `suffix`.
     """
@@ -70,7 +66,7 @@ def say_json(value: object) -> None:
 
 
 def coloured(text: str, good: bool) -> str:
-    """Text in green or red, where the output is a terminal and NO_COLOR is not set (https://no-color.org)."""
+    """Text in green or red, if the output is a terminal and NO_COLOR is not set (https://no-color.org)."""
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return text
     return f"{GREEN if good else RED}{text}{PLAIN}"

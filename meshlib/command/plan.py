@@ -21,12 +21,12 @@ from meshlib.estimation import Estimate, HostInput, estimate
 from meshlib.estimation.views.rows import Row, names_of_forward
 from meshlib.estimation.views.whole_run import WholeRun
 
-CAUSES = 4  # collectives that a plan names
+CAUSES = 4  # collectives shown in a plan
 
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """One layout of the program: its estimate, or why there is none."""
+    """One layout of the program: its estimate, or the reason why there is none."""
 
     name: str
     mesh: str
@@ -37,12 +37,12 @@ class PlannedLayout:
 
     @property
     def fits(self) -> bool:
-        """Whether it was estimated, and fits."""
+        """Whether the layout was estimated and fits."""
         return self.est is not None and self.est.fits
 
     @property
     def order(self) -> tuple[bool, bool, float]:
-        """What fits before what does not, the fastest first."""
+        """Sort key: layouts that fit first, then by step time."""
         if self.est is None:
             return (True, True, 0.0)
         over = self.est.memory.needed_bytes if not self.est.fits else self.est.step_seconds
@@ -51,7 +51,7 @@ class PlannedLayout:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked of a whole run: its arguments of `Estimate.run`, and how fast a host prepares examples."""
+    """Options of a whole run: arguments of `Estimate.run`, and the rate at which a host prepares examples."""
 
     how_long: dict[str, Any]
     evaluation_examples: int | None = None
@@ -60,7 +60,7 @@ class Asked:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Asked:
-        """Those of the command.
+        """The options of a command.
 
         Raises: GraphError for what does not go together.
         """
@@ -74,7 +74,7 @@ class Asked:
         return cls(how_long, args.evaluation_examples, args.evaluate_every, fed)
 
     def run(self, subject: Subject, est: Estimate, name: str, mesh: str) -> WholeRun | None:
-        """Of a layout; None where nothing is asked."""
+        """The whole run of an estimated layout; None if no run was asked for."""
         if not self.how_long:
             return None
         more: dict[str, Any] = {}
@@ -107,7 +107,7 @@ def plans_of(
     asked: Asked = NOTHING,
     progress: Callable[[int, int, str], None] = lambda done, total, text: None,
 ) -> list[PlannedLayout]:
-    """All layouts, the best first; where remat is not given, the best is tried with the others."""
+    """All layouts, best first; unless remat is given, the best is also tried with the other policies."""
     first: dict[str, object] = {"remat": remat or REMAT[0]} if subject.config is not None else {}
     plans: list[PlannedLayout] = []
 
@@ -115,8 +115,8 @@ def plans_of(
         plan = planned(subject, where, name, mesh, asked, **choices)
         plans.append(plan)
         best = min(plans, key=lambda p: p.order)
-        told = "" if best.est is None else f"; best: {best.name}, {seconds_text(best.est.step_seconds)}"
-        progress(len(plans), max(len(plans), len(layouts)), f"layouts{told}")
+        suffix = "" if best.est is None else f"; best: {best.name}, {seconds_text(best.est.step_seconds)}"
+        progress(len(plans), max(len(plans), len(layouts)), f"layouts{suffix}")
         return plan
 
     for name, mesh in layouts:
@@ -135,7 +135,7 @@ def plans_of(
 
 
 def _least_seconds(est: Estimate) -> float:
-    """A step without what its backward pass computes or gathers again takes at least about this. Modelled."""
+    """Rough lower bound of a step without recomputation and repeated gathers in its backward pass. Modelled."""
     forward = names_of_forward(est.schedule)
     again = sum(r.total_seconds for r in est.rows if r.phase != FORWARD and r.name in forward)
     return est.step_seconds - again
@@ -145,7 +145,7 @@ def _least_seconds(est: Estimate) -> float:
 
 
 def text_of(subject: Subject, where: Slice, plans: Sequence[PlannedLayout]) -> str:
-    """What a person reads: verdict, figures, causes, ranking."""
+    """The plan as text: verdict, figures, causes, ranking."""
     best = plans[0]
     if best.est is None:
         return "\n".join([f"{subject.name} on {where.name}: NOT POSSIBLE", best.fault])
@@ -206,7 +206,7 @@ def _price(subject: Subject, est: Estimate) -> str:
 
 
 def _notes(subject: Subject, plan: PlannedLayout, est: Estimate) -> str:
-    """What the layout leaves unused, with what that costs and which layout would use it."""
+    """Notes on mesh axes that the layout leaves unused, their cost, and a layout that uses them."""
     lines = [line for note in est.program.notes for line in wrapped(note, "note: ", " ")]
     program = est.program
     named = {axis for rule in program.layout.rules for axis in rule.axes}
@@ -218,7 +218,7 @@ def _notes(subject: Subject, plan: PlannedLayout, est: Estimate) -> str:
 
 
 def _that_uses_all(subject: Subject, plan: PlannedLayout, est: Estimate) -> str:
-    """The fastest usual layout of the same mesh that splits something over each axis, and what it takes; "" if none."""
+    """The fastest usual layout that splits something over every axis of the mesh, and its step time; "" if none."""
     if subject.config is None and subject.image is None:
         return ""
     try:
@@ -253,7 +253,7 @@ def _rates(subject: Subject, est: Estimate) -> str:
 
 
 def _causes(est: Estimate) -> list[str]:
-    """The collectives that take longest on the wire, those of one cause together."""
+    """The slowest collectives on the wire, grouped by cause."""
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     sent: dict[tuple[str, str], float] = defaultdict(float)
     largest: dict[tuple[str, str], Row] = {}
@@ -277,7 +277,7 @@ def _causes(est: Estimate) -> list[str]:
 
 
 def next_commands(args: argparse.Namespace, subject: Subject, plan: PlannedLayout) -> list[str]:
-    """Commands that go on from a plan: as a page, as a check in CI, a wider search."""
+    """Follow-up commands: the plan as a page, as a check in CI, a wider search."""
     given = ["--slice", args.slice]
     if "batch" in subject.sizes and subject.given_batch:
         given += ["--batch", str(subject.sizes["batch"])]
@@ -300,7 +300,7 @@ def next_commands(args: argparse.Namespace, subject: Subject, plan: PlannedLayou
 
 
 def _command_lines(words: Sequence[str]) -> list[str]:
-    """A command in lines that fit, each but the last ending with a backslash, as shells take them."""
+    """A shell command wrapped to the width, with a backslash at the end of each line but the last."""
     lines = [f"  {words[0]}"]
     for word in words[1:]:
         if len(lines[-1]) + len(word) + 3 > width():
@@ -331,7 +331,7 @@ def _ranking(subject: Subject, plans: Sequence[PlannedLayout]) -> list[str]:
 
 
 def json_of(subject: Subject, where: Slice, plans: Sequence[PlannedLayout]) -> dict[str, Any]:
-    """The same figures for programs."""
+    """The plan as JSON, with the same figures."""
     head = {"program": subject.name, "slice": where.name, "compiler": str(subject.compiler), **subject.sizes}
     return {**head, "plans": [_entry(p) for p in plans]}
 

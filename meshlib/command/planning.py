@@ -1,4 +1,4 @@
-"""`meshlib plan`, `search` and `report`: usual layouts compared, or all of a space searched."""
+"""`meshlib plan`, `search` and `report`: the usual layouts compared, or a whole space searched."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from meshlib.searching import Found
 
 GOOD, FAILED = 0, 1
-SEEDS = 3  # usual layouts with which a search of a model begins
+SEEDS = 3  # usual layouts that seed a model's search
 
 
 def plan(args: argparse.Namespace) -> int:
-    """The verdict, and the ranking."""
+    """`meshlib plan`: the verdict, and the ranking."""
     where = slice_of(args.slice)
     if is_maxtext(args) and args.search:
         from meshlib.command.tuning import tuned
@@ -46,7 +46,7 @@ def plan(args: argparse.Namespace) -> int:
         return emitted(args, subject, where, plans)
     if not plans:
         assert search_result is not None
-        return _told(args, search_result)  # there is nothing to plan: all is said by what was looked for
+        return _print_search(args, search_result)  # no plan: the search reports why
     best, compiled = plans[0], None
     fits = best.est is not None and best.est.fits
     if args.compile and best.est is not None:
@@ -70,7 +70,7 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def planned_of(args: argparse.Namespace, where: Slice) -> tuple[Subject, list[PlannedLayout], Found | None]:
-    """The subject, its plans, the best first, and the search, if there was one."""
+    """The subject, its plans (best first), and the search, if there was one."""
     asked = Asked.of(args)
     if is_maxtext(args):
         from meshlib.command.configured import configured
@@ -81,7 +81,7 @@ def planned_of(args: argparse.Namespace, where: Slice) -> tuple[Subject, list[Pl
     subject = subject_of(args, where)
     if args.mesh and args.search:
         raise GraphError("--mesh with --search: say the sizes of axes with meshlib search --sizes")
-    subject.session(**first_choices(args, subject))  # what is wrong with the program itself is said once
+    subject.session(**first_choices(args, subject))  # report faults of the program itself once
     unnamed = subject.config is None and subject.image is None and not args.layout
     if args.search or (unnamed and not args.mesh):
         subject, result = searched_of(args, subject, where)
@@ -97,7 +97,7 @@ def planned_of(args: argparse.Namespace, where: Slice) -> tuple[Subject, list[Pl
 
 
 def _refuse_effort(args: argparse.Namespace) -> None:
-    """Raise GraphError for options of a search where there is none."""
+    """Raise GraphError for options of a search on a plan without one."""
     given = [f"--{name}" for name in ("seconds", "workers") if name in getattr(args, "given_once", ())]
     if given or args.tried:
         raise GraphError(f"{(given or ['--try'])[0]} is for a search; add --search, or use meshlib search")
@@ -106,7 +106,7 @@ def _refuse_effort(args: argparse.Namespace) -> None:
 def _usual_plans(
     args: argparse.Namespace, subject: Subject, where: Slice, asked: Asked
 ) -> tuple[Subject, list[PlannedLayout]]:
-    """The layouts that are named, or the usual ones, ranked; of a batch that nobody asked for half, until one fits."""
+    """The layouts named, or the usual ones, ranked; a batch that was not asked for is halved until a layout fits."""
     first = subject
     with Progress(args.quiet) as bar:
         plans = plans_of(subject, where, _layouts(args, subject, where), args.remat, asked, bar)
@@ -134,7 +134,7 @@ def _layouts(args: argparse.Namespace, subject: Subject, where: Slice) -> list[t
 
 
 def _with_half_the_batch(subject: Subject, where: Slice) -> Subject | None:
-    """The subject with half as many sequences; None where the batch was asked for, or fills devices no more."""
+    """The subject with half as many sequences; None if the batch was asked for, or no longer covers the devices."""
     if subject.config is None or subject.given_batch or subject.sizes["batch"] < 2:
         return None
     sizes = {**subject.sizes, "batch": subject.sizes["batch"] // 2}
@@ -142,7 +142,7 @@ def _with_half_the_batch(subject: Subject, where: Slice) -> Subject | None:
 
 
 def first_choices(args: argparse.Namespace, subject: Subject) -> dict[str, object]:
-    """With what a model is built first."""
+    """The arguments with which a model is built first."""
     return {"remat": args.remat or "full"} if subject.config is not None else {}
 
 
@@ -150,13 +150,13 @@ def first_choices(args: argparse.Namespace, subject: Subject) -> dict[str, objec
 
 
 def search(args: argparse.Namespace) -> int:
-    """The best mesh and layout."""
+    """`meshlib search`: the best mesh and layout."""
     where = slice_of(args.slice)
-    return _told(args, searched_of(args, subject_of(args, where), where)[1])
+    return _print_search(args, searched_of(args, subject_of(args, where), where)[1])
 
 
-def _told(args: argparse.Namespace, result: Found) -> int:
-    """What a search came to."""
+def _print_search(args: argparse.Namespace, result: Found) -> int:
+    """Print the result of a search; returns the exit status."""
     if args.json:
         say_json(result.as_json())
     else:
@@ -167,9 +167,9 @@ def _told(args: argparse.Namespace, result: Found) -> int:
 
 
 def searched_of(args: argparse.Namespace, subject: Subject, where: Slice) -> tuple[Subject, Found]:
-    """The search that the arguments ask for, and its subject.
+    """The search that the arguments describe, and its subject.
 
-    Of a model it begins with the usual layouts that fit, with the batch that `plan` takes for them.
+    A model's search is seeded with the usual layouts that fit, at the batch that `plan` uses for them.
     """
     tried = tried_values(args.tried or ())
     further = ("fix", "sizes", "forbid", "resume", "layout")
@@ -188,7 +188,7 @@ def search_of(
     tried: dict[str, list[object]],
     seeds: Sequence[tuple[str, str]] = (),
 ) -> Found:
-    """The search that the arguments ask for; one that is interrupted ends with what it has so far."""
+    """The search that the arguments describe; an interrupted one returns its result so far."""
     from meshlib.searching import SearchInterrupted
     from meshlib.searching import search as searched
 
@@ -196,7 +196,7 @@ def search_of(
         tried["remat"] = [args.remat]
     further = ("objective", "fix", "sizes", "forbid", "axes", "resume")
     given: dict[str, Any] = {name: getattr(args, name) for name in further if hasattr(args, name)}
-    if subject.config is not None:  # what steps of several sizes take is compared by the token
+    if subject.config is not None:  # steps of different sizes are compared per token
         given |= {**subject.sizes, "per": [name for name in subject.sizes if name in tried]}
     known = named_layouts(args.layout, args.mesh) if args.layout else seeds
     if known:
@@ -221,7 +221,7 @@ def search_of(
 
 
 def report(args: argparse.Namespace) -> int:
-    """Write the page about the best plan, with the others as alternatives."""
+    """`meshlib report`: write a page about the best plan, with the others as alternatives."""
     writable(args.out, ".html")
     from meshlib.report.page import page, write_page
     from meshlib.report.ranked import alternatives_of

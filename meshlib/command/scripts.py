@@ -1,4 +1,4 @@
-"""For scripts that train: flags that say where to run, lines of progress, and an exit status with one clear message.
+"""Helpers for training scripts: flags for devices, progress lines, and an exit status with one clear message.
 
 The examples are written with it; so may be scripts of your own.
 """
@@ -19,20 +19,20 @@ from meshlib.simulation import simulate
 
 
 def line(text: str) -> None:
-    """A line in place of the bar of `progress`."""
+    """Print a line in place of the progress bar."""
     progress_ends()
     print(text, flush=True)
 
 
 class Lines:
-    """A line for each epoch of `mtf.train`: the loss, how quick it was, and what the evaluation at its end found."""
+    """A line for each epoch of `mtf.train`: loss, speed, and result of the evaluation."""
 
     def __init__(self, per_epoch: int) -> None:
         self.per_epoch = per_epoch
         self.row: dict[str, Any] = {}
 
     def __call__(self, row: dict[str, Any]) -> None:
-        """Take a row of the history."""
+        """Print one row of the history."""
         if "eval_accuracy" not in row:
             self.row = row
             return
@@ -44,14 +44,14 @@ class Lines:
 
 
 def check_least(parser: argparse.ArgumentParser, args: argparse.Namespace, **least: int) -> None:
-    """End with one clear message where a flag is less than it may be."""
+    """Exit with one clear message if a flag is below its minimum."""
     for name, low in least.items():
         if getattr(args, name) < low:
             parser.error(f"--{name.replace('_', '-')} must be at least {low}, got {getattr(args, name)}")
 
 
 def counts(text: str) -> list[int]:
-    """Numbers of at least 1, joined by commas: the type of a flag."""
+    """Flag type: integers of at least 1, separated by commas."""
     numbers = [int(part) if part.isascii() and part.isdigit() else 0 for part in text.split(",")]
     if min(numbers) < 1:
         raise argparse.ArgumentTypeError(f"expected numbers of at least 1, such as 8,16, got {text!r}")
@@ -59,7 +59,7 @@ def counts(text: str) -> list[int]:
 
 
 def finish(name: str, run: Callable[[], object]) -> int:
-    """Run a script: its exit status, with one clear message where the flags or the data are wrong."""
+    """Run a script; returns its exit status, with one clear message for wrong flags or data."""
 
     def status() -> int:
         run()
@@ -69,7 +69,7 @@ def finish(name: str, run: Callable[[], object]) -> int:
 
 
 def add_device_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags that say where to run."""
+    """Add the flags that select devices."""
     parser.add_argument("--on", choices=("simulation", "jax"), default="simulation", help="simulated cores, or devices")
     parser.add_argument(
         "--join",
@@ -82,7 +82,7 @@ def add_device_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check_device_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse what makes no sense."""
+    """Refuse contradictory device flags."""
     if args.join is None:
         return
     address, *counts = args.join.split(",")
@@ -93,24 +93,24 @@ def check_device_flags(parser: argparse.ArgumentParser, args: argparse.Namespace
 
 
 def runner(program: Program, args: argparse.Namespace) -> Any:
-    """The program where the flags say: a `Simulation`, or `OnJax`, which is used in the same way."""
+    """The program on the devices of the flags: a `Simulation`, or an `OnJax`, which has the same interface."""
     if args.on == "simulation":
         return simulate(program, args.slice, seed=args.seed, executor=args.executor)
     join(args.join)
     run = devices.on_jax(program, seed=args.seed)
-    if run.slice is None:  # devices whose figures nobody has published here
+    if run.slice is None:  # devices without published figures
         run.slice = measured(tuple(run.mesh_devices))
     return run
 
 
 @lru_cache
 def measured(jax_devices: tuple[Any, ...]) -> Slice:
-    """These devices as a slice of chips, timed once."""
+    """The slice of chips measured on these devices, timed once."""
     return Slice(f"measured-{len(jax_devices)}", devices.measure_chip(jax_devices))
 
 
 def join(how: str | None) -> None:
-    """Become one of several processes, before JAX looks for devices."""
+    """Join several processes, before JAX looks for devices."""
     if how is None:
         return
     import jax

@@ -1,4 +1,4 @@
-"""`meshlib serve`: batch and layout of decoding against latency, throughput and money."""
+"""`meshlib serve`: batch and layout of decoding against latency, throughput and cost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONTEXT = 2048
 
 
 def serve(args: argparse.Namespace) -> int:
-    """The frontier, the cheapest point, and the best within a latency."""
+    """`meshlib serve`: the frontier, the cheapest point, and the best within a latency."""
     where = slice_of(args.slice)
     if is_maxtext(args):
         from meshlib.command.configured_serving import asked_of
@@ -54,7 +54,7 @@ def serve(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be served: as arguments of `mtf.serving`, and notes on what is left out."""
+    """A serving task: arguments of `mtf.serving`, and notes on what is left out."""
 
     config: TransformerConfig
     context: int
@@ -66,7 +66,7 @@ class Asked:
 
 
 def _asked(args: argparse.Namespace, where: Slice) -> Asked:
-    """Of a model by name or a config.json."""
+    """The task of a model by name or a config.json."""
     for flag in ("length", "remat"):
         if getattr(args, flag, None):
             raise GraphError(f"--{flag} is for training; what is served has --context and --prompt")
@@ -79,7 +79,7 @@ def _asked(args: argparse.Namespace, where: Slice) -> Asked:
 
 
 def _chosen(args: argparse.Namespace, result: Serving) -> ServingPoint | None:
-    """The cheapest point of those that are fast enough."""
+    """The cheapest point within the latency goals."""
     if args.within is not None:
         return result.within(args.within / 1e3)
     return result.frontier[-1] if result.frontier else None

@@ -43,7 +43,7 @@ TOKENS_OF_A_DEVICE = 4096
 IMAGES_OF_A_DEVICE = 128
 LENGTH = 8192
 FUNCTION = "build"
-# Parts that go together, for a mesh without a layout.
+# Axis names that go together, for a mesh without a layout.
 LAYOUTS_OF_MODELS = (
     "fsdp", "data", "tensor", "fsdp+tensor", "fsdp+sequence", "fsdp+context", "fsdp+expert", "data+tensor", "data+fsdp",
     "data+fsdp+tensor", "data+fsdp+sequence", "data+fsdp+context", "fsdp+expert+context",
@@ -53,7 +53,7 @@ LAYOUTS_OF_IMAGES = ("data", "zero1", "data+spatial", "data+channels", "spatial"
 
 @dataclass(eq=False)
 class Subject:
-    """A program to be laid out: how to build it, and the session of each way to do so.
+    """A program to lay out: how to build it, and one session per set of build arguments.
 
     `config`: of a Transformer; `image`: of a model of images; `sizes`: its batch and length; `given_batch`: whether the
     batch was asked for; `settings`: what --set gave. `arguments`: of the function that builds it. `compiler`: what it
@@ -76,34 +76,34 @@ class Subject:
 
     @property
     def tokens(self) -> int | None:
-        """Of one step of a model."""
+        """Tokens per step of a text model."""
         return self.sizes["batch"] * self.sizes["length"] if self.config is not None else None
 
     @property
     def counted(self) -> tuple[int, str] | None:
-        """What one step of a model has: (how many, "tokens" or "images"); None for a function."""
+        """(count, "tokens" or "images") per step of a model; None for a function."""
         if self.tokens is not None:
             return self.tokens, "tokens"
         return None if self.image is None else (self.sizes["batch"], "images")
 
     def slice(self, where: Slice) -> Slice:
-        """The slice as the subject's kernels run on it."""
+        """The slice, with the subject's kernels."""
         return where
 
     def remedy(self, words: str) -> str:
-        """A remedy for too much memory in words of the subject's own."""
+        """A memory remedy in the subject's own terms."""
         return words
 
     def built(self, **choices: object) -> tuple[Any, Sequence[Operation]]:
-        """Outputs and updates."""
-        with _users(self.name):
+        """Build the outputs and updates."""
+        with _user_errors(self.name):
             asked = self.build(**{**self.arguments, **choices})
         if not isinstance(asked, tuple) or len(asked) != 2:
             raise GraphError(f"{self.name} must return (outputs, updates), as mtf.lower takes them, got {asked!r:.80}")
         return asked
 
     def session(self, **choices: object) -> Session:
-        """The session of the program built with these."""
+        """The session of the program built with these arguments."""
         key = tuple(choices.items())
         if key not in self._sessions:
             first = next(iter(self._sessions.values()), None)
@@ -113,14 +113,14 @@ class Subject:
         return self._sessions[key]
 
     def sized(self, **choices: object) -> Subject:
-        """With the batch and length that a search has chosen, where it has."""
+        """The subject with the batch and length of a search's choice, if it chose them."""
         sizes = {name: int(str(choices.get(name, size))) for name, size in self.sizes.items()}
         return replace(self, sizes=sizes)
 
     def compared(self) -> tuple[Any, Sequence[Operation]]:
-        """What `verify` runs: of a model its loss, with whose gradients it compares layouts.
+        """The program of `verify`: for a model its loss, whose gradients are compared between layouts.
 
-        Adam's first steps follow the signs of gradients, however small: rounding decides them where they are nought.
+        The first steps of Adam depend on the signs of gradients alone, which rounding decides where gradients vanish.
         """
         if self.config is None:
             return self.session().asked
@@ -129,9 +129,9 @@ class Subject:
         return {"loss": model.loss}, []
 
     def evaluation(self, name: str, mesh: str) -> Program:
-        """A step of a model's evaluation: its loss, under a layout.
+        """An evaluation step of a model under a layout: its loss.
 
-        Raises: GraphError for a function of the user's, of which nobody knows how it is evaluated.
+        Raises: GraphError for a user's function, which has no known evaluation.
         """
         if self.config is None:
             raise GraphError(f"{self.name}: evaluations are those of models; leave --evaluation-examples out")
@@ -141,7 +141,7 @@ class Subject:
             return lower({"loss": model.loss}, mesh=mesh, layout=rules, compiler=self.compiler)
 
     def rules(self, name: str, mesh: str) -> LayoutRules:
-        """A layout as text, or of a model by name."""
+        """Rules of a layout given as text, or for a model by name."""
         if self.config is None or ":" in name or not name:
             named = self.image is not None and ":" not in name
             return image_layout(name, self.image, mesh) if named else LayoutRules(name)
@@ -152,7 +152,7 @@ class Subject:
         return self.session(**choices).lower(mesh, self.rules(name, mesh), compiler=self.compiler)
 
     def usual(self, devices: int) -> list[tuple[str, str]]:
-        """Layouts to begin with, where none is named: of a model the usual ones."""
+        """Default layouts: for a model the usual ones."""
         if self.image is not None:
             return [("data", f"data:{devices}")]
         if self.config is None:
@@ -161,12 +161,12 @@ class Subject:
 
 
 def is_hugging_face(program: str) -> bool:
-    """Whether a program is named by a config.json, or the folder of one."""
+    """Whether a program is a config.json, or a folder with one."""
     return program.endswith(".json") or Path(program, "config.json").is_file()
 
 
 def _foreign(program: str) -> tuple[TransformerConfig, str]:
-    """The model of a config.json, and what of it is not expressed."""
+    """The model of a config.json, and the features of it that are not expressed."""
     from meshlib.sharing.foreign_config import config_notes, read_config
 
     lines = [line for note in config_notes(program) for line in wrapped(note, "not expressed: ", " ")]
@@ -182,7 +182,7 @@ def slice_of(text: str) -> Slice:
 
 
 def subject_of(args: argparse.Namespace, where: Slice | None) -> Subject:
-    """The subject that the arguments name; of a model, the batch follows the slice unless it is given."""
+    """The subject that the arguments name; a model's batch follows the slice unless given."""
     given = settings_of(args.set or ())
     if getattr(args, "models", None):
         raise GraphError(f"--models is for MaxText configurations; leave it out for {args.program}")
@@ -208,12 +208,12 @@ def of_model(config: TransformerConfig, sizes: Mapping[str, int], compiler: Comp
 
 
 def usual_batch(devices: int, length: int) -> int:
-    """Sequences of a step: 4,096 tokens for each device, but a whole sequence at least."""
+    """Default sequences per step: 4,096 tokens per device, but at least one sequence."""
     return max(devices, devices * TOKENS_OF_A_DEVICE // length)
 
 
 def _config(name: str) -> tuple[TransformerConfig, str]:
-    """The model of a preset, or of a config.json of Hugging Face's, and what is to be said of it."""
+    """The model of a preset or of a Hugging Face config.json, and notes on it."""
     if is_hugging_face(name):
         return _foreign(name)
     if name not in PRESETS:
@@ -227,7 +227,7 @@ def _config(name: str) -> tuple[TransformerConfig, str]:
 
 
 def _of_images(args: argparse.Namespace, given: Mapping[str, Any], devices: int) -> Subject:
-    """A training step of a model of images."""
+    """A training step of an image model."""
     for flag in ("length", "remat"):
         if getattr(args, flag, None):
             raise GraphError(f"--{flag} is for Transformers; {args.program} is a model of images")
@@ -261,7 +261,7 @@ def _from_file(args: argparse.Namespace, given: Mapping[str, object]) -> Subject
 
 
 def refuse_arguments(args: argparse.Namespace, shown: str) -> None:
-    """Raise GraphError for options that belong to JAX functions alone."""
+    """Raise GraphError for options that apply to JAX functions alone."""
     for flag in ("arg", "names", "optimizer"):
         if getattr(args, flag, None) not in (None, OPTIMIZERS[0]):
             raise GraphError(
@@ -271,15 +271,15 @@ def refuse_arguments(args: argparse.Namespace, shown: str) -> None:
 
 
 @contextmanager
-def _users(what: str) -> Iterator[None]:
-    """What the user's code raises, as one message with its line; the library's own faults pass."""
+def _user_errors(what: str) -> Iterator[None]:
+    """Report exceptions of the user's code as one message with its line; the library's own errors pass."""
     try:
         yield
     except (MeshlibError, HardwareError):
         raise
     except (Exception, SystemExit) as fault:
         last = traceback.extract_tb(fault.__traceback__)[-1]
-        if last.filename == __file__:  # the function itself was called in another way than it wants
+        if last.filename == __file__:  # the function was called with the wrong arguments
             where = "; give its arguments with --set NAME=VALUE, those of a JAX function with --arg NAME=f32[256,512]"
         else:
             where = "" if isinstance(fault, SyntaxError) else f" ({Path(last.filename).name}:{last.lineno})"
@@ -287,7 +287,7 @@ def _users(what: str) -> Iterator[None]:
 
 
 def _function(file: Path, name: str) -> Callable[..., Any]:
-    """A function of a file, which is run as a module of its own; what it raises is the user's and passes."""
+    """A function of a file, which is executed as a module; exceptions of the user's code pass through."""
     if not file.is_file():
         raise GraphError(f"no file {file}; name a model (meshlib plan --help) or FILE.py[:function]")
     spec = importlib.util.spec_from_file_location(file.stem, file)
@@ -296,7 +296,7 @@ def _function(file: Path, name: str) -> Callable[..., Any]:
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(file.stem, module)
     sys.path.insert(0, str(file.resolve().parent))
-    with _users(str(file)):
+    with _user_errors(str(file)):
         spec.loader.exec_module(module)
     value = getattr(module, name, None)
     if not callable(value):
@@ -324,7 +324,7 @@ def settings_of(texts: Sequence[str]) -> dict[str, object]:
 
 
 def _literal(text: str) -> object:
-    """A Python literal, or the text itself."""
+    """A Python literal, otherwise the text itself."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -343,7 +343,7 @@ def tried_values(texts: Sequence[str]) -> dict[str, list[object]]:
 
 
 def completed_layouts(subject: Subject, mesh: str) -> list[tuple[str, str]]:
-    """The usual layouts that a mesh has the axes for.
+    """The usual layouts whose axes a mesh has.
 
     Raises: GraphError for a function, and where no layout takes the mesh.
     """

@@ -1,4 +1,4 @@
-"""Commands about no program of the user's: slices, models, published results, records."""
+"""Commands that need no program: slices, models, validation, records."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GOOD = 0
 
 
 def slices(args: argparse.Namespace) -> int:
-    """Names of slices."""
+    """`meshlib slices`: names of slices."""
     if args.kind and args.kind not in CHIPS:
         hint = nearest(args.kind, CHIPS) or f"; there are {', '.join(CHIPS)}"
         raise HardwareError(f"no chip {args.kind!r}{hint}")
@@ -39,7 +39,7 @@ def slices(args: argparse.Namespace) -> int:
 
 
 def models(args: argparse.Namespace) -> int:
-    """Names of models."""
+    """`meshlib models`: names of models."""
     sizes = {name: config.parameters for name, config in {**PRESETS, **IMAGE_PRESETS}.items()}
     if args.json:
         say_json(sizes)
@@ -50,7 +50,7 @@ def models(args: argparse.Namespace) -> int:
 
 
 def validated(args: argparse.Namespace) -> int:
-    """Predicted beside published."""
+    """`meshlib validate`: predicted beside published figures."""
     own = [name for name in ("talks", "machine") if getattr(args, name)]
     if len(own) > 1 or (own and (args.file or args.refit)):
         others = "--file and --refit" if len(own) == 1 else f"--{own[1]}"
@@ -73,7 +73,7 @@ def validated(args: argparse.Namespace) -> int:
 
 
 def _row(row: object) -> dict[str, object]:
-    """The figures of one row: text, numbers and what is not there."""
+    """The figures of one row; missing ones are None."""
     names = [f.name for f in fields(row)] if is_dataclass(row) else vars(row)
     values = {name: getattr(row, name) for name in names}
     return {
@@ -82,7 +82,7 @@ def _row(row: object) -> dict[str, object]:
 
 
 def recorded(args: argparse.Namespace) -> int:
-    """Records of something else."""
+    """`meshlib records`: convert data to record files."""
     columns = dict(args.column) if args.column else None
     with Progress(args.quiet) as bar:
         count, paths = make(

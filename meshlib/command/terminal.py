@@ -12,27 +12,27 @@ from layouts.errors import LayoutError
 from meshlib.command.output import terminal_width
 from meshlib.core.errors import MeshlibError
 
-INTERRUPTED = 130  # what shells say of ctrl-C
+INTERRUPTED = 130  # exit status of shells after ctrl-C
 
 
 def ended(name: str, run: Callable[[], int]) -> int:
-    """The exit status of a run."""
-    # A closed one is None.
+    """Run a function and return the exit status."""
+    # Python's streams may be None (closed).
     sys.stdout, sys.stderr = (x or open(os.devnull, "w") for x in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal without a letter shows another, and goes on
+            stream.reconfigure(errors="replace")  # replace letters that the terminal lacks
     try:
         status = run()
         sys.stdout.flush()
     except (MeshlibError, HardwareError, LayoutError) as fault:
         print(f"{name}: {fault}", *getattr(fault, "__notes__", ()), sep="\n", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # whoever read the output has seen enough
-        _say_no_more()
+    except BrokenPipeError:  # the reader has closed the pipe
+        _discard_output()
         return 0
     except OSError as fault:
-        _say_no_more()
+        _discard_output()
         print(f"{name}: the answer can't be written: {fault.strerror}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -41,15 +41,15 @@ def ended(name: str, run: Callable[[], int]) -> int:
     return status
 
 
-def _say_no_more() -> None:
-    """What is not written yet goes nowhere, so that Python does not try again at its end."""
+def _discard_output() -> None:
+    """Discard unwritten output, so that Python does not try to flush it again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Progress:
-    """A bar on one line of the error stream, with the time that is left; shown after `DELAY` seconds.
+    """A progress bar on one line of standard error, with the remaining time; shown after `DELAY` seconds.
 
-    Nothing is written where the error stream is no terminal, or `quiet`.
+    Nothing is written if standard error is no terminal, or if `quiet`.
     """
 
     DELAY = 1.0
@@ -75,13 +75,7 @@ class Progress:
 
 
 def bar(done: int, total: int, text: str, spent_seconds: float) -> str:
-    """Progress as a line; where `text` begins with a word and ";", or is one, that is the unit.
-
-    >>> bar(10, 40, "layouts; best: 2.1 s", 5)
-    '[#####...............] 10 of 40 layouts, about 15 s left; best: 2.1 s'
-    >>> bar(10, 40, "loss 2.1", 5)
-    '[#####...............] 10 of 40, about 15 s left; loss 2.1'
-    """
+    """A progress line; a leading word of `text`, alone or before ";", is the unit."""
     unit, _, rest = text.partition("; ") if text.partition(";")[0].isalpha() else ("", "", text)
     filled = 20 * done // max(1, total)
     left = f", about {spent_seconds * (total - done) / done:.0f} s left" if done else ""
@@ -89,17 +83,17 @@ def bar(done: int, total: int, text: str, spent_seconds: float) -> str:
     return f"[{'#' * filled}{'.' * (20 - filled)}] {done:,} of {total:,}{f' {unit}' * bool(unit)}{left}{more}"
 
 
-_running: list[Progress] = []  # the bar of a script
+_running: list[Progress] = []  # the progress bar of a script
 
 
 def progress(done: int, total: int, text: str) -> None:
-    """The bar of a script, until `progress_ends`."""
+    """Show a script's progress bar until `progress_ends`."""
     if not _running:
         _running.append(Progress())
     _running[0](done, total, text)
 
 
 def progress_ends() -> None:
-    """Take the bar of a script away."""
+    """Remove a script's progress bar."""
     while _running:
         _running.pop().__exit__()

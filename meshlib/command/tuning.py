@@ -1,4 +1,4 @@
-"""`plan base.yml ... --search`: the run it was given, with other mesh sizes, recomputation, batch and accumulation."""
+"""`plan base.yml ... --search`: a given run with other mesh sizes, rematerialisation, batch and accumulation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshlib.searching.tuning import tune
 
 
 def tuned(args: argparse.Namespace, where: Slice) -> int:
-    """Print the best configuration and what each change gains; 1 where nothing fits."""
+    """Print the best configuration and the gain of each change; returns 1 if nothing fits."""
     run = run_of(args)
     with Progress(args.quiet) as bar:
         result = tune(

@@ -1,4 +1,4 @@
-"""Alternatives: step time against memory, the Pareto front, and why the others lose."""
+"""Alternatives: step time against memory, the Pareto front, and the reasons against the other layouts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ SHOWN, MOST = 12, 200
 
 @dataclass(frozen=True)
 class Alternative:
-    """One layout that was estimated.
+    """One estimated layout.
 
     Attributes:
-      name: mesh and layout, or how they are called; choices: what else differs, such as "remat full".
+      name: mesh and layout, or their preset's name; choices: further differences, such as "remat full".
       step_seconds: modelled; peak_bytes, fits: exact.
-      chosen: whether the page is about it; why: it loses, or "".
+      chosen: whether the page is about it; why: the reason why it loses, or "".
     """
 
     name: str
@@ -32,7 +32,7 @@ class Alternative:
 
 
 def pareto_front(alternatives: Sequence[Alternative]) -> list[Alternative]:
-    """Those that fit and that none beats in both step time and memory, the fastest first.
+    """The alternatives that fit and that no other beats in both step time and memory, fastest first.
 
     Example:
       >>> a, b, c = (Alternative(n, s, m, True) for n, s, m in (("a", 1, 9), ("b", 2, 4), ("c", 3, 5)))
@@ -47,7 +47,7 @@ def pareto_front(alternatives: Sequence[Alternative]) -> list[Alternative]:
 
 
 def alternatives(options: Sequence[Alternative], capacity_bytes: float, certificate: str = "") -> str:
-    """The section of alternatives; "" where there is nothing to choose from."""
+    """The section of alternatives; "" if there is only one."""
     if len(options) < 2:
         return ""
     rows = [_row(n, a) for n, a in enumerate(options[:MOST], start=1)]
@@ -59,15 +59,15 @@ def alternatives(options: Sequence[Alternative], capacity_bytes: float, certific
         if rows[SHOWN:]
         else ""
     )
-    told = paragraph(text(certificate)) if certificate else ""
-    return section("alternatives", "Alternatives", scatter(options, capacity_bytes), told, first, rest)
+    proof = paragraph(text(certificate)) if certificate else ""
+    return section("alternatives", "Alternatives", scatter(options, capacity_bytes), proof, first, rest)
 
 
 def scatter(options: Sequence[Alternative], capacity_bytes: float, linked: bool = True) -> str:
-    """The picture: time to the right, memory upwards, the line that nothing beats, and what a device has."""
+    """The picture: time to the right, memory upwards, the Pareto front, and the memory of a device."""
     picture = Picture(460, 300, label="alternatives by step time and memory")
     times, sizes = [a.step_seconds for a in options], [a.peak_bytes for a in options]
-    top = min(max(sizes), 4 * capacity_bytes)  # what is far too large stands at the upper edge
+    top = min(max(sizes), 4 * capacity_bytes)  # far larger ones are drawn at the upper edge
     spread = max(times) - min(times) or max(times)
     across = Scale((max(0.0, min(times) - 0.08 * spread), max(times) + 0.08 * spread), (picture.left, picture.right))
     up = Scale((0.0, max(top, capacity_bytes) * 1.1), (picture.bottom, picture.top))

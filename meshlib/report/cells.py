@@ -1,4 +1,4 @@
-"""Notebook cells of each type."""
+"""Notebook cells for each type."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ ROWS, LINES = 12, 120
 
 
 def cell(value: object) -> str:
-    """The HTML of a value, with the style that it needs."""
+    """HTML of a value, including its style."""
     return tag("div", f"<style>{asset('page.css')}</style>{content(value)}", class_="meshlib")
 
 
 @singledispatch
 def content(value: object) -> str:
-    """The HTML of a value without its style.
+    """HTML of a value without its style.
 
     Raises: TypeError for a type that has none.
     """
     raise TypeError(f"{type(value).__name__} has no cell")
 
 
-# ------------------------------------------------------------ programs as they are written
+# ------------------------------------------------------------ programs before lowering
 
 
 @content.register
@@ -87,7 +87,7 @@ def _graph(graph: Graph) -> str:
 
 
 def _rows(head: Sequence[str], rows: Sequence[Sequence[str]], title: str, right: Sequence[int] = ()) -> str:
-    """A table whose first rows are open."""
+    """A table that shows its first rows and folds the others."""
     if not rows:
         return ""
     rest = folded(f"{len(rows) - ROWS} more {title}", table(head, rows[ROWS:], right)) if rows[ROWS:] else ""
@@ -98,16 +98,16 @@ def _rows(head: Sequence[str], rows: Sequence[Sequence[str]], title: str, right:
 def _config(config: TransformerConfig) -> str:
     experts = f", {config.active_parameters:,} active" if config.experts is not None else ""
     per_token = config.flops_per_token(config.max_length or 8192)
-    told = f"{config.parameters:,} parameters{experts}; {count_text(per_token)} flops a token of a training step"
+    summary = f"{config.parameters:,} parameters{experts}; {count_text(per_token)} flops a token of a training step"
     rows = []
     for f in fields(config):
         value = getattr(config, f.name)
         if f.name != "name" and value != f.default:
             rows.append((text(f.name), text(value)))
-    return paragraph(f"<b>{text(config.name)}</b>: {text(told)} {EXACT}") + table(("field", "value"), rows)
+    return paragraph(f"<b>{text(config.name)}</b>: {text(summary)} {EXACT}") + table(("field", "value"), rows)
 
 
-# ------------------------------------------------------------ programs as they run
+# ------------------------------------------------------------ lowered programs
 
 
 @content.register
@@ -145,8 +145,8 @@ def _collectives(collectives: Collectives) -> str:
 
 @content.register
 def _memory(memory: Memory) -> str:
-    told = f"peak {text(bytes_text(memory.peak_bytes))} {EXACT} on each device, at {text(memory.at)}"
-    return paragraph(told) + _by_kind(memory.by_kind, memory.peak_bytes) + _live(memory.live)
+    summary = f"peak {text(bytes_text(memory.peak_bytes))} {EXACT} on each device, at {text(memory.at)}"
+    return paragraph(summary) + _by_kind(memory.by_kind, memory.peak_bytes) + _live(memory.live)
 
 
 @content.register
@@ -167,7 +167,7 @@ def _live(live: Sequence[Live]) -> str:
     return folded("what is live at the peak", live_table(live, PageAnchors()))
 
 
-# ------------------------------------------------------------ what they cost
+# ------------------------------------------------------------ costs
 
 
 @content.register
@@ -201,9 +201,9 @@ def _profile(profile: Profile) -> str:
         )
         for p in profile.parts[:ROWS]
     ]
-    told = f"{seconds_text(profile.step_seconds)} a step {MODELLED}, by what bounds each moment; the MXU works "
+    summary = f"{seconds_text(profile.step_seconds)} a step {MODELLED}, by what bounds each moment; the MXU works "
     head = ("operation", "kind", f"time {MODELLED}", "of the step", "line")
-    first = paragraph(f"{text(profile.title)}: {told}{profile.mxu_share:.1%} of it")
+    first = paragraph(f"{text(profile.title)}: {summary}{profile.mxu_share:.1%} of it")
     return first + tag("div", bars, class_="bar") + keys + table(head, rows, (2, 3), long=(0,))
 
 
@@ -220,8 +220,8 @@ def _search(search: Found) -> str:
         for n, a in enumerate(options[:ROWS], start=1)
     ]  # fmt: skip
     head = ("", f"step {MODELLED}", f"peak {EXACT}", "layout", "choices", "why not")
-    told = paragraph(f"best: <b>{text(best.name)}</b> {text(best.choices)}") + paragraph(text(search.certificate))
-    return told + scatter(options, capacity, linked=False) + table(head, rows, (0, 1, 2), long=(3, 5))
+    summary = paragraph(f"best: <b>{text(best.name)}</b> {text(best.choices)}") + paragraph(text(search.certificate))
+    return summary + scatter(options, capacity, linked=False) + table(head, rows, (0, 1, 2), long=(3, 5))
 
 
 @content.register
@@ -229,8 +229,8 @@ def _serving(serving: Serving) -> str:
     rows = [_serving_row(p, p in serving.frontier) for p in serving.points]
     head = ("layout", "batch", f"a token {MODELLED}", f"tokens/s {MODELLED}", f"1 M tokens {MODELLED}",
             f"prefill {MODELLED}", f"peak {EXACT}")  # fmt: skip
-    told = paragraph(f"{text(repr(serving))}; bold is the frontier of latency and throughput")
-    return told + _latency_picture(serving) + _rows(head, rows, "points", range(1, 7))
+    summary = paragraph(f"{text(repr(serving))}; bold is the frontier of latency and throughput")
+    return summary + _latency_picture(serving) + _rows(head, rows, "points", range(1, 7))
 
 
 def _serving_row(p: ServingPoint, best: bool) -> tuple[str, ...]:
@@ -271,8 +271,8 @@ def _session(session: Session) -> str:
         )
         for p in session.programs
     ]
-    told = paragraph(text(repr(session)))
-    return told + _rows(("mesh", "layout", f"sent by a core {EXACT}", "collectives"), rows, "programs", (2, 3))
+    summary = paragraph(text(repr(session)))
+    return summary + _rows(("mesh", "layout", f"sent by a core {EXACT}", "collectives"), rows, "programs", (2, 3))
 
 
 @content.register

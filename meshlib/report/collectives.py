@@ -1,4 +1,4 @@
-"""Collectives of a program, those of one cause together, with bytes, time, reason and how to avoid them."""
+"""Collectives of a program grouped by cause, with bytes, time, reason and how to avoid them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from meshlib.program.records import Collective
 from meshlib.report.links import PageAnchors
 from meshlib.report.markup import EXACT, MODELLED, folded, paragraph, section, table, text
 
-MEMBERS = 40  # collectives of one cause that are listed
+MEMBERS = 40  # collectives listed per cause
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Collectives of one kind, over the same axes, in one phase, for the same reason but for names of operations.
+    """Collectives of one kind, axes, phase and reason (apart from operation names in it).
 
     Attributes:
-      members: those that send most first; sent_bytes: of all in a step, exact.
-      seconds: on the wire in a step, hidden or not, modelled; None where nothing was estimated.
+      members: in descending order of bytes; sent_bytes: total per step, exact.
+      seconds: total on the wire per step, hidden or not, modelled; None without an estimate.
     """
 
     kind: str
@@ -36,17 +36,17 @@ class Cause:
 
     @property
     def largest(self) -> Collective:
-        """The one that sends most."""
+        """The member that sends most."""
         return self.members[0]
 
     @property
     def launches(self) -> int:
-        """How often one of them runs in a step."""
+        """Launches per step of all members together."""
         return sum(c.count for c in self.members)
 
 
 def causes_of(collectives: Sequence[Collective], est: Estimate | None = None) -> list[Cause]:
-    """The causes, that which takes longest first, or where nothing was estimated, that which sends most.
+    """Causes in descending order of time, or of bytes sent if nothing was estimated.
 
     Args:
       collectives: `program.collectives`.
@@ -67,7 +67,7 @@ def causes_of(collectives: Sequence[Collective], est: Estimate | None = None) ->
 
 
 def _pattern(reason: str) -> str:
-    """A reason without the names of operations and tensors in it, which have a scope or a number."""
+    """A reason with the names of operations and tensors blanked; these have a scope or a number."""
     return re.sub(r"'[^']*[/_0-9][^']*'", "''", reason)
 
 
@@ -75,7 +75,7 @@ Key = tuple[str, tuple[str, ...], str]  # kind, axes, reason; "" for all reasons
 
 
 def _seconds(collectives: Sequence[Collective], est: Estimate) -> Mapping[int, float]:
-    """Of each collective, by its `id`, the time on the wire in a step.
+    """Wire time of each collective per step, by `id`.
 
     The moves of a schedule may be several collectives that go together under the reason of the first. So the time of a
     kind over the same axes is shared out by bytes, at the rates of moves with the same reason where there are any.
@@ -98,7 +98,7 @@ def _seconds(collectives: Sequence[Collective], est: Estimate) -> Mapping[int, f
 
 
 def _totals(est: Estimate) -> tuple[dict[Key, float], dict[Key, float]]:
-    """Seconds on the wire and bytes sent in a step, of a schedule's moves."""
+    """Wire seconds and sent bytes per step of a schedule's collectives."""
     seconds: dict[Key, float] = defaultdict(float)
     sent: dict[Key, float] = defaultdict(float)
 
@@ -116,7 +116,7 @@ def _totals(est: Estimate) -> tuple[dict[Key, float], dict[Key, float]]:
 
 
 def largest_names(rows: Sequence[Row]) -> dict[tuple[str, tuple[str, ...]], str]:
-    """(kind, axes) -> the name of the row that takes longest, of the collectives among an estimate's rows."""
+    """(kind, axes) -> name of the slowest row, among the collectives of an estimate."""
     best: dict[tuple[str, tuple[str, ...]], Row] = {}
     for row in rows:
         key = row.opcode, row.axes
@@ -143,10 +143,10 @@ def collectives(est: Estimate, anchors: PageAnchors) -> str:
         href = anchors.href(c.tensor)
         name = f'<a href="{href}">{text(c.tensor)}</a>' if href else text(c.tensor)
         avoid = f'<br><span class="avoid">avoid: {text(c.avoid)}</span>' if c.avoid else ""
-        told = f"{name}, {text(c.source)}<br>{text(c.reason)}{avoid}{_members(cause)}"
+        explanation = f"{name}, {text(c.source)}<br>{text(c.reason)}{avoid}{_members(cause)}"
         rows.append((
             f"{text(c.kind)}<br>over {text('+'.join(c.axes))}", text(c.phase), f"{cause.launches:,}",
-            text(bytes_text(cause.sent_bytes)), text(seconds_text(cause.seconds or 0.0)), told,
+            text(bytes_text(cause.sent_bytes)), text(seconds_text(cause.seconds or 0.0)), explanation,
         ))  # fmt: skip
         ids.append(f"cause-{n}")
     titles = (

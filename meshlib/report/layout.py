@@ -1,4 +1,4 @@
-"""The layout as a table of dims by mesh axes, and some tensors of the program with what one device holds of them."""
+"""The layout as a table of dims by mesh axes, and the shards of some tensors."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def layout(est: Estimate) -> str:
 
 
 def examples(est: Estimate) -> list[Value]:
-    """The largest variable, activation and gradient of a variable."""
+    """The largest variable, activation and weight gradient."""
     program = est.program
     groups: dict[str, list[Value]] = {"variables": list(program.variables.values())}
     for i, _, _ in walk(program):
-        for v in i.outputs if i.inputs else ():  # constants say little
+        for v in i.outputs if i.inputs else ():  # skip constants
             gradient = v.tensor in v.tensor.operation.graph.gradient_of
             if gradient or i.region == FORWARD:
                 groups.setdefault("gradients" if gradient else "activations", []).append(v)

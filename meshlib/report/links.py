@@ -12,9 +12,9 @@ from meshlib.estimation.views.profile import ProfilePart
 
 @dataclass(frozen=True)
 class PageAnchors:
-    """Of each operation the number of its row among the operations, and where else it is shown: (what, id).
+    """Row number of each operation in the table of operations, and the other places where it is shown: (what, id).
 
-    Operations of unrolled layers share a row. Names without a row lead to the table itself.
+    Operations of unrolled layers share a row.
     """
 
     numbers: Mapping[str, int] = field(default_factory=dict)
@@ -22,7 +22,7 @@ class PageAnchors:
 
     @staticmethod
     def of(est: Estimate) -> PageAnchors:
-        """Numbers by the time that the operations of a row take together."""
+        """Rows numbered by descending total time of their operations."""
         parts: dict[str, list[ProfilePart]] = {}
         for part in est.profile().parts:
             parts.setdefault(part.name, []).append(part)
@@ -32,20 +32,20 @@ class PageAnchors:
 
     @property
     def rows(self) -> list[list[str]]:
-        """The names of each row."""
+        """The operation names in each row."""
         return alike(self.numbers, self.numbers.__getitem__)
 
     def op(self, name: str) -> str:
-        """The mark that all shapes of one operation share; "" for what is none."""
+        """The id that all shapes of one operation share; "" for a name without a row."""
         return f"op-{self.numbers[name]}" if name in self.numbers else ""
 
     def href(self, name: str) -> str:
-        """Where a click on something of this name leads; "" for what is none."""
+        """Link target for an operation; "" for a name without a row."""
         mark = self.op(name)
         return f"#{mark}" if mark else ""
 
     def show(self, name: str, what: str, anchor: str) -> None:
-        """Remember that an operation is shown elsewhere, too, once for each kind of place."""
+        """Record that an operation is also shown elsewhere, once per kind of place."""
         places = self.shown.setdefault(name, [])
         if what not in (w for w, _ in places):
             places.append((what, anchor))

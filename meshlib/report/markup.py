@@ -19,16 +19,12 @@ def text(value: object) -> str:
 
 
 def tag(name: str, content: str = "", **attributes: object) -> str:
-    """One element. `content` is HTML; attributes are escaped, those that are None left out, `_` becomes `-`.
-
-    >>> tag("a", text("to <b>"), href="#op-1", class_="x", title=None)
-    '<a href="#op-1" class="x">to &lt;b&gt;</a>'
-    """
+    """One HTML element. `content` is HTML; attributes are escaped, None ones are left out, `_` becomes `-`."""
     return f"<{name}{attributes_text(attributes)}>{content}</{name}>"
 
 
 def attributes_text(attributes: dict[str, object]) -> str:
-    """Attributes of an element, with a blank before each."""
+    """Attributes of an element, each after a blank."""
     given = ((key.rstrip("_").replace("_", "-"), value) for key, value in attributes.items() if value is not None)
     return "".join(f' {key}="{escape(str(value))}"' for key, value in given)
 
@@ -41,7 +37,7 @@ def table(
     sortable: bool = False,
     long: Sequence[int] = (),
 ) -> str:
-    """A table in a container that scrolls by itself where the page is narrower.
+    """A table in a container that scrolls horizontally on narrow pages.
 
     Args:
       head: column titles, HTML.
@@ -73,11 +69,11 @@ def paragraph(content: str) -> str:
 
 
 def folded(title: str, content: str, is_open: bool = False) -> str:
-    """Something that a reader can unfold, without scripts."""
+    """A section that readers can unfold, without scripts."""
     return f"<details{' open' if is_open else ''}>{tag('summary', text(title))}{content}</details>"
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
-    """(class of its colour, name) of what a picture shows."""
+    """Legend of a picture, from (colour class, name) pairs."""
     items = (tag("span", f'<i class="key {class_}"></i>{text(name)}') for class_, name in entries)
     return tag("p", " ".join(items), class_="legend")

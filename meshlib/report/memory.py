@@ -1,4 +1,4 @@
-"""Memory of a device over the step: a stacked area by kind, the peak marked, and what is live there."""
+"""Memory of a device over the step: a stacked area by kind, with the buffers that are live at the marked peak."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from meshlib.report.links import PageAnchors
 from meshlib.report.markup import EXACT, folded, legend, paragraph, section, table, text
 from meshlib.report.svg import Picture, Scale, binary_ticks
 
-COLUMNS = 400  # moments that a picture can tell apart
+COLUMNS = 400  # moments that a picture can resolve
 SHOWN = 12  # buffers of the peak that are not folded away
 
 
 @dataclass(frozen=True)
 class MemoryMoment:
-    """From `begin` to `end`, seconds of the step (modelled), what each of `KINDS` takes at most, bytes (exact)."""
+    """Peak bytes of each of `KINDS` (exact) from `begin` to `end`, seconds of the step (modelled)."""
 
     begin: float
     end: float
@@ -28,12 +28,12 @@ class MemoryMoment:
 
     @property
     def total(self) -> int:
-        """Of all kinds together."""
+        """Total of all kinds."""
         return sum(self.kinds)
 
 
 def memory_over_time(est: Estimate) -> list[MemoryMoment]:
-    """What memory holds while each fusion group or loop runs; groups that start at the same time together."""
+    """Memory while each fusion group or loop runs; groups that start at the same time are merged."""
     usage, events = est.memory.timeline_by_kind, [e for e in est.schedule.events if e.on_core]
     if not usage:
         return []
@@ -73,7 +73,7 @@ def memory(est: Estimate, anchors: PageAnchors) -> str:
 
 
 def area(est: Estimate, linked: bool = True) -> str:
-    """The picture of memory over the step; `linked`: the peak leads to what is live there."""
+    """The picture of memory over the step; `linked`: its peak links to the table of live buffers."""
     m, moments = est.memory, _sampled(memory_over_time(est), est.schedule.seconds)
     top = max(m.peak_bytes, m.capacity_bytes) * 1.06
     picture = Picture(1000, 280, label="memory of one device over the step, stacked by kind", wide=True)
@@ -110,7 +110,7 @@ def area(est: Estimate, linked: bool = True) -> str:
 
 
 def _sampled(moments: list[MemoryMoment], seconds: float) -> list[MemoryMoment]:
-    """Moments as wide as a column at least; of those that share one, the one that takes most."""
+    """Moments at least as wide as a column; of those that share a column, the largest."""
     width = seconds / COLUMNS
     columns: list[MemoryMoment] = []
     for moment in moments:
@@ -123,7 +123,7 @@ def _sampled(moments: list[MemoryMoment], seconds: float) -> list[MemoryMoment]:
 
 
 def live_table(buffers: Sequence[Live], anchors: PageAnchors) -> str:
-    """Buffers at the peak, the largest first, those of unrolled layers as one row; all but a dozen folded away."""
+    """Buffers at the peak, largest first, one row per group of unrolled layers; all but a dozen are folded."""
     rows = []
     for group in alike(buffers, likeness):
         live = group[0]

@@ -15,7 +15,7 @@ SHOWN, MOST = 25, 400  # rows that are not folded away, and rows in all
 
 
 def operations(est: Estimate, anchors: PageAnchors) -> str:
-    """The section of operations, those of unrolled layers as one row; call it last, when all pictures are drawn."""
+    """The section of operations, one row per group of unrolled layers; call it last, after all pictures."""
     by_name: dict[str, list[ProfilePart]] = {}
     for part in est.profile().parts:
         by_name.setdefault(part.name, []).append(part)
@@ -42,8 +42,8 @@ def operations(est: Estimate, anchors: PageAnchors) -> str:
             f" of {len(anchors.rows) - SHOWN:,}" if len(anchors.rows) > MOST else ""
         )
         rest = folded(title, table(head, rows[SHOWN:], right, ids[SHOWN:], sortable=True, long=(0,)))
-    told = paragraph("Seconds are those of the step for which nothing else is waited for; they add up to the step.")
-    return section("operations", "Operations", told, first, rest)
+    caption = paragraph("Every second of the step is attributed to one operation, so the column adds up to the step.")
+    return section("operations", "Operations", caption, first, rest)
 
 
 def _row(

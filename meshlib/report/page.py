@@ -36,10 +36,10 @@ def page(
     """The page as text.
 
     Args:
-      est: what it is about.
-      title: of the page; by default mesh and slice.
-      options: what else was looked at; certificate: how sure it is that nothing else is better.
-      compiled: what the real compiler said of the program, if it was asked; its text is shown.
+      est: the estimate that the page shows.
+      title: by default mesh and slice.
+      options: the other layouts estimated; certificate: what the search proved about all others.
+      compiled: the real compiler's report on the program, shown as text.
     """
     anchors = PageAnchors.of(est)
     parts = [
@@ -72,7 +72,7 @@ def report_program(program: Program, path: object, slice: Any, title: str = "") 
 
 
 def write_page(path: object, content: str, what: str) -> None:
-    """Write a page; the file is complete or not there.
+    """Write a page atomically.
 
     Raises: GraphError that begins with `what`, for a path that is none or cannot be written.
     """
@@ -82,7 +82,7 @@ def write_page(path: object, content: str, what: str) -> None:
 
 
 def asset(name: str) -> str:
-    """A file beside this one."""
+    """Text of a file in this folder."""
     return resources.files("meshlib.report").joinpath(name).read_text(encoding="utf-8").rstrip("\n")
 
 

@@ -146,7 +146,7 @@ def _torus(est: Estimate, axes: Any) -> None:
 
 
 def plot_alternatives(options: Sequence[Alternative], capacity_bytes: float, ax: Any, what: str) -> Any:
-    """`plot` of a search: step time against memory, with the line that nothing beats."""
+    """`plot` of a search: step time against memory, with the Pareto front."""
 
     def panel(axes: Any) -> None:
         front = pareto_front(options)
@@ -175,7 +175,7 @@ TASK_COLOURS = {"forward": "#4e79a7", "backward": "#59a14f", "weights": "#e0913a
 
 
 def plot_tasks(runs: Sequence[Sequence[tuple[Any, float, float]]], title: str, ax: Any, what: str) -> Any:
-    """Stages by time: per stage its tasks, each with start and end; what is empty is idle."""
+    """Tasks of each stage over time, as (start, end) bars; gaps are idle."""
     return plotted(what, ax, [lambda axes: _tasks(axes, runs, title)], (12, 0.6 + 0.35 * len(runs)))
 
 
@@ -197,7 +197,7 @@ def _tasks(axes: Any, runs: Sequence[Sequence[tuple[Any, float, float]]], title:
 
 
 def plot_sharding(sharding: Sharding, ax: Any, device: int, what: str) -> Any:
-    """The blocks of a tensor of any rank, that of `device` filled; split dims beyond two as panels side by side."""
+    """The blocks of a tensor, with that of `device` filled; split dims beyond two become panels side by side."""
     plan = grid_of(sharding)
     own = sharding.block_index(sharding.mesh.coordinate(device))
 

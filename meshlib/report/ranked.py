@@ -1,4 +1,4 @@
-"""The ranking of a search as alternatives of a page."""
+"""The ranking of a search, as alternatives on a page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from meshlib.searching import Found
 
 
 def alternatives_of(search: Found) -> list[Alternative]:
-    """What was estimated, in the order of the ranking."""
+    """The estimated candidates, in the order of the ranking."""
     options = []
     for outcome in search.ranking:
         candidate, figures = outcome.candidate, outcome.figures

@@ -10,20 +10,20 @@ from meshlib.report.markup import paragraph, section, text
 from meshlib.report.svg import Picture, Scale
 
 LARGEST, SMALLEST = 9.0, 2.5  # radius in pixels
-SHOWN = 200  # points, those with most flops
+SHOWN = 200  # points drawn, those with most flops
 
 
 def roofline(est: Estimate, anchors: PageAnchors) -> str:
-    """The section, "" where nothing multiplies."""
+    """The section; "" for a program without products."""
     picture = roofline_picture(est, anchors)
     if not picture:
         return ""
     ridge = est.slice.peak_flops_per_device / est.slice.hbm_bytes_per_second_per_device
-    told = paragraph(
+    caption = paragraph(
         f"Each disc is a product; its area is its share of time ≈. Right of {text(f'{ridge:.0f}')} flops per byte the "
         "MXU is the limit, left of it HBM. Flops and bytes are exact, rates modelled."
     )
-    return section("roofline", "Roofline of operations", told, picture)
+    return section("roofline", "Roofline of operations", caption, picture)
 
 
 def roofline_picture(est: Estimate, anchors: PageAnchors) -> str:

@@ -10,13 +10,13 @@ from layouts import Sharding
 from meshlib.report.markup import text
 from meshlib.report.svg import Picture, shortened
 
-MOST_BLOCKS = 16  # of a dim that are drawn; of more, these stand for all
+MOST_BLOCKS = 16  # blocks drawn per dim at most
 WIDTH, HEIGHT = 250.0, 150.0
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The blocks of a tensor as a picture: dims that run down, across, and over separate panels.
+    """Arrangement of a tensor's blocks in a picture: dims down, across, and over separate panels.
 
     Attributes:
       down, across: numbers of the dims along the two sides of a panel, None where there are none.
@@ -32,7 +32,7 @@ class Grid:
 
 
 def grid_of(sharding: Sharding) -> Grid:
-    """How a tensor of any rank is drawn: its two dims with most blocks on the sides, other split dims as panels.
+    """The arrangement for a tensor of any rank: its two most split dims on the sides, other split dims as panels.
 
     Example:
       >>> from layouts import Sharding

@@ -1,4 +1,4 @@
-"""Static pictures as SVG: scales, axes, shapes. Colours are classes, so that a style sheet decides about dark pages.
+"""Static SVG pictures: scales, axes, shapes. Colours are classes, so that a style sheet decides about dark pages.
 
     picture = Picture(420, 300)
     across = Scale((0, step_seconds), (picture.left, picture.right))
@@ -6,7 +6,7 @@
     picture.rect(across(begin), 20, across(end) - across(begin), 12, "mxu", title="einsum", href="#op-3")
     str(picture)
 
-Lengths are pixels of a picture shown at its own size; numbers have one digit behind the point, which no eye misses.
+Lengths are pixels of a picture shown at its own size; numbers have one digit behind the point.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from meshlib.report.markup import attributes_text, tag, text
 
-LETTER = 6.4  # pixels that a letter of the small text takes, on average
+LETTER = 6.4  # average width of a letter of the small text, pixels
 
 
 @dataclass(frozen=True)
@@ -94,22 +94,22 @@ class Picture:
 
     @property
     def top(self) -> float:
-        """Where the plot begins, from above."""
+        """Upper edge of the plot."""
         return self.margins[0]
 
     @property
     def right(self) -> float:
-        """Where the plot ends."""
+        """Right edge of the plot."""
         return self.width - self.margins[1]
 
     @property
     def bottom(self) -> float:
-        """Where the plot ends, from above."""
+        """Lower edge of the plot."""
         return self.height - self.margins[2]
 
     @property
     def left(self) -> float:
-        """Where the plot begins."""
+        """Left edge of the plot."""
         return self.margins[3]
 
     # ------------------------------------------------------------ shapes
@@ -124,7 +124,7 @@ class Picture:
         content: str = "",
         **attributes: object,
     ) -> None:
-        """A shape with what a pointer over it shows, and where a click leads; `op` ties it to others of its name."""
+        """Add a shape with a tooltip and a link; `op` ties it to other shapes of the same operation."""
         numbers = {k: number(v) if isinstance(v, float) else v for k, v in attributes.items()}
         inner = content + (tag("title", text(title)) if title else "")
         element = f"<{shape}{attributes_text({**numbers, 'class_': class_ or None, 'data_op': op or None})}"
@@ -161,7 +161,7 @@ class Picture:
         self.add("path", class_, title, d=f"M{steps}{'Z' if closed else ''}")
 
     def text(self, x: float, y: float, content: object, class_: str = "", anchor: str = "start") -> None:
-        """Text whose base line begins, ends or is centred at x."""
+        """Text that begins, ends or is centred at x; y is its base line."""
         self.add("text", class_, content=text(content), x=float(x), y=float(y), text_anchor=anchor)
 
     # ------------------------------------------------------------ axes
@@ -169,7 +169,7 @@ class Picture:
     def axis_below(
         self, scale: Scale, shown: Callable[[float], str], title: str = "", ticks: Sequence[float] | None = None
     ) -> None:
-        """Lines and numbers at the ticks of a scale from left to right."""
+        """Grid lines and tick labels of a horizontal scale."""
         last = -math.inf
         for tick in scale.ticks() if ticks is None else ticks:
             x, label = scale(tick), shown(tick)
@@ -182,7 +182,7 @@ class Picture:
         self.text((self.left + self.right) / 2, self.height - 4, title, "axis", "middle")
 
     def axis_left(self, scale: Scale, shown: Callable[[float], str], ticks: Sequence[float] | None = None) -> None:
-        """Lines and numbers at the ticks of a scale from bottom to top."""
+        """Grid lines and tick labels of a vertical scale."""
         for tick in scale.ticks() if ticks is None else ticks:
             y = scale(tick)
             self.line(self.left, y, self.right, y, "grid")
@@ -205,11 +205,7 @@ def number(value: float) -> str:
 
 
 def shortened(name: str, pixels: float) -> str:
-    """The end of a scoped name, which says most, as far as there is room; "" where there is none.
-
-    >>> shortened("layers/scan/feed_forward/wi", 90), shortened("embedding", 20)
-    ('…ed_forward/wi', '')
-    """
+    """The end of a scoped name, its most telling part, as far as it fits; "" where nothing fits."""
     letters = int(pixels / LETTER)
     if len(name) <= letters:
         return name

@@ -1,7 +1,7 @@
-"""The schedule of a step as lanes: the core, each link, copies to the host, and what the core waits for.
+"""The schedule of a step as lanes: the core, each link, copies to the host, and waits of the core.
 
-A loop is one box over all its trips; a picture of one trip follows for each loop that takes a share of the step worth
-seeing. Heights of a loop's parts are the shares of its time, by what bounds it.
+A loop is one box over all its trips; a picture of one trip follows for each loop with a visible share of the step.
+The heights of a loop's parts are the shares of its time by bottleneck.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from meshlib.report.markup import legend, paragraph, tag, text
 from meshlib.report.svg import Picture, Scale, shortened
 
 CORE, WAITS = "core", "waits"
-WORTH = 0.02  # of the step: loops that take less get no picture of their own
+WORTH = 0.02  # share of the step; shorter loops get no picture
 MOST_LOOPS = 4
 ROW, GAP = 26.0, 6.0
-NARROW = 0.6  # pixels; what is narrower is drawn together with its neighbours
-MOST_BARS = 900  # of a picture; where there are more, what is wider is drawn together, too
+NARROW = 0.6  # pixels; narrower bars are merged with their neighbours
+MOST_BARS = 900  # per picture; above this, wider bars are merged, too
 
 
 @dataclass(frozen=True)
 class Bar:
-    """Something on a lane from `begin` to `end`, seconds; of a loop `parts`, the share of its time by unit."""
+    """A bar on a lane from `begin` to `end`, seconds; for a loop, `parts` are the shares of its time by unit."""
 
     lane: str
     begin: float
@@ -46,14 +46,14 @@ class Bar:
 
 
 def lanes_of(est: Estimate) -> list[str]:
-    """The lanes of a slice's picture from top to bottom."""
+    """Lanes of a slice's picture, top to bottom."""
     network = [engine_name(place) for place, size in places(est.slice) if size > 1]
-    copies = [way for way in HOST_COPIES if est.engine_seconds.get(engine_name(way))]
+    copies = [direction for direction in HOST_COPIES if est.engine_seconds.get(engine_name(direction))]
     return [CORE, *network, *copies, WAITS]
 
 
 def bars_of(schedule: StepSchedule, chip: Chip) -> list[Bar]:
-    """The bars of a schedule, or of one trip of a loop's body; loops inside are one bar on each lane that they use."""
+    """The bars of a schedule, or of one trip of a loop body; nested loops are one bar on each lane that they use."""
     bars: list[Bar] = []
     for event in schedule.events:
         if event.loop is not None:
@@ -91,12 +91,12 @@ def _loop(event: Event, body: StepSchedule, chip: Chip) -> Iterator[Bar]:
             yield Bar(lane, event.start, event.end, "loop", name, f"{about}; busy {share:.0%}", ((unit, share),))
     if body.exposed_seconds:
         share = min(1.0, body.exposed_seconds / whole)
-        told = f"{about}; the core waits {share:.0%} of it"
-        yield Bar(WAITS, event.start, event.end, "loop", name, told, (("waits", share),))
+        tooltip = f"{about}; the core waits {share:.0%} of it"
+        yield Bar(WAITS, event.start, event.end, "loop", name, tooltip, (("waits", share),))
 
 
 def loops_of(schedule: StepSchedule, times: int = 1) -> Iterator[tuple[Event, StepSchedule, int]]:
-    """Every loop of a schedule, those inside others too, with the runs of all its trips in a step."""
+    """Every loop of a schedule, nested ones included, with its total number of trips per step."""
     for event in schedule.events:
         if event.loop is not None:
             yield event, event.loop, event.runs(times)
@@ -105,7 +105,7 @@ def loops_of(schedule: StepSchedule, times: int = 1) -> Iterator[tuple[Event, St
 
 @dataclass(frozen=True)
 class RepeatedPart:
-    """One of `times` adjacent parts of a schedule that are alike, such as unrolled layers; seconds of the step."""
+    """One of `times` adjacent, equal parts of a schedule, such as unrolled layers; seconds of the step."""
 
     name: str
     times: int
@@ -114,7 +114,7 @@ class RepeatedPart:
 
 
 def layers_of(schedule: StepSchedule) -> list[RepeatedPart]:
-    """A middle one of each run of alike parts that takes a share of the step worth seeing."""
+    """One part from the middle of each run of equal parts that takes a visible share of the step."""
     events = schedule.events
     parts = []
     for run in runs([(name_pattern(e.name), e.region, e.loop is None, e.move is None) for e in events]):
@@ -172,9 +172,9 @@ def _picture(bars: Sequence[Bar], lanes: Sequence[str], seconds: float, anchors:
 
 
 def _visible(bars: Sequence[Bar], across: Scale, narrow: float) -> Iterator[Bar]:
-    """The bars of a lane; runs of those that are narrower than `narrow` pixels as one bar.
+    """The bars of a lane, with runs of bars narrower than `narrow` pixels merged into one.
 
-    Only runs of one unit, unless the picture is crowded: then a run has the colour of the unit that takes most of it.
+    Only runs of one unit are merged, unless the picture is crowded: then a run has the colour of its largest unit.
     """
     run: list[Bar] = []
     crowded = narrow > NARROW

@@ -1,4 +1,4 @@
-"""The mesh on the torus of its slice: chips, links coloured by load, and one group of the axis that sends most."""
+"""The mesh on the torus of its slice: chips, links coloured by load, one replica group of the busiest mesh axis."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from meshlib.estimation.result import engine_name
 from meshlib.report.markup import EXACT, MODELLED, legend, paragraph, section, table, tag, text
 from meshlib.report.svg import Picture
 
-LOADS = ((0.5, "over 50 %"), (0.2, "20 to 50 %"), (0.05, "5 to 20 %"), (0.0, "under 5 %"))  # of the step
-MOST_SIDE, MOST_PLANES = 16, 4  # what is drawn of a large torus
+LOADS = ((0.5, "over 50 %"), (0.2, "20 to 50 %"), (0.05, "5 to 20 %"), (0.0, "under 5 %"))  # share of the step
+MOST_SIDE, MOST_PLANES = 16, 4  # largest part of a torus that is drawn
 STEP = 26.0  # pixels between chips
 
 
 @dataclass(frozen=True)
 class Link:
-    """A link between the chips at two coordinates on torus axis `axis`; `wraps` closes a ring.
+    """A link between the chips at two coordinates on torus axis `axis`; `wraps` marks a wrap-around link.
 
     `load` is the share of the step for which links of this axis are busy. Modelled.
     """
@@ -34,14 +34,14 @@ class Link:
 
 
 def loads(est: Estimate) -> dict[int, float]:
-    """Of each place of the network (a torus axis, CORES, DCN) the share of the step for which it is busy. Modelled."""
+    """Share of the step for which each place of the network (torus axis, CORES, DCN) is busy. Modelled."""
     seconds = est.engine_seconds
     step = est.step_seconds or 1.0
     return {place: seconds.get(engine_name(place), 0.0) / step for place, size in places(est.slice) if size > 1}
 
 
 def links_of(est: Estimate, shape: tuple[int, ...]) -> list[Link]:
-    """The links among the chips in the corner of that `shape` of the torus, and those that close rings there."""
+    """Links within the corner of that `shape`, and wrap-around links that close rings in it."""
     whole, wrap, busy = est.slice.torus_shape, est.slice.wrap, loads(est)
     links = []
     for at in itertools.product(*map(range, shape)):
@@ -55,7 +55,7 @@ def links_of(est: Estimate, shape: tuple[int, ...]) -> list[Link]:
 
 
 def position(placement: Placement, torus: tuple[int, ...]) -> dict[str, int]:
-    """Mesh axis -> index of the first device of the chip at a torus coordinate, in the first slice.
+    """Mesh coordinates of the first device of the chip at a torus coordinate, in the first slice.
 
     The inverse of `Placement.device`.
     """
@@ -70,7 +70,7 @@ def position(placement: Placement, torus: tuple[int, ...]) -> dict[str, int]:
 
 
 def sent_by_axes(est: Estimate) -> dict[str, float]:
-    """Mesh axis -> bytes that a device sends over it in a step; a collective over several counts for each. Exact."""
+    """Mesh axis -> bytes that a device sends over it per step; one over several axes counts for each. Exact."""
     sent: dict[str, float] = defaultdict(float)
     for collective in est.program.collectives:
         for axis in collective.axes:
@@ -93,20 +93,20 @@ def torus(est: Estimate) -> str:
 
 
 def busiest_axis(est: Estimate) -> str:
-    """The mesh axis over which most is sent; "" where nothing is."""
+    """The mesh axis over which most is sent; "" if nothing is sent."""
     sent = sent_by_axes(est)
     return max(sent, key=lambda axis: sent[axis]) if sent else ""
 
 
 def corner(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """What is drawn of a torus."""
+    """The corner of a large torus that is drawn."""
     sides = [min(side, MOST_SIDE) for side in shape[:2]]
     planes = [min(side, MOST_PLANES) for side in shape[2:]]
     return (*sides, *planes)
 
 
 def torus_picture(est: Estimate) -> str:
-    """The chips and links; filled are those of one group of the axis that sends most."""
+    """Chips and links; the filled chips are one replica group of the busiest mesh axis."""
     group = busiest_axis(est)
     whole = est.slice.torus_shape
     shape = corner(whole)
@@ -148,7 +148,7 @@ def _draw_link(picture: Picture, link: Link, spot: object, side: float) -> None:
     class_ = f"link l-{level(link.load)}"
     title = f"link on {place_name(link.axis)}, busy {link.load:.1%} of the step"
     if not link.wraps:
-        if link.axis == 2:  # to the next plane: a stub, so that planes stay readable
+        if link.axis == 2:  # a link to the next plane is a stub, so that planes stay readable
             picture.line(x1, y1, x1 + side * 0.5, y1 - side * 0.5, class_, title)
             return
         picture.line(x1, y1, x2, y2, class_, title)
@@ -160,7 +160,7 @@ def _draw_link(picture: Picture, link: Link, spot: object, side: float) -> None:
 
 
 def level(load: float) -> int:
-    """The number of the colour of a load."""
+    """Colour class of a load."""
     return next(n for n, (least, _) in enumerate(LOADS) if load >= least)
 
 

@@ -1,4 +1,4 @@
-"""The verdict: fits or not, step time, MFU, cost, what bounds the step; and what the figures are about."""
+"""The verdict: whether it fits, step time, MFU, cost, bottleneck, and the estimated program and slice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshlib.report.markup import EXACT, MODELLED, table, tag, text
 
 
 def tokens_of(est: Estimate) -> int | None:
-    """Tokens of one step: batch times length of the inputs that have both dims; None where none has."""
+    """Tokens per step: batch times length of the inputs that have both dims; None without such an input."""
     for value in est.program.inputs.values():
         sizes = {dim.name: dim.size for dim in value.tensor.shape.dims}
         if "batch" in sizes and "length" in sizes:
@@ -19,7 +19,7 @@ def tokens_of(est: Estimate) -> int | None:
 
 
 def headline(est: Estimate) -> str:
-    """Whether it fits, in a sentence."""
+    """One sentence that says whether the program fits."""
     m = est.memory
     if m.verdict == "tight":
         step, run = bytes_text(m.needed_bytes), bytes_text(m.run_bytes)
@@ -33,7 +33,7 @@ def headline(est: Estimate) -> str:
 
 
 def verdict(est: Estimate, linked: bool = True) -> str:
-    """The sentence, what takes the memory, and the cards at the top; `linked`: they lead to the page's sections."""
+    """Headline, memory bar and cards at the top; `linked`: cards link to the page's sections."""
     cards = []
     for name, value, more, href in _cards(est):
         inner = tag("span", text(name)) + tag("b", value) + tag("small", text(more))
@@ -43,7 +43,7 @@ def verdict(est: Estimate, linked: bool = True) -> str:
 
 
 def _cards(est: Estimate) -> list[tuple[str, str, str, str]]:
-    """(name, figure as HTML, what belongs to it, where it leads) of each card."""
+    """(name, figure as HTML, caption, link) of each card."""
     m, shares = est.memory, sorted(est.bound_seconds.items(), key=lambda item: -item[1])
     step = est.step_seconds or 1.0
     share = f"{m.peak_bytes / m.capacity_bytes:.0%} {EXACT}"
@@ -76,7 +76,7 @@ def _token_cost(est: Estimate) -> str:
 
 
 def _bar(est: Estimate) -> str:
-    """Memory at the peak by kind, as parts of what a device has."""
+    """Memory at the peak by kind, relative to the memory of a device."""
     whole = max(est.memory.capacity_bytes, est.memory.peak_bytes)
     parts = "".join(
         f'<i class="k-{n}" style="width:{100 * est.memory.by_kind[kind] / whole:.2f}%" '

@@ -1,4 +1,4 @@
-"""Models that leave the library, and weights that come in.
+"""Models exported from the library, and weights imported into it.
 
 export   a trained model in one folder, and loaded anywhere to predict on raw input
 weights  files by Hugging Face's names of Llama, GPT-2 and T5

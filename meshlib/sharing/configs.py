@@ -31,7 +31,7 @@ RECORDS: MappingProxyType[str, type[Any]] = MappingProxyType(
 
 
 def as_json(value: object) -> Any:
-    """A record, or what is in one, as JSON's own types.
+    """A record, or one of its field values, as JSON types.
 
     Raises: TypeError for what has no such form.
     """
@@ -47,7 +47,7 @@ def as_json(value: object) -> Any:
 
 
 def from_json(value: object, where: str) -> Any:
-    """What `as_json` was given; lists come back as tuples.
+    """The inverse of `as_json`, except that lists become tuples.
 
     Raises: CheckpointError for a record that is unknown, or has other fields; `where` is how it begins.
     """

@@ -1,4 +1,4 @@
-"""A plan for other libraries: Flax's logical axis rules, Haliax's mappings, a PartitionSpec per parameter, Python."""
+"""A plan emitted for other libraries: Flax's logical axis rules, Haliax's axis mappings, PartitionSpecs, Python."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshlib.program.records import Program
 
 @dataclass(frozen=True)
 class Emitted:
-    """Lines for a target, and what of the plan they do not express."""
+    """Lines for a target, and the parts of the plan that the target cannot express."""
 
     lines: tuple[str, ...]
     missing: tuple[str, ...] = ()
@@ -27,7 +27,7 @@ class Emitted:
 
 
 def flax_rules(program: Program) -> Emitted:
-    """Logical axis rules as `flax.linen.logical_axis_rules` takes them, by this library's names of dims.
+    """Logical axis rules for `flax.linen.logical_axis_rules`, by this library's dim names.
 
     Flax goes through rules in order, and takes the first whose axes are free: required rules come first. One list is
     for parameters, one for activations, where they differ.
@@ -62,15 +62,15 @@ def _flax(layout: LayoutRules, scope: str) -> tuple[tuple[str, str | tuple[str, 
 
 
 def _conflicts(layout: LayoutRules, dim: str, axes: tuple[str, ...]) -> bool:
-    """Whether another dim may have some but not all of the axes."""
+    """Whether another dim may have some, but not all, of the axes."""
     others = [{*r.axes} & {*axes} for r in layout.rules if r.dim != dim and r.dim != "batch"]
     return any(0 < len(shared) < len(axes) for shared in others)
 
 
 def haliax_mappings(program: Program) -> Emitted:
-    """Haliax's `axis_mapping`s: one of parameters, one of what is computed; each axis of an array once.
+    """Haliax `axis_mapping`s: one for parameters, one for activations; each axis of an array appears once.
 
-    Haliax has no rules that yield: of dims that share a mesh axis in one array the mapping of parameters must name one.
+    Haliax has no optional rules: where dims of one array share a mesh axis, the parameter mapping names one.
     """
     layout = program.layout
     missing: list[str] = []
@@ -105,7 +105,7 @@ def haliax_mappings(program: Program) -> Emitted:
 
 
 def partition_specs(program: Program) -> Emitted:
-    """A `jax.sharding.PartitionSpec` for each parameter and slot, by its name here."""
+    """A `jax.sharding.PartitionSpec` for each parameter and optimizer slot, by its name in this library."""
     lines = [_mesh(program), "from jax.sharding import PartitionSpec as P", "specs = {"]
     for name, variable in program.variables.items():
         sharding = variable.sharding
@@ -130,7 +130,7 @@ def python_lines(
     remat: Policy = "full",
     run: MaxTextRun | None = None,
 ) -> Emitted:
-    """The lines of this library that make the plan's program and its estimate."""
+    """Python lines that build the plan's program with this library and estimate it."""
     lines = ["import meshlib as mtf", ""]
     if run is not None:
         given = ", ".join(f"{key!r}: {value!r}" for key, value in run.overrides.items())
@@ -159,7 +159,7 @@ def _remat_text(remat: Policy) -> str:
 
 
 def _config_text(config: TransformerConfig) -> tuple[str, tuple[str, ...]]:
-    """A preset with what differs from it, else all fields that differ from their defaults."""
+    """A preset plus the fields that differ from it; without a preset, all fields that differ from their defaults."""
     base = PRESETS.get(config.name)
     if base is None:
         given = {f.name: getattr(config, f.name) for f in fields(config) if getattr(config, f.name) != f.default}

@@ -35,8 +35,8 @@ from meshlib.sharing.variables import values_of
 from meshlib.simulation import Simulation, simulate
 from meshlib.storage.checkpoint import write_state
 
-MEMBERS = ("variables", "tokenizer")  # as the config names the files
-BYTES, OWN_FILE = "bytes", "file"  # where a tokenizer is
+MEMBERS = ("variables", "tokenizer")  # keys of the config that name files
+BYTES, OWN_FILE = "bytes", "file"  # values of the config's tokenizer entry
 
 
 def export(
@@ -48,17 +48,17 @@ def export(
     images: ImageInput | None = None,
     build: Build | None = None,
 ) -> None:
-    """Write a trained model into a folder, from which `load_model` reads it anywhere.
+    """Write a trained model to a folder, from which `load_model` loads it anywhere.
 
     Args:
       trained: a simulation or a run on devices, arrays by name, or the path of a checkpoint.
-      folder: is made where it is not there.
-      config: a `TransformerConfig`, `ResNetConfig` or `ViTConfig`; or, of a program of your own, the arguments of
+      folder: created if missing.
+      config: a `TransformerConfig`, `ResNetConfig` or `ViTConfig`; or, for a program of your own, the arguments of
         `build`, by name.
-      tokenizer: of a model of text, its vocabulary: at most as many tokens as the model has. Of fewer, as where the
+      tokenizer: the vocabulary of a text model, at most as large as the model's. If it is smaller, as where the
         model's are padded, the rest is never chosen.
-      images: of a model of images, how its pixels were normalised, and the names of its classes.
-      build: of a program of your own, a function of these arguments that returns its outputs by name.
+      images: for an image model, the normalisation of its pixels and the names of its classes.
+      build: for a program of your own, a function of these arguments that returns its outputs by name.
     Raises: GraphError for what does not go together, and variables that are missing; CheckpointError where the folder
       can't be written.
     Example:

@@ -1,4 +1,4 @@
-"""The config.json of a model in Hugging Face's form, as a `TransformerConfig`."""
+"""Hugging Face config.json files, read as a `TransformerConfig`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ACTIVATIONS = {
 
 
 def read_config(path: str | os.PathLike[str], name: str | None = None) -> TransformerConfig:
-    """The model that a config.json of Hugging Face's describes.
+    """The model that a Hugging Face config.json describes.
 
     Llama 2 to 4, Mistral, Mixtral, Gemma 1 to 4, Qwen 2 and 3 with their experts, DeepSeek 2 and 3, Kimi K2, GPT-OSS,
     OLMo 2 and 3, OLMoE, GPT-2 and T5. Of Llama 4, Gemma 3 and 4 with a vision tower the text model, whose name ends in
@@ -42,7 +42,7 @@ def read_config(path: str | os.PathLike[str], name: str | None = None) -> Transf
 
 
 def config_notes(path: str | os.PathLike[str]) -> list[str]:
-    """What of a config.json the model that `read_config` returns does not express, and what it costs.
+    """The features of a config.json that the model of `read_config` leaves out, and what each costs.
 
     Raises: as `read_config`.
     """
@@ -88,7 +88,7 @@ def _read(path: str | os.PathLike[str], name: str | None) -> tuple[TransformerCo
     except KeyError as fault:
         raise CheckpointError(f"{WHAT}: {target} has no {fault}") from None
     except (TypeError, ValueError, ArithmeticError) as fault:
-        if isinstance(fault, GraphError) and fault.faults:  # of the config itself
+        if isinstance(fault, GraphError) and fault.faults:  # all faults of the config itself
             raise GraphError(f"{at(WHAT)}: {target}: {'; '.join(fault.faults)}") from None
         if isinstance(fault, MeshlibError):
             raise
@@ -96,7 +96,7 @@ def _read(path: str | os.PathLike[str], name: str | None) -> tuple[TransformerCo
 
 
 def _text_model(given: Fields, target: str) -> Fields:
-    """The fields of the text model of a file with towers."""
+    """The text model of a multimodal config."""
     text = given.get("text_config")
     if not isinstance(text, dict):
         raise CheckpointError(f"{WHAT}: {target}: it has no 'text_config', which must be an object")
@@ -104,13 +104,13 @@ def _text_model(given: Fields, target: str) -> Fields:
 
 
 def _without_towers(given: Fields) -> Fields:
-    """The fields that Llama's reader knows, under its names; rope fields as its families write them."""
+    """The fields that Llama's reader knows, under its names; rope fields in the form of their families."""
     plain = {k: v for k, v in given.items() if k not in ("rope_scaling", "rope_parameters")}
     for key in ("rope_scaling", "rope_parameters"):
         rope = given.get(key)
         if isinstance(rope, dict) and isinstance(rope.get("full_attention"), dict):
-            rope = rope["full_attention"]  # Gemma's, by kind of layer
-        # Angles cost nothing: what is not known of them is left out.
+            rope = rope["full_attention"]  # Gemma: one entry per kind of layer
+        # Rotary angles cost nothing: unknown settings are dropped.
         known = rope is not None and rope.get("rope_type", rope.get("type", "default")) in SCALINGS
         plain[key] = {k: v for k, v in rope.items() if k not in _ANGLES} if known and rope is not None else None
     plain["hidden_act"] = given.get("hidden_activation") or given.get("hidden_act") or "silu"
@@ -216,12 +216,12 @@ def _yarn(rope: Fields, fields: Fields) -> RotaryScaling:
 
 
 def _grown(factor: float, weight: float) -> float:
-    """By how much YaRN multiplies queries and keys of a text that is longer by a factor."""
+    """YaRN's factor on queries and keys for a context extended by `factor`."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _refuse(fields: Fields, usual: Fields) -> None:
-    """Raise GraphError for what the library has only the usual value of."""
+    """Raise GraphError for fields of which the library supports only the usual value."""
     for name, value in usual.items():
         if fields.get(name, value) not in (value, None):
             raise GraphError(f"{at(WHAT)}: {name} is {fields[name]!r:.80}; only {value} is known here")

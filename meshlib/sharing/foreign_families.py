@@ -1,4 +1,4 @@
-"""Decoders that people train, from the fields of their config.json: families beyond Llama, GPT-2 and T5.
+"""Decoder families beyond Llama, GPT-2 and T5, from the fields of their config.json.
 
 Each function takes the fields of a file, with those of Llama read already, and returns what its family has besides.
 What a family has and this library does not is in `notes`, where it costs little, or refused.
@@ -21,11 +21,11 @@ from meshlib.models.latent import LatentAttention
 
 Fields = Mapping[str, Any]
 WHAT = "read_config"
-# Files of models with towers, whose text model alone is read: the type of that.
+# Multimodal model types of which only the text model is read -> type of that text model.
 TEXT_MODELS: Mapping[str, str] = MappingProxyType(
     {"llama4": "llama4_text", "gemma3": "gemma3_text", "gemma4": "gemma4_text"}
 )
-# Families that are refused, with what they have.
+# Refused families, with the unsupported feature of each.
 ABSENT: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear", "minimax"), "linear attention"),
@@ -67,7 +67,7 @@ def _refuse(fields: Fields, name: str, reason: str) -> None:
 
 
 def windows_of(fields: Fields, default: Sequence[str] = ()) -> dict[str, Any]:
-    """How far the layers see, as the shortest pattern that repeats.
+    """The attention window of each layer, as the shortest repeating pattern.
 
     >>> windows_of({"layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 128})
     {'windows': (128, None)}
@@ -92,14 +92,14 @@ def _scale(fields: Fields) -> dict[str, Any]:
 
 
 def _experts(fields: Fields, count: str, width: str, routing: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """The mixture of experts, which drops no token."""
+    """A dropless mixture of experts."""
     top_k = fields.get("num_experts_per_tok") or 2
     dropless = Routing(top_k=top_k, capacity_factor=None, **routing)
     return {"experts": Experts(count=fields[count], d_ff=fields[width], form="grouped", routing=dropless, **more)}
 
 
 def _plain(fields: Fields) -> dict[str, Any]:
-    """Of families whose layers may all have a window."""
+    """Windows of families in which every layer may have one."""
     window = fields.get("sliding_window")
     if window and not fields.get("layer_types") and fields.get("use_sliding_window", True):
         return {"windows": (window,)}
@@ -237,7 +237,7 @@ FAMILIES: Mapping[str, Callable[[Fields], dict[str, Any]]] = MappingProxyType(
 
 
 def notes(fields: Fields, kind: str) -> list[str]:
-    """What a model costs besides, which this library does not express."""
+    """Costs of a model that this library does not express."""
     out = []
     if fields.get("attn_logit_softcapping"):
         out.append(f"attn_logit_softcapping={fields['attn_logit_softcapping']}: a tanh of every attention score")

@@ -1,4 +1,4 @@
-"""Exported models, loaded on any mesh, on simulated cores or JAX's devices."""
+"""Loading of exported models on any mesh, on simulated cores or JAX devices."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from meshlib.storage.checkpoint import load
 Array = np.ndarray[Any, Any]
 MAX_TOKENS = 64
 Runner = Callable[[Program], Simulation]
-FIXED = ("config", "state", "batch", "length", "mesh", "layout", "run", "tokenizer")  # when a model was loaded
+# attributes that are fixed once a model is loaded
+FIXED = ("config", "state", "batch", "length", "mesh", "layout", "run", "tokenizer")
 
 
 def load_model(
@@ -45,14 +46,14 @@ def load_model(
     build: Build | None = None,
     batch: int = 1,
 ) -> Model:
-    """A model that `export` wrote, ready to predict.
+    """Load a model that `export` wrote, ready to predict.
 
     Args:
       folder: which `export` wrote.
-      mesh, layout: where it runs; one core unless given.
-      run: what makes a run of a program in place of `mtf.simulate`, such as `mtf.on_jax` for real devices.
-      build: of a program of your own, as of `export`.
-      batch: raw inputs that are computed at once, all cores together.
+      mesh, layout: by default one core.
+      run: function used instead of `mtf.simulate`, such as `mtf.on_jax` for real devices.
+      build: for a program of your own, as for `export`.
+      batch: raw inputs per step, over all cores.
     Returns: a `Model`, whose `predict` takes raw input: a line of text, a file or array of pixels, or feeds by name.
     Raises: CheckpointError for a folder that is none of export's; LayoutError as `mtf.lower`, GraphError for other bad
       arguments.
@@ -64,14 +65,14 @@ def load_model(
         raise GraphError(f"{at(what)}: run must make a run of a program, as mtf.on_jax does, got {run!r:.80}")
     if whole(batch, what, "batch") < 1:
         raise GraphError(f"{at(what)}: batch must be at least 1, got {batch}")
-    where = _Where(mesh, layout, run, int(batch))
+    where = _Target(mesh, layout, run, int(batch))
     model = at_one_moment(lambda: _read(Path(folder), where, build, what), what, CheckpointError)
     model.prepare()
     return model
 
 
-def _read(place: Path, runs: _Where, build: Build | None, what: str) -> Model:
-    """The model of a folder, not yet lowered."""
+def _read(place: Path, runs: _Target, build: Build | None, what: str) -> Model:
+    """The model in a folder, not lowered yet."""
     check_holds_model(place, what)
     record, target = read_json(place / CONFIG, what, CheckpointError, "a config that export wrote", RECORDED)
     if (record["format"], record["version"]) != (FORMAT, VERSION):
@@ -105,11 +106,11 @@ RECORDED: Schema = {"format": TEXT, "version": COUNT, "files": RECORD}
 
 
 def _check_size(config: object, path: str, where: str) -> None:
-    """Raise CheckpointError for a model of more parameters than its file can hold, before any of it is built."""
+    """Raise CheckpointError, before building anything, for a model with more parameters than its file can hold."""
     if not isinstance(config, TransformerConfig):
         return
-    most = 2 * os.path.getsize(path)  # of int4 two a byte
-    count = (config.layers + config.encoder_layers) * config.d_model  # each layer has a norm: those alone count quickly
+    most = 2 * os.path.getsize(path)  # int4: two per byte
+    count = (config.layers + config.encoder_layers) * config.d_model  # a quick lower bound: each layer has a norm
     count = count if count > most else config.parameters
     if count > most:
         raise CheckpointError(
@@ -119,7 +120,7 @@ def _check_size(config: object, path: str, where: str) -> None:
 
 
 def _checked_files(folder: Path, entries: object, wanted: Sequence[str], where: str) -> dict[str, str]:
-    """The paths of the files that a config names, each of which is the one that was written with it."""
+    """Paths of the files that a config names, after checking that each is the one written with the config."""
     if not isinstance(entries, dict) or set(entries) != set(wanted):
         raise CheckpointError(
             f"{where}: 'files' should say which files hold the {' and the '.join(wanted)}, but is {entries!r:.80}"
@@ -131,8 +132,8 @@ def _checked_files(folder: Path, entries: object, wanted: Sequence[str], where: 
 
 
 @dataclass(frozen=True)
-class _Where:
-    """How predictions run."""
+class _Target:
+    """Where predictions run: mesh, layout, executor and batch size."""
 
     mesh: MeshLike
     layout: object
@@ -140,7 +141,7 @@ class _Where:
     batch: int
 
     def started(self, program: Program, state: Mapping[str, Array]) -> Simulation:
-        """A run of a program with these variables."""
+        """A run of a program, with its variables set from `state`."""
         sim = simulate(program) if self.run is None else self.run(program)
         for name in program.variables:
             sim.state[name] = state[name]
@@ -149,7 +150,7 @@ class _Where:
 
 @dataclass(eq=False)
 class Model:
-    """A model that was loaded: its config, its variables by name and `predict`. Made by `mtf.load_model`.
+    """A loaded model: its config, its variables by name, and `predict`. Created by `mtf.load_model`.
 
     Example:
       >>> import tempfile
@@ -167,21 +168,21 @@ class Model:
 
     config: Any
     state: Mapping[str, Array] = field(repr=False)
-    where: _Where = field(repr=False)
+    where: _Target = field(repr=False)
     build: Build | None = field(repr=False)
 
     def predict(self, raw: Any, **options: Any) -> Any:
-        """What the model makes of raw input."""
+        """The model's prediction for raw input."""
         raise NotImplementedError
 
     def prepare(self) -> None:
-        """Find out whether it can run where it shall. Raises: LayoutError."""
+        """Check that the model can run on its mesh and layout. Raises: LayoutError."""
         raise NotImplementedError
 
 
 @dataclass(eq=False)
 class TextModel(Model):
-    """A Transformer: `predict` completes a text, or of an encoder-decoder gives the text that follows it.
+    """A Transformer: `predict` completes a text, or for an encoder-decoder returns its output text.
 
     Example:
       >>> import tempfile
@@ -201,7 +202,7 @@ class TextModel(Model):
     _ready: dict[object, Generator] = field(default_factory=dict, repr=False)
 
     def predict(self, raw: Any, **options: Any) -> Any:
-        """The completion of a text, or of each of several.
+        """The completion of a text, or of each of several texts.
 
         Args:
           raw: a text, or a list of texts.
@@ -222,17 +223,17 @@ class TextModel(Model):
         if not min(lengths):
             raise GraphError(f"{at(what)}: text {lengths.index(0)} is empty; a completion needs a beginning")
         longest = max(lengths)
-        generator = self._generator(*self._rooms(longest, options, what))
+        generator = self._generator(*self._length_for(longest, options, what))
         for first in range(0, len(texts), size):
             completions += generator([*texts[first : first + size]]).texts
         return completions[0] if isinstance(raw, str) else completions
 
     def prepare(self) -> None:
-        """As of `Model`."""
+        """As `Model.prepare`."""
         check_layout(self.config, self.where.batch, self.where.mesh, self.where.layout)
 
-    def _rooms(self, tokens: int, options: Mapping[str, Any], what: str) -> tuple[int, dict[str, Any]]:
-        """The length for texts of so many tokens, and the options: the model may have no positions beyond some."""
+    def _length_for(self, tokens: int, options: Mapping[str, Any], what: str) -> tuple[int, dict[str, Any]]:
+        """The length to lower for texts of so many tokens, and the options; both within the model's positions."""
         length, limit = 1 << max(3, (tokens - 1).bit_length()), self.config.max_length
         if limit is None or self.config.encoder_decoder:
             return length, dict(options)
@@ -245,7 +246,7 @@ class TextModel(Model):
         return min(length, limit - max(wanted, 1)), {**options, "max_tokens": wanted}
 
     def _generator(self, length: int, options: Mapping[str, Any]) -> Generator:
-        """Programs for texts of up to `length` tokens, made once."""
+        """The generator for texts of up to `length` tokens, built once."""
         key = (length, *sorted((name, repr(value)) for name, value in options.items()))
         if key not in self._ready:
             words = self.tokenizer if isinstance(self.tokenizer, BytePairs) else None
@@ -266,7 +267,7 @@ class TextModel(Model):
 
 @dataclass(eq=False)
 class ImageModel(Model):
-    """A classifier of images: `predict` gives the probability of each class.
+    """An image classifier: `predict` returns the probability of each class.
 
     Example:
       >>> import tempfile
@@ -286,7 +287,7 @@ class ImageModel(Model):
     images: ImageInput = field(default_factory=ImageInput)
 
     def predict(self, raw: Any, **options: Any) -> Any:
-        """The probabilities of a picture's classes, the likeliest first; or of each of several pictures.
+        """Probabilities of a picture's classes in descending order; for a list of pictures, a list of them.
 
         Args:
           raw: the path of a file, its bytes, or an array [height, width, channels] of integers 0 to 255 or floats 0 to
@@ -316,7 +317,7 @@ class ImageModel(Model):
         return {names[n]: float(row[n]) for n in np.argsort(-row, kind="stable")}
 
     def prepare(self) -> None:
-        """As of `Model`."""
+        """As `Model.prepare`."""
         _ = self._sim
 
     @cached_property
@@ -327,7 +328,7 @@ class ImageModel(Model):
 
 @dataclass(eq=False)
 class OwnModel(Model):
-    """A program of the user's: `predict` takes its inputs by name and gives its outputs.
+    """A user's program: `predict` takes its inputs by name and returns its outputs.
 
     Example:
       >>> import tempfile
@@ -344,7 +345,7 @@ class OwnModel(Model):
     """
 
     def predict(self, raw: Any, **options: Any) -> Any:
-        """The outputs of the program that `build` makes, by name.
+        """The outputs of the program that `build` returns, by name.
 
         Args:
           raw: its inputs by name.
@@ -355,7 +356,7 @@ class OwnModel(Model):
         return self._sim.step(raw)
 
     def prepare(self) -> None:
-        """As of `Model`."""
+        """As `Model.prepare`."""
         _ = self._sim
 
     @cached_property

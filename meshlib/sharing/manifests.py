@@ -1,4 +1,4 @@
-"""The two kinds of sets of which a folder holds one: an exported model, and weights by Hugging Face's names.
+"""Manifests of the two kinds of file sets in a folder: an exported model, and weights by Hugging Face's names.
 
     config.json                    names the files of a model that `export` wrote
     model.safetensors.index.json   names the shards of `write_weights`; of one file of weights there is no manifest
@@ -20,7 +20,7 @@ from meshlib.core.file_sets import TAG, Manifest, checked, plain_name, replaced_
 FORMAT, VERSION = "meshlib model", 2
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 VARIABLES, VOCABULARY = ("model", ".safetensors"), ("tokenizer", ".json")
-SHARD = rf"model(-[0-9]{{5}}({TAG})?-of-[0-9]{{5}})?\.safetensors"  # other writers' names, too
+SHARD = rf"model(-[0-9]{{5}}({TAG})?-of-[0-9]{{5}})?\.safetensors"  # matches other writers' names, too
 
 
 def _files_of_model(raw: bytes) -> list[str]:
@@ -48,7 +48,8 @@ _TAGGED = rf"model{TAG}\.safetensors|tokenizer{TAG}\.json"
 _TAGGED_SHARDS = rf"model-[0-9]{{5}}{TAG}-of-[0-9]{{5}}\.safetensors|model\.safetensors"
 MODEL = Manifest(CONFIG, _files_of_model, _TAGGED, lambda raw: json.loads(raw)["replaces"])
 SHARDS = Manifest(INDEX, _shards, _TAGGED_SHARDS, _replaced_by_shards)
-OWN_SHARDS = Manifest(INDEX, _own_shards, _TAGGED_SHARDS, _replaced_by_shards)  # an exported model replaces no others
+# an exported model replaces only shards of this library
+OWN_SHARDS = Manifest(INDEX, _own_shards, _TAGGED_SHARDS, _replaced_by_shards)
 
 
 def check_holds_weights(folder: Path, what: str) -> None:
@@ -75,12 +76,12 @@ def check_holds_model(folder: Path, what: str) -> None:
 
 
 def _is_whole_model(folder: Path, what: str) -> bool:
-    """Whether config.json is that of an exported model, whose files are those that were written with it."""
+    """Whether config.json belongs to an exported model all of whose files were written with it."""
     if not MODEL.members(str(folder)):
         return False
     try:
         for entry in json.loads((folder / CONFIG).read_bytes())["files"].values():
             checked(folder, entry, what, CheckpointError)
     except (CheckpointError, OSError, ValueError, LookupError, AttributeError):
-        return False  # weights in one file were written over it, or it is being replaced now
+        return False  # overwritten by weights in one file, or being replaced now
     return True

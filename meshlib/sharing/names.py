@@ -33,7 +33,7 @@ SPLIT = "(heads head_dim) d_model -> heads head_dim d_model"
 
 @dataclass(frozen=True)
 class NamedVariable:
-    """One variable.
+    """How one variable is stored.
 
     Attributes:
       ours: its name; `{layer}` stands for the scope of a layer.
@@ -49,7 +49,7 @@ class NamedVariable:
 
 @dataclass(frozen=True)
 class Family:
-    """How the models of a family are stored.
+    """How the models of one family are stored.
 
     Attributes:
       rows: of a config, its variables.
@@ -154,7 +154,7 @@ FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
 
 
 def family_of(config: TransformerConfig, what: str) -> tuple[str, Family]:
-    """The family whose files hold a model of this config.
+    """Name and `Family` of the files that hold a model of this config.
 
     Raises: GraphError for a config that is of none, with what it should be.
     """

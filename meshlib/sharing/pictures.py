@@ -1,4 +1,4 @@
-"""Preprocessing of pictures that travels with a model."""
+"""Preprocessing of pictures, exported with a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class ImageInput:
-    """How pixels become numbers, and numbers classes: (pixel - mean) / deviation for pixels in 0 to 1.
+    """Normalisation of pixels, (pixel - mean) / deviation for pixels in 0 to 1, and names of classes.
 
     Args:
       mean, deviation: a number for each channel.
@@ -46,7 +46,7 @@ class ImageInput:
         object.__setattr__(self, "classes", names)
 
     def check(self, channels: int, classes: int, what: str) -> None:
-        """Raise GraphError where these are not facts about a model of so many channels and classes."""
+        """Raise GraphError unless these fit a model of so many channels and classes."""
         for name in ("mean", "deviation"):
             count = len(getattr(self, name))
             if count not in (1, channels):
@@ -62,9 +62,9 @@ class ImageInput:
 
 
 def pixels_of(picture: object, sizes: Sequence[int], what: str) -> Array:
-    """A picture as an array [height, width, channels]: an array of that shape, or a file, brought to it.
+    """A picture as an array [height, width, channels]: such an array as it is, or an image file resized to it.
 
-    Of a file the middle part of the same form is taken, as in training: see `mtf.records.read_image`.
+    A file is cropped at its centre to the aspect ratio, as in training: see `mtf.records.read_image`.
     Raises: FeedError for an array of another shape or range, a file that is no picture; MissingError without Pillow.
     """
     height, width, channels = sizes

@@ -1,4 +1,4 @@
-"""The forward pass of an exported model, by its config."""
+"""Forward passes of exported models, from their configs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Build = Callable[..., Any]
 
 
 def kind_of(config: object, build: object, what: str) -> str:
-    """ "text", "images" or "own"."""
+    """Kind of model: "text", "images" or "own"."""
     if isinstance(config, Mapping):
         if not all(isinstance(name, str) for name in config):
             raise GraphError(f"{at(what)}: config must be arguments of build by name, got {config!r:.80}")
@@ -51,7 +51,7 @@ def kind_of(config: object, build: object, what: str) -> str:
 
 
 def forward_program(config: Any, build: Build | None, mesh: MeshLike = "device:1", layout: object = "") -> Program:
-    """A forward pass, with all that is trained among its variables."""
+    """A forward pass whose variables include everything that is trained."""
     if isinstance(config, TransformerConfig):
         plain = config.replace(numerics=replace(config.numerics, kernel_dtype=None))
         with Graph():
@@ -67,7 +67,7 @@ def forward_program(config: Any, build: Build | None, mesh: MeshLike = "device:1
 
 
 def check_layout(config: TransformerConfig, batch: int, mesh: MeshLike, layout: Any) -> None:
-    """Raise LayoutError, as `mtf.lower`, if the model can't be laid out so; lengths of texts are taken to divide."""
+    """Raise LayoutError, as `mtf.lower` would, if the model does not fit the layout; text lengths always fit."""
     length = Mesh(mesh).size
     if config.max_length is not None:
         config = config.replace(max_length=max(config.max_length, 2 * length))
@@ -80,7 +80,7 @@ def check_layout(config: TransformerConfig, batch: int, mesh: MeshLike, layout: 
 
 
 def image_program(config: ImageConfig, batch: int, mesh: MeshLike, layout: object) -> Program:
-    """The probabilities of classes, of a batch of images."""
+    """The class probabilities of a batch of images."""
     with Graph():
         images = given("images", [Dimension(BATCH, batch), *image_dims(config)])
         logits, _ = classifier(config, images, False)

@@ -18,11 +18,11 @@ from meshlib.simulation import Simulation, simulate
 from meshlib.storage.checkpoint import load
 
 Array = np.ndarray[Any, Any]
-SHOWN = 8  # faults that a message lists
+SHOWN = 8  # faults listed in a message
 
 
 def variables_of(config: TransformerConfig, scan: bool = True) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of what is trained; with `scan` layers are stacked."""
+    """Names and shapes of trained variables; with `scan`, those of layers are stacked."""
     with Graph() as graph:
         transformer(config, 1, 1, scan=scan, training=False)
     return {name: v.output.shape.sizes for name, v in graph.variables.items()}
@@ -31,7 +31,7 @@ def variables_of(config: TransformerConfig, scan: bool = True) -> dict[str, tupl
 def values_of(
     trained: object, wanted: Mapping[str, tuple[int, ...]], program: Callable[[], Program], what: str
 ) -> dict[str, Array]:
-    """Arrays of all wanted variables: from a simulation, arrays by name, or the path of a checkpoint.
+    """Arrays of all wanted variables, from a simulation, arrays by name, or the path of a checkpoint.
 
     `program` has them; it is asked for where a file is read.
     Raises: GraphError with all that is missing or of another shape; CheckpointError for a file that is none.
@@ -63,7 +63,7 @@ def values_of(
 
 
 def _stacked(given: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]]) -> dict[str, Array]:
-    """Variables of stacked layers, from those of layers that were trained one by one."""
+    """Variables of stacked layers, stacked from those of unrolled layers."""
     stacked = {}
     for name, shape in wanted.items():
         before, layers, after = name.rpartition("layers/")

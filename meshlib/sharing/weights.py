@@ -1,4 +1,4 @@
-"""Weights in files by Hugging Face's names: read into a model's variables, and written back.
+"""Weights in files by Hugging Face's names: reading into a model's variables, and writing back.
 
 A model is one file, or several with an index that says which tensor is in which (`model.safetensors.index.json`).
 """
@@ -30,15 +30,15 @@ from meshlib.storage.safetensors import Tensors, write_tensors
 
 Array = np.ndarray[Any, Any]
 DTYPES: dict[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
-FLOATS = ("F64", "F32", "F16", "BF16")  # float8 has scales beside it
+FLOATS = ("F64", "F32", "F16", "BF16")  # float8 kernels have separate scales
 
 
 def read_weights(path: str | os.PathLike[str], config: TransformerConfig) -> dict[str, Array]:
-    """The variables of a model from a file by Hugging Face's names of Llama, GPT-2 or T5.
+    """Read a model's variables from a file by Hugging Face's names (Llama, GPT-2, T5 and others).
 
     Args:
       path: a safetensors file, an index of several, or a folder with either.
-      config: of the model: a preset, or what `read_config` made of the folder's config.json.
+      config: the model's: a preset, or the result of `read_config` for the folder's config.json.
     Returns: arrays by the library's names in float32, layers stacked: for `sim.state`, `mtf.generate`, `mtf.export`.
     Raises: GraphError for a config of another architecture; CheckpointError with all tensors that are missing, of
       another shape, or nobody's, and for files that are damaged.
@@ -83,16 +83,16 @@ def write_weights(
     dtype: str = "float32",
     shard_bytes: int = 5 * 10**9,
 ) -> list[str]:
-    """Write a model's variables by Hugging Face's names: one file, or several with an index.
+    """Write a model's variables by Hugging Face's names, to one file or to several with an index.
 
     What `write_weights` or `mtf.export` wrote into the folder before is replaced.
 
     Args:
       state: arrays by the library's names, stacked layers or one by one: `sim.state`, or what `read_weights` returns.
       config: of the model.
-      folder: in which the files go; it is made where it is not there.
+      folder: for the files; created if missing.
       dtype: "float32", "bfloat16" or "float16".
-      shard_bytes: of a file at most, of one tensor more if it is larger.
+      shard_bytes: largest size of a file; a larger tensor has a file of its own.
     Returns: the names of the files of tensors.
     Raises: GraphError for other arguments, and variables that are missing or of another shape; CheckpointError where
       a file can't be written.
@@ -123,7 +123,7 @@ def write_weights(
             tensors[theirs] = back.astype(stored_dtype)
         else:
             fused.setdefault(theirs, []).append(back)
-    for theirs, parts in fused.items():  # q, k and v lie beside each other
+    for theirs, parts in fused.items():  # q, k and v are concatenated
         tensors[theirs] = np.concatenate(parts, axis=-1).astype(stored_dtype)
     return _written(tensors, make_folder(folder, what, CheckpointError), shard_bytes, what)
 
@@ -153,13 +153,13 @@ def _written(tensors: Mapping[str, Array], folder: str, shard_bytes: int, what: 
         file_set.close()
 
 
-# ---------------------------------------------------------------- between the two
+# ---------------------------------------------------------------- conversions
 
 
 def _places(
     config: TransformerConfig, family: Family, wanted: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[NamedVariable, str, int | None, str]]:
-    """(row, our variable, its index if it is of stacked layers, their tensor) of all that is to be read or written."""
+    """(row, our variable, its index if layers are stacked, their tensor) for everything to read or write."""
     for row in family.rows(config):
         if "{layer}" not in row.ours:
             yield row, row.ours, None, row.theirs
@@ -175,7 +175,7 @@ def _places(
 
 
 def _sizes(config: TransformerConfig) -> dict[str, int]:
-    """Of the dims in patterns."""
+    """Sizes of the dims in patterns."""
     return {
         "heads": config.memory_heads,
         "group": config.heads // config.memory_heads,
@@ -193,7 +193,7 @@ def _named(pattern: str, config: TransformerConfig) -> dict[str, int]:
 
 
 def _expected(row: NamedVariable, ours: tuple[int, ...], config: TransformerConfig) -> tuple[int, ...]:
-    """The shape of their tensor for one of ours."""
+    """Expected shape of their tensor for one of our variables."""
     if not row.pattern:
         return ours
     nothing = np.broadcast_to(np.zeros((), np.int8), ours)
@@ -207,14 +207,14 @@ def _take(row: NamedVariable, theirs: tuple[int, ...], ours: tuple[int, ...], co
 
 
 def _ours(row: NamedVariable, array: Array, shape: tuple[int, ...], config: TransformerConfig) -> Array:
-    """Their tensor as our variable, whose dims of size 1 may not be there."""
+    """Convert their tensor to our variable; its dims of size 1 may be missing from theirs."""
     if row.pattern:
         array = einops.rearrange(array, row.pattern, **_named(row.pattern, config))
     return (array if row.part is None else array[row.part]).reshape(shape)
 
 
 def _theirs(row: NamedVariable, array: Array, config: TransformerConfig) -> Array:
-    """Our variable as their tensor, or as its part."""
+    """Convert our variable to their tensor, or to its part of it."""
     if not row.pattern:
         return array
     left, _, right = row.pattern.partition(" -> ")
@@ -228,7 +228,7 @@ def _theirs(row: NamedVariable, array: Array, config: TransformerConfig) -> Arra
 
 
 class _Files(Mapping[str, Array]):
-    """The tensors of one file or of several, by names without a prefix that some files have."""
+    """Tensors of one file or several, by names without the optional prefix of some files."""
 
     def __init__(self, path: object, prefix: str, what: str) -> None:
         self.target = str(path)
@@ -246,11 +246,11 @@ class _Files(Mapping[str, Array]):
         return self.tensors[name][self.names[name]].astype(np.float32)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Without reading it."""
+        """Shape of a tensor, from the header."""
         return self.tensors[name].header.entries[self.names[name]].shape
 
     def wrong_kind(self, name: str) -> str:
-        """What is wrong with a tensor that holds no floats, as where kernels were made of few bits; "" for others."""
+        """What is wrong with a tensor that holds no floats, such as quantised kernels; "" otherwise."""
         code = self.tensors[name].header.entries[self.names[name]].code
         return "" if code in FLOATS else f"is {code}; weights are {', '.join(FLOATS)}"
 
@@ -262,9 +262,9 @@ class _Files(Mapping[str, Array]):
 
 
 def _files_of(path: object, what: str) -> list[Path | object]:
-    """The files of tensors that a path stands for."""
+    """The tensor files that a path refers to."""
     if not isinstance(path, str | os.PathLike):
-        return [path]  # which reading refuses
+        return [path]  # reading reports the error
     place = Path(path)
     if place.is_dir():
         check_holds_weights(place, what)
@@ -282,7 +282,7 @@ def _files_of(path: object, what: str) -> list[Path | object]:
         raise CheckpointError(f"{what}: {target} is no index of safetensors files: {fault!r:.80}") from None
     if any(Path(name).name != name for name in names):
         raise CheckpointError(f"{what}: {target} names files outside of its folder: {', '.join(names)[:200]}")
-    if entries is not None:  # written by `write_weights`; other writers' indexes say no more than names
+    if entries is not None:  # `write_weights` records sizes; other writers' indexes have names alone
         entries = entries if isinstance(entries, list) else [entries]
         known = [Path(checked(place.parent, entry, what, CheckpointError)).name for entry in entries]
         strange = [name for name in names if name not in known]
