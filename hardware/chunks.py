@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from hardware import collectives
 from hardware.chips import Chip
+from hardware.collective_kinds import COLLECTIVE_KINDS
 from hardware.staged_times import StagedTime
 
 CHUNKS = (1, 2, 4, 8, 16)
@@ -32,7 +33,7 @@ def chunked_seconds(kind: str, ici_seconds: float, dcn_seconds: float, chunks: i
 
     Source: module docstring.
     """
-    if kind == "all_reduce":
+    if len(COLLECTIVE_KINDS[kind].phases) > 1:
         return max(2 * ici_seconds + 2 * chunks * dcn_seconds, 2 * chunks * ici_seconds)
     return ici_seconds + dcn_seconds + (chunks - 1) * max(ici_seconds, dcn_seconds)
 
@@ -51,7 +52,7 @@ def best_chunks(
     def seconds(chunks: int) -> float:
         part = size / chunks
         ici = min(staged.seconds(part) for staged in ways)
-        between = part if kind == "all_to_all" else part / group[0]
+        between = part if COLLECTIVE_KINDS[kind].moves_all else part / group[0]
         return chunked_seconds(kind, ici, dcn_seconds(chip, group[1], between), chunks)
 
     return min(((chunks, seconds(chunks)) for chunks in CHUNKS), key=lambda pair: pair[1])

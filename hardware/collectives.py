@@ -34,6 +34,7 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 from hardware.checks import amount, one_of, whole
+from hardware.collective_kinds import COLLECTIVE_KINDS
 from hardware.errors import HardwareError
 from hardware.events import Links, check_links
 
@@ -304,10 +305,8 @@ def ring_sent_bytes(kind: str, payload_bytes: float, n: int) -> float:
     Source: module docstring.
     """
     amount("payload_bytes", payload_bytes)
-    share = (whole("n", n, low=1) - 1) / n
-    times = {"all_gather": share, "reduce_scatter": share, "all_reduce": 2 * share, "all_to_all": share}
-    times |= {"collective_permute": float(n > 1), "broadcast": float(n > 1)}
-    return times[one_of("collective", kind, times)] * payload_bytes
+    whole("n", n, low=1)
+    return COLLECTIVE_KINDS[one_of("collective", kind, COLLECTIVE_KINDS)].ring_share(n) * payload_bytes
 
 
 def _check(size_bytes: float, axes: Sequence[Axis], links: Links, algorithm: str = "shortest") -> list[int]:

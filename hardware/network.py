@@ -28,6 +28,7 @@ from hardware import collectives
 from hardware.checks import amount, names, one_of
 from hardware.chips import Chip
 from hardware.chunks import best_chunks, dcn_rate, dcn_seconds, dcn_wire_seconds
+from hardware.collective_kinds import COLLECTIVE_KINDS, Phase
 from hardware.errors import HardwareError
 from hardware.events import Links, check_links
 from hardware.placement import CORES, DCN, Placement, PlacementFactor, check_mesh, factorings, join, wraps
@@ -36,7 +37,7 @@ from hardware.snakes import closes
 from hardware.staged_times import StagedTime
 from hardware.twisted_groups import TwistedRings, twisted_exchanges, twisted_rings, twisted_ways
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute", "broadcast")
+KINDS = tuple(COLLECTIVE_KINDS)
 
 
 @dataclass(frozen=True)
@@ -129,11 +130,11 @@ def _price(
     check_links(links)
     group = tuple([(f, wraps(slice_, f)) for f in factors if f.size > 1])
     route = _route(group, share, links, twisted_rings(slice_, factors) if slice_.twisted else None)
-    if kind in ("collective_permute", "broadcast"):
-        return _point_cost(chip, kind, route, payload_bytes)
-    times = 2 if kind == "all_reduce" else 1
+    record = COLLECTIVE_KINDS[kind]
+    if not record.is_staged:
+        return _point_cost(chip, record.phases[0], route, payload_bytes)
     # an all_to_all moves all of its bytes at every level, others what the level before has left
-    whole = kind == "all_to_all"
+    times, whole = len(record.phases), record.moves_all
     busy, seconds, hops, algorithm, size = {}, 0.0, 0, "-", payload_bytes
     if route.cores > 1:
         seconds = (
@@ -366,22 +367,22 @@ def _steps(n: int, wrap: bool) -> int:
     return n // 2 if wrap else n - 1
 
 
-def _point_cost(chip: Chip, kind: str, route: _Route, size: float) -> Cost:
-    """Cost of a cyclic shift by one position, or of a broadcast from one device."""
-    share = chip.devices_per_chip
+def _point_cost(chip: Chip, phase: Phase, route: _Route, size: float) -> Cost:
+    """Cost of a cyclic shift by one position, whose levels overlap, or of a broadcast, level by level."""
+    share, spreads = chip.devices_per_chip, phase is Phase.SPREAD
     busy, seconds, hops = {}, 0.0, 0
     if route.cores > 1:
         busy[CORES] = seconds = size / (chip.hbm_bytes_per_second / 2 / share)
     for f, (_, wrap), thin in route.torus:
         # on a line, the wrap of a cyclic shift travels back over the whole line
-        steps = _steps(f.size, wrap) if kind == "broadcast" else (1 if wrap else f.size - 1)
+        steps = _steps(f.size, wrap) if spreads else (1 if wrap else f.size - 1)
         chunks = 16 if steps > 1 else 1
         busy[f.place] = busy.get(f.place, 0.0) + size / thin.bytes_per_second
         time = collectives.permute_seconds(size, steps, thin, chunks)
-        seconds = seconds + time if kind == "broadcast" else max(seconds, time, busy[f.place])
+        seconds = seconds + time if spreads else max(seconds, time, busy[f.place])
         hops += steps * f.stride
     if route.slices > 1:
         busy[DCN] = size / dcn_rate(chip)
         time = busy[DCN] + chip.dcn_hop_seconds
-        seconds = seconds + time if kind == "broadcast" else max(seconds, time)
+        seconds = seconds + time if spreads else max(seconds, time)
     return Cost(seconds, tuple(sorted(busy.items())), hops, "-")

@@ -23,12 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hardware.checks import one_of
+from hardware.collective_kinds import COLLECTIVE_KINDS, Phase
 from hardware.errors import HardwareError
 
 Array = NDArray[Any]
 Held = tuple[tuple[Array | None, ...], ...]  # [node][block]; None: the node has no part of it
 
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+KINDS = tuple([name for name, kind in COLLECTIVE_KINDS.items() if kind.is_staged])
 SHOWN = 4  # elements shown of each block
 
 
@@ -141,27 +142,27 @@ def ring_steps(kind: str, data: Sequence[Any]) -> RingRun:
     """
     one_of("kind", kind, KINDS)
     arrays = _checked(data)
-    n = len(arrays)
-    if kind == "all_gather":
-        begin: Held = tuple(tuple(a if b == node else None for b in range(n)) for node, a in enumerate(arrays))
-        steps = [RingStep(0, "start", (), begin), *_gathered(begin, 1)]
-    elif kind == "all_to_all":
-        pieces = [np.array_split(a.reshape(-1), n) for a in arrays]
-        begin = tuple(tuple(pieces[node][node] if b == node else None for b in range(n)) for node in range(n))
-        steps = [RingStep(0, "start", (), begin), *_exchanged(begin, pieces)]
-    else:
-        begin = tuple(tuple(np.array_split(a.reshape(-1), n)) for a in arrays)
-        steps = [RingStep(0, "start", (), begin), *_reduced(begin)]
-        if kind == "all_reduce":
-            own = tuple(
-                tuple(b if k == node else None for k, b in enumerate(row)) for node, row in enumerate(_last(steps))
-            )
-            steps += _gathered(own, n)
-    return RingRun(kind, tuple(steps), tuple(_result(kind, node, row, arrays) for node, row in enumerate(_last(steps))))
+    phases = COLLECTIVE_KINDS[kind].phases
+    pieces = [np.array_split(a.reshape(-1), len(arrays)) for a in arrays]
+    steps = [RingStep(0, "start", (), _begin(phases[0], arrays, pieces))]
+    for phase in phases:
+        held, first = steps[-1].held, len(steps)
+        if phase is Phase.GATHER:
+            steps += _gathered(held, first)
+        elif phase is Phase.REDUCE:
+            steps += _reduced(held, first)
+        else:
+            steps += _exchanged(held, first, pieces)
+    results = [_result(phases, node, row, arrays) for node, row in enumerate(steps[-1].held)]
+    return RingRun(kind, tuple(steps), tuple(results))
 
 
-def _last(steps: Sequence[RingStep]) -> Held:
-    return steps[-1].held
+def _begin(phase: Phase, arrays: Sequence[Array], pieces: Sequence[Sequence[Array]]) -> Held:
+    """What nodes hold at first: all blocks of their own data that will be added; else the one that stays."""
+    if phase is Phase.REDUCE:
+        return tuple(map(tuple, pieces))
+    own = arrays if phase is Phase.GATHER else [row[node] for node, row in enumerate(pieces)]
+    return tuple(tuple(a if b == node else None for b in range(len(arrays))) for node, a in enumerate(own))
 
 
 def _gathered(held: Held, first: int) -> Iterator[RingStep]:
@@ -169,24 +170,25 @@ def _gathered(held: Held, first: int) -> Iterator[RingStep]:
     for t in range(n - 1):
         transfers = tuple(BlockTransfer(i, (i + 1) % n, (i - t) % n, _there(held, i, (i - t) % n)) for i in range(n))
         held = _after(held, transfers)
-        yield RingStep(first + t, "all_gather", transfers, held)
+        yield RingStep(first + t, Phase.GATHER.value, transfers, held)
 
 
-def _reduced(held: Held) -> Iterator[RingStep]:
+def _reduced(held: Held, first: int) -> Iterator[RingStep]:
     n = len(held)
     for t in range(n - 1):
         blocks = [(i - t - 1) % n for i in range(n)]
         transfers = tuple(BlockTransfer(i, (i + 1) % n, b, _there(held, i, b), True) for i, b in enumerate(blocks))
         held = _after(held, transfers)
-        yield RingStep(1 + t, "reduce_scatter", transfers, held)
+        yield RingStep(first + t, Phase.REDUCE.value, transfers, held)
 
 
-def _exchanged(held: Held, pieces: Sequence[Sequence[Array]]) -> Iterator[RingStep]:
+def _exchanged(held: Held, first: int, pieces: Sequence[Sequence[Array]]) -> Iterator[RingStep]:
     n = len(held)
     for t in range(1, n):
         transfers = tuple(BlockTransfer(i, (i + t) % n, i, pieces[i][(i + t) % n], links=t) for i in range(n))
         held = _after(held, transfers)
-        yield RingStep(t, f"all_to_all over {t} link" + "s" * (t > 1), transfers, held)
+        name = f"{Phase.EXCHANGE.value} over {t} link" + "s" * (t > 1)
+        yield RingStep(first + t - 1, name, transfers, held)
 
 
 def _there(held: Held, node: int, block: int) -> Array:
@@ -206,16 +208,16 @@ def _after(held: Held, transfers: Sequence[BlockTransfer]) -> Held:
     return tuple(map(tuple, table))
 
 
-def _result(kind: str, node: int, row: Sequence[Array | None], arrays: Sequence[Array]) -> Array:
-    if kind == "reduce_scatter":
+def _result(phases: tuple[Phase, ...], node: int, row: Sequence[Array | None], arrays: Sequence[Array]) -> Array:
+    if phases[-1] is Phase.REDUCE:
         own = row[node]
         assert own is not None
         return own
     whole = [block for block in row if block is not None]
-    if kind == "all_gather":
+    if phases[0] is Phase.GATHER:
         return np.stack(whole)
     flat = np.concatenate(whole)
-    return flat if kind == "all_to_all" else flat.reshape(arrays[0].shape)
+    return flat if phases[-1] is Phase.EXCHANGE else flat.reshape(arrays[0].shape)
 
 
 def _checked(data: Sequence[Any]) -> list[Array]:

@@ -6,24 +6,23 @@ from dataclasses import dataclass
 
 from layouts.errors import LayoutError
 from layouts.sharding import Axes, Sharding
+from layouts.step_kinds import STEP_KINDS
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One local slice or mask, or one collective.
+    """One local slice or mask, or one collective: `layouts.step_kinds.STEP_KINDS[kind]` is the record of its kind.
 
-    A collective runs apart in each group of `before.mesh.groups(axes)`. With k devices in a group and a
-    payload of b bytes, a device sends on a ring
+    A collective runs apart in each group of `before.mesh.groups(axes)`.
 
-        all_gather          (k-1) b        the minor-most `axes` of `dim` go; without a dim, those of several dims:
-                                           see `gathered_axes`
-        reduce_scatter      (k-1)/k b      pending sums over `axes` are taken, `axes` go minor-most on `dim`
-        all_reduce          2 (k-1)/k b    pending reductions over `axes` are taken
-        all_to_all          (k-1)/k b      the minor-most `axes` of `dim` go minor-most on `to_dim`
-        collective_permute  b              the busiest sender; the pairs are `permute_pairs(before, after)`
-        slice               0              each device keeps its part; `axes` go minor-most on `dim`
-        mask                0              a whole value becomes a pending sum over `axes`: the first device of each
-                                           group keeps its block, the others hold zeros
+        all_gather          the minor-most `axes` of `dim` go; without a dim, those of several dims: see `gathered_axes`
+        reduce_scatter      pending sums over `axes` are taken, `axes` go minor-most on `dim`
+        all_reduce          pending reductions over `axes` are taken
+        all_to_all          the minor-most `axes` of `dim` go minor-most on `to_dim`
+        collective_permute  the pairs are `permute_pairs(before, after)`; sent is what the busiest sender sends
+        slice               each device keeps its part; `axes` go minor-most on `dim`
+        mask                a whole value becomes a pending sum over `axes`: the first device of each group keeps its
+                            block, the others hold zeros
 
     Example:
       >>> from layouts import Sharding, reshard
@@ -45,7 +44,7 @@ class Step:
     @property
     def is_local(self) -> bool:
         """Whether each device works on its own block."""
-        return self.kind in ("slice", "mask")
+        return STEP_KINDS[self.kind].is_local
 
     def __str__(self) -> str:
         where = f" {self.dim}" if self.dim else ""

@@ -15,6 +15,7 @@ from layouts.errors import LayoutError
 from layouts.plan import Plan, Step
 from layouts.routes import RouteStep, route
 from layouts.sharding import Axes, Sharding, laid
+from layouts.step_kinds import MASK, STEP_KINDS, Place, kinds_from
 
 
 def reshard(source: Sharding, target: Sharding, itemsize: float) -> Plan:
@@ -81,7 +82,7 @@ def _price(source: Sharding, target: Sharding, itemsize: int) -> tuple[int | flo
     if known is not None:
         return known
     way = _routed(source, whole)
-    costs = [move.cost for move in way.moves if move.kind != "slice"]
+    costs = [move.cost for move in way.moves if not STEP_KINDS[move.kind].is_local]
     return sum([_exact(cost * way.scale * itemsize, way.devices) for cost in costs]), len(costs)
 
 
@@ -107,13 +108,21 @@ def _plain_price(source: Sharding, target: Sharding, itemsize: int) -> tuple[int
     moved = {*sliced, *left}
     if any(a in moved for lost in gathered for a in lost) or (scattered and source.pending[0][1] != "sum"):
         return None
-    group, block, sent = source.mesh.group_size, source.local_size // source.mesh.group_size(sliced) * itemsize, 0
+    group = source.mesh.group_size
+    sent: int | float = 0
+    block = source.local_size // group(sliced) * itemsize
     for axes in scattered:
-        sent, block = sent + block - block // group(axes), block // group(axes)
+        sent += _least_sent(Place.PENDING, Place.SPLIT, block, group(axes))
+        block //= group(axes)
     whole = [a for a in left if not any(a in axes for axes in scattered)]
-    sent += (group([a for lost in gathered for a in lost]) - 1) * block
-    reduced = _exact(2 * (group(whole) - 1) * block, group(whole))
-    return sent + reduced, len(scattered) + len(gathered) + bool(whole)
+    sent += _least_sent(Place.SPLIT, Place.FREE, block, group([a for lost in gathered for a in lost]))
+    sent += _least_sent(Place.PENDING, Place.FREE, block, group(whole))
+    return sent, len(scattered) + len(gathered) + bool(whole)
+
+
+def _least_sent(takes: Place, puts: Place, block_bytes: int, group: int) -> int | float:
+    """Bytes that a device sends in the cheapest collective that takes axes from one place to another."""
+    return min([kind.sent_bytes(block_bytes, group) for kind in kinds_from(takes, puts)]) if group > 1 else 0
 
 
 @lru_cache(maxsize=1 << 16)
@@ -125,7 +134,7 @@ def _plan(source: Sharding, target: Sharding, itemsize: float) -> Plan:
     steps = list(_steps(source, whole, way, itemsize))
     if whole != target:
         axes = tuple([a for a in target.pending_axes if a not in source.pending_axes])
-        steps.append(Step("mask", axes, None, None, whole, target, ceil(whole.local_size * itemsize), 0))
+        steps.append(Step(MASK.name, axes, None, None, whole, target, ceil(whole.local_size * itemsize), 0))
     collectives = sum(not step.is_local for step in steps)
     return Plan(tuple(steps), sum(step.sent_bytes for step in steps), collectives)
 
@@ -157,7 +166,7 @@ class _Way(NamedTuple):
     @property
     def collectives(self) -> int:
         """How many there are."""
-        return sum([move.kind != "slice" for move in self.moves])
+        return sum([not STEP_KINDS[move.kind].is_local for move in self.moves])
 
 
 def _routed(source: Sharding, target: Sharding) -> _Way:
@@ -212,10 +221,10 @@ def _steps(source: Sharding, target: Sharding, way: _Way, itemsize: float) -> It
         axes = tuple([way.axes[n] for n in numbers])
         moved = {d: tuple([way.axes[a] for a in entries[n]]) for d, n in place.items()}
         splits = tuple([own + moved.get(d, ()) for d, own in enumerate(way.fixed)])
-        if kind == "all_reduce":
-            axes = tuple([a for a in source.mesh.axes if a in axes])
-        elif kind == "collective_permute":
+        if STEP_KINDS[kind].permutes:
             axes = _moving(before.axes, splits, source.mesh.axes)
+        elif at < 0:  # of no dim: no order counts
+            axes = tuple([a for a in source.mesh.axes if a in axes])
         pending = target.pending + tuple((way.axes[n], kinds[way.axes[n]]) for n in awaited)
         after = laid(source.shape, source.mesh, splits, pending)
         payload = ceil(before.local_size * itemsize)

@@ -22,7 +22,7 @@ permuted only towards the target, which leaves out plans that park an axis elsew
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import combinations, permutations, product
@@ -30,11 +30,18 @@ from math import gcd, prod
 from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
+from layouts.step_kinds import SLICE, STEP_KINDS, Place, StepKind, kinds_from
+
 Numbers: TypeAlias = tuple[int, ...]  # of axes, the smaller ones first
 Splits: TypeAlias = tuple[Numbers, ...]  # the axes of each dim
 State: TypeAlias = tuple[Splits, Numbers]  # and the pending axes still to be reduced
 
 EXHAUSTIVE_AXES = 3
+# In the order of `STEP_KINDS`, in which `_Map` lists moves.
+_REDUCING = tuple([kind for kind in STEP_KINDS.values() if kind.reduces])
+_UNSPLITTING = tuple([kind for kind in STEP_KINDS.values() if kind.takes is Place.SPLIT])
+_CUTTING = kinds_from(Place.FREE, Place.SPLIT)
+_PERMUTING = kinds_from(None, None)
 
 
 class RouteStep(NamedTuple):
@@ -133,7 +140,7 @@ def _walked(came: Mapping[int, tuple[int, RouteStep]], state: int, splits: Split
         extra = entry[len(splits[d]) :]
         if extra:
             splits = _put(splits, d, entry)
-            moves.append(RouteStep("slice", extra, d, -1, (splits, ()), 0))
+            moves.append(RouteStep(SLICE.name, extra, d, -1, (splits, ()), 0))
     return moves
 
 
@@ -141,7 +148,7 @@ def _merged(moves: list[RouteStep]) -> list[RouteStep]:
     """Neighbouring slices of one dim made one."""
     result: list[RouteStep] = []
     for move in moves:
-        if result and move.kind == result[-1].kind == "slice" and move.dim == result[-1].dim:
+        if result and move.kind == result[-1].kind == SLICE.name and move.dim == result[-1].dim:
             move = move._replace(axes=result.pop().axes + move.axes)
         result.append(move)
     return result
@@ -189,48 +196,73 @@ class _Map:
         if known_moves is None:
             known_moves = self._moves[state] = []
             for order, move in enumerate(self._possible(self.states[state])):
-                cuts, scatters = move.kind == "slice", move.kind == "reduce_scatter"
-                known_moves.append((move.cost, order, self.number(move.after), not cuts, cuts, scatters, move))
+                kind = STEP_KINDS[move.kind]
+                cuts = kind.is_local
+                known_moves.append((move.cost, order, self.number(move.after), not cuts, cuts, kind.scatters, move))
             known_moves.sort(key=itemgetter(0, 1))
         return known_moves
 
     def _possible(self, state: State) -> Iterator[RouteStep]:
+        """Reductions, then slices, gathers and exchanges, and permutes."""
         splits, awaited = state
-        size_of = self.axis_sizes
         counts = self.counts(splits)
         block = self.volume // prod(counts)
-        split = {a for entry in splits for a in entry}
-        free = [a for a in range(len(size_of)) if a not in awaited and a not in split]
         places = self._places(splits)
+        yield from self._reductions(state, counts, block, places)
+        yield from self._slices(state, counts, places)
+        yield from self._gathers_and_exchanges(state, counts, block, places)
+        pool = tuple((a, n) for a, n in enumerate(self.axis_sizes) if a not in awaited)
+        for kind in _PERMUTING:
+            for other in self._permuted(splits, tuple(counts), pool):
+                yield RouteStep(kind.name, (), -1, -1, (other, awaited), block)
+
+    def _reductions(self, state: State, counts: Sequence[int], block: int, places: list[int]) -> Iterator[RouteStep]:
+        splits, awaited = state
         for n in range(len(awaited), 0, -1):
             for axes in combinations(awaited, n):
-                k = prod([size_of[a] for a in axes])
+                k = prod([self.axis_sizes[a] for a in axes])
                 rest = tuple(a for a in awaited if a not in axes)
-                if self.scatters:
-                    for d in places:
-                        if self.sizes[d] % (counts[d] * k) == 0:
-                            for ordered in self._orders(axes, d):
-                                after = _put(splits, d, splits[d] + ordered), rest
-                                yield RouteStep("reduce_scatter", ordered, d, -1, after, block - block // k)
-                yield RouteStep("all_reduce", axes, -1, -1, (splits, rest), 2 * (block - block // k))
+                for kind in _REDUCING:
+                    cost = _sent(kind, block, k)
+                    if not kind.scatters:
+                        yield RouteStep(kind.name, axes, -1, -1, (splits, rest), cost)
+                    elif self.scatters:
+                        for d in places:
+                            if self._divides(d, counts[d] * k):
+                                for ordered in self._orders(axes, d):
+                                    after = _put(splits, d, splits[d] + ordered), rest
+                                    yield RouteStep(kind.name, ordered, d, -1, after, cost)
+
+    def _slices(self, state: State, counts: Sequence[int], places: list[int]) -> Iterator[RouteStep]:
+        splits, awaited = state
+        split = {a for entry in splits for a in entry}
+        free = [a for a in range(len(self.axis_sizes)) if a not in awaited and a not in split]
         for d in places:
             for a in free:
                 cut = (*splits[d], a)
-                if (self.goal is None or self.goal[d][: len(cut)] == cut) and self._divides(d, counts[d] * size_of[a]):
-                    yield RouteStep("slice", (a,), d, -1, (_put(splits, d, cut), awaited), 0)
+                towards = self.goal is None or self.goal[d][: len(cut)] == cut
+                if towards and self._divides(d, counts[d] * self.axis_sizes[a]):
+                    for kind in _CUTTING:
+                        yield RouteStep(kind.name, (a,), d, -1, (_put(splits, d, cut), awaited), 0)
+
+    def _gathers_and_exchanges(
+        self, state: State, counts: Sequence[int], block: int, places: list[int]
+    ) -> Iterator[RouteStep]:
+        splits, awaited = state
         for d, entry in enumerate(splits):
             for n in range(len(entry), 0, -1):
                 left, axes = entry[:-n], entry[-n:]
-                k = prod([size_of[a] for a in axes])
+                k = prod([self.axis_sizes[a] for a in axes])
                 without = _put(splits, d, left)
-                yield RouteStep("all_gather", axes, d, -1, (without, awaited), (k - 1) * block)
-                for to in places:
-                    if to != d and self._divides(to, counts[to] * k):
-                        after = _put(without, to, splits[to] + axes), awaited
-                        yield RouteStep("all_to_all", axes, d, to, after, block - block // k)
-        pool = tuple((a, n) for a, n in enumerate(size_of) if a not in awaited)
-        for other in self._permuted(splits, tuple(counts), pool):
-            yield RouteStep("collective_permute", (), -1, -1, (other, awaited), block)
+                for kind in _UNSPLITTING:
+                    cost = _sent(kind, block, k)
+                    if kind.gathers:
+                        yield RouteStep(kind.name, axes, d, -1, (without, awaited), cost)
+                        continue
+                    for to in places:
+                        if to != d and self._divides(to, counts[to] * k):
+                            after = _put(without, to, splits[to] + axes), awaited
+                            yield RouteStep(kind.name, axes, d, to, after, cost)
 
     def _divides(self, d: int, count: int) -> bool:
         return self.sizes[d] % count == 0
@@ -286,6 +318,11 @@ class _Map:
 
 
 _map = lru_cache(maxsize=1 << 12)(_Map)
+
+
+def _sent(kind: StepKind, block: int, k: int) -> int:
+    """What a step over k devices sends: k divides a block, which is counted for all devices that take part."""
+    return kind.ring_parts(k) * block // k
 
 
 def _put(splits: Splits, d: int, entry: Numbers) -> Splits:

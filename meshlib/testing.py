@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from layouts.step_kinds import COLLECTIVES
 from meshlib.core.arguments import flag
 from meshlib.core.errors import GraphError, nearest
 from meshlib.core.explained_calls import explain_module
@@ -19,7 +20,7 @@ from meshlib.core.graph import Operation, Tensor
 from meshlib.core.slices import slice_for
 from meshlib.core.text import bytes_text, exact_text, read_bytes
 from meshlib.estimation.memory.device_memory import memory_on
-from meshlib.program.instructions import COLLECTIVES, Instruction, Move, Value
+from meshlib.program.instructions import Instruction, Move, Value
 from meshlib.program.records import Collective, Program, require_program, walk
 from meshlib.program.views.snapshots import assert_snapshot
 from meshlib.verification import Verification, verify

@@ -12,6 +12,7 @@ from jax import lax
 
 from layouts import Mesh, permute_pairs
 from layouts.plan import Step, gathered_axes
+from layouts.step_kinds import STEP_KINDS
 from meshlib.jax.context import Array, Index, TraceContext
 from meshlib.program.exchanges import runs
 
@@ -21,43 +22,27 @@ _LOCAL = {"max": jnp.max, "min": jnp.min}
 
 def move(step: Step, x: Array, context: TraceContext) -> Array:
     """One step of a reshard on this device's block. Flags travel as bytes, so does fp8 that nobody adds."""
-    if x.dtype == jnp.bool_ and not step.is_local:
+    kind = STEP_KINDS[step.kind]
+    if x.dtype == jnp.bool_ and not kind.is_local:
         return move(step, x.astype(jnp.uint8), context).astype(jnp.bool_)
     eight = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1
-    if eight and not step.is_local and not step.kind.startswith(("all_reduce", "reduce_scatter")):
+    if eight and not kind.is_local and not kind.reduces:
         sent = move(step, lax.bitcast_convert_type(x, jnp.uint8), context)
         return lax.bitcast_convert_type(sent, x.dtype)
-    axes, mesh = step.axes, step.before.mesh
-    if step.kind == "collective_permute":
-        # Over all axes of the mesh: only there are devices numbered as the pairs number them.
-        return lax.ppermute(x, mesh.axes, permute_pairs(step.before, step.after))
-    dim = step.before.shape.index(step.dim) if step.dim else 0
-    count = mesh.group_size(axes)
-    match step.kind:
-        case "all_gather":
-            return _all_gather(x, axes, dim, count) if step.dim else _gather_dims(step, x)
-        case "all_reduce":
-            return _REDUCE[_kind(step)](x, axes)
-        case "reduce_scatter":
-            return _reduce_scatter(x, axes, dim, context, _kind(step))
-        case "slice":
-            size = x.shape[dim] // count
-            return lax.dynamic_slice_in_dim(x, context.index(axes) * size, size, dim)
-        case "mask":
-            return jnp.where(context.index(axes) == 0, x, jnp.zeros_like(x))
-    assert step.kind == "all_to_all"
-    assert step.to_dim is not None
-    return lax.all_to_all(x, axes, step.before.shape.index(step.to_dim), dim, tiled=True)
+    return EMITTED[step.kind](step, x, context)
 
 
-def _all_gather(x: Array, axes: tuple[str, ...], dim: int, count: int) -> Array:
+def _all_gather(step: Step, x: Array, context: TraceContext) -> Array:
     """All blocks of a group side by side along a dim; the dims on either side of it travel as one.
 
     XLA would otherwise copy stacked weights, such as those of all heads, into the layout that suits the gather.
     """
+    if step.dim is None:
+        return _gather_dims(step, x)
+    dim, count = _dim(step), context.mesh.group_size(step.axes)
     before, size, after = x.shape[:dim], x.shape[dim], x.shape[dim + 1 :]
     flat = x.reshape(prod(before), size, prod(after))
-    return lax.all_gather(flat, axes, axis=1, tiled=True).reshape(*before, size * count, *after)
+    return lax.all_gather(flat, step.axes, axis=1, tiled=True).reshape(*before, size * count, *after)
 
 
 def _gather_dims(step: Step, x: Array) -> Array:
@@ -71,22 +56,61 @@ def _gather_dims(step: Step, x: Array) -> Array:
     return blocks.transpose(order).reshape(step.after.local_shape.sizes)
 
 
-def _kind(step: Step) -> str:
+def _reduction(step: Step) -> str:
     return dict(step.before.pending)[step.axes[0]]
 
 
-def _reduce_scatter(x: Array, axes: tuple[str, ...], dim: int, context: TraceContext, kind: str) -> Array:
+def _dim(step: Step) -> int:
+    return step.before.shape.index(step.dim or "")
+
+
+def _all_reduce(step: Step, x: Array, context: TraceContext) -> Array:
+    return _REDUCE[_reduction(step)](x, step.axes)
+
+
+def _reduce_scatter(step: Step, x: Array, context: TraceContext) -> Array:
+    axes, dim, reduction = step.axes, _dim(step), _reduction(step)
     count = context.mesh.group_size(axes)
-    if kind == "sum":
+    if reduction == "sum":
         stages = scatter_stages(context.mesh, axes, context.platform) if x.nbytes >= STAGED_BYTES else [(axes, None)]
         for axis, groups in stages:
             x = lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True, axis_index_groups=groups)
         return x
     # JAX scatters sums alone. Each device's part goes to its owner, who reduces: the same bytes.
     parts = x.reshape(*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :])
-    return _LOCAL[kind](lax.all_to_all(parts, axes, dim, dim), axis=dim)
+    return _LOCAL[reduction](lax.all_to_all(parts, axes, dim, dim), axis=dim)
 
 
+def _all_to_all(step: Step, x: Array, context: TraceContext) -> Array:
+    to_dim = step.before.shape.index(step.to_dim or "")
+    return lax.all_to_all(x, step.axes, to_dim, _dim(step), tiled=True)
+
+
+def _permute(step: Step, x: Array, context: TraceContext) -> Array:
+    # Over all axes of the mesh: only there are devices numbered as the pairs number them.
+    return lax.ppermute(x, step.before.mesh.axes, permute_pairs(step.before, step.after))
+
+
+def _slice(step: Step, x: Array, context: TraceContext) -> Array:
+    dim = _dim(step)
+    size = x.shape[dim] // context.mesh.group_size(step.axes)
+    return lax.dynamic_slice_in_dim(x, context.index(step.axes) * size, size, dim)
+
+
+def _mask(step: Step, x: Array, context: TraceContext) -> Array:
+    return jnp.where(context.index(step.axes) == 0, x, jnp.zeros_like(x))
+
+
+# What JAX runs for each kind of `layouts.step_kinds.STEP_KINDS`.
+EMITTED: dict[str, Callable[[Step, Array, TraceContext], Array]] = {
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_reduce": _all_reduce,
+    "all_to_all": _all_to_all,
+    "collective_permute": _permute,
+    "slice": _slice,
+    "mask": _mask,
+}
 STAGED_BYTES = 1 << 16  # below, starting two collectives takes longer than the bytes that they save
 Stage = tuple[tuple[str, ...], list[list[int]] | None]
 

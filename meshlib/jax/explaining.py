@@ -13,6 +13,7 @@ from hardware.network import Demand, collective_cost
 from hardware.placement import Placement
 from hardware.slices import Slice
 from layouts import Mesh
+from layouts.step_kinds import STEP_KINDS
 from meshlib.core.compiler import XLA_TPU
 from meshlib.core.errors import GraphError, ProgramError, SliceError
 from meshlib.core.slices import slice_for
@@ -315,7 +316,7 @@ def _own_mesh(compiled: Any) -> Any:
 
 
 def _parts(c: HloCollective, mesh: Mesh) -> tuple[Part, ...] | None:
-    if c.kind == "collective_permute":
+    if STEP_KINDS[c.kind].permutes:
         return permuted_axes(c.groups, mesh)
     return axes_of(c.groups, mesh)
 

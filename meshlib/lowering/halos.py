@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from layouts.plan import Step
+from layouts.step_kinds import COLLECTIVE_PERMUTE, SLICE
 from meshlib.core.opdef import Factor, Work
 from meshlib.lowering.balance import Balance
 from meshlib.lowering.expected_halos import phase
@@ -101,7 +102,7 @@ class _Widening:
         for i in self.program.instructions:
             if isinstance(i, Compute):
                 self.makers.update((y, i) for y in i.outputs)
-            elif isinstance(i, Move) and i.opcode == "slice":
+            elif isinstance(i, Move) and i.step_kind is SLICE:
                 self.cuts.update(zip(i.outputs, zip(i.inputs, i.steps, strict=True), strict=True))
             for x in i.inputs:
                 self.users.setdefault(x, []).append(i)
@@ -319,7 +320,7 @@ class _Rewriter:
         sent = tuple(x.tensor.dtype.size_bytes(n * row) for n in given_away(m, count, size))
         y = Value(x.tensor, x.sharding, _in_order(x, {**{o.dim: o for o in x.margins}, m.dim: m}))
         op, over = user.operation, "+".join(axes)
-        step = Step("collective_permute", axes, m.dim, None, x.sharding, x.sharding, max(sent), max(sent))
+        step = Step(COLLECTIVE_PERMUTE.name, axes, m.dim, None, x.sharding, x.sharding, max(sent), max(sent))
         others = f" and {users - 1} more need" if users > 1 else " needs"
         lie = f"{m.before} before and {m.after} after each block, on other cores"
         why = f"{op.opdef.name} '{op.name}'{others} indices of '{m.dim}' of '{x.tensor.name}', split over {over}: {lie}"

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 from layouts import Sharding, reshard, resharding
 from layouts.resharding import at_least
+from layouts.step_kinds import STEP_KINDS
 from meshlib.core.opdef import Role
 from meshlib.program.signature import Signature
 
@@ -81,7 +82,7 @@ def _obtained(source: ValueSource, wanted: Sharding) -> Materialisation:
         return NOWHERE
     ends, plan = (*source.lies, wanted), reshard(source.lies[n], wanted, source.itemsize)
     before_last = [t for t in plan.steps[:-1] if not t.after.pending]
-    reached = [t.after for t in before_last if t.before.pending or t.kind in ("collective_permute", "all_to_all")]
+    reached = [t.after for t in before_last if t.before.pending or STEP_KINDS[t.kind].rearranges]
     useful = [s for s in reached if s not in source.lies and not parks(s, ends)]
     return Materialisation(*best, n, tuple([((), s) for s in (*useful, wanted)]))
 

@@ -36,7 +36,7 @@ def join_gathers(program: Program) -> Program:
     kept: dict[Instruction, None] = {}
     gathers: dict[Value, Move] = {}
     for instruction in program.instructions:
-        if isinstance(instruction, Move) and instruction.opcode == "all_gather" and len(instruction.inputs) == 1:
+        if isinstance(instruction, Move) and instruction.step_kind.gathers and len(instruction.inputs) == 1:
             first = gathers.get(instruction.inputs[0])
             if first is not None and uses[first.outputs[0]] == 1 and first.region == instruction.region:
                 del kept[first]
@@ -49,7 +49,7 @@ def join_gathers(program: Program) -> Program:
 def _joined(first: Move, second: Move) -> Move:
     (a,), (b,), (why, other) = first.steps, second.steps, (*first.reasons, *second.reasons)
     axes = tuple(x for x in a.before.mesh.axes if x in (*a.axes, *b.axes))
-    step = Step("all_gather", axes, None, None, a.before, b.after, a.payload_bytes, a.sent_bytes + b.sent_bytes)
+    step = Step(a.kind, axes, None, None, a.before, b.after, a.payload_bytes, a.sent_bytes + b.sent_bytes)
     gone = gathered_axes(step)
     if len(gone) == 1:  # twice along one dim
         ((dim, axes),) = gone
@@ -100,12 +100,12 @@ def _early(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
 
 
 def _merge_key(instruction: Instruction) -> object | None:
-    if not isinstance(instruction, Move) or instruction.opcode != "all_reduce":
+    if not isinstance(instruction, Move) or not instruction.step_kind.sums_in_place:
         return None
     if instruction.inputs[0].local_bytes > SMALL_PAYLOAD_BYTES:
         return None
     (x,), (step,) = instruction.inputs, instruction.steps
-    return (step.axes, x.sharding.pending, x.tensor.dtype, instruction.region)
+    return (step.kind, step.axes, x.sharding.pending, x.tensor.dtype, instruction.region)
 
 
 def _flush(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import permutations
 
 from layouts import Sharding, reshard
+from layouts.step_kinds import STEP_KINDS
 from meshlib.core.graph import Operation, Tensor
 from meshlib.lowering.assigned import Homes
 from meshlib.lowering.bindings import stored
@@ -194,8 +195,7 @@ class Places:
         """Emit the steps of the cheapest reshard. Returns `value`, then what each step makes of it."""
         t, values = value.tensor, [value]
         for step in reshard(value.sharding, wanted, t.dtype.itemsize).steps:
-            reduces = step.kind in ("all_reduce", "reduce_scatter")
-            makers = [self.makers[t][a] for a in step.axes] if reduces else []
+            makers = [self.makers[t][a] for a in step.axes] if STEP_KINDS[step.kind].reduces else []
             reason = explain_step(step, t, makers, user, self.homes)
             after = Value(t, step.after)
             op = user or t.operation

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from layouts import Sharding
 from layouts.plan import Step
+from layouts.step_kinds import STEP_KINDS
 from meshlib.core.graph import Operation, Tensor
 from meshlib.core.opdef import Kind, Role
 from meshlib.program.exchanges import Exchange
@@ -25,29 +26,22 @@ def explain_step(
     """
     if makers:
         return _reduction(step, t, makers, homes)
-    producer = t.operation
-    over = "+".join(step.axes)
-    phase = user.region if user is not None else producer.region
-    source = user.source if user is not None else producer.source
-    who = _who(user) if user is not None else f"the home of '{t.name}'"
-    rules = _rules(homes, step.axes, (step.dim, step.to_dim))
-    if step.kind == "all_gather" and _could_split(user, t, step.dim):
-        why = f"{who} could run split by '{step.dim}', as '{t.name}' is over {over}; having it whole sends least in all"
-        avoid = f"lay '{step.dim}' elsewhere ({rules}), or mtf.constrain what it makes"
-    elif step.kind == "all_gather":
-        why = f"{who} needs all of dim '{step.dim}' of '{t.name}', which is split over {over}"
-        avoid = f"lay '{step.dim}' elsewhere ({rules}), or use it where it lies"
-    elif step.kind == "all_to_all":
-        why = f"{who} needs '{t.name}' split by '{step.to_dim}' over {over}, where it is split by '{step.dim}'"
-        avoid = f"keep one of '{step.dim}' and '{step.to_dim}' on {over} throughout ({rules})"
-    elif step.kind == "collective_permute":
-        why = f"{who} needs the blocks of '{t.name}' in the order of {_axes(step.after)}, not {_axes(step.before)}"
-        avoid = f"name the axes of its dims in one order everywhere ({rules})"
-    else:
-        why = f"{who} needs a part of '{t.name}' only; each core keeps its own"
-        avoid = "costs nothing"
-    name = user.name if user is not None else producer.name
-    return Reason(name, step.dim, why, avoid, source, phase)
+    kind, op = STEP_KINDS[step.kind], t.operation if user is None else user
+    wording = kind.wording
+    if kind.optional_wording is not None and _could_split(user, t, step.dim):
+        wording = kind.optional_wording
+    names = {
+        "user": f"the home of '{t.name}'" if user is None else _who(user),
+        "tensor": t.name,
+        "dim": step.dim,
+        "to_dim": step.to_dim,
+        "axes": "+".join(step.axes),
+        "rules": _rules(homes, step.axes, (step.dim, step.to_dim)),
+        "before": _axes(step.before),
+        "after": _axes(step.after),
+    }
+    why, avoid = wording.why.format_map(names), wording.avoid.format_map(names)
+    return Reason(op.name, step.dim, why, avoid, op.source, op.region)
 
 
 def _could_split(user: Operation | None, t: Tensor, dim: str | None) -> bool:
@@ -80,18 +74,21 @@ def _reduction(step: Step, t: Tensor, makers: Sequence[tuple[Operation, str]], h
     """A pending sum is its maker's doing, wherever along its linear chain it is reduced."""
     maker = makers[0][0]
     dims = tuple(dict.fromkeys(_reduced(op, factor) for op, factor in makers))
-    over = "+".join(step.axes)
-    kind = dict(step.before.pending)[step.axes[0]]
-    what = {"sum": "sums over", "max": "takes the maximum over", "min": "takes the minimum over"}[kind]
-    if maker.opdef.reads_part:
-        what = "takes elements along"
-    named = _listed(dims)
-    why = f"{_who(maker)} {what} {named}, split over {over}: every core holds a partial {_noun(kind)}"
-    if t in homes.graph.gradient_of:
-        why += f", and '{homes.graph.gradient_of[t].name}' needs the whole gradient"
-    if step.kind == "reduce_scatter":
-        why += f"; '{step.dim}' is wanted split over {over}, so each core keeps its part of the {_noun(kind)}"
-    avoid = f"leave {named} unsplit over {over} ({_rules(homes, step.axes, dims)})"
+    reduction = dict(step.before.pending)[step.axes[0]]
+    verb = {"sum": "sums over", "max": "takes the maximum over", "min": "takes the minimum over"}[reduction]
+    gradient_of = homes.graph.gradient_of.get(t)
+    names = {
+        "maker": _who(maker),
+        "reduces": "takes elements along" if maker.opdef.reads_part else verb,
+        "dims": _listed(dims),
+        "dim": step.dim,
+        "axes": "+".join(step.axes),
+        "noun": {"sum": "sum", "max": "maximum", "min": "minimum"}[reduction],
+        "gradient": "" if gradient_of is None else f", and '{gradient_of.name}' needs the whole gradient",
+        "rules": _rules(homes, step.axes, dims),
+    }
+    wording = STEP_KINDS[step.kind].wording
+    why, avoid = wording.why.format_map(names), wording.avoid.format_map(names)
     return Reason(maker.name, dims[0], why, avoid, maker.source, maker.region)
 
 
@@ -105,10 +102,6 @@ def _who(op: Operation) -> str:
     if op.opdef.kind is Kind.COMMIT:
         return f"the update of '{op.attrs['variable']}'"
     return f"{op.opdef.name} '{op.name}'"
-
-
-def _noun(kind: str) -> str:
-    return {"sum": "sum", "max": "maximum", "min": "minimum"}[kind]
 
 
 def _listed(dims: tuple[str, ...]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from layouts import LayoutError, Mesh, Shape, Sharding
 from layouts.plan import Step
-from layouts.sharding import laid
+from layouts.step_kinds import COLLECTIVE_PERMUTE, SLICE, STEP_KINDS
 from meshlib.core.errors import ProgramError
 from meshlib.core.opdef import Factor, Linear, Role
 from meshlib.program.exchanges import plan_exchanges
@@ -139,18 +139,17 @@ def _check_reshard(instruction: Move) -> None:
             raise ProgramError(f"step {step.before} -> {step.after} does not move {x.sharding} to {y.sharding}")
         if step.kind != instruction.opcode:
             raise ProgramError(f"holds a step of kind {step.kind}")
-        s = x.sharding
-        after, sent = taken_step(step.kind, step.axes, step.dim, step.to_dim, x)
-        same_blocks = (s.block_counts, s.pending) == (y.sharding.block_counts, y.sharding.pending)
-        if (after is None and not same_blocks) or (after is not None and after != y.sharding):
-            raise ProgramError(f"{step.kind} over {step.axes} makes {after}, not {y.sharding}")
+        kind = STEP_KINDS[step.kind]
+        kind.check(x.sharding, y.sharding, step.axes, step.dim, step.to_dim)
+        sent = kind.sent_bytes(x.local_bytes, x.sharding.mesh.group_size(step.axes))
         if step.payload_bytes != x.local_bytes or abs(step.sent_bytes - sent) > 1e-9 * max(1, sent):
             raise ProgramError(f"claims {step.sent_bytes} bytes sent of {step.payload_bytes}; a ring sends {sent}")
 
 
 def _cuts_margins(step: Step, y: Value) -> bool:
     """Whether a local cut of what is whole leaves margins along its dim."""
-    whole = step.kind == "slice" and step.dim is not None and not step.before.of(step.dim) and not y.sharding.pending
+    cuts = STEP_KINDS[step.kind] is SLICE and step.dim is not None
+    whole = cuts and not step.before.of(step.dim or "") and not y.sharding.pending
     return whole and all(m.dim == step.dim and fits(m, y.tensor, y.sharding) for m in y.margins)
 
 
@@ -169,57 +168,8 @@ def _check_widened(instruction: Widen) -> None:
     row = row_size(x.tensor, x.sharding, x.margins, margin.dim)
     sent = tuple(x.tensor.dtype.size_bytes(n * row) for n in given_away(margin, count, size))
     claims = (step.kind, step.axes, step.dim, instruction.by_block, step.payload_bytes, step.sent_bytes)
-    if claims != ("collective_permute", axes, margin.dim, sent, max(sent), max(sent)):
+    if claims != (COLLECTIVE_PERMUTE.name, axes, margin.dim, sent, max(sent), max(sent)):
         raise ProgramError(f"{step} claims {instruction.by_block} bytes sent; margins {margin} over {axes} take {sent}")
-
-
-def taken_step(
-    kind: str, axes: Sequence[str], dim: str | None, to_dim: str | None, x: Value
-) -> tuple[Sharding | None, float]:
-    """What a step makes of `x`, written apart from the planner, and the bytes a ring sends for it."""
-    s, shape = x.sharding, x.sharding.shape
-    k = s.mesh.group_size(axes)
-    entries = {d.name: entry for d, entry in zip(shape, s.axes, strict=True)}
-    payload = x.local_bytes
-    if kind in ("all_reduce", "reduce_scatter"):
-        if not set(axes) <= set(s.pending_axes):
-            raise ProgramError(f"{kind} over {axes}, but pending is {s.pending}")
-        left = tuple(p for p in s.pending if p[0] not in axes)
-        if kind == "all_reduce":
-            return laid(shape, s.mesh, s.axes, left), 2 * (k - 1) * payload / k
-        assert dim is not None
-        entries[dim] += tuple(axes)
-        return laid(shape, s.mesh, tuple(entries.values()), left), (k - 1) * payload / k
-    if kind == "mask":
-        if any(a in entry for a in axes for entry in (*s.axes, s.pending_axes)):
-            raise ProgramError(f"mask over {axes}, over which {s} is not whole")
-        return laid(shape, s.mesh, s.axes, (*s.pending, *((a, "sum") for a in axes))), 0
-    if kind == "collective_permute":
-        return None, payload  # to any order of the same blocks: see _check_reshard
-    if kind == "all_gather" and dim is None:
-        return _gathered(s, axes), (k - 1) * payload
-    assert dim is not None
-    if kind == "slice":
-        entries[dim] += tuple(axes)
-        return laid(shape, s.mesh, tuple(entries.values()), s.pending), 0
-    if entries[dim][-len(axes) :] != tuple(axes):
-        raise ProgramError(f"{kind} takes the minor-most axes {axes} of '{dim}', which has {entries[dim]}")
-    entries[dim] = entries[dim][: -len(axes)]
-    if kind == "all_gather":
-        return laid(shape, s.mesh, tuple(entries.values()), s.pending), (k - 1) * payload
-    assert to_dim is not None
-    entries[to_dim] += tuple(axes)
-    return laid(shape, s.mesh, tuple(entries.values()), s.pending), (k - 1) * payload / k
-
-
-def _gathered(s: Sharding, axes: Sequence[str]) -> Sharding:
-    """Without these axes, which must be the minor-most ones of several dims."""
-    left = tuple(tuple(a for a in entry if a not in axes) for entry in s.axes)
-    gone = [entry[len(kept) :] for entry, kept in zip(s.axes, left, strict=True)]
-    minor = all(entry[: len(kept)] == kept for entry, kept in zip(s.axes, left, strict=True))
-    if not minor or sorted(a for entry in gone for a in entry) != sorted(axes) or sum(map(bool, gone)) < 2:
-        raise ProgramError(f"all_gather takes the minor-most axes {tuple(axes)} of several dims of {s}")
-    return laid(s.shape, s.mesh, left, s.pending)
 
 
 def _check_commit(instruction: Commit, program: Program) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import prod
 
 from layouts import Sharding
+from layouts.step_kinds import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, COLLECTIVE_PERMUTE
 from meshlib.core.graph import Operation, TensorType
 from meshlib.core.opdef import Factor, Halo, Role, Summary
 
@@ -102,7 +103,7 @@ def plan_exchanges(
             row = prod(n for name, n in sizes.items() if name != dim)
             given = tuple(x.dtype.size_bytes(n * row) for n in rows.given_away())
             if any(given):
-                exchanges.append(Exchange("collective_permute", axes[f.name], dim, i, max(given), given))
+                exchanges.append(Exchange(COLLECTIVE_PERMUTE.name, axes[f.name], dim, i, max(given), given))
             sizes[dim] = rows.longest
     return tuple(exchanges)
 
@@ -115,13 +116,9 @@ def _summaries(op: Operation, factor: Factor, over: Axes, operands: Sequence[Sha
     types = tuple(TensorType(s.local_shape, x.dtype) for s, x in zip(operands, op.inputs, strict=True))
     payload = sum(t.dtype.size_bytes(t.shape.size) for t in lower.types(types, op.attrs))
     along = next(d for d in factor.operands if d is not None)
-    if factor.shares is not None:
-        sent: tuple[int | float, ...] = ((count - 1) * (payload // count),) * count
-        return (Exchange("all_to_all", over, along, -1, payload, sent, factor.shares),)
-    if lower.combine is not None:  # by a ring, or as all_to_all, combining, all_gather: the same bytes
-        sent = (2 * (count - 1) * payload / count,) * count
-        return (Exchange("all_reduce", over, along, -1, payload, sent),)
-    return (Exchange("all_gather", over, along, -1, payload, ((count - 1) * payload,) * count),)
+    kind = ALL_TO_ALL if factor.shares is not None else ALL_REDUCE if lower.combine is not None else ALL_GATHER
+    sent = (kind.sent_bytes(payload, count),) * count  # of `combine` by a ring, or as all_to_all, combining, all_gather
+    return (Exchange(kind.name, over, along, -1, payload, sent, factor.shares),)
 
 
 def busiest_bytes(exchanges: Iterable[tuple[Exchange, int]]) -> int | float:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from layouts import Shape, Sharding
 from layouts.plan import Step
+from layouts.step_kinds import STEP_KINDS, StepKind
 from meshlib.core.graph import Operation, Tensor, TensorType
 from meshlib.core.loop_record import LoopRecord
 from meshlib.core.opdef import Work
@@ -24,9 +25,6 @@ from meshlib.program.halo_margins import Margin
 if TYPE_CHECKING:
     from meshlib.program.analysis.buffers import Buffer, MemoryPlan
     from meshlib.program.records import Program
-
-
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -220,6 +218,11 @@ class Move(Instruction):
     def opcode(self) -> str:
         """The kind of the steps."""
         return self.steps[0].kind
+
+    @property
+    def step_kind(self) -> StepKind:
+        """The record of their kind."""
+        return STEP_KINDS[self.steps[0].kind]
 
     @property
     def scope(self) -> str:

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from hardware.numerics import ring_reduce, ring_reduce_scatter
+from hardware.collective_kinds import group_results
 from layouts import Mesh, Shape, Sharding, permute_pairs
 from layouts.plan import Step, gathered_axes
+from layouts.step_kinds import STEP_KINDS, Place
 from meshlib.core.dtypes import DType
 from meshlib.core.engine import Engine
 from meshlib.core.errors import ProgramError
@@ -360,42 +361,38 @@ def _part_of(instruction: Compute, factor: Factor) -> tuple[int, ...]:
 
 def move(step: Step, blocks: Blocks, dtype: DType) -> Blocks:
     """Run one reshard step over all devices."""
-    before, mesh = step.before, step.before.mesh
-    if step.kind == "collective_permute":
-        out = list(blocks)
-        for source, destination in permute_pairs(before, step.after):
+    out = list(blocks)
+    if STEP_KINDS[step.kind].permutes:
+        for source, destination in permute_pairs(step.before, step.after):
             out[destination] = blocks[source]
         return out
-    dim = before.shape.index(step.dim) if step.dim else 0
-    to_dim = before.shape.index(step.to_dim) if step.to_dim else 0
-    out = list(blocks)
-    for group in mesh.groups(step.axes):
+    for group in step.before.mesh.groups(step.axes):
         parts = [blocks[d] for d in group]
-        for device, block in zip(group, _exchange(step, parts, dim, to_dim, dtype), strict=True):
+        for device, block in zip(group, _exchange(step, parts, dtype), strict=True):
             out[device] = block
     return out
 
 
-def _exchange(step: Step, parts: Blocks, dim: int, to_dim: int, dtype: DType) -> Blocks:
-    """One replica group's part of a collective: the blocks of its members afterwards."""
-    k = len(parts)
-    carry = dtype.rounded if dtype.is_rounded else None
-    if step.kind == "all_gather":
-        return [np.concatenate(parts, axis=dim) if step.dim else _put_together(step, parts)] * k
-    if step.kind == "all_reduce":
-        return [ring_reduce(parts, _kind(step), carry)] * k
-    if step.kind == "reduce_scatter":
-        return ring_reduce_scatter(parts, dim, _kind(step), carry)
-    if step.kind == "mask":
-        return [parts[0], *(np.zeros_like(part) for part in parts[1:])]
-    if step.kind == "slice":
-        return [np.split(part, k, axis=dim)[c] for c, part in enumerate(parts)]
-    assert step.kind == "all_to_all"
-    pieces = [np.split(part, k, axis=to_dim) for part in parts]
-    return [np.concatenate([pieces[source][c] for source in range(k)], axis=dim) for c in range(k)]
+def _exchange(step: Step, parts: Blocks, dtype: DType) -> Blocks:
+    """One replica group's part of a step: the blocks of its members afterwards."""
+    kind, shape = STEP_KINDS[step.kind], step.before.shape
+    dim = shape.index(step.dim) if step.dim else None
+    if kind.is_local:
+        if kind.puts is Place.PENDING:
+            return [parts[0], *(np.zeros_like(part) for part in parts[1:])]
+        return [np.split(part, len(parts), axis=dim or 0)[n] for n, part in enumerate(parts)]
+    cut = shape.index(step.to_dim) if step.to_dim else dim
+
+    def join(blocks: Sequence[Array]) -> Array:
+        if kind.reduces:  # of the whole block, which was cut flat
+            return np.concatenate(blocks).reshape(parts[0].shape)
+        return _put_together(step, blocks) if dim is None else np.concatenate(blocks, axis=dim)
+
+    reduction = dict(step.before.pending)[step.axes[0]] if kind.reduces else "sum"
+    return group_results(step.kind, parts, cut, join, reduction, dtype.rounded if dtype.is_rounded else None)
 
 
-def _put_together(step: Step, parts: Blocks) -> Array:
+def _put_together(step: Step, parts: Sequence[Array]) -> Array:
     """The blocks of a group side by side along several dims."""
     sizes = [range(step.before.mesh.axis_size(a)) for a in step.axes]
     blocks = dict(zip(product(*sizes), parts, strict=True))
@@ -407,7 +404,3 @@ def _put_together(step: Step, parts: Blocks) -> Array:
         blocks = {place: np.concatenate(row, axis=step.before.shape.index(name)) for place, row in rows.items()}
     (whole,) = blocks.values()
     return whole
-
-
-def _kind(step: Step) -> str:
-    return dict(step.before.pending)[step.axes[0]]

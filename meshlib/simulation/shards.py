@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from hardware.ring_steps import KINDS, RingRun, ring_steps
+from layouts.step_kinds import STEP_KINDS
 from meshlib.core.arguments import at
 from meshlib.core.engine import Engine
 from meshlib.core.errors import FeedError, nearest
@@ -60,7 +61,7 @@ def ring_of(step: LastStep, name: str, device: int, trip: int) -> RingRun:
     blocks = _blocks(step, operand, name, trip)
     group = next(g for g in step.program.mesh.groups(reshard.axes) if device in g)
     along = reshard.to_dim or reshard.dim  # what is cut in blocks comes first
-    dim = operand.tensor.shape.index(along) if along and reshard.kind != "all_gather" else 0
+    dim = operand.tensor.shape.index(along) if along and not STEP_KINDS[reshard.kind].gathers else 0
     dtype = operand.tensor.dtype.public
     exact = dtype if np.dtype(dtype).kind in "fiu" else np.dtype(np.float32)
     return ring_steps(reshard.kind, [np.moveaxis(np.atleast_1d(blocks[d].astype(exact)), dim, 0) for d in group])

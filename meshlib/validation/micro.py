@@ -13,6 +13,7 @@ from hardware.chips import Chip, get_chip
 from hardware.placement import CORES, Placement, placements
 from hardware.slices import Slice, legal_slices
 from layouts import Dimension
+from layouts.step_kinds import ALL_REDUCE, COLLECTIVE_PERMUTE, COLLECTIVES, REDUCE_SCATTER, STEP_KINDS
 from meshlib.core.compiler import XLA_TPU, Compiler
 from meshlib.core.graph import Graph, Tensor
 from meshlib.estimation import CALIBRATED, Estimate, Physics, estimate
@@ -30,8 +31,8 @@ from meshlib.validation.priced import Priced
 
 # What an operation is called, without spaces, hyphens and underscores -> the collective; the first that fits counts.
 _COLLECTIVES = {
-    "allgather": "all_gather", "psumscatter": "reduce_scatter", "reducescatter": "reduce_scatter",
-    "psum": "all_reduce", "allreduce": "all_reduce", "alltoall": "all_to_all", "permute": "collective_permute",
+    **{name.replace("_", ""): name for name in COLLECTIVES},
+    "psumscatter": REDUCE_SCATTER.name, "psum": ALL_REDUCE.name, "permute": COLLECTIVE_PERMUTE.name,
 }  # fmt: skip
 # What an operation on memory does -> arrays that it moves, each read or written once.
 _STREAMS = {"copy": 2, "bandwidth": 2, "read": 1, "write": 1, "add": 3, "triad": 3}
@@ -183,7 +184,7 @@ def _collective(
 
 def _larger_bytes(model: Mapping[str, Any], kind: str, group: int, itemsize: int) -> int:
     """Bytes on one device, of operand and result the larger; all that is stated as "bytes" is that."""
-    grows, shrinks = kind == "all_gather", kind == "reduce_scatter"
+    grows, shrinks = STEP_KINDS[kind].gathers, STEP_KINDS[kind].scatters
     given = {
         "input_bytes": group if grows else 1,
         "output_bytes": group if shrinks else 1,
@@ -199,17 +200,18 @@ def _larger_bytes(model: Mapping[str, Any], kind: str, group: int, itemsize: int
 
 def _moved(kind: str, elements: int, group: int, dtype: str) -> tuple[Tensor, str]:
     """A tensor that takes one collective to make, and the layout under which it does."""
+    record = STEP_KINDS[kind]
     rows, columns = Dimension("rows", max(1, elements // 1024)), Dimension("columns", 1024)
-    if kind == "collective_permute":
+    if record.permutes:
         x = input_("x", [Dimension("rows", rows.size * group), columns], dtype)
         return shift(x, rows.size, "rows", wrap=True), "rows:group"
-    if kind in ("all_gather", "all_to_all"):
-        times = 1 if kind == "all_gather" else group
+    if record.gathers or record.exchanges:
+        times = 1 if record.gathers else group
         x = input_("x", [Dimension("rows", rows.size * times), columns], dtype)
-        return constrain(x, "" if kind == "all_gather" else "columns:group"), "rows:group"
+        return constrain(x, "" if record.gathers else "columns:group"), "rows:group"
     parts = Dimension("parts", group)
     total = reduce_sum(input_("x", [parts, rows, columns], dtype), reduced_dim=parts)
-    return constrain(total, "" if kind == "all_reduce" else "rows:group"), "parts:group"
+    return constrain(total, "rows:group" if record.scatters else ""), "parts:group"
 
 
 def _over_chips(slice_: Slice, mesh: Mapping[str, int], group: int) -> Placement | None:

@@ -532,14 +532,18 @@ MACHINE_FAULTS = {
     ),
     "parts of a reduce_scatter handed out in reversed order": Fault(
         exact,
-        "ring_reduce_scatter",
-        lambda real: lambda *args: real(*args)[::-1],
+        "group_results",
+        lambda real: lambda kind, *args: real(kind, *args)[:: -1 if kind == "reduce_scatter" else 1],
         ("fully sharded", "joint axes", "slots"),
     ),
     "a member left out of a ring": Fault(
         exact,
-        "ring_reduce",
-        lambda real: lambda parts, *rest: real(parts[:-1], *rest),
+        "group_results",
+        lambda real: (
+            lambda kind, parts, *rest: (
+                real(kind, parts, *rest) if kind != "all_reduce" else [real(kind, parts[:-1], *rest)[0]] * len(parts)
+            )
+        ),
         ("two axes", "classes", "fully sharded"),
     ),
     "groups of the other axis": Fault(

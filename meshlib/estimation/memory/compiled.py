@@ -223,6 +223,6 @@ def _gathered_over(program: Program, makers: Mapping[Value, Instruction], x: Val
     i = makers.get(x)
     while i is not None and not i.is_collective and len(i.inputs) == 1:
         i = makers.get(i.inputs[0])
-    if not isinstance(i, Move) or i.opcode != "all_gather":
+    if not isinstance(i, Move) or not i.step_kind.gathers:
         return 1
     return program.mesh.group_size(i.steps[0].axes)

@@ -24,7 +24,7 @@ from meshlib.estimation.memory.remat_segments import segments
 from meshlib.estimation.work.tiles import tiled_bytes, tiled_value_bytes
 from meshlib.lowering.assigned import Subjects, check_layout
 from meshlib.program.analysis.memory import bytes_after, kind_of, live_buffers
-from meshlib.program.instructions import Loop, Value
+from meshlib.program.instructions import Loop, Move, Value
 from meshlib.program.records import Program, walk
 
 Change = Callable[[Value], int | None]  # bytes that it would take instead; None: as many
@@ -228,7 +228,9 @@ def _gathered_bytes(program: Program, change: Change, ways: int) -> int:
 
 def _split(program: Program, dim: str, axis: str) -> Change:
     ways = program.mesh.axis_size(axis)
-    gathered = {y for i in program.instructions for y in i.outputs if i.opcode == "all_gather"}  # wanted whole
+    gathered = {
+        y for i in program.instructions for y in i.outputs if isinstance(i, Move) and i.step_kind.gathers
+    }  # wanted whole
 
     def change(v: Value) -> int | None:
         used = {a for axes in v.sharding.axes for a in axes} | set(v.sharding.pending_axes)

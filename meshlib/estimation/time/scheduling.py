@@ -42,8 +42,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hardware.chips import Chip
+from hardware.collective_kinds import COLLECTIVE_KINDS
 from hardware.memory import hbm_seconds, pcie_seconds
 from hardware.network import Cost
+from layouts.step_kinds import STEP_KINDS
 from meshlib.core.compiler import Compiler
 from meshlib.core.graph import UPDATE
 from meshlib.core.loop_record import Timing
@@ -54,9 +56,6 @@ from meshlib.estimation.time.physics import Physics
 from meshlib.estimation.work.communication import Communication, launch_seconds
 from meshlib.estimation.work.kernels import Kernel
 from meshlib.estimation.work.units import HOST_COPIES, Unit, UnitPlan
-
-# What arrives is written to HBM and what leaves is read: of an all_reduce in both of its halves.
-HBM_PASSES = {"all_reduce": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,11 +256,11 @@ class _SchedulePass:
             wire = max((busy for _, busy in cost.busy_seconds), default=0.0)
             self.owed_seconds += self.times.physics.early_exposed * wire
         if self.overlap != "none":
-            self.hbm.owe(hbm_seconds(self.times.chip, HBM_PASSES.get(move.kind, 2) * move.larger_bytes))
+            self.hbm.owe(hbm_seconds(self.times.chip, COLLECTIVE_KINDS[move.kind].hbm_passes * move.larger_bytes))
         self.sent[len(self.made.events) - 1] = unit.outputs
         for y in unit.outputs:
             self.ready[y] = event.end
-            if move.kind == "all_gather" and unit.chained and self.compiler.cuts_in_pieces(move.larger_bytes):
+            if STEP_KINDS[move.kind].gathers and unit.chained and self.compiler.cuts_in_pieces(move.larger_bytes):
                 self.pieces[y] = event
 
     def _send(self, unit: Unit, move: Communication, cost: Cost, ready: float) -> Event:
@@ -342,7 +341,7 @@ class _SchedulePass:
 
     def _giver(self, unit: Unit, move: Communication) -> Event | None:
         """The kernel whose sum a reduction can take piece by piece."""
-        if move.kind not in ("reduce_scatter", "all_reduce") or len(unit.inputs) != 1:
+        if not STEP_KINDS[move.kind].reduces or len(unit.inputs) != 1:
             return None
         if not self.compiler.cuts_in_pieces(move.larger_bytes):
             return None

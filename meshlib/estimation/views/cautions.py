@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from math import prod
 
+from layouts.step_kinds import STEP_KINDS
 from meshlib.core.graph import Tensor
 from meshlib.core.slices import assumed_figures
 from meshlib.core.text import bytes_text
@@ -60,7 +61,7 @@ def _weights(program: Program) -> Iterator[str]:
     for i, _, times in walk(program):
         for step, value, _ in i.transfers if isinstance(i, Move) else ():
             homes = Homes(value.tensor.graph, program.mesh, program.layout)
-            if step.kind == "all_gather" and homes.is_weight(value.tensor):
+            if STEP_KINDS[step.kind].gathers and homes.is_weight(value.tensor):
                 sent[step.axes] += times * step.sent_bytes
     for axes, size in sorted(sent.items(), key=lambda item: -item[1]):
         devices = prod(program.mesh.axis_size(axis) for axis in axes)

@@ -19,6 +19,7 @@ from hardware.network import Cost, Demand, best_placement, collective_cost
 from hardware.placement import DCN, Placement, placements
 from hardware.slices import Slice
 from layouts import Mesh
+from layouts.step_kinds import STEP_KINDS
 from meshlib.program.instructions import Instruction, Transfer
 from meshlib.program.records import Program, walk
 
@@ -71,7 +72,7 @@ def _move(mesh: Mesh, transfers: Sequence[Transfer], name: str) -> Communication
     first = transfers[0].sent
     group = mesh.group_size(first.axes)
     payload = sum(t.sent.payload_bytes for t in transfers)
-    larger = payload * group if first.kind == "all_gather" else payload
+    larger = STEP_KINDS[first.kind].larger_bytes(payload, group)
     sent = sum(t.sent.sent_bytes for t in transfers)
     return Communication(first.kind, first.axes, group, payload, sent, larger, name, transfers[0].reason.why)
 

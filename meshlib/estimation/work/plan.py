@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from layouts.step_kinds import STEP_KINDS
 from meshlib.core.compiler import Compiler
 from meshlib.core.graph import FORWARD, UPDATE
 from meshlib.core.opdef import Kind
@@ -217,7 +218,7 @@ def _note_windows(units: Sequence[Unit]) -> None:
     last: dict[int, Unit] = {}  # gathered value -> the last product of its open window
     gathered: set[int] = set()
     for unit in units:
-        if unit.is_collective and unit.moves[0][0].kind == "all_gather" and unit.chained:
+        if unit.is_collective and STEP_KINDS[unit.moves[0][0].kind].gathers and unit.chained:
             gathered.update(unit.outputs)
         if not unit.is_large:
             continue

@@ -16,7 +16,7 @@ from meshlib.ops.contraction.einsum import EIGHT_BIT, matmul_plan
 from meshlib.ops.contraction.ragged import computed_rows
 from meshlib.ops.fused_attention.attention import executed_share, seen_pairs
 from meshlib.program.analysis.work import attributes, local_types, local_work
-from meshlib.program.instructions import Compute, Instruction, Value
+from meshlib.program.instructions import Compute, Instruction, Move, Value
 from meshlib.program.records import Program
 
 _LENGTHS = ("length", "memory_length")  # of queries, of keys
@@ -240,7 +240,7 @@ def narrow_values(program: Program) -> set[Value]:
     narrow: set[Value] = set()
     for i in reversed(program.instructions):
         eight = quantises(i)
-        gather = i.is_collective and i.opcode == "all_gather" and i.outputs[0] in narrow
+        gather = isinstance(i, Move) and i.step_kind.gathers and i.outputs[0] in narrow
         for n, x in enumerate(i.inputs):
             (narrow if gather or (eight and n < 2) else wide).add(x)
     return narrow - wide

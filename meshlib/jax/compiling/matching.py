@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from hardware.collectives import ring_sent_bytes
+from layouts.step_kinds import ALL_REDUCE, STEP_KINDS
 from meshlib.core.text import bytes_text
 from meshlib.estimation.work.communication import Communication
 from meshlib.jax.explaining import Explained, ExplainedCollective
@@ -144,7 +145,7 @@ def kept_moves(program: Program, explained: Explained) -> dict[Instruction, tupl
 def _move(program: Program, p: Planned | None, became: Sequence[CompiledPart], times: int) -> Communication:
     """One move that sends what the compiled values send together, in each of so many runs."""
     if not became:
-        return Communication("all_reduce", (), 1, 0, 0.0, 0, p.tensor if p else "", "the compiler sends nothing")
+        return Communication(ALL_REDUCE.name, (), 1, 0, 0.0, 0, p.tensor if p else "", "the compiler sends nothing")
     largest = max(became, key=lambda m: m.total_bytes)
     kind = largest.launch.kind
     axes = largest.axes or (p.axes if p else ())
@@ -152,7 +153,7 @@ def _move(program: Program, p: Planned | None, became: Sequence[CompiledPart], t
     sent = sum(m.total_bytes for m in became) / times
     share = ring_sent_bytes(kind, 1.0, group)
     larger = round(sent / share) if share else 0
-    payload = larger // group if kind == "all_gather" else larger
+    payload = larger // group if STEP_KINDS[kind].gathers else larger
     return Communication(
         kind, axes, group, payload, sent, larger, p.tensor if p else largest.launch.name, largest.launch.reason
     )
@@ -237,7 +238,12 @@ def _same_kind(m: CompiledPart, p: Planned) -> bool:
 
 def _weaker(m: CompiledPart, p: Planned) -> bool:
     """Whether it does what was planned and more."""
-    return m.launch.kind == "all_reduce" and p.kind == "reduce_scatter" and set(m.axes) == set(p.axes)
+    return _sums_and_cuts(m, p) and set(m.axes) == set(p.axes)
+
+
+def _sums_and_cuts(m: CompiledPart, p: Planned) -> bool:
+    """Whether it reduces to whole blocks what was planned to be scattered."""
+    return STEP_KINDS[m.launch.kind].sums_in_place and STEP_KINDS[p.kind].scatters
 
 
 def _same_bytes(m: CompiledPart, p: Planned) -> bool:
@@ -256,7 +262,8 @@ def _is_part(m: CompiledPart, p: Planned) -> bool:
     """One stage of a collective that goes over the parts of its axes one after the other, or evens out its blocks."""
     if m.launch.kind != p.kind or m.times != p.times or not set(m.axes) <= set(p.axes) or m.launch.axes == p.axes:
         return False
-    if m.scope is not None and m.scope != p.scope and m.scope.partition(":")[0] in ("reduce_scatter", "all_gather"):
+    planned = None if m.scope in (None, p.scope) else STEP_KINDS.get(m.scope.partition(":")[0])
+    if planned is not None and (planned.scatters or planned.gathers):
         return False
     if not p.became:
         return _padded(m, p)
@@ -289,7 +296,7 @@ def _notes(p: Planned) -> list[str]:
         notes.append(f"goes in {len(p.became)} parts ({parts})")
     elif p.kind not in kinds:
         (m,) = p.became
-        cut = " and a slice" if p.kind == "reduce_scatter" and m.launch.kind == "all_reduce" else ""
+        cut = " and a slice" if _sums_and_cuts(m, p) else ""
         notes.append(f"became {_article(m.launch.kind)}{cut}")
     for m in p.became:
         if m.dtype_bytes and m.dtype_bytes != p.dtype_bytes and _same_elements(m, p):

@@ -13,23 +13,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from hardware.collectives import ring_sent_bytes
+from layouts.step_kinds import ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER, STEP_KINDS, StepKind
 from meshlib.core.errors import ProgramError
 from meshlib.jax.hlo.groups import Groups, permute_pairs, replica_groups
 from meshlib.jax.hlo.text import Array, Computation, HloInstruction, Module
 from meshlib.jax.hlo.walk import Frame, walk
 
-KINDS = {
-    "all-reduce": "all_reduce", "all-gather": "all_gather", "reduce-scatter": "reduce_scatter",
-    "all-to-all": "all_to_all", "ragged-all-to-all": "all_to_all", "collective-permute": "collective_permute",
-    "collective-broadcast": "collective_permute",
-}  # fmt: skip
+_NAMES = {alias: STEP_KINDS[name] for name in COLLECTIVES for alias in (name, *STEP_KINDS[name].aliases)}
+KINDS = {name.replace("_", "-"): kind for name, kind in _NAMES.items()}  # by opcode
 _LOOKS = ("bitcast", "reshape", "get-tuple-element", "copy", "convert", "transpose")  # show an operand, or parts of it
 # Host transfers between slices, by the type that the compiler writes.
-BETWEEN = {
-    "ALL_REDUCE": "all_reduce", "ALL_GATHER": "all_gather", "REDUCE_SCATTER": "reduce_scatter",
-    "ALL_TO_ALL": "all_to_all", "ONE_TO_ONE": "collective_permute", "COLLECTIVE_PERMUTE": "collective_permute",
-}  # fmt: skip
+BETWEEN = {name.upper(): kind for name, kind in _NAMES.items()}
 _BETWEEN = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _DIMS = re.compile(r"\bdimensions=\{(\d+)\}")
 
@@ -75,11 +69,10 @@ class HloCollective:
     @property
     def sent_bytes(self) -> float:
         """Bytes that a device sends in one run by the rules of rings: of a permute, one that sends at all."""
-        n = self.group_size
-        if self.kind == "collective_permute":
-            moves = any(a != b for a, b, *_ in self.groups)
-            return float(self.payload_bytes) if moves else 0.0
-        return ring_sent_bytes(self.kind, self.payload_bytes * (n if self.kind == "all_gather" else 1), n)
+        kind = STEP_KINDS[self.kind]
+        if kind.permutes and all(a == b for a, b, *_ in self.groups):
+            return 0.0
+        return float(kind.sent_bytes(self.payload_bytes, self.group_size))
 
     @property
     def larger_bytes(self) -> int:
@@ -121,15 +114,28 @@ def _between(
         raise ProgramError(f"explain: a transfer between slices of a kind that is not known: {transfer}")
     kind = BETWEEN[transfer]
     groups = tuple(tuple(d + s * module.devices for s in range(slices)) for d in range(module.devices))
-    if kind == "collective_permute":
+    if kind.permutes:
         groups = tuple((d + s * module.devices, d + (s + 1) % slices * module.devices) for d in range(module.devices)
                        for s in range(slices))  # fmt: skip
     operand = i.arrays[0]
-    result = operand.bytes * {"all_gather": slices}.get(kind, 1)
+    result = kind.larger_bytes(operand.bytes, slices)
     name = i.op_name or _op_name_beside(frame, i)
     source = module.source(i, hidden) or _source_beside(module, frame, i, hidden)
     return HloCollective(
-        kind, groups, (operand,), operand.bytes, result, times, branch, True, False, name, source, None, i.name, frame
+        kind.name,
+        groups,
+        (operand,),
+        operand.bytes,
+        result,
+        times,
+        branch,
+        True,
+        False,
+        name,
+        source,
+        None,
+        i.name,
+        frame,
     )
 
 
@@ -146,22 +152,21 @@ def _collective(
     hidden: tuple[str, ...],
 ) -> HloCollective:  # fmt: skip
     holder = frame.holder
-    permute = opcode in ("collective-permute", "collective-broadcast")
+    kind = KINDS[opcode]
     pairs = "source_target_pairs" in i.attributes
-    groups = permute_pairs(i.attributes) if permute and pairs else replica_groups(i.attributes, module.devices)
-    results = _results(i, opcode)
-    size = 1 if permute else len(groups[0])
-    operands = tuple(_operand(a, opcode, size) for a in results)
+    groups = permute_pairs(i.attributes) if kind.permutes and pairs else replica_groups(i.attributes, module.devices)
+    results = _results(i, kind)
+    size = 1 if kind.permutes else len(groups[0])
+    operands = tuple(_operand(a, kind, size) for a in results)
     operands = _operands_of(holder, i, operands)
-    if opcode == "all-to-all" and len(operands) > 1:  # one value, cut into a piece for each device
+    if kind.exchanges and len(operands) > 1:  # one value, cut into a piece for each device
         operands = (Array(operands[0].dtype, (sum(prod(a.sizes) for a in operands),)),)
     payload, result = sum(a.bytes for a in operands), sum(a.bytes for a in results)
-    kind = KINDS[opcode]
-    if kind == "all_reduce" and holder.name != module.entry and _gives_slice(holder, i, size):
-        kind, result = "reduce_scatter", result // size
+    if kind is ALL_REDUCE and holder.name != module.entry and _gives_slice(holder, i, size):
+        kind, result = REDUCE_SCATTER, result // size
     source = module.source(i, hidden) or _source_beside(module, frame, i, hidden)
     return HloCollective(
-        kind,
+        kind.name,
         groups,
         operands,
         payload,
@@ -169,7 +174,7 @@ def _collective(
         times,
         branch,
         _is_async(frame, i),
-        kind == "all_reduce" and _only_sliced(module, holder, i, size),
+        kind is ALL_REDUCE and _only_sliced(module, holder, i, size),
         i.op_name or _op_name_beside(frame, i),
         source,
         int(match[1]) if (match := _DIMS.search(i.attributes)) else None,
@@ -183,20 +188,20 @@ def _is_async(frame: Frame, i: HloInstruction) -> bool:
     return wrapped or i.opcode.endswith("-start") or "async_collective_fusion_config" in i.attributes
 
 
-def _results(i: HloInstruction, opcode: str) -> tuple[Array, ...]:
+def _results(i: HloInstruction, kind: StepKind) -> tuple[Array, ...]:
     """The arrays that a collective gives; the result of a start holds its operands and flags, too."""
     arrays = i.arrays
-    if not i.opcode.endswith("-start") or opcode == "all-reduce":
+    if not i.opcode.endswith("-start") or kind is ALL_REDUCE:
         return arrays
     return arrays[len(i.operands) : 2 * len(i.operands)]
 
 
-def _operand(result: Array, opcode: str, size: int) -> Array:
+def _operand(result: Array, kind: StepKind, size: int) -> Array:
     """What a device gives for an array of the result, as far as the result says: its bytes, not its shape."""
     total = prod(result.sizes)
-    if opcode == "all-gather":
+    if kind.gathers:
         return Array(result.dtype, (total // size,))
-    if opcode == "reduce-scatter":
+    if kind.scatters:
         return Array(result.dtype, (total * size,))
     return result
 
@@ -262,17 +267,21 @@ def _beside(holder: Computation, i: HloInstruction, sums: bool | None = None) ->
         if r.opcode in _LOOKS:
             readers += holder.users.get(r.name, ())
     if sums is None:
-        sums = i.opcode.startswith(("all-reduce", "reduce-scatter"))
+        sums = _reduces(i)
     yield from (*makers, *readers) if sums else (*readers, *makers)
+
+
+def _reduces(i: HloInstruction) -> bool:
+    kind = KINDS.get(i.opcode.removesuffix("-start").removesuffix("-done"))
+    return kind is not None and kind.reduces
 
 
 def _around(frame: Frame, i: HloInstruction) -> Iterator[HloInstruction]:
     """What is beside a collective, then beside the fusion that holds it."""
     yield from _beside(frame.holder, i)
     if frame.call is not None and frame.parent is not None and frame.call.opcode == "fusion":
-        sums = i.opcode.startswith(("all-reduce", "reduce-scatter"))
         yield frame.call
-        yield from _beside(frame.parent.holder, frame.call, sums)
+        yield from _beside(frame.parent.holder, frame.call, _reduces(i))
     yield from _behind(frame.holder, i)
 
 

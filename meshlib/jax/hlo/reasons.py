@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from layouts.step_kinds import STEP_KINDS
 from meshlib.jax.hlo.collectives import HloCollective
 from meshlib.jax.hlo.text import Computation, HloInstruction, Module
 from meshlib.jax.hlo.walk import Frame
@@ -49,29 +50,29 @@ def reason_of(module: Module, c: HloCollective, axes: str) -> str:
     merged = f" ({len(c.operands)} values in one)" if len(c.operands) > 1 else ""
     if primitive in WRITTEN:
         text = f"written in the program: {WRITTEN[primitive]} of {_subject(module, c)}"
-    elif c.kind in ("all_reduce", "reduce_scatter"):
-        text = _of_sum(module, c, axes, primitive)
-    elif c.kind == "all_gather":
-        along = "" if c.dim is None else f" along dim {c.dim}"
-        text = f"{_subject(module, c)} is split over {axes}{along}; {_reader(c)} needs all of it"
-    elif c.kind == "all_to_all":
-        text = f"{_subject(module, c)} changes the dim that is split over {axes}, for {_reader(c)}"
     else:
-        text = f"blocks of {_subject(module, c)} pass between devices along {axes}, for {_reader(c)}"
+        kind = STEP_KINDS[c.kind]
+        along = "" if c.dim is None else f" along dim {c.dim}"
+        names = {"axes": axes, "along": along}
+        if kind.reduces:
+            names |= _of_sum(module, c, primitive)
+        else:
+            names |= {"tensor": _subject(module, c), "user": _reader(c)}
+        text = kind.compiled_why.format_map(names)
     if c.sliced:
         text += "; each device reads its slice alone, and a reduce_scatter would send half"
     return text + merged
 
 
-def _of_sum(module: Module, c: HloCollective, axes: str, primitive: str) -> str:
+def _of_sum(module: Module, c: HloCollective, primitive: str) -> dict[str, str]:
+    """What partial results are, which primitive makes them, and what it does over the split dim."""
     i = c.frame.holder.instructions[c.name]
     adder = module.computations.get(i.called("to_apply") or "")
     what = _ADDS.get(adder.root.opcode, "results") if adder is not None and adder.root is not None else "sums"
     makers = dict.fromkeys(_made_by(module, c))
     by = next((m for m in makers if m in _PRODUCTS), primitive or next(iter(makers), ""))
-    summed = "contracts a dim that is" if by in _PRODUCTS else "reduces over a dim that is"
-    keeps = "; each device keeps its slice" if c.kind == "reduce_scatter" else ""
-    return f"partial {what} of {by or 'an operation without a name'}, which {summed} split over {axes}{keeps}"
+    reduces = "contracts" if by in _PRODUCTS else "reduces over"
+    return {"sums": what, "maker": by or "an operation without a name", "reduces": reduces}
 
 
 def _made_by(module: Module, c: HloCollective) -> Iterator[str]:

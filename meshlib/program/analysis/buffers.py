@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from meshlib.core.opdef import Kind, Storage
 from meshlib.program.analysis.stored_values import StoredValues, is_elementwise, keeps_rows
-from meshlib.program.instructions import Compute, Instruction, Loop, Resident, Value
+from meshlib.program.instructions import Compute, Instruction, Loop, Move, Resident, Value
 from meshlib.program.records import Program
 
 START = -1  # in place of the number of an instruction: before the first
@@ -214,7 +214,7 @@ class _Planner:
     def _over(self, i: Instruction, k: int) -> list[Value]:
         """The operands that result `k` may be written over if they die."""
         if i.is_collective:
-            return [i.inputs[k]] if i.opcode == "all_reduce" else []
+            return [i.inputs[k]] if isinstance(i, Move) and i.step_kind.sums_in_place else []
         if not isinstance(i, Loop):
             return self._overwritable(i.group)
         given = dict(zip(i.body.inputs, i.inputs, strict=True))

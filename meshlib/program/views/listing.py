@@ -76,7 +76,7 @@ def _line(i: Instruction, names: dict[Value, str], width: int) -> str:
     text = i.opcode if isinstance(i, Resident) else f"{i.opcode}({operands})"
     if isinstance(i, Move):
         where = "".join(f" {s.dim}" + (f" to {s.to_dim}" if s.to_dim else "") for s in i.steps[:1] if s.dim)
-        if i.opcode == "all_gather" and not where:
+        if i.step_kind.gathers and not where:
             where = "".join(f" {dim}" for dim, _ in gathered_axes(i.steps[0]))
         text += f" over {'+'.join(i.steps[0].axes)}{where}"
     elif isinstance(i, Loop):

@@ -17,10 +17,9 @@ from hardware.errors import HardwareError
 from hardware.network import collective_cost
 from hardware.placement import Placement, placements, wraps
 from hardware.slices import Slice
+from layouts.step_kinds import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, STEP_KINDS, Place, kinds_from
 
-GATHER, SCATTER, REDUCE, SWAP, PERMUTE = (
-    "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute",
-)  # fmt: skip
+GATHER, SCATTER, REDUCE, SWAP = ALL_GATHER.name, REDUCE_SCATTER.name, ALL_REDUCE.name, ALL_TO_ALL.name
 STEP = 4.0  # between the sizes that are priced
 SIZES = (2.0**14, 2.0**22, 2.0**36)  # bytes, between which the best way to send changes
 
@@ -34,20 +33,22 @@ def least_seconds(slice_: Slice, sizes: Sequence[int], axes: Sequence[int], kind
       size_bytes: of the value on a device, as if these axes did not split it.
     """
     mesh, where, group = _ordered(sizes, axes)
+    ways = [(name, size_bytes) for name in _alike(kind)]
+    if STEP_KINDS[kind].rearranges:  # or gathered, and cut
+        gathers = [(gather.name, size_bytes) for gather in kinds_from(Place.SPLIT, Place.FREE)]
+        ways = [*((name, size / group) for name, size in ways), *gathers]
     try:
-        if kind == SWAP:
-            block = size_bytes / group
-            ways = [(SWAP, block), (PERMUTE, block), (GATHER, size_bytes)]
-            least = min(_between(slice_, mesh, where, *way) for way in ways)
-        else:
-            least = _between(slice_, mesh, where, GATHER, size_bytes)
-            if kind == REDUCE:  # one to parts and a gather; over DCN the two may overlap in chunks
-                least *= 2
-                if slice_.slices > 1:
-                    least = min(least, _between(slice_, mesh, where, REDUCE, size_bytes))
+        return min([_between(slice_, mesh, where, *way) for way in ways]) + slice_.chip.collective_launch_seconds
     except HardwareError:  # no links: refused when it is looked at
         return 0.0
-    return least + slice_.chip.collective_launch_seconds
+
+
+def _alike(kind: str) -> list[str]:
+    """The collectives that do what one of this kind does; of exchanges, all that leave blocks as large as they are."""
+    record = STEP_KINDS[kind]
+    if record.rearranges:
+        return [name for name, other in STEP_KINDS.items() if other.rearranges]
+    return [other.name for other in kinds_from(record.takes, record.puts)]
 
 
 def wire_seconds(slice_: Slice, sizes: Sequence[int], axes: Sequence[int], kind: str) -> float:
@@ -57,9 +58,8 @@ def wire_seconds(slice_: Slice, sizes: Sequence[int], axes: Sequence[int], kind:
     """
     mesh, where, group = _ordered(sizes, axes)
     try:
-        if kind == SWAP:
-            return min(_wire(slice_, mesh, where, way) for way in (SWAP, PERMUTE)) / group
-        return (2 if kind == REDUCE else 1) * _wire(slice_, mesh, where, GATHER)
+        least = min([_wire(slice_, mesh, where, name) for name in _alike(kind)])
+        return least / group if STEP_KINDS[kind].rearranges else least
     except HardwareError:  # no links: refused when it is looked at
         return 0.0
 
