@@ -30,7 +30,7 @@ __all__ = ["Simulation", "State", "simulate"]
 
 Array = np.ndarray[Any, Any]
 EXECUTORS = ("fast", "exact")
-READY_PROGRAMS = 4  # whose buffers a simulation keeps; others are planned again when they run
+READY_PROGRAMS = 4  # buffers are kept for this many programs; others are planned anew for each run
 
 
 def simulate(
@@ -65,7 +65,7 @@ def simulate(
 
 
 class Simulation(Shown):
-    """The variables of a program on simulated cores.
+    """The variables of a program on simulated cores, and steps on them.
 
     `state` maps names to global arrays; `slice` is the named slice or None. Threads may share a simulation: each step,
     save or assignment waits until the one that runs has ended. A copy (of the module `copy`, or a pickle) is a
@@ -81,8 +81,8 @@ class Simulation(Shown):
       (4.0, [2.0, 2.0, 2.0, 2.0], [2.0, 2.0])
     """
 
-    runs_several = False  # whether `several` gains something
-    intermediates = "once step has run"  # when `shard` knows them
+    runs_several = False  # whether `several` is faster than single steps
+    intermediates = "once step has run"  # when `shard` has intermediate values
     _last: LastStep | None = None
 
     def __init__(self, program: Program, slice: Slice | None, seed: int, executor: str, check_nan: bool) -> None:
@@ -92,8 +92,9 @@ class Simulation(Shown):
         self.executor = executor
         self.check_nan = check_nan
         self.state = State(seed)
-        self._ready: OrderedDict[int, FastExecutor] = OrderedDict()  # by id of the program, which each holds
-        self._without_nan: dict[str, Array] = {}  # per variable the last value that a step made, if it was checked
+        # by id(program); each executor keeps its program alive
+        self._ready: OrderedDict[int, FastExecutor] = OrderedDict()
+        self._without_nan: dict[str, Array] = {}  # per variable, the value written by the last checked step
         self._stepping = False
         self._declare(program)
 
@@ -115,7 +116,7 @@ class Simulation(Shown):
         return self.run(self.program, feeds, **named)
 
     def rows_here(self, program: Program | None = None) -> Array | None:
-        """Which rows of its inputs a program reads in this process, bool [rows]; None where it may be all.
+        """The rows of its inputs that a program reads in this process, bool [rows]; None where it may read all.
 
         `program`: that of the steps unless given. An input's rows are its first dim: of several processes each needs
         those that its devices hold.
@@ -123,9 +124,9 @@ class Simulation(Shown):
         return None
 
     def several(self, feeds: Sequence[Mapping[str, Any]]) -> list[dict[str, Array]] | None:
-        """Run several steps with one call of the devices, where `runs_several`.
+        """Run several steps in one call to the devices, where `runs_several`.
 
-        Returns: their outputs; None, and the state as it was, where they have to be run one by one: a program that
+        Returns: their outputs; None, with the state unchanged, where steps must run one by one: a program that
           prints, and steps that find something wrong, which they say when they are run by themselves.
         Raises: FeedError as `step`.
         """
@@ -155,7 +156,7 @@ class Simulation(Shown):
                 self._stepping = False
 
     def shard(self, name: str, coordinate: int | Mapping[str, int] | tuple[int, ...], trip: int = 0) -> Array:
-        """The block of a tensor that one core holds: of a variable now, of any other tensor in the last step.
+        """One core's block of a tensor: for a variable its current value, for any other tensor that of the last step.
 
         Args:
           name: of a variable, an input, or any tensor of the program, such as "ffn/relu"; or "%3" as in the listing of
@@ -184,7 +185,7 @@ class Simulation(Shown):
             return intermediate(self._last_step("shard", name, trip), name, self.program.mesh.device(core), trip)
 
     def ring(self, name: str, coordinate: int | Mapping[str, int] | tuple[int, ...] = 0, trip: int = 0) -> RingRun:
-        """The collective that brought a tensor in the last step, step by step round the ring of its replica group.
+        """The collective that produced a tensor in the last step, step by step round the ring of its replica group.
 
         Args:
           name: of the tensor, or "%3" as in the listing of the program.
@@ -209,7 +210,7 @@ class Simulation(Shown):
         with self.state.lock:
             return ring_of(self._last_step("ring", name, trip), name, self.program.mesh.device(core), trip)
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ implementation
 
     def _core(self, coordinate: Any) -> tuple[int, ...]:
         mesh = self.program.mesh
@@ -234,7 +235,7 @@ class Simulation(Shown):
         engine = Engine(self.seed, int(step), program.precision == "highest", self.executor == "exact")
         last = LastStep(program, fed, dict(self.state.arrays), engine)
         self._last = None
-        with np.errstate(all="ignore"):  # overflow and NaN are values here; the NaN report finds them
+        with np.errstate(all="ignore"):  # overflow and NaN are ordinary values here; the NaN report looks for them
             outputs, updates = self._execute(program, fed, engine)
             if self.check_nan:
                 self._check_nan(program, fed, engine, outputs, updates)
@@ -246,7 +247,7 @@ class Simulation(Shown):
             self._without_nan.pop(name, None)
             if self.check_nan:
                 self._without_nan[name] = y
-        self.state.arrays.update({**updates, **counted})  # at once: an interrupt finds all of it, or nothing
+        self.state.arrays.update({**updates, **counted})  # in one call, so that an interrupt leaves all or nothing
         self._last = last if program is self.program else None
         return results
 
@@ -283,14 +284,14 @@ class Simulation(Shown):
             raise NotFiniteError(f"{bad[0]} became NaN: {self._find_nan(program, feeds, engine)}")
 
     def _unchecked(self, program: Program, name: str, new_value: Array) -> list[Array]:
-        """What a step wrote of a variable whose value before it was checked; else all of the new value."""
+        """The parts of a variable that a step wrote, if the rest was checked before; otherwise all of it."""
         before, executor = self.state.arrays[name], self._ready.get(id(program))
         if executor is None or self._without_nan.get(name) is not before:
             return [new_value]
         return executor.changed_parts(before, new_value)
 
     def _find_nan(self, program: Program, feeds: Mapping[str, Array], engine: Engine) -> str:
-        """Run the step again, core by core, to the first value that is not finite."""
+        """Run the step again, core by core, up to the first value that is not finite."""
         for what, arrays in (("feed", feeds), ("variable", self.state.arrays)):
             for name, x in arrays.items():
                 if _has_nan(x):
@@ -315,5 +316,5 @@ class Simulation(Shown):
 
 
 def _has_nan(x: Array) -> bool:
-    # The sum of an array with a NaN is NaN; the sum of one without it seldom is (infinities of both signs).
+    # The sum of an array with a NaN is NaN; without one it rarely is (infinities of both signs).
     return x.dtype.kind == "f" and bool(np.isnan(np.add.reduce(x, axis=None))) and bool(np.isnan(x).any())

@@ -1,4 +1,4 @@
-"""One computation on given arrays, and checks of its result, for both executors."""
+"""One operation on given blocks, and checks of its result, for both executors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def compute(
     buffer: Array | None,
     starts: tuple[Mapping[str, int], ...] = (),
 ) -> tuple[Array, ...]:
-    """Run `local` on one block: the results have the local types, rounded to what these hold."""
+    """Run `local` on one block; results are rounded to the dtypes of their local types."""
     block = Block(op, inputs, outs[0], offsets, engine, buffer, starts)
     return finished(op, outs, op.opdef.local(block, *arrays))
 
@@ -38,11 +38,10 @@ def summarised(
     told: bool = True,
     shared: Sequence[int] = (),
 ) -> list[tuple[Array, ...]]:
-    """Run an operation along a dim whose blocks, given in their order, need a summary of each other.
+    """Run an operation split along a dim whose blocks (given in order) exchange summaries.
 
-    `told`: whether they tell each other; every one hears of the first only, if a collective was lost.
-    `shared`: per array of the summary the axis along which each of them is told its own part only, if any.
-    """
+    `told`: False if the exchange was lost; then every block sees the first summary only. `shared`: per array of the
+    summary, the axis along which each block receives only its own part, if any."""
     lower = op.opdef.lower
     assert isinstance(lower, Summary)
     summaries = [lower.summarise(block, *xs) for block, xs in zip(blocks, arrays, strict=True)]
@@ -55,7 +54,7 @@ def summarised(
 
 
 def finished(op: Operation, outs: tuple[TensorType, ...], result: Array | tuple[Array, ...]) -> tuple[Array, ...]:
-    """What `local` or `finish` made, checked against the declared types."""
+    """Results of `local` or `finish`, checked against the declared types and rounded."""
     if not isinstance(result, tuple):
         return (_finished(op, outs[0], result),)
     return tuple(_finished(op, out, y) for out, y in zip(outs, result, strict=True))

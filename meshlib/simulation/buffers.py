@@ -1,9 +1,8 @@
 """Buffers of the fast executor, planned once from live ranges.
 
-A computation writes into a buffer; what only looks at its operand differently shares its buffer, which therefore lives
-until the last of them is used. A buffer is free again after that, and element-wise work writes over an operand that
-dies there. New values of variables get two arrays that take turns with the state's.
-"""
+A computation writes to a buffer. Views of its result share that buffer, which therefore lives until the last of them is
+used; then it is free again. Element-wise work overwrites an operand that dies there. New values of variables alternate
+between two arrays, one of which is the state's."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def _writes(i: Instruction) -> bool:
 
 
 class Buffers:
-    """The plan, and the arrays it stands for."""
+    """The buffer plan of a program, and its arrays."""
 
     def __init__(self, program: Program) -> None:
         self.resident = {*program.inputs.values(), *program.variables.values()}
@@ -44,13 +43,13 @@ class Buffers:
         self.memory = [np.empty(size, np.uint8) for size in self.sizes]
         self.double = self._doubled(program)
         self.fixed = {v: self._view(self.memory[b], v) for v, b in self.places.items() if v not in self.double}
-        # Two arrays each, so that a new value never lands on the state it was made from.
+        # Two arrays each, so that a new value never overwrites the state that it was computed from.
         self.turns = {
             v: [new_array(v.tensor.shape.sizes, v.tensor.dtype.storage) for _ in range(2)] for v in self.double
         }
 
     def _owners(self, i: Instruction) -> Iterator[tuple[Value, Value]]:
-        """Per result the value whose memory it shows. Loops, and operations with several results, make their own."""
+        """(result, value whose memory it aliases). Loops, and operations with several results, own their memory."""
         fresh = not isinstance(i, Compute) or i.operation.opdef.storage is Storage.FRESH
         view = isinstance(i, Move) or (not fresh and len(i.outputs) == 1)
         for n, y in enumerate(i.outputs):
@@ -58,7 +57,7 @@ class Buffers:
             yield y, self.owner.get(x, x)
 
     def begin(self, taken: Iterable[Array]) -> dict[Value, Array]:
-        """The arrays to write into during the next step: none that the state has `taken`."""
+        """The arrays to write to during the next step; none that the state has `taken`."""
         state = {id(memory_of(a)) for a in taken}
         for memory in self.memory:
             unwritten(memory)
@@ -78,7 +77,7 @@ class Buffers:
         return memory[: prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
     def _last_uses(self, program: Program) -> dict[Value, int]:
-        """Per owner, the last instruction that needs its memory."""
+        """For each owner, the last instruction that needs its memory."""
         last: dict[Value, int] = {}
         for n, i in enumerate(program.instructions):
             for y in i.outputs:
@@ -87,16 +86,16 @@ class Buffers:
         return last
 
     def _doubled(self, program: Program) -> set[Value]:
-        """The owners of the new values of variables that a node writes."""
+        """Owners of the new values of variables that an instruction writes."""
         doubled = {self.owner[v] for v in program.updates.values() if self.owner[v] in self.places}
         for v in doubled:
             del self.places[v]
         return doubled
 
     def _assign(self, program: Program) -> None:
-        free: list[tuple[int, int]] = []  # (bytes, buffer), sorted
+        free: list[tuple[int, int]] = []  # sorted (bytes, buffer) pairs
         ends: dict[int, list[Value]] = {}
-        holders: dict[int, int] = {}  # per buffer the values that are in it: several where one was written over
+        holders: dict[int, int] = {}  # values per buffer: several where an operand was overwritten
         for n, i in enumerate(program.instructions):
             if _writes(i):
                 (y,) = i.outputs
@@ -125,7 +124,7 @@ class Buffers:
         return None
 
     def _take(self, free: list[tuple[int, int]], size: int) -> int:
-        """The smallest free buffer that is large enough, unless it is far too large; else a new one."""
+        """The smallest free buffer that is large enough and at most four times too large, otherwise a new one."""
         n = bisect_left(free, (size, 0))
         if n < len(free) and free[n][0] <= max(4 * size, 4096):
             return free.pop(n)[1]

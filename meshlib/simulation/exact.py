@@ -1,8 +1,8 @@
-"""The exact executor: blocks of each device apart, collectives in ring order, accumulation in the MXU's order.
+"""The exact executor: a separate block per device, collectives in ring order, accumulation in the MXU's order.
 
-It is the proof of a program: every offset, axis and collective matters here. What must be equal on several devices
-is compared bit by bit when it is put together, so that a lost collective shows even in a value nobody expects.
-"""
+It is the proof of a program: every offset, axis and collective matters here. Blocks that must be equal on several
+devices are compared bit by bit when they are assembled, so that a lost collective shows even in values without an
+expected result."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Blocks = list[Array]  # one per device
 Watch = Callable[[Instruction, Value, Blocks], None]
 
 
-@np.errstate(all="ignore")  # overflow and NaN are values here; the NaN report finds them
+@np.errstate(all="ignore")  # overflow and NaN are ordinary values here; the NaN report looks for them
 def run_exact(
     program: Program,
     state: Mapping[str, Array],
@@ -42,7 +42,7 @@ def run_exact(
     engine: Engine,
     watch: Watch | None = None,
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Run one step: global outputs and global new values of the updated variables.
+    """Run one step; returns global outputs, and global new values of the updated variables.
 
     `watch` is called with every value made, for reports.
     """
@@ -51,7 +51,7 @@ def run_exact(
     values = _Exact(watch).run(program, given, engine)
     outputs = {name: together(v, values[v], name) for name, v in program.outputs.items()}
     for name, v in program.updates.items():
-        # State is kept as global arrays, which would hide that a core writes another block than it holds.
+        # State is stored as global arrays, which would hide a core writing a block that is not its own.
         if v.sharding != program.variables[name].sharding:
             raise ProgramError(f"variable '{name}' lies as {program.variables[name]}, but is written as {v}")
     updates = {name: together(v, values[v], name) for name, v in program.updates.items()}
@@ -59,7 +59,7 @@ def run_exact(
 
 
 class _Exact(Interpreter[Blocks, Engine]):
-    """Values are the blocks of all devices."""
+    """Executor whose values are the blocks of all devices."""
 
     def __init__(self, watch: Watch | None) -> None:
         self.watch = watch
@@ -103,25 +103,25 @@ def _checked(blocks: Blocks, y: Value, instruction: Move) -> Blocks:
 
 
 def cut(array: Array, sharding: Sharding) -> Blocks:
-    """One block per device: views, one for all that hold the same block."""
-    first_holders = _holders(sharding)
+    """One block per device, as views; devices with the same block share one view."""
+    first_holders = _first_devices(sharding)
     views = {first: array[sharding.slices(sharding.mesh.coordinate(first))] for first in dict.fromkeys(first_holders)}
     return [views[first] for first in first_holders]
 
 
 @lru_cache(maxsize=4096)
-def _holders(sharding: Sharding) -> tuple[int, ...]:
-    """Per device the first that holds the same block."""
+def _first_devices(sharding: Sharding) -> tuple[int, ...]:
+    """For each device, the first device with the same block."""
     first: dict[tuple[int, ...], int] = {}
     return tuple(first.setdefault(sharding.block_index(c), n) for n, c in enumerate(sharding.mesh.coordinates()))
 
 
 def together(value: Value, blocks: Blocks, name: str) -> Array:
-    """The global array. Raises ProgramError if devices that hold the same block disagree in any bit."""
+    """The global array. Raises ProgramError if devices with the same block differ in any bit."""
     sharding = value.sharding
     out = np.empty(sharding.shape.sizes, value.tensor.dtype.storage)
     mesh = sharding.mesh
-    for device, holder in enumerate(_holders(sharding)):
+    for device, holder in enumerate(_first_devices(sharding)):
         mine, held = blocks[device], blocks[holder]
         if holder == device:
             out[sharding.slices(mesh.coordinate(device))] = mine
@@ -134,9 +134,9 @@ def together(value: Value, blocks: Blocks, name: str) -> Array:
 
 
 def _compute(program: Program, instruction: Compute, inputs: Sequence[Blocks], engine: Engine) -> list[Blocks]:
-    """Run a computation on every device: per output its blocks.
+    """Run a computation on every device; returns the blocks of each output.
 
-    Each device computes by itself, on the same arrays too: an operation whose result depends on more would show.
+    Each device computes by itself even on equal operands, which exposes operations that depend on anything else.
     """
     op = instruction.operation
     factors = op.opdef.roles(op)
@@ -163,13 +163,13 @@ def _compute(program: Program, instruction: Compute, inputs: Sequence[Blocks], e
 def _places(
     mesh: Mesh, factors: Sequence[Factor], axes: Mapping[str, tuple[str, ...]], op: Operation
 ) -> list[dict[str, int]]:
-    """Where each device stands: per factor the global index at which its block starts."""
+    """For each device: factor -> global index at which the device's block begins."""
     begin = {f.name: 0 for f in factors}
     split = []
     for f in factors:
         if f.name not in axes:
             continue
-        # Operands and result may differ in size along runs: it is that of the dim that is cut.
+        # With a window, operand and result differ in size: the blocks are those of the result.
         size = Halo.length(op, f) if f.role in RUNS else f.size
         over = [(mesh.index(axis), mesh.axis_size(axis)) for axis in axes[f.name]]
         split.append((f.name, over, size // prod(count for _, count in over)))
@@ -188,9 +188,9 @@ def _places(
 def _with_halos(
     instruction: Compute, moving: Sequence[Factor], axes: Mapping[str, tuple[str, ...]], operand: int, blocks: Blocks
 ) -> tuple[Blocks, list[dict[str, int]]]:
-    """One operand's runs of the split dims that each device needs, and where they begin; one dim after the other.
+    """The windows of an operand that each device reads along split dims, and where they begin; dim by dim.
 
-    Runs of other devices come with the instruction's exchanges; without one only the own block is there.
+    Rows of other devices come from the instruction's exchanges; without one, a device has its own block alone.
     """
     op = instruction.operation
     starts: list[dict[str, int]] = [{} for _ in blocks]
@@ -234,7 +234,7 @@ def _within_margins(
     inputs: Sequence[Blocks],
     engine: Engine,
 ) -> tuple[Array, ...]:
-    """The result of one device from what its operands hold, which is cut to what it needs of it."""
+    """Result of one device, computed from operands with margins that are cut to what it reads."""
     op = instruction.operation
     y = instruction.outputs[0]
     coordinate = y.sharding.mesh.coordinates()[device]
@@ -268,7 +268,7 @@ def _within_margins(
         cuts = tuple(np.s_[b - held[d][0] : e - held[d][0]] for d, (b, e) in wanted.items())
         arrays.append(blocks[device][cuts])
         starts.append(start)
-        # A run that lies past the end of the dim is empty, which no type is.
+        # A window past the end of the dim is empty, but no type has size 0.
         types.append(TensorType(Shape([(d, max(e - b, 1)) for d, (b, e) in wanted.items()]), x.tensor.dtype))
     outs = tuple(z.local for z in instruction.outputs)
     if wide:
@@ -277,7 +277,7 @@ def _within_margins(
 
 
 def held_runs(v: Value, coordinate: tuple[int, ...]) -> dict[str, tuple[int, int]]:
-    """The indices of each dim that one device holds, margins included."""
+    """The range of indices of each dim on one device, margins included."""
     margins = {m.dim: m for m in v.margins}
     runs_of_dims = {}
     for d, block, cut in zip(v.tensor.shape, v.sharding.local_shape.sizes, v.sharding.slices(coordinate), strict=True):
@@ -287,7 +287,7 @@ def held_runs(v: Value, coordinate: tuple[int, ...]) -> dict[str, tuple[int, int
 
 
 def without_margins(v: Value, blocks: Blocks) -> Blocks:
-    """Each device's own block."""
+    """Each device's block without margins."""
     inner_blocks, plain = [], Value(v.tensor, v.sharding)
     for block, c in zip(blocks, v.sharding.mesh.coordinates(), strict=True):
         runs_held, own = held_runs(v, c), held_runs(plain, c)
@@ -296,20 +296,20 @@ def without_margins(v: Value, blocks: Blocks) -> Blocks:
 
 
 def cut_wide(x: Value, y: Value, blocks: Blocks) -> Blocks:
-    """Each device's part, with margins, of what it holds."""
+    """Cut each device's block, with margins, from the wider one that it has."""
     wide_blocks = []
     for block, c in zip(blocks, y.sharding.mesh.coordinates(), strict=True):
         held, wanted = held_runs(x, c), held_runs(y, c)
         for axis, d in enumerate(y.tensor.shape):
             begin, end = wanted[d.name]
-            # Past the ends of a whole dim it goes round.
+            # Past the ends of a whole dim, indices wrap round.
             block = np.take(block, np.arange(begin, end) - held[d.name][0], axis=axis, mode="wrap")
         wide_blocks.append(block)
     return wide_blocks
 
 
 def widened(i: Widen, blocks: Blocks) -> Blocks:
-    """Each device's block with one margin more, of what the others hold."""
+    """Each device's block with one more margin, copied from the blocks of other devices."""
     (x,), (y,) = i.inputs, i.outputs
     (margin,) = (m for m in y.margins if m not in x.margins)
     axis, size = x.tensor.shape.index(margin.dim), x.tensor.shape.dim(margin.dim).size
@@ -333,7 +333,7 @@ def _summarised(
     inputs: Sequence[Blocks],
     engine: Engine,
 ) -> list[tuple[Array, ...]]:
-    """Every block's summary, or each one's share of it, to every device of its group, then the rest of the work."""
+    """Exchange the summaries of all blocks (or parts of them) within each replica group, then finish each block."""
     op = instruction.operation
     types = tuple(x.local for x in instruction.inputs)
     outs = tuple(y.local for y in instruction.outputs)
@@ -342,15 +342,15 @@ def _summarised(
     for group in instruction.outputs[0].sharding.mesh.groups(over):
         arrays = [[b[device] for b in inputs] for device in group]
         parts = summarised(
-            op, outs, [blocks[d] for d in group], arrays, bool(instruction.exchanges), _part_of(instruction, factor)
+            op, outs, [blocks[d] for d in group], arrays, bool(instruction.exchanges), _shared_axes(instruction, factor)
         )
         for device, part in zip(group, parts, strict=True):
             results[device] = part
     return results
 
 
-def _part_of(instruction: Compute, factor: Factor) -> tuple[int, ...]:
-    """The axes of the summaries along which each device is told a part only."""
+def _shared_axes(instruction: Compute, factor: Factor) -> tuple[int, ...]:
+    """Axes of the summaries along which each device receives only its own part."""
     op = instruction.operation
     assert isinstance(op.opdef.lower, Summary)
     if factor.shares is None:
@@ -360,7 +360,7 @@ def _part_of(instruction: Compute, factor: Factor) -> tuple[int, ...]:
 
 
 def move(step: Step, blocks: Blocks, dtype: DType) -> Blocks:
-    """Run one reshard step over all devices."""
+    """Run one reshard step on all devices."""
     out = list(blocks)
     if STEP_KINDS[step.kind].permutes:
         for source, destination in permute_pairs(step.before, step.after):
@@ -374,7 +374,7 @@ def move(step: Step, blocks: Blocks, dtype: DType) -> Blocks:
 
 
 def _exchange(step: Step, parts: Blocks, dtype: DType) -> Blocks:
-    """One replica group's part of a step: the blocks of its members afterwards."""
+    """Run a step on one replica group; returns its members' blocks afterwards."""
     kind, shape = STEP_KINDS[step.kind], step.before.shape
     dim = shape.index(step.dim) if step.dim else None
     if kind.is_local:
@@ -384,7 +384,7 @@ def _exchange(step: Step, parts: Blocks, dtype: DType) -> Blocks:
     cut = shape.index(step.to_dim) if step.to_dim else dim
 
     def join(blocks: Sequence[Array]) -> Array:
-        if kind.reduces:  # of the whole block, which was cut flat
+        if kind.reduces:  # the block was flattened before it was cut
             return np.concatenate(blocks).reshape(parts[0].shape)
         return _put_together(step, blocks) if dim is None else np.concatenate(blocks, axis=dim)
 
@@ -393,7 +393,7 @@ def _exchange(step: Step, parts: Blocks, dtype: DType) -> Blocks:
 
 
 def _put_together(step: Step, parts: Sequence[Array]) -> Array:
-    """The blocks of a group side by side along several dims."""
+    """Concatenate the blocks of a group along several dims."""
     sizes = [range(step.before.mesh.axis_size(a)) for a in step.axes]
     blocks = dict(zip(product(*sizes), parts, strict=True))
     for name, axes in gathered_axes(step):

@@ -1,11 +1,10 @@
 """The fast executor: all blocks of a value in one array.
 
 A value is stored in global order: an axis that splits a dim is part of that dim, and an axis over which the value is
-replicated is not there. So moves are free, and a computation that is parallel over an axis runs on all its blocks at
-once. Nor is a pending axis there: who takes a sum that waits either reduces it or is linear in it, and so may take it
-whole. An operation that leaves one runs its own `local` on blocks merged over the axis, as one BLAS call. What changes
-is the order of addition, which the exact executor keeps; the instructions are the same.
-"""
+replicated is absent. So moves are free, and a computation that is parallel over an axis runs on all its blocks at once.
+A pending axis is absent, too: a consumer of a pending sum either reduces it or is linear in it, and so may read the
+complete sum. An operation that leaves a pending sum runs its own `local` on blocks merged over the axis, as one BLAS
+call. The instructions are those of the exact executor; only the order of addition differs."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ _NONE: Mapping[Value, Array] = MappingProxyType({})
 
 
 def settled_mask(i: Loop) -> Value | None:
-    """The mask of a loop's body that says what works in a trip, if nothing else is ever computed."""
+    """The loop body's mask of the indices active in a trip, if no other indices are ever computed."""
     record = i.record
     if record.active is None or record.working is None:
         return None
@@ -46,15 +45,15 @@ def settled_mask(i: Loop) -> Value | None:
 
 @dataclass(frozen=True, eq=False)
 class Round(Instruction):
-    """A float32 operand of the MXU rounded to bfloat16, once for all products that read it."""
+    """Rounds a float32 operand of the MXU to bfloat16, once for all products that read it."""
 
 
 @dataclass(eq=False)
 class FastExecutor(Interpreter[Array, Engine]):
-    """A program made ready to run many steps: buffers planned once by liveness, arrays reused."""
+    """An executor that prepares a program for many steps: buffers are planned once by liveness, arrays are reused."""
 
     program: Program
-    settled: Value | None = None  # a mask that holds for all that is computed
+    settled: Value | None = None  # a mask that is true for every index computed
     bodies: dict[Loop, FastExecutor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -71,13 +70,14 @@ class FastExecutor(Interpreter[Array, Engine]):
             i: (tuple(x.tensor.type for x in i.inputs), tuple(y.tensor.type for y in i.outputs))
             for i in self.zero_offsets
         }
-        self._targets: Mapping[Value, Array] = _NONE  # where the run that is on writes
+        self._targets: Mapping[Value, Array] = _NONE  # where the current run writes
         self._spare, self._rounded = SpareArrays(), RoundedCopies()
         self._stacks: dict[Loop, list[Array]] = {}
-        self._other_stacks: dict[tuple[Loop, int], Array] = {}  # of those that the state takes in turn
-        # Stacks that a variable may take as they are, since nothing else is made of their memory.
+        # their alternates, when the state has taken the first array
+        self._other_stacks: dict[tuple[Loop, int], Array] = {}
+        # Stacks that variables may take without a copy, since nothing else shares their memory.
         self._stacked_alone = {y for i in loops for y in i.outputs[len(i.carries) :]}
-        # Carries that each trip writes over, which are there once.
+        # Carries that are overwritten in place by each trip.
         self._carried = {i: {v: self._array(v) for v in inside.written_over(i)} for i, inside in self.bodies.items()}
         self._partial = {
             i: PartialTrips(i, inside, self._carried[i])
@@ -88,12 +88,12 @@ class FastExecutor(Interpreter[Array, Engine]):
     # ------------------------------------------------------------ planning
 
     def _rounding(self) -> list[Instruction]:
-        """The instructions, with operands of products rounded before the first product that reads them."""
+        """The instructions, with a `Round` of each product operand before the first product that reads it."""
         instructions: list[Instruction] = []
         rounded: dict[Value, Value] = {}
         settled = {self.settled}
         for i in self.program.instructions:
-            if isinstance(i, Move):  # a part of the mask holds as well
+            if isinstance(i, Move):  # a part of a settled mask is settled too
                 settled.update(y for x, y in zip(i.inputs, i.outputs, strict=True) if x in settled)
             if isinstance(i, Compute) and self._is_settled(i, settled):
                 i = Working(i.operation, i.inputs[1:2], i.outputs, i.region, (), ())
@@ -107,7 +107,7 @@ class FastExecutor(Interpreter[Array, Engine]):
         return instructions
 
     def _is_settled(self, i: Compute, settled: Set[Value | None]) -> bool:
-        """Whether it chooses by a mask that holds, and so does nothing."""
+        """Whether an instruction selects by a settled mask, and so returns its first choice unchanged."""
         if i.operation.opdef is not WHERE or i.inputs[0] not in settled:
             return False
         return i.inputs[1].tensor.type == i.outputs[0].tensor.type
@@ -118,11 +118,11 @@ class FastExecutor(Interpreter[Array, Engine]):
 
     # ------------------------------------------------------------ running
 
-    @np.errstate(all="ignore")  # overflow and NaN are values here; the NaN report finds them
+    @np.errstate(all="ignore")  # overflow and NaN are ordinary values here; the NaN report looks for them
     def step(
         self, state: Mapping[str, Array], feeds: Mapping[str, Array], engine: Engine
     ) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Run one step: global outputs and new values of the updated variables.
+        """Run one step; returns global outputs and new values of the updated variables.
 
         Outputs are the executor's own arrays, valid until the next step. New values are never written over the
         state, so that a step that fails leaves it as it was.
@@ -144,12 +144,12 @@ class FastExecutor(Interpreter[Array, Engine]):
         return outputs, updates
 
     def changed_parts(self, before: Array, after: Array) -> list[Array]:
-        """Of a variable's value before and after the last step what differs: all, unless only rows were written."""
+        """The parts of a variable's value that the last step changed: all of it, unless only rows were written."""
         parts = self._spare.changed_parts(before, after)
         return [after] if parts is None else parts
 
     def forget(self) -> None:
-        """Forget what is known of arrays from earlier steps, to which another executor may have written since."""
+        """Drop everything cached about arrays of earlier steps, which another executor may have overwritten."""
         self._spare.clear()
         self._rounded.clear()
         for inside in self.bodies.values():
@@ -158,7 +158,7 @@ class FastExecutor(Interpreter[Array, Engine]):
     def results(
         self, program: Program, i: Instruction, inputs: Sequence[Array], values: Mapping[Value, Array], context: Engine
     ) -> Iterable[Array]:
-        """As everywhere; operands of products are rounded besides."""
+        """As in the interpreter, plus rounding of product operands."""
         if isinstance(i, Round):
             spare = context.spare
             copy = None if spare is None else self._rounded.of((i, context.trips), inputs[0], spare)
@@ -168,19 +168,19 @@ class FastExecutor(Interpreter[Array, Engine]):
         return super().results(program, i, inputs, values, context)
 
     def loop(self, i: Loop, inputs: Sequence[Array], context: Engine) -> list[Array]:
-        """As everywhere, into arrays that serve every step."""
+        """As in the interpreter, with stacked results in arrays that are reused by every step."""
         for stack in self.stacks_of(i):
             unwritten(stack)
         return super().loop(i, inputs, context)
 
     def trip(self, i: Loop, trip: int, given: Mapping[Value, Array], context: Engine) -> Mapping[Value, Array]:
-        """One run of a loop's body, which writes what is stacked where it belongs, if it has a buffer of its own."""
+        """One trip of a loop's body, which writes stacked results directly to their slot where they have a buffer."""
         inside = self.bodies[i]
         stacked = [i.body.outputs[name] for name in i.stacks]
         places = [stack[trip, ...] for stack in self.stacks_of(i)]
         carried = self._carried[i]
         if i in self._partial and (run := self._partial[i].of(trip)) is not None:
-            if context.spare is not None:  # whose pairs do not tell what parts of arrays are written here
+            if context.spare is not None:  # the record of written rows does not cover partial writes
                 context.spare.clear()
                 inside.forget()
             context = replace(context, spare=None)
@@ -192,12 +192,12 @@ class FastExecutor(Interpreter[Array, Engine]):
         for v, place in zip(stacked, places, strict=True):
             if results[v] is not place:
                 place[...] = results[v]
-        # Copied, because the next trip writes into the same buffers, but what is its own buffer.
+        # The next trip reuses these buffers, so carries are copied, except those with buffers of their own.
         ends = [v for v in (i.body.outputs[end] for _, end in i.carries) if results[v] is not carried.get(v)]
         return results | {v: results[v].copy() for v in ends}
 
     def written_over(self, i: Loop) -> list[Value]:
-        """Of a loop with this body, the carries after a trip that may be written where those before it are."""
+        """For a loop with this body: carries whose new value may overwrite the old one in place."""
         producers = {
             y: (n, instruction) for n, instruction in enumerate(self.ready.instructions) for y in instruction.outputs
         }
@@ -218,23 +218,23 @@ class FastExecutor(Interpreter[Array, Engine]):
         return new_array(v.tensor.shape.sizes, v.tensor.dtype.storage)
 
     def begin_trip(self, into: Mapping[Value, Array] = _NONE) -> None:
-        """Make the buffers ready for a run of this body; what is stacked is written `into` its place."""
+        """Prepare the buffers for a trip of this body; stacked results are written to their slots in `into`."""
         self._targets = {**self.buffers.begin(()), **into}
 
     def target(self, y: Value) -> Array | None:
-        """The buffer that a value is written to in the run that is on, if it has one."""
+        """The buffer that a value is written to in the current run, if it has one."""
         return self._targets.get(y)
 
     def sliced(self, x: Array, trip: int, axis: int) -> Array:
-        """A view where the loop's dim comes first."""
+        """A view of one slice along the loop's dim."""
         return x[(np.s_[:],) * axis + (trip, ...)]
 
     def stacked(self, i: Loop, n: int, parts: Sequence[Array]) -> Array:
-        """The array of all trips, into which each has written."""
+        """The array of all trips, into which each trip has written its slice."""
         return self.stacks_of(i)[n]
 
     def _arrays_of_state(self) -> Iterator[Array]:
-        """The arrays in which new values of variables are made, and given to the state without a copy."""
+        """Arrays of new values of variables that the state takes without a copy."""
         for pair in self.buffers.turns.values():
             yield from pair
         for stacks in self._stacks.values():
@@ -242,7 +242,7 @@ class FastExecutor(Interpreter[Array, Engine]):
         yield from self._other_stacks.values()
 
     def _free_stacks(self, taken: Iterable[Array]) -> None:
-        """Of stacks that have become new values of variables the other array: the state has `taken` the first."""
+        """Where the state has `taken` a stack as the new value of a variable, switch to its alternate array."""
         state = {id(memory_of(a)) for a in taken}
         for i, stacks in self._stacks.items():
             for n, stack in enumerate(stacks):
@@ -253,22 +253,22 @@ class FastExecutor(Interpreter[Array, Engine]):
                     self._other_stacks[i, n] = stack
 
     def stacks_of(self, i: Loop) -> list[Array]:
-        """The arrays of all trips, which serve every step."""
+        """Arrays of all trips' stacked results, reused by every step."""
         if i not in self._stacks:
             outputs = i.outputs[len(i.carries) :]
             self._stacks[i] = [new_array(y.tensor.shape.sizes, y.tensor.dtype.storage) for y in outputs]
         return self._stacks[i]
 
     def goes_on(self, going: Array) -> bool:
-        """A number that all devices hold."""
+        """The loop's condition, which is the same number on all devices."""
         return bool(going)
 
     def move(self, i: Move, inputs: Sequence[Array]) -> Sequence[Array]:
-        """Other names of the operands."""
+        """A move changes nothing here: the operands themselves."""
         return inputs
 
     def compute(self, program: Program, i: Compute, inputs: Sequence[Array], context: Engine) -> tuple[Array, ...]:
-        """All blocks at once."""
+        """Compute all blocks in one call."""
         if (show := i.operation.opdef.show) is not None:
             show(i.operation, inputs[1:])
         types, outs = self.types[i]

@@ -1,12 +1,11 @@
 """Loop trips in which only some indices of a dim are active: the fast executor computes these alone.
 
-`LoopRecord.active` says which they are, as of the stages of a pipeline that fills or drains. A value of the body that
-has the dim is then kept in part, the run [begin, end) of its indices, and whatever is parallel along the dim, or sums
-over it, runs on these parts. What is not (the shift to the next stage) runs on the whole, zeros around the part.
+`LoopRecord.active` gives the active indices, such as the stages of a pipeline as it fills or drains. Of a value of the
+body with that dim only the active range [begin, end) is kept, and operations that are parallel along the dim, or sum
+over it, run on ranges. Others (the shift to the next stage) run on whole values, zero outside the range.
 
-A carry that is left in part keeps what it held at the other indices: a sum of gradients, to which an idle stage adds
-nothing. What is stacked holds zeros there.
-"""
+A carry computed on a range keeps its previous value at other indices: a sum of gradients, to which an idle stage adds
+nothing. Stacked results are zero there."""
 
 from __future__ import annotations
 
@@ -35,18 +34,16 @@ Run = tuple[int, int]
 
 
 class Working(Move):
-    """What works of a value in this trip, by a mask that says so: all that is computed, and nothing runs."""
+    """Stands for a choice by a mask that is true for every index computed: its input, unchanged."""
 
 
 @dataclass(eq=False)
 class Parts:
-    """How the instructions of a body run on a part of a dim; found once.
+    """How the instructions of a loop body run on a range of indices of one dim; planned once.
 
-    dims     the dim of each value that has it, under the name that it has there
-    partial  the values that are kept in part; others that have the dim are there whole
-    factors  of each computation that runs on parts, the factor that stands for the dim
-    loops    the same of each loop that runs on parts
-    """
+    dims     the name that the dim has in each value that has it partial  values that are kept for the active range
+    alone; others with the dim are kept whole factors  for each computation on the range, the factor of the dim loops
+    the same plan for each nested loop that runs on the range"""
 
     size: int
     dims: dict[Value, str] = field(default_factory=dict)
@@ -56,23 +53,23 @@ class Parts:
     _types: dict[tuple[Value, int], TensorType] = field(default_factory=dict)
 
     def cut(self, v: Value, x: Array, run: Run) -> Array:
-        """Of a whole array, the part."""
+        """The active range of a whole array."""
         if v not in self.dims:
             return x
         return x[(np.s_[:],) * self.axis(v) + (np.s_[run[0] : run[1]],)]
 
     def filled(self, v: Value, part: Array, run: Run) -> Array:
-        """A whole array with zeros around the part."""
+        """A whole array, zero outside the active range."""
         whole = np.zeros(v.tensor.shape.sizes, part.dtype)
         self.cut(v, whole, run)[...] = part
         return whole
 
     def axis(self, v: Value) -> int:
-        """Where the dim stands in a value."""
+        """Position of the dim in a value."""
         return v.tensor.shape.index(self.dims[v])
 
     def type(self, v: Value, run: Run) -> TensorType:
-        """Of a value kept in part, or of the part of one that is whole."""
+        """Type of a value's active range."""
         if v not in self.dims:
             return v.tensor.type
         key = v, run[1] - run[0]
@@ -88,12 +85,11 @@ def parts_of(
     whole: bool,
     passing: AbstractSet[Instruction] = frozenset(),
 ) -> Parts:
-    """How a body runs on parts of `dim`.
+    """Plan how a body runs on a range of `dim`.
 
-    `inputs` says under which name its inputs have the dim; with `whole` all of them are there whole, and each user
-    takes what it needs; otherwise they are there in part. Instructions that are `passing` run on the whole, and so does
-    what takes their results and nothing that is there in part.
-    """
+    `inputs` are the inputs with the dim, and its name in each; with `whole`, they are given whole and each user cuts
+    its range, otherwise they are given as ranges. `passing` instructions run on whole values, and so do users of their
+    results that read no range."""
     passed = {y for i in passing for y in i.outputs}
     parts = Parts(dim.size, dict(inputs))
     either = set(inputs) if whole else set()
@@ -103,14 +99,14 @@ def parts_of(
         known = [x for x in i.inputs if x in parts.dims]
         if isinstance(i, Move):
             for x, y in zip(i.inputs, i.outputs, strict=True):
-                _pass(parts, either, x, y)
+                _propagate(parts, either, x, y)
                 if isinstance(i, Working) and y in parts.dims:
                     parts.partial.add(y)
                     either.discard(y)
             continue
         if not isinstance(i, Compute | Loop):
             for x, y in zip(i.inputs, i.outputs, strict=False):  # an operand rounded for the MXU
-                _pass(parts, either, x, y)
+                _propagate(parts, either, x, y)
             continue
         some = any(x in parts.partial for x in known)
         all_whole = any(x not in parts.partial and x not in either for x in known)
@@ -125,17 +121,17 @@ def parts_of(
         if i in passing:
             either.update(y for y in i.outputs if y not in parts.partial)
         elif known and all(x in either for x in known):
-            # What is moved along the dim of what is there whole is right wherever it is wanted. What is moved of parts
-            # is for other indices than work now, the next to work, and must stay whole.
+            # A move along the dim of a whole value is right for every index. A move of a range yields values for the
+            # indices that are active next, so its result must stay whole.
             either.update(y for y in i.outputs if y not in parts.partial)
-        for y in i.outputs:  # what no factor leads to is known by its name
+        for y in i.outputs:  # without a factor, the dim is known by its name
             if y not in parts.dims and dim in y.tensor.shape:
                 parts.dims[y] = dim.name
     return parts
 
 
 def passing_instructions(executor: FastExecutor, carries: Sequence[tuple[Value, Value]]) -> set[Instruction]:
-    """The instructions between what a trip is given of these carries and what it makes of them."""
+    """Instructions on a path from these carries at the start of a trip to the same carries at its end."""
     program = executor.ready.instructions
     reached = {begin for begin, _ in carries}
     after = []
@@ -152,8 +148,8 @@ def passing_instructions(executor: FastExecutor, carries: Sequence[tuple[Value, 
     return passing
 
 
-def _pass(parts: Parts, either: set[Value], x: Value, y: Value) -> None:
-    """What is but another name of `x`, or the sum of its parts."""
+def _propagate(parts: Parts, either: set[Value], x: Value, y: Value) -> None:
+    """Let `y`, an alias of `x` or the sum of its partial results, inherit the state of `x`."""
     if x in parts.dims:
         parts.dims[y] = parts.dims[x]
         if x in parts.partial:
@@ -176,7 +172,7 @@ def _compute_parts(parts: Parts, i: Compute, dim: Dimension, in_part: bool) -> N
 
 
 def _factor(parts: Parts, i: Compute, factors: Sequence[Factor], dim: Dimension) -> Factor | None:
-    """The factor that stands for the dim in all operands that have it, and in whose results it is as large."""
+    """The factor of the dim in all operands that have it, if results have the dim in the same size."""
     for f in factors:
         names = [parts.dims.get(x) for x in i.inputs]
         here = any(names) or (dim.name in f.outputs and not i.inputs)
@@ -205,14 +201,14 @@ def _loop_parts(executor: FastExecutor, parts: Parts, i: Loop, dim: Dimension, i
 
 @dataclass(eq=False)
 class PartialRun:
-    """Runs of one executor's program on parts of a dim."""
+    """Runs one executor's program on a range of a dim."""
 
     executor: FastExecutor
     parts: Parts
-    places: dict[Value, Array] = field(default_factory=dict)  # where some parts are written
+    places: dict[Value, Array] = field(default_factory=dict)  # where some ranges are written
 
     def run(self, given: Mapping[Value, Array], engine: Engine, run: Run) -> dict[Value, Array]:
-        """As `Interpreter.run`: values that are fetched, those in `parts.partial` in part."""
+        """As `Interpreter.run`: fetched values, as ranges for those in `parts.partial`."""
         program = self.executor.ready
         values, last = dict(given), program.last_use
         for n, i in enumerate(program.instructions):
@@ -233,7 +229,7 @@ class PartialRun:
         if isinstance(i, Compute | Loop):
             whole = [self._whole(x, values[x], run) for x in i.inputs]
             return tuple(self.executor.results(program, i, whole, values, engine))
-        # Moves, and operands rounded for the MXU: of a part as of the whole.
+        # Moves and rounded operands treat a range like a whole value.
         if isinstance(i, Working):
             return self._in_part(i, values, run)
         if isinstance(i, Move):
@@ -258,7 +254,7 @@ class PartialRun:
         types = tuple(self.parts.type(x, run) for x in i.inputs)
         outs = tuple(self.parts.type(y, run) for y in i.outputs)
         offsets = {**self.executor.zero_offsets[i], factor.name: run[0]}
-        # A part of a whole value may lie in the memory that the result is meant for, elsewhere than the result.
+        # A range of a whole value may overlap the result's memory at another offset.
         moved = any(x in self.parts.dims and x not in self.parts.partial for x in i.inputs)
         buffer = self.places.get(i.outputs[0])
         if buffer is None and not moved:
@@ -273,7 +269,7 @@ class PartialRun:
         return _beginning(buffer, shape)
 
     def _loop(self, i: Loop, inputs: Sequence[Array], engine: Engine, run: Run) -> list[Array]:
-        """A loop within the part: what it carries and stacks is in part too."""
+        """A nested loop on the range: its carries and stacked results are ranges, too."""
         inside = self.parts.loops[i]
         runner = PartialRun(self.executor.bodies[i], inside)
         body = i.body
@@ -293,22 +289,22 @@ class PartialRun:
         return [given[body.inputs[begin]] for begin, _ in i.carries] + beginnings
 
     def result(self, v: Value, values: Mapping[Value, Array], run: Run) -> Array:
-        """A value of the body in part, however it was computed."""
+        """The active range of a value of the body."""
         return values[v] if v in self.parts.partial else self.parts.cut(v, values[v], run)
 
 
 def _beginning(array: Array, shape: tuple[int, ...]) -> Array:
-    """The memory of a contiguous array, as much of it as a smaller one takes."""
+    """A smaller array in the beginning of a contiguous array's memory."""
     return array.reshape(-1)[: prod(shape)].reshape(shape)
 
 
 @dataclass(eq=False)
 class PartialTrips:
-    """The trips of one loop of which some indices are idle."""
+    """The trips of one loop in which some indices are idle."""
 
     loop: Loop
-    executor: FastExecutor  # of the body
-    over: Mapping[Value, Array]  # carries that are written over, each with its array
+    executor: FastExecutor  # of the loop's body
+    over: Mapping[Value, Array]  # carries updated in place, each with its array
 
     def __post_init__(self) -> None:
         active = self.loop.record.active
@@ -320,10 +316,10 @@ class PartialTrips:
         carries = [(body.inputs[begin], body.outputs[end]) for begin, end in self.loop.carries]
         passing = passing_instructions(self.executor, [carries[n] for n in active.whole])
         self.runner = PartialRun(self.executor, parts_of(self.executor, inputs, dim, whole=True, passing=passing))
-        self.carried: dict[Value, Array] = {}  # the arrays that hold carries from trip to trip
+        self.carried: dict[Value, Array] = {}  # arrays that carry other values from trip to trip
 
     def of(self, trip: int) -> Run | None:
-        """What works in a trip, with what lies between; None if that is all."""
+        """The active range of a trip, including gaps; None if it is the whole dim."""
         runs = self.active.runs(trip)
         run = (runs[0][0], runs[-1][1]) if runs else (0, 0)
         return None if run == (0, self.active.size) or not runs else run
@@ -331,11 +327,11 @@ class PartialTrips:
     def trip(
         self, given: Mapping[Value, Array], engine: Engine, run: Run, places: Mapping[Value, Array]
     ) -> dict[Value, Array]:
-        """One trip on a part: the carries after it; what is stacked is written to its places."""
+        """Run one trip on its active range; returns the carries, and writes stacked results to `places`."""
         parts, body = self.runner.parts, self.loop.body
         ends = {body.outputs[end]: body.inputs[begin] for begin, end in self.loop.carries}
         self.executor.begin_trip()
-        self.runner.places = {v: self._place(v, given[begin], run) for v, begin in ends.items() if self._is_over(v)}
+        self.runner.places = {v: self._place(v, given[begin], run) for v, begin in ends.items() if self._is_in_place(v)}
         values = self.runner.run(given, engine, run)
         for v, place in places.items():
             if v in parts.partial:
@@ -345,8 +341,8 @@ class PartialTrips:
                 place[...] = values[v]
         return {end: self._carried(end, given[begin], values[end], run) for end, begin in ends.items()}
 
-    def _is_over(self, v: Value) -> bool:
-        """Whether a carry is written, part by part, over what it was."""
+    def _is_in_place(self, v: Value) -> bool:
+        """Whether a carry's active range is overwritten in place."""
         return v in self.over and v in self.runner.parts.partial and self.runner.parts.axis(v) == 0
 
     def _place(self, v: Value, before: Array, run: Run) -> Array:

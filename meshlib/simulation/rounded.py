@@ -1,8 +1,7 @@
-"""Rounded copies of operands of the MXU that stay from step to step.
+"""Rounded copies of MXU operands that are reused from step to step.
 
-A variable that the program does not update, such as the weights of a step of decoding, is rounded to bfloat16 in the
-first step alone. Of a cache only the rows are rounded that the step wrote.
-"""
+A variable that the program does not update, such as the weights in decoding, is rounded to bfloat16 in the first step
+alone. Of a cache, only the rows that the step wrote are rounded."""
 
 from __future__ import annotations
 
@@ -21,16 +20,16 @@ Array = np.ndarray[Any, Any]
 
 @dataclass
 class RoundedCopies:
-    """Per operand of a body the array that was rounded, which is referenced, and its rounded copy, in each trip."""
+    """For each operand of a body and trip: the array that was rounded (kept alive), and its rounded copy."""
 
     _copies: dict[Hashable, tuple[Array, Array]] = field(default_factory=dict)
 
     def clear(self) -> None:
-        """Forget all copies: something else may have been written to the arrays that they were made of."""
+        """Forget all copies: their source arrays may have been overwritten."""
         self._copies.clear()
 
     def of(self, key: Hashable, x: Array, spare: SpareArrays) -> Array | None:
-        """The rounded copy of `x`; None where `x` is neither a constant of the program nor was updated in rows."""
+        """The rounded copy of `x`; None unless `x` is a constant of the program or was updated by rows."""
         source, rounded = self._copies.pop(key, (None, None))
         pair = spare.written_in_this_step(x)
         if pair is None and not spare.is_constant(x):

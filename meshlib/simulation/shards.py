@@ -1,4 +1,4 @@
-"""Blocks and collectives of intermediate tensors: the last step once more, as far as the tensor that is asked for."""
+"""Blocks and collectives of intermediate tensors, by running the last step again up to the tensor asked for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class LastStep:
-    """What determines every value of a step: program, feeds, the state before it, and seed and number of the step."""
+    """Everything that determines a step's values: program, feeds, state before the step, seed and step number."""
 
     program: Program
     feeds: Mapping[str, Array]
@@ -30,12 +30,12 @@ class LastStep:
     engine: Engine
 
 
-class _Seen(Exception):  # ends a run, and is no fault
-    """The value was computed as often as was asked."""
+class _Seen(Exception):  # ends the run; not an error
+    """The value has been computed as many times as asked for."""
 
 
 def intermediate(step: LastStep, name: str, device: int, trip: int) -> Array:
-    """The block of a tensor on one device, in a step; see `Simulation.shard`.
+    """One device's block of a tensor in a step; see `Simulation.shard`.
 
     Returns: a copy, in the tensor's dtype.
     Raises: FeedError for a name that the program does not have, and a trip that it does not reach.
@@ -45,14 +45,14 @@ def intermediate(step: LastStep, name: str, device: int, trip: int) -> Array:
 
 
 def ring_of(step: LastStep, name: str, device: int, trip: int) -> RingRun:
-    """The collective that brings a tensor, step by step, in the group of one device; see `Simulation.ring`."""
+    """The collective that produced a tensor, step by step, in one device's group; see `Simulation.ring`."""
     named = None if not name.startswith("%") else _value(step.program, name, "ring")
     for move, place in _ring_moves(step.program):
         value = move.outputs[place]
         if value is named or (named is None and value.tensor.name == name):
             break
     else:
-        _value(step.program, name, "ring")  # which says so of a name that is none
+        _value(step.program, name, "ring")  # raises for unknown names
         raise FeedError(
             f"{at('ring')}: '{name}' is not what a collective round a ring brings; program.collectives lists them, and "
             "print(program) their names, such as %3"
@@ -60,7 +60,7 @@ def ring_of(step: LastStep, name: str, device: int, trip: int) -> RingRun:
     reshard, operand = move.steps[place], move.inputs[place]
     blocks = _blocks(step, operand, name, trip)
     group = next(g for g in step.program.mesh.groups(reshard.axes) if device in g)
-    along = reshard.to_dim or reshard.dim  # what is cut in blocks comes first
+    along = reshard.to_dim or reshard.dim  # the dim cut into blocks comes first
     dim = operand.tensor.shape.index(along) if along and not STEP_KINDS[reshard.kind].gathers else 0
     dtype = operand.tensor.dtype.public
     exact = dtype if np.dtype(dtype).kind in "fiu" else np.dtype(np.float32)
@@ -68,7 +68,7 @@ def ring_of(step: LastStep, name: str, device: int, trip: int) -> RingRun:
 
 
 def _blocks(step: LastStep, value: Value, name: str, trip: int) -> Blocks:
-    """The blocks of a value on all devices, when it is computed for the `trip`-th time."""
+    """All devices' blocks of a value, at its `trip`-th computation."""
     if value in step.program.inputs.values():
         return cut(step.feeds[value.tensor.name], value.sharding)
     if value in step.program.variables.values():
@@ -93,7 +93,7 @@ def _blocks(step: LastStep, value: Value, name: str, trip: int) -> Blocks:
 
 
 def _value(program: Program, name: str, what: str) -> Value:
-    """The value of a name; of several copies of a tensor the last in the program, or loop body, that computes it."""
+    """The value of a name; of several copies of a tensor, the last one in the program or loop body that computes it."""
     if name.startswith("%"):
         own = [y for i in program.instructions for y in i.outputs]
         if name[1:].isdecimal() and int(name[1:]) < len(own):
@@ -113,7 +113,7 @@ def _value(program: Program, name: str, what: str) -> Value:
 
 
 def _ring_moves(program: Program) -> Iterator[tuple[Move, int]]:
-    """Collectives that run round a ring, each with the place of one of its values."""
+    """Ring collectives, each with the position of one of its values."""
     for body in _bodies(program):
         for i in body.instructions:
             if isinstance(i, Move):
@@ -121,7 +121,7 @@ def _ring_moves(program: Program) -> Iterator[tuple[Move, int]]:
 
 
 def _bodies(program: Program) -> Iterator[Program]:
-    """The program, then the bodies of its loops in their order."""
+    """The program, then the bodies of its loops in order."""
     yield program
     for i in program.instructions:
         if isinstance(i, Loop):

@@ -1,4 +1,4 @@
-"""The state of a simulation: global arrays by variable name, without layout, checked when assigned."""
+"""State of a simulation: global arrays by variable name, independent of layout, checked when assigned."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Array = np.ndarray[Any, Any]
 
 
 def to_storage(array: object, shape: Shape, dtype: DType, what: str) -> Array:
-    """`array` as the simulation stores it, C-contiguous.
+    """`array` in storage form: C-contiguous, in the storage dtype.
 
     Floats of any width are taken for a float dtype, integers for an integer dtype if they fit; lists of Python numbers
     for either. Nothing else is converted.
@@ -32,7 +32,7 @@ def to_storage(array: object, shape: Shape, dtype: DType, what: str) -> Array:
         try:
             array = np.asarray(array)
             if dtype.is_float and array.dtype.kind in "iu":
-                array = array.astype(np.float64)  # Python's own numbers have no dtype to respect
+                array = array.astype(np.float64)  # Python numbers have no dtype to respect
         except (ValueError, OverflowError):
             raise FeedError(
                 f"{what}: the nested list is no array of shape {list(shape.sizes)}; its rows differ"
@@ -53,7 +53,7 @@ def to_storage(array: object, shape: Shape, dtype: DType, what: str) -> Array:
 
 
 def fed_arrays(program: Program, given: Mapping[str, Any]) -> dict[str, Array]:
-    """The feeds of a program in storage form; all names checked at once."""
+    """Feeds of a program in storage form, after checking all names together."""
     unknown = [n for n in given if n not in program.inputs]
     missing = [n for n in program.inputs if n not in given]
     faults = [f"unknown feed '{n}'{nearest(n, program.inputs)}" for n in unknown]
@@ -73,7 +73,7 @@ def fed_arrays(program: Program, given: Mapping[str, Any]) -> dict[str, Array]:
 
 @dataclass(frozen=True)
 class Slot:
-    """What a variable is: its dims, the dtype the devices store, the dtype users see."""
+    """A variable's dims, storage dtype, and dtype seen by users."""
 
     shape: Shape
     dtype: DType
@@ -87,32 +87,32 @@ class Slot:
 
 
 class Processes(Protocol):
-    """Several processes that hold parts of one state each, and write and read one file together.
+    """Several processes with parts of one state each, which write and read one file together.
 
     `places` says of each tensor where in the file it begins, in bytes, and what it is. Each method is called in all
     processes; if it fails in one, it raises in all.
     """
 
-    first: bool  # whether this process is the one that makes the file
+    first: bool  # whether this process creates the file
 
     def write(self, file: BinaryIO, places: Mapping[str, tuple[int, Shape, DType]]) -> dict[str, int]:
-        """Write the tensors into a file that the first process has open; their CRC-32s."""
+        """Write this process's tensors to a file opened by the first process; returns their CRC-32s."""
         ...
 
     def follow(self, places: Mapping[str, tuple[int, Shape, DType]]) -> None:
-        """What the others do meanwhile."""
+        """What the other processes do during `write`."""
         ...
 
     def agree(self, fault: str | None) -> None:
-        """Wait for all; raise CheckpointError if one has a fault."""
+        """Wait for all processes; raise CheckpointError if one has failed."""
         ...
 
     def mine(self, names: Sequence[str]) -> list[str]:
-        """Of tensors those that this process looks through for damage."""
+        """The tensors that this process checks for damage."""
         ...
 
     def blocks(self, path: str, places: Mapping[str, tuple[int, Shape, DType]]) -> dict[str, Array]:
-        """The tensors of a file, of which no more is read than is asked for."""
+        """Tensors of a file, reading only the parts that are needed."""
         ...
 
 
@@ -129,7 +129,7 @@ class State(MutableMapping[str, Array]):
         self.seed = seed
         self.arrays: dict[str, Array] = {STEP: np.zeros((), np.int32)}
         self.slots: dict[str, Slot] = {}
-        # Held while a step runs: it writes over arrays that it gave to the state two steps before.
+        # Held during a step, which overwrites arrays that it gave to the state two steps before.
         self.lock = RLock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -141,7 +141,7 @@ class State(MutableMapping[str, Array]):
         vars(self).update(state, lock=RLock())
 
     def declare(self, variables: Mapping[str, Operation]) -> None:
-        """Make the variables of a program known; new ones take their initial value from seed and name."""
+        """Register a program's variables; new ones get their initial value from seed and name."""
         for name, op in variables.items():
             slot = Slot.of(op)
             known = self.slots.get(name)
@@ -158,15 +158,15 @@ class State(MutableMapping[str, Array]):
                     self.put(name, to_storage(np.asanyarray(initial_value), slot.shape, slot.dtype, what))
 
     def stored(self, name: str) -> Array:
-        """The whole array of a variable as the simulation stores it; not to be written to."""
+        """A variable's whole array in storage form; read-only."""
         return self.arrays[name]
 
     def copy_to(self, name: str, out: Array) -> None:
-        """Copy what `stored` returns into an array of its shape and dtype."""
+        """Copy the storage form of a variable into an array of its shape and dtype."""
         np.copyto(out, self.arrays[name])
 
     def put(self, name: str, array: Array) -> None:
-        """Take an array, of the right shape and storage dtype, for the value of a variable."""
+        """Assign an array that has the right shape and storage dtype."""
         self.arrays[name] = array
 
     def _initial(self, name: str, slot: Slot, op: Operation) -> object:
@@ -177,7 +177,7 @@ class State(MutableMapping[str, Array]):
                 f"variable '{name}' {slot.dtype}{slot.shape} ({op.source}) needs "
                 f"{slot.dtype.size_bytes(slot.shape.size)} bytes, more than there are here; lowering needs none"
             ) from None
-        except (TypeError, ValueError) as fault:  # of the user's own function
+        except (TypeError, ValueError) as fault:  # raised by the user's initializer
             raise FeedError(f"the initializer of variable '{name}' ({op.source}) failed: {fault}") from fault
 
     def __getitem__(self, name: str) -> Array:

@@ -1,4 +1,4 @@
-"""Published measurements as programs, and predictions beside them.
+"""Published measurements as programs, with predictions beside them.
 
 policies  runs  training  micro  published   measured rows as programs
 calibrate                                    fitting of the constants of `meshlib.estimation.time.physics`

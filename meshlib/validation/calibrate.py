@@ -22,19 +22,19 @@ from numpy.typing import NDArray
 from meshlib.core.errors import GraphError
 from meshlib.estimation import CALIBRATED, Physics
 
-# Errors of about this size are expected of every row; beyond, they count linearly.
+# Typical error of a row; beyond it, errors count linearly.
 EXPECTED_ERROR = 0.04
-STEP = 0.1  # of a constant's spread, to measure a slope
+STEP = 0.1  # of a constant's prior spread: finite difference for slopes
 ROUNDS = 8
-SHARES = (1.0, 0.5, 0.25, 0.1)  # of a Gauss-Newton step that are tried
-ENOUGH = 0.01  # of the loss; a round that gains less is the last
+SHARES = (1.0, 0.5, 0.25, 0.1)  # fractions of a Gauss-Newton step to try
+ENOUGH = 0.01  # of the loss: the fit stops after a round that gains less
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A measured time, and how to predict it: `predict(physics)` in seconds; `group` is the chip."""
+    """A measured time and its prediction: `predict(physics)` in seconds; `group` is the chip."""
 
     name: str
     group: str
@@ -47,7 +47,7 @@ class Case:
 
 
 def fit(cases: Sequence[Case], start: Physics = CALIBRATED, rounds: int = ROUNDS) -> Physics:
-    """The constants that predict the cases best; those that are not fitted stay as in `start`.
+    """The constants that predict the cases best; constants that are not fitted stay as in `start`.
 
     Raises: GraphError without cases.
     """
@@ -63,7 +63,7 @@ def fit(cases: Sequence[Case], start: Physics = CALIBRATED, rounds: int = ROUNDS
 
 
 def left_out(cases: Sequence[Case], fitted: Physics, rounds: int = 2) -> dict[str, Physics]:
-    """For each group, the constants fitted to all cases of other groups, from those fitted to all.
+    """Leave-one-out fits: for each group, constants fitted to the cases of all other groups, starting from `fitted`.
 
     Raises: GraphError if there is one group only.
     """
@@ -73,17 +73,17 @@ def left_out(cases: Sequence[Case], fitted: Physics, rounds: int = 2) -> dict[st
     shared = _Slopes.of(cases, fitted)
     physics_of = {}
     for group in groups:
-        kept = [n for n, c in enumerate(cases) if c.group != group]
-        physics = _solved(shared, kept)
+        others = [n for n, c in enumerate(cases) if c.group != group]
+        physics = _solved(shared, others)
         for _ in range(rounds - 1):
-            moved = np.array([cases[n].residual(physics) for n in kept])
-            physics = _solved(_Slopes(physics, moved, shared.slopes[kept]), range(len(kept)))
+            moved = np.array([cases[n].residual(physics) for n in others])
+            physics = _solved(_Slopes(physics, moved, shared.slopes[others]), range(len(others)))
         physics_of[group] = physics
     return physics_of
 
 
 def _along(cases: Sequence[Case], here: Physics, there: Physics) -> tuple[Physics, float]:
-    """The best of some points from here to there, and by how much it is better."""
+    """Line search: the best of some points between two sets of constants, and its gain."""
     names = Physics.fitted()
     best, least = here, _loss(cases, here)
     start = least
@@ -97,7 +97,7 @@ def _along(cases: Sequence[Case], here: Physics, there: Physics) -> tuple[Physic
 
 
 def _loss(cases: Sequence[Case], physics: Physics) -> float:
-    """Huber's loss of all residuals, and the squared distance of the constants from their priors, in spreads."""
+    """Huber loss of all residuals, plus squared distances of the constants from their priors, in units of spread."""
     total = 0.0
     for c in cases:
         r = abs(c.residual(physics)) / EXPECTED_ERROR
@@ -110,7 +110,7 @@ def _loss(cases: Sequence[Case], physics: Physics) -> float:
 
 @dataclass(frozen=True)
 class _Slopes:
-    """Residuals of cases at some constants, and their change with each fitted constant."""
+    """Residuals of the cases at some constants, and their derivatives by each fitted constant."""
 
     physics: Physics
     residuals: Floats  # [cases]
@@ -132,7 +132,7 @@ class _Slopes:
 
 
 def _solved(at: _Slopes, chosen: Sequence[int] | range) -> Physics:
-    """The constants of least robust error over the chosen cases, on slopes at some constants."""
+    """One linearised Huber fit of the constants to the chosen cases."""
     names = Physics.fitted()
     about = [Physics.field(n).metadata for n in names]
     now = np.array([getattr(at.physics, n) for n in names])
@@ -140,7 +140,7 @@ def _solved(at: _Slopes, chosen: Sequence[int] | range) -> Physics:
     low, high = np.array([a["range"] for a in about]).T
     rows = list(chosen)
     residuals, slopes = at.residuals[rows], at.slopes[rows] * spread
-    # In spreads from `now`; slopes hold nearby only.
+    # In spreads from `now`; slopes are valid only nearby.
     least, most = np.maximum((low - now) / spread, -1.5), np.minimum((high - now) / spread, 1.5)
     moved: Floats = np.zeros(len(names))
     for _ in range(30):
@@ -154,7 +154,7 @@ def _solved(at: _Slopes, chosen: Sequence[int] | range) -> Physics:
 
 
 def _bounded(left: Floats, right: Floats, least: Floats, most: Floats) -> Floats:
-    """Least squares within bounds: what leaves them is put on them, and the rest solved again."""
+    """Least squares within bounds: variables that leave them are fixed at the bound, and the rest solved again."""
     solution = np.zeros(left.shape[1])
     free = np.ones(left.shape[1], bool)
     while free.any():

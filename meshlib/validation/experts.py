@@ -1,4 +1,4 @@
-"""Mixtures of experts and latent attention of published runs, as rows describe them."""
+"""Mixtures of experts and latent attention of published runs, from the fields of their rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RANKS = ("kv_lora", "qk_nope", "qk_rope", "v_head")
 
 
 def with_experts(model: dict[str, Any]) -> None:
-    """Fill in what other dimensions of a model with experts follow from; gated, as all that are published since 2023.
+    """Derive missing dimensions of a model with experts; gated, as in all models published since 2023.
 
     Raises: NotExpressed where the experts themselves are not stated.
     """
@@ -34,9 +34,9 @@ def with_experts(model: dict[str, Any]) -> None:
 
 
 def experts_of(row: Row, model: Mapping[str, Any]) -> tuple[Experts | None, tuple[str, ...]]:
-    """The experts of a run, and what of them is assumed.
+    """The experts of a run, and the assumptions made about them.
 
-    With a capacity factor experts have that much room in each sequence. Without one they take all tokens that come.
+    A capacity factor applies to each sequence. Without one, routing is dropless.
     """
     if not model.get("experts"):
         return None, ()

@@ -1,4 +1,4 @@
-"""Work of the hosts in published runs whose times include it.
+"""Host work in published runs whose times include it.
 
 Runs of one table differ in machine and batch only. A host prepares images at some rate, and between two steps it starts
 the next; so a step takes
@@ -24,23 +24,23 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Host:
-    """A host: `examples_per_second` that it prepares, `start_seconds` between two steps."""
+    """A host that prepares `examples_per_second`, and takes `start_seconds` to start a step."""
 
     examples_per_second: float
     start_seconds: float
 
     def step_seconds(self, device_seconds: float, examples: float) -> float:
-        """Of a step with so many examples of each host."""
+        """Seconds of a step with `examples` examples per host."""
         return self.start_seconds + max(device_seconds, examples / self.examples_per_second)
 
 
 def includes_input(row: Row) -> bool:
-    """Whether the time that a row gives is that of a whole run, on the wall."""
+    """Whether a row's time is the wall time of a whole run."""
     return "wall time includes input" in str(row.get("note", ""))
 
 
 def host_of(row: Row) -> tuple[Host | None, tuple[str, ...], str]:
-    """The host of a row, what is assumed of it, and why the row itself is no measure; None where no row says it."""
+    """The host of a row, the assumptions made about it, and why the row itself is no measure; None if unknown."""
     if not includes_input(row):
         return None, (), ""
     table = [r for r in ROWS if includes_input(r) and (r.get("batch") or {}).get("global_examples")]
@@ -56,7 +56,7 @@ def host_of(row: Row) -> tuple[Host | None, tuple[str, ...], str]:
 
 
 def _pair(table: Sequence[Row]) -> tuple[Host, tuple[str, str]] | None:
-    """By the two largest batches on the largest machine."""
+    """The host fitted to the two largest batches on the largest machine, and the ids of these rows."""
     largest = max((r.get("n_chips") or 0 for r in table), default=0)
     runs = sorted((_run(r) for r in table if r.get("n_chips") == largest), reverse=True)
     if len(runs) < 2 or runs[0][0] == runs[1][0]:
@@ -69,7 +69,7 @@ def _pair(table: Sequence[Row]) -> tuple[Host, tuple[str, str]] | None:
 
 
 def _run(row: Row) -> tuple[float, float, str]:
-    """(images of a host in a step, seconds of a step, id)."""
+    """(images per host and step, seconds of a step, id)."""
     batch = row["batch"]["global_examples"]
     hosts = max(1, row["n_chips"] // get_chip(row["chip"]).chips_per_host)
     minutes = next(value for key, value in row["measured"].items() if re.fullmatch(r"minutes_\d+_epochs", key))

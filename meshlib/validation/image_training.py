@@ -1,4 +1,4 @@
-"""Published runs of residual networks as programs: `mtf.models.image_step` under the run's mesh, and its time.
+"""Published ResNet training runs as programs: `mtf.models.image_step` on the run's mesh, with its predicted time.
 
 The constants are those that dense Transformers were fitted to; nothing is fitted to these runs. A run's program depends
 on what it trains and where, so rows about the same machine share it.
@@ -26,14 +26,14 @@ GROUP = "group"
 
 @dataclass(frozen=True)
 class PreparedImages:
-    """A run whose programs are estimated."""
+    """A run with estimates of its programs."""
 
     run: ImageRun
     step: Estimate
     evaluation: Estimate | None
 
     def seconds(self, physics: Physics) -> float:
-        """Modelled time of what was measured: steps, evaluations, and what hosts do."""
+        """Predicted seconds of the measured work: steps, evaluations, and hosts."""
         run = self.run
         step = self.step.with_physics(physics).step_seconds
         if run.host is not None:
@@ -42,22 +42,22 @@ class PreparedImages:
         if self.evaluation is not None:
             one = self.evaluation.with_physics(physics).step_seconds
             total += math.ceil(run.evaluated / run.batch) * one
-            if run.evaluation_seconds:  # training has been started as evaluation was
+            if run.evaluation_seconds:  # training starts like an evaluation
                 total += max(0.0, run.evaluation_seconds - math.ceil(EVALUATED / run.batch) * one)
         return total
 
     @property
     def utilisation(self) -> float:
-        """FLOPs of the training steps per second of the measured time, over the bf16 peak of the slice."""
+        """FLOPs of the training steps per measured second, over the bf16 peak of the slice."""
         flops = self.run.steps * self.step.useful_flops
         return flops / self.run.measured_seconds / self.run.slice.peak_flops_per_device
 
 
-EVALUATED = 50_000  # images of ImageNet's validation set
+EVALUATED = 50_000  # ImageNet validation images
 
 
 def prepare_images(run: ImageRun, compiler: Compiler = XLA_TPU) -> PreparedImages:
-    """Write, lower and estimate the programs of a run.
+    """Build, lower and estimate the programs of a run.
 
     Raises: MeshlibError where the library cannot express or lay out the run.
     """
@@ -71,7 +71,7 @@ def prepare_images(run: ImageRun, compiler: Compiler = XLA_TPU) -> PreparedImage
 def _estimated(
     config: ResNetConfig, dims: tuple[Dimension, Dimension], optimizer: str, slice_: Slice, compiler: Compiler
 ) -> Estimate:
-    """Of a training step by the optimizer of that name, or of an evaluation without one."""
+    """Estimate of a training step with that optimizer, or of an evaluation if it is None."""
     groups, _ = dims
     return estimate(_lowered(config, dims, optimizer, slice_.devices // groups.size, compiler), slice_)
 
@@ -80,7 +80,7 @@ def _estimated(
 def _lowered(
     config: ResNetConfig, dims: tuple[Dimension, Dimension], optimizer: str, cores: int, compiler: Compiler
 ) -> Program:
-    """The same program serves every chip on which a replica has so many cores."""
+    """The program, shared by all chips on which a replica has that many cores."""
     groups, _ = dims
     mesh = f"{REPLICAS}:{groups.size}" + (f";{GROUP}:{cores}" if cores > 1 else "")
     layout = f"{REPLICAS}:{REPLICAS}" + (f";batch:{GROUP}" if cores > 1 else "")

@@ -1,4 +1,4 @@
-"""Published training runs of residual networks as plain data: what a row says of network, machine, batch and work.
+"""Published ResNet training runs as plain data: network, machine, batch and work, from the fields of their rows.
 
 What a row leaves open is decided by what runs of its kind do, and said in `assumed`: statistics of batch norm are of at
 least `NORM_IMAGES` images, of one core or of as many neighbours as have them; a batch that is not stated is that of the
@@ -45,9 +45,9 @@ class ImageRun:
       config: the network; batch: images of a step, those included that fill it up for all devices.
       slice: where it ran; norm_cores: devices that share statistics of a batch norm.
       optimizer: "lars" or "momentum".
-      steps: of training in the measured time, evaluated: images of evaluations in it; measured_seconds: of all.
+      steps, evaluated: training steps and evaluated images in the measured time; measured_seconds: of both.
       evaluation_seconds: of one evaluation, where the row gives it; 0 elsewhere.
-      host: what its hosts do for each step, where the time includes that.
+      host: host work per step, where the time includes it.
       apart: why the row is no measure of the model, or ""; assumed: what the row left open.
     """
 
@@ -69,13 +69,13 @@ class ImageRun:
 
     @property
     def dims(self) -> tuple[Dimension, Dimension]:
-        """Of the examples: groups with statistics of their own, and images in each."""
+        """Dims of the examples: groups with statistics of their own, and images in each."""
         groups = self.slice.devices // self.norm_cores
         return Dimension(REPLICAS, groups), Dimension("batch", self.batch // groups)
 
 
 def is_of_images(row: Row) -> bool:
-    """Whether a row is a run of a network for images."""
+    """Whether a row is a run of an image network."""
     model = row.get("model")
     if not isinstance(model, Mapping) or model.get("op"):
         return False
@@ -83,7 +83,7 @@ def is_of_images(row: Row) -> bool:
 
 
 def image_run_of(row: Row) -> ImageRun:
-    """The training run of a residual network that a row describes.
+    """The ResNet training run that a row describes.
 
     Raises: NotExpressed, with the reason, for other networks and for what the row leaves open.
     """
@@ -122,13 +122,7 @@ def image_run_of(row: Row) -> ImageRun:
 
 
 def resnet_name(text: str) -> str:
-    """The preset that a name means, "" if none.
-
-    >>> resnet_name("ResNet-50 v1.5"), resnet_name("ResNet-50-v2 (pre-activation)"), resnet_name("resnet_101 v1")
-    ('resnet-50', 'resnet-50-v2', 'resnet-101-v1')
-    >>> resnet_name("UNet3D"), resnet_name("RetinaNet, ResNet-50 FPN"), resnet_name("ResNet-7")
-    ('', '', '')
-    """
+    """The preset that a name refers to; "" if none."""
     match = re.match(r"resnet[- _]?(\d+)(?:[- _,]*v\s?(1\.5|1|2)(?![\d.]))?", text.strip().lower())
     if match is None:
         return ""
@@ -192,7 +186,7 @@ def _stated_batch(row: Row, chip: Chip) -> int:
 
 
 def _measured(row: Row, batch: int, slice_: Slice) -> tuple[int, int, float, tuple[str, ...]]:
-    """(training steps, images evaluated, seconds of all of them, what of this is assumed)."""
+    """(training steps, evaluated images, seconds of both, assumptions)."""
     given, derived = row.get("measured") or {}, row.get("derived") or {}
     block = next((float(given[k]) for k in ("block_s_median", "block_s_mean", "block_s") if given.get(k)), 0.0)
     if block:

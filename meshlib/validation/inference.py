@@ -34,19 +34,15 @@ _NARROW = {"int8": "int8", "fp8": "float8_e4m3fn", "int4": "int4"}
 
 
 def phase_of(row: Row) -> str:
-    """ "prefill" or "decode"; "" for what is no inference.
-
-    >>> phase_of({"batch": {"phase": "decode 64 tokens after 2048 context"}}), phase_of({"kind": "inference"})
-    ('decode', 'decode')
-    """
-    said = str((row.get("batch") or {}).get("phase", "")) if isinstance(row.get("batch"), Mapping) else ""
-    if "inference" not in str(row.get("kind")) and not said:
+    """ "prefill" or "decode"; "" for rows that are no inference."""
+    phase = str((row.get("batch") or {}).get("phase", "")) if isinstance(row.get("batch"), Mapping) else ""
+    if "inference" not in str(row.get("kind")) and not phase:
         return ""
-    return "prefill" if "prefill" in said.lower() else "decode"
+    return "prefill" if "prefill" in phase.lower() else "decode"
 
 
 def priced(row: Row, compiler: Compiler = XLA_TPU) -> Priced:
-    """The estimate of a prefill, or of all tokens that are decoded, beside the measured time.
+    """The estimate of a prefill, or of decoding all tokens, beside the measured time.
 
     Raises: NotExpressed, with the reason.
     """
@@ -55,7 +51,7 @@ def priced(row: Row, compiler: Compiler = XLA_TPU) -> Priced:
 
 
 def estimated(row: Row, compiler: Compiler = XLA_TPU) -> tuple[Estimate, int]:
-    """The estimate of a step, and how many of them the row measures."""
+    """The estimate of a step, and the number of steps that the row measures."""
     batch, phase = row.get("batch") or {}, phase_of(row)
     sequences = batch.get("sequences") or batch.get("global_sequences")
     if not sequences:
@@ -76,7 +72,7 @@ def estimated(row: Row, compiler: Compiler = XLA_TPU) -> tuple[Estimate, int]:
 
 
 def _lengths(said: str, phase: str) -> tuple[int, int]:
-    """Tokens that are read or decoded, and those before them."""
+    """(tokens read or decoded, tokens of context before them)."""
     counts = [int(n) for n in re.findall(r"\d+", said)]
     if phase == "prefill" and len(counts) == 1:
         return counts[0], 0
@@ -98,7 +94,7 @@ def _layout(layout: Mapping[str, Any], devices: int) -> tuple[dict[str, int], st
 
 
 def _config(row: Row) -> TransformerConfig:
-    """The published model of that name, if it has these dimensions; else a decoder of these."""
+    """The published model of that name if its dimensions agree, otherwise a decoder of the row's dimensions."""
     model, _ = dimensions(row)
     words = str(row.get("precision", "")).lower()
     weights = words.partition("weights")[0] if "weights" in words else words
@@ -119,7 +115,7 @@ def _config(row: Row) -> TransformerConfig:
 
 
 def _padded(config: TransformerConfig, row: Row, chips: int) -> TransformerConfig:
-    """The model as it ran."""
+    """The model as it was run, with padded heads."""
     for (paper, name), (least, heads) in _PADDED_HEADS.items():
         if paper in str(row.get("source")) and config.name == name and chips >= least:
             return config.replace(heads=heads)

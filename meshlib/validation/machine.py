@@ -24,16 +24,16 @@ _AXES = {
     "tensor_sequence": "tensor", "model": "tensor", "mdl": "tensor", "context": "context", "sequence": "context",
 }  # fmt: skip
 MOST_CHIPS = 10**9
-_REST = -1  # a size in a layout: what the other axes leave
+_REST = -1  # a size in a layout: all remaining devices
 
 
 @dataclass(frozen=True)
 class MeshAxes:
-    """A run's mesh.
+    """Mesh of a run.
 
     Attributes:
-      sizes: axis -> size, devices in all; across: of them, the part of each that joins slices, where the row says so.
-      assumed: what of it the row left open.
+      sizes: axis -> size, devices in all; across: factor of each axis that spans slices, if stated.
+      assumed: assumptions where the row is silent.
     """
 
     sizes: tuple[tuple[str, int], ...]
@@ -42,7 +42,7 @@ class MeshAxes:
 
 
 def slice_of(row: Row, chip: Chip) -> tuple[Slice, tuple[str, ...]]:
-    """The slices of a row, as one, and what of them is assumed.
+    """The slices of a row as one `Slice`, and the assumptions made.
 
     Raises: NotExpressed where the number of chips is not stated or no multiple of that of the slices.
     """
@@ -61,7 +61,7 @@ def slice_of(row: Row, chip: Chip) -> tuple[Slice, tuple[str, ...]]:
     try:
         return Slice(name, chip), assumed
     except HardwareError:
-        # A machine that is no slice on offer: the same chips in a torus of their own.
+        # Not a slice on offer: the same chips in a torus of their own.
         sides = tuple(sorted(map(int, size.split("x"))))
         own = replace(chip, pod_shape=sides, max_slice_chips=math.prod(sides))
         if chip.wrap_cube and any(side % chip.wrap_cube for side in sides):
@@ -70,13 +70,7 @@ def slice_of(row: Row, chip: Chip) -> tuple[Slice, tuple[str, ...]]:
 
 
 def shape_of(where: object) -> tuple[int, ...]:
-    """The sides of a slice as rows give them, in digits or words; () where they do not.
-
-    >>> shape_of({"topology": "2-D mesh, 4x4, no wrap"}), shape_of([4, 4, 8]), shape_of(None)
-    ((4, 4), (4, 4, 8), ())
-    >>> shape_of("a torus of 8 by 16"), shape_of("4 \u00d7 4 \u00d7 4"), shape_of("cube of 4"), shape_of("ring of 16")
-    ((8, 16), (4, 4, 4), (4, 4, 4), (16,))
-    """
+    """Slice sides as stated in a row, in digits or words; () if not stated."""
     topology = where.get("topology") if isinstance(where, Mapping) else where
     if isinstance(topology, list | tuple):
         return tuple(int(side) for side in topology)
@@ -90,13 +84,13 @@ def shape_of(where: object) -> tuple[int, ...]:
 
 
 def _pod_of(where: object, chip: Chip) -> tuple[int, ...]:
-    """The sides of a whole pod, where a row says that it is one."""
+    """Sides of a whole pod, if a row says that it is one."""
     topology = where.get("topology") if isinstance(where, Mapping) else where
     return chip.pod_shape if re.search(r"\b(?:full|whole|entire) pod\b", str(topology or "").lower()) else ()
 
 
 def _counts(row: Row, chip: Chip, shape: tuple[int, ...]) -> tuple[int, int]:
-    """(slices, chips in all)."""
+    """(number of slices, chips in all)."""
     layout, where = row.get("layout"), row.get("slice")
     across = [int(n) for key, n in stated_sizes(layout).items() if key.startswith("dcn_") and n > 0]
     slices = int(row.get("n_slices") or math.prod(across))
@@ -111,7 +105,7 @@ def _counts(row: Row, chip: Chip, shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _compact(chips: int, rank: int, chip: Chip) -> str:
-    """The most compact box of that many chips, of whole cubes where the chip's slices are made of them."""
+    """The most compact box of that many chips, made of whole cubes where the chip's slices are."""
     edge = chip.wrap_cube if chip.wrap_cube and chips % chip.wrap_cube**rank == 0 else 1
     boxes = _boxes(chips // edge**rank, rank)
     best = min(boxes, key=lambda sides: (sum(sides), sides))
@@ -119,7 +113,7 @@ def _compact(chips: int, rank: int, chip: Chip) -> str:
 
 
 def _boxes(volume: int, rank: int) -> Iterator[tuple[int, ...]]:
-    """The sides of boxes of a volume, ascending."""
+    """Sides of all boxes of a volume, ascending."""
     if rank == 1:
         yield (volume,)
         return
@@ -129,13 +123,7 @@ def _boxes(volume: int, rank: int) -> Iterator[tuple[int, ...]]:
 
 
 def stated_sizes(layout: object) -> dict[str, int]:
-    """The axes of a layout that have a size.
-
-    >>> stated_sizes({"ici_fsdp": 64.0, "dcn_data": "2", "note": "data between slices"})
-    {'ici_fsdp': 64, 'dcn_data': 2}
-    >>> stated_sizes("data:2 (DCN); fsdp:256; tensor:12")
-    {'data': 2, 'fsdp': 256, 'tensor': 12}
-    """
+    """Axes of a layout that have a size."""
     size_of = {}
     texts = [layout] if isinstance(layout, str) else []
     if isinstance(layout, Mapping):
@@ -168,7 +156,7 @@ def axes_of(row: Row, slice_: Slice, d_model: int) -> MeshAxes:
             inside[axis or "data"] *= size
     if not stated:
         across["slices"], inside["fsdp"] = _from_words(layout, slice_)
-    if math.prod(inside.values()) != slice_.devices:  # else the axes span the slices as they are
+    if math.prod(inside.values()) != slice_.devices:  # otherwise axes span slices as they are
         if math.prod(across.values()) == 1:
             across["slices"] = slices
         _fill(inside, slice_.devices // slices)
@@ -183,7 +171,7 @@ def axes_of(row: Row, slice_: Slice, d_model: int) -> MeshAxes:
 
 
 def _fill(sizes: dict[str, int], devices: int) -> None:
-    """The rest of the devices for the axis that takes it."""
+    """Give the remaining devices to the axis marked for the rest."""
     for axis, size in sizes.items():
         if size < 0:
             others = math.prod(sizes.values()) // _REST
@@ -191,7 +179,7 @@ def _fill(sizes: dict[str, int], devices: int) -> None:
 
 
 def _divided(sizes: dict[str, int], d_model: int) -> tuple[str, ...]:
-    """Weights and slots in as many parts as d_model allows; the rest of an axis has copies. What of it is assumed."""
+    """Limit weight sharding to d_model: the rest of an axis holds copies. Returns the assumptions made."""
     if sizes["fsdp"] == sizes["tensor"] == 1 and sizes["data"] > 1:
         sizes["shard"] = math.gcd(sizes["data"], d_model)
         sizes["data"] //= sizes["shard"]
@@ -204,7 +192,7 @@ def _divided(sizes: dict[str, int], d_model: int) -> tuple[str, ...]:
 
 
 def _from_words(layout: object, slice_: Slice) -> tuple[int, int]:
-    """(slices, fsdp) of a layout in words: fully sharded in a slice, data-parallel between slices."""
+    """(slices, fsdp) of a layout in words: fully sharded within slices, data-parallel between them."""
     note = str(layout.get("note", "")) if isinstance(layout, Mapping) else str(layout)
     text = note.lower()
     if "fsdp" in text and "slice" in text:

@@ -1,4 +1,4 @@
-"""Published figures of machines, each beside the model's: `python -m meshlib validate --machine`.
+"""Published figures of machines beside the model's: `python -m meshlib validate --machine`.
 
 They are of chips, pods and networks, not of programs: what follows from `hardware` alone. Where the model has no
 freedom (a count of links times a rate), the error is that of the figures; where it has (routing, failures), that of the
@@ -28,7 +28,7 @@ _V1 = "Jouppi et al. 2017, arXiv:1704.04760"
 
 @dataclass(frozen=True)
 class Figure:
-    """One published figure of a machine and the model's."""
+    """One published figure of a machine, and the model's figure."""
 
     name: str
     published: float
@@ -44,7 +44,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Figures:
-    """All of them; print it for a table."""
+    """All machine figures; `print` shows a table."""
 
     rows: tuple[Figure, ...]
 
@@ -72,7 +72,7 @@ def machine_figures() -> Figures:
 
 
 def _peaks() -> Iterator[Figure]:
-    """Geometry times clock; of v6e and v7 the clock is not published."""
+    """Peak rates from geometry times clock; the clocks of v6e and v7 are not published."""
     for name in ("v2", "v3", "v4", "v5e", "v5p"):
         chip = CHIPS[name]
         assert chip.peak_bf16_flops is not None
@@ -97,7 +97,7 @@ def _systolic() -> Iterator[Figure]:
 
 
 def _pods() -> Iterator[Figure]:
-    """Links times nominal rates; of v4 the published figures are those of rates as reached."""
+    """Pod bandwidths from links times nominal rates; published v4 figures are achieved rates."""
     for name, reduce, bisection, source in (
         ("v4-8192", 1100e12, 24e12, "v4"), ("v5e-256", 51.2e12, 1.6e12, "v5e"), ("v6e-256", 102.4e12, 3.2e12, "v6e"),
     ):  # fmt: skip

@@ -16,13 +16,13 @@ from meshlib.validation.policies import NotExpressed
 Row = Mapping[str, Any]
 
 _BLOCKS = ("block_s_median", "block_s_mean", "block_s")
-BERT_EVALUATION = 10_000  # sequences: mlcommons/training_policies training_rules.adoc (BERT's evaluation set)
+BERT_EVALUATION = 10_000  # BERT's evaluation sequences: mlcommons/training_policies training_rules.adoc
 
 
 def parameters(model: Mapping[str, Any], held: bool = False) -> float:
-    """What tokens are multiplied by: attention, feed-forward, and the head. No norms, biases, or table looked up in.
+    """Parameters that tokens are multiplied by: attention, feed-forward and head, without norms, biases and embeddings.
 
-    Of experts those count that a token goes to, or with `held` all.
+    Only the experts of a token count, or with `held` all.
 
     >>> gpt3 = dict(layers=96, d_model=12288, q_heads=96, head_dim=128, d_ff=49152, mlp_matrices=2, vocab=50304)
     >>> round(parameters(gpt3) / 1e9, 1)
@@ -43,7 +43,7 @@ def parameters(model: Mapping[str, Any], held: bool = False) -> float:
 
 
 def layers_with_experts(model: Mapping[str, Any]) -> int:
-    """How many layers have a mixture of experts: all but the first dense ones, or every so many of them."""
+    """Number of layers with experts: all but the leading dense ones, or every n-th."""
     if not model.get("experts"):
         return 0
     return int((model["layers"] - (model.get("dense_layers") or 0)) // (model.get("moe_every") or 1))
@@ -61,7 +61,7 @@ def _attention(model: Mapping[str, Any]) -> float:
 
 
 def local_layers(model: Mapping[str, Any]) -> int:
-    """Layers with a window between two with global attention: 5 of "5 local : 1 global", 1 where it is not stated."""
+    """Windowed layers per global layer: 5 of "5 local : 1 global"; 1 if not stated."""
     if not model.get("local_window"):
         return 0
     match = re.search(r"\d+", str(model.get("pattern") or ""))
@@ -69,9 +69,9 @@ def local_layers(model: Mapping[str, Any]) -> int:
 
 
 def flops_per_token(model: Mapping[str, Any], length: int, spans: str = "causal") -> float:
-    """Of a training step, without what is computed again: 6 a parameter, 12 a feature of a key looked at.
+    """FLOPs per token of a training step without recomputation: 6 per parameter, 12 per key feature attended to.
 
-    `spans`: keys that a query is taken to look at: "full" all, "causal" half of them, "windows" half or its window.
+    `spans`: keys counted per query: "full" all, "causal" half of them, "windows" half or the window.
     """
     half = length if spans == "full" else length / 2
     keys = [half]
@@ -85,7 +85,7 @@ def flops_per_token(model: Mapping[str, Any], length: int, spans: str = "causal"
 def measured(
     row: Row, batch: int, length: int, slice_: Slice, model: Mapping[str, Any]
 ) -> tuple[int, int, float, tuple[str, ...]]:
-    """(training steps, sequences evaluated, seconds of all of them, what of this is assumed).
+    """(training steps, evaluated sequences, seconds of both, assumptions).
 
     Raises: NotExpressed where no time follows from what the row gives.
     """
@@ -112,13 +112,7 @@ def measured(
 
 
 def _block(text: str, derived: Row, batch: int, model: Mapping[str, Any]) -> tuple[int, int, tuple[str, ...]] | None:
-    """(training steps, sequences evaluated, what of it is assumed) of a time stamp's block; None where it is not said.
-
-    >>> _block("12 training steps of 2048 + evaluation forward of 24,567 sequences", {}, 2048, {})
-    (12, 24567, ())
-    >>> _block("24,576 training sequences, evaluation of 24,567 included", {}, 2048, {})
-    (12, 24567, ())
-    """
+    """(training steps, evaluated sequences, assumptions) of one block between time stamps; None if not stated."""
     steps = re.match(r"([\d,]+) (?:training )?steps of", text)
     sequences = re.match(r"([\d,]+) (?:training )?(?:sequences|samples|examples)", text)
     if steps:

@@ -29,22 +29,18 @@ from meshlib.validation.machine import shape_of
 from meshlib.validation.policies import NotExpressed
 from meshlib.validation.priced import Priced
 
-# What an operation is called, without spaces, hyphens and underscores -> the collective; the first that fits counts.
+# Operation names without spaces, hyphens and underscores -> collective; the first match counts.
 _COLLECTIVES = {
     **{name.replace("_", ""): name for name in COLLECTIVES},
     "psumscatter": REDUCE_SCATTER.name, "psum": ALL_REDUCE.name, "permute": COLLECTIVE_PERMUTE.name,
 }  # fmt: skip
-# What an operation on memory does -> arrays that it moves, each read or written once.
+# Memory operation -> arrays moved, each read or written once.
 _STREAMS = {"copy": 2, "bandwidth": 2, "read": 1, "write": 1, "add": 3, "triad": 3}
 _BYTES = {"bf16": 2, "f32": 4, "float32": 4, "bfloat16": 2}
 
 
 def kind_of(row: Mapping[str, Any]) -> str:
-    """What a row measures: "matmul", "HBM copy" (or read, write, add, triad), or a collective; "" where neither.
-
-    >>> kind_of({"model": {"op": "psum over a group of 4"}}), kind_of({"model": {"layers": 3}})
-    ('all_reduce', '')
-    """
+    """What a row measures: "matmul", "HBM copy" (or read, write, add, triad), or a collective; "" for others."""
     text = _op(row).lower()
     if "matmul" in text or "gemm" in text:
         return "matmul"
@@ -56,7 +52,7 @@ def kind_of(row: Mapping[str, Any]) -> str:
 
 
 def priced(row: Mapping[str, Any], compiler: Compiler = XLA_TPU) -> Priced:
-    """The estimate of what a row measures beside its time; of a collective without what makes its operand.
+    """The estimate of a row's operation beside its measured time; for a collective, without producing its operand.
 
     Raises: NotExpressed, with the reason.
     """
@@ -92,14 +88,14 @@ def _express(
         if not model.get("bytes"):
             raise NotExpressed("its size is not stated")
         size, stream = int(model["bytes"]), kind.split()[1]
-        # Such benchmarks are written to stream: no pass is added to what they move.
+        # These benchmarks stream, so no extra pass over the arrays is charged.
         est = _alone(chip.name, _streamed(stream, size), compiler, Physics().without_losses())
         return est, _measured(measured, chip, 0, _STREAMS[stream] * size)
     return _collective(row, model, op, kind, dtype, compiler), _measured(measured, chip, 0, 0)
 
 
 def _sizes(model: Mapping[str, Any], op: str) -> tuple[int, int, int]:
-    """m, k, n of a product: as such, one n for all, or those of the two operands in the text of the operation."""
+    """m, k, n of a product: as given, one n for all, or from the operand shapes in the operation's text."""
     sizes = [int(model.get(d) or model.get("n") or 0) for d in "mkn"]
     shapes = re.findall(r"\[(\d+),\s*(\d+)\]", op)
     if not all(sizes) and len(shapes) >= 2 and shapes[0][1] == shapes[1][0]:
@@ -111,7 +107,7 @@ def _sizes(model: Mapping[str, Any], op: str) -> tuple[int, int, int]:
 
 
 def _measured(measured: Mapping[str, Any], chip: Chip, flops: float, moved_bytes: float) -> float:
-    """Seconds, from a time, or from a rate and what it counts."""
+    """Measured seconds, from a time or from a rate in FLOPs or bytes."""
     for key, unit in (("time_us", 1e-6), ("time_ms", 1e-3), ("time_s", 1.0)):
         if measured.get(key):
             return float(measured[key]) * unit
@@ -149,7 +145,7 @@ def _streamed(stream: str, size_bytes: int) -> Tensor:
 
 
 def _alone(chip: str, made: Tensor, compiler: Compiler, physics: Physics = CALIBRATED) -> Estimate:
-    """Every device of the smallest slice does the same."""
+    """Estimate of the same program on every device of the smallest slice."""
     name = legal_slices(chip)[0]
     program = lower({"y": made}, mesh=f"copies:{Slice(name).devices}", compiler=compiler)
     return estimate(program, name, physics=physics)
@@ -158,7 +154,7 @@ def _alone(chip: str, made: Tensor, compiler: Compiler, physics: Physics = CALIB
 def _collective(
     row: Mapping[str, Any], model: Mapping[str, Any], op: str, kind: str, dtype: str, compiler: Compiler
 ) -> Estimate:
-    """A collective over a group of devices of one slice, one of each chip where it has as many as chips."""
+    """Estimate of a collective over a group of devices of one slice, one per chip if the group has as many as chips."""
     where = row.get("slice")
     text = str(where.get("topology", "") if isinstance(where, Mapping) else where or "")
     shape = "x".join(map(str, shape_of(where)))
@@ -215,7 +211,7 @@ def _moved(kind: str, elements: int, group: int, dtype: str) -> tuple[Tensor, st
 
 
 def _over_chips(slice_: Slice, mesh: Mapping[str, int], group: int) -> Placement | None:
-    """The placement with the group on links between chips only, whole axes first; None: the best."""
+    """The placement that puts the group on links between chips alone, whole axes first; None: the default."""
     over_chips = [p for p in placements(slice_, mesh) if all(f.place != CORES for f in p.of(["group"]))]
     whole = [p for p in over_chips if all(f.stride == 1 for f in p.of(["group"]))]
     return next(iter(whole or over_chips), None)

@@ -1,4 +1,4 @@
-"""The naive rule: a run has the median MFU of the other runs.
+"""The naive rule: every run has the median MFU of comparable runs.
 
 Step time = model FLOPs / (median utilisation * peak), the median over runs of the same chip and precision; for a chip
 that is left out, over runs of all other chips at that precision (all others where none has it).
@@ -13,12 +13,12 @@ from meshlib.validation.runs import Run
 
 
 def naive_seconds(run: Run, runs: Sequence[Run]) -> float:
-    """By the median utilisation of the runs of the same chip and precision, this one among them."""
+    """Predicted by the median utilisation of runs on the same chip and precision, this run included."""
     return _by_median(run, [r for r in runs if r.chip == run.chip and r.eight_bit == run.eight_bit])
 
 
 def naive_without_chip_seconds(run: Run, runs: Sequence[Run]) -> float | None:
-    """By that of other chips' runs; None where there are none."""
+    """Predicted by the median utilisation of other chips' runs; None without any."""
     others = [r for r in runs if r.chip != run.chip]
     return _by_median(run, [r for r in others if r.eight_bit == run.eight_bit] or others) if others else None
 

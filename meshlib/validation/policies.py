@@ -1,4 +1,4 @@
-"""Rematerialisation policies of published runs, by name, and defaults where none is stated."""
+"""Rematerialisation policies of published runs by name, and defaults for rows that state none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from meshlib.core.errors import GraphError
 from meshlib.models.maxtext.remat import POLICIES, PRODUCTS, VALUES
 
-# Names of values in published recomputation policies, beside MaxText's own -> names of operations here.
+# Value names in published policies, beside MaxText's -> operation names in this library.
 _NAMES = {
     **VALUES,
     **{"q": ("q",), "k": ("k",), "v": ("v",), "qkv": ("q", "k", "v"), "query": ("q",), "key": ("k",)},
@@ -19,15 +19,14 @@ _NAMES = {
 
 
 class NotExpressed(GraphError):
-    """A row that no program of the library stands for yet, with the reason."""
+    """A row that the library cannot express as a program, with the reason."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What the backward pass keeps of the forward pass: values by name in HBM, values by name with the host.
+    """Values kept for the backward pass, by name: those in HBM, and those offloaded to the host.
 
-    `carries`: layer inputs go to the host. Element-wise work is always done again: compilers fuse it into its users.
-    """
+    `carries`: layer inputs are offloaded. Element-wise work is always recomputed: compilers fuse it into its users."""
 
     save: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
@@ -35,11 +34,11 @@ class Policy:
 
 
 NOTHING_TWICE = Policy((*PRODUCTS, "context"))
-"""No product is computed again."""
+"""Recomputes no product."""
 
 
 def policy_of(text: str) -> Policy | None:
-    """The policy that a text names or lists; None for an empty one.
+    """The policy that a text names or lists; None for an empty text.
 
     Raises: NotExpressed for one that is not known.
     Example:
@@ -62,33 +61,29 @@ def policy_of(text: str) -> Policy | None:
 
 
 def policy_in(note: str) -> str:
-    """The name of a policy that a note mentions, or "".
-
-    >>> policy_in("config x: fsdp -1, remat save_dot_except_mlpwi (read)")
-    'save_dot_except_mlpwi'
-    """
+    """The name of a policy mentioned in a note, or ""."""
     words = re.findall(r"[a-z_]+", note.lower())
     return next((w for w in words if w in POLICIES and "_" in w), "")
 
 
 def lightest(model: Mapping[str, Any], state_bytes: float, tokens: float, hbm_bytes: float) -> tuple[str, Policy]:
-    """The policy that recomputes least of those under which a device's state and kept values fit its HBM.
+    """The policy that recomputes least, among those under which state and kept values of a device fit its HBM.
 
-    `tokens` are those of one device, all of whose activations are split; values take two bytes.
+    `tokens` are per device, with all activations split; values take two bytes.
     """
     widths = {"q": model["q_heads"] * model["head_dim"], "out": model["d_model"], "wo": model["d_model"]}
     widths["k"] = widths["v"] = (model.get("kv_heads") or model["q_heads"]) * model["head_dim"]
     widths["wi"] = model["d_ff"]
     widths["wi_gate"] = model["d_ff"] if (model.get("mlp_matrices") or 2) == 3 else 0
     for name in ("minimal", "save_dot_except_mlpwi", "save_qkv_proj"):
-        kept = model["d_model"] + sum(widths[n] for n in POLICIES[name][0])
-        if state_bytes + 2 * tokens * model["layers"] * kept < 0.95 * hbm_bytes:
+        stored_values = model["d_model"] + sum(widths[n] for n in POLICIES[name][0])
+        if state_bytes + 2 * tokens * model["layers"] * stored_values < 0.95 * hbm_bytes:
             return name, Policy(*POLICIES[name])
     return "full", Policy()
 
 
 def _custom(text: str) -> Policy:
-    """Lists of names, each with where its values are kept: 'a,b offloaded to host; c on device'."""
+    """A policy from lists of names with their storage: 'a,b offloaded to host; c on device'."""
     save: list[str] = []
     offload: list[str] = []
     carries = False

@@ -1,4 +1,4 @@
-"""A measured row beside the estimate of its program, and beside the roofline: what a rule without a model would say."""
+"""A measured row beside the estimate of its program, and beside the plain roofline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshlib.estimation import Estimate, Physics
 
 @dataclass(frozen=True)
 class Priced:
-    """A row that measures one program.
+    """The estimate of a row that measures one program.
 
     Attributes:
       estimate: of the program; count: how often it ran in the measured time.
@@ -24,18 +24,18 @@ class Priced:
 
     @property
     def predicted_seconds(self) -> float:
-        """Modelled, by the constants of the estimate."""
+        """Predicted seconds, with the constants of the estimate."""
         return self.seconds(self.estimate.physics)
 
     def seconds(self, physics: Physics) -> float:
-        """Modelled, by other constants."""
+        """Predicted seconds, with other constants."""
         est = self.estimate.with_physics(physics)
         beside = sum(r.total_seconds for r in est.rows if r.kind == "compute") if self.only_collectives else 0.0
         return self.count * (est.step_seconds - beside)
 
     @property
     def roofline_seconds(self) -> float:
-        """The naive rule: FLOPs, bytes over HBM or bytes over one link at nominal rates, whichever takes longest."""
+        """The naive rule, at nominal rates: the longest of FLOPs, bytes over HBM, and bytes over one link."""
         est = self.estimate
         chip, devices = est.slice.chip, est.slice.chip.devices_per_chip
         times = [est.sent_bytes / chip.ici_bytes_per_second] if est.sent_bytes else []

@@ -1,4 +1,4 @@
-"""Pairs of published runs of one model on one kind of chip: whether the model puts them in the measured order.
+"""Pairs of published runs of one model on one chip: whether predictions have the measured order.
 
 A plan is a choice between runs, so their order matters more than their times. Runs are compared by what each chip does
 in a second: model FLOPs, or images. Pairs on the same machine differ in layout, batch, precision or software; others
@@ -21,7 +21,7 @@ _DIMS = ("layers", "d_model", "q_heads", "head_dim", "d_ff", "vocab", "experts")
 
 @dataclass(frozen=True)
 class Pair:
-    """Two runs of one model on one kind of chip, the one that was measured to be faster first.
+    """Two runs of one model on one chip; `faster` was measured to be the faster one.
 
     Attributes:
       faster, slower: names of the rows.
@@ -46,7 +46,7 @@ class Pair:
 
 
 def ranked_pairs(rows: Iterable[Checked]) -> tuple[Pair, ...]:
-    """All pairs of training runs of the same model on the same kind of chip that have a measured order."""
+    """All pairs of training runs of one model on one chip with a measured order."""
     groups: dict[object, list[Checked]] = {}
     for row in rows:
         if row.error is not None and (row.run is not None or row.images is not None):
@@ -56,7 +56,7 @@ def ranked_pairs(rows: Iterable[Checked]) -> tuple[Pair, ...]:
 
 
 def share_right(pairs: Sequence[Pair]) -> float:
-    """Share of pairs in the right order; nan without any."""
+    """Share of pairs in the measured order; nan without any."""
     return sum(pair.is_right for pair in pairs) / len(pairs) if pairs else float("nan")
 
 
@@ -76,7 +76,7 @@ def _pair(a: Checked, b: Checked) -> Pair:
 
 
 def _rate(row: Checked, seconds: float | None) -> float:
-    """Model FLOPs or images of one chip in a second."""
+    """Model FLOPs or images per chip and second."""
     assert seconds is not None
     if row.run is not None:
         return row.run.model_flops / row.run.slice.chips / seconds

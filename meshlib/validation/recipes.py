@@ -1,4 +1,4 @@
-"""Attention kernels of published recipes, where they are not those that runs on the chip use by default.
+"""Attention kernels of published recipes, where they differ from the chip's default.
 
 A row names the recipe that its time was read in; what is here stands in the same recipe (`sa_block_q`, `sa_block_kv`,
 those of dkv and dq, `sa_use_fused_bwd_kernel`). It is looked up by that source, never by a row's name, and said in
@@ -16,7 +16,7 @@ from hardware.chips import Chip
 from hardware.slices import Slice
 
 Row = Mapping[str, Any]
-Tile = tuple[int, int]  # queries, keys
+Tile = tuple[int, int]  # (queries, keys)
 
 _JOINT: dict[str, int | Tile] = {
     "attention_backward_kernels": 1,
@@ -24,7 +24,7 @@ _JOINT: dict[str, int | Tile] = {
     "attention_window_tile": (2048, 2048),
     "attention_backward_tile": (2048, 2048),
 }
-# (folder of recipes, figures of `Chip` that they set); the first that fits.
+# (recipe folder, `Chip` fields that it sets); the first match counts.
 _KERNELS: tuple[tuple[str, dict[str, int | Tile]], ...] = (
     (r"trillium/(Llama3\.1-(8|70)B|Mistral-7B)", _JOINT),
     (r"trillium/Mixtral-8x7B", {"attention_tile": (2048, 512)}),
@@ -40,19 +40,11 @@ _KERNELS: tuple[tuple[str, dict[str, int | Tile]], ...] = (
 
 
 def with_kernels(row: Row, slice_: Slice) -> tuple[Slice, tuple[str, ...]]:
-    """The slice of a row, its chip with the attention kernels of the row's recipe; and what is said of them.
-
-    Example:
-      >>> row = {"source": {"file": "training/trillium/Mistral-7B-MaxText/README.md"}}
-      >>> with_kernels(row, Slice("v6e-8"))[0].chip.attention_backward_kernels
-      1
-      >>> with_kernels({"source": "a talk"}, Slice("v6e-8"))[0] == Slice("v6e-8")
-      True
-    """
+    """The slice of a row with the attention kernels of its recipe, and the note that says so."""
     source = row.get("source")
     file = str(source.get("file") or "") if isinstance(source, Mapping) else ""
-    found = next((figures for folder, figures in _KERNELS if re.search(folder, file)), None)
-    if found is None:
+    kernels = next((figures for folder, figures in _KERNELS if re.search(folder, file)), None)
+    if kernels is None:
         return slice_, ()
-    chip: Chip = replace(slice_.chip, **found)  # type: ignore[arg-type]
+    chip: Chip = replace(slice_.chip, **kernels)  # type: ignore[arg-type]
     return Slice(slice_.name, chip), ("tiles of attention as its recipe sets them",)

@@ -1,4 +1,4 @@
-"""A validation as text: training runs, residual networks, micro-benchmarks, misses, what is left out, the constants."""
+"""Validation report: training runs, ResNets, micro-benchmarks, misses, rows left out, the constants."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshlib.core.text import grid, seconds_text
 from meshlib.validation.rankings import TIE, Pair, share_right
 from meshlib.validation.validating import Checked, Validation, absolute, percentile
 
-MISS = 0.1  # errors beyond this get a line that says what is not modelled
+MISS = 0.1  # larger errors get a line on what is not modelled
 _PREDICTIONS = {
     "predicted_seconds": "model",
     "left_out_seconds": "model, each chip left out of the fit",
@@ -87,7 +87,7 @@ def _measurements(title: str, rows: Sequence[Checked]) -> list[str]:
 
 
 def _rankings(pairs: Sequence[Pair]) -> list[str]:
-    """The share of pairs in the measured order, and the pairs that are not."""
+    """The share of pairs in the measured order, and the pairs in the wrong order."""
     if not pairs:
         return []
     lines = ["rankings: pairs of runs of one model on one kind of chip, by what a chip does in a second"]
@@ -112,7 +112,7 @@ def _groups(kind: str, rows: Sequence[Checked], key: Callable[[Checked], str]) -
 
 
 def _beside(title: str, rows: Sequence[Checked]) -> str:
-    """Errors of a group, with the median of other predictions beside."""
+    """Errors of a group, with the medians of other predictions beside them."""
     line = f"{title}: {_of(absolute(rows))}"
     left, naive = absolute(rows, "left_out_seconds"), absolute(rows, "naive_seconds")
     others = [f"chip left out {statistics.median(left):.1%}"] if left else []
@@ -130,8 +130,8 @@ def _percent(error: float | None) -> str:
 
 
 def unmodelled(r: Checked) -> str:
-    """What of a run the model does not know, by what the run is: the likely causes of its miss."""
-    run, slow = r.run, (r.error or 0.0) < 0  # slow: the machine took longer than predicted
+    """Likely causes of a run's error: what the model does not know about such runs."""
+    run, slow = r.run, (r.error or 0.0) < 0  # slow: slower than predicted
     assert run is not None
     causes = []
     if run.encoder:

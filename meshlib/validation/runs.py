@@ -1,4 +1,4 @@
-"""Published training runs as plain data: what a row of measurements says of model, mesh, layout, batch and software.
+"""Published training runs as plain data: model, mesh, layout, batch and software, from the fields of their rows.
 
 Nothing here depends on a row's name. What a row leaves open is decided by what runs of its kind do, and said in
 `Run.assumed`: an unstated recomputation policy is the one that recomputes least and still fits; a data-parallel run
@@ -32,7 +32,7 @@ _DIMS = ("layers", "d_model", "q_heads", "head_dim", "d_ff", "vocab")
 _BATCHES = ("global_sequences", "global_examples", "sequences", "global_batch_size")
 _BATCH_AXES = ("slices", "data", "shard", "fsdp")
 FLASH_SINCE = 2023  # jax.experimental.pallas.ops.tpu.flash_attention
-STATE_VALUES = 3  # a parameter: itself and two slots
+STATE_VALUES = 3  # per parameter: itself and two slots
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Run:
       policy: of recomputation; attention: "flash" or "materialised"; optimizer: name; state_dtype: of
         variables and slots.
       steps, evaluation: training steps, and sequences run forward, in the measured time.
-      measured_seconds: of all of that.
+      measured_seconds: of both.
       experts: the mixtures of experts, or None.
-      submission: what is known of its software beside the row.
+      submission: facts about its software from outside the row.
       apart: why the row is no measure of the model, or ""; assumed: what the row left open.
     """
 
@@ -80,55 +80,55 @@ class Run:
 
     @property
     def eight_bit(self) -> bool:
-        """Whether products run in 8 bits."""
+        """Whether products run in eight bits."""
         return self.precision in ("int8", "fp8")
 
     @property
     def noisy(self) -> bool:
-        """Whether cotangents are rounded at random: int8 is AQT's, see `meshlib.models.maxtext.model.NOISE_BYTES`."""
+        """Whether cotangents are rounded stochastically (AQT's int8): `meshlib.models.maxtext.model.NOISE_BYTES`."""
         return self.precision == "int8"
 
     @property
     def locals(self) -> int:
-        """Layers with a window between two with global attention."""
+        """Windowed layers per global layer."""
         return local_layers(self.model)
 
     @property
     def padded_batch(self) -> int:
-        """Sequences of a step with those that fill up the devices that share them."""
+        """Sequences per step, padded to divide over the devices that share them."""
         parts = math.prod(self.axis(name) for name in _BATCH_AXES)
         return -(-self.batch // parts) * parts
 
     @property
     def predictions(self) -> int | None:
-        """Tokens of a sequence that an encoder predicts: 15 %, 76 of 512 (Devlin et al., arXiv:1810.04805)."""
+        """Tokens per sequence that an encoder predicts: 15 %, 76 of 512 (Devlin et al., arXiv:1810.04805)."""
         return int(0.15 * self.length) if self.encoder else None
 
     @property
     def encoder(self) -> bool:
-        """Whether attention looks both ways."""
+        """Whether attention is bidirectional."""
         return "encoder" in str(self.model.get("arch")) and "decoder" not in str(self.model.get("arch"))
 
     @property
     def evaluations(self) -> int:
-        """Forward passes of evaluations, which take whole batches."""
+        """Forward passes in evaluations, in whole batches."""
         return -(-self.evaluation // self.evaluation_batch)
 
     @property
     def evaluation_batch(self) -> int:
-        """Sequences of one of them: as of a training step, unless the submission says otherwise."""
+        """Sequences per evaluation step: those of a training step, unless the submission says otherwise."""
         return self.submission.evaluation_batch or self.batch
 
     @property
     def model_flops(self) -> float:
-        """Of the measured time, on all chips, as papers count: 6 a parameter and token, attention as it is masked."""
+        """Model FLOPs in the measured time over all chips, as papers count: 6 per parameter and token, plus scores."""
         spans = "full" if self.encoder else "windows"
         whole = flops_per_token(self.model, self.length, spans) * self.batch * self.length
         return (self.steps + self.evaluations * self.evaluation_batch / self.batch / 3) * whole
 
     @property
     def utilisation(self) -> float:
-        """Model FLOPs per second over the bf16 peak of the slice, as measured."""
+        """Model FLOPs per measured second, over the bf16 peak of the slice."""
         return self.model_flops / self.measured_seconds / self.slice.peak_flops("bf16")
 
 
@@ -183,17 +183,13 @@ def run_of(row: Row) -> Run:
 
 
 def known_model(name: str) -> TransformerConfig | None:
-    """The preset with the longest name that is part of this one.
-
-    >>> known_model("PaLM 540B").name, known_model("maxtext-7b")
-    ('palm-540b', None)
-    """
+    """The preset with the longest name that is contained in this one."""
     matching = [preset for preset in PRESETS if preset in name.lower().replace(" ", "-")]
     return PRESETS[max(matching, key=len)] if matching else None
 
 
 def dimensions(row: Row) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Dimensions, and which of them the row leaves to what is published under its model's name."""
+    """Dimensions, and those that the row leaves to the model published under its name."""
     stated = row.get("model")
     model: dict[str, Any] = dict(stated) if isinstance(stated, Mapping) else {"name": stated or ""}
     arch = str(model.get("arch", ""))
@@ -218,7 +214,7 @@ def dimensions(row: Row) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def _completed(model: dict[str, Any]) -> tuple[str, ...]:
-    """Fills in what is published of a model of that name with those dimensions, and heads that make up d_model."""
+    """Fill in the published dimensions of a model of that name, and heads that make up d_model."""
     known = known_model(str(model.get("name", "")))
     if known is not None and known.kind != "encoder-decoder":
         published: dict[str, Any] = {
@@ -240,7 +236,7 @@ def _completed(model: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _batch(row: Row, slice_: Slice) -> tuple[int, int]:
-    """(sequences of a step, tokens of a sequence)."""
+    """(sequences per step, tokens per sequence)."""
     batch = row.get("batch") or {}
     length = batch.get("seq") or (row.get("model") or {}).get("seq")
     if not length:
@@ -260,7 +256,7 @@ def _batch(row: Row, slice_: Slice) -> tuple[int, int]:
 
 
 def _padded(run: Run) -> tuple[str, ...]:
-    """What is assumed of a batch that the devices do not share evenly.
+    """The assumption made about a batch that does not divide over the devices.
 
     Raises: NotExpressed for fewer sequences than devices that share them.
     """
@@ -273,7 +269,7 @@ def _padded(run: Run) -> tuple[str, ...]:
 
 
 def _state_dtype(row: Row) -> str:
-    """What a run keeps its variables and slots in: MaxText's weight_dtype is that of both."""
+    """Dtype of variables and slots: MaxText's weight_dtype applies to both."""
     narrow = re.search(r"weight_dtype\W+(bf16|bfloat16)", str(row.get("note", "")).lower())
     return "bfloat16" if narrow else "float32"
 
@@ -294,7 +290,7 @@ def _family(row: Row, model: Mapping[str, Any]) -> str:
 
 
 def _attention(row: Row, chip: Chip) -> str:
-    """Fused attention where the row says so, or the chip is no older than such kernels on TPUs."""
+    """Fused attention if the row says so, or if the chip is no older than such kernels on TPUs."""
     return "flash" if "flash" in str(row.get("note", "")).lower() or chip.year >= FLASH_SINCE else "materialised"
 
 
@@ -312,7 +308,7 @@ def _apart(row: Row, model: Mapping[str, Any]) -> str:
 
 
 def _remat_text(row: Row, followed: int = 0) -> tuple[str, tuple[str, ...]]:
-    """The words that name a row's recomputation, and what of them is assumed: its own, a note's, or another row's."""
+    """A row's rematerialisation policy in words (its own, a note's, or another row's), and assumptions."""
     text = str(row.get("remat") or "").strip()
     if text == "see note":
         return policy_in(str(row.get("note", ""))), ()
@@ -329,14 +325,14 @@ def _remat_text(row: Row, followed: int = 0) -> tuple[str, tuple[str, ...]]:
 
 
 def _software(run: Run) -> tuple[str, ...]:
-    """What is assumed of a run by the software that runs of its kind use."""
+    """Assumptions from the software that runs of its kind use."""
     noise = ("cotangents rounded at random to int8, as AQT does",) if run.noisy else ()
     narrow = run.axis("shard") > 1 and run.precision != "float32" and not run.submission.wide_gradients
     return (*noise, "sharded weights gathered in bfloat16 (not verified)") if narrow else noise
 
 
 def _policy(row: Row, run: Run) -> tuple[Policy, tuple[str, ...]]:
-    """What is computed again, and what of that is assumed."""
+    """The rematerialisation policy, and assumptions."""
     text, assumed = _remat_text(row)
     policy = policy_of(text or run.submission.remat)
     if policy is not None:

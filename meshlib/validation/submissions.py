@@ -17,7 +17,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Submission:
-    """What a run did that its row does not say.
+    """Facts about a run that its row leaves out.
 
     Attributes:
       buckets: (sequences, length) of the batches that a replica takes, by how long their sequences are; () if all are
@@ -41,9 +41,9 @@ class Submission:
 
     @property
     def slowest(self) -> tuple[int, int]:
-        """Sequences and length of the bucket that a step waits for: that of most tokens, of those the longest.
+        """Sequences and length of the bucket that a step waits for: the one with most tokens, the longest of equals.
 
-        Replicas draw buckets by themselves, so that in each step one of many has it, and all sum gradients with it.
+        Replicas draw buckets independently; with many, one draws it in every step, and all sum gradients with it.
 
         >>> Submission(((58, 128), (30, 256), (16, 512)), 128).slowest
         (16, 512)
@@ -52,7 +52,7 @@ class Submission:
 
     @property
     def facts(self) -> tuple[str, ...]:
-        """What is said of it beside the row."""
+        """The facts as sentences, for `Run.assumed`."""
         stated = []
         if self.buckets:
             sequences, length = self.slowest
@@ -71,7 +71,7 @@ class Submission:
 
 
 UNKNOWN = Submission()
-"""One of which nothing in particular is known."""
+"""A submission without known facts."""
 
 _GPT3_REMAT = {1024: "full", 2048: "save_dot_except_mlpwi", 3072: "save_dot_except_mlpwi", 12_288: "minimal"}
 
@@ -108,12 +108,7 @@ _SUBMISSIONS: dict[tuple[str, str, str], Submission] = {
 
 
 def submission_of(row: Row) -> Submission:
-    """What is known of the submission that a row's time was read in; nothing in particular of others.
-
-    >>> source = {"repo": "mlcommons/training_results_v1.0", "file": "Google/results/tpu-v4-128-TF/bert/result_*.txt"}
-    >>> submission_of({"source": source}).replicas, submission_of({"source": "a talk"}).replicas
-    (128, 0)
-    """
+    """The facts about the submission that a row's time was read in; `UNKNOWN` for others."""
     source = row.get("source")
     if not isinstance(source, Mapping):
         return UNKNOWN

@@ -1,4 +1,4 @@
-"""The figures of the talks about images, each beside what the library predicts: `python -m meshlib validate --talks`.
+"""Figures from talks about image training beside predictions: `python -m meshlib validate --talks`.
 
     epochs      ResNet-50 to 90 epochs on 1 to 64 devices of four chips, and what of it is the hosts' share
     detectors   images per second of RetinaNet on v2-8 and v3-8, by the size of images
@@ -35,15 +35,16 @@ from meshlib.validation.policies import NotExpressed
 from meshlib.validation.published import ROWS
 from meshlib.validation.validating import Checked, check_row
 
-SIZES = (256, 384, 512, 640)  # pixels, along the sides of RetinaNet's images
-BOARD_IMAGES = 64  # of a step of RetinaNet on 8 cores: train_batch_size of tensorflow/tpu models/official/retinanet
-IMAGENET_PIXELS = 469 * 387  # of the mean image of ImageNet (from memory)
-DETECTION_PIXELS = 640 * 480  # of an image of COCO; the talk's own set is not described: assumed
+SIZES = (256, 384, 512, 640)  # pixels per side of RetinaNet's images
+# images per step of RetinaNet on 8 cores: train_batch_size of tensorflow/tpu models/official/retinanet
+BOARD_IMAGES = 64
+IMAGENET_PIXELS = 469 * 387  # mean size of an ImageNet image (from memory)
+DETECTION_PIXELS = 640 * 480  # size of a COCO image; the talk's data set is not described: assumed
 
 
 @dataclass(frozen=True)
 class Epochs:
-    """Training of ResNet-50 on `devices` of four chips each: stated and predicted minutes.
+    """Training of ResNet-50 on `devices` of four chips each: stated and predicted minutes per 90 epochs.
 
     `device_seconds` is a step on the chips alone, `step_seconds` with what hosts do; `fixes`: the row says what.
     """
@@ -60,7 +61,7 @@ class Epochs:
 
 @dataclass(frozen=True)
 class Speed:
-    """Images per second of RetinaNet on v2-8 and on v3-8: of the chips alone, and as their host feeds them."""
+    """Images per second of RetinaNet on v2-8 and v3-8: chips alone, and fed by their host."""
 
     size: int
     chips: tuple[float, float]
@@ -69,7 +70,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Duration:
-    """A run: `least` to `most` hours stated, `hours` predicted; `note`: what was assumed."""
+    """A run: stated to take `least` to `most` hours, predicted `hours`; `note`: assumptions."""
 
     name: str
     slice: str
@@ -82,7 +83,7 @@ class Duration:
 
 @dataclass(frozen=True)
 class Talks:
-    """All figures. `str` is the tables."""
+    """All figures of the talks. `str` prints the tables."""
 
     host: Host
     epochs: tuple[Epochs, ...]
@@ -97,7 +98,7 @@ class Talks:
 
 
 def talks(sizes: Sequence[int] = SIZES) -> Talks:
-    """Predict the figures of the talks; it takes about two minutes.
+    """Predict the figures of the talks; takes about two minutes.
 
     Raises: GraphError for sizes of images that a RetinaNet can't have.
     """
@@ -109,19 +110,19 @@ def talks(sizes: Sequence[int] = SIZES) -> Talks:
 
 
 def talk_host() -> Host:
-    """What hosts of the table of epochs do: `hosts`."""
+    """The host fitted to the table of epochs by `hosts`."""
     return next(host for row in ROWS if includes_input(row) for host in host_of(row)[:1] if host is not None)
 
 
 def epochs(rows: Sequence[Any] | None = None) -> tuple[Epochs, ...]:
-    """The table of epochs, by devices and batch; of given rows or of all."""
+    """The table of epochs by devices and batch; of the given rows, or of all."""
     predictions = []
     for row in ROWS if rows is None else rows:
         if not includes_input(row) or not is_of_images(row) or not resnet_name(str(row["model"].get("name"))):
             continue
         try:
             run = image_run_of(row)
-        except NotExpressed:  # a batch that grows
+        except NotExpressed:  # a batch that grows during training
             continue
         seconds = prepare_images(run).seconds(CALIBRATED)
         device = prepare_images(replace(run, host=None)).seconds(CALIBRATED) / run.steps

@@ -1,4 +1,4 @@
-"""Published training runs as programs: `mtf.models.train_step` under the run's mesh and layout, and its time.
+"""Published training runs as programs: `mtf.models.train_step` on the run's mesh and layout, with its predicted time.
 
 A run's programs are built, lowered and estimated once; `Prepared.seconds` prices them with any constants.
 """
@@ -29,14 +29,14 @@ VOCAB_MULTIPLE = 128
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run whose programs are estimated: a training step, and a forward pass where it is evaluated meanwhile."""
+    """A run with its estimates: a training step, and a forward pass if evaluations are part of it."""
 
     run: Run
     step: Estimate
     evaluation: Estimate | None
 
     def seconds(self, physics: Physics) -> float:
-        """Modelled time of what was measured: the steps, and the forward passes of an evaluation."""
+        """Predicted seconds of the measured work: training steps, and forward passes of evaluations."""
         total = self.run.steps * self.step.with_physics(physics).step_seconds
         if self.evaluation is not None:
             total += self.run.evaluations * self.evaluation.with_physics(physics).step_seconds
@@ -44,7 +44,7 @@ class Prepared:
 
 
 def prepare(run: Run, compiler: Compiler = XLA_TPU) -> Prepared:
-    """Write, lower and estimate the programs of a run, for a compiler with what the run says of its own.
+    """Build, lower and estimate the programs of a run, for the compiler adapted to the run.
 
     Raises: MeshlibError where the library cannot express or lay out the run.
     """
@@ -55,7 +55,7 @@ def prepare(run: Run, compiler: Compiler = XLA_TPU) -> Prepared:
 
 
 def compiler_of(run: Run, compiler: Compiler = XLA_TPU) -> Compiler:
-    """The compiler of a run: TensorFlow's layers are written out one after the other, JAX's are a loop."""
+    """The compiler of a run: TensorFlow's layers are unrolled, JAX's are a loop."""
     return replace(
         compiler,
         unrolled_loops=compiler.unrolled_loops or run.encoder,
@@ -68,7 +68,7 @@ def _estimated(run: Run, training: bool, compiler: Compiler) -> Estimate:
 
 
 def lowered(run: Run, training: bool = True, compiler: Compiler | None = None) -> Program:
-    """The program of a training step of a run, or of a forward pass of its evaluation; for `compiler_of` the run."""
+    """The lowered training step of a run, or the forward pass of its evaluation, for `compiler_of` the run."""
     compiler = compiler or compiler_of(run)
     config = config_of(run)
     mesh = Mesh(";".join(f"{axis}:{size}" for axis, size in run.mesh))
@@ -84,7 +84,7 @@ def lowered(run: Run, training: bool = True, compiler: Compiler | None = None) -
 
 
 def config_of(run: Run) -> TransformerConfig:
-    """The row's dimensions in the style of the published model that its name contains, else of its kind.
+    """The row's dimensions, in the style of the published model that its name contains or of its kind.
 
     Decoders are as in MaxText's base configuration (RMS norms, rotary positions), encoders as BERT.
     """
@@ -132,7 +132,7 @@ def config_of(run: Run) -> TransformerConfig:
 def layout_of(run: Run, config: TransformerConfig, mesh: Mesh) -> LayoutRules:
     """The run's axes as rules: the batch over slices, data and fully sharded axes, models by the library's presets."""
     named = [axis for axis in ("fsdp", "tensor", "context") if axis in mesh]
-    if run.length % run.axis("tensor") == 0:  # activations between layers are split along the sequence
+    if run.length % run.axis("tensor") == 0:  # activations between layers are split along length
         named = [{"tensor": "sequence"}.get(axis, axis) for axis in named]
     rules = list(model_layout("+".join(named), config, mesh).rules) if named else []
     batch = tuple(axis for axis in ("slices", "data", "shard", "fsdp") if axis in mesh)
@@ -141,14 +141,14 @@ def layout_of(run: Run, config: TransformerConfig, mesh: Mesh) -> LayoutRules:
         rules.insert(0, Rule("batch", batch))
     if "shard" in mesh:
         rules.append(Rule("d_model", ("shard",), optional=True, scope="slots"))
-    if "context" in mesh and "fsdp" in mesh:  # weights are split over both
+    if "context" in mesh and "fsdp" in mesh:  # weights are split over both axes
         rules = [r for r in rules if not (r.dim == "d_model" and r.optional)]
         rules.append(Rule("d_model", ("fsdp", "context"), optional=True))
     return with_unsplit(LayoutRules([r for r in rules if r.dim != "batch_unsplit"]), config)
 
 
 def remat_of(run: Run, config: TransformerConfig) -> Any:
-    """What the row computes again, as `train_step` takes it."""
+    """The run's rematerialisation policy, as `train_step` takes it."""
     policy = run.policy
     if not (policy.save or policy.offload or policy.carries):
         return "full"

@@ -41,13 +41,13 @@ from meshlib.validation.rankings import Pair, ranked_pairs
 from meshlib.validation.runs import Run, run_of
 from meshlib.validation.training import Prepared, prepare
 
-# What figures of rows can make of programs: a row that cannot be read must not hide the others.
+# Errors that figures of rows can cause: one unreadable row must not hide the others.
 _UNREADABLE = (MeshlibError, HardwareError, ArithmeticError, AttributeError, TypeError, ValueError, LookupError)
 
 
 @dataclass(frozen=True)
 class Checked:
-    """One published measurement: seconds predicted and measured, or why it could not be expressed.
+    """One published measurement with its prediction, or the reason why it cannot be expressed.
 
     Attributes:
       name, family, chip: of the row.
@@ -79,7 +79,7 @@ class Checked:
         return self.error_of("predicted_seconds")
 
     def error_of(self, what: str) -> float | None:
-        """As `error`, of another prediction: the name of its attribute."""
+        """The relative error of another prediction, given by its attribute's name."""
         seconds = getattr(self, what)
         if seconds is None or self.measured_seconds is None:
             return None
@@ -88,7 +88,7 @@ class Checked:
 
 @dataclass(frozen=True)
 class Validation:
-    """All rows of a file, expressed or not, and the constants and the compiler they were predicted with."""
+    """All rows of a file, expressed or not, with the constants and the compiler of the predictions."""
 
     rows: tuple[Checked, ...]
     physics: Physics = CALIBRATED
@@ -96,27 +96,27 @@ class Validation:
 
     @property
     def scored(self) -> tuple[Checked, ...]:
-        """Rows that are predicted and count."""
+        """Rows that have a prediction and count."""
         return tuple(r for r in self.rows if r.error is not None and not r.apart)
 
     @property
     def training(self) -> tuple[Checked, ...]:
-        """Of `scored`, training runs of Transformers."""
+        """Training runs of Transformers among `scored`."""
         return tuple(r for r in self.scored if r.run is not None)
 
     @property
     def images(self) -> tuple[Checked, ...]:
-        """Of `scored`, training runs of residual networks."""
+        """Training runs of ResNets among `scored`."""
         return tuple(r for r in self.scored if r.images is not None)
 
     @property
     def benchmarks(self) -> tuple[Checked, ...]:
-        """Of `scored`, micro-benchmarks."""
+        """Micro-benchmarks among `scored`."""
         return tuple(r for r in self.scored if r.run is None and r.images is None and not r.phase)
 
     @property
     def inference(self) -> tuple[Checked, ...]:
-        """Of `scored`, prefills and steps of decoding."""
+        """Prefills and decoding steps among `scored`."""
         return tuple(r for r in self.scored if r.phase)
 
     def errors(self, family: str | None = None) -> list[float]:
@@ -125,12 +125,12 @@ class Validation:
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
-        """Of the scored training runs, those of one model on one kind of chip that have a measured order."""
+        """Pairs of scored training runs of one model on one chip that have a measured order."""
         return ranked_pairs(self.scored)
 
     @property
     def median_error(self) -> float:
-        """Of all scored rows; nan without any."""
+        """Median absolute error of all scored rows; nan without any."""
         return statistics.median(self.errors()) if self.errors() else math.nan
 
     def __str__(self) -> str:
@@ -140,7 +140,7 @@ class Validation:
 
 
 def absolute(rows: Iterable[Checked], what: str = "predicted_seconds", family: str | None = None) -> list[float]:
-    """Absolute relative errors of a prediction, by the name of its attribute."""
+    """Absolute relative errors of a prediction, given by its attribute's name."""
     errors = [r.error_of(what) for r in rows if family in (None, r.family)]
     return [abs(error) for error in errors if error is not None]
 
@@ -154,7 +154,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
-@uncollected  # what rows share stays until all are done; sixty programs would be looked through again and again
+@uncollected  # shared objects live until all rows are done; collecting garbage would scan sixty programs repeatedly
 def validate(
     path: str | Path | None = None,
     refit: bool = False,
@@ -172,9 +172,9 @@ def validate(
     """
     rows = ROWS if path is None else _load(path)
     require_compiler(compiler, "validate")
-    told = progress or (lambda done, total: None)
+    report_progress = progress or (lambda done, total: None)
     checked = [check_row(row, compiler) for row in rows]
-    return _with_runs(checked, refit, compiler, told)
+    return _with_runs(checked, refit, compiler, report_progress)
 
 
 def _load(path: str | Path) -> list[dict[str, Any]]:
@@ -186,7 +186,7 @@ def _load(path: str | Path) -> list[dict[str, Any]]:
 
 
 def check_row(row: Mapping[str, Any], compiler: Compiler = XLA_TPU) -> Checked:
-    """Predict what is no training run; read those that are, whose times `validate` fills in; others say why not."""
+    """Predict a row that is no training run; prepare training runs, timed by `validate`; give reasons for others."""
     family, kind, phase = str(row.get("family", "?")), micro.kind_of(row), inference.phase_of(row)
     title = " ".join(dict.fromkeys(word for word in (family, kind or phase) if word))
     checked = Checked(str(row.get("id", "?")), title, str(row.get("chip", "?")), None, None, phase=phase)
@@ -216,7 +216,7 @@ def check_row(row: Mapping[str, Any], compiler: Compiler = XLA_TPU) -> Checked:
 def _with_runs(
     checked: Sequence[Checked], refit: bool, compiler: Compiler, told: Callable[[int, int], object]
 ) -> Validation:
-    """Fill in the times of training runs."""
+    """Fill in the predictions of training runs."""
     prepared: dict[int, Prepared] = {}
     of_images: dict[int, PreparedImages] = {}
     rows = list(checked)
@@ -245,7 +245,7 @@ def _with_runs(
             naive_left_out_seconds=naive_without_chip_seconds(p.run, runs) if n in counted else None,
         )
     for n, row in enumerate(rows):
-        others = without.get(row.chip, physics)  # a chip without runs that count had no say in the constants
+        others = without.get(row.chip, physics)  # no scored runs on this chip: it had no influence on the constants
         if n in of_images:
             rows[n] = _with_images(row, of_images[n], of_images.values(), physics, others)
         elif row.priced is not None and row.phase:
@@ -257,7 +257,7 @@ def _with_runs(
 def _with_images(
     row: Checked, own: PreparedImages, runs: Iterable[PreparedImages], physics: Physics, others: Physics
 ) -> Checked:
-    """A run of a residual network with its times, by the model and by the naive rule."""
+    """A ResNet run with its predictions, by the model and by the naive rule."""
     counted = [p for p in runs if not p.run.apart]
     like = [p.utilisation for p in counted if p.run.chip == own.run.chip]
     unlike = [p.utilisation for p in counted if p.run.chip != own.run.chip]

@@ -290,7 +290,7 @@ def test_summaries_to_the_wrong_device(monkeypatch: pytest.MonkeyPatch) -> None:
     right = run(program, given)
     honest = exact.summarised
     assert any(
-        exact._part_of(i, f) for i in program.instructions if moves(i) for f in i.operation.opdef.roles(i.operation)
+        exact._shared_axes(i, f) for i in program.instructions if moves(i) for f in i.operation.opdef.roles(i.operation)
     )
     monkeypatch.setattr(exact, "summarised", lambda *args: honest(*args)[::-1])  # of their rows, each the others'
     assert differs(program, given, right)
