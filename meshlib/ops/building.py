@@ -1,4 +1,4 @@
-"""Building operations: arguments of public functions become operands and dims, or one error."""
+"""Construction of operations: arguments of public functions are checked and become operands and dims."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def build_source(
 
 
 def as_tensor(x: object, like: Tensor | None, what: str) -> Tensor:
-    """`x` itself if it is a tensor, else a constant of the neighbour's dtype."""
+    """`x` if it is a tensor, else a constant of the dtype of the tensor beside it."""
     if isinstance(x, Tensor):
         return x
     if isinstance(x, bool | int | float | np.generic) and like is not None:
@@ -64,12 +64,12 @@ def as_tensor(x: object, like: Tensor | None, what: str) -> Tensor:
 
 
 def tensor(x: object, what: str) -> Tensor:
-    """`x`, checked to be a tensor."""
+    """`x`, which must be a tensor."""
     return as_tensor(x, None, what)
 
 
 def floats(x: object, what: str) -> Tensor:
-    """`x`, checked to be a float tensor."""
+    """`x`, which must be a float tensor."""
     operand = tensor(x, what)
     if not operand.dtype.is_wide_float:
         raise ShapeError(f"{what} ({source_line()}): needs a float tensor, got {operand}; cast it with mtf.cast")
@@ -77,7 +77,7 @@ def floats(x: object, what: str) -> Tensor:
 
 
 def as_dims(dims: object, what: str, among: Iterable[Tensor] = ()) -> tuple[Dimension, ...]:
-    """Dims from a Dimension, a Shape, a list of Dimensions, or text: "batch:8;d:4", and names of dims of `among`."""
+    """Dims from a Dimension, a Shape, a list of Dimensions, or text: "batch:8;d:4" or names of dims of `among`."""
     if isinstance(dims, Dimension):
         return (dims,)
     if isinstance(dims, Shape):
@@ -89,7 +89,7 @@ def as_dims(dims: object, what: str, among: Iterable[Tensor] = ()) -> tuple[Dime
         for d in given:
             if not isinstance(d, Dimension):
                 raise ShapeError(f"{what} ({source_line()}): expected Dimensions, got {type(d).__name__} {d!r:.80}")
-        # A set has no order of its own that would be the same in the next run.
+        # The order of a set may change from run to run.
         ordered = given if isinstance(dims, Sequence) else sorted(given, key=lambda d: d.name)
         try:
             return tuple(Shape(tuple(ordered)))
@@ -101,7 +101,7 @@ def as_dims(dims: object, what: str, among: Iterable[Tensor] = ()) -> tuple[Dime
 
 
 def as_dim(dim: object, what: str) -> Dimension:
-    """`dim`, checked to be one Dimension, or text such as "d:4"."""
+    """`dim` as one Dimension, from a Dimension or text such as "d:4"."""
     if isinstance(dim, Dimension):
         return dim
     if isinstance(dim, str):
@@ -110,7 +110,7 @@ def as_dim(dim: object, what: str) -> Dimension:
 
 
 def _named_dim(text: str, what: str, among: Iterable[Tensor]) -> Dimension:
-    """A new dim of "name:size", or that of some tensors with a name."""
+    """A new dim from "name:size", or the dim of that name in `among`."""
     if ":" in text:
         try:
             (new_dim,) = Shape(text)

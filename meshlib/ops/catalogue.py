@@ -1,7 +1,6 @@
 """All operations: importing this module imports every module that defines one.
 
-A program needs only the operations that it uses. Tables with a row for each operation, and copies of programs that
-arrive from another process, need all of them.
+A program needs only the operations that it uses. Tables with a row per operation and unpickled programs need all.
 """
 
 from importlib import import_module

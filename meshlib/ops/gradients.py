@@ -1,8 +1,7 @@
 """Reverse-mode gradients: ordinary operations on the unsharded graph, so that no collective needs one.
 
-What is written for an operation carries its source line, so that backward rows name the forward line they belong to.
-Cotangents of a value meet in one n-ary `add_n`; the lowering groups its operands by what they still have to be
-summed over, so each group is reduced once.
+Gradient operations carry the source line of their forward operation. The cotangents of a value are summed in one n-ary
+`add_n`; the lowering groups its operands by pending axes, so that each group is reduced once.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from meshlib.ops.control.state import identity
 from meshlib.ops.movement.shape import broadcast
 from meshlib.ops.pointwise.binary import add_n
 
-# What depends on the tensors whose gradients are under way.
+# Tensors that depend on the inputs of the gradients being built.
 _depending: ContextVar[Container[Tensor]] = ContextVar("depending")
 
 
@@ -37,8 +36,8 @@ def gradients(
     Args:
       ys: float tensors of one graph.
       xs: tensors; variables are usual, any tensor works.
-      grad_ys: cotangents of `ys`, of their shapes and the dtypes of gradients; ones unless given.
-    Returns: one tensor of x's shape and dtype, bfloat16 of fp8, or None, per x.
+      grad_ys: cotangents of `ys`, with their shapes and dtypes of gradients; by default ones.
+    Returns: per x a tensor of its shape and dtype (bfloat16 for fp8), or None.
     Raises: GraphError, ShapeError for tensors of another graph, dtype or shape.
     Example:
       >>> import meshlib as mtf
@@ -83,10 +82,10 @@ def _seeds(graph: Graph, ys: Sequence[Tensor], grad_ys: Sequence[Tensor] | None)
 def _sweep(
     graph: Graph, operations: Sequence[Operation], cotangents: dict[Tensor, list[Tensor]], wanted: set[Tensor]
 ) -> None:
-    """Pass cotangents back through a run of operations of `graph`, the last first."""
+    """Propagate cotangents backwards through a sequence of operations of `graph`."""
     operations, swept = tuple(operations), set(operations)
     rewrites = [r for r in graph.rewrites if r.operations[0] in swept and r.operations[-1] in swept]
-    ends = {r.operations[-1]: r for r in rewrites}  # of several, the outermost
+    ends = {r.operations[-1]: r for r in rewrites}  # the outermost rewrite that ends there
     depends = _depending_on(operations, rewrites, wanted)
     passed: set[Operation] = set()
     token = _depending.set(depends)
@@ -111,12 +110,12 @@ Sides = list[tuple[Tensor, Tensor]]
 
 
 def is_wanted(x: Tensor) -> bool:
-    """Whether the gradients under way ask for a cotangent of `x`, for rules to which it makes a difference."""
+    """True if the gradients being built need a cotangent of `x`, for rules that can skip it."""
     return x in _depending.get()
 
 
 def _gradients(op: Operation, cotangents: dict[Tensor, list[Tensor]], depends: set[Tensor]) -> Sides:
-    """What one operation passes on to its operands."""
+    """The cotangents that one operation passes to its operands."""
     if not any(y in cotangents for y in op.outputs) or not any(x in depends for x in op.inputs):
         return []
     with absolute_scope(f"{op.name}/grad"), written_at(op.source):
@@ -126,7 +125,7 @@ def _gradients(op: Operation, cotangents: dict[Tensor, list[Tensor]], depends: s
 
 
 def _rewritten(graph: Graph, rewrite: Rewrite, cotangents: dict[Tensor, list[Tensor]], depends: set[Tensor]) -> Sides:
-    """What a function with a gradient of its own passes on: its inner values get no cotangents."""
+    """The cotangents that a function with a custom gradient passes to its inputs; its inner values get none."""
     computed = (y for op in rewrite.operations if not _is_read(op) for y in op.outputs)
     results = [y for y in dict.fromkeys((*rewrite.results, *computed)) if y in cotangents]
     if not any(y in depends for y in results):
@@ -171,12 +170,12 @@ def _of_residuals(
 
 
 def _is_read(op: Operation) -> bool:
-    """Variables and inputs that are declared inside a function are read, not made: copies of it read the same."""
+    """True for variables and inputs, which recomputation reads instead of copying."""
     return op.opdef.kind in RESIDENT
 
 
 def _recomputed(graph: Graph, rewrite: Rewrite, results: Sequence[Tensor], dys: Sequence[Tensor]) -> Sides:
-    """Write the operations again, and pass cotangents through the copies to what they take from outside."""
+    """Recompute the operations, and propagate cotangents through the copies to captured values."""
     kept = {y: y for op in rewrite.operations if _is_read(op) for y in op.outputs}
     recomputed = {y for op in rewrite.operations for y in op.outputs if y not in kept}
     outside = list(dict.fromkeys(x for op in rewrite.operations for x in op.inputs if x not in recomputed))
@@ -194,13 +193,13 @@ def _recomputed(graph: Graph, rewrite: Rewrite, results: Sequence[Tensor], dys: 
 def composed_gradient(
     function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], dys: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """The cotangents of `inputs` where the results of function(*inputs) have the cotangents `dys`.
+    """The cotangents of `inputs` if the results of function(*inputs) have the cotangents `dys`.
 
-    For the gradient rules of operations that are differentiated further as a composition of others.
+    For operations whose gradient is defined by a composition of other operations, which can be differentiated further.
     """
     graph = innermost([*inputs, *(dy for dy in dys if dy is not None)], "gradients")
     count = len(graph.operations)
-    stand_ins = [identity(x) for x in inputs]  # cotangents must not go on to what the inputs are made of
+    stand_ins = [identity(x) for x in inputs]  # stops cotangents from flowing past the inputs
     cotangents: dict[Tensor, list[Tensor]] = {}
     for y, dy in zip(function(*stand_ins), dys, strict=True):
         if dy is not None:
@@ -218,7 +217,7 @@ def _total(y: Tensor, cotangents: dict[Tensor, list[Tensor]]) -> Tensor | None:
 
 
 def _depending_on(operations: Sequence[Operation], rewrites: Sequence[Rewrite], xs: set[Tensor]) -> set[Tensor]:
-    """What depends on `xs`; results of a function with a rule of its own do if one of its inputs does."""
+    """The tensors that depend on `xs`; results of a custom gradient depend on its inputs alone."""
     ruled = {op: r for r in rewrites if r.gradient is not None for op in r.operations}
     dependent = set(xs)
     for op in operations:
@@ -236,12 +235,12 @@ def _gathered(graph: Graph, x: Tensor, cotangents: dict[Tensor, list[Tensor]]) -
         if dx.shape != x.shape:
             dx = broadcast(dx, x.shape)
         if x.operation.opdef.kind is Kind.VARIABLE:
-            dx = _own(graph, dx, x.operation)
+            dx = _marked_gradient(graph, dx, x.operation)
     return dx
 
 
-def _own(graph: Graph, dx: Tensor, variable: Operation) -> Tensor:
-    """Mark `dx` as the gradient of `variable`; a value that serves otherwise too gets a name of its own."""
+def _marked_gradient(graph: Graph, dx: Tensor, variable: Operation) -> Tensor:
+    """Mark `dx` as the gradient of `variable`, through `identity` if the value also has another use."""
     if dx.operation.region != BACKWARD or dx in graph.gradient_of:
         dx = identity(dx)
     graph.gradient_of[dx] = variable

@@ -1,4 +1,4 @@
-"""Rules that many operation records share: factors by name, and work per element."""
+"""Rules shared by many operation records: factors by name, and work per element."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from meshlib.core.opdef import Array, Factor, Role, Work
 
 
 def no_work(ins: Sequence[TensorType], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    """Of what is there already, of other names for it, and of copies that no core makes."""
+    """Work of operations that no core executes: inputs, variables, aliases, renames, and copies to or from the host."""
     return Work(0, 0)
 
 
 def vector_work(ins: Sequence[TensorType], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    """One lane operation per element of the result."""
+    """Work of one lane operation per element of the result."""
     return Work(0, out.shape.size)
 
 
@@ -32,9 +32,9 @@ def not_differentiable(op: Operation, dy: Tensor) -> Sequence[Tensor | None]:
 
 
 def union(shapes: Sequence[Shape]) -> Shape:
-    """The dims of all shapes, in order of first appearance; a larger shape that holds all others keeps its order.
+    """The dims of all shapes, in order of first appearance, or in the order of a shape that has all of them.
 
-    Raises ShapeError where one name comes with two sizes.
+    Raises: ShapeError if one name has two sizes.
     """
     sizes: dict[str, int] = {}
     for s in shapes:
@@ -51,7 +51,7 @@ def union(shapes: Sequence[Shape]) -> Shape:
 
 
 def same_dtype(types: Sequence[TensorType]) -> DType:
-    """The common dtype; mixing is an error, because a silent cast would hide its cost."""
+    """The common dtype; mixed dtypes are an error, because a silent cast would hide its cost."""
     dtypes = list(dict.fromkeys(t.dtype for t in types))
     if len(dtypes) > 1:
         names = " and ".join(d.name for d in dtypes)
@@ -64,7 +64,7 @@ def same_dtype(types: Sequence[TensorType]) -> DType:
 
 
 def check_adds(dtype: DType) -> None:
-    """Raise ShapeError for a dtype that the vector unit does not add."""
+    """Raise ShapeError for a dtype that the vector unit cannot add."""
     if not dtype.computes:
         why = "numbers" if dtype is BOOL else "numbers to compute with"
         wide = "float32" if dtype.is_float else "int32"
@@ -72,13 +72,13 @@ def check_adds(dtype: DType) -> None:
 
 
 def named_factors(op: Operation, special: Mapping[str, Role] | None = None) -> tuple[Factor, ...]:
-    """Factors by name: a dim is one factor wherever its name occurs; PARALLEL unless `special` says otherwise."""
+    """Factors by name: dims of one name are one factor; PARALLEL unless `special` gives another role."""
     inputs, outputs = tuple([x.shape for x in op.inputs]), tuple([y.shape for y in op.outputs])
     return _named_factors(inputs, outputs, tuple(special.items()) if special else ())
 
 
 def reducing_factors(op: Operation, role: Role = Role.SUM) -> tuple[Factor, ...]:
-    """Factors by name, of which those that the result lacks are reduced."""
+    """Factors by name, with those that the result lacks reduced."""
     out = op.output.shape
     return named_factors(op, {d.name: role for x in op.inputs for d in x.shape if d.name not in out})
 
@@ -88,7 +88,7 @@ def _named_factors(
     inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], special: tuple[tuple[str, Role], ...]
 ) -> tuple[Factor, ...]:
     roles = dict(special)
-    # A dim whose size changes (slice, concat, ...) can only be split by what divides it everywhere.
+    # A dim whose size changes (slice, concat, ...) can only be split by a number that divides all its sizes.
     sizes: dict[str, int] = {}
     for s in (*inputs, *outputs):
         for d in s:
@@ -106,7 +106,7 @@ def _named_factors(
 
 
 def align(x: Array, names: Sequence[str], to: Sequence[str]) -> Array:
-    """View of `x` with its dims in the order `to`, length-1 axes where it has none: broadcasting by name."""
+    """View of `x` with dims in the order `to`, and length-1 axes for missing dims: broadcasting by name."""
     names, to = tuple(names), tuple(to)
     if names == to:
         return x
@@ -116,7 +116,7 @@ def align(x: Array, names: Sequence[str], to: Sequence[str]) -> Array:
 
 @lru_cache(maxsize=65536)
 def _alignment(names: tuple[str, ...], to: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[slice | None, ...]]:
-    """Where the dims of a view come from; its axes, None for those of length 1 that it gets."""
+    """The transposition of `align`, and its index: None adds a length-1 axis."""
     return tuple(names.index(n) for n in to if n in names), tuple(np.s_[:] if n in names else None for n in to)
 
 

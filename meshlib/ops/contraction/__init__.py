@@ -1,1 +1,1 @@
-"""Products: einsum, and products in eight bits."""
+"""Products: einsum, grouped products, and both in eight bits."""

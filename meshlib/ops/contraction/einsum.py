@@ -1,4 +1,4 @@
-"""einsum by dim names, the operation of the MXU; matmul and products of more operands are written with it."""
+"""einsum by dim names, the operation of the MXU; matmul and products of several operands are built from it."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ PRECISIONS = ("default", "highest", *EIGHT_BIT)
 
 @dataclass(frozen=True)
 class MatmulPlan:
-    """A binary einsum as one batched matmul: which dims are batch, rows, contracted, columns."""
+    """A binary einsum as one batched matmul: the batch, row, contracted and column dims."""
 
-    summed_a: Names  # only in a, not in the result: summed before
+    summed_a: Names  # dims of a alone that the result lacks: summed first
     summed_b: Names
     batch: Names
     rows: Names
     contracted: Names
     columns: Names
-    swapped: bool  # operands exchanged so that the result comes out in its own order
+    swapped: bool  # operands exchanged to give the result its dim order
 
 
 @lru_cache(maxsize=65536)
 def matmul_plan(a: Names, b: Names, out: Names) -> MatmulPlan:
-    """The roles of the dims of `a` and `b`; the order of operands that writes the result without a transpose."""
+    """The classes of the dims of `a` and `b`, with the order of operands that avoids transposing the result."""
     batch = tuple(n for n in out if n in a and n in b)
     contracted = tuple(n for n in a if n in b and n not in out)
     rows = tuple(n for n in out if n in a and n not in b)
@@ -66,7 +66,7 @@ def matmul_plan(a: Names, b: Names, out: Names) -> MatmulPlan:
 
 
 def _arrange(x: Array, names: Names, summed: Names, groups: Sequence[Names]) -> Array:
-    """`x` with each group of dims merged into one axis, after summing `summed`."""
+    """`x` with each group of dims merged into one axis, after summing over `summed`."""
     axes, orders, flat = _arrangement(names, summed, tuple(groups))
     if axes:
         x = np.add.reduce(x, axis=axes)
@@ -80,7 +80,7 @@ def _arrange(x: Array, names: Names, summed: Names, groups: Sequence[Names]) -> 
 def _arrangement(
     names: Names, summed: Names, groups: tuple[Names, ...]
 ) -> tuple[tuple[int, ...], list[list[int]], list[int]]:
-    """The axes of the dims to sum, per group those of its dims in what is left, and all of these where they move."""
+    """The axes to sum over, the remaining axes of each group, and the permutation they need (empty: none)."""
     rest = [n for n in names if n not in summed]
     orders = [[rest.index(n) for n in group] for group in groups]
     flat = [n for order in orders for n in order]
@@ -98,7 +98,7 @@ def _local(block: Block, a: Array, b: Array) -> Array:
 
 
 def _product_of_bytes(block: Block, a: Array, b: Array) -> Array:
-    """The product of int8 and int4, exact modulo 2^32: float64 holds every sum of up to 2^39 products."""
+    """The product of int8 and int4 operands, exact modulo 2^32: float64 represents sums of up to 2^39 products."""
     wide = block._replace(buffer=np.empty(block.out.shape.sizes))
     wide_product = product_of_blocks(wide, a.astype(np.float64), b.astype(np.float64))
     out = block.result()
@@ -107,7 +107,7 @@ def _product_of_bytes(block: Block, a: Array, b: Array) -> Array:
 
 
 def product_of_blocks(block: Block, a: Array, b: Array) -> Array:
-    """The product of the first two operands' blocks, as the MXU takes them, in the result's array."""
+    """The product of the blocks of the first two operands, rounded as for the MXU, in the result's array."""
     x, y, *_ = block.inputs
     out_names = block.out.shape.names
     plan = matmul_plan(x.shape.names, y.shape.names, out_names)
@@ -145,7 +145,7 @@ def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorTyp
 
 
 def _dtype_of_product(types: Sequence[TensorType], precision: str) -> DType:
-    """What the MXU makes of the operands, unless another dtype is asked for."""
+    """The dtype of the result for these operands, unless one is requested."""
     dtypes = [t.dtype for t in types]
     narrow = all(t.is_float and not t.computes for t in dtypes), all(t.is_narrow_integer for t in dtypes)
     if any(narrow):
@@ -188,7 +188,7 @@ def _grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
 
     if not op.output.dtype.is_float:
         return [None, None]
-    # A cotangent does not lie on a grid of eight bits: what it is multiplied with is as wide.
+    # Cotangents are not values of an eight-bit grid, so their product is computed in a wide type.
     precision = "highest" if op.attrs["precision"] == "highest" else "default"
     wide = op.inputs[0].dtype.of_cotangents
     dy = cast(dy, wide)
@@ -196,13 +196,13 @@ def _grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
 
 
 def sides_of(op: Operation, product: Callable[[Tensor, Shape], Tensor], dy: Tensor) -> list[Tensor | None]:
-    """The cotangents of the two operands of a product: `product` of dy with the other one, down to given dims."""
+    """The cotangents of both operands: `product` (the other operand, shape) multiplies it with dy."""
     from meshlib.ops.movement.shape import broadcast
 
     sides: list[Tensor | None] = []
     for this, other in ((0, 1), (1, 0)):
         x, z = op.inputs[this], op.inputs[other]
-        # Dims that only this operand has and that were summed away: their cotangent is the same at every index.
+        # Dims of this operand alone were summed over: the cotangent is constant along them.
         reached = Shape([d for d in x.shape if d in dy.shape or d in z.shape])
         side = product(z, reached)
         sides.append(side if reached == x.shape else broadcast(side, x.shape))
@@ -213,8 +213,8 @@ def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]
     a, b = (t.shape for t in ins)
     plan = matmul_plan(a.names, b.names, out.shape.names)
     contracted = prod(a.dim(n).size for n in plan.contracted)
-    # float32 through takes several bfloat16 passes: the 3 largest of the products of 3-way split operands, doubled
-    # for accuracy, as XLA's HIGHEST does: 6.
+    # "highest" precision takes several bfloat16 passes: the 3 largest products of 3-way split operands, doubled for
+    # accuracy, as XLA's HIGHEST does: 6.
     passes = 6 if attrs["precision"] == "highest" and ins[0].dtype.itemsize >= 4 else 1
     others = {*out.shape.names}
     summed = sum(t.size for t, other in ((a, b), (b, a)) if {*t.names} - {*other.names} - others)
@@ -222,7 +222,7 @@ def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]
 
 
 def product_of(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Product:
-    """The sizes of one device's product."""
+    """The sizes of the product on one device."""
     a, b = (t.shape for t in ins[:2])
     plan = matmul_plan(a.names, b.names, out.shape.names)
     sizes = {d.name: d.size for shape in (a, b) for d in shape}
@@ -239,7 +239,7 @@ EINSUM = operation(
     roles=reducing_factors,
     local=_local,
     grad=_grad,
-    linear=lambda op: NONLINEAR if op.attrs["precision"] in EIGHT_BIT else Linear((0, 1)),  # parts lie on no grid
+    linear=lambda op: NONLINEAR if op.attrs["precision"] in EIGHT_BIT else Linear((0, 1)),  # off the grid
     form=_form,
     work=_work,
     product=product_of,
@@ -260,22 +260,24 @@ def einsum(
     A[b, k], B[k, c]  ->  C[b, c] = sum over k of A[b, k] * B[k, c]
 
     Args:
-      xs: one or more tensors of one float dtype, or int32; of narrow types two, both of int8 and int4 or both of
-        fp8. More than two are multiplied pairwise from the left.
+      xs: one or more tensors of one float dtype, or int32; for narrow types two, both int8 or int4, or both fp8. More
+        than two are multiplied pairwise from the left.
       output_shape: dims of the result, in order; or
-      reduced_dims: dims to sum over, the rest stays in order of appearance; without either, dims that several
-        operands share are summed.
-      precision: "default" rounds float32 operands to bfloat16 into the MXU; "highest" keeps float32 through; "int8"
-        and "fp8" (e4m3) say that the operands hold numbers of these grids, and round what does not. To quantise them
-        as well, see `quantized_einsum`.
-      dtype: of the result, a float dtype for float operands: what the sums are rounded to.
+      reduced_dims: dims to sum over; the others stay in order of appearance. Without either, dims shared by several
+        operands are summed over.
+      precision: "default" rounds float32 operands to bfloat16 for the MXU; "highest" keeps float32; "int8" and "fp8"
+        (e4m3) round the operands to these grids, of which they should already be values. To quantise with scales, see
+        `quantized_einsum`.
+      dtype: dtype of the result, a float dtype for float operands; sums are rounded to it.
       name: of the operation, in listings.
-    Returns: a tensor of `dtype`, else of the operands' one; of fp8 float32, of int8 and int4 int32. Products are exact,
-      sums float32, of integers both are exact modulo 2^32.
-    Gradient: fp8 operands have theirs in bfloat16, by products in bfloat16; integers have none.
-    Cost: 2 x (product of all dims) MXU flops for two operands, at the chip's rate for narrow types. The MXU takes no
-      int32: its products are made and summed on the vector unit, one operation each.
-    Raises: ShapeError where sizes clash, an output dim is in no operand, dtypes differ.
+    Returns: a tensor of `dtype`, by default that of the operands; float32 for fp8, int32 for int8 and int4. Products
+    are
+      exact and sums float32; for integers both are exact modulo 2^32.
+    Gradient: bfloat16 for fp8 operands, from products in bfloat16; none for integers.
+    Cost: 2 x (product of all dims) MXU flops for two operands, at the chip's rate for narrow types. int32 products run
+    on
+      the vector unit, with one operation per product and per sum.
+    Raises: ShapeError if sizes clash, an output dim is in no operand, or dtypes differ.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():

@@ -1,8 +1,7 @@
-"""Products in eight bits: both operands are quantised as they come, multiplied on the MXU and scaled back.
+"""Products in eight bits: operands are quantised dynamically, multiplied on the MXU and rescaled.
 
-Each row of an operand along the dims that are summed over has a scale of its own, its largest magnitude over the
-largest number of the grid. That takes a maximum over all of the row, over the cores that hold it too, so no layout
-changes a result.
+Each row of an operand along the contracted dims has its own scale: its largest magnitude divided by the largest value
+of the grid. The maximum is taken over the whole row, across devices if it is split, so that no layout changes a result.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def _local(block: Block, a: Array, b: Array, *scales: Array) -> Array:
 
 
 def _grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
-    # Straight through: as if the operands had not been rounded. The cotangent's products are quantised as well.
+    # Straight-through estimator: rounding has slope 1. The products of the gradient are quantised as well.
     grid, of_gradient = op.attrs["precision"], op.attrs["gradient"]
     grids = of_gradient, grid
     sides = sides_of(op, lambda z, reached: _quantized([dy, z], reached, grids, grid, of_gradient), dy)
@@ -53,7 +52,7 @@ def _grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
 
 def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
     product = EINSUM.work(ins[:2], out, attrs)
-    # Of each operand's elements division, rounding and limits; of the result's two factors.
+    # Division, rounding and clipping per operand element; two factors per result element.
     quantising = 3 * sum(t.shape.size for t in ins[:2]) + 2 * out.shape.size
     return Work(product.mxu_flops, product.vpu_ops + quantising)
 
@@ -77,24 +76,24 @@ def quantized_einsum(
     name: str | None = None,
     gradient_dtype: str | None = None,
 ) -> Tensor:
-    """`einsum` of two tensors on the MXU in eight bits, both quantised as they come.
+    """`einsum` of two tensors on the MXU in eight bits, both quantised dynamically.
 
     With s_a = max over k of |A[b, k]| / m and s_b likewise, m = 127 (int8), 448 (fp8) or 57344 (its gradients in e5m2),
-    and q(x) the nearest number of the grid:
+    and q(x) the nearest value of the grid:
     C[b, c] = s_a[b] s_b[c] * sum over k of q(A[b, k] / s_a[b]) q(B[k, c] / s_b[c])
 
     Args:
       inputs: two tensors of one float dtype.
-      output_shape: dims of the result, in order; the others are summed over.
+      output_shape: dims of the result, in order; other dims are summed over.
       dtype: "int8", or "fp8" (e4m3).
       name: of the operation, in listings.
-      gradient_dtype: of the result's cotangent in the products of the gradient: `dtype`, or with "fp8" also
+      gradient_dtype: grid of the result's cotangent in the products of the gradient: `dtype`, or for "fp8" also
         "fp8_e5m2", which has less precision and a wider range.
     Returns: a tensor of the operands' dtype; products are exact, sums float32.
-    Gradient: that of the product without rounding, whose own products are quantised in the same way.
+    Gradient: that of the product without rounding; its products are quantised in the same way.
     Cost: the MXU flops of `einsum` at the chip's rate for the dtype, vector work to quantise and scale, and two
-      maxima, which are reduced over the cores that share a row.
-    Raises: ShapeError as einsum, or for another number of tensors; GraphError for another dtype.
+      maxima, which are reduced over the devices that share a row.
+    Raises: ShapeError as `einsum`, or for a number of tensors other than two; GraphError for another dtype.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -128,7 +127,7 @@ def _quantized(
     of_gradient: str,
     name: str | None = None,
 ) -> Tensor:
-    """The product of operands on these grids, which the MXU takes as `dtype`."""
+    """The product of two operands quantised to `grids`, multiplied on the MXU as `dtype`."""
     scales = [
         scale_of(x, Shape([d for d in x.shape if d in out]), LARGEST[g]) for x, g in zip(operands, grids, strict=True)
     ]
@@ -137,37 +136,37 @@ def _quantized(
 
 
 def scale_of(x: Tensor, kept: Shape, largest: float) -> Tensor:
-    """What the numbers of the grid count in, one of each row of `x` along the dims that are not kept."""
+    """The quantisation step of each row of `x` along the dims that `kept` lacks."""
     peak = reduce_max(magnitude(x), output_shape=kept)
     wide = cast(peak, FLOAT32) if x.dtype is BFLOAT16 else peak
-    return where(equal(wide, 0.0), 1.0, wide / largest)  # of a row with a NaN the scale is NaN
+    return where(equal(wide, 0.0), 1.0, wide / largest)  # rows with a NaN have a NaN scale
 
 
 def quantize(
     x: Tensor, reduced_dim: Dimension | Sequence[Dimension], dtype: object = "int8", name: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`x` in a narrow type, with a scale of its own for each row along `reduced_dim`, as the channels of a weight.
+    """`x` quantised to a narrow type, with one scale per row along `reduced_dim`, such as per channel of a weight.
 
     scale[c] = max over r of |x[r, c]| / m,  q[r, c] = the nearest number of the type to x[r, c] / scale[c], where m is
     127 (int8), 7 (int4), 448 (e4m3) or 57344 (e5m2): cast(q, x.dtype) * scale is nearly `x`.
 
     Args:
       x: a float tensor.
-      reduced_dim: the dim or dims whose elements share a scale: of a weight those that a product sums over.
+      reduced_dim: the dim or dims whose elements share a scale: for a weight those that a product contracts.
       dtype: "int8", "int4", "float8_e4m3fn" or "float8_e5m2".
-      name: of the values, in listings.
-    Returns: the values in `dtype`, of the shape of `x`, and the scale in float32 (float64 of float64), of the other
-      dims; 1 where all of a row is 0, and NaN where some of it is NaN, whatever the values then are.
-    Gradient: of fp8 as if nothing had been rounded and the scale were constant; integers pass none.
-    Cost: vector work, and a maximum that is reduced over the cores that share a row.
-    Raises: ShapeError for another dtype, a tensor that is no float, or dims that it lacks.
+      name: name of the quantised values in listings.
+    Returns: the values in `dtype` with the shape of `x`, and the scale in float32 (float64 for float64) with the other
+      dims; it is 1 for rows of zeros, and NaN for rows with a NaN, whose values are unspecified.
+    Gradient: for fp8 as without rounding and with a constant scale; none through integers.
+    Cost: vector work, and a maximum that is reduced over the devices that share a row.
+    Raises: ShapeError for another dtype, a tensor that is not float, or dims that it lacks.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     d, f = mtf.Dimension("d", 2), mtf.Dimension("f", 2)
       ...     q, scale = mtf.quantize(mtf.constant(np.array([[1.0, 4.0], [-2.0, 1.0]]), [d, f]), d)
-      >>> found = mtf.simulate(mtf.lower({"q": q, "scale": scale * 127})).step()
-      >>> found["q"].tolist(), found["scale"].tolist()
+      >>> result = mtf.simulate(mtf.lower({"q": q, "scale": scale * 127})).step()
+      >>> result["q"].tolist(), result["scale"].tolist()
       ([[64, 127], [-127, 32]], [2.0, 4.0])
 
     Source: symmetric per-channel quantisation: Jacob et al., arXiv:1712.05877; Nagel et al., arXiv:2106.08295.

@@ -1,7 +1,7 @@
-"""Grouped products in eight bits: rows that are sorted by group, and the matrix of each, quantised as they come.
+"""Grouped products in eight bits: sorted rows and the matrix of each group are quantised dynamically.
 
-Each row has a scale of its own, and of each group's matrix each column, as of `quantized_einsum`. Where rows are summed
-over, in the gradient of the matrices, the columns of both operands have one for all groups.
+Scales are per row, and per column of each group's matrix, as in `quantized_einsum`. In the gradient of the matrices,
+which sums over rows, scales are per column of both operands, shared by all groups.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GRADIENTS = {"int8": ("int8",), "fp8": ("fp8", "fp8_e5m2")}
 
 
 def _local(block: Block, a: Array, b: Array, a_scale: Array, b_scale: Array, begins: Array, ends: Array) -> Array:
-    """Group by group: numbers of the grid, their product, and the scales."""
+    """Per group: quantise, multiply, rescale."""
     attrs, out = block.attrs, block.result()
     out[...] = 0
     names = [t.shape.names for t in (*block.inputs[:4], block.out)]
@@ -50,7 +50,7 @@ def _local(block: Block, a: Array, b: Array, a_scale: Array, b_scale: Array, beg
 
 
 def _grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
-    # Straight through, as of quantized_einsum.
+    # straight-through, as in quantized_einsum
     a, b, _, _, begins, ends = op.inputs
     grid, of_gradient = op.attrs["precision"], op.attrs["gradient"]
 
@@ -63,7 +63,7 @@ def _grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
 
 def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
     product = RAGGED_DOT.work(ins, out, attrs)
-    quantising = 3 * sum(t.shape.size for t in ins[:2]) + 2 * out.shape.size  # as of quantized_einsum
+    quantising = 3 * sum(t.shape.size for t in ins[:2]) + 2 * out.shape.size  # as in quantized_einsum
     return Work(product.mxu_flops, product.vpu_ops + quantising)
 
 
@@ -83,7 +83,7 @@ QUANTIZED_RAGGED = operation(
 def _quantized(
     a: Tensor, b: Tensor, begins: Tensor, ends: Tensor, attrs: Mapping[str, Any], name: str | None = None
 ) -> Tensor:
-    """The product of operands, the first with the rows, on the grids of `attrs`."""
+    """The product of operands quantised to the grids of `attrs`; the first has the rows."""
     kept = {*attrs["shape"].names, attrs["groups"]}
     scales = [
         scale_of(x, Shape([d for d in x.shape if d.name in kept]), LARGEST[grid])
@@ -106,7 +106,7 @@ def quantized_grouped_product(
     gradient_dtype: str,
     name: str | None,
 ) -> Tensor:
-    """`quantized_ragged_dot` of operands that are known to fit; the others as of `grouped_product`."""
+    """`quantized_ragged_dot` of operands already checked; further arguments as in `grouped_product`."""
     ends = cumsum(sizes, groups)
     attrs = {
         "shape": out, "rows": rows.name, "groups": groups.name, "count": count, "filled": filled, "draws": draws,
@@ -129,13 +129,13 @@ def quantized_ragged_dot(
     draws: int | None = None,
     name: str | None = None,
 ) -> Tensor:
-    """`ragged_dot` on the MXU in eight bits, both operands quantised as they come.
+    """`ragged_dot` on the MXU in eight bits, both operands quantised dynamically.
 
     Args:
-      x, w, sizes, rows, groups, output_shape, mean_rows, draws, name: as of `ragged_dot`.
-      dtype, gradient_dtype: as of `quantized_einsum`.
-    Returns: the dtype of the operands; products are exact, sums float32.
-    Gradient: that of the product without rounding, whose own products are quantised in the same way.
+      x, w, sizes, rows, groups, output_shape, mean_rows, draws, name: as in `ragged_dot`.
+      dtype, gradient_dtype: as in `quantized_einsum`.
+    Returns: a tensor of the operands' dtype; products are exact, sums float32.
+    Gradient: that of the product without rounding; its products are quantised in the same way.
     Cost: the MXU flops of `ragged_dot` at the chip's rate for the dtype, vector work to quantise and scale, and two
       maxima, which are reduced over the devices that share a row.
     Raises: ShapeError for dims that do not fit; GraphError for another dtype.
@@ -150,7 +150,7 @@ def quantized_ragged_dot(
       >>> y.round(3).tolist()
       [127.0, 1.0, -381.0]
 
-    Source: as of `ragged_dot` and `quantized_einsum`.
+    Source: as for `ragged_dot` and `quantized_einsum`.
     """
     what = "quantized_ragged_dot"
     choice(dtype, what, "dtype", EIGHT_BIT)

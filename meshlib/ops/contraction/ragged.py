@@ -1,10 +1,10 @@
-"""Grouped products: rows that are sorted by group, each group with a matrix of its own, as of experts without capacity.
+"""Grouped products: rows sorted by group, each group with its own matrix, as for experts without capacity.
 
     ragged_dot(x, w, sizes)[r, f] = sum over d of x[r, d] * w[g, d, f]    for the group g that row r is in
 
-One operation has both forms that gradients need: `rows` of the result are those of the first operand, or the result has
-the groups and the rows are summed over, each into its group. Groups are given as the rows where they begin and end, so
-that a device with some of the groups, or some of the rows, needs nothing else of the others.
+One operation covers both forms that gradients need: the result has the rows of the first operand, or it has the groups,
+and the rows of each group are summed over. Groups are given by their first and last rows, so that a device with some of
+the groups or rows needs nothing from the others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from meshlib.ops.pointwise.cumulative import cumsum
 from meshlib.ops.rules import reducing_factors, same_dtype
 
 PRECISIONS = ("default", "highest")
-# Rows of a tile of the kernel: AI-Hypercomputer/maxtext src/maxtext/configs/types.py, wi_tile_fwd_batch_seq.
+# Row tile of the kernel: AI-Hypercomputer/maxtext src/maxtext/configs/types.py, wi_tile_fwd_batch_seq.
 TILE_ROWS = 512
 
 
@@ -48,7 +48,7 @@ def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorTyp
 
 
 def segments(block: Block, begins: Array, ends: Array) -> Iterator[tuple[dict[str, int], int, slice]]:
-    """Each non-empty group of this block: the index of the dims that have groups of their own, the group, its rows."""
+    """The non-empty groups of this block: the index along further dims of `begins`, the group, its rows."""
     attrs, names = block.attrs, block.inputs[-2].shape.names
     groups, first = names.index(attrs["groups"]), block.offsets[attrs["rows"]]
     count = block.inputs[0].shape.dim(attrs["rows"]).size
@@ -60,7 +60,7 @@ def segments(block: Block, begins: Array, ends: Array) -> Iterator[tuple[dict[st
 
 
 def _local(block: Block, a: Array, b: Array, begins: Array, ends: Array) -> Array:
-    """Group by group, without the rows of others."""
+    """The product group by group; rows of other blocks are skipped."""
     attrs, engine = block.attrs, block.engine
     a, b = (engine.mxu_operand(x, attrs["precision"] == "highest") for x in (a, b))
     out = block.result()
@@ -75,7 +75,7 @@ def _local(block: Block, a: Array, b: Array, begins: Array, ends: Array) -> Arra
 
 
 def product_by_name(engine: Engine, a: Array, b: Array, a_names: Names, b_names: Names, out: Names) -> Array:
-    """The product of two arrays whose dims are matched by name."""
+    """The product of two arrays with dims matched by name."""
     plan = matmul_plan(a_names, b_names, out)
     if plan.swapped:
         a, b, a_names, b_names = b, a, b_names, a_names
@@ -102,15 +102,15 @@ def _grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
     dy = cast(dy, wide)
 
     def side(other: Tensor, wanted: Tensor) -> Tensor:
-        return _built(cast(other, wide), dy, begins, ends, wanted.shape, op.attrs)
+        return _ragged_product(cast(other, wide), dy, begins, ends, wanted.shape, op.attrs)
 
     return [side(b, a), side(a, b), None, None]
 
 
-def _built(
+def _ragged_product(
     a: Tensor, b: Tensor, begins: Tensor, ends: Tensor, out: Shape, attrs: Mapping[str, Any], name: str | None = None
 ) -> Tensor:
-    """The operation, an operand with the rows first."""
+    """A RAGGED_DOT operation; operands are swapped if needed, since the first must have the rows."""
     if attrs["rows"] not in a.shape.names:
         a, b = b, a
     return build(RAGGED_DOT, [a, b, begins, ends], {**attrs, "shape": out}, name)
@@ -120,7 +120,7 @@ def _built(
 
 
 def _share(ins: Sequence[TensorType], attrs: Mapping[str, Any]) -> float:
-    """The share of the rows that are in this device's groups on the mean, where all have equally many."""
+    """The mean share of the rows that belong to this device's groups, for equally filled groups."""
     return float(attrs["filled"]) * ins[-2].shape.dim(attrs["groups"]).size / int(attrs["count"])
 
 
@@ -131,7 +131,7 @@ def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]
 
 
 def computed_rows(rows: int, groups: int) -> int:
-    """Rows that a kernel for sorted rows multiplies: whole tiles, and one in which two groups meet once for each.
+    """Rows that a kernel for sorted rows multiplies: whole tiles; a tile with rows of two groups counts twice.
 
     >>> computed_rows(4096, 8), computed_rows(4096, 1), computed_rows(16, 8)
     (7680, 4096, 128)
@@ -160,8 +160,8 @@ def _product_of(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str
 
 
 def _read_share(operand: int, ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> float:
-    """Of the matrices those whose group has a row: each is hit by a draw of rows with the same chance, or with so many
-    times that chance as the estimate's load of experts says ("loads").
+    """The share of matrices whose group has rows: draws hit all groups with equal probability, or with probabilities
+    scaled by the expert loads ("loads") of the estimate.
     """
     groups, draws = attrs["groups"], attrs["draws"]
     if operand != 1 or draws is None or groups not in ins[1].shape.names:
@@ -203,32 +203,32 @@ def ragged_dot(
     draws: int | None = None,
     name: str | None = None,
 ) -> Tensor:
-    """The product of rows that are sorted by group with the matrix of their group.
+    """The product of each row with the matrix of its group; rows are sorted by group.
 
     x[rows, d], w[groups, d, f], sizes[groups]  ->  y[rows, f]
 
-    The first `sizes[0]` rows are in group 0, the next `sizes[1]` in group 1, and so on; rows after the last group give
-    zero, and so do groups without rows.
+    The first `sizes[0]` rows are in group 0, the next `sizes[1]` in group 1, and so on; rows after the last group yield
+    zeros, and so do groups without rows.
 
     Args:
       x: float, with `rows` and without `groups`.
-      w: the dtype of x, with `groups`, or with `rows`: see `output_shape`.
-      sizes: int32, how many rows each group has, their sum at most that of `rows`. Dims of x besides `groups` have rows
-        and groups of their own: of x [batch, rows, d] and sizes [batch, groups] each of the batch.
+      w: same dtype as x, with `groups`, or with `rows`: see `output_shape`.
+      sizes: int32, number of rows per group; the sum is at most the size of `rows`. Its dims besides `groups` are batch
+        dims: with x [batch, rows, d] and sizes [batch, groups], each batch item has its own groups.
       rows, groups: the dims, or their names.
-      output_shape: dims of the result, in order; without it those of x and w that are not in both, without `groups`,
-        and what x and w share with `sizes`. Where w has `rows` in place of `groups`, the result has `groups` in place
-        of `rows`, and the rows of each group are summed over: y[groups, d, f] from x[rows, d] and w[rows, f], the
+      output_shape: dims of the result, in order; by default the dims that only x or only w has, without `groups`, and
+        those that both share with `sizes`. If w has `rows` in place of `groups`, the result has `groups` in place of
+        `rows`, and the rows of each group are summed over: y[groups, d, f] from x[rows, d] and w[rows, f], the
         gradient of the matrices.
-      precision: "default", or "highest" for float32 through, as of `einsum`; in eight bits see `quantized_ragged_dot`.
-      mean_rows: how many of the rows are in a group on the mean, for the estimate; all unless given.
-      draws: how many draws, such as tokens, choose the groups of these rows, each of them equally likely: so many that
-        the estimate knows how many groups have none, whose matrices are not read. None: all are read.
+      precision: "default", or "highest" to keep float32, as in `einsum`; for eight bits see `quantized_ragged_dot`.
+      mean_rows: mean number of rows that belong to a group, for the estimate; by default all.
+      draws: number of independent draws, such as tokens, that choose the groups of the rows uniformly; the estimate
+        derives the share of groups without rows, whose matrices are not read. None: all are read.
       name: of the operation, in listings.
-    Returns: the dtype of the operands; products are exact, sums float32.
-    Cost: 2 x rows in a group x (product of the other dims) MXU flops, whatever the number of groups. Its time counts
-      whole tiles of up to 512 rows, and a tile in which two groups meet once for each. Where groups are split, each
-      device computes the rows of its own, a pending sum; the estimate takes their share for that of the groups.
+    Returns: a tensor of the operands' dtype; products are exact, sums float32.
+    Cost: 2 x rows in groups x (product of the other dims) MXU flops, whatever the number of groups. Its time counts
+      whole tiles of up to 512 rows, and a tile with rows of two groups twice. If groups are split, each device computes
+      the rows of its groups, giving a pending sum; the estimate assumes rows in proportion to groups.
     Raises: ShapeError for dims that do not fit.
     Example:
       >>> import meshlib as mtf
@@ -251,7 +251,7 @@ def ragged_dot(
 
 
 def filled_share(what: str, rows: Dimension, mean_rows: float | None) -> float:
-    """The share of the rows that is in a group on the mean. Raises: ShapeError for more rows than there are."""
+    """The mean share of the rows that belong to a group. Raises: ShapeError for more rows than there are."""
     filled = rows.size if mean_rows is None else number(mean_rows, what, "mean_rows")
     if not 0 < filled <= rows.size:
         raise ShapeError(
@@ -273,23 +273,23 @@ def grouped_product(
     precision: str,
     name: str | None,
 ) -> Tensor:
-    """`ragged_dot` of operands that are known to fit.
+    """`ragged_dot` of operands already checked.
 
     Args:
-      filled: the share of the rows that are in a group on the mean. count: how many groups there are on all devices.
+      filled: mean share of the rows that belong to a group. count: global number of groups.
     """
     ends = cumsum(sizes, groups)
     attrs = {
         "rows": rows.name, "groups": groups.name, "count": count, "filled": filled, "draws": draws,
         "precision": precision,
     }  # fmt: skip
-    return _built(x, w, subtract(ends, sizes), ends, out, attrs, name)
+    return _ragged_product(x, w, subtract(ends, sizes), ends, out, attrs, name)
 
 
 def checked_operands(
     what: str, x: object, w: object, sizes: object, rows: Dimension | str, groups: Dimension | str, output_shape: object
 ) -> tuple[Dimension, Dimension, Shape]:
-    """The dims of the rows and of the groups, and of the result. Raises: ShapeError for operands that do not fit."""
+    """The dims of the rows, the groups and the result. Raises: ShapeError if the operands do not fit."""
     x, w, sizes = operands = [tensor(t, what) for t in (x, w, sizes)]
     row, group = _dim_of(x, rows, what, "rows"), _dim_of(sizes, groups, what, "groups")
     faults = _faults(x, w, sizes, row, group)
@@ -330,7 +330,7 @@ def _faults(x: Tensor, w: Tensor, sizes: Tensor, rows: Dimension, groups: Dimens
 def _output_shape(
     what: str, x: Tensor, w: Tensor, sizes: Tensor, rows: Dimension, groups: Dimension, wanted: object
 ) -> Shape:
-    """The dims of the result, checked: no operand is summed over a dim that it has alone."""
+    """The dims of the result; no operand may be summed over a dim that only it has."""
     summed_rows = rows in w.shape
     both = [d for d in x.shape if d in w.shape and d not in sizes.shape]
     alone = {d for t in (x, w) for d in t.shape if d not in both and d not in (rows, groups)}

@@ -1,4 +1,4 @@
-"""Branches: parts of a loop's body that a device leaves out in trips in which none of its indices of a dim works."""
+"""Branches: parts of a loop body that a device skips in trips in which none of its indices of a dim is active."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Results = tuple[Sequence[Tensor], Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Taken:
-    """What a branch has made, inside the body around: `ends` of its carries, `made` of its other results.
+    """Results of a branch in the enclosing body: `ends` of its carries, `made` of its other results.
 
-    `operation` is the branch itself, whose carries before `mask` are those that it was called with.
+    `operation` is the branch itself; its carries before `mask` are those it was called with.
     """
 
     operation: Operation
@@ -29,7 +29,7 @@ class Taken:
 
     @property
     def mask(self) -> int:
-        """The number of the carry that says what works."""
+        """The number of the carry with the mask of active indices."""
         return len(self.ends)
 
 
@@ -41,10 +41,10 @@ def branch(
     active: Active,
     remat: Policy | PartialPolicy = "full",
 ) -> Taken:
-    """Run `body` where `mask`, [active.dim], holds: a pair of what becomes of the carries, and of other results.
+    """Run `body` at the indices where `mask`, [active.dim], is true; returns the carries and other results.
 
-    Where it does not hold, carries should stay as they are, and other results are of no use but under the same mask.
-    The body may write to late carries of the loop around (`inner_carry`).
+    At other indices the body should keep carries unchanged, and its other results are only valid under the same mask.
+    The body may update late carries of the enclosing loop (`inner_carry`).
     """
     one = Dimension(free_name("branch", {d.name for x in carries for d in x.shape}), 1)
 
@@ -62,11 +62,12 @@ def branch(
     for late, end in zip(inside.late.values() if inside else (), finals[len(carries) + 1 :], strict=True):
         assert late.around is not None
         end_late(late.around, end)
-    return Taken(op, tuple(finals[: len(carries)]), tuple(map(_alone, stacks)))
+    return Taken(op, tuple(finals[: len(carries)]), tuple(map(_only_trip, stacks)))
 
 
 def inner_carry(carry: Tensor, graph: Graph) -> Tensor:
-    """In the body of a branch, `graph`, what a late carry of the loop around is by then; the branch makes its end."""
+    """The current value, in the body `graph` of a branch, of a late carry of the enclosing loop, which the branch
+    updates."""
     around, inside = carry.graph.loop_body, graph.loop_body
     assert around is not None
     assert inside is not None
@@ -75,6 +76,6 @@ def inner_carry(carry: Tensor, graph: Graph) -> Tensor:
     return inner
 
 
-def _alone(x: Tensor) -> Tensor:
-    """Of what the only trip has stacked, that trip's."""
+def _only_trip(x: Tensor) -> Tensor:
+    """The stacked value of a single trip, without the dim of trips."""
     return reshape(x, x.shape.dims[1:])

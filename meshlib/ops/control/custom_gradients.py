@@ -1,4 +1,4 @@
-"""Functions with a gradient of their own: `custom_gradient`, and `recompute_grad`, which trades memory for work."""
+"""Custom gradients: `custom_gradient`, and `recompute_grad`, which trades memory for recomputation."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ Function = Callable[..., Any]
 
 
 def recompute_grad(function: Function, explicit_inputs: Sequence[Tensor], remat: Policy = "full") -> Any:
-    """function(*explicit_inputs), computed again for its gradient instead of kept.
+    """function(*explicit_inputs), recomputed for its gradient instead of keeping intermediate values.
 
     Args:
-      function: takes the inputs. Values that it takes from outside without naming them in `explicit_inputs` get their
-        gradients too.
-      explicit_inputs: tensors that stay in memory until the backward.
-      remat: what else stays, as of `scan`. The backward repeats the rest: the work, and the gathers.
-    Returns: what `function` returns: a tensor, or a list or tuple of them.
-    Raises: GraphError for a policy that is none.
+      function: takes the inputs. Captured values that are not in `explicit_inputs` get gradients too.
+      explicit_inputs: tensors kept until the backward pass.
+      remat: policy for further kept values, as in `scan`. The backward pass recomputes the rest, gathers included.
+    Returns: the result of `function`: a tensor, or a list or tuple of them.
+    Raises: GraphError for an unknown policy.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -40,14 +39,14 @@ def recompute_grad(function: Function, explicit_inputs: Sequence[Tensor], remat:
 
 
 def custom_gradient(function: Function, gradient: Function, explicit_inputs: Sequence[Tensor]) -> Any:
-    """function(*explicit_inputs) with a gradient rule of your own.
+    """function(*explicit_inputs) with a custom gradient rule.
 
     Args:
       function: takes the inputs, returns a tensor, or a list or tuple of them.
-      gradient: takes a list of the inputs, a list of the results that are used, in the order in which they are
-        returned, and a list of their cotangents; returns a cotangent, or None, per input. It applies whatever the
-        function does: to a result that is an input itself, or does not depend on any.
-      explicit_inputs: where gradients go; what the function takes from outside gets none.
+      gradient: takes a list of the inputs, a list of the used results in the order in which they are returned, and a
+        list of their cotangents; returns a cotangent or None per input. It applies to all results, even to those that
+        are inputs or do not depend on any.
+      explicit_inputs: the inputs that get gradients; captured values get none.
     Example: gradient reversal.
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -67,14 +66,14 @@ def gradient_of_residuals(
     gradient: Callable[[Sequence[Tensor], Sequence[Tensor | None]], Sequence[Tensor | None]],
     explicit_inputs: Sequence[Tensor],
 ) -> list[Tensor]:
-    """The results of function(*explicit_inputs), which returns them and the residuals that its gradient reads.
+    """function(*explicit_inputs), which also returns the residuals that its gradient reads.
 
     Args:
-      function: takes the inputs, returns a list of results and a list of residuals, any tensors. A checkpoint or loop
-        around computes residuals again, or keeps them, as it does with any value.
-      gradient: takes the residuals and a cotangent for each result, None where there is none; returns a cotangent, or
-        None, per input. It must not refer to other tensors.
-      explicit_inputs: where gradients go.
+      function: takes the inputs, returns a list of results and a list of residuals, which may be any tensors. An
+        enclosing checkpoint or loop recomputes or keeps residuals like any value.
+      gradient: takes the residuals and a cotangent or None per result; returns a cotangent or None per input. It must
+        not refer to other tensors.
+      explicit_inputs: the inputs that get gradients.
     Returns: the results.
     """
     residuals: list[Tensor] = []
@@ -110,7 +109,7 @@ def _with_gradient(
         if tensor(y, what).graph not in graph.around:
             raise GraphError(f"{at(what)}: the function must return tensors of the graph of its inputs, got {y}")
     kept = tuple(kept_values(graph.operations[count:], remat, what))
-    own = [] if gradient is None else _own(results, graph.operations[count:])
+    own = [] if gradient is None else _distinct(results, graph.operations[count:])
     run = tuple(graph.operations[count:])
     if run:
         read = None if residuals is None else tuple(residuals)
@@ -120,8 +119,8 @@ def _with_gradient(
     return own[0] if isinstance(outputs, Tensor) else tuple(own) if isinstance(outputs, tuple) else own
 
 
-def _own(results: Sequence[Tensor], run: Sequence[Operation]) -> list[Tensor]:
-    """The results, each a tensor for itself that the function makes: its inputs, say, get another name."""
+def _distinct(results: Sequence[Tensor], run: Sequence[Operation]) -> list[Tensor]:
+    """The results as distinct tensors computed by `run`: inputs and repeated results are wrapped in `identity`."""
     reads = ("variable", "input")
     computed = {y for op in run if op.opdef.name not in reads for y in op.outputs}
     own: list[Tensor] = []

@@ -1,7 +1,7 @@
-"""Operations of a graph that are run later, elsewhere, from the values that they take: gradients of weights, say.
+"""Deferred operations of a graph: run later in another graph, such as gradients of weights in pipelines.
 
-A backward pass computes gradients of its inputs, which other stages wait for, and of weights. What only the latter need
-can be written again in another graph, which is given what it takes of the first.
+A backward pass computes gradients of its inputs, which other stages wait for, and of weights. Operations that only the
+latter need can be copied to another graph, which receives the values that they read from the first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _separate: ContextVar[bool] = ContextVar("separate_weights", default=False)
 
 @contextmanager
 def separate_weights() -> Iterator[None]:
-    """Gradients of loops in here are two loops: of what is carried, and then of weights, which can be deferred."""
+    """Context in which the gradient of a loop is two loops: for carries, and for weights, which can be deferred."""
     token = _separate.set(True)
     try:
         yield
@@ -29,20 +29,20 @@ def separate_weights() -> Iterator[None]:
 
 
 def weights_are_separate() -> bool:
-    """Whether gradients of loops are two loops."""
+    """True in the context of `separate_weights`."""
     return _separate.get()
 
 
 @dataclass(frozen=True, eq=False)
 class Deferred:
-    """Operations of one graph in its order, and the values of others that they take, with what each is known as."""
+    """Deferred operations of a graph, in order, with the outer values `taken` that they read."""
 
     operations: tuple[Operation, ...]
     taken: tuple[Tensor, ...]
     known: Mapping[Tensor, Tensor]
 
     def written(self, graph: Graph, given: Mapping[Tensor, Tensor], results: Sequence[Tensor]) -> list[Tensor]:
-        """The operations in another graph, and what stands there for `results`; `given` has each of `taken`."""
+        """Copy the operations to `graph` and return the copies of `results`; `given` has a tensor per `taken` value."""
         inside = {x: given[value] for x, value in self.known.items() if value in given}
         copies = replay(self.operations, (), {**inside, **given}, graph)
         return [copies[y] for y in results]
@@ -55,14 +55,14 @@ def deferred(
     is_kept: Callable[[Tensor], bool],
     beside: Sequence[Tensor] = (),
 ) -> Deferred:
-    """What `later` needs that `first` does not.
+    """The operations that `later` needs and `first` does not.
 
     Args:
-      is_kept: of a value that both need, whether it can be given; what cannot is computed again.
-      beside: values that are given as they are, whoever needs them.
+      is_kept: (value needed by both) -> True if it can be passed on; otherwise it is recomputed.
+      beside: values that are always passed on.
     """
     apart = {op for op in needed(graph.known.get(y, y).operation for y in later) if op.opdef.kind not in RESIDENT}
-    there = {graph.known[x].operation for op in apart for x in op.inputs if x in graph.known}  # kept: given as it is
+    there = {graph.known[x].operation for op in apart for x in op.inputs if x in graph.known}  # passed on
     apart -= needed([*(graph.known.get(y, y).operation for y in first), *there, *(x.operation for x in beside)])
     taken: dict[Tensor, None] = {}
     known: dict[Tensor, Tensor] = {}
@@ -80,7 +80,7 @@ def deferred(
             else:
                 apart.add(value.operation)
                 waiting.append(value.operation)
-    # What a loop does not need of its operands still has to be something.
+    # Operands that a loop does not read must still be given.
     spare = {x for op in apart for x in op.inputs if x.operation not in apart and x not in known}
     taken.update(dict.fromkeys(x for x in spare if x.operation.opdef.kind in RESIDENT))
     operations = tuple(op for op in graph.operations if op in apart)

@@ -1,7 +1,6 @@
-"""Copies to and from the memory of the host, which a policy of rematerialisation writes: see `mtf.Remat`.
+"""Copies to and from host memory, inserted by rematerialisation policies: see `mtf.Remat`.
 
-A value on the host takes no HBM. It lies there as it lies on the device, block by block, and nothing is computed or
-moved between devices there: it only comes back.
+A value on the host takes no HBM. It has the sharding that it has on devices; nothing is computed or resharded there.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ TO_HOST, FROM_HOST = _define("to_host"), _define("from_host")
 
 
 def to_host(x: Tensor) -> Tensor:
-    """`x` in the memory of the host."""
+    """`x` copied to host memory."""
     with absolute_scope(x.operation.name):
         return build(TO_HOST, [x], {"on_host": True})
 
 
 def from_host(x: Tensor) -> Tensor:
-    """`x`, which lies on the host, in HBM again."""
+    """`x` copied from host memory to HBM."""
     with absolute_scope(x.operation.name):
         return build(FROM_HOST, [x], {})

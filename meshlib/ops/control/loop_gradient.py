@@ -1,8 +1,7 @@
 """The gradient of a scan: a scan over the same dim in reverse.
 
-Its carries are the cotangents of the loop's carries, and a sum for each tensor from outside; its slices are the
-loop's, with the carries before each trip, what the policy of rematerialisation kept, and the cotangents of what was
-stacked.
+Its carries are the cotangents of the loop's carries, and a sum per captured tensor; its slices are the loop's, the
+carries before each trip, the values kept by the rematerialisation policy, and the cotangents of stacked values.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from meshlib.ops.pointwise.selection import where
 
 
 def loop_gradient(op: Operation, *dys: Tensor | None) -> list[Tensor | None]:
-    """A cotangent per operand of a loop, for those that are wanted; carries have theirs in any case."""
+    """The wanted cotangents of the operands of a loop; those of carries are always computed."""
     if op.loop is not None and op.loop.going is not None:
         raise GraphError(
             f"{op} has no gradient: how many trips its condition lets run is known after the last; "
@@ -36,30 +35,31 @@ def loop_gradient(op: Operation, *dys: Tensor | None) -> list[Tensor | None]:
 
 @dataclass(eq=False)
 class _Backwards:
-    """One gradient of one loop."""
+    """Builder of the gradient of one loop."""
 
     op: Operation
     dys: Sequence[Tensor | None]
     loop: LoopRecord = field(init=False)
-    with_gradient: list[int] = field(default_factory=list)  # of the loop's xs, those that the body gives one
+    with_gradient: list[int] = field(default_factory=list)  # numbers of the loop's xs with a cotangent
 
     def __post_init__(self) -> None:
         assert self.op.loop is not None
         self.loop = self.op.loop
         self.inits, self.xs, self.outer = self.loop.operands(self.op.inputs)
         _, _, self.befores, self.saved = self.loop.outputs(self.op.outputs)
-        if self.loop.branch is not None:  # before its only trip carries are what they begin as
+        if self.loop.branch is not None:  # before its only trip, carries have their initial values
             self.befores = [reshape(x, [self.loop.dim, *x.shape]) for x in self.inits]
         dys = self.loop.outputs(self.dys)
         self.floats = [x for x in self.inits if x.dtype.is_float]
         self.sums = [x for x in self.outer if x.dtype.is_float and is_wanted(x)]
         self.stacked = [(n, dy) for n, dy in enumerate(dys.stacks) if dy is not None]
-        # At second order the carries before each trip have cotangents too: each joins that of its trip's carry.
+        # In a second derivative the carries before each trip have cotangents too: they are added to those of the
+        # carries.
         joined = [dy for x, dy in zip(self.inits, dys.befores, strict=True) if x.dtype.is_float]
         self.joining = {n: dy for n, dy in enumerate(joined) if dy is not None}
 
     def run(self) -> list[Tensor | None]:
-        """Write the loop; a cotangent or None per operand."""
+        """Build the backward loop; returns a cotangent or None per operand."""
         dys = zip(self.inits, self.dys, strict=False)
         begin = [_no_cotangent(x) if dy is None else dy for x, dy in dys if x.dtype.is_float]
         begin += [_no_cotangent(x) for x in self.sums]
@@ -87,7 +87,7 @@ class _Backwards:
             list(islice(rest, len(part))) for part in (self.befores, self.xs, self.saved, self.stacked, self.joining)
         )
         befores = [_as_carried(from_host(t) if t.on_host else t, x) for t, x in zip(befores, self.inits, strict=True)]
-        results = self._again(graph, befores, xs, saved)
+        results = self._recompute(graph, befores, xs, saved)
         ends, stacks = self.loop.made.finals, self.loop.made.stacks
         ys = [results[y] for y in (*(y for y in ends if y.dtype.is_float), *(stacks[n] for n, _ in self.stacked))]
         seeds = [*carries[: len(self.floats)], *dys]
@@ -101,7 +101,7 @@ class _Backwards:
         stop = len(before) + len(sliced)
         dxs = {n: g for (n, _), g in zip(sliced, cotangents[len(before) : stop], strict=True) if g is not None}
         self.with_gradient = list(dxs)
-        counted = [g if g is None else self._counted(graph, g) for g in cotangents[stop:]]
+        counted = [g if g is None else self._active_part(graph, g) for g in cotangents[stop:]]
         sums = [a if g is None else a + g for a, g in zip(carries[len(before) :], counted, strict=True)]
         _drop_cheap(graph, [*filled, *sums, *dxs.values()])
         return [*filled, *sums], list(dxs.values())
@@ -109,7 +109,7 @@ class _Backwards:
     def _loop(
         self, step: Body, begin: Sequence[Tensor], slices: Sequence[Tensor]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """A loop over the same dim in the other direction; of a branch, one that is left out where that was."""
+        """A loop over the same dim in the other direction; for a branch, a branch with the same mask."""
         loop = self.loop
         if loop.branch is None or loop.working is None:
             return make_loop("scan", step, begin, slices, loop.dim, not loop.reverse, None)
@@ -128,10 +128,11 @@ class _Backwards:
     def _in_two_loops(
         self, begin: Sequence[Tensor], slices: Sequence[Tensor]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Cotangents of what is carried in a first loop, those of all else in a second, from what the first stacks."""
+        """Two loops: the first computes cotangents of carries, the second all others from values stacked by the
+        first."""
         dim, carried = self.loop.dim, len(self.floats)
-        stacked: list[Tensor] = []  # values of the first body
-        sliced: list[tuple[Tensor, int]] = []  # the same of its slices, with their numbers
+        stacked: list[Tensor] = []  # values stacked by the first body
+        sliced: list[tuple[Tensor, int]] = []  # slices of the first body that the second reads too, with their numbers
         captured: dict[Tensor, Tensor] = {}
         later, results = Deferred((), (), {}), list[Tensor]()
 
@@ -165,21 +166,21 @@ class _Backwards:
         sums, dxs = self._loop(second, begin[carried:], again) if again else ((), ())
         return (*finals, *(sums or begin[carried:])), tuple(dxs)
 
-    def _counted(self, graph: Graph, g: Tensor) -> Tensor:
-        """Of the cotangent of what all trips share, the part of the indices that work in this one."""
+    def _active_part(self, graph: Graph, g: Tensor) -> Tensor:
+        """A cotangent shared by all trips, zeroed at indices that are inactive in this trip."""
         working = None if graph.loop_body is None else graph.loop_body.working
         if working is None or not set(working.shape) <= set(g.shape):
             return g
         return where(working, g, 0, output_shape=g.shape)
 
-    def _again(
+    def _recompute(
         self, graph: Graph, befores: Sequence[Tensor], xs: Sequence[Tensor], saved: Sequence[Tensor]
     ) -> Mapping[Tensor, Tensor]:
-        """One trip's body written again, of which what was saved is known."""
+        """Recompute the body of one trip, with saved values marked as known."""
         body = self.loop.body
         given = (*befores, *xs, *(graph.adopt(x) for x in self.outer))
         inside = dict(zip(self.loop.stand_ins, given, strict=True))
-        # Before the copies that take it.
+        # before the copies that use them
         kept = [
             (y, from_host(t) if t.on_host and not y.on_host else t) for y, t in zip(self.loop.kept, saved, strict=True)
         ]
@@ -189,7 +190,7 @@ class _Backwards:
 
 
 def _drop_cheap(graph: Graph, results: Sequence[Tensor]) -> None:
-    """Forget kept casts and views of what is kept as well, and used: they are made again from it."""
+    """Forget kept casts and views whose operand is kept and used as well: they are recomputed from it."""
     live = needed(graph.known.get(y, y).operation for y in results)
     for y, value in tuple(graph.known.items()):
         operand = y.operation.inputs[0] if y.operation.opdef.cheap else None
@@ -199,7 +200,7 @@ def _drop_cheap(graph: Graph, results: Sequence[Tensor]) -> None:
 
 
 def _as_carried(before: Tensor, carry: Tensor) -> Tensor:
-    """What was stacked of a carry, or its cotangent, with the names of the carry's dims: one may be the loop's."""
+    """A stacked carry or its cotangent with the dim names of the carry, which may include the loop's dim."""
     for stacked, own in zip(before.shape.names, carry.shape.names, strict=True):
         before = rename_dimension(before, stacked, own)
     return before

@@ -1,8 +1,8 @@
-"""Loops: `scan` over a stacked dim with carries; `while_loop`, a scan over nothing, whose trips a condition may end.
+"""Loops: `scan` over a stacked dim with carries; `while_loop`, a scan without slices, optionally with a condition.
 
-One body, lowered once, that an instruction holds and repeats. The gradient of a scan is a scan run backwards: it takes
-the carries before each trip and what a policy of rematerialisation keeps of it, which the forward run stacks up if they
-are asked for, and computes the rest of each trip's body again to differentiate it.
+The body is lowered once, and one instruction repeats it. The gradient of a scan is a scan in reverse: it reads the
+carries before each trip and the values kept by the rematerialisation policy, which the forward pass stacks if a
+gradient is requested, and recomputes the rest of each trip's body.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorTyp
 
 
 def _roles(op: Operation) -> tuple[Factor, ...]:
-    # The body is partitioned by itself; to the outside every operand must be where the body expects it.
+    # The body is partitioned by itself; the operands must have the shardings that it expects.
     count = len(op.inputs)
     return tuple(
         Factor(f"{n}/{d.name}", d.size, tuple(d.name if k == n else None for k in range(count)), (None,), Role.WHOLE)
@@ -94,26 +94,26 @@ def scan(
     stack_variables: bool = False,
     remat: Policy = "full",
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Run `body` once per index of `dim`, carrying tensors from trip to trip.
+    """Run `body` once per index of `dim`, passing carries from trip to trip.
 
     Args:
       body: takes a tuple of carries and a tuple of slices (each of `xs` at this index, without `dim`); returns new
-        carries of the same types, and a tuple of tensors to stack. It may use tensors from outside; random numbers in
-        it differ from trip to trip.
-      carries: the values before the first trip. Where one has `dim` itself, what a second derivative takes of it names
-        that `carried_<dim>`.
-      xs: tensors that have `dim`: weights of stacked layers, steps of a sequence. `dim` is made whole on every device.
-      dim: what to go over.
-      reverse: from the last index to the first.
-      stack_variables: whether each trip has its own values of the variables that `body` makes: they get `dim` as their
-        first dim, as the weights of stacked layers. Otherwise all trips share them.
-      remat: what the gradient finds of each trip besides `xs` and the carries before it, and does not compute again:
-        "full" nothing; "none" everything it has a use for, but casts and what constants alone make; "matmuls" the
-        products whose operands share no dim that stays (with weights, but not of queries with keys); or what an
-        `mtf.Remat` names. Values that have `dim` are computed again.
+        carries of the same types, and a tuple of tensors to stack. It may capture outer tensors; random numbers differ
+        from trip to trip.
+      carries: the values before the first trip. If a carry has `dim` itself, second derivatives rename it to
+        `carried_<dim>`.
+      xs: tensors with `dim`: weights of stacked layers, steps of a sequence. `dim` is gathered on every device.
+      dim: the dim to iterate over.
+      reverse: iterate from the last index to the first.
+      stack_variables: whether each trip has its own variables: variables created in `body` get `dim` as their first
+        dim, like the weights of stacked layers. Otherwise all trips share them.
+      remat: values of each trip kept for the gradient, besides `xs` and the carries before it: "full" recomputes
+        everything; "none" keeps all values that the gradient reads, except casts and constants; "matmuls" keeps
+        products without batch dims (with weights, but not of queries with keys); `mtf.Remat` keeps named values.
+        Values that have `dim` are recomputed.
     Returns: the carries after the last trip, and the stacked results, whose first dim is `dim`.
     Raises: GraphError, ShapeError for a body that changes types, or xs without `dim`.
-    Gradient: a scan the other way round, which computes each trip again from what is there.
+    Gradient: a scan in reverse, which recomputes each trip from the kept values.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -146,28 +146,28 @@ def while_loop(
     has_accumulators: bool = False,
     most_trips: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """Apply `body` again and again, inputs <- body(*inputs): so many times, or as long as a condition holds.
+    """Repeat inputs <- body(*inputs) a fixed number of times, or while a condition holds.
 
     Args:
-      cond: how often, fixed when the program is written; or a function of as many tensors as there are inputs that
-        returns a bool tensor without dims: whether another trip runs, asked before each.
-      body: takes as many tensors as there are inputs, returns as many of the same shapes and dtypes. It may use
-        tensors from outside; random numbers in it differ from trip to trip.
+      cond: the number of trips; or a function of the current inputs that returns a bool tensor without dims: whether
+        another trip runs, evaluated before each.
+      body: takes the inputs, returns as many tensors of the same shapes and dtypes. It may capture outer tensors;
+        random numbers differ from trip to trip.
       inputs: the values before the first trip.
-      has_accumulators: what the body returns beyond as many tensors as it takes is summed over the trips.
-      most_trips: with a condition, after how many trips the loop ends in any case. Memory, work and collectives of a
-        program, and estimates, count so many; who runs it stops when the condition fails.
-    Returns: the values after the last trip, then the sums. Between trips they lie at home under the layout.
-    Raises: GraphError, ShapeError for bad trips, a condition that is none, or a body that changes types.
-    Gradient: as of `scan`; none with a condition.
+      has_accumulators: further results of the body, beyond the number of inputs, are summed over the trips.
+      most_trips: with a condition, the maximal number of trips. Memory, work and collectives of the program, and
+        estimates, count this many; a run stops when the condition fails.
+    Returns: the values after the last trip, then the sums. Between trips they have their assigned shardings.
+    Raises: GraphError, ShapeError for an invalid number of trips or condition, or a body that changes types.
+    Gradient: as for `scan`; none with a condition.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", [mtf.Dimension("d", 2)])
       ...     (y,) = mtf.while_loop(3, lambda v: v * 2.0, [x])
       ...     (z,) = mtf.while_loop(lambda v: mtf.less(mtf.reduce_sum(v), 40.0), lambda v: v * 2.0, [x], most_trips=9)
-      >>> found = mtf.simulate(mtf.lower({"y": y, "z": z})).step(x=[1.0, 5.0])
-      >>> found["y"].tolist(), found["z"].tolist()
+      >>> result = mtf.simulate(mtf.lower({"y": y, "z": z})).step(x=[1.0, 5.0])
+      >>> result["y"].tolist(), result["z"].tolist()
       ([8.0, 40.0], [8.0, 40.0])
     """
     what = "while_loop"
@@ -201,7 +201,7 @@ def while_loop(
 
 
 def _condition(cond: Callable[..., Tensor], values: Sequence[Tensor]) -> Tensor:
-    """Whether another trip runs with these values."""
+    """The condition evaluated on these values; must be a bool scalar."""
     condition = tensor(cond(*values), "while_loop")
     if condition.dtype is not BOOL or len(condition.shape):
         raise ShapeError(
@@ -227,9 +227,9 @@ def make_loop(
     branch: Branch | None = None,
     timing: Timing | None = None,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Record the body in a graph of its own, and the loop that holds it.
+    """Trace the body into its own graph, and add the loop operation.
 
-    The last carry of a `branch` is the mask of what works. Carries that the body asks for (`late_carry`) follow those
+    The last carry of a `branch` is the mask of active indices. Carries added in the body (`late_carry`) follow those
     that it returns.
     """
     outer = innermost([*carries, *xs], what)
@@ -270,7 +270,7 @@ def make_loop(
     given = LoopOperands(tuple(carried), tuple(sliced), tuple(of_loop.captured.values()))
     with inside, absolute_scope(full):
         kept = _kept(inside, of_loop, live, dim, remat, f"{what} '{full}'")
-        # For the gradient: the carries before each trip, and what the policy keeps.
+        # For the gradient: the carries before each trip, and the values that the policy keeps.
         host = isinstance(remat, Remat) and remat.offload_carries
         before = [_stackable(t, dim) for t in carried]
         befores = tuple(to_host(t) if host else t for t in before)
@@ -304,7 +304,7 @@ def make_loop(
 
 
 def late_carry(graph: Graph, t: TensorType, name: str, begin: Tensor | None = None) -> Tensor:
-    """A further carry of the loop whose body is being written, zeros at first unless given; `end_late` says its end."""
+    """Add a carry to the loop whose body is being traced, initially zeros by default; `end_late` sets its new value."""
     assert graph.loop_body is not None
     with absolute_scope("/".join(graph.scope)):
         carry = _placeholder(graph, graph.unique_name(name), t)
@@ -313,13 +313,13 @@ def late_carry(graph: Graph, t: TensorType, name: str, begin: Tensor | None = No
 
 
 def end_late(carry: Tensor, end: Tensor) -> None:
-    """What a trip makes of a late carry."""
+    """Set the value of a late carry after a trip."""
     assert carry.graph.loop_body is not None
     carry.graph.loop_body.late[carry].end = end
 
 
 def works_table(active: Active, trips: Dimension) -> Tensor:
-    """Whether each index works in each trip: bool [trips, active.dim]."""
+    """Activity of each index in each trip: bool [trips, active.dim]."""
     works = np.zeros((trips.size, active.size), np.bool_)
     for trip, indices in enumerate(active.indices):
         works[trip, list(indices)] = True
@@ -327,7 +327,7 @@ def works_table(active: Active, trips: Dimension) -> Tensor:
 
 
 def _returned(returned: object, what: str, full: str) -> tuple[list[Tensor], list[Tensor]]:
-    """The carries after a trip, and what to stack."""
+    """The new carries and the tensors to stack, from the return value of a body."""
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         raise GraphError(
             f"{at(what)} '{full}': body must return a pair of carries and tensors to stack, got {returned!r:.80}"
@@ -337,7 +337,7 @@ def _returned(returned: object, what: str, full: str) -> tuple[list[Tensor], lis
 
 
 def _check_ends(carries: Sequence[Tensor], ends: Sequence[Tensor], where: str) -> None:
-    """Raise unless a trip ends with what the next begins with."""
+    """Raise unless the carries of a trip keep their number and types."""
     if len(ends) != len(carries):
         raise GraphError(f"{where}: body must return {len(carries)} tensors, as it takes, got {list(ends)!r:.80}")
     for before, after in zip(carries, ends, strict=True):
@@ -346,7 +346,7 @@ def _check_ends(carries: Sequence[Tensor], ends: Sequence[Tensor], where: str) -
 
 
 def _slice_names(full: str, xs: Sequence[Tensor]) -> list[str]:
-    """What the slices are called in listings: as their variables, without the scopes that are the loop's too."""
+    """Names of the slices in listings: those of their variables, without the scopes of the loop."""
     names: list[str] = []
     for n, x in enumerate(xs):
         variable = x.operation.opdef.kind is Kind.VARIABLE
@@ -358,8 +358,9 @@ def _slice_names(full: str, xs: Sequence[Tensor]) -> list[str]:
 def _kept(
     body: Graph, of_loop: LoopBody, live: set[Operation], dim: Dimension, remat: Policy | PartialPolicy, what: str
 ) -> list[tuple[Tensor, Tensor]]:
-    """What the policy keeps of each trip, with where; by names or not at all what has the loop's dim already."""
-    chosen = set(of_loop.choices.values())  # of weights, which are there anyway
+    """The values that the policy keeps of each trip, with their stored copies; values with the loop's dim only by
+    name."""
+    chosen = set(of_loop.choices.values())  # slices of weights, which are available anyway
     kept = [
         (y, x) for y, x in kept_values([op for op in body.operations if op in live], remat, what) if y not in chosen
     ]
@@ -367,7 +368,7 @@ def _kept(
 
 
 def _stackable(carry: Tensor, dim: Dimension) -> Tensor:
-    """`carry`, of which a dim that has the loop's name has another: the values before each trip are stacked."""
+    """`carry` with a dim of the loop's name renamed, so that the values before each trip can be stacked."""
     if dim.name not in carry.shape:
         return carry
     return rename_dimension(carry, dim.name, free_name(f"carried_{dim.name}", carry.shape))

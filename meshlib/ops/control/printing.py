@@ -30,7 +30,7 @@ PRINT = operation(
     local=lambda block, x, *data: x,
     grad=lambda op, dy: [dy, *(None for _ in op.inputs[1:])],
     linear=lambda op: Linear((0,)),
-    work=no_work,  # x passes by; what the host does is not the core's
+    work=no_work,  # passes x through; the host's work is not counted
     storage=Storage.ALIAS,
     exact=True,
     show=_show,
@@ -38,20 +38,20 @@ PRINT = operation(
 
 
 def Print(x: Tensor, data: Sequence[Tensor], message: str = "", name: str | None = None) -> Tensor:
-    """`x`, and whenever a simulation computes it, the values of `data` on standard output.
+    """`x`, with the values of `data` printed to standard output whenever a simulation computes it.
 
-    Both executors print each value whole, once a step (in a loop once a trip), whatever the layout. A line is the
-    message, the tensor with its type, " = ", and NumPy's text of its value. Nothing is printed of an `x` that nobody
-    needs, nor twice of two equal prints. Its gradient goes by without being printed, and what is computed again for a
-    gradient is not printed again. `mtf.verify` prints in each run. Estimates count nothing for it but what moves.
+    Both executors print each value unsharded, once per step (in a loop once per trip), whatever the layout. A line is
+    the message, the tensor with its type, " = ", and the value as NumPy prints it. If `x` is unused nothing is printed;
+    equal prints are merged. Gradients pass through without being printed, and recomputation does not print again.
+    `mtf.verify` prints in each run. Estimates count only the resharding of `data`.
 
     Args:
       x: any tensor.
-      data: what to print. Dims that x lacks are made whole on every device for it.
-      message: what each line begins with.
+      data: the tensors to print. Their dims that x lacks are gathered on every device.
+      message: the beginning of each line.
       name: of the operation, in listings.
     Returns: x.
-    Raises: GraphError for a message that is no text.
+    Raises: GraphError for a message that is not a str.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():

@@ -1,8 +1,8 @@
-"""Rematerialisation: what a loop, or a function under `recompute_grad`, keeps of its forward pass.
+"""Rematerialisation: the forward values that a loop, or a function under `recompute_grad`, keeps.
 
-Everything is written again for the gradient; a policy says which values are there already. Copies of operations whose
-results are known, and whatever only they needed, are dead code. So a policy only ever chooses what may be kept: what
-the gradient has no use for is not.
+All operations are copied for the gradient; a policy marks the values that are known. Copies whose results are known,
+and the operations that only they need, are dead code. So a policy chooses among the values that the gradient reads;
+others are never kept.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ POLICIES = ("full", "none", "matmuls")
 class Remat:
     """A policy that keeps values by name: `mtf.Remat(save=["q", "k", "v"], offload=["context"])`.
 
-    An operation is meant if the last part of its name in the listing, without the number that tells repetitions
-    apart, is in the list: "q" means "decoder/attention/q" and "decoder/attention/q_1". Its result is kept: where
-    a dim changes its name to lie elsewhere, as of tokens dispatched to experts, what has been sent.
+    An operation matches if the last part of its name in the listing, without the number of a repetition, is in the
+    list: "q" matches "decoder/attention/q" and "decoder/attention/q_1". Its result is kept; if its only consumer
+    constrains its sharding, as for tokens dispatched to experts, the resharded value is kept.
 
     Args:
-      save: kept in HBM.
-      offload: kept in the memory of the host: copied there in the forward, and back before they are used.
-      offload_carries: whether what a loop carries, before each trip, is kept on the host.
-    Raises: GraphError for what is no list of names, or one that is in both.
+      save: names of values kept in HBM.
+      offload: names of values kept in host memory: copied there in the forward pass, and back before use.
+      offload_carries: whether the carries before each trip of a loop are kept on the host.
+    Raises: GraphError for an argument that is no list of names, or a name in both lists.
     Example:
       >>> import meshlib as mtf
       >>> layers, d = mtf.Dimension("layers", 6), mtf.Dimension("d", 8)
@@ -64,12 +64,12 @@ class Remat:
 
 @dataclass(eq=False)
 class PartialPolicy:
-    """Everything is kept, but of some operations what policies of their own say, as of functions in a loop's body."""
+    """Keeps everything, except in groups of operations with their own policies, such as functions in a loop body."""
 
     parts: list[tuple[set[Operation], str | Remat]] = field(default_factory=list)
 
     def add(self, operations: Sequence[Operation], remat: str | Remat) -> None:
-        """Say what is kept of these; whatever was said of some of them alone no longer holds."""
+        """Set the policy of a group of operations, replacing those of groups inside it."""
         whole = set(operations)
         self.parts = [(part, policy) for part, policy in self.parts if not part <= whole]
         self.parts.append((whole, remat))
@@ -79,7 +79,7 @@ Policy = str | Remat
 
 
 def checked_policy(remat: object, what: str) -> Policy:
-    """`remat` itself, one of the policies by name or a `Remat`."""
+    """`remat`, which must be the name of a policy or a `Remat`."""
     if isinstance(remat, Remat):
         return remat
     if isinstance(remat, str):
@@ -90,20 +90,20 @@ def checked_policy(remat: object, what: str) -> Policy:
 def kept_values(
     operations: Sequence[Operation], remat: Policy | PartialPolicy, what: str
 ) -> list[tuple[Tensor, Tensor]]:
-    """The values that `remat` keeps of these operations, each with where it is kept: itself, or its copy on the host.
+    """The values of these operations that `remat` keeps, each with its stored copy: itself, or a copy on the host.
 
-    Raises: GraphError if a name of the policy is that of no operation.
+    Raises: GraphError if no operation has a name of the policy.
     """
     if isinstance(remat, PartialPolicy):
         inside = {op for part, _ in remat.parts for op in part}
-        kept = [(y, y) for y in _dear(operations) if y.operation not in inside]
+        kept = [(y, y) for y in _expensive_values(operations) if y.operation not in inside]
         for part, policy in remat.parts:
             kept += kept_values([op for op in operations if op in part], policy, what)
         return kept
     if isinstance(remat, Remat):
         return _by_name(operations, remat, what)
     if remat == "none":
-        return [(y, y) for y in _dear(operations)]
+        return [(y, y) for y in _expensive_values(operations)]
     if remat == "matmuls":
         settled = _Settled(operations)
         return [(y, y) for y in dict.fromkeys(settled.of(op.output) for op in operations if _is_plain_product(op))]
@@ -114,7 +114,7 @@ def _by_name(operations: Sequence[Operation], remat: Remat, what: str) -> list[t
     named: dict[str, list[Operation]] = {}
     for op in operations:
         if op.opdef.kind in RESIDENT:
-            continue  # is there anyway
+            continue  # available anyway
         last = op.name.rpartition("/")[2]
         for name in dict.fromkeys((last, re.sub(r"_\d+$", "", last))):
             named.setdefault(name, []).append(op)
@@ -131,7 +131,7 @@ def _by_name(operations: Sequence[Operation], remat: Remat, what: str) -> list[t
 
 
 class _Settled:
-    """Where a value is kept that is used in one place only, which constrains it: behind that, as it then lies."""
+    """Values to keep in place of named ones: if the only consumer of a value constrains it, the constrained value."""
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         self.users: dict[Tensor, list[Operation]] = {}
@@ -140,26 +140,26 @@ class _Settled:
                 self.users.setdefault(x, []).append(op)
 
     def of(self, y: Tensor) -> Tensor:
-        """`y`, or what it becomes by being constrained."""
+        """`y`, or the constrained value that replaces it."""
         users = self.users.get(y, [])
         return self.of(users[0].output) if len(users) == 1 and users[0].opdef.home is Home.GIVEN else y
 
 
-def _dear(operations: Sequence[Operation]) -> list[Tensor]:
-    """All that a fusing compiler does not make again on the way, of what is not the same in every trip.
+def _expensive_values(operations: Sequence[Operation]) -> list[Tensor]:
+    """Values worth keeping: results that a fusing compiler does not recompute inside consumers, unless loop-invariant.
 
-    So neither what is made of constants alone, nor what follows element by element, in few lane operations, from what
-    is kept or there anyway. But where the gradient needs such a value, and it takes less to keep than what it is made
-    of and nobody needs besides, it is kept itself: the sum of two products, a narrowing cast.
+    This excludes constants, and values computed elementwise, in few lane operations, from kept or available ones. But
+    if the gradient reads such a value, and it is no larger than those of its sources that are needed for nothing else,
+    it is kept itself: the sum of two products, a narrowing cast.
     """
     constant = _constants(operations)
     needed = _needed(operations, constant)
-    sources_of: dict[Tensor, tuple[frozenset[Tensor], int]] = {}  # of which kept values, in how many lane operations
+    sources_of: dict[Tensor, tuple[frozenset[Tensor], int]] = {}  # kept sources, lane operations
     expensive: list[Tensor] = []
     for op in operations:
         if op.opdef.kind in RESIDENT or op in constant:
-            continue  # there anyway
-        if not _is_through(op):
+            continue  # available anyway
+        if not _is_inlined(op):
             expensive += op.outputs
             sources_of.update((y, (frozenset((y,)), 0)) for y in op.outputs)
             continue
@@ -168,7 +168,7 @@ def _dear(operations: Sequence[Operation]) -> list[Tensor]:
         work = op.opdef.work(tuple(x.type for x in op.inputs), y.type, op.attrs)
         ops = work.vpu_ops + sum(n for _, n in sources)
         alone = sum(_size(x) for x in of if x not in needed)
-        # Random numbers are dear, but what they decide is narrower.
+        # Random numbers are expensive, but comparisons with them are narrower.
         if (op.inputs and ops > MOST_OPS * y.shape.size) or (y in needed and alone >= _size(y)):
             expensive.append(y)
             of, ops = frozenset((y,)), 0
@@ -179,7 +179,7 @@ def _dear(operations: Sequence[Operation]) -> list[Tensor]:
 
 
 def _constants(operations: Sequence[Operation]) -> set[Operation]:
-    """What is the same in every trip."""
+    """The operations with the same results in every trip."""
     constants: set[Operation] = set()
     for op in operations:
         resident = op.opdef.kind in RESIDENT
@@ -189,7 +189,7 @@ def _constants(operations: Sequence[Operation]) -> set[Operation]:
 
 
 def _needed(operations: Sequence[Operation], constant: set[Operation]) -> set[Tensor]:
-    """The values that gradients are computed with: operands of what is not linear, and of products with others."""
+    """The values that gradients read: operands of nonlinear operations, and of products with other tensors."""
     needed: set[Tensor] = set()
     for op in operations:
         linear = op.opdef.linear(op)
@@ -202,8 +202,8 @@ def _needed(operations: Sequence[Operation], constant: set[Operation]) -> set[Te
     return needed
 
 
-def _is_through(op: Operation) -> bool:
-    """Whether who reads the result can make it on the way, from what lies on the same device."""
+def _is_inlined(op: Operation) -> bool:
+    """True if consumers can recompute the result inside their kernels, from values on the same device."""
     kind = op.opdef
     return kind.kind in THROUGH and kind.home is not Home.GIVEN and kind.lower is None and kind.show is None
 
@@ -213,7 +213,7 @@ def _size(x: Tensor) -> int:
 
 
 def _is_plain_product(op: Operation) -> bool:
-    """An einsum whose operands share no dim that stays in the result: a product with weights, not one per head."""
+    """An einsum without batch dims: a product with weights, not one per head."""
     if op.opdef.kind is not Kind.CONTRACTION:
         return False
     a, b, *_ = op.inputs

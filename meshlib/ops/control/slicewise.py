@@ -1,4 +1,4 @@
-"""`slicewise`: user functions on blocks, for what the library has no operation."""
+"""`slicewise`: user functions on blocks, for operations that the library lacks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshlib.ops.rules import named_factors, union
 
 def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
     out: Shape = attrs["shape"]
-    # A dim is the same one in the operands; in the result it may have another size, unless it is split.
+    # A dim is the same in all operands; in the result its size may differ, unless it is split.
     everything = union([t.shape for t in types])
     for d in attrs["splittable"]:
         if d not in everything or d not in out:
@@ -49,7 +49,7 @@ def _local(block: Block, *arrays: Array) -> Array:
         )
     try:
         result = np.asarray(given)
-    except ValueError:  # rows of different lengths
+    except ValueError:  # ragged rows
         result = np.asarray(given, dtype=object)
     out = block.result()
     if result.shape != out.shape or not np.can_cast(result.dtype, out.dtype, "same_kind"):
@@ -87,7 +87,7 @@ def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]
 
 SLICEWISE = operation(
     "slicewise",
-    kind=Kind.INDEXED,  # nobody knows how it reaches its elements: a kernel of its own, on the vector unit
+    kind=Kind.INDEXED,  # access pattern unknown: a kernel of its own on the vector unit
     shape=_shape,
     roles=_roles,
     local=_local,
@@ -106,25 +106,25 @@ def slicewise(
     name: str | None = None,
     vpu_ops: Callable[[Sequence[Shape], Shape], int] | None = None,
 ) -> Tensor:
-    """fn(*blocks of xs), run by each device on its own blocks.
+    """A NumPy function `fn` applied by each device to its blocks of `xs`.
 
     Args:
-      fn: of NumPy arrays, which it must not change; returns the block of the result. Axes are dims in the order of
-        each tensor. It must do the same to a block as to the same part of the whole: blocks may have any size along
-        `splittable_dims` (the fast executor calls it once on all blocks), and are whole along all others. bfloat16
-        comes as float32, and the result is rounded.
-      xs: its operands.
-      output_shape, output_dtype: of the result; those of the first operand unless given.
-      splittable_dims: dims along which fn works on each index alone, which are in the result and in an operand. All
-        others are made whole on every device first; without this argument all are.
-      grad_function: (operation, [cotangent of the result]) -> a cotangent or None per operand, made of operations;
-        `operation.inputs` and `operation.outputs` are tensors. Without it asking for a gradient is an error.
+      fn: takes NumPy arrays, which it must not change; returns the block of the result. Axes follow each tensor's dims.
+        Its result on a block must equal that part of its result on the whole array: blocks may have any size along
+        `splittable_dims` (the fast executor calls it once on all blocks), and are unsplit along all others. bfloat16
+        is passed as float32, and the result is rounded.
+      xs: the operands.
+      output_shape, output_dtype: shape and dtype of the result; by default those of the first operand.
+      splittable_dims: dims of the result and an operand along which fn treats each index independently. All others
+        are gathered on every device first; by default all are.
+      grad_function: (operation, [cotangent of the result]) -> a cotangent or None per operand, as tensors;
+        `operation.inputs` and `operation.outputs` are tensors. Without it, requesting a gradient is an error.
       name: of the operation, in listings.
-      vpu_ops: (shapes of the operands' blocks, shape of the result's block) -> lane operations of one call on them.
-        One per element of operands and result unless given.
+      vpu_ops: (shapes of the operands' blocks, shape of the result's block) -> lane operations of one call; by default
+        one per element of operands and result.
     Returns: the result.
-    Raises: ShapeError for dims that do not fit; GraphError for a gradient without rule; ProgramError at run time for a
-      result of another shape or kind of dtype than declared.
+    Raises: ShapeError for dims that do not fit; GraphError for a gradient without `grad_function`; ProgramError at run
+      time for a result of another shape or kind of dtype than declared.
     Example:
       >>> import meshlib as mtf
       >>> batch, n = mtf.Dimension("batch", 2), mtf.Dimension("n", 3)

@@ -44,7 +44,7 @@ def _no_local(block: Block) -> Array:
 
 
 def source(name: str, kind: Kind, local: Callable[..., Array], work: Callable[..., Work], **traits: Any) -> OpDef:
-    """Define an operation without operands, of attributes `shape` and `dtype`."""
+    """Define an operation without operands, with the attributes `shape` and `dtype`."""
     return operation(
         name,
         kind=kind,
@@ -67,7 +67,7 @@ def _constant_local(block: Block) -> Array:
 
 @lru_cache(maxsize=4096)
 def _filled(value: float, sign: float, dtype: np.dtype[Any], sizes: tuple[int, ...]) -> Array:
-    """A view of one number, which nobody can write to; `sign` tells zeros apart."""
+    """A read-only broadcast view of one number; `sign` distinguishes zeros."""
     return np.broadcast_to(np.asarray(value, dtype), sizes)
 
 
@@ -87,34 +87,34 @@ def _constant(graph: Graph, value: float, shape: Shape, dtype: DType, name: str 
 
 
 def beside(x: Tensor) -> Graph:
-    """The graph in which `x` is used here: a source does not come into a loop from outside where it need not."""
+    """The graph in which a source next to `x` is created: inside a loop body if `x` is used there."""
     return innermost([x], "constant")
 
 
 def is_zero(op: Operation) -> bool:
-    """Whether it makes nothing but zeros."""
+    """True if all elements of the result are zero."""
     if op.opdef is TABLE:
         return not op.attrs["value"].array.any()
     return op.opdef is CONSTANT and op.attrs["value"] == 0
 
 
 def scalar(value: object, like: Tensor) -> Tensor:
-    """A number as a tensor without dims, of the graph and dtype of its neighbour."""
+    """A number as a tensor without dims, with the graph and dtype of `like`."""
     return _constant(beside(like), fitting(value, like.dtype, f"beside {like}"), Shape([]), like.dtype, None)
 
 
 def constant_full(value: float, like: Tensor, dtype: DType | None = None) -> Tensor:
-    """A tensor of the neighbour's graph and type, or dtype given, that holds the same number everywhere."""
+    """A tensor of one number everywhere, with the graph and shape of `like`, and its dtype by default."""
     return _constant(beside(like), value, like.shape, dtype or like.dtype, None)
 
 
 def constant_shaped(value: float, shape: Shape, like: Tensor) -> Tensor:
-    """A tensor of the neighbour's graph and dtype and a given shape, that holds the same number everywhere."""
+    """A tensor of one number everywhere, with the graph and dtype of `like` and a given shape."""
     return _constant(beside(like), value, shape, like.dtype, None)
 
 
 def constant_like(value: float, like: Tensor, dtype: object) -> Tensor:
-    """A number as a tensor without dims, of the neighbour's graph and a given dtype."""
+    """A number as a tensor without dims, with the graph of `like` and a given dtype."""
     return _constant(beside(like), value, Shape([]), as_dtype(dtype), None)
 
 
@@ -124,11 +124,11 @@ def constant(
     dtype: object = "float32",
     name: str | None = None,
 ) -> Tensor:
-    """A tensor that holds the same number everywhere; or an array or nested lists, whose axes are the dims `shape`.
+    """A constant tensor: one number everywhere, or the elements of an array or nested lists with dims `shape`.
 
-    Numbers are made where they are used. An array is part of the program, up to 16 MiB, and takes memory on devices.
-    Raises: ShapeError for numbers that do not fit the dtype, for an array of other sizes than `shape`, and for lists of
-      several lengths.
+    Numbers are generated inside consuming kernels. An array, of up to 16 MiB, is part of the program and takes device
+    memory. Raises: ShapeError for numbers that do not fit the dtype, an array whose sizes are not those of `shape`, and
+      ragged lists.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -256,21 +256,21 @@ def variable(
     activation_dtype: object | None = None,
     trainable: bool = True,
 ) -> Tensor:
-    """A value that stays between steps, named within the current scope.
+    """A value that persists between steps, named within the current scope.
 
     Args:
-      name: unique in the graph; names never number themselves, sharing passes the tensor on.
-      shape: dims.
+      name: unique in the graph; names are never numbered. To share a variable, pass the tensor.
+      shape: dims of the variable.
       initializer: a function of `meshlib.core.initializers`, a number, an array, or None for
-        `initializers.glorot_uniform()`, of int8 and int4 for whole numbers all over their grid. Initial values depend
-        on seed and name alone, never on a layout.
-      dtype: what `sim.state[name]` returns.
-      slice_dtype: what the devices store; `dtype` unless given.
-      activation_dtype: what the returned tensor has, by a cast; `slice_dtype` unless given.
+        `initializers.glorot_uniform()` (for int8 and int4 uniform integers over their range). Initial values depend on
+        seed and name alone, never on a layout.
+      dtype: dtype of `sim.state[name]`.
+      slice_dtype: dtype stored on devices; by default `dtype`.
+      activation_dtype: dtype of the returned tensor, by a cast; by default `slice_dtype`.
       trainable: whether optimizers update it.
     Returns: the variable's value.
-    Raises: GraphError if the name is taken (names both lines). Inside `mtf.scope(..., reuse=True)` it must be taken, by
-      a variable of the same dims and dtypes, which is returned; its own initializer and `trainable` hold.
+    Raises: GraphError if the name is taken (names both lines). Inside `mtf.scope(..., reuse=True)` a variable of the
+      name with the same dims and dtypes must exist, and is returned with its original initializer and `trainable`.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -315,9 +315,9 @@ def make_variable(
     slot_of: str | None = None,
     on_host: bool = False,
 ) -> Tensor:
-    """`variable`, or a slot of the variable named `slot_of`, which layout rules reach under `slots/`.
+    """`variable`, or a slot of the variable named `slot_of`, to which `slots/` layout rules apply.
 
-    One that is `on_host` is stored in the memory of the host; `from_host` brings its value to HBM.
+    With `on_host` it is stored in host memory; `from_host` copies its value to HBM.
     """
     inside = current_graph("variable")
     graph = inside.root
@@ -354,20 +354,20 @@ def make_variable(
 def _activation(value: Tensor, name: str, dtype: object) -> Tensor:
     from meshlib.ops.pointwise.casts import cast
 
-    # Beside the variable, not in each trip of a loop; but in those of a pipeline, which add gradients up as the
-    # variable is stored.
+    # The cast is next to the variable, outside loops; but inside loops over pipeline stages, which sum gradients in the
+    # stored dtype.
     holding = [g for g in current_graph("variable").around if holds_stages(g) and value.graph in g.around]
     with holding[-1] if holding else value.graph:
         return cast(value, dtype, f"{name}/cast")
 
 
 def holds_stages(graph: Graph) -> bool:
-    """Whether a graph is the body of a loop that runs the stages of a pipeline."""
+    """True if the graph is the body of a loop over pipeline stages."""
     return graph.loop_body is not None and bool(graph.loop_body.held)
 
 
 def _slice_for(graph: Graph, value: Tensor) -> Tensor:
-    """What stands for a variable in `graph`: its slice, in the body of a loop that stacks its variables."""
+    """The tensor for a variable in `graph`: its slice, in the body of a loop that stacks its variables."""
     body = graph.loop_body
     if body is None:
         return value
@@ -388,7 +388,7 @@ def _slice_for(graph: Graph, value: Tensor) -> Tensor:
 
 
 def _chosen(graph: Graph, choices: dict[Tensor, Tensor], value: Tensor, dim: Dimension, index: Tensor) -> Tensor:
-    """What the stages of a pipeline see of a variable in this trip: each its own index of `dim`."""
+    """The part of a variable that the pipeline stages read in this trip: each stage its own index of `dim`."""
     from meshlib.ops.movement.indexing import gather
 
     if value not in choices:
@@ -399,7 +399,7 @@ def _chosen(graph: Graph, choices: dict[Tensor, Tensor], value: Tensor, dim: Dim
 
 
 def step() -> Tensor:
-    """The int32 number of steps with updates run so far; it increments by itself when such a step ends.
+    """The int32 number of steps with updates run so far; incremented at the end of each such step.
 
     Example:
       >>> import meshlib as mtf

@@ -31,7 +31,7 @@ def _define(name: str, grad: GradRule, linear: Linear, kind: Kind = Kind.VIEW, *
     )
 
 
-# These say something to the gradient, nothing to a core.
+# These affect the gradient only; nothing runs.
 IDENTITY = _define("identity", lambda op, dy: [dy], Linear((0,)), home=Home.OPERAND)
 STOP_GRADIENT = _define("stop_gradient", not_differentiable, Linear((0,)), home=Home.OPERAND)
 CONSTRAIN: OpDef = _define("constrain", lambda op, dy: [build(CONSTRAIN, [dy], op.attrs)], NONLINEAR, home=Home.GIVEN)
@@ -52,7 +52,7 @@ def identity(x: Tensor, name: str | None = None) -> Tensor:
 
 
 def stop_gradient(x: Tensor, name: str | None = None) -> Tensor:
-    """`x`, through which no gradient flows.
+    """`x`, with no gradient flowing through.
 
     Example:
       >>> import meshlib as mtf
@@ -65,9 +65,9 @@ def stop_gradient(x: Tensor, name: str | None = None) -> Tensor:
 
 
 def constrain(x: Tensor, layout: object, name: str | None = None) -> Tensor:
-    """`x`, bound to the home that `layout` gives it at this point: `mtf.constrain(x, "length:model")`.
+    """`x` with a binding sharding from the rules `layout`: `mtf.constrain(x, "length:model")`.
 
-    The rules given here replace the program's for this tensor and for its cotangent.
+    These rules replace the program's for this tensor and for its cotangent.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -85,10 +85,10 @@ def constrain(x: Tensor, layout: object, name: str | None = None) -> Tensor:
 
 
 def assign(variable: Tensor, value: Tensor, name: str | None = None) -> Operation:
-    """The update that writes `value` to `variable` when a program with it in `updates` ends its step.
+    """The update that writes `value` to `variable` at the end of a step of a program with it in `updates`.
 
-    Reads in the same step see the state before it. `variable` is what `mtf.variable` returned.
-    Raises: GraphError if `variable` is none, ShapeError if shapes differ.
+    Reads in the same step see the state before it. `variable` is a tensor returned by `mtf.variable`.
+    Raises: GraphError if it is not, ShapeError if shapes differ.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -121,7 +121,7 @@ def assign(variable: Tensor, value: Tensor, name: str | None = None) -> Operatio
 
 
 def assign_add(variable: Tensor, value: Tensor | float, name: str | None = None) -> Operation:
-    """The update that adds `value` to `variable`, as `assign` writes; a dim that `value` lacks is broadcast.
+    """The update that adds `value` to `variable`, like `assign`; dims that `value` lacks are broadcast.
 
     Example:
       >>> import meshlib as mtf
@@ -139,7 +139,7 @@ def assign_add(variable: Tensor, value: Tensor | float, name: str | None = None)
 
 
 def assign_sub(variable: Tensor, value: Tensor | float, name: str | None = None) -> Operation:
-    """The update that subtracts `value` from `variable`, as `assign` writes; a dim that `value` lacks is broadcast.
+    """The update that subtracts `value` from `variable`, like `assign`; dims that `value` lacks are broadcast.
 
     Example:
       >>> import meshlib as mtf
@@ -173,7 +173,7 @@ def _assign_changed(
 
 
 def stored(variable: Tensor) -> Operation:
-    """The `variable` operation behind a variable's value, which may be a cast of what is stored, on the host too."""
+    """The `variable` operation of a variable's value, looking through a cast and a copy from the host."""
     op = tensor(variable, "variable").operation
     from meshlib.ops.control.sources import VARIABLE
     from meshlib.ops.pointwise.casts import CAST

@@ -1,4 +1,4 @@
-"""Gradients that a loop adds up over its trips: to what, where they are stored, and what they are of variables."""
+"""Gradients accumulated over the trips of a loop: which tensors are summed, and how variables' gradients follow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshlib.ops.pointwise.casts import CAST, cast
 
 
 def led_to(graph: Graph) -> set[Tensor]:
-    """The tensors of a root graph that trainable variables lead to, these included."""
+    """The tensors of a root graph that depend on trainable variables, and these variables."""
     leads = set(graph.trainable_variables)
     for op in graph.operations:
         if any(x in leads for x in op.inputs):
@@ -23,7 +23,7 @@ def led_to(graph: Graph) -> set[Tensor]:
 
 
 def wide(x: Tensor) -> Tensor:
-    """In the dtype to sum in."""
+    """`x` cast to the dtype of accumulation."""
     return cast(x, FLOAT32) if x.dtype.is_float and x.dtype is not FLOAT64 else x
 
 
@@ -35,11 +35,11 @@ def variable_gradients(
     what: str,
     scale: float = 1.0,
 ) -> list[Tensor]:
-    """The gradients of all trainable variables, from sums over the trips of a loop, once, outside the loop.
+    """The gradients of all trainable variables from sums over the trips of a loop, computed once after it.
 
     Args:
-      loop: results of which are `totals`, each the sum of d loss / d source of one of `sources`, tensors of `graph`.
-      what: the function that the user called.
+      loop: has the results `totals`, the sums of d loss / d source for the `sources`, tensors of `graph`.
+      what: the public function, for messages.
       scale: factor of all gradients.
     Raises: GraphError for a trainable variable that the loss does not depend on.
     """
@@ -64,7 +64,7 @@ def variable_gradients(
 
 
 def _lay_like_slots(loop: Operation, total: Tensor, variable: Operation) -> None:
-    """A gradient that is summed up lies where the variable's slots do, in the loop and after it."""
+    """Give an accumulated gradient the sharding of the variable's slots, in the loop and after it."""
     assert loop.loop is not None
     number = loop.outputs.index(total)
     for t in (loop.loop.given.inits[number], loop.loop.made.finals[number], total):
@@ -72,7 +72,7 @@ def _lay_like_slots(loop: Operation, total: Tensor, variable: Operation) -> None
 
 
 def _uncast(x: Tensor) -> Tensor:
-    """The float tensor that `x` is a cast of: sums need not be rounded to the narrow type on their way back."""
+    """The float tensor that `x` is a cast of: its gradient is accumulated before rounding to the narrow type."""
     while x.operation.opdef is CAST and x.operation.inputs[0].dtype.is_float:
         x = x.operation.inputs[0]
     return x

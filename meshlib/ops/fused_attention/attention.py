@@ -1,15 +1,15 @@
-"""Fused attention, a kernel of its own: softmax(q k' + masks) v without the scores ever reaching HBM.
+"""Fused attention as one kernel: softmax(q k' + masks) v, whose scores never reach HBM.
 
-Three operations: the result, and its gradients for the queries and for keys and values, each of which computes the
-scores again, as flash kernels do. Queries, heads and batches may be split over devices. So may keys and values: a
-device then needs of the others' keys one number per query (two for gradients), the logarithm of the sum of
-exp(scores), and what it makes of its own keys is a share of the result, a pending sum. Where keys and values are
-smaller than these and the result, they are gathered instead. Through a window of a sequence on itself, which has
-operations of its own, neighbours move. Source: Dao et al., arXiv:2205.14135; Splash attention
-in jax-ml/jax: jax/experimental/pallas/ops/tpu/splash_attention; shares of split keys: Liu et al., arXiv:2310.01889.
+Three operations: the result, and its gradients for the queries and for keys and values, each of which recomputes the
+scores, as flash kernels do. Queries, heads and batches may be split over devices. So may keys and values: devices then
+exchange one number per query (two for gradients), the logarithm of the sum of exp(scores), and each computes a share of
+the result from its own keys, a pending sum. If keys and values are smaller than these and the result, they are gathered
+instead. Self-attention through a window has its own operations, which exchange halos of keys and values. Source: Dao et
+al., arXiv:2205.14135; Splash attention in jax-ml/jax: jax/experimental/pallas/ops/tpu/splash_attention; shares of split
+keys: Liu et al., arXiv:2310.01889.
 
-Numerics are those of the MXU: float32 operands are rounded to bfloat16 on the way in, probabilities and their
-cotangents too, before they meet values, keys and queries; scores, sums and softmax are float32.
+Numerics are those of the MXU: float32 operands of products are rounded to bfloat16, including probabilities and their
+cotangents; scores, sums and softmax are float32.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from meshlib.ops.pointwise.selection import where
 from meshlib.ops.pointwise.unary import exp
 from meshlib.ops.rules import named_factors, same_dtype, union
 
-# length, memory_length, key_dim, value_dim, as arguments
+# length, memory_length, key_dim, value_dim, as attributes
 Dims = tuple[Dimension | str, Dimension | str, Dimension | str, Dimension | str | None]
 
-# Kernels compute scores in tiles of this many queries and keys; a tile in which no query sees a key is skipped.
+# Kernels compute scores in tiles of queries x keys; fully masked tiles are skipped.
 TILE = 512
 
-# Lane operations per score, modelled: scale, mask, maximum, difference, exponential, sum; for the gradients besides
-# what makes the scores' cotangent of the probabilities' one.
+# Lane operations per score, modelled: scale, mask, maximum, difference, exponential, sum; in gradients also the
+# cotangents of scores from those of probabilities.
 _OPS = TRANSCENDENTAL_OPS + 5
 _GRAD_OPS = TRANSCENDENTAL_OPS + 7
 
@@ -64,7 +64,8 @@ _GRAD_OPS = TRANSCENDENTAL_OPS + 7
 def executed_share(
     length: int, memory: int, causal: bool, window: int | None, tile: tuple[int, int] = (TILE, TILE)
 ) -> Fraction:
-    """Which share of all query-key pairs a kernel computes that skips tiles of (queries, keys) nobody sees.
+    """The share of query-key pairs computed by a kernel that skips tiles of (queries, keys) masked by causality or a
+    window.
 
     >>> executed_share(1024, 1024, True, None), executed_share(4096, 4096, False, None)
     (Fraction(3, 4), Fraction(1, 1))
@@ -82,7 +83,7 @@ def executed_share(
 
 
 def _check(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> None:
-    """Raise ShapeError unless q, k and v fit together."""
+    """Raise ShapeError unless the shapes of q, k and v agree."""
     q, k, v = (t.shape for t in types[:3])
     length, memory, key, value = (attrs[n] for n in ("length", "memory_length", "key_dim", "value_dim"))
     if not same_dtype(types[:3]).is_wide_float:
@@ -108,7 +109,7 @@ def _check(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> None:
 
 
 def _check_further(x: TensorType, q: Shape, k: Shape, key: str) -> None:
-    """Raise ShapeError unless the dims of x, a mask, numbers of segments or a bias, are those of scores."""
+    """Raise ShapeError unless x, a mask, segment ids or a bias, has dims of the scores."""
     what = "bias" if x.dtype.is_wide_float else "mask"
     stray = [str(d) for d in x.shape if d not in q and d not in k]
     if stray:
@@ -118,14 +119,14 @@ def _check_further(x: TensorType, q: Shape, k: Shape, key: str) -> None:
 
 
 def seen_masks(masks: Sequence[Tensor]) -> list[Tensor]:
-    """The masks of a kernel as bool tensors: one as it is, and pairs of numbers of segments that must be equal."""
+    """The masks of a kernel as bool tensors: masks unchanged, pairs of segment ids compared."""
     bool_masks = [m for m in masks if m.dtype is BOOL]
     numbers = [m for m in masks if m.dtype is INT32]
     return [*bool_masks, *([equal(numbers[0], numbers[1])] if numbers else [])]
 
 
 def biases(further: Sequence[Tensor]) -> list[Tensor]:
-    """Of what a kernel takes besides q, k, v and a cotangent: the bias, if there is one. It comes last."""
+    """The bias among the further operands of a kernel, as a list of at most one."""
     return [x for x in further if x.dtype.is_wide_float]
 
 
@@ -134,7 +135,7 @@ def _out_shape(q: Shape, v: Shape, attrs: Mapping[str, Any]) -> Shape:
 
 
 def attention_type(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
-    """The type of the result for q, k, v, masks and a bias if there are any; raises ShapeError if they do not fit."""
+    """The type of the result for q, k, v, masks and a bias; raises ShapeError if they do not fit."""
     _check(types, attrs)
     q, k, v = (t.shape for t in types[:3])
     for x in types[3:]:
@@ -155,12 +156,12 @@ def _memory_roles(op: Operation) -> tuple[Factor, ...]:
 
 
 def _summed(op: Operation) -> dict[str, Role]:
-    """Dims that queries alone have, in the gradients of keys and values."""
+    """Dims of queries alone, over which the gradients of keys and values sum."""
     return {d.name: Role.SUM for d in op.inputs[0].shape if d.name not in op.inputs[1].shape}
 
 
 def _window_roles(out: str) -> Callable[[Operation], tuple[Factor, ...]]:
-    """Those of attention through a window, whose result has the dim that attribute `out` names."""
+    """The roles of window attention whose result has the dim named by attribute `out`."""
 
     def roles(op: Operation) -> tuple[Factor, ...]:
         return joined_factors(op, out, {**(_summed(op) if out == "memory_length" else {}), **_whole(op)})
@@ -169,7 +170,7 @@ def _window_roles(out: str) -> Callable[[Operation], tuple[Factor, ...]]:
 
 
 def seen_pairs(q: Shape, k: Shape, attrs: Mapping[str, Any]) -> int:
-    """Pairs of query and key in the tiles that a kernel computes; a window reaches keys beyond its own block."""
+    """Query-key pairs in the computed tiles; a window reaches keys beyond its own block."""
     keys = k.dim(attrs["memory_length"]).size if attrs["keys"] is None else attrs["keys"]
     share: Fraction = attrs["share"]
     points: int = prod(d.size for d in q if d.name != attrs["key_dim"]) * keys
@@ -177,19 +178,18 @@ def seen_pairs(q: Shape, k: Shape, attrs: Mapping[str, Any]) -> int:
 
 
 def _work(over_key: int, over_value: int, ops: int, operands: int) -> Callable[..., Work]:
-    """The work of so many matrix products over the key dim and over the value dim, and lane operations per score.
+    """The work of `over_key` products over the key dim and `over_value` over the value dim, with `ops` lane operations
+    per score and one more for a bias, which follows the first `operands` and the masks.
 
-    A bias, which comes after so many `operands` and masks, is one more.
-
-    With `causal` or a window, the share of tiles that the whole kernel computes: where `length` or `memory_length` is
-    split, devices then differ, and this is their mean, which kernels reach that deal out the rows evenly.
+    With `causal` or a window it counts the executed share of tiles. If `length` or `memory_length` is split, devices
+    differ, and this is their mean, which kernels reach if they distribute the rows evenly.
     """
 
     def work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
         q, k, v = (t.shape for t in ins[:3])
         key, value = q.dim(attrs["key_dim"]).size, v.dim(attrs["value_dim"]).size
         computed = seen_pairs(q, k, attrs)
-        passes = 6 if attrs.get("precision") == "highest" and ins[0].dtype.itemsize >= 4 else 1  # as of einsum
+        passes = 6 if attrs.get("precision") == "highest" and ins[0].dtype.itemsize >= 4 else 1  # as in einsum
         added = sum(x.dtype.is_wide_float for x in ins[operands:])
         return Work(2 * computed * (over_key * key + over_value * value) * passes, computed * (ops + added))
 
@@ -204,13 +204,13 @@ def _grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
     of_query, of_memory = (WINDOW_QUERY, WINDOW_MEMORY) if op.opdef is WINDOW else (GRAD_QUERY, GRAD_MEMORY)
     dq = build(of_query, [q, k, v, dy, *further], op.attrs)
     dk, dv = build_all(of_memory, [q, k, v, dy, *further], op.attrs)
-    # A bias has the cotangents of the scores themselves, which no kernel writes.
+    # The cotangents of a bias are those of the scores, which no fused kernel writes.
     of_bias = _composed(op.attrs, [q, k, v, dy], further)[3:] if biases(further) else []
     return [dq, dk, dv, *([None] * (len(further) - len(of_bias))), *of_bias]
 
 
 def visible(length: Dimension, memory: Dimension, causal: bool, window: int | None) -> Tensor | None:
-    """bool [length, memory]: which keys a query sees; None if all. A source of the current graph."""
+    """Mask bool [length, memory] of the keys that each query sees; None for all. A source of the current graph."""
     i, j = positions(length), positions(memory)
     seen = None
     if causal:
@@ -224,7 +224,7 @@ def visible(length: Dimension, memory: Dimension, causal: bool, window: int | No
 
 
 def _composed(attrs: Mapping[str, Any], inputs: Sequence[Tensor], further: Sequence[Tensor]) -> list[Tensor]:
-    """dq, dk, dv and a bias's cotangent, of q, k, v and the result's, in operations with gradients of any order."""
+    """dq, dk, dv and the bias's cotangent from q, k, v and dy, composed of operations with gradients of any order."""
     q, k, v, dy = inputs
     mask, added = [x for x in further if not x.dtype.is_wide_float], biases(further)
     length, memory = q.shape.dim(attrs["length"]), k.shape.dim(attrs["memory_length"])
@@ -262,7 +262,7 @@ def _second(op: Operation, which: slice, dys: Sequence[Tensor | None]) -> list[T
     return [*sides[:4], *(None for _ in masks), *sides[4:]]
 
 
-_BOTH = ("key_dim", "value_dim")  # scores again, and their cotangents
+_BOTH = ("key_dim", "value_dim")  # the scores, recomputed, and their cotangents
 
 ATTENTION = operation(
     "attention",
@@ -300,7 +300,7 @@ GRAD_MEMORY = operation(
     work=_work(2, 2, _GRAD_OPS, 4),
     scores=Scores(_BOTH, turned=_BOTH, repeated=2, backward=True),
 )
-# A sequence on itself through a window: where both are split alike, neighbours move.
+# Self-attention through a window: if both dims are split alike, halos are exchanged.
 WINDOW = variant(ATTENTION, "attention_window", roles=_window_roles("length"), lower=WINDOW_RESULT)
 WINDOW_QUERY = variant(GRAD_QUERY, "attention_window_grad_query", roles=_window_roles("length"), lower=WINDOW_RESULT)
 WINDOW_MEMORY = variant(
@@ -328,35 +328,36 @@ def attention(
     segments: tuple[Tensor, Tensor] | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """softmax over memory_length of (scale q k + bias), times v, as one kernel: the scores never reach HBM.
+    """softmax over memory_length of (scale q k + bias), times v, as one kernel whose scores never reach HBM.
 
     Q[B, G, i, d], K[B, j, d], V[B, j, e]  ->  Y[B, G, i, e] = sum over j of P[B, G, i, j] V[B, j, e]
 
     Args:
       q: queries [..., length, key_dim], float.
-      k: keys [..., memory_length, key_dim]; dims shared with q are batch dims. Dims only in q, as several query heads
-        on one head of keys, are computed side by side.
+      k: keys [..., memory_length, key_dim]; dims shared with q are batch dims. Dims of q alone are groups, such as
+      several
+        query heads per key head.
       v: values, the dims of k with `value_dim` in place of `key_dim`.
-      length, memory_length: dim of the queries, and of keys and values.
-      key_dim, value_dim: dims of one head; `value_dim` is `key_dim` unless given.
+      length, memory_length: sequence dims of the queries, and of keys and values.
+      key_dim, value_dim: dims of one head; `value_dim` is `key_dim` by default.
       causal: query i sees keys j <= i only.
       window: query i sees keys j with i - j < window, and j - i < window unless causal.
-      scale: of the scores; 1 / sqrt(size of key_dim) unless given.
-      mask: bool, of dims of q and k: False hides a key. A query that sees none gets zeros.
+      scale: factor of the scores; 1 / sqrt(size of key_dim) by default.
+      mask: bool, with dims of q and k: False hides a key. A query that sees no key yields zeros.
       name: of the operation, in listings.
-      segments: int32 numbers of queries (of dims of q, with `length`) and of keys (of dims of k, with `memory_length`):
-        a query sees the keys of its own number only, as where several texts are packed into one sequence. The kernel
-        reads one number for each query and key, where a mask has one for each pair of them.
-      bias: float, of dims of q and k but `key_dim`: added to the scaled scores, as `relative_position_bias` makes it.
-        Its gradient is made of scores that do reach HBM; nothing else is.
+      segments: int32 segment ids of queries (dims of q, with `length`) and of keys (dims of k, with `memory_length`): a
+        query sees only keys of its segment, as for several texts packed into one sequence. The kernel reads one id per
+        query and per key instead of a mask of all pairs.
+      bias: float, with dims of q and k except `key_dim`: added to the scaled scores, such as `relative_position_bias`.
+        Only its gradient materialises scores in HBM.
     Returns: [..., length, value_dim] in the order of q, dtype of q.
-    Split keys stay where they are if that sends less: of each query and head one number is reduced over the devices
-    (two for each gradient), and the result, as a pending sum. Of a sequence on itself through a window, with `length`
-    and `memory_length` split alike, the neighbours' keys and values in reach move, unless a mask has both dims.
+    Split keys are not gathered if that sends less: one number per query and head is reduced over the devices (two for
+    each gradient), and the result is a pending sum. For self-attention through a window, with `length` and
+    `memory_length` split alike, halos of keys and values are exchanged, unless a mask has both dims.
 
     Cost: 2 matrix products forward, 3 for the queries' gradient, 4 for those of keys and values, each of 2 flops per
-      query, key and element of a head; tiles of 512 x 512 that `causal` or `window` hide are skipped. What masks and
-      segments hide is only known when it runs: tiles of nothing else are computed, and counted.
+      query, key and element of a head; tiles of 512 x 512 hidden by `causal` or `window` are skipped. Masks and
+      segments are known only at run time: tiles that they hide are computed and counted.
     Raises: ShapeError for dims that do not fit, GraphError for a dim that an operand lacks.
     Example:
       >>> import meshlib as mtf
@@ -378,7 +379,7 @@ def attention(
             raise ShapeError(f"{at('attention')}: the bias must be of a float type, got {bias}")
         masks.append(bias)
     rows, keys = q.shape.dim(attrs["length"]).size, k.shape.dim(attrs["memory_length"]).size
-    # Of a mask with both dims no run of either tells what a block needs.
+    # A mask with both dims: no halo of either covers what a block needs.
     both = any({attrs["length"], attrs["memory_length"]} <= {*m.shape.names} for m in masks)
     near = window is not None and rows == keys and not both
     attrs["keys"] = keys if near else None
@@ -386,7 +387,7 @@ def attention(
 
 
 def checked_mask(mask: Tensor, q: Tensor, k: Tensor, what: str) -> Tensor:
-    """The mask, which is no bias. Raises: ShapeError where it is not bool."""
+    """`mask`, which must be bool."""
     if tensor(mask, what).dtype is not BOOL:
         raise ShapeError(
             f"{at(what)}: the mask must be bool, got {mask.dtype.name}; compare first, as in mtf.not_equal(x, 0)",
@@ -400,7 +401,7 @@ def checked_mask(mask: Tensor, q: Tensor, k: Tensor, what: str) -> Tensor:
 def checked_segments(
     segments: object, q: Tensor, k: Tensor, attrs: Mapping[str, Any], what: str
 ) -> tuple[Tensor, Tensor]:
-    """The numbers of queries and keys. Raises: ShapeError for what is no such pair."""
+    """The segment ids of queries and keys. Raises: ShapeError if `segments` is not such a pair."""
     given = items(segments, what, "segments")
     if len(given) != 2:
         raise ShapeError(f"{at(what)}: segments must be a pair, of queries and of keys, got {len(given)} tensors")
@@ -413,7 +414,7 @@ def checked_segments(
 def arguments(
     what: str, q: Tensor, k: Tensor, v: Tensor, dims: Dims, causal: bool, window: int | None, scale: float | None
 ) -> dict[str, Any]:
-    """The arguments of `attention`, checked one by one, as attributes of its operation."""
+    """The arguments of `attention`, each checked, as attributes of its operation."""
     length, memory_length, key_dim, value_dim = dims
     rows, keys = find_dim(tensor(q, what), length, what), find_dim(tensor(k, what), memory_length, what)
     key = find_dim(k, find_dim(q, key_dim, what), what)

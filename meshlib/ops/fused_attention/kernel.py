@@ -1,7 +1,6 @@
 """NumPy kernel of fused attention on one device's blocks, in tiles of rows.
 
-Of keys that are split a device knows what it has `heard` of the others: see
-`meshlib.ops.fused_attention.split_sequence`.
+If keys are split, `heard` has the statistics of all blocks: see `meshlib.ops.fused_attention.split_sequence`.
 """
 
 from __future__ import annotations
@@ -17,24 +16,24 @@ from meshlib.core.dtypes import BOOL, INT32
 from meshlib.core.opdef import Array, Block, Halo
 from meshlib.ops.rules import align
 
-# Scores held at once: what is done to them element by element stays in the second-level cache.
+# Scores computed at once: element-wise work on them stays in the second-level cache.
 _CHUNK = 1 << 17
-_PAYING_QUERIES = 32  # of a batch, from which on a transposed copy of its keys is made
+_PAYING_QUERIES = 32  # queries per batch item from which a transposed copy of the keys pays off
 
 Names = tuple[str, ...]
 Cut = tuple[slice, ...]
-Heard = tuple[Array, Array]  # of all blocks: log(sum(exp(scores))), and the mean of the weights' cotangents
+Heard = tuple[Array, Array]  # over all blocks: log(sum(exp(scores))), mean of the weights' cotangents
 
 
 def seen_keys(start: int, stop: int, memory: int, causal: bool, window: int | None) -> tuple[int, int]:
-    """The run of keys that queries [start, stop) see among them."""
+    """The range of keys that queries [start, stop) see."""
     low = 0 if window is None else max(0, start - window + 1)
     high = min(memory, stop) if causal else memory if window is None else min(memory, stop + window - 1)
     return low, high
 
 
 def cuts(sizes: Sequence[int], limit: int) -> Iterator[Cut]:
-    """Parts of an array of these sizes with at most `limit` elements each: runs of one dim, the later ones whole.
+    """Parts of an array of these sizes with at most `limit` elements each: ranges of one dim, with later dims whole.
 
     >>> [[c.start for c in part[:2]] for part in cuts((2, 4, 3), 6)]
     [[0, 0], [0, 2], [1, 0], [1, 2]]
@@ -54,7 +53,7 @@ def cuts(sizes: Sequence[int], limit: int) -> Iterator[Cut]:
 
 @dataclass(frozen=True)
 class KeysAndValues:
-    """Keys and values of some batches, [batch, memory, dim], that so many queries of each batch meet."""
+    """Keys and values of some batch items, [batch, memory, dim], with the number of queries per item."""
 
     batch: Cut
     k: Array
@@ -72,26 +71,27 @@ class KeysAndValues:
         return self._columns(self.v)
 
     def _columns(self, x: Array) -> Array:
-        """Transposed; in memory too, on which BLAS is twice as fast, where there are queries enough to pay for it."""
+        """`x` transposed, as a copy if enough queries use it: BLAS is twice as fast on contiguous columns."""
         columns = x.swapaxes(1, 2)
         return columns if self.queries < _PAYING_QUERIES else np.ascontiguousarray(columns)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Queries of these batches, and their cotangents: [batch, group and queries, dim]; the keys here that they see."""
+    """Queries of these batch items, with their cotangents, [batch, group and queries, dim], and the keys that they
+    see."""
 
     queries: slice
-    keys: slice  # of this block
+    keys: slice  # in this block
     q: Array
     dy: Array
-    hidden: Array | None  # bool, broadcasts to `shape`: what stays out of the softmax
+    hidden: Array | None  # bool, broadcasts to `shape`: pairs excluded from the softmax
     bias: Array | None  # broadcasts to `shape`: added to the scaled scores
     shape: tuple[int, ...]  # [batches ..., groups ..., queries, keys]
 
 
 class LocalAttention:
-    """One device's operands, seen as [batches ..., groups ..., length, key] and [batches ..., memory, key or value]."""
+    """One device's operands as views [batches ..., groups ..., length, key] and [batches ..., memory, key or value]."""
 
     def __init__(self, block: Block, arrays: tuple[Array, ...], with_cotangent: bool) -> None:
         self.block, self.engine = block, block.engine
@@ -113,15 +113,15 @@ class LocalAttention:
         self.mask = next((x for x, dtype in extra if dtype is BOOL), None)
         self.segments = [x for x, dtype in extra if dtype is INT32]  # of queries and of keys
         self.bias = next((x for x, dtype in extra if dtype.is_wide_float), None)
-        # Of runs that a window needs, `starts` says where they begin.
+        # Halo ranges of a window begin at `starts`.
         runs = isinstance(block.operation.opdef.lower, Halo)
         self.first_query = block.start(0, self.length) if runs else block.offsets[self.length]
         self.first_key = block.start(1, self.memory) if runs else block.offsets[self.memory]
         whole = block.operation.inputs[1].shape.dim(self.memory).size
-        self.blind = bool(extra) or self.k.shape[-2] < whole  # whether a query may see no key here
+        self.blind = bool(extra) or self.k.shape[-2] < whole  # whether a query may see no key in this block
 
     def batches(self) -> Iterator[KeysAndValues]:
-        """Batches, as many as have about `_CHUNK` scores."""
+        """Ranges of batch items with about `_CHUNK` scores each."""
         count = len(self.batch)
         groups, length = prod(self.q.shape[count:-2]), self.q.shape[-2]
         scores = groups * min(length, self._most_rows()) * self.k.shape[-2]
@@ -130,7 +130,7 @@ class LocalAttention:
             yield KeysAndValues(cut, k, v, groups * length)
 
     def rows(self, memory: KeysAndValues) -> Iterator[Rows]:
-        """The queries of these batches, run by run."""
+        """The queries of these batch items, range by range."""
         count, length = len(self.batch), self.q.shape[-2]
         causal, window = self.block.attrs["causal"], self.block.attrs["window"]
         step = self._most_rows()
@@ -153,7 +153,7 @@ class LocalAttention:
         return max(1, _CHUNK // scores)
 
     def _operand(self, x: Array, count: int) -> Array:
-        """A part as the MXU takes it: [batch, rows, dim], contiguous."""
+        """A part as an MXU operand: [batch, rows, dim], contiguous."""
         dense = np.ascontiguousarray(x).reshape(prod(x.shape[:count]), -1, x.shape[-1])
         return self.engine.mxu_operand(dense, False)
 
@@ -175,7 +175,7 @@ class LocalAttention:
         return hidden
 
     def product(self, a: Array, b: Array) -> Array:
-        """a @ b on the MXU, batch by batch; zeros if there is nothing to multiply, as with no key in sight."""
+        """a @ b on the MXU, per batch item; zeros if the contracted dim is empty, as when no key is visible."""
         out = np.empty((a.shape[0], a.shape[1], b.shape[2]), a.dtype)
         if a.size and b.size:
             self.engine.matmul(a, b, out)
@@ -184,13 +184,13 @@ class LocalAttention:
         return out
 
     def row_sized(self) -> Array:
-        """A number for each query: [batches ..., groups ..., length, 1], of the type that sums have."""
+        """An array of one number per query: [batches ..., groups ..., length, 1], in the dtype of sums."""
         return np.zeros((*self.q.shape[:-1], 1), self.q.dtype)
 
     def weights(self, rows: Rows, memory: KeysAndValues) -> tuple[Array, Array, Array]:
         """exp(scores - maximum), its sums over the keys, and log(sum(exp(scores))), -inf where a query sees no key.
 
-        [batch, group and queries, keys] and twice [..., 1]; a sum of nothing is given as 1.
+        Shapes: [batch, group and queries, keys] and twice [..., 1]; an empty sum is returned as 1.
         """
         s = self.product(rows.q, memory.k_columns[:, :, rows.keys])
         np.multiply(s, s.dtype.type(self.block.attrs["scale"]), out=s)
@@ -211,29 +211,29 @@ class LocalAttention:
         return s, total, level
 
     def share(self, level: Array, heard: Array, rows: Rows, memory: KeysAndValues) -> Array:
-        """This block's part of each query's softmax, from log(sum(exp(scores))) here and `heard` of all blocks."""
+        """This block's share of each query's softmax, from log(sum(exp(scores))) of this block and of all blocks."""
         whole = self.of_rows(heard, rows, memory)
         return np.where(np.isneginf(level), 0, np.exp(level - whole))
 
     def of_rows(self, x: Array, rows: Rows, memory: KeysAndValues) -> Array:
-        """These rows of what is `row_sized`: [batch, group and queries, 1]."""
+        """The part of a `row_sized` array for these rows: [batch, group and queries, 1]."""
         part: Array = x[memory.batch][..., rows.queries, :]
         return part.reshape(memory.k.shape[0], -1, 1)
 
     def probabilities(self, rows: Rows, memory: KeysAndValues, heard: Array | None = None) -> tuple[Array, Array]:
-        """The weights of the softmax over the keys here, or over all with what was `heard` of them; and its level."""
+        """Softmax weights over this block's keys, or over all keys given `heard`; and log(sum(exp(scores)))."""
         p, total, level = self.weights(rows, memory)
         scale = 1 / total if heard is None else self.share(level, heard, rows, memory) / total
         np.multiply(p, scale, out=p)
         return p, level
 
     def weight_cotangents(self, p: Array, rows: Rows, memory: KeysAndValues) -> tuple[Array, Array]:
-        """The cotangents of the probabilities, and their mean over the keys here: [..., keys] and [..., 1]."""
+        """The cotangents of the probabilities, and their mean over this block's keys: [..., keys] and [..., 1]."""
         dp = self.product(rows.dy, memory.v_columns[:, :, rows.keys])
         return dp, np.einsum("bij,bij->bi", p, dp)[..., None]
 
     def cotangents(self, rows: Rows, memory: KeysAndValues, heard: Heard | None) -> tuple[Array, Array]:
-        """The probabilities, and the cotangents of the products of queries and keys."""
+        """The probabilities, and the cotangents of the scores."""
         p, _ = self.probabilities(rows, memory, heard and heard[0])
         ds, mean = self.weight_cotangents(p, rows, memory)
         np.subtract(ds, mean if heard is None else self.of_rows(heard[1], rows, memory), out=ds)
@@ -243,12 +243,12 @@ class LocalAttention:
 
 
 def _cut(x: Array, part: Cut) -> Array:
-    """This part of a mask or bias; a dim that it lacks has size 1 and broadcasts."""
+    """The part of a mask or bias at `cut`; dims that it lacks have size 1 and broadcast."""
     return x[tuple(c if n > 1 else slice(None) for c, n in zip(part, x.shape, strict=True))]
 
 
 def _largest(x: Array) -> Array:
-    """The maximum of each row, kept as a dim: halves first, because NumPy is slow on short rows."""
+    """The maximum of each row, with the dim kept; rows are halved first, because NumPy is slow on short rows."""
     while x.shape[-1] > 8 and x.shape[-1] % 2 == 0:
         half = x.shape[-1] // 2
         x = np.maximum(x[..., :half], x[..., half:])
@@ -257,18 +257,18 @@ def _largest(x: Array) -> Array:
 
 
 def put(out: Array, cut: Cut, queries: slice, result: Array) -> None:
-    """Write what was made of some queries of one batch where it belongs in `out`."""
+    """Write the result for some queries of one batch range into `out`."""
     part = out[cut][..., queries, :]
     part[...] = result.reshape(part.shape)
 
 
 def local_result(block: Block, *arrays: Array) -> Array:
-    """The attention of this device's queries."""
+    """Attention of this device's queries over its keys."""
     return result(block, arrays, None)
 
 
 def result(block: Block, arrays: tuple[Array, ...], heard: Array | None) -> Array:
-    """The attention of this device's queries; of a split memory its part, by what all parts `heard` of each other."""
+    """Attention of this device's queries; with split keys its share, given the statistics `heard` from all blocks."""
     kernel = LocalAttention(block, arrays, with_cotangent=False)
     out = block.result()
     y = align(out, block.out.shape.names, (*kernel.batch, *kernel.group, kernel.length, kernel.value))
@@ -295,7 +295,7 @@ def local_grad_memory(block: Block, *arrays: Array) -> tuple[Array, Array]:
 
 
 def _shared_gradients(block: Block, arrays: tuple[Array, ...]) -> tuple[Array, Array, Array]:
-    """dq, dk, dv: what one of the two gradients of the same operands finds serves the other, too."""
+    """dq, dk, dv, computed once for the two gradient operations on the same operands."""
     shared, attrs = block.engine.shared, block.attrs
     if shared is None:
         return gradients(block, arrays)
@@ -307,12 +307,12 @@ def _shared_gradients(block: Block, arrays: tuple[Array, ...]) -> tuple[Array, A
         stored_gradients: tuple[Array, Array, Array] = shared.pop(key)[0]
         return stored_gradients
     new_gradients = gradients(block, arrays)
-    shared[key] = new_gradients, arrays  # the operands are kept, so that no other arrays take their identities
+    shared[key] = new_gradients, arrays  # references keep the ids of the operands from being reused
     return new_gradients
 
 
 def gradients(block: Block, arrays: tuple[Array, ...], heard: Heard | None = None) -> tuple[Array, Array, Array]:
-    """The cotangents of queries, keys and values; of a split memory by what its parts `heard` of each other."""
+    """The cotangents of queries, keys and values; with split keys, given the statistics `heard` from all blocks."""
     kernel = LocalAttention(block, arrays, with_cotangent=True)
     dq, dk, dv = (np.empty(x.shape, x.dtype) for x in arrays[:3])
     q, k, v = (t.shape.names for t in block.inputs[:3])

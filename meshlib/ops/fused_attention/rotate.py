@@ -1,4 +1,4 @@
-"""The quarter turn of rotary positions."""
+"""The half rotation of rotary position embeddings."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ ROTATE_HALF = operation(
 
 
 def rotate_half(x: Tensor, dim: Dimension | str, name: str | None = None) -> Tensor:
-    """(-b, a) where `x` is (a, b), its two halves along `dim`: each pair (a[i], b[i]) turned by a quarter.
+    """(-b, a) for the two halves (a, b) of `x` along `dim`: each pair (a[i], b[i]) rotated by 90 degrees.
 
     Raises: ShapeError for a dim of odd size.
     """

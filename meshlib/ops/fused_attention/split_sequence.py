@@ -1,9 +1,9 @@
 """Fused attention along a split sequence: exchanges between blocks.
 
-Where the keys are split, each device works on its own and needs of the others' a number per query, the logarithm of the
-sum of exp(scores), by which its share of the softmax is weighed; for gradients, besides, the mean of the weights'
-cotangents. Through a window a query sees its neighbours only: where queries and keys are split alike, a run of keys
-beside the own ones moves, and for the gradients of keys and values, one of queries.
+With split keys each device works on its own block and exchanges one number per query, the logarithm of the sum of
+exp(scores), which weighs its share of the softmax; for gradients also the mean of the weights' cotangents. Through a
+window a query sees nearby keys only: if queries and keys are split alike, a halo of keys is exchanged, and for the
+gradients of keys and values one of queries.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshlib.ops.rules import named_factors
 
 
 def _levels(block: Block, *arrays: Array) -> tuple[Array, ...]:
-    """Per query log(sum(exp(scores))) over the keys of this block."""
+    """log(sum(exp(scores))) per query over the keys of this block."""
     kernel = LocalAttention(block, arrays, with_cotangent=False)
     levels = kernel.row_sized()
     for memory in kernel.batches():
@@ -35,7 +35,7 @@ def _levels(block: Block, *arrays: Array) -> tuple[Array, ...]:
 
 
 def _levels_and_means(block: Block, *arrays: Array) -> tuple[Array, ...]:
-    """As `_levels`; besides the mean of the cotangents of the weights, by the softmax over the keys of this block."""
+    """The result of `_levels`, and the mean of the weights' cotangents under this block's softmax."""
     kernel = LocalAttention(block, arrays, with_cotangent=True)
     levels, means = kernel.row_sized(), kernel.row_sized()
     for memory in kernel.batches():
@@ -48,7 +48,7 @@ def _levels_and_means(block: Block, *arrays: Array) -> tuple[Array, ...]:
 
 
 def _combined(levels: Array, means: Array | None = None) -> tuple[Array, ...]:
-    """Those over the keys of all blocks."""
+    """The statistics of all blocks together."""
     whole = np.logaddexp.reduce(levels, axis=0)
     if means is None:
         return (whole,)
@@ -57,7 +57,7 @@ def _combined(levels: Array, means: Array | None = None) -> tuple[Array, ...]:
 
 
 def _summary_types(count: int) -> Callable[[tuple[TensorType, ...], Mapping[str, Any]], tuple[TensorType, ...]]:
-    """So many numbers for each query, in float32 unless all is in float64."""
+    """Types of a summary of `count` numbers per query, in float32 unless all operands are float64."""
 
     def types(ins: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
         rows = Shape([d for d in ins[0].shape if d.name != attrs["key_dim"]])
@@ -87,7 +87,7 @@ SPLIT_GRAD_MEMORY = replace(
 
 
 def joined_factors(op: Operation, out: str, special: Mapping[str, Role]) -> tuple[Factor, ...]:
-    """Queries and keys as one factor, whose blocks need runs of each other's; the result has the dim `out`."""
+    """Factors with queries and keys as one, whose blocks need halos of each other; the result has the dim `out`."""
     length, memory = op.attrs["length"], op.attrs["memory_length"]
     apart = [f for f in named_factors(op, special) if f.name not in (length, memory)]
     operands = tuple(next((n for n in (length, memory) if n in x.shape), None) for x in op.inputs)
@@ -96,19 +96,19 @@ def joined_factors(op: Operation, out: str, special: Mapping[str, Role]) -> tupl
 
 
 def _reach(op: Operation) -> tuple[int, int]:
-    """How many keys before and after itself a query sees."""
+    """The number of keys before and after its own position that a query sees."""
     far: int = op.attrs["window"] - 1
     return far, 0 if op.attrs["causal"] else far
 
 
 def _of_queries(op: Operation, factor: Factor, operand: int, start: int, stop: int) -> tuple[int, int]:
-    """The queries [start, stop), and the keys that they see."""
+    """Halo of queries [start, stop): these queries, and the keys that they see."""
     before, after = (0, 0) if op.attrs["length"] in op.inputs[operand].shape else _reach(op)
     return start - before, stop + after
 
 
 def _of_keys(op: Operation, factor: Factor, operand: int, start: int, stop: int) -> tuple[int, int]:
-    """The queries that see the keys [start, stop), and all keys that these see, which share their softmax."""
+    """Halo of keys [start, stop): the queries that see them, and all keys that those queries see, for their softmax."""
     before, after = _reach(op)
     start, stop = start - after, stop + before
     return (start, stop) if op.attrs["length"] in op.inputs[operand].shape else (start - before, stop + after)
@@ -119,7 +119,7 @@ WINDOW_GRAD_MEMORY = Halo(_of_keys)
 
 
 def window_grad_memory(block: Block, *arrays: Array) -> tuple[Array, Array]:
-    """The cotangents of the keys and values of this block, of the run that was needed."""
+    """The cotangents of this block's keys and values, cut from those of the halo."""
     length, memory = block.attrs["length"], block.attrs["memory_length"]
     begin, length_here = block.offsets[length] - block.start(1, memory), block.out.shape.dim(memory).size
     own_parts = []

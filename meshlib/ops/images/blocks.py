@@ -1,7 +1,7 @@
-"""Convolutions of images that are cut into blocks, as Mesh TensorFlow has them: [..., h_blocks, w_blocks, h, w, c].
+"""Convolutions of images cut into blocks, as in Mesh TensorFlow: [..., h_blocks, w_blocks, h, w, c].
 
-The blocks are put together under the names of the dims that count them, so what splits these splits the image, and the
-convolution brings the edges of neighbouring blocks itself. The result is that of the whole image, in blocks again.
+The blocks are merged into dims named after the block dims, so that axes which split these split the image, and the
+convolution exchanges halos itself. The result is that of the whole image, cut into blocks again.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def conv2d_with_blocks(
     w_blocks_dim: Dimension | None = None,
     name: str | None = None,
 ) -> Tensor:
-    """`conv2d` of an image in blocks: [..., h_blocks, w_blocks, h, w, channels], either dim of blocks may be missing.
+    """`conv2d` of an image in blocks: [..., h_blocks, w_blocks, h, w, channels]; either block dim may be missing.
 
-    Stride and padding are those of the whole image, in lists. Raises: ShapeError if its result can't be cut into as
+    Stride and padding refer to the whole image, as lists. Raises: ShapeError if its result can't be cut into as
     many blocks.
     """
 
@@ -63,13 +63,13 @@ def in_whole(
     blocks: Sequence[Dimension | None],
     conv: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """What `conv` makes of x with its blocks put together, cut into blocks again.
+    """`conv` applied to x with its blocks merged, and the result cut into blocks again.
 
     Args:
       what: the caller, for messages.
-      x: [..., one dim for each of `blocks` that is there ..., `count` spatial dims, channels].
-      count: of spatial dims.
-      blocks: dims that count the blocks of the first spatial dims, one for each; None where it is whole.
+      x: [..., the block dims ..., `count` spatial dims, channels].
+      count: number of spatial dims.
+      blocks: block dim of each of the first spatial dims; None for one without blocks.
       conv: keeps the names of spatial dims, and the channels last.
     """
     if len(tensor(x, what).shape) <= count:

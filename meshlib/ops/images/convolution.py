@@ -32,7 +32,7 @@ PRECISIONS = ("default", "highest")
 
 @dataclass(frozen=True)
 class _ConvolutionDims:
-    """The dims of a convolution: spatial dims, the filter dim of each, and the channels in and out."""
+    """The dims of a convolution: spatial dims, the filter dim of each, input and output channels."""
 
     spatial: tuple[Dimension, ...]
     windows: tuple[Dimension, ...]
@@ -41,7 +41,7 @@ class _ConvolutionDims:
 
 
 class Convolution(Protocol):
-    """A public convolution."""
+    """Signature of a public convolution."""
 
     def __call__(
         self,
@@ -167,11 +167,11 @@ def depthwise_conv2d(
     precision: str = "default",
     name: str | None = None,
 ) -> Tensor:
-    """A filter, or some, for each channel: `conv2d` that keeps the channels.
+    """A convolution with one or several filters per channel: `conv2d` that keeps the channels.
 
     x[..., height, width, channels], filters[kh, kw, channels]  ->  y[..., height, width, channels]
 
-    Filters with one dim more, [kh, kw, channels, multiplier], add that to the result, after the others.
+    Filters with another dim, [kh, kw, channels, multiplier], append it to the result's dims.
     Source: tf.nn.depthwise_conv2d, which merges the last two dims.
     Example:
       >>> import meshlib as mtf
@@ -248,7 +248,7 @@ def _slides(
 def _result(
     shape: Shape, windows: Sequence[SlidingDims], channels: Dimension | None, channels_out: Sequence[Dimension]
 ) -> Shape:
-    """x's dims with spatial ones in their new sizes, and the new channels in place of the old, or at the end."""
+    """The dims of x with new spatial sizes, and the output channels in place of the input channels or at the end."""
     sizes = {w.out: w.slide.out for w in windows}
     dims: list[Dimension] = []
     for d in shape:
@@ -269,7 +269,7 @@ def _in_groups(
     precision: str,
     name: str,
 ) -> Tensor:
-    """Channels as [group, channel of the group], the group under their own name: it is what a layout splits."""
+    """Channels reshaped to [group, channel in group]; the group keeps the name, so that layouts split it."""
     channels, (channels_out,) = dims.channels, dims.channels_out
     assert channels is not None
     used = (*x.shape, *filters.shape)
@@ -292,7 +292,7 @@ def _replaced(shape: Shape, name: str, by: Sequence[Dimension]) -> list[Dimensio
     return new_dims
 
 
-# ---------------------------------------------------------------- which dim is what
+# ---------------------------------------------------------------- identification of dims
 
 
 def _dims(
@@ -304,7 +304,7 @@ def _dims(
     group_dims: Sequence[Dimension],
     groups: int,
 ) -> _ConvolutionDims:
-    """The checked dims of a convolution. Raises: ShapeError that lists every fault."""
+    """The checked dims of a convolution. Raises: ShapeError that lists all faults."""
     dims, windows = _sliding_dims(what, count, x, filters, spatial)
     names = {d.name for d in dims}
     rest = [d for d in filters.shape if d not in windows and d not in group_dims and d.name not in names]
@@ -329,7 +329,7 @@ def _dims(
 def _sliding_dims(
     what: str, count: int, x: Tensor, filters: Tensor, spatial: Spatial | None
 ) -> tuple[tuple[Dimension, ...], tuple[Dimension, ...]]:
-    """The `count` spatial dims of x, and the filter dim that slides along each."""
+    """The `count` spatial dims of x, each with its filter dim."""
     if spatial is None:
         if len(x.shape) <= count or len(filters.shape) <= count:
             raise ShapeError(
@@ -352,7 +352,7 @@ def _name_faults(
     windows: Sequence[Dimension],
     group_dims: Sequence[Dimension],
 ) -> list[str]:
-    """Window dims that x has too, spatial dims that the filters have too, and group dims that either lacks."""
+    """Faults of names: filter dims that x has, spatial dims that the filters have, group dims that either lacks."""
     faults = [f"'{f.name}' of the window is a dim of x, too; rename it" for f in windows if f.name in x.shape]
     faults += [f"spatial dim '{d.name}' is in filters, too; rename it there" for d in dims if d.name in filters.shape]
     for d in group_dims:
@@ -364,7 +364,7 @@ def _name_faults(
 def _group_faults(
     channels: Dimension | None, of_filters: int, channels_out: Sequence[Dimension], groups: int
 ) -> list[str]:
-    """Why the channels cannot be cut into `groups`, if they cannot; `of_filters` is the filters' size of `channels`."""
+    """Reasons why the channels can't be divided into `groups`; `of_filters` is the filters' size of `channels`."""
     if groups < 1:
         return [f"groups must be at least 1, got {groups}"]
     if groups > 1 and (channels is None or len(channels_out) != 1):

@@ -1,9 +1,8 @@
-"""Convolution in NumPy: windows of the first operand, copied piece by piece into a buffer, times the second operand.
+"""Convolution in NumPy: windows of the first operand, copied in pieces to a buffer, times the second operand.
 
-The buffer holds as many windows as fit a cache, so that nothing of the size of all windows is ever made. A slide with
-spread (a transposed convolution, the cotangent of a strided one) is cut into plain ones, one for each phase of the
-outputs, which multiply no zeros. Where each channel has a filter of its own (depthwise) there is no matrix product to
-be had: taps are multiplied and added one after the other.
+The buffer has as many windows as fit a cache, so that no array of all windows is ever allocated. A slide with spread (a
+transposed convolution, the cotangent of a strided one) is cut into plain ones, one per phase of the outputs, which
+multiply no zeros. A depthwise convolution has no matrix product: taps are multiplied and added one after the other.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from meshlib.ops.images.sliding import PlainSlide, Slide, SlidingDims
 
 Names = tuple[str, ...]
 
-_CHUNK_BYTES = 3 << 20  # of windows, or of products of taps: what stays in a cache, and is enough for a product
-_NARROWING = 3  # channels in for each channel out from which it pays to add up products: three passes for a copy
+_CHUNK_BYTES = 3 << 20  # of windows, or of products of taps: fits a cache, and is enough for a product
+_NARROWING = 3  # ratio of input to output channels from which summing products pays off: three passes per copy
 
 
 @dataclass(frozen=True)
 class Classes:
-    """The dims of both operands and the result by what a convolution does with them, by name and in order.
+    """The dims of operands and result by their role in a convolution, as ordered names.
 
-    group       of all three: each index a convolution of its own
-    rows        of the first operand and the result; columns: of the second and the result
-    contracted  of both operands
-    inputs      of the first operand that slide; taps: of the second, outputs: of the result, in the same order
+    group       in all three: independent convolutions
+    rows        in the first operand and the result; columns: in the second operand and the result
+    contracted  in both operands
+    inputs      sliding dims of the first operand; taps: of the second, outputs: of the result, in the same order
     """
 
     first: Names
@@ -49,7 +48,7 @@ class Classes:
 
     @staticmethod
     def of(first: Names, second: Names, out: Names, windows: Sequence[SlidingDims]) -> Classes:
-        """Dims that do not slide in the order in which the operands have them."""
+        """Classify dims by their occurrence; dims that do not slide keep the order of the operands."""
         inputs, taps, outputs = (tuple(getattr(w, side) for w in windows) for side in ("first", "second", "out"))
         a, b, c = (
             [n for n in names if n not in sliding]
@@ -62,10 +61,11 @@ class Classes:
 
 
 def convolved(x: Array, w: Array, out: Array, dims: Classes, slides: Sequence[Slide], engine: Engine) -> None:
-    """Write the convolution of `x` and `w` into `out`; `slides` in these blocks' own indices."""
+    """Write the convolution of `x` and `w` into `out`; `slides` are in indices of these blocks."""
     channels, new_channels = (prod(a.shape[names.index(n)] for n in classes) for a, names, classes in
                       ((x, dims.first, dims.contracted), (w, dims.second, dims.columns)))  # fmt: skip
-    short = prod(s.first for s in slides) <= 2 * prod(s.out for s in slides)  # windows: else most products are unused
+    # otherwise most products of taps are unused
+    short = prod(s.first for s in slides) <= 2 * prod(s.out for s in slides)
     if dims.rows and all(s.stride == 1 for s in slides) and channels > _NARROWING * new_channels and short:
         _add_products_at_taps(x, w, out, dims, slides, engine)
         return
@@ -85,7 +85,7 @@ def _cuts(names: Names, sliding: Names, cuts: Sequence[slice]) -> tuple[slice, .
 
 
 def _arranged(x: Array, names: Names, order: Sequence[Names]) -> Array:
-    """`x` with each class of dims merged into one axis, in this order; a view where that is possible."""
+    """`x` with each class of dims merged into one axis, in this order; a view if possible."""
     x = x.transpose([names.index(n) for dims in order for n in dims])
     sizes = iter(x.shape)
     return x.reshape([prod(next(sizes) for _ in dims) for dims in order])
@@ -99,7 +99,7 @@ def _each(names: Names) -> list[Names]:
 
 
 class _Inputs:
-    """The first operand [group, lead, inputs ..., tail], from which windows are taken; zeros around it as needed."""
+    """The first operand as [group, lead, inputs ..., tail], with zero padding, from which windows are taken."""
 
     def __init__(self, x: Array, parts: Sequence[PlainSlide]) -> None:
         self.x, self.parts = x, parts
@@ -108,10 +108,10 @@ class _Inputs:
         self.spans = [(min(e), max(e) + 1) for e in ends]
         inside = all(b >= 0 and e <= size for (b, e), size in zip(self.spans, x.shape[2:-1], strict=True))
         self.padded: Array | None = None if inside else np.zeros(0, x.dtype)
-        self._holds = (0, 0)  # which of the lead the padded array has
+        self._holds = (0, 0)  # range of the lead in the padded array
 
     def windows(self, begin: int, end: int, outputs_first: bool) -> Array:
-        """Of [begin, end) of the lead: [group, lead, outputs ..., taps ..., tail], or taps before outputs."""
+        """Windows at [begin, end) of the lead: [group, lead, outputs ..., taps ..., tail], or taps before outputs."""
         x, first = self.x[:, begin:end], [b for b, _ in self.spans]
         if self.padded is None:
             first = [0] * len(self.parts)
@@ -151,9 +151,9 @@ class _Inputs:
 
 
 def _pieces(lead: int, rows: int, item_bytes: int) -> Iterator[tuple[int, int, int, int]]:
-    """Runs of the lead, and of the first axis within one of them, whose windows fill a chunk: (begin, end, from, to).
+    """Ranges of the lead, and of the first axis within one of them, whose windows fill a chunk: (begin, end, from, to).
 
-    `item_bytes`: of the windows of one index of that axis.
+    `item_bytes`: size of the windows of one index of that axis.
     """
     whole = _CHUNK_BYTES // max(1, item_bytes * rows)
     if whole:
@@ -166,7 +166,7 @@ def _pieces(lead: int, rows: int, item_bytes: int) -> Iterator[tuple[int, int, i
 
 
 def _merges(x: Array, *counts: int) -> bool:
-    """Whether so many axes after one another can be merged each time without a copy."""
+    """True if consecutive groups of `counts` axes can each be merged without a copy."""
     at = 0
     for count in counts:
         axes = [(x.shape[n], x.strides[n]) for n in range(at, at + count) if x.shape[n] > 1]
@@ -180,7 +180,7 @@ def _merges(x: Array, *counts: int) -> bool:
 
 
 def _multiply(x: Array, w: Array, out: Array, dims: Classes, parts: Sequence[PlainSlide], engine: Engine) -> None:
-    """Windows as rows of a matrix, or as its columns: whichever copies the longest runs of the first operand."""
+    """Windows as rows of a matrix, or as columns: whichever copies longer contiguous ranges of the first operand."""
     kept = [n for n in dims.first if n in dims.rows or n in dims.contracted]
     if kept and kept[-1] in dims.rows:
         _multiply_across(x, w, out, dims, parts, engine)
@@ -191,7 +191,7 @@ def _multiply(x: Array, w: Array, out: Array, dims: Classes, parts: Sequence[Pla
 def _multiply_windows(
     x: Array, w: Array, out: Array, dims: Classes, parts: Sequence[PlainSlide], engine: Engine
 ) -> None:
-    """[group, (rows, outputs), (taps, contracted)] times [group, (taps, contracted), columns]."""
+    """Matrix product [group, (rows, outputs), (taps, contracted)] times [group, (taps, contracted), columns]."""
     inputs = _Inputs(_arranged(x, dims.first, [dims.group, dims.rows, *_each(dims.inputs), dims.contracted]), parts)
     right = _arranged(w, dims.second, [dims.group, dims.taps + dims.contracted, dims.columns])
     group, lead, slid = len(right), inputs.x.shape[1], len(parts)
@@ -218,7 +218,8 @@ def _multiply_windows(
 def _multiply_across(
     x: Array, w: Array, out: Array, dims: Classes, parts: Sequence[PlainSlide], engine: Engine
 ) -> None:
-    """[group, (contracted, taps), (outputs, rows)], transposed, times [group, (contracted, taps), columns]."""
+    """Matrix product [group, (contracted, taps), (outputs, rows)], transposed, times [group, (contracted, taps),
+    columns]."""
     inputs = _Inputs(_arranged(x, dims.first, [dims.group, dims.contracted, *_each(dims.inputs), dims.rows]), parts)
     right = _arranged(w, dims.second, [dims.group, dims.contracted, dims.taps[:1], dims.taps[1:], dims.columns])
     group, lead, taps, _, columns = right.shape
@@ -242,7 +243,7 @@ def _multiply_across(
 
 
 def _put_back(result: Array, out: Array, names: Names, order: Sequence[Names]) -> None:
-    """Copy a result that was arranged into the array that it was arranged from, unless it is a view of that."""
+    """Copy a result from its arranged form to the original array, unless it is a view of it."""
     if not np.may_share_memory(result, out):
         there = out.transpose([names.index(n) for dims in order for n in dims])
         np.copyto(there, result.reshape(there.shape))
@@ -251,9 +252,10 @@ def _put_back(result: Array, out: Array, names: Names, order: Sequence[Names]) -
 def _add_products_at_taps(
     x: Array, w: Array, out: Array, dims: Classes, slides: Sequence[Slide], engine: Engine
 ) -> None:
-    """Few channels out of many: every input times all taps first, [rows, contracted] x [contracted, (taps, columns)].
+    """Convolution to few output channels: multiply inputs by all taps, [rows, contracted] x [contracted, (taps,
+    columns)], then sum.
 
-    Windows of the many channels are never copied; what is added up where it belongs has few.
+    Windows of the many input channels are never copied; only products with few channels are added into the outputs.
     """
     first = _arranged(x, dims.first, [dims.group, dims.rows, *_each(dims.inputs), dims.contracted])
     right = _arranged(w, dims.second, [dims.group, dims.contracted, dims.taps + dims.columns])
@@ -269,7 +271,7 @@ def _add_products_at_taps(
         engine.matmul(left.reshape(group, -1, channels), right, terms)
         apart = terms.reshape(*left.shape[:-1], *taps, width)
         for tap in np.ndindex(*taps):
-            meets = [_meets(s, f, (top, bottom) if n == 0 else (0, s.first))
+            meets = [_overlapping(s, f, (top, bottom) if n == 0 else (0, s.first))
                      for n, (s, f) in enumerate(zip(slides, tap, strict=True))]  # fmt: skip
             if all(meets):
                 of = tuple(m[0] for m in meets if m)
@@ -278,8 +280,8 @@ def _add_products_at_taps(
     _put_back(arranged, out, dims.out, order)
 
 
-def _meets(s: Slide, tap: int, run: tuple[int, int]) -> tuple[slice, slice] | None:
-    """Of a run of inputs those that meet an output at a tap, counted from the run's begin; and these outputs."""
+def _overlapping(s: Slide, tap: int, run: tuple[int, int]) -> tuple[slice, slice] | None:
+    """The part of a range of inputs that meets outputs at a tap, relative to its begin; and these outputs."""
     at = s.before - s.dilation * tap  # input j goes to output spread * j + at
     begin, end = max(run[0], -(at // s.spread)), min(run[1], -((at - s.out) // s.spread))
     if begin >= end:
@@ -287,11 +289,11 @@ def _meets(s: Slide, tap: int, run: tuple[int, int]) -> tuple[slice, slice] | No
     return np.s_[begin - run[0] : end - run[0]], np.s_[s.spread * begin + at : s.spread * (end - 1) + at + 1 : s.spread]
 
 
-# ---------------------------------------------------------------- a filter for each channel
+# ---------------------------------------------------------------- depthwise convolution
 
 
 def _add_taps(x: Array, w: Array, out: Array, dims: Classes, parts: Sequence[PlainSlide], engine: Engine) -> None:
-    """Tap by tap; the group, which is the last axis here, is what the processor's lanes work on."""
+    """Depthwise convolution tap by tap; the group is the last axis, which NumPy vectorises."""
     lead = dims.contracted if not dims.rows else dims.rows
     inputs = _Inputs(_arranged(x, dims.first, [(), lead, *_each(dims.inputs), dims.group]), parts)
     order = [lead if dims.rows else (), *_each(dims.outputs), dims.group]

@@ -1,14 +1,14 @@
 """Convolution, an operation of the MXU: an einsum with sliding dims.
 
-Each `SlidingDims` joins a dim of the first operand, one of the second and one of the result by a `Slide`; all other
+Each `SlidingDims` relates a dim of the first operand, one of the second and one of the result by a `Slide`; all other
 dims are matched by name as in an einsum. Forward the second operand is a filter, whose dims are short, and the result
-has the first operand's spatial dims. The cotangents of both operands are convolutions again: that of the input slides
-the filter back over dy; that of the filter slides dy, a filter as large as the result, over the input, and its result
-is short.
+has the first operand's spatial dims. The cotangents of both operands are convolutions as well: that of the input slides
+the filter over dy; that of the filter slides dy, a filter as large as the result, over the input, and its result is
+short.
 
-A spatial dim that is split needs a run of its neighbours' rows, along several dims at once with the corners. Along a
-spatial dim that both operands have and the result has not, each block leaves a partial sum; the rows that it needs of
-others may be the first operand's or the second's, whichever are there.
+A split spatial dim needs a halo of its neighbours' rows, with corners if several dims are split. Along a spatial dim of
+both operands that the result lacks, each block yields a partial sum; the halo may be of the first operand or of the
+second.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorTyp
 def _roles(op: Operation) -> tuple[Factor, ...]:
     windows: tuple[SlidingDims, ...] = op.attrs["windows"]
     special = {d.name: Role.SUM for x in op.inputs for d in x.shape if d.name not in op.output.shape}
-    # A dim that has another name in the result, and none in the second operand, leaves partial sums as any other.
+    # A dim renamed in the result and absent from the second operand yields partial sums like any other.
     special |= {w.first: Role.HALO for w in windows if w.first == w.out}
     special |= {w.first: Role.OVERLAP for w in windows if w.first != w.out and w.first in op.inputs[1].shape}
     factors = named_factors(op, special)
-    overlapping = [f for f in factors if f.role is Role.OVERLAP]  # by the second operand's blocks or by the first's
+    overlapping = [f for f in factors if f.role is Role.OVERLAP]  # led by the second operand's blocks or by the first's
     by_second = tuple(replace(f, lead=1) if f in overlapping else f for f in factors)
     return (*by_second, *(replace(f, name=f.name + "'", lead=0) for f in overlapping))
 
@@ -60,7 +60,7 @@ def _needs(op: Operation, factor: Factor, operand: int, start: int, stop: int) -
 
 
 def _reads(op: Operation, factor: Factor, operand: int, start: int, stop: int) -> Sequence[Range]:
-    """Without what lies between taps that are further apart than a block is long."""
+    """The needed range without the gaps between taps that are further apart than a block is long."""
     needed = _needs(op, factor, operand, start, stop)
     windows: tuple[SlidingDims, ...] = op.attrs["windows"]
     slide = next(w.slide for w in windows if w.first == factor.operands[0])
@@ -109,12 +109,12 @@ def _grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
 
 
 def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    passes = 6 if attrs["precision"] == "highest" and ins[0].dtype.itemsize >= 4 else 1  # as of an einsum
+    passes = 6 if attrs["precision"] == "highest" and ins[0].dtype.itemsize >= 4 else 1  # as in an einsum
     return Work(2 * passes * products(ins, out, attrs), 0)
 
 
 def products(ins: Sequence[TensorType], out: TensorType, attrs: Mapping[str, Any]) -> int:
-    """Multiply-adds of the block that has most of them; none of padding. Exact."""
+    """Multiply-adds of the busiest block, without padding. Exact."""
     first, second = (t.shape for t in ins)
     count, sliding = 1, set()
     for w in attrs["windows"]:
@@ -123,7 +123,7 @@ def products(ins: Sequence[TensorType], out: TensorType, attrs: Mapping[str, Any
         a, b, c = (n // m for n, m in zip(whole, sizes, strict=True))
         if w.out == w.first:
             count *= pairs(w.slide, (1, b, c))
-        else:  # a split of both operands is one by the blocks of either
+        else:  # a split of both operands: by the blocks of either
             count *= max(pairs(w.slide, (1, b, c)), pairs(w.slide, (a, 1, c)))
         sliding |= {w.first, w.second, w.out}
     sizes_of = {d.name: d.size for shape in (first, second) for d in shape}
@@ -131,11 +131,11 @@ def products(ins: Sequence[TensorType], out: TensorType, attrs: Mapping[str, Any
 
 
 def _product(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Product:
-    """How windows and channels fill the MXU.
+    """The matrix product by which windows and channels fill the MXU.
 
-    Channels in fill the array's rows, channels out its columns; every tap is a product of its own, but for those of the
-    last dim, which lie beside each other. Of the cotangent of the filter the window is part of the rows of the result,
-    and all positions are contracted.
+    Input channels fill the array's rows, output channels its columns; each tap is a separate product, except for
+    adjacent taps of the last dim. For the cotangent of the filter the window is part of the rows of the result, and all
+    positions are contracted.
     """
     (first, second), result_shape = (t.shape for t in ins), out.shape
     windows: tuple[SlidingDims, ...] = attrs["windows"]
@@ -148,7 +148,7 @@ def _product(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, A
     outputs = [result_shape.dim(w.out).size for w in windows]
     if windows[0].out != windows[0].first:
         return Product(group, rows * prod(outputs), contracted * prod(taps), columns, packs=True)
-    # Of a slide with spread each tap meets every so many of the outputs only.
+    # In a slide with spread each tap meets only every `spread`-th output.
     phases = [w.slide.spread // gcd(w.slide.spread, w.slide.stride) for w in windows]
     rows *= prod(-(-n // phase) for n, phase in zip(outputs, phases, strict=True))
     return Product(group, rows, contracted, columns, prod(taps), taps[-1], packs=True)
@@ -176,9 +176,9 @@ def convolve(
     precision: str = "default",
     name: str | None = None,
 ) -> Tensor:
-    """The convolution of two tensors whose dims the caller has checked."""
+    """The convolution of two tensors whose dims are already checked."""
     if windows[0].out == windows[0].second or windows[0].slide.stride < 0:
-        # One way to write it: the result has the spatial dims of the first operand, if of any.
+        # Canonical order: the result has the spatial dims of the first operand, if of any.
         windows = [SlidingDims(n.second, n.first, n.out, n.slide.swapped()) for n in windows]
         x, w = w, x
     attrs = {"windows": tuple(windows), "shape": shape, "precision": precision}

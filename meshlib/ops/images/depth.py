@@ -20,15 +20,15 @@ def space_to_depth(
     depth_dim: Dimension | str | None = None,
     name: str | None = None,
 ) -> Tensor:
-    """Squares of an image as channels: [..., height, width, c] -> [..., height / b, width / b, b * b * c].
+    """Move squares of an image to channels: [..., height, width, c] -> [..., height / b, width / b, b * b * c].
 
     Args:
       x: any dtype.
       block_size: b, the edge of a square.
-      spatial: the dims that are cut; the two before the last by default.
+      spatial: the dims to cut; the two before the last by default.
       depth_dim: the dim that takes the elements of a square, row by row, each with its channels; the last by default.
-      name: of the operation.
-    Returns: x's dims under their names in the new sizes.
+      name: name of the operation.
+    Returns: x's dims with new sizes.
     Raises: ShapeError if b does not divide a dim.
     Example:
       >>> import meshlib as mtf
@@ -67,9 +67,9 @@ def depth_to_space(
     depth_dim: Dimension | str | None = None,
     name: str | None = None,
 ) -> Tensor:
-    """Channels as squares of an image: [..., height, width, b * b * c] -> [..., height * b, width * b, c].
+    """Move channels to squares of an image: [..., height, width, b * b * c] -> [..., height * b, width * b, c].
 
-    What `space_to_depth` with these arguments made of the result. Raises: ShapeError if the channels do not divide.
+    The inverse of `space_to_depth` with these arguments. Raises: ShapeError if the channels do not divide.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():

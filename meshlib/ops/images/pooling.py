@@ -1,8 +1,8 @@
 """Pooling: maxima, minima, means or sums of windows that slide along dims.
 
 Windows that tile a dim of n elements, w each, are a reshape to [n / w, w] and a reduction: axes stay on the major part
-of a reshaped dim, so a split dim is pooled where it lies, without communication, as long as no window is cut. Windows
-that overlap, leave gaps or reach into padding are `reduce_window`: a split dim needs its neighbours' edges.
+of a reshaped dim, so a split dim is pooled without communication as long as no window is cut. Windows that overlap,
+leave gaps or reach into padding are `reduce_window`: a split dim needs halos.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ def pool(
     Args:
       x: any number dtype; float for "avg".
       windows: window w per dim, or per name.
-      reduction: "max", "min", "avg" or "sum"; the gradient of a maximum or minimum goes to the first element
-        that is it, in row-major order of the dims of x.
-      strides: distance s between windows; that of the windows by default: they tile the dim.
-      name: of the result.
-      padding: "VALID" (windows inside only), "SAME" (one for every s elements), or elements before and after, as of
-        `conv2d`. Padding counts for nothing, ...
+      reduction: "max", "min", "avg" or "sum"; the gradient of a maximum or minimum goes to the first element that
+        attains it, in row-major order of the dims of x.
+      strides: distance s between windows; by default w, so that windows tile the dim.
+      name: name of the result.
+      padding: "VALID" (windows inside only), "SAME" (one per s elements), or elements before and after, as in
+        `conv2d`. Padding is ignored, except in means with `count_padding`.
       dilation: distance d between the elements of a window.
-      count_padding: ... but in means if this is set, as zeros.
-    Returns: the dims of x in their order and under their names, each pooled one in its new size; dtype of x.
-    Raises: ShapeError for windows that do not fit or see nothing but padding, or that tile a dim with a rest.
+      count_padding: whether means count padding as zeros.
+    Returns: the dims of x in order, pooled dims with their new sizes; dtype of x.
+    Raises: ShapeError for windows that do not fit, see only padding, or tile a dim with a remainder.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -83,7 +83,7 @@ def max_pool(
     dilation: PerDim = 1,
     name: str | None = None,
 ) -> Tensor:
-    """The maximum of each window: `pool`, whose arguments these are.
+    """The maximum of each window; arguments as in `pool`.
 
     Example:
       >>> import meshlib as mtf
@@ -104,7 +104,7 @@ def avg_pool(
     count_padding: bool = False,
     name: str | None = None,
 ) -> Tensor:
-    """The mean of each window: `pool`, whose arguments these are.
+    """The mean of each window; arguments as in `pool`.
 
     Example:
       >>> import meshlib as mtf
@@ -159,12 +159,12 @@ def _pool(
 
 
 def _no_padding(padding: object, dim: Dimension, window: int) -> bool:
-    """Whether windows that tile a dim, or leave a rest, reach into no padding."""
+    """True if windows that tile a dim, possibly with a remainder, do not reach into padding."""
     return padding in ("VALID", (0, 0)) or (padding == "SAME" and dim.size % window == 0)
 
 
 def _tiled(x: Tensor, windows: Mapping[Dimension, int], reduction: str, name: str) -> Tensor:
-    """Windows that tile their dims, as reductions of dims of their own."""
+    """Windows that tile their dims, as reductions over separate window dims."""
     windows = {d: w for d, w in windows.items() if w > 1}
     if not windows:
         return x
@@ -180,7 +180,7 @@ def _tiled(x: Tensor, windows: Mapping[Dimension, int], reduction: str, name: st
 
 
 def reduce_tiles(x: Tensor, out: Shape, reduction: str, name: str) -> Tensor:
-    """x reduced to `out` over dims that each window has whole; a maximum's gradient goes to the first that is it."""
+    """x reduced to `out` over window dims; the gradient of a maximum goes to the first element that attains it."""
     reduce = _REDUCTIONS[reduction]
     if reduction not in ("max", "min") or not x.dtype.is_float:
         return reduce(x, output_shape=out, name=name)
@@ -206,21 +206,21 @@ def _check_windows(what: str, x: Tensor, slides: Slides) -> None:
     for dim, s in slides:
         if s.out < 1:
             faults.append(f"no window of {s.second} fits dim '{dim}' of size {s.first}; pad more")
-        elif min(_counts(s, (0, s.out - 1))) < 1 or min(_counts(s)) < 1:  # the ends alone first: padding may be long
+        elif min(_counts(s, (0, s.out - 1))) < 1 or min(_counts(s)) < 1:  # the end windows first: padding may be long
             faults.append(f"some windows of {s.second} along dim '{dim}' of size {s.first} see padding only; pad less")
     if faults:
         raise ShapeError(f"{at(what)}: {'; '.join(faults)}", x)
 
 
 def _counts(s: Slide, of: Sequence[int] | None = None) -> list[int]:
-    """How many elements of each window, or `of` some, lie inside the dim."""
+    """The number of elements inside the dim for each window, or for the windows `of`."""
     (part,) = s.plain()
     counts: list[int] = part.met(s.first, of).tolist()
     return counts
 
 
 def _mean(total: Tensor, slides: Slides, count_padding: bool) -> Tensor:
-    """Sums of windows divided by how many elements each has: a number, or one for each window of a dim."""
+    """Sums of windows divided by the number of elements: one number, or one per window of a dim."""
     share, apart = 1.0, []
     for dim, s in slides:
         counts = [s.second] * s.out if count_padding else _counts(s)
@@ -236,7 +236,7 @@ def _mean(total: Tensor, slides: Slides, count_padding: bool) -> Tensor:
 
 
 def pool_before_last(x: Tensor, ksize: Sequence[int], reduction: str, what: str, name: str) -> Tensor:
-    """Pool the dims before the last, as images [batch ..., height, width, channels] have them: a window for each."""
+    """Pool the dims before the last, as in images [batch ..., height, width, channels]; one window size per dim."""
     given = [whole(k, what, "each of ksize") for k in items(ksize, what, "ksize")]
     dims = {"2d": 2, "3d": 3}[what[-2:]]
     if len(given) != dims:

@@ -1,4 +1,4 @@
-"""Sums, maxima and minima of windows that slide along some dims, and what their gradients need.
+"""Sums, maxima and minima of sliding windows, and the operations of their gradients.
 
     reduce_window(x)[i]     = sum, maximum or minimum of x[j]   over the elements j of window i
     window_extreme(x)[i]    = position in window i of its first element that is the maximum or minimum
@@ -30,15 +30,16 @@ from meshlib.ops.building import build
 from meshlib.ops.images.sliding import Range, Slide
 from meshlib.ops.rules import named_factors, not_differentiable
 
-Slides = tuple[tuple[str, Slide], ...]  # per dim that slides; `first` is its elements, `out` the windows
+Slides = tuple[tuple[str, Slide], ...]  # per sliding dim; `first` is its elements, `out` the windows
 
-_CHUNK_BYTES = 1 << 19  # of elements that all taps read again: second-level cache
+_CHUNK_BYTES = 1 << 19  # chunk read again by all taps: second-level cache
 _COMBINE: dict[str, Callable[..., Any]] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
-REACHES: dict[str, Callable[..., Any]] = {"max": operator.ge, "min": operator.le}  # whether it stays the extreme
+# x, y -> whether x is still the extreme
+REACHES: dict[str, Callable[..., Any]] = {"max": operator.ge, "min": operator.le}
 
 
 def identity(reduction: str, dtype: np.dtype[Any]) -> Any:
-    """What changes nothing: padding is that."""
+    """The neutral element of a reduction, used as padding."""
     if reduction == "sum":
         return dtype.type(0)
     if dtype.kind == "f":
@@ -62,7 +63,7 @@ def _slide(op: Operation, dim: str) -> Slide:
 
 
 def _elements(op: Operation, factor: Factor, operand: int, start: int, stop: int) -> Range:
-    """The elements of windows [start, stop); of the operand that has the windows, these."""
+    """Halo of windows [start, stop): their elements; for the operand with the windows, these."""
     if operand == 1:
         return start, stop
     slide = _slide(op, factor.name)
@@ -70,7 +71,7 @@ def _elements(op: Operation, factor: Factor, operand: int, start: int, stop: int
 
 
 def _windows(op: Operation, factor: Factor, operand: int, start: int, stop: int) -> Range:
-    """The windows that elements [start, stop) are in."""
+    """Halo of elements [start, stop): the windows that contain them."""
     slide = _slide(op, factor.name).first_cotangent()
     return slide.first_run((start, stop), (0, slide.second))
 
@@ -86,7 +87,7 @@ def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorTyp
 
 
 def _local(block: Block, x: Array) -> Array:
-    """One dim after the other, a few of the first dim's elements at a time."""
+    """The reduction along one dim after another, in chunks of the first axis."""
     reduction, out, shape = block.attrs["reduction"], block.result(), block.out.shape
     moved = [
         (shape.index(dim), s.moved(block.start(0, dim), 0, block.offsets[dim], (x.shape[n], s.second, out.shape[n])))
@@ -104,7 +105,7 @@ def _local(block: Block, x: Array) -> Array:
 
 
 def _pieces(x: Array, sliding: Sequence[int]) -> Iterator[slice]:
-    """Runs of the first axis small enough to stay in a cache, unless windows slide along it."""
+    """Ranges of the first axis that fit a cache, unless windows slide along it."""
     if 0 in sliding or x.ndim == 0:
         yield np.s_[:]
         return
@@ -122,13 +123,13 @@ def _reduce(x: Array, out: Array, axis: int, slide: Slide, reduction: str) -> No
 
 
 def _taps(slide: Slide) -> Iterator[tuple[int, slice, slice]]:
-    """Each tap's number, the windows in which it meets an element of the dim, and these elements."""
+    """For each tap its number, the windows in which it is inside the dim, and the elements there."""
     for p in slide.plain():
         every = p.outputs.step or 1
         for tap, number in enumerate(range(slide.second)[p.taps]):
-            at = p.begin + p.dilation * tap  # of the first window
+            at = p.begin + p.dilation * tap  # in the first window
             first = max(0, -(-max(0, -at) // p.stride))
-            last = min(p.out, -(-(slide.first - at) // p.stride))  # one past it
+            last = min(p.out, -(-(slide.first - at) // p.stride))  # exclusive
             if first < last:
                 begin, end = at + first * p.stride, at + (last - 1) * p.stride + 1
                 windows = slice(p.outputs.start + first * every, p.outputs.start + (last - 1) * every + 1, every)
@@ -146,7 +147,7 @@ def _grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
 
 
 def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    """One lane operation for each element of each window."""
+    """One lane operation per element of each window."""
     shape = out.shape
     for dim, s in attrs["slides"]:
         taps = ins[0].shape.dim(dim).size if s.spread > 1 else shape.dim(dim).size
@@ -168,26 +169,26 @@ REDUCE_WINDOW = operation(
 
 
 def reduce_window(x: Tensor, slides: Slides, reduction: str, name: str | None = None) -> Tensor:
-    """The reduction of windows, along dims that the caller has checked."""
+    """The reduction of windows, along dims already checked."""
     return build(REDUCE_WINDOW, [x], {"slides": slides, "reduction": reduction}, name)
 
 
-# ---------------------------------------------------------------- the first element that is the maximum
+# ---------------------------------------------------------------- the first element that attains the maximum
 
 
 def extreme_gradient(x: Tensor, dy: Tensor, slides: Slides, reduction: str) -> Tensor:
-    """The cotangent of x: that of each window's maximum or minimum, at the first element that is it."""
+    """The cotangent of x: that of each window's maximum or minimum goes to the first element that attains it."""
     inside = sorted(slides, key=lambda of: x.shape.index(of[0]))  # positions are in row-major order
     attrs = {"slides": tuple(inside), "reduction": reduction}
     return build(SPREAD, [dy, build(EXTREME, [x], attrs)], attrs)
 
 
-def _meetings(
+def _taps_of_windows(
     block: Block, elements: tuple[Array, Mapping[str, int]], windows: tuple[Array, Mapping[str, int]]
 ) -> Iterator[tuple[int, Any, Any]]:
-    """Each position in a window, the windows in which it meets an element, and these elements.
+    """For each position in a window, the windows in which it is inside the dim, and the elements there.
 
-    `elements` and `windows`: an array that has them, and the global index at which it begins, per dim.
+    `elements` and `windows`: the array, and the global index at which it begins, per dim.
     """
     (of, begin), (out, out_begin) = elements, windows
     slides, names = block.attrs["slides"], block.out.shape.names
@@ -207,7 +208,7 @@ def _meetings(
 
 
 def _starts(block: Block) -> dict[str, int]:
-    """The global index at which operand 0 begins, per dim that slides."""
+    """The global index at which operand 0 begins, per sliding dim."""
     return {dim: block.start(0, dim) for dim, _ in block.attrs["slides"]}
 
 
@@ -215,7 +216,7 @@ def _extreme_local(block: Block, x: Array) -> Array:
     out, reaches = block.result(), REACHES[block.attrs["reduction"]]
     out[...] = -1
     best = np.empty(block.out.shape.sizes, x.dtype)
-    for position, windows, elements in _meetings(block, (x, _starts(block)), (out, block.offsets)):
+    for position, windows, elements in _taps_of_windows(block, (x, _starts(block)), (out, block.offsets)):
         keeps = (out[windows] >= 0) & reaches(best[windows], x[elements])
         best[windows] = np.where(keeps, best[windows], x[elements])
         out[windows] = np.where(keeps, out[windows], position)
@@ -225,7 +226,7 @@ def _extreme_local(block: Block, x: Array) -> Array:
 def _pick_local(block: Block, z: Array, at: Array) -> Array:
     out = block.result()
     out[...] = 0
-    for position, windows, elements in _meetings(block, (z, _starts(block)), (out, block.offsets)):
+    for position, windows, elements in _taps_of_windows(block, (z, _starts(block)), (out, block.offsets)):
         out[windows] += (at[windows] == position) * z[elements]
     return out
 
@@ -233,7 +234,7 @@ def _pick_local(block: Block, z: Array, at: Array) -> Array:
 def _spread_local(block: Block, d: Array, at: Array) -> Array:
     out = block.result()
     out[...] = 0
-    for position, windows, elements in _meetings(block, (out, block.offsets), (d, _starts(block))):
+    for position, windows, elements in _taps_of_windows(block, (out, block.offsets), (d, _starts(block))):
         out[elements] += (at[windows] == position) * d[windows]
     return out
 
@@ -254,7 +255,7 @@ def _spread_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> Te
 
 
 def _compared_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    """A comparison and a selection or addition for each element of each window."""
+    """A comparison, and a selection or addition, per element of each window."""
     windows = min(out.shape.size, ins[-1].shape.size)
     return Work(0, 2 * windows * _positions(attrs))
 

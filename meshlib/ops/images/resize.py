@@ -1,7 +1,7 @@
 """Resizing of images: nearest or bilinear interpolation, one dim at a time.
 
-Along a dim each element of the result is a weighted sum of a few of the operand's, its taps. The cotangent is the same
-with the taps turned round: of each element of the operand all those of the result that it is a tap of.
+Along a dim each element of the result is a weighted sum of a few elements of the operand, its taps. The cotangent has
+the transposed taps: for each element of the operand the elements of the result of which it is a tap.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from meshlib.ops.images.sliding_arguments import dims_of
 from meshlib.ops.rules import named_factors
 
 METHODS = ("nearest", "bilinear")
-Taps = tuple[Array, Array]  # indices and weights, [result, taps]; a tap of weight 0 may be any index near it
+Taps = tuple[Array, Array]  # indices and weights, [result, taps]; taps of weight 0 have any nearby index
 
 
 @lru_cache(maxsize=256)
 def taps(method: str, old: int, new: int, back: bool) -> Taps:
-    """Of each of `new` elements the taps among `old`; of `back` those of each old one among the new.
+    """The taps of each of `new` elements among `old`; with `back` the transposed taps, of each old one among the new.
 
     Element i has its centre at (i + 1/2) old / new, in units of old elements, whose centres lie at j + 1/2.
 
@@ -42,25 +42,25 @@ def taps(method: str, old: int, new: int, back: bool) -> Taps:
         low, rest = np.divmod(centre - new, 2 * new)
         index = np.clip(low[:, None] + [0, 1], 0, old - 1)
         weight = np.stack([1 - rest / (2 * new), rest / (2 * new)], 1)
-    return _turned(index, weight, old) if back else (index, weight)
+    return _transposed(index, weight, old) if back else (index, weight)
 
 
-def _turned(index: Array, weight: Array, old: int) -> Taps:
+def _transposed(index: Array, weight: Array, old: int) -> Taps:
     rows, columns = weight.nonzero()
     order = np.argsort(index[rows, columns], kind="stable")
     rows, columns = rows[order], columns[order]
     met, counts = index[rows, columns], np.bincount(index[rows, columns], minlength=old)
     ends = counts.cumsum()
-    # What nobody looks at has a tap of weight 0 beside those of its neighbour.
+    # Elements without taps get one of weight 0 next to those of their neighbour.
     near = np.where(ends > 0, rows[ends - 1], 0)
-    turned, weights_of = np.repeat(near[:, None], counts.max(), axis=1), np.zeros((old, counts.max()))
+    tap_index, weights_of = np.repeat(near[:, None], counts.max(), axis=1), np.zeros((old, counts.max()))
     place = met, np.arange(len(rows)) - (ends - counts)[met]
-    turned[place], weights_of[place] = rows, weight[rows, columns]
-    return turned, weights_of
+    tap_index[place], weights_of[place] = rows, weight[rows, columns]
+    return tap_index, weights_of
 
 
 def taps_of(op: Operation) -> Taps:
-    """The taps of an operation, for its whole result."""
+    """The taps of an operation for its whole result."""
     sizes = [x.shape.dim(op.attrs["dim"]).size for x in (op.inputs[0], op.output)]
     old, new = sizes[::-1] if op.attrs["back"] else sizes
     return taps(op.attrs["method"], old, new, op.attrs["back"])
@@ -114,16 +114,16 @@ INTERPOLATE = operation(
 def resize(
     x: Tensor, sizes: Mapping[Dimension | str, int], method: str = "bilinear", name: str | None = None
 ) -> Tensor:
-    """An image in another size, larger or smaller.
+    """An image resized to a larger or smaller size.
 
     Args:
       x: float.
       sizes: the new size per dim, or per name.
-      method: "nearest", or "bilinear": weighted means of the two nearest elements along each dim. Elements are areas,
-        whose centres lie half an element inside; beyond the outermost centres values stay as they are there. Nothing is
-        averaged when an image gets smaller (no antialiasing).
-      name: of the last operation; there is one for each dim that changes.
-    Returns: x's dims under their names in the new sizes; x's dtype.
+      method: "nearest", or "bilinear": weighted means of the two nearest elements along each dim. Pixel centres are at
+        half-integers; beyond the outermost centres values are constant. Downscaling does not average (no
+        antialiasing).
+      name: name of the last operation; there is one per resized dim.
+    Returns: x's dims with new sizes; x's dtype.
     Raises: ShapeError for sizes below 1 and unknown dims.
     Example:
       >>> import meshlib as mtf

@@ -4,9 +4,9 @@ A convolution adds up first[j] * second[f] into result[i] for all triples (i, f,
 
     stride * i + dilation * f = spread * j + before
 
-inside their dims. Forward i counts outputs, f the taps of the filter, j inputs; `spread` - 1 zeros lie between inputs
-(a transposed convolution). The cotangent of either operand sums over the same triples, so it is a convolution, too:
-`first_cotangent` and `second_cotangent` solve the equation for j and f.
+inside their dims. Forward i counts outputs, f the taps of the filter, j inputs; there are `spread` - 1 zeros between
+inputs (a transposed convolution). The cotangent of either operand sums over the same triples, so it is a convolution
+too: `first_cotangent` and `second_cotangent` solve the equation for j and f.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ Range = tuple[int, int]  # begin, end
 
 @dataclass(frozen=True)
 class Slide:
-    """stride * i + dilation * f = spread * j + before, for i < out, f < second, j < first; spread is positive."""
+    """Index relation stride * i + dilation * f = spread * j + before, for i < out, f < second, j < first; spread >
+    0."""
 
     stride: int
     dilation: int
@@ -36,7 +37,7 @@ class Slide:
     out: int
 
     def first_cotangent(self) -> Slide:
-        """The slide whose operands are the result's cotangent and `second`, and which makes the cotangent of `first`.
+        """The slide from the result's cotangent and `second` to the cotangent of `first`.
 
         >>> Slide(2, 1, 1, 1, first=8, second=3, out=4).first_cotangent()
         Slide(stride=1, dilation=-1, spread=2, before=-1, first=4, second=3, out=8)
@@ -46,7 +47,7 @@ class Slide:
         return Slide(*steps, -sign * self.before, self.out, self.second, self.first)
 
     def second_cotangent(self) -> Slide:
-        """The slide whose operands are `first` and the result's cotangent, and which makes the cotangent of `second`.
+        """The slide from `first` and the result's cotangent to the cotangent of `second`.
 
         >>> Slide(2, 1, 1, 1, first=8, second=3, out=4).second_cotangent()
         Slide(stride=1, dilation=2, spread=1, before=1, first=8, second=4, out=3)
@@ -54,32 +55,32 @@ class Slide:
         return Slide(self.dilation, self.stride, self.spread, self.before, self.first, self.out, self.second)
 
     def swapped(self) -> Slide:
-        """The same triples with the operands exchanged."""
+        """The same triples with exchanged operands."""
         sign = -1 if self.dilation > 0 else 1
         steps = sign * self.stride, -sign * self.spread, -sign * self.dilation
         return Slide(*steps, sign * self.before, self.second, self.first, self.out)
 
     def first_run(self, out: Range, second: Range) -> Range:
-        """Where the inputs lie, inside their dim or not, that these outputs and taps meet; begin and end."""
+        """The range [begin, end) of inputs that these outputs and taps use; it may leave the dim."""
         ends = [self.stride * i + self.dilation * f - self.before for i, f in _corners(out, second)]
         return -(-min(ends) // self.spread), max(ends) // self.spread + 1
 
     def second_run(self, out: Range, first: Range) -> Range:
-        """Where the taps lie, inside their dim or not, that these outputs and inputs meet; begin and end."""
+        """The range [begin, end) of taps that these outputs and inputs use; it may leave the dim."""
         sign = 1 if self.dilation > 0 else -1
         ends = [sign * (self.spread * j + self.before - self.stride * i) for i, j in _corners(out, first)]
         step = abs(self.dilation)
         return -(-min(ends) // step), max(ends) // step + 1
 
     def moved(self, first: int, second: int, out: int, sizes: tuple[int, int, int]) -> Slide:
-        """The same triples in indices of blocks that begin there and have these sizes (first, second, out)."""
+        """The same triples in indices of blocks with these begins and sizes (first, second, out)."""
         before = self.before + self.spread * first - self.dilation * second - self.stride * out
         return Slide(self.stride, self.dilation, self.spread, before, *sizes)
 
     def plain(self) -> Iterator[PlainSlide]:
-        """The slide in parts that have no spread, each with every so many of the outputs and taps.
+        """Decomposition into slides without spread, each with a strided subset of the outputs and taps.
 
-        Between them they have all triples; of a part without taps the outputs are zero.
+        Together they have all triples; the outputs of a part without taps are zero.
 
         >>> [(p.outputs, p.taps, p.stride, p.dilation, p.begin) for p in Slide(1, -1, 2, -1, 4, 3, 8).plain()]
         [(slice(0, None, 2), slice(1, None, -2), 1, 1, 0), (slice(1, None, 2), slice(2, None, -2), 1, 1, 0)]
@@ -95,13 +96,13 @@ class Slide:
             stride, dilation = self.stride * every // self.spread, self.dilation * taps_every // self.spread
             begin, taps = self._at(i, f) // self.spread, len(range(f, self.second, taps_every))
             chosen = slice(f, None, taps_every)
-            if dilation < 0:  # from the last tap to the first
+            if dilation < 0:  # last tap first
                 begin, dilation = begin + dilation * (taps - 1), -dilation
                 chosen = slice(f + (taps - 1) * taps_every, None, -taps_every)
             yield PlainSlide(slice(i, None, every), chosen, stride, dilation, begin, outputs, taps)
 
     def count(self) -> int:
-        """How many triples there are."""
+        """The number of triples."""
         return sum(part.count(self.first) for part in self.plain())
 
     def _at(self, i: int, f: int) -> int:
@@ -110,10 +111,11 @@ class Slide:
 
 @dataclass(frozen=True)
 class PlainSlide:
-    """first[begin + stride * i + dilation * f] * second[f] into result[i]; a negative stride goes backwards.
+    """Slide without spread: first[begin + stride * i + dilation * f] * second[f] into result[i]; stride may be
+    negative.
 
-    outputs, taps   which elements of the result's and of the second operand's dim these are
-    out, second     how many
+    outputs, taps   the elements of the result's and the second operand's dim that it covers
+    out, second     their numbers
     """
 
     outputs: slice
@@ -125,19 +127,19 @@ class PlainSlide:
     second: int
 
     def met(self, first: int, of: Sequence[int] | None = None) -> NDArray[np.int64]:
-        """How many of the taps of each element of the result, or `of` some of them, lie inside a dim of so many."""
+        """The number of taps inside a dim of size `first`, for each output or for the outputs `of`."""
         begins = self.begin + self.stride * (np.arange(self.out) if of is None else np.array(of, int))
         low, high = (-((begins - end) // self.dilation) for end in (0, first))
         met: NDArray[np.int64] = np.clip(high, 0, self.second) - np.clip(low, 0, self.second)
         return met
 
     def count(self, first: int) -> int:
-        """How many pairs of an element of the result and a tap lie inside a dim of so many."""
-        turned = self
-        if self.second < self.out:  # ask the taps, which are fewer
+        """The number of pairs of an output and a tap inside a dim of size `first`."""
+        by_tap = self
+        if self.second < self.out:  # sum over the taps, which are fewer
             begin = self.begin + min(0, self.stride * (self.out - 1))
-            turned = PlainSlide(self.taps, self.outputs, self.dilation, abs(self.stride), begin, self.second, self.out)
-        return int(turned.met(first).sum())
+            by_tap = PlainSlide(self.taps, self.outputs, self.dilation, abs(self.stride), begin, self.second, self.out)
+        return int(by_tap.met(first).sum())
 
 
 def _corners(a: Range, b: Range) -> Iterator[tuple[int, int]]:
@@ -146,7 +148,7 @@ def _corners(a: Range, b: Range) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class SlidingDims:
-    """The dims of the first operand, the second and the result that slide along each other, by name."""
+    """Names of the sliding dims of the first operand, the second and the result, with their slide."""
 
     first: str
     second: str
@@ -156,10 +158,10 @@ class SlidingDims:
 
 @lru_cache(maxsize=65536)
 def pairs(slide: Slide, blocks: tuple[int, int, int] = (1, 1, 1)) -> int:
-    """How many triples there are inside the dims: multiply-adds for each pair of channels.
+    """The number of triples inside the dims: multiply-adds per pair of channels.
 
-    `blocks`: into how many blocks the first operand's, the second's and the result's dim are cut; then those of the
-    blocks that have most.
+    `blocks`: numbers of blocks of the first operand's, the second's and the result's dim; then the triples of the
+    busiest block.
 
     >>> pairs(Slide(1, 1, 1, 1, first=8, second=3, out=8)), pairs(Slide(1, 1, 1, 1, 8, 3, 8), (1, 1, 4))
     (22, 6)
@@ -175,12 +177,12 @@ def pairs(slide: Slide, blocks: tuple[int, int, int] = (1, 1, 1)) -> int:
 
 
 def window_sizes(size: int, window: int, stride: int, dilation: int, padding: str | Range) -> tuple[int, Range]:
-    """How many windows there are along a dim, and how many elements of padding lie before and after it.
+    """The number of windows along a dim, and the elements of padding before and after it.
 
     Args:
-      size: of the dim; window, stride, dilation: of the windows.
-      padding: "SAME" (a window for every `stride` elements; the odd element of padding lies after), "VALID" (none), or
-        the two numbers.
+      size: size of the dim; window, stride, dilation: geometry of the windows.
+      padding: "SAME" (one window per `stride` elements; an odd element of padding goes after), "VALID" (none), or the
+        two numbers.
     Example:
       >>> window_sizes(224, 7, 2, 1, "SAME"), window_sizes(8, 3, 1, 2, "VALID"), window_sizes(5, 3, 2, 1, (1, 0))
       ((112, (2, 3)), (4, (0, 0)), (2, (1, 0)))

@@ -17,7 +17,7 @@ PADDINGS = ("SAME", "VALID")
 
 
 def numbers_per_dim(value: object, dims: Sequence[Dimension], what: str, argument: str) -> list[int]:
-    """Integers >= 1, one for each of some dims: given as one for all, as a list, or by name (1 where it is missing)."""
+    """Integers >= 1 per dim: given as one for all, as a list, or by name (1 where missing)."""
     numbers = [whole(n, what, f"{argument} of dim '{d.name}'") for d, n in _per_dim(value, dims, what, argument, 1)]
     for d, n in zip(dims, numbers, strict=True):
         if n < 1:
@@ -26,10 +26,10 @@ def numbers_per_dim(value: object, dims: Sequence[Dimension], what: str, argumen
 
 
 def paddings_per_dim(value: object, dims: Sequence[Dimension], what: str) -> list[str | Range]:
-    """Per dim "SAME", "VALID", or (before, after): given as one for all, as a list, or by name (0 where missing)."""
+    """ "SAME", "VALID", or (before, after) per dim: given as one for all, as a list, or by name (0 where missing)."""
     paddings: list[str | Range] = []
     if len(dims) == 1 and isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2:
-        value = [value]  # of one dim there is no doubt what a pair means
+        value = [value]  # with one dim a pair is unambiguous
     for d, given in _per_dim(value, dims, what, "padding", 0):
         if isinstance(given, str):
             paddings.append(choice(given, what, f"padding of dim '{d.name}'", PADDINGS))
@@ -65,7 +65,7 @@ def _per_dim(
 
 
 def dims_of(x: Tensor, given: object, what: str, argument: str) -> list[tuple[Dimension, Any]]:
-    """Dims of `x` with what a dict says of each."""
+    """Dims of `x` by the keys of a dict, with its values."""
     if not isinstance(given, Mapping) or not given:
         raise ShapeError(f"{at(what)}: {argument} must be a dict with an entry per dim, got {given!r:.80}")
     values_of_dims = [(find_dim(x, d, what), value) for d, value in given.items()]

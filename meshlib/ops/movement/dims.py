@@ -1,4 +1,4 @@
-"""Changes of several dims at once: replaced, combined, made anonymous."""
+"""Changes of several dims at once: replacing, combining, anonymising."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def replace_dimensions(tensor_or_shape: TensorOrShape, old_dim_or_dims: Dims, ne
     """A tensor or a shape with neighbouring dims replaced by others of the same number of elements.
 
     Args:
-      tensor_or_shape: what has the dims.
-      old_dim_or_dims: dims that follow one another there, in this order.
-      new_dim_or_dims: what takes their place; a tensor is reshaped.
+      tensor_or_shape: a tensor or shape with the dims.
+      old_dim_or_dims: consecutive dims, in this order.
+      new_dim_or_dims: their replacement; a tensor is reshaped.
     Returns: a tensor for a tensor, a shape for a shape.
-    Raises: ShapeError if they do not follow one another, or the tensor's number of elements would change.
+    Raises: ShapeError if they are not consecutive, or the tensor's number of elements would change.
     Example:
       >>> import meshlib as mtf
       >>> n, a, b, c = (mtf.Dimension(name, size) for name, size in (("n", 6), ("a", 2), ("b", 3), ("c", 4)))
@@ -49,7 +49,7 @@ def replace_dimensions(tensor_or_shape: TensorOrShape, old_dim_or_dims: Dims, ne
 
 
 def _replaced(shape: Shape, old: Sequence[Dimension], new: Sequence[Dimension], what: str) -> tuple[Dimension, ...]:
-    """The dims of a shape with others in place of neighbours."""
+    """The dims of a shape with consecutive ones replaced."""
     if not old or not new:
         raise ShapeError(f"{at(what)}: needs at least one old and one new dim")
     begin = shape.dims.index(old[0]) if old[0] in shape else 0
@@ -62,7 +62,7 @@ def _replaced(shape: Shape, old: Sequence[Dimension], new: Sequence[Dimension], 
 
 
 def combined_dimension(dims: Sequence[Dimension], name: str | None = None) -> Dimension:
-    """A dim with as many elements as `dims` together, named `name`, or as the first of them.
+    """A dim with the product of the sizes of `dims`, named `name` or like the first of them.
 
     >>> combined_dimension([Dimension("heads", 8), Dimension("d_head", 64)], "d_attention")
     Dimension('d_attention', 512)
@@ -74,7 +74,7 @@ def combined_dimension(dims: Sequence[Dimension], name: str | None = None) -> Di
 
 
 def anonymous_shape(shape: Shape | Sequence[Dimension]) -> Shape:
-    """The sizes of `shape` under names that no layout rule knows: `_anonymous_0`, `_anonymous_1`, ...
+    """`shape` with dims renamed to names that no layout rule has: `_anonymous_0`, `_anonymous_1`, ...
 
     >>> print(anonymous_shape(Shape("batch:4;hidden:6")))
     [_anonymous_0:4, _anonymous_1:6]
@@ -83,7 +83,7 @@ def anonymous_shape(shape: Shape | Sequence[Dimension]) -> Shape:
 
 
 def anonymize(x: Tensor) -> Tensor:
-    """`x` under the dims of `anonymous_shape`, so that every core has all of it.
+    """`x` with the dims of `anonymous_shape`, and so replicated on every core.
 
     Example:
       >>> import meshlib as mtf

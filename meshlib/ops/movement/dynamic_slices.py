@@ -1,8 +1,8 @@
 """Slices whose start is a tensor: dynamic_slice, and update_slice in place.
 
-Each row may have a start of its own, as the sequences of a batch in a cache. Where the dim is split each device writes
-what falls into its block, and the tensor stays where it is. A compiler writes over a tensor that nobody reads later; so
-does the plan of buffers, and then a kernel moves the part alone.
+Each row may have its own start, like the sequences of a batch in a cache. If the dim is split each device writes the
+part inside its block, and nothing is sent. Like a compiler, the buffer plan updates a tensor in place if it has no
+later reader; the kernel then moves only the part.
 """
 
 from __future__ import annotations
@@ -105,15 +105,15 @@ def update_slice(
 
     Args:
       x: any dtype.
-      part: the dims of x, but `dim` of size n, or another dim of size n in its place, which layouts that split `dim`
-        leave whole, or none: then n is 1. Dtype of x.
-      dim: dim of x, by name or itself.
-      start: a number, or int32 of dims of x but `dim`: each row has its own, such as each sequence of a batch.
-      name: of the result.
-      out_of_range: what becomes of a part that leaves the dim: "error" raises, "drop" writes only what falls inside.
+      part: the dims of x, with `dim` of size n, or with another dim of size n in its place (which layouts that split
+        `dim` do not split), or without it: then n is 1. Dtype of x.
+      dim: dim of x or its name.
+      start: a number, or int32 with dims of x except `dim`: one per row, such as per sequence of a batch.
+      name: name of the result.
+      out_of_range: for a part that leaves the dim: "error" raises, "drop" writes only the elements inside.
     Returns: the type of x.
-    Cost: in place, where nobody reads x later, the bytes of the part; else those of x, read and written, too. Nothing
-      is sent where `dim` is split: each device writes what falls into its block, and x stays where it is.
+    Cost: the bytes of the part if x has no later reader and is updated in place; otherwise also x is read and written.
+      Nothing is sent if `dim` is split: each device writes the part inside its block.
     Raises: ShapeError for dims or dtypes that do not fit; FeedError at run time if the part leaves the dim.
     Example:
       >>> import meshlib as mtf
@@ -138,9 +138,9 @@ def update_slice(
 
 
 def dynamic_slice(x: Tensor, start: Tensor | int, size: int, dim: Dimension | str, name: str | None = None) -> Tensor:
-    """Elements [start, start + size) of one dim, where `start` is a number, or int32 of dims of x but `dim`.
+    """Elements [start, start + size) of one dim, where `start` is a number, or int32 with dims of x except `dim`.
 
-    Along a split dim the parts are a pending sum. Raises: FeedError at run time if the run leaves the dim.
+    Along a split dim the parts are a pending sum. Raises: FeedError at run time if the range leaves the dim.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():

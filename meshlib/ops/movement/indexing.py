@@ -1,8 +1,8 @@
 """Operations that address elements by index: range, one_hot, gather and its transpose, scatter_add.
 
-Along a split dim each device serves the indices that fall into its own block: one_hot compares with its block's
-global indices, gather looks up what it holds and leaves zeros elsewhere, so that the parts are a pending sum (of
-flags a pending maximum).
+Along a split dim each device handles the indices inside its own block: one_hot compares with its block's global
+indices, gather looks up its own elements and yields zeros elsewhere, so that the parts are a pending sum (for bools a
+pending maximum).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _OUT_OF_RANGE = ("error", "zero")
 
 
 def index_count(op: Operation) -> int:
-    """How many indices an operation may look up, or at how many a part may start that is written as a whole."""
+    """The number of valid indices of an operation, or of valid starts of a part."""
     run = op.attrs.get("run")
     return int(op.attrs["dim"].size - (0 if run is None else run.size - 1))
 
 
 def index_fault(op: Operation, bad: int) -> FeedError:
-    """What is wrong where an operation looks up the index `bad`."""
+    """The error for an operation that looks up the invalid index `bad`."""
     dim, run = op.attrs["dim"], op.attrs.get("run")
     if run is not None:
         written = f"position {bad}" if run.size == 1 else f"positions {bad} to {bad + run.size - 1}"
@@ -135,7 +135,7 @@ def one_hot(
 ) -> Tensor:
     """`on_value` where the index along the new last dim `output_dim` equals `indices` (int32), else `off_value`.
 
-    `out_of_range`: of an index that is none, "error" raises; "zero" gives `off_value` everywhere, as Mesh TensorFlow.
+    `out_of_range`: for an invalid index, "error" raises; "zero" yields `off_value` everywhere, as in Mesh TensorFlow.
     Raises: ShapeError while writing; FeedError at run time for an index out of range.
     Example:
       >>> import meshlib as mtf
@@ -169,7 +169,7 @@ def _gather_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> Te
 
 
 def _block_indices(block: Block, indices: Array, rows: int) -> tuple[Array, Array | None]:
-    """Indices into this block, and the mask of those that fall into it (None if all do)."""
+    """Indices relative to this block, and the mask of those inside (None if all are)."""
     dim: Dimension = block.attrs["dim"]
     _check_indices(block, indices)
     if rows == dim.size and block.attrs["out_of_range"] == "error":
@@ -189,7 +189,8 @@ def _gather_local(block: Block, weights: Array, indices: Array) -> Array:
     if not set(w_names) & set(i_names):  # whole rows
         looked_up = np.take(np.moveaxis(weights, axis, 0), chosen, axis=0)
     else:
-        # Of the dims that both have, index by index; of the others whole rows, which stand last in the result.
+        # Dims of both operands are indexed per element; other dims are copied as whole rows, which come last in the
+        # result.
         shared = [n for n in w_names if n in i_names]
         rows = np.moveaxis(
             weights, [w_names.index(n) for n in (*shared, dim.name)], np.arange(len(shared) + 1).tolist()
@@ -197,7 +198,7 @@ def _gather_local(block: Block, weights: Array, indices: Array) -> Array:
         places = [align(np.arange(rows.shape[k]), (n,), i_names) for k, n in enumerate(shared)]
         looked_up = rows[(*places, chosen)]
     out = block.result()
-    # The index arrays broadcast to the output only over dims that weights or indices have: all of them.
+    # The index arrays cover all dims of weights and indices, so they broadcast to the output.
     np.copyto(
         out, looked_up if hit is None else np.where(align(hit, i_names, out_names), looked_up, looked_up.dtype.type(0))
     )
@@ -205,12 +206,12 @@ def _gather_local(block: Block, weights: Array, indices: Array) -> Array:
 
 
 def _gather_roles(op: Operation) -> tuple[Factor, ...]:
-    # False < True, so flags that other devices hold come through a maximum.
+    # False < True: bools from other devices combine by a maximum.
     return named_factors(op, {op.attrs["dim"].name: Role.MAX if op.output.dtype is BOOL else Role.SUM})
 
 
 def _gather_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
-    """Where no element is looked up twice, each finds by itself whether it is at all: that fuses with what follows."""
+    """scatter_add, or `_placed` if no element is looked up twice, which fuses with its consumers."""
     x, indices = op.inputs
     dim: Dimension = op.attrs["dim"]
     if all(d in x.shape for d in indices.shape):
@@ -219,12 +220,12 @@ def _gather_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
 
 
 def _placed(dy: Tensor, indices: Tensor, dim: Dimension, shape: Shape) -> Tensor:
-    """`dy` at its index along `dim`, zeros elsewhere; an index that is none has no place."""
+    """`dy` at its index along `dim`, zeros elsewhere; invalid indices are dropped."""
     from meshlib.ops.control.sources import constant_shaped
     from meshlib.ops.pointwise.binary import equal
     from meshlib.ops.pointwise.selection import where
 
-    nothing = constant_shaped(0, shape, dy)  # of all dims, so that the result has their order
+    nothing = constant_shaped(0, shape, dy)  # has all dims, so that the result keeps their order
     return where(equal(indices, range(dim)), dy, nothing)
 
 
@@ -251,11 +252,11 @@ def gather(
     name: str | None = None,
     out_of_range: str = "error",
 ) -> Tensor:
-    """weights[..., indices, ...] along `dim`: dims of `indices`, then the rest of `weights`, or `output_shape`.
+    """weights[..., indices, ...] along `dim`: dims of `indices`, then the other dims of `weights`, or `output_shape`.
 
-    Dims that `weights` and `indices` share are matched, as everywhere; `indices` may be one number. Along a split
-    `dim` each device looks up what it holds; the parts are a pending sum.
-    `out_of_range`: of an index that is none, "error" raises; "zero" gives zeros (False), as Mesh TensorFlow.
+    Dims shared by `weights` and `indices` are matched by name; `indices` may be one number. Along a split `dim` each
+    device looks up its own elements; the parts are a pending sum.
+    `out_of_range`: for an invalid index, "error" raises; "zero" yields zeros (False), as in Mesh TensorFlow.
     Raises: ShapeError while writing; FeedError at run time for an index out of range.
     Example:
       >>> import meshlib as mtf
@@ -293,7 +294,7 @@ def _scatter_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> T
 
 
 def _scatter_local(block: Block, updates: Array, indices: Array) -> Array:
-    """As rows of one table: [index dims of the result and `dim`, the other dims of the result]."""
+    """scatter_add as row updates of a table: [index dims of the result and `dim`, the other dims of the result]."""
     dim: Dimension = block.attrs["dim"]
     (u_names, i_names), out_names = (t.shape.names for t in block.inputs), block.out.shape.names
     sizes = {d.name: d.size for t in (*block.inputs, block.out) for d in t.shape}
@@ -321,7 +322,7 @@ def _scatter_local(block: Block, updates: Array, indices: Array) -> Array:
 
 
 def _add_rows(table: Array, place: Array, rows: Array, once: bool) -> None:
-    """table[place[n]] += rows[n]; `once` says that no place comes twice."""
+    """table[place[n]] += rows[n]; with `once` all places are distinct."""
     if once:
         table[place] = rows
     elif place.size:
@@ -372,7 +373,7 @@ def scatter_add(
     """Zeros of `output_shape`, to which each element of `updates` is added at its index along `dim`.
 
     The transpose of `gather`: dims of the operands that are not in the output are summed over, and with
-    `out_of_range="zero"` what has an index that is none goes nowhere.
+    `out_of_range="zero"` updates with an invalid index are dropped.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -387,17 +388,17 @@ def scatter_add(
     return build(SCATTER_ADD, [tensor(updates, "scatter_add"), tensor(indices, "scatter_add")], attrs, name)
 
 
-# ---------------------------------------------------------------- shifts by an amount of each element
+# ---------------------------------------------------------------- shifts by data-dependent amounts
 
 
 def dynamic_shift(x: Tensor, offset: Tensor, dim: Dimension, wrap: bool, name: str | None = None) -> Tensor:
-    """`x` shifted right along `dim` by `offset` elements: y[i] = x[i - offset], each row by its own offset.
+    """`x` shifted right along `dim` by `offset` elements: y[i] = x[i - offset], with one offset per row.
 
     Args:
       x: numbers.
       offset: int32, negative to the left; its dims are dims of x other than `dim`.
       dim: dim of x.
-      wrap: whether what leaves at one end comes in at the other; else zeros come in.
+      wrap: whether elements that leave at one end enter at the other; otherwise zeros enter.
     Returns: the type of x.
     Raises: ShapeError for an offset of other dims or dtype.
     Example:

@@ -1,7 +1,7 @@
 """Ranking along a dim: top_k, argmax, n-th largest and smallest, argsort, sort.
 
-Ties go to the lowest index, everywhere. Along a split dim top_k and argmax find candidates in each block and rank
-those: only they move, each to the device that ranks its row where rows can be shared out, else to all.
+Ties go to the lowest index, everywhere. Along a split dim top_k and argmax select candidates in each block and rank
+these: only candidates are sent, to the device that ranks their row if rows can be split, otherwise to all.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from meshlib.ops.rules import named_factors, not_differentiable
 
 
 def _order(x: Array, axis: int) -> Array:
-    """Indices that sort `x` from the largest down, ties by index; NaNs last."""
+    """Indices that sort `x` in descending order, ties by index; NaNs last."""
     if x.dtype.kind == "f":
         return np.argsort(-x, axis=axis, kind="stable")
     return np.argsort(-x.astype(np.int64), axis=axis, kind="stable")
 
 
 def _best(x: Array, indices: Array, axis: int, k: int) -> tuple[Array, Array]:
-    """The k largest along `axis`, NaNs before all others, and their entries of `indices`, with that axis last."""
+    """The k largest elements along `axis`, NaNs first, and their entries of `indices`, with that axis moved last."""
     chosen = _order(x, axis)
     if x.dtype.kind == "f" and (wrong := np.isnan(x)).any():
         first = np.argsort(~np.take_along_axis(wrong, chosen, axis), axis=axis, kind="stable")
@@ -64,7 +64,7 @@ def _ranked(x: TensorType, dim: Dimension, k: Dimension) -> tuple[TensorType, Te
 
 
 def _ranking(op: Operation) -> tuple[Factor, ...]:
-    """The ranked dim, along which each device finds candidates, alone and together with each dim of rows."""
+    """Factors of ranking: the ranked dim, in which devices select candidates, alone and with each row dim."""
     dim, count = op.attrs["dim"], len(op.outputs)
     d, rows = op.inputs[0].shape.dim(dim), [e.name for e in op.inputs[0].shape if e.name != dim]
     alone = Factor(dim, d.size, (dim,), (None,) * count, Role.SUMMARY)
@@ -79,7 +79,7 @@ def _argmax_roles(op: Operation) -> tuple[Factor, ...]:
 def _top_k_roles(op: Operation) -> tuple[Factor, ...]:
     k, dim = op.attrs["k_dim"], op.attrs["dim"]
     rows = tuple(f for f in named_factors(op) if f.name not in (k.name, dim))
-    # The result's dim may take the name of the ranked one: they are still two.
+    # The result's dim may have the name of the ranked one; they are still different.
     name = k.name + "'" if k.name == dim else k.name
     return (*rows, *_ranking(op), Factor(name, k.size, (None,), (k.name, k.name), Role.WHOLE))
 
@@ -87,14 +87,14 @@ def _top_k_roles(op: Operation) -> tuple[Factor, ...]:
 def _candidates(block: Block, x: Array, k: int) -> tuple[Array, Array]:
     dim = block.attrs["dim"]
     axis = block.inputs[0].shape.index(dim)
-    start = sum(block.offsets[f.name] for f in _ranking(block.operation))  # one of them is split, if any
+    start = sum(block.offsets[f.name] for f in _ranking(block.operation))  # at most one of them is split
     shape = [-1 if a == axis else 1 for a in range(x.ndim)]
     indices = np.arange(x.shape[axis], dtype=np.int32).reshape(shape) + np.int32(start)
     return _best(x, np.broadcast_to(indices, x.shape), axis, min(k, x.shape[axis]))
 
 
 def _best_of(gathered: tuple[Array, ...], k: int) -> tuple[Array, Array]:
-    # Candidates in the order of their blocks: a stable sort keeps equal ones in the order of their indices.
+    # Candidates are in the order of their blocks: a stable sort keeps ties in index order.
     values, indices = (np.concatenate(list(g), axis=-1) for g in gathered)
     return _best(values, indices, values.ndim - 1, k)
 
@@ -109,8 +109,7 @@ def _top_k_local(block: Block, x: Array) -> tuple[Array, Array]:
 
 
 def _sort_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    # A bitonic network over the whole dim has log2(n)^2 / 2 stages, of which each compares every element; modelled, not
-    # published.
+    # A bitonic sort of the whole dim has log2(n)^2 / 2 stages that each compare every element; modelled, not published.
     depth = ceil(log2(max(2, attrs["size"])))
     return Work(0, max(1, depth * depth // 2) * ins[0].shape.size)
 
@@ -145,8 +144,8 @@ def _top_k_grad(op: Operation, dy: Tensor | None) -> Tensor | None:
 def top_k(x: Tensor, reduced_dim: Dimension, k_dim: Dimension, name: str | None = None) -> tuple[Tensor, Tensor]:
     """The `k_dim.size` largest elements along `reduced_dim`, largest first, and their int32 indices.
 
-    Both have the other dims of x, then `k_dim`. Ties go to the lowest index. NaN comes before all numbers, so that none
-    is lost.
+    Both have the other dims of x, then `k_dim`. Ties go to the lowest index. NaN ranks above all numbers, so that it is
+    never lost.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -186,7 +185,7 @@ ARGMAX = operation(
     roles=_argmax_roles,
     local=lambda block, x: _candidates(block, x, 1)[1][..., 0],
     grad=not_differentiable,
-    # Each element is compared with the largest before it; value and index are chosen.
+    # Each element is compared with the running maximum; value and index are selected.
     work=lambda ins, out, attrs: Work(0, 3 * ins[0].shape.size),
     lower=Summary(
         lambda block, x: _candidates(block, x, 1),
@@ -198,7 +197,7 @@ ARGMAX = operation(
 
 
 def argmax(x: Tensor, reduced_dim: Dimension, name: str | None = None) -> Tensor:
-    """The int32 index of the largest element along `reduced_dim`; the lowest of several. NaN is the largest.
+    """The int32 index of the largest element along `reduced_dim`; ties go to the lowest. NaN ranks above all numbers.
 
     Example:
       >>> import meshlib as mtf
@@ -267,7 +266,7 @@ ARGSORT = operation(
 
 
 def argsort(x: Tensor, dim: Dimension, descending: bool = False, name: str | None = None) -> Tensor:
-    """The int32 indices that sort `x` along `dim`; ties keep their order. The dim is made whole for it.
+    """The int32 indices that sort `x` along `dim`; ties keep their order. The dim is gathered.
 
     Example:
       >>> import meshlib as mtf

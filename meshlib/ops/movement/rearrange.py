@@ -1,8 +1,8 @@
 """rearrange, reduce and repeat: einops' patterns over named dims.
 
-einops parses a pattern; here its axes meet the dims of a tensor, in their order. Dims are split into axes, ordered,
-reduced or repeated, and merged again, by reshape, transpose, broadcast and the reductions: axes of the mesh stay on the
-major part of what is split or merged.
+einops parses a pattern; here its axes are matched with the dims of a tensor in order. Dims are split into axes, which
+are transposed, reduced or repeated, and merged again, by reshape, transpose, broadcast and the reductions: mesh axes
+stay on the major part of split and merged dims.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from meshlib.ops.movement.shape import broadcast, reshape
 from meshlib.ops.pointwise.cumulative import cumprod
 from meshlib.ops.pointwise.reductions import reduce_all, reduce_any, reduce_max, reduce_mean, reduce_min, reduce_sum
 
-Axis = object  # a name, or what einops makes of a number: different from all others, the number is its `value`
-Group = tuple[Axis, ...]  # the axes of one dim; none where it has one element
-_ELLIPSIS = "…"  # as the parser has "...": in place of a group, or in one
+Axis = object  # a name, or einops' object for a number, each unique, with the number as its `value`
+Group = tuple[Axis, ...]  # the axes of one dim; empty for size 1
+_ELLIPSIS = "…"  # as in einops' parser: in place of a group, or inside one
 
 
 @dataclass(frozen=True)
 class AxisPlan:
-    """What a pattern means for one shape: each dim split into axes, those kept in their new order, merged ones."""
+    """A pattern applied to one shape: dims split into axes, the axes in their new order, and merged dims."""
 
     split: Shape
     ordered: Shape
@@ -46,19 +46,19 @@ def rearrange(
 ) -> Tensor:
     """Reorder, split and merge dims, as `einops.rearrange` does with a pattern.
 
-    The left side names the dims of x in their order; `(h p)` splits one into two, major first. On the right side a
-    name alone is a dim of that name. `(h w)` merges: the result is called as on the left where it is the same there,
-    else by its axes, `h_w`. What has no name, `1` or `()`, is called `_anonymous_N`, N its place in the result. `...`
-    stands for all dims that are not named.
+    The left side names the dims of x in order; `(h p)` splits a dim into two, major first. On the right side a name
+    alone is a dim of that name. `(h w)` merges axes: the dim has its name on the left side if that has the same group,
+    otherwise the names of its axes, `h_w`. Dims without a name, `1` or `()`, are called `_anonymous_N`, with N their
+    position in the result. `...` stands for all dims that are not named.
 
     Args:
       x: any dtype.
       pattern: see above; https://einops.rocks describes the language.
-      names: what dims are called where the pattern calls them otherwise: `{"c": "channels", "h w": "length"}`.
-      name: of the result.
-      sizes: of axes that do not follow from the dims, `p=4`.
-    Returns: the elements of x under other dims, laid out as a `reshape`.
-    Raises: ShapeError for a pattern that does not parse, or does not fit x; GraphError for a size that is none.
+      names: names of dims that differ from those in the pattern: `{"c": "channels", "h w": "length"}`.
+      name: name of the result.
+      sizes: sizes of axes that do not follow from the dims, `p=4`.
+    Returns: the elements of x under other dims, sharded like a `reshape`.
+    Raises: ShapeError for a pattern that does not parse or does not fit x; GraphError for an invalid size.
     Example:
       >>> import meshlib as mtf
       >>> D = mtf.Dimension
@@ -77,9 +77,9 @@ def rearrange(
 def repeat(
     x: Tensor, pattern: str, /, *, names: Mapping[str, str] | None = None, name: str | None = None, **sizes: int
 ) -> Tensor:
-    """`rearrange` whose right side may have axes more, over which x is repeated, as `einops.repeat` does.
+    """`rearrange` whose right side may have additional axes, over which x is repeated, like `einops.repeat`.
 
-    Arguments, result and errors as of `rearrange`; a new axis is a number, or has its size in `sizes`.
+    Arguments, result and errors as in `rearrange`; a new axis is a number, or has its size in `sizes`.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -101,14 +101,14 @@ def reduce(
     name: str | None = None,
     **sizes: int,
 ) -> Tensor:
-    """`rearrange` whose right side may lack axes, over which x is reduced, as `einops.reduce` does.
+    """`rearrange` whose right side may lack axes, over which x is reduced, like `einops.reduce`.
 
     Args:
       x: numbers; float for "mean", bool for "any" and "all".
       reduction: "sum", "mean", "max", "min" (ties share the gradient equally), "prod", "any" or "all".
-      pattern, names, name, sizes: as of `rearrange`; a number that the right side lacks is the size of a window.
-    Returns: as `rearrange`; dtype of x.
-    Raises: as `rearrange`.
+      pattern, names, name, sizes: as in `rearrange`; a number that the right side lacks is a window size.
+    Returns: as in `rearrange`; dtype of x.
+    Raises: as in `rearrange`.
     Example:
       >>> import meshlib as mtf
       >>> D = mtf.Dimension
@@ -126,7 +126,7 @@ def reduce(
 
 
 def _moved(x: Tensor, plan: AxisPlan, name: str | None) -> Tensor:
-    """Split, ordered or repeated, merged; the last of what there is to do bears the name."""
+    """`x` split, transposed or repeated, and merged by the plan; the last operation gets the name."""
     merges = plan.ordered != plan.result
     orders = plan.split != plan.ordered
     split = reshape(x, plan.split, None if merges or orders else name)
@@ -134,7 +134,7 @@ def _moved(x: Tensor, plan: AxisPlan, name: str | None) -> Tensor:
 
 
 def _reduce_product(x: Tensor, output_shape: Shape, name: str | None = None) -> Tensor:
-    """The last of the running products over all dims that are to go, merged into one."""
+    """Product over dims: the last element of a cumulative product over all of them, merged into one."""
     gone = [d for d in x.shape if d not in output_shape]
     merged = Dimension(free_name("factors", x.shape.names), prod(d.size for d in gone))
     factors = reshape(broadcast(x, [*output_shape, *gone]), [*output_shape, merged])
@@ -152,11 +152,11 @@ _REDUCTIONS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-# ---------------------------------------------------------------- a pattern meets a shape
+# ---------------------------------------------------------------- matching of pattern and shape
 
 
 def _plan(what: str, x: Tensor, pattern: object, sizes: Mapping[str, int], names: object) -> AxisPlan:
-    """The plan, or one error that holds the fault, the pattern and the operand."""
+    """The plan, or one error with the fault, the pattern and the operand."""
     shape = tensor(x, what).shape
     for axis, size in sizes.items():
         whole(size, what, f"the size of axis '{axis}'", low=1)
@@ -164,7 +164,7 @@ def _plan(what: str, x: Tensor, pattern: object, sizes: Mapping[str, int], names
         raise ShapeError(f"{at(what)}: the pattern must be a text, as in 'a b -> b a', got {pattern!r:.80}")
     try:
         left, right = _parsed(pattern, what)
-        called = _called(names, left, right)
+        called = _name_of_group(names, left, right)
         known = {axis: int(size) for axis, size in sizes.items()}
         return _fitted(left, right, shape, known, called)
     except (ShapeError, LayoutError) as fault:
@@ -172,13 +172,13 @@ def _plan(what: str, x: Tensor, pattern: object, sizes: Mapping[str, int], names
 
 
 def _parsed(pattern: str, what: str) -> tuple[list[Group | str], list[Group | str]]:
-    """The groups of both sides."""
+    """The groups of both sides of a pattern."""
     sides = pattern.split("->")
     if len(sides) != 2:
         raise ShapeError(f"a pattern has one '->', this one {len(sides) - 1}")
     try:
         left, right = (ParsedExpression(side) for side in sides)
-    except (EinopsError, ValueError) as fault:  # ValueError: of a number that Python does not read
+    except (EinopsError, ValueError) as fault:  # ValueError for a number that Python does not read
         raise ShapeError(" ".join(str(fault).split())) from None
     if left.has_ellipsis_parenthesized:
         raise ShapeError("'...' in parentheses on the left side: how a dim is split must be said")
@@ -212,8 +212,8 @@ def _words(group: Group | str) -> str:
     return " ".join(map(_text, group))
 
 
-def _called(names: object, left: Sequence[Group | str], right: Sequence[Group | str]) -> dict[str, str]:
-    """`names`, by the words of the groups that they are for."""
+def _name_of_group(names: object, left: Sequence[Group | str], right: Sequence[Group | str]) -> dict[str, str]:
+    """`names` by normalised groups of the pattern."""
     if names is None:
         return {}
     if not isinstance(names, Mapping) or not all(isinstance(n, str) for pair in names.items() for n in pair):
@@ -255,7 +255,8 @@ def _fitted(
 def _dims_of_axes(
     left: Sequence[Group], right: Sequence[Group], shape: Shape, sizes: Mapping[Axis, int]
 ) -> dict[Axis, Dimension]:
-    """A dim that is not split keeps its name, so that its layout rules hold; axes have theirs, numbers a free one."""
+    """The dim of each axis: an unsplit dim keeps its name and layout rules, axes keep theirs, numbers get a free
+    name."""
     parts = [(a, d.name if len(group) == 1 else None) for group, d in zip(left, shape, strict=True) for a in group]
     parts += [(a, None) for group in right for a in group]
     taken = {a for a, _ in parts if isinstance(a, str)} | set(shape.names)
@@ -290,13 +291,13 @@ def _result_names(
 def _without_ellipsis(
     left: list[Group | str], right: list[Group | str], shape: Shape
 ) -> tuple[list[Group], list[Group], dict[Axis, str]]:
-    """Both sides with an axis for each dim of the ellipsis, and the names of those dims."""
+    """Both sides with the ellipsis expanded to one axis per dim, and the names of those dims."""
     named = sum(group != _ELLIPSIS for group in left)
     rest = len(shape) - named
     if rest < 0 or (rest > 0 and named == len(left)):
         raise ShapeError(f"the left side has {named} dims, but x has {len(shape)}; '...' stands for dims without names")
     begin = left.index(_ELLIPSIS) if _ELLIPSIS in left else 0
-    # Names with a sign that no axis of a pattern has.
+    # Names with a character that no axis of a pattern has.
     hidden_axes: dict[Axis, str] = {f"{_ELLIPSIS}{d.name}": d.name for d in shape.dims[begin : begin + rest]}
 
     def spread(groups: list[Group | str]) -> Iterator[Group]:
@@ -310,7 +311,7 @@ def _without_ellipsis(
 
 
 def _check_names(left: list[Group], shape: Shape, called: dict[str, str], rest: Mapping[Axis, str]) -> None:
-    """A dim that is not split is called by its name, so that no slip of the pen takes a layout's rule away."""
+    """Raise ShapeError unless unsplit dims are named as in x, so that a typo cannot drop a layout rule."""
     faults = []
     for place, (group, d) in enumerate(zip(left, shape, strict=True)):
         if len(group) == 1 and isinstance(group[0], str) and group[0] not in rest:
@@ -326,7 +327,7 @@ def _check_names(left: list[Group], shape: Shape, called: dict[str, str], rest: 
 
 
 def _sizes(left: list[Group], right: list[Group], shape: Shape, given: Mapping[str, int]) -> dict[Axis, int]:
-    """The size of every axis: given by the caller, written in the pattern, or inferred from the size of its dim."""
+    """The size of every axis: given, written in the pattern, or inferred from the size of its dim."""
     known: dict[Axis, int] = {
         a: given[a] if isinstance(a, str) else int(a.value)  # type: ignore[attr-defined]
         for group in (*left, *right)
@@ -346,7 +347,7 @@ def _sizes(left: list[Group], right: list[Group], shape: Shape, given: Mapping[s
 
 
 def _infer_axis(group: Group, d: Dimension, known: dict[Axis, int]) -> str | None:
-    """Adds the size of the one axis of `group` that is not in `known`, or returns why dim `d` cannot be split so."""
+    """Add the size of the one axis of `group` that is not in `known`, or return why dim `d` cannot be split so."""
     open_axes = [a for a in group if a not in known]
     product = prod(known[a] for a in group if a in known)
     sizes = ", ".join(f"{_text(a)}={known[a]}" for a in group if a in known)

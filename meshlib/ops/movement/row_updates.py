@@ -1,4 +1,4 @@
-"""Rows written at indices, in place: the new tokens of many sequences into the pages that they share."""
+"""In-place updates of rows at indices: the new tokens of many sequences into shared pages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorTyp
 
 
 def _local(block: Block, x: Array, rows: Array, indices: Array) -> Array:
-    """The rows that fall into this block."""
+    """Write the rows whose indices are in this block."""
     dim = block.attrs["dim"]
     if block.attrs["out_of_range"] == "error":
         wrong = (indices < 0) | (indices >= index_count(block.operation))
@@ -83,15 +83,15 @@ def update_rows(
 
     Args:
       x: any dtype.
-      rows: the dims of `indices`, and those of x but `dim`. Dtype of x.
-      indices: int32, of dims that x has not: no two of those inside are equal.
-      dim: dim of x, by name or itself.
-      name: of the result.
-      out_of_range: what becomes of rows whose index is none: "error" raises, "drop" leaves them out.
+      rows: the dims of `indices`, and those of x except `dim`. Dtype of x.
+      indices: int32, with dims that x lacks; valid indices are distinct.
+      dim: dim of x or its name.
+      name: name of the result.
+      out_of_range: for rows with an invalid index: "error" raises, "drop" skips them.
     Returns: the type of x.
-    Cost: in place, where nobody reads x later, the bytes of the rows; else those of x, read and written, too. Where
-      `dim` is split each device writes what falls into its block, of rows that all have.
-    Raises: ShapeError for dims or dtypes that do not fit; FeedError at run time for an index that is none.
+    Cost: the bytes of the rows if x has no later reader and is updated in place; otherwise also x is read and written.
+      If `dim` is split, rows are replicated and each device writes those in its block.
+    Raises: ShapeError for dims or dtypes that do not fit; FeedError at run time for an invalid index.
     Example:
       >>> import meshlib as mtf
       >>> pages, new = mtf.Dimension("pages", 4), mtf.Dimension("new", 2)

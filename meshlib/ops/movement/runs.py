@@ -1,8 +1,8 @@
-"""Runs of a dim: slice, strided slice, pad, shift, concat, split, halo exchange.
+"""Ranges of a dim: slice, strided slice, pad, shift, concat, split, halo exchange.
 
-Along a split dim each device receives just the indices that its block of the result needs and does not hold: see
-`Halo`. So none of them gathers anything. Of a slice whose size a split can't divide (the last token) each device takes
-what lies there, and zeros for the rest: a pending sum.
+Along a split dim each device receives only the elements that its block of the result needs and lacks: see `Halo`. So
+none of them gathers a tensor. For a slice whose size the number of blocks does not divide (the last token) each device
+contributes its own elements and zeros: a pending sum.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _run(axis: int, begin: int, end: int) -> tuple[Any, ...]:
 
 
 def _place(out: Array, piece: Array, axis: int, position: int) -> None:
-    """Copy `piece` into `out` so that it begins at `position` along `axis`; what falls outside is cut."""
+    """Copy `piece` into `out` at `position` along `axis`; elements outside are cut off."""
     begin, end = max(position, 0), min(position + piece.shape[axis], out.shape[axis])
     if begin < end:
         out[_run(axis, begin, end)] = piece[_run(axis, begin - position, end - position)]
@@ -57,14 +57,14 @@ def _slice_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> Ten
 
 
 def _slice_roles(op: Operation) -> tuple[Factor, ...]:
-    """By runs, or by a mask: of the elements in each block and zeros the sum, of flags the maximum (False < True)."""
+    """Split by halo ranges of the result, or by blocks of x with zeros outside (a sum; for bools a maximum)."""
     dim = op.attrs["dim"]
     role = Role.MAX if op.output.dtype is BOOL else Role.SUM
     return (*_roles(op), Factor(_masked(dim), op.inputs[0].shape.dim(dim).size, (dim,), (None,), role))
 
 
 def _masked(dim: str) -> str:
-    """The factor that splits a dim by a mask."""
+    """The name of the factor that splits a dim by blocks of x."""
     return dim + "'"
 
 
@@ -72,8 +72,8 @@ def _slice_local(block: Block, x: Array) -> Array:
     dim = block.attrs["dim"]
     axis = block.out.shape.index(dim)
     size = block.out.shape.dim(dim).size
-    # Where in x the block of the result begins. Only one way to split the dim has offsets: by runs those of the result,
-    # by a mask those of x.
+    # First element, in x, of the result's block. Only one of the two factors has offsets: those of the result's blocks,
+    # or those of the blocks of x.
     begin = block.attrs["begin"] + block.offsets[dim] - block.start(0, dim) - block.offsets[_masked(dim)]
     if begin >= 0 and begin + size <= x.shape[axis]:
         run: Array = x[_run(axis, begin, begin + size)]
@@ -108,7 +108,7 @@ SLICE = _define(
 def slice(x: Tensor, begin: int, size: int, slice_dim_name: str, name: str | None = None) -> Tensor:
     """Elements [begin, begin + size) of one dim; the dim keeps its name.
 
-    As many elements of a tensor that was padded with zeros as it had before are a `shift` of it.
+    A slice that cuts a zero-padded tensor back to its size becomes a `shift`.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -120,7 +120,7 @@ def slice(x: Tensor, begin: int, size: int, slice_dim_name: str, name: str | Non
     begin, size = whole(begin, "slice", "begin"), whole(size, "slice", "size")
     if (begin, size) == (0, d.size):
         return x
-    padded = x.operation if _along(x, PAD, d) and x.operation.attrs["value"] == 0 else None
+    padded = x.operation if _is_from(x, PAD, d) and x.operation.attrs["value"] == 0 else None
     if padded is not None and size == padded.inputs[0].shape.dim(d.name).size and 0 <= begin <= d.size - size:
         return shift(padded.inputs[0], padded.attrs["before"] - begin, d.name, False, name)
     return build(SLICE, [x], {"dim": d.name, "begin": begin, "size": size}, name)
@@ -129,7 +129,7 @@ def slice(x: Tensor, begin: int, size: int, slice_dim_name: str, name: str | Non
 def split(
     x: Tensor, split_dim: Dimension, num_or_size_splits: int | Sequence[int], name: str | None = None
 ) -> list[Tensor]:
-    """Consecutive parts of one dim: that many equal ones, or one per given size; each keeps the dim's name.
+    """Consecutive parts of one dim: a number of equal ones, or one per given size; each keeps the dim's name.
 
     Example:
       >>> import meshlib as mtf
@@ -173,8 +173,8 @@ def strided_slice(
         )
     if stride == 1:
         return slice(x, begin, size, d.name, name)
-    # Cut into runs of `stride`, of which one element is taken. The runs may begin before the first element, so that
-    # they stay inside the dim; filling is only needed where they take more than all of it.
+    # The dim is cut into runs of `stride` elements, of which one is taken. Runs may begin before the first element to
+    # stay inside the dim; padding is needed only if they cover more than the dim.
     inside = max(0, min(begin, d.size - size * stride))
     filled = pad(x, [0, max(0, inside + size * stride - d.size)], d.name)
     run = slice(filled, inside, size * stride, d.name)
@@ -243,7 +243,7 @@ def pad(x: Tensor, paddings: Sequence[int], dim_name: str, pad_value: float = 0.
 def _shift_local(block: Block, x: Array) -> Array:
     dim, offset = block.attrs["dim"], block.attrs["offset"]
     axis, rows_here = block.out.shape.index(dim), block.out.shape.dim(dim).size
-    first = block.offsets[dim] - offset - block.start(0, dim)  # where in x the first element of the result lies
+    first = block.offsets[dim] - offset - block.start(0, dim)  # position in x of the result's first element
     out = block.result()
     if block.attrs["wrap"]:
         size = block.operation.output.shape.dim(dim).size
@@ -270,7 +270,8 @@ SHIFT = _define(
 
 
 def shift(x: Tensor, offset: int, dim: Dimension | str, wrap: bool, name: str | None = None) -> Tensor:
-    """`x` moved by `offset` along `dim`: y[i] = x[i - offset]; what comes in is zero, or the other end if `wrap`.
+    """`x` moved by `offset` along `dim`: y[i] = x[i - offset]; zeros enter, or with `wrap` the elements of the other
+    end.
 
     Example:
       >>> import meshlib as mtf
@@ -336,9 +337,9 @@ CONCAT = _define(
 
 
 def concat(xs: Sequence[Tensor], concat_dim_name: str, name: str | None = None) -> Tensor:
-    """The tensors one after the other along a dim that all have; their other dims are the same, in the same order.
+    """The tensors concatenated along a dim of all; their other dims must be the same, in the same order.
 
-    Zeros and what they leave of a tensor, which keeps its size, are a `shift` of it.
+    Zeros concatenated with a slice of a tensor to its original size become a `shift`.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -357,20 +358,24 @@ def concat(xs: Sequence[Tensor], concat_dim_name: str, name: str | None = None) 
     return build(CONCAT, operands, {"dim": d.name}, name)
 
 
-def _along(x: Tensor, kind: OpDef, dim: Dimension) -> bool:
-    """Whether an operation along a dim made it."""
+def _is_from(x: Tensor, kind: OpDef, dim: Dimension) -> bool:
+    """True if `x` is the result of an operation of this kind along `dim`."""
     return x.operation.opdef is kind and x.operation.attrs["dim"] == dim.name
 
 
 def _shifted(first: Tensor, second: Tensor, dim: str, name: str | None) -> Tensor | None:
-    """A tensor moved along a dim, if one of these is zeros and the other what they leave of it; else None."""
-    zeros, kept = (first, second) if is_zero(first.operation) else (second, first)
-    if not is_zero(zeros.operation) or not _along(kept, SLICE, kept.shape.dim(dim)) or zeros.dtype is not kept.dtype:
+    """A `shift`, if one tensor is zeros and the other a slice that they restore to its size; else None."""
+    zeros, piece = (first, second) if is_zero(first.operation) else (second, first)
+    sliced = _is_from(piece, SLICE, piece.shape.dim(dim))
+    if not is_zero(zeros.operation) or not sliced or zeros.dtype is not piece.dtype:
         return None
-    (x,), offset = kept.operation.inputs, zeros.shape.dim(dim).size
-    begin = 0 if zeros is first else offset  # of what stays
-    same = zeros.shape.resize(dim, 1) == kept.shape.resize(dim, 1)
-    fits = same and (x.shape.dim(dim).size, kept.operation.attrs["begin"]) == (offset + kept.shape.dim(dim).size, begin)
+    (x,), offset = piece.operation.inputs, zeros.shape.dim(dim).size
+    begin = 0 if zeros is first else offset  # begin of the remaining slice
+    same = zeros.shape.resize(dim, 1) == piece.shape.resize(dim, 1)
+    fits = same and (x.shape.dim(dim).size, piece.operation.attrs["begin"]) == (
+        offset + piece.shape.dim(dim).size,
+        begin,
+    )
     return shift(x, offset if zeros is first else -offset, dim, False, name) if fits else None
 
 
@@ -380,14 +385,14 @@ def _shifted(first: Tensor, second: Tensor, dim: str, name: str | None) -> Tenso
 def halo_exchange(
     x: Tensor, blocks_dim: Dimension, block_size_dim: Dimension, halo_size: int, wrap: bool = False
 ) -> Tensor:
-    """Each block with margins of its neighbours: [blocks, size] -> [blocks, halo + size + halo].
+    """Each block extended by halos from its neighbours: [blocks, size] -> [blocks, halo + size + halo].
 
     Args:
-      x: a sequence cut into blocks: has both dims.
-      blocks_dim: counts the blocks; may be split, only the margins then move.
-      block_size_dim: within a block; it grows by 2 * halo_size.
-      halo_size: may be larger than a block.
-      wrap: whether the ends are each other's neighbours; zeros come in otherwise.
+      x: a sequence cut into blocks, with both dims.
+      blocks_dim: dim of blocks; if it is split, only halos are sent.
+      block_size_dim: dim within a block; it grows by 2 * halo_size.
+      halo_size: number of elements; may exceed the block size.
+      wrap: whether the first and last block are neighbours; otherwise zeros enter.
     """
     return _with_margins(x, blocks_dim, block_size_dim, halo_size, wrap, both=True)
 
@@ -395,7 +400,7 @@ def halo_exchange(
 def left_halo_exchange(
     x: Tensor, blocks_dim: Dimension, block_size_dim: Dimension, halo_size: int, wrap: bool = False
 ) -> Tensor:
-    """As `halo_exchange`, with a margin on the left only: [blocks, halo + size]."""
+    """As `halo_exchange`, with a halo on the left only: [blocks, halo + size]."""
     return _with_margins(x, blocks_dim, block_size_dim, halo_size, wrap, both=False)
 
 

@@ -17,12 +17,12 @@ from meshlib.core.opdef import Array, Block, Factor, Kind, Linear, PowerProduct,
 from meshlib.ops.building import as_dims, build, tensor
 from meshlib.ops.rules import align, named_factors, no_work
 
-# Elements of one operand, under other dims.
+# The elements of one operand under other dims.
 _define = partial(operation, kind=Kind.VIEW, linear=lambda op: Linear((0,)), exact=True)
 
 
 def _copy_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    # One pass of the vector unit over the larger side: a relayout in tiled memory is never free.
+    # One pass of the vector unit over the larger side: a relayout in tiled memory always costs time.
     return Work(0, max(ins[0].shape.size, out.shape.size))
 
 
@@ -88,7 +88,7 @@ RENAME = _define(
 
 
 def rename_dimension(x: Tensor, old_name: str, new_name: str, name: str | None = None) -> Tensor:
-    """`x` with one dim under another name, which layout rules may lay elsewhere.
+    """`x` with one dim renamed, to which other layout rules may apply.
 
     Example:
       >>> import meshlib as mtf
@@ -145,8 +145,8 @@ def _reshape_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> T
 
 
 def _reshape_roles(op: Operation) -> tuple[Factor, ...]:
-    # Splitting the major dim of a group splits the group's elements into runs, and so the major dim of the
-    # other side: axes stay on the major part.
+    # Splitting the major dim of a group splits its elements into consecutive blocks, and so the major dim of the other
+    # side: axes stay on the major part.
     factors = []
     for old, new in reshape_groups(op.inputs[0].shape, op.output.shape):
         a = next((d for d in old if d.size > 1), None)
@@ -170,9 +170,9 @@ RESHAPE = _define(
 
 
 def reshape(x: Tensor, new_shape: Shape | Sequence[Dimension], name: str | None = None) -> Tensor:
-    """`x` with its elements, in row-major order, under other dims: splits and merges of dims.
+    """The elements of `x`, in row-major order, under other dims: splits and merges of dims.
 
-    The axes of a split or merged dim stay on its major part; where they can't, the value is gathered.
+    The axes of a split or merged dim stay on its major part; if they can't, the value is gathered.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():

@@ -30,7 +30,7 @@ def _stack_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> Ten
 
 
 def _stack_local(block: Block, *xs: Array) -> Array:
-    # A device that holds only part of the new dim takes only these tensors.
+    # A device with a block of the new dim reads only the tensors of that block.
     dim, axis = block.attrs["dim"].name, block.attrs["axis"]
     start = block.offsets[dim]
     out = block.result()
@@ -53,7 +53,7 @@ STACK = operation(
 
 
 def stack(xs: Sequence[Tensor], dim_name: str, axis: int = 0, name: str | None = None) -> Tensor:
-    """Tensors of one shape side by side along a new dim, which becomes dim number `axis`.
+    """Tensors of one shape stacked along a new dim, at position `axis`.
 
     Example:
       >>> import meshlib as mtf
@@ -71,7 +71,7 @@ def stack(xs: Sequence[Tensor], dim_name: str, axis: int = 0, name: str | None =
 
 
 def unstack(x: Tensor, dim: Dimension, name: str | None = None) -> list[Tensor]:
-    """The tensors at each index of `dim`, without that dim. Where it is split, each is made of one pending sum.
+    """The tensors at each index of `dim`, without that dim. If it is split, each is a pending sum.
 
     Example:
       >>> import meshlib as mtf

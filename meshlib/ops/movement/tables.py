@@ -1,4 +1,4 @@
-"""Constants that are arrays."""
+"""Constant arrays."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from meshlib.core.opdef import Array, Block, Kind, operation
 from meshlib.ops.building import build_source
 from meshlib.ops.rules import named_factors, vector_work
 
-# A table travels with the program, to every device; what is larger belongs into an input or a variable.
+# A table is part of the program and on every device; larger arrays should be inputs or variables.
 LARGEST_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, eq=False)
 class FrozenArray:
-    """An array that can be compared and hashed by its contents, as attributes of operations are."""
+    """An array compared and hashed by its contents, for attributes of operations."""
 
     array: Array
     digest: bytes
@@ -52,8 +52,8 @@ def _local(block: Block) -> Array:
     return out
 
 
-# Not a source as numbers are: its elements are looked up, which takes memory and a kernel of its own. But the program
-# holds it on every device, so that each cuts out what is wanted there.
+# Unlike numbers, tables are no sources: reading elements takes memory and a separate kernel. But every device has the
+# whole table, so that each slices out its block.
 TABLE = operation(
     "table",
     kind=Kind.INDEXED,
@@ -68,7 +68,7 @@ TABLE = operation(
 
 
 def table(graph: Graph, value: Array, shape: Shape, dtype: DType, name: str | None) -> Tensor:
-    """A constant array, checked to fit its dims and dtype."""
+    """A constant array that must fit its dims and dtype."""
     if value.shape != shape.sizes:
         raise ShapeError(
             f"{at('constant')}: the array has shape {list(value.shape)}, but its dims are {shape}; give a dim of that "

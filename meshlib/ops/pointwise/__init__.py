@@ -1,1 +1,1 @@
-"""Operations that work element by element, reductions, running sums and random numbers."""
+"""Element-wise operations, reductions, cumulative sums and random numbers."""

@@ -1,4 +1,4 @@
-"""Activation functions: softplus, and those written with other operations, which give them gradients of any order."""
+"""Activation functions: softplus as an operation, others composed of operations, with gradients of any order."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from meshlib.ops.building import floats
 from meshlib.ops.pointwise.binary import add, minimum, multiply
 from meshlib.ops.pointwise.unary import erf, expm1, relu, sigmoid, tanh, unary
 
-# Source: Klambauer et al., "Self-normalizing neural networks" (arXiv:1706.02515), to float64: mean 0 and variance 1
-# are then a fixed point.
+# Source: Klambauer et al., "Self-normalizing neural networks" (arXiv:1706.02515), in float64: they make mean 0 and
+# variance 1 a fixed point.
 _SELU_ALPHA = 1.6732632423543772
 _SELU_SCALE = 1.0507009873554805
 
@@ -23,7 +23,7 @@ def _softplus(x: Array, out: Array) -> None:
     np.logaddexp(x, x.dtype.type(0), out=out)
 
 
-# A record of its own, because relu(x) + log(1 + exp(-|x|)) loses the slope at 0.
+# A separate record, because relu(x) + log(1 + exp(-|x|)) loses the slope at 0.
 softplus = unary(
     "softplus",
     "log(1 + exp(x)), without overflow",
@@ -47,7 +47,7 @@ def swish(x: Tensor, name: str | None = None) -> Tensor:
 
 
 def silu(x: Tensor, name: str | None = None) -> Tensor:
-    """x sigmoid(x), under its other name; float dtypes. Source: Elfwing et al., arXiv:1702.03118.
+    """x sigmoid(x), an alias of `swish`; float dtypes. Source: Elfwing et al., arXiv:1702.03118.
 
     Example:
       >>> import meshlib as mtf

@@ -1,7 +1,7 @@
 """Cumulative sums, products and linear recurrences along a dim.
 
-Along a split dim each device works on its own block, and needs of the blocks before it a summary only: their total,
-or the one linear function that the whole block applies to what enters it.
+Along a split dim each device works on its own block and needs only a summary of the preceding blocks: their totals, or
+the linear function by which each block maps its initial to its final state.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorTyp
 
 
 def _before(gathered: Array, index: int, reverse: bool) -> Array:
-    """The summaries of the blocks that come before this one."""
+    """The summaries of the preceding blocks, in order."""
     return gathered[index + 1 :][::-1] if reverse else gathered[:index]
 
 
@@ -138,7 +138,7 @@ def _recurrence_finish(block: Block, gathered: tuple[Array, ...], index: int, a:
 
 
 def _recurrence_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
-    # g[i] = dy[i] + a[i + 1] g[i + 1]: the recurrence run backwards; a's own cotangent is g[i] h[i - 1].
+    # g[i] = dy[i] + a[i + 1] g[i + 1]: the reversed recurrence; the cotangent of a is g[i] h[i - 1].
     a, dim = op.inputs[0], op.attrs["dim"]
     onward = 1 if op.attrs["reverse"] else -1
     g = linear_recurrence(shift(a, onward, dim, wrap=False), dy, dim, reverse=not op.attrs["reverse"])

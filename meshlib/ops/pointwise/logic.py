@@ -1,4 +1,4 @@
-"""Exclusive or, and `cond`, by comparison and selection."""
+"""Exclusive or, and `cond`, composed of comparisons and selections."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ Branch = Tensor | Sequence[Tensor]
 def cond(
     pred: Tensor, true_fn: Callable[[], Branch], false_fn: Callable[[], Branch], name: str | None = None
 ) -> Tensor | list[Tensor]:
-    """What `true_fn()` returns where `pred` holds, else what `false_fn()` returns.
+    """The result of `true_fn()` if `pred` is true, else that of `false_fn()`.
 
-    Both branches are computed, always, and paid for: a program without branches runs in step on all cores, whatever
-    the data. So a branch does not guard: its own derivative may be infinite where it is not chosen, and 0 times
-    infinity is NaN (choose a harmless operand with `mtf.where` first). A variable that is to change in one branch
-    only is assigned the result: `mtf.assign(v, mtf.cond(pred, lambda: new, lambda: v))`.
+    Both branches are always computed and paid for: a program without control flow runs in lockstep on all cores. So a
+    branch does not guard: its derivative may be infinite where it is not selected, and 0 times infinity is NaN (select
+    a safe operand with `mtf.where` first). To update a variable in one branch only, assign the result:
+    `mtf.assign(v, mtf.cond(pred, lambda: new, lambda: v))`.
 
     Args:
-      pred: bool, without dims; `mtf.where` chooses element by element.
+      pred: bool, without dims; `mtf.where` selects per element.
       true_fn, false_fn: functions without arguments, each of a tensor, or each of a list of as many.
       name: of the result, where it is one tensor.
     Returns: a tensor, or a list of them.

@@ -29,7 +29,7 @@ def _random_local(block: Block) -> Array:
     )
 
 
-# Threefry-2x32 takes 20 rounds of 4 lane operations; half of them per value, since a block yields two words.
+# Threefry-2x32 takes 20 rounds of 4 lane operations; half of them per value, since each call yields two words.
 def _random_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
     return Work(0, 80 * out.shape.size)
 
@@ -54,7 +54,7 @@ def random_uniform(
     dtype: object = "float32",
     name: str | None = None,
 ) -> Tensor:
-    """Uniform in [minval, maxval), new at every step; the same numbers under every layout.
+    """Uniform numbers in [minval, maxval), drawn anew at each step; the same under every layout.
 
     Threefry-2x32 keyed by (seed, scoped name of the operation, step), counted by global position.
     Example:
@@ -77,7 +77,7 @@ def random_normal(
     dtype: object = "float32",
     name: str | None = None,
 ) -> Tensor:
-    """Normal with `mean` and `stddev`, new at every step; the same numbers under every layout.
+    """Normal numbers with `mean` and `stddev`, drawn anew at each step; the same under every layout.
 
     Example:
       >>> import meshlib as mtf

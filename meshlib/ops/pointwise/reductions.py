@@ -1,4 +1,4 @@
-"""Reductions over dims: sum, mean, max, min, all, any; logsumexp, softmax and log_softmax written with them."""
+"""Reductions over dims: sum, mean, max, min, all, any; logsumexp, softmax and log_softmax composed of them."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _sum_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
 
 
 def _extreme_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
-    # Ties share the cotangent equally, so that the gradient does not depend on a layout's order.
+    # Ties share the cotangent equally, so that the gradient does not depend on the order of blocks.
     x, y = op.inputs[0], op.output
     chosen = cast(equal(x, y), dy.dtype)
     return [chosen * (dy / reduce_sum(chosen, output_shape=y.shape))]
@@ -91,7 +91,7 @@ def _extreme_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
 _SUM = _define("reduce_sum", np.add, Role.SUM, _sum_grad, linear=lambda op: Linear((0,)), form=lambda op: Total())
 _MAX = _define("reduce_max", np.maximum, Role.MAX, _extreme_grad, _ordered_shape, exact=True)
 _MIN = _define("reduce_min", np.minimum, Role.MIN, _extreme_grad, _ordered_shape, exact=True)
-# False < True: over a split dim the parts of "all" are a pending minimum, those of "any" a maximum, of a byte per flag.
+# False < True: over a split dim "all" is a pending minimum and "any" a pending maximum, of one byte per element.
 _ALL = _define("reduce_all", np.logical_and, Role.MIN, not_differentiable, _flag_shape, exact=True)
 _ANY = _define("reduce_any", np.logical_or, Role.MAX, not_differentiable, _flag_shape, exact=True)
 
@@ -125,7 +125,7 @@ def _reduce(
 
 
 class Reduction(Protocol):
-    """A public reduction."""
+    """Signature of a public reduction."""
 
     def __call__(
         self,
@@ -138,7 +138,7 @@ class Reduction(Protocol):
 
 
 def _public(kind: OpDef, doc: str, example: str) -> Reduction:
-    """A public reduction; `example`: what it gives of [[1, 2], [3, 4]], of truth values [[1, 1], [1, 0]], by rows."""
+    """A public reduction; `example` is its result on [[1, 2], [3, 4]], or on bools [[1, 1], [1, 0]], by rows."""
 
     def function(
         x: Tensor,

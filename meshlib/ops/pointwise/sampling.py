@@ -1,4 +1,4 @@
-"""Sampling of an index by logits."""
+"""Sampling of an index from logits."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def sample_with_temperature(
       x: logits, float.
       dim: dim of x.
       temperature: >= 0.
-      name: of the result.
-      top_k: draw among the so many largest only, and what equals the last of them.
-      top_p: draw among the fewest of the largest (and of those that top_k leaves) only whose probabilities add up to at
-        least this, and what equals the last of them; in (0, 1].
-    Returns: int32, the dims of x but `dim`.
+      name: name of the result.
+      top_k: restrict to this many largest logits, and ties with the last of them.
+      top_p: restrict to the smallest set of largest logits (after top_k) whose probabilities sum to at least this, and
+        ties with the last of them; in (0, 1].
+    Returns: int32, the dims of x except `dim`.
     Raises: ShapeError for numbers out of range.
     Example:
       >>> import meshlib as mtf
       >>> rows, vocab = mtf.Dimension("rows", 1000), mtf.Dimension("vocab", 4)
       >>> with mtf.Graph():
       ...     x = mtf.broadcast(mtf.log(mtf.cast(mtf.range(vocab), "float32") + 1.0), [rows, vocab])
-      ...     y = mtf.sample_with_temperature(x, vocab, top_p=0.6)  # of 0.1, 0.2, 0.3 and 0.4 the two largest
+      ...     y = mtf.sample_with_temperature(x, vocab, top_p=0.6)  # of 0.1, 0.2, 0.3, 0.4 the two largest
       >>> sorted(set(mtf.simulate(mtf.lower({"y": y})).step()["y"].tolist()))
       [2, 3]
 
@@ -65,17 +65,17 @@ def sample_with_temperature(
     if top_k is not None and top_k < d.size:
         x = where(greater_equal(x, nth_largest_element(x, top_k - 1, d)), x, _NEVER)
     if top_p is not None and top_p < 1:
-        x = where(greater_equal(x, _least_of(x, d, temperature, top_p)), x, _NEVER)
-    # Away from 0 and 1, where the logarithms are infinite.
+        x = where(greater_equal(x, _top_p_threshold(x, d, temperature, top_p)), x, _NEVER)
+    # Excludes 0 and 1, where the logarithms are infinite.
     noise = negative(log(negative(log(random_uniform(x.shape, 1e-9, 1.0, name="gumbel")))))
     return argmax(cast(x, "float32") + noise * temperature, d, name)
 
 
-_NEVER = -1e30  # a logit that is not drawn
+_NEVER = -1e30  # excluded logits
 
 
-def _least_of(x: Tensor, dim: Dimension, temperature: float, top_p: float) -> Tensor:
-    """The least of the largest logits whose probabilities add up to `top_p`."""
+def _top_p_threshold(x: Tensor, dim: Dimension, temperature: float, top_p: float) -> Tensor:
+    """The smallest logit of the top-p set."""
     ordered = sort(cast(x, "float32"), dim, descending=True)
     chances = softmax(ordered * (1 / temperature), dim)
     before = cumsum(chances, dim, exclusive=True)
