@@ -41,6 +41,11 @@ class PlannedLayout:
         return self.est is not None and self.est.fits
 
     @property
+    def state_fits(self) -> bool:
+        """Whether variables, slots and gradients alone fit, so that a smaller batch may."""
+        return self.est is None or self.est.memory.state_bytes <= self.est.memory.capacity_bytes
+
+    @property
     def order(self) -> tuple[bool, bool, float]:
         """Sort key: layouts that fit first, then by step time."""
         if self.est is None:
@@ -115,8 +120,7 @@ def plans_of(
         plan = planned(subject, where, name, mesh, asked, **choices)
         plans.append(plan)
         best = min(plans, key=lambda p: p.order)
-        suffix = "" if best.est is None else f"; best: {best.name}, {seconds_text(best.est.step_seconds)}"
-        progress(len(plans), max(len(plans), len(layouts)), f"layouts{suffix}")
+        progress(len(plans), max(len(plans), len(layouts)), f"layouts{_first_verdict(best)}")
         return plan
 
     for name, mesh in layouts:
@@ -132,6 +136,13 @@ def plans_of(
                     break
                 fastest = min(fastest, lighter.est.step_seconds)
     return sorted(plans, key=lambda p: p.order)
+
+
+def _first_verdict(best: PlannedLayout) -> str:
+    """The verdict so far, shown while other layouts are estimated."""
+    if best.est is None:
+        return ""
+    return f"; {'fits' if best.fits else 'none fits'}: {best.name}, {seconds_text(best.est.step_seconds)}"
 
 
 def _least_seconds(est: Estimate) -> float:
@@ -172,6 +183,7 @@ def _verdict(subject: Subject, plan: PlannedLayout, est: Estimate) -> list[str]:
     kinds = sorted(((size, kind) for kind, size in memory.by_kind.items() if size), reverse=True)[:3]
     lines += wrapped(", ".join(f"{bytes_text(size)} {kind}" for size, kind in kinds), "  most of it ", " ")
     if not est.fits:
+        lines += _state(est)
         lines += _remedies(subject, est)
     lines.append(f"  step       {seconds_text(est.step_seconds)}*, MFU {est.mfu:.1%}*{_rates(subject, est)}")
     shares = sorted(est.bound_seconds.items(), key=lambda item: -item[1])[:3]
@@ -233,6 +245,17 @@ def _that_uses_all(subject: Subject, plan: PlannedLayout, est: Estimate) -> str:
     taken = f"{seconds_text(best.est.step_seconds)}* instead of {seconds_text(est.step_seconds)}*"
     fits = "" if best.est.fits else ", but does not fit"
     return f"--layout '{best.name}@{plan.mesh}' uses all axes: {taken} a step{fits}"
+
+
+def _state(est: Estimate) -> list[str]:
+    """That no batch fits, where so, and how many devices would hold what no batch changes."""
+    memory = est.memory
+    if memory.state_bytes <= memory.capacity_bytes:
+        return []
+    devices = -(-memory.state_bytes * est.slice.devices // memory.capacity_bytes)
+    text = f"{bytes_text(memory.state_bytes)} variables, slots and gradients: no batch fits; split over {devices:,}"
+    text += " devices or more they would"
+    return wrapped(text, "  at least   ", " ")
 
 
 def _remedies(subject: Subject, est: Estimate) -> list[str]:
@@ -346,6 +369,7 @@ def _entry(plan: PlannedLayout) -> dict[str, Any]:
         "layout": str(est.program.layout),
         "fits": est.fits,
         "peak_bytes": est.memory.peak_bytes,
+        "state_bytes": est.memory.state_bytes,
         "verdict_modelled": est.memory.verdict,
         "needed_bytes_modelled": est.memory.needed_bytes,
         "plain_jit_bytes_modelled": est.memory.plain_jit_bytes,

@@ -108,11 +108,11 @@ def _usual_plans(
 ) -> tuple[Subject, list[PlannedLayout]]:
     """The layouts named, or the usual ones, ranked; a batch that was not asked for is halved until a layout fits."""
     first = subject
-    with Progress(args.quiet) as bar:
+    with Progress(args.quiet, at_once=True) as bar:  # the first verdict shows while others are tried
         plans = plans_of(subject, where, _layouts(args, subject, where), args.remat, asked, bar)
         if args.layout and plans[0].est is None:
             raise GraphError(plans[0].fault)
-        while not args.layout and not plans[0].fits and (smaller := _with_half_the_batch(subject, where)) is not None:
+        while not args.layout and (smaller := _with_half_the_batch(subject, plans)) is not None:
             other = plans_of(smaller, where, _layouts(args, smaller, where), args.remat, asked, bar)
             if other[0].fits or other[0].order < plans[0].order:
                 subject, plans = smaller, other
@@ -133,9 +133,11 @@ def _layouts(args: argparse.Namespace, subject: Subject, where: Slice) -> list[t
     return completed_layouts(subject, args.mesh) if args.mesh else subject.usual(where.devices)
 
 
-def _with_half_the_batch(subject: Subject, where: Slice) -> Subject | None:
-    """The subject with half as many sequences; None if the batch was asked for, or no longer covers the devices."""
+def _with_half_the_batch(subject: Subject, plans: Sequence[PlannedLayout]) -> Subject | None:
+    """The subject with half as many sequences; None if it was asked for, a layout fits, or no batch would fit."""
     if subject.config is None or subject.given_batch or subject.sizes["batch"] < 2:
+        return None
+    if plans[0].fits or not any(plan.state_fits for plan in plans):
         return None
     sizes = {**subject.sizes, "batch": subject.sizes["batch"] // 2}
     return of_model(subject.config, sizes, subject.compiler, given_batch=True)

@@ -47,21 +47,22 @@ def _discard_output() -> None:
 
 
 class Progress:
-    """A progress bar on one line of standard error, with the remaining time; shown after `DELAY` seconds.
+    """A progress bar on one line of standard error, with the remaining time; shown after `DELAY` seconds or `at_once`.
 
     Nothing is written if standard error is no terminal, or if `quiet`.
     """
 
     DELAY = 1.0
 
-    def __init__(self, quiet: bool = False) -> None:
+    def __init__(self, quiet: bool = False, at_once: bool = False) -> None:
         self.shown = not quiet and sys.stderr is not None and sys.stderr.isatty()
+        self.delay_seconds = 0.0 if at_once else self.DELAY
         self.begun = time.monotonic()
 
     def __call__(self, done: int, total: int, text: str = "") -> None:
         """Show that `done` of `total` steps are done."""
         spent = time.monotonic() - self.begun
-        if self.shown and spent >= self.DELAY:
+        if self.shown and spent >= self.delay_seconds:
             print(
                 f"\r\033[K{bar(done, total, text, spent)[: terminal_width() - 1]}", end="", file=sys.stderr, flush=True
             )

@@ -460,5 +460,25 @@ def test_ctrl_c_elsewhere_is_quiet(folder: Path) -> None:
 
 
 def test_a_batch_that_was_halved_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = run("plan llama2-70b --slice v5e-64 --remat full", capsys)
-    assert "note: the usual batch here, 64 sequences, does not fit: halved to 32, which do" in out
+    _, out, _ = run("plan llama3-8b --slice v5e-8 --remat full", capsys)
+    assert "note: the usual batch here, 8 sequences, does not fit: halved to 4, which do" in out
+    assert "no batch fits" not in out
+
+
+def test_no_smaller_batch_is_tried_where_variables_slots_and_gradients_do_not_fit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, out, _ = run("plan llama3-8b --slice v5e-4 --remat full", capsys)
+    assert "28.94 GiB variables, slots and gradients: no batch fits; split over" in out
+    assert "8 devices or more" in out
+    assert "halved" not in out
+
+
+def test_the_first_verdict_shows_while_other_layouts_are_tried(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    _, _, err = run("plan maxtext-16b --set layers=2 --slice v5e-16 --remat full", capsys)
+    first, *others = [part for part in err.split("\r\033[K") if part]
+    assert re.search(r"\] 1 of \d layouts, .*; (fits|none fits): fsdp, [\d.]+ m?s", first), err
+    assert others

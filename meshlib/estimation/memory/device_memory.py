@@ -24,6 +24,8 @@ from meshlib.estimation.work.tiles import tiled_value_bytes
 from meshlib.program.analysis.memory import KINDS, Live, kinds_after, measure
 from meshlib.program.records import Program
 
+STATE = ("variables", "slots", "gradients")  # of `KINDS`, those whose size no batch changes
+
 
 @dataclass(frozen=True, repr=False)
 class DeviceMemory(Shown):
@@ -65,6 +67,11 @@ class DeviceMemory(Shown):
     def timeline_by_kind(self) -> tuple[tuple[int, ...], ...]:
         """Padded bytes by kind, one tuple per instruction."""
         return tuple(zip(*kinds_after(self.program, tiled_value_bytes).values(), strict=True))
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Most bytes that variables, slots and gradients take at one moment, in tiles: no smaller batch takes less."""
+        return max(sum(dict(zip(KINDS, sizes, strict=True))[kind] for kind in STATE) for sizes in self.timeline_by_kind)
 
     @cached_property
     def compiled(self) -> CompiledStepMemory:
