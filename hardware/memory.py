@@ -97,11 +97,14 @@ def densest_bytes(shape: tuple[int, ...], itemsize: float = 4) -> int:
       >>> padded_bytes((24576, 48)) / densest_bytes((24576, 48))
       2.6666666666666665
     """
-    if len(shape) < 2:
-        return padded_bytes(shape, itemsize)
-    orders = ((*shape[:n], *shape[n + 1 :], minor) for n, minor in enumerate(shape))
-    pairs = ((*o[:n], *o[n + 1 : -1], second, o[-1]) for o in orders for n, second in enumerate(o[:-1]))
-    return min(padded_bytes(order, itemsize) for order in pairs)
+    sizes = wholes("shape", shape)
+    if len(sizes) < 2 or 0 in sizes:
+        return padded_bytes(sizes, itemsize)
+    columns = [-(-size // LANES) * LANES for size in sizes]
+    rows = [padded_shape((size, 1), itemsize)[0] for size in sizes]
+    count = math.prod(sizes)
+    pairs = ((s, m) for m in range(len(sizes)) for s in range(len(sizes)) if s != m)
+    return math.ceil(min(count // (sizes[s] * sizes[m]) * rows[s] * columns[m] for s, m in pairs) * itemsize)
 
 
 def hbm_seconds(chip: Chip, size_bytes: float) -> float:
