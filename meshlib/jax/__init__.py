@@ -1,4 +1,4 @@
-"""JAX: programs on its devices (`mtf.on_jax`), its functions as programs (`mtf.from_jax`). Comes with the first use."""
+"""JAX: programs on its devices (`mtf.on_jax`), its functions as programs (`mtf.from_jax`). Imported on first use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from meshlib.jax.specs import partition_specs as partition_specs
     from meshlib.jax.table import row as row
 
-# Public name -> the module here that defines it.
+# Public name -> module of this package that defines it.
 NAMES = {
     "Compiled": "compiling.result",
     "Explained": "explaining",

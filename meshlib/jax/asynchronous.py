@@ -1,4 +1,4 @@
-"""Steps that are not waited for: their results until somebody reads them, and how long they take."""
+"""Steps that run asynchronously: results that are fetched when read, and timing without waiting."""
 
 from __future__ import annotations
 
@@ -12,13 +12,7 @@ from meshlib.jax.placing import HostArray, whole
 
 
 class Results(dict[str, Any]):
-    """The fetched outputs of a step that may still run: a dict of NumPy arrays, each brought to the host when read.
-
-    >>> import jax.numpy as jnp
-    >>> results = Results({"loss": jnp.ones(2)}, {"loss": "float32"})
-    >>> results["loss"], type({**results}["loss"]).__name__
-    (array([1., 1.], dtype=float32), 'ndarray')
-    """
+    """Outputs of a step that may still run: a dict of NumPy arrays, each copied to the host when read."""
 
     def __init__(self, outputs: dict[str, Any], dtypes: dict[str, Any]) -> None:
         super().__init__(outputs)
@@ -32,34 +26,34 @@ class Results(dict[str, Any]):
         on_host: HostArray = x
         return on_host
 
-    def __iter__(self) -> Iterator[str]:  # so that dict(results) and {**results} read by __getitem__, too
+    def __iter__(self) -> Iterator[str]:  # so that dict(results) and {**results} call __getitem__, too
         return super().__iter__()
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As of a dict."""
+        """As `dict.get`."""
         try:
             return self[name]
         except KeyError:
             return default
 
     def pop(self, name: str, *default: Any) -> Any:
-        """As of a dict."""
+        """As `dict.pop`."""
         if name in self:
             self[name]
         return super().pop(name, *default)
 
     def items(self) -> Any:
-        """As of a dict; reads all."""
+        """As `dict.items`; reads all arrays."""
         self._read()
         return super().items()
 
     def values(self) -> Any:
-        """As of a dict; reads all."""
+        """As `dict.values`; reads all arrays."""
         self._read()
         return super().values()
 
     def copy(self) -> dict[str, Any]:
-        """A plain dict of all."""
+        """A plain dict of all arrays."""
         return dict(self)
 
     def __eq__(self, other: object) -> bool:
@@ -81,24 +75,24 @@ class Results(dict[str, Any]):
 
 
 class Stopwatch:
-    """Seconds of steps that follow one another without being waited for, from the first since the last look."""
+    """Times consecutive asynchronous steps, from the first one since the last reading."""
 
     def __init__(self) -> None:
         self.begun = self.last = 0.0
         self.steps = 0
-        self.marker: Any = None  # an array of the last step
+        self.marker: Any = None  # an output array of the last step
 
     def dispatched(self, begun: float, marker: Any) -> None:
-        """A step has been handed to the devices; its call began then, and `marker` is an array that it makes."""
+        """Record a step handed to the devices: when its call began, and `marker`, one of its output arrays."""
         if not self.steps:
             self.begun = begun
         self.last, self.marker, self.steps = time.perf_counter(), marker, self.steps + 1
 
     def seconds(self) -> float | None:
-        """Of one step, of those since the last look; waits for the last. None where nothing tells.
+        """Seconds per step since the last reading, after waiting for the last step; None if they cannot be determined.
 
-        Where the last has long ended, when is not known: then the steps before it count, from one call to the next.
-        """
+        If the last step has already ended, its end time is unknown: then only the steps before it count, from call to
+        call."""
         steps, marker = self.steps, self.marker
         self.steps, self.marker = 0, None
         if not steps or marker is None:

@@ -1,4 +1,4 @@
-"""The steps of a reshard as JAX's collectives, and what moves inside an operation: runs of a dim, or summaries."""
+"""Reshard steps as JAX collectives, and exchanges within one operation: windows of a split dim, and summaries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LOCAL = {"max": jnp.max, "min": jnp.min}
 
 
 def move(step: Step, x: Array, context: TraceContext) -> Array:
-    """One step of a reshard on this device's block. Flags travel as bytes, so does fp8 that nobody adds."""
+    """One reshard step on this device's block. Bools, and fp8 values that are not added, are sent as bytes."""
     kind = STEP_KINDS[step.kind]
     if x.dtype == jnp.bool_ and not kind.is_local:
         return move(step, x.astype(jnp.uint8), context).astype(jnp.bool_)
@@ -46,7 +46,7 @@ def _all_gather(step: Step, x: Array, context: TraceContext) -> Array:
 
 
 def _gather_dims(step: Step, x: Array) -> Array:
-    """All blocks of a group, side by side along several dims."""
+    """All blocks of a group, concatenated along several dims."""
     sizes = [step.before.mesh.axis_size(a) for a in step.axes]
     blocks = lax.all_gather(x, step.axes, axis=0).reshape(*sizes, *x.shape)
     gone = dict(gathered_axes(step))
@@ -76,7 +76,7 @@ def _reduce_scatter(step: Step, x: Array, context: TraceContext) -> Array:
         for axis, groups in stages:
             x = lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True, axis_index_groups=groups)
         return x
-    # JAX scatters sums alone. Each device's part goes to its owner, who reduces: the same bytes.
+    # JAX scatters sums alone. Each device's part is sent to its owner, which reduces it: the same bytes.
     parts = x.reshape(*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :])
     return _LOCAL[reduction](lax.all_to_all(parts, axes, dim, dim), axis=dim)
 
@@ -87,7 +87,7 @@ def _all_to_all(step: Step, x: Array, context: TraceContext) -> Array:
 
 
 def _permute(step: Step, x: Array, context: TraceContext) -> Array:
-    # Over all axes of the mesh: only there are devices numbered as the pairs number them.
+    # Over all axes of the mesh, because only then are devices numbered as in the pairs.
     return lax.ppermute(x, step.before.mesh.axes, permute_pairs(step.before, step.after))
 
 
@@ -101,7 +101,7 @@ def _mask(step: Step, x: Array, context: TraceContext) -> Array:
     return jnp.where(context.index(step.axes) == 0, x, jnp.zeros_like(x))
 
 
-# What JAX runs for each kind of `layouts.step_kinds.STEP_KINDS`.
+# The JAX function of each kind in `layouts.step_kinds.STEP_KINDS`.
 EMITTED: dict[str, Callable[[Step, Array, TraceContext], Array]] = {
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
@@ -111,12 +111,12 @@ EMITTED: dict[str, Callable[[Step, Array, TraceContext], Array]] = {
     "slice": _slice,
     "mask": _mask,
 }
-STAGED_BYTES = 1 << 16  # below, starting two collectives takes longer than the bytes that they save
+STAGED_BYTES = 1 << 16  # below this, launching a second collective costs more than the bytes saved
 Stage = tuple[tuple[str, ...], list[list[int]] | None]
 
 
 def scatter_stages(mesh: Mesh, axes: tuple[str, ...], platform: str) -> list[Stage]:
-    """The psum_scatters of a sum over `axes`, one after the other: (axes, groups of positions along one axis, or None).
+    """The consecutive psum_scatters of a sum over `axes`: (axes, groups of positions along one axis, or None).
 
     The TPU compiler makes an all-reduce and a slice of a scatter over all devices of a program, which sends twice the
     bytes. Over a part of them it scatters, and two stages send together what one would.
@@ -133,7 +133,7 @@ def scatter_stages(mesh: Mesh, axes: tuple[str, ...], platform: str) -> list[Sta
         return [((a,), None) for a in long]
     n = mesh.group_size(axes)
     inner = min((k for k in range(2, n) if n % k == 0 and k * k >= n), default=n)
-    if inner == n:  # of a prime number of devices
+    if inner == n:  # a prime number of devices
         return [(axes, None)]
     outer = n // inner
     across = [[i * inner + j for i in range(outer)] for j in range(inner)]
@@ -141,12 +141,12 @@ def scatter_stages(mesh: Mesh, axes: tuple[str, ...], platform: str) -> list[Sta
     return [(long, across), (long, within)]
 
 
-# ---------------------------------------------------------------- runs of a dim
+# ---------------------------------------------------------------- windows of a split dim
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Indices [begin, begin + length) of a block, which go to position `to` of what a device receives."""
+    """Indices [begin, begin + length) of block `source`, sent to position `to` of block `target`'s window."""
 
     source: int
     target: int
@@ -165,18 +165,17 @@ def gathered_run(
     wrap: bool,
     received: bool = True,
 ) -> Array:
-    """The run of a split dim that this device needs; what lies outside the dim is anything.
+    """The window of a split dim that this device needs; elements outside the dim are undefined.
 
     Args:
       x: this device's block.
-      axis: where the split dim stands.
-      axes: the mesh axes that split it, major first.
-      needs: number of a block along `axes` -> the indices [begin, end) that it needs, and the parts that it reads; what
-        lies between these is anything, and shorter runs end in anything.
+      axis: position of the split dim.
+      axes: mesh axes that split it, major first.
+      needs: block number along `axes` -> its window [begin, end), and the parts of it that are read; elements between
+        these parts, and behind the end of shorter windows, are undefined.
       size: of the whole dim.
-      wrap: whether the run goes round.
-      received: whether others send; else only what lies here comes.
-    """
+      wrap: whether windows wrap round the dim.
+      received: False for windows of this device's own elements alone."""
     mesh, block = context.mesh, x.shape[axis]
     count = mesh.group_size(axes)
     spans = [needs(j) for j in range(count)]
@@ -195,12 +194,13 @@ def gathered_run(
     _fill(table, at_home, 0)
     for turn in _turns(pieces if received else []):
         longest = max(p.length for p in turn)
-        begins = np.full(count, min(turn[0].begin, block - longest), np.int32)  # who sends nothing cuts as others do
+        # devices without a piece send the same slice
+        begins = np.full(count, min(turn[0].begin, block - longest), np.int32)
         for p in turn:
             begins[p.source] = min(p.begin, block - longest)
         sent = lax.dynamic_slice_in_dim(x, _at(begins, index), longest, axis)
         parts.append(lax.ppermute(sent, mesh.axes, _pairs(mesh, axes, turn)))
-        # A shorter piece lies further inside what was sent where the block ends.
+        # Where a shorter piece was clamped to the end of its block, it begins further inside the slice sent.
         _fill(table, [_Piece(p.source, p.target, p.begin - int(begins[p.source]), p.to, p.length) for p in turn], width)
         width += longest
     return _taken(jnp.concatenate(parts, axis) if len(parts) > 1 else x, axis, table, index)
@@ -212,7 +212,7 @@ def _fill(table: np.ndarray, pieces: Sequence[_Piece], width: int) -> None:
 
 
 def _turns(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
-    """Pieces in turns in which a device sends at most one and receives at most one; those of like length together."""
+    """Group pieces into permutes, in which each device sends and receives at most one; similar lengths together."""
     turns: list[list[_Piece]] = []
     apart = sorted(pieces, key=lambda p: (-p.length, p.to, p.target))
     for p in apart:
@@ -230,14 +230,14 @@ def _pairs(mesh: Mesh, axes: tuple[str, ...], turn: Sequence[_Piece]) -> list[tu
 
 
 def _at(values: np.ndarray, index: Index) -> Index:
-    """The entry of a table of one number per block."""
+    """This block's entry in a table of one number per block."""
     return int(values[0]) if (values == values[0]).all() else jnp.asarray(values)[index]
 
 
 def _taken(x: Array, axis: int, table: np.ndarray, index: Index) -> Array:
-    """Along `axis` the elements that the row of this block names; -1 is anything."""
+    """The elements along `axis` listed in this block's row of `table`; -1 is undefined."""
     wanted = table.max(axis=0)
-    if ((table == wanted) | (table < 0)).all():  # one row serves all blocks
+    if ((table == wanted) | (table < 0)).all():  # one row fits all blocks
         wanted = np.maximum(wanted, 0)
         cuts = np.flatnonzero(np.diff(wanted) != 1) + 1
         if len(cuts) < 8:
@@ -253,12 +253,12 @@ def _taken(x: Array, axis: int, table: np.ndarray, index: Index) -> Array:
 
 
 def all_summaries(x: Array, axes: tuple[str, ...]) -> Array:
-    """The summaries of all blocks, on a new leading dim."""
+    """The summaries of all blocks, stacked on a new leading dim."""
     return lax.all_gather(x, axes, axis=0)
 
 
 def shared_summaries(x: Array, axes: tuple[str, ...], dim: int, count: int) -> Array:
-    """Of the summaries of all blocks this device's share along `dim`, on a new leading dim."""
+    """This device's share along `dim` of all blocks' summaries, stacked on a new leading dim."""
     parts = x.reshape(*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :])
     return lax.all_to_all(jnp.moveaxis(parts, dim, 0), axes, 0, 0)
 
@@ -266,8 +266,7 @@ def shared_summaries(x: Array, axes: tuple[str, ...], dim: int, count: int) -> A
 def combined_summaries(
     xs: Sequence[Array], axes: tuple[str, ...], count: int, combine: Callable[..., tuple[Array, ...]]
 ) -> tuple[Array, ...]:
-    """One summary of all blocks, which nothing but `combine` can make: shares, combined, gathered. Bytes as of an
-    all_reduce."""
+    """The summaries of all blocks combined by `combine`: scatter shares, combine, gather. Bytes as an all_reduce."""
     shape, size = xs[0].shape, xs[0].size
     short = -size % count
     flat = [jnp.pad(x.reshape(-1), (0, short)).reshape(count, -1) for x in xs]

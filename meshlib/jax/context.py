@@ -1,4 +1,4 @@
-"""What one trace of a program hands down: the mesh, the random keys, the trip; and what rows leave for the host."""
+"""State of one trace of a program: mesh, random keys, current trip, and reports for the host."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from meshlib.core.graph import Operation
 from meshlib.ops.movement.indexing import index_count
 
 Array: TypeAlias = jax.Array
-Index: TypeAlias = int | Array  # of an element or a block: known while tracing, or only on the device
+Index: TypeAlias = int | Array  # of an element or a block: known at trace time, or only on the device
 
 
 @dataclass
 class Reported:
-    """What the host is to see of a step, in the order of the program.
+    """Values that a step reports to the host, in program order.
 
     checks   per operation that checks indices [wrong or not, a wrong one]
     prints   what `Print` shows: per operation its values, of a loop one list of all trips
-    faults   what functions of the user's raised while a step ran, which JAX would wrap and tell of again and again
+    faults   exceptions of user functions during a step, which JAX would wrap and report repeatedly
     """
 
     checked: list[Operation] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Reported:
 
 @dataclass(frozen=True)
 class TraceContext:
-    """Of one trace.
+    """Context of one trace.
 
     mesh      the program's; its axes are those of the shard_map around
     platform  "cpu", "gpu" (NVIDIA's), "rocm" or "tpu"
@@ -56,11 +56,11 @@ class TraceContext:
     trips: tuple[Array, ...] = ()
 
     def in_trip(self, trip: Any) -> TraceContext:
-        """The same inside one trip of a loop."""
+        """The same context inside one trip of a loop."""
         return replace(self, trips=(*self.trips, trip))
 
     def index(self, axes: tuple[str, ...]) -> Index:
-        """This device's place along some mesh axes together, the first of them major."""
+        """This device's index along several mesh axes, the first of them major."""
         place: Index = 0
         for axis in axes:
             size = self.mesh.axis_size(axis)
@@ -69,7 +69,7 @@ class TraceContext:
         return place
 
     def check_indices(self, op: Operation, indices: Array) -> None:
-        """Leave word whether some index is out of range for the dim that `op` looks up, if anybody is to look."""
+        """Report whether an index is out of range for the dim that `op` looks up, if checks are on."""
         if not self.checked:
             return
         wrong = (indices < 0) | (indices >= index_count(op))

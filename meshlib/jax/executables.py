@@ -27,12 +27,12 @@ def jax_versions() -> dict[str, str]:
 
 
 def fingerprint(program: Program) -> str:
-    """The canonical key of what a program runs: its instructions, and what their operations compute."""
+    """Canonical key of what a program executes: its instructions, and the computations of their operations."""
     return key_of("compiled step", str(program), program.precision, list(_computed(program)))
 
 
 def _computed(program: Program) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The kind and attributes of every operation that is computed, in order; initial values are not."""
+    """Kind and attributes of every operation that a step computes, in order; initializers are excluded."""
     for instruction in program.instructions:
         if isinstance(instruction, Loop):
             yield from _computed(instruction.body)
@@ -41,7 +41,7 @@ def _computed(program: Program) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def write_executable(path: str | os.PathLike[str], compiled: Any) -> None:
-    """Write the executable of a `Compiled` behind a line of JSON that says what it is for; whole or not at all.
+    """Write the executable of a `Compiled` atomically, after a JSON line that identifies it.
 
     Raises: ProgramError for a file that can't be written.
     """
@@ -60,7 +60,7 @@ def write_executable(path: str | os.PathLike[str], compiled: Any) -> None:
 def read_executable(
     path: str | os.PathLike[str], program: Program, device_kind: str, versions: dict[str, str]
 ) -> bytes:
-    """The executable in a file, after a look whether it is that of the program, the devices and this JAX.
+    """Read an executable from a file, after checking that it fits the program, the devices and this JAX.
 
     Raises: ProgramError, with both sides of what differs.
     """

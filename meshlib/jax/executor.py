@@ -1,4 +1,4 @@
-"""A Program on the blocks of one device: the body of the one shard_map, traced instruction by instruction."""
+"""A Program on the blocks of one device: the body of one shard_map, traced instruction by instruction."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Axes = Mapping[str, tuple[str, ...]]
 
 
 class Executor(Interpreter[Array, TraceContext]):
-    """Values are this device's blocks. A block with margins has all of them; past the ends of a dim lies anything."""
+    """Values are this device's blocks, margins included; elements past the ends of a dim are undefined."""
 
     def __init__(self, context: TraceContext) -> None:
         self.context = context
         self._repeats = Repeats()
 
     def run(self, program: Program, given: Mapping[Value, Array], context: TraceContext) -> dict[Value, Array]:
-        """As everywhere; what the program makes again, the compiler shall not merge with the first."""
+        """As in the interpreter, with barriers that keep the compiler from merging recomputations."""
         around, self._repeats = self._repeats, Repeats()
         try:
             return super().run(program, given, context)
@@ -57,18 +57,18 @@ class Executor(Interpreter[Array, TraceContext]):
         return outputs
 
     def before(self, program: Program, n: int, values: dict[Value, Array]) -> None:
-        """Before a loop, have the compiler compute what the plan keeps in memory during it.
+        """Before a loop, have the compiler compute the values that the plan keeps in memory during it.
 
-        XLA otherwise schedules what only the end of the step needs, such as the gradient of the last weights, after the
-        loop, and keeps its larger operands until then.
+        XLA otherwise schedules values needed only at the end of the step, such as the last weights' gradient, after the
+        loop, and keeps their larger operands live until then.
         """
         i = program.instructions[n]
         if not isinstance(i, Loop) or program.is_body:
             return
         starts = {name for name, _ in i.carries}
         carried = [x for name, x in zip(i.body.inputs, i.inputs, strict=True) if name in starts][:1]
-        kept = [b.at(n - 1)[1] for b in program.buffers if START < b.begin < n < b.end]
-        tied = [*carried, *(v for v in dict.fromkeys(kept) if v in values and v not in i.inputs)]
+        live = [b.at(n - 1)[1] for b in program.buffers if START < b.begin < n < b.end]
+        tied = [*carried, *(v for v in dict.fromkeys(live) if v in values and v not in i.inputs)]
         if carried and len(tied) > 1:
             arrays = lax.optimization_barrier(tuple(values[v] for v in tied))
             values.update(zip(tied, arrays, strict=True))
@@ -94,7 +94,7 @@ class Executor(Interpreter[Array, TraceContext]):
         raise AssertionError("loops with a condition are one lax.while_loop")
 
     def loop(self, i: Loop, inputs: Sequence[Array], context: TraceContext) -> list[Array]:
-        """All trips in one lax.scan, whose body holds the loop's own once."""
+        """All trips in one lax.scan; nested loops are traced once inside its body."""
         if i.splits_branch:
             return self._branch(i, inputs, context)
         body = i.body
@@ -135,7 +135,7 @@ class Executor(Interpreter[Array, TraceContext]):
         return [*finals, *stacks]
 
     def _branch(self, i: Loop, inputs: Sequence[Array], context: TraceContext) -> list[Array]:
-        """One trip in a lax.cond, which a device leaves out where its index does not work."""
+        """One trip in a lax.cond, skipped by devices on which the branch's index is idle."""
         body, record = i.body, i.record
         given = dict(zip(body.inputs.values(), inputs, strict=True))
         for name in i.slices:  # of the only trip
@@ -160,7 +160,7 @@ class Executor(Interpreter[Array, TraceContext]):
         def leave_out() -> tuple[list[Array], list[Array], list[Array]]:
             return begin, [jnp.zeros(s.shape, s.dtype) for s in stacks], clean
 
-        works = given[body.inputs[record.working.operation.name]].reshape(-1)[0]  # of its only index, or of all alike
+        works = given[body.inputs[record.working.operation.name]].reshape(-1)[0]  # of its only index; all indices agree
         finals, stacked, checks = lax.cond(works, run, leave_out)
         context.found.checked += inside.checked
         context.found.checks += checks
@@ -174,7 +174,7 @@ class Executor(Interpreter[Array, TraceContext]):
         context: TraceContext,
         noted: Callable[[], Reported | None],
     ) -> list[Array]:
-        """Trips as long as a carry holds, in one lax.while_loop; what is wrong in some trip is carried along."""
+        """Trips while a carry is true, in one lax.while_loop, which also carries failed checks of all trips."""
         going = [name for name, _ in i.carries].index(i.going or "")
         none = jnp.zeros((), jnp.int32)
         _, (stacks, (checks, prints)) = jax.eval_shape(lambda: trip(begin, (none, {})))
@@ -231,7 +231,7 @@ class Executor(Interpreter[Array, TraceContext]):
 
 
 def _offsets(i: Compute, factors: Sequence[Factor], axes: Axes, context: TraceContext) -> dict[str, Index]:
-    """Per factor the global index at which this device's block starts: of a run, of what leads."""
+    """Factor -> global index at which this device's block begins; for windows, in the result."""
     offsets: dict[str, Index] = {}
     for f in factors:
         over = axes.get(f.name, ())
@@ -243,7 +243,7 @@ def _offsets(i: Compute, factors: Sequence[Factor], axes: Axes, context: TraceCo
 def _with_halos(
     i: Compute, part: RowContext, moving: Sequence[Factor], axes: Axes, inputs: Sequence[Array]
 ) -> tuple[Array, ...]:
-    """An operation whose operands come as the runs that this device's block of the result needs, dim after dim."""
+    """Run an operation on windows of its operands, gathered dim by dim, as this device's block of the result needs."""
     op, context = i.operation, part.context
     lower = op.opdef.lower
     assert isinstance(lower, Halo)
@@ -276,7 +276,7 @@ def _with_halos(
 def _spans(
     op: Operation, lower: Halo, f: Factor, operand: int, count: int
 ) -> list[tuple[tuple[int, int], Sequence[tuple[int, int]]]]:
-    """What each of `count` blocks needs of an operand's dim, and the parts that it reads of that."""
+    """For each of `count` blocks: the window that it needs of an operand's dim, and the parts of it that are read."""
     rows_per_block = lower.length(op, f) // count
     blocks = [(op, f, operand, j * rows_per_block, (j + 1) * rows_per_block) for j in range(count)]
     return [(lower.needs(*block), lower.parts(*block)) for block in blocks]
@@ -285,7 +285,7 @@ def _spans(
 def _within_margins(
     i: Compute, part: RowContext, factors: Sequence[Factor], axes: Axes, inputs: Sequence[Array]
 ) -> tuple[Array, ...]:
-    """The result with its margins, from operands that are cut to what it needs of theirs."""
+    """Compute a result including its margins, from operands cut to the windows it needs."""
     op, (y, *_) = i.operation, i.outputs
     lower = op.opdef.lower
     wide = {m.dim: m for m in y.margins}
@@ -307,7 +307,7 @@ def _within_margins(
             if dim is None or (out is None and not over):
                 continue
             axis, size = x.tensor.shape.index(dim), x.tensor.shape.dim(dim).size
-            start = -held[dim].before if dim in held else 0  # of what lies here, from the block's own begin
+            start = -held[dim].before if dim in held else 0  # beginning of this device's data, relative to its block
             if f.role in RUNS and over and isinstance(lower, Halo):
                 count = part.context.mesh.group_size(over)
                 length = lower.length(op, f) // count
@@ -333,7 +333,7 @@ def _within_margins(
 
 
 def _cut(x: Array, axis: int, begin: int, end: int) -> Array:
-    """Elements [begin, end) along an axis; past its ends lies anything, for they lie past the ends of the dim."""
+    """Elements [begin, end) along an axis; beyond the array, which is beyond the dim, they are undefined."""
     size = x.shape[axis]
     if (begin, end) == (0, size):
         return x
@@ -345,7 +345,7 @@ def _cut(x: Array, axis: int, begin: int, end: int) -> Array:
 def _summarised(
     i: Compute, part: RowContext, factor: Factor, axes: tuple[str, ...], inputs: Sequence[Array]
 ) -> tuple[Array, ...]:
-    """An operation whose blocks tell each other a summary first."""
+    """Run an operation whose blocks exchange summaries first."""
     op, mesh = i.operation, part.context.mesh
     row = row_of(op)
     split, lower = row.split, op.opdef.lower
@@ -370,7 +370,7 @@ def _summarised(
 
 
 def _widened(i: Widen, x: Array, context: TraceContext) -> Array:
-    """The block with one margin more, of what the others hold."""
+    """The block with one more margin, received from other devices."""
     (before,), (after,) = i.inputs, i.outputs
     (margin,) = (m for m in after.margins if m not in before.margins)
     shape = before.tensor.shape
@@ -385,7 +385,7 @@ def _widened(i: Widen, x: Array, context: TraceContext) -> Array:
 
 
 def _cut_wide(x: Value, y: Value, array: Array, context: TraceContext) -> Array:
-    """The part of the block, with margins, that the new sharding leaves here."""
+    """The part of the block, with margins, that belongs to this device under the new sharding."""
     held, wanted = {m.dim: m for m in x.margins}, {m.dim: m for m in y.margins}
     for axis, d in enumerate(y.tensor.shape):
         old, new = x.sharding.of(d.name), y.sharding.of(d.name)
@@ -397,5 +397,5 @@ def _cut_wide(x: Value, y: Value, array: Array, context: TraceContext) -> Array:
         sizes = (context.mesh.group_size(a) for a in (old, new))
         start_old, start_new = (context.index(a) * (d.size // n) for a, n in zip((old, new), sizes, strict=True))
         places = start_new - start_old + before + jnp.arange(length)
-        array = jnp.take(array, places, axis=axis, mode="wrap")  # past the ends of a whole dim it goes round
+        array = jnp.take(array, places, axis=axis, mode="wrap")  # past the ends of a whole dim, indices wrap round
     return array

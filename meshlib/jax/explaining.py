@@ -1,4 +1,4 @@
-"""`explain`: the collectives of any compiled program, whoever wrote it, with axes, bytes, counts, times and reasons."""
+"""`explain`: the collectives of any compiled program, with axes, bytes, counts, times and reasons."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HIDDEN = (
 
 @dataclass(frozen=True)
 class ExplainedCollective:
-    """One collective of a compiled program. Bytes are those of one run on one device; exact.
+    """One collective of a compiled program. Bytes are exact, for one run on one device.
 
     kind, axes     as in `Program.collectives`; part of an axis as `x:(2)4`, 4 positions after 2 steps of `x`; None
                    where the groups are no axes of the mesh
@@ -67,18 +67,18 @@ class ExplainedCollective:
 
     @property
     def total_bytes(self) -> float:
-        """Sent in a step; one run where the count is unknown."""
+        """Bytes sent per step; one run if the count is unknown."""
         return self.sent_bytes * (1 if self.count is None else self.count)
 
     @property
     def total_seconds(self) -> float | None:
-        """Modelled, of all runs; one where the count is unknown."""
+        """Modelled seconds of all runs; one run if the count is unknown."""
         return None if self.seconds is None else self.seconds * (1 if self.count is None else self.count)
 
 
 @dataclass(frozen=True)
 class Explained:
-    """The collectives of a compiled program, those that take longest first. `print` it.
+    """The collectives of a compiled program, slowest first. `print` it.
 
     mesh, slice  over which axes they run, and what times are modelled for
     collectives  in the order of the schedule
@@ -102,12 +102,12 @@ class Explained:
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that a device sends on rings in a step; loops whose trips depend on data count once."""
+        """Bytes that a device sends on rings per step; loops whose trips depend on data count once."""
         return sum(c.total_bytes for c in self.collectives)
 
     @property
     def seconds(self) -> float:
-        """Modelled, of all collectives one after the other; those over unknown axes are not in it."""
+        """Modelled seconds of all collectives in sequence, without those over unknown axes."""
         return sum(c.total_seconds or 0.0 for c in self.collectives)
 
     def ranked(self) -> list[ExplainedCollective]:
@@ -115,7 +115,7 @@ class Explained:
         return sorted(self.collectives, key=lambda c: (-(c.total_seconds or 0.0), -c.total_bytes))
 
     def as_json(self) -> dict[str, Any]:
-        """The same for programs."""
+        """The figures as JSON."""
         rows = [
             {
                 "kind": c.kind, "axes": c.axes, "operands": c.operands, "payload_bytes": c.payload_bytes,
@@ -221,7 +221,7 @@ def _explained(text: str, compiled: Any, slice: Any, mesh: Any) -> Explained:
 
 
 def _slices_of(module: Module, mesh: Mesh, slice_: Slice) -> int:
-    """For how many slices a module is written slice by slice; 1 for one that names all devices.
+    """The number of slices for which a module was compiled per slice; 1 for a module that numbers all devices.
 
     Raises: ProgramError where slices join otherwise than along the first axis of the mesh.
     """
@@ -324,7 +324,7 @@ def _parts(c: HloCollective, mesh: Mesh) -> tuple[Part, ...] | None:
 def _placement(
     slice_: Slice, mesh: Mesh, collectives: Sequence[HloCollective], parts: Sequence[tuple[Part, ...] | None]
 ) -> tuple[Placement, dict[Part, tuple[str, ...]]]:
-    """Where the mesh lies, the best way for these collectives, with axes cut where groups take a part of them."""
+    """The fastest placement of the mesh for these collectives, with axes cut where groups use a part of them."""
     sizes, names = _refined(mesh, [p for axes in parts for p in axes or ()])
     demands = []
     for c, axes in zip(collectives, parts, strict=True):
@@ -338,7 +338,7 @@ def _placement(
 
 
 def _refined(mesh: Mesh, parts: Sequence[Part]) -> tuple[dict[str, int], dict[Part, tuple[str, ...]]]:
-    """The mesh with axes cut at the ends of parts, and each part as axes of that.
+    """The mesh with axes cut at the boundaries of parts, and each part in terms of the new axes.
 
     Raises: ProgramError for parts that overlap without one holding the other.
     """

@@ -116,8 +116,8 @@ class Step:
     ) -> StepResult:
         """Run it: the state's arrays lie where `variables` says, the feeds where `inputs` does."""
         changed = {n: state[n] for n in self.program.updates if n != STEP}
-        kept = {n: state[n] for n in self.variables if n not in changed}
-        outputs, updates, prints, checks = self.compiled(changed, kept, dict(feeds), np.int32(number), keys)
+        constant = {n: state[n] for n in self.variables if n not in changed}
+        outputs, updates, prints, checks = self.compiled(changed, constant, dict(feeds), np.int32(number), keys)
         return StepResult(outputs, updates, prints, checks)
 
     def has_several(self, count: int) -> bool:
@@ -134,23 +134,27 @@ class Step:
     ) -> StepResult:
         """So many steps without a return to the host; feeds, outputs and checks are stacked."""
         changed = {n: state[n] for n in self.program.updates if n != STEP}
-        kept = {n: state[n] for n in self.variables if n not in changed}
+        constant = {n: state[n] for n in self.variables if n not in changed}
         if count not in self._several:
             mapped = self._mapped()
 
             def run(
-                changed: dict[str, Array], kept: dict[str, Array], feeds: dict[str, Array], number: Array, keys: Array
+                changed: dict[str, Array],
+                constant: dict[str, Array],
+                feeds: dict[str, Array],
+                number: Array,
+                keys: Array,
             ) -> tuple[Any, ...]:
                 def one(carry: tuple[dict[str, Array], Array], fed: dict[str, Array]) -> tuple[Any, Any]:
                     before, at = carry
-                    outputs, updates, _, checks = mapped(before, kept, fed, at, keys)
+                    outputs, updates, _, checks = mapped(before, constant, fed, at, keys)
                     return (updates, at + self.program.counts_steps), (outputs, checks)
 
                 (updates, _), (outputs, checks) = jax.lax.scan(one, (changed, number), feeds, length=count)
                 return outputs, updates, [], checks
 
             self._several[count] = jax.jit(run, donate_argnums=() if self.checked else (0,), **self._results())
-        return StepResult(*self._several[count](changed, kept, dict(feeds), np.int32(number), keys))
+        return StepResult(*self._several[count](changed, constant, dict(feeds), np.int32(number), keys))
 
     def raise_faults(self) -> None:
         """Raise what a function of the user's raised in the step that has ended, if one did."""
@@ -171,8 +175,8 @@ class Step:
                 body, lowered.in_tree, lowered.out_tree, backend=devices[0].client, execution_devices=devices
             )
         except Exception as fault:
-            said = str(fault).strip().split("\n", 1)[0][:200]
-            raise ProgramError(f"on_jax: the devices do not load executable {self.executable}: {said}") from None
+            reason = str(fault).strip().split("\n", 1)[0][:200]
+            raise ProgramError(f"on_jax: the devices do not load executable {self.executable}: {reason}") from None
 
     def _arguments(self) -> tuple[Any, ...]:
         def shaped(v: Value) -> jax.ShapeDtypeStruct:
@@ -181,9 +185,9 @@ class Step:
 
         variables, updates = self.program.variables, self.program.updates
         changed = {n: shaped(variables[n]) for n in updates if n != STEP}
-        kept = {n: shaped(v) for n, v in variables.items() if n != STEP and n not in changed}
+        constant = {n: shaped(v) for n, v in variables.items() if n != STEP and n not in changed}
         feeds = {n: shaped(v) for n, v in self.program.inputs.items()}
-        return changed, kept, feeds, np.int32(0), self.keys(0)
+        return changed, constant, feeds, np.int32(0), self.keys(0)
 
     def _jitted(self) -> Any:
         return jax.jit(self._mapped(), donate_argnums=() if self.checked else (0,), **self._results())
@@ -199,27 +203,27 @@ class Step:
         p = self.program
         nowhere = PartitionSpec()
         changed = {n: spec_of(p.variables[n].sharding) for n in p.updates if n != STEP}
-        kept = {n: spec_of(v.sharding) for n, v in p.variables.items() if n != STEP and n not in changed}
+        constant = {n: spec_of(v.sharding) for n, v in p.variables.items() if n != STEP and n not in changed}
         feeds = {n: spec_of(v.sharding) for n, v in p.inputs.items()}
         outputs = {n: spec_of(v.sharding) for n, v in p.outputs.items()}
         specs_out = (outputs, changed, _print_specs(self.prints, 0), PartitionSpec(tuple(p.mesh.axes)))
         return jax.shard_map(
             self._local,
             mesh=self.mesh,
-            in_specs=(changed, kept, feeds, nowhere, nowhere),
+            in_specs=(changed, constant, feeds, nowhere, nowhere),
             out_specs=specs_out,
             check_vma=False,
         )
 
     def _local(
-        self, changed: dict[str, Array], kept: dict[str, Array], feeds: dict[str, Array], number: Array, keys: Array
+        self, changed: dict[str, Array], constant: dict[str, Array], feeds: dict[str, Array], number: Array, keys: Array
     ) -> tuple[Any, ...]:
         """What one device runs."""
         p, notes = self.program, Reported(faults=self.faults)
         drawn = {name: keys[n] for n, name in enumerate(self.drawing)}
         platform = platform_of(self.mesh)
         context = TraceContext(p.mesh, platform, p.precision == "highest", number, drawn, notes, self.checked)
-        state = {STEP: number, **changed, **kept}
+        state = {STEP: number, **changed, **constant}
         given = {v: feeds[n] for n, v in p.inputs.items()} | {v: state[n] for n, v in p.variables.items()}
         given = {v: x.astype(storage(v.tensor.dtype)) for v, x in given.items()}
         values = Executor(context).run(p, given, context)

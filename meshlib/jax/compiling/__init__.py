@@ -1,4 +1,4 @@
-"""`compile_for`: the real compiler's verdict on a program, for a slice that is not there.
+"""`compile_for`: the real compiler's verdict on a program, for a slice that need not be present.
 
 topologies   slices as the TPU compiler names them
 worker       the process that compiles
@@ -35,8 +35,8 @@ from meshlib.program.records import Program, require_program, walk
 BACKENDS = ("tpu", "cpu")
 Progress = Callable[[int, int, str], object]
 
-# CPU seconds and memory of compiling, measured with libtpu 0.0.42 on steps of 70 to 400 instructions: a step without
-# loops takes a few seconds; fusions in loops are tried out against VMEM, which takes most.
+# CPU seconds and memory of compilation, measured with libtpu 0.0.42 on steps of 70 to 400 instructions: a step without
+# loops takes a few seconds; most time goes into trying fusions in loops against VMEM.
 START_SECONDS, LOOP_SECONDS, PLAIN_SECONDS = 2.0, 0.35, 0.03
 START_BYTES, INSTRUCTION_BYTES = 450 << 20, 3 << 19
 
@@ -48,7 +48,7 @@ def compile_for(
     progress: Progress | None = None,
     timeout_seconds: float | None = None,
 ) -> Any:
-    """What the real compiler makes of a program on a slice that need not be there: memory, collectives, FLOPs, verdict.
+    """Compile a program with the real compiler for a slice that need not be present.
 
     The step of `mtf.on_jax` is compiled as it stands, in a process of its own, so that this one's JAX and environment
     stay as they are. Minutes pass for large models: `progress` is told beforehand what to expect. The TPU compiler
@@ -108,13 +108,13 @@ def compile_for(
 
 
 def expectation(program: Program) -> str:
-    """About how long a program takes to compile for TPUs, and how much memory: "about 60 CPU s and 1.2 GiB"."""
+    """Expected compile time and memory for TPUs, as text: "about 60 CPU s and 1.2 GiB"."""
     seconds, memory = expected_cost(program)
     return f"compiling takes about {seconds:.0f} CPU s and {bytes_text(memory)}"
 
 
 def expected_cost(program: Program) -> tuple[float, int]:
-    """About how many CPU seconds and bytes compiling a program for TPUs takes: within a factor of two or three."""
+    """Expected CPU seconds and bytes of compiling a program for TPUs, within a factor of two or three."""
     inside = sum(1 for _, holder, _ in walk(program) if holder is not program)
     outside = len(program.instructions)
     loops = any(isinstance(i, Loop) for i in program.instructions)

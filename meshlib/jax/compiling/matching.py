@@ -1,4 +1,4 @@
-"""The collectives of a plan beside those that a compiler made of it: which became which, and what every byte is.
+"""Planned collectives matched with compiled ones, and the source of every difference in bytes.
 
 A compiled collective keeps the scope of the instruction that it comes from, unless the compiler merged it with others
 or fused it. So values are matched by scope first, then by kind, axes, bytes and runs, then by what compilers do to
@@ -24,12 +24,12 @@ from meshlib.jax.hlo.text import Array
 from meshlib.program.instructions import Compute, Instruction
 from meshlib.program.records import Program, walk
 
-CLOSE = 0.15  # by which padding may lengthen an operand
+CLOSE = 0.15  # padding may lengthen an operand by this share
 
 
 @dataclass(eq=False)
 class Planned:
-    """One value's part in one planned collective, and what the compiler made of it."""
+    """One value's part in one planned collective, and the compiled collectives that implement it."""
 
     instruction: Instruction
     scope: str
@@ -46,7 +46,7 @@ class Planned:
 
     @property
     def total_bytes(self) -> float:
-        """Sent in a step."""
+        """Bytes sent per step."""
         return self.sent_bytes * self.times
 
 
@@ -63,27 +63,27 @@ class CompiledPart:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes, without the parts of them."""
+        """The mesh axes, with parts of an axis given as the axis."""
         return tuple(dict.fromkeys(a.partition(":")[0] for a in self.launch.axes or ()))
 
     @property
     def times(self) -> int:
-        """Runs; one where loops depend on data."""
+        """Runs per step; 1 for loops whose trips depend on data."""
         return 1 if self.launch.count is None else self.launch.count
 
     @property
     def total_bytes(self) -> float:
-        """This value's share of what the collective sends in a step."""
+        """This value's share of the bytes that the collective sends per step."""
         launch = self.launch
         return launch.total_bytes * self.payload_bytes / max(launch.payload_bytes, 1)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a compiled program sends something else than its plan.
+    """One difference between what a compiled program sends and its plan.
 
-    what          in words; op, source: of the operation on whose behalf
-    planned_bytes, compiled_bytes  that a device sends in a step
+    what         description; op, source: the operation that needs the collective
+    planned_bytes, compiled_bytes  sent by a device per step
     """
 
     what: str
@@ -94,7 +94,7 @@ class Difference:
 
     @property
     def more_bytes(self) -> float:
-        """By how much the compiled program sends more."""
+        """Additional bytes that the compiled program sends."""
         return self.compiled_bytes - self.planned_bytes
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ class Difference:
 
 
 def differences_of(program: Program, explained: Explained) -> tuple[Difference, ...]:
-    """Every difference between what a program plans to send and what its compiled step sends, the largest first.
+    """Differences between the bytes planned and the bytes sent by the compiled step, largest first.
 
     They add up: the sum of `more_bytes` is the difference of the totals.
     """
@@ -119,16 +119,16 @@ def differences_of(program: Program, explained: Explained) -> tuple[Difference, 
 
 
 def kept_moves(program: Program, explained: Explained) -> dict[Instruction, tuple[Communication, ...]]:
-    """What the compiled program sends for each instruction of the plan, for `mtf.estimate`.
+    """The collectives that the compiled program runs for each instruction of the plan, for `mtf.estimate`.
 
-    A collective that became several, or goes over parts of its axes, is one move of their kind with the bytes of all;
-    one that is gone is a move of nothing. What was added goes with an operation that runs as often.
+    A collective that became several, or runs over parts of its axes, is one collective of their kind and total bytes;
+    a removed one sends nothing. Added ones are assigned to an operation that runs as often.
     """
     planned = _planned(program)
     added = _match(planned, _made(program, explained))
     moves_of: dict[Instruction, list[Communication]] = defaultdict(list)
     groups: dict[tuple[Instruction, int], list[Planned]] = defaultdict(list)
-    for n, p in enumerate(planned):  # the values of one launch together; exchanges of a computation one by one
+    for n, p in enumerate(planned):  # values of one launch together; exchanges of a computation separately
         groups[p.instruction, 0 if p.instruction.is_collective else n].append(p)
     for (instruction, _), values in groups.items():
         first = values[0]
@@ -143,7 +143,7 @@ def kept_moves(program: Program, explained: Explained) -> dict[Instruction, tupl
 
 
 def _move(program: Program, p: Planned | None, became: Sequence[CompiledPart], times: int) -> Communication:
-    """One move that sends what the compiled values send together, in each of so many runs."""
+    """One collective with the total bytes of the compiled values per run, run `times` times."""
     if not became:
         return Communication(ALL_REDUCE.name, (), 1, 0, 0.0, 0, p.tensor if p else "", "the compiler sends nothing")
     largest = max(became, key=lambda m: m.total_bytes)
@@ -160,7 +160,7 @@ def _move(program: Program, p: Planned | None, became: Sequence[CompiledPart], t
 
 
 def merged_launches(explained: Explained) -> tuple[int, int]:
-    """How many values go in collectives of several, and in how many of these; loops by their trips."""
+    """(values sent in merged collectives, number of merged collectives); loops count all their trips."""
     several = [c for c in explained.collectives if len(c.operands) > 1]
     return sum(len(c.operands) * (c.count or 1) for c in several), sum(c.count or 1 for c in several)
 
@@ -204,15 +204,17 @@ Rule = Callable[[CompiledPart, Planned], bool]
 
 
 def _match(planned: Sequence[Planned], compiled: Sequence[CompiledPart]) -> list[CompiledPart]:
-    """Give each compiled value to a planned one; those that none takes are returned."""
+    """Assign each compiled value to a planned one; returns those without a match."""
     rules: list[tuple[Rule, bool]] = [
         (lambda m, p: m.scope == p.scope and _same_bytes(m, p) and m.axes == p.axes, False),
         (lambda m, p: m.scope == p.scope and _same_elements(m, p) and len(m.launch.operands) == 1, False),
         (lambda m, p: _same_kind(m, p) and _same_bytes(m, p) and m.times == p.times, False),
-        (lambda m, p: _weaker(m, p) and _same_bytes(m, p) and m.times == p.times, False),
-        (lambda m, p: (_same_kind(m, p) or _weaker(m, p)) and _same_elements(m, p) and m.times == p.times, False),
+        (lambda m, p: _does_more(m, p) and _same_bytes(m, p) and m.times == p.times, False),
+        (lambda m, p: (_same_kind(m, p) or _does_more(m, p)) and _same_elements(m, p) and m.times == p.times, False),
         (
-            lambda m, p: (_same_kind(m, p) or _weaker(m, p)) and m.payload_bytes * m.times == p.payload_bytes * p.times,
+            lambda m, p: (
+                (_same_kind(m, p) or _does_more(m, p)) and m.payload_bytes * m.times == p.payload_bytes * p.times
+            ),
             False,
         ),
         (_is_part, True),
@@ -236,13 +238,13 @@ def _same_kind(m: CompiledPart, p: Planned) -> bool:
     return m.launch.kind == p.kind and set(m.axes) == set(p.axes)
 
 
-def _weaker(m: CompiledPart, p: Planned) -> bool:
-    """Whether it does what was planned and more."""
+def _does_more(m: CompiledPart, p: Planned) -> bool:
+    """Whether the compiled collective does what was planned and more."""
     return _sums_and_cuts(m, p) and set(m.axes) == set(p.axes)
 
 
 def _sums_and_cuts(m: CompiledPart, p: Planned) -> bool:
-    """Whether it reduces to whole blocks what was planned to be scattered."""
+    """Whether an all-reduce was compiled where a reduce_scatter was planned."""
     return STEP_KINDS[m.launch.kind].sums_in_place and STEP_KINDS[p.kind].scatters
 
 
@@ -259,7 +261,7 @@ def _padded(m: CompiledPart, p: Planned) -> bool:
 
 
 def _is_part(m: CompiledPart, p: Planned) -> bool:
-    """One stage of a collective that goes over the parts of its axes one after the other, or evens out its blocks."""
+    """Whether it is one stage of a collective over consecutive parts of its axes, or a rebalancing of its blocks."""
     if m.launch.kind != p.kind or m.times != p.times or not set(m.axes) <= set(p.axes) or m.launch.axes == p.axes:
         return False
     planned = None if m.scope in (None, p.scope) else STEP_KINDS.get(m.scope.partition(":")[0])
@@ -270,7 +272,7 @@ def _is_part(m: CompiledPart, p: Planned) -> bool:
     if any(b.launch.axes == m.launch.axes for b in p.became):
         return False
     earlier = [int(before) for a in m.launch.axes or () for before in re.findall(r":\((\d+)\)", a)]
-    whole = m.payload_bytes * prod(earlier)  # before the stages that went over what is major to its axes
+    whole = m.payload_bytes * prod(earlier)  # payload before the stages over the major parts of its axes
     return 0 <= whole - p.payload_bytes <= CLOSE * p.payload_bytes
 
 
@@ -321,7 +323,7 @@ def _article(kind: str) -> str:
 
 
 def _alike(differences: Sequence[Difference]) -> list[Difference]:
-    """Differences of one text and line as one."""
+    """Merge differences with equal text and line."""
     groups: dict[tuple[str, str], list[Difference]] = defaultdict(list)
     for d in differences:
         groups[d.what, d.source].append(d)

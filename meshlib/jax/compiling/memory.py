@@ -1,4 +1,4 @@
-"""What a compiled program takes of each device's memory: the compiler's own report, or its refusal."""
+"""Device memory of a compiled program: the compiler's own report, or its refusal."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 @dataclass(frozen=True)
 class CompiledMemory:
-    """Bytes of one device's memory that a compiled program takes.
+    """Bytes of device memory of a compiled program.
 
     total_bytes      of HBM: arguments, results and temporaries, as the compiler has laid them out, padding included
     argument_bytes   variables and inputs; output_bytes: results, of which alias_bytes are written over arguments
-    temporary_bytes  what is in HBM besides: total less arguments, less results that are not written over them
+    temporary_bytes  everything else in HBM: total less arguments, less results that do not alias them
     code_bytes       the program itself
     largest          the largest buffers: (bytes, what they hold)
     """
@@ -37,22 +37,22 @@ class CompiledMemory:
 
 @dataclass(frozen=True)
 class CompilerRefusal:
-    """A program that does not fit, as the compiler says: bytes that it needs, and bytes that there are."""
+    """The compiler's refusal of a program that does not fit: bytes needed, and bytes available."""
 
     needed_bytes: int
     capacity_bytes: int
 
     @property
     def over_bytes(self) -> int:
-        """Bytes too many."""
+        """Bytes missing."""
         return self.needed_bytes - self.capacity_bytes
 
 
 def memory_of(sizes: dict[str, int], report: str) -> CompiledMemory:
-    """The memory of a compiled program.
+    """Memory of a compiled program.
 
     Args:
-      sizes: what `memory_analysis` says, by name.
+      sizes: figures of `memory_analysis` by name.
       report: the compiler's memory report, "" where it writes none: then peak bytes stand for the total.
 
     >>> sizes = {"argument": 64, "output": 32, "alias": 32, "temp": 8, "generated_code": 4, "peak": 80}
@@ -74,11 +74,7 @@ def memory_of(sizes: dict[str, int], report: str) -> CompiledMemory:
 
 
 def refusal_of(message: str) -> CompilerRefusal | None:
-    """What the compiler says of a program that does not fit; None if that is not why it failed.
-
-    >>> refusal_of("Ran out of memory in memory space hbm. Used 17.05G of 15.75G hbm.").over_bytes
-    1395864371
-    """
+    """The compiler's refusal in an error message; None if compilation failed for another reason."""
     used = _USED.search(message)
     if used is None:
         return None

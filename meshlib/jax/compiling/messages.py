@@ -1,4 +1,4 @@
-"""What the compiling process is told, and what it tells."""
+"""Messages to and from the compiling process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshlib.program.records import Program
 
 @dataclass(frozen=True)
 class Task:
-    """What to compile: programs, and for which devices; `topology` is None for CPUs."""
+    """Programs to compile, and the target devices; `topology` is None for CPUs."""
 
     programs: tuple[Program, ...]
     topology: tuple[str, dict[str, Any]] | None
@@ -28,7 +28,7 @@ class Began:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the compiler made of a program.
+    """The result of compiling a program.
 
     text        HLO; report: of its memory, "" where the compiler writes none
     sizes       bytes by name, as `memory_analysis` has them
@@ -48,7 +48,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Failed:
-    """What the compiler said of a program that it does not compile."""
+    """The compiler's error for a program that does not compile."""
 
     number: int
     kind: str

@@ -1,4 +1,4 @@
-"""The compiling process, seen from outside: started with an environment of its own, its messages, its end."""
+"""Parent's side of the compiling process: its environment, its messages, its end."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from meshlib.core.subprocesses import describe_exit
 from meshlib.jax.compiling.messages import Answer, Began, Failed, Task
 from meshlib.jax.compiling.topologies import ENVIRONMENT
 
-TICK_SECONDS = 1.0  # between words about a program that is still compiled
+TICK_SECONDS = 1.0  # seconds between progress messages about one program
 
 Tell = Callable[[str], None]
 
 
 def answers(task: Task, tell: Tell, timeout_seconds: float | None) -> Iterator[Answer | Failed]:
-    """What the compiler made of each program, in order, as soon as it is known.
+    """The compiler's answer for each program, in order, as soon as it is available.
 
     Raises: GraphError for a program that can't be sent to another process; ProgramError if the process ends early or
       takes too long.
@@ -49,7 +49,7 @@ def answers(task: Task, tell: Tell, timeout_seconds: float | None) -> Iterator[A
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(body)
-                process.stdin.flush()  # and stays open: the process ends with this one
+                process.stdin.flush()  # stays open, because the process ends when it is closed
             yield from _messages(process, task, tell, timeout_seconds, errors)
         finally:
             process.kill()
@@ -82,8 +82,8 @@ def _messages(
             code = process.wait()
             errors.seek(0)
             last = [line for line in errors.read().decode(errors="replace").splitlines() if line.strip()][-1:]
-            said = f": {last[0]}" if last else ""
-            raise ProgramError(f"compile_for: the compiling process ended with {describe_exit(code)}{said}")
+            reason = f": {last[0]}" if last else ""
+            raise ProgramError(f"compile_for: the compiling process ended with {describe_exit(code)}{reason}")
         if isinstance(message, Began):
             doing = f"{'compiling' if message.compiling else 'lowering'} program {message.number + 1}"
             tell(doing)
@@ -99,7 +99,7 @@ def _first_line(message: Failed) -> str:
 
 
 def _read(pipe: IO[bytes] | None, inbox: queue.Queue[Any]) -> None:
-    """Put messages into the inbox as they come; None at the end."""
+    """Put messages into the inbox as they arrive, then None."""
     assert pipe is not None
     with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
         while len(head := pipe.read(8)) == 8:
@@ -108,7 +108,7 @@ def _read(pipe: IO[bytes] | None, inbox: queue.Queue[Any]) -> None:
 
 
 def _environment(task: Task) -> dict[str, str]:
-    """This process's environment without its settings of JAX and XLA, and with what the compiler needs."""
+    """This process's environment without JAX and XLA settings, plus those of the compiler."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "TPU_", "LIBTPU_"))}
     clean |= ENVIRONMENT
     clean["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)

@@ -1,4 +1,4 @@
-"""What a compiler makes of a program, beside its plan: `Compiled`."""
+"""`Compiled`: a compiled program beside its plan."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from meshlib.jax.hlo.work import CompiledWork
 from meshlib.program.instructions import Instruction
 from meshlib.program.records import Program
 
-SHOWN = 12  # differences in the table
-CLOCK_HZ = 1.5e9  # at which cycles are told as time, for comparison
+SHOWN = 12  # differences shown in the table
+CLOCK_HZ = 1.5e9  # clock at which cycles are shown as time
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Compiled:
     memory       of a device, as the compiler lays it out; None where it refuses: `refusal` says how much is missing
     planned      the plan's memory, tiles included
     explained    the collectives: `.collectives`, `.sent_bytes`; None where it refuses
-    differences  where it sends something else than planned, the largest first; they add up
+    differences  deviations of the bytes sent from the plan, largest first; they add up
     work         FLOPs of products, and the compiler's own cycles
     text         the HLO; executable: for `save`
-    cpu_seconds, resident_bytes  that compiling took
+    cpu_seconds, resident_bytes  cost of compiling
 
     Example:
       >>> import meshlib as mtf
@@ -65,26 +65,26 @@ class Compiled:
 
     @property
     def fits(self) -> bool:
-        """Whether it fits, according to the compiler; of CPUs, whether it would in the slice's memory."""
+        """Whether it fits according to the compiler; for CPUs, whether it would fit the slice's memory."""
         if self.refusal is not None or self.memory is None:
             return False
         return self.backend == "tpu" or self.memory.total_bytes <= self.planned.capacity_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes that a device's memory must hold."""
+        """Peak bytes of a device's memory."""
         if self.refusal is not None:
             return self.refusal.needed_bytes
         return self.memory.total_bytes if self.memory else 0
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that a device sends in a step."""
+        """Bytes that a device sends per step."""
         return self.explained.sent_bytes if self.explained else 0.0
 
     @property
     def headline(self) -> str:
-        """The verdict, in a line.
+        """The verdict in one line.
 
         "fits, according to the compiler: 8.54 GiB of 15.75 GiB", or "does not fit, by 1.3 GiB".
         """
@@ -100,7 +100,7 @@ class Compiled:
         return f"fits, according to {whose}: {bytes_text(self.peak_bytes)} of {bytes_text(capacity)}"
 
     def kept_moves(self) -> Mapping[Instruction, tuple[Communication, ...]]:
-        """What the compiled program sends for each instruction: what `mtf.estimate(..., compiled=...)` prices.
+        """Collectives compiled for each instruction, as priced by `mtf.estimate(..., compiled=...)`.
 
         Raises: ProgramError for a program that the compiler refused.
         """
@@ -109,7 +109,7 @@ class Compiled:
         return kept_moves(self.program, self.explained)
 
     def save(self, path: Any) -> None:
-        """Write the compiled step into a file: `mtf.on_jax(program, executable=path)` runs it where the devices are.
+        """Write the compiled step to a file, which `mtf.on_jax(program, executable=path)` runs on real devices.
 
         Raises: ProgramError for a program that the compiler refused, or a file that can't be written.
         """
@@ -118,7 +118,7 @@ class Compiled:
         write_executable(path, self)
 
     def as_json(self) -> dict[str, Any]:
-        """The figures for programs."""
+        """The figures as JSON."""
         return {
             "slice": self.slice.name,
             "backend": self.backend,
@@ -199,7 +199,7 @@ class Compiled:
 
 
 def _by_kind(collectives: Sequence[Any]) -> defaultdict[tuple[str, str], tuple[int, float]]:
-    """(kind, axes) -> runs in a step, bytes sent."""
+    """(kind, axes) -> runs per step, bytes sent."""
     by_kind: defaultdict[tuple[str, str], tuple[int, float]] = defaultdict(lambda: (0, 0.0))
     launches = set()
     for c in collectives:

@@ -1,4 +1,4 @@
-"""Slices as the TPU compiler names them: topologies of devices that need not be there."""
+"""Slices as the TPU compiler names them: topologies of devices that need not be present."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hardware.chips import CHIPS
 from hardware.slices import Slice
 from meshlib.core.errors import MissingError, SliceError
 
-# What libtpu reads of a TPU's machine, so that it asks no metadata server; set in the compiling process alone.
+# Machine description for libtpu, so that it asks no metadata server; set in the compiling process alone.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -23,7 +23,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Topology:
-    """A slice for `jax.experimental.topologies.get_topology_desc`: its name, and keyword arguments."""
+    """Arguments of `jax.experimental.topologies.get_topology_desc` for a slice: a name and keyword arguments."""
 
     name: str
     options: dict[str, Any]
@@ -55,7 +55,7 @@ def topology_of(slice_: Slice) -> Topology:
         )
     options: dict[str, Any] = {"chip_config_name": chip.compiler_config} if chip.compiler_config else {}
     chips = prod(slice_.torus_shape)
-    if chips < 4:  # a host of fewer chips than usual
+    if chips < 4:  # a host with fewer chips than usual
         options["chips_per_host_bounds"] = (*slice_.torus_shape, *(1,) * (3 - len(slice_.torus_shape)))
     if slice_.slices > 1:
         options["num_slices"] = slice_.slices
@@ -63,7 +63,7 @@ def topology_of(slice_: Slice) -> Topology:
 
 
 def require_tpu_compiler() -> None:
-    """Raises: MissingError where libtpu is not installed, with what to install."""
+    """Raise MissingError, with what to install, where libtpu is missing."""
     if find_spec("libtpu") is None:
         raise MissingError(
             "compile_for needs the TPU compiler, which is not installed: pip install libtpu (it comes under its own "

@@ -1,4 +1,4 @@
-"""The process that compiles: reads tasks, compiles each for devices that need not be there, writes what came of it.
+"""The compiling process: reads a task, compiles its programs for devices that need not be present, writes the results.
 
 Run as `python -m meshlib.jax.compiling.worker`. Standard input has one pickled `Task`; standard output gets pickled
 messages, each behind its length: `Began`, `Lowered`, `Answer` or `Failed` of each program in turn.
@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils, serialize_executable, topologies
 
-import meshlib.jax.rows  # the library's own rows  # noqa: F401
+import meshlib.jax.rows  # registers the library's own rows  # noqa: F401
 from meshlib.core.subprocesses import kill_when_closed
 from meshlib.jax.compiling.messages import Answer, Began, Failed, Task
 from meshlib.jax.executables import jax_versions
@@ -40,13 +40,13 @@ def devices_of(task: Task) -> list[Any]:
 
 
 def arranged(devices: Sequence[Any], program: Program, slices: int) -> list[Any]:
-    """The devices in the order of a program's mesh, as JAX lays meshes over a torus."""
+    """The devices in the order of a program's mesh, as JAX maps meshes to a torus."""
     sizes = program.mesh.sizes
     if devices[0].platform != "tpu":
         return list(devices)
     if slices > 1:
         across, rest = [], slices
-        for size in sizes:  # the slow links join what is first
+        for size in sizes:  # the leading axes span the slow links
             part = np.gcd(size, rest)
             across.append(int(part))
             rest //= part
@@ -88,22 +88,22 @@ def compiled(task: Task, number: int, devices: Sequence[Any], tell: Any) -> Answ
 
 
 def send(out: BinaryIO, message: object) -> None:
-    """Write a message behind its length."""
+    """Write a message, preceded by its length."""
     body = pickle.dumps(message)
     out.write(len(body).to_bytes(8, "big") + body)
     out.flush()
 
 
 def _end_with_parent() -> None:
-    """End with the parent, which keeps standard input open as long as it runs."""
+    """Exit when the parent does, which keeps standard input open while it runs."""
     sys.stdin.buffer.read(1)
     os._exit(1)
 
 
 def main() -> None:
-    """Answer the task on standard input."""
+    """Process the task on standard input."""
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print does not come between
+    os.dup2(2, 1)  # library output must not mix with messages
     begun = time.process_time()
     task: Task = pickle.load(sys.stdin.buffer)
     kill_when_closed(sys.stdin.fileno())

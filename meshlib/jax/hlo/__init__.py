@@ -1,4 +1,4 @@
-"""Compiled modules as XLA prints them: parsed, and what they send.
+"""Compiled modules as XLA prints them: parsed, with the collectives that they run.
 
 text         computations, instructions, source lines
 loops        trips of loops

@@ -1,4 +1,4 @@
-"""The collectives of a compiled module: what, among which devices, how many bytes, how often, and why.
+"""The collectives of a compiled module: kind, devices, bytes, count, and origin.
 
 Compilers write one collective in several ways. A pair of `-start` and `-done` counts once. So does one that a TPU's
 compiler spreads over several fusions, which hold a copy each: that beside `AsyncCollectiveStart` counts. An all-reduce
@@ -30,7 +30,7 @@ _DIMS = re.compile(r"\bdimensions=\{(\d+)\}")
 
 @dataclass(frozen=True)
 class HloCollective:
-    """One collective of a compiled module. Bytes are those of one run on one device, without padding; exact.
+    """One collective of a compiled module. Bytes are exact, without padding, for one run on one device.
 
     kind           as `Program.collectives` names kinds
     groups         the devices of each group; of a permute its (source, target) pairs
@@ -63,12 +63,12 @@ class HloCollective:
 
     @property
     def group_size(self) -> int:
-        """Devices of a group; of a permute 2."""
+        """Devices per group; 2 for a permute."""
         return len(self.groups[0]) if self.groups else 1
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that a device sends in one run by the rules of rings: of a permute, one that sends at all."""
+        """Bytes that a device sends per run on a ring; for a permute, a device that is a source."""
         kind = STEP_KINDS[self.kind]
         if kind.permutes and all(a == b for a, b, *_ in self.groups):
             return 0.0
@@ -76,12 +76,12 @@ class HloCollective:
 
     @property
     def larger_bytes(self) -> int:
-        """Of operand and result the larger, by which the network prices."""
+        """The larger of operand and result bytes, by which the network is priced."""
         return max(self.payload_bytes, self.result_bytes)
 
 
 def collectives_of(module: Module, hidden: tuple[str, ...] = (), slices: int = 1) -> list[HloCollective]:
-    """All collectives that run, in the order of the schedule; loops once with their trips as `count`.
+    """All collectives that run, in the order of the schedule; loops once, with their trips as `count`.
 
     Args:
       module: what `parse` returned.
@@ -101,7 +101,7 @@ def collectives_of(module: Module, hidden: tuple[str, ...] = (), slices: int = 1
 
 
 def _in_each(groups: Groups, devices: int, slices: int) -> Groups:
-    """The groups of one slice, in each of several."""
+    """The groups of one slice, repeated for each of several."""
     return tuple(tuple(d + s * devices for d in g) for s in range(slices) for g in groups)
 
 
@@ -109,7 +109,7 @@ def _between(
     module: Module, frame: Frame, i: HloInstruction, transfer: str, times: int | None, branch: bool,
     hidden: tuple[str, ...], slices: int,
 ) -> HloCollective:  # fmt: skip
-    """A collective between slices: each device with those at its place in the others."""
+    """A collective between slices, whose groups are the devices at the same position of each slice."""
     if transfer not in BETWEEN:
         raise ProgramError(f"explain: a transfer between slices of a kind that is not known: {transfer}")
     kind = BETWEEN[transfer]
@@ -140,7 +140,7 @@ def _between(
 
 
 def _is_counted(holder: Computation, i: HloInstruction) -> bool:
-    """Whether this is the one copy that counts of a collective that is spread over fusions."""
+    """Whether this copy counts, of a collective whose copies are spread over several fusions."""
     if "async_collective_fusion_config" not in i.attributes:
         return True
     readers = holder.users.get(i.name, ())
@@ -159,7 +159,7 @@ def _collective(
     size = 1 if kind.permutes else len(groups[0])
     operands = tuple(_operand(a, kind, size) for a in results)
     operands = _operands_of(holder, i, operands)
-    if kind.exchanges and len(operands) > 1:  # one value, cut into a piece for each device
+    if kind.exchanges and len(operands) > 1:  # one value, cut into one piece per device
         operands = (Array(operands[0].dtype, (sum(prod(a.sizes) for a in operands),)),)
     payload, result = sum(a.bytes for a in operands), sum(a.bytes for a in results)
     if kind is ALL_REDUCE and holder.name != module.entry and _gives_slice(holder, i, size):
@@ -189,7 +189,7 @@ def _is_async(frame: Frame, i: HloInstruction) -> bool:
 
 
 def _results(i: HloInstruction, kind: StepKind) -> tuple[Array, ...]:
-    """The arrays that a collective gives; the result of a start holds its operands and flags, too."""
+    """The result arrays of a collective; the result of a `-start` also contains its operands and flags."""
     arrays = i.arrays
     if not i.opcode.endswith("-start") or kind is ALL_REDUCE:
         return arrays
@@ -197,7 +197,7 @@ def _results(i: HloInstruction, kind: StepKind) -> tuple[Array, ...]:
 
 
 def _operand(result: Array, kind: StepKind, size: int) -> Array:
-    """What a device gives for an array of the result, as far as the result says: its bytes, not its shape."""
+    """An operand with the number of bytes that the result implies; its shape is unknown."""
     total = prod(result.sizes)
     if kind.gathers:
         return Array(result.dtype, (total // size,))
@@ -207,7 +207,7 @@ def _operand(result: Array, kind: StepKind, size: int) -> Array:
 
 
 def _operands_of(holder: Computation, i: HloInstruction, derived: tuple[Array, ...]) -> tuple[Array, ...]:
-    """The shapes of the operands where they are instructions, of the bytes that the result implies."""
+    """The operands' real shapes where these are instructions with the bytes that the result implies."""
     given = [holder.instructions[x].arrays for x in i.operands if x in holder.instructions]
     flat = tuple(a for arrays in given for a in arrays)
     same = len(flat) == len(derived) and all(a.bytes == b.bytes for a, b in zip(flat, derived, strict=True))
@@ -215,7 +215,7 @@ def _operands_of(holder: Computation, i: HloInstruction, derived: tuple[Array, .
 
 
 def _gives_slice(fusion: Computation, i: HloInstruction, size: int) -> bool:
-    """Whether the result of a fusion is a slice of the sum that it makes, an n-th."""
+    """Whether a fusion returns this device's slice of the sum that it computes."""
     root = fusion.root
     if root is None or root.name == i.name:
         return False
@@ -224,7 +224,7 @@ def _gives_slice(fusion: Computation, i: HloInstruction, size: int) -> bool:
 
 
 def _cut(holder: Computation, i: HloInstruction) -> bool:
-    """Whether everything that reads an array reads a dynamic slice of it."""
+    """Whether all users of an array read a dynamic slice of it."""
     readers = holder.users.get(i.name, ())
     return bool(readers) and all(
         r.opcode == "dynamic-slice" or (r.opcode in _LOOKS and _cut(holder, r)) for r in readers
@@ -232,7 +232,7 @@ def _cut(holder: Computation, i: HloInstruction) -> bool:
 
 
 def _only_sliced(module: Module, holder: Computation, i: HloInstruction, size: int) -> bool:
-    """Whether each device reads no more of a sum than a slice; through fusions."""
+    """Whether each device reads no more than a slice of a sum, looking into fusions."""
     return size > 1 and _reads_slices(module, holder, i.name)
 
 
@@ -258,8 +258,8 @@ def _reads_slices(module: Module, holder: Computation, name: str, depth: int = 0
     return True
 
 
-def _beside(holder: Computation, i: HloInstruction, sums: bool | None = None) -> Iterator[HloInstruction]:
-    """What a collective without a name of its own stands for: of sums what makes their operands, else its readers."""
+def _neighbours(holder: Computation, i: HloInstruction, sums: bool | None = None) -> Iterator[HloInstruction]:
+    """Neighbours that may name a collective without a name: for sums the operands' producers first, else the users."""
     makers = [holder.instructions[x] for x in i.operands if x in holder.instructions]
     readers = []
     for r in holder.users.get(i.name, ()):
@@ -276,17 +276,17 @@ def _reduces(i: HloInstruction) -> bool:
     return kind is not None and kind.reduces
 
 
-def _around(frame: Frame, i: HloInstruction) -> Iterator[HloInstruction]:
-    """What is beside a collective, then beside the fusion that holds it."""
-    yield from _beside(frame.holder, i)
+def _all_neighbours(frame: Frame, i: HloInstruction) -> Iterator[HloInstruction]:
+    """Neighbours of a collective, then of the fusion that contains it."""
+    yield from _neighbours(frame.holder, i)
     if frame.call is not None and frame.parent is not None and frame.call.opcode == "fusion":
         yield frame.call
-        yield from _beside(frame.parent.holder, frame.call, _reduces(i))
-    yield from _behind(frame.holder, i)
+        yield from _neighbours(frame.parent.holder, frame.call, _reduces(i))
+    yield from _transitive_users(frame.holder, i)
 
 
-def _behind(holder: Computation, i: HloInstruction) -> Iterator[HloInstruction]:
-    """Those that read a result at second hand, the nearest first."""
+def _transitive_users(holder: Computation, i: HloInstruction) -> Iterator[HloInstruction]:
+    """Direct and indirect users of a result, nearest first."""
     waiting, seen = [i.name], {i.name}
     while waiting and len(seen) < 50:
         for r in holder.users.get(waiting.pop(0), ()):
@@ -297,8 +297,8 @@ def _behind(holder: Computation, i: HloInstruction) -> Iterator[HloInstruction]:
 
 
 def _op_name_beside(frame: Frame, i: HloInstruction) -> str:
-    return next((other.op_name for other in _around(frame, i) if other.op_name), "")
+    return next((other.op_name for other in _all_neighbours(frame, i) if other.op_name), "")
 
 
 def _source_beside(module: Module, frame: Frame, i: HloInstruction, hidden: tuple[str, ...]) -> str:
-    return next((line for other in _around(frame, i) if (line := module.source(other, hidden))), "")
+    return next((line for other in _all_neighbours(frame, i) if (line := module.source(other, hidden))), "")

@@ -1,4 +1,4 @@
-"""Replica groups of a compiled collective, and the mesh axes that they run over.
+"""Replica groups of a compiled collective, and the mesh axes that they span.
 
 A compiled module numbers devices in the order of its mesh, the last axis fastest. It writes groups in four notations:
 lists, `{{0,1},{2,3}}`; an iota, `[2,4]<=[4,2]T(1,0)`; axes of a mesh of its own, `mesh['a'=4,'b'=2] {'b'}`; pairs.
@@ -33,7 +33,7 @@ _ORDER = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?)?")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a mesh axis: `size` of its positions, after `before` steps; the whole axis if `size` is its size."""
+    """A part of a mesh axis: `size` positions with a stride; `before` is the size of the axis's parts to its left."""
 
     axis: str
     before: int
@@ -45,7 +45,7 @@ class Part:
 
 
 def replica_groups(attributes: str, devices: int) -> Groups:
-    """The groups of devices of a collective that is no permute.
+    """The device groups of a collective other than a permute.
 
     Raises: ProgramError for a notation that is not known here, instead of counting nothing.
 
@@ -69,11 +69,7 @@ def replica_groups(attributes: str, devices: int) -> Groups:
 
 
 def permute_pairs(attributes: str) -> Groups:
-    """The (source, target) pairs of a collective-permute.
-
-    >>> permute_pairs(", source_target_pairs={{0,1},{1,0}}, ...")
-    ((0, 1), (1, 0))
-    """
+    """The (source, target) pairs of a collective-permute."""
     match = _PAIRS.search(attributes)
     if match is None:
         raise ProgramError(f"explain: a collective-permute without source_target_pairs: {attributes[:120]}")
@@ -81,11 +77,7 @@ def permute_pairs(attributes: str) -> Groups:
 
 
 def axes_of(groups: Groups, mesh: Mesh) -> tuple[Part, ...] | None:
-    """The mesh axes, or parts of axes, along which the devices of each group differ; None if it is no such set.
-
-    >>> [str(p) for p in axes_of(((0, 2), (1, 3), (4, 6), (5, 7)), Mesh("x:8"))]
-    ['x:(2)2']
-    """
+    """The mesh axes, or parts of axes, along which the devices of each group differ; None if groups are no such set."""
     size = len(groups[0]) if groups else 0
     if any(len(g) != size for g in groups) or sum(map(len, groups)) != mesh.size:
         return None
@@ -101,11 +93,7 @@ def axes_of(groups: Groups, mesh: Mesh) -> tuple[Part, ...] | None:
 
 
 def permuted_axes(pairs: Groups, mesh: Mesh) -> tuple[Part, ...]:
-    """The mesh axes along which sources and targets differ.
-
-    >>> [str(p) for p in permuted_axes(((0, 1), (1, 0), (2, 3), (3, 2)), Mesh("x:2;y:2"))]
-    ['y']
-    """
+    """The mesh axes along which sources and targets differ."""
     moved = set()
     for a, b in pairs:
         if max(a, b) < mesh.size:
@@ -115,7 +103,7 @@ def permuted_axes(pairs: Groups, mesh: Mesh) -> tuple[Part, ...]:
 
 
 def _factors(mesh: Mesh) -> list[Part]:
-    """The axes in their prime factors, major first."""
+    """The axes as prime factors, major first."""
     parts = []
     for axis, size in mesh.sizes_by_axis.items():
         before, rest, p = 1, size, 2
@@ -128,7 +116,7 @@ def _factors(mesh: Mesh) -> list[Part]:
 
 
 def _joined(parts: Sequence[Part], mesh: Mesh) -> tuple[Part, ...]:
-    """Neighbouring factors of one axis as one part."""
+    """Merge adjacent factors of one axis into parts."""
     joined: list[Part] = []
     for p in parts:
         last = joined[-1] if joined else None
@@ -149,7 +137,7 @@ def _groups_of(parts: Sequence[Part], mesh: Mesh) -> set[frozenset[int]]:
 
 
 def _refined(parts: Sequence[Part], mesh: Mesh) -> list[Part]:
-    """All parts of the mesh, major first: whole axes where `parts` are whole, else prime factors."""
+    """All parts of the mesh, major first: whole axes where `parts` are whole, otherwise prime factors."""
     if all(p.whole and p.size == mesh.axis_size(p.axis) for p in parts):
         return [Part(a, 1, n, True) for a, n in mesh.sizes_by_axis.items()]
     return _factors(mesh)

@@ -1,4 +1,4 @@
-"""How often a loop of a compiled module runs: what the compiler says, else what its condition and body say."""
+"""Trip counts of loops in a compiled module, from the compiler's annotation or from condition and body."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from meshlib.jax.hlo.text import Computation, HloInstruction, Module
 _KNOWN = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 _INTEGER = re.compile(r"-?\d+")
 _ALIKE = ("copy", "bitcast", "convert", "reshape", "copy-done", "optimization-barrier")
-_COMPARE: Mapping[str, Callable[[int, int], bool]] = {  # of the limit and the counter
+_COMPARE: Mapping[str, Callable[[int, int], bool]] = {  # of limit and counter
     "LT": operator.gt, "LE": operator.ge, "GT": operator.lt, "GE": operator.le, "NE": operator.ne, "EQ": operator.eq,
 }  # fmt: skip
 _FLIPPED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE", "EQ": "EQ"}
 
-Bound = Callable[[int], int | None]  # of a computation's parameter or of its tuple: the integer of an element
+Bound = Callable[[int], int | None]  # of a computation's parameter, or its tuple: element index -> integer
 
 
 def trip_count(module: Module, holder: Computation, loop: HloInstruction) -> int | None:
-    """Trips of a `while` instruction of `holder`; None where they depend on data.
+    """Trips of a `while` instruction of `holder`; None if they depend on data.
 
     A counter that starts at a constant, grows by a constant and is compared with a constant, wherever the compiler has
     put these: into the loop's state, into fusions, behind copies.
@@ -59,7 +59,7 @@ def trip_count(module: Module, holder: Computation, loop: HloInstruction) -> int
 
 
 def _trips(start: int, grows: int, stop: int, direction: str) -> int | None:
-    """How often the counter is compared with `stop` before that no longer holds."""
+    """Number of times that the comparison of the counter with `stop` holds."""
     holds = partial(_COMPARE[direction], stop)
     if not holds(start):
         return 0
@@ -73,7 +73,7 @@ def _trips(start: int, grows: int, stop: int, direction: str) -> int | None:
 
 
 def _comparison(module: Module, condition: Computation) -> tuple[Computation, str, str, str] | None:
-    """The comparison that decides: (its computation, its operands, its direction)."""
+    """The comparison that ends the loop: (its computation, two operands, direction)."""
     at, i = condition, condition.root
     while i is not None and i.opcode in (*_ALIKE, "fusion", "call"):
         if i.opcode in ("fusion", "call"):
@@ -91,7 +91,7 @@ def _comparison(module: Module, condition: Computation) -> tuple[Computation, st
 
 
 def _inlined(outer: Computation, call: HloInstruction, inner: Computation) -> Computation:
-    """One computation of both, in which the parameters of the inner are copies of the operands of the call."""
+    """One computation of both, in which the inner parameters are copies of the call's operands."""
     merged = dict(outer.instructions)
     for name, i in inner.instructions.items():
         if i.opcode == "parameter":
@@ -102,7 +102,7 @@ def _inlined(outer: Computation, call: HloInstruction, inner: Computation) -> Co
 
 
 def _state_index(at: Computation, name: str) -> int | None:
-    """Which element of the loop's state a value is."""
+    """The element of the loop's state that a value is."""
     i = at.instructions.get(name)
     while i is not None and i.opcode in _ALIKE:
         i = at.instructions.get(i.operands[0])
@@ -113,7 +113,7 @@ def _state_index(at: Computation, name: str) -> int | None:
 
 
 def _is_kept(body: Computation, n: int) -> bool:
-    """Whether a trip returns an element of the state as it was."""
+    """Whether a trip returns an element of the state unchanged."""
     root = body.root
     if root is None or root.opcode != "tuple" or n >= len(root.operands):
         return False
@@ -121,12 +121,12 @@ def _is_kept(body: Computation, n: int) -> bool:
 
 
 def _after(module: Module, body: Computation, n: int, value: int) -> int | None:
-    """The counter behind a trip that begins with `value`."""
+    """The counter after a trip that begins with `value`."""
     return _element(module, body, body.root, n, lambda k: value if k == n else None)
 
 
 def _element(module: Module, at: Computation, i: HloInstruction | None, n: int, state: Bound) -> int | None:
-    """Element `n` of a tuple, if it is an integer that is known."""
+    """Element `n` of a tuple, if it is a known integer."""
     while i is not None and i.opcode in _ALIKE:
         i = at.instructions.get(i.operands[0])
     if i is None or i.opcode != "tuple" or n >= len(i.operands):
@@ -135,7 +135,7 @@ def _element(module: Module, at: Computation, i: HloInstruction | None, n: int, 
 
 
 def _integer(module: Module, at: Computation, name: str, state: Bound) -> int | None:
-    """The integer that a scalar is, where it follows from constants and the state."""
+    """The value of an integer scalar, if it follows from constants and the state."""
     i = at.instructions.get(name)
     if i is None:
         return None

@@ -1,4 +1,4 @@
-"""Why a compiled program moves data, as far as its text says: whose data, who needs it, what is split."""
+"""Why a compiled program communicates, as far as its text shows: whose data, which consumer, which dim is split."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshlib.jax.hlo.collectives import HloCollective
 from meshlib.jax.hlo.text import Computation, HloInstruction, Module
 from meshlib.jax.hlo.walk import Frame
 
-# What users write themselves, or a library for them: the primitive's name -> the function.
+# Primitives of collectives that users or libraries call explicitly -> JAX function.
 WRITTEN = {
     "psum": "lax.psum", "psum2": "lax.psum", "psum_invariant": "lax.psum", "pmax": "lax.pmax", "pmin": "lax.pmin",
     "all_gather": "lax.all_gather", "all_gather_invariant": "lax.all_gather", "reduce_scatter": "lax.psum_scatter",
@@ -26,7 +26,7 @@ _ADDS = {"add": "sums", "maximum": "maxima", "minimum": "minima", "and": "conjun
 
 
 def phase_of(op_name: str) -> str:
-    """ "backward", "recomputed" or "forward" of a program that JAX differentiates; "" where nothing says so.
+    """ "backward", "recomputed" or "forward" in a program that JAX differentiates; "" if the text does not say.
 
     >>> phase_of("jit(f)/transpose(jvp())/dot_general"), phase_of("jit(f)/add")
     ('backward', '')
@@ -39,7 +39,7 @@ def phase_of(op_name: str) -> str:
 
 
 def reason_of(module: Module, c: HloCollective, axes: str) -> str:
-    """A sentence: what is split over which axes, and who wants it otherwise.
+    """One sentence: what is split over which axes, and which consumer needs another sharding.
 
     Args:
       module: that holds the collective.
@@ -65,7 +65,7 @@ def reason_of(module: Module, c: HloCollective, axes: str) -> str:
 
 
 def _of_sum(module: Module, c: HloCollective, primitive: str) -> dict[str, str]:
-    """What partial results are, which primitive makes them, and what it does over the split dim."""
+    """Names for the reason of a sum: its partial results, the primitive that makes them, how it uses the split dim."""
     i = c.frame.holder.instructions[c.name]
     adder = module.computations.get(i.called("to_apply") or "")
     what = _ADDS.get(adder.root.opcode, "results") if adder is not None and adder.root is not None else "sums"
@@ -76,7 +76,7 @@ def _of_sum(module: Module, c: HloCollective, primitive: str) -> dict[str, str]:
 
 
 def _made_by(module: Module, c: HloCollective) -> Iterator[str]:
-    """The primitives that make the operands."""
+    """Primitives that produce the operands."""
     holder = c.frame.holder
     for x in holder.instructions[c.name].operands:
         i = holder.instructions.get(x)
@@ -87,13 +87,13 @@ def _made_by(module: Module, c: HloCollective) -> Iterator[str]:
 
 
 def _subject(module: Module, c: HloCollective) -> str:
-    """Whose data move: an argument of the program by its name, else the operation that makes it."""
+    """The data sent: an argument of the program by name, or the operation that produces it."""
     operands = c.frame.holder.instructions[c.name].operands
     return origin(module, c.frame, operands[0]) if operands else "a value"
 
 
 def _reader(c: HloCollective) -> str:
-    """The operation that reads the result."""
+    """The operation that uses the result."""
     own = _primitive(c.op_name)
     waiting, seen = [c.name], set[str]()
     while waiting:
@@ -109,7 +109,7 @@ def _reader(c: HloCollective) -> str:
 
 
 def origin(module: Module, frame: Frame, name: str) -> str:
-    """What a value is, behind casts and copies: "argument 'w'", "a carry of the loop" or "the result of tanh"."""
+    """Origin of a value behind casts and copies: "argument 'w'", "a carry of the loop" or "the result of tanh"."""
     for _ in range(200):
         i = frame.holder.instructions.get(name)
         if i is None:
@@ -135,20 +135,20 @@ def origin(module: Module, frame: Frame, name: str) -> str:
 
 
 def _view(module: Module, i: HloInstruction) -> Computation | None:
-    """What a fusion runs that gives but a cast, copy or part of an operand."""
+    """The computation of a fusion that only casts, copies or slices an operand."""
     inner = module.computations.get(i.called("calls") or "") if i.opcode == "fusion" else None
     return inner if inner is not None and inner.root is not None and inner.root.opcode in _SHOWS else None
 
 
 def _outside(frame: Frame, number: int) -> tuple[Frame, str] | None:
-    """The operand that the parameter of a called computation stands for; None in the entry."""
+    """The caller's operand for a parameter of a called computation; None in the entry computation."""
     if frame.call is None or frame.parent is None:
         return None
     return frame.parent, frame.call.operands[min(number, len(frame.call.operands) - 1)]
 
 
 def _element(module: Module, frame: Frame, i: HloInstruction) -> tuple[Frame, str] | str:
-    """What an element of a tuple is: one step further, or its description."""
+    """The value behind an element of a tuple, or its description."""
     source = frame.holder.instructions.get(i.operands[0])
     n = i.index or 0
     if source is None:

@@ -1,4 +1,4 @@
-"""The named scope that each instruction of a compiled module comes from."""
+"""The named scope of each instruction of a compiled module."""
 
 from __future__ import annotations
 
@@ -9,32 +9,19 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _MADE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
 _SCOPE = re.compile(r'metadata=\{[^}]*?op_name="([^"]*)"')
 _CALLS = re.compile(r"\bcalls=%?([\w.\-]+)")
-_AROUND = re.compile(r" (?:while|conditional)\(")  # what they run is timed by itself
+_AROUND = re.compile(r" (?:while|conditional)\(")  # instructions in their bodies are timed separately
 
 
 def module_name(text: str) -> str:
-    """Of a compiled module.
-
-    >>> module_name("HloModule jit_step, is_scheduled=true")
-    'jit_step'
-    """
+    """Name of a compiled module."""
     match = re.match(r"HloModule ([\w.\-]+)", text)
     return match[1] if match else ""
 
 
 def scopes(text: str) -> dict[str, str]:
-    """Instruction of a compiled module -> the path of named scopes that it comes from; of a fusion its root's, else
-    that of something in it; loops are left out.
-
-    >>> scopes('''HloModule m
-    ... ENTRY %main (p: f32[8]) -> f32[8] {
-    ...   %p = f32[8]{0} parameter(0)
-    ...   ROOT %r = f32[8]{0} negate(%p), metadata={op_name="jit(f)/model/neg"}
-    ... }''')
-    {'p': '', 'r': 'jit(f)/model/neg'}
-    """
+    """Instruction -> its path of named scopes; for a fusion that of its root or any member; loops are left out."""
     scope_of: dict[str, str] = {}
-    inside: dict[str, str] = {}  # computation -> the path of its last instruction that has one
+    inside: dict[str, str] = {}  # computation -> path of its last instruction that has one
     calls: dict[str, str] = {}
     current = ""
     for line in text.splitlines():
@@ -58,15 +45,8 @@ def scopes(text: str) -> dict[str, str]:
 
 
 def scope_in(path: str, known: Mapping[str, object]) -> str | None:
-    """The innermost scope in the path that JAX keeps of an operation.
-
-    >>> known = dict.fromkeys(["layers/scan/add", "add", "all_reduce:add"])
-    >>> scope_in("jit(f)/shard_map/layers/scan/add/while/body/all_reduce:add/psum", known)
-    'all_reduce:add'
-    >>> scope_in("jit(f)/shard_map/layers/scan/add/add", known)
-    'layers/scan/add'
-    """
-    parts = path.split("/")[:-1]  # the last is JAX's own primitive
+    """The innermost scope in the path among those that JAX preserves."""
+    parts = path.split("/")[:-1]  # the last part is JAX's primitive
     scope, begin = None, 0
     while begin < len(parts):
         fits = (end for end in range(len(parts), begin, -1) if "/".join(parts[begin:end]) in known)

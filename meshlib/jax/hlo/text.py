@@ -1,4 +1,4 @@
-"""A compiled module's HLO text, parsed: computations, instructions, operands, source lines."""
+"""Parser of HLO text: computations, instructions, operands, source lines."""
 
 from __future__ import annotations
 
@@ -27,11 +27,7 @@ _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """One array of a shape: its dtype, its sizes, and its bytes on one device without padding.
-
-    >>> Array("bf16", (8, 128)).bytes
-    2048
-    """
+    """One array of a shape: dtype, sizes, and bytes on one device without padding."""
 
     dtype: str
     sizes: tuple[int, ...]
@@ -65,23 +61,23 @@ class HloInstruction:
 
     @property
     def arrays(self) -> tuple[Array, ...]:
-        """The arrays of the result: one, or those of a tuple in order."""
+        """The result arrays: one, or the elements of a tuple in order."""
         return arrays_of(self.shape)
 
     @property
     def op_name(self) -> str:
-        """The path of named scopes and the primitive in the user's program; "" where the compiler kept none."""
+        """Path of named scopes and primitive in the user's program; "" if the compiler kept none."""
         match = _OP_NAME.search(self.attributes)
         return match[1] if match else ""
 
     def called(self, role: str) -> str | None:
-        """The computation that an attribute such as `body` or `calls` names."""
+        """The computation named by an attribute such as `body` or `calls`."""
         match = re.search(rf"\b{role}=%?([\w.\-]+)", self.attributes)
         return match[1] if match else None
 
     @property
     def index(self) -> int | None:
-        """Of a get-tuple-element, which one."""
+        """The element index of a get-tuple-element."""
         match = re.search(r"\bindex=(\d+)", self.attributes)
         return int(match[1]) if match else None
 
@@ -95,12 +91,12 @@ class Computation:
 
     @cached_property
     def root(self) -> HloInstruction | None:
-        """The instruction whose result is the computation's."""
+        """The instruction whose result is the computation's result."""
         return next((i for i in self.instructions.values() if i.is_root), None)
 
     @cached_property
     def users(self) -> Mapping[str, tuple[HloInstruction, ...]]:
-        """Name of an instruction -> those that read it."""
+        """Name of an instruction -> instructions that use it."""
         readers_of: dict[str, list[HloInstruction]] = {}
         for i in self.instructions.values():
             for x in dict.fromkeys(i.operands):
@@ -128,7 +124,7 @@ class Module:
     frames: Mapping[int, tuple[str, int, int]] = field(repr=False, default_factory=dict)
 
     def source(self, i: HloInstruction, hidden: tuple[str, ...] = ()) -> str:
-        """The line that an instruction comes from, as "file.py:12"; the innermost whose file has no part in `hidden`.
+        """The source line of an instruction, as "file.py:12": the innermost frame whose file contains none of `hidden`.
 
         "" where the compiler kept none.
         """
@@ -152,7 +148,7 @@ class Module:
 
 @contextmanager
 def damage_told(what: str) -> Iterator[None]:
-    """In it, what a text lacks or has in a wrong place, which shows when it is looked at, is a ProgramError."""
+    """Turn lookup errors of malformed text inside the block into a ProgramError."""
     try:
         yield
     except MeshlibError:
@@ -164,7 +160,7 @@ def damage_told(what: str) -> Iterator[None]:
 
 
 def parse(text: str, what: str = "explain") -> Module:
-    """The module of an HLO text, such as `compiled.as_text()` returns.
+    """Parse an HLO text, such as `compiled.as_text()` returns.
 
     Raises: ProgramError, which begins with `what`, for a text that is no compiled HLO.
 
@@ -196,7 +192,7 @@ def parse(text: str, what: str = "explain") -> Module:
                 current = ""
             elif _RESULT.match(line) or not body:
                 body.append(line)
-            else:  # attributes of custom kernels go on in further lines
+            else:  # attributes of custom kernels continue on further lines
                 body[-1] += "\n" + line
             continue
         header = None if line.startswith("HloModule") else _HEADER.match(line)
@@ -225,7 +221,7 @@ def arrays_of(shape: str) -> tuple[Array, ...]:
 
 
 def _computation(name: str, lines: list[str], what: str) -> Computation:
-    """Raises: ProgramError for a line that is no instruction, or if none is the root, instead of passing over some."""
+    """Parse a computation. Raises: ProgramError for a line that is no instruction, or a missing root."""
     instructions = {}
     for line in lines:
         i = _instruction(line)
@@ -260,7 +256,7 @@ def _blank(text: str) -> int:
 
 
 def _closing(text: str, begin: int) -> int:
-    """Where the parenthesis that opens at `begin` closes; strings are passed over."""
+    """Position of the parenthesis that closes the one at `begin`; strings are skipped."""
     depth, quoted = 0, False
     for n in range(begin, len(text)):
         c = text[n]
@@ -276,7 +272,7 @@ def _closing(text: str, begin: int) -> int:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """The operands of a list, divided at the commas outside brackets."""
+    """The operands of a list, split at commas outside brackets."""
     depth, begin = 0, 0
     for n, c in enumerate(text):
         if c in "({[":
@@ -300,7 +296,7 @@ def _short(file: str) -> str:
 
 
 def _frames(text: str) -> dict[int, tuple[str, int, int]]:
-    """Stack frame -> file, line, parent, from the tables that newer texts begin with."""
+    """Stack frame -> (file, line, parent), from the tables at the beginning of newer texts."""
     tables: dict[str, dict[int, str]] = {}
     current: dict[int, str] | None = None
     for line in text.splitlines():
@@ -315,7 +311,7 @@ def _frames(text: str) -> dict[int, tuple[str, int, int]]:
     files = tables.get("FileNames", {})
     places = {n: dict(_FIELD.findall(rest)) for n, rest in tables.get("FileLocations", {}).items()}
     frames = {n: dict(_FIELD.findall(rest)) for n, rest in tables.get("StackFrames", {}).items()}
-    # Some versions print the number of the parent plus one: then a frame without parent is its own.
+    # Some versions print the parent's number plus one; then a frame without parent is its own parent.
     shift = any(int(f.get("parent_frame_id", 0)) == n for n, f in frames.items())
     result = {}
     for n, f in frames.items():

@@ -1,4 +1,4 @@
-"""Every instruction that a compiled module runs, and how often: loops by their trips, fusions and calls from inside."""
+"""Traversal of every instruction that a compiled module runs, with counts; enters loops, fusions and calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BRANCHES = ("true_computation", "false_computation")
 
 @dataclass(frozen=True)
 class Frame:
-    """A computation as it runs: which instruction of which computation calls it."""
+    """A computation together with the instruction that calls it, and the caller's frame."""
 
     holder: Computation
     call: HloInstruction | None = None
@@ -22,13 +22,12 @@ class Frame:
 
     @property
     def is_fused(self) -> bool:
-        """Whether this is the inside of a fusion."""
+        """Whether this is the body of a fusion."""
         return self.call is not None and self.call.opcode == "fusion"
 
 
 class HloVisit(NamedTuple):
-    """An instruction as it runs: `times` in one run of the module, None where loops depend on data; `branch`: it is in
-    a branch of a conditional, which may not run."""
+    """An instruction that runs `times` times per run (None: data-dependent); `branch`: in a conditional."""
 
     frame: Frame
     instruction: HloInstruction
@@ -37,7 +36,7 @@ class HloVisit(NamedTuple):
 
 
 def walk(module: Module) -> Iterator[HloVisit]:
-    """All instructions in the order of the schedule; those of a computation behind the one that calls it."""
+    """All instructions in schedule order; those of a called computation follow the call."""
     yield from _within(module, Frame(module.computations[module.entry]), 1, False)
 
 

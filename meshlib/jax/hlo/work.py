@@ -1,4 +1,4 @@
-"""FLOPs of the matrix products of a compiled module, and the cycles that a TPU's compiler expects."""
+"""FLOPs of the matrix products of a compiled module, and the TPU compiler's expected cycles."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
-_KERNELS = ("tpu_custom_call", "mosaic")  # a user's own kernels, whose work no text says
+_KERNELS = ("tpu_custom_call", "mosaic")  # custom kernels, whose work the text does not show
 
 
 @dataclass(frozen=True)
 class CompiledWork:
-    """Work of one device in one run.
+    """Work of one device per run.
 
     flops    of products and convolutions, two for each multiplication and addition; exact, loops by their trips
     cycles   that the compiler expects of everything, 0 where it says nothing
@@ -64,7 +64,7 @@ def _dot(holder: Computation, i: HloInstruction) -> int:
 
 
 def _convolution(holder: Computation, i: HloInstruction) -> int:
-    """Multiplications that meet an element of the input: none of those in padding, or between dilated elements."""
+    """FLOPs of a convolution, without multiplications by padding or dilation zeros."""
     labels = _LABELS.search(i.attributes)
     if labels is None:
         return 0
@@ -96,7 +96,7 @@ def _window(i: HloInstruction) -> dict[str, list[tuple[int, ...]]]:
 
 
 def _meetings(size: int, kernel: int, out: int, window: dict[str, tuple[int, ...]]) -> int:
-    """Pairs of an output and a kernel position, along one spatial dim, that read an element of the input."""
+    """(output, kernel) position pairs along one spatial dim that read an element of the input."""
     stride, before = window.get("stride", (1,))[0], window.get("pad", (0, 0))[0]
     holes, gaps = window.get("rhs_dilate", (1,))[0], window.get("lhs_dilate", (1,))[0]
     starts = np.arange(out, dtype=np.int64) * stride - before

@@ -124,14 +124,14 @@ class Code:
 def prune(code: Code, wanted: Iterable[Var] | None = None) -> set[Var]:
     """Drop the steps whose results nobody needs, and say who uses each value; returns what the code needs."""
     needed = {*(code.outs if wanted is None else wanted)}
-    kept: list[CodeStep] = []
+    needed_steps: list[CodeStep] = []
     for step in reversed(code.steps):
         if any(out in needed for out in step.outs):
-            kept.append(step)
+            needed_steps.append(step)
             needed.update(x for x in step.ins if not x.key)
             for body in step.bodies:
                 needed |= prune(body)
-    code.steps[:] = kept[::-1]
+    code.steps[:] = needed_steps[::-1]
     for step in code.steps:
         for x in {*step.ins}:
             x.users.append(step)

@@ -69,13 +69,15 @@ def _scan(w: StepWriter, step: CodeStep) -> Sequence[Tensor | None]:
     carried = [n for n, x in enumerate(body.ins[:carries]) if not x.key]
     starts = [w.full(w.under(begins[n], body.ins[n].axes), body.ins[n].axes) for n in carried]
     sliced = [(inside, x) for inside, x in zip(body.ins[carries:], xs, strict=True) if not inside.key]
-    kept = [n for n, y in enumerate(body.outs[carries:]) if not y.key]
+    stacked_results = [n for n, y in enumerate(body.outs[carries:]) if not y.key]
     if length == 1:
         w.tensors.update(zip((body.ins[n] for n in carried), starts, strict=True))
         w.tensors.update((inside, w.under(x, [trip, *inside.axes])) for inside, x in sliced)
         w.run(body)
         ends = [w.under(body.outs[n], body.ins[n].axes) for n in carried]
-        return _placed(step, carries, carried, ends, kept, [w.tensor(body.outs[carries + n]) for n in kept])
+        return _placed(
+            step, carries, carried, ends, stacked_results, [w.tensor(body.outs[carries + n]) for n in stacked_results]
+        )
     dim = w.whole_dim(trip)
     stacked, given = [], dict[Var, Tensor]()
     for inside, x in sliced:
@@ -94,7 +96,7 @@ def _scan(w: StepWriter, step: CodeStep) -> Sequence[Tensor | None]:
         inner.tensors.update(zip((inside for inside, _ in stacked), slices, strict=False))
         inner.run(body)
         ends = [inner.full(inner.under(body.outs[n], body.ins[n].axes), body.ins[n].axes) for n in carried]
-        return ends, [inner.tensor(body.outs[carries + n]) for n in kept]
+        return ends, [inner.tensor(body.outs[carries + n]) for n in stacked_results]
 
     finals, stacks = make_loop(
         "scan",
@@ -106,7 +108,7 @@ def _scan(w: StepWriter, step: CodeStep) -> Sequence[Tensor | None]:
         None,
         remat=parts,
     )
-    return _placed(step, carries, carried, finals, kept, [w.apart(y, trip) for y in stacks])
+    return _placed(step, carries, carried, finals, stacked_results, [w.apart(y, trip) for y in stacks])
 
 
 def _placed(

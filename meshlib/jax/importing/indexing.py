@@ -159,21 +159,21 @@ def _gather_axes(axes: Axes, step: CodeStep) -> None:
     offsets, collapsed = [int(n) for n in d.offset_dims], {int(n) for n in d.collapsed_slice_dims}
     index_axes = [axes.new(n) for n in lookup.sizes]
     looked, run = axes.new(x.shape[lookup.axis]), axes.new(lookup.run)
-    kept = {n: axes.new(a.size) for n, a in enumerate(x.axes) if n != lookup.axis and n not in lookup.along}
-    axes.hold(axes.space(), [*index_axes, *kept.values(), looked, run])
+    free_axes = {n: axes.new(a.size) for n, a in enumerate(x.axes) if n != lookup.axis and n not in lookup.along}
+    axes.hold(axes.space(), [*index_axes, *free_axes.values(), looked, run])
     _tie_indices(axes, lookup, index_axes)
     for n, at in lookup.along.items():
         axes.tie(index_axes[at], x.axes[n])
-    for n, label in (*kept.items(), (lookup.axis, looked)):
+    for n, label in (*free_axes.items(), (lookup.axis, looked)):
         axes.tie(label, x.axes[n])
     axes.kin.append((run, looked))
     windows = [n for n in range(len(x.shape)) if n not in collapsed and n not in {*map(int, d.operand_batching_dims)}]
     further = {n for n, _, _ in lookup.more}
-    of_window = {n: run if n == lookup.axis else axes.new(1) if n in further else kept[n] for n in windows}
+    of_window = {n: run if n == lookup.axis else axes.new(1) if n in further else free_axes[n] for n in windows}
     rest, indexed = (of_window[n] for n in windows), iter(index_axes)
     give(axes, out, [next(rest) if n in offsets else next(indexed) for n in range(len(out.shape))])
     table = [
-        looked if n == lookup.axis else kept[n] if n in kept else index_axes[lookup.along[n]]
+        looked if n == lookup.axis else free_axes[n] if n in free_axes else index_axes[lookup.along[n]]
         for n in range(len(x.shape))
     ]
     step.labels = [run, *index_axes, *table]
@@ -279,11 +279,11 @@ def _scatter_axes(axes: Axes, step: CodeStep) -> None:
     assert isinstance(lookup, _Lookup)
     same_axes(axes, CodeStep(step.kind, [x], [out], {}, step.place))
     index_axes = [axes.new(n) for n in lookup.sizes]
-    kept = [a for n, a in enumerate(out.axes) if n != lookup.axis and n not in lookup.along]
-    labels = [axes.new(a.size) for a in kept]
+    free_axes = [a for n, a in enumerate(out.axes) if n != lookup.axis and n not in lookup.along]
+    labels = [axes.new(a.size) for a in free_axes]
     looked = axes.new(x.shape[lookup.axis])
     axes.hold(axes.space(), [*index_axes, *labels, looked])
-    for label, axis in zip([*labels, looked], [*kept, out.axes[lookup.axis]], strict=True):
+    for label, axis in zip([*labels, looked], [*free_axes, out.axes[lookup.axis]], strict=True):
         axes.tie(label, axis)
     for n, at in lookup.along.items():
         axes.tie(index_axes[at], out.axes[n])
@@ -305,9 +305,9 @@ def _scatter(w: StepWriter, step: CodeStep) -> Tensor:
     windows = [int(n) for n in step.params["dimension_numbers"].update_window_dims]
     rest, indexed = iter(labels), iter(index_axes)
     of_updates = [next(rest) if n in windows else next(indexed) for n in range(len(updates.shape))]
-    kept = iter(labels)
+    free_labels = iter(labels)
     target = [
-        looked if n == lookup.axis else index_axes[lookup.along[n]] if n in lookup.along else next(kept)
+        looked if n == lookup.axis else index_axes[lookup.along[n]] if n in lookup.along else next(free_labels)
         for n in range(len(x.shape))
     ]
     table = w.whole(x, target, lookup.axis)

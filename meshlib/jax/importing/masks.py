@@ -86,9 +86,9 @@ def known(array: Array, shape: Shape, dtype: str) -> Tensor:
     """Elements that are part of the program: bands of flags and ranges are made from positions, others are a table."""
     array = array.reshape(shape.sizes)
     if array.ndim == 2 and array.dtype == np.bool_ and (ends := _band(array)) is not None:
-        ahead, behind = ends
+        most_ahead, behind = ends
         rows, keys = map(positions, shape)
-        sides = [] if ahead is None else [greater_equal(_plus(rows, ahead), keys)]
+        sides = [] if most_ahead is None else [greater_equal(_plus(rows, most_ahead), keys)]
         sides += [] if behind is None else [greater_equal(_plus(keys, behind), rows)]
         return sides[0] if len(sides) == 1 else logical_and(sides[0], sides[1])
     if array.ndim == 1 and array.dtype.kind in "iu" and np.array_equal(array, np.arange(array.size)):
@@ -99,12 +99,12 @@ def known(array: Array, shape: Shape, dtype: str) -> Tensor:
 def _band(array: Array) -> tuple[int | None, int | None] | None:
     """(m, n) of flags that hold where a column is at most m ahead of a row and n behind; None for no limit."""
     rows, columns = array.shape
-    ahead = np.subtract.outer(np.arange(rows), np.arange(columns)) * -1
-    held = ahead[array]
+    offsets = np.subtract.outer(np.arange(rows), np.arange(columns)) * -1
+    held = offsets[array]
     if not held.size or held.size == array.size:
         return None
     far, near = int(held.max()), int(held.min())
-    if not np.array_equal(array, (ahead <= far) & (ahead >= near)):
+    if not np.array_equal(array, (offsets <= far) & (offsets >= near)):
         return None
     return None if far == columns - 1 else far, None if near == 1 - rows else -near
 
@@ -171,7 +171,7 @@ class Seen:
 def seen_by(flags: list[Tensor], length: Dimension, memory: Dimension) -> Seen:
     """What flags of queries and keys say, together."""
     behind: int | None = None  # how far a query sees back, at most
-    ahead: int | None = None
+    most_ahead: int | None = None
     masks: list[Tensor] = []
     for flag in (part for f in flags for part in _conjuncts(f)):
         reach = _reach(flag, length.name, memory.name)
@@ -180,13 +180,13 @@ def seen_by(flags: list[Tensor], length: Dimension, memory: Dimension) -> Seen:
         elif reach[0] == "behind":
             behind = reach[1] if behind is None else min(behind, reach[1])
         else:
-            ahead = reach[1] if ahead is None else min(ahead, reach[1])
-    causal = ahead == 0
-    if ahead is None and behind is None:
+            most_ahead = reach[1] if most_ahead is None else min(most_ahead, reach[1])
+    causal = most_ahead == 0
+    if most_ahead is None and behind is None:
         return Seen(False, None, tuple(masks))
     if causal and behind is None:
         return Seen(True, None, tuple(masks))
-    if behind is not None and behind >= 0 and (causal or ahead == behind):
+    if behind is not None and behind >= 0 and (causal or most_ahead == behind):
         return Seen(causal, behind + 1, tuple(masks))
     return Seen(False, None, tuple(flags))
 

@@ -23,22 +23,22 @@ def rules_of(
 ) -> LayoutRules:
     """Rules under which each argument lies as its spec says; see `ImportedGraph.layout`."""
     spec_of: dict[str, tuple[Any, ...]] = {}
-    said: dict[str, int] = {}  # of how many dims a spec speaks
+    dims_covered: dict[str, int] = {}  # of how many dims a spec speaks
     for name, tree in zip(names, specs, strict=True):
         for prefix, spec in _leaves(name, tree):
             below = [a for path, a in arguments.items() if path == prefix or path.startswith(f"{prefix}/")]
             for argument in below:
                 spec_of[argument.name] = _of_dims(argument, spec)
-                said[argument.name] = sum(map(len, argument.axes[: len(spec)]))
+                dims_covered[argument.name] = sum(map(len, argument.axes[: len(spec)]))
     dims: dict[str, Any] = {name: arguments[name].shape.names for name in spec_of}
-    return from_partition_specs(dict[Any, Any](_completed(spec_of, said, dims)), dims, scope)
+    return from_partition_specs(dict[Any, Any](_completed(spec_of, dims_covered, dims)), dims, scope)
 
 
 def _completed(
-    specs: Mapping[str, tuple[Any, ...]], said: Mapping[str, int], dims: Mapping[str, tuple[str, ...]]
+    specs: Mapping[str, tuple[Any, ...]], dims_covered: Mapping[str, int], dims: Mapping[str, tuple[str, ...]]
 ) -> dict[str, tuple[Any, ...]]:
     """Specs that are too short, as `P()` of a bias beside a split kernel, with what others say of their last dims."""
-    first = sorted(specs, key=lambda n: said[n] < len(dims[n]))  # those that say all are to be named in faults
+    first = sorted(specs, key=lambda n: dims_covered[n] < len(dims[n]))  # those that say all are to be named in faults
     split: dict[str, Any] = {}
     for n in first:
         for d, entry in zip(dims[n], specs[n], strict=True):
@@ -47,8 +47,8 @@ def _completed(
     completed = {}
     for n in first:
         spec = specs[n]
-        entries = list(spec[: said[n]])
-        for d in dims[n][said[n] :]:
+        entries = list(spec[: dims_covered[n]])
+        for d in dims[n][dims_covered[n] :]:
             entry, taken = split.get(d), {a for e in entries for a in _axes(e)}
             entries.append(None if taken & {*_axes(entry)} else entry)  # a dim of its own would lie there, too
         completed[n] = tuple(entries)

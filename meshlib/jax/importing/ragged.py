@@ -75,8 +75,8 @@ def _axes(axes: Axes, step: CodeStep) -> None:
 def _write(w: StepWriter, step: CodeStep) -> Tensor:
     (x, y, sizes), (out,), at = step.ins, step.outs, _RaggedAxes.of(step)
     groups, *contracted = step.labels
-    made = [*out.axes][at.groups is None :]
-    batch, rest = made[: len(at.batch)], made[len(at.batch) :]
+    result_axes = [*out.axes][at.groups is None :]
+    batch, rest = result_axes[: len(at.batch)], result_axes[len(at.batch) :]
     left, right = rest[: len(at.left)], rest[len(at.left) :]
     of_x: dict[int, Axis] = {n: a for (n, _), a in zip(at.batch + at.contracted, batch + contracted, strict=True)}
     of_y: dict[int, Axis] = {m: a for (_, m), a in zip(at.batch + at.contracted, batch + contracted, strict=True)}

@@ -76,12 +76,12 @@ def ruled(eqn: Any, axis_env: Sequence[tuple[str, int]] = ()) -> Ruled:
         both = {False: iter(rest), True: iter(floats)}
         return [next(both[n in floating]) for n in range(len(outs))], residuals
 
-    closed, (_, kept) = jax.make_jaxpr(forward, return_shape=True, axis_env=env)(*reals)
+    closed, (_, residual_tree) = jax.make_jaxpr(forward, return_shape=True, axis_env=env)(*reals)
 
     def backward(residuals: Sequence[Any], *cotangents: Any) -> Any:
         return jax.tree_util.tree_unflatten(trees[-1], residuals)(list(cotangents))
 
-    back = jax.make_jaxpr(backward, axis_env=env)(kept, *(outs[n] for n in floating))
+    back = jax.make_jaxpr(backward, axis_env=env)(residual_tree, *(outs[n] for n in floating))
     live, _ = dce_jaxpr(back.jaxpr, [True] * len(moving), instantiate=True)
     return Ruled(closed, core.ClosedJaxpr(live, back.consts), moving, floating)
 
@@ -141,8 +141,8 @@ def _write(w: StepWriter, step: CodeStep) -> Sequence[Tensor | None]:
         results = [w.full(w.under(forward.outs[n], step.outs[n].axes), step.outs[n].axes) for n in live]
         return results, [w.tensor(x) for x in residuals]
 
-    def gradient(kept: Sequence[Tensor], dys: Sequence[Tensor | None]) -> list[Tensor | None]:
-        inner = StepWriter(w.axes, dict(zip(residuals, kept, strict=True)), w.constraints)
+    def gradient(residual_values: Sequence[Tensor], dys: Sequence[Tensor | None]) -> list[Tensor | None]:
+        inner = StepWriter(w.axes, dict(zip(residuals, residual_values, strict=True)), w.constraints)
         of_results = dict(zip(live, dys, strict=True))
         for ct, n in zip(backward.ins, step.params["floating"], strict=True):
             dy, dtype = of_results[n], DTYPES[ct.dtype]

@@ -81,14 +81,14 @@ def _elements(x: Var, depth: int = 8) -> np.ndarray[Any, Any] | None:
 
 def _independent(jaxpr: Any, counters: Sequence[int], ins: Sequence[Var], consts: int, carries: int) -> list[int]:
     """The counters that depend on no others than themselves and known values."""
-    kept = []
+    independent = []
     for n in counters:
         _, used = dce_jaxpr(jaxpr, [m == n for m in range(len(jaxpr.outvars))])
         known = all(ins[m].const is not None and not ins[m].key for m in range(consts) if used[m])
         others = {m for m in range(carries) if used[consts + m]} - {*counters}
         if known and not others and not any(used[consts + carries :]):
-            kept.append(n)
-    return kept if len(kept) < len(counters) else []
+            independent.append(n)
+    return independent if len(independent) < len(counters) else []
 
 
 def _set(

@@ -137,10 +137,10 @@ class StepWriter:
             pairs = [(self.dim(a), self.dim(b)) for a, b in zip(old, new, strict=True)]
             return renamed(t, {a.name: b.name for a, b in pairs if a != b and a in t.shape})
         groups = list(_groups(old, new))
-        kept = {d for left, right in groups if len(left) != 1 or len(right) != 1 for d in left}
-        held = [self.dim(d) for d in old if d in kept or self.dim(d) in t.shape]
+        reshaped = {d for left, right in groups if len(left) != 1 or len(right) != 1 for d in left}
+        held = [self.dim(d) for d in old if d in reshaped or self.dim(d) in t.shape]
         new_dims = [
-            self.dim(d) for left, right in groups for d in right if kept & {*left} or self.dim(left[0]) in t.shape
+            self.dim(d) for left, right in groups for d in right if reshaped & {*left} or self.dim(left[0]) in t.shape
         ]
         return reshape(broadcast(t, held), new_dims)
 

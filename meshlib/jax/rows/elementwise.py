@@ -94,9 +94,9 @@ def _over(function: Callable[..., Any]) -> Callable[..., Array]:
 
     def local(part: RowContext, x: Array) -> Array:
         (names,), out = part.names, part.out.shape.names
-        kept = [n for n in names if n in out]
+        remaining = [n for n in names if n in out]
         y = function(x, axis=tuple(a for a, n in enumerate(names) if n not in out))
-        return aligned(y.astype(x.dtype), kept, out)  # JAX may widen sums of integers
+        return aligned(y.astype(x.dtype), remaining, out)  # JAX may widen sums of integers
 
     return local
 

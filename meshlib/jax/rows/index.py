@@ -90,7 +90,7 @@ def _scatter_add(part: RowContext, updates: Array, indices: Array) -> Array:
         updates = jnp.sum(updates, axis=tuple(u_names.index(n) for n in stray)).astype(updates.dtype)
         u_names = tuple(n for n in u_names if n not in stray)
     batch = tuple(n for n in i_names if n in out.names)
-    kept = tuple(n for n in u_names if n not in i_names)
+    free_names = tuple(n for n in u_names if n not in i_names)
     wrong = _checked(part, 1, indices)
     local = indices - part.offsets[dim]
     hit = (local >= 0) & (local < sizes[dim])
@@ -101,10 +101,10 @@ def _scatter_add(part: RowContext, updates: Array, indices: Array) -> Array:
     place = jnp.where(hit, jnp.broadcast_to(place * sizes[dim], indices.shape) + local, rows).reshape(
         -1
     )  # else outside
-    space = (*i_names, *kept)
+    space = (*i_names, *free_names)
     given = jnp.broadcast_to(aligned(updates, u_names, space), [sizes[n] for n in space]).reshape(place.size, -1)
     table = jnp.zeros((rows, given.shape[1]), updates.dtype).at[place].add(given, mode="drop")
-    names = (*batch, dim, *kept)
+    names = (*batch, dim, *free_names)
     y = aligned(table.reshape([sizes[n] for n in names]), names, out.names)
     return _poison(y, None if wrong is None else jnp.any(wrong))
 

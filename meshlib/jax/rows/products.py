@@ -93,8 +93,8 @@ def _joined(x: Array, names: Names, runs: Sequence[Names]) -> Array:
 def _without(x: Array, names: Names, summed: Names) -> tuple[Array, Names]:
     if not summed:
         return x, names
-    kept = tuple(n for n in names if n not in summed)
-    return jnp.sum(widened(x), axis=tuple(names.index(n) for n in summed)), kept
+    remaining = tuple(n for n in names if n not in summed)
+    return jnp.sum(widened(x), axis=tuple(names.index(n) for n in summed)), remaining
 
 
 @row("einsum", native=True)

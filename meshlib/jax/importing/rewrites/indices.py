@@ -172,8 +172,8 @@ def _scatter(step: CodeStep) -> Function | None:
         updates = lax.transpose(updates, (*(rows[n] for n in (*along, *own)),
                                           *(where[n] for n in (*axes.run_axes, *axes.rest))))  # fmt: skip
         table, first = axes.flat(x), len(along)
-        lead, kept = place.shape[:first], updates.shape[place.ndim :]
-        place, updates = place.reshape(*lead, -1), updates.reshape(*lead, -1, *kept)
+        lead, rest = place.shape[:first], updates.shape[place.ndim :]
+        place, updates = place.reshape(*lead, -1), updates.reshape(*lead, -1, *rest)
         unique = apart or place.shape[-1] == 1 or (known is not None and count == len(along))
         return axes.unflat(_put(step.kind, table, place, updates, first, unique), x_shape)
 
