@@ -13,6 +13,7 @@ from jax import lax
 from layouts import Mesh
 from meshlib.core.graph import Operation
 from meshlib.ops.movement.indexing import index_count
+from meshlib.program.instructions import Instruction
 
 Array: TypeAlias = jax.Array
 Index: TypeAlias = int | Array  # of an element or a block: known at trace time, or only on the device
@@ -33,6 +34,17 @@ class Reported:
     faults: list[Exception] = field(default_factory=list)
 
 
+@dataclass(eq=False)
+class Stack:
+    """The stacked blocks of all trips, of which each trip of a loop updates a part of its own.
+
+    array  the blocks along a first axis; trip: the index of this one's
+    """
+
+    array: Array
+    trip: Array
+
+
 @dataclass(frozen=True)
 class TraceContext:
     """Context of one trace.
@@ -44,6 +56,7 @@ class TraceContext:
     checked   whether indices are checked
     keys      the random key of each operation that draws, before step and trips are folded in
     trips     the trip of each loop around
+    stacks    per update of a part, the stack whose slice it updates in place
     """
 
     mesh: Mesh
@@ -54,6 +67,7 @@ class TraceContext:
     found: Reported
     checked: bool = False
     trips: tuple[Array, ...] = ()
+    stacks: Mapping[Instruction, Stack] = field(default_factory=dict)
 
     def in_trip(self, trip: Any) -> TraceContext:
         """The same context inside one trip of a loop."""

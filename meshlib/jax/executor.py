@@ -10,14 +10,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshlib.core.dtypes import BFLOAT16
 from meshlib.core.errors import ProgramError
 from meshlib.core.graph import Operation
 from meshlib.core.opdef import Factor, Halo, Summary
 from meshlib.jax.collectives import all_summaries, combined_summaries, gathered_run, move, shared_summaries
-from meshlib.jax.context import Array, Index, Reported, TraceContext
+from meshlib.jax.context import Array, Index, Reported, Stack, TraceContext
 from meshlib.jax.repeats import Repeats
 from meshlib.jax.table import BlockRuns, RowContext, row_of, run_row
-from meshlib.program.analysis.buffers import START
+from meshlib.program.analysis.buffers import START, rewritten
 from meshlib.program.exchanges import RUNS, run_factors, summary_factor
 from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value, Widen
 from meshlib.program.interpreter import Interpreter
@@ -32,6 +33,7 @@ class Executor(Interpreter[Array, TraceContext]):
     def __init__(self, context: TraceContext) -> None:
         self.context = context
         self._repeats = Repeats()
+        self._wide: dict[Value, Array] = {}  # of casts to bfloat16, what they cast
 
     def run(self, program: Program, given: Mapping[Value, Array], context: TraceContext) -> dict[Value, Array]:
         """As in the interpreter, with barriers that keep the compiler from merging recomputations."""
@@ -100,39 +102,54 @@ class Executor(Interpreter[Array, TraceContext]):
         body = i.body
         given = dict(zip(body.inputs.values(), inputs, strict=True))
         stacked = {name: (given.pop(body.inputs[name]), i.slice_axis(name)) for name in i.slices}
+        in_place = rewritten(i)  # stacks as carries of their own, since what is sliced and what is stacked never alias
+        over = {end: stacked.pop(start)[0] for end, start in in_place.items()}
+        updates = _single_updates(body, in_place)
         first = {name: x for name, (x, axis) in stacked.items() if axis == 0}
         inside: Reported | None = None
 
-        def trip(carries: list[Array], scanned: tuple[Array, dict[str, Array]]) -> tuple[list[Array], Any]:
+        def trip(
+            state: tuple[list[Array], dict[str, Array]], scanned: tuple[Array, dict[str, Array]]
+        ) -> tuple[tuple[list[Array], dict[str, Array]], Any]:
             nonlocal inside
-            number, slices = scanned
+            (carries, written), (number, slices) = state, scanned
             inside = Reported()
-            here = replace(context.in_trip(number), found=inside)
+            stacks: dict[Instruction, Stack] = {updates[end]: Stack(x, number) for end, x in written.items() if end in updates}
+            here = replace(context.in_trip(number), found=inside, stacks=stacks)
             values = dict(given)
             values.update({body.inputs[begin]: x for (begin, _), x in zip(i.carries, carries, strict=True)})
             for name, (x, axis) in stacked.items():
                 values[body.inputs[name]] = (
                     lax.dynamic_index_in_dim(x, number, axis, keepdims=False) if axis else slices[name]
                 )
+            for end, x in written.items():
+                values[body.inputs[in_place[end]]] = lax.dynamic_index_in_dim(x, number, 0, keepdims=False)
             body_values = self.run(body, values, here)
             left = (inside.checks, inside.prints)
-            return [body_values[body.outputs[end]] for _, end in i.carries], (
-                [body_values[body.outputs[n]] for n in i.stacks],
-                left,
-            )
+            written = {
+                end: stacks[updates[end]].array
+                if end in updates and stacks[updates[end]].array is not x
+                else lax.dynamic_update_index_in_dim(x, body_values[body.outputs[end]], number, 0)
+                for end, x in written.items()
+            }
+            stacked_now = {n: body_values[body.outputs[n]] for n in i.stacks if n not in written}
+            return ([body_values[body.outputs[end]] for _, end in i.carries], written), (stacked_now, left)
 
         begin = [given[body.inputs[name]] for name, _ in i.carries]
         if i.going is not None:
             return self._while(i, trip, begin, context, lambda: inside)
         numbers = jnp.arange(i.trips, dtype=jnp.int32)
-        finals, (stacks, left) = lax.scan(trip, begin, (numbers, first), reverse=i.trip_order.step < 0)
+        (finals, written), (stacks, left) = lax.scan(
+            trip, (begin, over), (numbers, first), reverse=i.trip_order.step < 0
+        )
+        stacks |= written
         assert inside is not None
         checks, prints = left
         context.found.checked += inside.checked
         context.found.checks += [jnp.stack([c[:, 0].max(), c[:, 1].min()]) for c in checks]
         if prints:
             context.found.prints.append(prints)
-        return [*finals, *stacks]
+        return [*finals, *(stacks[n] for n in i.stacks)]
 
     def _branch(self, i: Loop, inputs: Sequence[Array], context: TraceContext) -> list[Array]:
         """One trip in a lax.cond, skipped by devices on which the branch's index is idle."""
@@ -169,7 +186,7 @@ class Executor(Interpreter[Array, TraceContext]):
     def _while(
         self,
         i: Loop,
-        trip: Callable[..., tuple[list[Array], Any]],
+        trip: Callable[..., tuple[tuple[list[Array], dict[str, Array]], Any]],
         begin: list[Array],
         context: TraceContext,
         noted: Callable[[], Reported | None],
@@ -177,14 +194,14 @@ class Executor(Interpreter[Array, TraceContext]):
         """Trips while a carry is true, in one lax.while_loop, which also carries failed checks of all trips."""
         going = [name for name, _ in i.carries].index(i.going or "")
         none = jnp.zeros((), jnp.int32)
-        _, (stacks, (checks, prints)) = jax.eval_shape(lambda: trip(begin, (none, {})))
+        _, (stacks, (checks, prints)) = jax.eval_shape(lambda: trip((begin, {}), (none, {})))
         if stacks or prints:
             what = "shows values" if prints else "stacks values"
             raise ProgramError(f"{i.operation}: a loop with a condition that {what} does not run on JAX")
 
         def another(state: tuple[Array, list[Array], list[Array]]) -> tuple[Array, list[Array], list[Array]]:
             number, carries, before = state
-            after, (_, (wrong, _)) = trip(carries, (number, {}))
+            (after, _), (_, (wrong, _)) = trip((carries, {}), (number, {}))
             merged = [
                 jnp.stack([jnp.maximum(a[0], b[0]), jnp.minimum(a[1], b[1])])
                 for a, b in zip(before, wrong, strict=True)
@@ -205,6 +222,10 @@ class Executor(Interpreter[Array, TraceContext]):
 
     def compute(self, program: Program, i: Compute, inputs: Sequence[Array], context: TraceContext) -> Sequence[Array]:
         op = i.operation
+        if i.opcode == "cast" and op.outputs[0].dtype is BFLOAT16 and inputs[0].dtype == jnp.float32:
+            self._wide[i.outputs[0]] = inputs[0]
+        elif op.opdef.reads_part and not i.exchanges and i.inputs[0] in self._wide:
+            inputs = [self._wide[i.inputs[0]], *inputs[1:]]  # the result is rounded; XLA would cast a whole table
         if op.opdef.show is not None and len(inputs) > 1:
             context.found.prints.append(list(inputs[1:]))
         factors = op.opdef.roles(op)
@@ -227,7 +248,28 @@ class Executor(Interpreter[Array, TraceContext]):
             return _summarised(i, part, split, axes[split.name], inputs)
         if moving:
             return _with_halos(i, part, moving, axes, inputs)
+        if i in context.stacks:
+            stack = context.stacks[i]
+            stack.array = row_of(op).local(part, stack.array, *inputs[1:], trip=stack.trip)
+            return (lax.dynamic_index_in_dim(stack.array, stack.trip, 0, keepdims=False),)
         return run_row(part, row_of(op).local, inputs)
+
+
+def _single_updates(body: Program, in_place: Mapping[str, str]) -> dict[str, Compute]:
+    """The results of a body that are a slice of a stack with another part, by the one instruction that writes it.
+
+    Such a part goes right into the stack: XLA copies a slice that is updated and put back.
+    """
+    makers = {y: i for i in body.instructions for y in i.outputs}
+    updates: dict[str, Compute] = {}
+    for end, start in in_place.items():
+        v = body.outputs[end]
+        i = makers.get(v)
+        if not isinstance(i, Compute) or i.inputs[0] is not body.inputs[start] or i.exchanges or v.margins:
+            continue
+        if row_of(i.operation).stacks:
+            updates[end] = i
+    return updates
 
 
 def _offsets(i: Compute, factors: Sequence[Factor], axes: Axes, context: TraceContext) -> dict[str, Index]:

@@ -46,6 +46,7 @@ class ExplainedCollective:
     seconds        modelled time of one run alone on the network; None where the axes are unknown
     phase, op, source, reason  where it comes from in the user's program, and why
     is_async       whether other work runs meanwhile; conditional: it is in a branch, which may not run
+    follows        names of collectives whose results its operands are parts or copies of
     """
 
     kind: str
@@ -64,6 +65,7 @@ class ExplainedCollective:
     is_async: bool
     conditional: bool
     sliced: bool
+    follows: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> float:
@@ -271,6 +273,7 @@ def _row(
         is_async=c.is_async,
         conditional=c.conditional,
         sliced=c.sliced,
+        follows=c.follows,
     )
 
 

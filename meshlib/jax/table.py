@@ -83,17 +83,21 @@ class JaxRow:
     local   (Part, *arrays) -> array, or a tuple of them
     native  whether bfloat16 operands come as they are, and not as float32
     split   how it runs along a dim of role SUMMARY or SHARE
+    stacks  whether `local` takes `trip=`: operand 0 then is a stack of blocks, of which it updates that one
     """
 
     local: Function
     native: bool = False
     split: SplitRow | None = None
+    stacks: bool = False
 
 
 ROWS: dict[str, JaxRow] = {}
 
 
-def row(name: str, *, native: bool = False, split: SplitRow | None = None) -> Callable[[Function], Function]:
+def row(
+    name: str, *, native: bool = False, split: SplitRow | None = None, stacks: bool = False
+) -> Callable[[Function], Function]:
     """Say how JAX runs an operation of your own: a decorator of a function of one device's blocks.
 
     The function takes a `RowContext` (attributes, names of dims, global offsets) and an array per operand, and returns
@@ -103,6 +107,7 @@ def row(name: str, *, native: bool = False, split: SplitRow | None = None) -> Ca
       name: of the operation, as it was given to `meshlib.core.opdef.operation`.
       native: see above.
       split: how it runs along a split dim of role SUMMARY or SHARE.
+      stacks: whether the function takes `trip=`, an index: operand 0 then is a stack of blocks, and so is the result.
     Raises: GraphError for an operation that there is not, or that has a row.
     Example:
       >>> from meshlib.jax import row
@@ -116,7 +121,7 @@ def row(name: str, *, native: bool = False, split: SplitRow | None = None) -> Ca
         raise GraphError(f"row: operation {name!r} has a row already")
 
     def take(function: Function) -> Function:
-        ROWS[name] = JaxRow(function, native, split)
+        ROWS[name] = JaxRow(function, native, split, stacks)
         return function
 
     return take

@@ -114,6 +114,16 @@ def test_decode_step_writes_into_its_cache() -> None:
     assert program.memory.peak_bytes >= given + scores_bytes
 
 
+def test_a_prompt_goes_into_the_caches_of_all_layers() -> None:
+    """What a trip writes of a layer's cache and nothing in the loop reads goes into the stack, where the slice lies."""
+    config = mtf.models.TransformerConfig(name="t", layers=16, d_model=32, heads=2, head_dim=16, d_ff=32, vocab=32)
+    with mtf.Graph():
+        program = mtf.lower(*mtf.models.prefill(config, 4, 256, 256))
+    stored = [*program.variables.values(), *program.inputs.values()]
+    caches = sum(v.local_bytes for v in stored if "cache_length" in v.tensor.shape)
+    assert program.memory.peak_bytes - sum(v.local_bytes for v in stored) < caches / 4
+
+
 # ---------------------------------------------------------------- experts
 
 

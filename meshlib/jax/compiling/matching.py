@@ -218,6 +218,7 @@ def _match(planned: Sequence[Planned], compiled: Sequence[CompiledPart]) -> list
             False,
         ),
         (_is_part, True),
+        (_evens_out, True),
         (lambda m, p: m.scope == p.scope and len(m.launch.operands) == 1, True),
         (lambda m, p: _same_kind(m, p) and m.times == p.times and _padded(m, p), False),
     ]
@@ -274,6 +275,13 @@ def _is_part(m: CompiledPart, p: Planned) -> bool:
     earlier = [int(before) for a in m.launch.axes or () for before in re.findall(r":\((\d+)\)", a)]
     whole = m.payload_bytes * prod(earlier)  # payload before the stages over the major parts of its axes
     return 0 <= whole - p.payload_bytes <= CLOSE * p.payload_bytes
+
+
+def _evens_out(m: CompiledPart, p: Planned) -> bool:
+    """A permute of what another part of the same collective gave: blocks that are padded to whole tiles are evened out.
+    """
+    parts = {b.launch.name for b in p.became}
+    return m.launch.kind == "collective_permute" and m.times == p.times and not parts.isdisjoint(m.launch.follows)
 
 
 def _difference(p: Planned, planned: Sequence[Planned]) -> Difference | None:

@@ -21,6 +21,7 @@ from meshlib.jax.hlo.walk import Frame, walk
 
 _NAMES = {alias: STEP_KINDS[name] for name in COLLECTIVES for alias in (name, *STEP_KINDS[name].aliases)}
 KINDS = {name.replace("_", "-"): kind for name, kind in _NAMES.items()}  # by opcode
+_PARTS = ("bitcast", "reshape", "get-tuple-element", "copy", "copy-start", "copy-done", "slice", "dynamic-slice")
 _LOOKS = ("bitcast", "reshape", "get-tuple-element", "copy", "convert", "transpose")  # show an operand, or parts of it
 # Host transfers between slices, by the type that the compiler writes.
 BETWEEN = {name.upper(): kind for name, kind in _NAMES.items()}
@@ -44,6 +45,7 @@ class HloCollective:
     source         its line there
     dim            along which blocks are gathered or scattered; None where there is no such dim
     name           of the instruction; `frame` is the computation that holds it, and who calls that
+    follows        names of collectives whose results its operands are parts or copies of
     """
 
     kind: str
@@ -60,6 +62,7 @@ class HloCollective:
     dim: int | None
     name: str
     frame: Frame = field(repr=False, compare=False)
+    follows: tuple[str, ...] = ()
 
     @property
     def group_size(self) -> int:
@@ -180,7 +183,29 @@ def _collective(
         int(match[1]) if (match := _DIMS.search(i.attributes)) else None,
         i.name,
         frame,
+        tuple(_before(module, frame, i)),
     )
+
+
+def _before(module: Module, frame: Frame, i: HloInstruction) -> Iterator[str]:
+    """The collectives behind an operand, through copies, slices and fusions of collectives: those that a compiler cut
+    one collective into follow each other."""
+    holder, call = frame.holder, frame.call
+    if call is not None and frame.parent is not None and call.opcode == "fusion":
+        holder, i = frame.parent.holder, call
+    waiting, seen = list(i.operands), set[str]()
+    while waiting and len(seen) < 50:
+        maker = holder.instructions.get(name := waiting.pop(0))
+        if maker is None or name in seen:
+            continue
+        seen.add(name)
+        if maker.opcode.removesuffix("-start").removesuffix("-done") in KINDS:
+            yield maker.name
+        inner = module.computations.get(maker.called("calls") or "") if maker.opcode == "fusion" else None
+        inside = [j.name for j in inner.instructions.values() if j.opcode in KINDS] if inner else []
+        yield from inside
+        if maker.opcode in _PARTS and not inside:
+            waiting += maker.operands
 
 
 def _is_async(frame: Frame, i: HloInstruction) -> bool:

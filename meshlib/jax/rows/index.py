@@ -126,9 +126,13 @@ def _update_rows(part: RowContext, x: Array, rows: Array, indices: Array) -> Arr
     return jnp.transpose(updated, [order.index(n) for n in range(len(order))])
 
 
-@row("update_slice")
-def _update_slice(part: RowContext, x: Array, new: Array, start: Array) -> Array:
-    """One scatter, which drops what falls outside of this block; a plain update of a whole dim at one place."""
+@row("update_slice", stacks=True)
+def _update_slice(part: RowContext, x: Array, new: Array, start: Array, trip: Array | None = None) -> Array:
+    """One scatter, which drops what falls outside of this block; a plain update of a whole dim at one place.
+
+    The scatter indexes all dims down to the last that decides about a place, so that the block keeps its order of dims:
+    XLA would transpose a whole cache to write a token between its heads.
+    """
     wrong = _checked(part, 2, start)
     dim, run, (names, n_names, s_names) = part.attrs["dim"].name, part.attrs["run"].name, part.names
     if run not in n_names:
@@ -136,15 +140,19 @@ def _update_slice(part: RowContext, x: Array, new: Array, start: Array) -> Array
     if wrong is not None and jnp.issubdtype(new.dtype, jnp.floating):  # NaN, at the last place where it fits
         new = _poison(new, aligned(wrong, s_names, n_names))
         start = jnp.clip(start, 0, index_count(part.operation) - 1)
-    size, count = x.shape[names.index(dim)], new.shape[n_names.index(run)]
+    outer = () if trip is None else (trip,)  # the index of the block in a stack of them
+    sizes, count = dict(zip(names, x.shape[len(outer) :], strict=True)), new.shape[n_names.index(run)]
+    moved = jnp.transpose(new, [n_names.index(run if n == dim else n) for n in names])
+    size = sizes[dim]
     if not s_names and size == part.attrs["dim"].size and part.attrs["out_of_range"] == "error":
-        moved = jnp.transpose(new, [n_names.index(run if n == dim else n) for n in names])
-        return lax.dynamic_update_slice_in_dim(x, moved, start, names.index(dim))
+        begin = (*outer, *(start if n == dim else 0 for n in names))
+        return lax.dynamic_update_slice(x, moved[None] if outer else moved, begin)
     place = start[..., None] + jnp.arange(count, dtype=jnp.int32) - part.offsets[dim]
     place = jnp.where((place >= 0) & (place < size), place, size)  # JAX would count what is negative from the end
-    rest = [n for n in names if n != dim and n not in s_names]
-    order = [names.index(n) for n in (*s_names, dim, *rest)]
-    rows = jnp.indices(place.shape)[:-1]
-    moved = jnp.transpose(x, order).at[(*rows, place)]
-    updated = moved.set(jnp.transpose(new, [n_names.index(n) for n in (*s_names, run, *rest)]), mode="drop")
-    return jnp.transpose(updated, [order.index(n) for n in range(len(order))])
+    indexed = names[: 1 + max(names.index(n) for n in (dim, *s_names))]
+    space = tuple(run if n == dim else n for n in indexed)
+    places = tuple(
+        aligned(place, (*s_names, run), space) if n == dim else aligned(jnp.arange(sizes[n]), (n,), space)
+        for n in indexed
+    )
+    return x.at[(*outer, *places)].set(moved, mode="drop")

@@ -221,7 +221,8 @@ class _Planner:
         if k < len(i.carries):
             return [given[i.carries[k][0]]]
         end = i.stacks[k - len(i.carries)]
-        within = i.body.outputs[end] in i.memory_plan.in_place
+        plan, v = i.memory_plan, i.body.outputs[end]
+        within = v in plan.in_place or v in plan.stored.unstored  # which a trip writes into the stack right away
         return [given[start] for name, start in rewritten(i).items() if name == end and within]
 
     def _dying(self, i: Instruction, k: int, y: Value) -> Iterator[Buffer]:
