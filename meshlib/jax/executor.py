@@ -114,7 +114,9 @@ class Executor(Interpreter[Array, TraceContext]):
             nonlocal inside
             (carries, written), (number, slices) = state, scanned
             inside = Reported()
-            stacks: dict[Instruction, Stack] = {updates[end]: Stack(x, number) for end, x in written.items() if end in updates}
+            stacks: dict[Instruction, Stack] = {
+                updates[end]: Stack(x, number) for end, x in written.items() if end in updates
+            }
             here = replace(context.in_trip(number), found=inside, stacks=stacks)
             values = dict(given)
             values.update({body.inputs[begin]: x for (begin, _), x in zip(i.carries, carries, strict=True)})

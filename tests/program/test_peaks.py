@@ -116,7 +116,8 @@ def test_decode_step_writes_into_its_cache() -> None:
 
 def test_a_prompt_goes_into_the_caches_of_all_layers() -> None:
     """What a trip writes of a layer's cache and nothing in the loop reads goes into the stack, where the slice lies."""
-    config = mtf.models.TransformerConfig(name="t", layers=16, d_model=32, heads=2, head_dim=16, d_ff=32, vocab=32)
+    sizes = {"layers": 16, "d_model": 32, "heads": 2, "head_dim": 16, "d_ff": 32, "vocab": 32}
+    config = mtf.models.TransformerConfig(name="tiny", position="rotary", **sizes)
     with mtf.Graph():
         program = mtf.lower(*mtf.models.prefill(config, 4, 256, 256))
     stored = [*program.variables.values(), *program.inputs.values()]
