@@ -278,7 +278,7 @@ def _is_part(m: CompiledPart, p: Planned) -> bool:
 
 
 def _evens_out(m: CompiledPart, p: Planned) -> bool:
-    """A permute of what another part of the same collective gave: blocks that are padded to whole tiles are evened out."""
+    """A permute of what another part of the collective gave: it evens out blocks that were padded to whole tiles."""
     parts = {b.launch.name for b in p.became}
     return m.launch.kind == "collective_permute" and m.times == p.times and not parts.isdisjoint(m.launch.follows)
 
