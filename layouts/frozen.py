@@ -1,12 +1,15 @@
 """Immutable small value types.
 
 They are keys of dictionaries in hot loops. A frozen dataclass would compute its hash at every look-up;
-these classes compute it once, which needs hand-written `__init__`s, and this base keeps them honest.
+these classes compute it once, which needs hand-written `__init__`s, and this base keeps them honest. Of `Interned`
+classes equal objects are one object, so that a look-up neither hashes nor compares contents.
 """
 
 from __future__ import annotations
 
+from threading import RLock
 from typing import Any, NoReturn
+from weakref import WeakValueDictionary
 
 
 class Frozen:
@@ -48,3 +51,28 @@ class Frozen:
 
     def __delattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"{type(self).__name__} is immutable; {name!r} cannot be deleted")
+
+
+_LOCK = RLock()  # a collection inside may make others
+
+
+class _OneOfEach(type):
+    """The metaclass of `Interned`: a call returns the object that exists already for an equal key."""
+
+    def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> None:
+        super().__init__(name, bases, namespace)
+        cls._objects: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        new = super().__call__(*args, **kwargs)
+        with _LOCK:
+            return cls._objects.setdefault(new._key, new)
+
+
+class Interned(Frozen, metaclass=_OneOfEach):
+    """A base whose equal objects are one object, compared and hashed by identity."""
+
+    __slots__ = ("__weakref__",)
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__

@@ -16,14 +16,14 @@ from typing import TypeAlias, Union
 from layouts.cells import mesh_cell
 from layouts.dims import DimensionLike
 from layouts.errors import LayoutError, nearest
-from layouts.frozen import Frozen
+from layouts.frozen import Interned
 from layouts.parsing import is_iterable, named_sizes
 
 Coordinate: TypeAlias = Sequence[int] | Mapping[str, int]
 MeshLike: TypeAlias = Union["Mesh", str, Mapping[str, int], Iterable[DimensionLike]]
 
 
-class Mesh(Frozen):
+class Mesh(Interned):
     """Ordered axis names with their sizes.
 
     Args:

@@ -18,7 +18,7 @@ from typing import TypeAlias, Union
 from layouts.cells import rules_cell
 from layouts.dims import Dimension, Shape, ShapeLike
 from layouts.errors import LayoutError, nearest
-from layouts.frozen import Frozen
+from layouts.frozen import Interned
 from layouts.mesh import Mesh, MeshLike
 from layouts.parsing import caret, is_iterable, read_pairs
 from layouts.sharding import Axes, Sharding, laid
@@ -71,7 +71,7 @@ AxesLike: TypeAlias = str | Sequence[str] | None
 RulesLike: TypeAlias = Union["LayoutRules", str, Mapping[str, AxesLike], Iterable[Rule | tuple[str, AxesLike]], None]
 
 
-class LayoutRules(Frozen):
+class LayoutRules(Interned):
     """An ordered collection of rules.
 
     Args:

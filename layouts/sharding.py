@@ -16,7 +16,7 @@ from typing import NoReturn, TypeAlias
 from layouts.cells import sharding_cell
 from layouts.dims import Dimension, Shape, ShapeLike
 from layouts.errors import LayoutError, nearest
-from layouts.frozen import Frozen
+from layouts.frozen import Interned
 from layouts.mesh import Coordinate, Mesh, MeshLike
 
 Axes: TypeAlias = tuple[str, ...]
@@ -25,7 +25,7 @@ Pending: TypeAlias = tuple[tuple[str, str], ...]
 PENDING_KINDS = ("sum", "max", "min")
 
 
-class Sharding(Frozen):
+class Sharding(Interned):
     """A shape laid over a mesh.
 
     Axes of size 1 are checked and then left out, so that two shardings that mean the same are equal.
@@ -225,7 +225,7 @@ def block(shape: Shape, counts: tuple[int, ...]) -> Shape:
 
 @lru_cache(maxsize=1 << 16)
 def laid(shape: Shape, mesh: Mesh, axes: tuple[Axes, ...], pending: Pending = ()) -> Sharding:
-    """`Sharding` of just these, made once: what is asked for again and again compares by identity."""
+    """`Sharding` of just these, checked once."""
     return Sharding(shape, mesh, axes, pending)
 
 

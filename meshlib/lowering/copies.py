@@ -111,15 +111,14 @@ class _Tables:
         uses: Sequence[tuple[int | None, int, ClassRows]],
     ) -> None:
         self.home, self.regather, self.producer = copies.home, copies.regather, producer
-        placements = copies.placements()
-        self.placements = {s: n for n, s in enumerate(placements)}
+        self.placements = {s: n for n, s in enumerate(copies.placements())}
+        number = self.placements.__getitem__
         self.made: list[tuple[Spot, ...]] = [
-            tuple([(regions[r] or 0, self.number(s)) for r, s in spots]) for spots in copies.made.classes
+            tuple([(regions[r] or 0, number(s)) for r, s in spots]) for spots in copies.made.classes
         ]
         self.made_of = copies.made.of
         self.uses = [
-            CopyUse(v, r, [tuple(sorted(map(self.number, row))) for row in rows.classes], rows.of)
-            for v, r, rows in uses
+            CopyUse(v, r, [tuple(sorted(map(number, row))) for row in rows.classes], rows.of) for v, r, rows in uses
         ]
         self.number(self.home)  # a copy there serves all regions
         large = [s for s in self.placements if self.regather and s.local_size > self.home.local_size]
@@ -146,11 +145,11 @@ class _Tables:
 
     def _reach(self, use: CopyUse) -> Floats:
         """From each placement (rows) what each class of a use costs."""
-        costs = np.zeros((len(self.placements), len(use.classes)))
+        costs = self.between[:, [wanted[0] if wanted else 0 for wanted in use.classes]]
         for n, wanted in enumerate(use.classes):
-            if len(wanted) == 1:
-                costs[:, n] = self.between[:, wanted[0]]
-            elif wanted:
+            if not wanted:
+                costs[:, n] = 0
+            elif len(wanted) > 1:
                 orders = np.array(list(permutations(wanted)) if len(wanted) <= 3 else [wanted])
                 costs[:, n] = np.minimum.reduce(self._in_order(self.between, orders), axis=1)
         return costs

@@ -130,7 +130,10 @@ def _plain(mesh: Mesh, sources: Sequence[Sharding], targets: Sequence[Sharding],
     scattered: list[Masks] = []
     collectives = np.zeros(left.shape)
     for d in range(len(targets[0].shape)):
-        lost, *gained = _changes([s.axes[d] for s in sources], [s.axes[d] for s in targets], axes)
+        entries = [s.axes[d] for s in sources], [s.axes[d] for s in targets]
+        if len({*entries[0], *entries[1]}) == 1:
+            continue
+        lost, *gained = _changes(*entries, axes)
         summed = np.zeros_like(left)
         for one in gained:  # major first: sums that are scattered come after slices
             sums_up = (one & left) != 0

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from heapq import heappop, heappush
 from math import inf
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ T = TypeVar("T")
 
 MOST_NEIGHBOURS = 40  # of a variable that is eliminated: an array has so many axes
 DOMINANCE_ENTRIES = 400_000  # of the comparisons of a variable's values
+SAMPLES = 8  # of the neighbours' values, under which values are compared first
 
 
 @dataclass(eq=False)
@@ -99,6 +100,23 @@ class _Shared:
         return shared
 
 
+class _Eliminated(NamedTuple):
+    """A variable that is minimised over: its value follows from those of its neighbours."""
+
+    variable: int
+    domain: Ints
+    neighbours: dict[int, Ints]  # their domains
+    scopes: list[Scope]
+    tables: list[Floats]  # that had the variable, one for each scope
+
+    def value(self, values: Sequence[int]) -> int:
+        """The value of the variable where the sum of the tables is least; `values` has those of its neighbours."""
+        at: dict[int, int | slice] = {u: _place(domain, values[u]) for u, domain in self.neighbours.items()}
+        at[self.variable] = slice(None)
+        rows = [t[tuple([at[u] for u in scope])] for scope, t in zip(self.scopes, self.tables, strict=True)]
+        return int(self.domain[np.argmin(sum(rows[1:], rows[0])) if rows else 0])
+
+
 class Elimination:
     """A factor graph while it is being solved: domains shrink, variables go, tables grow."""
 
@@ -110,7 +128,7 @@ class Elimination:
         self.of: dict[int, set[Scope]] = {v: set() for v in self.domain}
         self.near: dict[int, set[int]] = {v: set() for v in self.domain}  # the variables that share a table with one
         self.constant = 0.0
-        self.trail: list[tuple[int, Ints, Scope, list[Ints], Ints]] = []
+        self.trail: list[_Eliminated] = []
         self.changed = set(self.domain)  # the variables whose values may dominate others since they were compared
         self.shared = _Shared()
         for scope, table in graph.tables:
@@ -199,13 +217,13 @@ class Elimination:
     def eliminate(self, v: int) -> None:
         """Minimise over a variable."""
         scope = tuple(sorted(self.near[v]))
-        whole = (*scope, v)
+        whole = (v, *scope)
         own = sorted(self.of[v])
         axes = tuple([tuple(map(whole.index, one)) for one in own])
         tables = [self.take(one) for one in own]
         sizes = tuple([self.size[u] for u in whole])
-        best, least = self.shared.of(("least", axes, sizes), tables, partial(_minimum, sizes, axes, tables))
-        self.trail.append((v, self.domain[v], scope, [self.domain[u] for u in scope], best))
+        least = self.shared.of(("least", axes, sizes), tables, partial(_minimum, sizes, axes, tables))
+        self.trail.append(_Eliminated(v, self.domain[v], {u: self.domain[u] for u in scope}, own, tables))
         self._leave(v)
         self.put(scope, least)
 
@@ -215,7 +233,7 @@ class Elimination:
             table, axis = self.take(scope), scope.index(v)
             rest = self.shared.of(("only", axis), (table,), partial(_only, table, axis))
             self.put(tuple([u for u in scope if u != v]), rest)
-        self.trail.append((v, self.domain[v], (), [], np.zeros((), np.intp)))
+        self.trail.append(_Eliminated(v, self.domain[v], {}, [], []))
         self._leave(v)
 
     def _leave(self, v: int) -> None:
@@ -276,10 +294,8 @@ class Elimination:
     def solution(self, count: int) -> list[int]:
         """The values of all variables, by backtracking; all must have been eliminated."""
         values = [-1] * count
-        for v, domain, scope, domains, best in reversed(self.trail):
-            # Most domains are whole: a value is its own place.
-            at = tuple([_place(d, values[u]) for u, d in zip(scope, domains, strict=True)])
-            values[v] = int(domain[best[at]])
+        for step in reversed(self.trail):
+            values[step.variable] = step.value(values)
         return values
 
     # ------------------------------------------------------------ bounds
@@ -348,23 +364,36 @@ def _dominated(axes: Sequence[int], tables: Sequence[Floats]) -> NDArray[np.bool
     nothing = np.zeros(size, np.bool_)
     if sum([size * table.size for table in tables]) > DOMINANCE_ENTRIES:
         return nothing
-    worst = np.zeros((size, size))  # [y, x]: by how much y may cost more than x
-    for axis, whole in zip(axes, tables, strict=True):
-        table = whole.swapaxes(0, axis).reshape(size, -1)
+    rows = [whole.swapaxes(0, axis).reshape(size, -1) for axis, whole in zip(axes, tables, strict=True)]
+    # What is worse under a few of the neighbours' values needs no comparison under all.
+    samples: Floats = np.add.reduce([table[:, _spread(table.shape[1])] for table in rows])
+    maybe = np.logical_and.reduce(samples[:, None] <= samples + 1e-12 * abs(samples), axis=2)
+    maybe.flat[:: size + 1] = False
+    some, others = maybe.nonzero()
+    if not len(some):
+        return nothing
+    worst = np.zeros(len(some))  # by how much a value may cost more than the other
+    for table in rows:
         if np.isfinite(table).all():
-            worst += np.maximum.reduce(table[:, None, :] - table, axis=2)
+            worst += np.maximum.reduce(table[some] - table[others], axis=1)
             continue
         with np.errstate(invalid="ignore"):
-            more = table[:, None, :] - table[None, :, :]
+            more = table[some] - table[others]
         more[np.isnan(more)] = -inf  # neither is possible
-        step = np.maximum.reduce(more, axis=2)
+        step = np.maximum.reduce(more, axis=1)
         ruled_out = np.isposinf(worst) | np.isposinf(step)
         worst = np.where(ruled_out, inf, np.where(ruled_out, 0, worst) + np.where(ruled_out, 0, step))
-    never: NDArray[np.bool_] = worst <= 0
-    ties = never & never.T
-    never &= ~ties | (np.arange(size)[:, None] < np.arange(size)[None, :])  # of equals the first stays
-    gone: NDArray[np.bool_] = np.any(never, axis=0)
+    maybe[some, others] = worst <= 0
+    ties = maybe & maybe.T
+    maybe &= ~ties | (np.arange(size)[:, None] < np.arange(size)[None, :])  # of equals the first stays
+    gone: NDArray[np.bool_] = np.any(maybe, axis=0)
     return gone
+
+
+@lru_cache(maxsize=1 << 12)
+def _spread(count: int) -> Ints:
+    """A few columns of so many."""
+    return np.linspace(0, count - 1, SAMPLES).astype(np.intp)
 
 
 def _place(domain: Ints, value: int) -> int:
@@ -374,14 +403,14 @@ def _place(domain: Ints, value: int) -> int:
     return int(domain.searchsorted(value))
 
 
-def _minimum(sizes: tuple[int, ...], axes: Sequence[tuple[int, ...]], tables: Sequence[Floats]) -> tuple[Ints, Floats]:
-    """The sum of tables, minimised over the last variable: where the least is, and the least."""
+def _minimum(sizes: tuple[int, ...], axes: Sequence[tuple[int, ...]], tables: Sequence[Floats]) -> Floats:
+    """The sum of tables, minimised over the first variable."""
     total: Floats | float = 0.0
     for own, table in zip(axes, tables, strict=True):
         order, shape = _aligned(own, sizes)
         total = total + (table if order is None else table.transpose(order)).reshape(shape)
     whole = total if isinstance(total, np.ndarray) and total.shape == sizes else np.broadcast_to(total, sizes)
-    return whole.argmin(axis=-1), np.asarray(np.minimum.reduce(whole, axis=-1))
+    return np.asarray(np.minimum.reduce(whole, axis=0))
 
 
 @lru_cache(maxsize=1 << 12)

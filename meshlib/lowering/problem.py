@@ -204,7 +204,7 @@ class Problem:
 
     def _exists(self, op: Operation, t: Tensor, *shardings: Sharding) -> None:
         """Note that a result of an operation exists under some shardings, whatever is chosen."""
-        spots = [(0, s) for s in shardings]
+        spots = tuple([(0, s) for s in shardings])
         if op.opdef.home is Home.GIVEN:
             spots = spots[-1:]
         self._copies(t).set_made(None, (op.region,), self.prices.interned.makes([spots]))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 from layouts import LayoutRules, Mesh, Report
 from meshlib.core.arguments import choice
@@ -28,7 +27,6 @@ from meshlib.program.checker import Sound
 from meshlib.program.records import Program
 
 Outputs = Mapping[str, Tensor] | Sequence[Tensor] | Tensor | None
-T = TypeVar("T", Mesh, LayoutRules)
 PROGRAMS = 32  # that a session keeps: those that were asked for last
 
 
@@ -111,7 +109,7 @@ class Session(Shown):
             balance = Balance(stationary=compiler.stationary_weights)
         elif balance.stationary != compiler.stationary_weights:
             compiler = replace(compiler, stationary_weights=balance.stationary)
-        mesh, rules = _one(Mesh(mesh)), _one(LayoutRules(layout))
+        mesh, rules = Mesh(mesh), LayoutRules(layout)
         self._learn()
         key = (mesh, rules, precision, balance, regather, compiler)
         program = self._programs.pop(key, None) or self._under(mesh, rules)._lowered(*key)
@@ -202,12 +200,6 @@ def _graphs(graph: Graph) -> list[Graph]:
     """A graph and those of the loop bodies in it."""
     bodies = [op.loop.body for op in graph.operations if op.loop is not None]
     return [graph, *(g for body in bodies for g in _graphs(body))]
-
-
-@lru_cache(maxsize=1 << 10)
-def _one(given: T) -> T:
-    """The first of all that are equal: what is looked up by it is found by identity."""
-    return given
 
 
 def fetched_outputs(outputs: Outputs, updates: Sequence[Operation]) -> tuple[dict[str, Tensor], Graph]:

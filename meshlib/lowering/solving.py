@@ -14,7 +14,7 @@ import numpy as np
 from meshlib.lowering.elimination import Elimination, FactorGraph, Solution
 
 TABLE_LIMIT = 400_000  # entries of a table, beyond which a problem is branched on
-SMALL_TABLES = (4_000, 100_000)  # entries: eliminating a variable is cheaper than bounding it
+SMALL_TABLES = (16_000, 100_000)  # entries: eliminating a variable is cheaper than bounding it
 DIVE_TABLE = 100_000
 WINDOW, WINDOW_TABLE, PASSES = 60, 400_000, 4  # variables; entries of a table; how often at most
 SWEEPS = 8  # of dual ascent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -83,8 +84,9 @@ class Pricing:
     def _priced(self, axes: Mapping[str, Axes], passed: tuple[Axes, ...]) -> Strategy | None:
         """An assignment with its price; None where it is impossible."""
         signature, home, prices = self.signature, self.home, self.balance.axis_prices
-        count = home.mesh.group_size
-        blocks = signature.cut(tuple([count(axes[name]) if name in axes else 1 for name in signature.names]))
+        sizes = home.mesh.sizes_by_axis
+        counts = {name: prod([sizes[a] for a in over]) for name, over in axes.items()}
+        blocks = signature.cut(tuple([counts.get(name, 1) for name in signature.names]))
         assigned = None if blocks is None else signature.under(home.mesh, axes, passed)
         if blocks is None or assigned is None:
             return None
@@ -116,7 +118,8 @@ class Pricing:
         for n, x in enumerate(op.inputs):
             numbers: dict[Sharding, int] = {}
             of = np.array([numbers.setdefault(s.choice.operands[n], len(numbers)) for s in found])
-            instead += distances(tuple(numbers), x.dtype.itemsize, self.balance)[of, of[:, None]]
+            if len(numbers) > 1:
+                instead += distances(tuple(numbers), x.dtype.itemsize, self.balance)[of, of[:, None]]
         numbers = {}
         rows = [[numbers.setdefault(at, len(numbers)) for at in (s.made[:1] if several else s.made)] for s in found]
         between = distances(tuple(numbers), sum(y.dtype.itemsize for y in op.outputs), self.balance)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations, product
@@ -60,29 +60,23 @@ class Interned:
     _free: dict[object, Free] = field(default_factory=dict)
     values: dict[object, Values] = field(default_factory=dict)
 
-    def needs(self, rows: Iterable[Sequence[Sharding]]) -> ClassRows:
+    def needs(self, rows: Iterable[tuple[Sharding, ...]]) -> ClassRows:
         """Of the placements that each value needs; their order and repeats do not matter."""
-        return self._one(
-            [(frozenset(row), tuple(dict.fromkeys(row))) if len(row) > 1 else (row, row) for row in map(tuple, rows)]
-        )
+        first: dict[object, tuple[Sharding, ...]] = {}  # of the rows that differ in order alone
+        return self._one([first.setdefault(frozenset(r), tuple(dict.fromkeys(r))) if len(r) > 1 else r for r in rows])
 
-    def makes(self, rows: Iterable[Sequence[tuple[int, Sharding]]]) -> ClassRows:
+    def makes(self, rows: Iterable[tuple[tuple[int, Sharding], ...]]) -> ClassRows:
         """Of the placements that each value makes, with the number of the region in which it does."""
-        distinct = [tuple(dict.fromkeys(row) if len(row) > 1 else row) for row in rows]
-        return self._one([(row, row) for row in distinct])
+        return self._one([tuple(dict.fromkeys(row)) if len(row) > 1 else row for row in rows])
 
-    def _one(self, rows: Sequence[tuple[Hashable, tuple[Any, ...]]]) -> ClassRows:
-        numbers: dict[Hashable, int] = {}
-        classes: list[tuple[Any, ...]] = []
-        of = []
-        for identity, row in rows:
-            of.append(numbers.setdefault(identity, len(classes)))
-            if len(numbers) > len(classes):
-                classes.append(row)
-        key = (tuple(classes), tuple(of))
-        if key not in self._rows:
-            self._rows[key] = ClassRows(classes, np.array(of, np.intp))
-        return self._rows[key]
+    def _one(self, rows: Iterable[tuple[Any, ...]]) -> ClassRows:
+        key = tuple(rows)
+        known = self._rows.get(key)
+        if known is None:
+            numbers = {row: n for n, row in enumerate(dict.fromkeys(key))}
+            of = np.array([numbers[row] for row in key], np.intp)
+            known = self._rows[key] = ClassRows(tuple(numbers), of)
+        return known
 
     def free(self, signature: Signature, home: Sharding, operands: tuple[Free, ...]) -> Free:
         """The recomputation of a tensor that is made of nothing."""
@@ -185,7 +179,9 @@ class Values:
         """The placements of a result that each value makes, with their regions."""
         if n not in self._makes:
             first = -1 if self.op.opdef.home is Home.GIVEN else 0  # a constrained value exists as constrained alone
-            rows = [[(r.region, at) for r in runs for at in self._made(n, r.strategy)][first:] for runs in self.runs]
+            rows = [
+                tuple([(r.region, at) for r in runs for at in self._made(n, r.strategy)][first:]) for runs in self.runs
+            ]
             self._makes[n] = self._interned.makes(rows)
         return self._makes[n]
 

@@ -46,10 +46,9 @@ class Signature:
         self.reducing = tuple(f.name for f in self.factors if f.role.reduces)  # a split leaves the result pending
         self._exchanges = any(f.role in TOGETHER for f in self.factors)
         self._leaves = [(f.name, f.role.pending) for f in self.factors if f.role.pending is not None]
-        # Per dim of each operand, and of the result, the numbers of its factors.
-        self._sides = [_numbers(x, [f.operands[n] for f in self.factors]) for n, x in enumerate(op.inputs)]
-        self._sides.append(_numbers(op.output, [f.outputs[0] for f in self.factors]))
-        self._shares = frozenset(n for n, f in enumerate(self.factors) if f.shares is not None)
+        shares = frozenset(n for n, f in enumerate(self.factors) if f.shares is not None)
+        self._sides = [_Side(x, [f.operands[n] for f in self.factors]) for n, x in enumerate(op.inputs)]
+        self._sides.append(_Side(op.output, [f.outputs[0] for f in self.factors], shares))
         self._blocks: dict[tuple[int, ...], BlockCounts | None] = {}
         self._assigned: dict[object, Assigned | None] = {}
         self.ways: dict[object, Any] = {}  # how the lowering brings results of it to a place
@@ -62,13 +61,11 @@ class Signature:
         return self._blocks[counts]
 
     def _cut(self, counts: tuple[int, ...]) -> BlockCounts | None:
-        op = self.op
-        types = [_block(x, side, counts) for x, side in zip((*op.inputs, op.output), self._sides, strict=True)]
-        *operands, out = types
+        *operands, out = [side.block(counts) for side in self._sides]
         if out is None or None in operands:
             return None
         blocks = tuple([t for t in operands if t is not None])
-        work = op.opdef.work(blocks, out, op.attrs)
+        work = self.op.opdef.work(blocks, out, self.op.attrs)
         return BlockCounts(tuple([t.shape.size for t in blocks]), out.shape.size, work)
 
     def under(self, mesh: Mesh, axes: Mapping[str, Axes], passed: tuple[Axes, ...]) -> Assigned | None:
@@ -79,26 +76,23 @@ class Signature:
         return self._assigned[key]
 
     def _under(self, mesh: Mesh, axes: Mapping[str, Axes], passed: tuple[Axes, ...]) -> Assigned | None:
-        op = self.op
         over = [axes.get(name, ()) for name in self.names]
-        operand_axes = [_entries(side, over) for side in self._sides[:-1]]
-        out_axes = _entries(self._sides[-1], over, self._shares)
-        if out_axes is None or None in operand_axes:
-            return None
         kinds = {a: "sum" for p in passed for a in p}
         for name, kind in self._leaves:
             kinds.update(dict.fromkeys(axes.get(name, ()), kind))
-        try:
-            placed = [
-                laid(x.shape, mesh, entries, tuple([(a, "sum") for a in p]))
-                for x, entries, p in zip(op.inputs, operand_axes, passed, strict=True)
-                if entries is not None
-            ]
-            out = laid(op.output.shape, mesh, out_axes, tuple(kinds.items()))
-        except LayoutError:  # mixed kinds of pending, or a size that does not divide
-            return None
-        exchanges = plan_exchanges(op, self.factors, axes, placed, out) if self._exchanges else ()
-        return Assigned(tuple(placed), out, exchanges)
+        pending = [*[tuple([(a, "sum") for a in p]) for p in passed], tuple(kinds.items())]
+        placed = []
+        for side, waiting in zip(self._sides, pending, strict=True):
+            entries = side.entries(over)
+            if entries is None:
+                return None
+            try:
+                placed.append(laid(side.tensor.shape, mesh, entries, waiting))
+            except LayoutError:  # mixed kinds of pending, or a size that does not divide
+                return None
+        *operands, out = placed
+        exchanges = plan_exchanges(self.op, self.factors, axes, operands, out) if self._exchanges else ()
+        return Assigned(tuple(operands), out, exchanges)
 
     def forget_assignments(self) -> None:
         """Keep what holds for every mesh only."""
@@ -107,39 +101,49 @@ class Signature:
         self.splits.clear()
 
 
-def _numbers(t: Tensor, names: Sequence[str | None]) -> list[list[int]]:
-    """Per dim of a tensor the numbers of its factors, which have these names there."""
-    return [[n for n, name in enumerate(names) if name == dim] for dim in t.shape.names]
+class _Side:
+    """An operand or the result of an operation, and the numbers of the factors that each of its dims is."""
 
+    def __init__(self, tensor: Tensor, names: Sequence[str | None], shares: Set[int] = frozenset()) -> None:
+        self.tensor, self._shares = tensor, shares
+        self._factors = [[n for n, name in enumerate(names) if name == dim] for dim in tensor.shape.names]
+        # Where every dim is one factor, that of each dim.
+        alone = all(len(numbers) == 1 and shares.isdisjoint(numbers) for numbers in self._factors)
+        self._only = [numbers[0] for numbers in self._factors] if alone else None
+        self._blocks: dict[tuple[int, ...], TensorType | None] = {}
 
-def _entries(
-    side: Sequence[Sequence[int]], over: Sequence[Axes], shares: Set[int] = frozenset()
-) -> tuple[Axes, ...] | None:
-    """The axes that split each dim, where each factor is split over some; None if a dim is split in two ways at once.
+    def entries(self, over: Sequence[Axes]) -> tuple[Axes, ...] | None:
+        """The axes that split each dim, where each factor is split over some; None if two factors split one dim.
 
-    What splits a dim already is major of the axes of a factor that `shares` it out.
-    """
-    entries: list[Axes] = []
-    for numbers in side:
-        entry: Axes = ()
-        minor: Axes = ()
-        for n in numbers:
-            if n in shares:
-                minor += over[n]
-            elif over[n]:
-                if entry:
-                    return None
-                entry = over[n]
-        entries.append(entry + minor)
-    return tuple(entries)
+        What splits a dim already is major of the axes of a factor that `shares` it out.
+        """
+        if self._only is not None:
+            return tuple([over[n] for n in self._only])
+        entries: list[Axes] = []
+        for numbers in self._factors:
+            entry: Axes = ()
+            minor: Axes = ()
+            for n in numbers:
+                if n in self._shares:
+                    minor += over[n]
+                elif over[n]:
+                    if entry:
+                        return None
+                    entry = over[n]
+            entries.append(entry + minor)
+        return tuple(entries)
 
-
-def _block(t: Tensor, side: Sequence[Sequence[int]], counts: Sequence[int]) -> TensorType | None:
-    """The type of one device's block; what several factors cut is cut by all."""
-    along = tuple([prod([counts[n] for n in factors]) for factors in side])
-    if any(size % n for size, n in zip(t.shape.sizes, along, strict=True)):
-        return None
-    return TensorType(block(t.shape, along), t.dtype)
+    def block(self, counts: Sequence[int]) -> TensorType | None:
+        """The type of one device's block, None where a size does not divide; what several factors cut is cut by all."""
+        if self._only is not None:
+            along = tuple([counts[n] for n in self._only])
+        else:
+            along = tuple([prod([counts[n] for n in numbers]) for numbers in self._factors])
+        if along not in self._blocks:
+            shape = self.tensor.shape
+            divides = not any(size % n for size, n in zip(shape.sizes, along, strict=True))
+            self._blocks[along] = TensorType(block(shape, along), self.tensor.dtype) if divides else None
+        return self._blocks[along]
 
 
 @dataclass(eq=False)

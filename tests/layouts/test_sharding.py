@@ -35,8 +35,7 @@ def test_blocks_tile_the_tensor(s):
 @given(shardings())
 def test_is_a_value(s):
     again = Sharding(s.shape, s.mesh, s.axes, s.pending)
-    assert again == s == pickle.loads(pickle.dumps(s))
-    assert hash(again) == hash(s)
+    assert again is s is pickle.loads(pickle.dumps(s))  # equal ones are one
     assert s.with_axes(s.axes) == s.with_pending(s.pending) == s
     assert s.drop_pending().pending == ()
     assert s.split_axes.isdisjoint(s.pending_axes)

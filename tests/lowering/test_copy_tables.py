@@ -26,11 +26,11 @@ def drawn(rng: random.Random) -> tables.Copies:
     """A tensor that is computed in forward, by some values of its variable in backward too, and used in both."""
     interned = Interned()
     copies = tables.Copies(rng.choice(PLACEMENTS), 4, Balance(), regather=rng.random() < 0.5)
-    makes = [[(0, s)] for s in rng.sample(PLACEMENTS, 2)]
-    makes += [[(0, s), (1, rng.choice(PLACEMENTS))] for s in rng.sample(PLACEMENTS, 3)]
+    makes: list[tuple[tuple[int, Sharding], ...]] = [((0, s),) for s in rng.sample(PLACEMENTS, 2)]
+    makes += [((0, s), (1, rng.choice(PLACEMENTS))) for s in rng.sample(PLACEMENTS, 3)]
     copies.set_made(0, REGIONS, interned.makes(makes))
     for variable, region in enumerate(REGIONS, start=1):
-        copies.add_use(variable, region, interned.needs([[s] for s in rng.sample(PLACEMENTS, 4)]))
+        copies.add_use(variable, region, interned.needs([(s,) for s in rng.sample(PLACEMENTS, 4)]))
     return copies
 
 
