@@ -170,6 +170,9 @@ class Chip:
         if not isinstance(boxes, tuple):
             raise HardwareError(f"{where}longer_boxes must be boxes ((a, b, c), ...), not {boxes!r:.80}")
         object.__setattr__(self, "longer_boxes", tuple(wholes(where + "longer_boxes", box, low=1) for box in boxes))
+        self._check_figures(where)
+
+    def _check_figures(self, where: str) -> None:
         if all(self.peak(dtype) is None for dtype in DTYPES):
             raise HardwareError(where + "at least one of peak_bf16_flops, peak_int8_flops, ... must be given")
         if self.hbm_reserved_bytes >= self.hbm_bytes:

@@ -223,15 +223,7 @@ def _check(
 ) -> None:
     """Raise FeedError with everything that is wrong with the arguments of `Batches`."""
     faults, counts = examples_of(arrays)
-    if not isinstance(remainder, str) or remainder not in REMAINDERS:
-        faults.append(f"remainder must be 'drop' or 'pad', got {remainder!r:.80}{nearest(remainder, REMAINDERS)}")
-    if not isinstance(batch_size, int | np.integer) or not _whole(batch_size, 1):
-        faults.append(f"batch_size must be an integer >= 1, got {batch_size!r:.80}")
-    elif remainder == "drop" and counts and 0 < min(counts.values()) < batch_size:
-        faults.append(
-            f"a batch of {batch_size} is larger than the data of {min(counts.values())} examples, and 'drop' would "
-            "leave nothing; use a smaller batch_size, or remainder='pad'"
-        )
+    faults += _size_faults(counts, batch_size, remainder)
     if seed is not None and (not _whole(seed, 0) or int(seed) >= 2**64):  # type: ignore[call-overload]
         faults.append(f"shuffle_seed must be None or an integer from 0 to 2**64 - 1, got {seed!r:.80}")
     if epochs is not None and not _whole(epochs, 1):
@@ -244,3 +236,18 @@ def _check(
         faults.append(f"the mask's name '{mask}' is also that of an array; give another, as in mask='{mask}_of_batch'")
     if faults:
         raise FeedError(f"Batches: {'; '.join(faults)}")
+
+
+def _size_faults(counts: Mapping[str, int], batch_size: object, remainder: object) -> list[str]:
+    """What is wrong with the size of batches of so many examples, and with what becomes of the rest."""
+    faults = []
+    if not isinstance(remainder, str) or remainder not in REMAINDERS:
+        faults.append(f"remainder must be 'drop' or 'pad', got {remainder!r:.80}{nearest(remainder, REMAINDERS)}")
+    if not isinstance(batch_size, int | np.integer) or not _whole(batch_size, 1):
+        faults.append(f"batch_size must be an integer >= 1, got {batch_size!r:.80}")
+    elif remainder == "drop" and counts and 0 < min(counts.values()) < batch_size:
+        faults.append(
+            f"a batch of {batch_size} is larger than the data of {min(counts.values())} examples, and 'drop' would "
+            "leave nothing; use a smaller batch_size, or remainder='pad'"
+        )
+    return faults

@@ -204,6 +204,13 @@ def _levels(experts: object, routing: object, form: str | None, what: str) -> li
     return levels
 
 
+def _chosen_form(grouped: Tensor, many: Dimension, routing: Routing, takes_all: bool) -> tuple[str, Routing]:
+    """How tokens move where the user does not say; `takes_all`: one level, whose experts have room for all tokens."""
+    if takes_all:
+        return _without_room(grouped, many, routing)
+    return "einsum" if grouped.shape[-2].size <= EINSUM_TOKENS else "gather", routing
+
+
 def _routed(
     x: Tensor,
     levels: Sequence[Level],
@@ -230,10 +237,8 @@ def _routed(
     tokens = grouped.shape[-2]
     room = routing.places(many.size, tokens.size, training)
     places = Dimension(f"{PLACES}_inner" if held else PLACES, room)
-    if form is None and room == tokens.size and not (inner or held):
-        form, routing = _without_room(grouped, many, routing)
-    elif form is None:
-        form = "einsum" if tokens.size <= EINSUM_TOKENS else "gather"
+    if form is None:
+        form, routing = _chosen_form(grouped, many, routing, room == tokens.size and not (inner or held))
     rows = inside.rows(grouped, routing) if form == "grouped" else None
     decision = decide(grouped, tokens, inside.outer, places, routing, training, mask, share, numerics, held, rows)
     slots, back, gates, grouping = decision.slots, None, None, None

@@ -48,6 +48,19 @@ def read_idx(path: str | os.PathLike[str], dims: int | None = None) -> NDArray[A
 
 def _array(stream: Any, path: object, dims: int | None, size: int | None, most_bytes: int) -> NDArray[Any]:
     """The array in a stream, of which no more is read than its header says; `size`: of the stream, if it is known."""
+    dtype, shape = _header(stream, path, dims)
+    header, expected_bytes = 4 + 4 * len(shape), math.prod(shape) * dtype.itemsize
+    raw, actual_bytes = _content(stream, header, expected_bytes, size, most_bytes)
+    if header + actual_bytes > most_bytes:
+        raise DataError(f"{path}: it unpacks to more than {most_bytes:,} bytes; if it is sound, gunzip it")
+    if actual_bytes != expected_bytes:
+        fault = "truncated data" if actual_bytes < expected_bytes else "trailing bytes"
+        raise DataError(f"{path}: {fault}: expected {expected_bytes} bytes for shape {shape}, found {actual_bytes}")
+    return np.frombuffer(raw, dtype).reshape(shape).astype(dtype.newbyteorder("="))
+
+
+def _header(stream: Any, path: object, dims: int | None) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Dtype and shape of the array that follows; `dims`: how many it must have."""
     magic = stream.read(4)
     if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in IDX_TYPES or not 1 <= magic[3] <= 32:
         codes = "|".join(f"{code:02x}" for code in IDX_TYPES)
@@ -63,8 +76,11 @@ def _array(stream: Any, path: object, dims: int | None, size: int | None, most_b
     shape = tuple(int(n) for n in np.frombuffer(sizes, ">u4"))
     if 0 in shape:
         raise DataError(f"{path}: expected at least 1 element, found 0 in shape {shape}")
-    dtype = np.dtype(IDX_TYPES[magic[2]])
-    expected_bytes = math.prod(shape) * dtype.itemsize
+    return np.dtype(IDX_TYPES[magic[2]]), shape
+
+
+def _content(stream: Any, header: int, expected_bytes: int, size: int | None, most_bytes: int) -> tuple[bytes, int]:
+    """What follows the header, and how many bytes that is: what exceeds the expected bytes is counted, not kept."""
     raw = b""
     if size is None or size - header == expected_bytes:
         raw = stream.read(min(expected_bytes, most_bytes - header) + 1)
@@ -74,9 +90,4 @@ def _array(stream: Any, path: object, dims: int | None, size: int | None, most_b
         actual_bytes += more
         if not more:
             break
-    if header + actual_bytes > most_bytes:
-        raise DataError(f"{path}: it unpacks to more than {most_bytes:,} bytes; if it is sound, gunzip it")
-    if actual_bytes != expected_bytes:
-        fault = "truncated data" if actual_bytes < expected_bytes else "trailing bytes"
-        raise DataError(f"{path}: {fault}: expected {expected_bytes} bytes for shape {shape}, found {actual_bytes}")
-    return np.frombuffer(raw, dtype).reshape(shape).astype(dtype.newbyteorder("="))
+    return raw, actual_bytes

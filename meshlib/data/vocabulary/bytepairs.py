@@ -71,9 +71,7 @@ class BytePairs:
         )
         self.pieces, self.specials, self.added = tuple(pieces), dict(specials), dict(added or {})
         self.normal_form = None if normal_form is None else choice(normal_form, WHAT, "normal_form", FORMS)
-        self.blanks = {name: tuple(sides) for name, sides in (blanks or {}).items()}
-        if any(side not in STRIPS for sides in self.blanks.values() for side in sides):
-            raise GraphError(f"{at(WHAT)}: blanks are taken {' or '.join(STRIPS)} a token, got {blanks!r:.80}")
+        self.blanks = _sides_of_blanks(blanks or {})
         self.end_name = next((name for name in ENDS if name in self.specials), None) if end_name is None else end_name
         if self.end_name is not None and self.end_name not in self.specials:
             self._special(self.end_name)
@@ -332,3 +330,11 @@ def _check_merges(merges: object, pieces: Sequence[bytes], ordinary: set[bytes])
 
 def _bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
+
+
+def _sides_of_blanks(blanks: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
+    """On which sides of special tokens blanks go with them."""
+    sides_of = {name: tuple(sides) for name, sides in blanks.items()}
+    if any(side not in STRIPS for sides in sides_of.values() for side in sides):
+        raise GraphError(f"{at(WHAT)}: blanks are taken {' or '.join(STRIPS)} a token, got {blanks!r:.80}")
+    return sides_of

@@ -134,6 +134,13 @@ def _element(module: Module, at: Computation, i: HloInstruction | None, n: int, 
     return _integer(module, at, i.operands[n], state)
 
 
+_ARITHMETIC: dict[str, Callable[[int, int], int]] = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+}
+
+
 def _integer(module: Module, at: Computation, name: str, state: Bound) -> int | None:
     """The value of an integer scalar, if it follows from constants and the state."""
     i = at.instructions.get(name)
@@ -151,9 +158,7 @@ def _integer(module: Module, at: Computation, name: str, state: Bound) -> int | 
         if inner is None or inner.root is None:
             return None
         return _integer(module, _inlined(at, i, inner), inner.root.name, state)
-    if i.opcode in ("add", "subtract", "multiply"):
+    if i.opcode in _ARITHMETIC:
         a, b = (_integer(module, at, x, state) for x in i.operands)
-        if a is None or b is None:
-            return None
-        return a + b if i.opcode == "add" else a - b if i.opcode == "subtract" else a * b
+        return None if a is None or b is None else _ARITHMETIC[i.opcode](a, b)
     return None

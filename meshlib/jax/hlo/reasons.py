@@ -147,6 +147,20 @@ def _outside(frame: Frame, number: int) -> tuple[Frame, str] | None:
     return frame.parent, frame.call.operands[min(number, len(frame.call.operands) - 1)]
 
 
+def _value_of_loop(body: Computation, around: Frame, loop: HloInstruction, n: int) -> tuple[Frame, str] | str:
+    """What element `n` of a loop's state is: what it begins with, if trips pass it on; else its description."""
+    root = body.root
+    back = body.instructions.get(root.operands[n]) if root is not None and n < len(root.operands) else None
+    while back is not None and back.opcode in ("copy", "bitcast"):
+        back = body.instructions.get(back.operands[0])
+    if back is None or back.opcode != "get-tuple-element" or back.index != n:
+        return "a carry of the loop"
+    begin = around.holder.instructions.get(loop.operands[0])
+    if begin is not None and begin.opcode == "tuple":
+        return around, begin.operands[n]
+    return "a value of the loop"
+
+
 def _element(module: Module, frame: Frame, i: HloInstruction) -> tuple[Frame, str] | str:
     """The value behind an element of a tuple, or its description."""
     source = frame.holder.instructions.get(i.operands[0])
@@ -158,16 +172,7 @@ def _element(module: Module, frame: Frame, i: HloInstruction) -> tuple[Frame, st
     if source.opcode == "parameter" and frame.call is not None and frame.parent is not None:
         if frame.call.opcode != "while":
             return frame.parent, frame.call.operands[0]
-        root = frame.holder.root
-        back = frame.holder.instructions.get(root.operands[n]) if root is not None and n < len(root.operands) else None
-        while back is not None and back.opcode in ("copy", "bitcast"):
-            back = frame.holder.instructions.get(back.operands[0])
-        if back is None or back.opcode != "get-tuple-element" or back.index != n:
-            return "a carry of the loop"
-        begin = frame.parent.holder.instructions.get(frame.call.operands[0])
-        if begin is not None and begin.opcode == "tuple":
-            return frame.parent, begin.operands[n]
-        return "a value of the loop"
+        return _value_of_loop(frame.holder, frame.parent, frame.call, n)
     if source.opcode in ("while", "conditional"):
         return f"a result of a {'loop' if source.opcode == 'while' else 'branch'}"
     primitive = _primitive(i.op_name or source.op_name)

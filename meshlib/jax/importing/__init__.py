@@ -244,14 +244,24 @@ def _faults(step: Any) -> list[str]:
         return [f"{where}: an unknown primitive{hint or '; use functions that have one: meshlib/jax/README.md'}"]
     fault = rule.fault(step)
     faults = [] if fault is None else [f"{where}: {fault}"]
+    if any(_exceeds_int32(x) for x in step.ins):
+        faults.append(f"{where}: of integers beyond int32")
+    return faults + [f"{where}: of dtype {dtype}{_INSTEAD.get(dtype, '')}" for dtype in _unknown_dtypes(step)]
+
+
+def _unknown_dtypes(step: Any) -> list[str]:
     strange = {x.dtype for x in step.outs if not x.key and x.dtype not in DTYPES}
     if not step.kind.startswith(("jit:_", "random", "scan", "checkpoint", "cond")):
         strange |= {x.dtype for x in step.ins if x.dtype not in DTYPES and x.const is None}
-    whole = np.iinfo("int32")
-    big = [x for x in step.ins if x.const is not None and x.dtype in ("int64", "uint32") and not x.key]
-    if any(x.const is not None and (x.const.max() > whole.max or x.const.min() < whole.min) for x in big):
-        faults.append(f"{where}: of integers beyond int32")
-    return faults + [f"{where}: of dtype {dtype}{_INSTEAD.get(dtype, '')}" for dtype in sorted(strange)]
+    return sorted(strange)
+
+
+def _exceeds_int32(x: Any) -> bool:
+    """Whether a constant has integers that int32 has not."""
+    if x.const is None or x.dtype not in ("int64", "uint32") or x.key:
+        return False
+    limits = np.iinfo("int32")
+    return bool(x.const.max() > limits.max or x.const.min() < limits.min)
 
 
 def _graph(

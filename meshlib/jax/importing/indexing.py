@@ -47,37 +47,37 @@ class _Lookup:
 def _is_positions(x: Var, axis: int) -> bool:
     """Whether a value counts 0, 1, ... along an axis and is the same along others."""
     while True:
-        step = x.maker
         if x.const is not None:
             shape = [1] * len(x.shape)
             shape[axis] = x.shape[axis]
-            return bool(
-                np.array_equal(
-                    np.broadcast_to(x.const, x.shape), np.broadcast_to(np.arange(x.shape[axis]).reshape(shape), x.shape)
-                )
-            )
+            positions = np.broadcast_to(np.arange(x.shape[axis]).reshape(shape), x.shape)
+            return bool(np.array_equal(np.broadcast_to(x.const, x.shape), positions))
+        step = x.maker
         if step is None:
             return False
         if step.kind == "iota":
             return int(step.params["dimension"]) == axis
-        if step.kind == "broadcast_in_dim":
-            to = [int(n) for n in step.params["broadcast_dimensions"]]
-            if axis not in to or step.ins[0].shape[to.index(axis)] != x.shape[axis]:
-                return False
-            x, axis = step.ins[0], to.index(axis)
-        elif step.kind == "reshape":
-            old, new = ([n for n, size in enumerate(v.shape) if size > 1] for v in (step.ins[0], x))
-            if [step.ins[0].shape[n] for n in old] != [x.shape[n] for n in new] or axis not in new:
-                return False
-            x, axis = step.ins[0], old[new.index(axis)]
-        elif step.kind == "select_n" and len(step.ins) == 3:
-            x = _unwrapped(x)
-            if x.maker is step:
-                return False
-        elif step.kind in ("convert_element_type", "copy"):
-            x = step.ins[0]
-        else:
+        source = _same_along(x, axis, step)
+        if source is None:
             return False
+        x, axis = source
+
+
+def _same_along(x: Var, axis: int, step: CodeStep) -> tuple[Var, int] | None:
+    """The operand of `step`, and its axis, that counts as its result does along an axis; None: another operation."""
+    operand = step.ins[0]
+    if step.kind == "broadcast_in_dim":
+        to = [int(n) for n in step.params["broadcast_dimensions"]]
+        same = axis in to and operand.shape[to.index(axis)] == x.shape[axis]
+        return (operand, to.index(axis)) if same else None
+    if step.kind == "reshape":
+        old, new = ([n for n, size in enumerate(v.shape) if size > 1] for v in (operand, x))
+        same = [operand.shape[n] for n in old] == [x.shape[n] for n in new] and axis in new
+        return (operand, old[new.index(axis)]) if same else None
+    if step.kind == "select_n" and len(step.ins) == 3:
+        source = _unwrapped(x)
+        return None if source.maker is step else (source, axis)
+    return (operand, axis) if step.kind in ("convert_element_type", "copy") else None
 
 
 def _unwrapped(x: Var) -> Var:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from hardware.slices import Slice
 from layouts import Dimension, LayoutRules, Mesh, Rule, Shape
@@ -208,18 +208,36 @@ def _rule_keys(
     return {RULES: changed} if changed else {}
 
 
-def _wanted(
-    config: TransformerConfig, rules: LayoutRules, mesh: Mesh, missing: list[str]
-) -> dict[str, list[tuple[str, ...]]]:
+Wanted: TypeAlias = dict[str, list[tuple[str, ...]]]  # by name of MaxText's dim
+
+
+def _wanted(config: TransformerConfig, rules: LayoutRules, mesh: Mesh, missing: list[str]) -> Wanted:
     """The axes that each of MaxText's dims needs, the longest of several first."""
-    wanted: dict[str, list[tuple[str, ...]]] = {}
+    wanted: Wanted = {}
+    _want_weights(wanted, config, rules, mesh, missing)
+    _want_activations(wanted, config, rules, mesh)
+    _want(wanted, "activation_kv_heads", wanted["activation_heads"][0])
+    _want(wanted, "activation_batch_moe", wanted["activation_batch"][0])
+    _want(wanted, "activation_embed_and_logits_batch", wanted["activation_batch"][0])
+    length = [r for r in rules.for_dim("length") if r.dim == "length"]
+    whole = length[0].axes if length else ()
+    _want(wanted, "activation_norm_length", whole)
+    in_context = tuple(a for a in whole if not length[0].optional or a.startswith("context"))
+    _want(wanted, "activation_length", in_context)
+    return wanted
 
-    def want(name: str, axes: tuple[str, ...]) -> None:
-        options = wanted.setdefault(name, [])
-        if axes not in options:
-            options.append(axes)
-            options.sort(key=len, reverse=True)
 
+def _want(wanted: Wanted, name: str, axes: tuple[str, ...]) -> None:
+    options = wanted.setdefault(name, [])
+    if axes not in options:
+        options.append(axes)
+        options.sort(key=len, reverse=True)
+
+
+def _want_weights(
+    wanted: Wanted, config: TransformerConfig, rules: LayoutRules, mesh: Mesh, missing: list[str]
+) -> None:
+    """Add the axes of the dims of all weights; faults of those that can't be split so go to `missing`."""
     for tensor in weights(config).values():
         shape = Shape([Dimension(dim, mesh.size) for dim, _ in tensor if dim])
         try:
@@ -228,20 +246,16 @@ def _wanted(
             missing.append(str(fault).splitlines()[0])
             continue
         for dim, name in tensor:
-            want(name, sharding.of(dim) if dim else ())
+            _want(wanted, name, sharding.of(dim) if dim else ())
+
+
+def _want_activations(wanted: Wanted, config: TransformerConfig, rules: LayoutRules, mesh: Mesh) -> None:
+    """Add the axes of the dims of activations that the model has."""
     dims = {dim for tensor in weights(config).values() for dim, _ in tensor} | {"batch"}
     for dim, name in ((dim, name) for dim, name in ACTIVATIONS.items() if dim in dims):
         beside = "batch_unsplit" if dim in ("experts", "expert_d_ff") else "batch"
         shape = Shape([Dimension(d, mesh.size) for d in dict.fromkeys((beside, dim))])
-        want(name, rules.fitting(shape, mesh, "activations").of(dim))
-    want("activation_kv_heads", wanted["activation_heads"][0])
-    want("activation_batch_moe", wanted["activation_batch"][0])
-    want("activation_embed_and_logits_batch", wanted["activation_batch"][0])
-    length = [r for r in rules.for_dim("length") if r.dim == "length"]
-    whole = length[0].axes if length else ()
-    want("activation_norm_length", whole)
-    want("activation_length", tuple(a for a in whole if not length[0].optional or a.startswith("context")))
-    return wanted
+        _want(wanted, name, rules.fitting(shape, mesh, "activations").of(dim))
 
 
 def _options(options: list[tuple[str, ...]]) -> list[tuple[str, ...]]:

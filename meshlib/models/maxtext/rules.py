@@ -98,6 +98,16 @@ class Translation:
     differing: tuple[str, ...] = ()
 
 
+def _longest(per_weight: Iterable[Mapping[str, tuple[str, ...]]]) -> dict[str, tuple[str, ...]]:
+    """The most axes that any weight gives to each dim."""
+    longest: dict[str, tuple[str, ...]] = {}
+    for axes_of_dim in per_weight:
+        for dim, axes in axes_of_dim.items():
+            if dim and len(axes) >= len(longest.get(dim, ())):
+                longest[dim] = axes
+    return longest
+
+
 def translated(s: Settings, config: TransformerConfig, axes: AxisSizes, pipelined: bool) -> Translation:
     """The layout of a configuration on a mesh.
 
@@ -115,11 +125,7 @@ def translated(s: Settings, config: TransformerConfig, axes: AxisSizes, pipeline
         for what, named in weights(config).items()
     }
     _check_heads(s, config, per_weight, sizes)
-    variables: dict[str, tuple[str, ...]] = {}
-    for axes_of_dim in per_weight.values():
-        for dim, got in axes_of_dim.items():
-            if dim and len(got) >= len(variables.get(dim, ())):
-                variables[dim] = got
+    variables = _longest(per_weight.values())
     activations = {dim: used(assigned(rules, [name])[0]) for dim, name in ACTIVATIONS.items()}
     length = used(assigned(rules, ["activation_length"])[0])
     normed = used(assigned(rules, ["activation_norm_length"])[0])

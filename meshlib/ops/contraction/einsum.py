@@ -54,12 +54,14 @@ class MatmulPlan:
 @lru_cache(maxsize=65536)
 def matmul_plan(a: Names, b: Names, out: Names) -> MatmulPlan:
     """The classes of the dims of `a` and `b`, with the order of operands that avoids transposing the result."""
-    batch = tuple(n for n in out if n in a and n in b)
-    contracted = tuple(n for n in a if n in b and n not in out)
-    rows = tuple(n for n in out if n in a and n not in b)
-    columns = tuple(n for n in out if n in b and n not in a)
-    summed_a = tuple(n for n in a if n not in b and n not in out)
-    summed_b = tuple(n for n in b if n not in a and n not in out)
+    here = {"a": {*a}, "b": {*b}, "out": {*out}}
+
+    def only_in(names: Names, *holders: str) -> Names:
+        return tuple([n for n in names if [h for h in here if n in here[h]] == [*holders]])
+
+    batch, contracted = only_in(out, "a", "b", "out"), only_in(a, "a", "b")
+    rows, columns = only_in(out, "a", "out"), only_in(out, "b", "out")
+    summed_a, summed_b = only_in(a, "a"), only_in(b, "b")
     if out == batch + columns + rows and out != batch + rows + columns:
         return MatmulPlan(summed_b, summed_a, batch, columns, contracted, rows, True)
     return MatmulPlan(summed_a, summed_b, batch, rows, contracted, columns, False)
@@ -246,6 +248,24 @@ EINSUM = operation(
 )
 
 
+def _operands(xs: Sequence[Tensor]) -> list[Tensor]:
+    """The operands that a user gave: at least one."""
+    if isinstance(xs, Tensor):
+        raise ShapeError(f"{at('einsum')}: takes a list of tensors, got one tensor; write einsum([x, w], ...)")
+    operands = [tensor(x, "einsum") for x in items(xs, "einsum", "xs")]
+    if not operands:
+        raise ShapeError(f"{at('einsum')}: needs at least one tensor, got an empty list")
+    return operands
+
+
+def _kept_dims(a: Tensor, b: Tensor, later: Sequence[Tensor], out: Shape) -> Shape:
+    """The dims of the product of two operands that later ones or the result have."""
+    if not later:
+        return out
+    wanted = {d.name for y in later for d in y.shape} | set(out.names)
+    return Shape([d for d in union([a.shape, b.shape]) if d.name in wanted])
+
+
 def einsum(
     xs: Sequence[Tensor],
     output_shape: Shape | Sequence[Dimension] | None = None,
@@ -286,13 +306,8 @@ def einsum(
       >>> print(mtf.einsum([x, w], reduced_dims=[mtf.Dimension("inner", 4)]).shape)
       [batch:8, outer:2]
     """
-    if isinstance(xs, Tensor):
-        raise ShapeError(f"{at('einsum')}: takes a list of tensors, got one tensor; write einsum([x, w], ...)")
-    xs = items(xs, "einsum", "xs")
-    if not xs:
-        raise ShapeError(f"{at('einsum')}: needs at least one tensor, got an empty list")
+    operands = _operands(xs)
     choice(precision, "einsum", "precision", PRECISIONS)
-    operands = [tensor(x, "einsum") for x in xs]
     result_dtype = None if dtype is None else as_dtype(dtype)
     out = _output_shape(operands, output_shape, reduced_dims)
     if len(operands) == 1:
@@ -309,10 +324,7 @@ def einsum(
             raise ShapeError(f"{at('einsum')}: {fault}", *operands) from None
     result = operands[0]
     for i, x in enumerate(operands[1:], start=2):
-        keep = out
-        if i < len(operands):
-            later = {d.name for y in operands[i:] for d in y.shape} | set(out.names)
-            keep = Shape([d for d in union([result.shape, x.shape]) if d.name in later])
+        keep = _kept_dims(result, x, operands[i:], out)
         if integers:
             result = _product_of_integers(result, x, keep, name)
         else:

@@ -13,6 +13,7 @@ from math import prod
 import numpy as np
 
 from meshlib.core.dtypes import BOOL, INT32
+from meshlib.core.graph import TensorType
 from meshlib.core.opdef import Array, Block, Halo
 from meshlib.ops.rules import align
 
@@ -108,17 +109,21 @@ class LocalAttention:
         self.dy = align(arrays[3], named[3], (*rows, self.value)) if with_cotangent else None
         count = 4 if with_cotangent else 3
         pairs = (*rows, self.memory)
-        further = zip(arrays[count:], block.inputs[count:], strict=True)
-        extra = [(align(x, t.shape.names, pairs), t.dtype) for x, t in further]
-        self.mask = next((x for x, dtype in extra if dtype is BOOL), None)
-        self.segments = [x for x, dtype in extra if dtype is INT32]  # of queries and of keys
-        self.bias = next((x for x, dtype in extra if dtype.is_wide_float), None)
+        self._take_optional(arrays[count:], block.inputs[count:], pairs)
         # Halo ranges of a window begin at `starts`.
         runs = isinstance(block.operation.opdef.lower, Halo)
         self.first_query = block.start(0, self.length) if runs else block.offsets[self.length]
         self.first_key = block.start(1, self.memory) if runs else block.offsets[self.memory]
         whole = block.operation.inputs[1].shape.dim(self.memory).size
-        self.blind = bool(extra) or self.k.shape[-2] < whole  # whether a query may see no key in this block
+        # whether a query may see no key in this block
+        self.blind = len(arrays) > count or self.k.shape[-2] < whole
+
+    def _take_optional(self, arrays: Sequence[Array], types: Sequence[TensorType], pairs: Names) -> None:
+        """Mask, segments of queries and of keys, and bias, told apart by their dtypes."""
+        aligned = [(align(x, t.shape.names, pairs), t.dtype) for x, t in zip(arrays, types, strict=True)]
+        self.mask = next((x for x, dtype in aligned if dtype is BOOL), None)
+        self.segments = [x for x, dtype in aligned if dtype is INT32]
+        self.bias = next((x for x, dtype in aligned if dtype.is_wide_float), None)
 
     def batches(self) -> Iterator[KeysAndValues]:
         """Ranges of batch items with about `_CHUNK` scores each."""

@@ -6,7 +6,7 @@ convolution exchanges halos itself. The result is that of the whole image, cut i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from layouts import Dimension
 from meshlib.core.arguments import at
@@ -81,9 +81,29 @@ def in_whole(
     if not {*by_name.values()}.isdisjoint((*inner, x.shape[-1])):
         raise ShapeError(f"{at(what)}: the dims that count blocks must not be spatial dims or the channels of {x}")
     outer = [d for d in x.shape.dims[: -count - 1] if d not in by_name.values()]
+    y = conv(_joined_blocks(x, inner, outer, by_name))
+    return _cut_again(what, x, y, inner, outer, by_name)
+
+
+def _joined_blocks(
+    x: Tensor, inner: Sequence[Dimension], outer: Sequence[Dimension], by_name: Mapping[str, Dimension]
+) -> Tensor:
+    """x as [outer, whole spatial dims, channels]; `by_name`: spatial dim -> the dim that counts its blocks."""
     beside = [d for s in inner for d in ([by_name[s.name]] if s.name in by_name else []) + [s]]
     whole = [Dimension(by_name[s.name].name, by_name[s.name].size * s.size) if s.name in by_name else s for s in inner]
-    y = conv(reshape(transpose(x, [*outer, *beside, x.shape[-1]]), [*outer, *whole, x.shape[-1]]))
+    return reshape(transpose(x, [*outer, *beside, x.shape[-1]]), [*outer, *whole, x.shape[-1]])
+
+
+def _cut_again(
+    what: str,
+    x: Tensor,
+    y: Tensor,
+    inner: Sequence[Dimension],
+    outer: Sequence[Dimension],
+    by_name: Mapping[str, Dimension],
+) -> Tensor:
+    """A result for whole spatial dims, cut into as many blocks as x has, with dims in the order of x."""
+    count = len(inner)
     parts, block_dims = [*y.shape.dims[: len(outer)]], y.shape.dims[len(outer) : len(outer) + count]
     for d, s in zip(block_dims, inner, strict=True):
         b = by_name.get(s.name)

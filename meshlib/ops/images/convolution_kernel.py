@@ -60,13 +60,17 @@ class Classes:
         return Classes(first, second, out, group, rows, columns, contracted, inputs, taps, outputs)
 
 
-def convolved(x: Array, w: Array, out: Array, dims: Classes, slides: Sequence[Slide], engine: Engine) -> None:
-    """Write the convolution of `x` and `w` into `out`; `slides` are in indices of these blocks."""
+def _narrows(x: Array, w: Array, dims: Classes, slides: Sequence[Slide]) -> bool:
+    """Whether products at each tap, which leave far fewer channels, come before the sum over taps."""
     channels, new_channels = (prod(a.shape[names.index(n)] for n in classes) for a, names, classes in
                       ((x, dims.first, dims.contracted), (w, dims.second, dims.columns)))  # fmt: skip
-    # otherwise most products of taps are unused
-    short = prod(s.first for s in slides) <= 2 * prod(s.out for s in slides)
-    if dims.rows and all(s.stride == 1 for s in slides) and channels > _NARROWING * new_channels and short:
+    short = prod(s.first for s in slides) <= 2 * prod(s.out for s in slides)  # else most products of taps are unused
+    return bool(dims.rows) and all(s.stride == 1 for s in slides) and channels > _NARROWING * new_channels and short
+
+
+def convolved(x: Array, w: Array, out: Array, dims: Classes, slides: Sequence[Slide], engine: Engine) -> None:
+    """Write the convolution of `x` and `w` into `out`; `slides` are in indices of these blocks."""
+    if _narrows(x, w, dims, slides):
         _add_products_at_taps(x, w, out, dims, slides, engine)
         return
     for parts in product(*(tuple(s.plain()) for s in slides)):

@@ -293,15 +293,21 @@ def _scatter_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> T
     return TensorType(shape, updates.dtype)
 
 
+def _summed_to(x: Array, names: tuple[str, ...], wanted: tuple[str, ...]) -> tuple[Array, tuple[str, ...]]:
+    """An array summed over the dims that are not wanted, and the names of the others."""
+    extra = tuple(n for n in names if n not in wanted)
+    if not extra:
+        return x, names
+    summed = np.add.reduce(x, axis=tuple(names.index(n) for n in extra), dtype=x.dtype)
+    return summed, tuple(n for n in names if n not in extra)
+
+
 def _scatter_local(block: Block, updates: Array, indices: Array) -> Array:
     """scatter_add as row updates of a table: [index dims of the result and `dim`, the other dims of the result]."""
     dim: Dimension = block.attrs["dim"]
     (u_names, i_names), out_names = (t.shape.names for t in block.inputs), block.out.shape.names
     sizes = {d.name: d.size for t in (*block.inputs, block.out) for d in t.shape}
-    stray = tuple(n for n in u_names if n not in i_names and n not in out_names)
-    if stray:
-        updates = np.add.reduce(updates, axis=tuple(u_names.index(n) for n in stray), dtype=updates.dtype)
-        u_names = tuple(n for n in u_names if n not in stray)
+    updates, u_names = _summed_to(updates, u_names, (*i_names, *out_names))
     batch = tuple(n for n in i_names if n in out_names)
     kept = tuple(n for n in u_names if n not in i_names)
     chosen, hit = _block_indices(block, indices, sizes[dim.name])

@@ -21,7 +21,7 @@ gated layer in five kernels, the exponential of a softmax in three to five, sine
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshlib.core.opdef import MOST_OPS, THROUGH, Kind, Storage
@@ -65,7 +65,6 @@ class StoredValues:
 
     def __post_init__(self) -> None:
         program = self.program
-        end = len(program.instructions)
         self._producers = {y: i for i in program.instructions for y in i.outputs}
         self._read_by: dict[int, set[Value]] = {}  # what each group reads
         self._users: dict[Value, list[Instruction]] = {}
@@ -78,11 +77,7 @@ class StoredValues:
             self._read_by.setdefault(i.group, set()).update(i.inputs)
             for x in i.inputs:
                 self._users.setdefault(x, []).append(i)
-        # One kernel reads all operands of a group.
-        groups = {i.group: n for n, i in enumerate(program.instructions)}
-        uses = {x: n for x, n in program.last_use.items() if x not in self.written}
-        uses |= {x: n for x, n in users.items() if x in self.written}
-        self.last = {x: groups[program.instructions[n].group] if n < end else n for x, n in uses.items()}
+        self.last = self._last_uses(users)
         self._asked = asked | self.written
         for n, i in enumerate(program.instructions):
             if _is_through(i) and not (i.outputs[0] in self.fused or i.outputs[0] in self._asked):
@@ -99,6 +94,15 @@ class StoredValues:
         kernel = isinstance(i, Compute) and not i.exchanges and i.operation.opdef.scores is not None
         return kernel and n in (1, 2) and isinstance(producer, Compute) and producer.operation.opdef.repeated
 
+    def _last_uses(self, users: Mapping[Value, int]) -> dict[Value, int]:
+        """Each value's last use: the last instruction of that group, since one kernel reads all operands of a group."""
+        program = self.program
+        groups = {i.group: n for n, i in enumerate(program.instructions)}
+        uses = {x: n for x, n in program.last_use.items() if x not in self.written}
+        uses |= {x: n for x, n in users.items() if x in self.written}
+        end = len(program.instructions)
+        return {x: groups[program.instructions[n].group] if n < end else n for x, n in uses.items()}
+
     def _decide(self, n: int, i: Instruction) -> None:
         (y,) = i.outputs
         readers = {u.group for u in self._users.get(y, ()) if not _reads_part(u, y)} - {i.group}
@@ -106,12 +110,7 @@ class StoredValues:
         if recomputation is None or recomputation.ops > MOST_OPS * y.local_size:
             return
         sources = [x for x in recomputation.of if x.local_size * SMALL > y.local_size]
-        inside = [x for x in sources if x in self.fused and x not in self.inside]  # would be written for it
-        recomputed_bytes = sum(x.local_bytes for g in readers for x in sources if x not in self._read_by[g])
-        recomputed_bytes += sum(x.local_bytes for x in inside)
-        stored_bytes = y.local_bytes * (1 + len(readers))
-        if self._runs_alone(y, recomputation):
-            stored_bytes += sum(x.local_bytes for x in sources if x not in inside)  # nobody else needs them there
+        stored_bytes, recomputed_bytes = self._traffic(y, recomputation, sources, readers)
         if recomputed_bytes >= stored_bytes > 0:
             return
         self.again[y] = recomputation
@@ -121,6 +120,18 @@ class StoredValues:
             self.last[x] = max(self.last.get(x, 0), self.last.get(y, n))
             if x in self.fused:
                 self.inside.add(x)
+
+    def _traffic(
+        self, y: Value, recomputation: Recomputation, sources: Sequence[Value], readers: Collection[int]
+    ) -> tuple[int, int]:
+        """Bytes of HBM traffic if `y` is stored, and if the groups that read it recompute it from `sources`."""
+        inside = [x for x in sources if x in self.fused and x not in self.inside]  # would be written for it
+        recomputed_bytes = sum(x.local_bytes for g in readers for x in sources if x not in self._read_by[g])
+        recomputed_bytes += sum(x.local_bytes for x in inside)
+        stored_bytes = y.local_bytes * (1 + len(readers))
+        if self._runs_alone(y, recomputation):
+            stored_bytes += sum(x.local_bytes for x in sources if x not in inside)  # nobody else needs them there
+        return stored_bytes, recomputed_bytes
 
     def _runs_alone(self, y: Value, recomputation: Recomputation) -> bool:
         """Whether nothing else in the group of `y` needs what it is made of, or what makes it, but for small values."""
