@@ -1,4 +1,4 @@
-"""PartitionSpecs of an imported program: of the user's arrays, whose axes may be products of the program's dims."""
+"""PartitionSpecs for the arrays of an imported function, whose axes may be products of the program's dims."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from meshlib.program.records import Program
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """The PartitionSpec of one of the user's arrays, and the dims whose axes it can't say."""
+    """The PartitionSpec of one of the user's arrays, and the split dims that it cannot express."""
 
     spec: PartitionSpec
     unsaid: tuple[str, ...] = ()
 
 
 def graph_of(program: Program) -> ImportedGraph | None:
-    """The imported graph that a program was lowered from, if it was one."""
+    """The imported graph that a program was lowered from, if any."""
     named: Sequence[Value] = (*program.variables.values(), *program.inputs.values(), *program.outputs.values())
     graph = next((v.tensor.graph for v in named), None)
     return graph if isinstance(graph, ImportedGraph) else None
 
 
 def array_spec(axes: Sequence[Shape], sharding: Sharding) -> ArraySpec:
-    """The spec of an array each of whose axes is the product of some dims.
+    """The spec of an array whose axes are products of dims.
 
-    An axis is cut into contiguous blocks: mesh axes of a minor dim can be said only where those before it are split
-    down to single elements.
+    An axis is cut into contiguous blocks: mesh axes of a minor dim can be expressed only where all
+    dims before it are split down to single elements.
 
     >>> sharding = Sharding("heads:4;head_dim:8;out:6", "x:4;y:2", [("x",), ("y",), ()])
     >>> tuple(array_spec([Shape("heads:4;head_dim:8"), Shape("out:6")], sharding).spec)
@@ -61,7 +61,7 @@ def array_spec(axes: Sequence[Shape], sharding: Sharding) -> ArraySpec:
 
 
 def specs_of(graph: ImportedGraph, program: Program) -> dict[str, dict[str, ArraySpec]]:
-    """The specs of variables, inputs and outputs of a program, in the axes of the user's arrays."""
+    """Specs of a program's variables, inputs and outputs, in terms of the user's arrays."""
 
     def of(name: str, v: Value) -> ArraySpec:
         axes = _axes_of(graph, v.tensor)
@@ -72,7 +72,7 @@ def specs_of(graph: ImportedGraph, program: Program) -> dict[str, dict[str, Arra
 
 
 def _axes_of(graph: ImportedGraph, t: Tensor) -> Sequence[Shape] | None:
-    """The dims of each axis of the array that a tensor is; None if it is none of the user's."""
+    """The dims of each axis of the user's array behind a tensor; None if there is no such array."""
     variable = t.operation if t.operation.name in graph.arguments else graph.gradient_of.get(t)
     if variable is not None and variable.name in graph.arguments:
         return graph.arguments[variable.name].axes
@@ -82,7 +82,7 @@ def _axes_of(graph: ImportedGraph, t: Tensor) -> Sequence[Shape] | None:
 def argument_shardings(
     graph: ImportedGraph, specs: Mapping[str, PartitionSpec], mesh: jax.sharding.Mesh, args: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """A tree of shardings for each argument of the function, in the form in which it takes them."""
+    """A tree of shardings for each argument of the function, in the structure of that argument."""
     shardings = []
     for name, arg in zip(graph._names(len(args)), args, strict=True):
         flat, tree = jax.tree_util.tree_flatten_with_path(arg)
@@ -98,9 +98,9 @@ def _of_leaf(specs: Mapping[str, PartitionSpec], name: str) -> PartitionSpec:
 def compiled(
     graph: ImportedGraph, program: Program, specs: Mapping[str, Mapping[str, PartitionSpec]], mesh: jax.sharding.Mesh
 ) -> Any | None:
-    """The user's function, or it and its gradient, compiled under `jit` with these specs of arguments and results.
+    """The user's function (with its gradient if the program needs it), jitted with these shardings.
 
-    None if the program does more than that: it updates variables, or computes what is added to the function.
+    None if the program does more: it updates variables, or has operations added after the import.
     """
     if graph.call is None or any(isinstance(i, Commit) for i in program.instructions):
         return None
@@ -109,7 +109,7 @@ def compiled(
         return None
     call = graph.call
     if len(jax.tree_util.tree_leaves(jax.eval_shape(call.function, *call.shapes))) != len(graph.outputs):
-        return None  # keys and complex numbers are other results here
+        return None  # keys and complex numbers are results in another form
     sloped = sorted({n for kind, n in wanted.values() if kind == "gradient"})
     given = specs["variables"] | specs["inputs"]  # type: ignore[operator]
 
@@ -136,7 +136,7 @@ def compiled(
 
 
 def _result_of(graph: ImportedGraph, t: Tensor) -> Any:
-    """Which result of the function a tensor is, or of which argument the gradient, by number; None if neither."""
+    """Number of the function's result that a tensor is, or of the argument whose gradient it is; None if neither."""
     assert graph.call is not None
     for n, y in enumerate(graph.outputs.values()):
         if y is t:

@@ -1,4 +1,4 @@
-"""A JAX function, unchanged, as a program of the library: its axes become dims with names, its steps operations.
+"""Import of unchanged JAX functions: axes become named dims, primitives become operations of the library.
 
 `jax.make_jaxpr` traces it; nothing is computed or allocated. Axes are named by unification over the primitives
 (`axes`), steps are written in the library's own operations (`writing`, and a table of rules by primitive), attention
@@ -20,7 +20,7 @@ from meshlib.core.errors import GraphError
 from meshlib.core.initializers import Initializer, zeros
 from meshlib.core.replay import all_operations, needed
 from meshlib.core.source_lines import UNKNOWN_LINE, users_function
-from meshlib.jax.importing import (  # the table's rows
+from meshlib.jax.importing import (  # registers the rules by primitive
     control,
     convolution,
     draws,
@@ -71,7 +71,7 @@ def from_jax(
     float16: str | None = None,
     kernels: Mapping[str, Callable[..., Any]] | None = None,
 ) -> ImportedGraph:
-    """A JAX function as a graph, from which on everything of the library works: layouts, reasons, estimates.
+    """Import a JAX function as a graph, for use with layouts, estimates and everything else in the library.
 
     Args:
       fn: a function of arrays and trees of them; its forward pass, as of a loss. It may use jit, scan, checkpoint,
@@ -170,11 +170,11 @@ def _argnums(argnums: object, count: int) -> tuple[int, ...]:
 
 
 def _leaves(tracing: Tracing, own: Sequence[str], args: Sequence[Any], numbers: Sequence[int]) -> list[Leaf]:
-    """The arrays among the arguments, each with axes of its own."""
+    """The arrays among the arguments, each with new axes."""
     named_parts = []
     for n, (name, arg) in enumerate(zip(own, args, strict=True)):
         for path, leaf, known in named_leaves([name], [arg]):
-            var = tracing.var(leaf, of_keys=leaf.shape[-1:] in ((2,), (4,)))  # as jax.random.PRNGKey makes them
+            var = tracing.var(leaf, of_keys=leaf.shape[-1:] in ((2,), (4,)))  # as jax.random.PRNGKey creates them
             if 0 in var.shape:
                 tracing.set_known(var, np.zeros(var.shape, numpy_type(var.dtype)))
             elif not var.key:
@@ -186,7 +186,7 @@ def _leaves(tracing: Tracing, own: Sequence[str], args: Sequence[Any], numbers: 
 
 
 def _in_arrays(fn: Callable[..., Any], own: Sequence[str], args: Sequence[Any]) -> tuple[Call, list[Any]]:
-    """The function in its arrays alone, and these."""
+    """The function of its arrays alone, and these arrays."""
     flat, tree = jax.tree_util.tree_flatten(args)
     held = [leaf for leaf in flat if is_array(leaf)]
 
@@ -211,12 +211,12 @@ def _traced(call: Call) -> tuple[Any, Any]:
     """The jaxpr of the function, and its results by name."""
     with users_function(f"{at(WHAT)}: JAX's trace of the function"):
         closed, out = jax.make_jaxpr(call.function, return_shape=True)(*call.shapes)
-    named = [name.replace("/", ".") for name, _ in leaves_of(["output"], [out])]  # in parts, where they are complex
+    named = [name.replace("/", ".") for name, _ in leaves_of(["output"], [out])]  # complex results as two parts
     return closed, [name.removeprefix("output.") if isinstance(out, dict) else name for name in named]
 
 
 def _check(code: Code, leaves: Sequence[Leaf], results: Sequence[str], refused: Mapping[str, int]) -> None:
-    """Raise NotImported with all that has no counterpart."""
+    """Raise NotImported with everything that has no counterpart."""
     faults = dict(refused)
     for step in code.walk():
         if all(out.key for out in step.outs):
@@ -274,7 +274,7 @@ def _graph(
     results: Sequence[str],
     constraints: Constraints,
 ) -> ImportedGraph:
-    """The program, written."""
+    """Write the program."""
     graph = ImportedGraph()
     graph._parameters = own
     writer = StepWriter(axes, {}, constraints)
@@ -316,7 +316,7 @@ def _graph(
 
 
 def _drop_unused(graph: ImportedGraph) -> None:
-    """Without the arguments that no result depends on, after all."""
+    """Remove arguments that no result turns out to depend on."""
     live = needed(y.operation for y in graph.outputs.values())
     for there in (graph.inputs, graph.variables):
         for name in [name for name, op in there.items() if op not in live]:
@@ -326,9 +326,9 @@ def _drop_unused(graph: ImportedGraph) -> None:
 
 
 def _mark_runs(graph: ImportedGraph) -> None:
-    """What has a run of an argument's dim, which goes by the same name, is laid out as its length allows.
+    """Let slices of an argument's dim, which have the dim's name, be split only as far as their length allows.
 
-    The function can't be told to call it otherwise. Faults of the arguments are faults, and whatever has their dims.
+    The function cannot rename such dims. Arguments, and all tensors with their whole dims, are checked strictly.
     """
     whole = {d for argument in graph.arguments.values() for d in argument.shape}
     names = {d.name for d in whole}

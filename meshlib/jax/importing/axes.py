@@ -1,4 +1,4 @@
-"""Which axes of a traced program are one dim: union-find over axes that may be products of smaller ones.
+"""Unification of the axes of a traced program into dims: union-find over axes that may be products of dims.
 
 Arrays have axes, programs have dims. Two axes that an operation brings together are one dim, unless one tensor would
 then have it twice: then they stay two, and whoever writes the operation renames one of them. An axis that is reshaped
@@ -16,13 +16,13 @@ from math import prod
 
 @dataclass(eq=False, repr=False)
 class Axis:
-    """One axis: its length, and what it is: a dim, a product of `parts` (major first), or the same as `same_as`."""
+    """One axis: its length, and either a dim, a product of `parts` (major first), or an alias of `same_as`."""
 
     size: int
-    name: str | None = None  # that the user gave it
+    name: str | None = None  # given by the user
     same_as: Axis | None = None
     parts: tuple[Axis, ...] = ()
-    holders: set[int] = field(default_factory=set)  # the index spaces that it spans, with others
+    holders: set[int] = field(default_factory=set)  # index spaces that contain it
 
 
 @dataclass
@@ -30,16 +30,16 @@ class Axes:
     """All axes of a program."""
 
     named: dict[str, list[Axis]] = field(default_factory=dict)
-    # pairs that an operation brought together and that stayed two
+    # pairs that an operation would unify, but that stayed separate
     apart: list[tuple[Axis, Axis]] = field(default_factory=list)
-    # (part, whole): what is left of an axis that was cut, padded, joined
+    # (part, whole) pairs: an axis cut, padded or concatenated from another
     kin: list[tuple[Axis, Axis]] = field(default_factory=list)
     _spaces: int = 0
 
-    # ------------------------------------------------------------ reading
+    # ------------------------------------------------------------ queries
 
     def find(self, axis: Axis) -> Axis:
-        """What stands for all that are the same."""
+        """The representative of an axis."""
         while axis.same_as is not None:
             if axis.same_as.same_as is not None:
                 axis.same_as = axis.same_as.same_as
@@ -47,7 +47,7 @@ class Axes:
         return axis
 
     def dims(self, axis: Axis) -> list[Axis]:
-        """The dims whose product an axis is, major first; none of an axis of length 1."""
+        """The dims whose product an axis is, major first; [] for length 1."""
         root = self.find(axis)
         if root.parts:
             return [d for part in root.parts for d in self.dims(part)]
@@ -57,19 +57,19 @@ class Axes:
         """The dims of several axes, in row-major order."""
         return [d for axis in axes for d in self.dims(axis)]
 
-    # ------------------------------------------------------------ making
+    # ------------------------------------------------------------ construction
 
     def new(self, size: int) -> Axis:
-        """An axis that nothing is known of."""
+        """A new, unconstrained axis."""
         return Axis(size)
 
     def space(self) -> int:
-        """A new index space: its axes stay apart."""
+        """A new index space, within which all axes stay distinct."""
         self._spaces += 1
         return self._spaces
 
     def hold(self, space: int, axes: Iterable[Axis]) -> None:
-        """Say that an index space spans these axes."""
+        """Record that an index space contains these axes."""
         for axis in axes:
             for one in self._all(axis):
                 one.holders.add(space)
@@ -81,9 +81,9 @@ class Axes:
             yield from self._all(part)
 
     def call(self, axis: Axis, name: str) -> Axis | None:
-        """Give a dim the user's name, which makes it one with others of that name and length.
+        """Give a dim the user's name; this unifies it with dims of the same name and length.
 
-        Returns: None, or the dim of that name that an operation holds beside it.
+        Returns: None, or a dim of that name that must stay distinct from it.
         """
         root = self.find(axis)
         same = next((a for a in self.named.get(name, []) if self.find(a).size == root.size), None)
@@ -112,10 +112,10 @@ class Axes:
             )
         return root.parts
 
-    # ------------------------------------------------------------ bringing together
+    # ------------------------------------------------------------ unification
 
     def may_be_one(self, a: Axis, b: Axis) -> bool:
-        """Whether no index space would have a dim, or a name, twice."""
+        """Whether two axes can be unified without a repeated dim or name in any index space."""
         a, b = self.find(a), self.find(b)
         if a is b:
             return True
@@ -126,11 +126,11 @@ class Axes:
         return not any(self.find(r).holders & strangers.holders for r in rivals if self.find(r) not in (a, b))
 
     def tie(self, a: Axis, b: Axis) -> None:
-        """Make two axes of one length the same, as far as that goes."""
+        """Unify two axes of equal length where possible."""
         self.tie_runs([a], [b])
 
     def tie_runs(self, left: Sequence[Axis], right: Sequence[Axis]) -> bool:
-        """Make two runs of axes of one size the same, dim by dim; False if they can't be cut into common factors."""
+        """Unify two axis lists of equal total size dim by dim; False if they have no common factorisation."""
         olds, news = self.flat(left), self.flat(right)
         if [d.size for d in olds] != [d.size for d in news]:
             cuts = sorted({*_cuts(olds), *_cuts(news)})
@@ -140,7 +140,7 @@ class Axes:
                 self._refine(d, olds if d in olds else news, cuts)
             olds, news = self.flat(left), self.flat(right)
             if [d.size for d in olds] != [d.size for d in news]:
-                return False  # one dim, on both sides, is cut in two ways
+                return False  # a dim that occurs on both sides is cut at two different places
         for a, b in zip(olds, news, strict=True):
             self._unite(a, b)
         return True
@@ -158,7 +158,7 @@ class Axes:
         a, b = self.find(a), self.find(b)
         if a is b:
             return
-        if a.parts or b.parts:  # made so by a split on the other side
+        if a.parts or b.parts:  # split from the other side meanwhile
             self.tie_runs([a], [b])
             return
         if not self.may_be_one(a, b):
@@ -172,7 +172,7 @@ class Axes:
 
 
 def _cuts(run: Sequence[Axis]) -> list[int]:
-    """Where a run of dims is cut: the strides at its boundaries, from 1 to its size."""
+    """The strides at the boundaries of a list of dims, from 1 to its size."""
     cuts = [1]
     for d in reversed(run):
         cuts.append(cuts[-1] * d.size)

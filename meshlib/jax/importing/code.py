@@ -1,4 +1,4 @@
-"""The traced function as plain records: values with axes, steps that make them; calls inlined, constants folded."""
+"""The traced function as records: values with axes, steps that compute them; calls inlined, constants folded."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from meshlib.jax.importing.axes import Axis
 
 Array = np.ndarray[Any, Any]
 
-# JAX's dtypes -> the library's. Other integers are computed in 32 bits with a sign; arguments in NARROW are stored as
-# they are.
+# JAX dtype -> the library's dtype. Other integers are computed as int32; arguments in NARROW keep their dtype.
 DTYPES = {
     **{name: name for name in ("float64", "float32", "bfloat16", "int32", "bool", "float8_e4m3fn", "float8_e5m2")},
     **dict.fromkeys(("int4", "int8", "int16", "int64", "uint8", "uint16", "uint32"), "int32"),
@@ -24,19 +23,19 @@ NARROW = ("int4", "int8")
 
 
 def numpy_type(dtype: str) -> np.dtype[Any]:
-    """The NumPy type of JAX's dtype."""
+    """The NumPy type of a JAX dtype."""
     return np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
 
 
 class NotImported(GraphError):
-    """A JAX function holds something that has no counterpart; all of it is named at once."""
+    """A JAX function has parts without a counterpart; the message lists all of them."""
 
 
 @dataclass(eq=False, repr=False)
 class Var:
     """One array of the traced function.
 
-    `const`: its number if all its elements are one, or its elements, where they are known. `key`: it is a key of random
+    `const`: its known elements, or one number if all are equal. `key`: it is a key of random
     numbers, which draws of the library do not need. `data`: it depends on an argument.
     """
 
@@ -47,19 +46,19 @@ class Var:
     const: Array | None = None
     key: bool = False
     data: bool = False
-    # in the body of a loop: which loop, and what the value is in each trip, where that is known
+    # for values in a loop body: the loop, and the value in each trip if known
     trips: tuple[int, Array] | None = None
     maker: CodeStep | None = None
     users: list[CodeStep] = field(default_factory=list)
 
     @property
     def number(self) -> Any:
-        """The one number that all its elements are, if known; else None."""
+        """The number that all elements equal, if known; otherwise None."""
         return self.const[()] if self.const is not None and not self.const.shape else None
 
     @property
     def elements(self) -> Array | None:
-        """All its elements, where they are known."""
+        """All elements, if known."""
         return None if self.const is None else np.broadcast_to(self.const, self.shape)
 
     def __str__(self) -> str:
@@ -70,7 +69,7 @@ class Var:
 
 @dataclass(frozen=True)
 class SourcePlace:
-    """Where a step was written: "model.py:12", and the named scopes around."""
+    """Where a step was written: "model.py:12", and the enclosing named scopes."""
 
     line: str
     scope: tuple[str, ...] = ()
@@ -78,7 +77,7 @@ class SourcePlace:
 
 @dataclass(eq=False)
 class CodeStep:
-    """One primitive of the traced function, or one that holds others: a loop, a checkpoint, branches."""
+    """One primitive of the traced function, or a construct with bodies: loop, checkpoint, branches."""
 
     kind: str
     ins: list[Var]
@@ -86,13 +85,13 @@ class CodeStep:
     params: Mapping[str, Any]
     place: SourcePlace
     bodies: tuple[Code, ...] = ()
-    labels: list[Axis] = field(default_factory=list)  # axes of its index space that no result has
-    saved: str | None = None  # the name by which a checkpoint's policy keeps its result
-    on_host: bool = False  # where it keeps it
-    memory: int | None = None  # of a product that makes scores: the axis of the keys
+    labels: list[Axis] = field(default_factory=list)  # axes of its index space that are absent from its results
+    saved: str | None = None  # name under which a checkpoint policy saves its result
+    on_host: bool = False  # where the result is saved
+    memory: int | None = None  # for a product that computes attention scores: the keys' axis
 
     def within(self) -> Iterator[CodeStep]:
-        """Itself and all that it holds."""
+        """This step and all steps in its bodies."""
         yield self
         for body in self.bodies:
             for step in body.steps:
@@ -101,19 +100,19 @@ class CodeStep:
 
 @dataclass(eq=False)
 class Code:
-    """Steps in their order. A body refers to what lies around it by the same `Var`; `ins` are its own."""
+    """Steps in order. Bodies refer to outer values by the same `Var`; `ins` are the body's own arguments."""
 
     ins: list[Var]
     outs: list[Var]
     steps: list[CodeStep]
 
     def walk(self) -> Iterator[CodeStep]:
-        """All steps, those of bodies after what holds them."""
+        """All steps; those of bodies follow the step that contains them."""
         for step in self.steps:
             yield from step.within()
 
     def vars(self) -> Iterator[Var]:
-        """All values that it makes or is given."""
+        """All values computed or received."""
         yield from self.ins
         for step in self.walk():
             yield from step.outs
@@ -122,7 +121,7 @@ class Code:
 
 
 def prune(code: Code, wanted: Iterable[Var] | None = None) -> set[Var]:
-    """Drop the steps whose results nobody needs, and say who uses each value; returns what the code needs."""
+    """Drop unused steps and record the users of each value; returns the values that the code needs."""
     needed = {*(code.outs if wanted is None else wanted)}
     needed_steps: list[CodeStep] = []
     for step in reversed(code.steps):

@@ -1,4 +1,4 @@
-"""What a function says of shardings by itself, with `jax.lax.with_sharding_constraint`."""
+"""Shardings that a function requests itself with `jax.lax.with_sharding_constraint`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from meshlib.ops.control.state import constrain
 
 @dataclass(frozen=True)
 class Constraint:
-    """One constraint: its line, the dims of the value, and the rules that the spec is for them.
+    """One constraint: its line, the dims of the value, and layout rules equivalent to its spec.
 
-    An axis that is a product of dims lies with its major one; axes that the spec leaves open have no rule.
+    An axis that is a product of dims is split along the major one; axes that the spec leaves open have no rule.
     """
 
     source: str
@@ -29,13 +29,13 @@ class Constraint:
 
 @dataclass(eq=False)
 class Constraints:
-    """Those that were met; whether they bind."""
+    """The constraints of a function, and whether they are binding."""
 
     bind: bool
     found: list[Constraint] = field(default_factory=list)
 
     def met(self, x: Tensor, axes: Sequence[Shape], spec: Sequence[Any], source: str) -> Tensor:
-        """`x`, which has the dims of all axes, as the spec wants it."""
+        """Record a constraint, and apply it to `x`, which has all dims of the axes, if constraints are binding."""
         rules = [
             Rule(dims.dims[0].name, (entry,) if isinstance(entry, str) else tuple(entry))
             for dims, entry in zip(axes, spec, strict=False)

@@ -1,4 +1,4 @@
-"""dot_general: products, and attention where they are that."""
+"""dot_general: products, and recognition of attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from meshlib.ops.pointwise.reductions import reduce_sum
 
 @dataclass(frozen=True)
 class _Positions:
-    """Where the axes of operands are in the index space of a product: batch, free of each side, contracted."""
+    """Positions of the operands' axes in the index space of a product: batch, free axes of each side, contracted."""
 
     batch: tuple[tuple[int, int], ...]
     left: tuple[int, ...]
@@ -52,7 +52,7 @@ def _dot_axes(axes: Axes, step: CodeStep) -> None:
     of_y = [*zip(batch, [y.axes[b] for _, b in at.batch], strict=True)]
     of_y += zip([*right, *contracted], [y.axes[n] for n in (*at.right, *(b for _, b in at.contracted))], strict=True)
     first, second = (of_x, of_y) if _clashes(axes, of_x, of_y) <= _clashes(axes, of_y, of_x) else (of_y, of_x)
-    # Of scores, the keys' side gives way: the dim that the softmax goes over gets a name of its own.
+    # In attention scores, the keys' dim is the one renamed.
     if step.memory is not None and _clashes(axes, of_x, of_y) == _clashes(axes, of_y, of_x):
         keys_left = step.memory < len(batch) + len(left)
         first, second = (of_y, of_x) if keys_left else (of_x, of_y)
@@ -66,7 +66,7 @@ Pairs = Sequence[tuple[Axis, Axis]]
 
 
 def _clashes(axes: Axes, first: Pairs, second: Pairs) -> int:
-    """How many axes would stay apart if those of one operand came first."""
+    """Number of axes that would stay separate if one operand's axes were unified first."""
     taken: dict[Axis, Axis] = {}
     count = 0
     for label, axis in (*first, *second):
@@ -94,7 +94,7 @@ def _dot(w: StepWriter, step: CodeStep) -> Tensor:
         for p, v in ((a, b), (b, a)):
             if summed[0] in p.shape and (result := fused(p, v)) is not None:
                 return result
-    # bfloat16 factors of a float32 product are exact in float32, and the MXU's operands are the same.
+    # bfloat16 factors of a float32 product are exact in float32; the MXU sees the same operands.
     dtype = max((a.dtype, b.dtype, as_dtype(DTYPES[out.dtype])), key=lambda t: (t.is_float, t.itemsize))
     a, b = cast(a, dtype), cast(b, dtype)
     nowhere = prod(d.size for d in summed if d not in a.shape and d not in b.shape)
@@ -103,7 +103,7 @@ def _dot(w: StepWriter, step: CodeStep) -> Tensor:
     if all(d in a.shape and d in b.shape for d in here) and here:
         result = einsum([a, b], held, precision=precision_of(step))
     elif here:
-        # one operand is the same along what is summed over
+        # one operand is constant along the contracted dim
         a, b = (
             reduce_sum(t, output_shape=[d for d in t.shape if d not in here or d in o.shape])
             for t, o in ((a, b), (b, a))
@@ -123,14 +123,14 @@ def _operand(
     contracted: Sequence[int],
     *labels: Sequence[Axis],
 ) -> Tensor:
-    """The operand under the dims of the product's index space."""
+    """An operand under the dims of the product's index space."""
     order = [*batch, *free, *contracted]
     axis_of: dict[int, Axis] = dict(zip(order, [a for part in labels for a in part], strict=True))
     return w.under(x, [axis_of[n] for n in range(len(x.shape))])
 
 
 def precision_of(step: CodeStep) -> str:
-    """The precision that a product asks for."""
+    """The precision that a product requests."""
     given = step.params.get("precision")
     several = given if isinstance(given, tuple) else (given,)
     return "highest" if any("HIGHEST" in str(p) for p in several) else "default"
@@ -140,7 +140,7 @@ rule("dot_general", axes=_dot_axes, write=_dot)
 
 
 def mark_scores(code: Code) -> None:
-    """Tell products of which a maximum is taken over one axis, element-wise steps later, which axis that is."""
+    """Mark products as attention scores if, after element-wise steps, a maximum is taken over one axis of them."""
     marks: dict[Var, int] = {}
     for step in reversed([*code.walk()]):
         out = step.outs[0] if step.outs else None

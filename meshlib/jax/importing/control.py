@@ -1,4 +1,4 @@
-"""Steps that hold others: loops, checkpoints, branches. Their bodies refer to values around them as they are."""
+"""Loops, checkpoints and branches. Their bodies refer to outer values directly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshlib.ops.pointwise.selection import where
 
 
 def unify(axes: Axes, code: Code) -> None:
-    """Give all values of a piece of code their axes."""
+    """Unify the axes of all values in a piece of code."""
     for step in code.steps:
         if not all(out.key for out in step.outs):
             RULES[step.kind].axes(axes, step)
@@ -33,7 +33,7 @@ def _scan_axes(axes: Axes, step: CodeStep) -> None:
     carries, length = step.params["num_carry"], step.params["length"]
     begins, xs = step.ins[:carries], step.ins[carries:]
     trip = axes.new(length)
-    # Nothing inside the loop has its dim.
+    # No value inside the loop has its dim.
     for x in body.vars():
         axes.hold(x.space, [trip])
     for inside, begin in zip(body.ins[:carries], begins, strict=True):
@@ -85,8 +85,8 @@ def _scan(w: StepWriter, step: CodeStep) -> Sequence[Tensor | None]:
         if dim in t.shape:
             stacked.append((inside, t))
         else:
-            given[inside] = t  # the same in each trip
-    # Nothing but keys may be left, of which draws in a loop need none.
+            given[inside] = t  # invariant over trips
+    # Only keys may remain, and draws in a loop need none.
     counter = [] if starts or stacked else [positions(dim)]
     parts = PartialPolicy()
 
@@ -137,12 +137,12 @@ def _checkpoint(w: StepWriter, step: CodeStep) -> Sequence[Tensor | None]:
     (body,) = step.bodies
     inputs = [x for x in dict.fromkeys(step.ins) if x.const is None and not x.key]
     live = [n for n, out in enumerate(body.outs) if not out.key]
-    remat = _of_what_is_there(step.params["remat"], body)
+    remat = _without_pruned_names(step.params["remat"], body)
     if not inputs or w.parts is not None:
         graph = current_graph("checkpoint")
         before = len(graph.operations)
         w.run(body)
-        if w.parts is not None:  # the loop around computes it again
+        if w.parts is not None:  # recomputed by the enclosing loop
             w.parts.add(graph.operations[before:], remat)
         return [w.tensor(out) if not out.key else None for out in body.outs]
 
@@ -161,7 +161,7 @@ def _checkpoint(w: StepWriter, step: CodeStep) -> Sequence[Tensor | None]:
 rule("checkpoint", axes=_body_axes, write=_checkpoint)
 
 
-# What jax.checkpoint's policies are called here.
+# jax.checkpoint policy -> this library's name.
 _POLICIES: dict[str, Policy] = {
     "nothing_saveable": "full",
     "everything_saveable": "none",
@@ -171,9 +171,9 @@ _POLICIES: dict[str, Policy] = {
 
 
 def policy_of(policy: Any, body: Code) -> Policy:
-    """What is kept of a checkpoint's body for its gradient, as JAX's policy has it.
+    """The values that a checkpoint keeps for its gradient, according to JAX's policy.
 
-    Where it is none of the usual ones, it has been asked about each step: what it keeps is called by a name.
+    A policy that is none of the usual ones has been queried for each step; the steps it saves were given names.
     """
     if policy is None:
         return "full"
@@ -184,14 +184,14 @@ def policy_of(policy: Any, body: Code) -> Policy:
 
 
 def _by_names(body: Code, among: set[str] | None) -> Policy:
-    """What is kept of the steps of a body by their names; scores are never there to be kept."""
+    """Policy that saves the named steps of a body, without attention scores, which are never stored."""
     steps = [s for s in body.walk() if s.saved is not None and s.memory is None and (among is None or s.saved in among)]
     save, offload = ([s.saved for s in steps if s.saved and s.on_host == host] for host in (False, True))
     return Remat(save=save, offload=offload) if steps else "full"
 
 
-def _of_what_is_there(remat: Policy, body: Code) -> Policy:
-    """Without the names of steps that nothing needs."""
+def _without_pruned_names(remat: Policy, body: Code) -> Policy:
+    """The policy without the names of steps that were pruned."""
     return _by_names(body, {*remat.save, *remat.offload}) if isinstance(remat, Remat) else remat
 
 
@@ -208,7 +208,7 @@ def _cond_axes(axes: Axes, step: CodeStep) -> None:
 
 
 def _cond(w: StepWriter, step: CodeStep) -> Sequence[Tensor | None]:
-    """All branches are computed: a program without branches runs in step on all cores."""
+    """Compute all branches and select: all cores of a program run in lockstep."""
     which = w.tensor(step.ins[0])
     for body in step.bodies:
         w.run(body)

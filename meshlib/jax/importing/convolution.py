@@ -1,4 +1,4 @@
-"""Convolutions: windows that fill their input are a product, others the library's convolution."""
+"""Convolutions: a product if windows tile the input without overlap, otherwise the library's convolution."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from meshlib.ops.pointwise.casts import cast
 
 @dataclass(frozen=True)
 class _AxisPositions:
-    """Where the axes of a convolution are: of the input, the kernel and the result, those in space in one order."""
+    """Positions of a convolution's axes in input, kernel and result; spatial axes in one order."""
 
     batch: int
     features: int
     space: tuple[int, ...]
-    made: int  # of the kernel: the features of the result
+    made: int  # kernel axis of output features
     summed: int
     window: tuple[int, ...]
-    out: tuple[int, ...]  # of the result: batch, features, space
+    out: tuple[int, ...]  # result axes: batch, features, spatial axes
 
 
 def _dims(step: CodeStep) -> _AxisPositions:
@@ -40,7 +40,7 @@ def _dims(step: CodeStep) -> _AxisPositions:
 
 
 def _is_patches(step: CodeStep) -> bool:
-    """Whether the windows do not overlap and fill their input."""
+    """Whether the windows tile the input without overlap."""
     p, (x, kernel), d = step.params, step.ins, _dims(step)
     sizes = [kernel.shape[n] for n in d.window]
     plain = p["feature_group_count"] == p["batch_group_count"] == 1
@@ -50,7 +50,7 @@ def _is_patches(step: CodeStep) -> bool:
 
 
 def _axes(axes: Axes, step: CodeStep) -> None:
-    """`labels`: the group, the features that are summed over, the batch, the features made, and the windows' axes."""
+    """Set `labels`: group, contracted features, batch, output features, and the windows' axes."""
     (x, kernel), (out,), d, p = step.ins, step.outs, _dims(step), step.params
     of_features, of_batch = int(p["feature_group_count"]), int(p["batch_group_count"])
     group = axes.new(of_features * of_batch)
@@ -104,19 +104,19 @@ def _write(w: StepWriter, step: CodeStep) -> Tensor:
 
 
 def _named(w: StepWriter, t: Tensor, axis: Axis, name: str) -> Tensor:
-    """With one dim of this name for an axis."""
+    """Replace an axis's dims by one dim of this name."""
     t, one = w.merge(t, axis), w.whole_dim(axis).name
     return t if one == name else rename_dimension(t, one, name)
 
 
 def _under(w: StepWriter, x: Any, of: dict[int, list[Axis]]) -> Tensor:
-    """An operand with all its dims under those of the index space."""
+    """An operand under the dims of the index space."""
     target = [a for n in range(len(x.shape)) for a in of[n]]
     return w.full(w.rename(w.tensor(x), w.axes.flat(x.axes), w.axes.flat(target)), target)
 
 
 def _windows(w: StepWriter, step: CodeStep, windows: Sequence[Axis], places: Sequence[Axis]) -> list[SlidingDims]:
-    """The dims that slide along each other; those of axes of length 1 have names for the occasion."""
+    """The sliding dims; those of axes of length 1 get temporary names."""
     (x, _), d, p = step.ins, _dims(step), step.params
 
     def name(axis: Axis, k: int, what: str) -> str:

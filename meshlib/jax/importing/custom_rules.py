@@ -1,4 +1,4 @@
-"""Derivative rules of `jax.custom_jvp` and `jax.custom_vjp`: which calls bring theirs.
+"""Derivative rules of `jax.custom_jvp` and `jax.custom_vjp`: the calls that are imported with their rule.
 
 The library differentiates imported programs itself, from the forward that JAX traced. That is right where a rule is the
 derivative of the forward, written down for speed or precision, as JAX's own rules are (relu, logaddexp, xlogy, ...).
@@ -24,13 +24,13 @@ DECORATORS = ("custom_jvp_call", "custom_vjp_call")
 _JAX = os.path.dirname(jax.__file__) + os.sep
 _EXPERIMENTAL = os.path.join(_JAX, "experimental", "")  # such as odeint, whose rule solves another equation
 _FORWARD = ("call_jaxpr", "fun_jaxpr")
-# Those that say how they are transposed, `jax.custom_derivatives.linear_call` and `lax.custom_linear_solve`; those that
-# JAX differentiates by a formula, where the loop over columns that they are here would keep every trip.
+# Calls that define their transpose, `jax.custom_derivatives.linear_call` and `lax.custom_linear_solve`, and those that
+# JAX differentiates by a formula, because the loop over columns that implements them here would save every trip.
 _ALWAYS = ("linear_call", "custom_linear_solve", "cholesky", "triangular_solve", "lu")
 
 
 def has_own_rule(eqn: Any) -> bool:
-    """Whether a call has a derivative rule that the derivative of its forward may not be."""
+    """Whether a call has a derivative rule that may differ from the derivative of its forward function."""
     name = eqn.primitive.name
     if name in _ALWAYS:
         return True
@@ -41,7 +41,7 @@ def has_own_rule(eqn: Any) -> bool:
 
 
 def _functions(rule: Any) -> Iterator[FunctionType]:
-    """All Python functions that a rule holds, in closures, wrappers and arguments."""
+    """All Python functions reachable from a rule through closures, wrappers and arguments."""
     seen: set[int] = set()
     left = [rule]
     while left:
@@ -79,7 +79,7 @@ def _filled(cell: Any) -> bool:
 
 
 def named(eqn: Any) -> str:
-    """The function that has a rule, with its line."""
+    """Name and line of the function that a rule belongs to."""
     inner = next((eqn.params[name] for name in _FORWARD if name in eqn.params), None)
     info = getattr(getattr(inner, "jaxpr", inner), "debug_info", None)
     name, _, place = str(getattr(info, "func_src_info", None) or eqn.primitive.name).partition(" at ")

@@ -1,4 +1,4 @@
-"""Random numbers: the draws of `jax.random` as those of the library, which need no keys.
+"""Random numbers: the draws of `jax.random` as the library's random operations, which need no keys.
 
 Each draw has numbers of its own, by its name and the step, the same under every layout; not those that JAX draws.
 """
@@ -60,7 +60,7 @@ rule("jit:_bernoulli", axes=_draw_axes, write=_bernoulli)
 
 
 def _integers(w: StepWriter, step: CodeStep) -> Tensor:
-    """Each number as often: of 2^24 steps in [0, 1), which is what a float32 has."""
+    """Uniform integers, from the 2^24 values of a float32 draw in [0, 1)."""
     axes = step.outs[0].axes
     low, high = (w.operand(x, axes) for x in step.ins[1:3])
     count = high - low
@@ -72,7 +72,7 @@ rule("jit:_randint", axes=_draw_axes, write=_integers)
 
 
 def _bits(w: StepWriter, step: CodeStep) -> Tensor:
-    """Words of bits; of 32 as integers with a sign, of the same bits."""
+    """Random bits; 32-bit words as signed integers of the same bits."""
     shape, width = w.shape(step.outs[0].axes), int(step.params["bit_width"])
     if width < 32:
         return _drawn_below(shape, 2**width)
@@ -83,7 +83,7 @@ def _drawn_below(shape: Shape, count: int) -> Tensor:
     return cast(floor(random_uniform(shape) * float(count)), "int32")
 
 
-# What gives the same bits of an integer with a sign as of one without; what passes them on.
+# Primitives with equal bits for signed and unsigned integers, and primitives that pass bits on.
 _SAME_BITS = ("and", "shift_left", "shift_right_logical", "eq", "ne", "add", "sub", "mul")
 _PASSED_ON = ("broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "concatenate", "copy")
 

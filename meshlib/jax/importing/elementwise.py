@@ -1,4 +1,4 @@
-"""Primitives that work element by element."""
+"""Element-wise primitives."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _folding(function: Function | None) -> Function | None:
     return fold
 
 
-# ---------------------------------------------------------------- of one operand
+# ---------------------------------------------------------------- unary
 
 
 def _log1p(x: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def _log1p(x: Tensor) -> Tensor:
 
 
 def _power(x: Tensor, y: int) -> Tensor:
-    """By products, as XLA does."""
+    """Integer powers by repeated multiplication, as in XLA."""
     if y < 0:
         return reciprocal(_power(x, -y))
     if y == 2:
@@ -156,7 +156,7 @@ rule(
 )
 
 
-# ---------------------------------------------------------------- of two
+# ---------------------------------------------------------------- binary
 
 
 def _is(x: Operand, number: float) -> bool:
@@ -164,7 +164,7 @@ def _is(x: Operand, number: float) -> bool:
 
 
 def _neutral(function: Function, number: float, either: bool = True) -> Function:
-    """`function`, which leaves one operand as it is where the other is `number`."""
+    """`function` with `number` as a neutral operand, for which the other operand is returned unchanged."""
 
     def write(x: Operand, y: Operand) -> Operand:
         if _is(y, number):
@@ -175,13 +175,13 @@ def _neutral(function: Function, number: float, either: bool = True) -> Function
 
 
 def _quotient(x: Operand, y: Operand) -> Operand:
-    if any(isinstance(v, Tensor) and v.dtype is INT32 for v in (x, y)):  # cut towards zero
+    if any(isinstance(v, Tensor) and v.dtype is INT32 for v in (x, y)):  # truncating division
         return multiply(multiply(_sign(x), _sign(y)), floordiv(_abs(x), _abs(y)))
     return x if _is(y, 1) else divide(x, y)
 
 
 def _remainder(x: Operand, y: Operand) -> Operand:
-    return multiply(_sign(x), mod(_abs(x), _abs(y)))  # of the sign of x, as in C
+    return multiply(_sign(x), mod(_abs(x), _abs(y)))  # sign of x, as in C
 
 
 def _sign(x: Operand) -> Operand:
@@ -198,7 +198,7 @@ def _pow(w: StepWriter, step: CodeStep) -> Operand:
     x, y = w.operands(step)
     if _is(y, 2):
         return square(x) if isinstance(x, Tensor) else x * x
-    # The exponent may be an integer, which the library takes for a number like others.
+    # The exponent may be an integer, which the library treats like any number.
     y = cast(y, DTYPES[step.outs[0].dtype]) if isinstance(y, Tensor) else y
     power: Tensor = pow(x, y)
     return power
@@ -232,7 +232,7 @@ def _no(x: Operand) -> Operand:
 
 
 def _low_bits(step: CodeStep) -> tuple[int, int] | None:
-    """Of integers & 2^k - 1 the number of the operand that says so, and 2^k."""
+    """For `integer & (2^k - 1)`: the position of the constant operand, and 2^k."""
     for n, x in enumerate(step.ins):
         if x.number is not None and x.dtype != "bool" and x.number >= 0 and (int(x.number) + 1).bit_count() == 1:
             return n, int(x.number) + 1
@@ -262,7 +262,7 @@ def _shifted_right(x: Tensor, bits: int) -> Operand:
 
 
 def _shifted_in_zeros(x: Tensor, bits: int) -> Operand:
-    """Where a number is negative, its sign would come in."""
+    """Clear the bits that an arithmetic shift of a negative number fills with its sign."""
     moved = floordiv(x, 2**bits)
     return where(less(x, 0), moved + 2 ** (31 - bits) + 2 ** (31 - bits), moved) if bits else x
 
@@ -272,7 +272,7 @@ def _not_a_number(x: Operand) -> Operand:
 
 
 def _in_order(function: Function, strict: bool) -> Function:
-    """Comparison where NaN comes last."""
+    """Comparison in total order, with NaN last."""
 
     def write(x: Operand, y: Operand) -> Operand:
         last = _not_a_number(y)
@@ -320,7 +320,7 @@ _row("or", _either, np.bitwise_or, _flags)
 _row("xor", _logic(logical_xor, False), np.bitwise_xor, _flags)
 
 
-# ---------------------------------------------------------------- of more
+# ---------------------------------------------------------------- three and more operands
 
 
 def _select(w: StepWriter, step: CodeStep) -> Tensor:

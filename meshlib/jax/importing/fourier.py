@@ -1,4 +1,4 @@
-"""Fourier transforms as products with their matrices, on the parts of complex numbers.
+"""Fourier transforms as products with DFT matrices, on real and imaginary parts.
 
 A transform of n points is a product with n x n roots of unity. Where n is large and has divisors it is written as two
 rounds of smaller ones, over the rows and the columns of the points as a matrix, between which each element is turned:
@@ -21,11 +21,11 @@ from jax import lax
 Array = Any
 Parts = tuple[Array, Array]
 
-LARGEST = 256  # points of a transform that is one product: two tiles of the MXU on a side, which it fills
+LARGEST = 256  # points of a transform that is one product: fills two MXU tiles per side
 
 
 def fft(params: Mapping[str, Any], x: Array | Parts) -> Any:
-    """`lax.fft` over the last axes: complex to complex either way, real to complex, complex to real."""
+    """`lax.fft` over the last axes: complex to complex (both directions), real to complex, complex to real."""
     kind, lengths = params["fft_type"], params["fft_lengths"]
     last, n = x[0].ndim - 1 if isinstance(x, tuple) else x.ndim - 1, lengths[-1]
     others = range(last - len(lengths) + 1, last)
@@ -45,16 +45,16 @@ def fft(params: Mapping[str, Any], x: Array | Parts) -> Any:
 
 
 def _hermitian(x: Parts, n: int) -> Parts:
-    """All n points of the transform of real numbers, of which the first half is given."""
+    """All n points of a real signal's transform, from its first half."""
     a, b = x
-    # Of the constant, and of the middle where there is one, only the real part counts.
+    # Only the real part of the constant and middle (if any) terms counts.
     b = b * (2 * np.arange(b.shape[-1]) % n != 0).astype(b.dtype)
     inner = slice(1, (n + 1) // 2)
     return jnp.concatenate([a, a[..., inner][..., ::-1]], -1), jnp.concatenate([b, -b[..., inner][..., ::-1]], -1)
 
 
 def _along(x: tuple[Array, Array | None], axis: int, backwards: bool) -> Parts:
-    """The transform along one axis; the one back divides by the number of points."""
+    """The transform along one axis; the inverse divides by the number of points."""
     a, b = x
     n = a.shape[axis]
     b = None if b is None else jnp.moveaxis(b, axis, -1)
@@ -76,15 +76,15 @@ def _transform(a: Array, b: Array | None, sign: int) -> Parts:
     def by_columns(part: Array) -> Array:
         return jnp.swapaxes(part.reshape(shape), -1, -2)
 
-    a, b = _transform(by_columns(a), None if b is None else by_columns(b), sign)  # over the rows: [columns, k1]
+    a, b = _transform(by_columns(a), None if b is None else by_columns(b), sign)  # over rows: [columns, k1]
     c, s = _roots(columns, rows, n, sign, a.dtype)
     a, b = jnp.swapaxes(a * c - b * s, -1, -2), jnp.swapaxes(a * s + b * c, -1, -2)
-    a, b = _transform(a, b, sign)  # over the columns: [k1, k2], of k = k1 + rows * k2
+    a, b = _transform(a, b, sign)  # over columns: [k1, k2], where k = k1 + rows * k2
     return jnp.swapaxes(a, -1, -2).reshape(*shape[:-2], n), jnp.swapaxes(b, -1, -2).reshape(*shape[:-2], n)
 
 
 def _roots(height: int, width: int, n: int, sign: int, dtype: Any) -> tuple[Any, Any]:
-    """cos and sin of sign 2 pi j k / n; the product is taken modulo n first, which keeps all digits."""
+    """cos and sin of sign 2 pi j k / n, with j k reduced modulo n first to keep all digits."""
     angles = sign * 2 * np.pi * (np.outer(np.arange(height), np.arange(width)) % n) / n
     return np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
 

@@ -1,4 +1,4 @@
-"""What `from_jax` returns: a graph that knows the function's arguments and results."""
+"""The result of `from_jax`: a graph that knows the function's arguments and results."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Argument:
-    """One array among the arguments: its shape in JAX, its dims here, and whether it is a variable."""
+    """One array among the arguments: its JAX shape, its dims, and whether it is a variable."""
 
     name: str
     jax_shape: tuple[int, ...]
     shape: Shape
     variable: bool
-    axes: tuple[Shape, ...]  # the dims that each axis is the product of
+    axes: tuple[Shape, ...]  # for each axis, the dims whose product it is
 
 
 @dataclass(frozen=True)
 class Call:
-    """The function itself, in its arrays alone: their shapes, and their names as those of arguments."""
+    """The function of its arrays alone: their shapes, and their argument names."""
 
     function: Callable[..., Any]
     shapes: tuple[Any, ...]
@@ -41,7 +41,7 @@ class Call:
 
 @dataclass(eq=False)
 class ImportedGraph(Graph):
-    """A program that was a JAX function.
+    """A program imported from a JAX function.
 
     `outputs` by name, ready for `mtf.lower`; `variables` and `inputs` by the paths of the arguments, as of any graph;
     `arguments` by these paths; `unused`, the paths of arguments that the results do not depend on; `constraints`, what
@@ -52,15 +52,15 @@ class ImportedGraph(Graph):
     arguments: dict[str, Argument] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
     constraints: tuple[Constraint, ...] = ()
-    # results in JAX's shapes
+    # results in JAX shapes
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    # the dims that each axis of a result is the product of
+    # for each axis of a result, the dims whose product it is
     result_axes: dict[str, tuple[Shape, ...]] = field(default_factory=dict)
     call: Call | None = None
 
     @property
     def loss(self) -> Tensor:
-        """The one result without dims, which is to be minimised; the first of the results if it has none.
+        """The result to minimise: the only one without dims; the first result if none is.
 
         Raises: GraphError if the first result has dims.
         """
@@ -70,18 +70,15 @@ class ImportedGraph(Graph):
         return first
 
     def feeds(self, *args: Any) -> dict[str, Array]:
-        """What `sim.step(**feeds)` takes, of arguments in the form in which the function takes them.
-
-        Those that hold variables are passed over; None will do in their place. Keys of random numbers too.
-        """
+        """Feeds for `sim.step(**feeds)`, from arguments in the function's own structure."""
         return self._arrays(args, variables=False)
 
     def state(self, *args: Any) -> dict[str, Array]:
-        """What `sim.state[name]` takes for each variable, of the arguments that hold them."""
+        """Values for `sim.state[name]` of each variable, from the arguments that hold them."""
         return self._arrays(args, variables=True)
 
     def to_jax(self, values: Mapping[str, Any]) -> dict[str, Array]:
-        """Results of a step, values of variables or their gradients, by name, in the shapes that they have in JAX."""
+        """Results, variables or gradients by name, in their JAX shapes."""
         leaves = {}
         for name, value in values.items():
             shape = self.shapes.get(name) if name in self.shapes else None
@@ -94,7 +91,7 @@ class ImportedGraph(Graph):
         return leaves
 
     def layout(self, *specs: Specs, scope: str | None = None) -> LayoutRules:
-        """The layout rules behind PartitionSpecs of the arguments.
+        """Layout rules equivalent to PartitionSpecs of the arguments.
 
         Args:
           specs: for each argument of the function what `jax.jit` takes as its `in_shardings`: a PartitionSpec, a
@@ -105,7 +102,7 @@ class ImportedGraph(Graph):
         """
         return rules_of(self.arguments, self._names(len(specs)), specs, scope)
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ implementation
 
     _parameters: tuple[str, ...] = ()
 

@@ -1,4 +1,4 @@
-"""Primitives that address elements by index: gather and scatter, as embeddings, losses and permutations use them."""
+"""Gather and scatter primitives, as in embeddings, losses and permutations."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from meshlib.ops.pointwise.reductions import reduce_sum
 from meshlib.ops.pointwise.selection import where
 from meshlib.ops.pointwise.unary import negative
 
-# ---------------------------------------------------------------- which axes the indices go into
+# ---------------------------------------------------------------- indexed axes
 
 
 @dataclass(frozen=True)
 class _Lookup:
-    """Indices along one axis of a table; other axes are whole, or go along with an axis of the indices.
+    """Indices along one axis of a table; other axes are whole, or batch axes shared with the indices.
 
     `indices` is the value that holds them, in `column` of its last axis. `along` pairs axes of the table with those of
     the index space, which has `sizes`. From each index on `run` elements are taken. `more`: further axes that are
@@ -45,7 +45,7 @@ class _Lookup:
 
 
 def _is_positions(x: Var, axis: int) -> bool:
-    """Whether a value counts 0, 1, ... along an axis and is the same along others."""
+    """Whether a value counts 0, 1, ... along an axis and is constant along others."""
     while True:
         if x.const is not None:
             shape = [1] * len(x.shape)
@@ -81,7 +81,7 @@ def _same_along(x: Var, axis: int, step: CodeStep) -> tuple[Var, int] | None:
 
 
 def _unwrapped(x: Var) -> Var:
-    """Indices as they are given, of which JAX counts negative ones from the end: select(i < 0, i, i + n)."""
+    """The user's indices, of which JAX wraps negative ones: select(i < 0, i, i + n)."""
     step = x.maker
     if step is None or step.kind != "select_n" or len(step.ins) != 3:
         return x
@@ -92,7 +92,7 @@ def _unwrapped(x: Var) -> Var:
 
 
 def _components(x: Var) -> list[tuple[Var, int]]:
-    """The values that hold the indices into each axis, each with its column there."""
+    """For each indexed axis: the value that holds its indices, and the column there."""
     step = x.maker
     if step is not None and step.kind == "concatenate" and int(step.params["dimension"]) == len(x.shape) - 1:
         return [(y, n) for y in step.ins for n in range(y.shape[-1])]
@@ -102,7 +102,7 @@ def _components(x: Var) -> list[tuple[Var, int]]:
 def _lookup(
     table: Var, indices: Var, axes: Sequence[int], columns: Sequence[int], batch: dict[int, int]
 ) -> _Lookup | str:
-    """How `axes` of a table are looked up in; a text if in a way that is not there."""
+    """How `axes` of a table are indexed; a text for an unsupported form."""
     sizes, parts, along, left = indices.shape[:-1], _components(indices), dict(batch), []
     for axis, column in zip(axes, columns, strict=True):
         part, own = parts[column]
@@ -114,19 +114,19 @@ def _lookup(
             along[axis] = positions_at
     if not left:
         return f"at the diagonal of {table}"
-    left.sort(key=lambda item: item[1].number is None)  # what is known first, which leaves least
+    left.sort(key=lambda item: item[1].number is None)  # known indices first, which leave the smallest table
     (axis, part, own), *more = left
     return _Lookup(part, own, axis, along, sizes, more=tuple(more))
 
 
 def of_gather(step: CodeStep) -> _Lookup | str:
-    """How a gather looks up; a text if in a way that is not there."""
+    """How a gather indexes its operand; a text for an unsupported form."""
     x, indices = step.ins
     d = step.params["dimension_numbers"]
     axes = tuple(map(int, d.start_index_map))
     sizes = [int(n) for n in step.params["slice_sizes"]]
     batch = dict(zip(map(int, d.operand_batching_dims), map(int, d.start_indices_batching_dims), strict=True))
-    whole = [n for n, a in enumerate(axes) if sizes[a] == x.shape[a] and x.shape[a] > 1]  # begins at 0, always
+    whole = [n for n, a in enumerate(axes) if sizes[a] == x.shape[a] and x.shape[a] > 1]  # always starts at 0
     looked = [n for n in range(len(axes)) if n not in whole]
     if len(looked) > 1:  # an axis of length 1 needs no index
         looked = [n for n in looked if x.shape[axes[n]] > 1] or looked[:1]
@@ -219,7 +219,7 @@ def _gather(w: StepWriter, step: CodeStep) -> Tensor:
 
 
 def _filled(table: Tensor, indices: Tensor, one: Dimension, fill: object) -> Tensor:
-    """The elements at these indices, and `fill`, if the user has given it, at those that are out of range."""
+    """The elements at the indices; out of range, the user's `fill` if given."""
     if fill is None:
         return _looked_up(table, indices, one)
     number = np.asarray(fill).item()
@@ -230,8 +230,8 @@ def _filled(table: Tensor, indices: Tensor, one: Dimension, fill: object) -> Ten
 
 
 def _looked_up(table: Tensor, indices: Tensor, one: Dimension) -> Tensor:
-    """The elements at these indices; of a difference with what is the same along `one`, as a logarithm of softmax is,
-    those of the first operand are looked up, so that the rest of the differences are never made."""
+    """The elements at the indices. For a difference with a value that is constant along `one`, such as log-softmax,
+    only the first operand is gathered, so that the other differences are never computed."""
     op = table.operation
     if op.opdef.name == "cast" and op.inputs[0].dtype.is_float:
         return cast(_looked_up(op.inputs[0], indices, one), table.dtype)
@@ -249,7 +249,7 @@ rule("gather", axes=_gather_axes, write=_gather, fault=_gather_fault)
 
 
 def of_scatter(step: CodeStep) -> _Lookup | str:
-    """How a scatter addresses what it changes; a text if in a way that is not there."""
+    """How a scatter indexes its operand; a text for an unsupported form."""
     x, indices, updates = step.ins
     d = step.params["dimension_numbers"]
     axes = tuple(map(int, d.scatter_dims_to_operand_dims))

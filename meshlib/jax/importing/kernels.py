@@ -1,4 +1,4 @@
-"""Kernels and callbacks, which hold code that is no jaxpr: what they compute is given by name, as a JAX function."""
+"""Kernels and callbacks, whose code is no jaxpr: the user gives equivalent JAX functions by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = ("pallas_call", "pure_callback", "io_callback")
 
 
 def checked_kernels(given: object) -> Kernels:
-    """`kernels` of `from_jax`: names and functions."""
+    """Check `kernels` of `from_jax`: names and functions."""
     if given is None:
         return {}
     if not isinstance(given, Mapping) or not all(isinstance(n, str) and callable(f) for n, f in given.items()):
@@ -26,7 +26,7 @@ def checked_kernels(given: object) -> Kernels:
 
 
 def kernel_name(eqn: Any) -> str:
-    """What a kernel or a callback is called: the name it was given, else that of its function."""
+    """Name of a kernel or callback: as given, otherwise that of its function."""
     params = eqn.params
     if "callback" in params:
         function = getattr(params["callback"], "callback_func", params["callback"])
@@ -36,13 +36,13 @@ def kernel_name(eqn: Any) -> str:
 
 
 def without_kernel(eqn: Any) -> str:
-    """What to say of a kernel that was not given."""
+    """Error text for a kernel that was not given."""
     name = kernel_name(eqn)
     return f"'{name}': say what it computes, as a JAX function: from_jax(..., kernels={{'{name}': function}})"
 
 
 def traced_kernel(name: str, function: Callable[..., Any], eqn: Any) -> Any:
-    """The jaxpr of the function that stands for a kernel.
+    """The jaxpr of the function that replaces a kernel.
 
     Raises: GraphError if its results are of other shapes and dtypes, or it is no JAX function.
     """
@@ -68,7 +68,7 @@ def _types(avals: Sequence[Any]) -> str:
 
 
 def refuse_unknown(kernels: Kernels, met: Sequence[str]) -> None:
-    """Raise for names that the function has no kernel of."""
+    """Raise for names that match no kernel of the function."""
     for name in kernels:
         if name not in met:
             there = f"; it has {', '.join(dict.fromkeys(met))}" if met else ""

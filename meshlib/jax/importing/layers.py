@@ -1,4 +1,4 @@
-"""Layers that are written one after another: axes at one place of alike layers are one dim.
+"""Unrolled layers: corresponding axes of equal layers become one dim.
 
 The arguments "params.layers.0.wq", "params.layers.1.wq", ... differ in one number. Where they have the same shape, each
 of their axes is one dim in all of them, so that one rule lays out all layers, which are then planned and listed as one
@@ -17,7 +17,7 @@ NUMBERED = re.compile(r"^(.*?)(\d+)$")
 
 
 def tie_layers(axes: Axes, leaves: Sequence[Leaf]) -> None:
-    """Make one dim of the axes at one place of arguments that differ in a single number of their paths."""
+    """Unify corresponding axes of arguments whose paths differ in a single number."""
     for group in _alike(leaves):
         for place in range(len(group[0].var.axes)):
             factors = [axes.dims(leaf.var.axes[place]) for leaf in group]
@@ -27,11 +27,11 @@ def tie_layers(axes: Axes, leaves: Sequence[Leaf]) -> None:
 
 
 def _alike(leaves: Sequence[Leaf]) -> Iterator[list[Leaf]]:
-    """Arguments of one shape and dtype whose paths differ in one number, a group for each number of a path."""
+    """Groups of arguments of one shape and dtype whose paths differ in one number."""
     groups: dict[object, list[Leaf]] = {}
     for leaf in leaves:
         words = leaf.path.split(".")
-        for n, word in enumerate(words[1:], 1):  # the first is the name of the function's argument
+        for n, word in enumerate(words[1:], 1):  # words[0] is the name of the function's argument
             numbered = NUMBERED.match(word)
             if numbered is not None and len(leaf.var.axes) == len(leaf.var.shape):
                 pattern = (*words[:n], numbered[1], n, *words[n + 1 :])
@@ -40,7 +40,7 @@ def _alike(leaves: Sequence[Leaf]) -> Iterator[list[Leaf]]:
 
 
 def _tie(axes: Axes, dims: Sequence[Axis]) -> None:
-    """Make several dims one, unless two of them stand beside each other in a tensor, or have different names."""
+    """Unify several dims, unless two of them occur in one tensor or have different names."""
     roots = list(dict.fromkeys(map(axes.find, dims)))
     spaces = [space for root in roots for space in root.holders]
     if len(spaces) == len(set(spaces)) and len({root.name for root in roots if root.name is not None}) < 2:

@@ -1,4 +1,4 @@
-"""The arrays among arguments, by paths; what else is among them stays as it is."""
+"""The arrays among arguments, by path; other leaves are passed through."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from meshlib.core.errors import GraphError
 
 
 def is_array(x: object) -> bool:
-    """Whether it is an array, or the shape and dtype of one."""
+    """Whether a value is an array, or the shape and dtype of one."""
     return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type)
 
 
 def parameter_names(fn: Callable[..., Any], count: int) -> tuple[str, ...]:
-    """What a function calls its arguments, as far as that can be said; `arg_<n>` elsewhere."""
+    """Parameter names of a function; `arg_<n>` where they are unknown."""
     try:
         parameters = [*inspect.signature(fn).parameters.values()]
     except (TypeError, ValueError):
@@ -29,11 +29,11 @@ def parameter_names(fn: Callable[..., Any], count: int) -> tuple[str, ...]:
 
 
 def check_call(fn: Callable[..., Any], args: Sequence[Any], what: str) -> None:
-    """Raise GraphError where a function can't be called with that many arguments."""
+    """Raise GraphError where a function cannot be called with that many arguments."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
-        return  # it does not say
+        return  # no signature available
     try:
         signature.bind(*args)
     except TypeError as fault:
@@ -44,12 +44,12 @@ def check_call(fn: Callable[..., Any], args: Sequence[Any], what: str) -> None:
 
 
 def leaves_of(names: Sequence[str], args: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Every array among arguments, with the name of its variable or input, as in "params/layers/wq"."""
+    """Every array among arguments, with its name as variable or input, as in "params/layers/wq"."""
     yield from ((path, leaf) for path, leaf, _ in named_leaves(names, args))
 
 
 def named_leaves(names: Sequence[str], args: Sequence[Any]) -> Iterator[tuple[str, Any, tuple[str, ...] | None]]:
-    """As `leaves_of`, with the names that an array's axes have already: of Haliax, or in a box of Flax."""
+    """As `leaves_of`, with axis names that arrays already have: from Haliax, or Flax's boxes."""
     flatten = jax.tree_util.tree_flatten_with_path
     for name, arg in zip(names, args, strict=True):
         for path, held in flatten(arg, is_leaf=lambda x: _axis_names(x) is not None)[0]:
@@ -66,7 +66,7 @@ COMPLEX = ("/real", "/imag")
 
 
 def parts_of_array(x: Any) -> list[tuple[str, Any]]:
-    """An array, or both parts of a complex one, each with what its name ends in."""
+    """(suffix, array) of an array, or of both parts of a complex one."""
     if not str(x.dtype).startswith("complex"):
         return [("", x)]
     kind = "float64" if str(x.dtype) == "complex128" else "float32"
@@ -77,7 +77,7 @@ def parts_of_array(x: Any) -> list[tuple[str, Any]]:
 
 
 def _axis_names(x: Any) -> tuple[str, ...] | None:
-    """The names of axes that a holder of one array has; "_" for those without."""
+    """Axis names from a wrapper of one array; "_" for unnamed axes."""
     if hasattr(x, "axes") and hasattr(x, "array") and isinstance(x.axes, tuple):
         axis_names = [getattr(a, "name", None) for a in x.axes]
     elif isinstance(getattr(x, "names", None), tuple) and hasattr(x, "value") and hasattr(x, "unbox"):
@@ -88,7 +88,7 @@ def _axis_names(x: Any) -> tuple[str, ...] | None:
 
 
 def words(path: Sequence[Any]) -> Iterator[str]:
-    """The parts of a leaf's name: of keys, attributes and indices on the way to it: no blanks, dots, slashes."""
+    """The words of a leaf's path (keys, attributes, indices), without blanks, dots and slashes."""
     for key in path:
         word = next((getattr(key, field) for field in ("key", "name", "idx") if hasattr(key, field)), key)
         text = "_".join(str(word).split()).strip(".")
@@ -96,7 +96,7 @@ def words(path: Sequence[Any]) -> Iterator[str]:
 
 
 def concrete(x: Any) -> np.ndarray[Any, Any] | None:
-    """The elements of an array; None of a mere shape, and of keys."""
+    """The elements of an array; None for keys and for mere shapes."""
     if not hasattr(x, "__array__") or str(x.dtype).startswith("key<"):
         return None
     return np.asarray(x)

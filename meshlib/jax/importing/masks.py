@@ -1,4 +1,4 @@
-"""What flags and numbers made of positions mean: conditions, one-hots, causal masks and windows."""
+"""Recognition of flags computed from positions: conditions, one-hots, causal masks and windows."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from meshlib.ops.pointwise.binary import greater_equal, logical_and
 from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.unary import logical_not
 
-# Scores from here on down have no weight in a softmax with others: exp(-10000 + 9900) is 0 in float32.
+# Scores this low have no weight in a softmax with others: exp(-10000 + 9900) is 0 in float32.
 HIDING = -1e4
 
 
 def op_of(t: Tensor) -> Operation:
-    """What made a tensor; of what a loop takes from outside, what made it there."""
+    """The operation that computes a tensor; for a tensor captured by a loop, the one outside."""
     while (body := t.graph.loop_body) is not None and body.captured.get(body.outside.get(t, t)) is t:
         t = body.outside[t]
     return t.operation
 
 
 def number_of(x: Operand) -> Any:
-    """The number that a tensor is made of everywhere; None of others."""
+    """The number that all elements of a constant tensor equal; None for other tensors."""
     if not isinstance(x, Tensor):
         return x
     op = op_of(x)
@@ -40,7 +40,7 @@ def number_of(x: Operand) -> Any:
 
 
 def condition_of(x: Operand, y: Operand, holds: Callable[[Any, Any], Any]) -> Tensor | None:
-    """The flags that a comparison of two numbers chosen by flags with a third one comes back to."""
+    """The flags that a comparison reduces to, if it compares a selection between two numbers with a third number."""
     if isinstance(y, Tensor):
         return condition_of(y, x, lambda a, b: holds(b, a)) if not isinstance(x, Tensor) else None
     if not isinstance(x, Tensor):
@@ -63,13 +63,13 @@ def condition_of(x: Operand, y: Operand, holds: Callable[[Any, Any], Any]) -> Te
 
 
 def negated(flags: Tensor) -> Tensor:
-    """not flags."""
+    """Logical negation."""
     op = op_of(flags)
     return op.inputs[0] if op.opdef.name == "logical_not" else logical_not(flags)
 
 
 def hot(x: Tensor, dtype: str) -> Tensor | None:
-    """A cast of `index == position` as what it is, a one-hot; None of others."""
+    """The one-hot that a cast of `index == position` computes; None for other tensors."""
     op = op_of(x)
     if op.opdef.name != "equal":
         return None
@@ -83,7 +83,7 @@ def hot(x: Tensor, dtype: str) -> Tensor | None:
 
 
 def known(array: Array, shape: Shape, dtype: str) -> Tensor:
-    """Elements that are part of the program: bands of flags and ranges are made from positions, others are a table."""
+    """A tensor with known elements: bands of flags and ranges are computed from positions, others are a table."""
     array = array.reshape(shape.sizes)
     if array.ndim == 2 and array.dtype == np.bool_ and (ends := _band(array)) is not None:
         most_ahead, behind = ends
@@ -97,7 +97,7 @@ def known(array: Array, shape: Shape, dtype: str) -> Tensor:
 
 
 def _band(array: Array) -> tuple[int | None, int | None] | None:
-    """(m, n) of flags that hold where a column is at most m ahead of a row and n behind; None for no limit."""
+    """(m, n) of a band of flags, true from n columns behind a row to m ahead of it; None for no limit."""
     rows, columns = array.shape
     offsets = np.subtract.outer(np.arange(rows), np.arange(columns)) * -1
     held = offsets[array]
@@ -118,7 +118,7 @@ def _plus(t: Tensor, number: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Affine:
-    """A sum of positions along dims, each so many times, and a number."""
+    """A linear combination of positions along dims, plus a number."""
 
     times: tuple[tuple[str, int], ...]
     plus: int
@@ -127,7 +127,7 @@ class Affine:
         return self.added(other, -1)
 
     def added(self, other: Affine, sign: int) -> Affine:
-        """The sum, or the difference."""
+        """The sum or difference."""
         times = dict(self.times)
         for name, count in other.times:
             times[name] = times.get(name, 0) + sign * count
@@ -135,7 +135,7 @@ class Affine:
 
 
 def affine(t: Tensor) -> Affine | None:
-    """What an int32 tensor is of positions, if it is such a sum."""
+    """An int32 tensor as a linear combination of positions, if it is one."""
     op = op_of(t)
     name = op.opdef.name
     if name == "constant" and float(op.attrs["value"]).is_integer():
@@ -161,7 +161,7 @@ def affine(t: Tensor) -> Affine | None:
 
 @dataclass(frozen=True)
 class Seen:
-    """Which keys queries see: causal, through a window, and where all of `masks` hold."""
+    """Keys visible to queries: causal or not, within a window, and where all of `masks` hold."""
 
     causal: bool
     window: int | None
@@ -169,8 +169,8 @@ class Seen:
 
 
 def seen_by(flags: list[Tensor], length: Dimension, memory: Dimension) -> Seen:
-    """What flags of queries and keys say, together."""
-    behind: int | None = None  # how far a query sees back, at most
+    """The combined meaning of flags over queries and keys."""
+    behind: int | None = None  # how far back a query sees, at most
     most_ahead: int | None = None
     masks: list[Tensor] = []
     for flag in (part for f in flags for part in _conjuncts(f)):
@@ -206,7 +206,7 @@ _SIGNS = {"greater_equal": (1, 0), "greater": (1, -1), "less_equal": (-1, 0), "l
 
 
 def _reach(flag: Tensor, length: str, memory: str) -> tuple[str, int] | None:
-    """("behind" or "ahead", n) of a flag that says how far a query may see: memory - length <= n, or the reverse."""
+    """("behind", n) or ("ahead", n) of a flag that limits how far a query sees: memory - length <= n, or reversed."""
     op, negated, names = op_of(flag), False, dict[str, str]()
     while op.opdef.name in ("logical_not", "rename_dimension"):
         if op.opdef.name == "logical_not":
@@ -219,7 +219,7 @@ def _reach(flag: Tensor, length: str, memory: str) -> tuple[str, int] | None:
     a, b = map(affine, op.inputs)
     if a is None or b is None:
         return None
-    # the flag is: value >= 0
+    # the flag as value >= 0
     sign, plus = _SIGNS[op.opdef.name]
     value = Affine((), plus).added(a - b, sign)
     if negated:  # not (v >= 0) is -v - 1 >= 0
@@ -233,5 +233,5 @@ def _reach(flag: Tensor, length: str, memory: str) -> tuple[str, int] | None:
 
 
 def lowest(value: Any) -> bool:
-    """Whether a number hides a score that it takes the place of, or is added to."""
+    """Whether a number is so low that it masks a score, as its replacement or as a bias."""
     return value is not None and bool(np.asarray(value) <= HIDING)

@@ -1,4 +1,4 @@
-"""Names of dims: those that the user gives axes of arguments, and names for the rest."""
+"""Names of dims: those given by the user for axes of arguments, and generated ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshlib.jax.importing.axes import Axes, Axis
 from meshlib.jax.importing.code import Code, Var
 
 WHAT = "from_jax"
-# Names of one axis: one, or several whose product it is; None: not named. Each with its size, if it is said.
+# Names of one axis (several if it is a product, None if unnamed), each with its size if stated.
 Part = tuple[str, int | None]
 Token = tuple[Part, ...] | None
 
@@ -27,26 +27,26 @@ class Leaf:
     var: Var
     variable: bool
     tokens: Sequence[Token] | None = None
-    part: bool = False  # of a complex array
-    of_user: bool = False  # who named its axes, not the model
+    part: bool = False  # half of a complex array
+    of_user: bool = False  # its axes were named by the user, not by the model
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """What it may be called: a part of a complex array by the name of the whole, too."""
+        """Paths that match this leaf; half of a complex array also matches the path of the whole."""
         whole = self.path.removesuffix(".real").removesuffix(".imag")
         return (self.path,) if whole == self.path or not self.part else (self.path, whole)
 
     @property
     def name(self) -> str:
-        """The name of the variable or input."""
+        """Name of the variable or input."""
         return self.path.replace(".", "/")
 
 
-# ---------------------------------------------------------------- what the user says
+# ---------------------------------------------------------------- the user's names
 
 
 def parsed(names: object, leaves: Sequence[Leaf]) -> None:
-    """Give the leaves their tokens: `names` holds, for paths or patterns of paths, the names of axes in order.
+    """Assign names to the leaves: `names` maps paths or patterns to axis names in order.
 
     Raises: GraphError for a path that is none, as many names as there are no axes, and what is no name.
     """
@@ -106,7 +106,7 @@ def _token(word: object, key: str) -> Token:
 
 
 def call_first(axes: Axes, leaves: Sequence[Leaf]) -> list[tuple[Leaf, Axis, tuple[Part, ...]]]:
-    """Name the axes of arguments before anything is known of them; returns products whose factors are not known yet."""
+    """Name the arguments' axes before unification; returns products whose factors are still unknown."""
     named = [
         (leaf, axis, token)
         for leaf in leaves
@@ -167,7 +167,7 @@ def _call(axes: Axes, leaf: Leaf, axis: Axis, name: str) -> None:
 
 
 def call_products(axes: Axes, waiting: Iterable[tuple[Leaf, Axis, tuple[Part, ...]]]) -> None:
-    """Name the factors of products, which the function has shown by now."""
+    """Name the factors of products, which unification has determined by now."""
     for leaf, axis, token in waiting:
         dims = axes.dims(axis)
         names = [name for name, _ in token]
@@ -182,25 +182,25 @@ def call_products(axes: Axes, waiting: Iterable[tuple[Leaf, Axis, tuple[Part, ..
                 _call(axes, leaf, d, name)
 
 
-# ---------------------------------------------------------------- names for the rest
+# ---------------------------------------------------------------- generated names
 
 
 def name_all(axes: Axes, code: Code, leaves: Sequence[Leaf]) -> None:
     """Give every dim a name.
 
-    What was cut out of a dim has its name, of another size, unless one tensor would have it twice. A dim that met
+    A slice of a dim has the dim's name, with another size, unless one tensor would have both. A dim that met
     itself is `memory_<name>`, as the keys of attention, or `<name>_out` in a variable. Others are called by the first
     argument that has them, as in `wq_1`.
     """
     _Names(axes, leaves).give(code)
 
 
-# What says of a variable that it is one, not which.
+# Words that mark a variable without identifying it.
 _PLAIN = ("kernel", "weight", "bias", "scale", "value", "array", "embedding", "w", "b")
 
 
 def _word(path: str) -> str:
-    """What to call an axis after: the last part of a path that says something."""
+    """Word that names an axis: the last informative part of the path."""
     parts = [re.sub(r"\W", "_", part) for part in path.split(".")]
     telling = [part for part in parts if part.isidentifier()]
     return next((part for part in reversed(telling) if part not in _PLAIN), telling[-1] if telling else "argument")
@@ -230,7 +230,7 @@ class _Names:
                 dims = self.axes.dims(axis)
                 for m, d in enumerate(dims):
                     self._call(d, f"{word}_{n}" if len(dims) == 1 else f"{word}_{n}_{m}")
-        for x in (*code.vars(), *code.outs):  # a result may be known from the start
+        for x in (*code.vars(), *code.outs):  # results may be known constants
             for d in self.axes.flat(x.axes):
                 self._call(d, "axis")
         for step in code.walk():
@@ -267,7 +267,7 @@ class _Names:
                 self._call(d, name, shared=d not in self.of_variables and self._may_be_same(d, name))
 
     def _may_be_same(self, d: Axis, name: str) -> bool:
-        """Whether a dim may be the one of a name that others have, as the keys of attention in several layers."""
+        """Whether a dim may share the name with others, as the keys' dim of attention in several layers."""
         there = [self.axes.find(a) for a in self.axes.named.get(name, ())]
         return bool(there) and all(a.size == d.size for a in there) and self._may_share(d, name)
 

@@ -1,4 +1,4 @@
-"""Complex numbers as pairs of real ones, as rotations of queries and keys use them."""
+"""Complex numbers as pairs of real ones, as in rotary embeddings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshlib.jax.importing.fourier import fft
 
 @dataclass(frozen=True, eq=False)
 class ComplexPair:
-    """A complex value of the traced function: its parts."""
+    """A complex value of the traced function, as two real ones."""
 
     real: Var
     imag: Var
@@ -27,18 +27,18 @@ Parts = tuple[Any, Any]  # arrays
 
 
 def flat(values: Sequence[Value]) -> list[Var]:
-    """All that are no pairs, and the parts of those that are."""
+    """The values, with pairs replaced by their parts."""
     return [x for v in values for x in ((v.real, v.imag) if isinstance(v, ComplexPair) else (v,))]
 
 
 def packed(parts: Sequence[Var], avals: Sequence[Any]) -> list[Value]:
-    """The other way round, for values of these types."""
+    """The inverse of `flat`, for values of these types."""
     rest = iter(parts)
     return [ComplexPair(next(rest), next(rest)) if is_complex(aval) else next(rest) for aval in avals]
 
 
 def parts_of(avals: Sequence[Any]) -> list[Any]:
-    """The types of the parts of values."""
+    """Types of the values after `flat`."""
     return [
         jax.ShapeDtypeStruct(a.shape, real_type(a.dtype)) if is_complex(a) else a
         for a in avals
@@ -52,12 +52,12 @@ def is_complex(aval: Any) -> bool:
 
 
 def real_type(dtype: Any) -> Any:
-    """The dtype of the parts of a complex one; others as they are."""
+    """The real dtype of a complex one's parts; other dtypes unchanged."""
     return {"complex64": jnp.float32, "complex128": jnp.float64}.get(str(dtype), dtype)
 
 
 def in_parts(eqn: Any, pairs: Sequence[bool]) -> Callable[..., tuple[Any, ...]] | None:
-    """A step on complex numbers as a function of its real operands and the parts of the others; None if it has none.
+    """A step on complex numbers as a function of its real operands and the parts of complex ones; None if unsupported.
 
     `pairs`: which operands are pairs. The function returns all results, in parts where they are complex.
     """
@@ -68,7 +68,7 @@ def in_parts(eqn: Any, pairs: Sequence[bool]) -> Callable[..., tuple[Any, ...]] 
     def run(*xs: Any) -> tuple[Any, ...]:
         rest = iter(xs)
         operands = [(next(rest), next(rest)) if pair else next(rest) for pair in pairs]
-        if name in _BY_ELEMENT:  # numbers are not repeated in a jaxpr
+        if name in _BY_ELEMENT:  # numbers are deduplicated in a jaxpr
             shape = eqn.outvars[0].aval.shape
             operands = [
                 tuple(jnp.broadcast_to(p, shape) for p in x) if isinstance(x, tuple) else jnp.broadcast_to(x, shape)
@@ -84,7 +84,7 @@ def in_parts(eqn: Any, pairs: Sequence[bool]) -> Callable[..., tuple[Any, ...]] 
 
 
 _BY_ELEMENT = frozenset({"add", "add_any", "sub", "mul", "div", "select_n", "complex", "eq", "ne", "pow"})
-# What is done to each part as to the whole.
+# Applied to each part separately.
 _BY_PART = frozenset({
     "add", "add_any", "sub", "neg", "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "slice",
     "split", "concatenate", "stack", "unstack", "select_n", "dynamic_slice", "dynamic_update_slice", "gather", "rev",
@@ -99,7 +99,7 @@ def _of_part(eqn: Any, operands: Sequence[Any], part: int) -> Sequence[Any]:
 
 
 def _product(function: Callable[[Any, Any], Any]) -> Callable[..., Parts]:
-    """Of two complex operands, or of one and a real one."""
+    """Product of two complex operands, or of a complex and a real one."""
 
     def run(params: Any, x: Any, y: Any) -> Parts:
         if not isinstance(x, tuple):
@@ -139,7 +139,7 @@ def _scaled(x: Parts, factor: float) -> Parts:
 
 
 def _any_power(params: Any, x: Any, y: Any) -> Parts:
-    """exp(y log x), of which either operand may be real."""
+    """exp(y log x), where either operand may be real."""
     base, exponent = (z if isinstance(z, tuple) else (z, jnp.zeros_like(z)) for z in (x, y))
     return _exp(params, _times(params, exponent, _log(params, base)))
 
@@ -192,5 +192,5 @@ _RULES: dict[str, Callable[..., Any]] = {
 
 
 def aval_of(x: Var) -> jax.ShapeDtypeStruct:
-    """The type of a real value."""
+    """Type of a real value."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype)

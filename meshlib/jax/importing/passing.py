@@ -1,4 +1,4 @@
-"""Primitives that leave numbers as they are: in another dtype, or with a meaning for compilers and gradients."""
+"""Primitives that do not change values: casts, and annotations for compilers and gradients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _convert(w: StepWriter, step: CodeStep) -> Tensor:
     if one_hot is not None:
         return one_hot
     stored = x.operation.inputs[0] if x.operation.opdef is CAST else x
-    # An argument in eight bits or four is cast from there.
+    # An eight-bit or four-bit argument is cast from its stored dtype.
     return cast(stored if stored.dtype.is_narrow_integer and not as_dtype(to).is_narrow_integer else x, to)
 
 
@@ -65,7 +65,7 @@ def _constraint(w: StepWriter, step: CodeStep) -> Tensor:
 
 
 def split_by(w: StepWriter, step: CodeStep, spec: Sequence[Any]) -> Tensor:
-    """The operand of a step, of which the function says that it is split by this spec."""
+    """The operand of a step that constrains its sharding by this spec."""
     (x,), (out,) = step.ins, step.outs
     parts = [w.shape([a]) for a in out.axes]
     return w.constraints.met(w.full(w.under(x, out.axes), out.axes), parts, spec, step.place.line)

@@ -1,4 +1,4 @@
-"""PartitionSpecs of a JAX program's arguments as layout rules, dim by dim."""
+"""PartitionSpecs of a JAX program's arguments, converted to layout rules."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Specs = Any
 def rules_of(
     arguments: Mapping[str, Argument], names: Sequence[str], specs: Sequence[Specs], scope: str | None
 ) -> LayoutRules:
-    """Rules under which each argument lies as its spec says; see `ImportedGraph.layout`."""
+    """Layout rules under which each argument is sharded by its spec; see `ImportedGraph.layout`."""
     spec_of: dict[str, tuple[Any, ...]] = {}
-    dims_covered: dict[str, int] = {}  # of how many dims a spec speaks
+    dims_covered: dict[str, int] = {}  # number of dims that a spec covers
     for name, tree in zip(names, specs, strict=True):
         for prefix, spec in _leaves(name, tree):
             below = [a for path, a in arguments.items() if path == prefix or path.startswith(f"{prefix}/")]
@@ -37,8 +37,9 @@ def rules_of(
 def _completed(
     specs: Mapping[str, tuple[Any, ...]], dims_covered: Mapping[str, int], dims: Mapping[str, tuple[str, ...]]
 ) -> dict[str, tuple[Any, ...]]:
-    """Specs that are too short, as `P()` of a bias beside a split kernel, with what others say of their last dims."""
-    first = sorted(specs, key=lambda n: dims_covered[n] < len(dims[n]))  # those that say all are to be named in faults
+    """Short specs, such as `P()` for a bias of a split kernel, completed from other arrays' specs of these dims."""
+    # complete specs first, so that errors name them
+    first = sorted(specs, key=lambda n: dims_covered[n] < len(dims[n]))
     split: dict[str, Any] = {}
     for n in first:
         for d, entry in zip(dims[n], specs[n], strict=True):
@@ -50,7 +51,7 @@ def _completed(
         entries = list(spec[: dims_covered[n]])
         for d in dims[n][dims_covered[n] :]:
             entry, taken = split.get(d), {a for e in entries for a in _axes(e)}
-            entries.append(None if taken & {*_axes(entry)} else entry)  # a dim of its own would lie there, too
+            entries.append(None if taken & {*_axes(entry)} else entry)  # a rule for this dim would use the axis twice
         completed[n] = tuple(entries)
     return completed
 
@@ -72,7 +73,7 @@ def _leaves(name: str, tree: Specs) -> list[tuple[str, tuple[Any, ...]]]:
 
 
 def _of_dims(argument: Argument, spec: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The entries of a spec for dims: of an axis that is a product, its axes go to the major dim."""
+    """The entries of a spec per dim; axes on a product go to its major dim."""
     if len(spec) > len(argument.axes):
         raise LayoutError(
             f"layout: {spec} has {len(spec)} entries for the {len(argument.axes)} axes of {argument.name}"

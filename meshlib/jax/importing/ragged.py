@@ -1,4 +1,4 @@
-"""ragged_dot: products of rows that are sorted by group, as of experts."""
+"""ragged_dot: grouped matrix products over rows sorted by group, as for experts."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from meshlib.ops.pointwise.casts import cast
 
 @dataclass(frozen=True)
 class _RaggedAxes:
-    """Where the axes of both operands are: batch, free ones of each side, contracted; the rows, and w's groups."""
+    """Positions of both operands' axes: batch, free axes of each side, contracted axes, rows, and the groups of w."""
 
     batch: tuple[tuple[int, int], ...]
     left: tuple[int, ...]
     right: tuple[int, ...]
     contracted: tuple[tuple[int, int], ...]
     rows: int
-    groups: int | None  # None: rows are contracted, and the result has the groups
+    groups: int | None  # None: rows are contracted, and the result has a group axis
 
     @classmethod
     def of(cls, step: CodeStep) -> _RaggedAxes:
@@ -52,7 +52,7 @@ def _fault(step: CodeStep) -> str | None:
 
 
 def _axes(axes: Axes, step: CodeStep) -> None:
-    """`labels`: the groups, what is contracted."""
+    """Set `labels`: groups and contracted axes."""
     (x, y, sizes), at = step.ins, _RaggedAxes.of(step)
     batch, contracted = ([axes.new(x.shape[n]) for n, _ in pairs] for pairs in (at.batch, at.contracted))
     left, right = [axes.new(x.shape[n]) for n in at.left], [axes.new(y.shape[n]) for n in at.right]
@@ -87,7 +87,7 @@ def _write(w: StepWriter, step: CodeStep) -> Tensor:
     rows = of_x[at.rows]
 
     def whole(t: Tensor, place: dict[int, Axis], *single: Axis) -> Tensor:
-        """An operand with all its dims, and one dim each for the rows and the groups."""
+        """An operand with all its dims, and a single dim each for rows and groups."""
         t = w.full(t, [place[n] for n in range(len(place))])
         for axis in single:
             t = w.merge(t, axis)

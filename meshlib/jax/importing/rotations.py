@@ -1,4 +1,4 @@
-"""Rotations along an axis, as JAX writes `jnp.roll` and its gradient: two runs of a value in the other order.
+"""Rotations along an axis, as in `jnp.roll` and its gradient: two parts of a value in swapped order.
 
 Forward it is a concatenation of slices. The gradient cuts by `split`, pads both pieces with zeros and adds them up.
 """
@@ -10,21 +10,18 @@ from typing import TypeAlias
 
 from meshlib.jax.importing.code import CodeStep, Var
 
-Run: TypeAlias = tuple[int, int, int]  # first index, count, stride
+Run: TypeAlias = tuple[int, int, int]  # (first index, count, stride)
 
 
 def runs_of(step: CodeStep) -> list[Run]:
-    """What a slice takes of each axis."""
+    """The range of each axis that a slice takes."""
     starts, limits = step.params["start_indices"], step.params["limit_indices"]
     strides = step.params["strides"] or [1] * len(starts)
     return [(int(a), -(-(int(b) - int(a)) // int(s)), int(s)) for a, b, s in zip(starts, limits, strides, strict=True)]
 
 
 def rotated(pieces: Sequence[Var], at: int) -> tuple[Var, int] | None:
-    """The value of which pieces have all elements along an axis, in order but from another one on; and which is first.
-
-    None where they are no such pieces.
-    """
+    """The value that pieces rotate along an axis, and the index that comes first; None if they are no rotation."""
     if len(pieces) < 2:
         return None
     origins = [_origin(x, at) for x in pieces]
@@ -39,7 +36,7 @@ def rotated(pieces: Sequence[Var], at: int) -> tuple[Var, int] | None:
 
 
 def padded_pieces(step: CodeStep) -> tuple[list[Var], int] | None:
-    """Two pieces that a sum holds one after the other along an axis, each padded with zeros; None of other sums."""
+    """Two zero-padded pieces that a sum places one after the other along an axis; None for other sums."""
     makers = [x.maker for x in step.ins if x.maker is not None and x.maker.kind == "pad"]
     if len(makers) != 2 or any(maker.ins[1].number != 0 for maker in makers):
         return None
@@ -59,7 +56,7 @@ def _pads(step: CodeStep) -> list[tuple[int, int, int]]:
 
 
 def _origin(x: Var, at: int) -> tuple[Var, int] | None:
-    """The value that a piece was cut out of along one axis, and where it begins."""
+    """The value that a piece was sliced from along one axis, and where the piece begins."""
     maker = x.maker
     if maker is None:
         return None
@@ -72,7 +69,7 @@ def _origin(x: Var, at: int) -> tuple[Var, int] | None:
     begin, _, stride = runs[at]
     if stride != 1 or any(run != (0, whole.shape[n], 1) for n, run in enumerate(runs) if n != at):
         return None
-    if whole.maker is not None and whole.maker.kind == "pad":  # the piece itself, without the zeros
+    if whole.maker is not None and whole.maker.kind == "pad":  # the piece without its padding
         piece, pads = whole.maker.ins[0], _pads(whole.maker)
         same = piece.shape == x.shape and begin == pads[at][0]
         return _origin(piece, at) if same else None

@@ -1,4 +1,4 @@
-"""Calls with a derivative rule of their own, as `jax.custom_vjp` and `jax.custom_jvp` make them, with that rule.
+"""Calls with a custom derivative rule (`jax.custom_vjp`, `jax.custom_jvp`), imported with that rule.
 
 JAX itself turns a call into two functions: a forward, which returns results and residuals, and a backward, from
 residuals and cotangents to cotangents of the operands. Both are imported like any other code: the forward where the
@@ -35,7 +35,7 @@ KIND = "custom_rule"
 
 @dataclass(frozen=True)
 class Ruled:
-    """A call as JAX differentiates it, on real arrays: complex operands and results are given as two.
+    """A call as JAX differentiates it, on real arrays: complex operands and results are pairs.
 
     forward    a jaxpr from operands to results and residuals
     backward   a jaxpr from residuals and cotangents of `floating` results to cotangents of `moving` operands
@@ -48,10 +48,10 @@ class Ruled:
 
 
 def ruled(eqn: Any, axis_env: Sequence[tuple[str, int]] = ()) -> Ruled:
-    """Both functions of a call whose rule JAX knows; `axis_env`: the axes that are mapped over around it."""
+    """Forward and backward functions of a call with a rule; `axis_env`: enclosing mapped axes."""
     operands, results = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
     reals, outs = parts_of(operands), parts_of(results)
-    # What a `linear_call` is not linear in has no cotangent, in JAX neither; nor has what a function closes over.
+    # As in JAX, the nonlinear operands of a `linear_call`, and captured values, have no cotangent.
     fixed = sum(eqn.params.get(name, 0) for name in ("num_callee_consts", "num_res", "num_consts"))
     moving = tuple(n for n, a in enumerate(reals) if _is_float(a) and n >= fixed)
     floating = tuple(n for n, a in enumerate(outs) if _is_float(a))
@@ -137,7 +137,7 @@ def _write(w: StepWriter, step: CodeStep) -> Sequence[Tensor | None]:
         written.extend(given)
         w.tensors.update(zip(inputs, given, strict=True))
         w.run(forward)
-        # Whatever its elements have in common, their cotangents need not.
+        # An operand may be constant along dims in which its cotangent varies.
         results = [w.full(w.under(forward.outs[n], step.outs[n].axes), step.outs[n].axes) for n in live]
         return results, [w.tensor(x) for x in residuals]
 
@@ -165,7 +165,7 @@ def _write(w: StepWriter, step: CodeStep) -> Sequence[Tensor | None]:
 
 
 def _cotangent(parts: Sequence[Tensor], x: Tensor) -> Tensor | None:
-    """The sum of an operand's cotangents, which lacks the dims that the operand lacks."""
+    """Sum of an operand's cotangents, reduced over dims that the operand lacks."""
     if not parts:
         return None
     total = parts[0]
@@ -177,7 +177,7 @@ def _cotangent(parts: Sequence[Tensor], x: Tensor) -> Tensor | None:
 
 
 def _read(code: Code) -> list[Var]:
-    """The values from outside that a piece of code reads, in order; known ones and keys are none."""
+    """Outer values that a piece of code reads, in order, without constants and keys."""
     defined = {*code.vars()}
     read = [x for step in code.walk() for x in step.ins]
     read += [*code.outs, *(x for step in code.walk() for body in step.bodies for x in body.outs)]

@@ -1,4 +1,4 @@
-"""Written-out softmax attention, recognised where probabilities meet values, as the kernel it is.
+"""Recognition of written-out softmax attention, at the product of probabilities and values, as a fused kernel.
 
 softmax(scale q k' + masks) v, whatever the order of its factors, the dtype of its softmax, and what the masks are made
 of. Scores with a bias, a cap or dropout have no kernel of the library's: they stay as they are written.
@@ -22,16 +22,16 @@ _SAME = ("identity", "broadcast", "transpose", "stop_gradient")
 
 @dataclass
 class _ScorePattern:
-    """What is known of the scores, from the softmax on back."""
+    """Scale and masks of the scores, collected backwards from the softmax."""
 
     scale: float = 1.0
     flags: list[Tensor] = field(default_factory=list)
 
 
 def fused(p: Tensor, v: Tensor) -> Tensor | None:
-    """What `p` v sums over the one dim that p is a softmax over, as attention; None if p is none.
+    """The attention that computes `p` v, if `p` is a softmax over a dim of v; otherwise None.
 
-    The result has the dims of the queries and the elements of values.
+    The result has the dims of the queries and the feature dim of the values.
     """
     scores = _softmaxed(p)
     if scores is None:
@@ -45,20 +45,20 @@ def fused(p: Tensor, v: Tensor) -> Tensor | None:
     return _written(q, k, v, [d for d in k.shape if d in q.shape and d not in pairs], memory, pattern)
 
 
-# ---------------------------------------------------------------- back to the scores
+# ---------------------------------------------------------------- from the softmax back to the scores
 
 
 def _bare(t: Tensor) -> Tensor:
-    """Without casts, and what says nothing to a core."""
+    """A tensor without casts and annotations."""
     while (op := op_of(t)).opdef.name in ("cast", *_SAME) and op.inputs[0].dtype.is_float:
         t = op.inputs[0]
     return t
 
 
 def _softmaxed(p: Tensor) -> tuple[Tensor, Dimension] | None:
-    """The scores, and the dim over which `p` is their softmax."""
+    """(scores, softmax dim) if `p` is a softmax."""
     op = op_of(_bare(p))
-    if op.opdef.name == "where" and number_of(op.inputs[2]) == 0:  # rows and keys that are hidden once more
+    if op.opdef.name == "where" and number_of(op.inputs[2]) == 0:  # rows and keys that are masked once more
         op = op_of(_bare(op.inputs[1]))
     if op.opdef.name == "exp":  # exp(x - log of the sum of exp(x))
         return _normalised_before(op.inputs[0])
@@ -71,7 +71,7 @@ def _softmaxed(p: Tensor) -> tuple[Tensor, Dimension] | None:
 
 def _ratio(e: Tensor, total: Tensor) -> tuple[Tensor, Dimension] | None:
     e, summed = _bare(e), op_of(_bare(total))
-    if summed.opdef.name == "add" and (number_of(summed.inputs[1]) or 1) < 1e-6:  # against division by zero
+    if summed.opdef.name == "add" and (number_of(summed.inputs[1]) or 1) < 1e-6:  # guard against division by zero
         summed = op_of(_bare(summed.inputs[0]))
     if summed.opdef.name != "reduce_sum" or _bare(summed.inputs[0]) is not e or op_of(e).opdef.name != "exp":
         return None
@@ -99,11 +99,11 @@ def _normalised_before(x: Tensor) -> tuple[Tensor, Dimension] | None:
 
 
 def _unshifted(x: Tensor, memory: Dimension) -> Tensor:
-    """Scores without the maximum that was taken off against overflow, which changes nothing."""
+    """Scores before subtraction of their maximum, which does not change the softmax."""
     op = op_of(_bare(x))
     if op.opdef.name == "subtract" and memory not in op.inputs[1].shape:
         peak = op_of(_bare(op.inputs[1]))
-        while peak.opdef.name in ("maximum", "where"):  # of rows that are hidden altogether
+        while peak.opdef.name in ("maximum", "where"):  # guard for fully masked rows
             peak = op_of(
                 _bare(next((y for y in peak.inputs if number_of(y) is None and y.dtype.is_float), peak.output))
             )
@@ -115,7 +115,7 @@ def _unshifted(x: Tensor, memory: Dimension) -> Tensor:
 
 
 def _product(x: Tensor, memory: Dimension, pattern: _ScorePattern) -> tuple[Tensor, Tensor, Shape] | None:
-    """Queries and keys whose product the scores are, apart from a scale and masks."""
+    """(queries, keys, result shape) of the product that computes scores, apart from a scale and masks."""
     while True:
         x = _bare(x)
         op = op_of(x)
@@ -143,7 +143,7 @@ def _product(x: Tensor, memory: Dimension, pattern: _ScorePattern) -> tuple[Tens
 
 
 def _hiding(op: Operation) -> tuple[Tensor, Tensor] | None:
-    """Of scores plus or minus what is 0 or very low, the scores, and the flags of what is not hidden."""
+    """For scores plus or minus a bias of 0 or very low values: the scores, and flags of the visible keys."""
     sign = 1 if op.opdef.name == "add" else -1
     for x, bias in (op.inputs, op.inputs[::-1])[: 2 if sign == 1 else 1]:
         seen = _seen(bias, sign)
@@ -153,7 +153,7 @@ def _hiding(op: Operation) -> tuple[Tensor, Tensor] | None:
 
 
 def _seen(bias: Tensor, sign: int) -> Tensor | None:
-    """Flags that hold where a bias is 0, if it hides all the rest."""
+    """Flags that are true where a bias is 0, if it masks everything else."""
     op = op_of(_bare(bias))
     if op.opdef.name == "where":
         flag, numbers = op.inputs[0], [number_of(y) for y in op.inputs[1:]]
@@ -177,7 +177,7 @@ def _hides(number: float | None, sign: int) -> bool:
 
 
 def _indicated(t: Tensor) -> Tensor | None:
-    """The flags of which numbers are 1 where they hold and 0 elsewhere; integers that are cast are taken for such."""
+    """The flags behind a 0/1 tensor; integers that are cast are taken to be 0 or 1."""
     op = op_of(_bare(t))
     numbers = [number_of(y) for y in op.inputs]
     if op.opdef.name == "subtract" and numbers[0] == 1:
@@ -192,7 +192,7 @@ def _indicated(t: Tensor) -> Tensor | None:
 
 
 def _unmasked(x: Tensor, seen: Tensor) -> Tensor:
-    """Scores before what is hidden was set to 0 besides, as in s m - 1e10 (1 - m)."""
+    """Scores before masked ones were also multiplied by 0, as in s m - 1e10 (1 - m)."""
     op = op_of(_bare(x))
     if op.opdef.name == "multiply":
         for scores, factor in (op.inputs, op.inputs[::-1]):
@@ -212,7 +212,7 @@ def _sides(
 
 
 def _unscaled(x: Tensor, pattern: _ScorePattern) -> Tensor:
-    """Queries or keys before they were scaled, or widened for their product."""
+    """Queries or keys before scaling and before widening for their product."""
     while True:
         op = op_of(x)
         if op.opdef.name == "cast" and op.inputs[0].dtype.is_float and op.inputs[0].dtype.itemsize <= x.dtype.itemsize:
@@ -239,7 +239,7 @@ def _written(
     if op.opdef.name == "cast" and op.inputs[0].dtype.is_float and op.inputs[0].dtype.itemsize < v.dtype.itemsize:
         v = op.inputs[0]
     of_values = [d for d in v.shape if d not in k.shape]
-    if not of_values:  # as the elements of keys
+    if not of_values:  # like the feature dim of keys
         of_values = contracted if all(d in v.shape for d in contracted) else []
     lengths = [d for d in q.shape if d not in k.shape]
     flags = [f for f in pattern.flags if {*f.shape.names} <= {*q.shape.names, *k.shape.names}]
@@ -274,7 +274,7 @@ def _written(
 
 
 def _length(lengths: list[Dimension], memory: Dimension, flags: list[Tensor]) -> Dimension:
-    """The queries' dim: that which masks set against the keys', or of the keys' length, or the longest."""
+    """The queries' dim: one that masks relate to the keys' dim, or one of equal size, or the largest."""
     if len(lengths) == 1:
         return lengths[0]
     for d in lengths:
@@ -289,7 +289,7 @@ def _joined(dims: list[Dimension]) -> Dimension:
 
 
 def _merged(t: Tensor, dims: list[Dimension], one: Dimension) -> Tensor:
-    """`t` with several dims as one; in this order, whatever theirs."""
+    """`t` with several dims merged, in this order."""
     if len(dims) == 1:
         return t
     rest = [d for d in t.shape if d not in dims]

@@ -1,4 +1,4 @@
-"""Primitives that change axes, not values, and those that go over them: reductions, running sums, order."""
+"""Primitives that rearrange axes, and those that work along them: reductions, running sums, sorting."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from meshlib.ops.pointwise.cumulative import cumprod, cumsum
 from meshlib.ops.pointwise.reductions import reduce_all, reduce_any, reduce_max, reduce_min, reduce_sum
 from meshlib.ops.pointwise.unary import exp, log, negative
 
-# ---------------------------------------------------------------- the same value
+# ---------------------------------------------------------------- the same values
 
 
 def _as_it_is(w: StepWriter, step: CodeStep) -> Tensor:
@@ -100,12 +100,12 @@ def _reshape_axes(axes: Axes, step: CodeStep) -> None:
         if len(left) != 1 or len(right) != 1:
             axes.tie_runs(left, right)
             a, b = left[0].size, right[0].size
-            if not a % b or not b % a:  # a split stays on the major part
+            if not a % b or not b % a:  # a split dim stays the major part
                 axes.kin.append((right[0], left[0]))
 
 
 def _runs(olds: Sequence[Axis], news: Sequence[Axis]) -> list[tuple[list[Axis], list[Axis]]]:
-    """Both cut, left to right, into the smallest runs of equal size."""
+    """Cut both lists, left to right, into the smallest groups of equal size."""
     left, right, pairs = list(olds), list(news), []
     while left or right:
         a, b = [left.pop(0)], [right.pop(0)]
@@ -137,7 +137,7 @@ def _reduce_axes(axes: Axes, step: CodeStep) -> None:
 
 
 def _reducing(function: Any, fold: Any, times: Any = None) -> dict[str, Any]:
-    """`times` makes up for dims along which the operand is the same everywhere."""
+    """Rule of a reduction; `times` accounts for dims along which the operand is constant."""
 
     def write(w: StepWriter, step: CodeStep) -> Tensor:
         x = step.ins[0]
@@ -263,7 +263,7 @@ rule("top_k", axes=_top_k_axes, write=_top_k)
 
 
 def _iota(w: StepWriter, step: CodeStep) -> Tensor:
-    """Row-major positions: of an axis that is a product, those of each dim times its stride."""
+    """Row-major positions; for an axis that is a product, those of each dim times its stride."""
     dims = w.axes.dims(step.outs[0].axes[int(step.params["dimension"])])
     stride, index = prod(d.size for d in dims), None
     for d in dims:

@@ -1,4 +1,4 @@
-"""The table of primitives: what each says of axes, and how it is written in the library's operations."""
+"""Table of primitive rules: unification of axes, and translation into operations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Written = Sequence[Tensor | None] | Tensor
 
 @dataclass(frozen=True)
 class PrimitiveRule:
-    """One primitive.
+    """How one primitive is imported.
 
     axes     gives the results their axes, and brings those of operands together
     write    the results as tensors, whose dims are those of the results' axes, or fewer: along others they are the same
@@ -39,32 +39,32 @@ RULES: dict[str, PrimitiveRule] = {}
 
 
 def rule(names: str, **of: Any) -> None:
-    """Add a row for one or several primitives, by the names that JAX gives them."""
+    """Register the rule of one or several primitives, by JAX's names."""
     for name in names.split():
         assert name not in RULES, name
         RULES[name] = PrimitiveRule(**of)
 
 
-# ---------------------------------------------------------------- what rules about axes share
+# ---------------------------------------------------------------- helpers for unification
 
 
 def give(axes: Axes, out: Var, axes_of_result: Sequence[Axis]) -> None:
-    """The axes of a result."""
+    """Set the axes of a result."""
     assert tuple(a.size for a in axes_of_result) == out.shape, (out, [a.size for a in axes_of_result])
     out.axes = list(axes_of_result)
     axes.hold(out.space, out.axes)
 
 
 def fresh(axes: Axes, out: Var) -> None:
-    """A result of which nothing is known."""
+    """Give a result new axes."""
     give(axes, out, [axes.new(n) for n in out.shape])
 
 
 def same_axes(axes: Axes, step: CodeStep) -> None:
-    """Results and operands of one shape, but for axes of length 1, which are repeated, and numbers."""
+    """Unify axes of results and operands of one shape, except broadcast axes of length 1 and numbers."""
     for out in step.outs:
         operands = [x for x in step.ins if len(x.shape) == len(out.shape) and x.axes]
-        # What depends on data says what the axes are; first what the user has named, as the stream of a residual sum.
+        # Data-dependent operands determine the axes, named ones first, such as the residual stream.
         operands.sort(key=lambda x: (not x.data, -sum(d.name is not None for d in axes.flat(x.axes))))
         whole = next((x for x in operands if x.shape == out.shape), None)
         give(axes, out, [axes.new(n) for n in out.shape] if whole is None else whole.axes)

@@ -1,4 +1,4 @@
-"""From a JAX function to plain records: traced, calls inlined, constants folded, every step with its line."""
+"""Tracing of a JAX function into records: calls inlined, constants folded, every step with its source line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from meshlib.jax.importing.ruled import ruled
 from meshlib.jax.importing.table import RULES
 from meshlib.jax.importing.trips import count_trips, follow
 
-# Primitives that are a call of what they hold, and where that is.
+# Call primitives -> parameter that holds the called jaxpr.
 _CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -46,36 +46,36 @@ _CALLS = {
 }
 _WORD = re.compile(r"[\w.\-]+")
 _CHECKPOINTS = ("checkpoint", "remat", "remat2")
-# Known elements are folded up to this many bytes, so that a table built from others is one.
+# Constants are folded up to this many bytes, so that a table built from others is one table.
 _FOLDED_BYTES = 16 * 2**20
 
 
 @dataclass
 class Tracing:
-    """Makes `Code` of jaxprs; `axes` numbers the index spaces of what they hold."""
+    """Converts jaxprs to `Code`; `axes` numbers their index spaces."""
 
     axes: Axes
-    most_trips: int | None = None  # of a loop that no number known from the start bounds
-    half: str = "float16"  # what float16 is taken for
+    most_trips: int | None = None  # bound of loops that no known number bounds
+    half: str = "float16"  # dtype that replaces float16
     steps: list[CodeStep] = field(default_factory=list)
-    policy: Callable[..., Any] | None = None  # of the innermost checkpoint around
+    policy: Callable[..., Any] | None = None  # of the innermost enclosing checkpoint
     saved: int = 0
-    kernels: Kernels = field(default_factory=dict)  # by name, what is no jaxpr
-    met: list[str] = field(default_factory=list)  # of those, the names that occurred
-    axis_env: tuple[tuple[str, int], ...] = ()  # axes that a `shard_map` around works on
-    in_rule: bool = False  # of a derivative, where nothing is differentiated any more
-    refused: dict[str, int] = field(default_factory=dict)  # calls that can't be imported, and how often they occur
+    kernels: Kernels = field(default_factory=dict)  # replacements of opaque kernels by name
+    met: list[str] = field(default_factory=list)  # kernel names that occurred
+    axis_env: tuple[tuple[str, int], ...] = ()  # axes of the enclosing `shard_map`
+    in_rule: bool = False  # inside a derivative rule, where nothing is differentiated further
+    refused: dict[str, int] = field(default_factory=dict)  # unsupported calls, with counts
 
     # ------------------------------------------------------------ values
 
     def var(self, aval: Any, data: bool = True, of_keys: bool = False) -> Var:
-        """A value of which nothing is known but its type. `of_keys`: it is a key if it may be a raw one."""
+        """A value known by its type alone. `of_keys`: it is a key if raw keys have that type."""
         dtype = self.half if str(aval.dtype) == "float16" else str(aval.dtype)
         key = dtype.startswith("key<") or (of_keys and dtype == "uint32")
         return Var(tuple(map(int, aval.shape)), dtype, self.axes.space(), key=key, data=data)
 
     def known(self, value: Any, aval: Any) -> Value:
-        """A value whose elements are known."""
+        """A value with known elements."""
         if is_complex(aval):
             parts = [self.var(part, data=False) for part in parts_of([aval])]
             for x, array in zip(parts, (np.real(value), np.imag(value)), strict=True):
@@ -87,7 +87,7 @@ class Tracing:
         return x
 
     def set_known(self, x: Var, array: Array) -> None:
-        """Say what the elements of a value are."""
+        """Set the known elements of a value."""
         if array.size and (array.size == 1 or _uniform(array)):
             x.const = np.asarray(array.reshape(-1)[0])
         else:
@@ -100,14 +100,14 @@ class Tracing:
     # ------------------------------------------------------------ code
 
     def body(self, closed: Any, ins: Sequence[Value], around: SourcePlace) -> Code:
-        """A jaxpr that is run as a whole, by itself; `ins` stand for its arguments."""
+        """A jaxpr as a separate body; `ins` are its arguments."""
         outer, self.steps = self.steps, []
         outs = flat(self.inline(closed, ins, around, inherit=False))
         code, self.steps = Code([], outs, self.steps), outer
         return code
 
     def inline(self, closed: Any, ins: Sequence[Value], around: SourcePlace, inherit: bool) -> list[Value]:
-        """Add the steps of a jaxpr; returns its results. `inherit`: all are written where it is called."""
+        """Add the steps of a jaxpr and return its results. `inherit`: its steps get the caller's source line."""
         jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
         env: dict[Any, Value] = dict(zip(jaxpr.invars, ins, strict=True))
         for v, value in zip(jaxpr.constvars, consts, strict=True):
@@ -130,7 +130,7 @@ class Tracing:
         if name in _CALLS and _CALLS[name] in params:
             inner = params[_CALLS[name]]
             written_by, known = _author(inner), f"jit:{params.get('name', '')}"
-            # A function of JAX's name may have a rule that is not.
+            # A function that JAX names may have a rule that is not JAX's.
             ours = known in RULES or known in REWRITES
             if written_by != "jax" or not ours or self._holds_rules(inner):
                 return self.inline(inner, ins, place, inherit=written_by != "user")
@@ -160,7 +160,7 @@ class Tracing:
         return self._add(name, eqn, real, place)
 
     def _in_parts(self, eqn: Any, ins: Sequence[Value], place: SourcePlace) -> list[Value]:
-        """A step on complex numbers."""
+        """Add a step on complex numbers, in parts."""
         function, avals = in_parts(eqn, [isinstance(x, ComplexPair) for x in ins]), [v.aval for v in eqn.outvars]
         if function is None:
             kind = f"complex {eqn.primitive.name}"
@@ -178,7 +178,7 @@ class Tracing:
         avals: Sequence[Any] | None = None,
         **params: Any,
     ) -> list[Var]:
-        """A step; `avals` are the types of its results, if they are not those that it has in JAX."""
+        """Add a step; `avals` are the types of its results if they differ from JAX's."""
         of_keys = any(x.key for x in ins) and kind != "random_bits"
         avals = [v.aval for v in eqn.outvars] if avals is None else avals
         outs = [self.var(aval, any(x.data for x in ins), of_keys) for aval in avals]
@@ -200,7 +200,7 @@ class Tracing:
         return outs
 
     def _folded(self, step: CodeStep) -> bool:
-        """Whether the results are known, if all operands are."""
+        """Fold a step whose operands are known; returns whether it succeeded."""
         rule = RULES.get(step.kind)
         if rule is None or rule.fold is None or len(step.outs) != 1 or any(x.const is None for x in step.ins):
             return False
@@ -218,7 +218,7 @@ class Tracing:
         self.set_known(out, _typed(np.broadcast_to(rule.fold(step, *arrays), out.shape), out))
         return True
 
-    # ------------------------------------------------------------ what holds other code
+    # ------------------------------------------------------------ primitives with bodies
 
     def _holding(
         self, kind: str, eqn: Any, ins: list[Var], place: SourcePlace, bodies: tuple[Code, ...], **params: Any
@@ -235,7 +235,7 @@ class Tracing:
         return self._holding("checkpoint", eqn, used, place, (body,), remat=policy_of(policy, body))
 
     def _kernel(self, eqn: Any, ins: list[Value], place: SourcePlace) -> Sequence[Value]:
-        """A kernel or a callback, as the function that the user gave for it."""
+        """Replace a kernel or callback by the function that the user gave for it."""
         name = kernel_name(eqn)
         self.met.append(name)
         if name in self.kernels:
@@ -243,7 +243,7 @@ class Tracing:
         return self._refuse(eqn, f"{eqn.primitive.name} ({place.line}): {without_kernel(eqn)}")
 
     def _refuse(self, eqn: Any, why: str) -> list[Value]:
-        """Note a call that can't be imported; zeros stand for its results, so that further faults are seen."""
+        """Record an unsupported call; zeros replace its results, so that further faults are found."""
         self.refused[why] = self.refused.get(why, 0) + 1
         return [self.known(np.zeros(v.aval.shape, v.aval.dtype), v.aval) for v in eqn.outvars]
 
@@ -251,7 +251,7 @@ class Tracing:
         return not self.in_rule and any(map(has_own_rule, getattr(closed, "jaxpr", closed).eqns))
 
     def _ruled(self, eqn: Any, ins: list[Value], place: SourcePlace) -> list[Value]:
-        """A call whose derivative is what its rule says."""
+        """Add a call with a custom derivative rule."""
         if any(x.data and "float" in x.dtype for x in flat(ins[: eqn.params.get("num_consts", 0)])):
             why = "it closes over a value that the arguments determine, for which its derivative rule says nothing"
             return self._refuse(eqn, f"{named(eqn)}: {why}; pass that value as an argument")
@@ -323,7 +323,7 @@ def _typed(array: Array, out: Var) -> Array:
 
 
 def _kept(policy: Callable[..., Any], eqn: Any) -> str | None:
-    """Where a policy keeps the result of a step: "hbm", "host", or nowhere."""
+    """Where a policy saves the result of a step: "hbm", "host", or None."""
     answer = policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
     if type(answer).__name__ == "Offloadable":
         return "host"
@@ -331,13 +331,13 @@ def _kept(policy: Callable[..., Any], eqn: Any) -> str | None:
 
 
 def _branch_here(platforms: Sequence[tuple[str, ...] | None]) -> int | None:
-    """Which branch of `lax.platform_dependent` JAX would run by default in this process, None being the one for all."""
+    """The branch of `lax.platform_dependent` for this process's default platform; None: the common one."""
     here = jax.default_backend()
     names = ("cuda", "rocm") if here == "gpu" else (here,)
     return next((n for n, of in enumerate(platforms) if of is None or any(name in of for name in names)), None)
 
 
-# ---------------------------------------------------------------- where steps were written
+# ---------------------------------------------------------------- source lines
 
 
 def _place(eqn: Any, around: SourcePlace) -> SourcePlace:
@@ -347,12 +347,12 @@ def _place(eqn: Any, around: SourcePlace) -> SourcePlace:
 def _scopes(eqn: Any) -> tuple[str, ...]:
     stack = getattr(eqn.source_info.name_stack, "stack", ())
     names = (str(part.name) for part in stack if type(part).__name__ == "Scope")
-    # What libraries put there by themselves, as the text of an einsum, is no name.
+    # Scopes that libraries add themselves, such as the text of an einsum, are no names.
     return tuple(piece for name in names for piece in name.split("/") if _WORD.fullmatch(piece))
 
 
 def _line(eqn: Any) -> str | None:
-    """The innermost line of the user's code, else of a library's that is not JAX."""
+    """The innermost source line in the user's code, otherwise in a library other than JAX."""
     trace = eqn.source_info.traceback
     frames = trace.frames if trace is not None else ()
     other = None
@@ -366,7 +366,7 @@ def _line(eqn: Any) -> str | None:
 
 
 def _author(closed: Any) -> str:
-    """Whose function one is that is called by name, as of `_kind`; the user's if that can't be said."""
+    """Author of a called function, as `_kind`; "user" if unknown."""
     info = getattr(getattr(closed, "jaxpr", closed), "debug_info", None)
     file = getattr(info, "func_filename", None)
     return "user" if file is None else _kind(file)
@@ -374,7 +374,7 @@ def _author(closed: Any) -> str:
 
 @cache
 def _kind(file: str) -> str:
-    """Whose code a file holds: "user", "library", or "jax" (with what runs it)."""
+    """Owner of a source file: "user", "library", or "jax" (with its runtime)."""
     if file.startswith(os.path.dirname(jax.__file__) + os.sep) or not shown_file(file):
         return "jax"
     return "library" if f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file else "user"

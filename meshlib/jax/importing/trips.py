@@ -1,4 +1,4 @@
-"""What is known of values in a loop trip by trip: counters, and what is computed of them alone.
+"""Values of loop counters and expressions of them in each trip.
 
 Loops within it may end by such values: see `meshlib.jax.importing.rewrites.loops`.
 """
@@ -17,11 +17,11 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from meshlib.jax.importing.code import CodeStep, Var, numpy_type
 from meshlib.jax.importing.table import RULES
 
-_MOST = 1 << 14  # trips that are followed
+_MOST = 1 << 14  # trips that are evaluated
 
 
 def follow(step: CodeStep) -> None:
-    """Say what a result is in each trip, if all operands are known in each trip of one loop."""
+    """Record the values of a result in each trip, if its operands are known in each trip of one loop."""
     rule = RULES.get(step.kind)
     loops = {x.trips[0] for x in step.ins if x.trips is not None}
     known = all((x.const is not None or x.trips is not None) and not x.key for x in step.ins)
@@ -35,9 +35,9 @@ def follow(step: CodeStep) -> None:
 
 
 def count_trips(eqn: Any, ins: Sequence[Var], own: Sequence[Var], loop: int) -> None:
-    """Say of the arguments of a `scan`'s body what they are in each trip: counters among its carries, known slices.
+    """Record the values of a `scan` body's arguments in each trip: counters among its carries, and known slices.
 
-    `own` are the body's arguments after its constants. It is looked for where a `while` inside may need it.
+    `own` are the body's arguments after its constants. Done only where a nested `while` may need it.
     """
     p = eqn.params
     closed, consts, carries, length = p["jaxpr"], int(p["num_consts"]), int(p["num_carry"]), int(p["length"])
@@ -62,7 +62,7 @@ def count_trips(eqn: Any, ins: Sequence[Var], own: Sequence[Var], loop: int) -> 
 
 
 def _elements(x: Var, depth: int = 8) -> np.ndarray[Any, Any] | None:
-    """The elements of a value that positions alone determine, as of `jnp.arange(4) * 2`; None if they are data."""
+    """The elements of a value determined by positions alone, such as `jnp.arange(4) * 2`; None for data."""
     if x.const is not None:
         return np.asarray(x.elements)
     step = x.maker
@@ -80,7 +80,7 @@ def _elements(x: Var, depth: int = 8) -> np.ndarray[Any, Any] | None:
 
 
 def _independent(jaxpr: Any, counters: Sequence[int], ins: Sequence[Var], consts: int, carries: int) -> list[int]:
-    """The counters that depend on no others than themselves and known values."""
+    """The counters that depend on themselves and known values alone."""
     independent = []
     for n in counters:
         _, used = dce_jaxpr(jaxpr, [m == n for m in range(len(jaxpr.outvars))])

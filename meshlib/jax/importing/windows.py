@@ -1,4 +1,4 @@
-"""Primitives that cut runs out of axes, and put them together: slices, pads, concatenations."""
+"""Primitives that slice, pad and concatenate."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from meshlib.ops.movement.stacking import stack
 from meshlib.ops.pointwise.binary import maximum, minimum
 from meshlib.ops.pointwise.casts import cast
 
-# ---------------------------------------------------------------- slices of one value
+# ---------------------------------------------------------------- slices
 
 
 def _cut(w: StepWriter, t: Tensor, old: Axis, new: Axis, run: Run) -> Tensor:
-    """A run of one axis, under the dims of another; where it is a product, of its major dim if that is enough."""
+    """A slice along one axis, under the dims of another; where the axis is a product, of its major dim if possible."""
     begin, size, stride = run
     dims, new_dims = w.axes.dims(old), w.axes.dims(new)
     if all(w.dim(d) not in t.shape for d in dims):
@@ -59,7 +59,7 @@ def _cut_dim(w: StepWriter, t: Tensor, d: Dimension, left: Sequence[Axis], run: 
 
 
 def _dropped(t: Tensor, name: str) -> Tensor:
-    """Without a dim of size 1."""
+    """Remove a dim of size 1."""
     return reshape(t, [d for d in t.shape if d.name != name])
 
 
@@ -69,7 +69,7 @@ def _slice_axes(axes: Axes, step: CodeStep) -> None:
 
 
 def _run_axis(axes: Axes, step: CodeStep, x: Var, n: int, run: Run) -> Axis:
-    """The axis of a run: that of what it is cut from, if all of it; its minor dims, if it is a tile of an axis."""
+    """The axis of a slice: the sliced axis if the slice is whole, its minor dims if it is a tile of the axis."""
     begin, size, stride = run
     if size == x.shape[n]:
         return x.axes[n]
@@ -85,10 +85,10 @@ def _run_axis(axes: Axes, step: CodeStep, x: Var, n: int, run: Run) -> Axis:
 
 
 def _tiles(x: Var, n: int, size: int) -> bool:
-    """Whether a product with weights makes an axis that is cut into equal parts, which go apart from there.
+    """Whether the axis is produced by a matmul, cut into equal tiles, and the tiles are used separately.
 
-    Queries, keys and values, or gate and hidden layer, of one product: each index of a part is then on one device,
-    under any layout. The two halves of a rotation come together again: they are runs of one dim.
+    Such as queries, keys and values, or gate and up projection, of one matmul: each index of a tile is then on one
+    device under any layout. Halves that are concatenated again, as in rotary embeddings, are slices of one dim instead.
     """
     maker = x.maker
     while maker is not None and maker.kind in RULES and RULES[maker.kind].by_element:
@@ -106,11 +106,11 @@ def _tiles(x: Var, n: int, size: int) -> bool:
             for at, (begin, count, _) in enumerate(runs_of(user))
         ):
             return False
-    return not any(_meets_again(out, n) for user in cuts for out in user.outs)
+    return not any(_is_rejoined(out, n) for user in cuts for out in user.outs)
 
 
-def _meets_again(x: Var, n: int) -> bool:
-    """Whether a value, after steps by element, is joined with others along an axis."""
+def _is_rejoined(x: Var, n: int) -> bool:
+    """Whether a value is concatenated with others along an axis, after element-wise steps."""
     waiting, seen = [x], {x}
     while waiting:
         for user in waiting.pop().users:
@@ -195,7 +195,7 @@ def _pad(w: StepWriter, step: CodeStep) -> Tensor:
 
 
 def _padded(t: Tensor, d: Dimension, pads: tuple[int, int, int], value: float) -> Tensor:
-    """`t` with elements added between those along a dim, then at its ends, or cut off there."""
+    """`t` padded between elements along a dim, then padded or cut at both ends."""
     before, after, between = pads
     size = d.size
     if between:
@@ -221,7 +221,7 @@ rule("pad", axes=_pad_axes, write=_pad, fault=_pad_fault, fold=_pad_known)
 
 
 def _joined(step: CodeStep) -> list[Var]:
-    """The operands that have elements."""
+    """The non-empty operands."""
     return [x for x in step.ins if 0 not in x.shape]
 
 
@@ -235,14 +235,14 @@ def _concat_axes(axes: Axes, step: CodeStep) -> None:
             if n != at:
                 axes.tie(a, out.axes[n])
     axes.kin += [(joined, x.axes[at]) for x in _joined(step) if x.shape[at] > 1]
-    # Halves that a step by element has turned come back to the axis they were cut from.
+    # Rotated halves are concatenated to the axis they were cut from.
     whole = _cut_from(base, at)
     if whole is not None and whole.size == joined.size:
         axes.tie(joined, whole)
 
 
 def _cut_from(x: Var, at: int) -> Axis | None:
-    """The axis that a value's axis was cut out of, a few steps by element before."""
+    """The axis that a value's axis was sliced from, looking through a few element-wise steps."""
     maker = x.maker
     for _ in range(8):
         if maker is None:
@@ -266,7 +266,7 @@ def _concat(w: StepWriter, step: CodeStep) -> Tensor:
     others = [a for n, a in enumerate(out.axes) if n != at]
     parts, joined = [], _joined(step)
     for x in joined:
-        # Along the joined axis each keeps its own dims; elsewhere it takes those of the result.
+        # Along the concatenated axis each operand keeps its own dims; elsewhere it takes those of the result.
         target = [a if n == at else b for n, (a, b) in enumerate(zip(x.axes, out.axes, strict=True))]
         t = w.rename_apart(x, target, at, one.name)
         parts.append(t)
@@ -337,7 +337,7 @@ def _tile_axes(axes: Axes, step: CodeStep) -> None:
 rule("tile", axes=_tile_axes, write=lambda w, step: w.tensor(step.ins[0]))
 
 
-# ---------------------------------------------------------------- runs that begin where the program says
+# ---------------------------------------------------------------- dynamic slices
 
 
 def _starts(step: CodeStep, first: int) -> list[Var]:
@@ -352,7 +352,7 @@ def _dynamic_slice_axes(axes: Axes, step: CodeStep) -> None:
 
 
 def _begin(w: StepWriter, start: Var, last: int) -> Tensor | int:
-    """Where a run begins, so that it stays inside, as JAX has it."""
+    """Start of a slice, clamped to the array, as in JAX."""
     if start.number is not None:
         return int(min(max(start.number, 0), last))
     return minimum(maximum(cast(w.tensor(start), "int32"), 0), last)
@@ -391,14 +391,14 @@ def _update(w: StepWriter, step: CodeStep) -> Tensor:
     cut = [n for n in range(len(x.shape)) if part.shape[n] != x.shape[n]]
     if not cut:
         return w.under(part, out.axes)
-    (at,) = cut  # of several, each has an update of its own: see `rewrites`
+    (at,) = cut  # updates along several axes are rewritten as one per axis: see `rewrites`
     one = w.whole_dim(out.axes[at])
     t = w.whole(x, out.axes, at)
     p = w.rename_apart(
         part, [a if n == at else b for n, (a, b) in enumerate(zip(part.axes, out.axes, strict=True))], at, one.name
     )
     missing = [d for d in w.shape([a for n, a in enumerate(out.axes) if n != at]) if d in p.shape and d not in t.shape]
-    t = broadcast(t, [*missing, *t.shape])  # in its order, so that what is large stays where it is
+    t = broadcast(t, [*missing, *t.shape])  # in the order of `t`, so that the large operand is not transposed
     p = broadcast(p, [Dimension(one.name, part.shape[at]) if d == one else d for d in t.shape])
     begin = _begin(w, step.ins[2 + at], x.shape[at] - part.shape[at])
     return w.apart(update_slice(t, p, one, begin), out.axes[at])

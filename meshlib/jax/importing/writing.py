@@ -1,4 +1,4 @@
-"""Writing a traced function in the library's operations: each value becomes a tensor with the dims of its axes.
+"""Translation of a traced function into operations: each value becomes a tensor with the dims of its axes.
 
 A tensor may lack dims of its value's axes: along these all its elements are the same, so that nothing is ever repeated
 before an operation asks for it. Transposes, and reshapes that split or merge axes, write nothing.
@@ -33,7 +33,7 @@ from meshlib.ops.pointwise.casts import cast
 
 
 class StepWriter:
-    """Writes steps into the current graph; `tensors` are the values that are there already.
+    """Writes steps into the current graph; `tensors` are the values written so far.
 
     `constraints` hears of what the function says of shardings. `parts`: of a loop's body, what is said of its
     checkpoints as they are written.
@@ -56,7 +56,7 @@ class StepWriter:
 
     @contextlib.contextmanager
     def at(self, place: SourcePlace) -> Iterator[None]:
-        """Operations made inside bear this line and these scopes."""
+        """Operations created inside get this source line and these scopes."""
         with contextlib.ExitStack() as around:
             around.enter_context(written_at(place.line))
             if place.scope:
@@ -76,7 +76,7 @@ class StepWriter:
     # ------------------------------------------------------------ dims
 
     def dim(self, axis: Axis) -> Dimension:
-        """The dim that an axis is; it is no product."""
+        """The dim of an axis that is no product."""
         assert axis.name is not None
         return Dimension(axis.name, axis.size)
 
@@ -85,7 +85,7 @@ class StepWriter:
         return Shape([self.dim(d) for d in self.axes.flat(axes)])
 
     def whole_dim(self, axis: Axis) -> Dimension:
-        """One dim for an axis, be it a product of several or none."""
+        """One dim for an axis, even if it is a product of several dims or none."""
         dims = self.axes.dims(axis)
         return (
             self.dim(dims[0]) if len(dims) == 1 else Dimension("_".join(d.name or "" for d in dims) or "one", axis.size)
@@ -94,7 +94,7 @@ class StepWriter:
     # ------------------------------------------------------------ values
 
     def tensor(self, x: Var) -> Tensor:
-        """The value as a tensor; known ones are written where they are used."""
+        """The value as a tensor; constants are written where they are used."""
         if x.const is None:
             return self.tensors[x]
         if x.number is not None:
@@ -102,15 +102,15 @@ class StepWriter:
         return known(np.asarray(x.const), self.shape(x.axes), DTYPES[x.dtype])
 
     def as_tensor(self, x: Operand, like: Var) -> Tensor:
-        """A tensor, or a number in the dtype of `like`."""
+        """A tensor; numbers become constants in the dtype of `like`."""
         return x if isinstance(x, Tensor) else constant(x, [], DTYPES[like.dtype])
 
     def operands(self, step: CodeStep) -> list[Operand]:
-        """Operands of a step that works element by element: numbers, and tensors under the dims of the result."""
+        """Operands of an element-wise step: numbers, and tensors under the dims of the result."""
         return [self.operand(x, step.outs[0].axes) for x in step.ins]
 
     def operand(self, x: Var, axes: Sequence[Axis]) -> Operand:
-        """A number, or a tensor under the dims of other axes, of the same lengths or where it has 1."""
+        """A number, or a tensor under the dims of other axes, which agree in length or broadcast."""
         if x.number is not None:
             return _plain(x.number)
         return self.under(x, [a if a.size == 1 else b for a, b in zip(x.axes, axes, strict=False)])
@@ -120,17 +120,17 @@ class StepWriter:
         return self.as_tensor(self.operands(step)[number], step.ins[number])
 
     def under(self, x: Var, axes: Sequence[Axis]) -> Tensor:
-        """The value under the dims of other axes; both hold as many elements in row-major order."""
+        """The value under the dims of other axes with the same number of elements in row-major order."""
         return self.rename(self.tensor(x), self.axes.flat(x.axes), self.axes.flat(axes))
 
     def full(self, t: Tensor, axes: Iterable[Axis]) -> Tensor:
-        """With all dims of these axes, in order."""
+        """Broadcast to all dims of these axes, in order."""
         return broadcast(t, self.shape(axes))
 
-    # ------------------------------------------------------------ other dims
+    # ------------------------------------------------------------ renaming dims
 
     def rename(self, t: Tensor, old: Sequence[Axis], new: Sequence[Axis]) -> Tensor:
-        """`t`, whose dims are among `old`, under `new`, as many elements in row-major order: renamed, or reshaped."""
+        """`t`, whose dims are among `old`, under dims `new` of the same row-major elements: renamed or reshaped."""
         if [*old] == [*new]:
             return t
         if [d.size for d in old] == [d.size for d in new]:
@@ -145,14 +145,14 @@ class StepWriter:
         return reshape(broadcast(t, held), new_dims)
 
     def whole(self, x: Var, axes: Sequence[Axis], *positions: int) -> Tensor:
-        """The value under other axes' dims, with each of these axes one dim that is there; see `whole_dim`."""
+        """The value under other axes' dims, with a single dim for each of the axes at `positions`; see `whole_dim`."""
         t = self.under(x, axes)
         for n in positions:
             t = self.merge(t, axes[n])
         return t
 
     def merge(self, t: Tensor, axis: Axis) -> Tensor:
-        """A tensor with one dim, last, for those of an axis, whether they are there or not; see `whole_dim`."""
+        """Merge an axis's dims, broadcasting missing ones, into one last dim; see `whole_dim`."""
         dims, one = [self.dim(d) for d in self.axes.dims(axis)], self.whole_dim(axis)
         if dims == [one] and one in t.shape:
             return t
@@ -160,13 +160,13 @@ class StepWriter:
         return reshape(broadcast(t, [*rest, *dims]), [*rest, one])
 
     def element(self, t: Tensor, axis: Axis, index: int) -> Tensor:
-        """Without an axis, at one index of it."""
+        """One element along an axis, which is removed."""
         one = self.whole_dim(axis)
         cut = slice(self.merge(t, axis), index, 1, one.name)
         return reshape(cut, [d for d in cut.shape if d.name != one.name])
 
     def rename_apart(self, x: Var, axes: Sequence[Axis], at: int, name: str) -> Tensor:
-        """The value under other axes' dims, but with axis `at` as one dim of this name, if it is not 1 long."""
+        """The value under other axes' dims, but with one dim of this name for axis `at`, unless its length is 1."""
         t = self.under(x, [a if n == at else b for n, (a, b) in enumerate(zip(x.axes, axes, strict=True))])
         if x.shape[at] == 1 or x.number is not None:  # a number has no dims, whatever its shape
             return t
@@ -174,7 +174,7 @@ class StepWriter:
         return renamed(t, {one.name: name}) if one.name != name else t
 
     def apart(self, t: Tensor, axis: Axis) -> Tensor:
-        """A tensor with `whole_dim` of an axis, with the dims of that axis in its place."""
+        """Split `whole_dim` of an axis into the axis's dims; the inverse of `merge`."""
         one = self.whole_dim(axis)
         if one not in t.shape:
             return t
@@ -184,7 +184,7 @@ class StepWriter:
 
 
 def renamed(t: Tensor, names: Mapping[str, str]) -> Tensor:
-    """`t` with several dims under other names at once, be they those of one another."""
+    """`t` with several dims renamed simultaneously; names may be swapped."""
     if t.operation.opdef is RANGE and names:
         with current_graph("range"):
             (d,) = t.shape
@@ -192,7 +192,7 @@ def renamed(t: Tensor, names: Mapping[str, str]) -> Tensor:
     left = dict(names)
     while left:
         old = next((a for a, b in left.items() if b not in t.shape), None)
-        if old is None:  # they go round
+        if old is None:  # cyclic renaming
             old = next(iter(left))
             aside = f"{old}_aside"
             t, left[aside] = rename_dimension(t, old, aside), left.pop(old)
@@ -207,7 +207,7 @@ def dims_of(t: Tensor, order: Sequence[Dimension]) -> Tensor:
 
 
 def _groups(old: Sequence[Axis], new: Sequence[Axis]) -> Iterator[tuple[list[Axis], list[Axis]]]:
-    """Cut both, left to right, into the smallest runs of equal size."""
+    """Cut both lists, left to right, into the smallest groups of equal size."""
     olds, news = list(old), list(new)
     while olds or news:
         left, right = [olds.pop(0)], [news.pop(0)]

@@ -1,6 +1,6 @@
-"""Primitives that are others in other words: written in JAX itself, traced again, and brought in as those."""
+"""Primitives rewritten as JAX functions of other primitives, and traced again."""
 
-from meshlib.jax.importing.rewrites import (  # the table's rows
+from meshlib.jax.importing.rewrites import (  # registers the rewrites
     curves,
     draws,
     indices,

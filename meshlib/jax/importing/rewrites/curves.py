@@ -1,4 +1,4 @@
-"""Functions of one number or two that the library has no operation for, in terms of those it has."""
+"""Special functions without an operation in the library, in terms of those with one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshlib.jax.importing.rewrites.table import Function, rewrite
 
 
 def _polynomial(x: Any, coefficients: Sequence[float]) -> Any:
-    """By Horner's rule, the highest power first."""
+    """Horner's rule, highest power first."""
     value = jnp.full_like(x, coefficients[0])
     for c in coefficients[1:]:
         value = value * x + c
@@ -21,7 +21,7 @@ def _polynomial(x: Any, coefficients: Sequence[float]) -> Any:
 
 
 def _atan(x: Any) -> Any:
-    """Cephes `atanf` (S. L. Moshier): near zero a polynomial, elsewhere by the angle from pi/4 or pi/2."""
+    """Cephes `atanf` (S. L. Moshier): a polynomial near zero, otherwise reduced by pi/4 or pi/2."""
     size = lax.abs(x)
     far, near = size > math.tan(3 * math.pi / 8), size > math.tan(math.pi / 8)
     safe = jnp.where(far, size, 1.0)
@@ -81,7 +81,7 @@ _BASE = 0.99999999999980993227684700473478
 
 
 def _lanczos(z: Any) -> tuple[Any, Any]:
-    """The series at z >= 0.5 - 1, and its derivative."""
+    """The series at z >= -0.5, and its derivative."""
     total, slope = jnp.full_like(z, _BASE), jnp.zeros_like(z)
     for n, c in enumerate(_LANCZOS, start=1):
         total, slope = total + c / (z + n), slope - c / ((z + n) * (z + n))
@@ -89,7 +89,7 @@ def _lanczos(z: Any) -> tuple[Any, Any]:
 
 
 def _lgamma(x: Any) -> Any:
-    """log |gamma(x)|; below 1/2 by reflection."""
+    """log |gamma(x)|, with reflection below 1/2."""
     low = x < 0.5
     z = jnp.where(low, -x, x - 1)
     t = z + 7.5
@@ -116,7 +116,7 @@ _CURVES: dict[str, Function] = {
 
 
 def _widened(function: Function) -> Function:
-    """In float32 for narrower numbers."""
+    """`function` computed in float32 for narrower dtypes."""
 
     def run(*xs: Any) -> Any:
         narrow = xs[0].dtype

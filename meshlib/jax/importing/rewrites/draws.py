@@ -1,4 +1,4 @@
-"""Draws of `jax.random` that come back to uniform ones between 0 and 1."""
+"""Draws of `jax.random` in terms of uniform draws in [0, 1)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ rewrite("jit:_truncated_normal", _truncated_normal)
 
 
 def _shuffle(step: CodeStep) -> Function:
-    """In the order of drawn numbers."""
+    """A permutation that sorts random numbers."""
     (sort,) = (eqn for eqn in step.params["jaxpr"].eqns if eqn.primitive.name == "sort")
     at = sort.params["dimension"]
 
@@ -56,24 +56,24 @@ def _shuffle(step: CodeStep) -> Function:
 rewrite("jit:_shuffle", _shuffle)
 
 
-# Each round accepts 95 % of what is left or more.
+# Each round accepts at least 95 % of the remaining candidates.
 _ROUNDS = 6
 
 
 def _gamma(step: CodeStep) -> Function | None:
-    """By Marsaglia and Tsang, the first of several candidates that is accepted.
+    """Gamma samples by Marsaglia and Tsang: the first accepted of several candidates.
 
     Source: G. Marsaglia and W. W. Tsang, A simple method for generating gamma variables, 2000.
     """
     if step.ins[1].data:
-        return None  # samples have a derivative in their shape parameter, of which this one knows nothing
+        return None  # JAX's samples are differentiable in the shape parameter; these are not
     logarithms = bool(step.params["log_space"])
 
     def run(key: Any, alpha: Any) -> Any:
         shape = alpha.shape
         whole = jnp.where(alpha < 1, alpha + 1, alpha)
         d = whole - 1 / 3
-        drawn = jnp.zeros(shape, alpha.dtype)  # log v; taken if no candidate is accepted
+        drawn = jnp.zeros(shape, alpha.dtype)  # log v; used if no candidate is accepted
         for _ in range(_ROUNDS):
             x = jax.random.normal(key, shape, alpha.dtype)
             root = 1 + x / jnp.sqrt(9 * d)

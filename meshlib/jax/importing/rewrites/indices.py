@@ -1,4 +1,4 @@
-"""Gathers, scatters and updates of any kind as those along one axis, element by element: places become one number."""
+"""General gathers, scatters and slice updates as element-wise ones along a single flattened axis."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshlib.jax.importing.rewrites.table import Function, rewrite
 
 @dataclass(frozen=True)
 class _TableAxes:
-    """The axes of a table: those that go along with the indices, those that are addressed, and the others.
+    """Axes of a table: batch axes shared with the indices, addressed axes, and the rest.
 
     `runs` has how many elements are taken from each address on, by axis; `windows` the axes that a window has, in the
     order in which results or updates have them.
@@ -33,7 +33,7 @@ class _TableAxes:
     @classmethod
     def of(cls, shape: Sequence[int], sizes: Sequence[int], mapped: Any, batch: Any, collapsed: Any) -> _TableAxes:
         batch, collapsed = tuple(map(int, batch)), {*map(int, collapsed)}
-        # Who takes a whole axis can't begin anywhere but at its first element.
+        # A window over the whole axis can only begin at its first element.
         free = [n for n in range(len(shape)) if n not in batch]
         looked = tuple(n for n in free if sizes[n] != shape[n] or (n in mapped and n in collapsed))
         rest = tuple(n for n in free if n not in looked)
@@ -42,24 +42,24 @@ class _TableAxes:
 
     @property
     def run_axes(self) -> tuple[int, ...]:
-        """The addressed axes of which a window has some elements."""
+        """Addressed axes along which a window has several elements."""
         return tuple(n for n in self.looked if n in self.windows)
 
     def flat(self, table: Any) -> Any:
-        """The table as [those that go along, one for all that are addressed, the others]."""
+        """The table as [batch axes, flattened addressed axes, rest]."""
         table = lax.transpose(table, (*self.batch, *self.looked, *self.rest))
         first, last = len(self.batch), len(self.batch) + len(self.looked)
         return table.reshape(*table.shape[:first], prod(table.shape[first:last]), *table.shape[last:])
 
     def unflat(self, table: Any, shape: Sequence[int]) -> Any:
-        """The other way round."""
+        """The inverse of `flat`."""
         order = (*self.batch, *self.looked, *self.rest)
         return lax.transpose(table.reshape([shape[n] for n in order]), np.argsort(order))
 
     def places(self, indices: Any, columns: dict[int, int], shape: Sequence[int], clip: bool, windows: bool) -> Any:
-        """Each element's place along the flat axis: [axes of the indices, one for each run]; -1 if it is outside.
+        """Position along the flattened axis of each element: [index axes, one axis per window]; -1 if out of range.
 
-        `windows`: a window of which one element is outside is outside as a whole.
+        `windows`: a window with one element out of range is out of range as a whole.
         """
         place, inside = jnp.zeros((), "int32"), jnp.ones((), bool)
         grow = len(self.run_axes)
@@ -104,8 +104,8 @@ def _gather(step: CodeStep) -> Function | None:
         own = [n for n in range(count) if n not in along]
         indices = lax.transpose(indices, (*along, *own, count))
         place = axes.places(indices, columns, shape, clip, windows=False)
-        gathered = _taken(axes.flat(x), place, len(along))  # [along, own, runs, rest]
-        # the axes of the result: those of the windows at their offsets, those of the indices around
+        gathered = _taken(axes.flat(x), place, len(along))  # [batch, own, windows, rest]
+        # result axes: window axes at their offsets, index axes in between
         of_index = dict(zip((*along, *own), range(count), strict=True))
         of_window = {n: count + k for k, n in enumerate((*axes.run_axes, *axes.rest))}
         offsets, order = [int(n) for n in d.offset_dims], []
@@ -166,7 +166,7 @@ def _scatter(step: CodeStep) -> Function | None:
         own = [n for n in range(count) if n not in along]
         indices = lax.transpose(indices, (*along, *own, count))
         place = axes.places(indices, columns, x_shape, _clips(step), windows=True)
-        # updates as [along, own, runs, rest]
+        # updates as [batch, own, windows, rest]
         rows = [n for n in range(len(updates_shape)) if n not in of_windows]
         where = dict(zip(axes.windows, of_windows, strict=True))
         updates = lax.transpose(updates, (*(rows[n] for n in (*along, *own)),
@@ -181,7 +181,7 @@ def _scatter(step: CodeStep) -> Function | None:
 
 
 def _put(kind: str, table: Any, place: Any, updates: Any, along: int, unique: bool) -> Any:
-    """`updates` [b..., m, ...] at places [b..., m] of a table [b..., n, ...]."""
+    """Scatter `updates` [b..., m, ...] at positions [b..., m] of a table [b..., n, ...]."""
     if kind in _JOINED:
         join, reduce = _JOINED[kind]
         hit = place[..., None, :] == np.arange(table.shape[along], dtype="int32")[:, None]
@@ -190,7 +190,7 @@ def _put(kind: str, table: Any, place: Any, updates: Any, along: int, unique: bo
         return join(table, reduce(jnp.where(hit, jnp.expand_dims(updates, along), neutral), along + 1))
     if kind != "scatter":
         return _added(table, place, updates, along)
-    if not unique:  # of those that meet the last one stays
+    if not unique:  # for duplicates, the last update wins
         order = jnp.argsort(place, axis=-1, stable=True)
         place = jnp.take_along_axis(place, order, -1)
         follower = jnp.concatenate([place[..., 1:], jnp.full_like(place[..., :1], -2)], -1)
@@ -229,7 +229,7 @@ def _added(table: Any, place: Any, updates: Any, along: int) -> Any:
 rewrite("scatter scatter-add scatter_add scatter-mul scatter-max scatter-min", _scatter)
 
 
-# ---------------------------------------------------------------- updates of runs along several axes
+# ---------------------------------------------------------------- slice updates along several axes
 
 
 def _update(step: CodeStep) -> Function | None:
@@ -240,7 +240,7 @@ def _update(step: CodeStep) -> Function | None:
     first = cut[0]
 
     def run(x: Any, part: Any, *starts: Any) -> Any:
-        """Along one axis what is there is cut out, updated along the others, and put back."""
+        """Cut the slice along one axis, update it along the others, and write it back."""
         zero = [np.int32(0)] * len(starts)
         there = [*zero[:first], starts[first], *zero[first + 1 :]]
         rest = [*starts[:first], np.int32(0), *starts[first + 1 :]]

@@ -1,10 +1,10 @@
-"""`while` as a loop of known length, which is what a program whose cores run in step can have.
+"""`while` as a loop of bounded length, which lockstep execution on all cores requires.
 
-How often it runs is known where its condition depends on nothing but numbers that are known from the start, such as a
-counter: these alone are run, here and now. Where only a part of the condition is such, as in (i < 100) & (error > eps),
-that part bounds the trips, and of those after the end nothing is kept. So it is where the number of trips follows from
-the counter of a loop around, as in attention block by block: the most of all its trips is the bound. Where there is
-none, whoever imports may bound them.
+The trip count is known where the condition depends only on numbers known from the start, such as a counter: that part
+is run at import. Where only one conjunct does, as in (i < 100) & (error > eps), it bounds the trips, and the results of
+trips after the end are discarded. The same holds where the count follows from the counter of an outer loop, as in
+blockwise attention: the bound is the maximum over that loop's trips. Where there is no such bound, the user may give
+one.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from meshlib.jax.importing.code import CodeStep, Var
 from meshlib.jax.importing.rewrites.table import Function, rewrite
 from meshlib.jax.importing.table import rule
 
-# A loop that runs longer than this is taken for one without end.
+# A loop that runs longer is taken for endless.
 _MOST_TRIPS = 1 << 20
 
 
 @dataclass(frozen=True)
 class _While:
-    """The parts of a `while`: its two functions, and how many of the operands each has for itself."""
+    """The parts of a `while`: condition, body, and how many operands belong to each."""
 
     cond: Any
     body: Any
@@ -42,13 +42,13 @@ class _While:
         return cls(p["cond_jaxpr"], p["body_jaxpr"], int(p["cond_nconsts"]), int(p["body_nconsts"]))
 
     def parted(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """What belongs to the condition, to the body, and the carries."""
+        """Split operands into those of the condition, those of the body, and the carries."""
         both = self.of_cond + self.of_body
         return list(operands[: self.of_cond]), list(operands[self.of_cond : both]), list(operands[both:])
 
 
 def _conjuncts(jaxpr: Any) -> Iterator[Any]:
-    """The flags of which all must hold for a loop to go on."""
+    """The conjuncts of the loop condition."""
     makers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
     waiting = list(jaxpr.outvars)
     while waiting:
@@ -61,15 +61,15 @@ def _conjuncts(jaxpr: Any) -> Iterator[Any]:
 
 
 def _trips(w: _While, operands: Sequence[Var], flag: Any) -> tuple[int, bool] | None:
-    """How often one of the conjuncts, taken alone, lets the loop run at most, and whether that is always as often.
+    """Upper bound on the trips from one conjunct alone, and whether it is always exact.
 
-    It may differ from trip to trip of a loop around, where a bound follows from its counter.
-    Returns: None if it depends on data, or has no end.
+    For a nested loop it is the maximum over the trips of the outer loop.
+    Returns: None if the conjunct depends on data, or never ends the loop.
     """
     of_cond, of_body, carries = w.parted(operands)
     test, needed = dce_jaxpr(w.cond.jaxpr.replace(outvars=[flag]), [True], instantiate=False)
     live = list(needed[len(of_cond) :])
-    while True:  # what the condition needs, what that needs from trip to trip, and so on
+    while True:  # transitive dependencies of the condition through the carries
         again, reads = dce_jaxpr(w.body.jaxpr, live, instantiate=[False] * len(of_body) + live)
         more = [a or b for a, b in zip(live, reads[len(of_body) :], strict=True)]
         if more == live:
@@ -108,7 +108,7 @@ def _trips(w: _While, operands: Sequence[Var], flag: Any) -> tuple[int, bool] | 
 
 
 def _length(step: CodeStep) -> tuple[int | None, bool]:
-    """The most trips of a loop, None if that is not known; and whether it may end before."""
+    """Maximum number of trips (None if unknown), and whether the loop may end earlier."""
     w = _While.of(step)
     counts = [_trips(w, step.ins, flag) for flag in _conjuncts(w.cond.jaxpr)]
     known = [n for n in counts if n is not None]

@@ -1,4 +1,4 @@
-"""`shard_map` as the global function that it is: blocks are an axis of their arrays, over which the body is mapped.
+"""`shard_map` as a global function: blocks become an array axis, over which the body is mapped.
 
 An axis of the mesh becomes an axis of the arrays that it splits, as major part of what it splits; the collectives of
 the body, which `vmap` knows over an axis with a name, become sums, moves and repeats along it. A layout may split that
@@ -27,14 +27,14 @@ from meshlib.jax.importing.table import rule, same_axes
 Axes = tuple[str, ...]
 
 
-# An array whose axes are split over axes of the mesh, as a constraint says it.
+# Mesh axes that split each axis of an array, in the form of a constraint.
 SPLIT = core.Primitive("mesh_split")
 SPLIT.def_abstract_eval(lambda x, spec: x)
 rule(SPLIT.name, axes=same_axes, write=lambda w, step: split_by(w, step, step.params["spec"]), by_element=True)
 
 
 def mapped_axes(params: Mapping[str, Any]) -> dict[str, int]:
-    """The axes of the mesh that the body of a `shard_map` works by itself on, with their sizes."""
+    """The mesh axes over which the body of a `shard_map` is manual, with their sizes."""
     mesh = params["mesh"]
     return {a: int(mesh.shape[a]) for a in mesh.axis_names if a in params["newly_manual_axes"]}
 
@@ -67,7 +67,7 @@ def _mapped(step: CodeStep) -> Function:
 
 
 def _cut(x: Any, axes: Sequence[Axes], sizes: Mapping[str, int]) -> Any:
-    """An array with its blocks along axes at the front, in the mesh's order."""
+    """Move an array's blocks to leading axes, in mesh order."""
     shape: list[int] = []
     places: dict[str, int] = {}
     for n, names in zip(x.shape, axes, strict=True):
@@ -85,9 +85,9 @@ def _cut(x: Any, axes: Sequence[Axes], sizes: Mapping[str, int]) -> Any:
 
 
 def _joined(y: Any, axes: Sequence[Axes], manual: Sequence[str], sizes: Mapping[str, int], one: bool) -> Any:
-    """An array of the results of all blocks, each axis put together; over others all are the same.
+    """Assemble an array from all blocks' results; along axes without a split, blocks are equal.
 
-    `one`: JAX has checked that. Otherwise it gives each of them an equal share of the cotangent, as a mean does.
+    `one`: JAX has checked that they are. Otherwise each gets an equal share of the cotangent, as in a mean.
     """
     used = [a for e in axes for a in e]
     if one or not jnp.issubdtype(y.dtype, jnp.floating):
@@ -103,19 +103,19 @@ def _joined(y: Any, axes: Sequence[Axes], manual: Sequence[str], sizes: Mapping[
     return jnp.transpose(y, order).reshape(shape)
 
 
-# ---------------------------------------------------------------- the body, without what it says of varying
+# ---------------------------------------------------------------- the body, without annotations of varying axes
 
 
 @dataclass(frozen=True)
 class _Over:
-    """What a body is mapped over: axes with their sizes; whether JAX has checked which values vary along them."""
+    """The axes over which a body is mapped, with sizes; whether JAX has checked which values vary along them."""
 
     sizes: tuple[tuple[str, int], ...]
     checked: bool
 
 
 def _in_blocks(jaxpr: Any, over: _Over) -> Callable[..., list[Any]]:
-    """The body as a function of one block each, where the axes have names."""
+    """The body as a function of one block each, with axes known by name."""
     inner, consts = getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
     def run(*operands: Any) -> list[Any]:
@@ -134,7 +134,7 @@ def _in_blocks(jaxpr: Any, over: _Over) -> Callable[..., list[Any]]:
 
 
 def _plain(value: Any, aval: Any) -> Any:
-    """A constant without what it says of the mesh, whose axes are those of the body."""
+    """A constant without the mesh annotation of the body."""
     return value if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) else np.asarray(value, aval.dtype)
 
 
@@ -162,7 +162,7 @@ def _bound(eqn: Any, operands: Sequence[Any], over: _Over) -> Sequence[Any]:
         elif isinstance(held, core.ClosedJaxpr | core.Jaxpr):
             params[key] = _without(held, over)
     shapes = [jax.typeof(x) for x in operands]
-    # Of the context of an equation, the mesh would have the axes of the body.
+    # An equation's context would refer to the mesh of the body.
     plain = jax.make_jaxpr(lambda *xs: ([*xs], lax.neg(0.0)), axis_env=list(over.sizes))(
         *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in shapes)
     )
@@ -176,9 +176,9 @@ def _bound(eqn: Any, operands: Sequence[Any], over: _Over) -> Sequence[Any]:
 
 
 def _ruled(function: Callable[..., Sequence[Any]], over: _Over) -> Callable[..., Sequence[Any]]:
-    """A call with a derivative rule whose results belong to each block, which has a cotangent of its own.
+    """A call with a derivative rule and one cotangent per block of its results.
 
-    Mapped as it is, a sum over blocks would be one value, and its rule would get the sum of the cotangents.
+    Without it, a sum over blocks would be one value whose rule receives the sum of the cotangents.
     """
 
     def primal(*operands: Any) -> Sequence[Any]:
@@ -195,7 +195,7 @@ def _ruled(function: Callable[..., Sequence[Any]], over: _Over) -> Callable[...,
 
 
 def _varying(x: Any, over: _Over) -> Any:
-    """The value as one of each block."""
+    """The value, marked as varying over blocks."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     for axis, _ in over.sizes:
@@ -204,7 +204,7 @@ def _varying(x: Any, over: _Over) -> Any:
 
 
 def _without(held: Any, over: _Over) -> Any:
-    """A jaxpr inside the body, of a loop or a branch, in the same way."""
+    """A nested jaxpr (loop or branch) under the same conversion."""
     inner = getattr(held, "jaxpr", held)
     specs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inner.invars]
     jaxpr = jax.make_jaxpr(_in_blocks(held, over), axis_env=list(over.sizes))(*specs)
@@ -212,7 +212,7 @@ def _without(held: Any, over: _Over) -> Any:
 
 
 def _permuted(x: Any, axis: Any, perm: Sequence[tuple[int, int]], sizes: Mapping[str, int]) -> Any:
-    """What each block receives; zeros, where nobody sends it anything."""
+    """What each block receives in a permute; zeros if it has no source."""
     names = (axis,) if isinstance(axis, str) else tuple(axis)
     count = prod(sizes[a] for a in names)
     if len(perm) == count:

@@ -1,4 +1,4 @@
-"""Order by several keys, and reductions over the axis of a `vmap` that has a name."""
+"""Sorting by several keys, and reductions over a named axis of `vmap`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _sort(step: CodeStep) -> Function | None:
         return None
 
     def run(*operands: Any) -> Any:
-        for n in reversed(range(keys)):  # the last key first; equal elements stay in their order
+        for n in reversed(range(keys)):  # last key first; the sort is stable
             operands = tuple(lax.sort((operands[n], *operands), dimension=at, num_keys=1, is_stable=True))[1:]
         return operands
 
@@ -29,7 +29,7 @@ rewrite("sort", _sort)
 def _over_axes(step: CodeStep) -> Function | None:
     axes = step.params["axes"]
     if not all(isinstance(a, int) for a in axes):
-        return None  # of a mesh: what collectives there are is for the layout to say
+        return None  # a mesh axis: the layout decides on collectives
     reduce = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}[step.kind]
     return lambda *xs: [reduce(x, axes) for x in xs]
 

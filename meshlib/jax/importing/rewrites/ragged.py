@@ -1,6 +1,6 @@
-"""ragged_dot of a batch with groups for each element, as one ragged_dot over the rows and groups of all of them.
+"""Batched ragged_dot with groups per batch element, as one ragged_dot over the rows and groups of all elements.
 
-The rows of an element that belong to none of its groups get a group of zeros, so that the next element's rows begin
+Rows of an element that belong to no group get a group of zero weights, so that the next element's rows begin
 where its groups do.
 """
 
@@ -17,7 +17,7 @@ from meshlib.jax.importing.rewrites.table import Function, rewrite
 
 
 def batched_ragged_dot(params: Mapping[str, Any], primitive: Any) -> Callable[..., Any]:
-    """ragged_dot_general as a function that `vmap` maps over any axes of its operands, with groups for each index."""
+    """ragged_dot_general as a function for `vmap` over any operand axes, with groups per batch element."""
 
     def product(*operands: Any) -> Any:
         return primitive.bind(*operands, **params)
@@ -36,7 +36,7 @@ def batched_ragged_dot(params: Mapping[str, Any], primitive: Any) -> Callable[..
 
 
 def _merged(numbers: Any, product: Callable[..., Any], x: Any, w: Any, sizes: Any) -> Any:
-    """The products of a batch, whose axis is the first of all operands; `numbers` are those of one element."""
+    """The products of a batch, which is the leading axis of all operands; `numbers` are those of one element."""
     (contracted, of_w), (batch, _) = numbers.dot_dimension_numbers
     (rows,), groups = numbers.lhs_ragged_dimensions, tuple(numbers.rhs_group_dimensions)
     count, length = x.shape[0], x.shape[rows + 1]
@@ -54,7 +54,7 @@ def _merged(numbers: Any, product: Callable[..., Any], x: Any, w: Any, sizes: An
 
 
 def _joined(x: Any, at: int) -> Any:
-    """The first axis as the outer part of axis `at` of the others."""
+    """Merge the leading axis into axis `at` of the rest, as its major part."""
     moved = jnp.moveaxis(x, 0, at)
     return moved.reshape(*moved.shape[:at], -1, *moved.shape[at + 2 :])
 
@@ -86,7 +86,7 @@ def _groups_per_element(step: CodeStep) -> Function | None:
     def product(x: Any, w: Any, sizes: Any) -> Any:
         return jax.lax.ragged_dot_general(x, w, sizes, one, precision=precision, preferred_element_type=dtype)
 
-    at = 0 if numbers.rhs_group_dimensions else 1  # where rows are contracted, the groups precede the batch
+    at = 0 if numbers.rhs_group_dimensions else 1  # if rows are contracted, the group axis precedes the batch
 
     return lambda x, w, sizes: [jnp.moveaxis(_merged(one, product, x, w, sizes), 0, at)]
 

@@ -1,4 +1,4 @@
-"""Linear systems: factorisations and substitution, column by column, and solvers that JAX was given as a function."""
+"""Linear systems: factorisation and substitution column by column, and user-defined solvers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshlib.jax.importing.rewrites.table import Function, rewrite
 
 
 def _solve(step: CodeStep) -> Function:
-    """The solver alone: what it solves, and how it is transposed, matters to derivatives."""
+    """The solver function alone; the matrix function and transpose of a custom solve matter only to derivatives."""
     counts, solve = step.params["const_lengths"], step.params["jaxprs"].solve
     _, first, stop, end = accumulate((counts.matvec, counts.vecmat, counts.solve, counts.transpose_solve))
 
@@ -28,7 +28,7 @@ def _solve(step: CodeStep) -> Function:
 rewrite("custom_linear_solve", _solve, own_lines=True)
 
 
-# ---------------------------------------------------------------- factorisations, one column in each trip of a loop
+# ---------------------------------------------------------------- factorisations, one column per trip of a loop
 
 
 def _eye(n: int, dtype: Any) -> Any:
@@ -38,7 +38,7 @@ def _eye(n: int, dtype: Any) -> Any:
 def _cholesky(step: CodeStep) -> Function:
     def run(x: Any) -> Any:
         n = x.shape[-1]
-        lower = jnp.tril(x)  # which is all that is read
+        lower = jnp.tril(x)  # only the lower triangle is read
         x = lower + jnp.swapaxes(jnp.tril(x, -1), -1, -2)
 
         def trip(rest: Any, unit: Any) -> tuple[Any, Any]:

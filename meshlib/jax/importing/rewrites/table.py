@@ -1,4 +1,4 @@
-"""The table of primitives that are written in other ones, in JAX itself, before anything else looks at them."""
+"""Table of primitives that are rewritten as JAX functions of others, before any other rule applies."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from meshlib.jax.importing.code import CodeStep
 
 Function = Callable[..., Any]
 
-# What a primitive is in other words: a function of its operands; None where it is to stay as it is.
+# Step -> equivalent function of its operands; None to keep the primitive.
 REWRITES: dict[str, Callable[[CodeStep], Function | None]] = {}
-# Those whose steps keep lines of their own, as the body of a loop.
+# Primitives whose steps have their own source lines, such as the body of a loop.
 OWN_LINES: set[str] = set()
 
 
 def rewrite(names: str, of: Callable[[CodeStep], Function | None], own_lines: bool = False) -> None:
-    """Add a row for one or several primitives, by the names that JAX gives them."""
+    """Register the rewrite of one or several primitives, by JAX's names."""
     for name in names.split():
         assert name not in REWRITES, name
         REWRITES[name] = of

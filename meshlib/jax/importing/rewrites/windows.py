@@ -1,4 +1,4 @@
-"""Convolutions and reductions of windows, as sums, products and maxima of shifted values; running maxima."""
+"""Window convolutions, reductions and running extremes as sums, products and maxima of shifted values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Pads = Sequence[tuple[int, int]]
 
 
 def _tap(x: Any, value: Any, at: Sequence[int], out: Sequence[int], strides: Sequence[int], pads: Pads) -> Any:
-    """For each window of the last axes its element at `at`: `x` moved, `value` where it has nothing, then cut."""
+    """Each window's element at offset `at` along the last axes, `value` outside `x`."""
     first = x.ndim - len(at)
     config = [(0, 0, 0)] * first
     for offset, size, stride, (before, _), length in zip(at, out, strides, pads, x.shape[first:], strict=True):
@@ -61,8 +61,8 @@ def _windows(step: CodeStep) -> Function | None:
     def run(x: Any) -> Any:
         value = neutral(x.dtype)
         x = lax.pad(x, value, [(0, 0, int(n) - 1) for n in spread])
-        # One axis after the other, and one element after the other: `maximum` gives its gradient to the first of equal
-        # operands, so that it goes to the first maximum in row-major order, as JAX's does.
+        # Axis by axis and element by element: `maximum` gives its gradient to the first of equal operands, and so to
+        # the first maximum in row-major order, as JAX does.
         for n in reversed(range(x.ndim)):
             size, stride, apart = int(windows[n]), int(strides[n]), int(between[n])
             before, after = map(int, p["padding"][n])
@@ -95,7 +95,7 @@ def _running(step: CodeStep) -> Function:
 
     def run(x: Any) -> Any:
         far = 1
-        while far < x.shape[at]:  # each holds the extreme of as many before it, twice as many in each step
+        while far < x.shape[at]:  # doubling: each element is the extreme of the `far` before it
             config = [(0, 0, 0)] * x.ndim
             config[at] = (-far, far, 0) if reverse else (far, -far, 0)
             x, far = join(x, lax.pad(x, value(x.dtype), config)), 2 * far
@@ -111,7 +111,7 @@ rewrite("cummax cummin", _running)
 
 
 def _rotated_back(step: CodeStep) -> Function | None:
-    """The sum of the two pieces of a value, each padded to its place after a rotation: a concatenation of them."""
+    """The sum of two pieces of a rotated value, each padded back to its position, as a concatenation of them."""
     padded = padded_pieces(step)
     if padded is None or rotated(*padded) is None:
         return None
