@@ -1,8 +1,7 @@
-"""Layers, written in operations alone.
+"""Neural network layers, composed of operations alone.
 
-They compute in the dtype of their input (bfloat16, as a rule) with variables of float32, unless `numerics` says
-otherwise; norms and softmax take their statistics in float32. Names and arguments follow Mesh TensorFlow where it has
-the layer.
+They compute in the dtype of their input (usually bfloat16) with float32 variables, unless `numerics` says otherwise;
+norms and softmax compute statistics in float32. Names and arguments follow Mesh TensorFlow where it has the layer.
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING

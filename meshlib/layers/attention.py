@@ -45,18 +45,18 @@ def dot_product_attention(
     softmax_dtype: object = "float32",
     name: str | None = None,
 ) -> Tensor:
-    """softmax over memory_length of (scale q k + bias), times v, with the scores as a value of the program.
+    """softmax over memory_length of (scale q k + bias), times v, with materialised scores.
 
-    Slower and larger than `mtf.attention`, whose other arguments it shares; it takes what that does not:
+    Slower and larger than `mtf.attention`, whose other arguments it shares; additional arguments:
 
     Args:
-      bias: added to the scaled scores; of dims of q and k.
-      dropout: probability with which a weight is dropped; 0 for evaluation.
-      dropout_broadcast_dims: dims along which one draw serves all weights.
-      extra_logit: one more score per query, which leads nowhere.
-      softmax_dtype: in which the softmax is computed and kept for the gradient, if it is wider than the operands:
-        float32, or "bfloat16" as TensorFlow's is under its policy of that name.
-    Returns: [..., length, value_dim] in the order of q, dtype of q. Scores and weights have that dtype, too.
+      bias: added to the scaled scores; has dims of q and k.
+      dropout: probability of dropping a weight; 0 for evaluation.
+      dropout_broadcast_dims: dims along which all weights share one draw.
+      extra_logit: an additional score per query whose weight attends to nothing.
+      softmax_dtype: dtype in which the softmax is computed and kept for the gradient, if wider than the operands:
+        float32, or "bfloat16" as in TensorFlow's mixed_bfloat16 policy.
+    Returns: [..., length, value_dim] in the order of q, dtype of q. Scores and weights have that dtype too.
     Raises: ShapeError for dims that do not fit, GraphError for a dim that an operand lacks.
     Example:
       >>> import meshlib as mtf
@@ -93,27 +93,26 @@ def dot_product_attention(
             scores = where(allowed, scores, -1e30)
     weights = softmax(scores, memory, extra_logit)
     if mask is not None:
-        weights = where(mask, weights, 0.0)  # a query that sees none gets zeros
+        weights = where(mask, weights, 0.0)  # queries that see no key yield zeros
     weights = drop(cast(weights, q.dtype), dropout, dropout_broadcast_dims, what)
     return einsum([weights, v], output_shape=result_type.shape, name=name)
 
 
 @dataclass(frozen=True)
 class Scores:
-    """How attention scores keys, which of them a query sees, and by which kernel.
+    """Options of attention: scores, masking, rotation and kernel.
 
     Args:
-      causal, window, scale: as of `mtf.attention`.
-      bias: added to the scores, as `relative_position_bias` makes it.
-      rotary_base: turns queries and keys by their positions, see `rotary`; None: does not.
-      rotary_scaling: turns some pairs more slowly, see `RotaryScaling`.
-      qk_norm: RMS norm of queries and keys over their elements, before they are turned; qk_norm_over_heads: over those
-        of all heads together.
+      causal, window, scale: as in `mtf.attention`.
+      bias: added to the scores, such as `relative_position_bias`.
+      rotary_base: base of rotary position embeddings, see `rotary`; None: not applied.
+      rotary_scaling: scaling of rotary frequencies, see `RotaryScaling`.
+      qk_norm: RMS norm of queries and keys per head, before rotation; qk_norm_over_heads: over all heads together.
       kernel: "flash", one fused operation, or "materialised", see `dot_product_attention`.
-      positions: int32, by which queries and keys of one sequence are turned, in place of 0, 1, ...
-      segments: int32 numbers of the queries' tokens and of the memory's, [..., length] each: a query sees what has its
-        own number, see `mtf.attention`.
-    Raises: GraphError for a value of the wrong kind.
+      positions: int32 rotary positions of queries and keys of one sequence, in place of 0, 1, ...
+      segments: int32 segment ids of the queries' tokens and of the memory's, [..., length] each: a query sees only
+        tokens of its segment, see `mtf.attention`.
+    Raises: GraphError for an invalid value.
     Example:
       >>> import meshlib as mtf
       >>> scores = mtf.layers.Scores(causal=True, window=128, rotary_base=10_000.0)
@@ -148,7 +147,7 @@ class Scores:
             tensor(self.bias, what)
 
     def check_materialised(self, what: str, given: str) -> None:
-        """Raise ShapeError unless the kernel has the scores."""
+        """Raise ShapeError unless the kernel materialises scores."""
         if self.kernel == "flash":
             raise ShapeError(
                 f"{at(what)}: kernel='flash' never has the scores and can't take {given}; use 'materialised'"
@@ -160,12 +159,12 @@ ALL = Scores()
 
 @dataclass(frozen=True)
 class Held:
-    """Keys and values that are there already, as a cache holds them.
+    """Existing keys and values, such as those of a cache.
 
     Args:
-      keys, values: as the kernel takes them: [..., length, channels], of the dims that queries share.
+      keys, values: kernel operands [..., length, channels], with the batch dims of the queries.
       length: name of the dim that is attended to.
-      mask: bool, of dims of queries and keys: False hides a key.
+      mask: bool, with dims of queries and keys: False hides a key.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -181,7 +180,7 @@ class Held:
     mask: Tensor | None = None
 
 
-# Given the keys and values of a sequence, before their length is renamed: what its queries attend to in their place.
+# (keys, values) of a sequence, before their length is renamed -> `Held` that its queries attend to instead, or None.
 Cache = Callable[[Tensor, Tensor], Held | None]
 
 
@@ -206,27 +205,28 @@ def multihead_attention(
 
     Args:
       query_antecedent: [..., length, d_model], float.
-      memory_antecedent: [..., memory_length, channels]; None: attention of the queries' sequence to itself. A length
-        under the queries' name is renamed to `memory_length` (of another name: `memory_` before it) for keys and
-        values; a layout rule without that name gathers them. `Held`: keys and values are there already, and no
-        variables are made for them.
-      mask: bool, of dims batch, length, memory_length (and heads): False hides a key; None: nothing hidden so. Of
-        padded sequences: `mtf.rename_dimension(mtf.not_equal(ids, 0), "length", "memory_length")`.
-      kv_channels: the dim of the elements of one head of queries, keys and values.
-      heads: dim or dims of the heads of queries.
-      dropout, dropout_broadcast_dims: of the weights; the materialised kernel alone has it.
-      memory_heads: which of `heads` keys and values have, all unless given: of [group, heads] only heads is
-        grouped-query attention; [] is one head of keys and values for all (multi-query).
-      share_kv: values are what keys are before norm and rotation; then there is no `v/kernel`.
-      scores: causal or not, window, scale, bias, rotation, norm, kernel: see `Scores`.
-      use_bias: whether the four products add biases; use_out_bias: the last one, where it differs.
-      numerics: dtypes of the variables and of what is computed, precision of the products with them; not of the
-        kernel's, which follow that of `mtf.lower`.
-      cache: what is told of keys and values, once they are normed and turned; where it returns a `Held`, queries attend
-        to that, and see all that its mask shows them.
+      memory_antecedent: [..., memory_length, channels]; None: self-attention. If its length has the name of the
+      queries'
+        length, it is renamed to `memory_length` (prefix `memory_`) for keys and values; without a layout rule for that
+        name they are gathered. `Held`: existing keys and values, for which no variables are created.
+      mask: bool, with dims batch, length, memory_length (and heads): False hides a key. For padded sequences:
+        `mtf.rename_dimension(mtf.not_equal(ids, 0), "length", "memory_length")`.
+      kv_channels: the dim of one head of queries, keys and values.
+      heads: dim or dims of the query heads.
+      dropout, dropout_broadcast_dims: dropout of the weights; only with the materialised kernel.
+      memory_heads: the `heads` dims of keys and values, by default all: only heads of [group, heads] is grouped-query
+        attention; [] is a single head of keys and values (multi-query).
+      share_kv: values are the keys before norm and rotation; then there is no `v/kernel`.
+      scores: masking, window, scale, bias, rotation, norm, kernel: see `Scores`.
+      use_bias: whether the four projections add biases; use_out_bias: whether the last one does, by default the same.
+      numerics: dtypes of variables and activations, precision of projections; products of the kernel have the
+        precision of `mtf.lower`.
+      cache: called with keys and values after norm and rotation; if it returns a `Held`, queries attend to that,
+        subject to its mask alone.
       name: scope of the variables `q/kernel`, `k/kernel`, `v/kernel`, `out/kernel`.
-    Returns: the type of query_antecedent, in the dtype of `numerics` if it has one. Within the scope the values are
-      called q, k, v (as the kernel takes them), context (what it makes) and out.
+    Returns: the type of query_antecedent, in the dtype of `numerics` if it has one. Values in the scope are named q, k,
+    v
+      (the kernel's operands), context (its result) and out.
     Raises: ShapeError for dims that clash or do not fit.
     Example:
       >>> import meshlib as mtf
@@ -254,13 +254,13 @@ def multihead_attention(
     def projected(source: Tensor, dims: list[Dimension], part: str, last: str) -> Tensor:
         return projection(source, dims, [source.shape[-1]], use_bias, None, numerics, part, last)
 
-    def made(source: Tensor, dims: list[Dimension], part: str, given: Tensor | None = None) -> Tensor:
-        """q, k or v as the kernel takes it; the last operation that computes bears its name: a policy that keeps it
-        keeps it as it was made, not as the renamed dim may have to lie.
+    def kernel_operand(source: Tensor, dims: list[Dimension], part: str, given: Tensor | None = None) -> Tensor:
+        """q, k or v as the kernel's operand. The last computing operation gets the name, so that a policy keeps its
+        result and not the value under the renamed dim.
         """
         before, after = (length, length) if part == "q" else (own, renamed)
         normed, base = (scores.qk_norm, scores.rotary_base) if part != "v" else (False, None)
-        bare = base is None and (normed or given is not None)  # what made it has another name
+        bare = base is None and (normed or given is not None)  # computed by a differently named operation
         last = part if not normed and base is None else f"{part}/projected"
         y = projected(source, dims, part, last) if given is None else given
         if normed:
@@ -274,9 +274,9 @@ def multihead_attention(
     with scope(name):
         shared = flag(share_kv, what, "share_kv") and there is None
         same = projected(memory, of_memory, "k", "k/projected") if shared else None
-        q, causal, window = made(x, of_queries, "q"), False, None
+        q, causal, window = kernel_operand(x, of_queries, "q"), False, None
         if there is None:
-            k, v = made(memory, of_memory, "k", same), made(memory, of_memory, "v", same)
+            k, v = kernel_operand(memory, of_memory, "k", same), kernel_operand(memory, of_memory, "v", same)
             there = None if cache is None else cache(k, v)
             if there is None:
                 there, causal, window = Held(k, v, renamed, mask), scores.causal, scores.window
@@ -306,7 +306,7 @@ def multihead_attention(
 def _head_dims(
     heads: Dimension | Sequence[Dimension], memory_heads: Dimension | Sequence[Dimension] | None, what: str
 ) -> tuple[tuple[Dimension, ...], tuple[Dimension, ...]]:
-    """Dims of the heads of queries, and of keys and values."""
+    """Dims of the query heads, and of the heads of keys and values."""
     of_queries = as_dims(heads, f"{what} heads")
     of_memory = of_queries if memory_heads is None else as_dims(memory_heads, f"{what} memory_heads")
     strange = [str(d) for d in of_memory if d not in of_queries]

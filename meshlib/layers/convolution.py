@@ -1,4 +1,4 @@
-"""Convolutions with filters of their own, under Mesh TensorFlow's names and defaults: no bias, channels last."""
+"""Convolution layers under Mesh TensorFlow's names and defaults: no bias, channels last."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshlib.ops.images.convolution import PRECISIONS
 from meshlib.ops.images.sliding_arguments import Padding
 from meshlib.ops.movement.shape import rename_dimension
 
-_WINDOWS = ("fd", "fh", "fw")  # filter dims, the last ones of which a layer has
+_WINDOWS = ("fd", "fh", "fw")  # names of filter dims; a layer has the last ones
 
 
 def conv1d(
@@ -30,7 +30,7 @@ def conv1d(
     numerics: Numerics = DEFAULT,
     name: str = "conv1d",
 ) -> Tensor:
-    """A convolution along the dim before the last: see `conv2d`.
+    """A convolution layer along the dim before the last: see `conv2d`.
 
     Example:
       >>> import meshlib as mtf
@@ -52,17 +52,17 @@ def conv2d(
     numerics: Numerics = DEFAULT,
     name: str = "conv2d",
 ) -> Tensor:
-    """`mtf.conv2d` with filters of its own.
+    """A convolution layer: `mtf.conv2d` with a filter variable.
 
     Args:
       x: [..., height, width, channels], float.
-      output_dim: in place of the channels; if it bears their name it is called `channels_out` (say) in the filters and
-        the product, a name that layout rules may name, and gets its own in the result.
+      output_dim: replaces the channels; if it has their name, it is `channels_out` (for example) in the filters and the
+        product, a name that layout rules may use, and has its own name in the result.
       filter_size: rows and columns of the window.
       strides: one per spatial dim.
-      padding: as of `mtf.conv2d`.
-      filter_initializer: of the filters; normal with variance 1 / (window * channels) unless given.
-      numerics: dtypes of the filters and of what is computed, precision of the product.
+      padding: as in `mtf.conv2d`.
+      filter_initializer: initializer of the filters; by default normal with variance 1 / (window * channels).
+      numerics: dtypes of filters and activations, precision of the product.
       name: scope of the variable `kernel` [fh, fw, channels, output_dim], and name of the operation.
     Returns: [..., height / stride, width / stride, output_dim].
     Raises: ShapeError as `mtf.conv2d`.
@@ -89,7 +89,7 @@ def conv3d(
     numerics: Numerics = DEFAULT,
     name: str = "conv3d",
 ) -> Tensor:
-    """A convolution along the three dims before the last: see `conv2d`; the window's dims are fd, fh, fw.
+    """A convolution layer along the three dims before the last: see `conv2d`; the window's dims are fd, fh, fw.
 
     Example:
       >>> import meshlib as mtf
@@ -111,7 +111,7 @@ def conv2d_transpose(
     numerics: Numerics = DEFAULT,
     name: str = "conv2d_transpose",
 ) -> Tensor:
-    """`mtf.conv2d_transpose` with filters of its own, [fh, fw, output_dim, channels]: see `conv2d`.
+    """`mtf.conv2d_transpose` with a filter variable, [fh, fw, output_dim, channels]: see `conv2d`.
 
     Example:
       >>> import meshlib as mtf
@@ -134,7 +134,7 @@ def conv3d_transpose(
     numerics: Numerics = DEFAULT,
     name: str = "conv3d_transpose",
 ) -> Tensor:
-    """`mtf.conv3d_transpose` with filters of its own, [fd, fh, fw, output_dim, channels]: see `conv2d`.
+    """`mtf.conv3d_transpose` with a filter variable, [fd, fh, fw, output_dim, channels]: see `conv2d`.
 
     Example:
       >>> import meshlib as mtf

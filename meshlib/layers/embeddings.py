@@ -1,4 +1,4 @@
-"""Lookups of a vector per word."""
+"""Embedding tables and lookups."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def embedding_weights(
     initializer: initializers.Initializer | float | None = None,
     name: str = "embedding",
 ) -> Tensor:
-    """The table of an embedding, to be shared: `mtf.layers.embedding(ids, ..., weights=table)`, and for the logits
+    """An embedding table for sharing: `mtf.layers.embedding(ids, ..., weights=table)`, and for logits
     `mtf.einsum([x, table], output_shape=[..., vocab])`.
 
     Args:
       vocab_dim, output_dim: dims of the table.
       numerics: dtypes of the table.
-      initializer: normal with standard deviation 1 unless given, as Mesh TensorFlow has it.
-      name: of the variable.
+      initializer: by default normal with standard deviation 1, as in Mesh TensorFlow.
+      name: name of the variable.
     Returns: [vocab_dim, output_dim].
     Example:
       >>> import meshlib as mtf
@@ -55,17 +55,17 @@ def embedding(
 ) -> Tensor:
     """The row of a table [vocab_dim, output_dim] for each index.
 
-    Where `vocab_dim` is split, every device looks up what it holds; the parts are summed over the devices.
+    If `vocab_dim` is split, each device looks up indices in its block, and the results are summed over the devices.
 
     Args:
       indices: int32, without `vocab_dim` and `output_dim`.
       vocab_dim, output_dim: dims of the table.
-      numerics, initializer: of a new table, as of `embedding_weights`.
+      numerics, initializer: for a new table, as in `embedding_weights`.
       weights: the table, if it is shared.
-      name: of the variable, and scope of the `lookup`.
-      out_of_range: what an index that is none gives: an "error", or "zero"s as in Mesh TensorFlow.
+      name: name of the variable, and scope of the `lookup`.
+      out_of_range: for an invalid index: "error" raises, "zero" yields zeros as in Mesh TensorFlow.
     Returns: [dims of indices, output_dim] in the dtype of the table.
-    Raises: ShapeError for indices that are no int32; FeedError at run time for an index out of range.
+    Raises: ShapeError for indices that are not int32; FeedError at run time for an index out of range.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():

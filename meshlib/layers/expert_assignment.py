@@ -1,11 +1,11 @@
-"""Assignment of tokens to slots of experts: choices, capacity, and order of precedence.
+"""Assignment of tokens to slots of experts: choices, capacity, and precedence.
 
-A decision is made for each group of tokens by itself. Its result is `Slots`: of each place in each expert the token
-that takes it, and with what weight. Both ways to move tokens (`experts`) are written against that.
+Each group of tokens is assigned independently. The result is `Slots`: for each slot of each expert its token and gate.
+Both forms of dispatch in `experts` are based on it.
 
-Order of precedence where an expert has fewer places than tokens that chose it: first choices before second ones, and
-so on; of equal choices the token that comes first. Of equal scores the expert of the lower index is chosen; where
-experts choose tokens, the earlier token.
+Precedence among the tokens that choose an expert beyond its capacity: first choices before second ones, and so on; then
+earlier tokens first. Ties between scores go to the expert of the lower index, or, if experts choose tokens, to the
+earlier token.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from meshlib.ops.pointwise.random import random_uniform
 from meshlib.ops.pointwise.reductions import reduce_sum
 from meshlib.ops.pointwise.selection import where
 
-PLACES = "expert_capacity"  # the dim of an expert's places
-SMALL = 1e-20  # keeps a sum of gates that all underflow from being divided by
+PLACES = "expert_capacity"  # the dim of an expert's slots
+SMALL = 1e-20  # avoids a division by zero if all gates underflow
 
 
 @dataclass(frozen=True)
 class Slots:
-    """Who sits where. Dims: experts (those of the router), groups, places.
+    """Expert assignment. Dims: experts (those of the router), groups, slots.
 
-    `token`: index of the token in each place, -1 in empty ones; `gate`: its weight, 0 in empty ones. `sizes`: of places
-    that several experts share, sorted by expert, how many each has: [shards, groups, experts of a shard].
+    `token`: index of the token in each slot, -1 in empty ones; `gate`: its weight, 0 in empty ones. `sizes`: for slots
+    shared by several experts and sorted by expert, the number per expert: [shards, groups, experts of a shard].
     """
 
     token: Tensor
@@ -59,12 +59,12 @@ class Slots:
     sizes: Tensor | None = None
 
 
-# ---------------------------------------------------------------- tokens choose
+# ---------------------------------------------------------------- tokens choose experts
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Of each token and choice the expert, or their number where there is none, and the gate: [groups, tokens, k]."""
+    """The expert of each token and choice, or the number of experts for none, and the gate: [groups, tokens, k]."""
 
     index: Tensor
     gate: Tensor
@@ -73,10 +73,10 @@ class Chosen:
 def chosen_by_tokens(
     scores: Tensor, favour: Tensor, experts: Dimension, routing: Routing, training: bool, nonpadding: Tensor | None
 ) -> Chosen:
-    """Each token's experts: those that `favour` ranks first, with the gates that `scores` give them.
+    """The experts with the highest `favour` per token, with gates computed from `scores`.
 
     Args:
-      scores: what gates are made of, [groups, tokens, experts]; favour: what is ranked, scores or these with a bias.
+      scores: basis of the gates, [groups, tokens, experts]; favour: basis of the ranking, scores possibly with a bias.
     """
     if routing.expert_groups > 1:
         favour = _within_best_groups(favour, experts, routing)
@@ -96,7 +96,7 @@ def chosen_by_tokens(
 
 
 def _kept_seconds(gate: Tensor, choices: Dimension, routing: Routing, training: bool) -> Tensor:
-    """Which choices the policy of second ones keeps; at random only in training, else by the threshold."""
+    """The second choices that the policy keeps; "random" only in training, otherwise by the threshold."""
     first = equal(numbers_beside(gate, choices), 0)
     if routing.second_policy == "none":
         return broadcast(first, gate.shape)
@@ -107,7 +107,7 @@ def _kept_seconds(gate: Tensor, choices: Dimension, routing: Routing, training: 
 
 
 def _within_best_groups(favour: Tensor, experts: Dimension, routing: Routing) -> Tensor:
-    """`favour`, but minus infinity in experts whose group is none of a token's best."""
+    """`favour`, with minus infinity for experts outside each token's best groups."""
     groups = Dimension("expert_groups", routing.expert_groups)
     members = Dimension("group_experts", experts.size // groups.size)
     rest = [d for d in favour.shape if d != experts]
@@ -128,13 +128,13 @@ def numbers_beside(x: Tensor, dim: Dimension) -> Tensor:
         return positions(dim)
 
 
-# ---------------------------------------------------------------- places
+# ---------------------------------------------------------------- slots
 
 
 def seated(
     chosen: Chosen, tokens: Dimension, experts: Dimension, places: Dimension, routing: Routing
 ) -> tuple[Slots, Tensor, Tensor]:
-    """Slots, how many choices found no room, and how many chose each expert, by group."""
+    """Slots, the number of dropped choices, and the number of choices per expert, by group."""
     if routing.gating == "ntlb":
         return _seated_somewhere(chosen, tokens, experts, places)
     position, load = _positions(chosen.index, tokens, experts)
@@ -143,7 +143,7 @@ def seated(
 
 
 def seated_in_shards(chosen: Chosen, experts: Dimension, rows: ExpertRows) -> tuple[Slots, Tensor, Tensor]:
-    """As `seated`, where the experts of a shard share its rows, which are sorted by expert."""
+    """The result of `seated` for rows that the experts of a shard share, sorted by expert."""
     index, gate = (rows.grouped(t, 1) for t in (chosen.index, chosen.gate))
     sorted_together = index.shape[-2]
     places = rows.sized(PLACES, "rows")
@@ -171,15 +171,15 @@ def seated_in_shards(chosen: Chosen, experts: Dimension, rows: ExpertRows) -> tu
 
 
 def _number(value: int, like: Tensor) -> Tensor:
-    """An integer beside a tensor, which may still follow from the layout."""
+    """An integer beside a tensor, which may depend on the layout."""
     return constant_like(value, like, "int32")
 
 
 def _positions(index: Tensor, tokens: Dimension, experts: Dimension) -> tuple[Tensor, Tensor]:
-    """The place of each choice in its expert's queue, and how many stand in each.
+    """The position of each choice in its expert's queue, and the length of each queue.
 
-    All choices of a group are sorted by expert, first choices first; the sort keeps the order of equal ones. So a
-    choice's place is its place among all less the number of choices of experts before its own.
+    All choices of a group are sorted by expert with a stable sort, first choices first. So a choice's position is its
+    rank among all minus the number of choices of preceding experts.
     """
     choices = index.shape.dim("choices")
     groups = [d for d in index.shape if d not in (tokens, choices)]
@@ -194,19 +194,19 @@ def _positions(index: Tensor, tokens: Dimension, experts: Dimension) -> tuple[Te
 
 
 def _sized(name: str, size: int, of: Dimension) -> Dimension:
-    """A dim of that size, which follows from the layout if the one that it is made of does."""
+    """A dim of that size, which depends on the layout if `of` does."""
     return of.plan.dim(name, name) if isinstance(of, LaidDimension) else Dimension(name, size)
 
 
 def counts(index: Tensor, experts: Dimension, shape: Shape) -> Tensor:
-    """How many chose each expert."""
+    """The number of tokens that chose each expert."""
     return scatter_add(ones_like(index), index, experts, shape, out_of_range="zero")
 
 
 def _slots(
     index: Tensor, gate: Tensor, position: Tensor, tokens: Dimension, experts: Dimension, places: Dimension
 ) -> Slots:
-    """Of each place the token and the gate of the choice that has it."""
+    """The token and gate of the choice in each slot."""
     groups = [d for d in index.shape if d not in (tokens, index.shape.dim("choices"))]
     seats = _sized("seats", experts.size * places.size, places)
     room, shards, count = (_number(size_of(d), index) for d in (places, experts, seats))
@@ -224,7 +224,7 @@ def _slots(
 def _seated_somewhere(
     chosen: Chosen, tokens: Dimension, experts: Dimension, places: Dimension
 ) -> tuple[Slots, Tensor, Tensor]:
-    """Round by round all tokens that still stand ask their next choice; one that finds room has its only place."""
+    """Assignment in rounds: tokens without a slot try their next choice; the first with a free slot is final."""
     choices = chosen.index.shape.dim("choices")
     rest = [d for d in chosen.index.shape if d != choices]
     queues = Shape([*(d for d in rest if d != tokens), experts])
@@ -246,7 +246,7 @@ def _seated_somewhere(
     return _slots(index, gate, place, tokens, experts, places), dropped, load
 
 
-# ---------------------------------------------------------------- experts choose
+# ---------------------------------------------------------------- experts choose tokens
 
 
 def chosen_by_experts(
@@ -257,9 +257,9 @@ def chosen_by_experts(
     routing: Routing,
     nonpadding: Tensor | None,
 ) -> tuple[Slots, Tensor, Tensor]:
-    """Each expert the tokens of its highest scores; what is dropped are tokens that no expert took."""
+    """The tokens with the highest scores for each expert; tokens that no expert chose count as dropped."""
     if nonpadding is not None:
-        scores = where(nonpadding, scores, -1.0, scores.shape)  # below all others
+        scores = where(nonpadding, scores, -1.0, scores.shape)  # below all scores
     gate, token = top_k(scores, tokens, places, "choice")
     groups = [d for d in scores.shape if d not in (tokens, experts)]
     gate, token = (transpose(t, [experts, *groups, places]) for t in (gate, token))

@@ -1,4 +1,4 @@
-"""Rows that are sorted by expert: how many groups of tokens are sorted apart, and the shards that share experts."""
+"""Rows sorted by expert: groups of tokens that are sorted separately, and shards of experts that share rows."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from meshlib.core.laid_dims import LaidFloat, LaidInt, Part, SizePlan, blocks
 from meshlib.layers.routing import Routing
 from meshlib.ops.movement.shape import reshape
 
-TOKENS = "expert_tokens"  # the dim of the tokens that are sorted together
+TOKENS = "expert_tokens"  # the dim of tokens that are sorted together
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertRows(SizePlan):
-    """Sizes of rows that are sorted by expert.
+    """Sizes of rows sorted by expert.
 
-    Tokens of a group are sorted together. Each shard of the experts has the same number of rows for each group, which
-    its experts share. Where both follow from the layout, a group is what a device has, or of a sequence that several
-    devices share the block of one; shards are as many as a rule splits the experts into.
+    Tokens of a group are sorted together. Each shard of the experts has the same number of rows per group, which its
+    experts share. If both depend on the layout, a group is a device's tokens, or the device's block of a sequence that
+    is split; shards are the blocks into which a rule splits the experts.
 
     Attributes:
-      experts, choices, factor: how many there are, how many a token chooses, and the room of a shard over its mean;
-        None: for all that may come.
-      batch, length: sizes of the dims of tokens, and their names; no batch: an empty name.
-      names: of the dims of experts, by which rules split them.
-      inside: dims that experts know by another name, each with what tokens call it.
-      groups, cuts: blocks of the batch and of the length that are sorted apart; shards: of the experts.
-      fixed: whether the sizes are the caller's, whatever the layout.
+      experts, choices, factor: number of experts, choices per token, and capacity of a shard relative to its mean load;
+        None: capacity for the worst case.
+      batch, length: sizes of the token dims, with their names; an empty name if there is no batch.
+      names: names of the expert dims in layout rules.
+      inside: name of a dim on the experts' side -> its name on the tokens' side.
+      groups, cuts: blocks of the batch and of the length that are sorted separately; shards: blocks of the experts.
+      fixed: whether the caller fixed the sizes, independently of the layout.
     """
 
     experts: int
@@ -49,17 +49,17 @@ class ExpertRows(SizePlan):
 
     @property
     def tokens(self) -> int:
-        """Tokens of a group."""
+        """Tokens per group."""
         return self.batch * self.length // (self.groups * self.cuts)
 
     @property
     def members(self) -> int:
-        """Experts of a shard."""
+        """Experts per shard."""
         return self.experts // self.shards
 
     @property
     def rows(self) -> int:
-        """Choices of a group that a shard has room for."""
+        """Rows (capacity for choices) per shard and group."""
         most = self.tokens * min(self.choices, self.members)
         if self.factor is None:
             return most
@@ -67,13 +67,13 @@ class ExpertRows(SizePlan):
 
     @property
     def filled(self) -> float:
-        """The share of the rows of a shard that choices fill, where all experts are chosen equally often."""
+        """The mean share of a shard's rows that is filled, if all experts are chosen equally often."""
         return min(1.0, self.choices * self.tokens / (self.shards * self.rows))
 
-    # ------------------------------------------------------------ as a plan
+    # ------------------------------------------------------------ as a size plan
 
     def under(self, mesh: Mesh, rules: LayoutRules) -> ExpertRows:
-        """Groups and shards as a layout has them."""
+        """These sizes with the groups and shards of a layout."""
         if self.fixed:
             return self
         outer, inner = (blocks([name], mesh, rules, optional=True) for name in self.names)
@@ -87,7 +87,7 @@ class ExpertRows(SizePlan):
         )
 
     def number(self, part: Part) -> float:
-        """A size, by the name of the attribute; "queue": all choices of a group; "seats": all rows of a group."""
+        """A size by attribute name; "queue": all choices of a group; "seats": all rows of a group."""
         if isinstance(part, int):
             return part
         if part == "queue":
@@ -97,26 +97,27 @@ class ExpertRows(SizePlan):
         return float(self.filled) if part == "filled" else int(getattr(self, part))
 
     def name(self, name: str) -> str:
-        """Rows of a single shard stay with their tokens: their dims keep the names that tokens have."""
+        """The name of a dim; with one shard, rows stay with their tokens, and dims keep the tokens' names."""
         return dict(self.inside).get(name, name) if self.shards == 1 else name
 
     # ------------------------------------------------------------ dims and numbers
 
     def sized(self, name: str, part: Part) -> Dimension:
-        """A dim of one of the sizes."""
+        """A dim with one of the sizes."""
         return Dimension(name, int(self.number(part))) if self.fixed else self.dim(name, part)
 
     def count(self, part: Part) -> int:
-        """A size as attributes and constants take it."""
+        """A size for attributes and constants."""
         return int(self.number(part)) if self.fixed else LaidInt(self, part)
 
     @property
     def share(self) -> float:
-        """`filled`, as attributes take it."""
+        """`filled` for attributes."""
         return self.filled if self.fixed else LaidFloat(self, "filled")
 
     def grouped(self, x: Tensor, rest: int) -> Tensor:
-        """x [lead..., batch, length, rest...] as [lead..., groups, cuts, tokens, rest...]; `rest` are so many dims."""
+        """x [lead..., batch, length, rest...] as [lead..., groups, cuts, tokens, rest...], with `rest` trailing
+        dims."""
         if self.fixed:
             return x
         front = len(x.shape) - rest - (2 if self.batch_name else 1)
@@ -127,11 +128,11 @@ class ExpertRows(SizePlan):
 
 
 def rows_of(x: Tensor, experts: tuple[str, str], count: int, routing: Routing, inside: Mapping[str, str]) -> ExpertRows:
-    """The rows of tokens x [groups..., tokens, features] for `count` experts.
+    """The rows for tokens x [groups..., tokens, features] and `count` experts.
 
     Args:
-      experts: the dim of the experts as the router and as kernels call it.
-      inside: dims of x, and that of the router, by what experts call them.
+      experts: names of the expert dim in the router and in kernels.
+      inside: name on the experts' side -> name in x or the router.
     """
     *lead, tokens, _ = x.shape
     fixed = routing.expert_shards is not None or routing.group_size is not None

@@ -1,9 +1,9 @@
-"""Mixture of experts: each token goes through a few of many feed-forward layers.
+"""Mixture of experts: each token is routed to a few of many feed-forward layers.
 
-Tokens lie by groups (the batch, as a rule), weights by experts. The dims of either have another name on the other's
-side, as in Mesh TensorFlow: scores and the places of tokens have `experts_unsplit` beside `batch`, what experts compute
-has `experts` beside `batch_unsplit`. So a rule for `batch` and one for `experts` may name the same axis, and the step
-between is what exchanges tokens.
+Tokens are split by groups (usually the batch), weights by experts. Each dim has another name on the other side, as in
+Mesh TensorFlow: scores and slots have `experts_unsplit` and `batch`, activations of experts have `experts` and
+`batch_unsplit`. So rules for `batch` and `experts` may name the same axis, and the change of names between them is the
+all_to_all of tokens.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from meshlib.ops.pointwise.reductions import reduce_mean, reduce_sum
 
 Back = Callable[[Tensor], Tensor]
 Level = tuple[Dimension, Routing]
-FORMS = ("einsum", "gather", "dense", "grouped")  # two levels have the first two
-# A product with the masks of a group multiplies each element of a place with all its tokens, which takes 2 x tokens
-# flops; a lookup reads and writes it, 4 bytes in bfloat16. Chips from v2 to v7 make 60 to 560 flops while a byte of HBM
-# moves (v5e: 197e12 / 819e9 = 240), so up to about this many tokens the product is done sooner.
+FORMS = ("einsum", "gather", "dense", "grouped")  # two levels have only the first two
+# A product with the one-hot masks of a group takes 2 x tokens flops per element of a slot; a lookup reads and writes
+# it, 4 bytes in bfloat16. Chips from v2 to v7 do 60 to 560 flops per byte of HBM (v5e: 197e12 / 819e9 = 240), so up to
+# about this many tokens the product is faster.
 EINSUM_TOKENS = 512
-# Experts of which none is chosen need not be read. Of 2 choices for each expert an eighth of the experts has none.
+# Experts that no token chose need not be read. With 2 choices per expert an eighth of the experts is unused.
 FEW_CHOICES = 2
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """What `moe` returns.
+    """Result of `moe`.
 
     Attributes:
       values: type of x.
-      loss: to be added to that of the task, float32, one for each group: take its mean. It is loss_coef x balance_loss
-        + z_loss x z of the routing. The mean over groups is one over tokens that are no padding.
-      balance_loss: 1 where all experts are chosen alike: experts x sum over them of (share of choices) x (mean score);
+      loss: auxiliary loss, float32 per group: add its mean to that of the task. It is loss_coef x balance_loss +
+        z_loss x z of the routing. The mean over groups is that over tokens without padding.
+      balance_loss: experts x sum over experts of (share of choices) x (mean score), which is 1 for uniform choices;
         "top_2" counts first choices alone.
       z_loss: mean of log(sum of exp(scores))^2.
-      dropped: int32 by group: choices of tokens that found no room, and with "ntlb" and "expert_choice" the tokens
-        that no expert took. Their sum is that of the step.
-      load: int32 [groups, experts_unsplit]: how many tokens chose each expert.
+      dropped: int32 per group: choices dropped for lack of capacity, or with "ntlb" and "expert_choice" the tokens
+        without an expert. Their sum is the step's.
+      load: int32 [groups, experts_unsplit]: number of tokens that chose each expert.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -93,39 +93,39 @@ def moe(
     """Sum over the experts e that a token is routed to of gate(e) * feed_forward_e(x), plus shared experts.
 
     Args:
-      x: [groups..., tokens, d_model], float. Each group, a sequence as a rule, is routed by itself.
-      experts: the dim of the experts, the first of their variables. Two dims make two levels, as Mesh TensorFlow's
-        MoE2D has them: tokens are routed to some of the first, and what each of these has room for, by a router of its
-        own, to some of the second.
+      x: [groups..., tokens, d_model], float. Each group, usually a sequence, is routed independently.
+      experts: the dim of the experts, first in their variables. Two dims give two levels, as in Mesh TensorFlow's
+        MoE2D: tokens are routed to experts of the first, and those in its slots, by a separate router, to experts of
+        the second.
       hidden_channels: the dim inside each expert.
-      routing: who goes where, see `Routing`; its defaults unless given. Of two levels one for both, or one each.
-      activation, gated, use_bias, dropout: of each expert, as of `feed_forward`.
-      shared_channels: the inner dim of a feed-forward layer that all tokens take; several shared experts are one of
-        their joint width. None: there is none.
-      training: whether routing jitters, and dropout drops.
-      nonpadding: bool [groups..., tokens]: False marks tokens that go nowhere, take no room and have no weight in the
-        losses.
-      form: "einsum" moves tokens by products with masks, "gather" looks them up; "dense" moves none: every expert takes
-        all tokens, with gates of zero for those that are not its own. Equal in result. Unless given, "dense" where
-        experts have room for all tokens of a group anyway, as of one token that is decoded; else a product for groups
-        of up to 512 tokens.
-      numerics: dtypes of the variables and of what is computed, precision of the products; routing is float32.
+      routing: see `Routing`; by default `Routing()`. With two levels one for both, or one each.
+      activation, gated, use_bias, dropout: of each expert, as in `feed_forward`.
+      shared_channels: the inner dim of a shared feed-forward layer that all tokens pass; several shared experts are one
+        of their total width. None: no shared expert.
+      training: whether jitter and dropout are applied.
+      nonpadding: bool [groups..., tokens]: False marks padding, which is not routed, takes no slots and does not count
+        in the losses.
+      form: "einsum" dispatches tokens by products with masks, "gather" by lookups; "dense" runs every expert on all
+        tokens, with gates of zero for those not routed to it. All have the same result. By default "dense" if experts
+        have capacity for all tokens of a group, as for one decoded token; otherwise "einsum" for groups of up to 512
+        tokens.
+      numerics: dtypes of variables and activations, precision of the products; routing is float32.
       name: scope of `router/kernel` (and `router/bias`), `experts/wi/kernel`, `experts/wi_gate/kernel`,
         `experts/wo/kernel`, and the same under `shared`; of two levels the routers are `router` and `inner/router`, and
         the experts are under `inner`.
-    Returns: a `Mixture`; of two levels `dropped` counts both, losses are the sums of theirs, `load` is of the second.
-      Within the scope the values are called dispatched (what experts get), combined and out.
-    Layout: `batch:data;experts:data` splits both over one axis, and tokens change sides by an all_to_all there and one
-      back; `batch:data+expert;experts:expert;batch_unsplit:data` has an axis for experts alone. `batch_unsplit`, the
-      groups of what experts compute, keeps the axes of the batch that experts do not take: where they take none,
-      `batch:data;batch_unsplit:data`. Under an axis for experts that splits no tokens every device routes and looks up
-      all, unless `experts_unsplit` lies there too. `hidden_channels` may be split as of any feed-forward layer. Of two
-      levels each has an axis, and tokens change sides over one after the other: `batch:y+x;expert_x:x;expert_y:y;
-      batch_unsplit:y`, where `batch_inner` is what the groups are called inside. With "grouped" each device
-      sorts its own tokens (those of the batch, and of a sequence that a required rule splits). A rule for experts sends
-      rows by an all_to_all to as many shards of the experts as it splits them into, each with room that `shard_factor`
-      sets: for all that may come, shards / min(choices, experts of a shard) times too much on the mean, unless it is
-      given; `length_unsplit`, as `batch_unsplit`, keeps the axes of the length then.
+    Returns: a `Mixture`; with two levels `dropped` and the losses are sums over both, `load` is that of the second.
+      Values in the scope are named dispatched (the experts' input), combined and out.
+    Layout: `batch:data;experts:data` splits both over one axis, with an all_to_all of tokens to the experts and one
+      back; `batch:data+expert;experts:expert;batch_unsplit:data` has a separate axis for experts. `batch_unsplit`, the
+      groups on the experts' side, keeps the axes of the batch that experts do not take: if they take none,
+      `batch:data;batch_unsplit:data`. With an axis for experts that does not split tokens, every device routes and
+      looks up all tokens, unless `experts_unsplit` is split over it too. `hidden_channels` may be split as in any
+      feed-forward layer. Two levels have one axis each, with an all_to_all over one after the other:
+      `batch:y+x;expert_x:x;expert_y:y;batch_unsplit:y`, where `batch_inner` is the inner name of the groups. With
+      "grouped" each device sorts its own tokens (of the batch, and of a sequence that a required rule splits). A rule
+      for experts sends rows by an all_to_all to the shards into which it splits them, each with the capacity given by
+      `shard_factor`, by default the worst case, which exceeds the mean by shards / min(choices, experts of a shard);
+      `length_unsplit`, like `batch_unsplit`, keeps the axes of the length then.
     Raises: ShapeError for dims that clash, sizes that do not divide and a mask that does not fit; GraphError for more
       choices than experts.
     Example:
@@ -173,7 +173,7 @@ def moe(
 
 
 def _levels(experts: object, routing: object, form: str | None, what: str) -> list[Level]:
-    """The dims of experts, the outer first, each with how it is routed."""
+    """The expert dims with their routing, outer level first."""
     dims = as_dims(experts, f"{what} experts")
     if not 1 <= len(dims) <= 2:
         raise GraphError(f"{at(what)}: experts must be one dim, or two for two levels, got {len(dims)}")
@@ -205,9 +205,9 @@ def _levels(experts: object, routing: object, form: str | None, what: str) -> li
 
 
 def _chosen_form(grouped: Tensor, many: Dimension, routing: Routing, takes_all: bool) -> tuple[str, Routing]:
-    """How tokens move where the user does not say; `takes_all`: one level, whose experts have room for all tokens."""
+    """The default form; `takes_all`: a single level whose experts have capacity for all tokens."""
     if takes_all:
-        return _without_room(grouped, many, routing)
+        return _unbounded_form(grouped, many, routing)
     return "einsum" if grouped.shape[-2].size <= EINSUM_TOKENS else "gather", routing
 
 
@@ -221,9 +221,10 @@ def _routed(
     numerics: Numerics,
     compute: Callable[..., Tensor],
 ) -> Mixture:
-    """One level: x [held..., groups..., tokens, features] to experts of this one, which may be levels themselves.
+    """Route x [held..., groups..., tokens, features] to the experts of the first of `levels`, which may be levels
+    themselves.
 
-    `held` are the experts of the level around: each routes what it has been given by a router of its own.
+    `held` are the experts of the outer level: each has its own router for its tokens.
     """
     what = "moe"
     (many, routing), *inner = levels
@@ -262,7 +263,7 @@ def _routed(
         with scope("inner"):
             below = _routed(there, inner, (many,), filled, training, form, numerics, compute)
         combined = below.values
-        # By the groups of this level; what is dropped is summed over its experts, of losses the mean is taken.
+        # Per group of this level; dropped choices are summed over its experts, losses are averaged.
         dropped = dropped + reduce_sum(inside.leave(below.dropped, "dropped"), output_shape=dropped.shape)
         load = inside.leave(below.load, "load")
         load = transpose(load, [*dropped.shape, inside.outer, below.load.shape[-1]])
@@ -278,11 +279,11 @@ def _routed(
 
 
 class _Names:
-    """The names of dims on either side of the exchange."""
+    """Names of dims on both sides of the exchange."""
 
     def __init__(self, experts: Dimension, x: Tensor, held: tuple[Dimension, ...], what: str) -> None:
         self.experts = experts
-        # Stages of a pipeline have experts of their own: tokens never leave theirs.
+        # Pipeline stages have separate experts: tokens stay in their stage.
         self.stays = {d.name for g in x.graph.around if g.loop_body is not None for d in g.loop_body.held}
         stays = self.stays | {d.name for d in held}
         self.outer = Dimension(f"{experts.name}_unsplit", experts.size)
@@ -293,7 +294,7 @@ class _Names:
         self.inside = {group: _inside(group, bool(held)) for group in groups} | {self.outer.name: experts.name}
 
     def rows(self, x: Tensor, routing: Routing) -> ExpertRows:
-        """The rows of experts that are sorted by expert; from here on the names of their dims, too."""
+        """The rows sorted by expert; afterwards dims follow its names."""
         rows = rows_of(x, (self.outer.name, self.experts.name), self.experts.size, routing, self.inside)
         if rows.fixed:
             return rows
@@ -301,21 +302,21 @@ class _Names:
         return rows_of(x, (self.outer.name, self.experts.name), self.experts.size, routing, self.inside)
 
     def enter(self, x: Tensor, name: str) -> Tensor:
-        """What tokens or routers know, as experts know it."""
+        """A tensor of tokens or the router with the dim names of the experts' side."""
         return _renamed(x, self.inside, name)
 
     def leave(self, x: Tensor, name: str) -> Tensor:
-        """And back."""
+        """The inverse of `enter`."""
         return _renamed(x, {inside: outside for outside, inside in reversed(self.inside.items())}, name)
 
 
 def _inside(group: str, second: bool) -> str:
-    """What experts call the groups: `batch_unsplit`; those of a second level, which get that, `batch_inner`."""
+    """Name of a group dim on the experts' side: `batch_unsplit`, or in the second level `batch_inner`."""
     return f"{group.removesuffix('_unsplit')}_inner" if second else f"{group}_unsplit"
 
 
 def _renamed(x: Tensor, names: Mapping[str, str], last: str) -> Tensor:
-    """`x` with other names of those of its dims that are among `names`; the last of the operations is called `last`."""
+    """`x` with dims renamed by `names`; the last operation is named `last`."""
     here = [(old, new) for old, new in names.items() if old in x.shape]
     for n, (old, new) in enumerate(here, start=1):
         x = rename_dimension(x, old, new, last if n == len(here) else None)
@@ -323,7 +324,7 @@ def _renamed(x: Tensor, names: Mapping[str, str], last: str) -> Tensor:
 
 
 def _grouped(x: Tensor, routing: Routing, what: str) -> Tensor:
-    """[groups..., tokens of a group, features]."""
+    """x as [groups..., tokens of a group, features]."""
     size = routing.group_size
     *lead, tokens, features = x.shape
     if size is None or size == tokens.size:
@@ -340,7 +341,7 @@ def _grouped(x: Tensor, routing: Routing, what: str) -> Tensor:
 
 
 def _mask(nonpadding: Tensor, x: Tensor, grouped: Shape, what: str) -> Tensor:
-    """The mask of tokens by group."""
+    """The mask of tokens per group."""
     if tensor(nonpadding, what).dtype is not BOOL or nonpadding.shape != x.shape[:-1]:
         raise ShapeError(
             f"{at(what)}: nonpadding must be bool and have the dims of x but the last, {Shape(x.shape[:-1])}",
@@ -350,11 +351,11 @@ def _mask(nonpadding: Tensor, x: Tensor, grouped: Shape, what: str) -> Tensor:
     return reshape(nonpadding, grouped[:-1])
 
 
-# ---------------------------------------------------------------- ways to move tokens, or none
+# ---------------------------------------------------------------- forms of dispatch
 
 
-def _without_room(x: Tensor, experts: Dimension, routing: Routing) -> tuple[str, Routing]:
-    """The form where experts have room for all tokens: of few tokens one that reads only experts that are chosen."""
+def _unbounded_form(x: Tensor, experts: Dimension, routing: Routing) -> tuple[str, Routing]:
+    """The form if experts have capacity for all tokens: for few tokens one that reads only chosen experts."""
     chosen = prod(d.size for d in x.shape[:-1]) * routing.choices
     by_token = routing.gating not in ("ntlb", "expert_choice")
     if by_token and experts.size > 1 and chosen < FEW_CHOICES * experts.size:
@@ -363,14 +364,14 @@ def _without_room(x: Tensor, experts: Dimension, routing: Routing) -> tuple[str,
 
 
 def _gates(slots: Slots, tokens: Dimension) -> Tensor:
-    """The gate of each token with each expert, zero where it has no place: [experts, groups, tokens]."""
+    """The gate of each token and expert, zero without a slot: [experts, groups, tokens]."""
     places = slots.token.shape[-1]
     shape = Shape([*(d for d in slots.token.shape if d != places), tokens])
     return scatter_add(slots.gate, slots.token, tokens, shape, out_of_range="zero")
 
 
 def _by_product(x: Tensor, tokens: Dimension, slots: Slots) -> tuple[Tensor, Back]:
-    """Products with the one-hots of the tokens in all places."""
+    """Dispatch and combine by products with one-hot masks of the tokens in all slots."""
     ordered = [*slots.token.shape, x.shape[-1]]
     mask = one_hot(slots.token, tokens, dtype=x.dtype, out_of_range="zero")
 
@@ -382,7 +383,7 @@ def _by_product(x: Tensor, tokens: Dimension, slots: Slots) -> tuple[Tensor, Bac
 
 
 def _by_lookup(x: Tensor, tokens: Dimension, slots: Slots) -> tuple[Tensor, Back]:
-    """A lookup of the token in each place, and its transpose."""
+    """Dispatch by a lookup of the token in each slot; combine by its transpose."""
 
     def back(y: Tensor) -> Tensor:
         weighed = multiply(widened(y), cast(slots.gate, widened(y).dtype), y.shape)
@@ -393,7 +394,7 @@ def _by_lookup(x: Tensor, tokens: Dimension, slots: Slots) -> tuple[Tensor, Back
 
 
 def _sorted_by_expert(slots: Slots, inside: _Names, rows: ExpertRows) -> tuple[Slots, Grouping]:
-    """Places that the experts of a shard share, and how many each has; of one shard for good without its dim."""
+    """Slots shared by the experts of a shard, and their numbers; without the shard dim if there is always one."""
     sizes = slots.sizes
     assert sizes is not None
     dim = slots.token.shape[-1]

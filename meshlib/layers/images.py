@@ -1,4 +1,4 @@
-"""Layers of images: convolutions with variables, and attention of a feature map to a coarser copy of itself."""
+"""Image layers: convolutions with variables, and attention of a feature map to a pooled copy of itself."""
 
 from __future__ import annotations
 
@@ -39,23 +39,24 @@ def conv(
     numerics: Numerics = DEFAULT,
     name: str = "conv",
 ) -> Tensor:
-    """Convolution over one to three dims with a kernel of its own, and a bias.
+    """A convolution layer over one to three dims, with kernel and bias.
 
     Args:
       x: [..., spatial dims, channels], float.
-      output_dim: the channels of the result. If it bears the name of those of x, it is called `channels_out` (say) in
-        the kernel and the sum, names that layout rules may name, and gets its name in the result.
-      filter_size, stride, dilation: one number, or one for each spatial dim.
-      padding: "SAME", "VALID" or numbers, as of `mtf.conv2d`.
-      groups: into how many the channels are cut, of which each makes its share of the result.
-      use_bias: whether to add a bias, zeros at first.
-      spatial: the dims to convolve over: all between the first and the last unless given.
-      kernel_initializer: of the kernel; normal of variance 2 / (number of inputs of an output) unless given.
-      kernel_transform: applied to the kernel, as for spectral norm.
-      numerics: dtypes of the variables and of what is computed; precision of the products.
+      output_dim: the output channels. If it has the name of the input channels, it is `channels_out` (for example) in
+      the
+        kernel and the sum, a name that layout rules may use, and has its own name in the result.
+      filter_size, stride, dilation: one number, or one per spatial dim.
+      padding: "SAME", "VALID" or numbers, as in `mtf.conv2d`.
+      groups: number of channel groups, each convolved separately.
+      use_bias: whether to add a bias, initially zeros.
+      spatial: the dims to convolve over; by default all between the first and the last.
+      kernel_initializer: initializer of the kernel; by default normal with variance 2 / fan-in.
+      kernel_transform: applied to the kernel, for example spectral norm.
+      numerics: dtypes of variables and activations; precision of the products.
       name: scope of the variables `kernel`, [filter_height, filter_width, channels, output_dim] (before them
         filter_depth for three dims, filter_width alone for one), and `bias`; name of the result.
-    Returns: the dims of x in their order, the spatial ones smaller by strides, `output_dim` in place of the channels.
+    Returns: the dims of x in order, spatial dims divided by strides, `output_dim` in place of the channels.
     Raises: ShapeError for numbers or dims that do not fit.
     Example:
       >>> import meshlib as mtf
@@ -74,7 +75,7 @@ def conv(
     count = whole(groups, what, "groups")
     if count < 1 or channels.size % count:
         raise ShapeError(f"{at(what)}: groups={count} does not divide the {channels.size} of '{channels.name}'", x)
-    # A product over the channels alone: no need for windows.
+    # A 1x1 convolution is a product over the channels, without windows.
     plain = {*sizes, *_each(stride, places, what, "stride"), count} == {1} and padding in ("SAME", "VALID", 0)
     own = out if out.name not in x.shape else Dimension(f"{out.name}_out", out.size)
     if own.name in x.shape:
@@ -111,9 +112,9 @@ def separable_conv(
     numerics: Numerics = DEFAULT,
     name: str = "separable_conv",
 ) -> Tensor:
-    """A convolution of each channel by itself, then a product over the channels.
+    """A depthwise convolution followed by a product over the channels.
 
-    Arguments, result and errors as of `conv`; the scopes of the variables are `depthwise`, without a bias, and
+    Arguments, result and errors as in `conv`; the scopes of the variables are `depthwise`, without a bias, and
     `pointwise`. Source: Chollet, arXiv:1610.02357.
     Example:
       >>> import meshlib as mtf
@@ -152,13 +153,13 @@ def _image(
 
 
 def _window(sizes: Sequence[int]) -> list[Dimension]:
-    """The dims of a kernel before its channels: the same whatever the dims that it slides along are called."""
+    """The window dims of a kernel, whose names do not depend on the spatial dims of x."""
     names = ("filter_depth", "filter_height", "filter_width")[-len(sizes) :]
     return [Dimension(name, size) for name, size in zip(names, sizes, strict=True)]
 
 
 def _each(value: object, places: Sequence[Dimension], what: str, argument: str) -> list[int]:
-    """One number for each spatial dim."""
+    """One number per spatial dim."""
     given = [value] * len(places) if isinstance(value, int) else items(value, what, argument)
     numbers = [whole(n, what, f"each of {argument}") for n in given]
     if len(numbers) != len(places) or min(numbers) < 1:
@@ -179,21 +180,21 @@ def image_attention(
 ) -> Tensor:
     """x + gain * (attention of all positions of x to those of max-pooled x): the block of SAGAN and BigGAN.
 
-    softmax over memory positions of query . key, without a scale; queries, keys, values and the way out are products
-    with kernels over the channels (convolutions of 1x1), without biases.
+    softmax over memory positions of query . key, without a scale; queries, keys, values and output are 1x1
+    convolutions without biases.
 
     Args:
       x: float, with `spatial` dims and `channels`.
       spatial: the dims of the positions, one or several.
       channels: contracted by the kernels.
-      key_size: of queries and keys; an eighth of the channels unless given, and at least 1.
-      value_size: of values; half of the channels unless given, and at least 1.
-      pooling: window of the maxima of keys and values along each spatial dim; it must divide them. 1: none.
-      kernel_transform: applied to each of the kernels, as for spectral norm.
-      numerics: dtypes of the variables and of what is computed.
-      name: scope of `query/kernel`, `key/kernel`, `value/kernel`, `out/kernel` and `gain`, a number, zero at first.
+      key_size: size of queries and keys; by default an eighth of the channels, and at least 1.
+      value_size: size of values; by default half of the channels, and at least 1.
+      pooling: window of max pooling of keys and values along each spatial dim, which it must divide. 1: none.
+      kernel_transform: applied to each kernel, for example spectral norm.
+      numerics: dtypes of variables and activations.
+      name: scope of `query/kernel`, `key/kernel`, `value/kernel`, `out/kernel` and `gain`, a number, initially zero.
     Returns: the type of x, or that of `numerics`. Positions are merged into one dim, named as the first of them, for
-      the time of the attention: of several split spatial dims the first stays split.
+      the attention: if several spatial dims are split, only the first stays split.
     Raises: ShapeError for dims that x lacks, or that pooling does not divide.
     Source: Zhang et al., "Self-attention generative adversarial networks", arXiv:1805.08318, section 3; with pooling:
       Brock et al., arXiv:1809.11096.
@@ -213,7 +214,7 @@ def image_attention(
     key, value = (Dimension(free_name(f"{depth.name}_{part}", x.shape.names), size) for part, size in sizes.items())
 
     def flat(y: Tensor, last: Dimension, prefix: str) -> Tensor:
-        """[others, positions, last]: the positions of a feature map as one dim."""
+        """A feature map with its positions as one dim: [others, positions, last]."""
         own = [y.shape.dim(d.name) for d in places]
         merged = Dimension(f"{prefix}{places[0].name}", Shape(own).size)
         return reshape(transpose(y, [*others, *own, last]), [*others, merged, last])

@@ -1,8 +1,8 @@
-"""Multi-head latent attention: keys and values of all heads from one narrow vector per token.
+"""Multi-head latent attention: keys and values of all heads from one low-rank vector per token.
 
-The parts are functions of their own: `latent_memory` makes what a cache holds, a token's latent vector and the one key
-that all heads share; `latent_queries` the two parts of the queries. `latent_attention` makes keys and values of them
-for all heads, which is least work where many queries see each key.
+`latent_memory` computes the cached values, a latent vector per token and the rotary key shared by all heads;
+`latent_queries` the two parts of the queries. `latent_attention` expands the latents to keys and values of all heads,
+which is the least work if many queries see each key.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class LatentDims:
     """The dims of latent attention.
 
     Args:
-      heads: of queries, keys and values.
-      kv_rank: the latent vector that keys and values are made of.
-      nope: what of a head is not turned by positions; it and `rope` have one name, which their union bears.
-      rope: what is turned: of a head of queries, and of the key that all heads share.
+      heads: heads of queries, keys and values.
+      kv_rank: latent vector from which keys and values are computed.
+      nope: part of a head without rotary positions; has the name of `rope` and of their concatenation.
+      rope: part with rotary positions: of a query head, and of the key shared by all heads.
       value: one head of values.
-      q_rank: the latent vector that queries are made of; None: they are made of the input.
-    Raises: ShapeError for other things than dims, and for names that do not fit.
+      q_rank: latent vector from which queries are computed; None: they are computed from the input.
+    Raises: ShapeError for arguments that are not dims, and for names that do not fit.
     Example:
       >>> import meshlib as mtf
       >>> D = mtf.Dimension
@@ -76,7 +76,7 @@ def latent_queries(
     numerics: Numerics = DEFAULT,
     positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Queries [..., length, heads, nope] and, turned, [..., length, heads, rope] of x [..., length, d_model]."""
+    """Queries [..., length, heads, nope] and rotated queries [..., length, heads, rope] of x [..., length, d_model]."""
     x, rotary_base, epsilon = _checked(x, dims, rotary_base, epsilon, numerics, "latent_queries")
     length, features = x.shape[-2:]
     narrow = features
@@ -99,7 +99,7 @@ def latent_memory(
     numerics: Numerics = DEFAULT,
     positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The normed latents [..., length, kv_rank] and the shared key, turned, [..., length, rope]: what a cache holds."""
+    """The cached values: normalised latents [..., length, kv_rank] and the rotated shared key [..., length, rope]."""
     x, rotary_base, epsilon = _checked(x, dims, rotary_base, epsilon, numerics, "latent_memory")
     length, features = x.shape[-2:]
     latent = projection(x, dims.kv_rank, [features], False, None, numerics, "latent", "latent")
@@ -121,25 +121,26 @@ def latent_attention(
     cache: Cache | None = None,
     segments: Tensor | None = None,
 ) -> Tensor:
-    """Attention of a sequence to itself, with keys and values made of a narrow vector of each token.
+    """Self-attention with keys and values computed from a low-rank latent vector per token.
 
     Args:
       x: [..., length, d_model], float.
       dims: of heads and latent vectors.
-      causal: whether a query sees only itself and what comes before.
-      rotary_base: of the positions, see `rotary`.
-      scale: of the scores; 1 / sqrt(nope + rope) unless given.
+      causal: whether a query sees only its own and preceding positions.
+      rotary_base: base of the rotary positions, see `rotary`.
+      scale: factor of the scores; by default 1 / sqrt(nope + rope).
       epsilon: of the norms of the latent vectors.
-      numerics: dtypes of the variables and of what is computed, precision of the products with them.
-      positions: int32, of the tokens, in place of 0, 1, ...
-      cache: what is told of the latent vectors with the shared keys beside them, [..., memory, kv_rank + rope] as keys
-        and as values; where it returns a `Held`, queries attend to that in the latents' own space (absorbed: no keys
-        and values of heads are made), which is least work for few queries.
-      segments: int32 [..., length]: a token sees those of its own number, see `mtf.attention`.
+      numerics: dtypes of variables and activations, precision of the products with variables.
+      positions: int32 positions of the tokens, in place of 0, 1, ...
+      cache: called with the latents concatenated with the shared keys, [..., memory, kv_rank + rope], as keys and as
+        values; if it returns a `Held`, queries attend to that in the latent space (absorbed projections, without
+        keys and values per head), which is the least work for few queries.
+      segments: int32 segment ids [..., length]: a token sees those of its segment, see `mtf.attention`.
       name: scope of the variables `q_latent`, `q_nope`, `q_rope`, `latent`, `k_rope`, `k_nope`, `v`, `out`, each with
         a `kernel`, and of the norms.
-    Returns: the type of x, in the dtype of `numerics` if it has one. Within the scope the values are called q, k, v (as
-      the kernel takes them), context (what it makes) and out.
+    Returns: the type of x, in the dtype of `numerics` if it has one. Values in the scope are named q, k, v (the
+    kernel's
+      operands), context (its result) and out.
     Raises: ShapeError for dims that clash.
     Example:
       >>> import meshlib as mtf
@@ -188,7 +189,7 @@ def _of_heads(
     numerics: Numerics,
     segments: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """Attention with keys and values of all heads, made of the latents."""
+    """Attention with keys and values per head, computed from the latents."""
     q = concat(queries, dims.key.name, "q")
     plain, v = (
         projection(latent, [dims.heads, part], [dims.kv_rank], False, None, numerics, name, name)
@@ -202,8 +203,8 @@ def _of_heads(
 def _absorbed(
     queries: tuple[Tensor, Tensor], held: Held, dims: LatentDims, length: Dimension, scale: float, numerics: Numerics
 ) -> Tensor:
-    """Attention of queries that meet the latents themselves: (q Wk) c = q (Wk c), and the sum of values is that of
-    latents, times Wv. Keys and values are one array, of which the values are all but the keys that all heads share."""
+    """Attention in the latent space: (q Wk) c = q (Wk c), and the weighted sum of values is that of latents, times Wv.
+    Keys and values are one array; values are all of it except the shared rotary keys."""
     plain, turned = queries
     rank = dims.kv_rank
     weights = []
@@ -223,7 +224,7 @@ def _absorbed(
 def _checked(
     x: object, dims: object, rotary_base: object, epsilon: object, numerics: Numerics, what: str
 ) -> tuple[Tensor, float, float]:
-    """x in the dtype of `numerics`, and the numbers."""
+    """x in the dtype of `numerics`, and the checked numbers."""
     operand = as_numerics(numerics, what).cast(floats(x, what))
     if not isinstance(dims, LatentDims):
         raise ShapeError(f"{at(what)}: dims must be mtf.layers.LatentDims(...), got {dims!r:.80}")

@@ -1,8 +1,7 @@
-"""Attention to a neighbourhood, in blocks: work and memory grow with the length, not with its square.
+"""Local attention in blocks: work and memory are linear in the length.
 
-The sequence is cut into blocks; the keys of a block get those of its neighbours beside them (a halo exchange), and each
-block runs attention by itself. Where the sequence is split over devices, blocks lie as the sequence does, and devices
-exchange the margins alone.
+The sequence is cut into blocks; the keys of a block are extended by a halo from its neighbours, and each block runs
+attention separately. If the sequence is split over devices, blocks are split alike, and devices exchange only halos.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ QUERIES, KEYS = "query_block_length", "memory_block_length"
 
 
 class _Blocks:
-    """One dim of positions cut into blocks: of queries, and of keys with their margins."""
+    """One position dim cut into blocks: of queries, and of keys with their halos."""
 
     def __init__(self, dim: Dimension, block: int, radius: int, causal: bool) -> None:
         self.dim = dim
-        # Of the same name, so that blocks are split as the dim is.
+        # The same name, so that blocks are split like the dim.
         self.blocks = Dimension(dim.name, dim.size // block)
         self.radius, self.causal = radius, causal
         self.left = radius - 1 if causal else radius
@@ -49,11 +48,11 @@ class _Blocks:
         return (left_halo_exchange if self.causal else halo_exchange)(x, self.blocks, self.narrow, self.left)
 
     def distance(self) -> Tensor:
-        """How many positions a key is after a query: [rows, keys]."""
+        """Position of a key minus that of a query: [rows, keys]."""
         return positions_of(self.keys) - self.left - positions_of(self.rows)
 
     def near(self) -> Tensor:
-        """Whether a key is there at all and within the radius: [blocks, rows, keys]."""
+        """True for keys that exist and are within the radius: [blocks, rows, keys]."""
         apart = self.distance()
         near = logical_and(greater(apart, -self.radius), less_equal(apart, 0 if self.causal else self.radius))
         place = positions_of(self.blocks) * self.rows.size + (positions_of(self.keys) - self.left)
@@ -77,16 +76,16 @@ def local_attention_1d(
     """Attention of position p to the positions in (p - radius, p], or in (p - radius, p + radius].
 
     Args:
-      q, k, v: [..., length_dim, key_dim or value_dim], float, as of `mtf.attention` but with one name for the length.
-      length_dim, key_dim, value_dim: their dims; `value_dim` is `key_dim` unless given.
+      q, k, v: [..., length_dim, key_dim or value_dim], float, as in `mtf.attention` but with one name for the length.
+      length_dim, key_dim, value_dim: their dims; `value_dim` is `key_dim` by default.
       fully_autoregressive: whether positions after p are hidden.
-      length_dim_num_splits: of how many parts blocks must not cross the bounds: how often a layout splits the length.
+      length_dim_num_splits: number of parts whose bounds blocks must not cross: the number of shards of the length.
       radius: see above. Blocks are as long as the greatest divisor of a part that is at most max(radius, 128).
-      sequence_id: int32 with `length_dim`: positions of other sequences, packed into this one, are hidden.
-      scale: of the scores; 1 / sqrt(size of key_dim) unless given.
-      name: of the kernel.
+      sequence_id: int32 with `length_dim`: positions of other packed sequences are hidden.
+      scale: factor of the scores; by default 1 / sqrt(size of key_dim).
+      name: name of the kernel operation.
     Returns: the dims of q with `value_dim` in place of `key_dim`.
-    Cost: that of `mtf.attention` for keys as many as a block and its margins.
+    Cost: that of `mtf.attention` with as many keys as a block and its halos.
     Raises: ShapeError for dims that do not fit.
     Example:
       >>> import meshlib as mtf
@@ -127,14 +126,14 @@ def local_attention_2d(
     scale: float | None = None,
     name: str | None = None,
 ) -> Tensor:
-    """Attention of each point of an image to the points less than `radius` before it, and at most so many after it,
-    along both dims; with `fully_autoregressive` to rows above and, of its own row, to points up to itself.
+    """Attention of each pixel to those less than `radius` before it and at most `radius` after it along both dims; with
+    `fully_autoregressive` only to the rows above and to its own row up to itself.
 
     Args:
       q, k, v: [..., height_dim, width_dim, key_dim or value_dim], float; the dims may come in any order.
-      num_splits: how often a layout splits the two dims, as `length_dim_num_splits` of `local_attention_1d`.
-      radius: see above; blocks have about 16 points to a side, or `radius` if it is more.
-      fully_autoregressive, scale, name and the dims: as of `local_attention_1d`.
+      num_splits: numbers of shards of the two dims, like `length_dim_num_splits` of `local_attention_1d`.
+      radius: see above; blocks have sides of about 16 pixels, or of `radius` if it is larger.
+      fully_autoregressive, scale, name and the dims: as in `local_attention_1d`.
     Returns: the dims of q with `value_dim` in place of `key_dim`.
     Raises: ShapeError for dims that do not fit.
     Example:
@@ -183,7 +182,7 @@ def _attend(
     scale: float | None,
     name: str | None,
 ) -> Tensor:
-    """Attention within blocks, whose inner dims are merged into one for it."""
+    """Attention within blocks, whose inner dims are merged into one."""
     result_shape = q.shape if value_dim is None else Shape([value_dim if d == key_dim else d for d in q.shape])
     rows, keys = [c.rows for c in cuts], [c.keys for c in cuts]
     for c in cuts:
@@ -203,7 +202,7 @@ def _attend(
 
 
 def _merged(x: Tensor, inner: Sequence[Dimension], name: str) -> Tensor:
-    """`x` with the inner dims of its blocks as one dim."""
+    """`x` with the inner dims of its blocks merged."""
     if len(inner) == 1:
         return rename_dimension(x, inner[0].name, name)
     stop = x.shape.index(inner[-1]) + 1
@@ -221,16 +220,16 @@ def masked_local_attention_1d(
     numerics: Numerics = DEFAULT,
     name: str = "masked_local_attention_1d",
 ) -> Tensor:
-    """Attention of a sequence to itself in several heads: position p sees the positions in (p - window_size, p].
+    """Multi-head self-attention layer in which position p sees the positions in (p - window_size, p].
 
     Args:
       x: [..., length, channels], float.
-      kv_channels: the dim of the elements of one head.
+      kv_channels: the dim of one head.
       heads: the dim of the heads.
       window_size: see above.
-      length_per_split: positions on one device, where a layout splits the length.
-      sequence_id: as of `local_attention_1d`.
-      numerics: dtypes of the variables and of what is computed, precision of the products with them.
+      length_per_split: positions per device, if a layout splits the length.
+      sequence_id: as in `local_attention_1d`.
+      numerics: dtypes of variables and activations, precision of the products with variables.
       name: scope of the variables `q`, `k`, `v` [channels, heads, kv_channels] and `o`.
     Returns: the type of x, in the dtype of `numerics` if it has one.
     Raises: ShapeError for dims that clash or do not fit.

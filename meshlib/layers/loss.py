@@ -1,4 +1,4 @@
-"""Losses."""
+"""Loss functions."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def softmax_cross_entropy_with_logits(
 ) -> Tensor:
     """-sum over vocab of targets * log_softmax(logits).
 
-    Labels as int32 are cheaper than a one-hot: of a split vocab every device looks up its own, and no value of the
-    size of the logits is made for them but the gradient.
+    int32 labels are cheaper than one-hots: with a split vocab every device looks up labels in its block, and no tensor
+    of the size of the logits is created except the gradient.
 
     Args:
       logits: float, with `vocab_dim`.
-      targets: the wanted distribution, same dims and dtype; or int32 labels, the dims of logits but `vocab_dim`.
-      vocab_dim: the dim of the classes.
-      z_loss: adds z_loss * log(sum(exp(logits)))^2, which keeps the logits from drifting.
-      label_smoothing: the share of the wanted distribution that is spread evenly over all classes.
-    Returns: the loss of each example: the dims of logits but `vocab_dim`; float32 if the logits are bfloat16.
+      targets: the target distribution, same dims and dtype; or int32 labels, with the dims of logits except
+      `vocab_dim`. vocab_dim: the dim of the classes. z_loss: adds z_loss * log(sum(exp(logits)))^2, which keeps the
+      logits from drifting. label_smoothing: the share of the target distribution that is spread evenly over all
+      classes.
+    Returns: the loss per example: the dims of logits except `vocab_dim`; float32 if the logits are bfloat16.
     Raises: ShapeError if shapes differ, GraphError if the logits lack `vocab_dim`; FeedError at run time for a label
       out of range.
     Example:
@@ -66,7 +66,7 @@ def softmax_cross_entropy_with_logits(
     log_z = reduce_logsumexp(wide, vocab)
     if by_label:
         wanted_logit = gather(wide, targets, vocab)
-        if smoothing:  # of a split vocab both are sums over its parts, which are reduced as one
+        if smoothing:  # with a split vocab both are pending sums, reduced by one collective
             wanted_logit = wanted_logit * (1 - smoothing) + reduce_mean(wide, reduced_dim=vocab) * smoothing
         loss = log_z - wanted_logit
     else:
@@ -76,14 +76,14 @@ def softmax_cross_entropy_with_logits(
 
 
 def sigmoid_cross_entropy_with_logits(logits: Tensor, targets: Tensor) -> Tensor:
-    """-targets * log(sigmoid(logits)) - (1 - targets) * log(1 - sigmoid(logits)), each element by itself.
+    """-targets * log(sigmoid(logits)) - (1 - targets) * log(1 - sigmoid(logits)), element-wise.
 
-    Computed as log(1 + exp(logits)) - logits * targets, which no logit lets overflow.
+    Computed as log(1 + exp(logits)) - logits * targets, without overflow.
 
     Args:
       logits: float.
-      targets: the wanted probabilities, same dims and dtype.
-    Returns: the loss of each element: the dims of logits; float32 if the logits are bfloat16.
+      targets: the target probabilities, same dims and dtype.
+    Returns: the loss per element: the dims of logits; float32 if the logits are bfloat16.
     Raises: ShapeError if dims or dtypes differ.
     Example:
       >>> import meshlib as mtf
@@ -98,20 +98,20 @@ def sigmoid_cross_entropy_with_logits(logits: Tensor, targets: Tensor) -> Tensor
 
 
 def focal_loss(logits: Tensor, targets: Tensor, alpha: float = 0.25, gamma: float = 2.0) -> Tensor:
-    """Cross entropy of each element by itself, in which what is easily told counts little.
+    """Element-wise cross entropy in which easy elements have little weight.
 
     -targets alpha (1 - p)^gamma log(p) - (1 - targets) (1 - alpha) p^gamma log(1 - p),  p = sigmoid(logits)
 
-    Computed from softplus of the logits, which no logit lets overflow; gamma = 0 and alpha = 0.5 make it half of
+    Computed from softplus of the logits, without overflow; with gamma = 0 and alpha = 0.5 it is half of
     `sigmoid_cross_entropy_with_logits`.
 
     Args:
       logits: float.
       targets: the wanted probabilities, same dims and dtype.
-      alpha: the share of wanted elements, in [0, 1].
+      alpha: weight of positive elements, in [0, 1].
       gamma: how fast easy elements fade; not negative.
     Returns: the loss of each element: the dims of logits; float32 if the logits are bfloat16. RetinaNet divides the sum
-      by the number of anchors that hold an object.
+      by the number of anchors assigned to an object.
     Raises: ShapeError if dims or dtypes differ, or alpha or gamma are out of range.
     Source: Lin et al., arXiv:1708.02002, equation 5.
     Example:
@@ -133,14 +133,14 @@ def focal_loss(logits: Tensor, targets: Tensor, alpha: float = 0.25, gamma: floa
 
 
 def smooth_l1_loss(predictions: Tensor, targets: Tensor, beta: float = 1.0) -> Tensor:
-    """d^2 / (2 beta) where d = |predictions - targets| is below beta, d - beta / 2 elsewhere, element by element.
+    """d^2 / (2 beta) where d = |predictions - targets| is below beta, d - beta / 2 elsewhere, element-wise.
 
-    beta times it is the Huber loss of width beta. TensorFlow's RetinaNet takes Huber's at 0.1.
+    Times beta it is the Huber loss of width beta. TensorFlow's RetinaNet uses the Huber loss of width 0.1.
 
     Args:
       predictions: float.
       targets: same dims and dtype.
-      beta: where the parabola ends; positive.
+      beta: bound of the quadratic part; positive.
     Returns: the loss of each element: the dims of predictions; float32 if they are bfloat16.
     Raises: ShapeError if dims or dtypes differ, or beta is not positive.
     Source: Girshick, "Fast R-CNN", arXiv:1504.08083, equation 3; Huber, "Robust estimation of a location parameter".
@@ -162,10 +162,10 @@ def smooth_l1_loss(predictions: Tensor, targets: Tensor, beta: float = 1.0) -> T
 
 
 def hinge_loss(logits: Tensor, targets: Tensor | float) -> Tensor:
-    """max(0, 1 - targets * logits), element by element.
+    """max(0, 1 - targets * logits), element-wise.
 
-    A GAN's discriminator takes it of real examples at 1.0 and of made ones at -1.0; the generator's loss is the
-    negative mean of the latter logits.
+    A GAN's discriminator uses it with target 1.0 for real and -1.0 for generated examples; the generator's loss is the
+    negative mean of the latter's logits.
 
     Args:
       logits: float.
@@ -188,7 +188,7 @@ def hinge_loss(logits: Tensor, targets: Tensor | float) -> Tensor:
 
 
 def _pair(x: Tensor, targets: Tensor, what: str, first: str, second: str) -> tuple[Tensor, Tensor]:
-    """Both in the dtype of sums, checked to be of one type."""
+    """Both operands in the dtype of sums, which must have the same type."""
     same = set(tensor(x, what).shape) == set(tensor(targets, what).shape)
     if not same or not x.dtype.is_wide_float or targets.dtype is not x.dtype:
         rule = f"{first} and {second} must be floats of the same dims and dtype"

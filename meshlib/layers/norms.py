@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm; their statistics are float32, whatever the dtype of the input."""
+"""Layer norm and RMS norm; statistics are float32, whatever the dtype of the input."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from meshlib.ops.pointwise.unary import rsqrt, square
 
 
 def widened(x: Tensor) -> Tensor:
-    """`x` in the dtype of statistics: float32, or float64 as it is."""
+    """`x` in the dtype of statistics: float32, or float64 for float64."""
     return cast(x, FLOAT64 if x.dtype is FLOAT64 else FLOAT32)
 
 
 def checked_norm(
     x: Tensor, dims: Dimension | Sequence[Dimension], epsilon: float, numerics: Numerics, what: str
 ) -> tuple[Tensor, tuple[Dimension, ...], float]:
-    """The operand of a norm in the dtype of `numerics`, and its dims along which variables lie."""
+    """The operand of a norm in the dtype of `numerics`, and the dims of its variables."""
     floats(x, what)
     norm_dims = tuple(
         find_dim(x, d, what) for d in ([dims] if isinstance(dims, Dimension) else items(dims, what, "dims"))
@@ -50,11 +50,11 @@ def layer_norm(
 
     Args:
       x: float, with `dim`.
-      dim: what is normalised; where it is split, its two sums are reduced over the devices.
+      dim: the normalised dim; if it is split, its two sums are reduced over the devices.
       epsilon: added to the variance.
       use_bias: whether there is a bias.
       numerics: dtypes of the variables and of the result.
-      name: scope of `scale`, ones at first, and `bias`, zeros.
+      name: scope of `scale`, initially ones, and `bias`, initially zeros.
     Returns: the type of x, or that of `numerics`; all arithmetic is float32.
     Raises: GraphError if x lacks `dim`.
     Source: Ba et al., arXiv:1607.06450.
@@ -85,7 +85,7 @@ def rms_norm(
 ) -> Tensor:
     """x / sqrt(mean of x^2 over `dim`, or over several dims together, + epsilon) * scale.
 
-    Other arguments, result and errors as of `layer_norm`. Source: Zhang and Sennrich, arXiv:1910.07467.
+    Other arguments, result and errors as in `layer_norm`. Source: Zhang and Sennrich, arXiv:1910.07467.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():

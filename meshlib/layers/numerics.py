@@ -1,4 +1,4 @@
-"""The arithmetic of layers, as one record: dtypes of variables and of what is computed, and how products are made."""
+"""Arithmetic of layers as one record: dtypes of variables and activations, and the precision of products."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from meshlib.ops.contraction.quantized import quantized_einsum
 from meshlib.ops.control.sources import variable
 from meshlib.ops.pointwise.casts import cast
 
-_FULL = "fp8_full"  # MaxText's word for it
-# Of a precision in eight bits the dtype of operands, and of cotangents in the products of the gradient.
+_FULL = "fp8_full"  # MaxText's name
+# Eight-bit precision -> dtype of operands, and of cotangents in the products of the gradient.
 EIGHT_BIT_PRODUCTS = {"int8": ("int8", "int8"), "fp8": ("fp8", "fp8"), _FULL: ("fp8", "fp8_e5m2")}
 
 
 @dataclass(frozen=True)
 class Numerics:
-    """What layers keep their variables in, what they compute in, and how they multiply.
+    """Dtypes of variables and activations, and precision of products, of layers.
 
-    Every layer with variables takes it as `numerics`; unless given it is `mtf.Numerics()`. The first three are Mesh
-    TensorFlow's `VariableDType(master_dtype, slice_dtype, activation_dtype)`. Norms and softmax take their statistics
-    in float32 whatever it says.
+    Every layer with variables takes it as `numerics`, by default `mtf.Numerics()`. The first three fields are Mesh
+    TensorFlow's `VariableDType(master_dtype, slice_dtype, activation_dtype)`. Norms and softmax always compute
+    statistics in float32.
 
     Args:
-      variable_dtype: of the variables, as `sim.state` and checkpoints have them.
-      slice_dtype: of what the devices store; `variable_dtype` unless given.
-      activation_dtype: of what a layer computes and returns: its input is cast to it, and its variables are where they
-        are used. None: the dtype of the input, and of a table that is looked up in, that of its slices.
-      precision: of products with variables: "default" or "highest" as of `mtf.einsum`; "int8" or "fp8" for quantised
-        ones, those of the gradient too, see `mtf.quantized_einsum`; "fp8_full" for fp8 with cotangents in e5m2.
-      softmax_dtype: in which materialised attention computes its softmax and keeps it for the gradient, if it is wider
-        than the operands: float32, or "bfloat16" as TensorFlow's is under its policy of that name.
-      kernel_dtype: of the kernels of products, for inference: "int8", "int4", "float8_e4m3fn" or "float8_e5m2", with a
-        float32 variable `kernel_scale` beside each `kernel`, see `mtf.quantize`; they aren't trained. None: as others.
-    Raises: GraphError for a dtype that is no float, or another precision.
+      variable_dtype: dtype of variables in `sim.state` and checkpoints.
+      slice_dtype: dtype stored on devices; by default `variable_dtype`.
+      activation_dtype: dtype of a layer's computation and result, to which inputs and variables are cast. None: the
+        dtype of the input, and for lookups that of the table's slices.
+      precision: of products with variables: "default" or "highest" as in `mtf.einsum`; "int8" or "fp8" for quantised
+        products, also in the gradient, see `mtf.quantized_einsum`; "fp8_full" for fp8 with cotangents in e5m2.
+      softmax_dtype: dtype in which materialised attention computes its softmax and keeps it for the gradient, if wider
+        than the operands: float32, or "bfloat16" as in TensorFlow's mixed_bfloat16 policy.
+      kernel_dtype: dtype of the kernels of products, for inference: "int8", "int4", "float8_e4m3fn" or "float8_e5m2",
+        each with a float32 variable `kernel_scale`, see `mtf.quantize`; they aren't trained. None: as other variables.
+    Raises: GraphError for a dtype that is not float, or an unknown precision.
     Example:
       >>> import meshlib as mtf
       >>> mixed = mtf.Numerics(slice_dtype="bfloat16", activation_dtype="bfloat16")
@@ -75,21 +75,21 @@ class Numerics:
 
     @property
     def unquantised(self) -> Numerics:
-        """The same, with products that are not rounded to eight bits."""
+        """This record without eight-bit products."""
         return replace(self, precision="default") if self.precision in EIGHT_BIT_PRODUCTS else self
 
     def wide(self, x: Tensor) -> Numerics:
-        """The same, computed in the dtype of statistics of `x`: float32, or float64 as it is."""
+        """This record with activations in the dtype of statistics of `x`: float32, or float64 for float64."""
         return replace(self, activation_dtype="float64" if x.dtype is FLOAT64 else "float32")
 
     def cast(self, x: Tensor) -> Tensor:
-        """`x` in `activation_dtype`; as it is where there is none, and where it is no float."""
+        """`x` in `activation_dtype`; unchanged if that is None or `x` is not float."""
         return x if self.activation_dtype is None or not x.dtype.is_float else cast(x, self.activation_dtype)
 
     def variable(
         self, name: str, shape: Sequence[Dimension], initializer: Initializer | float, dtype: object | None = None
     ) -> Tensor:
-        """A trained variable, used in `dtype`; `activation_dtype` unless given."""
+        """A trained variable, cast to `dtype`, by default `activation_dtype`."""
         used = self.activation_dtype if dtype is None else dtype
         return variable(name, shape, initializer, self.variable_dtype, self.slice_dtype, used)
 
@@ -101,7 +101,7 @@ class Numerics:
         initializer: Initializer | float,
         dtype: object | None = None,
     ) -> Tensor:
-        """The variable of a product that sums over `reduced`, in `kernel_dtype` with a scale for each other index."""
+        """The weights of a product over `reduced`, in `kernel_dtype` with one scale per index of the other dims."""
         if self.kernel_dtype is None:
             return self.variable(name, shape, initializer, dtype)
         used = self.activation_dtype if dtype is None else dtype
@@ -111,7 +111,7 @@ class Numerics:
         return cast(stored, "float32" if used is None else used) * cast(scale, "float32" if used is None else used)
 
     def product(self, x: Tensor, weights: Tensor, output_shape: Shape, name: str | None = None) -> Tensor:
-        """`x` times a variable, in `precision`."""
+        """The product of `x` and a variable, in `precision`."""
         if self.precision in EIGHT_BIT_PRODUCTS:
             dtype, gradient_dtype = EIGHT_BIT_PRODUCTS[self.precision]
             return quantized_einsum([x, weights], output_shape, dtype, name, gradient_dtype)
@@ -123,7 +123,7 @@ MIXED = Numerics(activation_dtype="bfloat16")
 
 
 def as_numerics(value: object, what: str) -> Numerics:
-    """`value`, which must be a `Numerics`: of one dtype alone it would be a guess what is meant."""
+    """`value`, which must be a `Numerics`; a single dtype would be ambiguous."""
     if isinstance(value, Numerics):
         return value
     raise GraphError(

@@ -1,4 +1,4 @@
-"""What the loop over the ticks of a pipeline's step reads: features cut into microbatches, and buffers of slots."""
+"""Data of the loop over the ticks of a pipeline step: features cut into microbatches, and buffers of slots."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from meshlib.ops.movement.indexing import gather
 from meshlib.ops.movement.shape import rename_dimension, reshape
 
 WHAT = "pipeline_training_step"
-# Rules may split microbatches over the stages, as those of models do; each stage looks up its own among all.
+# Rules may split microbatches over the stages, as those of models do; each stage gathers its own from all.
 MICROBATCH, TURN = "microbatch", "microbatch_unsplit"
 Features = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class CutFeatures:
-    """The features, cut: those of `parts` have the dim `micro`, those of `others` are as they were."""
+    """Features cut into microbatches: those of `parts` have the dim `micro`, those of `others` are not cut."""
 
     micro: Dimension
     parts: Features
@@ -33,7 +33,7 @@ class CutFeatures:
 
     @classmethod
     def of(cls, features: Features, batch: Dimension, count: int, stage: Dimension) -> CutFeatures:
-        """The features cut along `batch`, after all checks."""
+        """The features cut along `batch`, with all checks."""
         if not isinstance(features, Mapping) or not features:
             raise GraphError(f"{at(WHAT)}: features must be a dict of names to tensors, got {features!r:.80}")
         if not isinstance(batch, Dimension):
@@ -60,14 +60,14 @@ class CutFeatures:
         return cls(micro, parts, others)
 
     def of_turn(self, graph: Graph, which: Tensor) -> dict[str, Tensor]:
-        """The features of the microbatch that each stage has: [stage, ...]."""
+        """The features of the current microbatch of each stage: [stage, ...]."""
         given = {name: gather(graph.adopt(x), which, self.micro) for name, x in self.parts.items()}
         return {**given, **{name: graph.adopt(x) for name, x in self.others.items()}}
 
 
 @dataclass(frozen=True, eq=False)
 class Buffer:
-    """A value of several microbatches, in slots: [slot, stage, ...], a carry of the loop over ticks."""
+    """Slots for a value of several microbatches: [slot, stage, ...], a carry of the loop over ticks."""
 
     carry: Tensor
     slot: Dimension
@@ -80,17 +80,17 @@ class Buffer:
 
     @property
     def value(self) -> Tensor:
-        """What has become of it so far in a tick."""
+        """The current value of the carry within a tick."""
         body = self.carry.graph.loop_body
         assert body is not None
         return body.late[self.carry].end
 
     def read(self, graph: Graph, slots: Tensor) -> Tensor:
-        """In the body of a branch, what is in a slot of each stage: [stage, ...]."""
+        """The value in one slot of each stage, read in the body of a branch: [stage, ...]."""
         return gather(graph.adopt(self.value), graph.adopt(slots), self.slot)
 
     def write(self, x: Tensor, slots: Tensor) -> None:
-        """Put `x`, of the body of a branch or of the loop over ticks, into slots, where they are some."""
+        """Write `x`, from the body of a branch or of the loop over ticks, to slots; out-of-range slots are skipped."""
         graph = x.graph
         inside = graph is not self.carry.graph
         value = inner_carry(self.carry, graph) if inside else self.value

@@ -1,4 +1,4 @@
-"""Layers of the stages of a pipeline that do not have as many each."""
+"""Pipeline stages with different numbers of layers."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from meshlib.ops.movement.tables import table
 from meshlib.ops.pointwise.selection import where
 
 WHAT = "stage_layers"
-LAYER = "layer"  # the kind of branch
+LAYER = "layer"  # the kind of the branch
 
 
 def split_layers(layers: int, stages: int, first: int = 1, last: int = 1) -> tuple[int, ...]:
-    """How many of the layers each stage has, where what the first and the last run besides counts as layers, too.
+    """The number of layers per stage, with the extra work of the first and last stage counted as layers.
 
     Args:
-      layers: of the whole model.
-      first, last: as how many layers the embedding and the head count.
-    Raises: GraphError where a stage would have none.
+      layers: layers of the whole model.
+      first, last: cost of the embedding and the head, in layers.
+    Raises: GraphError if a stage would have none.
     Example: Llama 3.1 405B, in 16 stages (arXiv:2407.21783, section 3.3.2).
       >>> import meshlib as mtf
       >>> mtf.layers.split_layers(126, 16)
@@ -54,17 +54,16 @@ def split_layers(layers: int, stages: int, first: int = 1, last: int = 1) -> tup
 def stage_layers(
     layer_fn: Callable[[Tensor], Tensor], x: Tensor, counts: Sequence[int], remat: Policy = "full"
 ) -> Tensor:
-    """In a stage of a pipeline, as many layers as `counts` says: a loop, whose last trips some stages leave out.
+    """The layers of a pipeline stage, `counts` of them: a loop whose last trips some stages skip.
 
     Args:
-      layer_fn: one layer, as of `mtf.scan` with `stack_variables`: [stage, ...] to the same.
-      x: what the stage takes; its first dim is that of the stages.
-      counts: how many layers each stage has. Variables have room for the most; what a stage does not have stays as it
-        starts.
-      remat: what is kept of each layer, as of `mtf.scan`.
+      layer_fn: one layer, as for `mtf.scan` with `stack_variables`: [stage, ...] to the same type.
+      x: the stages' input; its first dim is that of the stages.
+      counts: number of layers per stage. Variables are allocated for the largest; unused ones keep their initial
+      values. remat: rematerialisation policy per layer, as in `mtf.scan`.
     Returns: the type of x.
-    Time: a device of one stage leaves out what its stage does not have.
-    Raises: GraphError for counts below 1; ShapeError if they are not one of each stage.
+    Time: a device with one stage skips the trips beyond its count.
+    Raises: GraphError for counts below 1; ShapeError unless there is one per stage.
     Example: three layers in two stages.
       >>> import meshlib as mtf
       >>> batch, width = mtf.Dimension("batch", 8), mtf.Dimension("width", 16)
@@ -101,14 +100,14 @@ def stage_layers(
 
         return branch(LAYER, layer, carries, mask, active, policy).ends, ()
 
-    # What the policy keeps of a layer is a result of the branch.
+    # Values of a layer that the policy keeps are results of the branch.
     keeps = isinstance(policy, Remat) or policy != "full"
     (y,), _ = scan(body, [x], [masks], dim, stack_variables=True, remat="none" if keeps else "full")
     return y
 
 
 def loads_of(operations: Iterable[Operation], stages: int) -> list[float]:
-    """The work of each stage in parts of the largest, by the layers that it has; nothing where all have as many."""
+    """The work of each stage relative to the largest, from its number of layers; empty if all are equal."""
     for op in all_operations(operations):
         record = None if op.loop is None else op.loop.branch
         if record is not None and record.kind == LAYER:

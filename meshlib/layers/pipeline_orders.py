@@ -1,7 +1,7 @@
-"""In which order each stage of a pipeline runs the tasks of a training step: forwards, backwards, weight gradients.
+"""The order of tasks of each pipeline stage in a training step: forwards, backwards, weight gradients.
 
-A backward can be split: into the gradient of the stage's input, which the stage before waits for, and the gradients of
-its weights, which nobody waits for and which fill what would be idle time (zero bubble).
+A backward can be split into the gradient of the stage's input, which the previous stage waits for, and the gradients of
+its weights, which no stage waits for and which fill idle time (zero bubble).
 
 Sources: Narayanan et al., arXiv:2104.04473, section 2.2 (1F1B, interleaved); Qi et al., "Zero Bubble Pipeline
 Parallelism", arXiv:2401.10241, section 2 (ZB-H1, ZB-H2).
@@ -20,7 +20,7 @@ FORWARD, BACKWARD, WEIGHTS = "forward", "backward", "weights"
 
 
 class Task(NamedTuple):
-    """One run of a stage's layers, forward or backward, on a microbatch the `repeat`-th time that it comes round."""
+    """One forward or backward run of a stage on a microbatch in its `repeat`-th round."""
 
     kind: str
     microbatch: int
@@ -32,14 +32,14 @@ Key = tuple[str, int, int, int]  # kind, microbatch, repeat, stage
 
 
 def gpipe(stages: int, microbatches: int, repeats: int) -> list[Order]:
-    """All forwards, then all backwards, the last microbatch first. With repeats groups of microbatches go round."""
+    """All forwards, then all backwards, last microbatch first. With repeats, groups of microbatches take turns."""
     forwards = [Task(FORWARD, m, r) for m, r in _rounds(stages, microbatches, repeats)]
     backwards = [Task(BACKWARD, t.microbatch, t.repeat) for t in reversed(forwards)]
     return [(*forwards, *backwards)] * stages
 
 
 def one_forward_one_backward(stages: int, microbatches: int, repeats: int) -> list[Order]:
-    """As many forwards as it takes until the first backward arrives, then one backward after each forward."""
+    """1F1B: forwards until the first backward arrives, then one backward after each forward."""
     if repeats > 1 and microbatches % stages:
         raise GraphError(
             f"{at('schedule')}: interleaved 1F1B wants a multiple of stages in microbatches, got {microbatches} "
@@ -58,11 +58,11 @@ def one_forward_one_backward(stages: int, microbatches: int, repeats: int) -> li
 
 
 def zero_bubble(stages: int, microbatches: int, repeats: int, ahead: Callable[[int], int], held: int) -> list[Order]:
-    """Backwards as soon as they can be, forwards next, weight gradients where neither can be.
+    """Backwards as early as possible, then forwards, and weight gradients when neither is possible.
 
     Args:
-      ahead: how many microbatches the forwards of a stage may be ahead of its backwards.
-      held: of how many microbatches a stage may hold what a weight gradient is computed with.
+      ahead: maximal number of microbatches between the forwards and the backwards of a stage.
+      held: maximal number of microbatches for which a stage keeps operands of weight gradients.
     """
     if repeats > 1:
         raise GraphError(f"{at('schedule')}: zero-bubble schedules have repeats=1, got {repeats}")
@@ -71,24 +71,24 @@ def zero_bubble(stages: int, microbatches: int, repeats: int, ahead: Callable[[i
     while any(c[WEIGHTS] < microbatches for c in counts):
         before = [dict(c) for c in counts]
         for stage, (was, count) in enumerate(zip(before, counts, strict=True)):
-            kind = _next(stage, stages, microbatches, before, ahead(stage), held)
+            kind = _next_kind(stage, stages, microbatches, before, ahead(stage), held)
             if kind is not None:
                 orders[stage].append(Task(kind, was[kind]))
                 count[kind] += 1
     return [tuple(order) for order in orders]
 
 
-def _next(
+def _next_kind(
     stage: int, stages: int, microbatches: int, counts: Sequence[Mapping[str, int]], ahead: int, held: int
 ) -> str | None:
-    """What a stage runs next, given how many of each kind all stages have run."""
+    """The next task kind of a stage, given the number of tasks of each kind that all stages have run."""
     mine = counts[stage]
     forwards, backwards, weights = mine[FORWARD], mine[BACKWARD], mine[WEIGHTS]
     above = counts[stage + 1][BACKWARD] if stage + 1 < stages else forwards
     below = counts[stage - 1][FORWARD] if stage else microbatches
     if forwards < microbatches and forwards - backwards < ahead:
         if forwards - weights >= held and weights < backwards:
-            return WEIGHTS  # makes room for the next forward
+            return WEIGHTS  # frees memory for the next forward
         if forwards < below and forwards - weights < held:
             return FORWARD
     if backwards < min(above, forwards):
@@ -97,7 +97,7 @@ def _next(
 
 
 def _rounds(stages: int, microbatches: int, repeats: int) -> Iterator[tuple[int, int]]:
-    """Microbatches in groups of as many as there are stages, each group in all its repeats before the next."""
+    """(microbatch, repeat) in order: groups of `stages` microbatches, each with all its repeats."""
     for begin in range(0, microbatches, stages):
         for repeat in range(repeats):
             for microbatch in range(begin, min(begin + stages, microbatches)):
@@ -116,7 +116,7 @@ KINDS: Mapping[str, Orders] = MappingProxyType(
 
 
 def waits_for(task: Task, stage: int, stages: int, repeats: int) -> list[Key]:
-    """The tasks, with their stages, whose results a task takes."""
+    """The tasks, with their stages, that a task depends on."""
     kind, microbatch, repeat = task
     if kind == WEIGHTS:
         return [(BACKWARD, microbatch, repeat, stage)]

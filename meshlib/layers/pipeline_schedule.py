@@ -1,10 +1,10 @@
-"""Which stage of a pipeline works on which microbatch in which trip.
+"""Schedule of a pipeline: the stage, microbatch and repeat of each trip.
 
-GPipe: each trip moves every microbatch on by one stage. With `repeats` the pipeline is a circle that each microbatch
-goes round several times, so that a stage holds several short runs of layers in place of a long one (interleaved, as in
-Megatron-LM): as many stages as before fill and drain the pipeline, but each of their trips takes 1/repeats of the time.
-Microbatches go round in groups of as many as there are stages: what leaves the last stage is what the first takes next,
-so nothing ever waits.
+GPipe: each trip moves every microbatch to the next stage. With `repeats` the pipeline is a ring that each microbatch
+passes several times, so that a stage has several short groups of layers instead of a long one (interleaved, as in
+Megatron-LM): filling and draining take as many trips as before, but each trip takes 1/repeats of the time. Microbatches
+pass the ring in groups of as many as there are stages: the output of the last stage is the next input of the first, so
+nothing is queued.
 
 Sources: Huang et al., "GPipe", arXiv:1811.06965; Narayanan et al., arXiv:2104.04473, section 2.2.
 """
@@ -23,7 +23,7 @@ from meshlib.layers.pipeline_task_schedule import TaskSchedule
 
 
 class Turn(NamedTuple):
-    """What a stage does in a trip: a microbatch, the `repeat`-th time that it comes round."""
+    """The work of a stage in a trip: a microbatch in its `repeat`-th round."""
 
     microbatch: int
     repeat: int
@@ -31,7 +31,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Turns of all stages in all trips; made by `mtf.layers.schedule`."""
+    """The turns of all stages in all trips; created by `mtf.layers.schedule`."""
 
     stages: int
     microbatches: int
@@ -39,25 +39,25 @@ class Schedule:
 
     @property
     def trips(self) -> int:
-        """How many trips until the last microbatch has left the last stage."""
+        """The number of trips until the last microbatch has left the last stage."""
         group, place = divmod(self.microbatches - 1, self.stages)
         return (group * self.repeats + self.repeats - 1) * self.stages + place + self.stages
 
     @property
     def work(self) -> int:
-        """How many trips a stage works in."""
+        """The number of trips in which a stage is active."""
         return self.microbatches * self.repeats
 
     @property
     def bubble(self) -> float:
-        """Time in which a stage is idle, in parts of the time in which it works.
+        """Idle time of a stage relative to its active time.
 
-        (stages - 1) / (repeats * microbatches) where there is one repeat, or microbatches are a multiple of stages.
+        (stages - 1) / (repeats * microbatches) with one repeat, or if microbatches are a multiple of stages.
         """
         return (self.trips - self.work) / self.work
 
     def turn(self, trip: int, stage: int) -> Turn | None:
-        """What a stage does in a trip; None where it is idle."""
+        """The turn of a stage in a trip; None if it is idle."""
         if trip < stage:
             return None
         group, within = divmod(trip - stage, self.repeats * self.stages)
@@ -66,28 +66,27 @@ class Schedule:
         return Turn(microbatch, repeat) if microbatch < self.microbatches else None
 
     def exchange(self, trip: int) -> int | None:
-        """The number of the microbatch that the first stage takes after a trip, from 0 where the first trip has one.
+        """The number of the microbatch that the first stage takes from the stream after a trip, or None.
 
-        In the same exchange the last stage gives the result of microbatch number - stages. So numbers go on beyond the
-        microbatches, by as many as there are stages. None in trips after which the first stage goes on with what the
-        last has made.
+        In the same exchange the last stage returns the result of microbatch number - stages, so numbers exceed those of
+        microbatches by up to `stages`. None after trips in which the first stage continues with the output of the last.
         """
         group, place = divmod(trip + 1, self.repeats * self.stages)
         return group * self.stages + place if place < self.stages else None
 
     @cached_property
     def turns(self) -> tuple[tuple[Turn | None, ...], ...]:
-        """Per trip, what each stage does."""
+        """Per trip, the turn of each stage."""
         return tuple(tuple(self.turn(trip, stage) for stage in range(self.stages)) for trip in range(self.trips))
 
     def active(self, dim: str) -> Active:
-        """The stages that work in each trip, where they are called `dim`."""
+        """The active stages of each trip, as indices of `dim`."""
         working = tuple(tuple(n for n, turn in enumerate(row) if turn is not None) for row in self.turns)
         return Active(dim, working, self.stages, self.summary)
 
     @property
     def summary(self) -> str:
-        """Stages, trips and what is idle, in a line."""
+        """Stages, trips and idle time in one line."""
         again = f", each {self.repeats} times round" if self.repeats > 1 else ""
         idle = self.trips - self.work
         return (
@@ -109,7 +108,7 @@ class Schedule:
 
 
 def _letter(repeat: int) -> str:
-    """The runs of layers as a, b, ... z, aa, ab, ..."""
+    """Names of the layer groups: a, b, ... z, aa, ab, ..."""
     text = ""
     while repeat >= 0:
         repeat, last = divmod(repeat, 26)
@@ -118,16 +117,16 @@ def _letter(repeat: int) -> str:
 
 
 def schedule(stages: int, microbatches: int, repeats: int = 1, kind: str | None = None) -> Schedule | TaskSchedule:
-    """Which stage of a pipeline works on which microbatch when: print it.
+    """The schedule of a pipeline, which can be printed: the stage, microbatch and time of each task.
 
     Args:
-      stages, microbatches, repeats: as of `mtf.layers.pipeline`.
-      kind: None for the trips of `mtf.layers.pipeline`; or of a whole training step: "gpipe" (all forwards, then all
+      stages, microbatches, repeats: as in `mtf.layers.pipeline`.
+      kind: None for the trips of `mtf.layers.pipeline`; or for a whole training step: "gpipe" (all forwards, then all
         backwards), "1f1b" (one forward, one backward; with repeats interleaved), "zb-h1" or "zb-h2" (zero bubble: the
-        backward split into gradients of inputs and of weights, with the memory of 1F1B or about twice as much).
+        backward is split into gradients of inputs and of weights, with the memory of 1F1B or about twice as much).
     Returns: a `Schedule` with `.trips`, `.bubble`, `.turn(trip, stage)`; or a `TaskSchedule` with `.bubble`,
       `.in_flight`, `.runs(forward, backward, weights)`, `.plot()`.
-    Raises: GraphError for numbers below 1, another kind, or repeats that the kind does not have.
+    Raises: GraphError for numbers below 1, an unknown kind, or repeats that the kind does not support.
     Example:
       >>> import meshlib as mtf
       >>> print(mtf.layers.schedule(stages=3, microbatches=4))
@@ -148,5 +147,5 @@ def schedule(stages: int, microbatches: int, repeats: int = 1, kind: str | None 
     if kind is None:
         return Schedule(**counts)
     plan = TaskSchedule(**counts, kind=choice(kind, "schedule", "kind", tuple(KINDS)))
-    assert plan.orders  # raises where the kind does not have so many repeats
+    assert plan.orders  # raises if the kind does not support these repeats
     return plan

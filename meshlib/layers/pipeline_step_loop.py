@@ -1,4 +1,4 @@
-"""The loop over the ticks of a pipeline's training step: its branches, and what they pass on."""
+"""The loop over the ticks of a pipeline training step: its branches, and the values passed between them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass(eq=False)
 class StepLoop:
-    """One step: what the body of the loop finds out while it is written, and what follows from it outside."""
+    """One training step: state collected while the loop body is traced, and its results outside the loop."""
 
     first_fn: Callable[[Tensors], Tensor]
     stage_fn: Callable[..., Any]
@@ -54,12 +54,12 @@ class StepLoop:
     cut: CutFeatures
     remat: Policy
     reduction: str
-    sources: list[Tensor] = field(default_factory=list)  # of gradients, one for each of `totals`
-    totals: list[Tensor] = field(default_factory=list)  # the carries that add them up
-    outputs: Tensors = field(default_factory=dict)  # the carries that add outputs up
+    sources: list[Tensor] = field(default_factory=list)  # with gradients, one per entry of `totals`
+    totals: list[Tensor] = field(default_factory=list)  # carries that accumulate the gradients
+    outputs: Tensors = field(default_factory=dict)  # carries that accumulate outputs
 
     def run(self) -> tuple[list[Tensor], Tensors]:
-        """Write the loop and what comes after it."""
+        """Build the loop and the operations after it."""
         features = [*self.cut.parts.values(), *self.cut.others.values()]
         graph = innermost(features, WHAT)
         if graph.parent is not None:
@@ -82,14 +82,14 @@ class StepLoop:
         return variable_gradients(graph, loop, self.sources, totals, WHAT), outputs
 
     def _whole(self, total: Tensor) -> Tensor:
-        """An output of the whole batch, from the sum over ticks: [stage, ...]."""
+        """An output of the whole batch from the sum over ticks, [stage, ...]."""
         y = reduce_sum(total, output_shape=[d for d in total.shape if d != self.stage])
         return y * (1 / self.cut.micro.size) if self.reduction == "mean" else y
 
     # ------------------------------------------------------------ tables
 
     def _tables(self, graph: Graph) -> Tensors:
-        """Per tick and stage, what the body reads."""
+        """The tables read by the body, per tick and stage."""
         ticks, plan = self.ticks, self.ticks.plan
         kinds = [FORWARD, BACKWARD, *([WEIGHTS] if plan.splits else [])]
         arrays = {f"{kind} microbatch": ticks.turns(kind, "microbatch") for kind in kinds}
@@ -123,7 +123,7 @@ class StepLoop:
     def _body(self, _: Sequence[Tensor], slices: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         self.tables = t = dict(zip(self.names, slices, strict=True))
         self.graph = slices[0].graph
-        first = self._branch(FIRST, self._first)
+        first = self._branch(FIRST, self._write_first_input)
         forward = self._branch(FORWARD, self._forward)
         (y,) = forward.made
         self._refuse_random(first.operation, forward.operation)
@@ -133,7 +133,7 @@ class StepLoop:
             (dx,) = self._branch(BACKWARD, lambda: self._backward(forward)).made
             if self.ticks.plan.splits:
                 self._branch(WEIGHTS, self._weights)
-            if self._leads(first):
+            if self._has_gradient(first):
                 self._branch(FIRST_BACKWARD, lambda: self._first_backward(first, dx))
         circle = self.ticks.plan.repeats > 1
         self.inputs.write(shift(y, 1, self.stage, circle, "to_next_stage"), t["arrives"])
@@ -149,8 +149,8 @@ class StepLoop:
         """The features of the microbatches of a kind of task."""
         return self.cut.of_turn(graph, graph.adopt(self.tables[f"{kind} microbatch"]))
 
-    def _first(self) -> list[Tensor]:
-        """What the first stage takes, into its slot."""
+    def _write_first_input(self) -> list[Tensor]:
+        """Write the input of the first stage to its slot."""
         graph = current_graph(WHAT)
         x = graph.adopt(tensor(self.first_fn(self._of_turn(graph, FORWARD)), f"{WHAT}: what first_fn returns"))
         if self.stage not in x.shape or not x.dtype.is_float:
@@ -161,7 +161,7 @@ class StepLoop:
         return []
 
     def _forward(self) -> list[Tensor]:
-        """What a stage makes; what its backward finds of it is put into slots, what it says besides is added up."""
+        """The output of a stage; residuals for its backward go to slots, further outputs are accumulated."""
         graph = current_graph(WHAT)
         body = graph.loop_body
         assert body is not None
@@ -185,7 +185,7 @@ class StepLoop:
         return [self.made]
 
     def _keep(self, operations: Sequence[Operation], weights: Collection[Tensor]) -> None:
-        """Put what the policy keeps of a forward into slots; not what is the same for all stages."""
+        """Write the forward values kept by the policy to slots, except those that all stages share."""
         live = needed(z.operation for z in (self.made, *self.said.values()))
         values = [x for x, _ in kept_values([op for op in operations if op in live], self.remat, WHAT)]
         values = [x for x in values if self.stage in x.shape and x not in weights and x is not self.taken]
@@ -196,7 +196,7 @@ class StepLoop:
             self.kept[-1][1].write(x, self.tables["write residual"])
 
     def _read_backward(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Those of the values of a forward that its backward reads, if it is given all: found by writing it once."""
+        """The forward values that the backward reads if all are available: determined by a trial gradient."""
         if not values:
             return []
         graph = values[0].graph
@@ -214,7 +214,7 @@ class StepLoop:
         return [x for x, y in zip(values, there, strict=True) if y.operation in read]
 
     def _loss(self, y: Tensor) -> list[Tensor]:
-        """The cotangent of what the last stage made, into its slot; gradients of what the loss is computed with."""
+        """Write the cotangent of the last stage's output to its slot; accumulate gradients of the loss's operands."""
         graph = current_graph(WHAT)
         y = graph.adopt(y)
         returned = self.last_fn(y, self._of_turn(graph, FORWARD))
@@ -235,8 +235,8 @@ class StepLoop:
 
     # ------------------------------------------------------------ backward
 
-    def _again(self, graph: Graph, taken: Taken, given: Mapping[Tensor, Tensor], mask: str) -> dict[Tensor, Tensor]:
-        """The body of a forward branch written again in that of a backward one, of whose microbatches it is then."""
+    def _recompute(self, graph: Graph, taken: Taken, given: Mapping[Tensor, Tensor], mask: str) -> dict[Tensor, Tensor]:
+        """Recompute the body of a forward branch in a backward one, for the latter's microbatches."""
         loop = taken.operation.loop
         assert loop is not None
         t, parts = self.tables, ("microbatch", "repeat")
@@ -253,12 +253,13 @@ class StepLoop:
         return replay(run, loop.body.rewrites, {**inside, **given}, graph)
 
     def _backward(self, forward: Taken) -> list[Tensor]:
-        """The cotangent of what a stage took, and gradients of what it computes with, or what they are made of."""
+        """The cotangent of a stage's input; gradients of weights are accumulated, or their operands stored."""
         graph, t = current_graph(WHAT), self.tables
         x = self.inputs.read(graph, t["read input again"])
-        dy = self._counted(self.cotangents.read(graph, t["read cotangent"]))
-        kept = [(y, transpose(b.read(graph, t["read residual"]), y.shape)) for y, b in self.kept]  # before who takes it
-        again = self._again(graph, forward, {self.taken: x}, BACKWARD)
+        dy = self._active_part(self.cotangents.read(graph, t["read cotangent"]))
+        # Residuals are read before the operations that use them.
+        kept = [(y, transpose(b.read(graph, t["read residual"]), y.shape)) for y, b in self.kept]
+        again = self._recompute(graph, forward, {self.taken: x}, BACKWARD)
         graph.known.update((again[y], value) for y, value in kept)
         inside = self._sources(graph)
         ys, seeds = [again[self.made]], [dy]
@@ -270,7 +271,7 @@ class StepLoop:
             dx, *others = gradients(ys, [x, *(s for _, s in inside)], seeds)
         if dx is None:
             raise GraphError(f"{at(WHAT)}: what stage_fn returns does not depend on what it takes")
-        dx = self._counted(dx)
+        dx = self._active_part(dx)
         if splits:
             self._store(graph, dx, inside, others, [x, dy])
         else:
@@ -285,7 +286,7 @@ class StepLoop:
         others: Sequence[Tensor | None],
         beside: Sequence[Tensor],
     ) -> None:
-        """Put what gradients of weights are made of into slots."""
+        """Write the operands of weight gradients to slots."""
         pairs = [(source, g) for (source, _), g in zip(inside, others, strict=True) if g is not None]
         grads = [g for _, g in pairs]
         later = deferred(graph, [dx], grads, lambda z: self.stage in z.shape, beside)
@@ -298,7 +299,7 @@ class StepLoop:
             self.operands[-1].write(x, self.tables["write operands"])
 
     def _weights(self) -> list[Tensor]:
-        """Gradients of weights, of what their backward has stored."""
+        """Accumulate gradients of weights from the operands stored by their backward."""
         graph, t = current_graph(WHAT), self.tables
         read = [buffer.read(graph, t["read operands"]) for buffer in self.operands]
         parts = [p for p in ("microbatch", "repeat") if f"{WEIGHTS} {p}" in t]
@@ -307,25 +308,25 @@ class StepLoop:
         return []
 
     def _first_backward(self, first: Taken, dx: Tensor) -> list[Tensor]:
-        """Gradients of what first_fn computes with."""
+        """Accumulate gradients of the variables of first_fn."""
         graph = current_graph(WHAT)
-        x = self._again(graph, first, {}, FIRST_BACKWARD)[self.entering]
+        x = self._recompute(graph, first, {}, FIRST_BACKWARD)[self.entering]
         inside = self._sources(graph)
-        self._add_gradients(inside, gradients([x], [s for _, s in inside], [self._counted(graph.adopt(dx))]))
+        self._add_gradients(inside, gradients([x], [s for _, s in inside], [self._active_part(graph.adopt(dx))]))
         return []
 
     # ------------------------------------------------------------ sums
 
     def _sources(self, graph: Graph) -> list[tuple[Tensor, Tensor]]:
-        """What the body of a branch takes from outside the loop and trainable variables lead to: outside, inside."""
+        """Captured float tensors of a branch that depend on trainable variables: (outer tensor, stand-in)."""
         body = graph.loop_body
         assert body is not None
         leads = led_to(graph.root)
         pairs = [(self.graph.outer_of(outer), inner) for outer, inner in body.captured.items()]
         return [(outer, x) for outer, x in pairs if outer in leads and outer is not None and x.dtype.is_float]
 
-    def _leads(self, taken: Taken) -> bool:
-        """Whether trainable variables lead to what a branch takes."""
+    def _has_gradient(self, taken: Taken) -> bool:
+        """True if an operand of a branch depends on trainable variables."""
         leads = led_to(self.graph.root)
         return any(self.graph.outer_of(x) in leads for x in taken.operation.inputs)
 
@@ -333,36 +334,36 @@ class StepLoop:
         for (source, _), g in zip(inside, grads, strict=True):
             if g is not None:
                 self.sources.append(source)
-                self.totals.append(self._add_up(self._counted(wide(g)), "gradient"))
+                self.totals.append(self._add_up(self._active_part(wide(g)), "gradient"))
 
     def _add_outputs(self, said: Mapping[str, Tensor]) -> None:
         for name, value in said.items():
             if name in self.outputs and name != "loss":
                 raise GraphError(f"{at(WHAT)}: stage_fn and last_fn both return {name!r}")
             label = name if name not in self.outputs else f"{name} of the last stage"
-            self.outputs[label] = self._add_up(self._counted(value), "output")
+            self.outputs[label] = self._add_up(self._active_part(value), "output")
 
     def _add_up(self, x: Tensor, name: str) -> Tensor:
-        """A carry of the loop over ticks to which a branch adds `x` when it runs; the carry itself."""
+        """A carry of the loop over ticks that accumulates `x` whenever a branch runs."""
         carry = late_carry(self.graph, x.type, name)
         before = inner_carry(carry, x.graph)
         end_late(before, add(before, x))
         return carry
 
     def _seed(self, loss: Tensor) -> Tensor:
-        """The cotangent of a loss of one microbatch, of the stages that work."""
+        """The cotangent of the loss of one microbatch, for the active stages."""
         scale = 1 / self.cut.micro.size if self.reduction == "mean" else 1.0
-        return self._counted(constant_full(scale, loss, loss.dtype.of_cotangents))
+        return self._active_part(constant_full(scale, loss, loss.dtype.of_cotangents))
 
-    def _counted(self, x: Tensor) -> Tensor:
-        """Of a value of a branch, what the stages that work have made; zeros of others."""
+    def _active_part(self, x: Tensor) -> Tensor:
+        """A value of a branch with zeros for inactive stages."""
         body = x.graph.loop_body
         assert body is not None
         assert body.working is not None
         return where(body.working, x, 0, output_shape=x.shape) if self.stage in x.shape else x
 
     def _of_stages(self, graph: Graph, z: object, what: str) -> Tensor:
-        """A loss, or another output, of each stage alone: float32 at least."""
+        """A loss, or another output, reduced per stage; float32 at least."""
         x = graph.adopt(tensor(z, f"{WHAT}: {what}"))
         if self.stage not in x.shape or not x.dtype.is_float:
             raise ShapeError(f"{at(WHAT)}: {what} must be float and have the dim {self.stage}, got {x}")

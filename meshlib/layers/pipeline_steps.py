@@ -1,12 +1,12 @@
-"""A training step of a pipeline whose stages run forwards and backwards of different microbatches at the same time.
+"""Pipeline training steps in which stages run forwards and backwards of different microbatches at the same time.
 
-`mtf.layers.pipeline` is a loop that its gradient runs backwards: all forwards before the first backward. Here loss and
-gradients are computed inside one loop over the ticks of a schedule (`meshlib.layers.pipeline_task_schedule`): in each
-tick a stage runs the forward of one microbatch, or the backward of another, or gradients of weights, or nothing. What
-it holds meanwhile is in buffers of as many slots as the schedule needs, whatever the number of microbatches.
+The gradient of `mtf.layers.pipeline` is a second loop: all forwards run before the first backward. Here loss and
+gradients are computed in one loop over the ticks of a schedule (`meshlib.layers.pipeline_task_schedule`): in each tick
+a stage runs the forward of one microbatch, or the backward of another, or gradients of weights, or nothing. Residuals
+are in buffers with as many slots as the schedule needs, whatever the number of microbatches.
 
-The body of the loop has a branch for each kind of task, which a device leaves out in ticks in which its stage runs
-another. Between ticks activations move on by one stage, and gradients back by one.
+The body of the loop has a branch per kind of task, which a device skips in ticks in which its stage runs another.
+Between ticks activations are sent to the next stage, and gradients to the previous one.
 """
 
 from __future__ import annotations
@@ -41,35 +41,33 @@ def pipeline_training_step(
     remat: Policy = "full",
     reduction: str = "mean",
 ) -> tuple[list[Tensor], Tensors]:
-    """Loss and gradients of a batch, computed in microbatches by the stages of a pipeline.
+    """Loss and gradients of a batch, computed in microbatches by pipeline stages.
 
     Args:
       features: inputs of the model by name; those with `batch_dim` are cut into microbatches, others are passed on
-        whole.
-      first_fn: takes the features of a microbatch, returns what the first stage takes: an embedding.
-      stage_fn: what one stage does, as of `mtf.layers.pipeline`: takes a microbatch and its features, returns a
-        microbatch of the same type, or that and a dict of float tensors of the dim `stage`, of which "loss" is added to
-        the loss.
-      last_fn: takes what the last stage has made and the features; returns the loss, or a dict of tensors with "loss"
-        in it. All keep the dim `stage`, which what is given to these functions has first; over other dims that they
-        have, the mean is taken (or the sum, see `reduction`).
-      batch_dim, microbatches: the dim to cut, and into how many parts; the cut is that of
-        `mtf.serialize_training_step`.
-      stages: how many, or the dim to call them by; "stage" unless given, which layout rules name: `stage:pipe`.
-      repeats: how often each microbatch goes round, as of `mtf.layers.pipeline`.
+        unchanged.
+      first_fn: takes the features of a microbatch, returns the input of the first stage, such as an embedding.
+      stage_fn: one stage, as in `mtf.layers.pipeline`: takes a microbatch and its features, returns a microbatch of the
+        same type, optionally with a dict of float tensors with the dim `stage`, of which "loss" is added to the loss.
+      last_fn: takes the output of the last stage and the features; returns the loss, or a dict of tensors with "loss".
+        Arguments and results of these functions have the dim `stage`, first in arguments; results are averaged over
+        their other dims (or summed, see `reduction`).
+      batch_dim, microbatches: the dim to cut, and the number of parts; cut as in `mtf.serialize_training_step`.
+      stages: number of stages, or their dim; by default named "stage", for layout rules: `stage:pipe`.
+      repeats: rounds of each microbatch, as in `mtf.layers.pipeline`.
       schedule: "1f1b" (with repeats: interleaved), "zb-h1", "zb-h2", "gpipe"; see `mtf.layers.schedule`.
-      remat: what is kept of a forward for its backward beside its input, as of `mtf.scan`; nothing on the host.
-      reduction: "mean" or "sum": how losses add up over examples.
+      remat: policy for values kept from forward to backward besides the input, as in `mtf.scan`; none on the host.
+      reduction: "mean" or "sum" of losses over examples.
     Returns: (grads, outputs), as `mtf.serialize_training_step`: gradients of all trainable variables of the graph, and
       the outputs of last_fn and stage_fn over the whole batch.
-    Bytes: in each tick a microbatch to the next stage, and a gradient to the one before. Gradients are reduced over a
+    Bytes: in each tick a microbatch to the next stage, and a gradient to the previous one. Gradients are reduced over a
       split batch once.
-    Memory: of inputs, and what `remat` keeps, as many microbatches as are in flight; gradients of weights once more
-      while they are added up. `mtf.layers.schedule(..., kind=schedule).in_flight`.
-    Time: modelled with transfers from stage to stage, for which nobody waits but the stage that takes them. Where a
-      device has one stage; otherwise, and in the simulator, all branches run in each tick.
-    Raises: GraphError, ShapeError for numbers that do not divide, functions that change types, or that draw random
-      numbers, which would differ when they are computed again.
+    Memory: inputs, and values kept by `remat`, for the microbatches in flight
+      (`mtf.layers.schedule(..., kind=schedule).in_flight`); accumulated gradients of weights.
+    Time: modelled with point-to-point transfers, for which only the receiving stage waits. This holds if each device
+      has one stage; otherwise, and in the simulator, all branches run in each tick.
+    Raises: GraphError, ShapeError for numbers that do not divide, functions that change types, or functions that draw
+      random numbers, which would differ in the recomputation.
     Example:
       >>> import meshlib as mtf
       >>> batch, width = mtf.Dimension("batch", 8), mtf.Dimension("width", 16)
@@ -98,6 +96,6 @@ def pipeline_training_step(
     count, again = (whole(n, WHAT, what, low=1) for n, what in ((microbatches, "microbatches"), (repeats, "repeats")))
     plan = TaskSchedule(stage.size, count, again, choice(schedule, WHAT, "schedule", tuple(KINDS)))
     cut = CutFeatures.of(features, batch_dim, count, stage)
-    assert plan.orders  # raises where the kind does not have so many repeats
+    assert plan.orders  # raises if the kind does not support these repeats
     step = StepLoop(first_fn, stage_fn, last_fn, Ticks(plan), stage, cut, policy, reduction)
     return step.run()

@@ -1,8 +1,8 @@
-"""The stream of a pipeline: microbatches on their way to the first stage, and results on their way from the last.
+"""The stream of a pipeline: microbatches that wait for the first stage, and results of the last.
 
-Each stage holds an equal share of the microbatches, in slots. When the first stage takes a microbatch, its slot moves
-on by one stage towards the first, and the slot that this frees at the last stage takes what the last stage has made. So
-inputs and results share memory, of one share of the batch on each stage, and each trip sends one microbatch for both.
+Each stage stores an equal share of the microbatches, in slots. When the first stage takes a microbatch, its slot is
+shifted by one stage towards the first, and the slot freed at the last stage takes the output of the last stage. So
+inputs and results share memory, one share of the batch per stage, and each trip sends one microbatch for both.
 
 Source: the streaming buffer of AI-Hypercomputer/maxtext `layers/pipeline.py` and google/praxis `layers/pipeline.py`.
 """
@@ -36,7 +36,7 @@ from meshlib.ops.pointwise.selection import where
 class Stream:
     """The stream of one pipeline.
 
-    At the start microbatch m is in slot m % slots of stage m // slots. Exchange n moves slot n % slots: the first stage
+    Initially microbatch m is in slot m % slots of stage m // slots. Exchange n shifts slot n % slots: the first stage
     takes microbatch n from it, and the last stage writes the result of microbatch n - stages to it.
     """
 
@@ -47,18 +47,18 @@ class Stream:
 
     @cached_property
     def slot(self) -> Dimension:
-        """The microbatches that each stage holds."""
+        """The dim of the slots of each stage."""
         return Dimension(f"{self.trip.name}_slot", -(-self.micro.size // self.plan.stages))
 
     @property
     def padding(self) -> int:
-        """Places of the slots beyond the microbatches."""
+        """The number of slots in excess of the microbatches."""
         return self.slot.size * self.plan.stages - self.micro.size
 
     # ------------------------------------------------------------ before and after the loop
 
     def begin(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What the stages take in the first trip, and the slots, of x [microbatch, ...]."""
+        """The stages' inputs in the first trip, and the slots, from x [microbatch, ...]."""
         rest = x.shape.dims[1:]
         slots = reshape(pad(x, [0, self.padding], self.micro.name), [self.stage, self.slot, *rest])
         slots = transpose(slots, [self.slot, self.stage, *rest])
@@ -70,7 +70,7 @@ class Stream:
         return where(enters, held, 0, output_shape=held.shape), slots
 
     def end(self, slots: Tensor, name: str = "out") -> Tensor:
-        """The results [microbatch, ...], of the slots after the last trip."""
+        """The results [microbatch, ...] from the slots after the last trip."""
         rest = slots.shape.dims[2:]
         y = shift(slots, (self.padding - self.plan.stages) % self.slot.size, self.slot, wrap=True)
         y = reshape(transpose(y, [self.stage, self.slot, *rest]), [self._padded, *rest])
@@ -83,7 +83,7 @@ class Stream:
     # ------------------------------------------------------------ in each trip
 
     def tables(self) -> list[Tensor]:
-        """Of each trip: which stage takes from the stream, which gives to it, and the number of the slot."""
+        """Per trip: the stage that takes from the stream, the stage that writes to it, and the slot."""
         graph, stages = current_graph("pipeline"), self.plan.stages
         exchanges = [self.plan.exchange(trip) for trip in range(self.trip.size)]
         happens = np.array([n is not None for n in exchanges])[:, None]
@@ -102,9 +102,9 @@ class Stream:
         return np.equal(np.arange(self.plan.stages), stage)
 
     def exchange(self, slots: Tensor, y: Tensor, tables: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """What a slot held, of which the first stage takes its own, and the slots after the exchange.
+        """The old content of a slot, of which the first stage takes its part, and the slots after the exchange.
 
-        Where not every trip has one, it is a branch, which all devices leave out together.
+        If not every trip has an exchange, it is a branch, which all devices skip together.
         """
         _, gives, number, *happens = tables
         if not happens:
@@ -122,7 +122,8 @@ class Stream:
         return taken.made[0], taken.ends[0]
 
     def _exchanged(self, slots: Tensor, y: Tensor, tables: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """The exchange, whose gradient is the same in the other direction: it writes over one slot of the cotangent."""
+        """The exchange with a custom gradient: the same in the other direction, writing one slot of the cotangent in
+        place."""
 
         def run(slots: Tensor, y: Tensor, gives: Tensor, number: Tensor, *happens: Tensor) -> tuple[Tensor, Tensor]:
             held = gather(slots, number, self.slot)

@@ -1,4 +1,4 @@
-"""When each stage of a pipeline runs which task of a training step; what is idle, and what each stage holds."""
+"""Task schedule of a pipeline training step: start and end of each task, idle time, and microbatches in flight."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TimedTask(NamedTuple):
 
 @dataclass(frozen=True)
 class TaskSchedule:
-    """The tasks of all stages in a training step; made by `mtf.layers.schedule(..., kind="1f1b")`."""
+    """The tasks of all stages in a training step; created by `mtf.layers.schedule(..., kind="1f1b")`."""
 
     stages: int
     microbatches: int
@@ -32,7 +32,7 @@ class TaskSchedule:
 
     @property
     def splits(self) -> bool:
-        """Whether gradients of weights are tasks of their own."""
+        """True if gradients of weights are separate tasks."""
         return self.kind.startswith("zb")
 
     @cached_property
@@ -43,10 +43,10 @@ class TaskSchedule:
     # ------------------------------------------------------------ time
 
     def runs(self, forward: PerStage, backward: PerStage, weights: PerStage = 0.0) -> tuple[tuple[TimedTask, ...], ...]:
-        """Per stage, when each task runs, if each starts as soon as its stage is free and what it takes has arrived.
+        """Per stage, its tasks with times, if each starts as soon as its stage is free and its operands have arrived.
 
         Args:
-          forward, backward, weights: seconds of a task, of all stages or of each. Where the schedule does not split the
+          forward, backward, weights: seconds of a task, for all stages or per stage. If the schedule does not split the
             backward, `weights` is part of it.
         """
         seconds = {
@@ -58,37 +58,37 @@ class TaskSchedule:
         return _timed(self.orders, self.repeats, seconds)
 
     def seconds(self, forward: PerStage, backward: PerStage, weights: PerStage = 0.0) -> float:
-        """From the first task to the end of the last."""
+        """Seconds from the start of the first task to the end of the last."""
         return max(row[-1].end for row in self.runs(forward, backward, weights))
 
     def bubble_seconds(self, forward: float, backward: float, weights: float = 0.0) -> float:
-        """The idle time of the stage that has the most, between its first task and its last.
+        """Largest idle time of a stage between its first and last task.
 
-        The next step of a stage may begin when its last task has ended, so that this is what a step takes beyond work.
+        A stage may begin its next step after its last task, so this is the time of a step in excess of work.
         """
         work = self.repeats * self.microbatches * (forward + backward + weights)
         rows = self.runs(forward, backward, weights)
         return max(row[-1].end - row[0].start for row in rows) - work
 
     def closed_bubble_seconds(self, forward: float, backward: float, weights: float = 0.0) -> float:
-        """The same in closed form, where there are enough microbatches, and for zero bubbles equal tasks.
+        """`bubble_seconds` in closed form, for enough microbatches, and for zero bubble schedules equal tasks.
 
-        Of p stages whose tasks take F, B and W: (p-1) (F + B + W) of GPipe and 1F1B, interleaved or not;
-        (p-1) (F + B - W) of ZB-H1; (p-1) (F + B - 2 W) of ZB-H2.
+        For p stages whose tasks take F, B and W: (p-1) (F + B + W) for GPipe and 1F1B, interleaved or not;
+        (p-1) (F + B - W) for ZB-H1; (p-1) (F + B - 2 W) for ZB-H2.
         """
         weights_of = {"zb-h1": -weights, "zb-h2": -2 * weights}.get(self.kind, weights)
         return (self.stages - 1) * (forward + backward + weights_of)
 
     @property
     def bubble(self) -> float:
-        """Idle time in parts of the work, of a backward that takes twice a forward, half of it for the weights."""
+        """Idle time relative to work, if a backward takes twice a forward, half of it for the weights."""
         return self.bubble_seconds(1.0, 1.0, 1.0) / (3 * self.repeats * self.microbatches)
 
     # ------------------------------------------------------------ ticks
 
     @cached_property
     def ticks(self) -> tuple[tuple[Task | None, ...], ...]:
-        """Per tick, what each stage runs, if all tasks take one tick: the trips of the loop that runs the schedule."""
+        """Per tick, the task of each stage, if all tasks take one tick: the trips of the loop."""
         rows = self.runs(1, 1, 1) if self.splits else self.runs(1, 1)
         table: list[list[Task | None]] = [[None] * self.stages for _ in range(int(max(r[-1].end for r in rows)))]
         for stage, row in enumerate(rows):
@@ -98,7 +98,7 @@ class TaskSchedule:
 
     @cached_property
     def tick_of(self) -> Mapping[Key, int]:
-        """In which tick each task of each stage runs."""
+        """The tick of each task, per stage."""
         return {
             (*task, stage): tick
             for tick, row in enumerate(self.ticks)
@@ -110,9 +110,9 @@ class TaskSchedule:
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
-        """Per stage, of how many microbatches and repeats at most it holds activations.
+        """Per stage, the maximal number of (microbatch, repeat) pairs whose activations it keeps.
 
-        From their forward to their backward, or to the gradients of weights where these are apart.
+        Activations are kept until the backward, or until the gradients of weights if these are separate.
         """
         last = WEIGHTS if self.splits else BACKWARD
         peaks = []
@@ -124,11 +124,11 @@ class TaskSchedule:
             peaks.append(peak)
         return tuple(peaks)
 
-    # ------------------------------------------------------------ drawings
+    # ------------------------------------------------------------ plots
 
     @property
     def summary(self) -> str:
-        """Stages, microbatches, idle time and what is held, in a line."""
+        """Stages, microbatches, idle time and microbatches in flight in one line."""
         again = f", each {self.repeats} times round" if self.repeats > 1 else ""
         return (
             f"{self.kind}: {self.stages} stages, {self.microbatches} microbatches{again}: {self.bubble:.1%} of the "
@@ -145,11 +145,11 @@ class TaskSchedule:
         )
 
     def plot(self, ax: Any = None, forward: float = 1.0, backward: float = 1.0, weights: float = 1.0) -> Any:
-        """Draw stages by time: forwards, backwards, weight gradients, idle; needs matplotlib.
+        """Plot the tasks of each stage over time: forwards, backwards, weight gradients, idle; needs matplotlib.
 
         Args:
           ax: matplotlib Axes, or the path of a file (.png, .svg, .pdf); by default a new figure.
-          forward, backward, weights: seconds of the tasks, as of `runs`.
+          forward, backward, weights: seconds of the tasks, as in `runs`.
         Returns: the Axes.
         """
         from meshlib.report.plots import plot_tasks
@@ -167,11 +167,11 @@ def _cell(task: Task | None, repeats: int) -> str:
 def _timed(
     orders: Sequence[Order], repeats: int, seconds: Mapping[str, Sequence[float]]
 ) -> tuple[tuple[TimedTask, ...], ...]:
-    """Each task as soon as its stage is free and what it waits for has ended."""
+    """The tasks with times: each starts when its stage is free and its dependencies have ended."""
     stages = len(orders)
     ends: dict[Key, float] = {}
     runs: list[list[TimedTask]] = [[] for _ in orders]
-    waiting: dict[Key, int] = {}  # a stage that waits for a task
+    waiting: dict[Key, int] = {}  # the stage waits for a task
     ready = list(range(stages))
     while ready:
         stage = ready.pop()
@@ -195,13 +195,13 @@ def _timed(
 
 
 def slots_of(spans: Iterable[tuple[Any, int, int]]) -> tuple[dict[Any, int], int]:
-    """Slots for values that are written after tick `begin` and read for the last time in tick `end`, and their count.
+    """Slots for values written after tick `begin` and last read in tick `end`, and the number of slots.
 
     >>> slots_of([("a", 0, 2), ("b", 1, 3), ("c", 2, 4)])
     ({'a': 0, 'b': 1, 'c': 0}, 2)
     """
     slots: dict[Any, int] = {}
-    free_from: list[int] = []  # per slot, the last tick in which it is read
+    free_from: list[int] = []  # per slot, the last tick that reads it
     for key, begin, end in sorted(spans, key=lambda span: span[1:]):
         slot = next((n for n, last in enumerate(free_from) if last <= begin), len(free_from))
         if slot == len(free_from):

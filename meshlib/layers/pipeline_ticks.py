@@ -1,4 +1,4 @@
-"""Tables of a pipeline's training step: in which tick which stage reads and writes which slot of its buffers."""
+"""Tables of a pipeline training step: the slots that each stage reads and writes in each tick."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ FIRST, LOSS, FIRST_BACKWARD = "first", "loss", "first backward"
 
 @dataclass(frozen=True)
 class Ticks:
-    """The tables of one schedule; those of stages are [tick, stage]."""
+    """The tables of one schedule; tables per stage are [tick, stage]."""
 
     plan: TaskSchedule
-    loads: list[float] = field(default_factory=list)  # the work of each stage in parts of the largest; none: all equal
+    loads: list[float] = field(default_factory=list)  # work per stage relative to the largest; empty: equal
 
     @property
     def count(self) -> int:
-        """How many ticks there are."""
+        """The number of ticks."""
         return len(self.plan.ticks)
 
     @property
     def summary(self) -> str:
-        """The schedule in a line."""
+        """The schedule in one line."""
         return self.plan.summary
 
-    # ------------------------------------------------------------ who works
+    # ------------------------------------------------------------ activity
 
     def runs(self, kind: str, task: Task, stage: int) -> bool:
-        """Whether a branch of this kind is part of a task of a stage."""
+        """True if a branch of this kind is part of a task of a stage."""
         plan = self.plan
         at_first = stage == 0 and task.repeat == 0
         at_last = stage == plan.stages - 1 and task.repeat == plan.repeats - 1
@@ -50,16 +50,16 @@ class Ticks:
         }.get(kind, task.kind == kind)
 
     def works(self, kind: str) -> Array:
-        """Whether a stage runs a branch in a tick: bool."""
+        """Bool table of the ticks in which a stage runs a branch."""
         return self._table(lambda task, stage: self.runs(kind, task, stage), False, np.bool_)
 
     def active(self, kind: str, dim: str) -> Active:
-        """The same, as a record."""
+        """`works` as an `Active` record."""
         works = self.works(kind)
         return Active(dim, tuple(tuple(map(int, np.nonzero(row)[0])) for row in works), self.plan.stages)
 
     def turns(self, kind: str, part: str) -> Array:
-        """The microbatch, or the repeat, of what runs; 0 where nothing of the kind does."""
+        """The microbatch or the repeat of the running task; 0 if none of this kind runs."""
         return self._table(lambda task, _: getattr(task, part) if task.kind == kind else 0, 0, np.int32)
 
     def _table(self, of: Callable[[Task, int], Any], idle: Any, dtype: Any) -> Array:
@@ -69,28 +69,28 @@ class Ticks:
     # ------------------------------------------------------------ slots
 
     @property
-    def _last(self) -> str:
-        """The task that reads what a forward has kept for the last time."""
+    def _last_reader(self) -> str:
+        """The task that is the last to read forward residuals."""
         return WEIGHTS if self.plan.splits else BACKWARD
 
     @cached_property
     def inputs(self) -> tuple[Slots, int]:
-        """Slots of what stages take, from its arrival to the backward."""
+        """Slots of stage inputs, from arrival to the backward."""
         return self._slots(self._arrival, BACKWARD)
 
     @cached_property
     def residuals(self) -> tuple[Slots, int]:
-        """Slots of what a forward keeps."""
+        """Slots of forward residuals."""
         return self._slots(lambda m, r, s: self.plan.tick_of[FORWARD, m, r, s], BACKWARD)
 
     @cached_property
     def cotangents(self) -> tuple[Slots, int]:
-        """Slots of gradients of what stages make, from their arrival to the backward."""
+        """Slots of cotangents of stage outputs, from arrival to the backward."""
         return self._slots(self._cotangent_arrival, BACKWARD)
 
     @cached_property
     def operands(self) -> tuple[Slots, int]:
-        """Slots of what gradients of weights are computed with, where they are tasks of their own."""
+        """Slots of the operands of weight gradients, if these are separate tasks."""
         return self._slots(lambda m, r, s: self.plan.tick_of[BACKWARD, m, r, s], WEIGHTS)
 
     def _slots(self, begin: Callable[[int, int, int], int], last: str) -> tuple[Slots, int]:
@@ -119,19 +119,19 @@ class Ticks:
         return ticks[FORWARD, microbatch, repeat, stage]
 
     def reads(self, kind: str, slots: tuple[Slots, int]) -> Array:
-        """The slot that each task of a kind reads; 0 in other ticks."""
+        """The slot read by each task of a kind; 0 in other ticks."""
         of, _ = slots
         return self._table(lambda t, s: of[t.microbatch, t.repeat, s] if t.kind == kind else 0, 0, np.int32)
 
     def writes(self, kind: str, slots: tuple[Slots, int]) -> Array:
-        """The slot that what a branch of a kind makes is written to; in other ticks one past the last."""
+        """The slot written by a branch of a kind; one past the last in other ticks."""
         of, count = slots
         return self._table(
             lambda t, s: of[t.microbatch, t.repeat, s] if self.runs(kind, t, s) else count, count, np.int32
         )
 
     def arrivals(self, kind: str) -> Array:
-        """The slot that what comes from the stage before (backward: after) is written to; else one past the last."""
+        """The slot for data received from the previous (backward: next) stage; otherwise one past the last."""
         plan, step = self.plan, 1 if kind == FORWARD else -1
         of, count = self.inputs if kind == FORWARD else self.cotangents
         table = np.full((self.count, plan.stages), count, np.int32)
@@ -148,10 +148,10 @@ class Ticks:
     # ------------------------------------------------------------ time
 
     def loop_seconds(self, branches: Mapping[str, float], rest: float) -> tuple[float, float]:
-        """Seconds of the whole step, and how many of them a device is idle on average: see `Timing`.
+        """Seconds of the whole step, and seconds for which a device is idle on average: see `Timing`.
 
-        A stage waits for what it takes alone, as with transfers from one device to another. What else is in a tick
-        is part of each task.
+        A stage waits only for its own operands, as with point-to-point transfers. The remaining work of a tick is part
+        of each task.
         """
         plan, loads = self.plan, self.loads or [1.0] * self.plan.stages
 

@@ -1,4 +1,4 @@
-"""Gradients of weights that are a task of their own in the schedule of a pipeline's step."""
+"""Weight gradients as separate tasks in the schedule of a pipeline step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshlib.ops.movement.shape import transpose
 
 
 class LaterWeights:
-    """What a backward stores for gradients of weights, and how these are written from it."""
+    """Operands that a backward stores for weight gradients, and the deferred operations that compute these."""
 
     def __init__(self, later: Deferred, results: Sequence[Tensor], graph: Graph, around: Graph) -> None:
         self.later, self.results = later, results
@@ -24,7 +24,7 @@ class LaterWeights:
         self.stored = [x for x in later.taken if x not in elsewhere]
 
     def written(self, graph: Graph, read: Sequence[Tensor], swapped: Mapping[Tensor, Tensor]) -> list[Tensor]:
-        """The gradients in the body of their own branch, of what was stored, with other tables in place of some."""
+        """The gradients in the body of their own branch, from stored operands, with tables swapped for their task's."""
         given = {x: graph.adopt(self.outer[x]) for x in self.fixed}
         given |= {x: graph.adopt(swapped[self.outer[x]]) for x in self.tables}
         given |= {x: transpose(y, x.shape) for x, y in zip(self.stored, read, strict=True)}

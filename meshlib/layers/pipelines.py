@@ -1,13 +1,13 @@
 """Pipelines: stages of layers on different devices, each working on its own microbatch.
 
-The stages are a dim. In a trip of one loop all of them run at once, each on the microbatch that has got to it: what
-they read has the dim, their weights have it, and named dims do the rest. Between trips everything moves on by one
-stage, which is a shift along the dim. Where a rule lays the dim over an axis (`stage:pipe`), each device holds the
-weights of its stages, and an equal share of the microbatches that wait for the first stage or have left the last
-(`meshlib.layers.pipeline_stream`). `meshlib.layers.pipeline_schedule` says who does what when.
+The stages are a dim. In each trip of one loop all of them run at once, each on its current microbatch: inputs and
+weights have the dim. Between trips activations are shifted by one stage along the dim. If a rule splits the dim over an
+axis (`stage:pipe`), each device has the weights of its stages, and an equal share of the microbatches that wait for the
+first stage or have left the last (`meshlib.layers.pipeline_stream`). The schedule is in
+`meshlib.layers.pipeline_schedule`.
 
-A device is a part of one program and can't sit idle: it computes in a bubble too, on zeros and on what is left. None of
-that reaches a result: it is no part of what is cut out at the end, nor of the sums of gradients and losses.
+All devices run one program and can't be idle: in a bubble they compute on zeros and stale values. These never reach a
+result: they are excluded from the output and from the sums of gradients and losses.
 
 Sources: Xu et al., "GSPMD", arXiv:2105.04663, section 3.3 (a pipeline as a shift of a buffer of all stages);
 google/praxis `layers/pipeline.py`, AI-Hypercomputer/maxtext `layers/pipeline.py`.
@@ -53,38 +53,38 @@ def pipeline(
     remat: Policy = "full",
     name: str | None = None,
 ) -> Any:
-    """Apply `stages * repeats` runs of layers one after the other, each stage on its own microbatch at a time.
+    """Apply `stages * repeats` groups of layers in sequence, with all stages working on different microbatches at once.
 
     Args:
-      stage_fn: what one stage does: takes a microbatch and returns one of the same type, or that and a list of tensors
-        (losses of its own). It is written once, for all stages: what it takes has the dim `stage` first, which layers
-        carry along, and the variables that it makes get it as their first dim (before it `repeat`, if there are
-        several). What it takes from outside all stages share. It may hold loops, dropout, rematerialisation.
-      x: [batch, ...]: what the first stage takes.
-      stages: how many, or the dim to call them by; "stage" unless given, which layout rules name: `stage:pipe`.
-      microbatches: into how many parts to cut the first dim of x, as `serialize_training_step` does: on the minor part
-        of the dim, so that a split batch moves nothing. Or a dim of x that counts them already: where a rule lays that
-        over the axis of the stages too, what comes before and after the pipeline is divided among them, and memory
-        grows by one microbatch of activations per microbatch, and by 1 / stages of what comes before and after.
-      repeats: how often each microbatch goes round. A stage then holds as many runs of layers, of which the layers of
-        the whole model take turns: stage 0, 1, ..., then stage 0 again. Wants a multiple of stages in microbatches.
-      beside: other tensors that are cut like x, of which each stage is given the part of its microbatch: masks, what an
-        encoder has made. `stage_fn(x, *beside)`. They are brought to the stages ahead of the loop.
-      remat: what is kept of each trip for the gradient beside the inputs of the stages, as of `mtf.scan`: with "full"
-        each stage is computed again. Loops in a stage have their own.
-      name: of the loop, and the scope of its operations.
-    Returns: y, of the type of x. If stage_fn returns tensors besides: y, and a list of their sums over all microbatches
-      (and repeats), each still with the dim `stage`, in float32 at least.
-    Bytes: each trip sends a microbatch to the next stage, and where one enters then, one of the stream, of inputs or
-      results, to the stage before; backward their gradients the other way. Results end in equal shares on the stages,
-      and are gathered unless a rule lays the microbatches over the axis of the stages. What is `beside` is gathered
-      once, and backward its gradient scattered.
-    Memory: of weights, gradients and slots 1 / stages. For the gradient, on each device, the inputs of its stage for
-      all microbatches and repeats and what `remat` keeps; while the loop runs, 1 / stages of all microbatches as well,
-      and what is `beside` for all microbatches and repeats.
-    Time: (1 + `mtf.layers.schedule(...).bubble`) of what the work takes.
-    Random numbers: each stage, microbatch and repeat has its own, under every layout the same, but they are others than
-      of the same layers without a pipeline.
+      stage_fn: one stage: takes a microbatch and returns one of the same type, or that and a list of tensors (such as
+        auxiliary losses). It is traced once for all stages: its inputs have the dim `stage` first, which layers pass
+        through, and variables created in it get it as their first dim (after `repeat`, if there are several). Captured
+        tensors are shared by all stages. It may contain loops, dropout, rematerialisation.
+      x: [batch, ...]: input of the first stage.
+      stages: number of stages, or their dim; by default named "stage", for layout rules: `stage:pipe`.
+      microbatches: number of parts of the first dim of x, cut as in `serialize_training_step`: on the minor part of the
+        dim, so that nothing is sent for a split batch. Or a dim of microbatches that x already has: if a rule splits it
+        over the axis of the stages, work before and after the pipeline is divided among them, and memory grows by one
+        microbatch of activations per microbatch, and by 1 / stages of the values before and after.
+      repeats: rounds of each microbatch. A stage then has this many groups of layers; in model order they are assigned
+        to stage 0, 1, ..., then stage 0 again. Best if microbatches are a multiple of stages.
+      beside: other tensors cut like x, such as masks or encoder outputs, of which each stage gets the part of its
+        microbatch: `stage_fn(x, *beside)`. They are gathered by the stages before the loop.
+      remat: policy for values of each trip kept for the gradient besides stage inputs, as in `mtf.scan`: with "full"
+        each stage is recomputed. Loops in a stage have their own policies.
+      name: name of the loop, and scope of its operations.
+    Returns: y, of the type of x. If stage_fn returns further tensors: y, and a list of their sums over all microbatches
+      (and repeats), each with the dim `stage`, in float32 at least.
+    Bytes: each trip sends a microbatch to the next stage, and, if one enters, a microbatch of the stream of inputs and
+      results to the previous stage; backward their gradients the other way. Results end in equal shares on the stages,
+      and are gathered unless a rule splits the microbatches over the axis of the stages. `beside` is gathered once, and
+      its gradient scattered.
+    Memory: weights, gradients and slots divided by stages. For the gradient, each device keeps the inputs of its stage
+      for all microbatches and repeats, and the values kept by `remat`; during the loop also 1 / stages of all
+      microbatches, and `beside` for all microbatches and repeats.
+    Time: (1 + `mtf.layers.schedule(...).bubble`) times that of the work.
+    Random numbers: different for each stage, microbatch and repeat, the same under every layout, but not those of the
+      same layers without a pipeline.
     Raises: GraphError, ShapeError for numbers that do not divide, or a stage_fn that changes types.
     Example:
       >>> import meshlib as mtf
@@ -105,12 +105,12 @@ def pipeline(
     policy = checked_policy(remat, what)
     others = [tensor(t, what) for t in items(beside, what, "beside")]
     stage = stages if isinstance(stages, Dimension) else Dimension("stage", _least_one(stages, "stages"))
-    cut = _Cut.of(tensor(x, what), microbatches)
+    cut = _MicrobatchCut.of(tensor(x, what), microbatches)
     plan = Schedule(stage.size, cut.micro.size, _least_one(repeats, "repeats"))
     for t in (x, *others):
         if stage.name in t.shape:
             raise ShapeError(f"{at(what)}: {t} has a dim '{stage.name}'; rename it, or give stages another")
-    run = _Run(stage_fn, plan, stage, cut.micro, [cut.apart(t) for t in others])
+    run = _PipelineLoop(stage_fn, plan, stage, cut.micro, [cut.apart(t) for t in others])
     y, sums = run.loop(cut.apart(x), policy, name)
     y = cut.together(y)
     return (y, sums) if run.returns_sums else y
@@ -124,16 +124,16 @@ def _least_one(count: object, argument: str) -> int:
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """How a batch is cut into microbatches: `whole` into `small` and `micro`, or not at all."""
+class _MicrobatchCut:
+    """A cut of a batch into microbatches: `whole` into `small` and `micro`, or none."""
 
     micro: Dimension
     whole: Dimension | None = None
     small: Dimension | None = None
 
     @classmethod
-    def of(cls, x: Tensor, microbatches: int | Dimension) -> _Cut:
-        """How `x` is cut."""
+    def of(cls, x: Tensor, microbatches: int | Dimension) -> _MicrobatchCut:
+        """The cut of `x`."""
         what = "pipeline"
         if isinstance(microbatches, Dimension):
             return cls(find_dim(x, microbatches, what))
@@ -151,7 +151,7 @@ class _Cut:
         return cls(Dimension("microbatch", count), batch, Dimension(batch.name, batch.size // count))
 
     def apart(self, t: Tensor) -> Tensor:
-        """[microbatch, ...] of one tensor."""
+        """A tensor cut into microbatches: [microbatch, ...]."""
         if self.whole is not None and self.small is not None:
             batch = find_dim(t, self.whole, "pipeline")
             at_dim, dims = t.shape.index(batch.name), list(t.shape)
@@ -162,14 +162,14 @@ class _Cut:
         return transpose(t, [self.micro, *(d for d in t.shape if d != self.micro)])
 
     def together(self, y: Tensor) -> Tensor:
-        """The other way round, of a result [microbatch, batch, ...]."""
+        """The inverse of `apart`, for a result [microbatch, batch, ...]."""
         if self.whole is None or self.small is None:
             return y
         rest = list(y.shape)[2:]
         return reshape(transpose(y, [self.small, self.micro, *rest]), [self.whole, *rest])
 
 
-class _Run:
+class _PipelineLoop:
     """The loop over the trips of one pipeline."""
 
     def __init__(
@@ -177,10 +177,10 @@ class _Run:
     ) -> None:
         self.stage_fn, self.plan, self.stage, self.micro, self.beside = stage_fn, plan, stage, micro, beside
         self.returns_sums = False
-        self.sums: list[Tensor] = []  # while the body is written: what it adds up, of one trip
+        self.sums: list[Tensor] = []  # while the body is traced: its summed outputs of one trip
 
     def loop(self, x: Tensor, policy: Policy, name: str | None) -> tuple[Tensor, list[Tensor]]:
-        """All microbatches through all stages: [microbatch, ...] to the same, and the sums."""
+        """All microbatches passed through all stages, [microbatch, ...] to the same type, and the sums."""
         graph = innermost([x, *self.beside], "pipeline")
         taken = {d.name for t in (x, *self.beside) for d in t.shape} | {self.stage.name}
         self.trip = Dimension(free_name("trip", taken), self.plan.trips)
@@ -218,7 +218,7 @@ class _Run:
         return [following, slots, *(where(of_loop.working, t, 0, output_shape=t.shape) for t in sums)], []
 
     def _stages(self, x: Tensor, beside: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """What all stages make, and what is to be summed, both checked."""
+        """The checked outputs of all stages, and the tensors to sum."""
         what = "pipeline"
         returned = self.stage_fn(x, *beside)
         self.returns_sums = not isinstance(returned, Tensor)
@@ -240,10 +240,10 @@ class _Run:
                 )
         return transpose(y, x.shape), [t if t.dtype is FLOAT64 else cast(t, FLOAT32) for t in sums]
 
-    # ------------------------------------------------------------ what goes in and out
+    # ------------------------------------------------------------ inputs and outputs
 
     def _turns(self) -> list[Tensor]:
-        """Per trip and stage, which repeat it is, where there are several."""
+        """The repeat of each trip and stage, if there are several."""
         if self.plan.repeats == 1:
             return []
         turns = [[0 if turn is None else turn.repeat for turn in row] for row in self.plan.turns]
@@ -251,10 +251,10 @@ class _Run:
         return [table(current_graph("pipeline"), np.array(turns, np.int32), shape, INT32, "turns")]
 
     def _beside(self) -> list[Tensor]:
-        """What is read beside x, of each trip's and stage's microbatch: [trip, stage, ...].
+        """The tensors `beside` x, for the microbatch of each trip and stage: [trip, stage, ...].
 
-        All stages are given all of theirs ahead of the loop: that sends each microbatch once, and its gradient, which
-        else were added in every trip to that of all microbatches, is summed once, after the loop.
+        All stages get theirs before the loop: each microbatch is sent once, and its gradient is summed once after the
+        loop instead of being added to that of all microbatches in every trip.
         """
         if not self.beside:
             return []
@@ -262,5 +262,5 @@ class _Run:
         shape = Shape([self.trip, self.stage])
         which = table(current_graph("pipeline"), np.array(places, np.int32), shape, INT32, "places")
         given = [gather(t, which, self.micro) for t in self.beside]
-        works = works_table(self.active, self.trip)  # where one is idle nothing it makes of a microbatch is a gradient
+        works = works_table(self.active, self.trip)  # values of idle stages have no gradient
         return [where(works, t, 0, output_shape=t.shape) if t.dtype.is_float else t for t in given]

@@ -1,4 +1,4 @@
-"""Pooling over the last dims but one."""
+"""Pooling over the dims before the last."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshlib.ops.images.pooling import pool_before_last
 
 
 def max_pool2d(x: Tensor, ksize: Sequence[int] = (2, 2), name: str = "max_pool2d") -> Tensor:
-    """Maxima of windows of `ksize` that tile the last dims but one, as of [batch ..., height, width, channels].
+    """Max pooling with windows of `ksize` that tile the dims before the last of [batch ..., height, width, channels].
 
     Raises: ShapeError if a window does not divide its dim, with the size to pad it to.
     Example:
@@ -23,9 +23,10 @@ def max_pool2d(x: Tensor, ksize: Sequence[int] = (2, 2), name: str = "max_pool2d
 
 
 def max_pool3d(x: Tensor, ksize: Sequence[int] = (2, 2, 2), name: str = "max_pool3d") -> Tensor:
-    """Maxima of windows of `ksize` that tile the last dims but one, as of [batch ..., depth, height, width, channels].
+    """Max pooling with windows of `ksize` that tile the dims before the last of [batch ..., depth, height, width,
+    channels].
 
-    Raises: as `max_pool2d`.
+    Raises: as in `max_pool2d`.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -37,7 +38,7 @@ def max_pool3d(x: Tensor, ksize: Sequence[int] = (2, 2, 2), name: str = "max_poo
 
 
 def avg_pool2d(x: Tensor, ksize: Sequence[int] = (2, 2), name: str = "avg_pool2d") -> Tensor:
-    """Means of windows, which are those of `max_pool2d`; float dtypes.
+    """Mean pooling with the windows of `max_pool2d`; float dtypes.
 
     Example:
       >>> import meshlib as mtf
@@ -50,7 +51,7 @@ def avg_pool2d(x: Tensor, ksize: Sequence[int] = (2, 2), name: str = "avg_pool2d
 
 
 def avg_pool3d(x: Tensor, ksize: Sequence[int] = (2, 2, 2), name: str = "avg_pool3d") -> Tensor:
-    """Means of windows, which are those of `max_pool3d`; float dtypes.
+    """Mean pooling with the windows of `max_pool3d`; float dtypes.
 
     Example:
       >>> import meshlib as mtf

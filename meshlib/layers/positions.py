@@ -1,4 +1,4 @@
-"""Positions: rotary, learned and sinusoidal."""
+"""Position embeddings: rotary, learned and sinusoidal."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ from meshlib.ops.pointwise.selection import where
 from meshlib.ops.pointwise.unary import cos, exp, sin
 
 RAMPS = ("turns", "pairs")
-STEEP = 0.001  # pairs, the width of a ramp whose ends fall together, as in the source
+STEEP = 0.001  # pairs: width of a ramp whose ends coincide, as in the source
 
 
 @dataclass(frozen=True)
 class RotaryScaling:
-    """Rotary positions that turn more slowly, so that a model reads longer texts than it was first trained on.
+    """Rotary positions with reduced frequencies, for contexts longer than those of the first training.
 
-    A pair that turns t times within `original_length` is slowed down by `factor` where t <= low, not at all where
-    t >= high, and in between the more of it, the closer t is to low. Without an original length all are slowed alike.
+    The frequency of a pair that rotates t times within `original_length` is divided by `factor` if t <= low, unchanged
+    if t >= high, and interpolated in between. Without an original length all are divided by `factor`.
 
     Args:
       factor: at least 1.
-      low, high: turns, low < high.
+      low, high: numbers of rotations, low < high.
       original_length: tokens.
-      ramp: what grows evenly in between: "turns", or "pairs", the numbers of the pairs, whose first and last are the
-        whole numbers around those of `high` and `low` turns.
-      amplitude: queries and keys are multiplied by it.
-    Raises: GraphError for other numbers, and for pairs without an original length.
+      ramp: variable of the linear interpolation: "turns", rotations, or "pairs", pair indices between those of `high`
+      and
+        `low` rotations, rounded outwards.
+      amplitude: factor of queries and keys.
+    Raises: GraphError for invalid numbers, and for "pairs" without an original length.
     Example:
       >>> import meshlib as mtf
       >>> llama3 = mtf.layers.RotaryScaling(factor=8.0, low=1.0, high=4.0, original_length=8192)
@@ -82,7 +83,7 @@ class RotaryScaling:
             raise GraphError(f"{at(what)}: amplitude must be positive, got {self.amplitude:g}")
 
     def slowed(self, frequency: Tensor, pair: Tensor, pairs: int, base: float) -> Tensor:
-        """Angles per token of each pair, which turned by `frequency` = base^(-pair / pairs)."""
+        """Scaled angles per token of each pair, from `frequency` = base^(-pair / pairs)."""
         if self.original_length is None:
             return frequency * (1 / self.factor)
         if self.ramp == "turns":
@@ -94,7 +95,7 @@ class RotaryScaling:
         return frequency * (clip_by_value(kept, 0.0, 1.0) * (1 - 1 / self.factor) + 1 / self.factor)
 
     def _ends(self, pairs: int, base: float) -> tuple[float, float]:
-        """The pairs between which the ramp lies: those of `high` and of `low` turns, rounded outwards."""
+        """The pairs at the ends of the ramp: those of `high` and of `low` rotations, rounded outwards."""
         if base <= 1:
             raise GraphError(f"{at('rotary')}: a scaling with a ramp over pairs needs a base above 1, got {base:g}")
         assert self.original_length is not None
@@ -118,7 +119,7 @@ def _angles(
 
 
 def check_scaling(scaling: object, what: str, argument: str) -> None:
-    """Raise GraphError for what is none."""
+    """Raise GraphError unless `scaling` is a RotaryScaling or None."""
     if not isinstance(scaling, RotaryScaling | None):
         raise GraphError(f"{at(what)}: {argument} must be an mtf.layers.RotaryScaling, got {scaling!r:.80}")
 
@@ -146,16 +147,16 @@ def rotary(
     name: str | None = None,
     scaling: RotaryScaling | None = None,
 ) -> Tensor:
-    """Queries or keys turned by their positions: the pair (x[i], x[i + n/2]) of `dim` by position * base^(-2i/n).
+    """Rotary position embedding: the pair (x[i], x[i + n/2]) of `dim` is rotated by position * base^(-2i/n).
 
     Args:
       x: float, with `length` and `dim`.
-      length: dim of the positions 0, 1, ..., whole numbers of the unsplit sequence.
+      length: dim of the positions 0, 1, ... of the unsplit sequence.
       dim: dim of one head, of even size n.
       base: 10000 in most models; larger for longer contexts.
       positions: int32, in place of 0, 1, ...; its dims are dims of x.
-      name: of the result.
-      scaling: turns some pairs more slowly.
+      name: name of the result.
+      scaling: reduced frequencies of some pairs.
     Returns: the type of x; all arithmetic is float32.
     Raises: GraphError if x lacks a dim, ShapeError for an odd `dim`.
     Example:
@@ -191,7 +192,7 @@ def sinusoidal_positions(
     base: float = 10000.0,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """sin(position * base^(-2 i / n)) in the first half of `output_dim`, of size n, cosines in the second.
+    """Sinusoidal positions: sin(position * base^(-2 i / n)) in the first half of `output_dim`, of size n, then cosines.
 
     To be added to embeddings. Source: Vaswani et al., arXiv:1706.03762, section 3.5; halves instead of neighbours, as
     in tensorflow/tensor2tensor: tensor2tensor/layers/common_attention.py, which has n / 2 - 1 in place of n / 2.
@@ -224,15 +225,15 @@ def learned_positions(
     name: str = "positions",
     positions: Tensor | None = None,
 ) -> Tensor:
-    """One vector per position, to be added to embeddings: a variable [max_length, output_dim], cut to `length`.
+    """Learned position embeddings: a variable [max_length, output_dim], sliced to `length`, to be added to embeddings.
 
     Args:
       length, output_dim: dims of the result.
-      max_length: positions that the variable has; those of `length` unless given.
+      max_length: positions of the variable; by default those of `length`.
       numerics: dtypes of the variable and of the result.
-      initializer: normal with standard deviation 0.02 unless given.
-      name: of the variable.
-      positions: int32, in place of 0, 1, ... along `length`: which vectors to take.
+      initializer: by default normal with standard deviation 0.02.
+      name: name of the variable.
+      positions: int32 positions of the vectors, in place of 0, 1, ... along `length`.
     Returns: [length, output_dim], or [dims of the positions, output_dim].
     Raises: ShapeError if `length` is longer than `max_length`; FeedError at run time for a position beyond it.
     Example:

@@ -1,4 +1,4 @@
-"""Matrix products with variables: dense, and the feed-forward layers made of it."""
+"""Products with variables: dense, and the feed-forward layers composed of it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,13 @@ Activation = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Grouping:
-    """Rows that are sorted by expert, each expert with a kernel of its own.
+    """Rows sorted by expert, for a kernel per expert.
 
     Attributes:
       rows: the dim of the rows.
-      sizes: int32, the rows of each expert: dims of the rows' tensor that have rows of their own, the experts last.
-      filled: the share of the rows that is filled on the mean; draws: how many tokens choose them; members: how many
-        experts share them.
-      parts: whether the experts are cut into parts of equal size, each with rows of its own: the first dim of `sizes`.
+      sizes: int32 number of rows per expert: batch dims of the rows, then the experts.
+      filled: mean share of filled rows; draws: number of tokens that choose them; members: experts that share them.
+      parts: whether experts are divided into parts of equal size with separate rows: the first dim of `sizes`.
     """
 
     rows: Dimension
@@ -59,7 +58,7 @@ class Grouping:
         return quantized_grouped_product(*operands, dtype, gradient_dtype, name)
 
     def of_rows(self, values: Tensor, x: Tensor) -> Tensor:
-        """The values [experts, features...] of the expert of each row, as a product with one."""
+        """The values [experts, features...] of each row's expert, as a product with ones."""
         one = Dimension("one", 1)
         ones = broadcast(constant_like(1.0, x, x.dtype), [*x.shape[:-1], one])
         experts = (self.sizes.shape[0] if self.parts else self.sizes.shape[-1]).name
@@ -88,21 +87,21 @@ def dense(
     name: str = "dense",
     expert_dims: Sequence[Dimension] = (),
 ) -> Tensor:
-    """activation(x W + b).
+    """A dense layer: activation(x W + b).
 
     Args:
       x: [..., reduced_dims], float.
-      new_dims: dims of the result in place of `reduced_dims`; one that bears the name of a reduced one is called
-        `d_model_out` (say) in W, b and the sum, names that layout rules may name, and gets its name in the result.
-      reduced_dims: dims of x to contract; its last one unless given.
-      use_bias: whether to add b, of dims `new_dims`, zeros at first.
-      activation: applied to the result: a function of a tensor, or a name as of `dense_relu_dense`.
-      numerics: dtypes of the variables and of what is computed, precision of the product.
-      kernel_initializer: of W; normal with variance 1 / (size of reduced_dims) unless given.
+      new_dims: dims of the result in place of `reduced_dims`; one with the name of a reduced dim is `d_model_out` (for
+        example) in W, b and the sum, a name that layout rules may use, and has its own name in the result.
+      reduced_dims: dims of x to contract; by default its last one.
+      use_bias: whether to add b, with dims `new_dims`, initially zeros.
+      activation: applied to the result: a function of a tensor, or a name as in `feed_forward`.
+      numerics: dtypes of variables and activations, precision of the product.
+      kernel_initializer: initializer of W; by default normal with variance 1 / (size of reduced_dims).
       name: scope of the variables `kernel` and `bias`, and name of x W + b.
-      expert_dims: dims of x along which each index has a W and b of its own, the first dims of the variables.
+      expert_dims: dims of x along which each index has its own W and b; the first dims of the variables.
     Returns: [..., new_dims] in the dtype of x, or that of `numerics`.
-    Raises: ShapeError if a new dim is in x already and stays, or a reduced or an expert dim is not in x.
+    Raises: ShapeError if a new dim is a remaining dim of x, or x lacks a reduced or expert dim.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -140,9 +139,9 @@ def projection(
     gates: Tensor | None = None,
     grouping: Grouping | None = None,
 ) -> Tensor:
-    """x W + b as `dense` makes it, or its sum over `expert_dims`, weighted by `gates`; `result` is the name of that.
+    """x W + b as in `dense`, or its sum over `expert_dims` weighted by `gates`, named `result`.
 
-    Where x lacks expert dims, the experts that there are along these all take the same x, or the rows of `grouping`.
+    If x lacks expert dims, all experts along these have the same input x, or their rows of `grouping`.
     """
     x = as_numerics(numerics, "dense").cast(tensor(x, "dense"))
     new = as_dims(new_dims, "dense new_dims")
@@ -158,7 +157,7 @@ def projection(
     if twice:
         raise ShapeError(f"{at('dense')} '{name}': {', '.join(twice)} can't be of reduced_dims and of expert_dims")
     contracted = {d.name for d in reduced}
-    own = {d.name: f"{d.name}_out" for d in new if d.name in contracted}  # a dim that meets itself
+    own = {d.name: f"{d.name}_out" for d in new if d.name in contracted}  # a dim contracted to itself
     new = tuple(Dimension(own.get(d.name, d.name), d.size) for d in new)
     clashing = [str(d) for d in new if d.name in x.shape]
     if clashing:
@@ -203,24 +202,25 @@ def feed_forward(
     gates: Tensor | None = None,
     grouping: Grouping | None = None,
 ) -> Tensor:
-    """activation(x Wi) Wo; gated: (activation(x Wgate) * (x Wi)) Wo.
+    """A feed-forward layer: activation(x Wi) Wo; gated: (activation(x Wgate) * (x Wi)) Wo.
 
     Args:
-      x: [..., d_model], float; its last dim is contracted, and comes back.
-      hidden_channels: the dim in between, usually called d_ff.
+      x: [..., d_model], float; its last dim is contracted, and is that of the result.
+      hidden_channels: the hidden dim, usually called d_ff.
       activation: one of "gelu" (by tanh), "gelu_exact", "relu", "silu", "linear", or a function of a tensor.
-      gated: whether a second product, `wi_gate`, goes through the activation and scales the first.
+      gated: whether the first product is scaled by the activation of a second one, `wi_gate`.
       use_bias: whether each product adds a bias.
-      dropout: probability with which an element in between is dropped; 0 for evaluation.
-      dropout_broadcast_dims: dims along which one draw serves all elements.
-      numerics: dtypes of the variables and of what is computed, precision of the products.
+      dropout: probability of dropping a hidden element; 0 for evaluation.
+      dropout_broadcast_dims: dims along which all elements share one draw.
+      numerics: dtypes of variables and activations, precision of the products.
       name: scope of `wi`, `wi_gate` and `wo`, which name the variables and the products.
-      expert_dims: dims of x along which each index has variables of its own, as of `dense`.
-      gates: [expert_dims..., some dims of x]: x has no `expert_dims` then, and the result is the sum over them of what
-        each index makes of x, times its gate.
-      grouping: the rows of x are sorted by the index of the one dim of `expert_dims`, which x lacks.
+      expert_dims: dims of x along which each index has its own variables, as in `dense`.
+      gates: [expert_dims..., some dims of x]: x lacks `expert_dims`, and the result is the sum over them of each
+      expert's
+        result times its gate.
+      grouping: rows of x are sorted by the index of the single dim of `expert_dims`, which x lacks.
     Returns: the type of x, in the dtype of `numerics` if it has one.
-    Raises: ShapeError if `hidden_channels` is one of the dims of x that stay, and for gates of other dims.
+    Raises: ShapeError if `hidden_channels` is a remaining dim of x, and for gates with other dims.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph() as graph:
@@ -270,14 +270,14 @@ def _check_gates(x: Tensor, experts: Sequence[Dimension], gates: Tensor, what: s
 
 
 def activation_of(activation: str | Activation, what: str) -> Activation:
-    """A function of a tensor, or the one of that name."""
+    """The activation of that name, or the function itself."""
     if callable(activation):
         return activation
     return ACTIVATIONS[choice(activation, what, "activation", tuple(ACTIVATIONS))]
 
 
 def drop(x: Tensor, rate: float, broadcast_dims: Sequence[Dimension] | None, what: str) -> Tensor:
-    """`x` with elements dropped at `rate`, one draw for all along `broadcast_dims`."""
+    """`x` with dropout at `rate`; all elements along `broadcast_dims` share one draw."""
     if not number(rate, what, "dropout"):
         return x
     same = as_dims(broadcast_dims or (), f"{what} dropout_broadcast_dims")
@@ -295,7 +295,7 @@ def dense_relu_dense(
     numerics: Numerics = DEFAULT,
     name: str = "dense_relu_dense",
 ) -> Tensor:
-    """relu(x Wi) Wo, without biases: `feed_forward` as Mesh TensorFlow has it.
+    """relu(x Wi) Wo, without biases: `feed_forward` under Mesh TensorFlow's name.
 
     Example:
       >>> import meshlib as mtf

@@ -1,4 +1,4 @@
-"""Relative positions: T5's bias of the scores of attention."""
+"""Relative positions: T5's bias of attention scores."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ def relative_position_bias(
     positions: Tensor | int | None = None,
     memory_positions: Tensor | None = None,
 ) -> Tensor:
-    """What to add to the scores of a query and a key so far apart: one learned number per head and bucket of distances.
+    """T5's bias of attention scores: one learned number per head and bucket of relative positions.
 
-    Half of the buckets hold one distance each, the others distances up to `max_distance`, ever more of them; the last
-    one also all beyond. Unless `causal`, half of all buckets are for keys behind the query.
+    Half of the buckets have one distance each, the others logarithmically growing ranges up to `max_distance`; the last
+    one includes all larger distances. Unless `causal`, half of all buckets are for keys after the query.
 
     Args:
-      length, memory_length: dims of queries and keys, both counted from 0 unless positions are given.
-      heads: dim of the heads of queries; or two, of the groups of them and of the heads of keys.
+      length, memory_length: dims of queries and keys, with positions from 0 by default.
+      heads: dim of the query heads; or two, groups and key heads.
       buckets, max_distance: see above; buckets is even, unless `causal`, and each half has at least 2 of them.
-      causal: whether keys behind a query are hidden anyway.
+      causal: whether keys after a query are masked anyway.
       numerics: dtypes of the variable and of the result.
-      name: of the variable [heads, buckets], zeros at first.
+      name: name of the variable [heads, buckets], initially zeros.
       positions: of the queries: the offset of the first one among the keys, an int or an int32 tensor without `length`
-        (a token that is decoded against a cache of keys); or int32 with `length` (sequences packed into one).
+        (a token decoded against a cache of keys); or int32 with `length` (packed sequences).
       memory_positions: of the keys, int32 with `memory_length`.
-    Returns: [heads, length, memory_length], or with the batch dims of the positions between heads and length: `bias`
-      of `multihead_attention`.
-    Raises: ShapeError for buckets that are too few, and for positions of other dtypes or with dims of the heads.
+    Returns: [heads, length, memory_length], with batch dims of positions between heads and length, for `bias` of
+      `Scores`.
+    Raises: ShapeError for too few buckets, and for positions of other dtypes or with dims of the heads.
     Example:
       >>> import meshlib as mtf
       >>> D = mtf.Dimension
@@ -76,7 +76,7 @@ def relative_position_bias(
     kinds = Dimension("buckets", buckets)
     table = as_numerics(numerics, what).variable(name, [*of_queries, kinds], initializers.zeros())
     with scope(name):
-        ahead = _ahead(rows, keys, positions, memory_positions)
+        ahead = _relative_positions(rows, keys, positions, memory_positions)
         distance = maximum(negative(ahead), 0) if one_way else absolute(ahead)
         bucket = add_n([minimum(distance, each // 2), *(_reached(distance, d) for d in _bounds(each, max_distance))])
         if not one_way:
@@ -84,8 +84,10 @@ def relative_position_bias(
         return transpose(gather(table, bucket, kinds), [*of_queries, *bucket.shape])
 
 
-def _ahead(rows: Dimension, keys: Dimension, positions: Tensor | int | None, memory_positions: Tensor | None) -> Tensor:
-    """How many positions each key is after each query: int32 [batch dims of the positions, rows, keys]."""
+def _relative_positions(
+    rows: Dimension, keys: Dimension, positions: Tensor | int | None, memory_positions: Tensor | None
+) -> Tensor:
+    """Position of each key minus that of each query: int32 [batch dims of the positions, rows, keys]."""
     i, j = positions_of(rows), positions_of(keys) if memory_positions is None else memory_positions
     if positions is not None:
         given = isinstance(positions, Tensor) and rows in positions.shape
@@ -98,14 +100,14 @@ def _ahead(rows: Dimension, keys: Dimension, positions: Tensor | int | None, mem
 
 
 def _bounds(buckets: int, max_distance: int) -> list[int]:
-    """The first distance of each wide bucket but the first.
+    """The first distance of each logarithmic bucket but the first.
 
     >>> _bounds(16, 128)
     [12, 16, 23, 32, 46, 64, 91]
     """
     exact = buckets // 2
     wide = buckets - exact
-    # ever larger by the same factor; the small number keeps powers that are whole from being rounded up
+    # a geometric progression; the small number keeps exact integer powers from being rounded up
     return [ceil(exact * (max_distance / exact) ** (n / wide) - 1e-9) for n in range(1, wide)]
 
 

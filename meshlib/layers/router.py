@@ -1,4 +1,4 @@
-"""The router of a mixture of experts: scores, choices, and losses that balance the load."""
+"""Router of a mixture of experts: scores, choices, and load-balancing losses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from meshlib.ops.pointwise.unary import sigmoid, sign
 
 @dataclass(frozen=True)
 class Decision:
-    """What a router says: `slots`, and of each group the losses and what found no room, see `mtf.layers.moe`."""
+    """Result of the router: `slots`, and per group the losses and dropped choices, see `mtf.layers.moe`."""
 
     slots: Slots
     balance_loss: Tensor
@@ -60,10 +60,10 @@ def decide(
     held: tuple[Dimension, ...] = (),
     rows: ExpertRows | None = None,
 ) -> Decision:
-    """Route x [groups, tokens, features], by scores in float32 whatever its dtype; each index of `held` by its own.
+    """Route x [groups, tokens, features] with float32 scores; each index of `held` has its own router.
 
-    `places` are those of each expert; with `rows` the experts of a shard share them. `share` is that of
-    `real_share(nonpadding)`: the losses are divided by it, so that padding has no weight in them.
+    `places` are the slots of each expert; with `rows` the experts of a shard share them. `share` is
+    `real_share(nonpadding)`, by which the losses are divided, so that padding does not count.
     """
     inputs = widened(x)
     if training and routing.jitter:
@@ -88,14 +88,14 @@ def decide(
 
 
 def real_share(nonpadding: Tensor, dtype: DType, kept: Sequence[Dimension] = ()) -> Tensor:
-    """The share of tokens that are no padding, above 0: a mean over all dims of the bool mask but `kept`."""
+    """The share of non-padding tokens, above 0: the mean of the bool mask over all dims except `kept`."""
     return maximum(reduce_mean(cast(nonpadding, dtype), output_shape=list(kept)), SMALL)
 
 
 def _scores(
     inputs: Tensor, experts: Dimension, routing: Routing, numerics: Numerics, held: tuple[Dimension, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, the scores that gates are made of, and what is chosen by: scores with the bias where there is one."""
+    """Logits, the scores for gates, and the scores for the choice, which may have a bias."""
     features = inputs.shape[-1]
     with scope("router"):
         kernel = variable(
@@ -122,7 +122,7 @@ def _balance_loss(
     routing: Routing,
     nonpadding: Tensor | None,
 ) -> Tensor:
-    """experts x sum over them of (share of choices) x (mean score), by group; the shares have no gradient."""
+    """experts x sum over experts of (share of choices) x (mean score), per group; the shares have no gradient."""
     share = scores
     if routing.scores != "softmax":
         share = divide(scores, reduce_sum(scores, reduced_dim=experts) + SMALL)
@@ -134,20 +134,20 @@ def _balance_loss(
 
 
 def _z_loss(logits: Tensor, tokens: Dimension, experts: Dimension, nonpadding: Tensor | None) -> Tensor:
-    """Mean of the squared logarithm of the sum of exponentiated logits, by group."""
+    """Mean of the squared logarithm of the sum of exponentiated logits, per group."""
     log_z = reduce_logsumexp(logits, experts)
     squared = multiply(log_z, log_z)
     return reduce_mean(squared if nonpadding is None else where(nonpadding, squared, 0.0), reduced_dim=tokens)
 
 
 def balanced_bias(bias: Tensor, load: Tensor, rate: float = 1e-3) -> Tensor:
-    """`bias` of the experts, raised by `rate` where fewer tokens than the mean chose one, lowered where more did.
+    """`bias` of the experts, raised by `rate` for experts with less than mean load, lowered for those with more.
 
     Args:
       bias: the variable `router/bias` of a layer, or of stacked ones.
-      load: tokens that chose each expert; of any dims besides those of bias, over which it is summed.
-      rate: step; DeepSeek-V3 takes 0.001.
-    Returns: what to assign to the variable: `mtf.assign(bias, balanced_bias(bias, load))`.
+      load: number of tokens that chose each expert; summed over dims that bias lacks.
+      rate: step size; DeepSeek-V3 uses 0.001.
+    Returns: the new value of the variable, for `mtf.assign(bias, balanced_bias(bias, load))`.
     Raises: ShapeError if load lacks a dim of bias.
     Source: Wang et al., arXiv:2408.15664, algorithm 1.
     Example:

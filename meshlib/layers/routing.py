@@ -1,4 +1,4 @@
-"""`Routing`: how tokens choose experts, capacity, and balance losses, as one record."""
+"""`Routing`: choice of experts, capacity, and balance losses, as one record."""
 
 from __future__ import annotations
 
@@ -14,40 +14,39 @@ POLICIES = ("all", "none", "threshold", "random")
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """How tokens find experts.
+    """Assignment of tokens to experts.
 
     Choice:
       gating: "top_k": each token goes to the experts of its `top_k` highest scores. "switch": to the highest one.
         "top_2": to the two highest, of which `second_policy` may drop the second. "ntlb" (no token left behind): to
-        the first of its `ntlb_top_k` highest whose expert has room. "expert_choice": each expert takes the tokens
-        whose scores for it are highest, as many as it has room for: `top_k` says for how many experts a token there
-        is room.
+        the first of its `ntlb_top_k` highest with free capacity. "expert_choice": each expert takes the tokens with
+        the highest scores for it, up to its capacity, which is set by `top_k` experts per token.
       scores: "softmax" over all experts, or "sigmoid" of each.
-      renormalise: whether the gates of a token are divided by their sum. Of softmax that is the softmax over the
-        chosen ones. Of one choice it would leave nothing to learn: "switch", "ntlb" and "expert_choice" never do.
-      scale: a factor of all gates (DeepSeek's routed scaling).
-      logit_bias: whether the product that makes scores adds a bias of each expert, which is trained (gpt-oss).
-      bias: whether a bias of each expert, which is no part of the gates, takes part in the choice; a variable that is
-        not trained, see `balanced_bias`.
-      expert_groups, groups_per_token: experts in that many groups of equal size, of which a token takes only the best
+      renormalise: whether the gates of a token are divided by their sum. For softmax that is the softmax over the
+        chosen experts. With a single choice the gate would have no gradient: "switch", "ntlb" and "expert_choice"
+        never renormalise.
+      scale: factor of all gates (DeepSeek's routed scaling).
+      logit_bias: whether router logits have a trained bias per expert (gpt-oss).
+      bias: whether a bias per expert affects the choice but not the gates; an untrained variable, see `balanced_bias`.
+      expert_groups, groups_per_token: experts are divided into groups of equal size, of which a token uses the best
         few, by the highest score of a group or the sum of its two highest (`group_score`: "max", "top_2").
-    Room:
-      capacity_factor: an expert has room for that many times the mean number of tokens that choose it, in each group;
-        None: for all that may come. capacity_factor_eval: the same when not training; as training unless given.
-      min_expert_capacity: at least so many places, but never more than tokens of a group.
-      group_size: tokens of a group; those along the last dim before the features unless given.
-      expert_shards, shard_factor: of form "grouped", which has no capacity by expert: tokens are sent to that many
-        shards of the experts; None: to as many as the layout splits the experts into. A shard has room for
-        `shard_factor` times the mean number of choices that come to it from a group; what finds no room is counted as
-        dropped. None: for all that may come, up to min(choices, experts of a shard) for each token.
+    Capacity:
+      capacity_factor: capacity of an expert relative to the mean number of tokens that choose it, in each group; None:
+        the worst case. capacity_factor_eval: the same when not training; by default as in training.
+      min_expert_capacity: least number of slots, limited to the tokens of a group.
+      group_size: tokens per group; by default those along the last dim before the features.
+      expert_shards, shard_factor: for form "grouped", which has no capacity per expert: tokens are sent to this many
+        shards of the experts; None: to those into which the layout splits the experts. A shard has capacity for
+        `shard_factor` times the mean number of choices from a group; choices beyond it count as dropped. None: the
+        worst case, min(choices, experts of a shard) per token.
     Training:
-      jitter: scores are made of inputs that are multiplied by random numbers in [1 - jitter, 1 + jitter].
-      loss_coef: of the balance loss. z_loss: of the squared logarithm of the sum of exponentiated scores.
-      second_policy: of "top_2": "all" keeps second choices, "none" drops them, "threshold" keeps those whose gate is
-        above `second_threshold`, "random" keeps them with probability gate / second_threshold in training, else by the
-        threshold.
+      jitter: inputs of the router are multiplied by random numbers in [1 - jitter, 1 + jitter].
+      loss_coef: coefficient of the balance loss. z_loss: coefficient of the squared logsumexp of the scores.
+      second_policy: for "top_2": "all" keeps second choices, "none" drops them, "threshold" keeps those with a gate
+        above `second_threshold`, "random" keeps them with probability gate / second_threshold in training, otherwise by
+        the threshold.
 
-    Raises: GraphError with all that is wrong at once.
+    Raises: GraphError with all faults at once.
     Example:
       >>> import meshlib as mtf
       >>> mtf.layers.Routing(gating="switch", capacity_factor=1.25).places(experts=8, tokens=512)
@@ -95,11 +94,11 @@ class Routing:
 
     @property
     def choices(self) -> int:
-        """Experts that a token asks for a place, in the end."""
+        """Experts per token, after dropping second choices."""
         return {"switch": 1, "ntlb": 1, "top_2": 2}.get(self.gating, self.top_k)
 
     def places(self, experts: int, tokens: int, training: bool = True) -> int:
-        """Tokens of a group that an expert has room for."""
+        """Capacity of an expert for the tokens of a group."""
         factor = self.capacity_factor
         if not training and self.capacity_factor_eval is not None:
             factor = self.capacity_factor_eval
@@ -137,7 +136,7 @@ class Routing:
             raise GraphError.listing(at(what), faults)
 
     def check_grouped(self, what: str) -> None:
-        """Raise GraphError unless form "grouped" does what this says: it has no capacity by expert."""
+        """Raise GraphError for options that form "grouped" lacks: it has no capacity per expert."""
         if self.gating in ("ntlb", "expert_choice"):
             raise GraphError(
                 f"{at(what)}: gating {self.gating!r} goes by the room of experts, but form 'grouped' has none"

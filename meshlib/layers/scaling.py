@@ -1,4 +1,4 @@
-"""Scale of activations and gradients: products of unit scale, clipped gradients."""
+"""Scaling of activations and gradients: unit-scale products, clipped gradients."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ def us_einsum(
     precision: str = "default",
     name: str | None = None,
 ) -> Tensor:
-    """`mtf.einsum` over the root of the number of products that it sums: of operands of unit scale it has unit scale.
+    """Unit-scaled `mtf.einsum`: divided by the root of the number of summed products, it preserves unit scale.
 
-    The gradients are divided alike. In Mesh TensorFlow this holds where its unit-scaling convention is switched on.
+    Gradients are scaled by the same factor. In Mesh TensorFlow this holds if its unit-scaling convention is switched
+    on.
 
     Args:
-      xs, output_shape, reduced_dims, precision, name: as of `mtf.einsum`; float.
+      xs, output_shape, reduced_dims, precision, name: as in `mtf.einsum`; float.
     Returns: the einsum / sqrt(product of the dims summed over).
     Example:
       >>> import meshlib as mtf
@@ -54,16 +55,16 @@ def us_einsum(
 
 
 def clip_activation_gradient(x: Tensor, rms_norm: float = 1.0, name: str | None = None) -> Tensor:
-    """`x`, whose gradient is scaled down to a root mean square of at most `rms_norm`.
+    """`x`, with its gradient scaled down to a root mean square of at most `rms_norm`.
 
     dx = dy * rms_norm / max(rms(dy), rms_norm)
 
     Args:
       x: float.
-      rms_norm: positive; the mean is over all elements, whatever devices they lie on, and is computed in float32.
-      name: of the result.
+      rms_norm: positive; the mean is over all elements on all devices, computed in float32.
+      name: name of the result.
     Returns: x.
-    Raises: ShapeError for an x that is no float or an rms_norm that is not positive.
+    Raises: ShapeError if x is not float or rms_norm is not positive.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -82,7 +83,7 @@ def clip_activation_gradient(x: Tensor, rms_norm: float = 1.0, name: str | None 
 
 
 def _clipped(limit: float, inputs: Any, results: Any, cotangents: Sequence[Tensor]) -> list[Tensor]:
-    # Of the module, so that a graph that holds it can be pickled.
+    # At module level, so that graphs with it can be pickled.
     (dy,) = cotangents
     rms = sqrt(reduce_mean(square(widened(dy)), output_shape=[]))
     return [multiply(dy, cast(limit / maximum(rms, limit), dy.dtype), dy.shape)]

@@ -1,8 +1,8 @@
-"""Norms over sets of elements: batch norm (of everything, of groups, conditional) and group norm.
+"""Norms over sets of elements: batch norm (global, per group, conditional) and group norm.
 
-Sums are taken apart along few dims first, [channels] or [batch, channels], and what is left, which is small, is cut
-into groups: nothing of the size of the input is moved or reshaped. The gradient is written by hand, so that backward
-sends what forward sends: two numbers for each mean and variance, which are the gradients of scale and bias, too.
+Sums are first reduced to few dims, [channels] or [batch, channels], and the small result is cut into groups: nothing of
+the size of the input is sent or reshaped. The gradient is hand-written, so that backward sends as much as forward: two
+numbers per mean and variance, which are also the gradients of scale and bias.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ Groups = int | Dimension | Sequence[Dimension]
 
 @dataclass(frozen=True)
 class NormSets:
-    """Which elements of a tensor share a mean and a variance: those of one index along `apart`.
+    """Partition of a tensor's elements into sets with a common mean and variance: one per index along `apart`.
 
-    With `cut`, one of these dims, those of each of `group.size` consecutive runs of it.
+    The dim `cut` of these, if any, is divided into `group.size` consecutive ranges instead of single indices.
     """
 
     whole: Shape
@@ -51,7 +51,7 @@ class NormSets:
 
     @classmethod
     def of(cls, x: Tensor, apart: Sequence[Dimension], cut: Dimension | None, groups: int) -> NormSets:
-        """In the order of the dims of x."""
+        """The sets, with dims in the order of x."""
         kept = Shape([d for d in x.shape if d in apart or (d == cut and groups > 1)])
         if cut is None or groups == 1:
             return cls(x.shape, kept)
@@ -60,21 +60,21 @@ class NormSets:
         return cls(x.shape, kept, cut, Dimension(free_name(f"{cut.name}_group", x.shape.names), groups))
 
     def _shapes(self, shape: Shape) -> tuple[Shape, Shape]:
-        """A shape with the dim to cut in two, and what is left of it for the sets."""
+        """A shape with the dim `cut` split in two, and the shape of one number per set."""
         if self.cut is None or self.group is None:
             return shape, Shape([d for d in shape if d in self.apart])
-        # Of another name than the cut dim: rules for that need not divide it.
+        # Renamed, since rules for the cut dim need not divide it.
         inside = Dimension(free_name(f"{self.cut.name}_in_group", self.whole.names), self.cut.size // self.group.size)
         parts = Shape([p for d in shape for p in ((self.group, inside) if d == self.cut else (d,))])
         return parts, Shape([d for d in parts if d != inside and (d in self.apart or d == self.group)])
 
     def mean(self, sums: Tensor) -> Tensor:
-        """Of each set, from sums that are apart along its dims at least."""
+        """The mean of each set, from sums that have at least its dims."""
         parts, sets = self._shapes(sums.shape)
         return reduce_sum(reshape(sums, parts), output_shape=sets) * (sets.size / self.whole.size)
 
     def spread(self, mean: Tensor) -> Tensor:
-        """A number of each set along dims of the tensor."""
+        """A number per set broadcast to dims of the tensor."""
         return reshape(broadcast(mean, self._shapes(self.apart)[0]), self.apart)
 
 
@@ -82,7 +82,8 @@ class NormSets:
 
 
 def _moments(x: Tensor, sets: NormSets, fast: bool) -> tuple[Tensor, Tensor]:
-    """Mean and variance of each set: the variance of x - mean, or of sums of x and x^2, which are reduced as one."""
+    """Mean and variance of each set: the variance as the mean of (x - mean)^2, or from sums of x and x^2 reduced
+    together."""
     wide = widened(x)
     mean = sets.mean(reduce_sum(wide, output_shape=sets.apart))
     if fast:
@@ -92,7 +93,7 @@ def _moments(x: Tensor, sets: NormSets, fast: bool) -> tuple[Tensor, Tensor]:
 
 
 def _affine(sets: NormSets, scaled: bool, x: Tensor, mean: Tensor, inverse: Tensor, *scale_bias: Tensor) -> Tensor:
-    """One product and one sum for each element: of numbers that few elements share."""
+    """x * factor + shift: one product and one sum per element, with factor and shift of few dims."""
     factor, centre = sets.spread(inverse), sets.spread(mean)
     if scaled:
         factor = factor * scale_bias[0]
@@ -104,10 +105,11 @@ def _affine(sets: NormSets, scaled: bool, x: Tensor, mean: Tensor, inverse: Tens
 def _affine_gradient(
     sets: NormSets, scaled: bool, inputs: Sequence[Tensor], results: Any, cotangents: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Of x through mean and variance too: dx = (g - mean(g) - y mean(g y)) / deviation, g = dy scale, y = standard x.
+    """The gradient of x through mean and variance: dx = (g - mean(g) - y mean(g y)) / deviation, g = dy scale, y =
+    normalised x.
 
-    Written as dy a - (x b + c) with numbers that few elements share, so that nothing as wide as x is computed before dy
-    is there, and kept; the sum of dy y is that of dy (x - mean), which loses nothing where the mean is large.
+    Computed as dy a - (x b + c) with a, b and c per set, so that no tensor of the size of x is kept for it; the sum of
+    dy y is that of dy (x - mean), which is accurate for large means.
     Source: Ioffe and Szegedy, arXiv:1502.03167, section 3.
     """
     x, mean, inverse, *scale_bias = inputs
@@ -130,7 +132,7 @@ def _affine_gradient(
 def _normalised(
     x: Tensor, sets: NormSets, epsilon: float, scale: Tensor | None, bias: Tensor | None, fast: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The result, and the mean and variance of each set, of which it takes no gradient."""
+    """The result, and the mean and variance of each set without gradients."""
     mean, variance = _moments(x, sets, fast)
     given = [t for t in (scale, bias) if t is not None]
     scaled = scale is not None
@@ -159,29 +161,30 @@ def batch_norm(
     name: str = "batch_norm",
     use_fast_variance: bool = False,
 ) -> tuple[Tensor, Updates]:
-    """(x - mean) / sqrt(variance + epsilon) * scale + bias; mean and variance over all dims but `channels`.
+    """(x - mean) / sqrt(variance + epsilon) * scale + bias; mean and variance over all dims except `channels`.
 
-    Mean and variance do not depend on the layout: where the batch is split, the two sums of each channel are reduced
-    over the devices (distributed batch norm). Statistics of each core's examples, or of those of a group of cores, are
-    those of `groups`: of n consecutive parts of the batch, if that is split over n cores, nothing is sent.
+    Mean and variance do not depend on the layout: if the batch is split, the two sums of each channel are reduced over
+    the devices (distributed batch norm). For statistics per core, or per group of cores, use `groups`: with n
+    consecutive parts of a batch that is split over n cores, nothing is sent.
 
     Args:
       x: float, with `channels`; the batch is its first dim.
-      channels: the dim or dims along which statistics are apart.
-      is_training: whether to take statistics of x, or else their moving averages.
-      groups: 1, a number of consecutive parts of the batch, each with statistics of its own; or dims of x whose
-        indices have statistics of their own. For groups of several cores dims send least: a batch of dims
-        [replicas, batch], laid out as "replicas:group;batch:core", with groups=replicas.
+      channels: the dim or dims with separate statistics.
+      is_training: whether to use statistics of x instead of their moving averages.
+      groups: 1, a number of consecutive parts of the batch with separate statistics, or dims of x whose indices have
+        separate statistics. For groups of several cores dims send least: a batch with dims [replicas, batch], laid out
+        as "replicas:group;batch:core", with groups=replicas.
       decay: of the moving averages: moving <- decay moving + (1 - decay) of this step, the mean over groups.
       epsilon: added to the variance.
       use_scale, use_bias: whether there are `scale` and `bias`.
-      scale_initializer: of `scale`; 0 for the last norm of a residual branch (Goyal et al., arXiv:1706.02677).
+      scale_initializer: initializer of `scale`; 0 for the last norm of a residual branch (Goyal et al.,
+        arXiv:1706.02677).
       numerics: dtypes of the variables and of the result.
-      name: scope of `scale`, `bias` (zeros at first), and `moving_mean`, `moving_variance`, which are not trained.
-      use_fast_variance: whether the variance is the mean of squares minus the square of the mean: one pass over x less,
-        and one collective in place of two where x is split, but it is lost in rounding where the mean is larger than
-        some hundred deviations. The default takes the mean of (x - mean)^2.
-    Returns: the type of x, or that of `numerics`, and the updates of the moving averages, none unless in training: add
+      name: scope of `scale`, `bias` (initially zeros), and the untrained `moving_mean` and `moving_variance`.
+      use_fast_variance: whether the variance is the mean of squares minus the squared mean: one pass over x less, and
+        one collective instead of two if x is split, but inaccurate if the mean exceeds some hundred deviations. The
+        default is the mean of (x - mean)^2.
+    Returns: the type of x, or that of `numerics`, and the updates of the moving averages, empty unless training: add
       them to those of the optimizer. All arithmetic is float32.
     Raises: GraphError if x lacks a dim, ShapeError if groups do not divide the batch.
     Example:
@@ -226,21 +229,21 @@ def conditional_batch_norm(
     name: str = "conditional_batch_norm",
     use_fast_variance: bool = False,
 ) -> tuple[Tensor, Updates]:
-    """Batch norm whose scale and bias each example chooses: by its class, or by a vector such as a GAN's.
+    """Batch norm with scale and bias per example, from its class or from a vector such as a GAN's latent.
 
-    scale = 1 + condition times `scale/kernel`, bias = condition times `bias/kernel`; of int32 classes the rows of the
+    scale = 1 + condition times `scale/kernel`, bias = condition times `bias/kernel`; int32 classes select rows of the
     kernels.
 
     Args:
-      x, channels, is_training, groups, decay, epsilon, numerics: as of `batch_norm`.
-      condition: int32 classes without `condition_dim`, or floats with it; all its other dims are in x.
+      x, channels, is_training, groups, decay, epsilon, numerics: as in `batch_norm`.
+      condition: int32 classes without `condition_dim`, or floats with it; its other dims are dims of x.
       condition_dim: the dim of the classes, or of the vector.
-      kernel_transform: applied to both kernels, as for spectral norm.
+      kernel_transform: applied to both kernels, for example spectral norm.
       name: scope of `scale/kernel` and `bias/kernel`, [condition_dim, channels], and of the moving averages.
-      use_fast_variance: as of `batch_norm`.
-    Returns: as `batch_norm`.
-    Raises: as `batch_norm`; ShapeError if the condition has a dim that x lacks.
-    Source: Dumoulin et al., arXiv:1610.07629; of vectors: Brock et al. (BigGAN), arXiv:1809.11096, appendix B.
+      use_fast_variance: as in `batch_norm`.
+    Returns: as in `batch_norm`.
+    Raises: as in `batch_norm`; ShapeError if the condition has a dim that x lacks.
+    Source: Dumoulin et al., arXiv:1610.07629; for vectors: Brock et al. (BigGAN), arXiv:1809.11096, appendix B.
     """
     what = "conditional_batch_norm"
     x, along, epsilon = checked_norm(x, channels, epsilon, numerics, what)
@@ -281,17 +284,18 @@ def group_norm(
     name: str = "group_norm",
     use_fast_variance: bool = False,
 ) -> Tensor:
-    """(x - mean) / sqrt(variance + epsilon) * scale + bias; statistics of each example and group of channels.
+    """(x - mean) / sqrt(variance + epsilon) * scale + bias; statistics per example and group of channels.
 
     Args:
       x: float, with `channels`.
-      channels: the dim that is cut into `groups` of consecutive ones; 1 is layer norm over the image, as many as there
-        are channels instance norm.
+      channels: the dim divided into `groups` of consecutive channels; 1 group is layer norm over the image, one group
+      per
+        channel instance norm.
       epsilon: added to the variance.
-      batch_dims: dims of the examples; the first of x unless given.
+      batch_dims: dims of the examples; by default the first of x.
       numerics: dtypes of the variables and of the result.
-      name: scope of `scale`, ones at first, and `bias`, zeros.
-      use_fast_variance: as of `batch_norm`.
+      name: scope of `scale`, initially ones, and `bias`, initially zeros.
+      use_fast_variance: as in `batch_norm`.
     Returns: the type of x, or that of `numerics`; all arithmetic is float32.
     Raises: GraphError if x lacks a dim, ShapeError if groups do not divide the channels.
     Source: Wu and He, arXiv:1803.08494.

@@ -1,4 +1,4 @@
-"""Spectral norm: weights over their largest singular value, which power iteration follows from step to step."""
+"""Spectral norm: weights divided by their largest singular value, tracked by power iteration from step to step."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ def spectral_norm(
     epsilon: float = 1e-12,
     name: str = "spectral_norm",
 ) -> tuple[Tensor, list[Operation]]:
-    """weights / sigma, where sigma is the largest singular value of them as a matrix [all other dims, output_dims].
+    """weights / sigma, with sigma the largest singular value of the matrix [all other dims, output_dims].
 
-    v = weights u / |weights u|,  u = weights^T v / |weights^T v|,  sigma = v^T weights u: u is kept from step to step,
-    so that one iteration in each follows the slowly changing weights. No gradient flows through u and v.
+    v = weights u / |weights u|,  u = weights^T v / |weights^T v|,  sigma = v^T weights u: u is a variable, so that one
+    iteration per step tracks the slowly changing weights. No gradient flows through u and v.
 
     Args:
-      weights: float, a variable as a rule.
+      weights: float, usually a variable.
       output_dims: the columns, the output channels of a kernel.
-      is_training: whether u is updated; without, sigma comes of the u that training left.
+      is_training: whether u is updated; otherwise sigma is computed from the stored u.
       iterations: at least 1.
-      epsilon: the least norm that is divided by.
-      name: scope of `u`, of output_dims, which is not trained.
-    Returns: the type of weights, and the updates of u, none unless in training. The products run in float32; where the
+      epsilon: lower bound of norms in divisions.
+      name: scope of the untrained variable `u`, with dims output_dims.
+    Returns: the type of weights, and the updates of u, empty unless training. The products run in float32; if the
       weights are split, two vectors and a number are reduced over the devices, not the weights.
-    Raises: ShapeError if output_dims are none or all of the dims; GraphError for dims that weights lack.
+    Raises: ShapeError if output_dims are empty or all dims; GraphError for dims that weights lack.
     Source: Miyato et al., arXiv:1802.05957, algorithm 1.
     Example:
       >>> import meshlib as mtf
