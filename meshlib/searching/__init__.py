@@ -90,8 +90,8 @@ def search(
         Mesh TensorFlow's auto layout does), the name of another figure of `Estimate`, or a function of it. Candidates
         that do not fit come last, whatever it says.
       per: dims by whose sizes the objective is divided, such as ["batch", "length"] for time or cost of a token.
-      seconds: stop after that long (and at least one candidate) with the best so far, and the gap to what can still be
-        there; None: search it all.
+      seconds: stop after that long (and at least one candidate and the layouts of `also`) with the best so far, and the
+        gap to what can still be there; None: search it all.
       workers: processes that are forked for what takes long; 1: none. Unless given one for each core, up to eight, but
         none where forks are not safe: outside of Linux, beside other threads of Python, and where JAX is imported. Or
         any `concurrent.futures.Executor`, such as a ProcessPoolExecutor, Dask's `client.get_executor()` or MPI's: it

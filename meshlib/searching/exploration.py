@@ -69,6 +69,9 @@ class Search:
         self.build = build
         self.problems, self.space, self.objective = problems, space, objective
         self.first = first  # so many of the space are known to be good
+        self.known: dict[object, list[int]] = {}  # by slice, mesh and layout: those, with each choice
+        for n, c in enumerate(space[:first]):
+            self.known.setdefault((c.slice, c.mesh, c.layout), []).append(n)
         self.until = None if seconds is None else begun + seconds
         self.progress, self.kept = progress, kept
         self.executor = executor_of(workers)
@@ -133,10 +136,22 @@ class Search:
 
     def _round(self) -> list[int]:
         """The next candidates; none where all are accounted for."""
-        chosen = self._choose()
-        while not chosen and self.deferred and not self._ends():
+        chosen: list[int] = []
+        while not self._is_late():
             chosen = self._choose()
-        return chosen
+            if chosen or not self.deferred:
+                return chosen
+        return chosen or self._known_left()[:1]
+
+    def _known_left(self) -> list[int]:
+        """Known layouts that time has not reached: each is estimated, so that the result is at least as good."""
+        left: dict[int, None] = {}
+        for numbers in self.known.values():
+            variants = [self._same(m) for n in numbers for m in (*self.lighter.get(n, ()), n)]
+            outcomes = [self.outcomes.get(n) for n in variants]
+            if not any(o is not None and o.fits for o in outcomes):
+                left.update(dict.fromkeys(variants))
+        return [n for n in left if n not in self.outcomes and self._may_win(n) and self._open(n)]
 
     def _choose(self) -> list[int]:
         """Known ones and neighbours of the leaders first, then by promise; the rest by what keeps the gap open."""
@@ -155,7 +170,7 @@ class Search:
     def _take(self, chosen: list[int], among: Iterable[int], most: int) -> None:
         """Chooses those that have to be estimated, until there are so many."""
         for n in among:
-            if len(chosen) >= most or self._ends():
+            if len(chosen) >= most or self._is_late():
                 break
             if n not in chosen and self._open(n) and self._looked(n):
                 chosen.append(n)
@@ -164,7 +179,7 @@ class Search:
         """The first of an order that could win by their closer bounds, so many."""
         candidates: list[int] = []
         for place, n in enumerate(order):
-            if len(candidates) == most or self._ends():
+            if len(candidates) == most or self._is_late():
                 break
             if n not in chosen and self._open(n):
                 self._look_ahead(order, place)
@@ -273,11 +288,14 @@ class Search:
 
     def _known_of(self, n: int) -> Outcome | None:
         """What became of a candidate, or of the one that it is alike."""
-        outcome = self.outcomes.get(n)
-        if outcome is not None and outcome.state == ALIKE:
-            c = self.space[n]
-            outcome = self.outcomes.get(self.seen[self.problems[c.choices].alike(c)])
-        return outcome
+        return self.outcomes.get(self._same(n))
+
+    def _same(self, n: int) -> int:
+        """A candidate, or the one that it is alike."""
+        outcome, c = self.outcomes.get(n), self.space[n]
+        if outcome is None or outcome.state != ALIKE:
+            return n
+        return self.seen[self.problems[c.choices].alike(c)]
 
     def _exceeds(self, c: Candidate, held: float) -> bool:
         """Whether it can't fit, as far as that is asked for."""
@@ -289,9 +307,13 @@ class Search:
 
     # ------------------------------------------------------------ tasks
 
-    def _ends(self) -> bool:
+    def _is_late(self) -> bool:
         """Whether time has run out; something is said however little there is."""
         return bool(self.values) and self.until is not None and time.monotonic() > self.until
+
+    def _ends(self) -> bool:
+        """Whether time has run out, and the known layouts are estimated."""
+        return self._is_late() and not self._known_left()
 
     def _bound_closely(self, n: int) -> float:
         problem, closer = self.problems[self.space[n].choices], self.objective.closer

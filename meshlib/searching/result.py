@@ -289,9 +289,9 @@ class Found(Shown):
             behind = others[0].value / best - 1
             lines.append(f"      the next is {behind:.1%} behind; the model's median error is {MODEL_ERROR:.1%}")
         if passed and (not others or min(passed) < others[0].value):
-            lines.append(
-                f"      ({len(passed):,} that were not estimated are at least {min(passed) / best - 1:.1%} behind)"
-            )
+            least = f"{min(passed) / best - 1:.1%}"
+            text = "no better by their bounds" if least == "0.0%" else f"at least {least} behind"
+            lines.append(f"      ({len(passed):,} that were not estimated are {text})")
         return lines
 
     def _row(self, rank: int, o: Outcome) -> tuple[str, ...]:

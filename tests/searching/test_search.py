@@ -261,6 +261,17 @@ def test_time_runs_out_with_the_best_so_far_and_the_gap() -> None:
     assert "could be better by at most" in found.certificate
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_known_layouts_are_estimated_however_little_time_there_is(workers: int) -> None:
+    known = [("data:32", "batch:data"), ("rows:4;cols:8", "batch:rows;hidden:cols"), ("model:32", "hidden:model")]
+    found = mtf.search(network, "v3-32", also=known, seconds=1e-9, workers=workers)
+    with mtf.Graph():
+        session = mtf.Session(*network())
+    steps = [mtf.estimate(session.lower(*pair), "v3-32").step_seconds for pair in known]
+    assert found.best.value <= min(steps)
+    assert OPEN in {o.state for o in found.outcomes}, "time has to run out"
+
+
 def test_of_the_most_promising_the_plainest_is_estimated_first() -> None:
     """The bounds of 2,000 layouts of an 8B step are within 3 %: the usual one is there before time runs out."""
     config = mtf.models.preset("llama3.1-8b")
