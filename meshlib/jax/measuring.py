@@ -1,4 +1,4 @@
-"""A chip made by measuring: what JAX's devices reach together, for estimates beside the times of real steps."""
+"""A chip record from measured rates of JAX devices, for estimates beside the times of real steps."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from meshlib.jax.placing import checked_devices
 from meshlib.jax.settings import by_default
 
 REPEATS = 5
-# What JAX calls a device -> the chip's name here.
+# JAX device kind -> name of the chip.
 KINDS = {kind: chip for chip in CHIPS.values() for kind in chip.device_kinds}
-_MATMUL = {"cpu": 256}  # rows and columns of the product that is timed; more elsewhere
+_MATMUL = {"cpu": 256}  # rows and columns of the timed product; more on other platforms
 _MEASURED = (
     "clock_hz",
     "peak_bf16_flops",
@@ -31,18 +31,18 @@ _MEASURED = (
     "ici_hop_seconds",
     "launch_seconds",
 )
-_TILE = 8  # of a device whose matrix unit is not known: what its products are rounded up to
+_TILE = 8  # for devices with an unknown matrix unit: products are rounded up to it
 
 
 @by_default()
 def measure_chip(devices: Sequence[Any] | None = None, name: str = "measured") -> Chip:
-    """The rates that JAX devices reach, all of them at work at once, as a chip for `mtf.estimate`.
+    """Measure the rates of JAX devices that all run at once, as a chip for `mtf.estimate`.
 
     Products, vector work, copies in memory, an all-gather over all devices and small operations are timed; each figure
     is the median of five runs. Takes a few seconds on a CPU.
 
     Args:
-      devices: to measure; those there are unless given.
+      devices: to measure; by default all.
       name: of the chip.
     Returns: a chip with one core; `Slice(f"{name}-{n}", chip)` is as many devices as were measured.
     Raises: GraphError for what are no devices; HardwareError for a name that no chip can have.
@@ -104,7 +104,7 @@ def measure_chip(devices: Sequence[Any] | None = None, name: str = "measured") -
 
 
 def known_slice(devices: Sequence[Any]) -> Slice | None:
-    """The slice that these devices are, if they are TPUs of a known kind and as many as a slice has."""
+    """The slice that these devices form, if they are TPUs of a known kind in the number of a slice."""
     chip = KINDS.get(devices[0].device_kind)
     if chip is None or len(devices) % chip.devices_per_chip:
         return None
@@ -116,13 +116,13 @@ def known_slice(devices: Sequence[Any]) -> Slice | None:
 
 
 class _Timer:
-    """Times a function of one block that all devices run at once."""
+    """Times a function of one block, run by all devices at once."""
 
     def __init__(self, devices: Sequence[Any]) -> None:
         self.mesh = jax.sharding.Mesh(np.array(devices, dtype=object), ("d",))
 
     def seconds(self, function: Callable[[Any], Any], shape: tuple[int, ...], dtype: Any, less: float = 0.0) -> float:
-        """The median of the runs, without what a step takes that does nothing."""
+        """Median seconds of the runs, minus those of a step that does nothing."""
         spec = PartitionSpec("d")
         mapped = jax.jit(
             jax.shard_map(
@@ -144,17 +144,17 @@ class _Timer:
 
 
 def _products(x: Any, times: int) -> Any:
-    """Products one after the other, each of which needs the one before."""
+    """A chain of dependent products."""
     return lax.fori_loop(0, times, lambda _, y: jnp.matmul(y, x, preferred_element_type=jnp.float32).astype(x.dtype), x)
 
 
 def _steps(x: Any, times: int) -> Any:
-    """Two vector operations per element and step, on what stays in the fastest memory."""
+    """Two vector operations per element and step, on data that stays in the fastest memory."""
     for _ in range(times):
         x = x * 0.999 + 0.001
     return x
 
 
 def _chain(x: Any, times: int) -> Any:
-    """Small products one after the other: what each takes to begin."""
+    """A chain of small products, which measures launch overhead."""
     return lax.fori_loop(0, times, lambda _, y: jnp.matmul(y, x), x)

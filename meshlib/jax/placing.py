@@ -1,4 +1,4 @@
-"""Where arrays lie: a program's mesh as one of JAX's, shardings as PartitionSpecs, arrays to devices and back."""
+"""Placement of arrays: program meshes as JAX meshes, shardings as PartitionSpecs, transfers to devices and back."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ HostArray = np.ndarray[Any, Any]
 
 
 def spec_of(sharding: Sharding) -> PartitionSpec:
-    """The PartitionSpec of a sharding: per dim its axes, major first.
-
-    >>> tuple(spec_of(Sharding("batch:8;hidden:4", "rows:2;cols:2", [("rows", "cols"), ()])))
-    (('rows', 'cols'),)
-    """
+    """The PartitionSpec of a sharding: the axes of each dim, major first."""
     entries: list[Any] = [a[0] if len(a) == 1 else a or None for a in sharding.axes]
     while entries and entries[-1] is None:
         entries.pop()
@@ -30,7 +26,7 @@ def spec_of(sharding: Sharding) -> PartitionSpec:
 
 
 def checked_devices(devices: Any, what: str) -> list[Any]:
-    """JAX devices as they were given, or all that there are for None.
+    """JAX devices as given; all devices for None.
 
     Raises: GraphError, which begins with `what`, for anything else.
     """
@@ -46,9 +42,9 @@ def checked_devices(devices: Any, what: str) -> list[Any]:
 
 
 def device_mesh(mesh: Mesh, devices: Sequence[jax.Device] | None) -> jax.sharding.Mesh:
-    """The program's mesh over JAX devices: of those given in their order, else of those there are.
+    """The program's mesh over JAX devices, in their order.
 
-    Of several processes a mesh that does not take all devices must fit one process: each runs it alone.
+    With several processes, a mesh over fewer than all devices must fit one process: each process runs it alone.
     Raises: ProgramError if there are too few, with both numbers and a remedy; GraphError for what are no devices.
     """
     there = checked_devices(devices, "on_jax")
@@ -74,23 +70,23 @@ def device_mesh(mesh: Mesh, devices: Sequence[jax.Device] | None) -> jax.shardin
 
 
 def between_steps(dtype: DType, sharding: NamedSharding) -> np.dtype:
-    """The dtype of arrays that a compiled step is given and returns: on CPUs JAX 0.10 gives steps no int4."""
+    """Dtype of arrays passed to and from a compiled step: JAX 0.10 on CPUs does not accept int4."""
     first = sharding.mesh.devices.flat[0]
     return dtype.storage if dtype is INT4 and first.platform == "cpu" else dtype.public
 
 
 def place(array: HostArray, dtype: DType, sharding: NamedSharding) -> jax.Array:
-    """An array in storage form on the devices: each process gives its own devices their blocks."""
+    """An array in storage form on the devices; each process supplies the blocks of its own devices."""
     held = between_steps(dtype, sharding)
 
     def block(index: Any) -> HostArray:
-        return np.asarray(array[index]).astype(held)  # a copy: the devices may hold on to it
+        return np.asarray(array[index]).astype(held)  # a copy, since devices may keep a reference
 
     return jax.make_array_from_callback(array.shape, sharding, block, dtype=held)
 
 
 def whole(x: Any) -> HostArray:
-    """The whole array on the host, in every process."""
+    """The whole array on the host of every process."""
     if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
         return np.asarray(x)
     from jax.experimental import multihost_utils

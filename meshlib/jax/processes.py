@@ -1,4 +1,4 @@
-"""Several processes that write and read one checkpoint: each the blocks that its devices hold.
+"""Checkpoints of several processes: each writes and reads the blocks of its own devices.
 
 The first process makes the file; the others write into it while it has a temporary name. So whoever is killed leaves
 the old file. What processes tell each other goes over the devices, as everything else.
@@ -25,31 +25,31 @@ READ_BYTES = 1 << 22  # of a file at once
 
 
 class JaxProcesses:
-    """The processes of `jax.distributed`, for a state whose arrays lie on their devices."""
+    """The processes of `jax.distributed`, for a state whose arrays are on their devices."""
 
     def __init__(self, arrays: Mapping[str, Any]) -> None:
         self.arrays = arrays
         self.first = jax.process_index() == 0
-        self._told = False  # whether all have heard of a fault
+        self._told = False  # whether all processes know of a fault
 
     def write(self, file: BinaryIO, places: Places) -> dict[str, int]:
-        """See `meshlib.simulation.state.Processes`."""
+        """As `meshlib.simulation.state.Processes`."""
         end = max(begin + shape.size * dtype.public.itemsize for begin, shape, dtype in places.values())
         file.flush()
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), 0, end)  # a full disk is an error here, and no fault of memory later
+            os.posix_fallocate(file.fileno(), 0, end)  # so that a full disk is an error here, not a bus error later
         file.truncate(end)
         self._share(os.fspath(file.name))
         return self._written(os.fspath(file.name), places)
 
     def follow(self, places: Places) -> None:
-        """See `meshlib.simulation.state.Processes`."""
+        """As `meshlib.simulation.state.Processes`."""
         path = self._share("")[0]
         self._written(path, places)
 
     def agree(self, fault: str | None) -> None:
-        """See `meshlib.simulation.state.Processes`."""
-        if fault is not None and self._told:  # by the others, or to them: none waits
+        """As `meshlib.simulation.state.Processes`."""
+        if fault is not None and self._told:  # all processes know already, so nobody waits
             self._told = False
             raise CheckpointError(fault)
         try:
@@ -58,17 +58,17 @@ class JaxProcesses:
             self._told = False
 
     def mine(self, names: Sequence[str]) -> list[str]:
-        """See `meshlib.simulation.state.Processes`."""
+        """As `meshlib.simulation.state.Processes`."""
         return list(names)[jax.process_index() :: jax.process_count()]
 
     def blocks(self, path: str, places: Places) -> dict[str, np.ndarray[Any, Any]]:
-        """See `meshlib.simulation.state.Processes`."""
+        """As `meshlib.simulation.state.Processes`."""
         return {name: _mapped(path, *place, "r") for name, place in places.items()}
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ implementation
 
     def _written(self, path: str, places: Places) -> dict[str, int]:
-        """Write the blocks that are this process's to write; the sums of all tensors, each read by one process."""
+        """Write this process's blocks; returns checksums of all tensors, each computed by one process."""
         fault, sums = None, {}
         try:
             for name, place in places.items():
@@ -89,12 +89,12 @@ class JaxProcesses:
             return
         held = None
         for shard in x.addressable_shards:
-            if shard.replica_id == 0:  # of those that hold the same block one writes it
+            if shard.replica_id == 0:  # one of the devices with the same block writes it
                 held = _mapped(path, *place, "r+") if held is None else held
                 held[shard.index] = np.asarray(shard.data)
 
     def _share(self, text: str) -> list[str]:
-        """The texts of all processes. Raises CheckpointError if one begins with '!'."""
+        """Exchange texts between all processes. Raises CheckpointError if one begins with '!'."""
         data = np.frombuffer(text.encode(), np.uint8)
         sizes = np.asarray(multihost_utils.process_allgather(np.array([data.size], np.int32))).reshape(-1)
         padded = np.zeros(max(1, int(sizes.max())), np.uint8)
@@ -109,9 +109,9 @@ class JaxProcesses:
 
 
 def _mapped(path: str, begin: int, shape: Shape, dtype: DType, mode: Any) -> np.ndarray[Any, Any]:
-    """A tensor of a file, as memory."""
+    """A memory-mapped tensor of a file."""
     flat = np.memmap(path, np.dtype(f"<u{dtype.public.itemsize}"), mode, begin, (shape.size,))
-    held = dtype.storage if dtype.is_narrow_integer else dtype.public  # int4 takes a byte in a file
+    held = dtype.storage if dtype.is_narrow_integer else dtype.public  # int4 takes one byte in a file
     return flat.view(held).reshape(shape.sizes)
 
 

@@ -1,4 +1,4 @@
-"""What devices did in a step, instruction by instruction, as JAX's profiler saw it.
+"""Measured time of each instruction of a step, from JAX's profiler.
 
 The profiler times the operations of the compiled module on each device. A module says of which named scope each comes
 (`meshlib.jax.hlo.scopes`), and the executor names scopes as the program's listing names its instructions. What XLA has
@@ -30,7 +30,7 @@ Key = tuple[str, str, str, str]
 
 
 class TimedOperation(NamedTuple):
-    """An operation of the module on one device; nanoseconds."""
+    """One execution of an operation on one device; nanoseconds."""
 
     name: str
     begin: float
@@ -66,7 +66,7 @@ def measure(step: Step, run: Callable[[], object], steps: int) -> Measured:
     for line in lines:
         for name, nanoseconds in alone(line).items():
             if name not in paths:
-                continue  # a loop around others
+                continue  # a loop, whose operations are timed separately
             share = nanoseconds * 1e-9 / own / steps
             scope = scope_in(paths[name], keys)
             if scope is None:
@@ -78,14 +78,14 @@ def measure(step: Step, run: Callable[[], object], steps: int) -> Measured:
 
 
 def _options() -> Any:
-    """Operations alone: Python's own calls would slow the step."""
+    """Trace device operations only: tracing Python calls would slow the step."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     return options
 
 
 def _lines(file: Path) -> Iterator[tuple[bool, Any]]:
-    """The threads and streams of a trace, and whether each is one of XLA's operations on a TPU."""
+    """(whether it lists XLA operations of a TPU, line) for every thread and stream of a trace."""
     for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
         for line in plane.lines:
             yield plane.name.startswith("/device:TPU") and line.name == "XLA Ops", line
@@ -105,7 +105,7 @@ def _timed(on_tpu: bool, line: Any, module: str) -> Iterator[TimedOperation]:
 
 
 def alone(events: Sequence[TimedOperation]) -> dict[str, float]:
-    """Nanoseconds of each operation of a thread, without those of operations inside it.
+    """Nanoseconds of each operation of a thread, without operations nested in it.
 
     >>> alone([TimedOperation("call", 0, 10), TimedOperation("dot", 2, 8), TimedOperation("add", 10, 11)])
     {'call': 4.0, 'dot': 6.0, 'add': 1.0}
@@ -123,7 +123,7 @@ def alone(events: Sequence[TimedOperation]) -> dict[str, float]:
 
 
 def _keys(program: Program) -> dict[str, Key]:
-    """Name of an instruction's scope -> what it is: name, kind, line, phase."""
+    """Scope of an instruction -> (name, kind, line, phase)."""
     key_of: dict[str, Key] = {}
     for i, _, _ in walk(program):
         if not isinstance(i, Resident | Commit | Loop):

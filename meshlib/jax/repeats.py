@@ -1,4 +1,4 @@
-"""What a program makes a second time on purpose, kept from being merged with the first.
+"""Deliberate recomputations of a program, protected from being merged with the originals.
 
 A program gathers weights again for the backward pass, and computes a layer again, so that nothing has to be held in
 between. A compiler that sees two equal operations on equal operands makes one of them, and holds it. So the second
@@ -19,7 +19,7 @@ from meshlib.program.instructions import Compute, Instruction, Move, Value
 
 
 class Repeats:
-    """The values of one program or body, numbered: equal numbers for equal values."""
+    """Numbers the values of one program or body: equal numbers for equal values."""
 
     def __init__(self) -> None:
         self._fresh = count()
@@ -28,15 +28,16 @@ class Repeats:
         self._last: Array | None = None
 
     def apart(self, i: Instruction, inputs: Sequence[Array]) -> Sequence[Array]:
-        """The operands, behind a barrier if the instruction was there before with the same ones."""
-        if not _minds(i) or self._key(i) not in self._made or self._last is None or not inputs:
+        """The operands, behind a barrier if an equal instruction has already run on them."""
+        if not _must_repeat(i) or self._key(i) not in self._made or self._last is None or not inputs:
             return inputs
-        self._numbers.update((y, next(self._fresh)) for y in i.outputs)  # from here on it is another value
+        # the result counts as a different value from now on
+        self._numbers.update((y, next(self._fresh)) for y in i.outputs)
         separated = lax.optimization_barrier((*inputs, self._last.reshape(-1)[:1]))
         return list(separated[:-1])
 
     def note(self, i: Instruction, arrays: Sequence[Array]) -> None:
-        """What an instruction has made."""
+        """Record the results of an instruction."""
         key = self._key(i)
         numbers = self._made.get(key)
         if numbers is None:
@@ -47,7 +48,7 @@ class Repeats:
             self._last = arrays[-1]
 
     def _key(self, i: Instruction) -> Any:
-        """What makes two instructions equal."""
+        """Key that is equal for instructions with equal results."""
         operands, op = tuple(self._number(x) for x in i.inputs), i.operation
         if isinstance(i, Move):
             return (tuple((s.kind, s.axes, s.dim, s.to_dim) for s in i.steps), operands)
@@ -61,8 +62,8 @@ class Repeats:
         return self._numbers[x]
 
 
-def _minds(i: Instruction) -> bool:
-    """Whether it matters that it is made again: it moves something, or holding its result takes memory."""
+def _must_repeat(i: Instruction) -> bool:
+    """Whether merging it would be harmful: a collective, or a result that occupies memory."""
     if isinstance(i, Compute):
         return not i.operation.opdef.cheap and i.operation.opdef.kind is not Kind.COPY
     return i.is_collective

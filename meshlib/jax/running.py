@@ -1,4 +1,4 @@
-"""`on_jax`: the face of a simulation on real devices."""
+"""`on_jax`: the interface of a simulation on real devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-import meshlib.jax.rows  # the library's own rows  # noqa: F401
+import meshlib.jax.rows  # registers the library's rows  # noqa: F401
 from hardware.slices import Slice
 from meshlib.core.arguments import at, flag
 from meshlib.core.arguments import whole as whole_number
@@ -36,8 +36,8 @@ from meshlib.program.records import Program, require_program
 from meshlib.simulation import READY_PROGRAMS, Simulation, State
 from meshlib.simulation.state import fed_arrays
 
-TIMED_STEPS = 100  # of which the median is the time of a step
-EXACT_CORES = 16  # up to so many the exact executor is asked where a NaN came from
+TIMED_STEPS = 100  # steps whose median is the step time
+EXACT_CORES = 16  # largest mesh on which the exact executor locates a NaN
 
 
 def on_jax(
@@ -48,20 +48,20 @@ def on_jax(
     slice: Any = None,
     executable: Any = None,
 ) -> OnJax:
-    """Run a program on the devices that JAX has: the same face, and the same numbers up to rounding, as `simulate`.
+    """Run a program on JAX devices, with the interface of `simulate` and the same numbers up to rounding.
 
     One `shard_map` runs the program instruction by instruction, its collectives as they stand there. In several
     processes (`jax.distributed.initialize()` first) each calls the same with the same feeds.
 
     Args:
       program: what `mtf.lower` returned.
-      devices: a list of JAX devices in the order of the mesh, the last axis fastest; those there are unless given.
+      devices: a list of JAX devices in the order of the mesh, the last axis fastest; by default all.
       seed: of initial values and random numbers, which are those of a simulation.
       checked: indices out of range and NaN raise and leave the state as it was, for which it is held twice while a step
         runs. Without it the step writes over the state, NaN is not looked for, and what an index out of range looks up
         becomes NaN; never another element. Nor does it wait: the devices work while the host feeds, and a result is
         waited for when it is read. Only programs that print or call Python functions wait, and several processes.
-      slice: what the devices are, a name or a Slice, for the estimate beside the measured times (`print(run)`); what
+      slice: the devices as a slice (name or Slice), for the estimate beside the measured times (`print(run)`); what
         JAX says of them unless given. `mtf.measure_chip` makes a chip of any devices.
       executable: a file that `mtf.compile_for(program, ...).save(path)` wrote, for these devices and this JAX: it is
         loaded, and nothing is compiled. Such a step does not check: it needs `checked=False`. Like every executable
@@ -87,7 +87,7 @@ def on_jax(
 
 
 class DeviceState(State):
-    """Variables on devices, each where its program wants it; read and assigned as whole arrays."""
+    """Variables on devices, sharded as the program requires; read and assigned as whole arrays."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -116,7 +116,7 @@ class DeviceState(State):
 
 
 class OnJax(Simulation):
-    """The variables of a program on JAX devices; see `on_jax`. `print(run)` says how long a step takes, and should.
+    """The variables of a program on JAX devices; see `on_jax`. `print(run)` shows measured and estimated step time.
 
     Example:
       >>> import meshlib as mtf
@@ -143,7 +143,7 @@ class OnJax(Simulation):
         self.executor, self.check_nan = "jax", checked
         self.devices = devices
         self.executable = executable
-        self.seconds: dict[int, deque[float]] = {}  # by id of the program, of those whose steps are kept
+        self.seconds: dict[int, deque[float]] = {}  # by id of the program, for cached steps
         self.state: DeviceState = DeviceState(seed)
         self._steps: OrderedDict[int, Step] = OrderedDict()
         self._stepping = False
@@ -168,7 +168,7 @@ class OnJax(Simulation):
 
     @property
     def step_seconds(self) -> float | None:
-        """What a step of the run's own program takes, from arrays on the host to results on the host; None before one.
+        """Seconds per step of the run's own program, from host arrays to results on the host; None before the first.
 
         The median of the last steps. Neither compiling nor the first step is counted. Of steps that are not waited for
         (`checked=False`) what they took one after the other since the last look, which waits for them.
@@ -200,7 +200,7 @@ class OnJax(Simulation):
         return twin
 
     def __deepcopy__(self, memo: object) -> OnJax:
-        return copy(self)  # what both hold, the program and its compiled steps, nobody changes
+        return copy(self)  # the program and its compiled steps are shared: they are immutable
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise GraphError(
@@ -209,7 +209,7 @@ class OnJax(Simulation):
         )
 
     def compiled(self, program: Program | None = None) -> Step:
-        """The step of a program as it is compiled for these devices: of this run's own unless given."""
+        """The compiled step of a program on these devices; by default the run's own program."""
         chosen = self.program if program is None else program
         if id(chosen) not in self._steps:
             given = self.executable if chosen is self.program else None
@@ -220,7 +220,7 @@ class OnJax(Simulation):
         return self._steps[id(chosen)]
 
     def profile(self, feeds: Mapping[str, Any], steps: int = 3) -> Measured:
-        """What the devices do in a step, instruction by instruction, as JAX's profiler sees it; the state stays.
+        """Time the instructions of a step with JAX's profiler; the state stays as it is.
 
         Args:
           feeds: the inputs of a step, by name.
@@ -243,7 +243,7 @@ class OnJax(Simulation):
         return measure(self.compiled(), lambda: twin._run(self.program, feeds), count)
 
     def rows_here(self, program: Program | None = None) -> HostArray | None:
-        """As of `Simulation`."""
+        """As `Simulation.rows_here`."""
         of = self.program if program is None else program
         here: HostArray | None = None
         for name, sharding in self.compiled(of).inputs.items():
@@ -257,11 +257,11 @@ class OnJax(Simulation):
         return None if here is None or here.all() else here
 
     def several(self, feeds: Sequence[Mapping[str, Any]]) -> list[dict[str, HostArray]] | None:
-        """As of `Simulation`: the steps are a `lax.scan`."""
+        """As `Simulation.several`, with the steps in one `lax.scan`."""
         with self.state.lock, by_default():
             return self._scanned(feeds)
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ implementation
 
     def _declare(self, program: Program) -> None:
         for name, sharding in self.compiled(program).variables.items():
@@ -279,14 +279,14 @@ class OnJax(Simulation):
         begun = time.perf_counter()
         number = int(arrays[STEP])
         feeds = {n: place(x, program.inputs[n].tensor.dtype, step.inputs[n]) for n, x in fed.items()}
-        outputs = step(self._lying(step), feeds, number, step.keys(self.seed))
+        outputs = step(self._resharded_state(step), feeds, number, step.keys(self.seed))
         waits = self.checked or step.calls_host or jax.process_count() > 1
         if waits:
             jax.block_until_ready(outputs)
             step.raise_faults()
             self._check(program, step, outputs, fed)
             _show(step.prints, outputs.prints)
-        # in the order of the program, not of JAX, which sorts them
+        # program order; JAX sorts by name
         dtypes = {n: v.tensor.dtype.public for n, v in program.outputs.items()}
         results: dict[str, HostArray] = Results({n: outputs.outputs[n] for n in dtypes}, dtypes)
         if waits:
@@ -314,7 +314,7 @@ class OnJax(Simulation):
             stacked[n] = place(np.stack([one[n] for one in fed]), v.tensor.dtype, sharding)
         number = int(arrays[STEP])
         warm, begun = step.has_several(len(fed)), time.perf_counter()
-        results = step.several(self._lying(step), stacked, number, step.keys(self.seed), len(fed))
+        results = step.several(self._resharded_state(step), stacked, number, step.keys(self.seed), len(fed))
         results = jax.block_until_ready(results)
         wrong = (step.checks or step.watched) and whole(results.checks)[..., 0].any()
         if step.faults or wrong:
@@ -328,12 +328,12 @@ class OnJax(Simulation):
             self._timed(program, (time.perf_counter() - begun) / len(fed))
         return [{n: y[k] for n, y in outputs.items()} for k in range(len(fed))]
 
-    def _lying(self, step: Step) -> dict[str, Any]:
-        """The state where a step wants it."""
+    def _resharded_state(self, step: Step) -> dict[str, Any]:
+        """The state, resharded for a step."""
         return {n: _moved(self.state.arrays[n], sharding) for n, sharding in step.variables.items()}
 
     def _check(self, program: Program, step: Step, results: StepResult, fed: Mapping[str, HostArray]) -> None:
-        """Raise what the checks of some device found."""
+        """Raise the error found by the checks of any device."""
         if not (step.checks or step.watched):
             return
         rows = whole(results.checks)
@@ -345,7 +345,7 @@ class OnJax(Simulation):
             raise NotFiniteError(f"{what} became NaN: {self._origin(program, fed)}")
 
     def _origin(self, program: Program, fed: Mapping[str, HostArray]) -> str:
-        """Which operation made the first NaN, of a program small enough to be run again core by core."""
+        """The operation with the first NaN, if the program is small enough to run again core by core."""
         if program.mesh.size > EXACT_CORES:
             return f"its {program.mesh.size} cores are too many to run one by one; simulate it on a smaller mesh"
         sim = Simulation(program, None, self.seed, "exact", True)
@@ -356,12 +356,12 @@ class OnJax(Simulation):
 
 
 def _has_numbers(x: Any) -> bool:
-    """Whether it is an array of JAX's, and not one of keys."""
+    """Whether a value is a JAX array other than random keys."""
     return isinstance(x, jax.Array) and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
 
 
 def _moved(x: Any, sharding: NamedSharding) -> Any:
-    """An array where it is wanted; through the host where devices of other processes are concerned."""
+    """An array under another sharding; through the host if devices of other processes are involved."""
     if not isinstance(x, jax.Array) or x.sharding == sharding:
         return x
     if x.is_fully_addressable and sharding.is_fully_addressable:
@@ -371,7 +371,7 @@ def _moved(x: Any, sharding: NamedSharding) -> Any:
 
 
 def _show(prints: Sequence[Prints], printed: Sequence[Any]) -> None:
-    """Print what the program prints, in its order."""
+    """Print the program's output in program order."""
     for p, arrays in zip(prints, printed, strict=True):
         if p.inside:
             held = jax.tree.map(whole, arrays)

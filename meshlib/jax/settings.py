@@ -1,4 +1,4 @@
-"""JAX as it is by default, whatever a user set for code of their own."""
+"""JAX's default settings, whatever a user set for code of their own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 
 @contextmanager
 def by_default() -> Iterator[None]:
-    """No mesh around, functions compiled, operands of other ranks and dtypes let in: what the library counts on.
+    """Default settings inside the block: no mesh, functions compiled, rank and dtype promotion allowed.
 
     A mesh that is set (`jax.set_mesh`) would have to be the program's, and a strict promotion would refuse its rows.
 

@@ -1,4 +1,4 @@
-"""PartitionSpecs of a program, for code of your own under plain `jit`; and what XLA's partitioner sends then."""
+"""PartitionSpecs of a program, for user code under plain `jit`; and the bytes that XLA's partitioner then sends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-import meshlib.jax.rows  # the library's own rows  # noqa: F401
+import meshlib.jax.rows  # registers the library's rows  # noqa: F401
 from meshlib.core.errors import GraphError, nearest
 from meshlib.core.graph import FORWARD
 from meshlib.core.text import bytes_text
@@ -33,11 +33,11 @@ Specs = dict[str, PartitionSpec]
 
 @dataclass(frozen=True)
 class PartitionSpecs:
-    """How a program's arrays lie, in JAX's terms: per name a PartitionSpec over axes of the program's mesh.
+    """The sharding of a program's arrays in JAX terms: by name, a PartitionSpec over the axes of the program's mesh.
 
     variables, inputs, outputs  by their names
     values                      what forward computes, by the operations' names: see `constrain`
-    unsaid                      of an imported program, where the program splits dims that no spec can: see `note`
+    unsaid          for an imported program, split dims that no spec can express: see `note`
 
     Of an imported program these are specs of the function's own arrays, in their axes, and `shardings(*args)` gives
     them in the form in which the function takes its arguments; there are no `values`, as none has a name of the user's.
@@ -55,7 +55,7 @@ class PartitionSpecs:
         return device_mesh(self.program.mesh, devices)
 
     def shardings(self, *args: Any, devices: Sequence[Any] | None = None) -> tuple[Any, ...]:
-        """The shardings of an imported function's arguments, for `jax.device_put` and `jax.jit(in_shardings=...)`.
+        """Shardings of an imported function's arguments, for `jax.device_put` and `jax.jit(in_shardings=...)`.
 
         Args:
           args: the arguments as `mtf.from_jax` took them, arrays or shapes.
@@ -69,7 +69,7 @@ class PartitionSpecs:
         return argument_shardings(graph, self.variables | self.inputs, self.mesh(devices), args)
 
     def constrain(self, name: str, x: Any) -> Any:
-        """`jax.lax.with_sharding_constraint` of what the program calls `name`; under a mesh that is set.
+        """`jax.lax.with_sharding_constraint` with the spec of the value `name`, under the current mesh.
 
         Raises: GraphError for a name that forward does not compute.
         """
@@ -78,7 +78,7 @@ class PartitionSpecs:
         return lax.with_sharding_constraint(x, self.values[name])
 
     def xla_sent_bytes(self, devices: Sequence[Any] | None = None) -> float:
-        """What a device sends in a step if XLA partitions this program by these specs, by the rules of rings.
+        """Bytes that a device sends per step on rings if XLA partitions this program by these specs.
 
         Compiles the unsharded program with the specs on variables, inputs, outputs and values, and reads the
         collectives off the result: exact for the compiler at hand, which needs as many devices as the mesh has.
@@ -88,7 +88,7 @@ class PartitionSpecs:
         return sent_bytes(_compiled(self, devices).as_text())
 
     def note(self, devices: Sequence[Any] | None = None) -> str:
-        """How many bytes XLA will send, beside those of the program."""
+        """A sentence that compares the bytes sent by XLA with those of the program."""
         theirs, ours = self.xla_sent_bytes(devices), self.program.sent_bytes
         ratio = f", {theirs / ours:.2f} times as many" if ours else ""
         text = (
@@ -103,7 +103,7 @@ class PartitionSpecs:
 
 
 def partition_specs(program: Program) -> PartitionSpecs:
-    """The layout of a program as PartitionSpecs, for models that stay as they are under plain `jit`.
+    """The layout of a program as PartitionSpecs, for unchanged models under plain `jit`.
 
     Args:
       program: what `mtf.lower` returned.
@@ -146,7 +146,7 @@ def partition_specs(program: Program) -> PartitionSpecs:
 
 
 class _Constrained(Executor):
-    """Whole values, each bound to where the program has it."""
+    """Interprets the unsharded program, with each value constrained to its sharding."""
 
     def __init__(self, context: TraceContext, specs: PartitionSpecs, mesh: jax.sharding.Mesh) -> None:
         super().__init__(context)

@@ -1,4 +1,4 @@
-"""One step of a program as a compiled function on JAX's devices: one jit of one shard_map."""
+"""One step of a program as a compiled JAX function: one jit of one shard_map."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from meshlib.program.records import Program, walk
 
 
 class Prints(NamedTuple):
-    """What a program prints, in its order: of an operation its values, of a loop what its body prints."""
+    """Values printed by a program, in program order: arrays of an operation, or the prints of a loop's body."""
 
     operation: Operation
     values: tuple[Value, ...]
@@ -38,7 +38,7 @@ class Prints(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What a step makes: fetched outputs, new values of variables, what `Print` shows, and per device the checks."""
+    """Result of a step: fetched outputs, new values of variables, values to print, and checks of each device."""
 
     outputs: dict[str, Array]
     updates: dict[str, Array]
@@ -47,10 +47,10 @@ class StepResult(NamedTuple):
 
 
 class Step:
-    """A program, its place on the devices, and the compiled function.
+    """A program, its devices, and the compiled function.
 
-    checked  whether NaN is looked for, and variables keep their old arrays until the caller drops them; else those of
-             updated variables are given to the step, which writes the new ones over them
+    checked  whether NaN is detected, and old arrays of variables survive until the caller drops them; otherwise the
+              arrays of updated variables are donated to the step
     executable  a file of the compiled step, as `Compiled.save` writes it; it is compiled unless given
     """
 
@@ -72,9 +72,10 @@ class Step:
         self.calls_host = bool(self.prints) or any(
             isinstance(i, Compute) and i.operation.opdef.name == "slicewise" for i, _, _ in walk(program)
         )
-        self.checks: list[Operation] = []  # those behind the rows of `Made.checks`; then what may be NaN
+        # operations with checks in `Reported.checks`, followed by values watched for NaN
+        self.checks: list[Operation] = []
         self.watched: list[str] = []
-        self.faults: list[Exception] = []  # of the user's own functions, while a step ran
+        self.faults: list[Exception] = []  # exceptions of user functions during a step
         self.compile_seconds = 0.0
         self._lowered: Any = None
         self._compiled: Any = None
@@ -82,20 +83,20 @@ class Step:
         self._check_types()
 
     def sharding(self, v: Value) -> NamedSharding:
-        """Where a value is stored: its blocks on the devices, in their memory or that of their hosts."""
+        """Where a value is stored: its blocks in the memory of devices or of their hosts."""
         if v.tensor.on_host and platform_of(self.mesh) != "cpu":  # whose memory is the host's
             return NamedSharding(self.mesh, spec_of(v.sharding), memory_kind="pinned_host")
         return NamedSharding(self.mesh, spec_of(v.sharding))
 
     def keys(self, seed: int) -> np.ndarray[Any, Any]:
-        """The random keys of a seed, uint32 [operations that draw, 2]."""
+        """The random keys of a seed: uint32 [operations that draw, 2]."""
         return np.array([make_key(seed, name) for name in self.drawing], np.uint32).reshape(-1, 2)
 
     @by_default()
     def lowered(self) -> Any:
-        """JAX's lowering of the step, whose `as_text()` shows what the compiler is given. Kept until it is compiled."""
+        """JAX's lowering of the step, whose `as_text()` shows the compiler's input. Cached until compilation."""
         if self._lowered is None:
-            # Said by name, for a TPU's topology may be compiled for by a process that has CPUs alone.
+            # By platform name, because a process with CPUs alone may compile for a TPU topology.
             named = {"lowering_platforms": ("tpu",)} if platform_of(self.mesh) == "tpu" else {}
             self._lowered = self._jitted().trace(*self._arguments()).lower(**named)
         return self._lowered
@@ -114,14 +115,14 @@ class Step:
     def __call__(
         self, state: Mapping[str, Array], feeds: Mapping[str, Array], number: int, keys: np.ndarray[Any, Any]
     ) -> StepResult:
-        """Run it: the state's arrays lie where `variables` says, the feeds where `inputs` does."""
+        """Run the step; state arrays are sharded as in `variables`, feeds as in `inputs`."""
         changed = {n: state[n] for n in self.program.updates if n != STEP}
         constant = {n: state[n] for n in self.variables if n not in changed}
         outputs, updates, prints, checks = self.compiled(changed, constant, dict(feeds), np.int32(number), keys)
         return StepResult(outputs, updates, prints, checks)
 
     def has_several(self, count: int) -> bool:
-        """Whether so many steps at once are compiled."""
+        """Whether the function for `count` steps is compiled."""
         return count in self._several
 
     def several(
@@ -132,7 +133,7 @@ class Step:
         keys: np.ndarray[Any, Any],
         count: int,
     ) -> StepResult:
-        """So many steps without a return to the host; feeds, outputs and checks are stacked."""
+        """Run `count` steps without returning to the host; feeds, outputs and checks are stacked."""
         changed = {n: state[n] for n in self.program.updates if n != STEP}
         constant = {n: state[n] for n in self.variables if n not in changed}
         if count not in self._several:
@@ -157,16 +158,16 @@ class Step:
         return StepResult(*self._several[count](changed, constant, dict(feeds), np.int32(number), keys))
 
     def raise_faults(self) -> None:
-        """Raise what a function of the user's raised in the step that has ended, if one did."""
+        """Raise the exception of a user function in the finished step, if any."""
         if self.faults:
             first = self.faults[0]
             self.faults.clear()
             raise first
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ implementation
 
     def _loaded(self, lowered: Any) -> Any:
-        """The executable in the file, on the devices of the mesh."""
+        """The executable in the file, loaded on the devices of the mesh."""
         assert self.executable is not None
         devices = list(self.mesh.devices.flat)
         body = read_executable(self.executable, self.program, str(devices[0].device_kind), jax_versions())
@@ -193,7 +194,7 @@ class Step:
         return jax.jit(self._mapped(), donate_argnums=() if self.checked else (0,), **self._results())
 
     def _results(self) -> dict[str, Any]:
-        """Where results are stored, if some variables are on the host: jit leaves results in the devices' memory."""
+        """Output shardings, needed if variables are on the host: jit leaves results in device memory."""
         variables = {n: self.program.variables[n] for n in self.program.updates if n != STEP}
         if not any(v.tensor.on_host for v in variables.values()):
             return {}
@@ -218,7 +219,7 @@ class Step:
     def _local(
         self, changed: dict[str, Array], constant: dict[str, Array], feeds: dict[str, Array], number: Array, keys: Array
     ) -> tuple[Any, ...]:
-        """What one device runs."""
+        """The function that one device runs."""
         p, notes = self.program, Reported(faults=self.faults)
         drawn = {name: keys[n] for n, name in enumerate(self.drawing)}
         platform = platform_of(self.mesh)
@@ -245,7 +246,7 @@ class Step:
         return outputs, updates, notes.prints, rows[None]
 
     def _check_types(self) -> None:
-        """Raise where a value's dtype or an operation is unknown to JAX, all at once."""
+        """Raise an error that lists all dtypes and operations that JAX does not support."""
         faults = []
         if not jax.config.jax_enable_x64:
             wide = {y.tensor.name for i, _, _ in walk(self.program) for y in i.outputs if y.tensor.dtype.itemsize > 4}

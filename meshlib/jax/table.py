@@ -1,4 +1,4 @@
-"""The operations on JAX: a row each, a function of local blocks. Other libraries' rows come by the same decorator."""
+"""Table of JAX rows: one function of local blocks per operation. Users register their own with the same decorator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class BlockRuns:
-    """Where the runs of all blocks of a dim begin, in global indices, and which block this is."""
+    """Windows of a dim: the global index at which each block's window begins, and the number of this block."""
 
     begins: tuple[int, ...]
     index: Index
@@ -29,14 +29,14 @@ class BlockRuns:
 
 @dataclass(frozen=True)
 class RowContext:
-    """What a row is told besides its operands' blocks.
+    """Context of a row, besides the blocks of its operands.
 
     names    the dims of each operand
     outs     types of the results' blocks
-    offsets  per factor the global index at which this block starts
-    runs     per operand the dims of which it comes as the very run that the result needs (see `operation.Halo`), what
-             lies outside the dim being anything
-    own      per operand what of it is no margin, if it has any
+    offsets  factor -> global index at which this block starts
+    runs     for each operand, the dims along which it is a window that the result needs (see `operation.Halo`);
+             elements outside the dim are undefined
+    own      for each operand with margins, the part that is no margin
     """
 
     operation: Operation
@@ -54,22 +54,22 @@ class RowContext:
 
     @property
     def out(self) -> TensorType:
-        """The type of the first result's block."""
+        """Type of the first result's block."""
         return self.outs[0]
 
     def lead(self, operand: int, dim: str) -> int | None:
-        """How far a run begins after the result, where both dims have one size; None of a block."""
+        """Offset of an operand's window from the result, where both dims have one size; None for a block."""
         run = self.runs[operand].get(dim)
         return None if run is None else run.begins[0]
 
     def positions(self, dim: str, size: int) -> Array:
-        """The global indices of the result along `dim`, of which its block has `size`."""
+        """Global indices of this block of the result along `dim`, of length `size`."""
         return self.offsets[dim] + jnp.arange(size, dtype=jnp.int32)
 
 
 @dataclass(frozen=True)
 class SplitRow:
-    """How an operation runs along a dim whose blocks need a summary of each other: as `operation.Summary`, on JAX."""
+    """How an operation runs along a dim whose blocks exchange summaries: the JAX counterpart of `operation.Summary`."""
 
     summarise: Function
     finish: Function
@@ -98,7 +98,7 @@ ROWS: dict[str, JaxRow] = {}
 def row(
     name: str, *, native: bool = False, split: SplitRow | None = None, stacks: bool = False
 ) -> Callable[[Function], Function]:
-    """Say how JAX runs an operation of your own: a decorator of a function of one device's blocks.
+    """Decorator that registers a function of one device's blocks as the JAX row of an operation.
 
     The function takes a `RowContext` (attributes, names of dims, global offsets) and an array per operand, and returns
     the block of the result. bfloat16 comes as float32 unless `native`; results are rounded to their declared dtype.
@@ -108,7 +108,7 @@ def row(
       native: see above.
       split: how it runs along a split dim of role SUMMARY or SHARE.
       stacks: whether the function takes `trip=`, an index: operand 0 then is a stack of blocks, and so is the result.
-    Raises: GraphError for an operation that there is not, or that has a row.
+    Raises: GraphError for an unknown operation, or one that has a row.
     Example:
       >>> from meshlib.jax import row
       >>> row("tanh")
@@ -142,27 +142,27 @@ def row_of(op: Operation) -> JaxRow:
 
 
 def storage(dtype: DType) -> Any:
-    """The dtype of arrays on JAX."""
+    """JAX dtype in which arrays are stored."""
     return jnp.dtype(dtype.public)
 
 
 def widest(dtype: DType) -> Any:
-    """The dtype in which values are made: float32 for bfloat16 and fp8, to which results are rounded once."""
+    """Dtype of computations: float32 for bfloat16 and fp8, to which results are rounded once."""
     return jnp.float32 if dtype.is_rounded else storage(dtype)
 
 
 def widened(x: Array) -> Array:
-    """bfloat16 and fp8 as float32, others as they are."""
+    """bfloat16 and fp8 as float32, other dtypes unchanged."""
     return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 else x
 
 
 def rounded(x: Array) -> Array:
-    """float32 rounded to a bfloat16 number, which no compiler undoes as it does a pair of casts."""
+    """float32 rounded to bfloat16 precision by an operation that compilers do not remove, unlike a pair of casts."""
     return lax.reduce_precision(x, 8, 7)
 
 
 def as_declared(op: Operation, out: TensorType, y: Any) -> Array:
-    """What a row made, in its declared type."""
+    """The result of a row, converted to its declared type."""
     y = jnp.asarray(y)
     if y.shape != out.shape.sizes:
         raise ProgramError(f"{op} made {y.dtype}{list(y.shape)} on JAX, not the declared {out}")
@@ -177,10 +177,11 @@ def as_declared(op: Operation, out: TensorType, y: Any) -> Array:
 
 
 def run_row(part: RowContext, function: Function, arrays: Sequence[Array], *first: Any) -> tuple[Array, ...]:
-    """A row's function on blocks, its results in their declared types."""
+    """Run a row's function on blocks; results have their declared types."""
     op = part.operation
     native = row_of(op).native or op.opdef.exact
-    given = [x.astype(jnp.int8) if x.dtype == jnp.int4 else x for x in arrays]  # XLA sorts no int4, and fuses this
+    # XLA does not sort int4; the cast is fused
+    given = [x.astype(jnp.int8) if x.dtype == jnp.int4 else x for x in arrays]
     given = given if native else [widened(x) for x in given]
     returned = function(part, *first, *given)
     results = returned if isinstance(returned, tuple) else (returned,)
@@ -188,7 +189,7 @@ def run_row(part: RowContext, function: Function, arrays: Sequence[Array], *firs
 
 
 def aligned(x: Array, names: Sequence[str], to: Sequence[str]) -> Array:
-    """`x` with its dims in the order `to`, of length 1 where it has none: broadcasting by name."""
+    """`x` with dims in the order `to`, of length 1 where missing: broadcasting by name."""
     names, to = tuple(names), tuple(to)
     if names == to:
         return x

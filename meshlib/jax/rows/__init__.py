@@ -1,4 +1,4 @@
-"""A row for each operation of the library; importing this package fills the table."""
+"""JAX rows of the library's operations; importing this package registers them."""
 
 import meshlib.ops.catalogue as _catalogue
 from meshlib.jax.rows import along_dims as _along_dims

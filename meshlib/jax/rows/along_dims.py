@@ -1,4 +1,4 @@
-"""Running sums, recurrences and order along a dim, on JAX; along a split dim with a summary of each block."""
+"""JAX rows of running sums, recurrences and sorting along a dim; a split dim uses one summary per block."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _axis(part: RowContext) -> int:
 
 
 def _weights_before(part: RowContext, count: int, index: Index) -> Array:
-    """Of `count` blocks which come before this one: bool."""
+    """For each of `count` blocks, whether it precedes this one."""
     blocks = jnp.arange(count)
     return blocks > index if part.attrs["reverse"] else blocks < index
 
@@ -46,7 +46,7 @@ def _cumsum_after(part: RowContext, heard: tuple[Array], index: Index, x: Array)
     return _cumsum(part, x) + jnp.expand_dims(total, _axis(part))
 
 
-# `finish` takes (part, what was heard, this block's place, *operands).
+# `finish` takes (part, summaries of all blocks, this block's index, *operands).
 row("cumsum", split=SplitRow(_total, _cumsum_after))(_cumsum)
 
 
@@ -54,12 +54,12 @@ row("cumsum", split=SplitRow(_total, _cumsum_after))(_cumsum)
 
 
 def _then(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Two maps h -> a h + x, one after the other."""
+    """Composition of two maps h -> a h + x."""
     return first[0] * second[0], second[0] * first[1] + second[1]
 
 
 def _maps(part: RowContext, a: Array, x: Array) -> tuple[Array, Array]:
-    """Per index the map from what enters the block to the value there."""
+    """Map from the state before the block to the state at each index."""
     factors, values = lax.associative_scan(_then, (a, x), axis=_axis(part), reverse=part.attrs["reverse"])
     return factors, values
 
@@ -91,14 +91,14 @@ row("linear_recurrence", split=SplitRow(_whole_map, _recurrence_after))(_recurre
 
 
 def _best(x: Array, k: int) -> Array:
-    """Indices of the k largest along the last axis, largest first, ties by index, NaN first."""
+    """Indices of the k largest along the last axis, largest first; ties by index, NaN first."""
     if jnp.issubdtype(x.dtype, jnp.floating):
-        x = jnp.where(jnp.isnan(x), jnp.nan, x) + 0.0  # NaN without its sign, and of -0 and 0 neither is larger
+        x = jnp.where(jnp.isnan(x), jnp.nan, x) + 0.0  # NaN without its sign, and -0 equal to 0
     return lax.top_k(x, k)[1]
 
 
 def _candidates(part: RowContext, x: Array, k: int) -> tuple[Array, Array]:
-    """The k largest of this block along the ranked dim, or all, and their global indices; that dim last."""
+    """The k largest values (or all) of this block along the ranked dim, and their global indices; that dim is last."""
     x = jnp.moveaxis(x, _axis(part), -1)
     factors: tuple[Factor, ...] = part.operation.opdef.roles(part.operation)
     start = sum(part.offsets[f.name] for f in factors if f.operands[0] == part.attrs["dim"])
@@ -107,7 +107,7 @@ def _candidates(part: RowContext, x: Array, k: int) -> tuple[Array, Array]:
 
 
 def _best_of(heard: Sequence[Array], k: int) -> tuple[Array, Array]:
-    # Candidates in the order of their blocks: equal ones keep the order of their indices.
+    # Candidates in block order, so that equal values keep their index order.
     values, indices = (jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1) for x in heard)
     chosen = _best(values, k)
     return jnp.take_along_axis(values, chosen, -1), jnp.take_along_axis(indices, chosen, -1)

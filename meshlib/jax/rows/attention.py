@@ -1,7 +1,7 @@
-"""Fused attention on JAX: the device's kernel where it makes just this, else runs of queries; scores are never whole.
+"""Fused attention on JAX: the vendor's kernel where it applies, otherwise chunks of queries without the full scores.
 
-Each operation is the same walk over runs of queries. Of keys that are split, a device knows what it has heard of the
-others' (see `meshlib.ops.fused_attention.split_sequence`).
+All operations share one loop over chunks of queries. Where keys are split, a device uses summaries of the other
+devices' keys (see `meshlib.ops.fused_attention.split_sequence`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from meshlib.jax.rows.fused_attention import fused, fused_gradients, implementat
 from meshlib.jax.rows.products import dot, operand
 from meshlib.jax.table import RowContext, SplitRow, aligned, row
 
-CHUNK = 1 << 22  # scores that are there at once
+CHUNK = 1 << 22  # scores held at once
 Names = tuple[str, ...]
 
 
 class JaxAttention:
-    """One device's operands, seen as q [batch, group, length, key] and k, v [batch, memory, key or value]."""
+    """One device's operands as q [batch, group, length, key] and k, v [batch, memory, key or value]."""
 
     def __init__(self, part: RowContext, arrays: tuple[Array, ...], with_cotangent: bool) -> None:
         self.part, self.context = part, part.context
@@ -59,7 +59,7 @@ class JaxAttention:
             self.mask = added if self.mask is None else jnp.where(self.mask, added, -jnp.inf)
 
     def _first(self, n: int, dim: str) -> Index:
-        """The global index of the first query or key here. Of a run, `offsets` has the result's."""
+        """The global index of the first query or key of this block or window."""
         lead = self.part.lead(n, dim)
         return self.part.offsets.get(dim, 0) if lead is None else self.part.offsets[self.length] + lead
 
@@ -68,7 +68,7 @@ class JaxAttention:
         return rows.reshape(self.count, self.groups, self.queries, -1)
 
     def _mask(self, mask: Array, names: Names) -> Array:
-        """[batch, group, length, memory], of size 1 where the mask has none of these dims."""
+        """The mask as [batch, group, length, memory], with size 1 for missing dims."""
         parts = (self.batch, self.group, (self.length,), (self.memory,))
         shown = aligned(mask, names, tuple(n for part in parts for n in part))
         full, merged = [], []
@@ -79,7 +79,7 @@ class JaxAttention:
         return jnp.broadcast_to(shown, full).reshape(merged)
 
     def product(self, subscripts: str, a: Array, b: Array) -> Array:
-        """An einsum of operands as the MXU takes them."""
+        """An einsum of operands in the MXU's input dtype."""
         a, b = (operand(x, self.context) for x in (a, b))
         ins, out = subscripts.split("->")
         left, right = ins.split(",")
@@ -93,7 +93,7 @@ class JaxAttention:
         return aligned(dot(a, b, dims), names, tuple(out))
 
     def weights(self, q: Array, start: Index, mask: Array | None) -> tuple[Array, Array, Array]:
-        """exp(scores - maximum), their sums (1 of nothing), log(sum(exp(scores))), of some queries.
+        """For a chunk of queries: exp(scores - maximum), its sums (1 if all keys are masked), log(sum(exp(scores))).
 
         [batch, group, queries, keys] and twice [..., 1].
         """
@@ -107,11 +107,11 @@ class JaxAttention:
         if attrs["window"] is not None:
             near = jnp.abs(i - j) < attrs["window"]
             seen = near if seen is None else seen & near
-        if self.part.runs[1]:  # of runs, what lies outside the sequence is not there
+        if self.part.runs[1]:  # a window may extend beyond the sequence
             size = self.part.operation.inputs[1].shape.dim(self.memory).size
             there = (j >= 0) & (j < size) & (i >= 0) & (i < size)
             seen = there if seen is None else seen & there
-        if mask is not None and mask.dtype != jnp.bool_:  # a bias, -inf where a key is hidden
+        if mask is not None and mask.dtype != jnp.bool_:  # a bias, -inf for masked keys
             s, mask = s + mask, None
         for hides in (seen, mask):
             if hides is not None:
@@ -123,12 +123,12 @@ class JaxAttention:
         return p, jnp.where(total == 0, 1, total), peak + jnp.log(total)
 
     def probabilities(self, q: Array, start: Index, mask: Array | None, heard: Array | None) -> tuple[Array, Array]:
-        """The softmax over the keys here, or over all with the level heard of them; and the level here."""
+        """Softmax over this block's keys, rescaled to all keys if `heard` is given; and this block's log-sum-exp."""
         p, total, level = self.weights(q, start, mask)
         return p * (_share(level, heard) / total), level
 
     def walk(self, step: Callable[..., Any], *by_row: Array) -> Any:
-        """`step(start, mask, q, dy, *by_row)` of each run of queries: a pair of what is stacked and what is summed.
+        """Run `step(start, mask, q, dy, *by_row)` on chunks of queries: (results to concatenate, results to sum).
 
         `by_row` are [batch, group, length, ...].
         """
@@ -155,7 +155,7 @@ class JaxAttention:
 
         zeros = self._zeros(run, given, rows)
         sums, pieces = lax.scan(turn, zeros, jnp.arange(self.queries // rows, dtype=jnp.int32))
-        # [runs, batch, group, rows, ...] -> [batch, group, length, ...]
+        # [chunks, batch, group, rows, ...] -> [batch, group, length, ...]
         joined = tuple(jnp.moveaxis(y, 0, 2).reshape(*y.shape[1:3], self.queries, *y.shape[4:]) for y in pieces)
         return joined, sums
 
@@ -165,25 +165,25 @@ class JaxAttention:
         return tuple(jnp.zeros(s.shape, s.dtype) for s in sums)
 
     def of_rows(self, x: Array, last: str | None, to: Names) -> Array:
-        """[batch, group, length, ...] as the dims `to`."""
+        """[batch, group, length, ...] with dims in the order `to`."""
         names = (*self.batch, *self.group, self.length, *([] if last is None else [last]))
         sizes = [self.sizes[n] for n in names[: len(self.batch) + len(self.group) + 1]]
         return aligned(x.reshape(*sizes, *([] if last is None else [x.shape[-1]])), names, to)
 
     def of_keys(self, x: Array, last: str, to: Names) -> Array:
-        """[batch, memory, ...] as the dims `to`."""
+        """[batch, memory, ...] with dims in the order `to`."""
         names = (*self.batch, self.memory, last)
         return aligned(x.reshape(*(self.sizes[n] for n in names[:-1]), x.shape[-1]), names, to)
 
     def heard_rows(self, x: Array) -> Array:
-        """A number per query, in the order of q, as `weights` has them: [batch, group, length, 1]."""
+        """A number per query as [batch, group, length, 1], the shape of `weights`."""
         names = tuple(n for n in self.part.names[0] if n != self.key)
         rows = aligned(x, names, (*self.batch, *self.group, self.length))
         return rows.reshape(self.count, self.groups, self.queries, 1)
 
 
 def _share(level: Array, heard: Array | None) -> Array:
-    """This block's part of each query's softmax."""
+    """This block's share of each query's softmax."""
     return jnp.ones_like(level) if heard is None else jnp.where(jnp.isneginf(level), 0, jnp.exp(level - heard))
 
 
@@ -218,12 +218,12 @@ def _levels(part: RowContext, *arrays: Array) -> tuple[Array, ...]:
 def _gradients(
     part: RowContext, arrays: tuple[Array, ...], query: bool, heard: tuple[Array, Array] | None = None
 ) -> Any:
-    """dq, or dk and dv."""
+    """dq, or (dk, dv)."""
     kernel = JaxAttention(part, arrays, with_cotangent=True)
     name = implementation(kernel) if heard is None else None
     if name is not None:
         dq, dk, dv = fused_gradients(kernel, name)
-        return _given_back(kernel, (dq,) if query else (), () if query else (dk, dv))
+        return _in_operand_dims(kernel, (dq,) if query else (), () if query else (dk, dv))
     scale = kernel.type(part.attrs["scale"])
 
     def step(start: Index, mask: Array | None, q: Array, dy: Array, *told: Array) -> Any:
@@ -236,11 +236,11 @@ def _gradients(
         return (), (kernel.product("bgqk,bgqd->bkd", ds, q), kernel.product("bgqk,bgqe->bke", p, dy))
 
     by_row, sums = kernel.walk(step, *([] if heard is None else map(kernel.heard_rows, heard)))
-    return _given_back(kernel, by_row, sums)
+    return _in_operand_dims(kernel, by_row, sums)
 
 
-def _given_back(kernel: JaxAttention, by_row: tuple[Array, ...], sums: tuple[Array, ...]) -> Any:
-    """dq in the order of q, or dk and dv in those of k and v."""
+def _in_operand_dims(kernel: JaxAttention, by_row: tuple[Array, ...], sums: tuple[Array, ...]) -> Any:
+    """dq with the dims of q, or dk and dv with those of k and v."""
     names = kernel.part.names
     if by_row:
         return kernel.of_rows(by_row[0], kernel.key, names[0])
@@ -261,7 +261,7 @@ def _levels_and_means(part: RowContext, *arrays: Array) -> tuple[Array, ...]:
 
 
 def _combined(levels: Array, means: Array | None = None) -> tuple[Array, ...]:
-    """Those over the keys of all blocks, which stand on the leading dim."""
+    """Log-sum-exp and means over all blocks' keys, from those of each block on the leading dim."""
     peak = jnp.max(levels, axis=0)
     peak = jnp.where(jnp.isneginf(peak), 0, peak)
     whole = peak + jnp.log(jnp.sum(jnp.exp(levels - peak), axis=0))
@@ -311,7 +311,7 @@ row("attention_window_grad_query", native=True)(_grad_query)
 
 @row("attention_window_grad_memory", native=True)
 def _window_grad_memory(part: RowContext, *arrays: Array) -> tuple[Array, Array]:
-    """The cotangents of the keys and values of this block, of the run that was needed."""
+    """Gradients of this block's keys and values, for the window that was gathered."""
     memory = part.attrs["memory_length"]
     rows_here = part.out.shape.dim(memory).size
     begin = -(part.lead(1, memory) or 0)

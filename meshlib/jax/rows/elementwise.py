@@ -1,4 +1,4 @@
-"""Element-wise operations and reductions on JAX, one line each where JAX has the function."""
+"""JAX rows of element-wise operations and reductions, one line each where JAX has the function."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshlib.jax.table import RowContext, aligned, row, storage
 
 
 def _of_integers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which makes 0 of an integer and 0, as NumPy does; what XLA makes of it differs by machine."""
+    """`function` that returns 0 for a zero integer divisor, as NumPy does; XLA's result depends on the machine."""
 
     def local(x: Array, y: Array) -> Array:
         if not jnp.issubdtype(y.dtype, jnp.integer):
@@ -56,7 +56,7 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "pow": jnp.power,
     "reciprocal": lambda x: 1 / x,
     "relu": lambda x: jnp.maximum(x, 0),
-    "relu_grad": lambda dy, y: jnp.where(y > 0, dy, jnp.zeros_like(dy) * dy),  # NaN stays, as in a product
+    "relu_grad": lambda dy, y: jnp.where(y > 0, dy, jnp.zeros_like(dy) * dy),  # NaN propagates, as in a product
     "round": jnp.round,
     "rsqrt": lambda x: 1 / jnp.sqrt(x),
     "sigmoid": jax.nn.sigmoid,
@@ -79,7 +79,7 @@ REDUCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def _by_name(function: Callable[..., Any]) -> Callable[..., Array]:
-    """`function` of operands that are broadcast by name."""
+    """`function` of operands broadcast by dim name."""
 
     def local(part: RowContext, *arrays: Array) -> Array:
         to = part.out.shape.names
@@ -109,7 +109,7 @@ for _name, _function in REDUCTIONS.items():
 
 @row("cast")
 def cast(part: RowContext, x: Array) -> Array:
-    """Floats to integers are cut towards zero, wider integers to their low bits."""
+    """Cast: floats to integers truncate towards zero, wide integers keep their low bits."""
     out = part.out.dtype
     if out.name == "bfloat16" and x.dtype == jnp.float32:
         return x

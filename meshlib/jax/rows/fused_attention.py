@@ -1,4 +1,4 @@
-"""Attention kernels that ship with JAX: cuDNN's on GPUs, splash attention on TPUs."""
+"""Attention kernels of JAX: cuDNN's on GPUs, splash attention on TPUs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from meshlib.jax.context import Array
 if TYPE_CHECKING:
     from meshlib.jax.rows.attention import JaxAttention
 
-LANES = 128  # of a TPU: blocks of queries, of keys and of the key dim are multiples
-BLOCK = 512  # queries or keys of a block at most, as MaxText takes them
-INTERPRETED = False  # run splash attention by its interpreter, which every platform has
+LANES = 128  # TPU: multiple of query, key and feature blocks
+BLOCK = 512  # largest block of queries or keys, as in MaxText
+INTERPRETED = False  # run splash attention in interpreter mode, available on every platform
 
 
 def implementation(kernel: JaxAttention) -> str | None:
-    """Which kernel makes just this: bfloat16, whole keys, no mask but by position; None where none does."""
+    """The kernel for exactly this attention (bfloat16, unsplit keys, positional masks only), or None."""
     attrs = kernel.part.attrs
     by_position = attrs["causal"] or attrs["window"] is not None
-    # Positions are counted from the first query and key: both must be the sequence's own.
+    # Positions count from the first query and key, so both must begin the sequence.
     whole = all(isinstance(n, int) and n == 0 for n in (kernel.first_query, kernel.first_key))
     aligned_rows = whole and not kernel.part.runs[1] and (not by_position or kernel.queries == kernel.keys)
     if kernel.mask is not None or not aligned_rows:
@@ -38,16 +38,16 @@ def implementation(kernel: JaxAttention) -> str | None:
 
 
 def fused(kernel: JaxAttention, name: str) -> Array:
-    """The result by the kernel of that name: [batch, group, length, value].
+    """Result of the named kernel: [batch, group, length, value].
 
-    It is made as for its gradients, so that the compiler makes it once where they stand beside it.
+    It is called as for its gradients, so that the compiler shares the forward pass with them.
     """
     dq: Array = jax.vjp(_function(kernel, name), kernel.q, kernel.k, kernel.v)[0]
     return dq
 
 
 def fused_gradients(kernel: JaxAttention, name: str) -> tuple[Array, Array, Array]:
-    """Of `fused`, which is made again for them; one call serves both of the program's operations."""
+    """Gradients of `fused`, whose forward pass is repeated; one call serves both gradient operations."""
     assert kernel.dy is not None
     y, back = jax.vjp(_function(kernel, name), kernel.q, kernel.k, kernel.v)
     cotangents: tuple[Array, Array, Array] = back(kernel.dy.astype(y.dtype))
@@ -77,8 +77,8 @@ def vendor(kernel: JaxAttention, q: Array, k: Array, v: Array, name: str) -> Arr
 def splash(kernel: JaxAttention, q: Array, k: Array, v: Array) -> Array:
     """Splash attention of q [batch, group, length, key], k [batch, memory, key] and v [batch, memory, value].
 
-    It reads blocks of scores that some query sees, and keeps none in HBM. Key and value dims are filled up to whole
-    lanes by zeros.
+    It computes only blocks of scores that are not fully masked, and stores none in HBM. Key and value dims are
+    zero-padded to whole lanes.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -104,11 +104,11 @@ def splash(kernel: JaxAttention, q: Array, k: Array, v: Array) -> Array:
 
 
 def _block(length: int) -> int:
-    """The largest whole number of lanes that divides a length, up to `BLOCK`."""
+    """The largest multiple of the lane count up to `BLOCK` that divides a length."""
     return next(n for n in range(BLOCK, 0, -LANES) if length % n == 0)
 
 
 def _filled(x: Array) -> Array:
-    """With zeros behind the last dim, up to whole lanes."""
+    """Pad the last dim with zeros to a multiple of the lane count."""
     short = -x.shape[-1] % LANES
     return jnp.pad(x, (*((0, 0),) * (x.ndim - 1), (0, short))) if short else x

@@ -1,4 +1,4 @@
-"""Operations that address elements by index, on JAX. An index out of range is an error, or NaN where nobody checks."""
+"""JAX rows of indexing operations. An index out of range is an error, or yields NaN without checks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Names = tuple[str, ...]
 
 
 def _checked(part: RowContext, n: int, indices: Array) -> Array | None:
-    """Which indices are no index, if that is an error; word of it is left for the host."""
+    """Which indices are out of range, if that is an error; reported to the host."""
     if part.attrs["out_of_range"] != "error":
         return None
     own = part.own[n]
@@ -25,7 +25,7 @@ def _checked(part: RowContext, n: int, indices: Array) -> Array | None:
 
 
 def _poison(y: Array, wrong: Array | None) -> Array:
-    """NaN where the index is none: should nobody look at the check, the result tells."""
+    """NaN for indices out of range, so that unchecked errors show in the result."""
     if wrong is None or not jnp.issubdtype(y.dtype, jnp.floating):
         return y
     return jnp.where(wrong, jnp.asarray(jnp.nan, y.dtype), y)
@@ -49,7 +49,7 @@ def _gather(part: RowContext, weights: Array, indices: Array) -> Array:
     local = indices - part.offsets[dim]
     hit = (local >= 0) & (local < weights.shape[axis])
     chosen = jnp.where(hit, local, 0)
-    if part.context.platform == "tpu" and {*w_names} <= {*i_names, dim}:  # a number of each row
+    if part.context.platform == "tpu" and {*w_names} <= {*i_names, dim}:  # one number per row
         looked_up = _selected(weights, chosen, part.names, dim, out)
     elif not set(w_names) & set(i_names):  # whole rows
         looked_up = jnp.take(jnp.moveaxis(weights, axis, 0), chosen, axis=0, mode="clip")
@@ -66,9 +66,9 @@ def _gather(part: RowContext, weights: Array, indices: Array) -> Array:
 
 
 def _selected(weights: Array, chosen: Array, names: Sequence[Names], dim: str, out: Names) -> Array:
-    """One element of each row as a masked sum along `dim`, which XLA fuses with other passes over the rows.
+    """One element per row as a masked sum along `dim`, which XLA fuses with other passes over the rows.
 
-    A gather of numbers runs on its own: it would read, and keep for itself, what a cast or a product makes on the way.
+    A gather of single numbers is not fused: a cast or product before it would have to be stored for it.
     """
     w_names, i_names = names
     space = (*i_names, dim)
@@ -80,7 +80,7 @@ def _selected(weights: Array, chosen: Array, names: Sequence[Names], dim: str, o
 
 @row("scatter_add")
 def _scatter_add(part: RowContext, updates: Array, indices: Array) -> Array:
-    """As rows of one table: [index dims of the result and `dim`, the other dims of the result]."""
+    """Scatter-add as rows of one table: [index dims of the result and `dim`, other dims of the result]."""
     dim, (u_names, i_names), out = part.attrs["dim"].name, part.names, part.out.shape
     sizes = dict(zip((*u_names, *i_names), (*updates.shape, *indices.shape), strict=True)) | {
         d.name: d.size for d in out
@@ -100,7 +100,7 @@ def _scatter_add(part: RowContext, updates: Array, indices: Array) -> Array:
     rows = prod(sizes[n] for n in (*batch, dim))
     place = jnp.where(hit, jnp.broadcast_to(place * sizes[dim], indices.shape) + local, rows).reshape(
         -1
-    )  # else outside
+    )  # otherwise out of range
     space = (*i_names, *free_names)
     given = jnp.broadcast_to(aligned(updates, u_names, space), [sizes[n] for n in space]).reshape(place.size, -1)
     table = jnp.zeros((rows, given.shape[1]), updates.dtype).at[place].add(given, mode="drop")
@@ -111,7 +111,7 @@ def _scatter_add(part: RowContext, updates: Array, indices: Array) -> Array:
 
 @row("update_rows")
 def _update_rows(part: RowContext, x: Array, rows: Array, indices: Array) -> Array:
-    """One scatter, which drops what falls outside of this block."""
+    """One scatter that drops rows outside this block."""
     wrong = _checked(part, 2, indices)
     dim, (names, r_names, i_names) = part.attrs["dim"].name, part.names
     if wrong is not None and jnp.issubdtype(rows.dtype, jnp.floating):
@@ -128,16 +128,16 @@ def _update_rows(part: RowContext, x: Array, rows: Array, indices: Array) -> Arr
 
 @row("update_slice", stacks=True)
 def _update_slice(part: RowContext, x: Array, new: Array, start: Array, trip: Array | None = None) -> Array:
-    """One scatter, which drops what falls outside of this block; a plain update of a whole dim at one place.
+    """One scatter that drops elements outside this block; a plain update for an unsplit dim at a single position.
 
-    The scatter indexes all dims down to the last that decides about a place, so that the block keeps its order of dims:
-    XLA would transpose a whole cache to write a token between its heads.
+    The scatter indexes all dims down to the last one that is indexed or split, so that the block keeps its dim order:
+    otherwise XLA transposes a whole cache to write one token.
     """
     wrong = _checked(part, 2, start)
     dim, run, (names, n_names, s_names) = part.attrs["dim"].name, part.attrs["run"].name, part.names
     if run not in n_names:
         new, n_names = new[..., None], (*n_names, run)
-    if wrong is not None and jnp.issubdtype(new.dtype, jnp.floating):  # NaN, at the last place where it fits
+    if wrong is not None and jnp.issubdtype(new.dtype, jnp.floating):  # NaN, written to the last valid position
         new = _poison(new, aligned(wrong, s_names, n_names))
         start = jnp.clip(start, 0, index_count(part.operation) - 1)
     outer = () if trip is None else (trip,)  # the index of the block in a stack of them
@@ -148,7 +148,7 @@ def _update_slice(part: RowContext, x: Array, new: Array, start: Array, trip: Ar
         begin = (*outer, *(start if n == dim else 0 for n in names))
         return lax.dynamic_update_slice(x, moved[None] if outer else moved, begin)
     place = start[..., None] + jnp.arange(count, dtype=jnp.int32) - part.offsets[dim]
-    place = jnp.where((place >= 0) & (place < size), place, size)  # JAX would count what is negative from the end
+    place = jnp.where((place >= 0) & (place < size), place, size)  # JAX would wrap negative indices
     indexed = names[: 1 + max(names.index(n) for n in (dim, *s_names))]
     space = tuple(run if n == dim else n for n in indexed)
     places = tuple(

@@ -1,4 +1,4 @@
-"""Products on JAX, in the arithmetic that the program says: float32 operands are rounded to bfloat16 unless kept.
+"""JAX rows of products in the program's precision: float32 operands are rounded to bfloat16 by default.
 
 A TPU and a GPU multiply bfloat16 and add in float32. A CPU multiplies the rounded numbers in float32: the same.
 """
@@ -25,14 +25,14 @@ from meshlib.ops.contraction.einsum import EIGHT_BIT, Names, matmul_plan
 
 
 def operand(x: Array, context: TraceContext, precise: bool = False) -> Array:
-    """An operand as the MXU takes it."""
+    """An operand in the MXU's input dtype."""
     if x.dtype == jnp.float32 and not (precise or context.highest):
         x = rounded(x) if context.platform == "cpu" else x.astype(jnp.bfloat16)
-    return widened(x) if context.platform == "cpu" else x  # fp8 of either kind goes into one product
+    return widened(x) if context.platform == "cpu" else x  # fp8 formats may be mixed in one product
 
 
 def dot(a: Array, b: Array, dims: Any) -> Array:
-    """`lax.dot_general`, summed in float32 (float64 of float64); the operands' own precision."""
+    """`lax.dot_general`, accumulated in float32 (float64 for float64), in the operands' own precision."""
     summed = jnp.float64 if a.dtype == jnp.float64 else jnp.float32
     return lax.dot_general(a, b, dims, precision=lax.Precision.HIGHEST, preferred_element_type=summed)
 
@@ -40,7 +40,7 @@ def dot(a: Array, b: Array, dims: Any) -> Array:
 def product(
     a: Array, b: Array, a_names: Names, b_names: Names, out: Names, multiply: Callable[..., Array] = dot
 ) -> Array:
-    """The sum over all dims that are not in `out` of the product, dims matched by name."""
+    """Product summed over all dims absent from `out`, with dims matched by name."""
     plan = matmul_plan(a_names, b_names, out)
     if plan.swapped:
         a, b, a_names, b_names = b, a, b_names, a_names
@@ -60,10 +60,10 @@ def product(
 
 
 def _runs(names: Names, partner: Names, other: Names) -> list[Names]:
-    """Dims that follow each other in `names` and in `partner`, none in `other`: a product takes each run as one dim.
+    """Runs of dims adjacent in `names` and `partner`, without dims of `other`; a product merges each run into one dim.
 
-    With heads and head_dim as one dim, XLA leaves stacked weights in the layout in which they are stored; as two, it
-    copies all layers' before the loop.
+    With heads and head_dim merged, XLA leaves stacked weights in their stored layout; separately, it
+    copies all layers' weights before the loop.
     """
     runs: list[Names] = []
     shared = [n for n in names if n in partner and n not in other]
@@ -78,13 +78,13 @@ def _runs(names: Names, partner: Names, other: Names) -> list[Names]:
 
 
 def _firsts(names: Names, runs: Sequence[Names]) -> Names:
-    """The names without those that follow the first one of a run."""
+    """The names, with only the first of each run."""
     followers = {n for run in runs for n in run[1:]}
     return tuple(n for n in names if n not in followers)
 
 
 def _joined(x: Array, names: Names, runs: Sequence[Names]) -> Array:
-    """A block with each run of dims as one dim."""
+    """A block with each run of dims merged into one."""
     sizes = dict(zip(names, x.shape, strict=True))
     whole = {run[0]: run for run in runs}
     return x.reshape([prod(sizes[m] for m in whole.get(n, (n,))) for n in _firsts(names, runs)])
@@ -119,7 +119,7 @@ def _quantized(part: RowContext, a: Array, b: Array, *scales: Array) -> Array:
 
 
 def _eight_bits(part: RowContext, a: Array, b: Array, grids: tuple[str, str] | None = None) -> Array:
-    """The product of operands rounded to grids of eight bits."""
+    """Product of operands rounded to eight-bit formats."""
     grid, names = part.attrs["precision"], part.names
     a, b = (rounded_to(x, g) for x, g in zip((a, b), grids or (grid, grid), strict=True))
     if grid == "int8" and part.context.platform != "cpu" and not _summed_first(part):
@@ -129,7 +129,7 @@ def _eight_bits(part: RowContext, a: Array, b: Array, grids: tuple[str, str] | N
 
 
 def _whole_product(part: RowContext, a: Array, b: Array) -> Array:
-    """Of int8 and int4, summed in int32."""
+    """Product of int8 and int4, accumulated in int32."""
     wide = jnp.int32 if _summed_first(part) or part.context.platform == "cpu" else jnp.int8
     names = part.names
     return product(a.astype(wide), b.astype(wide), names[0], names[1], part.out.shape.names, _whole_dot)
@@ -154,7 +154,7 @@ _FP8 = {"fp8": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
 
 @row("slicewise")
 def _slicewise(part: RowContext, *arrays: Array) -> Array:
-    """The user's NumPy function, called back on the host with each block."""
+    """A user's NumPy function, called back on the host for each block."""
     op, out, faults = part.operation, part.out, part.context.found.faults
 
     def local(*blocks: Any) -> np.ndarray[Any, Any]:
@@ -163,7 +163,7 @@ def _slicewise(part: RowContext, *arrays: Array) -> Array:
         try:
             return np.asarray(op.opdef.local(Block(op, types, out, {}, Engine(0, 0, True, False)), *given))
         except Exception as fault:
-            faults.append(fault)  # raised when the step has ended; other devices wait for this one
+            faults.append(fault)  # raised after the step, because other devices wait for this one
             return np.zeros(out.shape.sizes, out.dtype.storage)
 
     return jax.pure_callback(local, jax.ShapeDtypeStruct(out.shape.sizes, out.dtype.storage), *arrays)

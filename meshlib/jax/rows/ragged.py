@@ -1,4 +1,4 @@
-"""Grouped products on JAX: `lax.ragged_dot` of the rows and groups that a device has."""
+"""JAX rows of grouped products: `lax.ragged_dot` over a device's rows and groups."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _ragged_dot(part: RowContext, a: Array, b: Array, begins: Array, ends: Array
 
 @row("quantized_ragged_dot")
 def _quantized(part: RowContext, a: Array, b: Array, *rest: Array) -> Array:
-    """Operands on the grid of eight bits, each with its scales, multiplied in float32."""
+    """Operands rounded to an eight-bit format, each with its scales, multiplied in float32."""
     *scales, begins, ends = rest
     names = part.names
     units = [widened(aligned(s, names[n], names[n - 2])) for n, s in enumerate(scales, start=2)]
@@ -38,7 +38,7 @@ def _quantized(part: RowContext, a: Array, b: Array, *rest: Array) -> Array:
 
 
 def _products(part: RowContext, a: Array, b: Array, begins: Array, ends: Array) -> Array:
-    """One `lax.ragged_dot` for each index of the dims that have groups of their own, or are in both operands."""
+    """One `lax.ragged_dot` per index of dims with groups of their own, or shared by both operands."""
     rows, groups = part.attrs["rows"], part.attrs["groups"]
     of_a, of_b, out = *part.names[:2], part.out.shape.names
     of_bounds = part.names[-2]
@@ -72,14 +72,14 @@ def _products(part: RowContext, a: Array, b: Array, begins: Array, ends: Array) 
 def _part_of(
     x: Array, names: Names, at: Mapping[str, int], order: Sequence[Sequence[str]], sizes: Mapping[str, int]
 ) -> Array:
-    """An operand at one index, its other dims merged in this order."""
+    """An operand at one index, with its other dims merged in this order."""
     one = x[tuple(at.get(n, slice(None)) for n in names)]
     rest = [n for n in names if n not in at]
     return aligned(one, rest, [n for part in order for n in part]).reshape([prod(sizes[n] for n in p) for p in order])
 
 
 def _one(x: Array, y: Array, low: Array, high: Array, split: bool, rows_summed: bool) -> Array:
-    """The groups of one index. The first of split groups may begin at any row: rows go round until it is the first."""
+    """The groups at one index. The first of split groups may start anywhere: rows are rotated to begin with it."""
     summed = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     options = {"precision": lax.Precision.HIGHEST, "preferred_element_type": summed}
     if split:

@@ -1,4 +1,4 @@
-"""Operations that pass elements on, on JAX: under other names, in another order, at another place."""
+"""JAX rows of operations that rename, reorder or move elements."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ row("from_host")(_host("from_host"))
 
 @row("stack")
 def _stack(part: RowContext, *xs: Array) -> Array:
-    # A device that holds only part of the new dim takes only these tensors.
+    # A device with only part of the new dim takes only these tensors.
     dim, axis = part.attrs["dim"].name, part.attrs["axis"]
     whole = jnp.stack(xs, axis)
     return lax.dynamic_slice_in_dim(whole, part.offsets[dim], part.out.shape.dim(dim).size, axis)
 
 
-# ---------------------------------------------------------------- runs of a dim
+# ---------------------------------------------------------------- slices and windows of a dim
 
 
 def _placed(x: Array, axis: int, first: int, length: int, fill: Any) -> Array:
@@ -73,10 +73,7 @@ def _placed(x: Array, axis: int, first: int, length: int, fill: Any) -> Array:
 
 
 def _moved(part: RowContext, n: int, x: Array, begin: int, fill: Any) -> tuple[Array, Array]:
-    """The elements of operand number `n` that lie `begin` after those of the result; which of them there are.
-
-    [... length ...] and, along the dim, bool.
-    """
+    """Elements of operand `n` at an offset of `begin` from the result's; and which exist (bool, along the dim)."""
     dim = part.attrs["dim"]
     axis, length = part.out.shape.index(dim), part.out.shape.dim(dim).size
     place = part.positions(dim, length) + begin
@@ -84,7 +81,7 @@ def _moved(part: RowContext, n: int, x: Array, begin: int, fill: Any) -> tuple[A
     there = there.reshape([-1 if a == axis else 1 for a in range(x.ndim)])
     lead = part.lead(n, dim)
     y = _placed(x, axis, begin - (lead or 0), length, fill)
-    # Of a whole operand padding has seen to it; past the ends of a run lies anything.
+    # Padding has filled a whole operand; elements of a window beyond the dim are undefined.
     return (y if lead is None else jnp.where(there, y, jnp.asarray(fill, x.dtype))), there
 
 
@@ -97,7 +94,7 @@ def _slice(part: RowContext, x: Array) -> Array:
     start = part.offsets[f"{dim}'"]
     if isinstance(start, int):
         return _placed(x, axis, begin - start, length, 0)
-    place = begin + jnp.arange(length) - start  # in this block, whose elements count in a sum
+    place = begin + jnp.arange(length) - start  # relative to this block, whose elements are partial results
     there = ((place >= 0) & (place < x.shape[axis])).reshape([-1 if a == axis else 1 for a in range(x.ndim)])
     return jnp.where(there, jnp.take(x, place, axis=axis, mode="clip"), jnp.zeros((), x.dtype))
 

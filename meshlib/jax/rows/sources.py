@@ -1,4 +1,4 @@
-"""Sources on JAX: constants, tables, ranges; random numbers, the same as those of a simulation.
+"""JAX rows of sources: constants, tables, ranges, and random numbers that match the simulation's.
 
 The words are Threefry's on both sides: a key of seed and name, into which step and trips are folded, and the global
 position of an element as the counter. Uniform numbers in [0, 1), and so the masks of dropout, agree with the
@@ -53,7 +53,7 @@ def _range(part: RowContext) -> Array:
 
 
 def threefry2x32(key: tuple[Array, Array], high: Array, low: Array) -> tuple[Array, Array]:
-    """Encrypt the counters (high, low), uint32, under `key`: as `meshlib.core.random`."""
+    """Encrypt the counters (high, low), uint32, under `key`, as in `meshlib.core.random`."""
     words = (key[0], key[1], key[0] ^ key[1] ^ np.uint32(PARITY))
     x, y = high + words[0], low + words[1]
     for group in range(5):
@@ -66,7 +66,7 @@ def threefry2x32(key: tuple[Array, Array], high: Array, low: Array) -> tuple[Arr
 
 
 def _positions(offsets: Sequence[Index], sizes: Sequence[int], whole: Sequence[int]) -> tuple[Array, Array]:
-    """The global row-major position of each element of a block, as the high and low words of 64 bits."""
+    """High and low words of the global row-major position of each element of a block."""
     high, low = jnp.zeros((), jnp.uint32), jnp.zeros((), jnp.uint32)
     stride = 1
     for axis in reversed(range(len(whole))):
@@ -79,7 +79,7 @@ def _positions(offsets: Sequence[Index], sizes: Sequence[int], whole: Sequence[i
 
 
 def _times(x: Array, factor: int) -> tuple[Array, Array]:
-    """uint32 times a whole number: the high and low words of the 64-bit product."""
+    """High and low words of the 64-bit product of uint32 values and an integer."""
     upper, lower = np.uint32(factor >> 32 & 0xFFFFFFFF), factor & 0xFFFFFFFF
     a, b = x >> 16, x & np.uint32(0xFFFF)
     c, d = np.uint32(lower >> 16), np.uint32(lower & 0xFFFF)
@@ -100,7 +100,7 @@ def _random(part: RowContext) -> Array:
     x, y = threefry2x32(key, *_positions(offsets, out.shape.sizes, op.output.shape.sizes))
     kind, a, b = part.attrs["law"]
     number = jnp.float64 if out.dtype.name == "float64" else jnp.float32
-    first, second = x >> 8, y >> 8  # 24 bits, which float32 holds
+    first, second = x >> 8, y >> 8  # 24 bits are exact in float32
     if kind == "uniform":
         value = number(a) + number(b - a) * (first.astype(number) * number(2.0**-24))
         if (a, b) == (0.0, 1.0):
@@ -116,13 +116,13 @@ def _random(part: RowContext) -> Array:
 
 
 def _log_of_share(n: Array, number: type) -> Array:
-    """log(n / 2^24), 1 <= n <= 2^24, accurate where it is small, too."""
+    """log(n / 2^24) for 1 <= n <= 2^24, accurate near 0, too."""
     short = (np.uint32(1 << 24) - n).astype(number) * number(2.0**-24)  # exact
     return jnp.where(n > 1 << 23, jnp.log1p(-short), jnp.log(n.astype(number) * number(2.0**-24)))
 
 
 def _cosine_of_turns(n: Array, number: type) -> Array:
-    """cos(2 pi n / 2^24): by whole numbers to an eighth of a turn, so that no angle is rounded."""
+    """cos(2 pi n / 2^24), reduced in integers to an eighth of a turn, so that no angle is rounded."""
     eighth = np.uint32(1 << 21)
     octant, rest = n // eighth, n % eighth
     rest = jnp.where(octant % 2 == 1, eighth - rest, rest)

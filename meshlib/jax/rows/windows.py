@@ -1,4 +1,4 @@
-"""Convolutions and pools on JAX.
+"""JAX rows of convolutions and pools.
 
 lax.conv_general_dilated and lax.reduce_window have strides and dilations, too; where an index of the window lies at
 another place on each device (ragged margins), the operand is moved first.
@@ -47,11 +47,11 @@ def _convolution(part: RowContext, x: Array, w: Array) -> Array:
     for axis, n in enumerate(windows):
         slide, count = n.slide, (inputs[axis], taps[axis], part.out.shape.dim(n.out).size)
         before = _before(part, slide, (0, n.first), (1, n.second), n.out)
-        if slide.dilation < 0:  # the last tap first
+        if slide.dilation < 0:  # last tap first
             flipped.append(axis)
             before = before - slide.dilation * (count[1] - 1)
         spread, step = slide.spread, abs(slide.dilation)
-        reach = (count[2] - 1) * slide.stride + (count[1] - 1) * step + 1  # of the spread inputs
+        reach = (count[2] - 1) * slide.stride + (count[1] - 1) * step + 1  # in dilated input positions
         if not isinstance(before, int):
             x, spread, before = _moved(x, 1 + axis, spread, reach, before), 1, 0
         pads.append((before, reach - before - ((x.shape[1 + axis] - 1) * spread + 1)))
@@ -81,7 +81,7 @@ def _merged(sizes: dict[str, int], names: Names) -> int:
 
 
 def _inside(part: RowContext, n: int, dim: str, x: Array, fill: Any = 0) -> Array:
-    """An operand with `fill` where its run lies outside the dim."""
+    """An operand with `fill` for elements of its window that are outside the dim."""
     run, whole = part.runs[n].get(dim), part.operation.inputs[n].shape.dim(dim).size
     axis = part.names[n].index(dim)
     length = x.shape[axis]
@@ -93,9 +93,9 @@ def _inside(part: RowContext, n: int, dim: str, x: Array, fill: Any = 0) -> Arra
 
 
 def _before(part: RowContext, slide: Slide, first: tuple[int, str], second: tuple[int, str] | None, out: str) -> Index:
-    """The slide's `before` in the indices of these blocks: a number where it is the same on every device.
+    """The slide's `before` relative to these blocks: an int if it is the same on every device.
 
-    `first`, `second`: an operand and its dim; `out`: the result's.
+    `first`, `second`: an operand and its dim; `out`: the dim of the result.
     """
     lower, halo = part.operation.opdef.lower, first[1] == out
     runs = [None if at is None else part.runs[at[0]].get(at[1]) for at in (first, second)]
@@ -111,7 +111,7 @@ def _before(part: RowContext, slide: Slide, first: tuple[int, str], second: tupl
             for j, (a, b) in enumerate(zip(*begins, strict=True))
         ]
         first_index = _entry(tuple(values), known.index)
-    if runs[0] is None and not halo:  # a dim of the first operand alone, which leaves partial sums
+    if runs[0] is None and not halo:  # a dim of the first operand alone, summed into partial results
         first_index = first_index + slide.spread * part.offsets[first[1]]
     if runs[1] is None and second is not None:
         first_index = first_index - slide.dilation * part.offsets[second[1]]
@@ -123,7 +123,7 @@ def _entry(values: tuple[int, ...], index: Index) -> Index:
 
 
 def _moved(x: Array, axis: int, spread: int, reach: int, before: Array, fill: Any = 0) -> Array:
-    """The spread inputs moved by a number that only the device knows: as many as the windows reach over."""
+    """The dilated input, shifted by a device-dependent number and cut to the windows' reach."""
     long = (x.shape[axis] - 1) * spread + 1
     pads = [(0, 0, 0)] * x.ndim
     pads[axis] = (reach, reach, spread - 1)
@@ -152,7 +152,7 @@ def _reduce_window(part: RowContext, x: Array) -> Array:
         pads[axis] = (before, reach - before - ((x.shape[axis] - 1) * spread + 1))
         sizes[axis], strides[axis], spreads[axis], steps[axis] = slide.second, slide.stride, spread, step
     combine = {"sum": lax.add, "max": lax.max, "min": lax.min}[reduction]
-    # The padding may cut elements off, which only a pad of its own can do.
+    # Negative padding cuts elements off, which needs a separate pad.
     cut = [(min(a, 0), min(b, 0), 0) for a, b in pads]
     if any(a or b for a, b, _ in cut):
         x = lax.pad(x, jnp.asarray(fill, x.dtype), [(a, b, s - 1) for (a, b, _), s in zip(cut, spreads, strict=True)])
@@ -161,7 +161,7 @@ def _reduce_window(part: RowContext, x: Array) -> Array:
 
 
 def _at_taps(part: RowContext, x: Array, n: int, back: bool, fill: Any) -> Iterator[Array]:
-    """For each tap what each element of the result meets of operand number `n`; `fill` where there is nothing."""
+    """For each tap, the elements of operand `n` under it, per element of the result; `fill` outside."""
     dims = []
     for dim, slide in part.attrs["slides"]:
         s = slide.first_cotangent() if back else slide
