@@ -556,6 +556,16 @@ def test_two_random_operations_are_independent() -> None:
             assert not np.array_equal(a, b)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_sigmoid_keeps_its_digits_far_out(dtype: str) -> None:
+    """Gates of experts are divided by their sum, however small that is."""
+    x = np.linspace(-80, 80, 1001, dtype=dtype)
+    with mtf.Graph():
+        y = mtf.sigmoid(mtf.input("x", dims("a:1001"), dtype))
+    wanted = np.exp(-np.logaddexp(0, -x.astype(np.float64)))
+    np.testing.assert_allclose(mtf.simulate(mtf.lower({"y": y})).step(x=x)["y"], wanted, rtol=64 * np.finfo(dtype).eps)
+
+
 INITIALIZERS = {
     "default": None,
     "number": 0.375,

@@ -59,11 +59,11 @@ def unary(
 
 
 def _sigmoid(x: Array, out: Array) -> None:
-    # Both branches without overflow: 1/(1+e^-x) = (1 + tanh(x/2)) / 2.
-    np.multiply(x, x.dtype.type(0.5), out=out)
-    np.tanh(out, out=out)
+    # Exact to the last bits in both tails, unlike (1 + tanh(x/2)) / 2; where e^-x overflows the result is 0.
+    np.negative(x, out=out)
+    np.exp(out, out=out)
     np.add(out, out.dtype.type(1), out=out)
-    np.multiply(out, out.dtype.type(0.5), out=out)
+    np.reciprocal(out, out=out)
 
 
 def _rsqrt(x: Array, out: Array) -> None:
