@@ -211,10 +211,7 @@ class Generator:
 
     def _cache_length(self, positions: int) -> int:
         """Positions of the caches: those that are needed, and unused ones so that the layout divides them."""
-        rules, mesh = LayoutRules(cast(RulesLike, self.layout)), Mesh(self.mesh)
-        splits = [r for scope in SCOPES for r in rules.for_dim(SLOTS, scope)]
-        blocks = lcm(*(mesh.group_size([a for a in rule.axes if a in mesh]) for rule in splits))
-        room = -(-positions // blocks) * blocks
+        room = divided(positions, SLOTS, self.mesh, self.layout)
         most = self.config.max_length if self.config.position == "learned" else None
         return positions if most and room > most else room
 
@@ -311,6 +308,14 @@ class Generator:
         return Generated(kept, texts, tuple(scores), tuple(ended for *_, ended in cut), steps, self.dropped)
 
 
+def divided(size: int, dim: str, mesh: MeshLike, layout: object) -> int:
+    """The smallest size of a dim, from `size` on, that a layout divides into equal blocks."""
+    rules, axes = LayoutRules(cast(RulesLike, layout)), Mesh(mesh)
+    splits = [rule for scope in SCOPES for rule in rules.for_dim(dim, scope)]
+    blocks = lcm(*(axes.group_size([a for a in rule.axes if a in axes]) for rule in splits))
+    return -(-size // blocks) * blocks
+
+
 def check_options(options: Mapping[str, Any], own: tuple[str, ...], what: str) -> None:
     """Raise GraphError for what is none of a `Generator`'s arguments, or one of `own`, which the caller gives."""
     known = [f.name for f in fields(Generator) if f.init and f.name not in own]
@@ -381,6 +386,8 @@ def generate(
 ) -> Generated:
     """Complete prompts with a trained model.
 
+    Where the layout splits the batch unevenly, empty rows are added: three prompts over two devices are four rows.
+
     Args:
       config: the model.
       prompts: a text or tokens, or a list of these, of any lengths.
@@ -406,4 +413,5 @@ def generate(
         tokenizer = ByteTokenizer()
     vocab = config.vocab if isinstance(config, TransformerConfig) else 1
     given = encoded(prompts, tokenizer, vocab) if isinstance(config, TransformerConfig) else [[0]]
-    return Generator(config, state, len(given), max(map(len, given)), max_tokens, **options)(given, progress)
+    rows = divided(len(given), "batch", options.get("mesh", "device:1"), options.get("layout", ""))
+    return Generator(config, state, rows, max(map(len, given)), max_tokens, **options)(given, progress)

@@ -93,7 +93,7 @@ def test_the_likeliest_tokens_are_those_of_the_forward(name: str) -> None:
 
 
 WHERE = [
-    {"mesh": "data:3;tensor:2", "layout": "batch:data;heads:tensor;d_ff:tensor;vocab:tensor"},
+    {"mesh": "data:2;tensor:2", "layout": "batch:data;heads:tensor;d_ff:tensor;vocab:tensor"},
     {"mesh": "tensor:2", "layout": "group:tensor;vocab:tensor;cache_length:tensor", "executor": "exact"},
     {"mesh": "fsdp:4", "layout": "d_model:fsdp?;heads:fsdp?"},
 ]
@@ -112,6 +112,13 @@ def test_the_same_tokens_on_every_mesh(way: str) -> None:
         made = mtf.generate(config, PROMPTS, trained(config), max_tokens=6, precision="highest", **WAYS[way], **where)
         assert made.tokens == wanted.tokens
         np.testing.assert_allclose(made.scores, wanted.scores, rtol=1e-4)
+
+
+def test_prompts_that_devices_do_not_divide_get_an_empty_row() -> None:
+    config = small("llama3.1-405b")
+    with pytest.raises(mtf.LayoutError, match=r"3 % 2 = 1\. Pad batch to 4"):  # a generator has its size as an argument
+        mtf.Generator(config, trained(config), batch=3, length=4, **WHERE[0])
+    assert len(mtf.generate(config, PROMPTS, trained(config), max_tokens=1, **WHERE[0]).tokens) == len(PROMPTS) == 3
 
 
 def test_a_split_cache_of_an_uneven_length_gets_unused_positions() -> None:
