@@ -7,9 +7,10 @@ place add up to at most 1. At a place that is full, bandwidth is divided
     "proportional"   by what each one sends: all progress at the same v. Links that serve whole messages in turn do
                      this to rings in step with each other, each of which has one message at every link
     "equal"          equally, so that a small one is through in at most twice its time: links that serve packets in turn
-    "in turn"        equally among those that are started. One is started when all that were issued before it and cross
-                     the same place have more left to send there, or have ended: a gather of scales passes a gather of
-                     weights, and what is as large waits. What waits takes what the started ones leave, in its order
+    "in turn"        equally among those that are started. One is started as soon as all that were issued before it and
+                     cross the same place have more left to send there, or have ended: a gather of scales passes a
+                     gather of weights, and what is as large waits. What waits takes what the started ones leave, in
+                     its order
 
 and who cannot use their share, because another place or their own hops hold them up, leave it to the others (max-min).
 Two that begin together at one place, of a <= b seconds there, both end after a + b where sharing is proportional; after
@@ -203,14 +204,18 @@ class SharedLinks:
             if not any(self._holds(m, number, {m: left, number: share}) for m, left in span.left.items()):
                 return time, share
             speed = self._spare(number, span.loads)
-            if speed * (after.begin - time) >= share * (1 - ROUNDING):
+            held = self._held_seconds(number, {**span.left, number: share}, {**span.speeds, number: speed})
+            until = min(after.begin, time + held)
+            if speed * (until - time) >= share * (1 - ROUNDING):
                 return time, share
             span.left[number], span.speeds[number] = share, speed
             for place, seconds in busy.items():
                 span.loads[place] = span.loads.get(place, 0.0) + seconds * speed
-            if speed and math.isinf(self.begins[number]):
+            if speed * (until - time) > ROUNDING and math.isinf(self.begins[number]):
                 self.begins[number] = time
-            share -= speed * (after.begin - time)
+            share -= speed * (until - time)
+            if until < after.begin:
+                return until, share
         return max(time, self.spans[-1].begin), share
 
     def _spare(self, number: int, loads: dict[int, float]) -> float:
@@ -226,8 +231,9 @@ class SharedLinks:
             forgotten.update(self.spans.pop().left)
         span = self.spans[-1] if self.spans else _Span(time)
         passed = time - span.begin
-        left = {n: max(0.0, share - span.speeds[n] * passed) for n, share in span.left.items()}
-        return left, span.started, sorted(forgotten - set(left), key=self._ready.__getitem__)
+        left = {n: share - span.speeds[n] * passed for n, share in span.left.items()}
+        going = {n: share for n, share in left.items() if share > ROUNDING}  # the others end at this time
+        return going, span.started, sorted(forgotten - set(left), key=self._ready.__getitem__)
 
     def _run(self, now: float, left: dict[int, float], started: frozenset[int], coming: list[int]) -> None:
         """Simulate from `now` until everything has been sent."""
@@ -240,16 +246,20 @@ class SharedLinks:
             self.spans.append(_Span(now, dict(left), started, speeds, loads))
             lasts = {n: share / speeds[n] for n, share in left.items() if speeds[n]}
             first = min(lasts.values(), default=math.inf)
-            until = min(now + first, self._ready[coming[0]] if coming else math.inf)
+            passing = [now + self._held_seconds(n, left, speeds) for n in left if n not in started]
+            until = min(now + first, *(time for time in passing if time > now), math.inf)
+            if coming and self._ready[coming[0]] <= until + first * ROUNDING:
+                until = self._ready[coming[0]]
+            passed = first if now + first <= until + first * ROUNDING else until - now
             for n, last in lasts.items():
                 if n in waiting:
                     self.begins[n] = now
                     waiting.discard(n)
-                if now + last <= until or (last <= first * (1 + ROUNDING) and until == now + first):
+                if last <= passed * (1 + ROUNDING):
                     self.ends[n] = until
                     del left[n]
                 else:
-                    left[n] -= speeds[n] * (until - now)
+                    left[n] -= speeds[n] * passed
             now = until
         self.spans.append(_Span(now))
 
@@ -266,6 +276,19 @@ class SharedLinks:
             other[place] * left[later] >= busy * left[earlier] * (1 - ROUNDING)
             for place, busy in one.items() if place in other
         )  # fmt: skip
+
+    def _held_seconds(self, number: int, left: dict[int, float], speeds: dict[int, float]) -> float:
+        """Seconds after which one has less left to send than all that it waits for; infinite if they end before."""
+        seconds, own = 0.0, self._busy[number]
+        for m, share in left.items():
+            for place, busy in self._busy[m].items():
+                if m >= number or place not in own:
+                    continue
+                more = own[place] * left[number] - busy * share * (1 - 2 * ROUNDING)
+                closing = own[place] * speeds[number] - busy * speeds[m] * (1 - 2 * ROUNDING)
+                if more > 0:
+                    seconds = max(seconds, more / closing if closing > 0 else math.inf)
+        return max(seconds, ROUNDING * self._seconds[number])
 
     def _speeds(self, left: Collection[int], started: Collection[int]) -> tuple[dict[int, float], dict[int, float]]:
         """Progress per second of each collective in flight, and the loads of places."""
