@@ -173,54 +173,70 @@ def _blocks(
 def _joined(
     rings: list[tuple[int, ...]], around: dict[int, set[int]], cut: Collection[frozenset[int]]
 ) -> tuple[int, ...] | None:
-    """Merge rings into one: neighbouring edges (a, b) and (c, d) of two rings become a - c and b - d.
+    """Merge rings into one, failed edges, those in `cut`, first; None if one cannot be replaced, or several remain."""
+    merging = _Rings(rings, around)
+    broken = [edge for edge in cut if any(b in merging.beside.get(a, ()) for a, b in itertools.permutations(edge))]
+    if not all(merging.join(*edge) for edge in broken):
+        return None
+    if rings:
+        merging.grow(rings[0])
+    return merging.path() if len(merging.owners) == 1 else None
 
-    Failed edges, those in `cut`, are replaced first. None if one cannot be replaced, or several rings remain.
-    """
-    beside: dict[int, list[int]] = {}
-    parent = {node: ring[0] for ring in rings for node in ring}
-    for ring in rings:
-        for a, b, before in zip(ring, (*ring[1:], ring[0]), (ring[-1], *ring[:-1]), strict=True):
-            beside[a] = [before, b]
 
-    def owner(node: int) -> int:
+class _Rings:
+    """Rings that are merged: neighbouring edges (a, b) and (c, d) of two rings become a - c and b - d."""
+
+    def __init__(self, rings: list[tuple[int, ...]], around: dict[int, set[int]]) -> None:
+        self.around = around
+        self.beside: dict[int, list[int]] = {}  # both neighbours on its ring
+        self._parent = {node: ring[0] for ring in rings for node in ring}
+        for ring in rings:
+            for a, b, before in zip(ring, (*ring[1:], ring[0]), (ring[-1], *ring[:-1]), strict=True):
+                self.beside[a] = [before, b]
+
+    @property
+    def owners(self) -> set[int]:
+        """One node for each ring."""
+        return {self._owner(node) for node in self._parent}
+
+    def _owner(self, node: int) -> int:
+        parent = self._parent
         while parent[node] != node:
             parent[node] = node = parent[parent[node]]
         return node
 
-    def join(a: int, b: int) -> list[int]:
+    def join(self, a: int, b: int) -> list[int]:
         """Merge the ring of edge (a, b) with a neighbouring ring; returns the four end nodes, or []."""
-        for c in around[a]:
-            if owner(c) != owner(a):
-                d = next((d for d in beside[c] if d in around[b]), None)
+        for c in self.around[a]:
+            if self._owner(c) != self._owner(a):
+                d = next((d for d in self.beside[c] if d in self.around[b]), None)
                 if d is not None:
                     for node, old, new in ((a, b, c), (b, a, d), (c, d, a), (d, c, b)):
-                        beside[node][beside[node].index(old)] = new
-                    parent[owner(c)] = owner(a)
+                        self.beside[node][self.beside[node].index(old)] = new
+                    self._parent[self._owner(c)] = self._owner(a)
                     return [a, b, c, d]
         return []
 
-    broken = [edge for edge in cut if any(b in beside.get(a, ()) for a, b in itertools.permutations(edge))]
-    for edge in broken:
-        if not join(*edge):
-            return None
-    queue = list(reversed(rings[0])) if rings else []
-    seen = set(queue)
-    while queue:
-        a = queue.pop()
-        for b in tuple(beside[a]):
-            ends = join(a, b) if b in beside[a] else []
-            fresh = [node for node in (*ends, *beside[a]) if ends or node not in seen]
-            seen.update(fresh)
-            queue += fresh
-    if len({owner(node) for node in parent}) != 1:
-        return None
-    start = min(around)
-    path, before = [start], beside[start][0]
-    while True:
-        here = path[-1]
-        onward = beside[here][1] if beside[here][0] == before else beside[here][0]
-        if onward == start:
-            return tuple(path)
-        path.append(onward)
-        before = here
+    def grow(self, ring: tuple[int, ...]) -> None:
+        """Merge a ring with all that it can reach."""
+        queue = list(reversed(ring))
+        seen = set(queue)
+        while queue:
+            a = queue.pop()
+            for b in tuple(self.beside[a]):
+                ends = self.join(a, b) if b in self.beside[a] else []
+                fresh = [node for node in (*ends, *self.beside[a]) if ends or node not in seen]
+                seen.update(fresh)
+                queue += fresh
+
+    def path(self) -> tuple[int, ...]:
+        """The nodes of the ring that holds the first node, in order."""
+        start = min(self.around)
+        path, before = [start], self.beside[start][0]
+        while True:
+            here = path[-1]
+            onward = self.beside[here][1] if self.beside[here][0] == before else self.beside[here][0]
+            if onward == start:
+                return tuple(path)
+            path.append(onward)
+            before = here

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from layouts import Mesh
 from layouts.step_kinds import COLLECTIVES
 from meshlib.core.arguments import flag
 from meshlib.core.errors import GraphError, nearest
@@ -168,10 +169,20 @@ def _unmatched(wanted: Sequence[_Wanted], present: Sequence[_Present]) -> tuple[
     return missing, [c for n, c in enumerate(present) if n not in holder]
 
 
+def _check_axes(entry: object, axes: tuple[str, ...], given: object, mesh: Mesh) -> None:
+    """That a mesh has the axes of an entry, which were given as `given`."""
+    strange = [a for a in axes if a not in mesh]
+    if strange or not axes:
+        raise GraphError(
+            f"assert_collectives: {entry!r:.80}: no axis {strange[0] if strange else given!r} in mesh {mesh}"
+            f"{nearest(strange[0], mesh.axes) if strange else ''}"
+        )
+
+
 def _read(entry: Any, program: Program) -> list[_Wanted]:
     """The collectives that one entry stands for."""
     form = "a tuple (kind, axes[, payload_bytes]) or a text like 'all_reduce over rows of w1'"
-    count, payload, of = 1, None, None
+    count, payload, of, over = 1, None, None, None
     if isinstance(entry, str):
         read = _TEXT.fullmatch(entry.strip())
         if read is None:
@@ -190,12 +201,7 @@ def _read(entry: Any, program: Program) -> list[_Wanted]:
             f"assert_collectives: {entry!r:.80}: {kind!r} is none of {', '.join(COLLECTIVES)}"
             f"{nearest(kind, COLLECTIVES)}"
         )
-    strange = [a for a in axes if a not in program.mesh]
-    if strange or not axes:
-        raise GraphError(
-            f"assert_collectives: {entry!r:.80}: no axis {strange[0] if strange else over!r} in mesh {program.mesh}"
-            f"{nearest(strange[0], program.mesh.axes) if strange else ''}"
-        )
+    _check_axes(entry, axes, over, program.mesh)
     if of is not None:
         known = {name for c in _values(program) for name in _names(program, c)}
         known |= {y.tensor.name for i, _, _ in walk(program) for y in i.outputs}

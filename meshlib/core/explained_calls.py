@@ -153,27 +153,34 @@ def _method_called(method: Callable[..., Any], args: tuple[Any, ...]) -> Called:
 # ------------------------------------------------------------ mismatches
 
 
+def _by_kind(parameters: Mapping[str, Parameter]) -> dict[Any, list[str]]:
+    """The names of parameters of each kind, without self."""
+    return {kind: [n for n, p in parameters.items() if p.kind is kind and n not in SELF] for kind in _KINDS}
+
+
+def _too_many(count: int, in_order: Sequence[str], by_name: Sequence[str]) -> str:
+    """That a call has more arguments by position than the signature takes."""
+    most = f"at most {len(in_order)} arguments by position ({', '.join(in_order)})" if in_order else "none by position"
+    names = ", ".join(by_name)
+    return f"it takes {most}, got {count}{f'; {names} go by name' if names else ''}"
+
+
 def _mismatch(
     functions: Sequence[Callable[..., Any]], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> str | None:
     """The mismatch between the arguments of a call and the signature, in words; None if they match."""
     parameters = _parameters(functions)
-    by_kind = {kind: [n for n, p in parameters.items() if p.kind is kind and n not in SELF] for kind in _KINDS}
+    by_kind = _by_kind(parameters)
     in_order = [*by_kind[Parameter.POSITIONAL_ONLY], *by_kind[Parameter.POSITIONAL_OR_KEYWORD]]
     known = [*in_order, *by_kind[Parameter.KEYWORD_ONLY]]
     count = len(args) - any(n in SELF for n in parameters)
-    if not by_kind[Parameter.VAR_KEYWORD]:
-        for name in kwargs:
-            if name not in known:
-                hint = OF_ARGUMENTS.get(name)
-                hint = f"; {hint}" if hint else nearest(name, known)
-                return f"no argument {name!r:.80}{hint or _listed(known)}"
+    unknown = [] if by_kind[Parameter.VAR_KEYWORD] else [name for name in kwargs if name not in known]
+    if unknown:
+        remedy = OF_ARGUMENTS.get(unknown[0])
+        hint = f"; {remedy}" if remedy else nearest(unknown[0], known)
+        return f"no argument {unknown[0]!r:.80}{hint or _listed(known)}"
     if count > len(in_order) and not by_kind[Parameter.VAR_POSITIONAL]:
-        most = (
-            f"at most {len(in_order)} arguments by position ({', '.join(in_order)})" if in_order else "none by position"
-        )
-        by_name = ", ".join(by_kind[Parameter.KEYWORD_ONLY])
-        return f"it takes {most}, got {count}{f'; {by_name} go by name' if by_name else ''}"
+        return _too_many(count, in_order, by_kind[Parameter.KEYWORD_ONLY])
     if twice := [name for name in in_order[:count] if name in kwargs]:
         return f"'{twice[0]}' is given twice, by position and by name"
     given = {*in_order[:count], *kwargs}

@@ -149,6 +149,19 @@ class Generator:
 
     def __post_init__(self) -> None:
         c = TransformerConfig.checked(self.config, WHAT)
+        self._check_numbers(c)
+        self._take_tokenizer(c)
+        self.stops = Stops.of(self.stop, self.tokenizer, c.vocab)
+        if self.beams > 1 and self.stops.texts:
+            raise GraphError(f"{at(WHAT)}: beam search ends at tokens; stop has the text {self.stops.texts[0]!r}")
+        self.prefill, self.decode = self._lowered(decoding=False), self._lowered(decoding=True)
+        if self.run is not None and not callable(self.run):
+            raise GraphError(f"{at(WHAT)}: run must make a run of a program, as mtf.on_jax does, got {self.run!r:.80}")
+        self.sim = self.run(self.prefill) if self.run else simulate(self.prefill, self.slice, self.seed, self.executor)
+        give_parameters(WHAT, self.sim, (self.prefill, self.decode), c, self.state)
+
+    def _check_numbers(self, c: TransformerConfig) -> None:
+        """Sizes, and how tokens are drawn."""
         for name in ("batch", "length", "max_tokens", "beams"):
             whole(getattr(self, name), WHAT, name, low=1)
         if number(self.alpha, WHAT, "alpha") < 0:
@@ -169,6 +182,9 @@ class Generator:
                 f"{at(WHAT)}: {c.name} has {c.max_length} positions, but prompts of {reads} tokens and max_tokens "
                 f"{self.max_tokens} need {reads + self.max_tokens}"
             )
+
+    def _take_tokenizer(self, c: TransformerConfig) -> None:
+        """The tokenizer, and how many tokens may be chosen."""
         if self.tokenizer is None and c.vocab >= 256:
             self.tokenizer = ByteTokenizer()
         if self.tokenizer is not None and not isinstance(self.tokenizer, Tokenizer):
@@ -181,14 +197,6 @@ class Generator:
                 raise GraphError(
                     f"{at(WHAT)}: the tokenizer has {size} tokens, the model {c.vocab}; it is that of another model"
                 )
-        self.stops = Stops.of(self.stop, self.tokenizer, c.vocab)
-        if self.beams > 1 and self.stops.texts:
-            raise GraphError(f"{at(WHAT)}: beam search ends at tokens; stop has the text {self.stops.texts[0]!r}")
-        self.prefill, self.decode = self._lowered(decoding=False), self._lowered(decoding=True)
-        if self.run is not None and not callable(self.run):
-            raise GraphError(f"{at(WHAT)}: run must make a run of a program, as mtf.on_jax does, got {self.run!r:.80}")
-        self.sim = self.run(self.prefill) if self.run else simulate(self.prefill, self.slice, self.seed, self.executor)
-        give_parameters(WHAT, self.sim, (self.prefill, self.decode), c, self.state)
 
     # ------------------------------------------------------------ programs and parameters
 

@@ -41,6 +41,21 @@ LONGEST_NUMBER = 60  # characters
 KINDS: dict[str, Callable[[str], int | float | str]] = {"integer": int, "float": float, "text": str}
 
 
+def _examples_of(
+    path: Path, labels: str | os.PathLike[str] | None, columns: Mapping[str, str], told: Progress
+) -> tuple[str, Iterator[Features]]:
+    """Which kind of source a path is, and its examples."""
+    if path.is_dir():
+        return "a folder of pictures", _of_pictures(path, told)
+    if not path.is_file():
+        raise DataError(f"records: expected a folder or a file, found none at {os.fspath(path)!r:.80}")
+    if path.suffix.lower() == ".csv":
+        return "a table", _of_table(path, columns, told)
+    if labels is not None or "idx" in path.name:
+        return "IDX", _of_idx(path, labels, told)
+    return "a text", _of_text(path, told)
+
+
 def make(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
@@ -69,17 +84,7 @@ def make(
     if progress is not None and not callable(progress):
         raise DataError(f"records: progress must be a function, got {progress!r:.80}")
     path = Path(source)
-    told = progress or (lambda done, total: None)
-    if path.is_dir():
-        kind, examples = "a folder of pictures", _of_pictures(path, told)
-    elif not path.is_file():
-        raise DataError(f"records: expected a folder or a file, found none at {os.fspath(source)!r:.80}")
-    elif path.suffix.lower() == ".csv":
-        kind, examples = "a table", _of_table(path, columns or {}, told)
-    elif labels is not None or "idx" in path.name:
-        kind, examples = "IDX", _of_idx(path, labels, told)
-    else:
-        kind, examples = "a text", _of_text(path, told)
+    kind, examples = _examples_of(path, labels, columns or {}, progress or (lambda done, total: None))
     for option, given_one, of in (("labels", labels is not None, "IDX"), ("columns", columns is not None, "a table")):
         if given_one and kind != of:
             raise DataError(f"records: {option} is for {of}; {path} is {kind}")

@@ -67,6 +67,21 @@ def _conflicts(layout: LayoutRules, dim: str, axes: tuple[str, ...]) -> bool:
     return any(0 < len(shared) < len(axes) for shared in others)
 
 
+def _mapping(scope: str, shardings: list[Sharding], missing: list[str]) -> dict[str, object]:
+    """The most axes that split each dim of any of these; where one is split otherwise, a note goes to `missing`."""
+    axes_of: dict[str, tuple[str, ...]] = {}
+    of_dims = [(sharding, dim, sharding.of(dim)) for sharding in shardings for dim in sharding.shape.names]
+    for _, dim, axes in of_dims:
+        if axes and len(axes) > len(axes_of.get(dim, ())):
+            axes_of[dim] = axes
+    missing += [
+        f"{scope}: {dim} of {sharding} is split over {'+'.join(axes) or 'nothing'}"
+        for sharding, dim, axes in of_dims
+        if axes != axes_of.get(dim, ())
+    ]
+    return {dim: axes[0] if len(axes) == 1 else axes for dim, axes in axes_of.items()}
+
+
 def haliax_mappings(program: Program) -> Emitted:
     """Haliax `axis_mapping`s: one for parameters, one for activations; each axis of an array appears once.
 
@@ -75,22 +90,7 @@ def haliax_mappings(program: Program) -> Emitted:
     layout = program.layout
     missing: list[str] = []
 
-    def mapping(scope: str, tensors: list[Sharding]) -> dict[str, object]:
-        axes_of: dict[str, tuple[str, ...]] = {}
-        for sharding in tensors:
-            for dim in sharding.shape.names:
-                axes = sharding.of(dim)
-                if axes and len(axes) > len(axes_of.get(dim, ())):
-                    axes_of[dim] = axes
-        for sharding in tensors:
-            for dim in sharding.shape.names:
-                if sharding.of(dim) != axes_of.get(dim, ()):
-                    missing.append(
-                        f"{scope}: {dim} of {sharding} is split over {'+'.join(sharding.of(dim)) or 'nothing'}"
-                    )
-        return {dim: axes[0] if len(axes) == 1 else axes for dim, axes in axes_of.items()}
-
-    of_parameters = mapping("parameters", [v.sharding for v in program.variables.values()])
+    of_parameters = _mapping("parameters", [v.sharding for v in program.variables.values()], missing)
     compute = {dim: layout.for_dim(dim, "activations") for dim in layout.dims}
     of_values = {dim: r[0].axes[0] if len(r[0].axes) == 1 else r[0].axes for dim, r in compute.items()
                  if r and r[0].axes and not r[0].optional}  # fmt: skip

@@ -39,6 +39,23 @@ MEMBERS = ("variables", "tokenizer")  # keys of the config that name files
 BYTES, OWN_FILE = "bytes", "file"  # values of the config's tokenizer entry
 
 
+def _record(
+    config: Config, tokenizer: BytePairs | ByteTokenizer | None, images: ImageInput | None, what: str
+) -> dict[str, Any]:
+    """What the file beside the weights says of a model."""
+    record: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+    try:
+        record["model"] = as_json(config)
+    except TypeError as fault:
+        raise GraphError(f"{at(what)}: config: {fault}") from None
+    if images is not None:
+        record["images"] = {n: list(getattr(images, n)) for n in ("mean", "deviation", "classes")}
+    if tokenizer is not None:
+        record["tokenizer"] = OWN_FILE if isinstance(tokenizer, BytePairs) else BYTES
+        record["end"] = tokenizer.end_name if isinstance(tokenizer, BytePairs) else None
+    return record
+
+
 def export(
     trained: object,
     folder: str | os.PathLike[str],
@@ -83,16 +100,7 @@ def export(
         )
     if isinstance(config, ResNetConfig | ViTConfig) and images is not None:
         images.check(config.channels, config.classes, what)
-    record: dict[str, Any] = {"format": FORMAT, "version": VERSION}
-    try:
-        record["model"] = as_json(config)
-    except TypeError as fault:
-        raise GraphError(f"{at(what)}: config: {fault}") from None
-    if images is not None:
-        record["images"] = {n: list(getattr(images, n)) for n in ("mean", "deviation", "classes")}
-    if tokenizer is not None:
-        record["tokenizer"] = OWN_FILE if isinstance(tokenizer, BytePairs) else BYTES
-        record["end"] = tokenizer.end_name if isinstance(tokenizer, BytePairs) else None
+    record = _record(config, tokenizer, images, what)
     program = forward_program(config, build)
     wanted = {name: v.tensor.shape.sizes for name, v in program.variables.items()}
     sim = simulate(program)

@@ -49,6 +49,26 @@ def config_notes(path: str | os.PathLike[str]) -> list[str]:
     return _read(path, None)[1]
 
 
+def _check_kind(kind: str, target: object) -> None:
+    if kind in ABSENT:
+        raise GraphError(f"{at(WHAT)}: {target} has model_type {kind!r:.40}: {ABSENT[kind]}; this library has none")
+    known = (*_KINDS, *FAMILIES)
+    if kind not in known:
+        raise GraphError(
+            f"{at(WHAT)}: {target} has model_type {kind!r:.40}{nearest(kind, known)}; known: {', '.join(known)}"
+        )
+
+
+def _fault_of_heads(given: Mapping[str, Any]) -> str | None:
+    """What does not divide by heads."""
+    heads = given.get("num_attention_heads", 1)
+    if heads % (given.get("num_key_value_heads") or heads):
+        return f"num_key_value_heads {given['num_key_value_heads']} does not divide num_attention_heads {heads}"
+    if not (given.get("head_dim") or given.get("kv_lora_rank")) and given.get("hidden_size", 0) % heads:
+        return f"hidden_size {given['hidden_size']} is not divisible by num_attention_heads {heads}; give head_dim"
+    return None
+
+
 def _read(path: str | os.PathLike[str], name: str | None) -> tuple[TransformerConfig, list[str]]:
     place = Path(path) if isinstance(path, str | os.PathLike) else path
     if isinstance(place, Path) and place.is_dir():
@@ -57,13 +77,7 @@ def _read(path: str | os.PathLike[str], name: str | None) -> tuple[TransformerCo
     kind, called = given["model_type"], name or Path(target).parent.name or str(given["model_type"])
     if kind in TEXT_MODELS:
         given, kind, called = _text_model(given, target), TEXT_MODELS[kind], name or f"{called}-text"
-    if kind in ABSENT:
-        raise GraphError(f"{at(WHAT)}: {target} has model_type {kind!r:.40}: {ABSENT[kind]}; this library has none")
-    known = (*_KINDS, *FAMILIES)
-    if kind not in known:
-        raise GraphError(
-            f"{at(WHAT)}: {target} has model_type {kind!r:.40}{nearest(kind, known)}; known: {', '.join(known)}"
-        )
+    _check_kind(kind, target)
     if kind in _KINDS:
         _refuse(given, {"quantization_config": None})
 
@@ -73,15 +87,8 @@ def _read(path: str | os.PathLike[str], name: str | None) -> tuple[TransformerCo
     check_fields(given, SCHEMAS.get(kind, SCHEMA), fail)
     rope = {**(given.get("rope_parameters") or {}), **(given.get("rope_scaling") or {})}
     check_fields(rope, ROPE, fail)
-    heads = given.get("num_attention_heads", 1)
-    if kind not in ("gpt2", "t5") and heads % (given.get("num_key_value_heads") or heads):
-        fail(f"num_key_value_heads {given['num_key_value_heads']} does not divide num_attention_heads {heads}")
-    if (
-        kind not in ("gpt2", "t5")
-        and not (given.get("head_dim") or given.get("kv_lora_rank"))
-        and given.get("hidden_size", 0) % heads
-    ):
-        fail(f"hidden_size {given['hidden_size']} is not divisible by num_attention_heads {heads}; give head_dim")
+    if kind not in ("gpt2", "t5") and (fault_of_heads := _fault_of_heads(given)):
+        fail(fault_of_heads)
     try:
         fields = _KINDS[kind](given) if kind in _KINDS else {**_llama(_without_towers(given)), **FAMILIES[kind](given)}
         return TransformerConfig(name=called, **fields), notes(given, kind)

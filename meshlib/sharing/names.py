@@ -153,14 +153,9 @@ FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
 )
 
 
-def family_of(config: TransformerConfig, what: str) -> tuple[str, Family]:
-    """Name and `Family` of the files that hold a model of this config.
-
-    Raises: GraphError for a config that is of none, with what it should be.
-    """
-    if not isinstance(config, TransformerConfig):
-        raise GraphError(f"{at(what)}: expected a TransformerConfig, got {type(config).__name__} {config!r:.80}")
-    strange = [
+def _strange_parts(config: TransformerConfig) -> list[str]:
+    """Parts of a model that no family has."""
+    return [
         name
         for name, there in (
             ("experts", config.experts is not None),
@@ -175,19 +170,39 @@ def family_of(config: TransformerConfig, what: str) -> tuple[str, Family]:
         )
         if there
     ]
-    family = None
-    if config.kind == "decoder" and config.position == "rotary" and config.norm == "rms" and config.gated:
-        family = "llama"
-    elif config.kind == "decoder" and config.position == "learned" and config.norm == "layer" and config.bias:
-        family = "gpt2"
-    elif config.kind == "encoder-decoder" and config.position == "relative" and config.norm == "rms":
-        family = "t5"
+
+
+def _family_like(config: TransformerConfig) -> str | None:
+    """The family with this architecture, as far as its kind, positions and norms go."""
+    architecture = (config.kind, config.position, config.norm)
+    if architecture == ("decoder", "rotary", "rms") and config.gated:
+        return "llama"
+    if architecture == ("decoder", "learned", "layer") and config.bias:
+        return "gpt2"
+    return "t5" if architecture == ("encoder-decoder", "relative", "rms") else None
+
+
+def _strange_of_family(config: TransformerConfig, family: str | None) -> list[str]:
+    """What a model has that its family has not."""
+    shares_keys = config.memory_heads != config.heads
     if family == "llama" and config.bias:
-        strange.append("biases of feed-forward blocks")
-    if family == "gpt2" and (config.gated or config.memory_heads != config.heads):
-        strange.append("gates, or heads of keys that queries share")
-    if family == "t5" and (config.bias or config.memory_heads != config.heads):
-        strange.append("biases, or heads of keys that queries share")
+        return ["biases of feed-forward blocks"]
+    if family == "gpt2" and (config.gated or shares_keys):
+        return ["gates, or heads of keys that queries share"]
+    if family == "t5" and (config.bias or shares_keys):
+        return ["biases, or heads of keys that queries share"]
+    return []
+
+
+def family_of(config: TransformerConfig, what: str) -> tuple[str, Family]:
+    """Name and `Family` of the files that hold a model of this config.
+
+    Raises: GraphError for a config that is of none, with what it should be.
+    """
+    if not isinstance(config, TransformerConfig):
+        raise GraphError(f"{at(what)}: expected a TransformerConfig, got {type(config).__name__} {config!r:.80}")
+    family = _family_like(config)
+    strange = [*_strange_parts(config), *_strange_of_family(config, family)]
     if family is None or strange:
         has = f"has {' and '.join(strange)}" if strange else "is of another architecture"
         raise GraphError(

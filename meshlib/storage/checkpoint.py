@@ -309,31 +309,41 @@ def _match(header: Header, sim: Simulation, patterns: list[str] | None) -> tuple
     """The names to load, and for every other one why it can't be."""
     wanted, given = list(sim.state.arrays), list(header.entries)
     if patterns is not None:
-        lost = [p for p in patterns if not any(fnmatchcase(name, p) for name in wanted)]
-        if lost:
-            faults = [f"no variable of the simulation matches '{p}'{nearest(p, wanted)}" for p in lost]
-            raise CheckpointError(f"load: {'; '.join(faults)}; variables: {', '.join(wanted)}")
-        wanted = [name for name in wanted if any(fnmatchcase(name, p) for p in patterns)]
+        wanted = _matching(wanted, patterns)
         given = [name for name in given if name in wanted]
     fitting, skipped = [], {}
+    spare_entries = [n for n in header.entries if n not in sim.state.arrays]
+    spare_variables = [n for n in sim.state.arrays if n not in header.entries]
     for name in wanted:
         shape, dtype = _type(sim, name)
         expected = f"{CODES[dtype.name]} {list(shape.sizes)}"
         entry = header.entries.get(name)
         if entry is None:
-            spare = [n for n in header.entries if n not in sim.state.arrays]
-            skipped[name] = f"not in the file; the simulation has {expected} {shape}{nearest(name, spare)}"
-        elif (entry.code, entry.shape) != (CODES[dtype.name], shape.sizes):
-            wrong = [w for w, a, b in (("shape", entry.shape, shape.sizes), ("dtype", entry.code, CODES[dtype.name]))
-                     if a != b]  # fmt: skip
+            skipped[name] = f"not in the file; the simulation has {expected} {shape}{nearest(name, spare_entries)}"
+        elif wrong := _differences(entry, CODES[dtype.name], shape.sizes):
             skipped[name] = f"other {' and '.join(wrong)}: the file has {entry}, the simulation {expected} {shape}"
         else:
             fitting.append(name)
     for name in given:
         if name not in sim.state.arrays:
-            spare = [n for n in sim.state.arrays if n not in header.entries]
-            skipped[name] = f"not in the simulation; the file has {header.entries[name]}{nearest(name, spare)}"
+            skipped[name] = (
+                f"not in the simulation; the file has {header.entries[name]}{nearest(name, spare_variables)}"
+            )
     return fitting, skipped
+
+
+def _matching(names: list[str], patterns: list[str]) -> list[str]:
+    """The variables that match any of the patterns, each of which must match one."""
+    lost = [p for p in patterns if not any(fnmatchcase(name, p) for name in names)]
+    if lost:
+        faults = [f"no variable of the simulation matches '{p}'{nearest(p, names)}" for p in lost]
+        raise CheckpointError(f"load: {'; '.join(faults)}; variables: {', '.join(names)}")
+    return [name for name in names if any(fnmatchcase(name, p) for p in patterns)]
+
+
+def _differences(entry: Entry, code: str, sizes: tuple[int, ...]) -> list[str]:
+    pairs = (("shape", entry.shape, sizes), ("dtype", entry.code, code))
+    return [what for what, a, b in pairs if a != b]
 
 
 def _refuse(target: str, skipped: Mapping[str, str], strict: bool) -> NoReturn:

@@ -31,6 +31,24 @@ from meshlib.verification.report import Divergence, LayoutRow, Verification
 __all__ = ["Divergence", "Row", "Verification", "legal_layouts", "verify"]
 
 
+def _legal_pairs(
+    operations: Sequence[Operation], layouts: Any, mesh: Mesh, seed: int
+) -> list[tuple[Mesh, LayoutRules]]:
+    """All legal layouts of operations on a mesh, or as many of them as are asked for."""
+    number = None if layouts == "all" else layouts
+    return [(mesh, rules) for rules in legal_layouts(operations, mesh, number, seed)]
+
+
+def _results(
+    job: Job, pairs: Sequence[tuple[Mesh, LayoutRules]], searched: bool, workers: Executor | None
+) -> list[LayoutRow | str | None]:
+    """One row, or the reason of a refusal, for each layout."""
+    if workers is None:
+        return [job.row(one, rules, searched) for one, rules in pairs]
+    tasks = Tasks("verify", workers, (job, pairs, searched))
+    return list(tasks.answers(_row, range(len(pairs))).values())
+
+
 def verify(
     outputs: Any = None,
     updates: Sequence[Operation] = (),
@@ -99,17 +117,12 @@ def verify(
         compared = {**fetched, **extra}
         if searched:
             simple = simplify(graph, compared.values(), written.values())
-            number = None if layouts == "all" else layouts
-            pairs = [(Mesh(mesh), rules) for rules in legal_layouts(simple.operations, Mesh(mesh), number, seed)]
+            pairs = _legal_pairs(simple.operations, layouts, Mesh(mesh), seed)
         updates = list(written.values())
         own = Session({n: y for n, y in compared.items() if n not in extra}, updates) if extra else None
         job = Job(graph, Session(compared, updates), own, precision, executor, seed, rtol)
         job.prepare([m for m, _ in pairs], inputs or {}, state or {}, steps or (2 if written else 1))
-        if workers is None:
-            results = [job.row(one, rules, searched) for one, rules in pairs]
-        else:
-            tasks = Tasks("verify", workers, (job, pairs, searched))
-            results = list(tasks.answers(_row, range(len(pairs))).values())
+        results = _results(job, pairs, searched, workers)
     rows = tuple(r for r in results if isinstance(r, LayoutRow))
     refused = tuple(r for r in results if isinstance(r, str))
     notes += [*job.notes, *job.weaknesses()]

@@ -205,25 +205,8 @@ Rule = Callable[[CompiledPart, Planned], bool]
 
 def _match(planned: Sequence[Planned], compiled: Sequence[CompiledPart]) -> list[CompiledPart]:
     """Assign each compiled value to a planned one; returns those without a match."""
-    rules: list[tuple[Rule, bool]] = [
-        (lambda m, p: m.scope == p.scope and _same_bytes(m, p) and m.axes == p.axes, False),
-        (lambda m, p: m.scope == p.scope and _same_elements(m, p) and len(m.launch.operands) == 1, False),
-        (lambda m, p: _same_kind(m, p) and _same_bytes(m, p) and m.times == p.times, False),
-        (lambda m, p: _does_more(m, p) and _same_bytes(m, p) and m.times == p.times, False),
-        (lambda m, p: (_same_kind(m, p) or _does_more(m, p)) and _same_elements(m, p) and m.times == p.times, False),
-        (
-            lambda m, p: (
-                (_same_kind(m, p) or _does_more(m, p)) and m.payload_bytes * m.times == p.payload_bytes * p.times
-            ),
-            False,
-        ),
-        (_is_part, True),
-        (_evens_out, True),
-        (lambda m, p: m.scope == p.scope and len(m.launch.operands) == 1, True),
-        (lambda m, p: _same_kind(m, p) and m.times == p.times and _padded(m, p), False),
-    ]
     left = list(compiled)
-    for rule, shared in rules:
+    for rule, shared in _RULES:
         rest = []
         for m in left:
             p = next((p for p in planned if (shared or not p.became) and rule(m, p)), None)
@@ -281,6 +264,25 @@ def _evens_out(m: CompiledPart, p: Planned) -> bool:
     """A permute of what another part of the collective gave: it evens out blocks that were padded to whole tiles."""
     parts = {b.launch.name for b in p.became}
     return m.launch.kind == "collective_permute" and m.times == p.times and not parts.isdisjoint(m.launch.follows)
+
+
+def _does_as_much(m: CompiledPart, p: Planned) -> bool:
+    return _same_kind(m, p) or _does_more(m, p)
+
+
+# The first that fits counts; with each, whether a planned value may have several parts by it.
+_RULES: list[tuple[Rule, bool]] = [
+    (lambda m, p: m.scope == p.scope and _same_bytes(m, p) and m.axes == p.axes, False),
+    (lambda m, p: m.scope == p.scope and _same_elements(m, p) and len(m.launch.operands) == 1, False),
+    (lambda m, p: _same_kind(m, p) and _same_bytes(m, p) and m.times == p.times, False),
+    (lambda m, p: _does_more(m, p) and _same_bytes(m, p) and m.times == p.times, False),
+    (lambda m, p: _does_as_much(m, p) and _same_elements(m, p) and m.times == p.times, False),
+    (lambda m, p: _does_as_much(m, p) and m.payload_bytes * m.times == p.payload_bytes * p.times, False),
+    (_is_part, True),
+    (_evens_out, True),
+    (lambda m, p: m.scope == p.scope and len(m.launch.operands) == 1, True),
+    (lambda m, p: _same_kind(m, p) and m.times == p.times and _padded(m, p), False),
+]
 
 
 def _difference(p: Planned, planned: Sequence[Planned]) -> Difference | None:
