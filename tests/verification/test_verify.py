@@ -325,7 +325,7 @@ def test_a_loop_whose_contraction_is_broken_is_named_in_its_first_trip() -> None
 def test_a_ring_that_forgets_a_member_is_named_as_the_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     results = exact.group_results
 
-    def without_half(kind: str, parts: list[np.ndarray], *rest: Any) -> list[np.ndarray]:
+    def without_half(kind: str, parts: list[np.ndarray], *rest: object) -> list[np.ndarray]:
         return 2 * results(kind, parts[: len(parts) // 2], *rest)
 
     monkeypatch.setattr(exact, "group_results", without_half)
