@@ -92,7 +92,8 @@ class Stopwatch:
         """Seconds per step since the last reading, after waiting for the last step; None if they cannot be determined.
 
         If the last step has already ended, its end time is unknown: then only the steps before it count, from call to
-        call."""
+        call.
+        """
         steps, marker = self.steps, self.marker
         self.steps, self.marker = 0, None
         if not steps or marker is None:

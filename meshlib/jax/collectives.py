@@ -175,7 +175,8 @@ def gathered_run(
         these parts, and behind the end of shorter windows, are undefined.
       size: of the whole dim.
       wrap: whether windows wrap round the dim.
-      received: False for windows of this device's own elements alone."""
+      received: False for windows of this device's own elements alone.
+    """
     mesh, block = context.mesh, x.shape[axis]
     count = mesh.group_size(axes)
     spans = [needs(j) for j in range(count)]

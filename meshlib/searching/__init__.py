@@ -1,4 +1,4 @@
-"""The best mesh and layout of a program on a slice, with the reasons why the others lose and a certificate.
+"""Search for the best mesh and layout of a program on a slice, with a certificate and reasons against the others.
 
     roles     what an axis may be for, read from the program
     space     all meshes of axes with roles: the declared space
@@ -46,8 +46,8 @@ from meshlib.searching.workers import check_forks
 
 __all__ = ["Candidate", "Found", "SearchInterrupted", "search"]
 
-LINE = 300  # letters of a fault at most, where it is one line among others
-REMAT = ("none", "matmuls", "full", OFFLOAD)  # each computes more again, or moves more, than the one before
+LINE = 300  # maximum length of an error shown among others
+REMAT = ("none", "matmuls", "full", OFFLOAD)  # each recomputes or transfers more than the one before
 
 
 def search(
@@ -169,9 +169,11 @@ def search(
             f"search: no mesh of {', '.join(where.name for where in slices)} divides the program's dims "
             f"({', '.join(dims) or 'it has none'}); take a smaller slice, allow more axes, or fix less"
         )
-    kept = None if resume is None else KeptEstimates(resume, keys_of(problems.values(), slices, measure))
+    stored_estimates = None if resume is None else KeptEstimates(resume, keys_of(problems.values(), slices, measure))
     lighter = lighter_ones(space, "remat", REMAT) if isinstance(build, TransformerConfig) and measure.closer else {}
-    run = Search(make, problems, space, len(first), lighter, measure, seconds, workers, progress, kept, begun)
+    run = Search(
+        make, problems, space, len(first), lighter, measure, seconds, workers, progress, stored_estimates, begun
+    )
     largest = max((p.dims for p in problems.values()), key=len)
     left_out = {chosen: _line(fault) for chosen, fault in refused.items()}
     recomputed = "; of each layout the least recomputation that fits" if lighter else ""
@@ -184,7 +186,7 @@ def search(
 
 
 def _builder(build: object, batch: object, length: object, choices: object) -> tuple[Build, dict[str, list[object]]]:
-    """The builder, and the values of each of its arguments."""
+    """The builder, and the values to try for each of its arguments."""
     if choices is not None and not isinstance(choices, Mapping):
         raise GraphError(f"search: choices must be a dict of arguments to the values to try, got {choices!r:.80}")
     options = {str(name): items(values, "search", f"choices[{name!r}]") for name, values in (choices or {}).items()}
@@ -215,11 +217,11 @@ def _builder(build: object, batch: object, length: object, choices: object) -> t
 
 
 def _check_choices(build: object, options: Iterable[str]) -> None:
-    """Whether the builder has arguments of these names."""
+    """Check that the builder has arguments of these names."""
     model = isinstance(build, TransformerConfig)
     try:
         taken = signature(train_step if model else build).parameters  # type: ignore[arg-type]
-    except (TypeError, ValueError):  # not every function tells
+    except (TypeError, ValueError):  # some functions have no signature
         return
     names = [name for name in taken if not model or name not in ("config", "pipeline")]
     names += ["stages", "microbatches"] if model else []
@@ -243,7 +245,7 @@ def _slices(given: Any) -> list[Slice]:
 
 
 def _known(also: object, slices: Sequence[Slice]) -> dict[Slice, list[tuple[Mesh, LayoutRules]]]:
-    """The layouts that are known already, by the slices whose devices their meshes have."""
+    """The layouts given by the user, by the slices whose number of devices their meshes have."""
     layouts_of: dict[Slice, list[tuple[Mesh, LayoutRules]]] = {where: [] for where in slices}
     for pair in items(also, "search", "also"):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
@@ -263,7 +265,7 @@ def _known(also: object, slices: Sequence[Slice]) -> dict[Slice, list[tuple[Mesh
 
 
 def _usual(build: object, where: Slice, problem: SearchProblem) -> list[tuple[Mesh, LayoutRules]]:
-    """The usual layouts of a model on a slice, those that divide; of a pipeline those of a stage."""
+    """The usual layouts of a model on a slice that divide; for a pipeline, those of a stage."""
     if not isinstance(build, TransformerConfig):
         return []
     sizes, pairs = problem.tensors.sizes, []
@@ -278,7 +280,7 @@ def _usual(build: object, where: Slice, problem: SearchProblem) -> list[tuple[Me
 
 
 def _line(fault: Exception) -> str:
-    """A message on one line."""
+    """An error message on one line."""
     return " ".join(str(fault).split())[:LINE]
 
 
@@ -292,7 +294,7 @@ def _fixed(fix: Any, sizes: Any) -> Fixed:
 
 
 def _check_dims(argument: str, rules: LayoutRules, problems: Iterable[SearchProblem]) -> None:
-    """Raise GraphError for a rule of an argument whose dim no program has."""
+    """Raise GraphError for a rule with a dim that occurs in no program."""
     dims = dict.fromkeys(dim for problem in problems for dim in problem.tensors.sizes)
     for rule in rules.rules:
         if rule.dim not in dims and not rule.optional:
@@ -303,7 +305,7 @@ def _check_dims(argument: str, rules: LayoutRules, problems: Iterable[SearchProb
 
 
 def _check_sizes(fixed: Fixed, slices: Sequence[Slice]) -> None:
-    """Raise GraphError where no slice has the devices of the given sizes."""
+    """Raise GraphError if the given axis sizes fit no slice."""
     taken = prod(fixed.sizes.values())
     if all(where.devices % taken for where in slices):
         counts = ", ".join(f"{where.name} has {where.devices}" for where in slices)
@@ -311,7 +313,7 @@ def _check_sizes(fixed: Fixed, slices: Sequence[Slice]) -> None:
 
 
 def _scoped(fixed: Fixed) -> set[str]:
-    """Dims that the fixed rules lay in one scope only."""
+    """Dims that the fixed rules split in a single scope only."""
     return {r.dim for r in fixed.rules.rules} - {r.dim for r in fixed.rules.rules if r.scope is None}
 
 

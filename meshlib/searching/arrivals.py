@@ -1,4 +1,4 @@
-"""Requests that arrive at a server: when, with how many tokens of prompt, and how many tokens they ask for."""
+"""Requests to a server: arrival times, prompt lengths, and requested output lengths."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Lengths: TypeAlias = int | str | Sequence[int] | Mapping[int, float]
 Array = np.ndarray[Any, Any]
 MOST_TOKENS = 1 << 22
 MOST_REQUESTS = 1_000_000
-_NORMAL_99 = 2.3263478740408408  # standard deviations below which 99 % of a normal distribution are
+_NORMAL_99 = 2.3263478740408408  # standard deviations from the median to the 99th percentile of a normal distribution
 _RANGE, _LOGNORMAL = re.compile(r"(\d+)-(\d+)"), re.compile(r"(\d+)~(\d+)")
 _FORMS = 'a number, "100-2000" (all alike), "200~1500" (median and 99th percentile), {length: weight}, or a list'
 
@@ -74,8 +74,8 @@ class Arrivals:
             rows, separated by commas; a first line of names is passed over.
         Raises: GraphError for a row that is none, with its number.
         """
-        told = _read(rows) if isinstance(rows, str | os.PathLike) else list(rows)
-        recorded = [_recorded(row, n) for n, row in enumerate(told, start=1)]
+        parsed_rows = _read(rows) if isinstance(rows, str | os.PathLike) else list(rows)
+        recorded = [_recorded(row, n) for n, row in enumerate(parsed_rows, start=1)]
         if len(recorded) < 2:
             raise GraphError(f"{at(WHAT)}: a trace needs at least 2 requests, got {len(recorded)}")
         seconds = [row[0] for row in recorded]
@@ -89,18 +89,18 @@ class Arrivals:
         return cls(rate, requests=len(recorded), recorded=tuple(recorded))
 
     def scaled(self, factor: float) -> Arrivals:
-        """The same requests, `factor` times as many in a second."""
+        """The same requests at `factor` times the rate."""
         if not number(factor, f"{WHAT}.scaled", "factor") > 0:
             raise GraphError(f"{at(WHAT)}: factor must be above 0, got {factor}")
         recorded = None if self.recorded is None else tuple((s / factor, p, n) for s, p, n in self.recorded)
         changed = {"rate": self.rate * factor, "recorded": recorded}
         return Arrivals(**{**{name: getattr(self, name) for name in self.__dataclass_fields__}, **changed})
 
-    # ------------------------------------------------------------ what is drawn
+    # ------------------------------------------------------------ samples
 
     @cached_property
     def seconds(self) -> Array:
-        """When each request arrives; at the rate from 0."""
+        """Arrival time of each request, from 0, at the given rate."""
         if self.recorded is not None:
             return np.array([row[0] for row in self.recorded])
         if self.steady:
@@ -109,17 +109,17 @@ class Arrivals:
 
     @cached_property
     def prompts_drawn(self) -> Array:
-        """Tokens of each request's prompt."""
+        """Prompt tokens of each request."""
         return self._drawn(1, self.prompts)
 
     @cached_property
     def outputs_drawn(self) -> Array:
-        """Tokens that each request asks for."""
+        """Output tokens of each request."""
         return self._drawn(2, self.outputs)
 
     @property
     def longest(self) -> int:
-        """Tokens of prompt and output of the longest request."""
+        """Tokens of prompt plus output of the longest request."""
         return int((self.prompts_drawn + self.outputs_drawn).max())
 
     def _random(self, stream: int) -> np.random.Generator:
@@ -148,7 +148,7 @@ class Arrivals:
 
 
 def _distribution(lengths: object, name: str) -> tuple[list[float], Array | None]:
-    """Lengths and their chances; of a log-normal distribution its median and spread, and no chances."""
+    """Lengths and their probabilities; for a log-normal distribution its median and spread, and None."""
     if isinstance(lengths, int) and not isinstance(lengths, bool):
         return [_length(lengths, name)], np.ones(1)
     if isinstance(lengths, str):
@@ -188,14 +188,14 @@ def _length(length: object, name: str) -> float:
 def _recorded(row: object, n: int) -> tuple[float, int, int]:
     try:
         values: Sequence[Any] = row  # type: ignore[assignment]
-        told = float(values[0]), int(values[1]), int(values[2])
+        request = float(values[0]), int(values[1]), int(values[2])
     except (TypeError, ValueError, IndexError, KeyError):
-        told = (-1.0, 0, 0)
-    if not (0 <= told[0] < exp(40) and 1 <= told[1] <= MOST_TOKENS and 1 <= told[2] <= MOST_TOKENS):
+        request = (-1.0, 0, 0)
+    if not (0 <= request[0] < exp(40) and 1 <= request[1] <= MOST_TOKENS and 1 <= request[2] <= MOST_TOKENS):
         raise GraphError(
             f"{at(WHAT)}: request {n} of a trace must be (seconds, prompt tokens, output tokens), got {row!r:.80}"
         )
-    return told
+    return request
 
 
 def _read(path: str | os.PathLike[str]) -> list[list[str]]:

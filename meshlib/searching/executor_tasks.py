@@ -1,4 +1,4 @@
-"""What the workers of an executor do in a search: estimate candidates, and look at their bounds closely."""
+"""Tasks of a search on a user's executor: estimates and closer bounds of candidates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshlib.searching.space import Candidate, Choices
 
 @dataclass(frozen=True)
 class Remote:
-    """What the workers of an executor need: the problems, the candidates with their bounds, the objective as given."""
+    """State that the executor's workers need: the problems, the candidates with their bounds, the user's objective."""
 
     problems: Mapping[Choices, SearchProblem]
     space: Sequence[Candidate]

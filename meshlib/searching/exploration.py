@@ -1,13 +1,13 @@
 """The order in which candidates are examined: neighbours of the best, then the best bounds.
 
-A round of a fixed size takes most of its candidates from beside the best ones (one axis with another role, a factor
-moved, one argument changed), and the others from all: those first whose bound is least, times what candidates with the
-same roles and arguments have come to over theirs so far. Before a candidate is lowered its bound is looked at closely,
-with what it has to send; that takes a tenth of lowering it. What is left at the end is bounded below, or named as not
-reached: the certificate says which.
+A round of a fixed size takes most of its candidates from the neighbours of the leaders (one axis with another role, a
+factor moved, one argument changed), and the others from the whole space, by the smallest bound scaled by how far
+candidates with the same roles and arguments have exceeded theirs. Before a candidate is lowered, a closer bound with
+communication is computed, at a tenth of the cost of lowering. Candidates left at the end are bounded below, or named as
+not reached: the certificate says which.
 
-Rounds do not depend on how many processes work on them (`workers`), so the same space gives the same result. Where
-there are several, they estimate what a round has chosen, and look closely at more candidates than are needed next.
+Rounds do not depend on the number of processes (`workers`), so the same space gives the same result. Several processes
+estimate a round's candidates in parallel, and compute more closer bounds than are needed next.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from meshlib.searching.roles import AxisRole
 from meshlib.searching.space import Candidate, Choices
 from meshlib.searching.workers import Task, Workers, usual_workers
 
-BAND = 2  # times the model's error: candidates that are expected to be within it of the least are as promising
-FIRST, ROUND = 2, 8  # candidates of the first round, before which no bound rules anything out, and of the others
-POOL = 2  # times as many are looked at closely, to choose the best of
-LEADERS = 3  # the best so far, whose neighbours are looked at
-PAYS_SECONDS = 0.1  # of work at once, from which forking processes for it pays
-AHEAD = 8  # candidates that each process looks at closely at once
+BAND = 2  # times the model's error: candidates expected within this of the best are equally promising
+FIRST, ROUND = 2, 8  # candidates in the first round, when no bound excludes anything yet, and in later ones
+POOL = 2  # closer bounds are computed for this many times the candidates needed
+LEADERS = 3  # the best so far, whose neighbours are examined
+PAYS_SECONDS = 0.1  # work in seconds for which forking processes pays off
+AHEAD = 8  # closer bounds per process and batch
 Progress = Callable[[int, int, str], object]
 
 
 class SearchInterrupted(KeyboardInterrupt):
-    """A search that somebody interrupted; `result` is what it had come to, as if its time had run out."""
+    """An interrupted search; `result` is its result so far, as if time had run out."""
 
     def __init__(self, result: Found) -> None:
         super().__init__("the search was interrupted")
@@ -68,48 +68,48 @@ class Search:
     ) -> None:
         self.build = build
         self.problems, self.space, self.objective = problems, space, objective
-        self.first = first  # so many of the space are known to be good
-        self.known: dict[object, list[int]] = {}  # by slice, mesh and layout: those, with each choice
+        self.first = first  # the leading candidates of the space are layouts known to be good
+        self.known: dict[object, list[int]] = {}  # (slice, mesh, layout) -> their numbers, one per choice of arguments
         for n, c in enumerate(space[:first]):
             self.known.setdefault((c.slice, c.mesh, c.layout), []).append(n)
         self.until = None if seconds is None else begun + seconds
         self.progress, self.kept = progress, kept
         self.executor = executor_of(workers)
-        self.count = min(workers, ROUND) if isinstance(workers, int) else 1  # more have nothing to do
+        self.count = min(workers, ROUND) if isinstance(workers, int) else 1  # more would be idle
         if workers is None:
             self.count = usual_workers(ROUND)
         self.workers: Workers | None = None
         self.tasks: Tasks | None = None  # on the executor
-        self.took: dict[str, float] = {}  # seconds of one task, by its name
+        self.took: dict[str, float] = {}  # seconds per task, by its name
         self.outcomes: dict[int, Outcome] = dict(self._too_large())
         self.bounds = [0.0 if n in self.outcomes else self._bound(c) for n, c in enumerate(space)]
         self.order = sorted(range(len(space)), key=lambda n: (self.bounds[n], len(space[n].parts), n))
         self.least = min([self.bounds[n] for n in self.order if n not in self.outcomes], default=0.0)
-        self.plain: dict[int, tuple[int, ...]] = {}  # how plain the most promising are
+        self.plain: dict[int, tuple[int, ...]] = {}  # plainness of the most promising candidates
         self.ranks = {n: rank for rank, n in enumerate(self.order)}
-        self.best = float("inf")  # of what fits
-        numbers: dict[AxisRole, int] = {}  # of the roles, which take longer to compare
+        self.best = float("inf")  # among those that fit
+        numbers: dict[AxisRole, int] = {}  # numbers of roles, because comparing roles is slow
         self.axes = [frozenset((numbers.setdefault(p.role, len(numbers)), p.size) for p in c.parts) for c in space]
         self.roles = [frozenset(role for role, _ in axes) for axes in self.axes]
         self.traits = [(*roles, *c.choices, c.slice) for roles, c in zip(self.roles, space, strict=True)]
         self.values: dict[object, list[float]] = {}
         self.means: dict[object, float] = {}
-        self.bare: dict[int, float] = {}  # what the bounds were of those that have been looked at closely
-        self.closer: dict[int, float] = {}  # closer bounds, also of candidates whose turn has not come
+        self.bare: dict[int, float] = {}  # original bounds of candidates that have closer ones
+        self.closer: dict[int, float] = {}  # closer bounds, including those computed in advance
         self.seen: dict[object, int] = {}
-        self.lighter = lighter  # of a candidate, the same ones that recompute less
-        self.deferred = False  # whether a candidate has been passed over until a lighter one is known
+        self.lighter = lighter  # candidate -> same candidates with less recomputation
+        self.deferred = False  # whether a candidate was postponed until a lighter one is known
         self.begun = begun
 
     def run(self) -> Found:
-        """All rounds, until everything is accounted for or time runs out."""
+        """Run rounds until all candidates are accounted for or time runs out."""
         try:
             while not self._ends():
                 chosen = self._round()
                 if not chosen or self._ends():
                     break
                 fresh = [n for n in chosen if not self._is_known(n)]
-                estimated = self._estimated(fresh)  # fewer where time runs out
+                estimated = self._estimated(fresh)  # fewer if time runs out
                 chosen = [n for n in chosen if n in estimated or n not in fresh]
                 for n in chosen:
                     self.outcomes[n] = estimated[n] if n in estimated else self._recalled(n)
@@ -126,7 +126,7 @@ class Search:
         return self._found()
 
     def _too_large(self) -> Iterator[tuple[int, Outcome]]:
-        """What does not fit whatever the lowering does, told before anything is lowered."""
+        """Candidates that cannot fit under any lowering, decided before anything is lowered."""
         for n, c in enumerate(self.space):
             held = self.problems[c.choices].bounds.least_bytes(c)
             if self._exceeds(c, held):
@@ -135,7 +135,7 @@ class Search:
     # ------------------------------------------------------------ rounds
 
     def _round(self) -> list[int]:
-        """The next candidates; none where all are accounted for."""
+        """The next candidates; [] once all are accounted for."""
         chosen: list[int] = []
         while not self._is_late():
             chosen = self._choose()
@@ -144,7 +144,7 @@ class Search:
         return chosen or self._known_left()[:1]
 
     def _known_left(self) -> list[int]:
-        """Known layouts that time has not reached: each is estimated, so that the result is at least as good."""
+        """Known layouts not estimated yet; all are, so that the result is at least as good."""
         left: dict[int, None] = {}
         for numbers in self.known.values():
             variants = [self._same(m) for n in numbers for m in (*self.lighter.get(n, ()), n)]
@@ -154,7 +154,7 @@ class Search:
         return [n for n in left if n not in self.outcomes and self._may_win(n) and self._open(n)]
 
     def _choose(self) -> list[int]:
-        """Known ones and neighbours of the leaders first, then by promise; the rest by what keeps the gap open."""
+        """Known layouts and neighbours of the leaders first, then by promise; the rest by bound, to close the gap."""
         self.deferred = False
         chosen: list[int] = []
         left = [n for n in self.order if n not in self.outcomes and self._may_win(n)]
@@ -168,7 +168,7 @@ class Search:
         return chosen
 
     def _take(self, chosen: list[int], among: Iterable[int], most: int) -> None:
-        """Chooses those that have to be estimated, until there are so many."""
+        """Add up to `most` candidates that need an estimate."""
         for n in among:
             if len(chosen) >= most or self._is_late():
                 break
@@ -176,7 +176,7 @@ class Search:
                 chosen.append(n)
 
     def _looked_at(self, order: Sequence[int], chosen: Sequence[int], most: int) -> list[int]:
-        """The first of an order that could win by their closer bounds, so many."""
+        """The first `most` candidates of an order that could win by their closer bounds."""
         candidates: list[int] = []
         for place, n in enumerate(order):
             if len(candidates) == most or self._is_late():
@@ -188,7 +188,7 @@ class Search:
         return candidates
 
     def _may_win(self, n: int) -> bool:
-        """Whether a candidate can be the fastest; of those that are known to be good, whether it can be a tie."""
+        """Whether a candidate can be the fastest, or for a known layout, tie with it."""
         tie = self.best * (1 + self.objective.error)
         return self.bounds[n] < (tie if n < self.first else self.best)
 
@@ -202,17 +202,17 @@ class Search:
         return self._may_win(n)
 
     def _look_ahead(self, order: Sequence[int], place: int) -> None:
-        """Have the closer bounds of what follows in an order computed at once, if there are several processes."""
+        """With several processes, compute the closer bounds of the candidates that follow in one batch."""
         if self.objective.closer is None or self.count == 1 or order[place] in self.closer:
             return
         following = (n for n in order[place:] if n not in self.closer and n not in self.outcomes and self._may_win(n))
         self.closer |= self._answers("bound", [*islice(following, AHEAD * self.count)])
 
     def _promise(self, n: int) -> tuple[float, tuple[int, ...], float, int]:
-        """What is looked at first: by its bound times the mean of what its parts have come to over theirs.
+        """Sort key: the bound times the mean ratio of value to bound of candidates with the same traits.
 
-        Where the most promising differ by less than the model may be off, the plainest of them first: a bound that is
-        closer for some should not put all others before them.
+        Within the model's error, the plainest of the most promising candidates come first, so that a closer bound for
+        some of them does not put all others first.
         """
         c = self.space[n]
         known = [self.means[part] for part in self.traits[n] if part in self.means]
@@ -224,7 +224,7 @@ class Search:
         return self.least, self.plain[n], expected, self.ranks[n]
 
     def _learn(self, fresh: Sequence[int]) -> None:
-        """By how much candidates are above their bounds, for each of their parts; what does not fit counts as worse."""
+        """Update the mean ratio of value to bound for each trait; candidates that do not fit count as worse."""
         for n in fresh:
             o = self.outcomes[n]
             if o.fits:
@@ -245,7 +245,7 @@ class Search:
             yield from (n for n in left if self._are_neighbours(n, leader))
 
     def _are_neighbours(self, m: int, n: int) -> bool:
-        """Whether they differ in one thing: an argument, the role of one axis, where a factor is, an axis more."""
+        """Whether two candidates differ in one thing: an argument, an axis's role, a moved factor, an extra axis."""
         a, b = self.space[m], self.space[n]
         if a.slice != b.slice:
             return False
@@ -260,7 +260,7 @@ class Search:
         return abs(len(mine) - len(other)) == 1 and len(mine & other) >= min(len(mine), len(other)) - 1
 
     def _open(self, n: int) -> bool:
-        """Whether it has to be estimated; if not, why not is written down."""
+        """Whether a candidate needs an estimate; if not, its outcome is recorded."""
         if n in self.outcomes:
             return False
         c, problem, bound = self.space[n], self.problems[self.space[n].choices], self.bounds[n]
@@ -287,18 +287,18 @@ class Search:
         return True
 
     def _known_of(self, n: int) -> Outcome | None:
-        """What became of a candidate, or of the one that it is alike."""
+        """Outcome of a candidate, or of the one that it is equivalent to."""
         return self.outcomes.get(self._same(n))
 
     def _same(self, n: int) -> int:
-        """A candidate, or the one that it is alike."""
+        """A candidate, or the one that it is equivalent to."""
         outcome, c = self.outcomes.get(n), self.space[n]
         if outcome is None or outcome.state != ALIKE:
             return n
         return self.seen[self.problems[c.choices].alike(c)]
 
     def _exceeds(self, c: Candidate, held: float) -> bool:
-        """Whether it can't fit, as far as that is asked for."""
+        """Whether a candidate cannot fit, unless the objective is memory itself."""
         return held > c.slice.usable_hbm_bytes_per_device and self.objective.name != "peak memory"
 
     def _bound(self, c: Candidate) -> float:
@@ -308,11 +308,11 @@ class Search:
     # ------------------------------------------------------------ tasks
 
     def _is_late(self) -> bool:
-        """Whether time has run out; something is said however little there is."""
+        """Whether time has run out, after at least one estimate."""
         return bool(self.values) and self.until is not None and time.monotonic() > self.until
 
     def _ends(self) -> bool:
-        """Whether time has run out, and the known layouts are estimated."""
+        """Whether time has run out and all known layouts are estimated."""
         return self._is_late() and not self._known_left()
 
     def _bound_closely(self, n: int) -> float:
@@ -327,11 +327,11 @@ class Search:
 
     def _estimated(self, chosen: Sequence[int]) -> dict[int, Outcome]:
         outcomes = self._answers("estimate", chosen)
-        # What comes from another process has a copy of the candidate.
+        # An outcome from another process contains a copy of the candidate.
         return {n: replace(o, candidate=self.space[n], bound=self.bounds[n]) for n, o in outcomes.items()}
 
     def _answers(self, task: str, numbers: Sequence[int]) -> dict[int, Any]:
-        """Of each candidate what a task says; of fewer where time runs out."""
+        """A task's result for each candidate; for fewer if time runs out."""
         if self.executor is not None and self.values and len(numbers) > 1:
             return self._answers_of_executor(task, numbers)
         expected = len(numbers) * self.took.get(task, 0.0)
@@ -359,7 +359,7 @@ class Search:
     def _tasks(self) -> Mapping[str, Task]:
         return {"bound": self._bound_closely, "estimate": self._estimate}
 
-    # ------------------------------------------------------------ the end
+    # ------------------------------------------------------------ result
 
     def _found(self) -> Found:
         best = self.best
@@ -372,7 +372,7 @@ class Search:
         return Found(tuple(outcomes), self.objective, self.problems, self.build, time.monotonic() - self.begun)
 
     def _behind(self, n: int, best: float) -> str:
-        """Why a candidate can't be the best, by its bound."""
+        """Why a candidate cannot be the best, according to its bound."""
         bound, bare = self.bounds[n], self.bare.get(n, self.bounds[n])
         if best <= 0:
             return "not better by its bound"

@@ -13,12 +13,12 @@ from meshlib.searching.space import Candidate
 ESTIMATED, REFUSED, TOO_LARGE, BOUNDED, ALIKE, NEEDLESS, OPEN = (
     "estimated", "refused", "cannot fit", "bounded", "alike", "fit with less recomputed", "not reached",
 )  # fmt: skip
-CAUSES = 3  # collectives that an outcome names
+CAUSES = 3  # collectives named in an outcome
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of an estimate, what a ranking needs. Modelled, but `sent_bytes`; `peak_bytes`: what the compiled step takes."""
+    """Figures of an estimate for a ranking. Modelled except `sent_bytes`; `peak_bytes` is that of the compiled step."""
 
     step_seconds: float
     mfu: float
@@ -28,8 +28,8 @@ class Figures:
     sent_bytes: float
     usd_per_step: float | None
     bound_seconds: Mapping[str, float]
-    collectives: Mapping[str, float]  # the longest: what and why, with the seconds on the wire
-    largest: tuple[str, ...]  # what holds most at the peak
+    collectives: Mapping[str, float]  # the slowest: description -> seconds on the wire
+    largest: tuple[str, ...]  # the largest buffers at the peak
 
     @property
     def fits(self) -> bool:
@@ -38,7 +38,7 @@ class Figures:
 
     @staticmethod
     def of(est: Estimate) -> Figures:
-        """Of an estimate."""
+        """The figures of an estimate."""
         sent: defaultdict[str, float] = defaultdict(float)
         for row in est.rows:
             if row.kind == "collective":
@@ -60,9 +60,9 @@ class Figures:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A candidate with what became of it.
+    """A candidate with its result.
 
-    `bound` is the least that the objective can be; `value` what it is, of those that were estimated.
+    `bound` is a lower bound on the objective; `value` its value, if estimated.
     """
 
     candidate: Candidate
@@ -74,7 +74,7 @@ class Outcome:
 
     @property
     def fits(self) -> bool:
-        """Estimated, and within memory."""
+        """Whether it was estimated and fits memory."""
         return self.figures is not None and self.figures.fits
 
     def against(self, best: Outcome) -> str:
@@ -94,7 +94,7 @@ class Outcome:
 
 
 def _cause(own: Figures, best: Figures) -> str:
-    """What of a step takes longer than in the best; where nothing does, that the step is no longer."""
+    """The part of the step that takes longer than in the best candidate; if none does, that the step is no longer."""
     more = {name: s - best.bound_seconds.get(name, 0.0) for name, s in own.bound_seconds.items()}
     name = max(more, key=lambda name: more[name])
     if more[name] <= 0:

@@ -1,4 +1,4 @@
-"""The plainest of several layouts whose times the model does not tell apart."""
+"""Choice of the plainest layout among those whose times the model cannot distinguish."""
 
 from __future__ import annotations
 
@@ -6,15 +6,7 @@ from layouts import LayoutRules, Mesh
 
 
 def plainness(mesh: Mesh, layout: LayoutRules, batch: str | None) -> tuple[int, ...]:
-    """Lower for what people would write: fewer axes, the batch split by a required rule, fewer rules, fewer optional.
-
-    Example:
-      >>> from layouts import LayoutRules, Mesh
-      >>> usual = plainness(Mesh("fsdp:64"), LayoutRules("batch:fsdp;d_model:fsdp?"), "batch")
-      >>> odd = plainness(Mesh("model:64"), LayoutRules("vocab:model;d_ff:model;batch:model?"), "batch")
-      >>> usual < odd
-      True
-    """
+    """Sort key that is lower for layouts people would write: few axes, batch split by a required rule, few rules."""
     axes = sum(size > 1 for size in mesh.sizes_by_axis.values())
     of_batch = [rule.optional for rule in layout.rules if rule.dim == batch]
     unusual = bool(of_batch) and all(of_batch)

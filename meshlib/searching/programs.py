@@ -31,23 +31,24 @@ MODEL_ERROR = 0.035  # at least the median error on published training runs: `py
 
 @dataclass(frozen=True)
 class Objective:
-    """What is to be least: a figure of the estimate, over the sizes of some dims of the program."""
+    """The objective: a figure of the estimate to minimise, per size of some dims of the program."""
 
     name: str
     of: Callable[[Estimate], float]
     bound: Callable[[Bounds, Candidate], float]
-    closer: Callable[[Bounds, Candidate], float] | None = None  # as `bound` or more, at a hundred times its cost
-    given: object = None  # the figure's name, or the function, as the user gave it
-    error: float = 0.0  # below which differences say nothing, as a share
+    # a bound at least as close as `bound`, at a hundred times its cost
+    closer: Callable[[Bounds, Candidate], float] | None = None
+    given: object = None  # the figure's name, or the function, as given by the user
+    error: float = 0.0  # relative differences below this are insignificant
 
     @property
     def key(self) -> str:
-        """The canonical key: of a name, or of a function's code and closure. Raises: GraphError where it has none."""
+        """Canonical key of a figure's name, or of a function's code and closure. Raises: GraphError without one."""
         return key_of("search: objective", self.given)
 
     @staticmethod
     def named(given: object) -> Objective:
-        """From what a user gives: the name of a figure of `Estimate`, "usd", "memory", or a function of it."""
+        """An objective from the user's argument: a figure of `Estimate` by name, "usd", "memory", or a function."""
         if given == "memory":
             return Objective("peak memory", lambda est: est.memory.peak_bytes, _state, given=given)
         if given == "usd":
@@ -78,7 +79,7 @@ def _seconds(bounds: Bounds, c: Candidate) -> float:
 
 
 def _closer_seconds(bounds: Bounds, c: Candidate) -> float:
-    return bounds.waiting_seconds(c)
+    return bounds.critical_path_seconds(c)
 
 
 def _usd(bounds: Bounds, c: Candidate) -> float:
@@ -92,7 +93,7 @@ def _closer_usd(bounds: Bounds, c: Candidate) -> float:
 def _state(bounds: Bounds, c: Candidate) -> float:
     try:
         return bounds.held_bytes(c)
-    except LayoutError:  # it is refused when it is looked at
+    except LayoutError:  # the candidate will be refused
         return 0.0
 
 
@@ -102,7 +103,7 @@ def _nothing(bounds: Bounds, c: Candidate) -> float:
 
 @dataclass(eq=False)
 class SearchProblem:
-    """The program of one choice, with what the search asks of it."""
+    """The program of one choice of builder arguments, as seen by the search."""
 
     choices: Choices
     outputs: Any
@@ -118,24 +119,24 @@ class SearchProblem:
 
     @cached_property
     def named(self) -> tuple[str, ...]:
-        """The axes that constraints in the program name."""
+        """The axes named by constraints in the program."""
         bound = [op.attrs["layout"] for op in self.subjects.operations if op.opdef.home is Home.GIVEN]
         return tuple(dict.fromkeys(axis for rules in bound for axis in rules.axes))
 
     @cached_property
     def bounds(self) -> Bounds:
-        """What no layout can beat."""
+        """Lower bounds for all layouts."""
         mesh = dict.fromkeys(self.named, 1) or {"device": 1}
         return Bounds.of(self.session.lower(mesh, compiler=self.compiler), self.subjects.operations)
 
     @property
     def key(self) -> str:
-        """The canonical key of the program, of the arguments it was built with, and of the units of the objective."""
+        """Canonical key of the program, its builder arguments, and the units of the objective."""
         return key_of("search", self.choices, self.outputs, self.updates, self.units)
 
     def alike(self, c: Candidate) -> object:
-        """Equal for candidates that differ in the names of axes alone: tensors have the same shardings, and each axis
-        the same dims that it may split."""
+        """Key that is equal for candidates that differ in axis names alone: equal shardings of all tensors, and equal
+        sets of dims that each axis may split."""
         numbers: dict[str, int] = {}
         shardings: list[object] = []
         for shape, scope in self._shapes:
@@ -153,11 +154,11 @@ class SearchProblem:
         return (c.choices, c.slice, named, tuple(shardings))
 
     def estimated(self, c: Candidate, objective: Objective, bound: float) -> Outcome:
-        """Lower it and estimate it."""
+        """Lower and estimate a candidate."""
         try:
             est = self.estimate(c)
             value = objective.of(est) / self.units
-        except (LayoutError, SliceError) as fault:  # a chip without a rate or a price that is needed, too
+        except (LayoutError, SliceError) as fault:  # also a chip without a required rate or price
             return Outcome(c, REFUSED, bound, why=str(fault).splitlines()[0])
         return Outcome(c, ESTIMATED, bound, value, Figures.of(est))
 
@@ -174,7 +175,7 @@ def problem_of(
     compiler: Compiler = XLA_TPU,
     beside: SearchProblem | None = None,
 ) -> SearchProblem:
-    """Build the program of a choice; `beside` is that of another choice, with which it shares what both learn.
+    """Build the program of a choice; `beside` is that of another choice, with which caches are shared.
 
     Raises: GraphError where the builder gives no outputs and updates, or a dim is unknown.
     """
@@ -194,7 +195,7 @@ def problem_of(
         if name not in sizes:
             raise GraphError(f"search: the program has no dim {name!r}; there are {', '.join(sizes)}")
     named = dict.fromkeys(d.name for op in sources for d in op.output.shape)
-    if MICROBATCH in sizes:  # what a pipeline cuts the batch into goes where the stages do, before and after them
+    if MICROBATCH in sizes:  # the microbatch dim may be split like the batch before and after the stages
         named[MICROBATCH] = None
     dims = tuple(n for n in named if sizes.get(n, 1) > 1 and n not in stacked and n not in forbid)
     units = 1.0
@@ -211,4 +212,4 @@ def _outside(op: Operation) -> bool:
     return op.graph.parent is None
 
 
-# What a model may be built with besides the arguments of `train_step`.
+# Arguments of a model's builder beyond those of `train_step`.

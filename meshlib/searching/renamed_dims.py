@@ -1,4 +1,4 @@
-"""The names under which a dim continues through a program."""
+"""Names under which a dim continues through a program after renames and reshapes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Names: TypeAlias = frozenset[str]
 
 @dataclass(frozen=True)
 class Passages:
-    """The names under which dims go on, through renamings and reshapes.
+    """Names that denote the same dim after renames and reshapes.
 
-    `bound`: those that constraints lay out.
+    `bound`: dims in constraints.
     """
 
     names: Mapping[str, Names]
@@ -26,7 +26,7 @@ class Passages:
 
     @staticmethod
     def of(operations: Iterable[Operation]) -> Passages:
-        """From all operations of a program, those in loops included."""
+        """Collected from all operations of a program, those in loops included."""
         groups: dict[str, set[str]] = {}
         bound: set[str] = set()
         for op in operations:
@@ -39,19 +39,19 @@ class Passages:
         return Passages({name: frozenset(group) for name, group in groups.items()}, frozenset(bound))
 
     def split(self, *shapes: Shape) -> Names | None:
-        """The dims by whose rules an axis may split a tensor of any of these shapes; None where any axis may."""
+        """Dims whose rules may let an axis split a tensor of any of these shapes; None: any axis may."""
         return None if laid_names(shapes) else self.reached(name for shape in shapes for name in shape.names)
 
     def reached(self, dims: Iterable[str]) -> Names | None:
-        """The dims by whose rules an axis may get to any of these; None where any axis may get there."""
+        """Dims whose rules may bring an axis to any of these dims; None: any axis may."""
         names: Names = frozenset().union(*(self.names.get(name, frozenset({name})) for name in dims))
         return names if names.isdisjoint(self.bound) else None
 
     def same(self, a: str, b: str) -> bool:
-        """Whether one dim may have both names."""
+        """Whether two names may denote one dim."""
         return a == b or b in self.names.get(a, ())
 
 
 def laid_names(shapes: Iterable[Shape]) -> Names:
-    """The names of dims of these shapes whose sizes follow from the layout."""
+    """Dims of these shapes whose sizes depend on the layout."""
     return frozenset(d.name for shape in shapes for d in shape if isinstance(d, LaidDimension))

@@ -1,4 +1,4 @@
-"""`Found`: ranking, Pareto front, why the others lose, and the certificate."""
+"""`Found`, the result of a search: ranking, Pareto front, reasons against the others, and the certificate."""
 
 from __future__ import annotations
 
@@ -23,35 +23,25 @@ from meshlib.searching.programs import MODEL_ERROR, Build, Objective, SearchProb
 from meshlib.searching.sensitivity import Sensitivity, sensitivity
 from meshlib.searching.space import Choices
 
-SHOWN = 8  # lines of the ranking
+SHOWN = 8  # rows of the ranking shown
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Found(Shown):
-    """All candidates of a search, each with its verdict. Made by `mtf.search`.
-
-    Example:
-      >>> import meshlib as mtf
-      >>> def build():
-      ...     x, w = mtf.input("x", "batch:4096;d:1024"), mtf.variable("w", "d:1024;n:1024")
-      ...     return {"y": mtf.einsum([x, w], output_shape="batch:4096;n:1024")}, []
-      >>> result = mtf.search(build, "v5e-4", axes=1, seconds=None, workers=1)
-      >>> str(result.best.candidate.mesh), str(result.best.candidate.layout), result.gap
-      ('data:4', 'batch:data', 0.0)
-    """
+    """Result of a search: all candidates with their outcomes. Created by `mtf.search`."""
 
     outcomes: tuple[Outcome, ...]
     objective: Objective
     problems: Mapping[Choices, SearchProblem]
     build: Build
     seconds: float
-    left_out: Mapping[Choices, str] = field(default_factory=dict)  # choices that the builder refused, and why
-    space: str = ""  # what it declares, in words
-    stopped: bool = False  # whether somebody interrupted it
+    left_out: Mapping[Choices, str] = field(default_factory=dict)  # choices refused by the builder, with reasons
+    space: str = ""  # description of the declared space
+    stopped: bool = False  # whether the user interrupted it
 
     @cached_property
     def ranking(self) -> tuple[Outcome, ...]:
-        """What was estimated, the best first; what does not fit comes after all that does."""
+        """Estimated candidates, best first; those that do not fit come last."""
         estimated = [o for o in self.outcomes if o.figures is not None]
         return tuple(
             sorted(estimated, key=lambda o: (not o.fits, o.value if o.fits else _peak(o), len(o.candidate.mesh)))
@@ -59,7 +49,7 @@ class Found(Shown):
 
     @property
     def fastest(self) -> Outcome:
-        """The first of the ranking: least by the objective, of those that fit.
+        """First of the ranking: best by the objective among those that fit.
 
         Raises: GraphError where nothing was estimated: everything was refused, or too large.
         """
@@ -69,7 +59,7 @@ class Found(Shown):
 
     @cached_property
     def best(self) -> Outcome:
-        """The winner: the plainest layout of those that the model's error does not tell from the fastest.
+        """The winner: the plainest layout among those within the model's error of the fastest.
 
         Raises: GraphError where nothing was estimated: everything was refused, or too large.
         """
@@ -77,7 +67,7 @@ class Found(Shown):
 
     @cached_property
     def tied(self) -> tuple[Outcome, ...]:
-        """The fastest, and what is behind it by less than the model's error with the same choices on the same slice."""
+        """The fastest, and those within the model's error of it with the same choices on the same slice."""
         first = self.fastest
         most = first.value * (1 + self.objective.error)
         mine = (first.candidate.choices, first.candidate.slice)
@@ -96,7 +86,7 @@ class Found(Shown):
 
     @cached_property
     def pareto(self) -> tuple[Outcome, ...]:
-        """Of what was estimated and fits, what none beats in both the objective and peak memory; by the objective."""
+        """Estimated candidates that fit and that no other beats in both objective and peak memory, by objective."""
         front: list[Outcome] = []
         for o in self.ranking:
             if o.fits and (not front or _peak(o) < _peak(front[-1])):
@@ -113,7 +103,7 @@ class Found(Shown):
 
     @property
     def gap(self) -> float:
-        """By what share of it the fastest could still be beaten within the declared space; 0 where it is proved."""
+        """The share by which the fastest could still be beaten within the declared space; 0 if it is proved optimal."""
         left = [o.bound for o in self.outcomes if o.state == OPEN]
         if not left or not self.fits:
             return 0.0 if not left else float("inf")
@@ -127,7 +117,7 @@ class Found(Shown):
 
     @property
     def certificate(self) -> str:
-        """How much is proved, and of what, in words."""
+        """What is proved, over which space, in words."""
         head = f"{len(self.outcomes):,} candidates: {self._tally}."
         if self.exact:
             proved = "All are accounted for: within this space nothing is better by the model."
@@ -149,26 +139,26 @@ class Found(Shown):
 
     @property
     def compiler(self) -> Compiler:
-        """What all candidates were lowered and scheduled for."""
+        """The compiler for which all candidates were lowered and scheduled."""
         return next(iter(self.problems.values())).compiler
 
     def program(self, outcome: Outcome | None = None) -> Program:
-        """The program of a candidate, the best one unless given."""
+        """The program of a candidate; by default the best."""
         return self.estimate(outcome).program
 
     def estimate(self, outcome: Outcome | None = None) -> Estimate:
-        """The whole estimate of a candidate, the best one unless given."""
+        """The full estimate of a candidate; by default the best."""
         candidate = (outcome or self.best).candidate
         return self.problems[candidate.choices].estimate(candidate)
 
     def why(self, outcome: Outcome) -> str:
-        """Why a candidate loses, in one line; of the winner and of what is faster by less than the error, a tie."""
+        """Why a candidate loses, in one line; a tie for the winner and those faster by less than the model's error."""
         if outcome is not self.best and self.fits and outcome in self.tied:
             return f"a tie within the model's error: {outcome.value / self.best.value - 1:+.1%}, not as plain"
         return outcome.against(self.best)
 
     def sensitivity(self, leaders: int = 6, **changes: Iterable[Any]) -> Sensitivity:
-        """How the winner changes when something else does: the best candidates, estimated again.
+        """Effect of other changes on the winner: the best candidates are estimated again.
 
         Args:
           leaders: how many of the ranking, those that fit.
@@ -188,7 +178,7 @@ class Found(Shown):
     # ------------------------------------------------------------ text
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw step time against memory of all that was estimated, with the Pareto front; needs matplotlib.
+        """Draw step time against memory of all estimated candidates, with the Pareto front; needs matplotlib.
 
         Args:
           ax: matplotlib Axes, or the path of a file (.png, .svg, .pdf); by default a new figure.
@@ -202,7 +192,7 @@ class Found(Shown):
         return plot_alternatives(alternatives_of(self), capacity, ax, "Found.plot")
 
     def report(self, path: str | Path, title: str = "") -> None:
-        """Write one self-contained HTML page: that of the winner's estimate, with all that was estimated beside it.
+        """Write a self-contained HTML page on the winner's estimate, with the other estimated candidates.
 
         Args:
           path: of the file, such as "plan.html"; title: of the page; by default mesh and slice.
@@ -214,7 +204,7 @@ class Found(Shown):
         write_page(path, page(self.estimate(), title, alternatives_of(self), self.certificate), "Found.report")
 
     def as_json(self) -> dict[str, Any]:
-        """Figures of the ranking and the certificate, for programs."""
+        """Ranking and certificate as JSON."""
         return {
             "objective": self.objective.name,
             "compiler": str(self.compiler),
@@ -223,7 +213,7 @@ class Found(Shown):
             "gap": self.gap if self.gap != float("inf") else None,
             "certificate": self.certificate,
             "cautions": list(self.cautions) if self.ranking else [],
-            "best": self.ranking.index(self.best) if self.ranking else None,  # its place in the ranking
+            "best": self.ranking.index(self.best) if self.ranking else None,  # its rank
             "left_out": self._without(),
             "ranking": [
                 {
@@ -258,11 +248,11 @@ class Found(Shown):
 
     @cached_property
     def cautions(self) -> tuple[str, ...]:
-        """What to know before acting on the winner: see `meshlib.estimation.views.cautions`."""
+        """Cautions about the winner: see `meshlib.estimation.views.cautions`."""
         return tuple(cautions(self.estimate()))
 
     def _least(self) -> str:
-        """What the smallest takes."""
+        """The memory of the smallest candidate."""
         if self.ranking:
             return f"; the least that was found is {bytes_text(_peak(self.ranking[0]))}"
         large = [o.candidate for o in self.outcomes if o.state == TOO_LARGE]
@@ -274,7 +264,7 @@ class Found(Shown):
         return f"; every layout takes at least {bytes_text(needed)} of each device, which has {bytes_text(capacity)}"
 
     def _second(self) -> list[str]:
-        """How near the next ones are: the next that is no tie, and what is bounded below may be nearer."""
+        """Distance to the next candidate that is no tie, and to those that are only bounded."""
         best = self.best.value
         others = [o for o in self.ranking if o.fits and o not in self.tied]
         passed = [o.bound for o in self.outcomes if o.state == BOUNDED and o.bound != float("-inf")]
@@ -306,7 +296,7 @@ class Found(Shown):
 
     @property
     def _several(self) -> bool:
-        """Whether there is more than one slice."""
+        """Whether there are several slices."""
         return len({o.candidate.slice for o in self.outcomes}) > 1
 
     @property
@@ -314,7 +304,7 @@ class Found(Shown):
         return self.objective.name not in ("step", "peak memory") or any(p.units != 1 for p in self.problems.values())
 
     def table(self, rows: int | None = SHOWN) -> str:
-        """The ranking as text, the best `rows` or all: figures and mesh, then the layout, then why it loses."""
+        """The ranking as text, the best `rows` or all: figures and mesh, then the layout and why it loses."""
         names = [name for name, _ in self.outcomes[0].candidate.choices]
         own = (self.objective.name,) if self._own_column else ()
         shown = self.ranking if rows is None else self.ranking[:rows]
@@ -337,7 +327,7 @@ class Found(Shown):
         return "\n\n".join([*parts, "\n".join(end)])
 
     def _without(self) -> list[str]:
-        """The choices that are no part of the space, those with one reason together."""
+        """Refused choices, grouped by reason."""
         reasons: dict[str, list[str]] = {}
         for chosen, why in self.left_out.items():
             reasons.setdefault(why, []).append(" ".join(f"{name}={value}" for name, value in chosen))

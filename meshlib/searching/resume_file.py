@@ -25,7 +25,7 @@ FORMAT = "meshlib search 2"
 
 
 def keys_of(problems: Collection[SearchProblem], slices: Sequence[Slice], objective: Objective) -> dict[str, str]:
-    """All that an estimate depends on, by the words in which a message names it.
+    """Keys of everything that an estimate depends on, by the name used in messages.
 
     Raises: GraphError for an objective or an attribute of the program that has no key.
     """
@@ -39,7 +39,7 @@ def keys_of(problems: Collection[SearchProblem], slices: Sequence[Slice], object
 
 
 class KeptEstimates:
-    """The estimates in a file, by `Candidate.identity`; none where there is no file yet.
+    """The estimates in a file, by `Candidate.identity`; empty if there is no file yet.
 
     Raises: GraphError for a file that is no search, is damaged, or is of a search with other keys.
     """
@@ -51,7 +51,7 @@ class KeptEstimates:
             self._read()
 
     def write(self) -> None:
-        """Write them all, whole or not at all."""
+        """Write all estimates atomically."""
         content = {"format": FORMAT, "keys": self.keys, "estimates": self.estimates}
         text = json.dumps({"sha256": _checksum(content), **content})
         replace_file(self.path, lambda file: file.write(text.encode()), "search", GraphError)

@@ -21,18 +21,18 @@ from layouts import LayoutRules, Shape
 from layouts.rules import Rule
 from meshlib.core.laid_dims import LaidDimension
 
-SMALL = 6  # dims of a program up to which every role is tried
-MOST_BASES = 24  # beyond the single dims: of many small layers there are exponentially many sets that never meet
-# Of a larger program, companions of each base and the scope whose elements they are ranked by.
+SMALL = 6  # programs with at most this many dims are searched over all roles
+MOST_BASES = 24  # multi-dim bases: many small layers have exponentially many sets of dims that never meet
+# For larger programs: companions per base, and the scope whose elements rank them.
 RANKED = {"activations": 2, "variables": 1, "slots": 1}
-LEAST_SHARE = 0.01  # of the elements of a scope, which a companion of a larger program has to split
+LEAST_SHARE = 0.01  # share of a scope's elements that a companion must split in larger programs
 
 
 @dataclass(frozen=True)
 class AxisRole:
-    """What an axis is for.
+    """The use of an axis.
 
-    `base` takes it wherever it occurs; `beside`, a scope (None: all tensors) and a dim, where no dim of the base does.
+    `base` dims take the axis wherever they occur; `beside`, a scope (None: all tensors) and a dim, elsewhere.
     `name` is that of the axis. `holds`: whether variables have a dim of the base, so that it splits the model.
     """
 
@@ -42,7 +42,7 @@ class AxisRole:
     holds: bool
 
     def split(self, size: int, left: dict[str, int]) -> tuple[str, ...] | None:
-        """The dims of the base that divide by an axis of that size, and of all dims what is `left` then.
+        """The base dims divisible by an axis of that size, and the remaining number of parts of all dims.
 
         None where no dim of the base divides, or the one beside does not.
         """
@@ -54,7 +54,7 @@ class AxisRole:
         return dividing
 
     def rules(self, axis: str, base: Sequence[str]) -> LayoutRules:
-        """Its rules for an axis, where those dims of the base divide."""
+        """Rules for an axis, with the base dims that divide."""
         own_rules = [Rule(dim, (axis,)) for dim in base]
         if self.beside is not None:
             scope, dim = self.beside
@@ -67,20 +67,20 @@ class AxisRole:
 
 @dataclass(frozen=True)
 class TensorClasses:
-    """The tensors of a program that a layout lays out: shape, scope, and how many are alike."""
+    """Classes of tensors that a layout shards: shape, scope, and count."""
 
     counts: Mapping[tuple[Shape, str], int]
 
     @staticmethod
     def of(judged: Iterable[tuple[str, Shape, str]]) -> TensorClasses:
-        """From what `Subjects.judged` says."""
+        """Classes from `Subjects.judged`."""
         return TensorClasses(Counter((shape, scope) for _, shape, scope in judged))
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Each dim with the greatest number of parts that all its sizes can be cut into.
+        """Dim -> largest number of parts that divides all its sizes.
 
-        Sizes that follow from a layout are no limit: they are such that it fits.
+        Sizes that depend on the layout impose no limit, because they adapt to it.
         """
         size_of: dict[str, int] = {}
         for shape, _ in self.counts:
@@ -91,15 +91,15 @@ class TensorClasses:
         return size_of
 
     def meeting(self, dim: str) -> set[str]:
-        """The dims that share a tensor with it."""
+        """Dims that share a tensor with it."""
         return {name for shape, _ in self.counts if dim in shape.names for name in shape.names} - {dim}
 
     def elements(self, scope: str) -> int:
-        """Elements of all tensors of a scope."""
+        """Elements of all tensors in a scope."""
         return sum(count * shape.size for (shape, where), count in self.counts.items() if where == scope)
 
     def without(self, base: Iterable[str], scope: str) -> Counter[str]:
-        """Bytes-like weights: elements of tensors in a scope that no dim of `base` splits, by the dims they have."""
+        """Elements of tensors in a scope without dims of `base`, by the dims that they have."""
         taken, elements_of = set(base), Counter[str]()
         for (shape, where), count in self.counts.items():
             if where == scope and taken.isdisjoint(shape.names):
@@ -109,7 +109,7 @@ class TensorClasses:
 
 
 def roles_of(tensors: TensorClasses, dims: Sequence[str], batch: str | None = None) -> list[AxisRole]:
-    """The roles of a program's dims, the plain ones first. `dims` are those that an axis may split.
+    """The roles of a program's dims, plain ones first. `dims` are those that an axis may split.
 
     Axes are called "data", "fsdp" and "zero1" where they split the `batch`, "model" where the base has dims of
     variables, and otherwise as the first dim.
@@ -127,12 +127,12 @@ def roles_of(tensors: TensorClasses, dims: Sequence[str], batch: str | None = No
 
 
 def is_small(dims: Sequence[str]) -> bool:
-    """Whether every role of a program with these dims is tried."""
+    """Whether every role is tried for a program with these dims."""
     return len(dims) <= SMALL
 
 
 def space_of(dims: Sequence[str], axes: int) -> str:
-    """What is searched of a program with these dims, in words."""
+    """Description of the space searched for a program with these dims."""
     most = ", ".join(f"{count} of {scope}" for scope, count in RANKED.items())
     bases, companions = "each one and the largest sets", f"one of those that split most ({most})"
     if is_small(dims):
@@ -149,10 +149,7 @@ Companion: TypeAlias = tuple[str | None, str]
 def _all_companions(
     tensors: TensorClasses, base: Sequence[str], dims: Sequence[str], held: set[str]
 ) -> list[Companion]:
-    """Every other dim that shares a tensor with one of the base, in all tensors; in slots, where it has any to split.
-
-    A dim that never meets the base is a companion of none: it makes a larger base.
-    """
+    """Every other dim that shares a tensor with a base dim, for all tensors; and for slots, if it splits any."""
     meeting = set[str]().union(*(tensors.meeting(dim) for dim in base))
     slots = tensors.without(base, "slots")
     others = [dim for dim in dims if dim not in base and dim in meeting]
@@ -162,7 +159,7 @@ def _all_companions(
 def _ranked_companions(
     tensors: TensorClasses, base: Sequence[str], dims: Sequence[str], held: set[str]
 ) -> list[Companion]:
-    """Those that split the most elements of each scope; of slots and of what variables lack, plain ones alone."""
+    """Companions that split the most elements of each scope: at most `RANKED[scope]` dims, in slots or everywhere."""
     companions: dict[Companion, None] = {}
     for scope, most in RANKED.items():
         if held.isdisjoint(base) and scope == "activations":
@@ -177,7 +174,7 @@ def _ranked_companions(
 
 
 def _bases(tensors: TensorClasses, dims: Sequence[str]) -> list[tuple[str, ...]]:
-    """Each dim alone, then sets of dims that never meet: all of a small program, else the largest."""
+    """Each dim alone, then sets of dims that never share a tensor: all for a small program, otherwise the largest."""
     order = {name: n for n, name in enumerate(dims)}
     apart = {name: set(dims) - tensors.meeting(name) - {name} for name in dims}
     bases: dict[tuple[str, ...], None] = {(name,): None for name in dims}
@@ -191,7 +188,7 @@ def _bases(tensors: TensorClasses, dims: Sequence[str]) -> list[tuple[str, ...]]
 
 
 def _cliques(beside: Mapping[str, set[str]]) -> Iterator[set[str]]:
-    """The maximal sets in which each is beside each (Bron and Kerbosch, CACM 16(9), 1973), in a fixed order."""
+    """The maximal cliques (Bron and Kerbosch, CACM 16(9), 1973), in a fixed order."""
     order = {name: n for n, name in enumerate(beside)}
 
     def grown(taken: set[str], free: set[str], done: set[str]) -> Iterator[set[str]]:

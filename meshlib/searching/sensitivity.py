@@ -25,7 +25,7 @@ LINKS, RATE, SLICE = "links", "flops", "slice"
 
 @dataclass(frozen=True)
 class Change:
-    """One thing changed: the best of the candidates then, and by how much the winner of before is slower."""
+    """One change: the best candidate under it, and by how much the previous winner is slower."""
 
     what: str
     mesh: Mesh | None
@@ -35,13 +35,13 @@ class Change:
 
     @property
     def same(self) -> bool:
-        """Whether the winner stays."""
+        """Whether the winner stays the same."""
         return self.behind == 0.0
 
 
 @dataclass(frozen=True, repr=False)
 class Sensitivity:
-    """What `Found.sensitivity` returns: one `Change` for each value of each thing, for one compiler."""
+    """Result of `Found.sensitivity`: one `Change` per value of each changed quantity, for one compiler."""
 
     changes: tuple[Change, ...]
     compiler: Compiler
@@ -101,7 +101,7 @@ def _changed(
         slice_ = where(c.slice)
         try:
             est = estimate(problems[key].session.lower(c.mesh, c.layout, compiler=compiler), slice_)
-        except LayoutError:  # a size that does not divide any more
+        except LayoutError:  # a size that no longer divides
             continue
         if est.fits:
             costs.append((objective.of(est), n, est))
@@ -114,7 +114,7 @@ def _changed(
 
 
 def _slice(name: str, value: Any) -> Callable[[Slice], Slice]:
-    """The slice that a change makes of one."""
+    """The modification of a slice by a change."""
 
     def changed(s: Slice) -> Slice:
         try:

@@ -1,4 +1,4 @@
-"""A server under load: an event simulation over modelled times of its steps.
+"""A server under load: discrete-event simulation over modelled step times.
 
 Each event is a step of the server. A step of decoding gives every running sequence a token; sequences join at the next
 step and leave when they have all their tokens (continuous batching). Prompts are read as they come, first come first
@@ -24,12 +24,12 @@ from meshlib.searching.arrivals import Arrivals
 
 Array = np.ndarray[Any, Any]
 Table = Sequence[tuple[int, float]]
-BACKLOG = 0.05  # of all requests, waiting when the last one arrives: more come than are served
+BACKLOG = 0.05  # share of requests queued at the last arrival: above this, the server does not keep up
 
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Modelled times of a server's steps, between those that were estimated in proportion.
+    """Modelled times of a server's steps, interpolated linearly between estimates.
 
     Attributes:
       decode: (sequences, seconds) of a step; prefill: (tokens of a prompt, seconds) of reading `together` prompts at
@@ -43,26 +43,21 @@ class StepSeconds:
 
     @property
     def slots(self) -> int:
-        """Sequences that are decoded together at most."""
+        """Largest number of sequences decoded together."""
         return self.decode[-1][0]
 
     def decoding(self, sequences: int) -> float:
-        """Seconds of a step that gives so many sequences a token."""
+        """Seconds of a decoding step of so many sequences."""
         return between(self.decode, max(sequences, self.decode[0][0]))
 
     def reading(self, tokens: int, start: int = 0) -> float:
-        """Seconds in which prompts are read from one position to another."""
+        """Seconds to prefill a prompt from one position to another."""
         whole = between(self.prefill, tokens)
         return whole if start == 0 else max(0.0, whole - between(self.prefill, start))
 
 
 def between(table: Table, x: float) -> float:
-    """The value at x on straight lines between the rows of a table; from 0 before the first, on beyond the last.
-
-    >>> rows = ((4, 2.0), (8, 3.0))
-    >>> between(rows, 2), between(rows, 6), between(rows, 12)
-    (1.0, 2.5, 4.0)
-    """
+    """Linear interpolation at x; proportional from 0 before the first row, extrapolated beyond the last."""
     rows = [(0, 0.0), *table]
     n = min(max(bisect_left([row[0] for row in rows], x), 1), len(rows) - 1)
     (x0, y0), (x1, y1) = rows[n - 1], rows[n]
@@ -71,7 +66,7 @@ def between(table: Table, x: float) -> float:
 
 @dataclass(frozen=True)
 class ServedLoad:
-    """What comes of a load. Modelled; times are of each request, in the order of their arrival.
+    """Result of serving a load. Modelled; times are per request, in order of arrival.
 
     Attributes:
       name: of the layout; arrivals: the load.
@@ -99,24 +94,24 @@ class ServedLoad:
 
     @property
     def slots(self) -> int:
-        """Sequences that are decoded together at most."""
+        """Largest number of sequences decoded together."""
         return self.steps.slots
 
     @property
     def slices(self) -> int:
-        """How many slices serve: 2 where prompts are read on one of their own."""
+        """Number of slices: 2 if prompts are read on a separate one."""
         return 2 if self.separate else 1
 
     def scaled(self, factor: float) -> ServedLoad:
-        """What comes of `factor` times the load."""
+        """Result at `factor` times the load."""
         return serve_load(self.name, self.steps, self.arrivals.scaled(factor), self.chunk, self.separate)
 
     def first_token_seconds(self, percentile: float = 50) -> float:
-        """Time to first token, of which so many per cent of requests have less."""
+        """Time to first token at a percentile of requests."""
         return float(np.percentile(self.first - self.arrivals.seconds, percentile))
 
     def token_seconds(self, percentile: float = 50) -> float:
-        """Time per token after the first, the mean of a request, of which so many per cent of requests have less."""
+        """Mean time per token after the first, at a percentile of requests."""
         later = self.arrivals.outputs_drawn - 1
         several = later > 0
         if not several.any():
@@ -125,54 +120,54 @@ class ServedLoad:
 
     @property
     def span_seconds(self) -> float:
-        """From the first arrival to the last token."""
+        """From first arrival to last token."""
         return float(self.last.max() - self.arrivals.seconds[0])
 
     @property
     def tokens_per_second(self) -> float:
-        """Output tokens of all requests."""
+        """Output tokens of all requests per second."""
         return float(self.arrivals.outputs_drawn.sum() / self.span_seconds)
 
     @property
     def requests_per_second(self) -> float:
-        """Requests that are finished."""
+        """Completed requests per second."""
         return len(self.last) / self.span_seconds
 
     @property
     def utilisation(self) -> tuple[float, float]:
-        """The share of the time in which prompts are read, and in which tokens are decoded."""
+        """Shares of time spent on prefill and on decoding."""
         read, decoded = (seconds / self.span_seconds for seconds in self.busy_seconds)
         return read, decoded
 
     @property
     def busy_share(self) -> float:
-        """The share of the time in which a slice is busy; of two the busier one."""
+        """Share of time in which the slice is busy; with two slices, the busier one."""
         return max(self.utilisation) if self.separate else sum(self.utilisation)
 
     @property
     def wait_seconds(self) -> float:
-        """Mean time from arrival until a prompt begins to be read."""
+        """Mean time from arrival to start of prefill."""
         return float(np.mean(self.started - self.arrivals.seconds))
 
     @property
     def queue_length(self) -> float:
-        """Requests that wait to be read, on the mean over time."""
+        """Mean number of requests waiting for prefill."""
         return float(np.sum(self.started - self.arrivals.seconds) / self.span_seconds)
 
     @cached_property
     def longest_queue(self) -> int:
-        """Requests that wait to be read, at most."""
+        """Largest number of requests waiting for prefill."""
         waiting = np.arange(1, len(self.started) + 1) - np.searchsorted(np.sort(self.started), self.arrivals.seconds)
         return int(waiting.max())
 
     @property
     def keeps_up(self) -> bool:
-        """Whether requests are served as fast as they come: few wait when the last one arrives."""
+        """Whether requests are served as fast as they arrive: few are queued at the last arrival."""
         waiting = int(np.sum(self.first > self.arrivals.seconds[-1]))
         return waiting <= max(self.slots, BACKLOG * len(self.first))
 
     def within(self, first_token_seconds: float | None, token_seconds: float | None) -> bool:
-        """Whether it keeps up, and 99 % of requests have their first token, and each other one, that fast."""
+        """Whether it keeps up, and 99 % of requests meet the limits on first token and time per token."""
         return (
             self.keeps_up
             and (first_token_seconds is None or self.first_token_seconds(99) <= first_token_seconds)
@@ -219,11 +214,11 @@ class _Server:
     # ------------------------------------------------------------ one slice
 
     def together(self, name: str) -> ServedLoad:
-        """Prompts are read and tokens decoded on one slice, in turns."""
+        """Prefill and decoding alternate on one slice."""
         now, coming, count = 0.0, 0, len(self.arrived)
         waiting: deque[int] = deque()
         batch = _Batch(self)
-        reading: list[int] = []  # requests whose prompts are being read, and up to which position
+        reading: list[int] = []  # requests in prefill, and the position reached
         position = 0
         while coming < count or waiting or reading or batch.size:
             while coming < count and self.arrived[coming] <= now:
@@ -258,7 +253,7 @@ class _Server:
     # ------------------------------------------------------------ two slices
 
     def separate(self, name: str) -> ServedLoad:
-        """Prompts are read on one slice, tokens decoded on another, to which the caches are sent."""
+        """Prefill on one slice and decoding on another, to which caches are sent."""
         now, coming, count = 0.0, 0, len(self.arrived)
         ready: list[tuple[float, int]] = []
         while coming < count:
@@ -291,16 +286,16 @@ class _Server:
 
 
 class _Batch:
-    """The sequences that run: how many, and after which step each ends."""
+    """The running sequences: their number, and the step after which each ends."""
 
     def __init__(self, server: _Server) -> None:
         self.server = server
         self.size = 0
-        self._steps = 0  # so far
+        self._steps = 0  # decoding steps so far
         self._ending: dict[int, list[int]] = {}
 
     def join(self, requests: Sequence[int], now: float) -> None:
-        """Sequences whose first token is there."""
+        """Add sequences that have their first token."""
         for n in requests:
             more = self.server.outputs[n] - 1
             if more == 0:
@@ -310,7 +305,7 @@ class _Batch:
                 self.size += 1
 
     def step(self, now: float, until: float | None = None) -> float:
-        """Steps until a sequence ends, or a request comes, but one at least; the time after them.
+        """Run steps until a sequence ends or `until`, but at least one; returns the time afterwards.
 
         Without `until` nobody can join before a sequence ends.
         """

@@ -33,12 +33,12 @@ from meshlib.searching.serving_result import Serving, ServingPoint
 
 WHAT = "serving"
 MOST_BATCH = 1 << 16
-FREE_GUESSES = 4  # by the slope of memory, before a guess that does not halve what is left leads to the middle
-CONTEXT = 2048  # unless given
+FREE_GUESSES = 4  # guesses from the slope of memory that may fail to halve the range before bisection takes over
+CONTEXT = 2048  # default positions of caches
 TOKENS = 128  # prompts and caches are rounded up to multiples
-NARROW = ("int8", "int4", "float8_e4m3fn", "float8_e5m2")  # of kernels, which have scales
+NARROW = ("int8", "int4", "float8_e4m3fn", "float8_e5m2")  # kernel dtypes that have scales
 WEIGHT_DTYPES = ("bfloat16", "float32", *NARROW)
-# Parts of layouts, with their axes.
+# Names of axes in generated layouts.
 _PARTS = {"data": "data", "expert": "expert", "tensor": "tensor", "cache": "tensor", "features": "features"}
 
 
@@ -120,7 +120,7 @@ def serving(
 
 
 def _context_of(config: TransformerConfig, longest: int) -> int:
-    """Positions of caches for the longest request, in whole blocks where the model has as many; 0: there is no load."""
+    """Cache positions for the longest request, in whole blocks if the model has as many; 0 without a load."""
     rounded = -(-longest // TOKENS) * TOKENS or CONTEXT
     most = config.max_length if config.position == "learned" else None
     return most if longest and most is not None and longest <= most < rounded else rounded
@@ -144,35 +144,35 @@ def _checked_load(arrivals: object, chunk: object, separate: object, config: Tra
 
 
 def weight_dtype_of(config: TransformerConfig) -> str:
-    """The dtype in which the devices store the kernels of a model."""
+    """Stored dtype of a model's kernels."""
     n = config.numerics
     return n.kernel_dtype or n.slice_dtype or n.variable_dtype
 
 
 def _activations(config: TransformerConfig) -> str:
-    """The dtype of keys and values: what layers compute in, or that of the table that is looked up in."""
+    """Dtype of keys and values: that of the layers' computation, or of the embedding."""
     n = config.numerics
     return n.activation_dtype or n.slice_dtype or n.variable_dtype
 
 
 def _served(config: TransformerConfig, weight_dtype: str | None) -> TransformerConfig:
-    """The config with the weights that it is served with."""
+    """The config with its weights in the dtype used for serving."""
     n = config.numerics
     if weight_dtype is not None:
         choice(weight_dtype, WHAT, "weight_dtype", WEIGHT_DTYPES)
     elif n.kernel_dtype is not None or as_dtype(n.slice_dtype or n.variable_dtype).size_bytes(1) <= 2:
         return config
-    kept = weight_dtype or "bfloat16"
-    if kept in NARROW:
-        n = replace(n, variable_dtype="bfloat16", slice_dtype=None, kernel_dtype=kept)
+    stored_dtype = weight_dtype or "bfloat16"
+    if stored_dtype in NARROW:
+        n = replace(n, variable_dtype="bfloat16", slice_dtype=None, kernel_dtype=stored_dtype)
     else:
-        n = replace(n, variable_dtype=kept, slice_dtype=None, kernel_dtype=None)
+        n = replace(n, variable_dtype=stored_dtype, slice_dtype=None, kernel_dtype=None)
     return config.replace(numerics=n)
 
 
 @dataclass(frozen=True)
 class Load:
-    """A load and how it is served."""
+    """A load and its serving policy."""
 
     arrivals: Arrivals
     chunk: int | None
@@ -181,7 +181,7 @@ class Load:
 
 @dataclass
 class _Sweep:
-    """One call of `serving`."""
+    """State of one call of `serving`."""
 
     config: TransformerConfig
     slice: Slice
@@ -194,7 +194,7 @@ class _Sweep:
     load: Load | None = None
 
     def run(self, batches: Sequence[int] | None, layouts: Sequence[tuple[MeshLike, object]] | None) -> Serving:
-        """All points."""
+        """Estimate all points."""
         points: list[ServingPoint] = []
         largest: dict[str, int] = {}
         skipped: dict[str, str] = {}
@@ -239,15 +239,12 @@ class _Sweep:
         )
 
     def _candidates(self) -> Iterator[tuple[Mesh, object]]:
-        """Batch, heads and features in powers of two: data-parallel, and weights that stay where they are.
-
-        Of a model with experts the batch is also split over as many devices as have whole experts of their own.
-        """
+        """Meshes in powers of two over batch, heads and features: data-parallel, and weight-stationary."""
         n = self.slice.devices
         powers = [1 << k for k in range(n.bit_length()) if n % (1 << k) == 0]
         for tensor, features in product(powers, (1, 2, 4)):
             if n % (tensor * features) or (features > 1 and tensor < 2 * features):
-                continue  # d_ff takes more devices than d_model does: Pope et al., section 3.2.2
+                continue  # d_ff takes more devices than d_model: Pope et al., section 3.2.2
             rows, experts = n // (tensor * features), 1
             if self.config.experts is not None and features == 1:
                 experts = largest_power(rows, self.config.experts.count)
@@ -258,7 +255,7 @@ class _Sweep:
                 yield mesh, "+".join(parts)
 
     def _rules(self, mesh: Mesh, named: object) -> LayoutRules:
-        """Rules as they are given, or those of the sweep's own parts."""
+        """Rules as given, or those of the sweep's own axes."""
         parts = named.split("+") if isinstance(named, str) else []
         if not parts or not {*parts} <= {*_PARTS}:
             return LayoutRules(named)  # type: ignore[arg-type]
@@ -269,7 +266,7 @@ class _Sweep:
     def _of_layout(
         self, first: ServingPoint, mesh: Mesh, rules: LayoutRules, group: int, batches: Sequence[int] | None, most: int
     ) -> Iterator[ServingPoint]:
-        """The points of a layout, as far as they fit."""
+        """The points of a layout that fit."""
         if batches is None:
             tried = [group << k for k in range(MOST_BATCH.bit_length()) if group << k < most]
             tried = [*tried, most] if most else []
@@ -279,10 +276,10 @@ class _Sweep:
             yield first if batch == group else replace(first, batch=batch, decode=self._decode(mesh, rules, batch))
 
     def _most(self, first: ServingPoint, mesh: Mesh, rules: LayoutRules, group: int) -> int:
-        """The largest multiple of `group` that fits. Memory grows by nearly as much for each: guessed, then tried."""
+        """The largest multiple of `group` that fits: memory grows almost linearly, so it is guessed and checked."""
         if not first.fits:
             return 0
-        low, high = 1, MOST_BATCH // group + 1  # fits, does not
+        low, high = 1, MOST_BATCH // group + 1  # low fits, high does not
         bytes_of = {1: first.decode.memory.needed_bytes}
         count, guessed = 2, True
         while high - low > 1:
@@ -291,7 +288,7 @@ class _Sweep:
             width = high - low
             low, high = (count, high) if memory.fits else (low, count)
             if guessed and len(bytes_of) > FREE_GUESSES and high - low > width // 2:
-                count, guessed = (low + high) // 2, False  # the guess said little
+                count, guessed = (low + high) // 2, False  # the guess was poor
                 continue
             a, b = sorted(bytes_of)[-2:] if memory.fits else (low, count)
             slope = max(1.0, (bytes_of[b] - bytes_of.get(a, bytes_of[1])) / (b - a))
@@ -304,7 +301,7 @@ class _Sweep:
         return ServingPoint(name, group, self._decode(mesh, rules, group), read, group)
 
     def _served(self, load: Load, points: Sequence[ServingPoint], mesh: Mesh, rules: LayoutRules) -> ServedLoad:
-        """A load under one layout, with times of prefills from the shortest to the longest prompt."""
+        """The load served under one layout, with prefill times from the shortest to the longest prompt."""
         prompts = load.arrivals.prompts_drawn
         lengths = {min(self.context, -(-int(n) // TOKENS) * TOKENS) for n in (prompts.min(), int(np.median(prompts)))}
         reading = {self.prompt: points[0].prefill.step_seconds}
@@ -336,19 +333,19 @@ class _Sweep:
             return self._estimate(decode_program, mesh, rules)
 
     def _estimate(self, step: tuple[Any, Any], mesh: Mesh, rules: LayoutRules) -> Estimate:
-        """Of a step lowered at the slice's own balance: beside few bytes, starting a collective is dear."""
+        """Estimate of a step lowered with the slice's own balance, since launches dominate small collectives."""
         program = lower(*step, mesh=mesh, layout=rules, balance=balance(self.slice, mesh), compiler=self.compiler)
         return estimate(program, self.slice)
 
     def _together(self, sequences: int) -> int | None:
-        """How many of a data-parallel group's sequences are routed together."""
+        """Number of sequences of a data-parallel group that are routed together."""
         if self.group_size is None:
             return None
         return next(n for n in range(min(self.group_size, sequences), 0, -1) if sequences % n == 0)
 
 
 def _cache_bytes(step: Estimate) -> int:
-    """Of all caches, on all devices once."""
+    """Bytes of all caches, counted once over all devices."""
     held = (v.tensor for name, v in step.program.variables.items() if "/cache/" in name)
     return sum(t.dtype.size_bytes(t.shape.size) for t in held)
 
@@ -362,6 +359,6 @@ def _pairs(layouts: object) -> Iterator[tuple[Mesh, object]]:
 
 
 def _groups(mesh: Mesh, rules: LayoutRules) -> int:
-    """Over how many devices the batch has to divide."""
+    """Number of devices over which the batch must divide."""
     axes = [axis for rule in rules.rules if rule.dim == "batch" for axis in rule.axes]
     return mesh.group_size(tuple(dict.fromkeys(axes)))

@@ -1,4 +1,4 @@
-"""What `mtf.serving` finds: points of batch and layout, their frontier, and what comes of a load."""
+"""Result of `mtf.serving`: points of batch and layout, their frontier, and results under a load."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_SLICES = 1024
 
 @dataclass(frozen=True)
 class ServingPoint:
-    """One batch under one layout.
+    """One batch size under one layout.
 
     Attributes:
       name: of the layout, as a table shows it; batch: sequences that are decoded together.
@@ -43,23 +43,23 @@ class ServingPoint:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all sequences together. Modelled."""
+        """Output tokens per second of all sequences. Modelled."""
         return self.batch / self.decode.step_seconds
 
     @property
     def prefill_seconds(self) -> float:
-        """Time until the first token of a prompt, if nobody is before it. Modelled."""
+        """Time to first token of a prompt without a queue. Modelled."""
         return self.prefill.step_seconds
 
     @property
     def usd_per_million_tokens(self) -> float | None:
-        """Cost of a million decoded tokens at the list price of the slice; None where none is published. Modelled."""
+        """Cost of a million output tokens at the slice's list price; None if none is published. Modelled."""
         price = self.decode.slice.usd_per_hour
         return None if price is None else price / 3600 / self.tokens_per_second * 1e6
 
     @property
     def peak_bytes(self) -> int:
-        """Of a device, in the tiles that its buffers fill: the larger of a step's and a prefill's. Exact."""
+        """Peak bytes of a device with tile padding: the larger of decoding and prefill. Exact."""
         return max(self.decode.memory.peak_bytes, self.prefill.memory.peak_bytes)
 
     @property
@@ -73,8 +73,8 @@ class Fleet:
     """Slices that serve a load together.
 
     Attributes:
-      slice: of which kind they are; slices: how many, those that only read prompts included.
-      load: what comes of the share of each. Modelled.
+      slice: their kind; slices: their number, including those for prefill alone.
+      load: result under the share of each. Modelled.
     """
 
     slice: Slice
@@ -83,12 +83,12 @@ class Fleet:
 
     @property
     def chips(self) -> int:
-        """Of all slices."""
+        """Chips in all slices."""
         return self.slices * self.slice.chips
 
     @property
     def usd_per_hour(self) -> float | None:
-        """At the list price; None where none is published."""
+        """At list price; None if none is published."""
         price = self.slice.usd_per_hour
         return None if price is None else price * self.slices
 
@@ -99,7 +99,7 @@ class Fleet:
 
 @dataclass(frozen=True, repr=False)
 class Serving(Shown):
-    """What `mtf.serving` found.
+    """Result of `mtf.serving`.
 
     `points` by layout and batch; `largest`, per layout the largest batch that fits, 0 where none does; `skipped`, the
     layouts that the model does not divide over, with the reason; `weights` and `caches`, the dtypes of both;
@@ -127,7 +127,7 @@ class Serving(Shown):
 
     @cached_property
     def frontier(self) -> tuple[ServingPoint, ...]:
-        """The points that no other is faster and cheaper than, the fastest first. Modelled."""
+        """The points on the frontier of latency and cost, fastest first. Modelled."""
         best_points: list[ServingPoint] = []
         for p in sorted(self.points, key=lambda p: (p.token_seconds, -p.tokens_per_second)):
             if not best_points or p.tokens_per_second > best_points[-1].tokens_per_second:
@@ -135,24 +135,24 @@ class Serving(Shown):
         return tuple(best_points)
 
     def within(self, token_seconds: float) -> ServingPoint | None:
-        """The point of highest throughput whose tokens follow each other at least that fast. Modelled."""
+        """The point of highest throughput within a limit on time per token. Modelled."""
         return next((p for p in reversed(self.frontier) if p.token_seconds <= token_seconds), None)
 
     def load_within(
         self, first_token_seconds: float | None = None, token_seconds: float | None = None
     ) -> ServedLoad | None:
-        """Of the layouts that keep up with the load, and are that fast for 99 % of requests, the one of least work.
+        """The layout of lowest utilisation that keeps up with the load and meets the limits for 99 % of requests.
 
         Args:
-          first_token_seconds: until the first token. token_seconds: for each other token, the mean of a request.
-        Returns: the load under the layout that is busy for the smallest share of the time; None where there is none.
+          first_token_seconds: limit on the first token. token_seconds: limit on the mean of a request's other tokens.
+        Returns: the load under that layout; None if there is none.
           Modelled.
         """
         good = [load for load in self.loads if load.within(first_token_seconds, token_seconds)]
         return min(good, key=lambda load: load.busy_share, default=None)
 
     def fleet(self, first_token_seconds: float | None = None, token_seconds: float | None = None) -> Fleet | None:
-        """The fewest slices that serve the load, each an equal share of it, as fast as `load_within` says.
+        """The fewest slices that serve the load in equal shares within the limits of `load_within`.
 
         Returns: a `Fleet`; None where not even a thousandth of the load is served so fast. Modelled.
         """
@@ -204,7 +204,7 @@ class Serving(Shown):
         return "\n".join([*lines, *self._load_lines(), *notes])
 
     def _load_lines(self) -> list[str]:
-        """The table of the load, the layouts that keep up first."""
+        """The table of loads, with layouts that keep up first."""
         if not self.loads:
             return []
         head = (
@@ -244,7 +244,7 @@ class Serving(Shown):
         )
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw throughput over latency, a line for each layout and the frontier; needs matplotlib.
+        """Draw throughput over latency, one line per layout, with the frontier; needs matplotlib.
 
         Args:
           ax: matplotlib Axes, or the path of a file (.png, .svg, .pdf); by default a new figure.
@@ -268,7 +268,7 @@ class Serving(Shown):
             xscale="log",
             yscale="log",
         )
-        for axis in (axes.xaxis, axes.yaxis):  # 20, not 2 x 10^1
+        for axis in (axes.xaxis, axes.yaxis):  # print 20, not 2 x 10^1
             axis.set_major_formatter("{x:g}")
             axis.set_minor_formatter("{x:g}")
         axes.tick_params(which="minor", labelsize=6)

@@ -18,12 +18,12 @@ from layouts.rules import Rule
 from meshlib.core.canonical_keys import key_of
 from meshlib.searching.roles import AxisRole
 
-Choices = tuple[tuple[str, object], ...]  # the arguments of the builder, by name
+Choices = tuple[tuple[str, object], ...]  # builder arguments by name
 
 
 @dataclass(frozen=True)
 class AxisPart:
-    """One axis: its role, its size, and the dims of the role's base that divide by it."""
+    """One axis: its role, its size, and the base dims that divide by it."""
 
     role: AxisRole
     size: int
@@ -37,9 +37,9 @@ class AxisPart:
 
 @dataclass(frozen=True)
 class Fixed:
-    """What the user has decided: rules that every layout has, with the sizes of their axes where he gave them.
+    """The user's fixed choices: rules of every layout, with sizes of their axes if given.
 
-    `named`: axes that constraints in the program name, which every mesh has, be it with one device.
+    `named`: axes in the program's constraints, which every mesh has, possibly with one device.
     """
 
     rules: LayoutRules
@@ -47,7 +47,7 @@ class Fixed:
     named: tuple[str, ...] = ()
 
     def factors(self, devices: int) -> Iterator[tuple[dict[str, int], int]]:
-        """Sizes of the fixed axes, and the devices that are left for others."""
+        """Sizes of the fixed axes, and the number of devices left for other axes."""
         free = [axis for axis in self.rules.axes if axis not in self.sizes]
         taken = prod(self.sizes.values())
         if devices % taken:
@@ -57,7 +57,7 @@ class Fixed:
             yield sizes_of_axes, devices // prod(sizes_of_axes.values())
 
     def left(self, sizes: Mapping[str, int], given: Mapping[str, int]) -> dict[str, int]:
-        """In how many parts each dim may still be cut."""
+        """The number of parts into which each dim can still be cut."""
         remaining = dict(sizes)
         for rule in self.rules.rules:
             for axis in rule.axes:
@@ -73,17 +73,17 @@ class Fixed:
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """One point of the space: arguments of the builder, a slice, and what the axes are for; so a mesh and a layout."""
+    """One point of the space: builder arguments, a slice, and the roles of axes, which give a mesh and a layout."""
 
     choices: Choices
     slice: Slice
     fixed: Fixed
-    given: tuple[tuple[str, int], ...]  # the sizes of the fixed axes
+    given: tuple[tuple[str, int], ...]  # sizes of the fixed axes
     parts: tuple[AxisPart, ...]
 
     @cached_property
     def _names(self) -> list[str]:
-        """Of all axes, also those of one device."""
+        """Names of all axes, including those of one device."""
         names = [axis for axis, _ in self.given]
         for part in self.parts:
             axis, n = part.role.name, 2
@@ -104,22 +104,22 @@ class Candidate:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh; axes of one device are left out."""
+        """The mesh, without axes of one device."""
         return self._laid[0]
 
     @property
     def layout(self) -> LayoutRules:
-        """The layout on it."""
+        """The layout on the mesh."""
         return self._laid[1]
 
     @property
     def named_splits(self) -> list[tuple[str, frozenset[str], int]]:
-        """Each axis by its name, with the dims that it may split, and its size."""
+        """(name, dims that it may split, size) of each axis."""
         return [(name, dims, size) for name, (dims, size) in zip(self._names, self.splits, strict=True)]
 
     @cached_property
     def splits(self) -> tuple[tuple[frozenset[str], int], ...]:
-        """Each axis as the dims that it may split, and its size."""
+        """(dims that it may split, size) of each axis."""
         fixed = [
             (frozenset(rule.dim for rule in self.fixed.rules.rules if axis in rule.axes), size)
             for axis, size in self.given
@@ -128,12 +128,12 @@ class Candidate:
 
     @cached_property
     def identity(self) -> str:
-        """The canonical key of its arguments, slice, mesh and layout: what tells it from all others, in any file."""
+        """Canonical key of arguments, slice, mesh and layout, unique across processes and files."""
         return key_of("search", self.choices, self.slice, self.mesh, self.layout)
 
     @cached_property
     def key(self) -> str:
-        """Its slice, mesh, layout and arguments as text, for people."""
+        """Slice, mesh, layout and arguments as text."""
         chosen = ",".join(f"{name}={value}" for name, value in self.choices)
         return f"{self.slice.name} {self.mesh} {self.layout} {chosen}".rstrip()
 
@@ -142,13 +142,13 @@ class Candidate:
 
 
 def laid(choices: Choices, where: Slice, mesh: Mesh, rules: LayoutRules, named: tuple[str, ...]) -> Candidate:
-    """The candidate of a mesh and layout that somebody names; `named` as of `Fixed`."""
+    """The candidate of a given mesh and layout; `named` as in `Fixed`."""
     sizes = dict(mesh.sizes_by_axis)
     return Candidate(choices, where, Fixed(rules, sizes, named), tuple(sizes.items()), ())
 
 
 def lighter_ones(space: Sequence[Candidate], argument: str, order: Sequence[object]) -> dict[int, list[int]]:
-    """Of each candidate the same mesh and layout with a value of an argument that comes before in `order`.
+    """For each candidate, those of the same mesh and layout with an earlier value of an argument in `order`.
 
     By their numbers in the space, the first value first.
     """
@@ -165,7 +165,7 @@ def lighter_ones(space: Sequence[Candidate], argument: str, order: Sequence[obje
 def candidates(
     choices: Choices, where: Slice, roles: Sequence[AxisRole], sizes: Mapping[str, int], fixed: Fixed, most: int
 ) -> Iterator[Candidate]:
-    """All candidates of at most `most` axes beyond the fixed ones; fewer axes first.
+    """All candidates with at most `most` axes beyond the fixed ones; fewer axes first.
 
     Args:
       sizes: of each dim, in how many parts it may be cut at most.
@@ -184,7 +184,7 @@ def candidates(
 
 
 def _parts(roles: Sequence[AxisRole], sizes: Sequence[int], left: dict[str, int]) -> tuple[AxisPart, ...] | None:
-    """The roles with the sizes of their axes; None where something does not divide."""
+    """The roles with the sizes of their axes; None if one does not divide."""
     parts = []
     for role, size in zip(roles, sizes, strict=True):
         base = role.split(size, left)
@@ -195,7 +195,7 @@ def _parts(roles: Sequence[AxisRole], sizes: Sequence[int], left: dict[str, int]
 
 
 def _only(rules: LayoutRules, mesh: Mapping[str, int]) -> LayoutRules:
-    """The rules on the axes of a mesh."""
+    """The rules restricted to the axes of a mesh."""
     rules_left = []
     for rule in rules.rules:
         axes = tuple(axis for axis in rule.axes if axis in mesh)
@@ -205,7 +205,7 @@ def _only(rules: LayoutRules, mesh: Mapping[str, int]) -> LayoutRules:
 
 
 def _factorisations(number: int, count: int, least: int = 2) -> Iterator[tuple[int, ...]]:
-    """The ways to write a number as that many factors of at least two, in rising order.
+    """Factorisations of a number into that many factors of at least two, ascending.
 
     >>> list(_factorisations(24, 2))
     [(2, 12), (3, 8), (4, 6)]
@@ -221,11 +221,7 @@ def _factorisations(number: int, count: int, least: int = 2) -> Iterator[tuple[i
 
 
 def _ordered(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """Factors, ones among them, of all divisors of a number, for that many axes.
-
-    >>> list(_ordered(4, 1))
-    [(1,), (2,), (4,)]
-    """
+    """Ordered factorisations, factors of 1 included, of all divisors of a number over that many axes."""
     if count == 0:
         yield ()
         return

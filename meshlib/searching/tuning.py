@@ -1,4 +1,4 @@
-"""Tuning a MaxText run: mesh, recomputation, optimizer state, batch and accumulation, at the same tokens per step.
+"""Tuning of a MaxText run: mesh, recomputation, optimizer state, batch and accumulation, at fixed tokens per step.
 
 Greedy coordinate search: from the run as given, each knob in turn is set to the value whose step is fastest and fits,
 until no knob gains; knobs share the time. Changes that later ones have made superfluous are taken back. What a change
@@ -25,9 +25,9 @@ from meshlib.models.maxtext.run import MaxTextRun
 from meshlib.models.maxtext.settings import OVERRIDES, Settings
 
 Progress = Callable[[int, int, str], None]
-GAIN = 0.002  # of a step below which a change is not worth a line
-MOST_BATCHES = 3  # microbatch sizes on either side
-# Placements that `custom` adds to the named policies: layer inputs on the host, products where they pay.
+GAIN = 0.002  # of a step: smaller gains are not reported
+MOST_BATCHES = 3  # microbatch sizes tried on either side
+# Placements that `custom` adds to the named policies: layer inputs on the host, products where they pay off.
 CUSTOM: tuple[Mapping[str, str], ...] = (
     {"decoder_layer_input": "offload"},
     {"decoder_layer_input": "offload", "query_proj": "device", "key_proj": "device", "value_proj": "device"},
@@ -38,13 +38,13 @@ CUSTOM: tuple[Mapping[str, str], ...] = (
     {"decoder_layer_input": "device", "out_proj": "device", "mlpwo": "device"},
     {"decoder_layer_input": "offload", "context": "device", "out_proj": "device"},
 )
-# Policies whose memory may fit once that of the optimizer's state is free.
+# Policies whose memory may fit once the optimizer state is offloaded.
 STATE_POLICIES = ("save_qkv_proj", "save_dot_except_mlpwi", "minimal", "minimal_with_context", "none")
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A configuration with its figures; `fault` where it can't run."""
+    """A configuration with its figures; `fault` if it cannot run."""
 
     run: MaxTextRun
     step_seconds: float = float("inf")
@@ -54,13 +54,13 @@ class Tried:
 
     @property
     def order(self) -> tuple[bool, float]:
-        """What fits before what does not; the fastest first, of what does not fit the smallest."""
+        """Sort key: configurations that fit first, by time; then the others by memory."""
         return (not self.fits, self.step_seconds if self.fits else self.peak_bytes)
 
 
 @dataclass(frozen=True)
 class TunedKeys:
-    """Keys that were set, and the figures before and after."""
+    """Keys that were changed, with figures before and after."""
 
     keys: Mapping[str, Any]
     before: Tried
@@ -77,7 +77,7 @@ class TunedKeys:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What `tune` returns: the run as given, the best one, and the changes that lead there."""
+    """Result of `tune`: the run as given, the best one, and the changes between them."""
 
     slice: Slice
     given: Tried
@@ -88,7 +88,7 @@ class Tuned:
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """The result as JSON."""
         figures = {
             name: {"step_seconds_modelled": t.step_seconds, "peak_bytes": t.peak_bytes, "fits": t.fits}
             for name, t in (("given", self.given), ("best", self.best))
@@ -128,7 +128,7 @@ def tune(
     compiler: Compiler = XLA_TPU,
     progress: Progress | None = None,
 ) -> Tuned:
-    """The fastest configuration that fits, from the one given.
+    """The fastest configuration that fits, by changes of a given run.
 
     Args:
       run: as `mtf.models.read_maxtext` returns it. where: the slice. seconds: to search at most.
@@ -153,11 +153,11 @@ def tune(
         again = False
         for left, knob in zip(range(len(KNOBS), 0, -1), KNOBS, strict=True):
             now = time.monotonic()
-            until = now + (start + seconds - now) / left  # the time that is left is shared by the knobs that are
+            until = now + (start + seconds - now) / left  # the remaining time is divided by the remaining knobs
             options = []
             for keys in knob(best.run, where, sequences):
                 if time.monotonic() > until:
-                    again = True  # the next round goes on with what is untried
+                    again = True  # the next round continues with untried values
                     break
                 options.append((keys, look(changed(best.run, keys))))
             if not options:
@@ -177,7 +177,7 @@ def tune(
 def _needed(
     given: Tried, changes: list[TunedKeys], best: Tried, look: Callable[[MaxTextRun], Tried]
 ) -> tuple[Tried, list[TunedKeys]]:
-    """The best run without changes that later ones have made superfluous, and what those that are left gain."""
+    """The best run without redundant changes, and the gain of each remaining change."""
     left = [change.keys for change in changes]
     for keys in [change.keys for change in changes]:
         rest = [other for other in left if other is not keys]
@@ -210,7 +210,7 @@ def _tried(run: MaxTextRun, where: Slice, compiler: Compiler) -> Tried:
 
 
 def _sequences(run: MaxTextRun, where: Slice) -> int:
-    """Sequences of a step, whether the mesh can share them or not."""
+    """Sequences of a step, whether the mesh can split them or not."""
     s = run.settings
     return round(where.devices * s.number("per_device_batch_size") + 1e-9) * run.accumulation
 
@@ -245,9 +245,9 @@ def _meshes(run: MaxTextRun, where: Slice, sequences: int) -> Iterator[dict[str,
             if axis in ("tensor", "tensor_sequence"):
                 other = "tensor_sequence" if axis == "tensor" else "tensor"
                 keys[f"ici_{other}_parallelism"] = 1
-            kept = {k: v for k, v in keys.items() if v != run.settings[k]}
-            if kept:
-                yield kept
+            changes = {k: v for k, v in keys.items() if v != run.settings[k]}
+            if changes:
+                yield changes
 
 
 def _keys_of(axes: tuple[str, ...]) -> list[str]:
@@ -255,20 +255,20 @@ def _keys_of(axes: tuple[str, ...]) -> list[str]:
 
 
 def _policies(run: MaxTextRun, where: Slice, sequences: int) -> Iterator[dict[str, Any]]:
-    """Policies by name, and custom ones that put values in host memory."""
+    """Policies by name, and custom ones that offload values to host memory."""
     for name in (*POLICIES, "none"):
         if name not in (run.settings["remat_policy"], "minimal_flash"):
             yield {"remat_policy": name}
     plain = dict.fromkeys(REMAT_KEYS, "remat") | {"decoder_layer_input": "device"}
     for places in CUSTOM:
         keys: dict[str, Any] = {"remat_policy": "custom", **plain, **places}
-        kept = {key: value for key, value in keys.items() if value != run.settings[key]}
-        if kept:
-            yield {"remat_policy": "custom", **kept}
+        changes = {key: value for key, value in keys.items() if value != run.settings[key]}
+        if changes:
+            yield {"remat_policy": "custom", **changes}
 
 
 def _states(run: MaxTextRun, where: Slice, sequences: int) -> Iterator[dict[str, Any]]:
-    """Optimizer state in the memory of the host or of the devices, alone and with policies that keep more."""
+    """Optimizer state on the host or on the devices, alone and with policies that keep more values."""
     state = {"optimizer_memory_host_offload": not run.settings["optimizer_memory_host_offload"]}
     yield state
     for name in STATE_POLICIES:
@@ -277,7 +277,7 @@ def _states(run: MaxTextRun, where: Slice, sequences: int) -> Iterator[dict[str,
 
 
 def _batches(run: MaxTextRun, where: Slice, sequences: int) -> Iterator[dict[str, Any]]:
-    """Batch and accumulation with the same sequences in a step."""
+    """Batch and accumulation with the same number of sequences per step."""
     for steps in sorted({n for a, n in product(range(MOST_BATCHES + 1), (1, 2, 4, 8, 16)) if sequences % n == 0}):
         micro = sequences // steps
         each = micro / where.devices

@@ -31,7 +31,7 @@ THREADED = ("jax", "tensorflow")  # runtimes whose threads may hold locks at any
 
 
 def usual_workers(most: int) -> int:
-    """The processes of a search where nobody says how many: one for each core that it may use, where forks are safe."""
+    """Default number of processes: one per available core where forking is safe."""
     safe = (
         sys.platform == "linux"
         and threading.active_count() == 1
@@ -42,20 +42,20 @@ def usual_workers(most: int) -> int:
 
 
 def check_forks(workers: int) -> None:
-    """Raises: GraphError where a system can't fork so many."""
+    """Raise GraphError if a system cannot fork so many processes."""
     if workers > 1 and "fork" not in multiprocessing.get_all_start_methods():
         raise GraphError("search: several workers need a system that forks processes; use workers=1")
 
 
 class Workers:
-    """Some processes with the tasks that they know by name; `close` them."""
+    """Processes that run named tasks; `close` them."""
 
     def __init__(self, count: int, tasks: Mapping[str, Task]) -> None:
         context = multiprocessing.get_context("fork")
         self.processes = []
         self.pipes: list[Connection] = []
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of the threads of BLAS
+            warnings.simplefilter("ignore", DeprecationWarning)  # about the threads of BLAS
             for _ in range(count):
                 here, there = context.Pipe()
                 self.pipes.append(here)
@@ -65,7 +65,7 @@ class Workers:
                 self.processes.append(process)
 
     def answers(self, task: str, numbers: Iterable[int], until: float | None) -> dict[int, Any]:
-        """Of each number the answer; of fewer if time runs out, by `time.monotonic`: then no more can be asked.
+        """The answer for each number; for fewer if time (`time.monotonic`) runs out, after which no more can be asked.
 
         Raises: what a task has raised, of several the one of the first number.
         """
@@ -104,7 +104,7 @@ class Workers:
             ) from None
 
     def close(self) -> None:
-        """End them, whatever they are at: they keep nothing."""
+        """Kill the processes at once; they hold nothing of value."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -115,10 +115,10 @@ class Workers:
 
 
 def _serve(pipe: Connection, others: Sequence[Connection], tasks: Mapping[str, Task]) -> None:
-    """What a worker does until the search is gone. `others`: the search's ends of all pipes, which it must not hold."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is for the search
-    exit_with_parent()  # also in the middle of a task
-    gc.freeze()  # what is shared with the search stays so
+    """Main loop of a worker. `others`: the parent's ends of all pipes, which the worker must close."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is handled by the search
+    exit_with_parent()  # even in the middle of a task
+    gc.freeze()  # memory shared with the search stays shared
     for other in others:
         other.close()
     while True:
@@ -134,7 +134,7 @@ def _serve(pipe: Connection, others: Sequence[Connection], tasks: Mapping[str, T
 
 
 def _sendable(fault: BaseException) -> BaseException:
-    """What was raised, or its text where it does not get through a pipe."""
+    """The exception, or one with its text if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(fault))
     except Exception:

@@ -41,7 +41,8 @@ def summarised(
     """Run an operation split along a dim whose blocks (given in order) exchange summaries.
 
     `told`: False if the exchange was lost; then every block sees the first summary only. `shared`: per array of the
-    summary, the axis along which each block receives only its own part, if any."""
+    summary, the axis along which each block receives only its own part, if any.
+    """
     lower = op.opdef.lower
     assert isinstance(lower, Summary)
     summaries = [lower.summarise(block, *xs) for block, xs in zip(blocks, arrays, strict=True)]

@@ -2,7 +2,8 @@
 
 A computation writes to a buffer. Views of its result share that buffer, which therefore lives until the last of them is
 used; then it is free again. Element-wise work overwrites an operand that dies there. New values of variables alternate
-between two arrays, one of which is the state's."""
+between two arrays, one of which is the state's.
+"""
 
 from __future__ import annotations
 

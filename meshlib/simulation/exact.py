@@ -2,7 +2,8 @@
 
 It is the proof of a program: every offset, axis and collective matters here. Blocks that must be equal on several
 devices are compared bit by bit when they are assembled, so that a lost collective shows even in values without an
-expected result."""
+expected result.
+"""
 
 from __future__ import annotations
 

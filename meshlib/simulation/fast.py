@@ -4,7 +4,8 @@ A value is stored in global order: an axis that splits a dim is part of that dim
 replicated is absent. So moves are free, and a computation that is parallel over an axis runs on all its blocks at once.
 A pending axis is absent, too: a consumer of a pending sum either reduces it or is linear in it, and so may read the
 complete sum. An operation that leaves a pending sum runs its own `local` on blocks merged over the axis, as one BLAS
-call. The instructions are those of the exact executor; only the order of addition differs."""
+call. The instructions are those of the exact executor; only the order of addition differs.
+"""
 
 from __future__ import annotations
 

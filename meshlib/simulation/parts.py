@@ -5,7 +5,8 @@ body with that dim only the active range [begin, end) is kept, and operations th
 over it, run on ranges. Others (the shift to the next stage) run on whole values, zero outside the range.
 
 A carry computed on a range keeps its previous value at other indices: a sum of gradients, to which an idle stage adds
-nothing. Stacked results are zero there."""
+nothing. Stacked results are zero there.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ class Parts:
 
     dims     the name that the dim has in each value that has it partial  values that are kept for the active range
     alone; others with the dim are kept whole factors  for each computation on the range, the factor of the dim loops
-    the same plan for each nested loop that runs on the range"""
+    the same plan for each nested loop that runs on the range
+    """
 
     size: int
     dims: dict[Value, str] = field(default_factory=dict)
@@ -89,7 +91,8 @@ def parts_of(
 
     `inputs` are the inputs with the dim, and its name in each; with `whole`, they are given whole and each user cuts
     its range, otherwise they are given as ranges. `passing` instructions run on whole values, and so do users of their
-    results that read no range."""
+    results that read no range.
+    """
     passed = {y for i in passing for y in i.outputs}
     parts = Parts(dim.size, dict(inputs))
     either = set(inputs) if whole else set()

@@ -1,7 +1,8 @@
 """Rounded copies of MXU operands that are reused from step to step.
 
 A variable that the program does not update, such as the weights in decoding, is rounded to bfloat16 in the first step
-alone. Of a cache, only the rows that the step wrote are rounded."""
+alone. Of a cache, only the rows that the step wrote are rounded.
+"""
 
 from __future__ import annotations
 

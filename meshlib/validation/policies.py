@@ -26,7 +26,8 @@ class NotExpressed(GraphError):
 class Policy:
     """Values kept for the backward pass, by name: those in HBM, and those offloaded to the host.
 
-    `carries`: layer inputs are offloaded. Element-wise work is always recomputed: compilers fuse it into its users."""
+    `carries`: layer inputs are offloaded. Element-wise work is always recomputed: compilers fuse it into its users.
+    """
 
     save: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()

@@ -145,7 +145,7 @@ def tried(problem: SearchProblem, space: Sequence[Candidate], most: int, rng: ra
             c = replace(c, slice=slowed(c.slice.name, links))
             step = estimate(program, c.slice).step_seconds
             assert problem.bounds.seconds(c) <= step * (1 + 1e-9), (str(c), links)
-            assert problem.bounds.waiting_seconds(c) <= step * (1 + 1e-9), (str(c), links)
+            assert problem.bounds.critical_path_seconds(c) <= step * (1 + 1e-9), (str(c), links)
         count += 1
     return count
 
@@ -240,7 +240,7 @@ def test_a_bound_knows_what_a_product_waits_for_over_hbm() -> None:
     c = laid((), Slice("v3-8"), mtf.Mesh("model:8"), LayoutRules("hidden:model"), ())
     step = problem.estimate(c).step_seconds
     assert problem.bounds.seconds(c) < 0.4 * step
-    assert 0.9 * step < problem.bounds.waiting_seconds(c) <= step
+    assert 0.9 * step < problem.bounds.critical_path_seconds(c) <= step
 
 
 @pytest.mark.parametrize("name", ["class_of_the_first_token", *random.Random(5).sample(sorted(ROWS), draws(12, 200))])
@@ -254,7 +254,7 @@ def test_what_a_bound_asks_for_is_no_more_than_what_experts_send(name: str) -> N
     where = slowed(f"v5e-{mesh.size}" if mesh.size > 2 else "v4-4", SLOW)
     c = laid((), where, mesh, LayoutRules(case.layout), problem.named)
     step = estimate(problem.session.lower(c.mesh, c.layout), where).step_seconds
-    assert problem.bounds.waiting_seconds(c) <= step * (1 + 1e-9)
+    assert problem.bounds.critical_path_seconds(c) <= step * (1 + 1e-9)
 
 
 def test_a_sum_of_tables_has_no_lesser_sum() -> None:
@@ -340,4 +340,4 @@ def test_a_bound_knows_what_a_layout_must_send() -> None:
         c = laid((), where, mtf.Mesh("m:4"), LayoutRules(layout), ())
         step = problem.estimate(c).step_seconds
         assert problem.bounds.seconds(c) < 0.01 * step, layout
-        assert problem.bounds.waiting_seconds(c) > 0.2 * step, layout
+        assert problem.bounds.critical_path_seconds(c) > 0.2 * step, layout

@@ -1,1 +1,1 @@
-"""Lower bounds on what any schedule of a candidate takes."""
+"""Lower bounds on the time and memory of a candidate under any schedule."""

@@ -1,4 +1,4 @@
-"""Lower bounds of a candidate, from the program on one device, before it is lowered.
+"""Lower bounds of a candidate before it is lowered, from the program on one device.
 
 * Time: every product and every fused attention as fast as its kernel can be, or as HBM serves it, split in the best way
   over all axes that could split it (`split_products`), with its launch; and the HBM time of element-wise kernels
@@ -36,7 +36,7 @@ from meshlib.lowering.assigned import scope_of
 from meshlib.program.analysis.buffers import rewritten
 from meshlib.program.instructions import Compute, Loop, Value
 from meshlib.program.records import Program, walk
-from meshlib.searching.bounds.critical_path import Waiting
+from meshlib.searching.bounds.critical_path import CriticalPath
 from meshlib.searching.bounds.dataflow import Flow
 from meshlib.searching.bounds.elements import NOTHING, Passing, Traffic, is_product
 from meshlib.searching.bounds.products import Contraction, Operands, ProductKernel
@@ -51,7 +51,7 @@ Floats: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float64]]
 class _Times:
     """Seconds on one chip.
 
-    `attention`: of each; `rounded`: by how much its scores are rounded down where they are split; `elements`: of
+    `attention`: of each kind; `rounded`: the part lost when its scores are rounded down in a split; `elements`: of
     element-wise kernels over HBM, by the dims along which they may be split; `smallest`: bytes of the smallest value of
     these, which stays on the chip if it has no more than `held_bytes`; `launch_seconds`: of all launches.
     """
@@ -67,15 +67,15 @@ class _Times:
 
 @dataclass(frozen=True, eq=False)
 class Bounds:
-    """Of one program.
+    """Lower bounds for all layouts of one program.
 
     Attributes:
-      kernels: of each kind of products how many run in a step, and bytes that all move beside their operands.
-      elements: bytes that element-wise kernels move in a step, by the dims along which they may be split.
-      resident: how many variables, slots and inputs there are of each shape, scope and width in bytes.
+      kernels: for each kind of product, how many run per step, and their HBM traffic besides operands.
+      elements: HBM traffic of element-wise kernels per step, by the dims along which they may be split.
+      resident: number of variables, slots and inputs of each shape, scope and width in bytes.
       moments: what is stacked, as the dims by which it can be split and bytes, at moments of which one is the peak or
         below it.
-      alone: whether there is but one product, which is then measured alone and loses nothing.
+      alone: whether there is a single product, which runs without the losses of a whole program.
     """
 
     kernels: Mapping[ProductKernel, tuple[int, Passing]]
@@ -88,13 +88,13 @@ class Bounds:
     compiler: Compiler
     _hits: dict[Names, np.ndarray[tuple[int], np.dtype[np.bool_]]] = field(default_factory=dict)
     _times: dict[tuple[Chip, int], _Times | None] = field(default_factory=dict)
-    _ways_of: dict[object, Floats] = field(default_factory=dict)
-    _seconds_of: dict[object, float] = field(default_factory=dict)  # of all kernels, by chip and splits
-    _known: dict[Chip, dict[object, Any]] = field(default_factory=dict)  # what closer bounds have in common
+    _parts_of: dict[object, Floats] = field(default_factory=dict)
+    _seconds_of: dict[object, float] = field(default_factory=dict)  # seconds of all kernels, by chip and splits
+    _known: dict[Chip, dict[object, Any]] = field(default_factory=dict)  # shared by the closer bounds of all candidates
 
     @staticmethod
     def of(whole: Program, operations: Iterable[Operation]) -> Bounds:
-        """From the program lowered for one device, and all operations that it is made of."""
+        """Bounds from the program lowered for one device, and all its operations."""
         passages = Passages.of(operations)
         kernels: dict[ProductKernel, tuple[int, Passing]] = {}
         products = 0
@@ -136,7 +136,7 @@ class Bounds:
     # ------------------------------------------------------------ time
 
     def seconds(self, c: Candidate) -> float:
-        """Of one step, at least."""
+        """Lower bound on the seconds of a step."""
         key = c.slice.chip, c.slice.slices
         if key not in self._times:
             self._times[key] = self._timed(c.slice)
@@ -146,9 +146,9 @@ class Bounds:
         chip_splits = c.slice.chip, c.splits
         seconds = self._seconds_of.get(chip_splits)
         if seconds is None:
-            ways, ends = self._ways(c), self._ends
-            attention = np.maximum(times.attention / ways[: ends[0]] - times.rounded, 0.0).sum()
-            cuts = ways[ends[0] : ends[1]]
+            parts, ends = self._most_parts(c), self._ends
+            attention = np.maximum(times.attention / parts[: ends[0]] - times.rounded, 0.0).sum()
+            cuts = parts[ends[0] : ends[1]]
             moved = (times.elements / cuts)[times.smallest / cuts > times.held_bytes].sum()
             seconds = times.launch_seconds + float(attention + moved) + times.products.seconds(c.splits)
             self._seconds_of[chip_splits] = seconds
@@ -156,22 +156,22 @@ class Bounds:
 
     @property
     def physics(self) -> Physics:
-        """As the estimate has it."""
+        """The constants of the estimate."""
         return CALIBRATED.without_losses() if self.alone else CALIBRATED
 
-    def waiting_seconds(self, c: Candidate) -> float:
-        """Of one step, at least, with what has to be sent: `seconds` or more, at a hundred times its cost."""
+    def critical_path_seconds(self, c: Candidate) -> float:
+        """A lower bound that includes communication: at least `seconds`, at a hundred times its cost."""
         shared = self._known.setdefault(c.slice.chip, {})
-        waiting = Waiting(c, self.passages, self.physics, self.compiler, shared)
-        return self._whole_step(c, waiting.seconds(self.flow))
+        path = CriticalPath(c, self.passages, self.physics, self.compiler, shared)
+        return self._whole_step(c, path.seconds(self.flow))
 
     def _whole_step(self, c: Candidate, seconds: float) -> float:
-        """With what slices wait for each other, and the step's overhead."""
+        """Seconds plus jitter between slices and the overhead of a step."""
         jitter = CALIBRATED.jitter(c.slice.slices) * self.compiler.slice_jitter
         return seconds * (1 + jitter) + self.compiler.step_overhead_seconds
 
     def _timed(self, where: Slice) -> _Times | None:
-        """None where the chip can't run a kernel, as its estimate will say."""
+        """Kernel times on a slice's chip; None if the chip cannot run a kernel, which the estimate will report."""
         chip = where.chip
         rounded, attention = [], []
         for kernel, (count, _) in self.kernels.items():
@@ -194,13 +194,13 @@ class Bounds:
         )  # fmt: skip
 
     def _moves(self, chip: Chip) -> bool:
-        """Whether what kernels pass on is known to lie in HBM: a common memory (CMEM of v4) holds parts of it."""
+        """Whether values between kernels are known to pass through HBM; a common memory (CMEM of v4) may hold some."""
         return not (self.alone or chip.cmem_bytes)
 
     # ------------------------------------------------------------ memory
 
     def held_bytes(self, c: Candidate) -> float:
-        """What a device holds at some moment, without padding.
+        """Lower bound on a device's peak bytes, without padding.
 
         Raises: LayoutError where a variable cannot lie so.
         """
@@ -210,48 +210,48 @@ class Bounds:
         return total + self._stacked(c)
 
     def least_bytes(self, c: Candidate) -> float:
-        """As `held_bytes`, or less, at a fraction of its cost: as if all that an axis could split were split by it."""
+        """At most `held_bytes`, at a fraction of its cost: assumes that every axis splits whatever it could split."""
         _, begin, end = self._ends
-        return float((self._bytes[begin:end] / self._ways(c)[begin:end]).sum()) + self._stacked(c)
+        return float((self._bytes[begin:end] / self._most_parts(c)[begin:end]).sum()) + self._stacked(c)
 
     def _stacked(self, c: Candidate) -> float:
         if not self._starts.size:
             return 0.0
-        return float(np.add.reduceat(self._bytes / self._ways(c), self._starts).max())
+        return float(np.add.reduceat(self._bytes / self._most_parts(c), self._starts).max())
 
     # ------------------------------------------------------------ what axes may split
 
     @cached_property
     def _cut(self) -> list[Names | None]:
-        """The dims by which things can be cut: kernels, elements, what is resident, then moment after moment."""
+        """Dims that can split each entry: kernels, element-wise traffic, residents, then stacked values by moment."""
         resident = [frozenset(shape.names) for shape, _, _ in self.resident]
         stacked = (names for sizes in self.moments for names in sizes)
         return [*(k.dims for k in self.kernels), *self.elements, *resident, *stacked]
 
     @cached_property
     def _bytes(self) -> Floats:
-        """Of the same things on one device."""
+        """Bytes on one device of each entry."""
         resident = [count * width * shape.size for (shape, _, width), count in self.resident.items()]
         stacked = [size for sizes in self.moments for size in sizes.values()]
         return np.array([0.0] * self._ends[1] + resident + stacked)
 
     @cached_property
     def _ends(self) -> tuple[int, int, int]:
-        """Where kernels, elements and what is resident end among them."""
+        """Ends of kernels, element-wise traffic and residents among the entries."""
         ends = np.cumsum([len(self.kernels), len(self.elements), len(self.resident)])
         return int(ends[0]), int(ends[1]), int(ends[2])
 
     @cached_property
     def _starts(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Where each moment begins among them."""
+        """Index of each moment's first entry."""
         counts = [self._ends[2], *map(len, self.moments)]
         return np.cumsum(counts)[:-1]
 
-    def _ways(self, c: Candidate) -> Floats:
-        """In how many parts each thing may be cut."""
-        parts = self._ways_of.get(c.splits)
+    def _most_parts(self, c: Candidate) -> Floats:
+        """The largest number of parts into which each entry can be split."""
+        parts = self._parts_of.get(c.splits)
         if parts is None:
-            parts = self._ways_of[c.splits] = np.ones(len(self._cut))
+            parts = self._parts_of[c.splits] = np.ones(len(self._cut))
             for dims, size in c.splits:
                 hits = self._hits.get(dims)
                 if hits is None:
@@ -262,8 +262,8 @@ class Bounds:
 
 
 def _moments(program: Program) -> Iterator[list[Value]]:
-    """Values in memory at once, each in a place of its own: when a loop ends, what earlier ones stacked for it, and
-    what it stacks. Inside of a loop, what its body has so, besides."""
+    """Lists of stacked values that are in memory at once, in separate buffers: at the end of each loop, the stacks of
+    earlier loops that it reads, and its own; plus those of a nested loop at its end."""
     stacks: set[Value] = set()
     for i in program.instructions:
         if isinstance(i, Loop):
@@ -277,7 +277,7 @@ def _moments(program: Program) -> Iterator[list[Value]]:
 
 
 def _stacked_by(loop: Loop, program: Program) -> list[Value]:
-    """What a loop stacks in new memory: not where a slice, a variable or a carry lies."""
+    """The results that a loop stacks in new memory, not in that of a slice, a variable or a carry."""
     placed = {*program.updates.values(), *(program.outputs.values() if program.is_body else ())}
     over = rewritten(loop)
     stacks = zip(loop.stacks, loop.outputs[len(loop.carries) :], strict=True)

@@ -1,8 +1,8 @@
-"""The least time of a collective, under any placement of the mesh on the slice.
+"""Lower bounds on the time of a collective, under any placement of the mesh on the slice.
 
-What a collective takes never falls with its bytes, and by the byte it never rises, since it is a start and a rate. So
-between two sizes at which all placements have been priced it is at least what it takes at the smaller one, and at least
-its bytes at the rate of the larger one.
+Time never falls with bytes, and time per byte never rises, since a collective is a latency and a rate. So between two
+sizes priced under all placements, a collective takes at least the time at the smaller size, and at least its bytes at
+the rate of the larger one.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from hardware.slices import Slice
 from layouts.step_kinds import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, STEP_KINDS, Place, kinds_from
 
 GATHER, SCATTER, REDUCE, SWAP = ALL_GATHER.name, REDUCE_SCATTER.name, ALL_REDUCE.name, ALL_TO_ALL.name
-STEP = 4.0  # between the sizes that are priced
-SIZES = (2.0**14, 2.0**22, 2.0**36)  # bytes, between which the best way to send changes
+STEP = 4.0  # ratio of the priced sizes
+SIZES = (2.0**14, 2.0**22, 2.0**36)  # bytes, between which the best algorithm changes
 
 
 def least_seconds(slice_: Slice, sizes: Sequence[int], axes: Sequence[int], kind: str, size_bytes: float) -> float:
-    """Of one collective on some axes of a mesh, its launch included.
+    """Lower bound on one collective over some axes of a mesh, launch included.
 
     Args:
       sizes: of all axes of the mesh; axes: the numbers of those that take part.
-      kind: "all_to_all" stands for whatever turns a value split along one dim into one split along another.
+      kind: "all_to_all" stands for any collective that moves a split from one dim to another.
       size_bytes: of the value on a device, as if these axes did not split it.
     """
     mesh, where, group = _ordered(sizes, axes)
     ways = [(name, size_bytes) for name in _alike(kind)]
-    if STEP_KINDS[kind].rearranges:  # or gathered, and cut
+    if STEP_KINDS[kind].rearranges:  # or a gather and a slice
         gathers = [(gather.name, size_bytes) for gather in kinds_from(Place.SPLIT, Place.FREE)]
         ways = [*((name, size / group) for name, size in ways), *gathers]
     try:
-        return min([_between(slice_, mesh, where, *way) for way in ways]) + slice_.chip.collective_launch_seconds
-    except HardwareError:  # no links: refused when it is looked at
+        return min([_between(slice_, mesh, where, *option) for option in ways]) + slice_.chip.collective_launch_seconds
+    except HardwareError:  # no links: the candidate will be refused
         return 0.0
 
 
 def _alike(kind: str) -> list[str]:
-    """The collectives that do what one of this kind does; of exchanges, all that leave blocks as large as they are."""
+    """The collectives with the same effect; for exchanges, all that preserve the size of blocks."""
     record = STEP_KINDS[kind]
     if record.rearranges:
         return [name for name, other in STEP_KINDS.items() if other.rearranges]
@@ -52,7 +52,7 @@ def _alike(kind: str) -> list[str]:
 
 
 def wire_seconds(slice_: Slice, sizes: Sequence[int], axes: Sequence[int], kind: str) -> float:
-    """Per byte of a value, for how long a collective keeps its busiest links busy, at least.
+    """Lower bound on the seconds per byte for which a collective occupies its busiest links.
 
     Args as of `least_seconds`.
     """
@@ -60,12 +60,12 @@ def wire_seconds(slice_: Slice, sizes: Sequence[int], axes: Sequence[int], kind:
     try:
         least = min([_wire(slice_, mesh, where, name) for name in _alike(kind)])
         return least / group if STEP_KINDS[kind].rearranges else least
-    except HardwareError:  # no links: refused when it is looked at
+    except HardwareError:  # no links: the candidate will be refused
         return 0.0
 
 
 def _between(slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...], kind: str, size: float) -> float:
-    """At least what it takes, from the sizes around."""
+    """Lower bound from the priced sizes on either side."""
     if size <= 0:
         return 0.0
     below = STEP ** math.floor(math.log(size, STEP))
@@ -92,7 +92,7 @@ def _wire(slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...], kind: st
 
 @lru_cache(maxsize=1 << 14)
 def _placed(slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...]) -> tuple[Placement, ...]:
-    """Placements of a mesh of these sizes, one of each way in which some of its axes can lie, whatever torus axis."""
+    """Placements of a mesh of these sizes, one for each distinct mapping of some of its axes, on any torus axes."""
     chosen = [f"a{n}" for n in axes]
     placements: dict[tuple[object, ...], Placement] = {}
     for p in _every(slice_, sizes):
@@ -112,6 +112,6 @@ def _every(slice_: Slice, sizes: tuple[int, ...]) -> tuple[Placement, ...]:
 
 
 def _ordered(sizes: Sequence[int], axes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """The mesh in order of size, since another name costs the same; the axes there; how many devices they join."""
+    """The mesh sorted by size, since axis names do not affect cost; the axes in it; and the devices that they join."""
     order = sorted(range(len(sizes)), key=lambda n: (sizes[n], n))
     return tuple(sizes[n] for n in order), tuple(sorted(map(order.index, axes))), prod(sizes[n] for n in axes)

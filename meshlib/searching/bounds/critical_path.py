@@ -1,15 +1,14 @@
 """The critical path of products and collectives: a lower bound for every schedule.
 
-Each mesh axis splits a product along one of its dims, or not at all. For every such choice of a node the earliest end:
-that of what it needs, by the best choice there, with what has to be sent in between; then its own work. So nothing is
-assumed of how a lowering chooses: it takes some choice at every node, and this the best one at each by itself.
+Each mesh axis splits a product along one of its dims, or not at all. For each such choice of a node, the earliest end
+is that of its inputs, under their best choices and with the communication in between, plus the node's own time. The
+bound assumes nothing about the lowering, which makes some choice at every node; here each node gets its best one. Where
+collectives run in pieces, a reduction overlaps the product before it, and a product starts with the first piece of its
+operand, but cannot end before the last piece arrives.
 
-Where collectives run in pieces, a reduction begins with the product before it, and a product with the first piece of
-its operand: it cannot end before the last piece is there.
-
-What is sent in between is one value of the way, the smallest, by one collective of the right kind where it takes least;
-a sum and what is not summed by one each. Products run one after the other, and trips of a loop too, none before it can
-begin. What a product reads and writes first and last over HBM adds to it, as far as nothing can fetch it before.
+Between two nodes the smallest value on the path is sent, by the cheapest collective of the right kind; pending sums and
+other values by one each. Products run one after the other, as do trips of a loop. The first and last HBM transfers of a
+product add to its time as far as nothing can prefetch them.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from meshlib.core.compiler import Compiler
 from meshlib.estimation.time.kernel_times import Times
 from meshlib.estimation.time.physics import Physics
 from meshlib.searching.bounds.collectives import GATHER, REDUCE, SCATTER, SWAP, least_seconds, wire_seconds
-from meshlib.searching.bounds.dataflow import Bytes, Flow, HbmUse, Node, Placed, Split, Way
+from meshlib.searching.bounds.dataflow import Bytes, Edge, Flow, HbmUse, Node, Placed, Split
 from meshlib.searching.bounds.min_sum import Table
 from meshlib.searching.bounds.products import Contraction, Timed
 from meshlib.searching.renamed_dims import Passages
@@ -37,18 +36,18 @@ from meshlib.searching.space import Candidate
 
 Floats: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float64]]
 Ints: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-# Of a value over one axis: the dim along which it is split, or one of these.
-WHOLE, SUM, ANY, FREE = "", "+", "*", "?"  # on each device; a partial sum; as it comes; nothing is known
-MOST_TARGETS = 4  # of one node, which are looked at together
+# Form of a value over one axis: the dim along which it is split, or one of these.
+WHOLE, SUM, ANY, FREE = "", "+", "*", "?"  # replicated; pending sum; any form accepted; unknown
+MOST_TARGETS = 4  # targets of one node that are bounded jointly
 KINDS = ("", GATHER, SCATTER, REDUCE, SWAP)
 
 
 @dataclass(eq=False)
-class Waiting:
-    """One candidate.
+class CriticalPath:
+    """Critical path of one candidate.
 
-    `physics`: as of the estimate; `compiler`: says which collectives run in pieces beside a product (windowed einsum);
-    `shared`: what others with the same program and chip know, too.
+    `physics`: constants of the estimate; `compiler`: decides which collectives run in pieces (windowed einsum);
+    `shared`: cache for all candidates with the same program and chip.
     """
 
     candidate: Candidate
@@ -73,17 +72,17 @@ class Waiting:
         return self.candidate.slice
 
     def seconds(self, flow: Flow, begins: bool = True) -> float:
-        """From the first thing to the last of a program, which `begins`; or of one trip."""
+        """Lower bound on the seconds of a whole program (`begins`), or of one trip of a loop's body."""
         begins_at: list[Floats] = []
         ends: list[Floats] = []
         owns: list[Floats] = []
         heads: list[tuple[float, float]] = []
-        for number, ways in enumerate(flow.ways):
+        for number, edges in enumerate(flow.edges):
             own, since_start = self._own(flow, number)
             owns.append(own)
             begin, last_piece = np.zeros(len(own)), np.zeros(len(own))
-            for way in ways:
-                first, last = self._arrival(flow, way, begins_at[way.source], ends[way.source])
+            for edge in edges:
+                first, last = self._arrival(flow, edge, begins_at[edge.source], ends[edge.source])
                 begin, last_piece = np.maximum(begin, first), np.maximum(last_piece, last)
             heads.append((float(begin.min()), float(own.min())))
             begins_at.append(begin)
@@ -93,37 +92,37 @@ class Waiting:
         return max([longest, _one_by_one(heads), *(self._serial(flow, owns, n) for n in range(len(self.axes)))])
 
     def _serial(self, flow: Flow, owns: Sequence[Floats], axis: int) -> float:
-        """Everything that the core computes, and what has to be sent over one axis, one after the other.
+        """Lower bound by serialising all computation and the core's waits for collectives over one axis.
 
-        The core waits for what its next product needs, and owes `early_exposed` of what else is sent, which it pays
-        while it waits, too (`estimation.scheduling`): so it loses at least half of the sum. Each node splits its work
-        over the axis in one way, for all who need what it makes: the least of the sum of all.
-        What may be sent in pieces beside a product is left out: it costs the core nothing.
+        The core waits for the operands of its next product, and owes `early_exposed` of other collectives, which it
+        pays while it waits (`estimation.scheduling`): so it loses at least half of the sum. Each node splits its work
+        over the axis in one edge for all its consumers: the bound is the minimum over joint choices.
+        Collectives that may run in pieces beside a product are left out: they cost the core nothing.
         """
         table, wire = Table(), np.array([self._wire(axis, kind) for kind in range(len(KINDS))])
         for n, (node, own) in enumerate(zip(flow.nodes, owns, strict=True)):
             counts = [len(self._choices(node, m)) for m in range(len(self.axes))]
             others = tuple(m for m in range(len(self.axes)) if m != axis)
             table.add((n,), own.reshape(counts).min(axis=others) if own.size > 1 else own)
-        for ways in ([way for way in ways if not self._in_pieces(way)] for ways in flow.apart):
-            if not ways:
+        for edges in ([edge for edge in edges if not self._in_pieces(edge)] for edges in flow.apart):
+            if not edges:
                 continue
-            source = ways[0].source
-            targets = list(dict.fromkeys(way.target for way in ways))[:MOST_TARGETS]
+            source = edges[0].source
+            targets = list(dict.fromkeys(edge.target for edge in edges))[:MOST_TARGETS]
             scope = (source, *targets)
             worst = np.zeros([len(self._choices(flow.nodes[n], axis)) for n in scope])
-            for way in ways:
-                if way.target in targets:
-                    kinds = self._kinds(flow.nodes[source], flow.nodes[way.target], way, axis)
-                    sent = wire[kinds] * self._least_bytes(way.sizes, [axis])
+            for edge in edges:
+                if edge.target in targets:
+                    kinds = self._kinds(flow.nodes[source], flow.nodes[edge.target], edge, axis)
+                    sent = wire[kinds] * self._least_bytes(edge.sizes, [axis])
                     shape = [1] * len(scope)
-                    shape[0], shape[1 + targets.index(way.target)] = sent.shape
+                    shape[0], shape[1 + targets.index(edge.target)] = sent.shape
                     worst = np.maximum(worst, sent.reshape(shape))
             table.add(scope, worst)
         return table.least()
 
     def _wire(self, axis: int, kind: int) -> float:
-        """Seconds per byte that the core loses: over that axis alone, or over others besides if that is faster."""
+        """Seconds per byte that the core loses to a collective over that axis, or over more axes if faster."""
         if not kind or self.compiler.offloads(KINDS[kind], self.slice.chip):
             return 0.0
         all_axes = range(len(self.axes))
@@ -133,14 +132,14 @@ class Waiting:
     # ------------------------------------------------------------ nodes
 
     def _own(self, flow: Flow, number: int) -> tuple[Floats, Floats]:
-        """What a node takes itself, under each choice; and when it can end, the program having started at 0."""
+        """For each choice of splits: a node's own seconds, and its earliest end if the program starts at 0."""
         node = flow.nodes[number]
         if node.loop is not None:
             return _both(np.array([node.trips * self.seconds(node.loop, False)]))
         launch = self.slice.chip.launch_seconds
         if node.attention is not None:
             attention_seconds = node.attention.seconds(self.slice.chip, self.physics)
-            if attention_seconds is None:  # refused when it is looked at
+            if attention_seconds is None:  # no rate: the candidate will be refused
                 return _both(np.zeros(len([*self._cuts(node)])))
             whole, rounded = attention_seconds
             seconds = [max(0.0, whole / prod(cuts.values()) - rounded) + launch for cuts in self._cuts(node)]
@@ -157,7 +156,7 @@ class Waiting:
         return busy + launch, since_start + launch
 
     def _cuts(self, node: Node) -> Iterator[dict[int, int]]:
-        """Under each choice, in how many parts each factor is cut, by its number."""
+        """For each choice of splits: factor number -> number of parts."""
         assert node.splits is not None
         for chosen in product(*(self._choices(node, n) for n in range(len(self.axes)))):
             cuts: dict[int, int] = {}
@@ -175,10 +174,7 @@ class Waiting:
         return timed
 
     def _moved_bytes(self, use: HbmUse) -> float:
-        """Of what a product reads or writes, without what may stay on the chip between its uses.
-
-        What only passes between kernels stays as a whole or not at all, but for a part in CMEM.
-        """
+        """HBM bytes of one operand or result, without what may stay on the chip between its uses."""
         least = self._least_bytes(use.sizes, ())
         if use.early or self.slice.chip.cmem_bytes:
             return max(0.0, least - self._held_bytes)
@@ -186,11 +182,11 @@ class Waiting:
 
     @cached_property
     def _held_bytes(self) -> int:
-        """What a chip keeps between kernels."""
+        """Bytes that a chip can keep between kernels."""
         return Times(self.slice.chip, self.physics).held_bytes
 
     def _choices(self, node: Node, axis: int) -> Sequence[Split | None]:
-        """Along what an axis may split a product; None: it does not. Others have no choice."""
+        """The splits of a product over an axis, None for no split; other nodes have one choice."""
         if node.splits is None:
             return (None,)
         key = node, self.axes[axis][1:]
@@ -212,7 +208,7 @@ class Waiting:
         return next((d.name for d in placed.shape if name in sharding.of(d.name)), WHOLE)
 
     def _left(self, node: Node, axis: int) -> Sequence[str]:
-        """How a node leaves its value, under each choice of an axis."""
+        """The form of a node's result over an axis, under each choice."""
         if node.placed is not None:
             return (self._home(node.placed, axis),)
         if node.splits is None:
@@ -222,78 +218,78 @@ class Waiting:
             for s in self._choices(node, axis)
         ]
 
-    def _needed(self, node: Node, way: Way, axis: int) -> Sequence[str]:
-        """How a node needs an operand, under each choice of an axis."""
-        if way.home is not None:
-            return (self._home(way.home, axis),)
+    def _needed(self, node: Node, edge: Edge, axis: int) -> Sequence[str]:
+        """The form that a node requires of an operand over an axis, under each choice."""
+        if edge.home is not None:
+            return (self._home(edge.home, axis),)
         if node.splits is None:
             return (FREE,)
         return [
-            ANY if s is None else FREE if s.free else s.operands[way.operand] or WHOLE
+            ANY if s is None else FREE if s.free else s.operands[edge.operand] or WHOLE
             for s in self._choices(node, axis)
         ]
 
-    # ------------------------------------------------------------ ways
+    # ------------------------------------------------------------ edges
 
-    def _arrival(self, flow: Flow, way: Way, begins: Floats, ends: Floats) -> tuple[Floats, Floats]:
-        """When the first piece of an operand can be there, and its last, under each choice of the node that needs it.
+    def _arrival(self, flow: Flow, edge: Edge, begins: Floats, ends: Floats) -> tuple[Floats, Floats]:
+        """Earliest arrival of the first and the last piece of an operand, under each choice of the consuming node.
 
-        `begins` and `ends` are of its source, under each of its choices. Without pieces both are when all has been sent
-        after the source's end. With them a sum runs beside its source, and is there as a whole before the target
-        begins, unless its second half is a gather; a gather runs beside its target. Of each one piece is left for the
+        `begins` and `ends` are those of the source, under each of its choices. Without pieces, all is sent
+        after the source's end. With pieces, a sum overlaps its source, and is complete before the target
+        begins, unless its second half is a gather; a gather overlaps its target. One piece of each remains that
         time without the other.
         """
-        source, target = flow.nodes[way.source], flow.nodes[way.target]
+        source, target = flow.nodes[edge.source], flow.nodes[edge.target]
         if source.splits is None and source.placed is None:
-            return _both(ends)  # in any form
+            return _both(ends)  # accepts any form
         codes: Ints = np.zeros((1, 1), np.int64)
         present: list[list[int]] = []
         for n in range(len(self.axes)):
-            kinds = self._kinds(source, target, way, n)
+            kinds = self._kinds(source, target, edge, n)
             present.append(sorted(set(kinds.ravel().tolist())))
             codes = len(KINDS) * codes[:, None, :, None] + kinds[None, :, None, :]
             codes = codes.reshape(codes.shape[0] * codes.shape[1], -1)
-        if not way.sizes or all(kinds == [0] for kinds in present):
+        if not edge.sizes or all(kinds == [0] for kinds in present):
             return _both(np.full(codes.shape[1], ends.min()))
-        moved = np.zeros(len(KINDS) ** len(self.axes))  # what is not summed
-        summed, whole = moved.copy(), moved.copy()  # sums, and of them what is no gather
-        sizes = tuple(way.sizes.items())
+        moved = np.zeros(len(KINDS) ** len(self.axes))  # other than sums
+        summed, whole = moved.copy(), moved.copy()  # sums, and those that are no gather
+        sizes = tuple(edge.sizes.items())
         for chosen in product(*present):
             code = 0
             for kind in chosen:
                 code = len(KINDS) * code + kind
             key = sizes, chosen
             if key not in self._known:
-                self._known[key] = self._sent(way.sizes, chosen)
+                self._known[key] = self._sent(edge.sizes, chosen)
             moved[code], summed[code] = self._known[key]
             whole[code] = summed[code] / (2 if KINDS.index(REDUCE) in chosen else 1)
         begun, ended = begins[:, None], ends[:, None]
         sent = (moved + summed)[codes]
-        if not self._in_pieces(way):
+        if not self._in_pieces(edge):
             return _both((ended + sent).min(axis=0))
         first: Floats = np.maximum(ended + sent / prod(self._group), begun + whole[codes]).min(axis=0)
         last: Floats = np.maximum(ended + moved[codes], begun + sent).min(axis=0)
         return first, last
 
-    def _in_pieces(self, way: Way) -> bool:
-        """Whether what is sent on a way may be large enough to be cut in pieces."""
-        return self.compiler.cuts_in_pieces(max(way.sizes.values(), default=0.0))
+    def _in_pieces(self, edge: Edge) -> bool:
+        """Whether a collective on this edge may be large enough to run in pieces."""
+        return self.compiler.cuts_in_pieces(max(edge.sizes.values(), default=0.0))
 
-    def _kinds(self, source: Node, target: Node, way: Way, axis: int) -> Ints:
-        """The collective of each choice of both ends, as its number among KINDS."""
-        key = way, axis
+    def _kinds(self, source: Node, target: Node, edge: Edge, axis: int) -> Ints:
+        """Collectives (as indices into KINDS) for each pair of choices of both ends."""
+        key = edge, axis
         if key not in self._known:
-            left, needed = self._left(source, axis), self._needed(target, way, axis)
-            self._known[key] = np.array([[self._kind(a, b, way) for b in needed] for a in left], np.int64)
+            left, needed = self._left(source, axis), self._needed(target, edge, axis)
+            self._known[key] = np.array([[self._kind(a, b, edge) for b in needed] for a in left], np.int64)
         kinds: Ints = self._known[key]
         return kinds
 
-    def _kind(self, left: str, needed: str, way: Way) -> int:
-        """The collective that makes of one form another, as its number among KINDS."""
+    def _kind(self, left: str, needed: str, edge: Edge) -> int:
+        """Collective (as an index into KINDS) that converts one form into another."""
         if left in (FREE, WHOLE):
             return 0
         if left == SUM:
-            if way.linear and way.taken and needed in (ANY, FREE):
+            if edge.linear and edge.taken and needed in (ANY, FREE):
                 return 0
             return KINDS.index(REDUCE if needed in (ANY, WHOLE) else SCATTER)
         if needed in (ANY, WHOLE):
@@ -301,21 +297,20 @@ class Waiting:
         return 0 if needed == FREE or self.passages.same(left, needed) else KINDS.index(SWAP)
 
     def _sent(self, sizes: Bytes, chosen: Sequence[int]) -> tuple[float, float]:
-        """The least seconds of what is sent on a way: of what is not summed, and of sums, one after the other.
+        """Lower bounds on the seconds sent on an edge: (other collectives, sums).
 
-        Of several kinds of sums, or of the others, the longest: one collective may serve them all.
+        The longest of several kinds counts, because one collective may serve them all.
         """
 
         def together(axes: Sequence[int], kind: int) -> float:
-            """One collective over these axes, or over others besides, on which a sum may be pending from further back:
-            more devices have more links."""
+            """One collective over these axes, or also over others with pending sums: more devices have more links."""
             return min(
                 least_seconds(self.slice, self._group, more, KINDS[kind], self._least_bytes(sizes, more))
                 for more in _among(range(len(self.axes)), axes)
             )
 
         def least(axes: Sequence[int], kind: int) -> float:
-            """One, or several one after the other."""
+            """One collective over all axes, or several in sequence."""
             first, *others = axes
             least_seconds = together(axes, kind)
             for part in _among(axes, (first,)):
@@ -333,7 +328,7 @@ class Waiting:
         return longest[0], longest[1]
 
     def _least_bytes(self, sizes: Bytes, axes: Sequence[int]) -> float:
-        """On a device, as if all other axes split what they may."""
+        """Smallest bytes on a device if all other axes split whatever they may."""
         others = [(dims, size) for n, (_, dims, size) in enumerate(self.axes) if n not in axes]
         return min(
             whole / prod(size for dims, size in others if names is None or not names.isdisjoint(dims))
@@ -346,7 +341,7 @@ def _both(seconds: Floats) -> tuple[Floats, Floats]:
 
 
 def _one_by_one(heads: Sequence[tuple[float, float]]) -> float:
-    """When kernels can all have run, one at a time: each with when it can begin, and what it takes.
+    """Earliest end of kernels that run one at a time, given (earliest begin, seconds) of each.
 
     >>> _one_by_one([(0.0, 1.0), (5.0, 2.0), (6.0, 3.0)])
     10.0
@@ -358,6 +353,6 @@ def _one_by_one(heads: Sequence[tuple[float, float]]) -> float:
 
 
 def _among(all_axes: Sequence[int], these: Sequence[int]) -> list[tuple[int, ...]]:
-    """The sets of some of all axes that have these among them."""
+    """All supersets of `these` within `all_axes`."""
     others = [n for n in all_axes if n not in these]
     return [(*these, *more) for count in range(len(others) + 1) for more in combinations(others, count)]

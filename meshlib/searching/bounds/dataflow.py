@@ -1,10 +1,10 @@
-"""Dependencies between products, and the form in which each needs its data.
+"""Dependencies between products, and the form in which each needs its operands.
 
-A *node* is a product, or attention; or something that lies where the layout puts it (a variable, an input, the carry of
-a loop); or any other operation, which may have its data in any form. Between nodes lie *ways*: values that element-wise
-operations, casts and views make one of another. Over one mesh axis a value is whole on each device, split along a dim,
-or a partial sum; so wherever a node leaves it in another form than the next one needs, one of the values on the way is
-sent. Which one is open, so the smallest counts.
+A *node* is a product or attention; or a value whose sharding the layout fixes (a variable, an input, a loop carry); or
+any other operation, which accepts its operands in any form. *Edges* connect nodes: chains of values that
+element-wise operations, casts and views compute from one another. Over one mesh axis a value is replicated, split along
+a dim, or a pending sum. Where a node's result and the next node's requirement differ in form, one of the values on the
+edge is sent; which one is open, so the smallest counts.
 """
 
 from __future__ import annotations
@@ -26,19 +26,18 @@ from meshlib.program.records import Program
 from meshlib.searching.bounds.products import Contraction, ProductKernel
 from meshlib.searching.renamed_dims import Names, Passages, laid_names
 
-MOST_WAYS = 4  # by which a value may be reached that are followed: those of the most bytes
+MOST_EDGES = 4  # edges followed per value: those of the most bytes
 
-# The bytes of values in a row, by the dims along which they can be split: of those with the same the least.
+# Bytes of the smallest value on an edge, for each set of dims along which its values can be split.
 Bytes: TypeAlias = Mapping[Names | None, float]
 
 
 @dataclass(frozen=True)
 class Split:
-    """One way to split a product, or attention, over an axis: `reached` has the dims whose rules bring an axis there
-    (None: any may).
+    """A split of a product, or of attention, over an axis: `reached` are the dims whose rules may bring an axis to it.
 
-    `operands`: the dim of each operand that is split with it, None where the operand has to be whole; `output`: that of
-    the result, None where a partial sum is left. `free`: nothing is known of what it needs.
+    `operands`: the dim split in each operand, None where the operand must be whole; `output`: that of
+    the result, None where a pending sum results. `free`: its requirements are unknown.
     """
 
     reached: Names | None
@@ -50,7 +49,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Placed:
-    """What a layout says of where something lies."""
+    """A value whose sharding the layout fixes."""
 
     shape: Shape
     scope: str
@@ -58,7 +57,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class HbmUse:
-    """What a product reads or writes in HBM: one of some values. `early`: it may be there when the program starts."""
+    """An operand or result in HBM: one of some values. `early`: it may be present when the program starts."""
 
     sizes: Bytes
     early: bool
@@ -66,10 +65,10 @@ class HbmUse:
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """Something that makes a value. `placed`: it lies there; `splits`: one for each way to split it; neither: its value
-    is there in any form.
+    """A producer of values. `placed`: the layout fixes its sharding; `splits`: one for each possible split; neither:
+    its result may have any form.
 
-    `product`, `attention`: what it computes; `reads`: what a product reads in HBM; `loop`: it is one, of so many trips.
+    `product`, `attention`: its computation; `reads`: operands in HBM; `loop`: the body of a loop with `trips` trips.
     """
 
     placed: Placed | None = None
@@ -79,20 +78,20 @@ class Node:
     attention: ProductKernel | None = None
     loop: Flow | None = None
     trips: float = 1
-    smaller: bool = False  # whether a product of factors of its operands may stand in its place, with less work
-    laid: bool = False  # whether its sizes follow from the layout, so that any axis may split it in some way
+    smaller: bool = False  # whether the product may be computed from smaller factors of its operands, with less work
+    laid: bool = False  # whether its sizes depend on the layout, so that any axis may split it
 
     @property
     def is_apart(self) -> bool:
-        """Whether no kernel of a product takes part in it, so that what passes between both does so in HBM."""
+        """Whether it is in another kernel than any product, so that values pass to or from it through HBM."""
         return any(x is not None for x in (self.placed, self.product, self.attention, self.loop))
 
 
 @dataclass(frozen=True, eq=False)
-class Way:
-    """How data gets from a node to an operand of another one, or to its `home`.
+class Edge:
+    """An edge from a node to an operand of another one, or to its `home`, the sharding that the layout fixes.
 
-    `linear`: whether a partial sum may pass; `taken`: whether the node takes one, too.
+    `linear`: whether a pending sum may pass; `taken`: whether the target accepts one, too.
     """
 
     source: int
@@ -106,39 +105,39 @@ class Way:
 
     @property
     def least_bytes(self) -> float:
-        """Of the smallest value on it, on one device."""
+        """Bytes of the smallest value on it, on one device."""
         return min(self.sizes.values(), default=0.0)
 
 
 @dataclass(frozen=True, eq=False)
 class Flow:
-    """A program, or a loop's body: nodes in order, and the ways into each.
+    """A program or loop body as nodes in order, and the edges into each.
 
-    `full`: values, those of loops included, that no product of smaller values makes.
+    `full`: values, those in loops included, that no product of smaller values can replace.
     """
 
     nodes: Sequence[Node]
-    ways: Sequence[Sequence[Way]]  # per node, those that end there
+    edges: Sequence[Sequence[Edge]]  # for each node, the edges that end there
     full: frozenset[Value] = frozenset()
 
     @cached_property
-    def apart(self) -> Sequence[Sequence[Way]]:
-        """Ways of which no two have a value in common, unless they come from the same node: those of each node.
+    def apart(self) -> Sequence[Sequence[Edge]]:
+        """Edges that share no values, except those of the same source, grouped by source.
 
-        Of the ways that cross the ones of the most bytes are taken.
+        Where edges overlap, those of the most bytes are chosen.
         """
         taken: dict[Value, int] = {}
-        paths_of_source: dict[int, list[Way]] = {}
-        serial_ways = [way for ways in self.ways for way in ways if way.values and self._is_serial(way)]
-        for way in sorted(serial_ways, key=lambda way: (-way.least_bytes, -way.source, way.target)):
-            if all(taken.get(v, way.source) == way.source for v in way.values):
-                taken.update(dict.fromkeys(way.values, way.source))
-                paths_of_source.setdefault(way.source, []).append(way)
+        paths_of_source: dict[int, list[Edge]] = {}
+        serial_ways = [edge for edges in self.edges for edge in edges if edge.values and self._is_serial(edge)]
+        for edge in sorted(serial_ways, key=lambda edge: (-edge.least_bytes, -edge.source, edge.target)):
+            if all(taken.get(v, edge.source) == edge.source for v in edge.values):
+                taken.update(dict.fromkeys(edge.values, edge.source))
+                paths_of_source.setdefault(edge.source, []).append(edge)
         return [paths_of_source[source] for source in sorted(paths_of_source)]
 
     @property
     def reducible(self) -> Iterator[Compute]:
-        """Products, those of loops included, that may be replaced by smaller ones."""
+        """Products, those in loops included, that smaller ones may replace."""
         for node in self.nodes:
             if node.loop is not None:
                 yield from node.loop.reducible
@@ -147,36 +146,36 @@ class Flow:
 
     @cached_property
     def written(self) -> Sequence[Sequence[HbmUse]]:
-        """Of each node what it writes for another kernel, or for home: the most that goes one way."""
-        largest_of_source: dict[int, Way] = {}
-        for way in (way for ways in self.ways for way in ways if way.sizes and self.nodes[way.target].is_apart):
-            if way.source not in largest_of_source or way.least_bytes > largest_of_source[way.source].least_bytes:
-                largest_of_source[way.source] = way
+        """For each node, the result that it writes for other kernels or for its home: the largest one."""
+        largest_of_source: dict[int, Edge] = {}
+        for edge in (edge for edges in self.edges for edge in edges if edge.sizes and self.nodes[edge.target].is_apart):
+            if edge.source not in largest_of_source or edge.least_bytes > largest_of_source[edge.source].least_bytes:
+                largest_of_source[edge.source] = edge
         return [
             [HbmUse(largest_of_source[n].sizes, False)] if n in largest_of_source else []
             for n in range(len(self.nodes))
         ]
 
-    def _is_serial(self, way: Way) -> bool:
-        """Whether no other attention can run while something is sent on a way between products, or to or from
-        attention: before, or after both."""
-        ends = way.source, way.target
+    def _is_serial(self, edge: Edge) -> bool:
+        """Whether no other attention can run during a collective on this edge, if both its ends are products or
+        attention: all others come before or after both."""
+        ends = edge.source, edge.target
         if any(self.nodes[n].splits is None for n in ends):
             return True
         attention = [n for n, node in enumerate(self.nodes) if node.attention is not None and n not in ends]
-        return all(n in self._before[way.source] or way.target in self._before[n] for n in attention)
+        return all(n in self._before[edge.source] or edge.target in self._before[n] for n in attention)
 
     @cached_property
     def _before(self) -> Sequence[frozenset[int]]:
-        """The nodes that each one waits for."""
+        """The ancestors of each node."""
         ancestors: list[frozenset[int]] = []
-        for ways in self.ways:
-            ancestors.append(frozenset().union(*(ancestors[way.source] | {way.source} for way in ways)))
+        for edges in self.edges:
+            ancestors.append(frozenset().union(*(ancestors[edge.source] | {edge.source} for edge in edges)))
         return ancestors
 
     @staticmethod
     def of(whole: Program, passages: Passages) -> Flow:
-        """From a program lowered for one device."""
+        """The dataflow of a program lowered for one device."""
         given = {v: Placed(v.tensor.shape, scope_of(v.tensor)) for v in _resident(whole)}
         maker = _Maker(whole, passages, given)
         maker.run()
@@ -193,7 +192,7 @@ def _resident(program: Program) -> Iterable[Value]:
 
 @dataclass(frozen=True)
 class _Reach:
-    """That a value is reached from a node."""
+    """A value's dependency on a node, with the values in between."""
 
     source: int
     sizes: Bytes
@@ -207,16 +206,17 @@ class _Reach:
 
 @dataclass(eq=False)
 class _Maker:
-    """Walks a program, or a body, whose `given` values lie where the layout puts them."""
+    """Builds the flow of a program or body; the layout fixes the sharding of `given` values."""
 
     program: Program
     passages: Passages
     given: Mapping[Value, Placed]
     nodes: list[Node] = field(default_factory=list)
-    ways: list[list[Way]] = field(default_factory=list)
+    edges: list[list[Edge]] = field(default_factory=list)
     reached: dict[Value, list[_Reach]] = field(default_factory=dict)
-    full: set[Value] = field(default_factory=set)  # what no product of smaller values makes
-    early: set[Value] = field(default_factory=set)  # what may be there at the start, or is made of that alone
+    full: set[Value] = field(default_factory=set)  # values that no product of smaller values can replace
+    # values that may be present at the start, or depend on such values alone
+    early: set[Value] = field(default_factory=set)
     origins: Origins = field(init=False)
 
     def __post_init__(self) -> None:
@@ -225,9 +225,9 @@ class _Maker:
 
     @property
     def flow(self) -> Flow:
-        """What the walk has come to."""
+        """The flow built so far."""
         inside = (node.loop.full for node in self.nodes if node.loop is not None)
-        return Flow(self.nodes, self.ways, frozenset(self.full).union(*inside))
+        return Flow(self.nodes, self.edges, frozenset(self.full).union(*inside))
 
     def run(self) -> None:
         for v, placed in self.given.items():
@@ -247,7 +247,7 @@ class _Maker:
                 self._other(i)
 
     def bring(self, value: Value, home: Placed) -> None:
-        """A value has to be at home at the end."""
+        """Require a value under its home sharding at the end."""
         if self.reached.get(value):
             self._add(Node(placed=home), [(0, value, home)])
 
@@ -258,9 +258,9 @@ class _Maker:
     ) -> int:
         number = len(self.nodes)
         self.nodes.append(node)
-        self.ways.append(
+        self.edges.append(
             [
-                Way(reach.source, number, operand, reach.sizes, reach.linear, operand in linear, home, reach.values)
+                Edge(reach.source, number, operand, reach.sizes, reach.linear, operand in linear, home, reach.values)
                 for operand, x, home in needs
                 for reach in self.reached.get(x, ())
             ]
@@ -273,24 +273,24 @@ class _Maker:
             self.full.add(value)
 
     def _product(self, i: Compute) -> None:
-        # Where an operand is made of factors that lack some of its dims, sums of it may be made of smaller ones.
-        told = all(x in self.full for x in i.inputs)
+        # If an operand is composed of factors that lack some of its dims, its sums may be computed from smaller ones.
+        full = all(x in self.full for x in i.inputs)
         op = i.operation
         laid = bool(laid_names(x.shape for x in (*op.inputs, *op.outputs)))
-        splits = tuple(self._split(f, told, laid) for f in op.opdef.roles(op))
+        splits = tuple(self._split(f, full, laid) for f in op.opdef.roles(op))
         if op.attrs.get("precision") in EIGHT_BIT:  # rounded before they are sent
             for x in i.inputs[:2]:
                 least = {self.passages.split(x.tensor.shape): float(x.local_size)}
                 self.reached[x] = [replace(r, sizes=_less(r.sizes, least)) for r in self.reached.get(x, ())]
         product = Contraction.of(self.program, i, self.origins, self.early)
-        node = Node(splits=splits, product=product, reads=self._reads(i), smaller=not told, laid=laid)
+        node = Node(splits=splits, product=product, reads=self._reads(i), smaller=not full, laid=laid)
         number = self._add(node, ((n, x, None) for n, x in enumerate(i.inputs)), op.opdef.linear(op).operands)
         summed = any(f.role is not Role.PARALLEL for f in op.opdef.roles(op))
         for y in i.outputs:
             self._start(y, number, summed or self._is_full(i, y))
 
     def _reads(self, i: Compute) -> list[HbmUse]:
-        """Of each operand that does not come to be inside of the product's own kernel, if all differ."""
+        """For each operand that comes from outside the product's kernel, its HBM use, unless both are the same."""
         uses: list[HbmUse] = []
         seen: set[Value] = set()
         for x in i.inputs[:2]:
@@ -302,15 +302,15 @@ class _Maker:
                     seen |= most.values
         return uses
 
-    def _split(self, f: Factor, told: bool, laid: bool) -> Split:
+    def _split(self, f: Factor, full: bool, laid: bool) -> Split:
         names = [name for name in (*f.operands, *f.outputs) if name is not None]
         if laid:  # every size divides 0
             return Split(None, 0, f.operands, f.outputs[0], True)
-        known = f.role is Role.PARALLEL or (f.role is Role.SUM and told)
+        known = f.role is Role.PARALLEL or (f.role is Role.SUM and full)
         return Split(self.passages.reached(names), f.size, f.operands, f.outputs[0], not known)
 
     def _share(self, f: Factor) -> Split:
-        """One way to split attention."""
+        """A split of attention."""
         names = [name for name in (*f.operands, *f.outputs) if name is not None]
         known = f.role in (Role.PARALLEL, Role.SUM, Role.SHARE, Role.SUMMARY) and f.shares is None
         return Split(self.passages.reached(names), f.size, f.operands, f.outputs[0], not known)
@@ -339,13 +339,12 @@ class _Maker:
                     if before is None or extended.least_bytes > before.least_bytes:
                         reach_of_source[r.source] = extended
             most = sorted(reach_of_source.values(), key=lambda r: (-r.least_bytes, -r.source))
-            self.reached[y] = most[:MOST_WAYS]
+            self.reached[y] = most[:MOST_EDGES]
             if self._is_full(i, y):
                 self.full.add(y)
 
     def _is_full(self, i: Compute, y: Value) -> bool:
-        """Whether one operand has all dims of the result, by these names or others: then it is no product of smaller
-        factors."""
+        """Whether an operand has all dims of the result, maybe renamed, so that the result has no smaller factors."""
         names = set(y.tensor.shape.names)
         return any(
             x in self.full and (x.local_size == y.local_size or names <= set(x.tensor.shape.names)) for x in i.inputs
@@ -365,7 +364,7 @@ class _Maker:
                 carried[before] = _home(body.inputs[before].tensor)
                 given[body.inputs[before]] = carried[before]
         maker = _Maker(body, self.passages, given)
-        maker.full.update(body.inputs.values())  # what a body is given it knows no factors of
+        maker.full.update(body.inputs.values())  # the body does not see how its inputs are composed
         maker.run()
         for before, after in loop.carries:
             if before in carried:
@@ -381,9 +380,9 @@ class _Maker:
             self._start(y, node if at_home is None else self._after(node, at_home))
 
     def _after(self, loop: int, home: Placed) -> int:
-        """What a loop leaves at home."""
+        """A node for a carry that a loop leaves under its home sharding."""
         node = self._add(Node(placed=home))
-        self.ways[node].append(Way(loop, node, 0, {}, True, True))
+        self.edges[node].append(Edge(loop, node, 0, {}, True, True))
         return node
 
     def _sizes(self, v: Value) -> Bytes:
@@ -391,12 +390,12 @@ class _Maker:
 
 
 def _is_large(i: Instruction) -> bool:
-    """Whether it is a kernel of its own, in which no product takes part, or a loop."""
+    """Whether it is a loop, or a kernel without a product."""
     return not isinstance(i, Compute) or i.operation.opdef.kind is Kind.CONTRACTION or bool(i.operation.opdef.scores)
 
 
 def _keeps_elements(op: Operation) -> bool:
-    """Whether each element of the operands is in the result, at its place along every dim."""
+    """Whether each operand element appears in the result at the same position along every dim."""
     kind = op.opdef
     if kind.kind not in (Kind.ELEMENTWISE, Kind.VIEW) or kind.reads_part or kind.writes_part:
         return False
@@ -408,7 +407,7 @@ def _home(t: Tensor) -> Placed:
 
 
 def _less(a: Bytes, b: Bytes) -> Bytes:
-    """The least of both."""
+    """The element-wise minimum of both."""
     sizes = dict(a)
     for names, size in b.items():
         sizes[names] = min(size, sizes.get(names, size))
@@ -416,6 +415,6 @@ def _less(a: Bytes, b: Bytes) -> Bytes:
 
 
 def _adds_up(body: Program, before: Value, after: Value) -> bool:
-    """Whether a carry may be a partial sum: nothing uses it but what makes the next one."""
+    """Whether a carry may be a pending sum: its only user computes its next value."""
     users = [i for i in body.instructions if before in i.inputs]
     return not users or (len(users) == 1 and after in users[0].outputs)

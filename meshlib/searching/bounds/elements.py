@@ -1,10 +1,9 @@
-"""Least HBM traffic of kernels in a step, from the program on one device.
+"""Lower bound on the HBM traffic of element-wise kernels in a step, from the program on one device.
 
-Kernels of a sharded program are those of the program on one device, or parts of them where a collective stands between.
-So what element-wise kernels read and write of values that are made and used up on the way is moved under any layout,
-divided by all axes that could split it; so is what a product writes. Variables, inputs and slices of stacks may be
-fetched ahead, or be on the chip still, and are left out; so is what may stay on the chip as it passes, where the
-smallest of the values that are split alike does.
+Kernels of a sharded program are those of the program on one device, or parts of them if a collective intervenes. So the
+intermediate values of element-wise kernels, and the results of products, are moved under any layout, divided by all
+axes that could split them. Variables, inputs and slices of stacks may be prefetched, or still be on the chip, and are
+left out; so are values that may stay on the chip between kernels, judged by the smallest of those split alike.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from meshlib.searching.renamed_dims import Names, Passages
 
 @dataclass(frozen=True)
 class Passing:
-    """Values that pass between kernels: bytes of all, and of the smallest."""
+    """Values passed between kernels: total bytes, and bytes of the smallest."""
 
     bytes: int = 0
     smallest_bytes: float = inf
 
     def with_value(self, size_bytes: int, times: int = 1) -> Passing:
-        """With another one, which passes so often."""
+        """With another value that is passed `times` times."""
         return Passing(self.bytes + times * size_bytes, min(self.smallest_bytes, size_bytes))
 
     def joined(self, other: Passing, times: int) -> Passing:
-        """With others, which pass so often."""
+        """With other values that are passed `times` times."""
         return Passing(self.bytes + times * other.bytes, min(self.smallest_bytes, other.smallest_bytes))
 
 
@@ -44,11 +43,11 @@ NOTHING = Passing()
 
 @dataclass(frozen=True)
 class Traffic:
-    """What passes on one device.
+    """HBM traffic between kernels on one device.
 
     Attributes:
       elements: of all element-wise kernels in a step, by the dims along which they may be split.
-      beside: of each product or attention, once, what it writes for others, and what element-wise work in its kernel
+      beside: for one run of each product or attention, its results for other kernels, and operands that fused
         reads.
     """
 
@@ -57,7 +56,7 @@ class Traffic:
 
     @staticmethod
     def of(whole: Program, passages: Passages, full: Container[Value]) -> Traffic:
-        """Of a program on one device; `full`: values that are made of no smaller ones, which alone are counted."""
+        """Traffic of a program on one device; only values in `full`, which have no smaller factors, are counted."""
         traffic = Traffic()
         for product, uses, times in _kernels(whole, whole.memory_plan.in_place, 1):
             for v, size_bytes in uses:
@@ -79,8 +78,8 @@ def is_product(i: Instruction) -> bool:
 def _kernels(
     program: Program, in_place: frozenset[Value], times: int, loop: Loop | None = None
 ) -> Iterator[tuple[Instruction | None, list[tuple[Value, int]], int]]:
-    """The kernels of a program and of its loops: the product, if there is one; what passes in HBM besides its operands,
-    with its bytes; how often they run."""
+    """For each kernel, those in loops included: its product, if any; values passed through HBM besides the product's
+    operands, with bytes; and runs per step."""
     stored = Stored(program, loop)
     for members in kernels_of(program):
         first = members[0]
@@ -94,7 +93,7 @@ def _kernels(
 
 
 def _operands(product: Instruction, members: Sequence[Instruction], stored: Stored) -> frozenset[Value]:
-    """The buffers of what a product reads, and of what its operands are made of within its kernel."""
+    """Buffers that a product reads directly, or through computations of its own kernel."""
     behind = set(product.inputs)
     for i in reversed(members):
         if not behind.isdisjoint(i.outputs):

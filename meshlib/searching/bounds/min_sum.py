@@ -1,8 +1,8 @@
-"""Minimum of a sum of tables over choices: exact where few choices meet at a time, else a lower bound.
+"""Minimum of a sum of tables over choices: exact while tables stay small, otherwise a lower bound.
 
-Choices are eliminated one by one: the tables that know one are added up, and of the sum the least over it is left.
-Where that would be too large a table, those are added up in several groups, each with a least of its own, which may be
-below that of all together (Dechter and Rish, "Mini-buckets", JACM 50(2), 2003): so it is a bound, whatever is left out.
+Choices are eliminated one by one: the tables that depend on a choice are added, and minimised over it. Where the sum
+would be too large, the tables are added in several groups, each minimised separately, which may lower the result
+(Dechter and Rish, "Mini-buckets", JACM 50(2), 2003): it remains a lower bound.
 """
 
 from __future__ import annotations
@@ -19,22 +19,13 @@ LARGEST = 1 << 12  # entries
 
 @dataclass(eq=False)
 class Table:
-    """A sum of tables, each over some choices, which are numbers of nodes.
-
-    Example:
-      >>> t = Table()
-      >>> t.add((0,), np.array([0.0, 2.0]))
-      >>> t.add((0, 1), np.array([[5.0, 1.0], [0.0, 4.0]]))
-      >>> t.add((1,), np.array([0.0, 3.0]))
-      >>> t.least()
-      2.0
-    """
+    """A sum of tables, each over some choices, which are node numbers."""
 
     parts: list[tuple[tuple[int, ...], Array]] = field(default_factory=list)
     constant: float = 0.0
 
     def add(self, scope: Sequence[int], values: Array) -> None:
-        """One more table; choices of one entry are left out."""
+        """Add a table; choices with one entry are dropped."""
         wide_scope = tuple(n for n, size in zip(scope, values.shape, strict=True) if size > 1)
         if not wide_scope:
             self.constant += float(values.min())
@@ -42,7 +33,7 @@ class Table:
             self.parts.append((wide_scope, values.reshape([size for size in values.shape if size > 1])))
 
     def least(self) -> float:
-        """Of the sum, at least: exact unless tables became too large."""
+        """The minimum of the sum, or a lower bound if tables became too large."""
         left, total = [*self.parts], self.constant
         while left:
             met: dict[int, set[int]] = {}
@@ -63,7 +54,7 @@ class Table:
 
 
 def _grouped(parts: Sequence[tuple[tuple[int, ...], Array]]) -> list[tuple[tuple[int, ...], Array]]:
-    """Added up, in as few groups as are not too large."""
+    """The sum, in as few groups as table sizes allow."""
     groups: list[tuple[tuple[int, ...], Array]] = []
     for scope, values in sorted(parts, key=lambda part: -part[1].size):
         for n, (other, before) in enumerate(groups):
@@ -78,7 +69,7 @@ def _grouped(parts: Sequence[tuple[tuple[int, ...], Array]]) -> list[tuple[tuple
 
 
 def _over(scope: tuple[int, ...], values: Array, union: tuple[int, ...]) -> Array:
-    """A table as one over more choices."""
+    """A table broadcast to more choices."""
     order = [scope.index(n) for n in union if n in scope]
     shape = iter(values.transpose(order).shape)
     return values.transpose(order).reshape([next(shape) if n in scope else 1 for n in union])

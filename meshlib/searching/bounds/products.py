@@ -1,4 +1,4 @@
-"""Lower bounds of products and fused attention."""
+"""Lower bounds on the time of products and fused attention."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from meshlib.program.instructions import Compute, Instruction, Value
 from meshlib.program.records import Program
 from meshlib.searching.renamed_dims import Names, Passages, laid_names
 
-# Bytes that nothing hides, and of these what may be fetched before: one pair for each way that they may be held.
+# (bytes exposed to HBM, bytes of these that may be prefetched), one pair for each storage width of the operands.
 Pieces: TypeAlias = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)
 class Operands:
-    """A product with bytes per element of its rows and columns, as narrow as memory may hold them.
+    """A product and the bytes per element of its rows and columns, at the narrowest width in memory.
 
-    `at_hand`: which of them are there from the start, and so are read again where the product reads them again.
+    `at_hand`: which of them are in HBM from the start, so that blocks are re-read from there.
     """
 
     product: Matmul
@@ -41,7 +41,7 @@ class Operands:
 
     @staticmethod
     def of(program: Program, instruction: Compute, origins: Origins) -> Operands | None:
-        """Of a program on one device; None where a kernel may make an operand of less than it is."""
+        """The operands in a program on one device; None if its kernel may compute one from fewer elements."""
         maker = {y: i for i in program.instructions if i.group == instruction.group for y in i.outputs}
         for x in instruction.inputs[:2]:
             if x in maker and not any(z.local_size >= x.local_size for z in _read_for(x, maker)):
@@ -56,12 +56,12 @@ class Operands:
 
     @property
     def bytes(self) -> tuple[float, float]:
-        """Of each operand, once."""
+        """Bytes of each operand, read once."""
         p, (first, second) = self.product, self.itemsizes
         return first * p.batch * p.m * p.k, second * p.batch * p.taps * p.k * p.n
 
     def read_seconds(self, times: Times) -> float:
-        """HBM time of what a product reads of its operands, block by block; once of one that may be on the chip."""
+        """HBM seconds of the operand reads, with blocks re-read; an operand that may stay on the chip is read once."""
         again = [here or part > times.held_bytes for here, part in zip(self.at_hand, self.bytes, strict=True)]
         bare = Work(
             name="", opcode="", source="", region="", matmuls=((self.product, self.itemsizes),), mxu_flops=0,
@@ -71,13 +71,13 @@ class Operands:
         return times.of(bare).hbm_seconds
 
     def awaited_seconds(self, times: Times) -> float:
-        """As `read_seconds`, without what half of VMEM may fetch before, and operands that may still be on the chip."""
-        found = sum(part for part in self.bytes if part <= times.held_bytes)
-        return self.read_seconds(times) - times.ahead_seconds - hbm_seconds(times.chip, found)
+        """`read_seconds` without what half of VMEM may prefetch, and without operands that may still be on the chip."""
+        on_chip_bytes = sum(part for part in self.bytes if part <= times.held_bytes)
+        return self.read_seconds(times) - times.ahead_seconds - hbm_seconds(times.chip, on_chip_bytes)
 
 
 def _read_for(value: Value, maker: Mapping[Value, Instruction]) -> Iterator[Value]:
-    """What a kernel reads to make a value; `maker`: who makes what inside of it."""
+    """The values that a kernel reads to compute a value; `maker`: value -> instruction inside the kernel."""
     producer = maker.get(value)
     if producer is None:
         yield value
@@ -88,8 +88,8 @@ def _read_for(value: Value, maker: Mapping[Value, Instruction]) -> Iterator[Valu
 
 @dataclass(frozen=True)
 class SplitFactor:
-    """A factor by which a product may be split: the dims whose rules bring an axis there (None: any may), its size (0
-    where that follows from the layout), and what of the product it is a part of: "m", "k", "n" or "batch"."""
+    """A factor that may split a product: the dims whose rules may bring an axis to it (None: any), its size (0 if that
+    depends on the layout), and the side of the product that it is part of: "m", "k", "n" or "batch"."""
 
     names: Names | None
     size: int
@@ -100,8 +100,8 @@ class SplitFactor:
 class ProductKernel:
     """All products of one kind, or all attention of one kind.
 
-    `dims`: by which they can be split; `dtype`: of the MXU; `product`: on one device; `factors`: of it, None where it
-    is unknown which part of the product they are; `operands`: where they are known to be read.
+    `dims`: that can split them; `dtype`: of the MXU; `product`: on one device; `factors`: of it, None where it
+    is unknown which side of the product they belong to; `operands`: if they are known to be read.
     """
 
     dims: Names | None
@@ -112,9 +112,9 @@ class ProductKernel:
     operands: Operands | None = None
 
     def seconds(self, chip: Chip, physics: Physics) -> tuple[float, float] | None:
-        """Of one attention on one device, without launch; and by how much scores are rounded down where they are split.
+        """Seconds of one attention on one device without launch, and the part lost when a split rounds its scores down.
 
-        None where the chip has no rate for them, as its estimate will say.
+        None if the chip has no rate for them, which the estimate will report.
         """
         assert self.attention is not None
         if chip.peak(self.dtype) is None:
@@ -126,8 +126,8 @@ class ProductKernel:
 
 @dataclass(frozen=True)
 class Side:
-    """The rows or the columns of a product: bytes of an element that HBM may hold, the fewest first; `early`: whether
-    they may be fetched before the product starts, since nothing that they are made of is computed on the way."""
+    """Rows or columns of a product: possible bytes per element in HBM, ascending; `early`: whether they may be
+    prefetched before the product starts, since they depend on nothing computed before it."""
 
     itemsizes: tuple[float, ...]
     early: bool
@@ -135,18 +135,18 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A product on one device without its launch: seconds on the core; of its first pieces and its last block, bytes
-    that nothing hides, and of these what may be fetched before, for each way to hold its operands; bytes a second."""
+    """A product on one device without its launch: core seconds; exposed bytes of its first pieces and last block, and
+    the part of them that may be prefetched, for each storage width; HBM bytes per second."""
 
     core_seconds: float
     exposed: Pieces
     rate: float
 
     def seconds(self, moved_bytes: float, late_bytes: float) -> tuple[float, float]:
-        """At least, from its launch to its end; and to that from the start of a program, as nothing is fetched before.
+        """Lower bounds on the seconds from launch to end, and from the start of a program to the end, without prefetch.
 
         Args:
-          moved_bytes: what it reads and writes in HBM, at least; late_bytes: of that what is computed on the way.
+          moved_bytes: lower bound on its HBM traffic; late_bytes: the part of it that the program computes.
         """
         if not self.exposed:
             return self.core_seconds, self.core_seconds
@@ -159,7 +159,7 @@ class Timed:
 
 @dataclass(frozen=True, eq=False)
 class Contraction:
-    """A product by its sizes, with those of its parts. `sides` are unknown of one that quantises its operands."""
+    """A product by sizes, with the parts of it under splits. `sides` are unknown if it quantises its operands."""
 
     instruction: Compute
     whole: Matmul
@@ -167,7 +167,7 @@ class Contraction:
 
     @staticmethod
     def of(program: Program, instruction: Compute, origins: Origins, early: Container[Value]) -> Contraction:
-        """Of a program on one device; `early`: values that may be there when it starts."""
+        """A product in a program on one device; `early`: values that may be present when the program starts."""
         sides = None
         if instruction.operation.attrs.get("precision") not in EIGHT_BIT:
             first, second = (
@@ -178,10 +178,10 @@ class Contraction:
         return Contraction(instruction, matmul_of(program, instruction), sides)
 
     def factors(self, passages: Passages) -> tuple[SplitFactor, ...] | None:
-        """By what it may be split; None where a factor is no whole part of its rows, columns, depth or batch."""
+        """The factors that may split it; None if a factor is no whole part of rows, columns, depth or batch."""
         op = self.instruction.operation
         factors = []
-        uncut = self._part({})  # without rows that are computed twice, where groups share tiles
+        uncut = self._part({})  # without rows computed twice, where groups share tiles
         laid = laid_names(x.shape for x in (*op.inputs, *op.outputs))
         for n, f in enumerate(op.opdef.roles(op)):
             if f.size == 1:
@@ -194,7 +194,7 @@ class Contraction:
             names = [name for name in (*f.operands, *f.outputs) if name is not None]
             if laid.isdisjoint(names):
                 factors.append(SplitFactor(passages.reached(names), f.size, changed[0]))
-            else:  # any axis may, and every size divides 0
+            else:  # any axis may split it, and every size divides 0
                 factors.append(SplitFactor(None, 0, changed[0]))
         return tuple(factors)
 
@@ -214,7 +214,7 @@ class Contraction:
         return replace(self.whole, m=p.rows, k=p.contracted, n=p.columns, batch=p.batch)
 
     def timed(self, chip: Chip, physics: Physics, cuts: Mapping[int, int]) -> Timed:
-        """One device's part, where factors, by their numbers, are cut in so many; infinite where there is no such."""
+        """One device's part if factors (by number) are cut into these many parts; infinite if sizes do not divide."""
         part = self._part(cuts)
         rate = hbm_rate(chip) * chip.hbm_efficiency
         if part is None:
@@ -232,8 +232,7 @@ def product_seconds(chip: Chip, product: Matmul) -> tuple[float, float]:
 
 @lru_cache(maxsize=1 << 16)
 def _exposed_bytes(chip: Chip, product: Matmul, rows: Side, columns: Side) -> Pieces:
-    """Of the first pieces of a product and its last block, bytes that nothing hides, and of these what may be fetched
-    before: for all widths that its operands may have."""
+    """(exposed bytes, prefetchable bytes) of a product's first pieces and last block, for all operand widths."""
     exposed = []
     for first in rows.itemsizes:
         for second in columns.itemsizes:
@@ -244,6 +243,6 @@ def _exposed_bytes(chip: Chip, product: Matmul, rows: Side, columns: Side) -> Pi
 
 
 def _cut(t: TensorType, parts: Mapping[str | None, int]) -> TensorType:
-    """A type of which dims are cut."""
+    """A type with some dims cut into parts."""
     shape = Shape([(d.name, -(-d.size // parts.get(d.name, 1))) for d in t.shape])
     return TensorType(shape, t.dtype)

@@ -1,4 +1,4 @@
-"""The least time of all products of a program over all ways to split them, axis by axis."""
+"""Lower bound on the time of all products of a program, minimised over all splits axis by axis."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from meshlib.estimation.time.kernel_times import Times
 from meshlib.searching.bounds.elements import Passing
 from meshlib.searching.bounds.products import ProductKernel, product_seconds
 
-Splits: TypeAlias = tuple[tuple[frozenset[str], int], ...]  # of each axis the dims that it may split, and its size
-Cuts: TypeAlias = tuple[int, int, int, int]  # in how many parts rows, depth, columns and batch are cut
+Splits: TypeAlias = tuple[tuple[frozenset[str], int], ...]  # for each axis, the dims that it may split, and its size
+Cuts: TypeAlias = tuple[int, int, int, int]  # numbers of parts of rows, depth, columns and batch
 SIDES = ("m", "k", "n", "batch")
 NO_SIDE = len(SIDES)
 
@@ -24,21 +24,21 @@ NO_SIDE = len(SIDES)
 class SplitProducts:
     """Products of one program on one chip.
 
-    `kernels`: each kind with how many run in a step, and what all of these move besides their operands; `moves`:
-    whether what kernels pass on lies in HBM where it is too large to stay on the chip.
+    `kernels`: each kind with its runs per step, and their HBM traffic besides operands; `moves`:
+    whether values between kernels pass through HBM unless they fit on the chip.
     """
 
     times: Times
     kernels: Sequence[tuple[ProductKernel, int, Passing]]
     moves: bool
     _sides: dict[tuple[frozenset[str], int], list[int]] = field(default_factory=dict)  # a number for each kernel
-    _numbers: dict[tuple[tuple[int, ...], int], int] = field(default_factory=dict)  # of sides, and the size of the axis
-    _axes: list[tuple[tuple[int, ...], int]] = field(default_factory=list)  # by these numbers
+    _numbers: dict[tuple[tuple[int, ...], int], int] = field(default_factory=dict)  # of (sides, axis size) pairs
+    _axes: list[tuple[tuple[int, ...], int]] = field(default_factory=list)  # the pair for each number
     _least: dict[tuple[int, tuple[int, ...]], float] = field(default_factory=dict)
     _cut: dict[tuple[int, Cuts], float] = field(default_factory=dict)
 
     def seconds(self, splits: Splits) -> float:
-        """Of all in a step, without launches."""
+        """Seconds of all products in a step, without launches."""
         total = 0.0
         chosen = [self._sides_of(dims, size) for dims, size in splits if size > 1]
         for n, (_, count, _) in enumerate(self.kernels):
@@ -50,7 +50,7 @@ class SplitProducts:
         return total
 
     def _sides_of(self, dims: frozenset[str], size: int) -> list[int]:
-        """What an axis may split of each kernel, and its size, as a number."""
+        """For each kernel, a number for the sides that an axis may split, and the axis size."""
         numbers = self._sides.get((dims, size))
         if numbers is None:
             numbers = []
@@ -64,7 +64,7 @@ class SplitProducts:
         return numbers
 
     def _split(self, n: int, axes: Sequence[tuple[tuple[int, ...], int]]) -> float:
-        """The least over all ways to give each axis to one side."""
+        """Minimum over all assignments of axes to sides."""
         least = float("inf")
         for sides in product(*(sides for sides, _ in axes)):
             cuts = [1] * (NO_SIDE + 1)
@@ -77,7 +77,7 @@ class SplitProducts:
         return least
 
     def _of(self, n: int, cuts: Cuts) -> float:
-        """Of one device's part: as fast as it is computed, and as what nothing can fetch before moves over HBM."""
+        """One device's part: the longer of computation, and of HBM traffic that nothing can prefetch."""
         kernel, count, beside = self.kernels[n]
         whole, chip = kernel.product, self.times.chip
         assert whole is not None
@@ -95,7 +95,7 @@ class SplitProducts:
 
 
 def _fitting(kernel: ProductKernel, dims: frozenset[str], size: int) -> tuple[int, ...]:
-    """Which sides an axis may split; of a product whose factors are no sides, the first one stands for all."""
+    """The sides that an axis may split; if a product's factors match no sides, the first one stands for all."""
     if kernel.factors is None:
         return (0,) if kernel.dims is None or kernel.dims & dims else (NO_SIDE,)
     sides = {f.side for f in kernel.factors if f.size % size == 0 and (f.names is None or f.names & dims)}
