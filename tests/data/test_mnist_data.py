@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from meshlib.core.errors import DataError
 from meshlib.data.samples import mnist_digits as mnist_data
 from meshlib.data.samples.mnist_digits import Digits, Opener, draw, load_digits, read_idx
+from tests.effort import deep, draws
 from tests.paths import SHARED
 
 REAL = SHARED / "data" / "mnist"
@@ -459,9 +460,10 @@ def test_drawn_digits_have_mnist_like_ink_in_the_middle() -> None:
 
 
 def test_drawn_digits_are_a_task_for_a_network_not_for_a_line() -> None:
-    """The figures in the docstring of `draw`."""
-    images, labels = draw(10_000, seed=0)
-    train, test = slice(8000), slice(8000, None)
+    """In depth the figures in the docstring of `draw`; by default fewer digits, which both learn less well."""
+    count = draws(2500, 10_000)
+    images, labels = draw(count, seed=0)
+    train, test = slice(count * 4 // 5), slice(count * 4 // 5, None)
 
     def accuracy(*sizes: int) -> float:
         rng = np.random.default_rng(0)
@@ -476,7 +478,7 @@ def test_drawn_digits_are_a_task_for_a_network_not_for_a_line() -> None:
             return [*values[:-1], values[-2] @ weights[-1] + biases[-1]]
 
         for _ in range(10):
-            for pick in rng.permutation(8000).reshape(-1, 100):
+            for pick in rng.permutation(count * 4 // 5).reshape(-1, 100):
                 x, y = images[train][pick], labels[train][pick]
                 *inputs, scores = forward(x)
                 chances = np.exp(scores - scores.max(axis=1, keepdims=True))
@@ -490,5 +492,8 @@ def test_drawn_digits_are_a_task_for_a_network_not_for_a_line() -> None:
                     biases[i] -= np.float32(0.1) * bias_grad
         return float((forward(images[test])[-1].argmax(axis=1) == labels[test]).mean())
 
-    assert 0.93 < accuracy(784, 256, 10) < 0.97
-    assert 0.85 < accuracy(784, 10) < 0.91
+    network, line = accuracy(784, 256, 10), accuracy(784, 10)
+    assert network > line + 0.03
+    if deep():
+        assert 0.93 < network < 0.97
+        assert 0.85 < line < 0.91

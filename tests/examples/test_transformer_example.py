@@ -28,7 +28,7 @@ def losses(out: str) -> list[float]:
 
 
 def test_it_learns_and_shows_what_it_did(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert transformer.main([*TINY, "--text", str(text), "--steps", "30", "--every", "10", "--lr", "0.01"]) == 0
+    assert transformer.main([*TINY, "--text", str(text), "--steps", "12", "--every", "4", "--lr", "0.02"]) == 0
     out = capsys.readouterr().out
     found = losses(out)
     assert len(found) == 3

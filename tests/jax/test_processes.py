@@ -31,7 +31,7 @@ def test_two_processes_train_save_and_load(
         monkeypatch.delenv("PYTHONPYCACHEPREFIX")
         monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     (tmp_path / "text.txt").write_text("Layouts never change results, random numbers included. " * 60)
-    names = some(list(EXAMPLES), ["transformer"])
+    names = some(list(EXAMPLES), [])  # whole examples take two processes half a minute
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
