@@ -1,12 +1,12 @@
-"""Transformers from one frozen config, written in layers alone.
+"""Transformers from one frozen config, composed of layers alone.
 
 config   TransformerConfig: dimensions, parts and numerics
-experts  which layers have a mixture of experts, and which
+experts  layers with mixtures of experts, and their routing
 latent   ranks of latent attention
-presets  the published ones by name
+presets  published models by name
 maxtext  MaxText's configurations, read and written
 counts   parameters and FLOPs in closed form
-serving  steps that read prompts into caches and add tokens
+serving  prefill and decode steps with caches
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING

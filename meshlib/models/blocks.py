@@ -1,4 +1,4 @@
-"""The blocks of a Transformer's layers: attention and feed-forward, their norms and residual sums."""
+"""Blocks of Transformer layers: attention and feed-forward, with norms and residual sums."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshlib.ops.pointwise.random import dropout
 
 
 def head_dims(heads: Heads) -> tuple[list[Dimension], list[Dimension]]:
-    """`heads` and `memory_heads` of `mtf.layers.multihead_attention`; one head of keys for all is no dim of them."""
+    """`heads` and `memory_heads` of `mtf.layers.multihead_attention`; a single key head has no dim."""
     if heads.memory == 1 < heads.query:
         return [Dimension("heads", heads.query)], []
     shared = [Dimension("heads", heads.memory)]
@@ -26,17 +26,16 @@ def head_dims(heads: Heads) -> tuple[list[Dimension], list[Dimension]]:
 
 @dataclass(frozen=True)
 class StackBlocks:
-    """What the layers of one stack have in common.
+    """Blocks shared by the layers of one stack.
 
     Attributes:
       bias: added to the scores of self-attention (relative positions).
-      memory: what cross-attention attends to; memory_mask: what of it counts.
-      positions: of the tokens, in place of 0, 1, ...; mask: which keys of their own sequence they see.
-      segments: which text of those packed into a sequence each token is of, and sees, 0: padding; memory_segments: of
-        the memory.
-      nonpadding: bool, which tokens count, where there are no segments to tell: padding is routed to no expert.
-      caches: where keys and values of the tokens go, and, of a token that is decoded, come from.
-      source_length: slots of the cache that holds the encoder's sequence, which is decoded from.
+      memory: the sequence that cross-attention attends to; memory_mask: its visible tokens.
+      positions: positions of the tokens, in place of 0, 1, ...; mask: keys of their own sequence that they see.
+      segments: segment id of each token of a packed sequence, 0 for padding; memory_segments: those of the memory.
+      nonpadding: bool mask of tokens, if there are no segments: padding is routed to no expert.
+      caches: caches to which keys and values are written, and from which decoding reads.
+      source_length: slots of the cache of the encoder's sequence.
     """
 
     config: TransformerConfig
@@ -54,14 +53,14 @@ class StackBlocks:
     source_length: int | None = None
 
     def layer(self, x: Tensor, kind: LayerKind) -> tuple[Tensor, Mixture | None]:
-        """One layer: [batch, length, d_model] to the same, and what its experts say."""
-        said: list[Mixture] = []
+        """One layer, [batch, length, d_model] to the same type, and the `Mixture` of its experts, if any."""
+        mixtures: list[Mixture] = []
 
         def feed_forward(h: Tensor) -> Tensor:
             if not kind.experts:
                 return self._feed_forward(h)
-            said.append(self._experts(h))
-            return said[0].values
+            mixtures.append(self._experts(h))
+            return mixtures[0].values
 
         if self.config.parallel:
             h = self.norm(x, "norm")
@@ -74,17 +73,17 @@ class StackBlocks:
         if self.config.layer_scale:
             scale = self.config.numerics.variable("layer_scale", [], 1.0, x.dtype)
             x = multiply(x, scale, x.shape)
-        return x, said[0] if said else None
+        return x, mixtures[0] if mixtures else None
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        """Over the features."""
+        """A norm over the features."""
         c = self.config
         d_model = x.shape.dim("d_model")
         if c.norm == "rms":
             return layers.rms_norm(x, d_model, c.norm_epsilon, c.numerics, name)
         return layers.layer_norm(x, d_model, c.norm_epsilon, c.bias, c.numerics, name)
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ blocks
 
     def _residual(self, x: Tensor, name: str, block: Callable[[Tensor], Tensor]) -> Tensor:
         """x + block(norm(x)), norm(x + block(x)), or x + norm(block(x))."""
@@ -98,7 +97,7 @@ class StackBlocks:
         return add(x, self.dropped(y), name="residual")
 
     def dropped(self, x: Tensor) -> Tensor:
-        """With dropout, while training."""
+        """`x` with dropout while training."""
         c = self.config
         return dropout(x, self.training, rate=c.dropout) if c.dropout else x
 
@@ -141,9 +140,9 @@ class StackBlocks:
         return self._attend(x, memory, self.memory_mask, None, scores, cache, name)
 
     def _kernel(self) -> str:
-        """By which attention is computed: of a token that is decoded nobody keeps the scores.
+        """The attention kernel: fused for decoding, where no gradient needs the scores.
 
-        They would be another few percent of what a step moves.
+        Materialised scores would add a few percent to the traffic of a step.
         """
         decoding = self.caches is not None and self.caches.decoding
         return "flash" if decoding else self.config.attention
@@ -199,7 +198,7 @@ class StackBlocks:
 
     @property
     def real(self) -> Tensor | None:
-        """bool: which tokens are no padding; None if all count."""
+        """Bool mask of non-padding tokens; None if there is no padding."""
         return not_equal(self.segments, 0) if self.segments is not None else self.nonpadding
 
     def _feed_forward(self, x: Tensor) -> Tensor:

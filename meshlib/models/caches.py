@@ -1,12 +1,12 @@
-"""Caches of a decoder: keys and values of past tokens in each layer, as variables written in place.
+"""Decoder caches: keys and values of past tokens per layer, as variables updated in place.
 
-A layer without a window keeps all positions, up to `cache_length`; one with a window of w keeps the last w of them, as
-a ring: position p lies at p mod w, so that a new token takes the place of the one that nobody sees any more. The slots
-are dim `cache_length` of both, which layouts may split, as `source_length`, that of an encoder's sequence. Of latent
-attention it is the latents, with the key that all heads share beside them. Each sequence has a position of its own.
+A layer without a window caches all positions, up to `cache_length`; one with a window of w caches the last w, as a ring
+buffer: position p is in slot p mod w, so that a new token overwrites one outside the window. The slots of both are the
+dim `cache_length`, which layouts may split, like `source_length`, the slots of an encoder's sequence. For latent
+attention the cache has the latents, concatenated with the shared key. Each sequence has its own position.
 
-In eight bits (int8, fp8) each token's keys and values of a head have a scale in float32 beside them, and the kernel
-widens what it reads.
+In eight bits (int8, fp8) each token has a float32 scale per head for keys and for values, and the kernel dequantises on
+read.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _SCALED = CACHE_DTYPES[3:]
 
 @dataclass(eq=False)
 class Caches:
-    """The caches of a stack of layers, while these are written.
+    """The caches of a stack of layers while a step is built.
 
     Args:
-      length: positions that layers without a window keep.
-      positions: int32 [batch] (and beams): of the token that is decoded; of a prefill how many tokens each has.
-      decoding: whether one token is added; else those of a prompt are put in.
-      dtype: of what is kept; that of keys and values unless given.
-      beams: hypotheses of each sequence, which a prefill writes all alike.
-      parents: int32 [batch, beams]: whose cache each hypothesis goes on with.
-      sources: int32 [batch]: how many tokens of the encoder's sequence count, of an encoder-decoder.
+      length: positions cached by layers without a window.
+      positions: int32 [batch] (and beams): position of the decoded token, or for a prefill the number of tokens.
+      decoding: whether one token is added, instead of a prompt.
+      dtype: dtype of the caches; by default that of keys and values.
+      beams: hypotheses per sequence; a prefill writes the same to all.
+      parents: int32 [batch, beams]: the hypothesis whose cache each one continues.
+      sources: int32 [batch]: number of tokens of the encoder's sequence, for an encoder-decoder.
     """
 
     length: int
@@ -57,30 +57,30 @@ class Caches:
     _written: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # variable, new value
     _masks: dict[str, Tensor] = field(default_factory=dict)
 
-    # ------------------------------------------------------------ what layers ask for
+    # ------------------------------------------------------------ used by layers
 
     def of(self, window: int | None) -> Cache:
-        """The cache of a layer's attention to its own sequence."""
+        """The cache of a layer's self-attention."""
         ring = window is not None and window <= self.length
         slots = Dimension(SLOTS, window if window is not None and ring else self.length)
         return lambda k, v: self._held(k, v, slots, ring)
 
     def of_sources(self, k: Tensor, v: Tensor) -> None:
-        """Put keys and values of the encoder's sequence into the cache of a cross-attention."""
+        """Write keys and values of the encoder's sequence to the cache of a cross-attention."""
         for name, x in (("keys", k), ("values", v)):
             length = length_of(x)
             held = Stored.new(name, rename_dimension(x, length.name, SOURCE), Dimension(SOURCE, length.size), self)
             self._written += held.replaced(rename_dimension(x, length.name, SOURCE))
 
     def held_sources(self, like: Tensor, dims: Sequence[Dimension], length: int) -> Held:
-        """The keys and values of the encoder's sequence, of these dims; in the dtype of `like`."""
+        """The cached keys and values of the encoder's sequence, with these dims, in the dtype of `like`."""
         slots = Dimension(SOURCE, length)
         shape = [*dims[:-1], slots, dims[-1]]
         keys, values = (Stored.declared(n, shape, like.dtype.name, self).read() for n in ("keys", "values"))
         return Held(keys, values, SOURCE, self.mask(slots))
 
     def mask(self, slots: Dimension) -> Tensor:
-        """bool: which slots hold something that the token sees; made once, outside of loops."""
+        """Bool mask of the slots that the token sees; created once, outside loops."""
         key = str(slots)
         if key not in self._masks:
             if slots.name == SOURCE:
@@ -89,19 +89,20 @@ class Caches:
                     self._masks[key] = less(positions_of(slots), self.sources)
             else:
                 with self.positions.graph:
-                    # The token is in its slot already. A ring is full from its size on, and all that it holds is seen.
+                    # The token is already in its slot. A ring is full once its size is reached, and all of it is
+                    # visible.
                     self._masks[key] = less_equal(positions_of(slots), self.positions)
         return self._masks[key]
 
-    # ------------------------------------------------------------ what the builder asks for
+    # ------------------------------------------------------------ used by the builder
 
     def take(self) -> list[tuple[Tensor, Tensor]]:
-        """Variables that have been written since, each with its new value."""
+        """The variables written since the last call, with their new values."""
         written, self._written = self._written, []
         return written
 
     def commit(self, written: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Write new values at the end of the step."""
+        """Assign the new values at the end of the step."""
         self.updates += [assign(_outermost(held), value) for held, value in written]
 
     # ------------------------------------------------------------ inside
@@ -122,17 +123,18 @@ class Caches:
 
 @dataclass(frozen=True)
 class Stored:
-    """One array of a cache: its variable, and that of its scales in eight bits."""
+    """One cached array: its variable, and in eight bits the variable of its scales."""
 
     slots: Dimension
     channels: Dimension
-    dtype: object  # of what it is read as
+    dtype: object  # dtype after reading
     caches: Caches
     variables: tuple[Tensor, ...]
 
     @classmethod
     def new(cls, name: str, x: Tensor, slots: Dimension, caches: Caches) -> Stored:
-        """For tensors like x, [batch, ..., length, heads ..., channels]: [batch, ..., heads ..., slots, channels]."""
+        """New variables for tensors like x, [batch, ..., length, heads ..., channels]: [batch, ..., heads ..., slots,
+        channels]."""
         length = length_of(x)
         dims = [d for d in x.shape if d != length]
         if caches.beams is not None and slots.name != SOURCE and caches.beams not in dims:
@@ -141,7 +143,7 @@ class Stored:
 
     @classmethod
     def declared(cls, name: str, shape: Sequence[Dimension], dtype: str, caches: Caches) -> Stored:
-        """Its variables under the scope that is open."""
+        """Its variables in the current scope."""
         kept = dtype if caches.dtype is None else caches.dtype
         with scope("cache"):
             held = [variable(name, shape, 0, kept, trainable=False)]
@@ -150,9 +152,9 @@ class Stored:
         return cls(shape[-2], shape[-1], dtype, caches, tuple(held))
 
     def with_token(self, x: Tensor, ring: bool) -> list[tuple[Tensor, Tensor]]:
-        """The variables with one token in its slot, and with what hypotheses take over from others.
+        """New values of the variables with one token in its slot, and caches of hypotheses reordered by parents.
 
-        A ring goes round; past the last slot of any other cache the step raises FeedError.
+        A ring wraps around; past the last slot of any other cache the step raises FeedError.
         """
         place = mod(self.caches.positions, self.slots.size) if ring else self.caches.positions
         updated = []
@@ -162,17 +164,17 @@ class Stored:
         return updated
 
     def with_prompt(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The variables with the tokens of a prompt; what is past the end of a sequence is never looked at."""
+        """New values of the variables with the tokens of a prompt; slots past its end are never read."""
         if length_of(x).size <= self.slots.size:
             return [(held, update_slice(held, part, self.slots, 0)) for held, part in self.parts(x)]
         return self.replaced(self._last(x))
 
     def replaced(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The variables with x, which has the slots, in their place."""
+        """New values of the variables from x, which has all slots."""
         return [(held, transpose(part, held.shape)) for held, part in self.parts(x)]
 
     def read(self, values: Sequence[Tensor] | None = None) -> Tensor:
-        """The variables, or their new values, as the kernel takes them."""
+        """The variables, or their new values, dequantised for the kernel."""
         held, *scales = self.variables if values is None else values
         if held.dtype.name == self.dtype:
             return held
@@ -180,14 +182,14 @@ class Stored:
         return wide * cast(scales[0], self.dtype) if scales else wide
 
     def _last(self, x: Tensor) -> Tensor:
-        """The last tokens of each sequence, in the order of the ring: at slot s the last position that is s mod w."""
+        """The last tokens of each sequence in ring order: slot s has the last position that is s mod w."""
         length, lengths = length_of(x), self.caches.positions
         s = positions_of(self.slots)
         behind = floordiv(lengths - 1 - s, self.slots.size)
         return gather(x, behind * self.slots.size + s, length, out_of_range="zero")
 
     def parts(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Each variable with what goes into it."""
+        """Each variable with the part of x, or its scales, to write into it."""
         scaled = len(self.variables) == 2
         parts = quantize(x, self.channels, self.variables[0].dtype) if scaled else (x,)
         spread = []
@@ -200,13 +202,13 @@ class Stored:
 
 
 def length_of(x: Tensor) -> Dimension:
-    """The dim of the tokens, whose slots are in a cache."""
+    """The dim of the tokens that are cached."""
     (length,) = (d for d in x.shape if d.name in LENGTHS)
     return length
 
 
 def _reordered(x: Tensor, parents: Tensor) -> Tensor:
-    """x, each of whose hypotheses is that of its parent."""
+    """x with each hypothesis replaced by its parent."""
     beams = parents.shape[-1]
     chosen = rename_dimension(parents, beams.name, f"{beams.name}_next")
     chosen_beams = gather(x, chosen, x.shape.dim(beams.name))
@@ -214,11 +216,11 @@ def _reordered(x: Tensor, parents: Tensor) -> Tensor:
 
 
 def _outermost(value: Tensor) -> Tensor:
-    """The variable that stands behind its slice in the body of a loop."""
+    """The variable of which this is the slice in a loop body."""
     while (outer := value.graph.outer_of(value)) is not None:
         value = outer
     return value
 
 
-TOKEN = "token"  # the dim of the one token that is decoded
+TOKEN = "token"  # the dim of the single decoded token
 LENGTHS = ("memory_length", f"memory_{TOKEN}", SOURCE)

@@ -33,43 +33,43 @@ _COUNTS = ("encoder_layers", "segments")  # may be 0, unlike other integers
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TransformerConfig(Shown, Config):
-    """What a Transformer is; `mtf.models.preset(name)` has the published ones.
+    """Configuration of a Transformer; `mtf.models.preset(name)` has published ones.
 
     Dimensions:
-      layers: of the decoder, or of the encoder where there is no decoder. encoder_layers: of the encoder beside it.
-      d_model, d_ff, vocab: features, inner features of the feed-forward block, size of the vocabulary.
-      heads, kv_heads, head_dim: query heads, heads of keys and values (as many, unless given), features of each.
-      max_length: positions with learned embeddings. segments: kinds of segments with an embedding (BERT's two).
+      layers: layers of the decoder, or of an encoder without decoder. encoder_layers: layers of the encoder of an
+        encoder-decoder.
+      d_model, d_ff, vocab: features, hidden features of the feed-forward block, size of the vocabulary.
+      heads, kv_heads, head_dim: query heads, key and value heads (by default as many), features of each.
+      max_length: positions with learned embeddings. segments: segment types with an embedding (BERT's two).
     Blocks:
-      kind: "decoder" (causal), "encoder" (bidirectional, predicts what is masked) or "encoder-decoder".
-      gated, activation: feed-forward act(x Wg) * (x Wi) Wo, or act(x Wi) Wo.
+      kind: "decoder" (causal), "encoder" (bidirectional, predicts masked tokens) or "encoder-decoder".
+      gated, activation: feed-forward (act(x Wg) * (x Wi)) Wo, or act(x Wi) Wo.
       norm, norm_position, norm_epsilon: "layer" or "rms", before each block, after the residual sum, or of each block's
         output before it is added (OLMo 2 and 3).
-      bias: whether products and layer norms have one. attention_bias: those of attention, where they differ;
-        attention_out_bias: its last product, where that differs from the others (Qwen 2).
-      parallel: attention and feed-forward read one norm and add up (PaLM). post_norms: a norm of each block's result
-      before it is added (Gemma 3); attention_post_norm: False where only the feed-forward block has it.
-      qk_norm: an RMS norm of the queries and keys of each head; qk_norm_over_heads: of all heads together (OLMo).
-      embedding_norm: one after the embeddings. layer_scale: each layer multiplies its result by a learned number.
+      bias: whether products and layer norms have biases. attention_bias: for attention, if different;
+        attention_out_bias: for its last product, if different from the others (Qwen 2).
+      parallel: attention and feed-forward share a norm and are summed (PaLM). post_norms: a norm of each block's result
+        before the residual sum (Gemma 3); attention_post_norm: False if only the feed-forward block has it.
+      qk_norm: an RMS norm of queries and keys per head; qk_norm_over_heads: over all heads together (OLMo).
+      embedding_norm: a norm after the embeddings. layer_scale: each layer multiplies its result by a learned number.
     Attention:
-      windows: how far each layer sees (None: all), a pattern that repeats over consecutive layers.
-      attention: "flash" keeps the scores on chip (the gradient of relative positions makes them again in memory),
-        "materialised" writes them there.
-      attention_scale: of the scores; head_dim ** -0.5 unless given.
-      global_head_dim, global_kv_heads, share_kv: what is different in layers without a window, where others have one;
-      share_kv: their values are their keys before norm and rotation (Gemma 4).
-      latent: keys and values made of one narrow vector of each token, see `LatentAttention` (DeepSeek).
-    Experts: experts: which layers have a mixture of experts in place of their feed-forward block, see `Experts`.
+      windows: attention window of each layer (None: global), a pattern that repeats over the layers.
+      attention: "flash" keeps the scores on chip (the gradient of relative positions recomputes them in memory),
+        "materialised" writes them to memory.
+      attention_scale: factor of the scores; by default head_dim ** -0.5.
+      global_head_dim, global_kv_heads, share_kv: overrides for global layers, if others have windows; share_kv: values
+        are the keys before norm and rotation (Gemma 4).
+      latent: keys and values from a low-rank vector per token, see `LatentAttention` (DeepSeek).
+    Experts: experts: mixtures of experts in place of the feed-forward blocks of some layers, see `Experts`.
     Positions: "learned", "sinusoidal", "rotary" (rope_theta; local_rope_theta in layers with a window; rope_scaling in
       the others, see `mtf.layers.RotaryScaling`), "relative" (T5's relative_buckets up to
       relative_max_distance) or "none".
-    Head: tied: logits by the embedding table. head: "transform" puts dense, activation, norm and a bias around them
-      (BERT). scale_embedding, scale_logits: by d_model ** 0.5 and d_model ** -0.5. logit_cap: cap * tanh(x / cap).
-    Training: dropout (of the weights of attention only where they are materialised), label_smoothing, z_loss.
-    Numerics: float32 variables, computed in bfloat16, unless given; precision int8 or fp8 is of all but
-      the head.
+    Head: tied: logits use the embedding table. head: "transform" adds a dense layer, activation, norm and bias (BERT).
+      scale_embedding, scale_logits: by d_model ** 0.5 and d_model ** -0.5. logit_cap: cap * tanh(x / cap).
+    Training: dropout (for attention weights only if they are materialised), label_smoothing, z_loss.
+    Numerics: by default float32 variables and bfloat16 activations; precision int8 or fp8 applies to all but the head.
 
-    Raises: GraphError with all that is wrong at once.
+    Raises: GraphError with all faults at once.
     Example:
       >>> import meshlib as mtf
       >>> tiny = mtf.models.TransformerConfig(
@@ -140,26 +140,26 @@ class TransformerConfig(Shown, Config):
 
     @property
     def memory_heads(self) -> int:
-        """Heads of keys and values."""
+        """The number of key and value heads."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def encoder_decoder(self) -> bool:
-        """Whether there are two stacks."""
+        """True if there are two stacks."""
         return self.kind == "encoder-decoder"
 
     @property
     def has_attention_bias(self) -> bool:
-        """Whether the products around attention have a bias."""
+        """True if the projections of attention have biases."""
         return self.bias if self.attention_bias is None else self.attention_bias
 
     @property
     def has_attention_out_bias(self) -> bool:
-        """Whether the product after attention has a bias."""
+        """True if the output projection of attention has a bias."""
         return self.has_attention_bias if self.attention_out_bias is None else self.attention_out_bias
 
     def attention_of(self, window: int | None) -> Heads:
-        """Heads and sizes of a layer with that window."""
+        """Heads and sizes of a layer with this window."""
         if window is None and set(self.windows) != {None}:
             return Heads(
                 self.heads,
@@ -176,17 +176,17 @@ class TransformerConfig(Shown, Config):
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """What each layer of the decoder, or of the only stack, differs in from others."""
+        """The kind (window, experts) of each layer of the decoder, or of the only stack."""
         return tuple(self.kind_of(n) for n in range(self.layers))
 
     def kind_of(self, number: int) -> LayerKind:
-        """The kind of a layer of either stack, counted from 0."""
+        """The kind of layer n of either stack."""
         experts = self.experts is not None and self.experts.in_layer(number)
         return LayerKind(self.windows[number % len(self.windows)], experts)
 
     @property
     def parameter_counts(self) -> dict[str, int]:
-        """Numbers of trained values by part: see `meshlib.models.counts`."""
+        """Trained parameters by part: see `meshlib.models.counts`."""
         from meshlib.models.counts import parameter_counts
 
         return parameter_counts(self)
@@ -197,7 +197,7 @@ class TransformerConfig(Shown, Config):
 
     @property
     def parameters(self) -> int:
-        """Number of trained values.
+        """The number of trained parameters.
 
         >>> import meshlib as mtf
         >>> mtf.models.preset("llama3.1-405b").parameters
@@ -207,7 +207,7 @@ class TransformerConfig(Shown, Config):
 
     @property
     def active_parameters(self) -> int:
-        """Number of trained values that take part in what is made of one token: of experts only those it goes to.
+        """The number of trained parameters used per token: of experts only the chosen ones.
 
         >>> import meshlib as mtf
         >>> round(mtf.models.preset("mixtral-8x7b").active_parameters / 1e9, 1)
@@ -219,7 +219,7 @@ class TransformerConfig(Shown, Config):
 
     @property
     def matmul_parameters(self) -> int:
-        """Weights that each token is multiplied by; not norms, biases, nor tables that are only looked up in."""
+        """Weights by which each token is multiplied, without norms, biases and lookup tables."""
         from meshlib.models.counts import matmul_parameters
 
         return sum(matmul_parameters(self))
@@ -227,7 +227,7 @@ class TransformerConfig(Shown, Config):
     def flops_per_token(
         self, length: int, causal: bool = True, encoder_length: int | None = None, predictions: int | None = None
     ) -> float:
-        """Of one training step: see `meshlib.models.counts`.
+        """FLOPs per token of a training step: see `meshlib.models.counts`.
 
         >>> import meshlib as mtf
         >>> mtf.models.preset("llama2-70b").flops_per_token(4096)
@@ -239,18 +239,18 @@ class TransformerConfig(Shown, Config):
 
     @property
     def period(self) -> int:
-        """After how many layers their kinds repeat."""
+        """The period of the pattern of layer kinds."""
         return lcm(len(self.windows), self.experts.every if self.experts is not None else 1)
 
     @property
     def dense_front(self) -> int:
-        """How many layers at the front are dense, of a model with experts behind them."""
+        """The number of dense layers at the front of a model with experts."""
         return 0 if self.experts is None else min(self.experts.first_dense, self.layers)
 
     def reduced(self, periods: int = 2) -> TransformerConfig:
-        """A model of the same architecture that a laptop runs: small dims, few layers.
+        """A model of the same architecture for a laptop: small dims, few layers.
 
-        Of equal layers that follow each other in the pattern of windows one is left; there are `periods` patterns.
+        Equal adjacent layers of the window pattern are reduced to one; there are `periods` repetitions of the pattern.
 
         >>> import meshlib as mtf
         >>> mtf.models.preset("llama3.1-405b").reduced().parameters
@@ -258,7 +258,7 @@ class TransformerConfig(Shown, Config):
         """
         periods = whole(periods, "reduced", "periods", low=1)
         windows = tuple(next(run) for _, run in groupby(None if w is None else 4 for w in self.windows))
-        few = {self.heads: 8, 1: 1}  # as many as queries, or one for all; else groups of two
+        few = {self.heads: 8, 1: 1}  # as many as queries, or one; otherwise groups of two
         experts = None if self.experts is None else self.experts.reduced()
         latent = None if self.latent is None else self.latent.reduced()
         every, front = (1, 0) if experts is None else (experts.every, experts.first_dense)
@@ -314,7 +314,7 @@ class TransformerConfig(Shown, Config):
         return [f"{name} must be at least {int(one)}, got {size}" for name, size, one in sizes if size < one]
 
     def _faults(self) -> list[str]:
-        """What does not go together, and numbers out of range."""
+        """Incompatible fields and numbers out of range."""
         faults = [*self._attention_faults(), *self._position_faults(), *self._expert_faults()]
         if self.encoder_decoder != bool(self.encoder_layers):
             wanted = "needs encoder_layers" if self.encoder_decoder else "has no encoder_layers beside its layers"
@@ -393,7 +393,7 @@ class TransformerConfig(Shown, Config):
 
 @dataclass(frozen=True)
 class LayerKind:
-    """How far a layer sees, and whether it has experts."""
+    """Attention window of a layer, and whether it has experts."""
 
     window: int | None
     experts: bool
@@ -401,7 +401,7 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads of one layer's attention and what each holds; `shared`: values are made by the weights of the keys."""
+    """Head counts and sizes of one layer's attention; `shared`: values use the weights of the keys."""
 
     query: int
     memory: int
@@ -410,5 +410,5 @@ class Heads:
 
     @property
     def group(self) -> int:
-        """Query heads of each head of keys and values."""
+        """Query heads per key head."""
         return self.query // self.memory

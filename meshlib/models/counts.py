@@ -1,8 +1,8 @@
-"""Parameters and FLOPs of a Transformer in closed form; the tests hold them against the graph and published numbers.
+"""Parameters and FLOPs of a Transformer in closed form, tested against the graph and published numbers.
 
-FLOPs follow the convention of the literature (Kaplan et al. 2020, PaLM appendix B): 2 for each weight that a token is
-multiplied by and 4 for each pair of a query and a key it sees, per feature of all heads; three times that for a
-training step. Norms, activations, softmax and recomputation do not count.
+FLOPs follow the convention of the literature (Kaplan et al. 2020, PaLM appendix B): 2 per weight and token, and 4 per
+visible pair of query and key and per feature of all heads; three times that for a training step. Norms, activations,
+softmax and recomputation do not count.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ PASSES = 3  # forward, and backward with respect to activations and to weights
 
 
 def parameter_counts(config: TransformerConfig) -> dict[str, int]:
-    """Numbers of trained values by part.
+    """Trained parameters by part.
 
-    "embedding" (the table of the vocabulary), "head" (logits, unless tied, and BERT's transform), "attention",
-    "feed_forward" (of layers without experts), "experts" (shared ones too) and "router" hold matrices; "positions"
-    (learned, relative, segments), "biases" and "norms" the rest. Biases that only choose experts are not trained.
+    "embedding" (the vocabulary table), "head" (logits, unless tied, and BERT's transform), "attention", "feed_forward"
+    (of layers without experts), "experts" (including shared ones) and "router" are matrices; "positions" (learned,
+    relative, segments), "biases" and "norms" are the rest. Biases that only affect the choice of experts are not
+    trained.
     """
     encoder = config.encoder_layers
     plain, mixed = _layers_without_experts(config), _layers_with_experts(config)
@@ -27,7 +28,7 @@ def parameter_counts(config: TransformerConfig) -> dict[str, int]:
         "head": _head(config) - (config.vocab * config.d_model if config.tied else 0),
         "attention": encoder * _attention(config, config.attention_of(None)) + _decoder_attention(config),
         "feed_forward": plain * _feed_forward(config),
-        "experts": mixed * _expert(config) * _held(config),
+        "experts": mixed * _expert(config) * _experts_per_layer(config),
         "router": mixed * _router(config),
         "positions": _positions(config),
         "biases": _biases(config),
@@ -36,7 +37,7 @@ def parameter_counts(config: TransformerConfig) -> dict[str, int]:
 
 
 def active_parameters(config: TransformerConfig) -> int:
-    """All but the weights and biases of the routed experts that a token does not go to."""
+    """Trained parameters used per token: all except those of experts that it is not routed to."""
     if config.experts is None:
         return config.parameters
     idle = config.experts.count - config.experts.routing.choices
@@ -44,9 +45,9 @@ def active_parameters(config: TransformerConfig) -> int:
 
 
 def matmul_parameters(config: TransformerConfig) -> tuple[int, int]:
-    """Weights that each token of the encoder beside a decoder, and each other token, is multiplied by.
+    """Weights by which each token of an encoder beside a decoder, and each other token, is multiplied.
 
-    The cross-attention's keys and values are made of the encoder's tokens. Of experts those count that a token goes to.
+    Keys and values of cross-attention are computed from the encoder's tokens. Only chosen experts count.
     """
     encoder, decoder = config.encoder_layers, config.layers
     attention = _attention(config, config.attention_of(None))
@@ -68,10 +69,10 @@ def flops_per_token(
     Args:
       config: the model.
       length: tokens in a sequence.
-      causal: count only what a causal model must compute, half of all pairs; False counts all pairs of tokens. In an
-        encoder all are seen anyway.
-      encoder_length: tokens in the encoder's sequence; as many unless given.
-      predictions: tokens of each sequence that logits are computed for; all unless given.
+      causal: count only visible pairs in causal attention, half of all; False counts all pairs. In an encoder all pairs
+        are visible.
+      encoder_length: tokens in the encoder's sequence; by default `length`.
+      predictions: tokens per sequence for which logits are computed; by default all.
     Raises: GraphError for a length below 1.
     """
     beside = length if encoder_length is None else encoder_length
@@ -84,7 +85,7 @@ def flops_per_token(
     for window in config.pattern:
         heads = config.attention_of(window)
         values = heads.dim if config.latent is None else config.latent.value_dim
-        pairs += heads.query * (heads.dim + values) / 2 * _seen(length, window, halved)
+        pairs += heads.query * (heads.dim + values) / 2 * _visible_pairs(length, window, halved)
     if config.encoder_decoder:
         width = config.heads * config.head_dim
         pairs += width * (config.layers * length * beside + config.encoder_layers * beside * beside)
@@ -93,8 +94,8 @@ def flops_per_token(
     return PASSES * (2 * per_sequence + 4 * pairs) / length
 
 
-def _seen(length: int, window: int | None, causal: bool) -> float:
-    """Pairs of a query and a key it sees, the diagonal counted half, as the published counts do."""
+def _visible_pairs(length: int, window: int | None, causal: bool) -> float:
+    """Visible pairs of query and key, with the diagonal counted half, as in published counts."""
     reach = length if window is None else min(window, length)
     if causal:
         return reach * length - reach * reach / 2
@@ -118,7 +119,7 @@ def _feed_forward(config: TransformerConfig) -> int:
 
 
 def _layers_with_experts(config: TransformerConfig, layers: int | None = None) -> int:
-    """Of that many first layers, or of all of either stack."""
+    """Layers with experts among the first `layers`, or in both stacks."""
     if layers is None:
         return _layers_with_experts(config, config.encoder_layers) + _layers_with_experts(config, config.layers)
     return 0 if config.experts is None else sum(config.experts.in_layer(n) for n in range(layers))
@@ -129,7 +130,7 @@ def _layers_without_experts(config: TransformerConfig) -> int:
 
 
 def _blocks(config: TransformerConfig, layers: int) -> int:
-    """Weights that a token meets in the feed-forward blocks and experts of the first layers."""
+    """Weights used per token in the feed-forward blocks and experts of the first `layers`."""
     mixed = _layers_with_experts(config, layers)
     active = 0 if config.experts is None else config.experts.active
     return (layers - mixed) * _feed_forward(config) + mixed * (_expert(config) * active + _router(config))
@@ -145,8 +146,8 @@ def _expert_biases(config: TransformerConfig) -> int:
     return (2 if config.gated else 1) * config.experts.d_ff + config.d_model
 
 
-def _held(config: TransformerConfig) -> int:
-    """Experts of a layer, with shared ones."""
+def _experts_per_layer(config: TransformerConfig) -> int:
+    """Experts per layer, including shared ones."""
     return 0 if config.experts is None else config.experts.count + config.experts.shared
 
 
@@ -199,13 +200,13 @@ def _norms(config: TransformerConfig) -> int:
     queries = 0
     if config.qk_norm:
         others = (config.attention_of(None),) * (encoder + (decoder if encoder else 0))
-        queries = sum(_normed(config, h) for h in (*map(config.attention_of, config.pattern), *others))
+        queries = sum(_qk_norm_scales(config, h) for h in (*map(config.attention_of, config.pattern), *others))
     if config.latent is not None:
         queries = decoder * config.latent.norm_scales
     scales = encoder + decoder if config.layer_scale else 0
     return each * (blocks + whole_model) + queries + scales
 
 
-def _normed(config: TransformerConfig, heads: Heads) -> int:
-    """Elements of the norms of queries and keys of a layer."""
+def _qk_norm_scales(config: TransformerConfig, heads: Heads) -> int:
+    """Parameters of the query and key norms of a layer."""
     return heads.dim * (heads.query + heads.memory if config.qk_norm_over_heads else 2)

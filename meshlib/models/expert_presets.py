@@ -1,6 +1,6 @@
-"""Published models with mixtures of experts: see `presets`, which has the dense ones.
+"""Published models with mixtures of experts; dense ones are in `presets`.
 
-Those since Mixtral were trained without dropping a token: their experts are grouped products.
+Models since Mixtral were trained without dropping tokens: their experts are grouped products.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from meshlib.models.latent import LatentAttention
 def _switch() -> Iterator[TransformerConfig]:
     """Fedus et al., "Switch Transformers", 2021, table 9, in the sizes of the released checkpoints (google/switch-*).
 
-    Experts in every second layer, in all of Switch-C. XXL has 128 experts: the 64 of the paper's table make half of
-    its 395 billion parameters.
+    Experts in every second layer, in Switch-C in all. XXL has 128 experts: the 64 of the paper's table account for only
+    half of its 395 billion parameters.
     """
     base = [(f"switch-base-{n}", 12, 768, 12, 3072, n, 2, False) for n in (8, 16, 32, 64, 128, 256)]
     rows = (
@@ -40,7 +40,7 @@ def _switch() -> Iterator[TransformerConfig]:
 def _gshard() -> Iterator[TransformerConfig]:
     """Lepikhin et al., "GShard", 2020, table 1 and appendix A.2: experts in every second layer, two for each token.
 
-    Layers are halved between the stacks. The paper's two vocabularies, 64,000 and 32,000, are one here.
+    Layers are divided equally between the stacks. The paper's two vocabularies, 64,000 and 32,000, are one here.
     """
     rows = (
         ("gshard-12b", 12, 128), ("gshard-37b", 36, 128), ("gshard-50b", 12, 512), ("gshard-150b", 36, 512),
@@ -72,7 +72,7 @@ def _mixtral() -> Iterator[TransformerConfig]:
 def _deepseek() -> Iterator[TransformerConfig]:
     """DeepSeek-V2, arXiv:2405.04434, and V3, arXiv:2412.19437; config.json of deepseek-ai/DeepSeek-V2, V2-Lite, V3.
 
-    Not there: V3's module that predicts a second token, and the scaling of positions to longer contexts (YaRN).
+    Not modelled: V3's module that predicts a second token, and the scaling of positions to longer contexts (YaRN).
     """
     plain = Routing(top_k=6, renormalise=False, loss_coef=0.001, capacity_factor=None)
     grouped = Routing(
@@ -128,7 +128,7 @@ def _qwen() -> Iterator[TransformerConfig]:
 def _gpt_oss() -> Iterator[TransformerConfig]:
     """OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025, table 1; config.json of openai/gpt-oss-120b.
 
-    Not there: the bias of the router, the learned logit of each head that leads nowhere, the limits of activations.
+    Not modelled: the bias of the router, the learned sink logit of each head, the limits of activations.
     """
     for name, layers, count in (("gpt-oss-20b", 24, 32), ("gpt-oss-120b", 36, 128)):
         yield TransformerConfig(
@@ -145,8 +145,8 @@ def _gpt_oss() -> Iterator[TransformerConfig]:
 def _llama4() -> Iterator[TransformerConfig]:
     """config.json of meta-llama/Llama-4-Scout-17B-16E and Llama-4-Maverick-17B-128E, the text models.
 
-    Not there: layers that look at chunks of 8,192 tokens, and those whose positions are not turned; gates weigh what
-    comes out of an expert, not what goes in.
+    Not modelled: chunked attention of 8,192 tokens, and layers without rotary positions; gates scale the output of an
+    expert instead of its input.
     """
     for name, count, every in (("llama4-scout", 16, 1), ("llama4-maverick", 128, 2)):
         yield TransformerConfig(

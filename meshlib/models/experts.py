@@ -1,4 +1,4 @@
-"""The layers of a Transformer that are mixtures of experts."""
+"""Mixtures of experts in the layers of a Transformer."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Experts:
     """The mixtures of experts of a model, in place of the feed-forward blocks of some layers.
 
     Args:
-      count, d_ff: experts of a layer, and the inner features of each.
-      routing: how tokens find them.
-      shared: experts of that width that all tokens take besides.
-      first_dense: how many layers at the front have a feed-forward block as other models have.
-      every: of the layers after those, the last of each `every` has experts.
-      form: how tokens move, see `mtf.layers.moe`.
-    Raises: GraphError with all that is wrong at once.
+      count, d_ff: experts per layer, and hidden features of each.
+      routing: assignment of tokens to experts.
+      shared: number of shared experts of that width, used by all tokens.
+      first_dense: number of layers at the front with a dense feed-forward block.
+      every: after those, the last of each `every` layers has experts.
+      form: form of dispatch, see `mtf.layers.moe`.
+    Raises: GraphError with all faults at once.
     Example:
       >>> import meshlib as mtf
       >>> eight = mtf.models.Experts(count=8, d_ff=256, routing=mtf.layers.Routing(gating="switch"), every=2)
@@ -57,16 +57,16 @@ class Experts:
             self.routing.check_grouped(what)
 
     def in_layer(self, number: int) -> bool:
-        """Whether that layer, counted from 0, has experts."""
+        """True if layer n, counted from 0, has experts."""
         return number >= self.first_dense and (number - self.first_dense + 1) % self.every == 0
 
     @property
     def active(self) -> int:
-        """How many experts a token goes through on average, shared ones too."""
+        """Mean number of experts per token, including shared ones."""
         return self.routing.choices + self.shared
 
     def reduced(self) -> Experts:
-        """The same kind of mixture with few small experts."""
+        """The same mixture with few small experts."""
         r = self.routing
         groups = min(r.expert_groups, 4)
         count = min(self.count, 8)

@@ -12,16 +12,15 @@ from meshlib.layers.latent import LatentDims
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention:
-    """The ranks of a model's attention.
+    """The ranks of a model's latent attention.
 
     Args:
-      kv_rank: features of the vector that keys and values of all heads are made of: what a cache holds.
-      q_rank: the same of queries; None: they are made of the layer's input.
-      rope_dim: features of the one key that all heads share and that is turned by its position; those of a query that
-        meet it. Also what a cache holds.
-      nope_dim: features of each head's own key, which is not turned. The model's head_dim is both together.
-      value_dim: features of each head's values.
-    Raises: GraphError with all that is wrong at once.
+      kv_rank: size of the latent vector from which keys and values of all heads are computed, and which is cached.
+      q_rank: size of the latent vector of queries; None: they are computed from the layer's input.
+      rope_dim: size of the rotary key shared by all heads, which is cached too, and of the rotary part of queries.
+      nope_dim: size of each head's own key without rotation. The model's head_dim is the sum of both.
+      value_dim: size of each head's values.
+    Raises: GraphError with all faults at once.
     Example:
       >>> import meshlib as mtf
       >>> latent = mtf.models.preset("deepseek-v3").latent
@@ -51,11 +50,11 @@ class LatentAttention:
 
     @property
     def head_dim(self) -> int:
-        """Features of a query, and of the key it meets."""
+        """Size of a query, and of a key."""
         return self.nope_dim + self.rope_dim
 
     def dims(self, heads: int) -> LatentDims:
-        """As layers take them."""
+        """The `LatentDims` for layers."""
         return LatentDims(
             Dimension("heads", heads),
             Dimension("kv_rank", self.kv_rank),
@@ -66,13 +65,13 @@ class LatentAttention:
         )
 
     def reduced(self) -> LatentAttention:
-        """The same kind of attention with few features."""
+        """The same attention with small sizes."""
         return LatentAttention(
             kv_rank=8, rope_dim=4, nope_dim=8, value_dim=6, q_rank=None if self.q_rank is None else 12
         )
 
     def weights(self, d_model: int, heads: int) -> int:
-        """Elements of the matrices of a layer's attention."""
+        """Parameters of the matrices of a layer's attention."""
         queries = heads * self.head_dim
         query_weights = d_model * queries if self.q_rank is None else self.q_rank * (d_model + queries)
         keys = d_model * (self.kv_rank + self.rope_dim) + self.kv_rank * heads * (self.nope_dim + self.value_dim)
@@ -80,5 +79,5 @@ class LatentAttention:
 
     @property
     def norm_scales(self) -> int:
-        """Elements of the norms of the narrow vectors."""
+        """Parameters of the norms of the latent vectors."""
         return self.kv_rank + (self.q_rank or 0)

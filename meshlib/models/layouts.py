@@ -1,4 +1,4 @@
-"""Layouts of Transformers by name: parts joined by `+`, each of which gives the rules for one axis of the mesh."""
+"""Named layouts of Transformers: parts joined by `+`, each with the rules for one axis of the mesh."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from meshlib.core.errors import nearest
 from meshlib.models.config import TransformerConfig
 from meshlib.models.stages import stacks
 
-# The parts, and the axes on which each lies: the first of these that the mesh has.
+# The parts, each with its axes in order of preference.
 PARTS: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
     {
         "data": ("data",),
@@ -52,24 +52,24 @@ LAYOUTS: MappingProxyType[str, str] = MappingProxyType(
         "2d": "data+tensor",
     }
 )
-_SHARING = ("zero1", "expert", "cache")  # may lie on an axis that another part has
+_SHARING = ("zero1", "expert", "cache")  # parts that may share the axis of another part
 _JOINED = {"2d": "data+tensor"}
 
 
 def layout(name: str, config: TransformerConfig, mesh: MeshLike) -> LayoutRules:
-    """The rules that lay a model over a mesh.
+    """The layout rules of a model on a mesh.
 
     Args:
       name: a name of `LAYOUTS`, or several joined by "+", such as "fsdp+tensor", "data+fsdp+tensor", "zero1+sequence".
-        Each part lies on the axis of its name; "sequence" on "tensor", and where the mesh has no such axis, "fsdp" on
-        "data", "tensor" and "sequence" on "model", "expert" on that of the data, as in "fsdp+expert" on "fsdp:64";
-        "pipeline" on "pipe", for models with `mtf.models.Pipeline`, whose microbatches the axis must divide. A mesh of
-        one axis serves a single part whatever the axis is called. "cache" is for `prefill` and `decode_step`; it may
-        share the axis of "tensor", and then gives way to heads.
-      config: the model: which of its dims can be split how often decides about key and value heads, which give way to
-        the groups of query heads, and about biases.
+        Each part uses the axis of its name; "sequence" uses "tensor". If the mesh lacks it, "fsdp" uses "data",
+        "tensor" and "sequence" use "model", "expert" uses the axis of the data, as in "fsdp+expert" on "fsdp:64";
+        "pipeline" uses "pipe", for models with `mtf.models.Pipeline`, whose microbatches the axis must divide. On a
+        mesh of one axis a single part uses that, whatever its name. "cache" is for `prefill` and `decode_step`; it may
+        share the axis of "tensor", and then heads take precedence.
+      config: the model: its sizes decide whether key and value heads or the groups of query heads are split, and which
+        biases are.
       mesh: the mesh.
-    Returns: rules as text and `LayoutRules` of your own would be: print them.
+    Returns: `LayoutRules`, which can be printed.
     Raises: LayoutError for an unknown name, a mesh without the axis, and dims that do not divide, with the remedy.
     Example:
       >>> import meshlib as mtf
@@ -96,9 +96,9 @@ def layout(name: str, config: TransformerConfig, mesh: MeshLike) -> LayoutRules:
 
 
 def with_unsplit(rules: LayoutRules, config: TransformerConfig) -> LayoutRules:
-    """`rules`, and where experts are sent tokens rules for these as they have them: over axes that they do not take.
+    """`rules` with rules for `batch_unsplit` and `length_unsplit`, over the axes that experts do not take.
 
-    Grouped products send none unless experts are split; then the blocks of a sequence that is split are sent, too.
+    Grouped products need them only if experts are split; then also for the blocks of a split sequence.
     """
     e = config.experts
     experts = next((r.axes for r in rules.rules if r.dim == "experts"), ())
@@ -107,8 +107,8 @@ def with_unsplit(rules: LayoutRules, config: TransformerConfig) -> LayoutRules:
     more = []
     for dim in ("batch", "length") if e.form == "grouped" else ("batch",):
         axes = next((r.axes for r in rules.rules if r.dim == dim and not r.optional and r.scope is None), ())
-        left = tuple(axis for axis in axes if axis not in experts)
-        more += [Rule(f"{dim}_unsplit", left)] if left else []
+        remaining_axes = tuple(axis for axis in axes if axis not in experts)
+        more += [Rule(f"{dim}_unsplit", remaining_axes)] if remaining_axes else []
     return LayoutRules([*rules.rules, *more]) if more else rules
 
 
@@ -127,7 +127,7 @@ def _parts(name: object) -> list[str]:
 
 
 def _axes(name: str, parts: list[str], mesh: Mesh) -> list[str]:
-    """The axis of each part."""
+    """The mesh axis of each part."""
     if len(parts) == 1 and len(mesh) == 1:
         return list(mesh.axes)
     chosen_axes: list[str] = []
@@ -145,7 +145,7 @@ def _axes(name: str, parts: list[str], mesh: Mesh) -> list[str]:
 
 
 def _tensor_dims(config: TransformerConfig, axis: str, size: int) -> list[str]:
-    """Which dims take the tensor axis: heads, or the groups of them where there are too few heads of keys."""
+    """The dims split over the tensor axis: key heads, or groups of query heads if there are too few key heads."""
     heads = {config.attention_of(window) for window in config.windows}
     memory = {h.query if h.memory == 1 else h.memory for h in heads}
     groups = {h.group for h in heads if 1 < h.memory < h.query}
@@ -170,7 +170,7 @@ def _tensor_dims(config: TransformerConfig, axis: str, size: int) -> list[str]:
 
 
 def _wide_dims(config: TransformerConfig) -> list[tuple[str, int]]:
-    """Inner features of feed-forward blocks and of experts, and the vocabulary."""
+    """Hidden features of feed-forward blocks and experts, and the vocabulary."""
     e = config.experts
     wide = [("d_ff", config.d_ff)] if e is None or not all(kind.experts for kind in config.kinds) else []
     if e is not None:
@@ -179,7 +179,7 @@ def _wide_dims(config: TransformerConfig) -> list[tuple[str, int]]:
 
 
 def _expert_rules(config: TransformerConfig, axes: Mapping[str, str], mesh: Mesh) -> list[LayoutRules]:
-    """Experts over their axis, which splits the batch besides."""
+    """Rules that split experts over their axis, which also splits the batch."""
     axis, e = axes["expert"], config.experts
     size = mesh.axis_size(axis)
     if e is None:
@@ -195,7 +195,7 @@ def _expert_rules(config: TransformerConfig, axes: Mapping[str, str], mesh: Mesh
 
 
 def _over_both(rules: LayoutRules, config: TransformerConfig, axes: Mapping[str, str], mesh: Mesh) -> LayoutRules:
-    """`rules`, but weights that are fully sharded and have no experts split over the axis of the experts as well."""
+    """`rules` with fully sharded weights outside experts split over the axis of the experts as well."""
     sharded, axis = axes.get("fsdp"), axes.get("expert")
     if sharded is None or axis is None or sharded == axis:
         return rules
@@ -206,7 +206,7 @@ def _over_both(rules: LayoutRules, config: TransformerConfig, axes: Mapping[str,
 
 
 def _weight_dims(config: TransformerConfig, axis: str, size: int) -> list[str]:
-    """d_model, which most matrices have, then what else biases and latent vectors have, where it divides."""
+    """The dims of fully sharded weights: d_model, and the dims of biases and latent vectors that the axis divides."""
     if config.d_model % size:
         raise LayoutError(
             f"{at('layout')}: {config.name} does not divide over axis {axis!r} of {size}: "
@@ -222,9 +222,9 @@ def _weight_dims(config: TransformerConfig, axis: str, size: int) -> list[str]:
 
 
 def _stage_rules(config: TransformerConfig, axis: str, size: int) -> LayoutRules:
-    """Stages of the layers, microbatches of what comes before and after.
+    """Rules for pipeline stages, and for microbatches before and after the pipeline.
 
-    Stages of a decoder without experts may have different numbers of layers, by schedules of their own.
+    Stages of a decoder without experts may have different numbers of layers, with the schedules of training steps.
     """
     front, faults = config.dense_front, []
     uneven = config.kind == "decoder" and config.experts is None and config.layers >= size
@@ -244,7 +244,7 @@ def _stage_rules(config: TransformerConfig, axis: str, size: int) -> LayoutRules
 
 
 def _slots(config: TransformerConfig) -> list[str]:
-    """The dims of positions in caches."""
+    """The dims of cache slots."""
     return ["cache_length", *(["source_length"] if config.encoder_decoder else [])]
 
 

@@ -1,4 +1,4 @@
-"""A Transformer from its config: decoder-only, encoder-only or encoder-decoder, layers scanned or unrolled."""
+"""A Transformer from its config: decoder-only, encoder-only or encoder-decoder, with scanned or unrolled layers."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ BLOCK = "loss_block"  # the dim of parts of a sequence whose losses are computed
 class Transformer:
     """A model in a graph.
 
-    `inputs` by name, without the scope around: "tokens" [batch, length] and "targets" of the same dims (or [batch,
-    predictions]), int32; "sources" [batch, encoder length] of an encoder-decoder; "segments" [batch, length] and
-    "positions" [batch, predictions] where the model has them. `logits` [batch, length, vocab] (or predictions in place
-    of length); `loss` without dims: the mean over all targets, while training with `auxiliary_loss`.
+    `inputs` by name, without the enclosing scope: "tokens" [batch, length] and "targets" with the same dims (or [batch,
+    predictions]), int32; "sources" [batch, encoder length] for an encoder-decoder; "segments" [batch, length] and
+    "positions" [batch, predictions] if the model has them. `logits` [batch, length, vocab] (or predictions in place of
+    length); `loss` without dims: the mean over all targets, plus `auxiliary_loss` while training.
 
-    Of mixtures of experts: `auxiliary_loss`, the sum over layers of their losses' means; `dropped`, how many choices of
-    tokens found no room in all layers; `loads` by scope of the router, how many tokens chose each expert.
+    For mixtures of experts: `auxiliary_loss`, the sum over layers of mean losses; `dropped`, the number of dropped
+    choices in all layers; `loads` by scope of the router, the number of tokens that chose each expert.
 
     Example:
       >>> import meshlib as mtf
@@ -80,34 +80,30 @@ def transformer(
     packed: bool = False,
     loss_blocks: int = 1,
 ) -> Transformer:
-    """Build a model; call it inside a graph, in an `mtf.scope` of its own if there are several.
+    """Build a model; call it inside a graph, in a separate `mtf.scope` if there are several.
 
-    Dims are called batch, length, d_model, heads (of keys), group (query heads on one of them), head_dim, d_ff, vocab
-    and layers: what layout rules name. `mtf.models.layout` has rules.
+    Dims, for layout rules, are batch, length, d_model, heads (of keys), group (query heads per key head), head_dim,
+    d_ff, vocab and layers. `mtf.models.layout` has rules.
 
     Args:
-      config: what to build.
-      batch, length: sequences, and tokens in each; all of them count, unless `packed`.
-      remat: what the backward keeps of each layer and what it computes again: "full" computes all again, "none"
-        nothing, "matmuls" keeps the products with weights; or an `mtf.Remat`. Its names are q, k, v, context, out, wi,
-        wi_gate, wo, residual.
-      scan: one loop over stacked layers, whose variables have `layers` as their first dim, or each layer by itself,
-        under `layer_0`, `layer_1`, ... Of a pattern of windows, one trip of the loop goes over the whole pattern.
-      encoder_length: tokens of the encoder's sequence; `length` unless given.
-      predictions: how many tokens of each sequence an encoder predicts, given by the input "positions"; all unless
-        given.
-      training: whether dropout drops.
-      pipeline: an `mtf.models.Pipeline`, which cuts the layers into stages and the batch into microbatches: `logits`
+      config: the model.
+      batch, length: number of sequences, and tokens per sequence, all of which count unless `packed`.
+      remat: rematerialisation policy per layer: "full" recomputes everything, "none" nothing, "matmuls" keeps the
+        products with weights; or an `mtf.Remat` with names of q, k, v, context, out, wi, wi_gate, wo, residual.
+      scan: one loop over stacked layers, whose variables have `layers` as their first dim, or unrolled layers under
+        `layer_0`, `layer_1`, ... With a pattern of windows, one trip of the loop covers the whole pattern.
+      encoder_length: tokens of the encoder's sequence; by default `length`.
+      predictions: number of tokens per sequence that an encoder predicts, at the input "positions"; by default all.
+      training: whether dropout is applied.
+      pipeline: an `mtf.models.Pipeline`, which divides the layers into stages and the batch into microbatches: `logits`
         are then [microbatch, batch, length, vocab].
-      packed: whether a sequence holds several texts, one after the other, and padding. Two more inputs of the dims of
-        "tokens", int32, say which: "segment_ids", equal numbers for the tokens of one text, 0 for padding; and
-        "segment_positions", 0, 1, ... within each. A token sees those of its own text, and `loss` is the mean over
-        targets that are no padding. Of an encoder-decoder "source_segment_ids" and "source_positions", too: a text is
-        decoded from the source of its number.
-      loss_blocks: in how many parts of each sequence logits and loss are computed, one after the other, at the memory
-        of one; computed again for the gradient. `logits` are then those of the first part alone, whose dim
-        `length` is shorter.
-    Raises: GraphError for arguments that the config has no use for, and sequences longer than its positions.
+      packed: whether sequences have several texts and padding. Two more int32 inputs with the dims of "tokens":
+        "segment_ids", equal for the tokens of one text, 0 for padding; and "segment_positions", 0, 1, ... within each.
+        A token sees those of its own text, and `loss` is the mean over targets without padding. For an encoder-decoder
+        also "source_segment_ids" and "source_positions": a text attends to the source with its id.
+      loss_blocks: number of parts of each sequence for which logits and loss are computed one after the other, with the
+        memory of one; recomputed for the gradient. `logits` are then those of the first part, with a shorter `length`.
+    Raises: GraphError for arguments that do not apply to the config, and sequences longer than its positions.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph() as graph:
@@ -147,8 +143,8 @@ def _check(config: object, sizes: Mapping[str, int | None], flags: Mapping[str, 
 
 
 @dataclass(frozen=True)
-class _Said:
-    """What the experts of a layer say besides values, see `mtf.layers.Mixture`."""
+class _ExpertStatistics:
+    """Losses and loads of the experts of a layer, see `mtf.layers.Mixture`."""
 
     loss: Tensor
     dropped: Tensor
@@ -156,18 +152,18 @@ class _Said:
 
 
 def _groups(loss: Tensor) -> list[Dimension]:
-    """The dims of groups of tokens, without those of stacked layers, and of stages of them."""
+    """The dims of groups of tokens, without those of stacked layers and stages."""
     return [d for d in loss.shape if d.name not in ("layers", "dense_layers", STAGE)]
 
 
 def _layer_of(blocks: StackBlocks, kind: LayerKind, x: Tensor) -> tuple[Tensor, ...]:
-    """A layer, and what its experts say where it has some."""
+    """A layer's result, followed by losses and loads of its experts, if any."""
     y, mixture = blocks.layer(x, kind)
     return (y,) if mixture is None else (y, mixture.loss, mixture.dropped, mixture.load)
 
 
-def _weighed(loss: Tensor, blocks: StackBlocks) -> Tensor:
-    """A loss of experts, times the share of tokens that are no padding, by stage."""
+def _weighted_by_tokens(loss: Tensor, blocks: StackBlocks) -> Tensor:
+    """A loss of experts times the share of non-padding tokens, per stage."""
     if blocks.real is None:
         return loss
     share = real_share(blocks.real, loss.dtype, [d for d in blocks.real.shape if d.name == STAGE])
@@ -176,7 +172,7 @@ def _weighed(loss: Tensor, blocks: StackBlocks) -> Tensor:
 
 @dataclass
 class Builder:
-    """The parts of a model."""
+    """Builder of the parts of a model."""
 
     config: TransformerConfig
     batch: Dimension
@@ -186,16 +182,16 @@ class Builder:
     pipeline: Pipeline | None = None
     packed: bool = False
     loss_blocks: int = 1
-    given: Mapping[str, Tensor] = field(default_factory=dict)  # in place of inputs of these names
+    given: Mapping[str, Tensor] = field(default_factory=dict)  # replacements for inputs of these names
     inputs: dict[str, Tensor] = field(default_factory=dict)
-    said: dict[str, _Said] = field(default_factory=dict)  # by the scope of the router
+    expert_stats: dict[str, _ExpertStatistics] = field(default_factory=dict)  # by scope of the router
     scope_around: tuple[str, ...] = field(default_factory=current_scope)
 
     def build(self, length: int, encoder_length: int, predictions: int | None) -> Transformer:
         """Inputs, stacks, head and loss."""
         c = self.config
         if self.pipeline is not None:
-            self.pipeline.check(c, self.batch.size)  # before anything is made
+            self.pipeline.check(c, self.batch.size)  # before any operation is added
         if c.encoder_decoder:
             with scope("encoder"):
                 sources = self._input("sources", Dimension("length", encoder_length))
@@ -222,18 +218,18 @@ class Builder:
         else:
             logits = self.logits(x)
             loss = self._loss(logits, wanted, count)
-        if not self.said:
+        if not self.expert_stats:
             return Transformer(c, MappingProxyType(self.inputs), logits, loss)
         with scope("experts"):
-            losses = [reduce_sum(said.loss, output_shape=_groups(said.loss)) for said in self.said.values()]
+            losses = [reduce_sum(stats.loss, output_shape=_groups(stats.loss)) for stats in self.expert_stats.values()]
             auxiliary = add_n([reduce_mean(one) for one in losses])
-            dropped = add_n([reduce_sum(said.dropped) for said in self.said.values()])
+            dropped = add_n([reduce_sum(stats.dropped) for stats in self.expert_stats.values()])
             total = loss + auxiliary if self.training else loss
-        loads = {name: said.load for name, said in self.said.items()}
+        loads = {name: stats.load for name, stats in self.expert_stats.items()}
         return Transformer(c, MappingProxyType(self.inputs), logits, total, auxiliary, dropped, MappingProxyType(loads))
 
     def _packing(self, segments: str, positions: str, tokens: Tensor) -> dict[str, Tensor]:
-        """Which text each token is of, and where in it, if several are packed into a sequence."""
+        """Segment ids and positions of packed sequences."""
         if not self.packed:
             return {}
         length = tokens.shape[-1]
@@ -241,28 +237,28 @@ class Builder:
 
     @cached_property
     def table(self) -> Tensor:
-        """The embedding, which both stacks share."""
+        """The embedding table, which both stacks share."""
         vocab = Dimension("vocab", self.config.vocab)
         with absolute_scope("/".join(self.scope_around)):
-            return layers.embedding_weights(vocab, self._d_model, self.config.numerics, self._start())
+            return layers.embedding_weights(vocab, self._d_model, self.config.numerics, self._table_initializer())
 
     @property
     def _d_model(self) -> Dimension:
         return Dimension("d_model", self.config.d_model)
 
-    def _start(self) -> Initializer:
-        """Tied tables start so that logits do as small as those of other products."""
+    def _table_initializer(self) -> Initializer:
+        """Initializer of the table: for tied tables the scale of a product, for the logits."""
         tied = self.config.tied and not self.config.scale_logits
         return initializers.random_normal(0.0, self.config.d_model**-0.5 if tied else 1.0)
 
     def _input(self, name: str, dim: Dimension) -> Tensor:
-        with absolute_scope("/".join(self.scope_around)):  # outside of the encoder's and the decoder's
+        with absolute_scope("/".join(self.scope_around)):  # outside the scopes of encoder and decoder
             there = self.given.get(name)
             input_tensor = self.inputs[name] = input(name, [self.batch, dim], "int32") if there is None else there
         return input_tensor if self.pipeline is None else self.pipeline.cut(input_tensor)
 
     def stack(self, tokens: Tensor, count: int, causal: bool, memory: Tensor | None = None, **more: Any) -> Tensor:
-        """Embeddings, and `count` layers of what is embedded; `more` is what else `StackBlocks` takes."""
+        """Embeddings followed by `count` layers; `more` has further fields of `StackBlocks`."""
         bias = self.position_bias(tokens.shape[-1], causal, **more) if self.config.position == "relative" else None
         blocks = StackBlocks(self.config, causal, self.training, bias, memory, **more)
         return self._layers_of(blocks, self.embedded(tokens, blocks), count)
@@ -275,7 +271,7 @@ class Builder:
         positions: Tensor | None = None,
         **more: Any,
     ) -> Tensor:
-        """What relative positions add to the scores."""
+        """The bias of relative positions for attention scores."""
         c = self.config
         memory, behind = Dimension("memory_length", length.size), None
         if positions is not None:
@@ -306,40 +302,40 @@ class Builder:
         return blocks.norm(x, "final_norm") if c.norm_position != "post" else x
 
     def _staged(self, pipeline: Pipeline, blocks: StackBlocks, x: Tensor, numbers: range) -> Tensor:
-        """Layers with these numbers as stages; what their experts say is summed over microbatches, where of packed
-        sequences each microbatch's losses count by its share of tokens that are no padding.
+        """These layers as pipeline stages; losses and loads of experts are summed over microbatches, losses of packed
+        sequences weighted by their share of non-padding tokens.
         """
         run = numbers[: pipeline.layers_of(len(numbers))]
-        before, names = self.said, list[str]()
-        # What differs from sequence to sequence each stage takes of its own microbatch.
+        before, names = self.expert_stats, list[str]()
+        # Each stage takes per-sequence tensors of its own microbatch.
         given = {f.name: getattr(blocks, f.name) for f in fields(blocks)}
         beside = {n: t for n, t in given.items() if isinstance(t, Tensor) and MICROBATCH in t.shape}
 
         def stage(h: Tensor, *own: Tensor) -> Tensor | tuple[Tensor, list[Tensor]]:
-            self.said = {}
+            self.expert_stats = {}
             changes: dict[str, Any] = dict(zip(beside, own, strict=True))
             mine = replace(blocks, **changes)
             y = self.run_of_layers(mine, h, run, "layers", trips_from=1)
-            names.extend(self.said)
+            names.extend(self.expert_stats)
             sums = [
-                t for said in self.said.values()
-                for t in pipeline.sums(_weighed(said.loss, mine), said.dropped, said.load)
+                t for stats in self.expert_stats.values()
+                for t in pipeline.sums(_weighted_by_tokens(stats.loss, mine), stats.dropped, stats.load)
             ]  # fmt: skip
             return (y, sums) if sums else y
 
         x, sums = pipeline.run(stage, x, list(beside.values()))
-        self.said = before
-        told = iter(sums)
+        self.expert_stats = before
+        stacked_values = iter(sums)
         for name in names:
-            loss, dropped, load = next(told), next(told), next(told)
+            loss, dropped, load = next(stacked_values), next(stacked_values), next(stacked_values)
             loss = loss * (1 / pipeline.microbatches)
             if blocks.real is not None:
                 loss = divide(loss, real_share(blocks.real, loss.dtype))
-            self.said[name] = _Said(loss, cast(dropped, "int32"), cast(load, "int32"))
+            self.expert_stats[name] = _ExpertStatistics(loss, cast(dropped, "int32"), cast(load, "int32"))
         return x
 
     def run_of_layers(self, blocks: StackBlocks, x: Tensor, numbers: range, name: str, trips_from: int) -> Tensor:
-        """Layers with these numbers: whole patterns of them as trips of a loop, the rest one by one."""
+        """These layers: whole patterns of them as trips of a loop, the rest unrolled."""
         c = self.config
         trips = len(numbers) // c.period if self.scan else 0
         trips = trips if trips >= trips_from else 0
@@ -348,45 +344,47 @@ class Builder:
         for n in numbers[trips * c.period :]:
             with scope(f"layer_{n}"):
                 layer = partial(_layer_of, blocks, c.kind_of(n))
-                x, *said = recompute_grad(layer, [x], self.remat) if blocks.caches is None else layer(x)
-                if said:
-                    self._heard(_Said(*said))
+                x, *stats = recompute_grad(layer, [x], self.remat) if blocks.caches is None else layer(x)
+                if stats:
+                    self._record_experts(_ExpertStatistics(*stats))
             if blocks.caches is not None:
                 blocks.caches.commit(blocks.caches.take())
         return x
 
     def _scanned(self, blocks: StackBlocks, x: Tensor, kinds: Sequence[LayerKind], dim: Dimension) -> Tensor:
-        """Layers as trips of a loop, each over layers of all these kinds."""
+        """Layers as trips of a loop, with one layer of each of these kinds per trip."""
         scopes = [f"layer_{n}" if len(kinds) > 1 else "" for n in range(len(kinds))]
-        caches: list[Tensor] = []  # variables that a trip writes
+        caches: list[Tensor] = []  # variables written in a trip
 
         def trip(carries: tuple[Tensor, ...], slices: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
-            (h,), said = carries, []
+            (h,), stats = carries, []
             for one, kind in zip(scopes, kinds, strict=True):
                 with scope(one) if one else nullcontext():
                     h, *more = _layer_of(blocks, kind, h)
-                    said += more
+                    stats += more
             written = [] if blocks.caches is None else blocks.caches.take()
             caches.extend(held for held, _ in written)
-            return [h], [*said, *(value for _, value in written)]
+            return [h], [*stats, *(value for _, value in written)]
 
         with scope(dim.name):
             (x,), stacks = scan(trip, [x], dim=dim, remat=self.remat, stack_variables=True)
-            told = iter(stacks)
+            stacked_values = iter(stacks)
             for one, kind in zip(scopes, kinds, strict=True):
                 if kind.experts:
                     with scope(one) if one else nullcontext():
-                        self._heard(_Said(*(next(told) for _ in fields(_Said))))
+                        self._record_experts(
+                            _ExpertStatistics(*(next(stacked_values) for _ in fields(_ExpertStatistics)))
+                        )
         if blocks.caches is not None:
-            blocks.caches.commit(list(zip(caches, told, strict=True)))
+            blocks.caches.commit(list(zip(caches, stacked_values, strict=True)))
         return x
 
-    def _heard(self, said: _Said) -> None:
-        """Keep what the experts of a layer, or of stacked ones, say, under the scope in which they are."""
-        self.said[scoped_name("moe/router")] = said
+    def _record_experts(self, stats: _ExpertStatistics) -> None:
+        """Record losses and loads of the experts of a layer, or of stacked ones, under their scope."""
+        self.expert_stats[scoped_name("moe/router")] = stats
 
     def embedded(self, tokens: Tensor, blocks: StackBlocks) -> Tensor:
-        """What the first layer takes of tokens [..., length]: [..., length, d_model]."""
+        """The first layer's input for tokens [..., length]: [..., length, d_model]."""
         c, table = self.config, self.table
         length = tokens.shape[-1]
         x = layers.embedding(tokens, table.shape.dim("vocab"), self._d_model, weights=table)
@@ -407,7 +405,7 @@ class Builder:
         return blocks.dropped(x)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Of the last layer's result: [..., d_model] to [..., vocab]."""
+        """Logits of the last layer's result: [..., d_model] to [..., vocab]."""
         c, table = self.config, self.table
         vocab = table.shape.dim("vocab")
         transformed = c.head == "transform"
@@ -424,7 +422,7 @@ class Builder:
 
     @cached_property
     def _head_kernel(self) -> Tensor:
-        """The weights of the logits where they are not the table."""
+        """The weights of the logits unless tied."""
         vocab = self.table.shape.dim("vocab")
         return self.config.numerics.variable(
             "kernel", [self._d_model, vocab], initializers.scaled_normal([self._d_model])
@@ -439,7 +437,7 @@ class Builder:
         return StackBlocks(c, False, self.training).norm(x, "norm")
 
     def check_blocks(self, length: int) -> None:
-        """Raise GraphError unless the loss can be computed in so many blocks."""
+        """Raise GraphError unless the loss can be computed in this many blocks."""
         blocks = whole(self.loss_blocks, "transformer", "loss_blocks", 1)
         if blocks > 1 and (self.packed or self.pipeline is not None):
             raise GraphError(f"{at('transformer')}: loss_blocks is for whole batches without packing; got {blocks}")
@@ -456,7 +454,7 @@ class Builder:
         rest = [d for d in x.shape if d not in (batch, length)]
         xs = transpose(reshape(x, [batch, small, block, *rest]), [block, batch, small, *rest])
         wanted = transpose(reshape(targets, [batch, small, block]), [block, batch, small])
-        logits = self.logits(gather(xs, 0, block))  # its weights are made here, outside of the loop that shares them
+        logits = self.logits(gather(xs, 0, block))  # creates its weights outside the loop that shares them
 
         def body(carries: tuple[Tensor, ...], slices: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
             return [carries[0] + self._loss(self.logits(slices[0]), slices[1], None)], []
@@ -466,7 +464,7 @@ class Builder:
         return logits, total * (1 / block.size)
 
     def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The loss of each target."""
+        """The loss per target."""
         c = self.config
         smoothing = c.label_smoothing if self.training else 0.0
         vocab = logits.shape.dim("vocab")

@@ -1,4 +1,4 @@
-"""Trained kernels quantised to few bits, for `Numerics(kernel_dtype=...)`."""
+"""Quantisation of trained kernels for `Numerics(kernel_dtype=...)`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _SCALE = "_scale"
 
 
 def quantized_kernels(state: Mapping[str, Any], program: Program) -> dict[str, Any]:
-    """`state` with each kernel that `program` keeps in few bits in that type, and its scales.
+    """`state` with kernels quantised to the types that `program` stores, and their scales.
 
     scale[c] = max over r of |w[r, c]| / m and q[r, c] the nearest number of the type to w[r, c] / scale[c], where r are
-    the dims that the product sums over, as of `mtf.quantize`. What is there in few bits already stays.
+    the contracted dims, as in `mtf.quantize`. Kernels that are already quantised are unchanged.
 
     Args:
-      state: arrays by name, such as those of a simulation that trained them.
-      program: what `mtf.lower` made of a model with `Numerics(kernel_dtype=...)`.
+      state: arrays by name, such as the state of a training simulation.
+      program: the lowered program of a model with `Numerics(kernel_dtype=...)`.
     Raises: GraphError for a kernel of another shape.
     """
     narrow_state = dict(state)

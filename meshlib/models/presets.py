@@ -1,7 +1,7 @@
 """Transformers with published dimensions, by name.
 
-Each function is a family; what its members differ in stands in a row. Sources are beside them; the tests compare the
-counts with the published ones.
+Each function is a family, with a row per member of the fields in which it differs. Tests compare parameter counts with
+the published ones.
 """
 
 from __future__ import annotations
@@ -138,9 +138,9 @@ def _maxtext() -> Iterator[TransformerConfig]:
 
 
 def _gemma() -> Iterator[TransformerConfig]:
-    """maxtext: src/maxtext/configs/models/gemma{3-4b,3-12b,3-27b,4-31b}.yml: five layers with a window, one without.
+    """maxtext: src/maxtext/configs/models/gemma{3-4b,3-12b,3-27b,4-31b}.yml: five layers with a window, one global.
 
-    Not modelled of Gemma 4: the rotation of a quarter of the features only, and the norm of values; no weights.
+    Not modelled for Gemma 4: rotation of only a quarter of the features, and the norm of values; neither has weights.
     """
     rows = (
         ("gemma3-4b", 34, 2560, 8, 4, 256, 10_240),
@@ -167,7 +167,7 @@ PRESETS: MappingProxyType[str, TransformerConfig] = MappingProxyType(
 
 
 def preset(name: str) -> TransformerConfig:
-    """The model of that name; `replace` changes fields of it.
+    """The model with that name; `replace` changes fields of it.
 
     Raises: GraphError for an unknown name, with the nearest one.
     Example:

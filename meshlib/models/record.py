@@ -11,10 +11,10 @@ from meshlib.core.errors import GraphError, nearest
 
 @dataclass(frozen=True)
 class Config:
-    """A frozen record of what a model is."""
+    """A frozen record with the configuration of a model."""
 
     def __new__(cls, *values: object, **given: object) -> Self:
-        """A config; a field that there is not is said with the nearest one."""
+        """A config; an unknown field is an error with the nearest name."""
         known = [f.name for f in fields(cls)]
         for name in given:
             if name not in known:
@@ -24,13 +24,13 @@ class Config:
 
     @classmethod
     def checked(cls, value: object, what: str) -> Self:
-        """`value`, which must be such a config. Raises: GraphError for anything else."""
+        """`value`, which must be a config of this class. Raises: GraphError otherwise."""
         if isinstance(value, cls):
             return value
         raise GraphError(f"{at(what)}: expected a {cls.__name__}, got {type(value).__name__} {value!r:.80}")
 
     def replace(self, **changes: Any) -> Self:
-        """The same with other fields.
+        """A copy with other values of some fields.
 
         >>> import meshlib as mtf
         >>> mtf.models.preset("gpt2").replace(vocab=50304).vocab
@@ -39,6 +39,6 @@ class Config:
         return replace(self, **changes)
 
     def not_positive(self, *names: str) -> list[str]:
-        """Those of these sizes that are less than 1, for an error. Raises: GraphError for what is no whole number."""
+        """The sizes below 1 among these fields, for an error. Raises: GraphError for a size that is not an integer."""
         sizes = {name: whole(getattr(self, name), type(self).__name__, name) for name in names}
         return [f"{name}={size}" for name, size in sizes.items() if size < 1]

@@ -1,9 +1,9 @@
-"""Caches of a running batch: each sequence has its own place, and any number of new tokens.
+"""Caches of a running batch: each sequence has its own position, and adds any number of tokens.
 
-Every layer keeps all positions, those with a window too: tokens of a chunk may see what a ring would have overwritten.
-Either each row of the batch has slots of its own, or all share pages: a page is `page_size` consecutive slots of the
-dim `pages`, and a table says which pages are a sequence's, in order. Sequences with the same beginning may share the
-pages of it.
+Every layer caches all positions, even with a window: tokens of a chunk may see positions that a ring would have
+overwritten. Either each row of the batch has its own slots, or all share pages: a page is `page_size` consecutive slots
+of the dim `pages`, and a table has the pages of each sequence, in order. Sequences may share the pages of a common
+prefix.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ PAGES = "pages"
 
 @dataclass(eq=False)
 class RowCaches(Caches):
-    """Caches whose rows are written from a position of their own.
+    """Caches whose rows are written from different positions.
 
     Args:
-      counts: int32 [batch]: how many tokens each row adds, from `positions` on; 0: none.
+      counts: int32 [batch]: number of tokens that each row adds, from `positions` on; may be 0.
       tokens: the dim of the new tokens.
-      table: int32 [batch, blocks]: the pages of each sequence; pages, page_size: how many there are, and their slots.
+      table: int32 [batch, blocks]: the pages of each sequence; pages, page_size: number of pages, and slots per page.
     """
 
     counts: Tensor | None = None
@@ -44,12 +44,12 @@ class RowCaches(Caches):
     _indices: dict[str, Tensor] = field(default_factory=dict)
 
     def of(self, window: int | None) -> Cache:
-        """The cache of a layer's attention to its own sequence."""
+        """The cache of a layer's self-attention."""
         return lambda k, v: self._rows(k, v, window)
 
     @property
     def slots(self) -> Dimension:
-        """The positions of a sequence."""
+        """The dim of the positions of a sequence."""
         return Dimension(SLOTS, self.length)
 
     def here(self) -> Tensor:
@@ -71,15 +71,15 @@ class RowCaches(Caches):
         return Held(seen[0], seen[-1], SLOTS, self._seen(window))
 
     def _paged(self, name: str, x: Tensor) -> Stored:
-        """For tensors like x, [batch, ..., length, heads ..., channels]: [pages, heads ..., channels]."""
+        """New variables for tensors like x, [batch, ..., length, heads ..., channels]: [pages, heads ..., channels]."""
         dims = [d for d in x.shape if d not in (length_of(x), x.shape[0])]
         pages = Dimension(PAGES, self.pages * self.page_size)
         return Stored.declared(name, [*dims[:-1], pages, dims[-1]], x.dtype.name, self)
 
     def _with_rows(self, held: Tensor, part: Tensor) -> Tensor:
-        """A variable with the new tokens of all rows.
+        """New values of a variable with the new tokens of all rows.
 
-        Where rows have slots of their own, what is behind a row's last token is overwritten before it is ever seen.
+        If rows have their own slots, slots after a row's last token are overwritten before they become visible.
         """
         if self.table is None:
             return update_slice(held, part, self.slots, self._begin(), out_of_range="drop")
@@ -88,7 +88,7 @@ class RowCaches(Caches):
         return update_rows(held, batch, self._written_at(), PAGES, out_of_range="drop")
 
     def _begin(self) -> Tensor:
-        """int32 [batch]: the slot of each row's first new token, past the end where there is none."""
+        """int32 [batch]: the slot of each row's first new token, out of range if there is none."""
         if "begin" not in self._indices:
             assert self.counts is not None
             with self.positions.graph:
@@ -96,7 +96,7 @@ class RowCaches(Caches):
         return self._indices["begin"]
 
     def _written_at(self) -> Tensor:
-        """int32 [new_rows, new_tokens]: the slot of each new token, past the end of what is not to be written."""
+        """int32 [new_rows, new_tokens]: the slot of each new token, out of range for tokens not to be written."""
         if "written" not in self._indices:
             here = self.here()
             assert self.counts is not None
@@ -117,7 +117,7 @@ class RowCaches(Caches):
         return transpose(page, position.shape) * self.page_size + mod(position, self.page_size)
 
     def _in_order(self, value: Tensor) -> Tensor:
-        """The slots of each sequence by position."""
+        """The cache of each sequence, with slots ordered by position."""
         if self.table is None:
             return value
         if "read" not in self._indices:
@@ -127,7 +127,7 @@ class RowCaches(Caches):
         return gather(value, self._indices["read"], value.shape.dim(PAGES), out_of_range="zero")
 
     def _seen(self, window: int | None) -> Tensor:
-        """bool [batch, tokens, slots]: what each new token sees; made once, outside of loops."""
+        """bool [batch, tokens, slots]: mask of the slots that each new token sees; created once, outside loops."""
         if window not in self._windows:
             here = self.here()
             with here.graph:

@@ -1,7 +1,7 @@
 """`extend_step`: the step of a running batch, which adds any number of tokens to each of its sequences.
 
-Reading a prompt, whole or in chunks, decoding a token and verifying drafts are one program: rows differ in how many
-tokens they add, and where these begin. Which sequence is in which row, and which pages are whose, the host decides from
+Prefill of a prompt, whole or in chunks, decoding a token and verifying drafts are one program: rows differ in the
+number of tokens that they add, and in their positions. The host assigns sequences to rows, and pages to sequences, from
 step to step (`meshlib.generation.server`).
 """
 
@@ -39,23 +39,23 @@ def extend_step(
 ) -> tuple[dict[str, Tensor], list[Operation]]:
     """The step that adds up to `length` tokens to each sequence of a running batch.
 
-    Inputs: "tokens" int32 [batch, length], new tokens of each row from the left; "positions" int32 [batch], the
-    position of the first of them; "counts" int32 [batch], how many there are, 0 where a row takes no part. With pages
-    also "table" int32 [batch, cache_length / page_size]: the pages of each row's sequence, in order.
+    Inputs: "tokens" int32 [batch, length], the new tokens of each row, left-aligned; "positions" int32 [batch], the
+    position of the first one; "counts" int32 [batch], their number, 0 for an unused row. With pages also "table" int32
+    [batch, cache_length / page_size]: the pages of each row's sequence, in order.
 
     Args:
       config: a decoder without relative positions.
-      batch: rows. length: tokens that a row may add.
+      batch: rows. length: most tokens that a row may add.
       cache_length: positions of a sequence.
-      page_size, pages: slots of a page, and how many pages there are: all rows share them, as dim `pages` of
-        `pages * page_size` slots. Unless given each row has slots of its own. Rows may have the same page where their
-        sequences begin alike; none of them may add tokens to it then.
-      cache_dtype: as of `mtf.models.prefill`.
-      each: whether the logits of all new tokens come out; else those of the last one of each row.
-      scan: as of `transformer`.
-    Returns: ({"logits": [batch, vocab]}, updates) for `mtf.lower`, or [batch, length, vocab]; of a model with experts
-      also "dropped". What a row without tokens gets is of no meaning.
-    Raises: GraphError for a config that does not decode so, and sizes that do not fit.
+      page_size, pages: slots per page, and number of pages, which all rows share, as dim `pages` of
+        `pages * page_size` slots. By default each row has its own slots. Rows may share pages of a common prefix, to
+        which none of them adds tokens.
+      cache_dtype: as in `mtf.models.prefill`.
+      each: whether to return the logits of all new tokens instead of the last one of each row.
+      scan: as in `transformer`.
+    Returns: ({"logits": [batch, vocab]}, updates) for `mtf.lower`, or [batch, length, vocab]; for a model with experts
+      also "dropped". Logits of rows without tokens are meaningless.
+    Raises: GraphError for an unsupported config, and sizes that do not fit.
     Example:
       >>> import meshlib as mtf
       >>> tiny = mtf.models.preset("llama2-7b").reduced()
@@ -96,13 +96,15 @@ def extend_step(
     if not each:
         x = gather(x, maximum(counts - 1, 0), tokens_dim, name="last")
     outputs = {"logits": builder.logits(x)}
-    if builder.said:
-        outputs["dropped"] = add_n([reduce_sum(said.dropped, output_shape=Shape([])) for said in builder.said.values()])
+    if builder.expert_stats:
+        outputs["dropped"] = add_n(
+            [reduce_sum(stats.dropped, output_shape=Shape([])) for stats in builder.expert_stats.values()]
+        )
     return outputs, caches.updates
 
 
 def _has_pages(page_size: int | None, pages: int | None, cache_length: int) -> bool:
-    """Whether rows share pages. Raises: GraphError for sizes that do not fit."""
+    """True if rows share pages. Raises: GraphError for sizes that do not fit."""
     if (page_size is None) != (pages is None):
         raise GraphError(f"{at(WHAT)}: give page_size and pages, or neither; got {page_size} and {pages}")
     if page_size is None or pages is None:

@@ -1,7 +1,7 @@
-"""Steps of serving a decoder: `prefill` reads prompts into caches, `decode_step` adds a token to each sequence.
+"""Serving steps of a decoder: `prefill` reads prompts into caches, `decode_step` adds a token per sequence.
 
-Both are programs on the variables of the trained model and on those of its caches (`meshlib.models.caches`), so that a
-simulation runs one after the other, each under a mesh and layout of its own.
+Both are programs on the variables of the trained model and of its caches (`meshlib.models.caches`), so that a
+simulation runs one after the other, each with its own mesh and layout.
 """
 
 from __future__ import annotations
@@ -38,28 +38,29 @@ def prefill(
     cache_dtype: str | None = None,
     scan: bool = True,
 ) -> Step:
-    """The step that reads prompts: their keys and values go into the caches, the last token's logits come out.
+    """The step that reads prompts: writes their keys and values to the caches and returns the last token's logits.
 
-    Inputs: "tokens" int32 [batch, length], prompts from the left, and after them anything in the vocabulary, which
-    changes nothing and is routed to no expert; "lengths"
-    int32 [batch], how many tokens of each count, at least 1. Of an encoder-decoder "tokens" are where the decoder
-    starts, and "sources" [batch, encoder_length] with "source_lengths" [batch] what the encoder reads.
+    Inputs: "tokens" int32 [batch, length], left-aligned prompts, padded with any tokens, which have no effect and are
+    routed to no expert; "lengths" int32 [batch], the number of tokens of each, at least 1. For an encoder-decoder
+    "tokens" are the decoder's prompt, and "sources" [batch, encoder_length] with "source_lengths" [batch] the encoder's
+    input.
 
     Args:
       config: a decoder or an encoder-decoder.
-      batch, length: prompts, and the room for each.
-      cache_length: positions that the caches hold: of prompt and completion together.
-      encoder_length: room for what the encoder reads, of an encoder-decoder.
-      beams: hypotheses of each sequence; their caches are filled alike. None: one, and no dim of them.
-      cache_dtype: of the caches: a float type, "int8", "float8_e4m3fn" or "float8_e5m2", these with a scale for each
-        token and head; that of the activations unless given. Layout rules may split the dim `cache_length` (also of the
-        ring that a layer with a window keeps), and `source_length` of the encoder's sequence: where there are fewer
-        heads of keys than devices, which each hold all of them otherwise.
-      scan: as of `transformer`.
-    Returns: ({"logits": [batch, vocab]}, updates) for `mtf.lower`. The updates write the caches and the positions. Of a
-      model with experts also "dropped", how many choices of experts found no room in all layers: those of prompts have
-      the room of `Routing.capacity_factor_eval`.
-    Raises: GraphError for a config that does not decode, sizes that do not fit, and a cache_dtype that is none.
+      batch, length: number of prompts, and their maximal length.
+      cache_length: positions of the caches, for prompt and completion together.
+      encoder_length: maximal length of the encoder's input, for an encoder-decoder.
+      beams: hypotheses per sequence, whose caches are filled alike. None: one, without a dim.
+      cache_dtype: dtype of the caches: a float type, "int8", "float8_e4m3fn" or "float8_e5m2", the latter three with a
+        scale per token and head; by default that of the activations. Layout rules may split the dim `cache_length`
+        (also that of ring buffers), and `source_length` of the encoder's sequence: useful if there are fewer key heads
+        than devices, which would otherwise replicate the caches.
+      scan: as in `transformer`.
+    Returns: ({"logits": [batch, vocab]}, updates) for `mtf.lower`. The updates write the caches and the positions. For
+    a
+      model with experts also "dropped", the number of dropped choices in all layers: prompts have the capacity of
+      `Routing.capacity_factor_eval`.
+    Raises: GraphError for a config that does not decode, sizes that do not fit, and an invalid cache_dtype.
     Example:
       >>> import numpy as np
       >>> import meshlib as mtf
@@ -87,24 +88,24 @@ def decode_step(
     scan: bool = True,
     group_size: int | None = None,
 ) -> Step:
-    """The step that takes the next token of each sequence: its keys and values go into the caches, logits come out.
+    """The step that adds the next token of each sequence: updates the caches and returns logits.
 
-    Inputs: "tokens" int32 [batch], the token at each sequence's position, which a prefill has left behind its prompt
-    and which each step moves on by one. With `beams`, "tokens" and "parents" [batch, beams]: the hypothesis that each
-    one goes on with; caches and positions are brought in that order first.
+    Inputs: "tokens" int32 [batch], the token at each sequence's position, which a prefill sets to the end of the prompt
+    and each step increments. With `beams`, "tokens" and "parents" [batch, beams], the hypothesis that each one
+    continues; caches and positions are reordered first.
 
-    With `group_size` also "live" bool [batch]: which rows have a sequence that goes on. The tokens of other rows take
-    no room at experts.
+    With `group_size` also "live" bool [batch]: rows with an unfinished sequence. Tokens of other rows take no capacity
+    of experts.
 
-    Args: as of `prefill`, with the same values; and
-      group_size: of a model whose experts have a capacity, how many sequences (or beams of one) are routed together,
-        with the room that `Routing.capacity_factor_eval` gives them; best those of one device. Each token is by itself
-        unless given: nothing is dropped, but every expert computes every token. Experts of form "grouped" have no
-        capacity, and compute each token for those alone that it chooses.
+    Args: as in `prefill`, with the same values; and
+      group_size: for experts with capacity, the number of sequences (or beams of one) that are routed together, with
+        the capacity of `Routing.capacity_factor_eval`; ideally those of one device. By default each token is a group:
+        nothing is dropped, but every expert computes every token. Experts of form "grouped" have no capacity, and
+        compute only the tokens routed to them.
     Returns: ({"logits": [batch, vocab]}, updates) for `mtf.lower`, or [batch, beams, vocab]; with `group_size` also
-      "dropped", how many choices of experts found no room in all layers.
+      "dropped", the number of dropped choices in all layers.
     Cost: on one device it reads weights and caches once and writes a token's keys and values in place.
-    Raises: as `prefill`.
+    Raises: as in `prefill`.
     """
     serving = _Serving("decode_step", config, batch, cache_length, encoder_length, beams, cache_dtype, scan, group_size)
     return serving.decode()
@@ -112,7 +113,7 @@ def decode_step(
 
 @dataclass
 class _Serving:
-    """One of the two steps."""
+    """Builder of one of the two steps."""
 
     what: str
     config: TransformerConfig
@@ -122,7 +123,7 @@ class _Serving:
     beams: int | None
     cache_dtype: str | None
     scan: bool
-    group_size: int | None = None  # of what experts take together
+    group_size: int | None = None  # number of tokens that are routed together
 
     def __post_init__(self) -> None:
         what, c = self.what, TransformerConfig.checked(self.config, self.what)
@@ -154,7 +155,7 @@ class _Serving:
         self.builder = Builder(c, self.sequences, "full", self.scan, training=False)
 
     def _grouped(self, c: TransformerConfig, size: int) -> TransformerConfig:
-        """The config whose experts take tokens of so many sequences together."""
+        """The config with experts that route this many sequences together."""
         if c.experts is None:
             raise GraphError(f"{at(self.what)}: group_size is for models with experts; {c.name} has none")
         if c.experts.form == "grouped":
@@ -170,7 +171,7 @@ class _Serving:
         return c.replace(experts=replace(c.experts, routing=replace(c.experts.routing, group_size=size)))
 
     def prefill(self, length: int) -> Step:
-        """Prompts into caches."""
+        """Build the prefill step."""
         if length > self.cache_length:
             raise GraphError(
                 f"{at(self.what)}: length {length} is longer than cache_length {self.cache_length}; "
@@ -198,7 +199,7 @@ class _Serving:
         return outputs, [*caches.updates, positions]
 
     def decode(self) -> Step:
-        """One token."""
+        """Build the decode step."""
         token = Dimension(TOKEN, 1)
         dims = [d for d in (self.hypotheses,) if d is not None]
         tokens, parents = self._input("tokens", *dims), self._input("parents", *dims) if dims else None
@@ -228,19 +229,19 @@ class _Serving:
         return input(name, [self.sequences, *dims], "int32")
 
     def _dropped(self) -> dict[str, Tensor]:
-        """How many choices of experts found no room, of a model in which that may be."""
-        if not self.builder.said:
+        """The output "dropped", the number of dropped choices, of a model with experts."""
+        if not self.builder.expert_stats:
             return {}
-        return {"dropped": add_n([reduce_sum(said.dropped) for said in self.builder.said.values()])}
+        return {"dropped": add_n([reduce_sum(stats.dropped) for stats in self.builder.expert_stats.values()])}
 
     def _within(self, length: Dimension, lengths: Tensor) -> Tensor | None:
-        """Which tokens are of a prompt, for experts, if there are any."""
+        """Mask of the tokens of prompts, for experts, if there are any."""
         if self.config.experts is None:
             return None
         return less(positions_of(length), lengths, [self.sequences, length])
 
     def _live(self, tokens: Shape) -> Tensor | None:
-        """Which tokens are of sequences that go on, where others would take their room at experts."""
+        """Mask of the tokens of unfinished sequences, if experts have a capacity."""
         if self.group_size is None:
             return None
         return broadcast(input("live", [self.sequences], "bool"), tokens)

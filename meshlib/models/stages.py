@@ -1,4 +1,4 @@
-"""Layers of a model cut into the stages of a pipeline."""
+"""Division of a model's layers into pipeline stages."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ StageFn = Callable[..., Tensor | tuple[Tensor, list[Tensor]]]
 
 
 def stacks(config: TransformerConfig) -> list[tuple[str, int]]:
-    """The fields of a config that count layers which are cut into stages."""
+    """The fields of a config with the numbers of layers that are divided into stages."""
     names = ["layers", *(["encoder_layers"] if config.encoder_decoder else [])]
     return [(name, getattr(config, name)) for name in names]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """What `mtf.models.transformer` and `train_step` make a pipeline of: `pipeline=mtf.models.Pipeline(...)`.
+    """Pipeline options of `mtf.models.transformer` and `train_step`: `pipeline=mtf.models.Pipeline(...)`.
 
     The layers of the model become stages, dim `stage`, and the batch is cut into microbatches, dim `microbatch`, from
-    the embeddings to the loss; `mtf.models.layout("pipeline+...")` lays both over the axis `pipe`. Variables of layers
-    are those of the scanned model, with their first dim cut: [layers] is [repeat, stage, layers], in this order. Of an
-    encoder-decoder both stacks are pipelines, one after the other on the same stages; what the encoder has made of its
-    microbatch each stage of the decoder reads.
+    the embeddings to the loss; `mtf.models.layout("pipeline+...")` splits both over the axis `pipe`. Variables of
+    layers are those of the scanned model, with their first dim split: [layers] is [repeat, stage, layers], in this
+    order. For an encoder-decoder both stacks are pipelines, one after the other on the same stages; each stage of the
+    decoder reads the encoder's output for its microbatch.
 
     Args:
-      stages: how many parts the layers are cut into, which work side by side.
-      microbatches: how many parts the batch is cut into; idle time is (stages - 1) / (repeats * microbatches).
-      repeats: how many runs of layers a stage has, between which each microbatch goes round the others.
-      remat: what is kept of each microbatch in a stage beside what goes into it, as of `mtf.layers.pipeline`: with
-        "none" what the layers keep by their own `remat`, for all microbatches; with "full" nothing, and each stage is
-        computed once more, which leaves the layers of one microbatch at a time.
+      stages: number of stages, which work in parallel.
+      microbatches: number of microbatches; idle time is (stages - 1) / (repeats * microbatches).
+      repeats: groups of layers per stage; each microbatch passes all stages once per repeat.
+      remat: policy for the values of each microbatch in a stage besides its input, as in `mtf.layers.pipeline`: "none"
+        keeps those that the layers' own `remat` keeps, for all microbatches; "full" keeps nothing and recomputes each
+        stage, with the layers' values of one microbatch at a time.
       schedule: "gpipe", all forwards before the first backward; or "1f1b", "zb-h1", "zb-h2", of
-        `mtf.layers.pipeline_training_step`, for decoders without experts. Then stages need not have the same number of
-        layers: the embedding and the head count as one each (`mtf.layers.split_layers`), and variables of layers have
-        room for the most that a stage has.
-    Raises: GraphError for numbers below 1, and a policy or schedule that is none.
+        `mtf.layers.pipeline_training_step`, for decoders without experts. Then stages may have different numbers of
+        layers: the embedding and the head count as one each (`mtf.layers.split_layers`), and variables of layers are
+        allocated for the largest stage.
+    Raises: GraphError for numbers below 1, and an unknown policy or schedule.
     Example:
       >>> import meshlib as mtf
       >>> tiny = mtf.models.preset("gpt2").reduced()
@@ -80,7 +80,7 @@ class Pipeline:
         checked_policy(self.remat, "Pipeline")
 
     def check(self, config: TransformerConfig, batch: int) -> None:
-        """Raise GraphError where the layers of a stack or the batch do not divide, with sizes that do."""
+        """Raise GraphError if the layers of a stack or the batch do not divide, with sizes that do."""
         faults = [fault for name, count in stacks(config) for fault in self._faults_of(config, name, count)]
         if self.by_tasks and self.repeats == 1:
             faults = self._uneven_faults(config)
@@ -93,7 +93,7 @@ class Pipeline:
             raise GraphError.listing(f"{at('transformer')}: {config.name} as a pipeline", faults)
 
     def _faults_of(self, config: TransformerConfig, name: str, count: int) -> list[str]:
-        """Why a stack, whose layers the config counts as `name`, is no pipeline."""
+        """Reasons why a stack, whose layers are the config's field `name`, can't be a pipeline."""
         runs, period, front = self.stages * self.repeats, config.period, config.dense_front
         count -= front
         if count and count % (runs * period) == 0:
@@ -113,19 +113,19 @@ class Pipeline:
 
     @property
     def by_tasks(self) -> bool:
-        """Whether forwards and backwards of different microbatches run at the same time."""
+        """True if forwards and backwards of different microbatches run at the same time."""
         return self.schedule != "gpipe"
 
     def split(self, config: TransformerConfig) -> tuple[int, ...]:
-        """Of a run by tasks, how many patterns of layers each stage has."""
+        """With a task schedule, the number of layer patterns per stage."""
         patterns = (config.layers - config.dense_front) // config.period
         if patterns % self.stages == 0:
             return (patterns // self.stages,) * self.stages
-        ends = int((patterns + 2) // self.stages > 1)  # as how many layers embedding and head count, if all have some
+        ends = int((patterns + 2) // self.stages > 1)  # cost of embedding and head in layers, if all stages have some
         return layers.split_layers(patterns, self.stages, ends, ends)
 
     def _uneven_faults(self, config: TransformerConfig) -> list[str]:
-        """Why the layers can't be cut into stages of different sizes."""
+        """Reasons why the layers can't be divided into stages of different sizes."""
         count, period = config.layers - config.dense_front, config.period
         if count % period:
             return [f"{count} layers are no whole patterns of {period}: {count} % {period} = {count % period}"]
@@ -134,28 +134,29 @@ class Pipeline:
         return []
 
     def layers_of(self, count: int) -> int:
-        """How many of the `count` layers of a stack each run of a stage has."""
+        """Layers per group, for a stack of `count` layers."""
         return count // (self.stages * self.repeats)
 
     def cut(self, x: Tensor) -> Tensor:
-        """[batch, ...] as [microbatch, batch, ...], the microbatch on the minor part: a split batch moves nothing."""
+        """[batch, ...] as [microbatch, batch, ...], with microbatches the minor part: nothing is sent for a split
+        batch."""
         batch, *rest = x.shape
         micro = Dimension(MICROBATCH, self.microbatches)
         small = Dimension(batch.name, batch.size // micro.size)
         return transpose(reshape(x, [small, micro, *rest]), [micro, small, *rest])
 
     def run(self, stage_fn: StageFn, x: Tensor, beside: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """All stages, of what has been cut, `beside` too, and the sums of what they return besides."""
+        """All stages applied to microbatches x, with `beside` cut as well; returns y and the stages' sums."""
         micro = x.shape.dim(MICROBATCH)
         stage = Dimension(STAGE, self.stages)
         results = layers.pipeline(stage_fn, x, stage, micro, self.repeats, beside, remat=self.remat)
         return (results, []) if isinstance(results, Tensor) else results
 
     def sums(self, loss: Tensor, dropped: Tensor, load: Tensor) -> list[Tensor]:
-        """What the experts of a stage say of one microbatch, as floats: by stage the mean loss of a group of tokens,
-        summed over layers, and how many choices found no room; by layer and expert how many tokens chose it.
+        """Statistics of a stage's experts for one microbatch, as floats: per stage the mean loss of a group of tokens,
+        summed over layers, and the number of dropped choices; per layer and expert the number of tokens.
 
-        Of a stage that goes round, loads are those of the run of layers whose turn it is.
+        With repeats, loads are those of the current group of layers.
         """
         bodies = [g.loop_body for g in loss.graph.around if g.loop_body is not None]
         chosen = next((body.chosen for body in bodies if body.chosen is not None), None)

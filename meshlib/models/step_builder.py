@@ -1,4 +1,4 @@
-"""Training steps of a model as a function of their choices: what plans and searches try."""
+"""Training steps of a model as a function of options, for plans and searches."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from meshlib.models.stages import Pipeline
 from meshlib.models.train import train_step
 from meshlib.ops.control.remat import Remat
 
-OFFLOAD = "offload"  # of remat: everything is computed again, from what each layer is given, which waits on the host
+OFFLOAD = "offload"  # remat policy: full recomputation, with layer inputs kept on the host
 
 
 def transformer_builder(
     config: TransformerConfig, batch: int | None, length: int | None
 ) -> Callable[..., tuple[Mapping[str, Tensor], Sequence[Operation]]]:
-    """Builds the training step of a model.
+    """A builder of the training step of a model.
 
-    Its choices are arguments of `train_step`; "offload" as remat; and stages, with microbatches and the
-    schedule of a pipeline.
+    Its options are arguments of `train_step`; "offload" for remat; and stages, microbatches and schedule of a pipeline.
     """
 
     def build(**choices: Any) -> tuple[Mapping[str, Tensor], Sequence[Operation]]:

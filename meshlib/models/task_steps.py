@@ -1,4 +1,4 @@
-"""Loss and gradients of a decoder whose stages run as 1F1B or zero-bubble schedules say."""
+"""Loss and gradients of a decoder with 1F1B or zero-bubble pipeline schedules."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Tensors = dict[str, Tensor]
 def gradients_by_tasks(
     config: TransformerConfig, sizes: tuple[int, int], pipeline: Pipeline, remat: Policy
 ) -> tuple[list[Tensor], Tensors, Tensor]:
-    """Gradients of all variables of a decoder and its outputs, and the tokens that it is given.
+    """Gradients of all variables of a decoder, its outputs, and its input tokens.
 
     Args:
-      sizes: sequences in the batch, and tokens in each.
-    Raises: GraphError for models that the schedule is not for, and as `Pipeline.check`.
+      sizes: sequences in the batch, and tokens per sequence.
+    Raises: GraphError for models that the schedule does not support, and as in `Pipeline.check`.
     """
     if config.kind != "decoder" or config.experts is not None or config.dropout:
         what = "experts" if config.experts is not None else "dropout" if config.dropout else f"kind {config.kind!r}"
@@ -53,12 +53,12 @@ class _Staged:
     ) -> None:
         self.config, self.pipeline, self.remat = config, pipeline, remat
         self.builder = Builder(config, small, remat, scan=True, training=True)
-        assert self.builder.table is not None  # made outside of the loop: the head may read it too
+        assert self.builder.table is not None  # created outside the loop: the head may read it too
         bias = self.builder.position_bias(length, True) if config.position == "relative" else None
         self.blocks = StackBlocks(config, True, True, bias)
 
     def first(self, features: Tensors) -> Tensor:
-        """The embedding, and layers at the front that are no part of the pipeline."""
+        """The embedding, and layers at the front outside the pipeline."""
         x = self.builder.embedded(features["tokens"], self.blocks)
         front = range(min(self.config.dense_front, self.config.layers))
         return self.builder.run_of_layers(self.blocks, x, front, "dense_layers", trips_from=2)
@@ -84,7 +84,7 @@ class _Staged:
         return x
 
     def last(self, x: Tensor, features: Tensors) -> Tensor:
-        """The head, and the loss of each token."""
+        """The head, and the loss per token."""
         if self.config.norm_position != "post":
             x = self.blocks.norm(x, "final_norm")
         logits = self.builder.logits(x)

@@ -20,7 +20,7 @@ from meshlib.ops.control.sources import input
 from meshlib.ops.control.state import assign
 from meshlib.optimize.base import LearningRate, Optimizer
 
-LOADS = "loads of "  # before the name of a router, among the outputs of microbatches
+LOADS = "loads of "  # prefix of router names among the outputs of microbatches
 OPTIMIZERS: MappingProxyType[str, Callable[[LearningRate], Optimizer]] = MappingProxyType(
     {
         "adafactor": lambda rate: optimize.AdafactorOptimizer(learning_rate=rate),
@@ -49,21 +49,21 @@ def train_step(
     accumulation: int = 1,
     loss_blocks: int = 1,
 ) -> tuple[dict[str, Tensor], list[Operation]]:
-    """What one training step of a model is lowered from; call it inside a graph.
+    """The outputs and updates of one training step of a model; call it inside a graph.
 
     Args:
-      config, batch, length, remat, scan, encoder_length, predictions, pipeline, packed, loss_blocks: as of
+      config, batch, length, remat, scan, encoder_length, predictions, pipeline, packed, loss_blocks: as in
         `transformer`.
       optimizer: an `mtf.optimize.Optimizer`, or the name of one: "adamw", "adam", "adafactor", "lion", "sgd".
-      learning_rate: of an optimizer given by name: a number, a tensor, or a schedule.
-      max_norm: clip all gradients together to this norm.
-      accumulation: in how many microbatches the batch is computed, one after the other, whose gradients add up: see
+      learning_rate: for an optimizer given by name: a number, a tensor, or a schedule.
+      max_norm: clip the global norm of all gradients to this.
+      accumulation: number of sequential microbatches whose gradients are accumulated: see
         `mtf.serialize_training_step`.
-    Returns: the outputs, with the "loss", and of mixtures of experts "auxiliary_loss", which is part of it, and
-      "dropped", how many choices of tokens found no room; and the updates: what `mtf.lower` takes. Variables are
-      updated in float32 whatever config.numerics keeps them in. Biases that choose experts go by the loads of the
-      step, see `mtf.layers.balanced_bias`.
-    Raises: GraphError for an optimizer that is none, and as `transformer`.
+    Returns: the outputs "loss", and for mixtures of experts "auxiliary_loss", which is part of it, and "dropped", the
+      number of dropped choices; and the updates, for `mtf.lower`. Updates are computed in float32 whatever
+      config.numerics stores. Biases that choose experts are updated by the loads of the step, see
+      `mtf.layers.balanced_bias`.
+    Raises: GraphError for an invalid optimizer, and as in `transformer`.
     Example:
       >>> import meshlib as mtf
       >>> tiny = mtf.models.preset("llama2-7b").reduced()
@@ -101,7 +101,7 @@ def train_step(
 
 
 def _balanced(config: TransformerConfig, loads: Mapping[str, Tensor]) -> list[Operation]:
-    """Updates of the biases that choose experts, where there are some."""
+    """Updates of the biases that choose experts, if there are any."""
     if config.experts is None or not config.experts.routing.bias:
         return []
     variables = next(iter(loads.values())).graph.variables
@@ -119,7 +119,7 @@ def _accumulated(
     accumulation: int,
     loss_blocks: int,
 ) -> tuple[dict[str, Tensor], list[Operation]]:
-    """A step in microbatches: loss and gradients of each, added up, and one update."""
+    """A step in microbatches with accumulated losses and gradients, and one update."""
     batch, length = Dimension("batch", sizes[0]), Dimension("length", sizes[1])
     if batch.size % accumulation:
         raise GraphError(
@@ -145,7 +145,7 @@ def _accumulated(
 
 
 def _applied(optimizer: Optimizer, grads: Sequence[Tensor], tokens: Tensor, max_norm: float | None) -> list[Operation]:
-    """The updates of all variables, of gradients that are clipped together."""
+    """The updates of all variables, from gradients clipped by global norm."""
     clipped: Sequence[Tensor | None] = grads
     if max_norm is not None:
         clipped, _ = optimize.clip_by_global_norm(grads, max_norm)

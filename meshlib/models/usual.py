@@ -1,4 +1,4 @@
-"""The usual layouts of Transformers, and meshes for them."""
+"""Common layouts of Transformers, with meshes for them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from math import gcd
 from meshlib.core.arguments import whole
 from meshlib.models.config import TransformerConfig
 
-TENSOR = 8  # devices at most over which heads are split: they talk in every block
-EXPERTS = 32  # devices at most over which experts are split
+TENSOR = 8  # most devices over which heads are split, since they communicate in every block
+EXPERTS = 32  # most devices over which experts are split
 
 
 def usual_layouts(config: TransformerConfig, devices: int, batch: int) -> list[tuple[str, str]]:
-    """The usual layouts of a model, to begin with: (name, mesh), as `mtf.models.layout` takes them.
+    """Common layouts of a model as starting points: (name, mesh), as arguments of `mtf.models.layout`.
 
     Args:
-      config: the model. devices: of the slice. batch: sequences in a step; where there are fewer of them than devices,
-        several devices share a sequence.
-    Returns: fully sharded with the sequence, the heads, or both split over a second axis, or with experts the sequence
-      or these (and the sequence over a third, where several devices share one); without doubles.
+      config: the model. devices: number of devices. batch: sequences per step; if there are fewer than devices, several
+        devices share a sequence.
+    Returns: fully sharded data parallelism alone and with a second axis for the sequence, the heads, or both, or for
+      experts (with a third axis for the sequence if several devices share one); without duplicates.
     Raises: GraphError for sizes below 1.
     Example:
       >>> import meshlib as mtf
@@ -29,13 +29,13 @@ def usual_layouts(config: TransformerConfig, devices: int, batch: int) -> list[t
     of_layers = [config.attention_of(window) for window in config.windows]
     kv_heads = [heads.query if heads.memory == 1 else heads.memory for heads in of_layers]
     tensor = largest_power(devices, *kv_heads, config.d_ff, config.vocab, most=TENSOR)
-    context = devices // gcd(devices, batch)  # devices for each sequence, where there are fewer of these
+    context = devices // gcd(devices, batch)  # devices per sequence, if there are fewer sequences than devices
     layouts_and_meshes = []
     usual = [("context", context), ("tensor", tensor), ("sequence", tensor)]
     if config.experts is not None:
         usual[1:] = [("expert", largest_power(devices, config.experts.count, most=EXPERTS))]
     for axis, size in usual:
-        several = context if axis == "expert" else 1  # an axis for experts splits the batch, which has to suffice
+        several = context if axis == "expert" else 1  # an axis for experts splits the batch, which must be large enough
         size = gcd(size, devices // several)
         rows = devices // (size * several)
         fsdp = largest_power(rows, config.d_model)
@@ -51,7 +51,7 @@ def usual_layouts(config: TransformerConfig, devices: int, batch: int) -> list[t
 
 
 def largest_power(number: int, *others: int, most: int | None = None) -> int:
-    """The largest power of two that divides all of the numbers, at most `most`."""
+    """The largest power of two that divides all numbers, at most `most`."""
     common = gcd(number, *others)
     power = common & -common
     return power if most is None else min(power, most)

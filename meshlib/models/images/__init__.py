@@ -1,6 +1,6 @@
-"""Models of images, each from one frozen config, written in layers alone.
+"""Image models, each from one frozen config, composed of layers alone.
 
-tower    what they share: convolutions and norms with the updates of moving averages
+tower    shared layers: convolutions and norms with the updates of moving averages
 resnet   ResNet-18 to 152, versions 1, 1.5 and 2
-step     a training step and an evaluation step of any classifier
+step     training and evaluation steps of any classifier
 """

@@ -1,4 +1,4 @@
-"""BigGAN: a generator of images by class, and a discriminator that tells them from real ones."""
+"""BigGAN: a class-conditional generator of images, and a discriminator of real and generated ones."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ WIDTHS: MappingProxyType[int, tuple[int, ...]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class BigGANConfig(Config):
-    """What a BigGAN is: residual blocks with spectral norm, conditional batch norm, a block of attention, a projection
-    of the class in the discriminator.
+    """Configuration of a BigGAN: residual blocks with spectral norm, conditional batch norm, attention, a projection
+    discriminator.
 
     Args:
-      side: of images, one of `WIDTHS`: 16 to 512.
-      channels, classes: of images.
-      features: channels of the widest images' features, that all others are multiples of.
-      z: numbers of noise, cut evenly for the first features and each block.
-      shared: numbers that a class is embedded in, for all of the generator's norms.
-      attention: side of the features that see all of themselves; 0: none.
+      side: height and width of images, one of `WIDTHS`: 16 to 512.
+      channels, classes: channels and classes of images.
+      features: base number of channels, of which all others are multiples.
+      z: size of the noise, divided evenly among the first features and each block.
+      shared: size of the class embedding shared by the generator's norms.
+      attention: side of the features with self-attention; 0: none.
       groups, decay, epsilon: of the generator's batch norm.
-      numerics: float32 variables, computed in bfloat16, unless given.
-    Raises: GraphError with all that is wrong at once.
+      numerics: by default float32 variables and bfloat16 activations.
+    Raises: GraphError with all faults at once.
     Source: Brock, Donahue, Simonyan, arXiv:1809.11096, appendix B.
     Example:
       >>> import meshlib as mtf
@@ -105,22 +105,22 @@ class BigGANConfig(Config):
 
     @property
     def height(self) -> int:
-        """Of images."""
+        """Height of images."""
         return self.side
 
     @property
     def width(self) -> int:
-        """Of images."""
+        """Width of images."""
         return self.side
 
     @property
     def spatial_split(self) -> int:
-        """How often height and width can be split."""
+        """Largest number of shards of height and width."""
         return SMALLEST
 
     @property
     def split_dims(self) -> dict[str, int]:
-        """The dims that "channels" splits, and how often they can be."""
+        """The dims that the layout "channels" splits, with their largest numbers of shards."""
         return {CHANNELS: self.features}
 
     @property
@@ -130,9 +130,9 @@ class BigGANConfig(Config):
 
     @property
     def discriminated(self) -> list[tuple[int, int, bool]]:
-        """(channels in, channels out, whether it halves the sides) of each block of the discriminator."""
+        """(input channels, output channels, True if it downsamples) of each block of the discriminator."""
         widths = [*self.widths[:0:-1], self.widths[0]]
-        if len(set(widths)) == 1:  # small images: two blocks that halve, two that do not (Miyato et al. 2018, table 4)
+        if len(set(widths)) == 1:  # small images: two downsampling blocks, two others (Miyato et al. 2018, table 4)
             halves = [n < 2 for n in range(len(widths))]
         else:
             halves = [n < len(widths) - 1 for n in range(len(widths))]
@@ -140,7 +140,7 @@ class BigGANConfig(Config):
 
     @property
     def generator_parameters(self) -> int:
-        """Numbers of trained values of the generator, the table of classes included."""
+        """Trained parameters of the generator, including the class embedding."""
         w, part = self.widths, self.z // len(self.widths)
         condition = self.shared + part
         total = self.classes * self.shared + (part + 1) * w[0] * SMALLEST**2
@@ -151,7 +151,7 @@ class BigGANConfig(Config):
 
     @property
     def discriminator_parameters(self) -> int:
-        """Numbers of trained values of the discriminator."""
+        """Trained parameters of the discriminator."""
         total, side = 0, self.side
         for a, b, halves in self.discriminated:
             side //= 2 if halves else 1
@@ -161,9 +161,9 @@ class BigGANConfig(Config):
         return total + last + 1 + self.classes * last
 
     def noise(self, count: int, truncation: float | None = None, seed: int = 0) -> NDArray[np.float32]:
-        """[count, z] normal numbers; with `truncation`, those further from 0 are drawn again.
+        """Normal numbers [count, z]; with `truncation`, numbers further from 0 are drawn again.
 
-        The smaller it is, the more typical and the less different the images: Brock et al., section 3.1.
+        Smaller values give more typical but less varied images: Brock et al., section 3.1.
         Raises: GraphError for a truncation that is not positive.
         """
         limit = math.inf if truncation is None else number(truncation, "noise", "truncation")
@@ -192,7 +192,7 @@ def generator(config: BigGANConfig, z: Tensor, labels: Tensor, is_training: bool
     """Images in -1..1 from noise and classes, and the updates of moving averages and spectral norms.
 
     Args:
-      config: what it is.
+      config: the model.
       z: [batch, z], normal. labels: int32 [batch].
       is_training: whether norms take statistics of the batch and there are updates.
     Returns: [batch, height, width, image_channels] in float32.
@@ -213,14 +213,14 @@ def generator(config: BigGANConfig, z: Tensor, labels: Tensor, is_training: bool
             condition = concat([rename_dimension(embedded, "shared", "condition"),
                                 rename_dimension(parts[n], "z", "condition")], "condition")  # fmt: skip
             with scope(f"block{n}"):
-                x = _grown(tower, x, channels, condition)
+                x = _upsampling_block(tower, x, channels, condition)
                 x = tower.attention(x) if SMALLEST * 2**n == config.attention else x
         y = tower.conv(tower.active(x), config.channels, use_bias=True, name="last")
         return tanh(widened(rename_dimension(y, CHANNELS, COLOURS))), tower.updates
 
 
-def _grown(tower: Tower, x: Tensor, channels: int, condition: Tensor) -> Tensor:
-    """A block that doubles height and width."""
+def _upsampling_block(tower: Tower, x: Tensor, channels: int, condition: Tensor) -> Tensor:
+    """A residual block that doubles height and width."""
     y = _doubled(relu(tower.conditional_norm(x, condition, "norm1")))
     y = relu(tower.conditional_norm(tower.conv(y, channels, use_bias=True, name="conv1"), condition, "norm2"))
     shortcut = tower.conv(x, channels, 1, use_bias=True, name="shortcut")
@@ -235,14 +235,14 @@ def _doubled(x: Tensor) -> Tensor:
 def discriminator(
     config: BigGANConfig, images: Tensor, labels: Tensor, is_training: bool
 ) -> tuple[Tensor, list[Operation]]:
-    """How real images look, given their classes, and the updates of spectral norms.
+    """Logits of images being real, given their classes, and the updates of spectral norms.
 
     Args:
-      config: what it is.
+      config: the model.
       images: [..., batch, height, width, image_channels] in -1..1.
       labels: int32, the dims of images before height.
       is_training: whether there are updates.
-    Returns: the dims of labels, float32: positive for what looks real.
+    Returns: the dims of labels, float32: positive for images that look real.
     Raises: GraphError for operands without these dims.
     """
     for d in image_dims(config):
@@ -253,7 +253,7 @@ def discriminator(
         for n, (_, channels, halves) in enumerate(config.discriminated, start=1):
             side //= 2 if halves else 1
             with scope(f"block{n}"):
-                x = _judged(tower, x, channels, halves, begins=n == 1)
+                x = _downsampling_block(tower, x, channels, halves, begins=n == 1)
                 x = tower.attention(x) if side == config.attention and halves else x
         x = relu(x)
         summed = reduce_sum(widened(x), reduced_dim=spatial(x))
@@ -268,8 +268,8 @@ def discriminator(
         return reduce_sum(plain, reduced_dim=Dimension("logit", 1)) + by_class, tower.updates
 
 
-def _judged(tower: Tower, x: Tensor, channels: int, halves: bool, begins: bool) -> Tensor:
-    """A block that halves height and width; the first one takes the image as it is."""
+def _downsampling_block(tower: Tower, x: Tensor, channels: int, halves: bool, begins: bool) -> Tensor:
+    """A residual block that halves height and width; the first one takes the image without ReLU."""
     y = tower.conv(x if begins else relu(x), channels, use_bias=True, name="conv1")
     y = tower.conv(relu(y), channels, use_bias=True, name="conv2")
     if halves or x.shape[-1].size != channels:
@@ -289,20 +289,20 @@ def gan_step(
     average: float | None = 0.9999,
     average_from: int = 0,
 ) -> tuple[dict[str, Tensor], list[Operation]]:
-    """What one step of both players is lowered from; call it inside a graph.
+    """The outputs and updates of one training step of generator and discriminator; call it inside a graph.
 
     Its inputs are images, float32 [batch, height, width, image_channels] in -1..1, and labels, int32 [batch]; noise and
-    classes of made images are drawn in the program. Both steps are of what the players were before.
+    classes of generated images are drawn in the program. Both updates use the old weights of both networks.
 
     Args:
-      config: of the model.
-      batch: real images of one step, and made ones, all cores together.
+      config: the model.
+      batch: number of real images of one step, and of generated ones, over all cores.
       generator_optimizer: None: only the discriminator learns (the paper has two such steps for each of the generator).
       discriminator_optimizer: Adam with beta_1 = 0 in the paper, at 2e-4, and 5e-5 for the generator.
       average: decay of moving averages of the generator's weights, see `mtf.optimize.moving_averages`; None: none.
-      average_from: the step from which they are averages.
-    Returns: the outputs "generator_loss", "discriminator_loss", and means of the logits "real" and "made"; the updates.
-    Raises: GraphError for a batch or optimizers that are none.
+      average_from: the step from which they are averaged.
+    Returns: the outputs "generator_loss", "discriminator_loss", and mean logits "real" and "made"; the updates.
+    Raises: GraphError for an invalid batch or optimizer.
     Source: hinge losses: Lim and Ye, arXiv:1705.02894.
     """
     what = "gan_step"
@@ -316,7 +316,7 @@ def gan_step(
     z = random_normal([examples, Dimension("z", config.z)], name="noise")
     drawn = cast(floor(random_uniform([examples], 0.0, float(config.classes), name="drawn_classes")), "int32")
     fakes, updates = generator(config, z, drawn, True)
-    # Side by side, not one after the other: each core keeps its own examples.
+    # Stacked along a new dim instead of concatenated: each core keeps its own examples.
     both = stack([cast(images, fakes.dtype), fakes], pair)
     logits, judged = discriminator(config, both, stack([labels, drawn], pair), True)
     real, fake = unstack(logits, logits.shape.dim(pair))
@@ -340,10 +340,10 @@ def gan_step(
 
 
 def gan_samples(config: BigGANConfig, count: int) -> dict[str, Tensor]:
-    """What making images is lowered from; call it inside a graph of its own.
+    """The outputs of a program that generates images; call it inside a separate graph.
 
     Its inputs are z, float32 [count, z] (`config.noise`), and labels, int32 [count]. Returns: "images" in -1..1.
-    Raises: GraphError for a count that is none.
+    Raises: GraphError for an invalid count.
     """
     examples = Dimension(BATCH, whole(count, "gan_samples", "count", low=1))
     z, labels = given("z", [examples, Dimension("z", config.z)]), given("labels", [examples], "int32")

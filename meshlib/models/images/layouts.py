@@ -1,4 +1,4 @@
-"""Layouts of models of images by name: parts joined by `+`, each with the axes of the mesh that it lies on."""
+"""Named layouts of image models: parts joined by `+`, each with the mesh axes that it uses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _AXES = {"data": "data", "zero1": "data", "spatial": "spatial", "channels": "mod
 
 
 class Splittable(Protocol):
-    """What a layout asks of a config."""
+    """The fields of a config that layouts use."""
 
     @property
     def name(self) -> str: ...
@@ -36,12 +36,12 @@ class Splittable(Protocol):
 
 
 def image_layout(name: str, config: Splittable, mesh: MeshLike) -> LayoutRules:
-    """The rules that lay a model of images over a mesh.
+    """The layout rules of an image model on a mesh.
 
     Args:
       name: a name of `IMAGE_LAYOUTS`, or several joined by "+", such as "data+spatial". A mesh of one axis serves a
         single part whatever the axis is called.
-      config: the model: how often its height, width and channels can be split.
+      config: the model, which limits the shards of height, width and channels.
       mesh: the mesh.
     Raises: LayoutError for an unknown name, a mesh without the axis, and sizes that do not divide, with the remedy.
     Example:

@@ -1,4 +1,4 @@
-"""Models of images with published dimensions, by name."""
+"""Image models with published dimensions, by name."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ IMAGE_PRESETS: MappingProxyType[str, ResNetConfig | ViTConfig] = MappingProxyTyp
 
 
 def image_preset(name: str) -> Any:
-    """The model of `IMAGE_PRESETS` with that name; `.replace(...)` changes it.
+    """The model of `IMAGE_PRESETS` with that name; `.replace(...)` changes fields of it.
 
-    Raises: GraphError with the nearest name.
+    Raises: GraphError for an unknown name, with the nearest one.
     Example:
       >>> import meshlib as mtf
       >>> mtf.models.image_preset("resnet-50").parameters

@@ -32,7 +32,7 @@ DEPTHS: MappingProxyType[int, tuple[tuple[int, ...], bool]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class ConvolutionSizes:
-    """Window, channels of operand and result, stride, and rows and columns of the result."""
+    """Window, input and output channels, stride, and output rows and columns of a convolution."""
 
     size: int
     given: int
@@ -42,12 +42,12 @@ class ConvolutionSizes:
 
     @property
     def parameters(self) -> int:
-        """Of the kernel; there is no bias."""
+        """Parameters of the kernel; there is no bias."""
         return self.size**2 * self.given * self.made
 
     @property
     def macs(self) -> int:
-        """Multiply-adds for one image."""
+        """Multiply-adds per image."""
         return self.parameters * self.places[0] * self.places[1]
 
 
@@ -60,33 +60,33 @@ class ResidualBlock:
 
     @property
     def convolutions(self) -> tuple[ConvolutionSizes, ...]:
-        """All of them."""
+        """All convolutions, including the shortcut's."""
         return self.steps if self.shortcut is None else (*self.steps, self.shortcut)
 
 
-EXPANSION = 4  # channels of a bottleneck block's result over those of its 3x3 convolution
+EXPANSION = 4  # output channels of a bottleneck block relative to those of its 3x3 convolution
 VERSIONS, STEMS = ("1", "1.5", "2"), ("imagenet", "small")
 
 
 @dataclass(frozen=True)
 class ResNetConfig(Config):
-    """What a ResNet is; `mtf.models.image_preset("resnet-50")` and others have the published ones.
+    """Configuration of a ResNet; `mtf.models.image_preset("resnet-50")` and others are published ones.
 
     Args:
-      blocks: of each stage; every stage but the first halves height and width and doubles the channels.
+      blocks: blocks per stage; every stage but the first halves height and width and doubles the channels.
       bottleneck: blocks of 1x1, 3x3 and 1x1 convolutions, or of two 3x3.
       version: "1": a bottleneck's stride is in its first 1x1; "1.5": in its 3x3; "2": norm and ReLU come before each
         convolution instead of after it, the stride is in the 3x3.
-      stem: "imagenet": 7x7 with stride 2, then a maximum of 3x3 with stride 2; "small": 3x3, for images of 64 and less.
+      stem: "imagenet": 7x7 with stride 2, then 3x3 max pooling with stride 2; "small": 3x3, for images of 64 and less.
       classes, height, width, channels: of logits and images.
       features: channels of the first stage's 3x3 convolutions.
-      zero_last: whether the last norm of each block begins at 0 (versions 1 and 1.5), so that it is the identity.
+      zero_last: whether the last norm of each block is initialised to 0 (versions 1 and 1.5), making it the identity.
       groups, decay, epsilon: of batch norm.
-      spatial_split: how often rules for height and width may split them. From the stage on whose rows or columns it
-        does not divide they are called late_height, late_width, which other rules may name.
+      spatial_split: number of shards of height and width. From the first stage that it does not divide they are named
+        late_height, late_width, for which there may be other rules.
       label_smoothing: of the loss.
-      numerics: float32 variables, computed in bfloat16, unless given.
-    Raises: GraphError with all that is wrong at once.
+      numerics: by default float32 variables and bfloat16 activations.
+    Raises: GraphError with all faults at once.
     Source: He et al., arXiv:1512.03385; version 2: arXiv:1603.05027; 1.5: MLPerf's reference, and torchvision's.
     Example:
       >>> import meshlib as mtf
@@ -127,7 +127,7 @@ class ResNetConfig(Config):
 
     @property
     def split_dims(self) -> dict[str, int]:
-        """The dims that "channels" splits, and how often they can be."""
+        """The dims that the layout "channels" splits, with their largest numbers of shards."""
         return {CHANNELS: self.features}
 
     @property
@@ -137,18 +137,18 @@ class ResNetConfig(Config):
 
     @property
     def convolutions(self) -> list[ConvolutionSizes]:
-        """All of them, in the order of the network."""
+        """All convolutions, in the order of the network."""
         own = [c for stage in self.stages for block in stage for c in block.convolutions]
         return [_stem_convolution(self), *own]
 
     @property
     def parameters(self) -> int:
-        """Numbers of trained values: kernels, two for each channel of a norm, the head with its bias."""
+        """Trained parameters: kernels, two per channel of a norm, and the head with its bias."""
         return self.backbone_parameters + (self.stages[-1][-1].steps[-1].made + 1) * self.classes
 
     @property
     def backbone_parameters(self) -> int:
-        """Those without the head."""
+        """Trained parameters without the head."""
         blocks = [block for stage in self.stages for block in stage]
         last = blocks[-1].steps[-1].made
         if self.version == "2":
@@ -159,12 +159,12 @@ class ResNetConfig(Config):
 
     @property
     def macs(self) -> int:
-        """Multiply-adds of convolutions and head for one image; windows over padding count, as published."""
+        """Multiply-adds per image of convolutions and head; windows over padding count, as published."""
         return sum(c.macs for c in self.convolutions) + self.stages[-1][-1].steps[-1].made * self.classes
 
     @property
     def flops_per_image(self) -> int:
-        """Of a training step: two for a multiply-add, in three passes."""
+        """FLOPs per image of a training step: two per multiply-add, in three passes."""
         return 6 * self.macs
 
 
@@ -172,12 +172,12 @@ def resnet(config: ResNetConfig, images: Tensor, is_training: bool) -> tuple[Ten
     """The logits of a ResNet, and the updates of its moving averages.
 
     Args:
-      config: what it is.
-      images: [batch, height, width, image_channels] in sizes of the config, float; normalised as you like. Other dims
-        may come before the batch.
-      is_training: whether batch norm takes statistics of the batch; it returns updates then.
+      config: the model.
+      images: [batch, height, width, image_channels] with the config's sizes, float; the caller normalises. Other dims
+        may precede the batch.
+      is_training: whether batch norm uses statistics of the batch and returns updates.
     Returns: [batch, classes] in float32 (float64 if the numerics are).
-    Raises: GraphError for images of other dims.
+    Raises: GraphError for images with other dims.
     """
     check_images(config, images, "resnet")
     tower = Tower(is_training, config.numerics, config.groups, config.decay, config.epsilon)
@@ -188,7 +188,7 @@ def resnet(config: ResNetConfig, images: Tensor, is_training: bool) -> tuple[Ten
 
 
 def features(tower: Tower, config: ResNetConfig, images: Tensor) -> list[Tensor]:
-    """What each stage makes, [batch, height, width, channels]; the last one normed in version 2."""
+    """The features of each stage, [batch, height, width, channels]; normalised after the last one in version 2."""
     with scope("stem"):
         x = _stem(tower, config, tower.numerics.cast(images))
     stage_features = []

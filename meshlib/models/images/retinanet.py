@@ -1,6 +1,7 @@
-"""RetinaNet: a ResNet, a feature pyramid, and two heads over every anchor.
+"""RetinaNet: a ResNet, a feature pyramid, and two heads applied at every anchor.
 
-Classes and codes of boxes stay apart by level, [batch, height, width, anchors, ...], as features lie: nothing moves.
+Class and box outputs are separate per level, [batch, height, width, anchors, ...], sharded like the features: nothing
+is resharded.
 """
 
 from __future__ import annotations
@@ -33,26 +34,28 @@ from meshlib.ops.pointwise.reductions import reduce_sum
 from meshlib.ops.pointwise.unary import relu, sigmoid
 from meshlib.optimize.base import Optimizer
 
-UNDECIDED = -2  # as of `mtf.detection`
-PRIOR = 0.01  # probability of an object that every anchor begins with: Lin et al., section 4.1
+UNDECIDED = -2  # as in `mtf.detection`
+PRIOR = 0.01  # initial probability of an object at every anchor: Lin et al., section 4.1
 SMALL = initializers.random_normal(0.0, 0.01)  # of the heads, ibidem
 
 
 @dataclass(frozen=True)
 class RetinaNetConfig(Config):
-    """What a RetinaNet is.
+    """Configuration of a RetinaNet.
 
     Args:
-      backbone: whose last stages are the lowest levels; its height, width and channels are those of the images, its
-        classes, smoothing and head are not used.
-      classes: of objects.
-      levels: of the pyramid, consecutive; places of level l are 2^l pixels apart.
-      channels: of pyramid and heads. depth: convolutions of each head before the last.
+      backbone: its last stages are the lowest levels; its height, width and channels are those of the images; its
+      classes,
+        smoothing and head are not used.
+      classes: classes of objects.
+      levels: consecutive levels of the pyramid; positions of level l are 2^l pixels apart.
+      channels: channels of pyramid and heads. depth: convolutions of each head before the last.
       scales, ratios, base: of the anchors, see `mtf.detection.Anchors`.
-      coarse_from: what the first level above the backbone is made of: its last stage, "features", as in the paper, or
-        the level below, "pyramid".
-      alpha, gamma: of the focal loss. beta: of the smooth L1 loss of codes. box_weight: of the latter in the sum.
-    Raises: GraphError with all that is wrong at once.
+      coarse_from: input of the first level above the backbone: its last stage, "features", as in the paper, or the
+      level
+        below, "pyramid".
+      alpha, gamma: of the focal loss. beta: of the smooth L1 loss of boxes. box_weight: its weight in the sum.
+    Raises: GraphError with all faults at once.
     Source: Lin et al., arXiv:1708.02002; pyramid: arXiv:1612.03144.
     Example:
       >>> import meshlib as mtf
@@ -98,27 +101,27 @@ class RetinaNetConfig(Config):
 
     @property
     def height(self) -> int:
-        """Of images."""
+        """Height of images."""
         return self.backbone.height
 
     @property
     def width(self) -> int:
-        """Of images."""
+        """Width of images."""
         return self.backbone.width
 
     @property
     def channels(self) -> int:
-        """Of images."""
+        """Channels of images."""
         return self.backbone.channels
 
     @property
     def spatial_split(self) -> int:
-        """How often height and width can be split."""
+        """Largest number of shards of height and width."""
         return self.backbone.spatial_split
 
     @property
     def split_dims(self) -> dict[str, int]:
-        """The dims that "channels" splits, and how often they can be."""
+        """The dims that the layout "channels" splits, with their largest numbers of shards."""
         return {CHANNELS: math.gcd(self.backbone.features, self.features)}
 
     def backbone_level(self, stage: int) -> int:
@@ -127,12 +130,12 @@ class RetinaNetConfig(Config):
 
     @property
     def anchors(self) -> Anchors:
-        """Those of its images."""
+        """The anchors of its images."""
         return Anchors(self.height, self.width, self.levels, self.scales, self.ratios, self.base)
 
     @property
     def parameters(self) -> int:
-        """Numbers of trained values: backbone, pyramid, heads; convolutions of the latter two have biases."""
+        """Trained parameters of backbone, pyramid and heads; convolutions of the latter two have biases."""
         f, each = self.features, self.anchors.each
         stage_widths = [stage[-1].steps[-1].made for stage in self.backbone.stages]
         own = [m for n, m in enumerate(stage_widths, start=1) if self.backbone_level(n) in self.levels]
@@ -144,7 +147,7 @@ class RetinaNetConfig(Config):
         return self.backbone.backbone_parameters + pyramid + heads
 
     def feeds(self, images: ArrayLike, objects: Sequence[Objects]) -> dict[str, NDArray[Any]]:
-        """What a training step is fed: the images [batch, height, width, channels], and the targets of all anchors."""
+        """The inputs of a training step: images [batch, height, width, channels], and the targets of all anchors."""
         arrays: dict[str, NDArray[Any]] = {"images": np.asarray(images, np.float32)}
         anchors = self.anchors
         targets = [anchors.targets(o.boxes, o.classes) for o in objects]
@@ -156,7 +159,8 @@ class RetinaNetConfig(Config):
         return arrays
 
     def found(self, outputs: Mapping[str, NDArray[Any]], least: float = 0.05, iou: float = 0.5) -> list[Objects]:
-        """The objects of each image, from the outputs of `detection_outputs`: decoded, the best of overlapping ones."""
+        """The detected objects of each image from the outputs of `detection_outputs`, after decoding and
+        suppression."""
         anchors = self.anchors
         count = len(outputs[f"scores{self.levels[0]}"])
         scores, codes = (
@@ -168,7 +172,7 @@ class RetinaNetConfig(Config):
         return [anchors.decode(s, c, least, iou) for s, c in zip(scores, codes, strict=True)]
 
     def _parts(self) -> dict[int, slice]:
-        """Which of all anchors are of each level."""
+        """The range of anchors of each level."""
         slice_of_level, begin, anchors = {}, 0, self.anchors
         for level in self.levels:
             end = begin + math.prod(anchors.places(level)) * anchors.each
@@ -178,20 +182,20 @@ class RetinaNetConfig(Config):
 
 @dataclass(frozen=True)
 class Level:
-    """What the heads say of one level: [batch, height, width, anchors, classes] and [..., coordinates]."""
+    """Outputs of the heads at one level: [batch, height, width, anchors, classes] and [..., coordinates]."""
 
     logits: Tensor
     codes: Tensor
 
 
 def retinanet(config: RetinaNetConfig, images: Tensor, is_training: bool) -> tuple[dict[int, Level], list[Operation]]:
-    """What a RetinaNet says of every anchor, level by level in float32, and the updates of its moving averages.
+    """Class and box outputs per level in float32, and the updates of moving averages.
 
     Args:
-      config: what it is.
-      images: [batch, height, width, image_channels] in sizes of the backbone, float; normalised as you like.
-      is_training: whether batch norm takes statistics of the batch; it returns updates then.
-    Raises: GraphError for images of other dims.
+      config: the model.
+      images: [batch, height, width, image_channels] with the backbone's sizes, float; the caller normalises.
+      is_training: whether batch norm uses statistics of the batch and returns updates.
+    Raises: GraphError for images with other dims.
     """
     check_images(config, images, "retinanet")
     b = config.backbone
@@ -222,7 +226,7 @@ def _pyramid(tower: Tower, config: RetinaNetConfig, stages: Sequence[Tensor]) ->
 
 
 def _doubled(x: Tensor, like: Tensor) -> Tensor:
-    """Every place twice along both sides, under the names that the finer level has."""
+    """Nearest-neighbour upsampling by two, with the dim names of the finer level."""
     names = [d.name for d in spatial(x)]
     finer = {f"{a} 2": b.name for a, b in zip(names, spatial(like), strict=True)}
     rows, columns = names
@@ -246,21 +250,22 @@ def _heads(tower: Tower, config: RetinaNetConfig, x: Tensor, reused: bool) -> Le
     return Level(heads["classes"], heads["boxes"])
 
 
-# ---------------------------------------------------------------- steps
+# ---------------------------------------------------------------- training and detection steps
 
 
 def detection_step(
     config: RetinaNetConfig, batch: int, optimizer: Optimizer, max_norm: float | None = None
 ) -> tuple[dict[str, Tensor], list[Operation]]:
-    """What one training step is lowered from; call it inside a graph. `config.feeds` makes its inputs.
+    """The outputs and updates of one training step; call it inside a graph. `config.feeds` provides its inputs.
 
     Args:
-      config: of the model.
-      batch: images of one step, all cores together.
-      optimizer, max_norm: as of `image_step`.
-    Returns: the outputs "loss", "class_loss" and "box_loss", and the updates, those of moving averages included. Both
-      losses are sums over anchors, divided by the number of those that hold an object, the second by 4, too.
-    Raises: GraphError for a batch or optimizer that is none.
+      config: the model.
+      batch: number of images of one step, over all cores.
+      optimizer, max_norm: as in `image_step`.
+    Returns: the outputs "loss", "class_loss" and "box_loss", and the updates, including moving averages. Both losses
+    are
+      sums over anchors, divided by the number of anchors with an object, the second also by 4.
+    Raises: GraphError for an invalid batch or optimizer.
     Example:
       >>> import meshlib as mtf
       >>> tiny = mtf.models.ResNetConfig("tiny", (1, 1, 1), False, stem="small", height=16, width=16, features=4)
@@ -297,10 +302,10 @@ def detection_step(
 
 
 def detection_outputs(config: RetinaNetConfig, batch: int) -> dict[str, Tensor]:
-    """What finding objects is lowered from; call it inside a graph of its own. `config.found` decodes its outputs.
+    """The outputs of a detection program; call it inside a separate graph. `config.found` decodes them.
 
-    Its input is images. Returns: of each level l "scores<l>", the probability of each class for each anchor, and
-    "codes<l>". Raises: GraphError for a batch that is none.
+    Its input is images. Returns: for each level l "scores<l>", the probability of each class for each anchor, and
+    "codes<l>". Raises: GraphError for an invalid batch.
     """
     levels, _ = retinanet(config, _images(config, batch, "detection_outputs"), False)
     outputs = {f"scores{level}": sigmoid(level_outputs.logits) for level, level_outputs in levels.items()}

@@ -1,4 +1,4 @@
-"""One training step, and one evaluation step on the same variables, of a model that classifies images."""
+"""Training and evaluation steps of image classifiers on the same variables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ImageConfig = ResNetConfig | ViTConfig
 
 
 def classifier(config: ImageConfig, images: Tensor, is_training: bool) -> tuple[Tensor, list[Operation]]:
-    """Logits [batch, classes] of images in float32, and the updates of what a model keeps of its batches."""
+    """Logits [batch, classes] of images in float32, and the updates of moving averages."""
     if isinstance(config, ResNetConfig):
         return resnet(config, images, is_training)
     return vit(config, images, is_training)
@@ -38,19 +38,20 @@ def image_step(
     optimizer: Optimizer,
     max_norm: float | None = None,
 ) -> tuple[dict[str, Tensor], list[Operation]]:
-    """What one training step of a model of images is lowered from; call it inside a graph.
+    """The outputs and updates of one training step of an image classifier; call it inside a graph.
 
     Its inputs are images, float32 [batch, height, width, image_channels], and labels, int32 [batch].
 
     Args:
-      config: of the model.
-      batch: examples of one step, all cores together; or dims, the last called batch, such as [replicas, batch], which
-        the inputs have: of a ResNet with groups=replicas the batch norm is that of groups of cores.
-      optimizer: of all variables; `mtf.optimize.NORMS_AND_BIASES` names those that are not decayed.
-      max_norm: clip all gradients together to this norm.
-    Returns: the outputs "loss", with label smoothing, and "accuracy" of the batch, and the updates, those of moving
-      averages included: what `mtf.lower` takes.
-    Raises: GraphError for a batch or optimizer that is none.
+      config: the model.
+      batch: number of examples of one step, over all cores; or dims, the last named batch, such as [replicas, batch],
+      of
+        the inputs: a ResNet with groups=replicas then has batch norm per group of cores.
+      optimizer: updates all variables; `mtf.optimize.NORMS_AND_BIASES` names those to exclude from weight decay.
+      max_norm: clip the global norm of all gradients to this.
+    Returns: the outputs "loss", with label smoothing, and "accuracy" of the batch, and the updates, including moving
+      averages, for `mtf.lower`.
+    Raises: GraphError for an invalid batch or optimizer.
     Example:
       >>> import meshlib as mtf
       >>> sizes = {"classes": 10, "height": 8, "width": 8, "features": 8}
@@ -75,14 +76,14 @@ def image_step(
 
 
 def image_evaluation(config: ImageConfig, batch: int | Sequence[Dimension]) -> dict[str, Tensor]:
-    """What an evaluation step is lowered from; call it inside a graph of its own, with the batch that it likes.
+    """The outputs of an evaluation step; call it inside a separate graph, with any batch size.
 
-    Its inputs are images and labels as of `image_step`, and mask, float32 [batch]: 1 for examples that count, 0 for
-    those that fill the last batch up (`mtf.Batches(..., remainder="pad")` makes it).
+    Its inputs are images and labels as in `image_step`, and mask, float32 [batch]: 1 for examples, 0 for padding of the
+    last batch (as `mtf.Batches(..., remainder="pad")` provides).
 
-    Returns: "loss", the sum of the cross entropies of what counts, "right", how many of them are classified right, and
-      "count", how many there are.
-    Raises: GraphError for a batch that is none.
+    Returns: sums over unmasked examples: "loss" of cross entropies, "right" of correct classifications, and "count" of
+      examples.
+    Raises: GraphError for an invalid batch.
     """
     images, labels = _inputs(config, batch, "image_evaluation")
     mask = given("mask", labels.shape)

@@ -1,4 +1,4 @@
-"""Building blocks of image models: layers that know the dims and collect moving averages."""
+"""Shared layers of image models, which know the dims and collect moving averages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshlib.ops.movement.shape import rename_dimension
 from meshlib.ops.pointwise.unary import relu
 
 BATCH, HEIGHT, WIDTH, CHANNELS = "batch", "height", "width", "channels"
-COLOURS = "image_channels"  # so that a rule for channels does not reach the three of an image
+COLOURS = "image_channels"  # named differently, so that a rule for channels does not split the three of an image
 LATE = "late_"
 
 
@@ -29,10 +29,10 @@ class Tower:
     """The layers of one model in one graph.
 
     Args:
-      is_training: whether batch norm takes statistics of the batch, whose moving averages are `updates`.
+      is_training: whether batch norm uses statistics of the batch, with moving averages in `updates`.
       numerics: of all layers.
       groups, decay, epsilon: of batch norm.
-      spectral: whether kernels are divided by their largest singular value, whose vectors are `updates`, too.
+      spectral: whether kernels have spectral norm, whose vectors are in `updates` too.
     """
 
     is_training: bool
@@ -53,7 +53,7 @@ class Tower:
         initializer: Initializer | None = None,
         name: str = "conv",
     ) -> Tensor:
-        """A convolution over height and width that keeps the size, or divides it by the stride."""
+        """A convolution over height and width that divides the size by the stride."""
         places = spatial(x)
         padding: str | Sequence[int] = "SAME" if stride == 1 else [(size - 1) // 2] * len(places)
         return layers.conv(
@@ -71,25 +71,25 @@ class Tower:
         )
 
     def dense(self, x: Tensor, dims: Sequence[Dimension], name: str) -> Tensor:
-        """A product of the last dim with a kernel, and a bias."""
+        """A dense layer over the last dim, with bias."""
         transform = self.normed_kernel if self.spectral else None
         return projection(x, dims, None, True, None, self.numerics, name, name, transform)
 
     def attention(self, x: Tensor) -> Tensor:
-        """The features, and what each place sees of all others."""
+        """Features plus attention over all positions: see `image_attention`."""
         transform = self.normed_kernel if self.spectral else None
         places, channels = spatial(x), x.shape.dim(CHANNELS)
         return layers.image_attention(x, places, channels, kernel_transform=transform, numerics=self.numerics)
 
     def normed_kernel(self, kernel: Tensor) -> Tensor:
-        """A kernel over its largest singular value."""
+        """A kernel with spectral norm."""
         columns = [d for d in kernel.shape.dims[1:] if d.name in (HEIGHT, WIDTH)] + [kernel.shape[-1]]
         y, updates = layers.spectral_norm(kernel, columns, self.is_training)
         self.updates += updates
         return y
 
     def conditional_norm(self, x: Tensor, condition: Tensor, name: str) -> Tensor:
-        """Batch norm whose scale and bias are products of a vector of each example."""
+        """Batch norm with scale and bias from a vector per example."""
         y, updates = layers.conditional_batch_norm(
             x,
             x.shape.dim(CHANNELS),
@@ -108,7 +108,7 @@ class Tower:
         return y
 
     def norm(self, x: Tensor, scale: float = 1.0, name: str = "norm") -> Tensor:
-        """Batch norm over all but the channels; `scale` is where its factor starts."""
+        """Batch norm over all dims except the channels; `scale` is the initial value of its factor."""
         y, updates = layers.batch_norm(
             x,
             x.shape.dim(CHANNELS),
@@ -125,12 +125,12 @@ class Tower:
         return y
 
     def active(self, x: Tensor, name: str = "norm") -> Tensor:
-        """ReLU of batch norm."""
+        """Batch norm followed by ReLU."""
         return relu(self.norm(x, name=name))
 
 
 class Images(Protocol):
-    """What a config says of its images."""
+    """The sizes of images in a config."""
 
     @property
     def height(self) -> int: ...
@@ -141,12 +141,12 @@ class Images(Protocol):
 
 
 def image_dims(config: Images) -> list[Dimension]:
-    """Height, width and channels of the images of a model."""
+    """Height, width and channels of a model's images."""
     return [Dimension(HEIGHT, config.height), Dimension(WIDTH, config.width), Dimension(COLOURS, config.channels)]
 
 
 def check_images(config: Images, images: Tensor, what: str) -> None:
-    """Raise GraphError unless the images are [..., batch, height, width, image_channels] in sizes of the config."""
+    """Raise GraphError unless the images are [..., batch, height, width, image_channels] with the config's sizes."""
     for d in image_dims(config):
         find_dim(floats(images, what), d, what)
     if images.shape.names[-4:] != (BATCH, HEIGHT, WIDTH, COLOURS):
@@ -154,14 +154,14 @@ def check_images(config: Images, images: Tensor, what: str) -> None:
 
 
 def spatial(x: Tensor) -> list[Dimension]:
-    """Height and width, late or not."""
+    """The dims of height and width, also if named late_height and late_width."""
     return [d for d in x.shape if d.name.removeprefix(LATE) in (HEIGHT, WIDTH)]
 
 
 def late(x: Tensor, rows: Sequence[int], split: int) -> Tensor:
-    """`x` with its spatial dims called late_height, late_width if `rows` of them are no multiples of `split`.
+    """`x` with its spatial dims named late_height, late_width unless `split` divides all of `rows`.
 
-    Few rows can't be shared out among many cores: under these names no rule for height and width reaches them.
+    Few rows can't be split over many cores: under these names, rules for height and width do not apply.
     """
     advice = "Give the model spatial_split={blocks} (on the command line --set spatial_split={blocks})"
     x.graph.around[-1].remedies.update({d.name: advice for d in spatial(x)})

@@ -1,4 +1,4 @@
-"""U-Net: an encoder and a decoder of convolutions with skip connections; a class for every pixel."""
+"""U-Net: an encoder and a decoder of convolutions with skip connections; per-pixel classification."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from meshlib.ops.movement.runs import concat
 
 @dataclass(frozen=True)
 class UNetConfig(Config):
-    """What a U-Net is: `levels` sizes of two convolutions each down, and up again beside the features of that size.
+    """Configuration of a U-Net: `levels` resolutions with two convolutions each on the way down and up, with skip
+    connections.
 
     Args:
-      levels: how often height and width are halved; 2^levels must divide them.
-      features: channels of the first level; every further one has twice as many.
+      levels: number of halvings of height and width; 2^levels must divide them.
+      features: channels of the first level, doubled at each further one.
       classes, height, width, channels: of the logits of each pixel, and of images.
       groups: of batch norm.
-      numerics: float32 variables, computed in bfloat16, unless given.
-    Growing: every place is repeated twice along each side, then convolved, with SAME padding, so that logits are as
-      large as images (Odena et al., "Deconvolution and checkerboard artifacts", 2016).
-    Raises: GraphError with all that is wrong at once.
+      numerics: by default float32 variables and bfloat16 activations.
+    Upsampling is nearest-neighbour repetition followed by a convolution with SAME padding, so that logits have the size
+      of images (Odena et al., "Deconvolution and checkerboard artifacts", 2016).
+    Raises: GraphError with all faults at once.
     Source: Ronneberger et al., arXiv:1505.04597.
     Example:
       >>> import meshlib as mtf
@@ -62,18 +63,18 @@ class UNetConfig(Config):
 
     @property
     def split_dims(self) -> dict[str, int]:
-        """The dims that "channels" splits, and how often they can be."""
+        """The dims that the layout "channels" splits, with their largest numbers of shards."""
         return {CHANNELS: self.features}
 
     @property
     def spatial_split(self) -> int:
-        """How often height and width can be split: the places of the smallest features."""
+        """Largest number of shards of height and width: the size of the smallest features."""
         smallest = (self.height >> self.levels, self.width >> self.levels)
         return next(n for n in range(min(smallest), 0, -1) if not any(side % n for side in smallest))
 
     @property
     def parameters(self) -> int:
-        """Numbers of trained values: kernels, two for each channel of a norm, the head with its bias."""
+        """Trained parameters: kernels, two per channel of a norm, and the head with its bias."""
         f, total, given = self.features, 0, self.channels
         for level in range(self.levels + 1):
             features_out = f << level
@@ -81,20 +82,20 @@ class UNetConfig(Config):
             given = features_out
         for level in reversed(range(self.levels)):
             features_out = f << level
-            total += 9 * (2 * features_out * features_out) + 2 * features_out  # grown
+            total += 9 * (2 * features_out * features_out) + 2 * features_out  # the convolution after upsampling
             total += 9 * (2 * features_out * features_out + features_out * features_out) + 4 * features_out
         return total + (f + 1) * self.classes
 
 
 def unet(config: UNetConfig, images: Tensor, is_training: bool) -> tuple[Tensor, list[Operation]]:
-    """The logits of a U-Net for each pixel, and the updates of its moving averages.
+    """The logits of a U-Net per pixel, and the updates of moving averages.
 
     Args:
-      config: what it is.
-      images: [batch, height, width, image_channels] in sizes of the config, float.
-      is_training: whether batch norm takes statistics of the batch; there are updates then.
+      config: the model.
+      images: [batch, height, width, image_channels] with the config's sizes, float.
+      is_training: whether batch norm uses statistics of the batch and returns updates.
     Returns: [batch, height, width, classes] in float32.
-    Raises: GraphError for images of other dims.
+    Raises: GraphError for images with other dims.
     """
     check_images(config, images, "unet")
     tower = Tower(is_training, config.numerics, config.groups)

@@ -1,4 +1,4 @@
-"""ViT: a Transformer over the patches of an image, cut out by `mtf.rearrange`."""
+"""ViT: a Transformer over the patches of an image, extracted by `mtf.rearrange`."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from meshlib.ops.pointwise.reductions import reduce_sum
 
 @dataclass(frozen=True)
 class ViTConfig(Config):
-    """What a ViT is; `mtf.models.image_preset("vit-b-16")` and others have the published ones.
+    """Configuration of a ViT; `mtf.models.image_preset("vit-b-16")` and others are published ones.
 
     Args:
       layers, d_model, heads, d_ff: of the encoder: layer norms before attention and feed-forward, GELU, biases.
-      patch: pixels along the sides of a patch.
+      patch: side of a patch in pixels.
       classes, height, width, channels: of logits and images; the patch divides height and width.
-      dropout: of what attention and feed-forward add, while training.
-      scan: whether the layers are one loop, of stacked variables. remat: what it keeps, as of `mtf.scan`.
+      dropout: of residual branches, while training.
+      scan: whether the layers are one loop over stacked variables. remat: its policy, as in `mtf.scan`.
       label_smoothing: of the loss.
-      numerics: float32 variables, computed in bfloat16, unless given.
-    Raises: GraphError with all that is wrong at once.
+      numerics: by default float32 variables and bfloat16 activations.
+    Raises: GraphError with all faults at once.
     Source: Dosovitskiy et al., arXiv:2010.11929, table 1.
     Example:
       >>> import meshlib as mtf
@@ -79,7 +79,7 @@ class ViTConfig(Config):
 
     @property
     def encoder(self) -> TransformerConfig:
-        """Its layers as those of a Transformer."""
+        """Its layers as a `TransformerConfig`."""
         return TransformerConfig(
             name=self.name, kind="encoder", layers=self.layers, d_model=self.d_model, heads=self.heads,
             head_dim=self.d_model // self.heads, d_ff=self.d_ff, vocab=self.classes, bias=True, position="none",
@@ -88,48 +88,48 @@ class ViTConfig(Config):
 
     @property
     def length(self) -> int:
-        """Patches of an image, and the class token."""
+        """Number of patches plus the class token."""
         return self.height // self.patch * (self.width // self.patch) + 1
 
     @property
     def split_dims(self) -> dict[str, int]:
-        """The dims that "channels" splits, and how often they can be."""
+        """The dims that the layout "channels" splits, with their largest numbers of shards."""
         return {"heads": self.heads, "d_ff": self.d_ff}
 
     @property
     def spatial_split(self) -> int:
-        """Height and width are merged into one sequence: of a split one every core gets all patches."""
+        """1: height and width are merged into one sequence, which would gather all patches on every core."""
         return 1
 
     @property
     def parameters(self) -> int:
-        """Numbers of trained values."""
+        """Trained parameters."""
         d, patch = self.d_model, self.patch**2 * self.channels
         layer = 4 * d * (d + 1) + 2 * d * self.d_ff + d + self.d_ff + 4 * d
         return (patch + 1) * d + d + self.length * d + self.layers * layer + 2 * d + (d + 1) * self.classes
 
     @property
     def macs(self) -> int:
-        """Multiply-adds of products with weights and of attention, for one image."""
+        """Multiply-adds per image of products with weights and of attention."""
         d, n = self.d_model, self.length
         layer = n * (4 * d * d + 2 * d * self.d_ff) + 2 * n * n * d
         return (n - 1) * self.patch**2 * self.channels * d + self.layers * layer + d * self.classes
 
     @property
     def flops_per_image(self) -> int:
-        """Of a training step: two for a multiply-add, in three passes."""
+        """FLOPs per image of a training step: two per multiply-add, in three passes."""
         return 6 * self.macs
 
 
 def vit(config: ViTConfig, images: Tensor, is_training: bool) -> tuple[Tensor, list[Operation]]:
-    """The logits of a ViT; there are no updates beside those of the optimizer.
+    """The logits of a ViT, and an empty list of updates.
 
     Args:
-      config: what it is.
-      images: [batch, height, width, image_channels] in sizes of the config, float; normalised as you like.
+      config: the model.
+      images: [batch, height, width, image_channels] with the config's sizes, float; the caller normalises.
       is_training: whether there is dropout.
     Returns: [batch, classes] in float32, and [].
-    Raises: GraphError for images of other dims.
+    Raises: GraphError for images with other dims.
     """
     check_images(config, images, "vit")
     numerics = config.numerics

@@ -1,6 +1,7 @@
-"""MaxText's logical axis rules, for configurations that have none of their own.
+"""MaxText's default logical axis rules, for configurations without their own.
 
-Source: AI-Hypercomputer/maxtext: src/maxtext/configs/base.yml, August 2026; rules of training, without those of caches.
+Source: AI-Hypercomputer/maxtext: src/maxtext/configs/base.yml, August 2026; rules for training, without those for
+caches.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A plan as MaxText's KEY=VALUE lines: only what differs from its defaults, and what it can't express.
+"""A plan as MaxText's KEY=VALUE lines: the keys that differ from defaults, and what can't be expressed.
 
-What is written is read back at once, and compared with the plan: every difference is reported.
+The written keys are read back and compared with the plan; every difference is reported.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from meshlib.models.maxtext.settings import RULES, Settings
 from meshlib.ops.control.remat import Policy
 
 PLAN = "plan"
-# Axes of the library's layouts -> MaxText's.
+# Axis names of the library's layouts -> MaxText's.
 NAMES: Mapping[str, str] = {"model": "tensor", "pipe": "stage"}
 
 
 @dataclass(frozen=True)
 class Emission:
-    """Keys with their values, and what of a plan they do not express."""
+    """Keys with their values, and the features of a plan that they do not express."""
 
     keys: Mapping[str, Any]
     missing: tuple[str, ...] = ()
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """As MaxText's command line takes them."""
+        """KEY=VALUE arguments of MaxText's command line."""
         return tuple(f"{key}={value_text(value)}" for key, value in self.keys.items())
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class Emission:
 
 
 def value_text(value: Any) -> str:
-    """A value as MaxText's command line takes it: lists without blanks.
+    """A value in the syntax of MaxText's command line: lists without blanks.
 
     >>> value_text([["embed", ["fsdp"]]]), value_text(True), value_text(1e-6)
     ("[['embed',['fsdp']]]", 'true', '1e-06')
@@ -75,18 +75,18 @@ def emission_of(
     """MaxText's keys for a training step with AdamW in the dtype of the weights.
 
     Args:
-      config, batch, length, remat, max_norm: as of `mtf.models.train_step`.
-      mesh, layout: where it runs, with the library's axes or MaxText's.
-      where: the slice. across: of each mesh axis the part that joins slices; the first axes unless given.
-      slots_on_host: whether AdamW's slots are in the memory of the host.
-    Returns: keys whose values differ from MaxText's defaults, and what they do not express.
+      config, batch, length, remat, max_norm: as in `mtf.models.train_step`.
+      mesh, layout: of the plan, with the library's axes or MaxText's.
+      where: the slice. across: the part of each mesh axis across slices; by default the first axes.
+      slots_on_host: whether AdamW's slots are in host memory.
+    Returns: keys whose values differ from MaxText's defaults, and the features that they do not express.
     """
     sequence = {axis for rule in layout.rules if rule.dim == "length" and rule.optional for axis in rule.axes}
     renames = _renames(mesh, sequence, layout)
     theirs = Mesh({renames[axis]: size for axis, size in mesh.sizes_by_axis.items()})
     rules = LayoutRules([Rule(r.dim, tuple(renames.get(a, a) for a in r.axes), r.optional, r.scope, r.whole)
                          for r in layout.rules])  # fmt: skip
-    config = _stated(config, length)
+    config = _with_resolved_experts(config, length)
     keys, missing = model_keys(config)
     keys |= _mesh_keys(theirs, where, {renames[a]: n for a, n in (across or {}).items()})
     keys |= {"per_device_batch_size": _each(batch, where), "max_target_length": length}
@@ -105,9 +105,9 @@ def emission_of(
     return Emission(kept_keys, tuple(dict.fromkeys(missing)))
 
 
-def _stated(config: TransformerConfig, length: int) -> TransformerConfig:
-    """The config with experts as they are for sequences of a length: the form that follows from it, and least room only
-    where it is more than the capacity."""
+def _with_resolved_experts(config: TransformerConfig, length: int) -> TransformerConfig:
+    """The config with defaults of experts resolved for this sequence length: the form, and no least capacity if that
+    has no effect."""
     e = config.experts
     if e is None:
         return config
@@ -120,7 +120,7 @@ def _stated(config: TransformerConfig, length: int) -> TransformerConfig:
 
 
 def _renames(mesh: Mesh, sequence: set[str], layout: LayoutRules) -> dict[str, str]:
-    """MaxText's axis for each axis of the mesh: by name, else by what it splits."""
+    """MaxText's axis for each mesh axis: by name, otherwise by the dims that it splits."""
     renames: dict[str, str] = {}
     for axis in mesh.axes:
         name = NAMES.get(axis, axis)
@@ -150,7 +150,7 @@ def _each(batch: int, where: Slice) -> float | int:
 
 
 def _mesh_keys(mesh: Mesh, where: Slice, across: Mapping[str, int]) -> dict[str, Any]:
-    """Sizes within and across slices; the order of the axes where it is not MaxText's."""
+    """Axis sizes within and across slices; the order of the axes if it is not MaxText's."""
     sizes, left = dict(mesh.sizes_by_axis), where.slices
     joining = dict(across)
     if not joining:
@@ -188,13 +188,13 @@ def _numerics(config: TransformerConfig, missing: list[str]) -> dict[str, Any]:
 def _rule_keys(
     config: TransformerConfig, rules: LayoutRules, mesh: Mesh, keys: Mapping[str, Any], where: Slice, missing: list[str]
 ) -> dict[str, Any]:
-    """`logical_axis_rules` where the default ones do not give the layout."""
+    """`logical_axis_rules` if the default ones do not give the layout."""
     try:
         if _same(_read({**keys}).layout_on(where), rules):
             return {}
     except MeshlibError:
-        pass  # the default rules do not even divide
-    wanted = _wanted(config, rules, mesh, missing)
+        pass  # the default rules do not divide
+    wanted = _required_axes(config, rules, mesh, missing)
     several = set(mesh.axes)
     default: dict[str, list[tuple[str, ...]]] = {}
     for name, axes in DEFAULT_RULES:
@@ -211,8 +211,8 @@ def _rule_keys(
 Wanted: TypeAlias = dict[str, list[tuple[str, ...]]]  # by name of MaxText's dim
 
 
-def _wanted(config: TransformerConfig, rules: LayoutRules, mesh: Mesh, missing: list[str]) -> Wanted:
-    """The axes that each of MaxText's dims needs, the longest of several first."""
+def _required_axes(config: TransformerConfig, rules: LayoutRules, mesh: Mesh, missing: list[str]) -> Wanted:
+    """The axes of each of MaxText's logical dims in the plan, the longest alternatives first."""
     wanted: Wanted = {}
     _want_weights(wanted, config, rules, mesh, missing)
     _want_activations(wanted, config, rules, mesh)
@@ -259,12 +259,12 @@ def _want_activations(wanted: Wanted, config: TransformerConfig, rules: LayoutRu
 
 
 def _options(options: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Different options of a dim; to be whole is one only where there is no other."""
+    """Distinct alternatives for a dim; unsplit only if there is no other."""
     return [axes for axes in dict.fromkeys(options) if axes] or [()]
 
 
 def _same(one: LayoutRules, other: LayoutRules) -> bool:
-    """Whether both have the same rules, apart from optional ones beside a required one, which are never used."""
+    """True if both have the same rules, ignoring optional ones shadowed by a required one."""
 
     def used(rules: LayoutRules) -> set[str]:
         required = {(r.dim, r.scope) for r in rules.rules if not r.optional}
@@ -273,11 +273,11 @@ def _same(one: LayoutRules, other: LayoutRules) -> bool:
     return used(one) == used(other)
 
 
-# ------------------------------------------------------------ read back
+# ------------------------------------------------------------ reading back
 
 
 def _read(keys: Mapping[str, Any]) -> MaxTextRun:
-    """A run of these keys over MaxText's defaults."""
+    """The run that these keys describe, over MaxText's defaults."""
     rules: tuple[LogicalRule, ...] = DEFAULT_RULES
     if RULES in keys:
         names = {name for name, _ in keys[RULES]}
@@ -297,7 +297,7 @@ def _differences(
     sizes: tuple[int, int],
     remat: Policy,
 ) -> list[str]:
-    """What the keys give when they are read, where it is not the plan."""
+    """Differences between the run read back and the plan."""
     try:
         run = _read(keys)
         read_back = run.config
@@ -321,7 +321,7 @@ def _differences(
     return out
 
 
-# What fields are about whose names do not say so.
+# Descriptions of fields whose names are unclear.
 _ABOUT = {"experts.form": "how tokens reach experts (None: products with masks for short groups, else look-ups), "}
 
 
@@ -329,7 +329,7 @@ def _kept(remat: Policy) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return POLICIES["minimal"] if remat == "matmuls" else ((), ())
 
 
-# Fields that change neither what a step computes nor what it stores: angles, constants of losses and of norms.
+# Fields that affect neither the computation's cost nor storage: angles, constants of losses and norms.
 FREE = (
     *("name", "norm_epsilon", "attention_scale", "rope_theta", "local_rope_theta"),
     *("label_smoothing", "relative_buckets", "relative_max_distance", "segments", "experts.routing.loss_coef"),
@@ -338,7 +338,7 @@ FREE = (
 
 
 def _plain(config: TransformerConfig) -> list[tuple[str, Any]]:
-    """Fields as they are compared: what derived ones come to, those of experts one by one."""
+    """Fields for comparison: derived defaults resolved, and those of experts one by one."""
     derived: dict[str, Any] = {
         "kv_heads": config.memory_heads,
         "attention_bias": config.has_attention_bias,

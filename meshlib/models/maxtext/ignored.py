@@ -1,4 +1,4 @@
-"""Keys of a MaxText configuration without cost: paths, data, logging, profiling, inference, numerics."""
+"""Keys of a MaxText configuration without effect on cost: paths, data, logging, profiling, inference, numerics."""
 
 from __future__ import annotations
 

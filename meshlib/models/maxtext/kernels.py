@@ -1,7 +1,7 @@
-"""The attention kernels of a MaxText configuration, as figures of the chip that it runs on.
+"""Attention kernel blocks of a MaxText configuration, as figures of the chip.
 
-Splash attention goes through blocks of queries and keys: those of the forward pass, of layers with a window, and of the
-backward pass, which is one kernel or two. A block is never longer than the sequence.
+Splash attention iterates over blocks of queries and keys, with separate sizes for the forward pass, for layers with a
+window, and for the backward pass, which is one kernel or two. A block is never longer than the sequence.
 
 Source: AI-Hypercomputer/maxtext: src/maxtext/layers/attention_op.py, tpu_flash_attention.
 """
@@ -18,7 +18,7 @@ from meshlib.models.maxtext.settings import Settings
 
 FORWARD, BACKWARD = ("sa_block_q", "sa_block_kv"), ("sa_block_q_dkv", "sa_block_kv_dkv")
 FUSED = "sa_use_fused_bwd_kernel"
-# Keys of further blocks, and the key whose value is estimated for them.
+# Keys of further blocks -> the key whose value is estimated for them.
 FOLLOWING: Mapping[str, str] = MappingProxyType(
     {
         "sa_block_kv_compute": "sa_block_kv", "sa_block_kv_dkv_compute": "sa_block_kv_dkv",
@@ -28,9 +28,9 @@ FOLLOWING: Mapping[str, str] = MappingProxyType(
 
 
 def chip_of(s: Settings, chip: Chip, length: int) -> Chip:
-    """The chip with the blocks that the configuration sets, for sequences of a length.
+    """The chip with the configured blocks, for sequences of this length.
 
-    Raises: GraphError for a block that is no whole number.
+    Raises: GraphError for a block that is not an integer.
     """
     windowed = tuple(local_block(s, key) for key in FORWARD)
     figures: dict[str, Any] = {
@@ -44,6 +44,6 @@ def chip_of(s: Settings, chip: Chip, length: int) -> Chip:
 
 
 def local_block(s: Settings, key: str) -> int:
-    """A block of layers with a window; unless it is given that of the others."""
+    """The block of layers with a window; by default that of other layers."""
     local = f"local_{key}"
     return s.size(key) if s.values.get(local) is None else s.size(local)

@@ -1,8 +1,8 @@
-"""The keys of a MaxText configuration: defaults of those that are read, and what the others would change.
+"""The keys of a MaxText configuration: defaults of those that are read, and effects of the others.
 
 Every key belongs to exactly one of four tables: `READ` (expressed in the program), `UNREAD` (changes compute, memory
-or communication, but is not expressed; reported in `run.unread`), `REFUSED` (another model or another training step
-than this library has) and `IGNORED` (paths, data, logging, profiling, numerics without cost; see `ignored`).
+or communication, but is not expressed; reported in `run.unread`), `REFUSED` (selects a model or training step that this
+library lacks) and `IGNORED` (paths, data, logging, profiling, numerics without cost; see `ignored`).
 
 Source: AI-Hypercomputer/maxtext: src/maxtext/configs/base.yml and types.py, August 2026; names and default values.
 """
@@ -25,7 +25,7 @@ PARTS: Mapping[str, str] = MappingProxyType(
     {axis: {"stage": "pipeline"}.get(axis, axis) for axis in AXES} | {"sequence": "sequence", "model": "tensor"}
 )
 LOCATIONS = ("remat", "device", "offload")
-# Values that `remat_policy: custom` places, by name; all but the first may be computed again.
+# Names of values that `remat_policy: custom` places; all but the first may be recomputed.
 REMAT_KEYS = (
     *("decoder_layer_input", "context", "mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo", "moe_mlpwi_0", "moe_mlpwi_1"),
     *("moe_mlpwo", "query_proj", "key_proj", "value_proj", "kv_proj", "qkv_proj", "out_proj", "query_wa_proj"),
@@ -65,7 +65,7 @@ READ: Mapping[str, Any] = MappingProxyType(
         "per_device_batch_size": 12.0, "max_target_length": 2048, "gradient_accumulation_steps": 1,
         "gradient_clipping_threshold": 1.0, "opt_type": "adamw", "mu_dtype": "",
         "optimizer_memory_host_offload": False, "num_vocab_tiling": 1,
-        # recomputation and loops
+        # rematerialisation and loops
         "remat_policy": "full", **dict.fromkeys(REMAT_KEYS, "remat") | {"decoder_layer_input": "device"},
         "scan_layers": True, "num_layers_per_pipeline_stage": 1, "num_pipeline_repeats": -1,
         "pipeline_parallel_layers": -1, "num_pipeline_microbatches": -1,
@@ -89,14 +89,14 @@ def _enabled(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Effect:
-    """Keys that are not expressed: defaults, what they change, and the key that must be on for them to count."""
+    """Keys that are not expressed: defaults, their effect, and the key that must be on for them to apply."""
 
     changes: str
     defaults: Mapping[str, Any]
     gate: str | None = None
 
     def counts(self, values: Mapping[str, Any]) -> bool:
-        """Whether the keys matter in a configuration."""
+        """True if the keys apply in a configuration."""
         return self.gate is None or _on(values.get(self.gate, READ.get(self.gate)))
 
 
@@ -184,7 +184,7 @@ UNREAD: Mapping[str, Any] = MappingProxyType({k: v for effect in EFFECTS for k, 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A key whose value asks for what this library has not: its default, the reason, when it does, and what to do."""
+    """A key whose value requests something that this library lacks: default, reason, condition, remedy."""
 
     default: Any
     reason: str

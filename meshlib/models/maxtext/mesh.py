@@ -1,4 +1,4 @@
-"""The mesh of a MaxText configuration on a slice: ICI and DCN sizes of each axis, one -1 of each filled in."""
+"""The mesh of a MaxText configuration on a slice: ICI and DCN sizes of each axis, with one -1 of each resolved."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from meshlib.core.errors import nearest
 from meshlib.models.maxtext.keys import PARTS
 from meshlib.models.maxtext.settings import Settings
 
-UNUSED = "sequence"  # keys of an axis that MaxText no longer has: it takes no notice of them
+UNUSED = "sequence"  # keys of axes that MaxText has removed and ignores
 
 
 @dataclass(frozen=True)
 class AxisSizes:
-    """Sizes of all mesh axes in MaxText's order: within a slice, and across slices."""
+    """Sizes of all mesh axes in MaxText's order, within a slice and across slices."""
 
     ici: Mapping[str, int]
     dcn: Mapping[str, int]
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Devices along each axis, of all slices."""
+        """Devices along each axis, over all slices."""
         return {axis: self.ici[axis] * self.dcn[axis] for axis in self.ici}
 
     @property
     def mesh(self) -> Mesh:
-        """The axes of more than one device; one of a single device where there is none."""
+        """The axes with more than one device; a single-device axis if there is none."""
         several = {axis: size for axis, size in self.sizes.items() if size > 1}
         return Mesh(several or {"data": 1})
 
     @property
     def across(self) -> dict[str, int]:
-        """Of each axis, the part that joins slices, as `mtf.estimate` takes `placement`."""
+        """The part of each axis across slices, as `placement` of `mtf.estimate`."""
         return {axis: size for axis, size in self.dcn.items() if size > 1}
 
 
 def axes_of(s: Settings, where: Slice) -> AxisSizes:
-    """The axes on a slice.
+    """The mesh axes on a slice.
 
-    Raises: GraphError for sizes whose product is not that of the slice, more than one -1, and axes that MaxText has no
-      key for.
+    Raises: GraphError for sizes whose product is not that of the slice, more than one -1, and axes without a MaxText
+    key.
     """
     names = s["mesh_axes"]
     if not isinstance(names, list | tuple) or not names:
@@ -71,7 +71,7 @@ def _filled(s: Settings, kind: str, names: Sequence[str], total: int, where: Sli
     what = f"{total} devices of a slice" if kind == "ici" else f"{total} slice{'s' if total > 1 else ''}"
     left = [axis for axis, size in sizes.items() if size == -1]
     given = math.prod(size for size in sizes.values() if size > 0)
-    if kind == "dcn" and total == 1:  # MaxText takes no notice of them on one slice, unless more are asked for
+    if kind == "dcn" and total == 1:  # MaxText ignores them on one slice, unless more are requested
         most = max(sizes, key=lambda axis: sizes[axis])
         if given > 1:
             s.fail(keys[most], f"{where.name} is one slice: {_shown(sizes, keys)} asks for {given}")

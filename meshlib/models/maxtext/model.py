@@ -1,4 +1,4 @@
-"""The model of a MaxText configuration as a `TransformerConfig`: what each `decoder_block` makes of the fields."""
+"""The model of a MaxText configuration as a `TransformerConfig`, by `decoder_block`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Fields = dict[str, Any]
 ACTIVATIONS = {"gelu": "gelu", "silu": "silu", "swish": "silu", "relu": "relu", "sigmoid": "silu"}
 LLAMA_SCALING = RotaryScaling(8.0, original_length=8192)  # Llama 3.1's
 FLOATS = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
-# MaxText's word: the precision of products here.
+# MaxText's quantization -> the precision of products.
 QUANTIZATION: Mapping[str, str] = MappingProxyType(
     {"": "default", "int8": "int8", "fp8": "fp8", "nanoo_fp8": "fp8", "fp8_gpu": "fp8", "fp8_full": "fp8_full"}
 )
@@ -38,7 +38,7 @@ KERNELS: Mapping[str, str] = MappingProxyType(
 SERVING_KERNELS: Mapping[str, str] = MappingProxyType(
     {**KERNELS, **dict.fromkeys(("paged", "vllm_rpa", "vllm_batched_rpa"), "flash")}
 )
-# Decoders whose layers this library does not have, by `decoder_block`.
+# Unsupported decoders, by `decoder_block`.
 ABSENT: Mapping[str, str] = MappingProxyType(
     {
         "qwen3_next": "linear attention (Gated DeltaNet)",
@@ -53,7 +53,7 @@ ABSENT: Mapping[str, str] = MappingProxyType(
 )
 
 
-# Fields of a `TransformerConfig` whose rules its own errors state: MaxText's key.
+# Fields of a `TransformerConfig` -> MaxText's key, for errors of its own checks.
 KEYS: Mapping[str, str] = MappingProxyType(
     {
         "head_dim": "head_dim", "dropout": "dropout_rate", "logit_cap": "final_logits_soft_cap",
@@ -67,7 +67,7 @@ ATTENTION = ("global", "local_sliding", "chunk", "mla", "full", "compressed", "b
 
 
 def scales(global_scale: int) -> dict[str, int]:
-    """By which powers of two `global_parameter_scale` multiplies width, heads, inner width and layers.
+    """The powers of two by which `global_parameter_scale` multiplies width, heads, hidden width and layers.
 
     >>> scales(16)
     {'emb_dim': 2, 'heads': 4, 'mlp_dim': 4, 'layers': 2}
@@ -80,9 +80,9 @@ def scales(global_scale: int) -> dict[str, int]:
 
 
 def config_of(s: Settings) -> TransformerConfig:
-    """The model that the settings describe.
+    """The model described by the settings.
 
-    Raises: GraphError for a decoder block or a field that this library has not, and sizes that do not fit.
+    Raises: GraphError for an unsupported decoder block or field, and sizes that do not fit.
     """
     block = s["decoder_block"]
     if block in ABSENT:
@@ -102,7 +102,7 @@ def config_of(s: Settings) -> TransformerConfig:
 
 
 def _common(s: Settings) -> Fields:
-    """What all decoder blocks have in common."""
+    """The fields common to all decoder blocks."""
     scale = s.size("global_parameter_scale")
     if scale & (scale - 1):
         s.fail("global_parameter_scale", "must be a power of two")
@@ -138,18 +138,18 @@ def _common(s: Settings) -> Fields:
 
 
 def noise_bytes(s: Settings) -> int:
-    """Random bytes that the rounding of an element of a cotangent reads: of AQT's int8, not of Qwix."""
+    """Random bytes read per rounded element of a cotangent: for AQT's int8, not for Qwix."""
     return NOISE_BYTES if s["quantization"] == "int8" and s.values.get("use_qwix_quantization") is not True else 0
 
 
 def _kernel(s: Settings) -> str:
-    """How attention is computed."""
+    """The attention kernel."""
     kernels = KERNELS if s.serving is None else SERVING_KERNELS
     return kernels[s.choice("attention", tuple(kernels))]
 
 
 def numerics_of(s: Settings) -> Numerics:
-    """Dtypes of weights and activations, and how products are quantised."""
+    """Dtypes of weights and activations, and quantisation of products."""
     dtype, weights = (s.choice(key, tuple(FLOATS)) for key in ("dtype", "weight_dtype"))
     s.choice("grad_dtype", tuple(FLOATS))
     return Numerics(
@@ -160,7 +160,7 @@ def numerics_of(s: Settings) -> Numerics:
 
 
 def _activations(s: Settings) -> tuple[bool, str]:
-    """Whether a feed-forward block is gated, and by which activation."""
+    """Whether feed-forward blocks are gated, and their activation."""
     given = s["mlp_activations"]
     names = [given] if isinstance(given, str) else [*given]
     if not 1 <= len(names) <= 2 or names[0] not in ACTIVATIONS or names[1:] not in ([], ["linear"]):
@@ -185,7 +185,7 @@ def _scaling(s: Settings) -> RotaryScaling | None:
 
 
 def _sliding(s: Settings, local: int, period: int) -> Fields:
-    """`local` layers with a window in each `period`, the others without."""
+    """`local` layers with a window in each `period`, the others global."""
     window = s.size("sliding_window_size", 0)
     if not window:
         s.fail(
@@ -245,7 +245,7 @@ def _gemma4(s: Settings) -> Fields:
 
 
 def _post_norms(s: Settings) -> Fields:
-    """Norms of the blocks' results: of both, or of the feed-forward block alone."""
+    """Norms of the blocks' results: both, or the feed-forward block's alone."""
     attention, feed_forward = s.flag("use_post_attn_norm"), s.flag("use_post_ffw_norm")
     if attention and not feed_forward:
         s.fail(
@@ -307,7 +307,7 @@ def _deepseek(s: Settings) -> Fields:
 def _experts(
     s: Settings, scores: str | None = None, renormalise: bool | None = None, router_bias: bool = False
 ) -> Fields:
-    """The mixture of experts; dropless ones take as many tokens as come."""
+    """The mixture of experts; dropless ones have unlimited capacity."""
     count, top_k = s.size("num_experts"), s.size("num_experts_per_tok")
     if count < 2:
         s.fail("num_experts", f"decoder_block={s['decoder_block']} has experts: must be at least 2")
@@ -325,7 +325,7 @@ def _experts(
     kept = s.flag("norm_topk_prob") if function == "" and s["decoder_block"] != "mixtral" else True
     sparse = s.flag("sparse_matmul")
     room = s.number("ragged_buffer_factor")
-    factor = -1.0 if sparse else s.number("capacity_factor")  # sorted tokens take no notice of it
+    factor = -1.0 if sparse else s.number("capacity_factor")  # no effect on sorted tokens
     routing = Routing(
         top_k=top_k,
         scores=scores or function or "softmax",
@@ -350,7 +350,7 @@ def _experts(
 
 
 def _form(sparse: bool, factor: float) -> str:
-    """How tokens reach experts: sorted by expert, or by products with masks where room is limited, or not at all.
+    """The form of dispatch: grouped products, products with masks if capacity is limited, or dense.
 
     Source: AI-Hypercomputer/maxtext: src/maxtext/layers/moe.py, RoutedMoE.__call__ and dense_matmul.
     """

@@ -1,4 +1,4 @@
-"""A `TransformerConfig` as MaxText's keys: the decoder block that has its layers, and its fields."""
+"""A `TransformerConfig` as MaxText's keys: the decoder block with its layers, and its fields."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Keys = dict[str, Any]
 
 
 def model_keys(config: TransformerConfig) -> tuple[Keys, list[str]]:
-    """MaxText's keys for a model, and what of it MaxText has not.
+    """MaxText's keys for a model, and the features that MaxText lacks.
 
     >>> import meshlib as mtf
     >>> keys, missing = model_keys(mtf.models.preset("llama2-7b"))
@@ -47,11 +47,11 @@ def model_keys(config: TransformerConfig) -> tuple[Keys, list[str]]:
     }
     if set(config.windows) != {None}:
         keys["sliding_window_size"] = next(w for w in config.windows if w is not None)
-    return keys | _rope(config) | _more(config, block), missing
+    return keys | _rope(config) | _block_keys(config, block), missing
 
 
 def _rope(c: TransformerConfig) -> Keys:
-    """How rotary positions are scaled."""
+    """Keys of the scaling of rotary positions."""
     scaling = c.rope_scaling
     if scaling is None:
         return {}
@@ -67,7 +67,7 @@ def _rope(c: TransformerConfig) -> Keys:
 
 
 def _block(c: TransformerConfig) -> str:
-    """The decoder block nearest to a model; what it lacks shows when the keys are read back."""
+    """The decoder block nearest to a model; differences show when the keys are read back."""
     if c.latent is not None:
         return "deepseek"
     if c.experts is not None:
@@ -91,8 +91,8 @@ def _block(c: TransformerConfig) -> str:
     return "qwen3" if c.qk_norm else "llama2"
 
 
-def _more(c: TransformerConfig, block: str) -> Keys:
-    """What single blocks have besides."""
+def _block_keys(c: TransformerConfig, block: str) -> Keys:
+    """Additional keys of single decoder blocks."""
     keys: Keys = {}
     if block == "gpt3":
         keys["trainable_position_size"] = c.max_length or -1
@@ -124,7 +124,7 @@ def _more(c: TransformerConfig, block: str) -> Keys:
 
 
 def _missing(c: TransformerConfig) -> list[str]:
-    """Parts that no decoder block of MaxText has."""
+    """Features that no decoder block of MaxText has."""
     parts = {
         f"a model of kind {c.kind!r}": c.kind != "decoder",
         "parallel blocks": c.parallel,

@@ -8,14 +8,14 @@ from meshlib.models.maxtext.settings import Settings
 from meshlib.optimize.base import Optimizer
 
 OPTIMIZERS = ("adamw", "adam_pax", "sgd")
-RATE = 1e-3  # no cost depends on it
+RATE = 1e-3  # no effect on cost
 
 
 def optimizer_of(s: Settings) -> Optimizer:
-    """As `mtf.models.train_step` takes it: slots and master copies in the dtype of the weights, as optax keeps them;
-    the first moment in `mu_dtype` where it is given; on the host with `optimizer_memory_host_offload`.
+    """The optimizer for `mtf.models.train_step`: slots and master copies in the dtype of the weights, as in optax; the
+    first moment in `mu_dtype` if set; on the host with `optimizer_memory_host_offload`.
 
-    Raises: GraphError for another optimizer.
+    Raises: GraphError for an unsupported optimizer.
     """
     name = s["opt_type"]
     if name == "muon":
@@ -32,6 +32,6 @@ def optimizer_of(s: Settings) -> Optimizer:
 
 
 def clipping_norm(s: Settings) -> float | None:
-    """The norm that all gradients together are clipped to; None where they are not."""
+    """The global norm to which gradients are clipped; None for no clipping."""
     threshold = s.number("gradient_clipping_threshold")
     return threshold if threshold > 0 else None

@@ -1,4 +1,4 @@
-"""Whether a MaxText configuration is one of inference, by what its files say."""
+"""Detection of MaxText configurations for inference, from their files."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _FOLDER = "inference"
 def serving_sign(
     chain: Sequence[tuple[Path, Mapping[str, Any]]], given: Mapping[str, Any]
 ) -> tuple[str, str, Any] | None:
-    """The first (file, key, value) that asks for inference; None of a configuration of training.
+    """The first (file, key, value) that requests inference; None for a training configuration.
 
     Args:
-      chain: the file and what it is based on, with their entries. base.yml itself, the last, has rules for caches.
-      given: overrides, whose file is "".
+      chain: the file and its base files, with their entries. base.yml itself, the last, has rules for caches.
+      given: overrides, with "" as their file.
 
     >>> base = (Path("base.yml"), {"quantize_kvcache": False})
     >>> serving_sign([base], {})
@@ -42,7 +42,7 @@ def serving_sign(
     entries = [("", given), *((file.name, of_file) for file, of_file in chain)]
     for key, default in SERVING.items():
         for name, of_file in entries:
-            if key in of_file:  # an earlier file goes before what it is based on
+            if key in of_file:  # a file takes precedence over its base
                 if of_file[key] not in (default, None):
                     return name, key, of_file[key]
                 break

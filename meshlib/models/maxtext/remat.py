@@ -1,4 +1,4 @@
-"""What MaxText's `remat_policy` keeps of each layer, as names of this library's values."""
+"""MaxText's `remat_policy` as names of values kept in each layer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ POLICIES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = MappingProxyTy
         "minimal_offloaded": ((), PRODUCTS),
     }
 )
-# Policies that keep quantised operands, too, and the policy that they are without.
+# Policies that also keep quantised operands -> the policy without these.
 WITH_QUANTISED: Mapping[str, str] = MappingProxyType(
     {"minimal_with_quantization": "minimal", "minimal_with_context_and_quantization": "minimal_with_context"}
 )
@@ -48,11 +48,11 @@ _LATENT = ("latent", "q_latent")
 
 
 def remat_of(s: Settings, config: TransformerConfig) -> Policy:
-    """The policy as `mtf.models.train_step` takes it.
+    """The policy for `mtf.models.train_step`.
 
-    Raises: GraphError for an unknown policy, and a value that is placed nowhere MaxText knows.
+    Raises: GraphError for an unknown policy, and an unknown placement of a value.
     """
-    if s.values.get("remat_policy", "full") in (None, "none"):  # files are read with None for "none"
+    if s.values.get("remat_policy", "full") in (None, "none"):  # YAML reads "none" as None
         return "none"
     name = s.choice("remat_policy", (*POLICIES, *WITH_QUANTISED, "custom"))
     if name != "custom":
@@ -75,7 +75,7 @@ def _values(keys: Iterable[str]) -> tuple[str, ...]:
 def policy(
     config: TransformerConfig, save: Iterable[str] = (), offload: Iterable[str] = (), carries: bool = False
 ) -> Policy:
-    """The policy that keeps these values, of those that a model has; "full" where it keeps none.
+    """The policy that keeps those of these values that a model has; "full" if it has none.
 
     >>> import meshlib as mtf
     >>> policy(mtf.models.preset("gpt3-175b"), ["wi", "wi_gate"])
@@ -91,7 +91,8 @@ def policy(
 
 
 def named(remat: Policy, config: TransformerConfig) -> dict[str, Any] | None:
-    """MaxText's keys for a policy: its name, or "custom" with places of values; None where it has no such policy."""
+    """MaxText's keys for a policy: its name, or "custom" with the placement of values; None if MaxText has no such
+    policy."""
     if remat in ("full", "none"):
         return {"remat_policy": remat}
     if remat == "matmuls":

@@ -1,9 +1,9 @@
 """MaxText's logical axis rules as this library's layout rules.
 
-MaxText names the dims of every weight and activation, and goes through its rules in order: a rule gives its axes to a
-dim of that name unless the dim has some already or another dim of the tensor has one of them. Rules here are of dims,
-for all tensors at once. So the axes of every tensor are computed as MaxText does, and rules written that give the same
-to each; where no rules do, `Translation.differing` names the tensors.
+MaxText names the dims of every weight and activation, and applies its rules in order: a rule gives its axes to a dim of
+that name unless the dim already has axes or another dim of the tensor has one of them. Rules here apply to dims of all
+tensors at once. So the axes of every tensor are computed as in MaxText, and rules are chosen that give the same axes to
+each; if there are none, `Translation.differing` names the tensors.
 
 Source: google/flax: flax/linen/spmd.py, _logical_to_mesh_axes; AI-Hypercomputer/maxtext: src/maxtext/layers for the
 names of the dims of each weight, src/maxtext/configs/base.yml for the rules.
@@ -27,10 +27,10 @@ from meshlib.models.maxtext.settings import RULES, Settings
 
 Named = tuple[tuple[str, str], ...]  # (dim here, MaxText's name) for each dim of a tensor
 
-# Dims that weights are split by where fully sharded: their rules give way to those of other dims.
+# Dims by which fully sharded weights are split: other dims take precedence.
 YIELDING = ("d_model", "q_rank", "kv_rank")
 WIDE = ("heads", "expert_d_ff", "d_ff", "vocab", "experts")
-# Dims of activations, and MaxText's name.
+# Dims of activations -> MaxText's name.
 ACTIVATIONS: Mapping[str, str] = MappingProxyType(
     {
         "batch": "activation_batch", "heads": "activation_heads", "d_ff": "activation_mlp", "vocab": "activation_vocab",
@@ -40,7 +40,7 @@ ACTIVATIONS: Mapping[str, str] = MappingProxyType(
 
 
 def weights(config: TransformerConfig) -> dict[str, Named]:
-    """The weights of a model: dims here, and what MaxText calls them. Norms and other biases follow them."""
+    """The weights of a model: dims here, and MaxText's names. Norms and other biases follow them."""
     axes_of_weight: dict[str, Named] = {"embedding": (("vocab", "vocab"), ("d_model", "embed_vocab"))}
     if not config.tied:
         axes_of_weight["head"] = (("d_model", "embed_vocab"), ("vocab", "vocab"))
@@ -75,7 +75,7 @@ def weights(config: TransformerConfig) -> dict[str, Named]:
 
 
 def assigned(rules: Iterable[LogicalRule], names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """The mesh axes of each dim of a tensor, as MaxText's rules give them.
+    """The mesh axes of each dim of a tensor under MaxText's rules.
 
     >>> assigned([("mlp", ("tensor",)), ("embed", ("fsdp", "tensor")), ("embed", ("fsdp",))], ["embed", "mlp"])
     (('fsdp',), ('tensor',))
@@ -92,7 +92,7 @@ def assigned(rules: Iterable[LogicalRule], names: Sequence[str]) -> tuple[tuple[
 
 @dataclass(frozen=True)
 class Translation:
-    """Layout rules, and the weights that they lay out in another way than MaxText."""
+    """Layout rules, and the weights that they shard differently from MaxText."""
 
     layout: LayoutRules
     differing: tuple[str, ...] = ()
@@ -111,7 +111,7 @@ def _longest(per_weight: Iterable[Mapping[str, tuple[str, ...]]]) -> dict[str, t
 def translated(s: Settings, config: TransformerConfig, axes: AxisSizes, pipelined: bool) -> Translation:
     """The layout of a configuration on a mesh.
 
-    Raises: GraphError for rules with axes that the mesh does not have, and heads that do not divide.
+    Raises: GraphError for rules with axes that the mesh lacks, and heads that do not divide.
     """
     rules = _checked(s, axes)
     sizes = axes.sizes
@@ -150,7 +150,8 @@ def _rules(
     yielding: Collection[str],
     lengths: tuple[tuple[str, ...], tuple[str, ...]],
 ) -> list[Rule]:
-    """One rule for a dim where weights and activations agree; optional ones where other dims of a weight come first."""
+    """One rule per dim if weights and activations agree, otherwise one for each; optional if other dims take
+    precedence."""
     length, normed = lengths
     layout_rules = [Rule("batch", activations["batch"])] if activations["batch"] else []
     for dim in (*YIELDING, *(d for d in WIDE if d in yielding)):
@@ -175,14 +176,14 @@ def _rules(
 
 
 def _used_by(config: TransformerConfig, rules: list[Rule]) -> list[Rule]:
-    """Rules for dims that the model has."""
+    """The rules for dims that the model has."""
     dims = {dim for named in weights(config).values() for dim, _ in named}
     always = {"batch", "length", "d_model", "stage", "microbatch"}
     return [rule for rule in rules if rule.dim in dims | always]
 
 
 def _differing(layout: LayoutRules, per_weight: Mapping[str, Mapping[str, tuple[str, ...]]], mesh: Mesh) -> list[str]:
-    """The weights that the layout gives other axes than MaxText, with both."""
+    """The weights whose axes differ between the layout and MaxText, with both."""
     out = []
     for what, wanted in per_weight.items():
         shape = Shape([Dimension(dim, mesh.size) for dim in wanted if dim])
@@ -216,7 +217,7 @@ def _check_heads(
     axes_of_dim: Mapping[str, Mapping[str, tuple[str, ...]]],
     sizes: Mapping[str, int],
 ) -> None:
-    """Raise GraphError where heads of keys can't be split as the rules ask for: MaxText refuses that, too."""
+    """Raise GraphError if key heads can't be split as the rules require, which MaxText refuses too."""
     if config.latent is not None:
         return
     over = axes_of_dim["key and value"].get("heads", axes_of_dim["key and value"].get("", ()))

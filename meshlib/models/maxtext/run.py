@@ -1,4 +1,4 @@
-"""A MaxText configuration as a training run: model, mesh, layout, recomputation, batch, optimizer, program."""
+"""A MaxText configuration as a training run: model, mesh, layout, rematerialisation, batch, optimizer, program."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from meshlib.program.records import Program
 
 @dataclass(frozen=True, eq=False)
 class MaxTextRun:
-    """What `read_maxtext` returns.
+    """Result of `read_maxtext`.
 
     Attributes:
-      settings: all keys with their values, and the file each came from.
-      config, remat, length, optimizer: as `mtf.models.train_step` takes them. accumulation: microbatches of a step.
+      settings: all keys with their values and source files.
+      config, remat, length, optimizer: arguments of `mtf.models.train_step`. accumulation: microbatches per step.
       unread: keys that differ from their defaults, change compute, memory or communication, and are not expressed.
     Example:
       >>> import meshlib as mtf
@@ -55,33 +55,33 @@ class MaxTextRun:
 
     @cached_property
     def remat(self) -> Policy:
-        """What the backward pass keeps of each layer."""
+        """The rematerialisation policy of the layers."""
         return remat_of(self.settings, self.config)
 
     @cached_property
     def optimizer(self) -> Optimizer:
-        """With the dtypes of its state."""
+        """The optimizer, with the dtypes of its state."""
         return optimizer_of(self.settings)
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """Keys and values that overrides gave."""
+        """The overridden keys with their values."""
         s = self.settings
         return {key: s.values[key] for key, source in s.sources.items() if source == OVERRIDES}
 
     @property
     def length(self) -> int:
-        """Tokens of a sequence."""
+        """Tokens per sequence."""
         return self.settings.size("max_target_length")
 
     @property
     def accumulation(self) -> int:
-        """Microbatches whose gradients add up to those of a step."""
+        """Microbatches per step whose gradients are accumulated."""
         return self.settings.size("gradient_accumulation_steps")
 
     @property
     def parameters(self) -> int:
-        """Parameters as MaxText counts them: with the biases that choose experts, which no gradient trains."""
+        """Parameters as MaxText counts them: including the untrained biases that choose experts."""
         c, e = self.config, self.config.experts
         biased = e is not None and e.routing.bias
         choosing = sum(e.count for n in range(c.layers) if e is not None and e.in_layer(n)) if biased else 0
@@ -98,16 +98,16 @@ class MaxTextRun:
         return self.axes(slice).mesh
 
     def placement(self, slice: str | Slice) -> dict[str, int] | None:
-        """Of each mesh axis the part that joins slices, as `mtf.estimate` takes it; None on a single slice."""
+        """The part of each mesh axis across slices, for `mtf.estimate`; None on a single slice."""
         return self.axes(slice).across or None
 
     def translation(self, slice: str | Slice) -> Translation:
-        """The layout on a slice, and the weights that it lays out in another way than MaxText."""
+        """The layout on a slice, and the weights that it shards differently from MaxText."""
         return translated(self.settings, self.config, self.axes(slice), self._stages(slice) > 1)
 
     @cached_property
     def layout(self) -> LayoutRules:
-        """The layout for the mesh of any slice: rules are optional where an axis may come to have a single device."""
+        """The layout for the mesh of any slice: rules are optional for axes that may have a single device."""
         s = self.settings
         axes = [axis for axis in s["mesh_axes"] if isinstance(axis, str) and axis in PARTS]
         several = {axis: 2 if any(size != 1 for size in self._asked(axis)) else 1 for axis in axes}
@@ -123,13 +123,13 @@ class MaxTextRun:
         return Slice(where.name, chip_of(self.settings, where.chip, self.length))
 
     def layout_on(self, slice: str | Slice) -> LayoutRules:
-        """The layout on a slice: rules for the axes of its mesh."""
+        """The layout on a slice, with rules for the axes of its mesh."""
         return self.translation(slice).layout
 
     def batch(self, slice: str | Slice) -> int:
-        """Sequences of a step of the whole job.
+        """Global batch size of a step in sequences.
 
-        Raises: GraphError where devices and microbatches do not share them evenly.
+        Raises: GraphError unless devices and microbatches divide it.
         """
         s, where = self.settings, _slice(slice)
         each = s.number("per_device_batch_size")
@@ -152,7 +152,7 @@ class MaxTextRun:
         return micro * self.accumulation
 
     def pipeline(self, slice: str | Slice) -> Pipeline | None:
-        """The pipeline of the layers, where the mesh has stages.
+        """The pipeline of the layers, if the mesh has stages.
 
         Raises: GraphError for stages, repeats and microbatches that do not divide layers and batch.
         """
@@ -190,13 +190,13 @@ class MaxTextRun:
         return self.axes(slice).sizes.get("stage", 1)
 
     def _asked(self, axis: str) -> list[int]:
-        """Sizes of an axis within and across slices, -1 for what is left."""
+        """Configured sizes of an axis within and across slices, -1 for the remaining devices."""
         return [self.settings.size(f"{kind}_{PARTS[axis]}_parallelism", -1) for kind in ("ici", "dcn")]
 
     # ------------------------------------------------------------ the program
 
     def built(self, slice: str | Slice) -> tuple[Mapping[str, Tensor], list[Operation]]:
-        """Outputs and updates of a training step, within a graph: what `mtf.lower` takes."""
+        """Outputs and updates of a training step in the current graph, for `mtf.lower`."""
         s, where = self.settings, _slice(slice)
         self._check_sizes(where)
         return train_step(
@@ -213,7 +213,7 @@ class MaxTextRun:
         )
 
     def check(self, slice: str | Slice) -> None:
-        """Raise GraphError for the first key by which the run can't be laid out on a slice."""
+        """Raise GraphError for the first key because of which the run can't be laid out on a slice."""
         where = _slice(slice)
         self.batch(where)
         self.pipeline(where)
@@ -238,14 +238,14 @@ class MaxTextRun:
             s.fail("num_vocab_tiling", f"must divide max_target_length: {self.length} % {blocks} = {rest}")
 
     def compiler(self, compiler: Compiler = XLA_TPU) -> Compiler:
-        """What the program is lowered for: with the random bits that its quantisation reads."""
+        """The compiler record, with the random bits that its quantisation reads."""
         noise = noise_bytes(self.settings)
         return replace(compiler, rounding_noise_bytes=noise) if noise else compiler
 
     def program(self, slice: str | Slice, compiler: Compiler = XLA_TPU) -> Program:
         """The lowered training step on a slice.
 
-        Raises: GraphError for what does not divide, with the key at fault.
+        Raises: GraphError for sizes that do not divide, with the key at fault.
         """
         where = _slice(slice)
         with Graph():
@@ -286,14 +286,14 @@ def read_maxtext(
     """A training run from a MaxText configuration.
 
     Args:
-      path: base.yml, a file with `base_config`, or a folder that holds base.yml.
-      overrides: values by key, as MaxText's command line has them; text is read as YAML.
-      models: the folder of the model files that `model_name` names; unless given, `models` beside the file.
+      path: base.yml, a file with `base_config`, or a folder with base.yml.
+      overrides: values by key, as on MaxText's command line; text is read as YAML.
+      models: the folder of model files for `model_name`; by default `models` beside the file.
       serving: also read a configuration of inference, for its model: `mtf.serving(run.config, slice)`.
     Returns: a `MaxTextRun`: `.config`, `.mesh(slice)`, `.layout`, `.remat`, `.batch(slice)`, `.length`, `.optimizer`,
       `.program(slice)` and `.unread`, the keys with a cost that are not expressed.
     Raises: GraphError, one line that names file, key, value and rule: unknown keys, models and policies, values of the
-      wrong kind, models whose layers this library does not have, configurations of inference unless `serving`;
+      wrong type, models with unsupported layers, configurations of inference unless `serving`;
       MissingError without PyYAML.
     Example:
       >>> import pathlib, tempfile
@@ -318,5 +318,5 @@ def read_maxtext(
             f"{WHAT}: {file or f'{name} (an override)'}: {key}={value}: a configuration of inference, not of training; "
             f"price it with meshlib serve {run.settings.path} KEY=VALUE ... --slice SLICE"
         )
-    _ = (run.config, run.remat, run.optimizer)  # what is wrong is said at once
+    _ = (run.config, run.remat, run.optimizer)  # reports faults early
     return run

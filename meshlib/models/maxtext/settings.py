@@ -1,4 +1,4 @@
-"""A MaxText configuration as one mapping: the file, what it is based on, its model's file, and overrides."""
+"""A MaxText configuration as one mapping: the file, its base files, its model's file, and overrides."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ RULES = "logical_axis_rules"
 MOST_BYTES = 4 * 2**20  # base.yml has 80 kB
 MOST_VALUES, MOST_DEPTH = 100_000, 64
 _EXPONENT = re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+$")  # YAML 1.1 reads 1e-6 as text, MaxText as a number
-MOST_FILES = 16  # of a chain of base_config
-DEPTH = 4  # folders around a file in which what it is based on is looked for
+MOST_FILES = 16  # length of a chain of base_config
+DEPTH = 4  # parent folders in which base files are looked for
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Values by key, where each came from, and the file that they are of.
+    """Values by key with their sources, and the name of the configuration.
 
-    `values` has what files and overrides say; other keys have MaxText's defaults, see `meshlib.models.maxtext.keys`.
-    `sources` has for each key the name of a file, or "overrides". `serving`: the file, key and value that ask for
-    inference, if some do.
+    `values` has the keys set by files and overrides; others have MaxText's defaults, see `meshlib.models.maxtext.keys`.
+    `sources` has for each key the name of a file, or "overrides". `serving`: the file, key and value that request
+    inference, if any.
     """
 
     path: str
@@ -46,18 +46,18 @@ class Settings:
         return READ[key] if value is None and READ[key] is not None else value
 
     def where(self, key: str) -> str:
-        """The name of the file that says so, with "(an override)" where an override does."""
+        """The name of the file that sets a key, or with "(an override)" for overrides."""
         source = self.sources.get(key)
         name = os.path.basename(self.path)
         return f"{name} (an override)" if source == OVERRIDES else source or f"{name} (a default)"
 
     def fail(self, key: str, rule: str, value: Any = ...) -> NoReturn:
-        """Raise GraphError: one line that names file, key, value and rule."""
+        """Raise GraphError with file, key, value and rule in one line."""
         given = self[key] if value is ... else value
         raise GraphError(f"{WHAT}: {self.where(key)}: {key}={_text(given)}: {rule}")
 
     def size(self, key: str, low: int = 1) -> int:
-        """The value of a key as a whole number of at least `low`."""
+        """The value of a key as an integer of at least `low`."""
         value = self[key]
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -73,14 +73,14 @@ class Settings:
         return float(value)
 
     def flag(self, key: str) -> bool:
-        """The value of a key as True or False."""
+        """The value of a key as a bool."""
         value = self[key]
         if not isinstance(value, bool):
             self.fail(key, "must be true or false")
         return value
 
     def choice(self, key: str, options: Sequence[str]) -> str:
-        """The value of a key as one of some words."""
+        """The value of a key as one of the given words."""
         value = self[key]
         if not isinstance(value, str) or value not in options:
             hint = nearest(value, options) if isinstance(value, str) else ""
@@ -89,15 +89,15 @@ class Settings:
 
 
 def _text(value: Any) -> str:
-    """A value as MaxText's command line takes it."""
+    """A value in the syntax of MaxText's command line."""
     return f"{value!r:.200}" if isinstance(value, list | dict) else f"{value}"[:200]
 
 
 def parsed(texts: Sequence[str]) -> dict[str, Any]:
-    """Overrides from the `KEY=VALUE` arguments of a MaxText command line, values as YAML.
+    """Overrides from the `KEY=VALUE` arguments of a MaxText command line, with values as YAML.
 
     Raises: GraphError for an argument without "=", a key that is given twice with different values, and a value that
-      is no YAML; MissingError without PyYAML.
+      is not YAML; MissingError without PyYAML.
     """
     overrides: dict[str, Any] = {}
     for text in texts:
@@ -121,8 +121,8 @@ def settings_of(
 
     Args:
       path: base.yml, a file with `base_config`, or a folder with base.yml.
-      overrides: values by key, as the command line gives them; text is read as YAML.
-      models: the folder of model files; unless given, `models` beside the file or beside its folder.
+      overrides: values by key, as on the command line; text is read as YAML.
+      models: the folder of model files; by default `models` beside the file or beside its folder.
     Raises: GraphError for a missing or damaged file, an unknown key, an unknown model, and keys that both a model and
       an override set without `override_model_config`.
     """
@@ -165,7 +165,7 @@ def _overrides(given: object) -> dict[str, Any]:
 
 
 def _chain(place: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """The file, then what it is based on, as far as `base_config` leads."""
+    """The file, followed by its base files along `base_config`."""
     chain: list[tuple[Path, dict[str, Any]]] = []
     file: Path | None = place
     while file is not None:
@@ -185,14 +185,15 @@ def _chain(place: Path) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def _folders(file: Path) -> list[Path]:
-    """Where a file's relative paths lead from: its own folder, then those around it, as far as MaxText's configs go."""
+    """The folders to which a file's relative paths refer: its own, then its parents up to the depth of MaxText's
+    configs."""
     return [file.parent, *list(file.resolve().parent.parents)[:DEPTH]]
 
 
 def _model(
     place: Path, values: Mapping[str, Any], folders: Sequence[Path], given: Mapping[str, Any]
 ) -> list[tuple[Path, dict[str, Any]]]:
-    """The file of the model, without what overrides replace; none for the model "default"."""
+    """The entries of the model's file, without overridden keys; empty for the model "default"."""
     name = values.get("model_name", "default")
     where = f"{place.name} (an override)" if "model_name" in given else place.name
     if name in (None, "", "default"):
@@ -219,7 +220,7 @@ def _model(
 
 
 def _merged(rules: list[Any], entries: Mapping[str, Any], where: str) -> list[Any]:
-    """Rules replace all earlier ones of the same name, or all rules where the file says so."""
+    """Rules with those of a file added, replacing earlier ones of the same name, or all if the file says so."""
     new = entries.get(RULES)
     if new is None:
         return rules
@@ -231,19 +232,19 @@ def _merged(rules: list[Any], entries: Mapping[str, Any], where: str) -> list[An
     return [*(r for r in rules if str(r[0]) not in names), *new]
 
 
-def _with_rules(made: Settings, rules: list[Any], folders: Sequence[Path]) -> Settings:
+def _with_rules(settings: Settings, rules: list[Any], folders: Sequence[Path]) -> Settings:
     """The settings with their rules as pairs, after a custom mesh has replaced mesh and rules."""
-    from_custom = made["custom_mesh_and_rule"]
-    values = dict(made.values)
-    sources = dict(made.sources)
+    from_custom = settings["custom_mesh_and_rule"]
+    values = dict(settings.values)
+    sources = dict(settings.sources)
     if from_custom:
         if not isinstance(from_custom, str):
-            made.fail("custom_mesh_and_rule", "must be the name of a file in custom_mesh_and_rule")
+            settings.fail("custom_mesh_and_rule", "must be the name of a file in custom_mesh_and_rule")
         tried = [folder.parent / "custom_mesh_and_rule" / f"{from_custom}.yml" for folder in folders]
         file = next((f for f in tried if f.is_file()), None)
         if file is None:
             there = sorted({f.stem for t in tried if t.parent.is_dir() for f in t.parent.glob("*.yml")})
-            made.fail("custom_mesh_and_rule", f"there is no file {from_custom}.yml{nearest(from_custom, there)}")
+            settings.fail("custom_mesh_and_rule", f"there is no file {from_custom}.yml{nearest(from_custom, there)}")
         entries = _read(file)
         for key in ("mesh_axes", "data_sharding"):
             if key in entries:
@@ -259,31 +260,31 @@ def _with_rules(made: Settings, rules: list[Any], folders: Sequence[Path]) -> Se
             or not isinstance(listed, list | tuple)
             or not all(isinstance(a, str) for a in listed)
         ):
-            made.fail(RULES, f"rule {rule!r:.80} must be [name, axis or list of axes]", rule)
+            settings.fail(RULES, f"rule {rule!r:.80} must be [name, axis or list of axes]", rule)
         pairs.append((name, tuple(listed)))
-    return Settings(made.path, values, sources, tuple(pairs), made.serving)
+    return Settings(settings.path, values, sources, tuple(pairs), settings.serving)
 
 
-def _check(made: Settings) -> None:
-    """Raise GraphError for keys that MaxText does not have, and for models and steps that this library has not."""
-    for key, value in made.values.items():
+def _check(settings: Settings) -> None:
+    """Raise GraphError for keys that MaxText lacks, and for models and steps that this library lacks."""
+    for key, value in settings.values.items():
         if key not in KNOWN:
-            where = made.where(key)
+            where = settings.where(key)
             hint = nearest(key, KNOWN)
             raise GraphError(f"{WHAT}: {where}: {key}={_text(value)}: MaxText has no key {key!r}{hint}")
         if key in REFUSED and REFUSED[key].asked(value):
-            made.fail(key, f"{REFUSED[key].reason}: {REFUSED[key].instead}", value)
+            settings.fail(key, f"{REFUSED[key].reason}: {REFUSED[key].instead}", value)
         default = READ.get(key, UNREAD.get(key))
         if default is not None and value is not None:
-            _check_type(made, key, value, default)
-        elif value is None and made.sources.get(key) == OVERRIDES and not isinstance(default, str | None):
-            made.fail(key, f"has no value; MaxText's default is {_text(default)}", "")
+            _check_type(settings, key, value, default)
+        elif value is None and settings.sources.get(key) == OVERRIDES and not isinstance(default, str | None):
+            settings.fail(key, f"has no value; MaxText's default is {_text(default)}", "")
 
 
 _WORDS: Mapping[type, str] = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list"}
 
 
-def _check_type(made: Settings, key: str, value: Any, default: Any) -> None:
+def _check_type(settings: Settings, key: str, value: Any, default: Any) -> None:
     kind = type(default)
     fits: Callable[[Any], bool] = {
         bool: lambda v: isinstance(v, bool),
@@ -293,7 +294,7 @@ def _check_type(made: Settings, key: str, value: Any, default: Any) -> None:
         list: lambda v: isinstance(v, list | tuple | str),
     }[kind]
     if not fits(value):
-        raise GraphError(f"{WHAT}: {made.where(key)}: {key}={_text(value)}: must be {_WORDS[kind]}")
+        raise GraphError(f"{WHAT}: {settings.where(key)}: {key}={_text(value)}: must be {_WORDS[kind]}")
 
 
 # ------------------------------------------------------------ YAML
@@ -313,14 +314,14 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _yaml(text: str, where: str) -> Any:
-    """A document. Raises: GraphError for what is none; MissingError without PyYAML."""
+    """A parsed YAML document. Raises: GraphError for invalid YAML; MissingError without PyYAML."""
     try:
         import yaml
     except ImportError:
         raise MissingError(f"{WHAT} needs PyYAML: pip install 'meshlib-tpu[configs]'") from None
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc, unused-ignore]
-        """PyYAML's own, which refuses equal keys, of which a dict would keep the last, and deep nesting."""
+        """PyYAML's loader with errors for duplicate keys, of which a dict would keep the last, and for deep nesting."""
 
         depth = 0
 
@@ -343,7 +344,7 @@ def _yaml(text: str, where: str) -> Any:
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, [*"-+0123456789."])
     loader = None
     try:
-        loader = Loader(text)  # which reads the first characters
+        loader = Loader(text)  # reads the first characters
         document = loader.get_single_node()
         if _size(document, {}) > MOST_VALUES:
             raise GraphError(
@@ -366,7 +367,7 @@ def _yaml(text: str, where: str) -> Any:
 
 
 def _size(node: Any, known: dict[int, float]) -> float:
-    """Values in a node of YAML, aliases counted as what they repeat; infinite for a node within itself."""
+    """The number of values in a YAML node with aliases expanded; infinite for a node that contains itself."""
     if id(node) not in known:
         known[id(node)] = math.inf
         parts = node.value if isinstance(getattr(node, "value", None), list) else []

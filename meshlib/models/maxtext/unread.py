@@ -1,4 +1,4 @@
-"""Keys of a MaxText configuration that have a cost and are not expressed, each with what it would change."""
+"""Keys of a MaxText configuration with a cost that are not expressed, each with its effect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMED_DIMS = tuple(dict.fromkeys(name for name, _ in DEFAULT_RULES))
 
 @dataclass(frozen=True)
 class Unread:
-    """A key that is not expressed: its value, MaxText's default, and what it would change."""
+    """A key that is not expressed: its value, MaxText's default, and its effect."""
 
     key: str
     value: Any
@@ -42,7 +42,7 @@ def unread_keys(s: Settings) -> tuple[Unread, ...]:
 
 
 def _partly(s: Settings) -> list[Unread]:
-    """Keys that are read, but of which some values are not expressed."""
+    """Keys that are read, but with values that are only partly expressed."""
     unread = []
 
     def note(key: str, changes: str) -> None:
@@ -76,5 +76,5 @@ def _partly(s: Settings) -> list[Unread]:
 
 
 def _own_rules(s: Settings) -> list[Any]:
-    """Rules that overrides give: MaxText takes no notice of a name that no dim has."""
+    """The rules given by overrides; MaxText ignores names that no dim has."""
     return [*s.values[RULES]] if s.sources.get(RULES) == OVERRIDES else []

@@ -1,6 +1,6 @@
-"""The host's part of object detection, in NumPy: anchors, targets, decoding, suppression, average precision.
+"""The host side of object detection, in NumPy: anchors, targets, decoding, suppression, average precision.
 
-A box is (top, left, bottom, right) in pixels, a set of them an array [n, 4].
+A box is (top, left, bottom, right) in pixels; several boxes are an array [n, 4].
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING

@@ -23,12 +23,12 @@ from meshlib.models.images.detection.boxes import (
 )
 from meshlib.models.images.detection.precision import Objects
 
-NOTHING, UNDECIDED = -1, -2  # classes of anchors that lie on no object, and of those between
+NOTHING, UNDECIDED = -1, -2  # classes of anchors without an object, and of ignored ones
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What anchors are to find: classes [n] (-1: nothing, -2: not counted), codes [n, 4] to the box (0 without one).
+    """Targets of anchors: classes [n] (-1: background, -2: ignored), and codes [n, 4] of the box (0 without one).
 
     Example:
       >>> import numpy as np
@@ -43,22 +43,22 @@ class Targets:
 
     @property
     def objects(self) -> int:
-        """How many anchors hold an object: what the losses are divided by."""
+        """The number of anchors with an object, by which losses are divided."""
         return int((self.classes >= 0).sum())
 
 
 @dataclass(frozen=True)
 class Anchors:
-    """The anchors of an image at each level l of a pyramid, whose places are 2^l pixels apart.
+    """The anchors of an image at each level l of a pyramid, whose positions are 2^l pixels apart.
 
-    At each place there is one of each scale and ratio: of area (base * scale * 2^l)^2, and of height / width = ratio.
+    Each position has one anchor per scale and ratio, with area (base * scale * 2^l)^2 and height / width = ratio.
 
     Args:
-      height, width: of the image in pixels.
-      levels: of the pyramid; level l has ceil(height / 2^l) rows.
-      scales: relative to one another, per octave.
+      height, width: size of the image in pixels.
+      levels: levels of the pyramid; level l has ceil(height / 2^l) rows.
+      scales: relative scales per octave.
       ratios: heights over widths.
-      base: side of an anchor of scale and ratio 1 over the distance of places.
+      base: side of an anchor of scale and ratio 1, relative to the distance of positions.
     Raises: ShapeError for sizes that are not positive.
     Source: Lin et al. (RetinaNet), arXiv:1708.02002, section 4.
     Example:
@@ -87,7 +87,7 @@ class Anchors:
 
     @property
     def each(self) -> int:
-        """How many there are at one place."""
+        """The number of anchors per position."""
         return len(self.scales) * len(self.ratios)
 
     def places(self, level: int) -> tuple[int, int]:
@@ -96,7 +96,7 @@ class Anchors:
 
     @cached_property
     def boxes(self) -> Array:
-        """[n, 4], by level, row, column, scale, ratio: the order in which a head's outputs are merged."""
+        """All anchors [n, 4], by level, row, column, scale, ratio: the order of a head's merged outputs."""
         roots = np.sqrt(np.array(self.ratios, np.float64))
         sides = np.stack([roots, 1 / roots], axis=-1)  # height, width of each ratio
         sizes = (np.array(self.scales)[:, None, None] * sides * self.base).reshape(-1, 2)
@@ -109,15 +109,16 @@ class Anchors:
         return np.concatenate(boxes_of_levels)
 
     def targets(self, boxes: ArrayLike, classes: ArrayLike, positive: float = 0.5, negative: float = 0.4) -> Targets:
-        """What each anchor is to find among the objects of an image.
+        """The targets of each anchor for the objects of an image.
 
-        The object that it overlaps most, if by at least `positive`; nothing, if by less than `negative`; between, it
-        is not counted. The anchors that overlap an object most find it all the same, so that none is missed.
+        The target is the object with the largest overlap, if it is at least `positive`; background, if it is below
+        `negative`; in between the anchor is ignored. The anchors with the largest overlap of an object always get it,
+        so that no object is missed.
 
         Args:
           boxes: [m, 4].
           classes: [m] of integers from 0.
-          positive, negative: of intersection over union.
+          positive, negative: thresholds of intersection over union.
         Raises: ShapeError for shapes that do not fit.
         """
         what = "Anchors.targets"
@@ -131,7 +132,7 @@ class Anchors:
         best, most = overlaps.argmax(axis=1), overlaps.max(axis=1)
         target_classes[most >= negative] = UNDECIDED
         chosen = most >= positive
-        for one in range(len(own)):  # the first of equals; a later object takes what an earlier one has
+        for one in range(len(own)):  # the first on ties; a later object may take an earlier one's anchor
             anchor = int(overlaps[:, one].argmax())
             if overlaps[anchor, one] > 0:
                 chosen[anchor], best[anchor] = True, one
@@ -142,14 +143,14 @@ class Anchors:
     def decode(
         self, scores: ArrayLike, codes: ArrayLike, least: float = 0.05, iou: float = 0.5, limit: int = 100
     ) -> Objects:
-        """The objects that a detector found in one image.
+        """The objects detected in one image.
 
         Args:
-          scores: [n, classes], probabilities: each class is found by itself.
+          scores: [n, classes], probabilities: classes are detected independently.
           codes: [n, 4], see `encode_boxes`.
-          least: of the scores that count.
-          iou: above which the less likely of two of a class is suppressed.
-          limit: how many are kept, the most likely.
+          least: least score.
+          iou: overlap above which the less likely of two boxes of a class is suppressed.
+          limit: largest number of boxes; the most likely are kept.
         Raises: ShapeError for shapes that do not fit.
         """
         what = "Anchors.decode"

@@ -13,7 +13,7 @@ from meshlib.core.errors import ShapeError
 Array = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
-# exp of more would make boxes of more than 60 times their anchor: log(1000 / 16), as of Detectron.
+# Larger exponents would give boxes of over 60 times their anchor: log(1000 / 16), as in Detectron.
 LARGEST_LOG = float(np.log(1000 / 16))
 
 
@@ -36,7 +36,7 @@ def as_boxes(value: ArrayLike, what: str, argument: str) -> Array:
 
 
 def as_vector(value: ArrayLike, count: int, what: str, argument: str) -> NDArray[Any]:
-    """`value` as one number for each of `count` boxes."""
+    """`value` as one number per box, for `count` boxes."""
     vector = np.asarray(value)
     if vector.shape != (count,) or vector.dtype.kind not in "iuf":
         raise ShapeError(
@@ -47,7 +47,7 @@ def as_vector(value: ArrayLike, count: int, what: str, argument: str) -> NDArray
 
 
 def box_iou(a: ArrayLike, b: ArrayLike) -> Array:
-    """Intersection over union of each of a [n, 4] with each of b [m, 4]: [n, m]; 0 for boxes without area.
+    """Intersection over union of all pairs of a [n, 4] and b [m, 4]: [n, m]; 0 for boxes without area.
 
     Raises: ShapeError for other shapes, or boxes that end before they begin.
     Example:
@@ -65,9 +65,10 @@ def box_iou(a: ArrayLike, b: ArrayLike) -> Array:
 
 
 def encode_boxes(boxes: ArrayLike, anchors: ArrayLike) -> Array:
-    """What a detector learns: [n, 4] of (dy / height, dx / width, log of heights' ratio, log of widths') to anchors.
+    """Regression targets of a detector: [n, 4] of (dy / height, dx / width, log height ratio, log width ratio) to
+    anchors.
 
-    d: from the anchor's centre to the box's, in the anchor's height and width.
+    dy, dx: from the anchor's centre to the box's, relative to the anchor's height and width.
     Raises: ShapeError unless both are [n, 4] of positive height and width.
     Source: Girshick et al., arXiv:1311.2524, appendix C.
     Example:
@@ -87,9 +88,9 @@ def encode_boxes(boxes: ArrayLike, anchors: ArrayLike) -> Array:
 
 
 def decode_boxes(codes: ArrayLike, anchors: ArrayLike, image: tuple[int, int] | None = None) -> Array:
-    """The boxes [n, 4] that `encode_boxes` makes `codes` of; cut off at the border of an image (height, width).
+    """The boxes [n, 4] from `codes`, the inverse of `encode_boxes`; clipped to an image (height, width).
 
-    Logarithms above log(1000 / 16) count as that. Raises: ShapeError for other shapes.
+    Logarithms are clipped to log(1000 / 16). Raises: ShapeError for other shapes.
     """
     what = "decode_boxes"
     given, base = np.asarray(codes, np.float64), as_boxes(anchors, what, "anchors")
@@ -105,14 +106,14 @@ def decode_boxes(codes: ArrayLike, anchors: ArrayLike, image: tuple[int, int] | 
 
 
 def suppress(boxes: ArrayLike, scores: ArrayLike, iou: float = 0.5, limit: int = 100) -> Integers:
-    """Which boxes to keep, best first: each that overlaps no kept, better one by more than `iou` (NMS).
+    """Non-maximum suppression: indices of the boxes to keep, best first, without those overlapping a better kept one.
 
     Args:
       boxes: [n, 4].
-      scores: [n]; of equal ones the first is better.
-      iou: in [0, 1].
-      limit: how many are kept at most.
-    Returns: their indices.
+      scores: [n]; ties go to the first.
+      iou: largest overlap, in [0, 1].
+      limit: largest number of boxes.
+    Returns: indices of the kept boxes.
     Raises: ShapeError for other shapes.
     Example:
       >>> suppress([[0, 0, 4, 4], [0, 0, 4, 5], [8, 8, 9, 9]], [0.5, 0.75, 0.25]).tolist()

@@ -13,12 +13,12 @@ from meshlib.core.errors import ShapeError
 from meshlib.models.images.detection.boxes import Array, Integers, as_boxes, as_vector, box_iou
 
 COCO_THRESHOLDS = tuple(float(x) for x in np.linspace(0.5, 0.95, 10))
-RECALLS = np.linspace(0, 1, 101)  # at which COCO reads precision
+RECALLS = np.linspace(0, 1, 101)  # recalls at which COCO reads precision
 
 
 @dataclass(frozen=True)
 class Objects:
-    """Objects of one image: boxes [n, 4], classes [n], and scores [n] of found ones (1 of true ones).
+    """Objects of one image: boxes [n, 4], classes [n], and scores [n] of detections (1 for ground truth).
 
     Example:
       >>> import numpy as np
@@ -49,36 +49,37 @@ class Objects:
 
     @staticmethod
     def joined(parts: Sequence[Objects]) -> Objects:
-        """Those of several sets, one after the other."""
+        """The concatenation of several sets."""
         if not parts:
             return Objects(np.zeros((0, 4)), np.zeros(0))
         rows = ([getattr(p, name) for p in parts] for name in ("boxes", "classes", "scores"))
         return Objects(*(np.concatenate(r) for r in rows))
 
     def best(self, limit: int) -> Objects:
-        """The `limit` of the highest scores, best first; the first of equals."""
+        """The `limit` objects with the highest scores, best first; ties keep their order."""
         order = np.argsort(-self.scores, kind="stable")[:limit]
         return Objects(self.boxes[order], self.classes[order], self.scores[order])
 
     def of_class(self, kind: int) -> Objects:
-        """Those of one class."""
+        """The objects of one class."""
         own = self.classes == kind
         return Objects(self.boxes[own], self.classes[own], self.scores[own])
 
 
 def average_precision(found: Sequence[Objects], true: Sequence[Objects], kind: int, iou: float = 0.5) -> float:
-    """The mean over recalls 0, 0.01, ..., 1 of the best precision at that recall or more: of one class.
+    """Average precision of one class: the mean over recalls 0, 0.01, ..., 1 of the best precision at that recall or
+    more.
 
-    Found objects are taken in the order of their scores over all images. Each matches the true object of its image, not
-    yet matched, that it overlaps most, if by at least `iou`; else it is a false one.
+    Detections of all images are ordered by score. Each matches the unmatched true object of its image with the largest
+    overlap, if that is at least `iou`; otherwise it is a false positive.
 
     Args:
-      found, true: of each image.
+      found, true: detections and ground truth per image.
       kind: the class.
-      iou: intersection over union.
+      iou: threshold of intersection over union.
     Returns: in [0, 1]; NaN if there is no true object of the class.
     Raises: ShapeError for unequal numbers of images.
-    Source: as of COCO: https://cocodataset.org/#detection-eval, without its crowds and sizes.
+    Source: COCO: https://cocodataset.org/#detection-eval, without its crowds and sizes.
     Example:
       >>> truth = [Objects([[0, 0, 4, 4], [8, 8, 12, 12]], [0, 0])]
       >>> found = [Objects([[0, 0, 4, 4], [20, 20, 24, 24]], [0, 0], [0.75, 0.5])]
@@ -102,7 +103,7 @@ def average_precision(found: Sequence[Objects], true: Sequence[Objects], kind: i
     hits = np.cumsum(np.concatenate(right)[order])
     precision = hits / np.arange(1, len(hits) + 1)
     best_from_here = np.maximum.accumulate(precision[::-1])[::-1]
-    # The first place where the recall is reached; hits are whole numbers, so that rounding can't miss it.
+    # The first detection with this recall; hits are integers, so that rounding can't shift it.
     places = np.searchsorted(hits, np.ceil(RECALLS * count - 1e-9), side="left")
     return float(np.append(best_from_here, 0.0)[places].mean())
 
@@ -110,12 +111,12 @@ def average_precision(found: Sequence[Objects], true: Sequence[Objects], kind: i
 def mean_average_precision(
     found: Sequence[Objects], true: Sequence[Objects], iou: float | Sequence[float] = 0.5
 ) -> float:
-    """The mean of `average_precision` over the classes that occur among true objects, and over thresholds.
+    """Mean of `average_precision` over the classes of true objects, and over thresholds.
 
     Args:
-      found, true: of each image.
+      found, true: detections and ground truth per image.
       iou: one threshold, or several, such as `COCO_THRESHOLDS`.
-    Raises: ShapeError for unequal numbers of images, or no true object at all.
+    Raises: ShapeError for unequal numbers of images, or no true object.
     """
     thresholds = [iou] if isinstance(iou, int | float) else list(iou)
     kinds = sorted({int(k) for t in true for k in t.classes})
@@ -125,12 +126,12 @@ def mean_average_precision(
 
 
 def _matched(detected: Objects, true: Objects, least: float) -> NDArray[np.bool_]:
-    """Which of the found objects, best first, match a true one that no better one has."""
+    """Bool per detection, best first: True if it matches a true object that no better one has matched."""
     overlaps = box_iou(detected.boxes, true.boxes)
-    right = np.zeros(len(detected), bool)
+    is_match = np.zeros(len(detected), bool)
     for n in range(len(detected) if len(true) else 0):
-        one = int(overlaps[n].argmax())
-        if overlaps[n, one] >= least and overlaps[n, one] > 0:
-            right[n] = True
-            overlaps[:, one] = -1.0
-    return right
+        best_true = int(overlaps[n].argmax())
+        if overlaps[n, best_true] >= least and overlaps[n, best_true] > 0:
+            is_match[n] = True
+            overlaps[:, best_true] = -1.0
+    return is_match
