@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 from meshlib.command.argument_parser import Parser
-from meshlib.command.choices import OPTIMIZERS, REMAT, TARGETS
+from meshlib.command.choices import ALL_REMAT, OPTIMIZERS, STEP_SETTINGS, TARGETS
 from meshlib.core.compiler import COMPILERS, XLA_TPU
 
 Number = TypeVar("Number", int, float)
@@ -112,7 +112,7 @@ def _about(under: Under, name: str, text: str, run: str, a_slice: bool = True) -
     command_parser.add_argument(
         "--length", type=_count, help="tokens in a sequence; default: 8,192, or the model's own limit"
     )
-    command_parser.add_argument("--remat", choices=REMAT, help="what the backward pass of a model computes again")
+    command_parser.add_argument("--remat", choices=ALL_REMAT, help="what the backward pass of a model computes again")
     command_parser.add_argument(
         "--arg",
         action="append",
@@ -139,7 +139,8 @@ def _about(under: Under, name: str, text: str, run: str, a_slice: bool = True) -
         "--set",
         action="append",
         metavar="NAME=VALUE",
-        help="a field of the model's config, or an argument of the function; repeatedly",
+        help=f"a field of the model's config, {', '.join(STEP_SETTINGS)} of its training step, or an argument of the "
+        "function; repeatedly",
     )
     return command_parser
 

@@ -11,7 +11,7 @@ from meshlib.core.compiler import COMPILERS
 from meshlib.core.errors import GraphError
 from meshlib.core.text import wrapped
 from meshlib.estimation import Estimate, estimate
-from meshlib.estimation.memory.remedies import CARRIES, HALF, LOSS, MICROBATCHES, RECOMPUTE, SLOTS
+from meshlib.estimation.memory.remedies import CARRIES, HALF, LOSS, RECOMPUTE, SLOTS, microbatches
 from meshlib.estimation.views.difference import difference
 from meshlib.lowering import Program
 from meshlib.models.maxtext.run import MaxTextRun, read_maxtext
@@ -44,11 +44,13 @@ class Configured(Subject):
         """A memory remedy in terms of MaxText's keys, where there are such keys."""
         assert self.run is not None
         s = self.run.settings
-        batch = f"per_device_batch_size={s.number('per_device_batch_size') / 2:g}"
+        each = s.number("per_device_batch_size")
+        if (parts := microbatches(words)) is not None:
+            steps = parts * self.run.accumulation
+            return f"per_device_batch_size={each / parts:g} gradient_accumulation_steps={steps}"
         keys = {
-            RECOMPUTE: "remat_policy=full", SLOTS: "optimizer_memory_host_offload=true", HALF: batch,
-            MICROBATCHES: f"{batch} gradient_accumulation_steps={2 * self.run.accumulation}",
-            LOSS: f"num_vocab_tiling={8 * s.size('num_vocab_tiling')}",
+            RECOMPUTE: "remat_policy=full", SLOTS: "optimizer_memory_host_offload=true",
+            HALF: f"per_device_batch_size={each / 2:g}", LOSS: f"num_vocab_tiling={8 * s.size('num_vocab_tiling')}",
         }  # fmt: skip
         if self.run.remat == "full":
             keys[CARRIES] = "remat_policy=custom decoder_layer_input=offload"

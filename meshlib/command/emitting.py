@@ -35,11 +35,17 @@ def _maxtext(subject: Subject, where: Slice, plan: PlannedLayout) -> Emission:
         return Emission(subject.run.overrides, tuple(map(str, subject.run.unread)))
     if subject.config is None:
         raise GraphError(f"--emit maxtext is for models, not for {subject.name}")
-    program = plan.est.program
-    return emission_of(
-        subject.config, program.mesh, program.layout, where, subject.sizes["batch"], subject.sizes["length"],
-        _remat(plan.choices), subject.placement,
+    program, step = plan.est.program, dict(subject.step)
+    parts, blocks = (int(str(step.pop(name, 1))) for name in ("accumulation", "loss_blocks"))
+    norm, on_host = step.pop("max_norm", None), step.pop("slots_on_host", False)
+    emission = emission_of(
+        subject.config, program.mesh, program.layout, where, subject.sizes["batch"] // parts, subject.sizes["length"],
+        _remat(plan.choices), subject.placement, None if norm is None else float(str(norm)), bool(on_host),
     )  # fmt: skip
+    of_step = {"gradient_accumulation_steps": parts, "num_vocab_tiling": blocks}
+    keys = {**emission.keys, **{key: value for key, value in of_step.items() if value != 1}}
+    missing = [f"{name} {value}" for name, value in step.items() if (name, value) != ("optimizer", "adamw")]
+    return Emission(keys, (*emission.missing, *missing))
 
 
 def _remat(choices: Mapping[str, object]) -> str | Remat:
@@ -64,7 +70,8 @@ def _python(subject: Subject, where: Slice, plan: PlannedLayout) -> Emitted:
         return python_lines(plan.est.program, where, run=subject.run)
     if subject.config is None:
         raise GraphError(f"--emit python is for models; {subject.name} is Python already")
-    return python_lines(plan.est.program, where, config=subject.config, sizes=subject.sizes, remat=_remat(plan.choices))
+    remat, step = _remat(plan.choices), subject.step
+    return python_lines(plan.est.program, where, subject.config, subject.sizes, remat, step=step)
 
 
 _TARGETS: Mapping[str, Callable[[Subject, Slice, PlannedLayout], Emission | Emitted]] = {

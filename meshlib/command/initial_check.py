@@ -11,6 +11,7 @@ from string import Template
 from meshlib.command.choices import is_maxtext
 from meshlib.command.output import say, say_json, writable
 from meshlib.command.planning import FAILED, GOOD, planned_of
+from meshlib.command.step_settings import source_text
 from meshlib.command.subject import Subject, slice_of
 from meshlib.core.compiler import XLA_TPU
 from meshlib.core.errors import GraphError
@@ -111,7 +112,8 @@ def _build(args: argparse.Namespace, subject: Subject, choices: dict[str, object
             read = f"mtf.sharing.read_config({_from(folder, args.program)})"
         read += f".replace({settings})" if settings else ""
         sizes = ", ".join(f"{name}={size}" for name, size in subject.sizes.items())
-        chosen = "".join(f", {name}={value!r}" for name, value in choices.items())
+        step = {**subject.step, **choices}
+        chosen = "".join(f", {source_text(name, value)}" for name, value in step.items())
         return f"def build():\n    return mtf.models.train_step({read}, {sizes}{chosen})"
     if subject.image is not None:
         read = f'mtf.models.image_preset("{args.program}")' + (f".replace({settings})" if settings else "")

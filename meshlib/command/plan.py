@@ -12,16 +12,18 @@ from typing import Any
 
 from hardware.slices import Slice
 from meshlib.command.choices import REMAT, is_maxtext
+from meshlib.command.step_settings import optimizer_title
 from meshlib.command.subject import Subject, completed_layouts
 from meshlib.core.errors import GraphError, MeshlibError
 from meshlib.core.graph import FORWARD
 from meshlib.core.slices import assumed_figures
 from meshlib.core.text import bytes_text, count_text, ending, grid, seconds_text, usd_text, width, wrapped
 from meshlib.estimation import Estimate, HostInput, estimate
+from meshlib.estimation.memory.remedies import Remedy
 from meshlib.estimation.views.rows import Row, names_of_forward
 from meshlib.estimation.views.whole_run import WholeRun
 
-CAUSES = 4  # collectives shown in a plan
+CAUSES, REMEDIES = 4, 3  # collectives and remedies that a plan names
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,7 @@ def _verdict(subject: Subject, plan: PlannedLayout, est: Estimate) -> list[str]:
         lines.append(f"  price      {usd_text(where.usd_per_hour)} an hour{_price(subject, est)}")
     if subject.tokens:
         sizes = f"{subject.sizes['batch']:,} sequences of {subject.sizes['length']:,} tokens"
-        lines.append(f"  one step   {sizes}: forward, backward, AdamW")
+        lines.append(f"  one step   {sizes}: forward, backward, {optimizer_title(subject.step)}")
     if subject.image is not None:
         lines.append(f"  one step   {subject.sizes['batch']:,} images: forward, backward, momentum")
         lines.append(f"  model      {subject.image.parameters:,} parameters")
@@ -203,6 +205,8 @@ def _verdict(subject: Subject, plan: PlannedLayout, est: Estimate) -> list[str]:
     lines.append(f"  mesh       {est.program.mesh}")
     lines += wrapped(str(est.program.layout) or "(nothing is split)", "  layout     ", ";")
     lines += [f"  {name:<10} {value}" for name, value in plan.choices.items()]
+    if subject.step:
+        lines += wrapped(" ".join(f"{name}={value}" for name, value in subject.step.items()), "  set        ", " ")
     lines.append(f"  compiler   {est.compiler}")
     for line in assumed_figures([est.slice]):
         lines += wrapped(line, "  chip       ", ",")
@@ -253,19 +257,22 @@ def _state(est: Estimate) -> list[str]:
     if memory.state_bytes <= memory.capacity_bytes:
         return []
     devices = -(-memory.state_bytes * est.slice.devices // memory.capacity_bytes)
-    text = f"{bytes_text(memory.state_bytes)} variables, slots and gradients: no batch fits; split over {devices:,}"
-    text += " devices or more they would"
+    text = f"{bytes_text(memory.state_bytes)} variables, slots and gradients: no batch fits; they need"
+    text += f" {devices:,} devices or slots on the host"
     return wrapped(text, "  at least   ", " ")
 
 
 def _remedies(subject: Subject, est: Estimate) -> list[str]:
-    texts = [
-        f"{remedy.said(subject.remedy)}: saves about {bytes_text(remedy.gain_bytes)}"
-        for remedy in est.memory.remedies[:3]
-    ]
-    return [
-        line for n, text in enumerate(texts) for line in wrapped(text, "  do         " if n == 0 else " " * 13, " ")
-    ]
+    """The remedies that save most, those that a flag applies before the others."""
+
+    def has_flags(remedy: Remedy) -> bool:
+        return all(subject.remedy(part) != part for part in remedy.parts)
+
+    lines: list[str] = []
+    for remedy in sorted(est.memory.remedies, key=has_flags, reverse=True)[:REMEDIES]:
+        text = f"{remedy.said(subject.remedy)}: saves about {bytes_text(remedy.gain_bytes)}"
+        lines += wrapped(text, " " * 13 + "- " if lines else "  do         - ", " ")
+    return lines
 
 
 def _rates(subject: Subject, est: Estimate) -> str:
@@ -356,6 +363,7 @@ def _ranking(subject: Subject, plans: Sequence[PlannedLayout]) -> list[str]:
 def json_of(subject: Subject, where: Slice, plans: Sequence[PlannedLayout]) -> dict[str, Any]:
     """The plan as JSON, with the same figures."""
     head = {"program": subject.name, "slice": where.name, "compiler": str(subject.compiler), **subject.sizes}
+    head |= {"step": dict(subject.step)} if subject.step else {}
     return {**head, "plans": [_entry(p) for p in plans]}
 
 

@@ -140,7 +140,7 @@ def _with_half_the_batch(subject: Subject, plans: Sequence[PlannedLayout]) -> Su
     if plans[0].fits or not any(plan.state_fits for plan in plans):
         return None
     sizes = {**subject.sizes, "batch": subject.sizes["batch"] // 2}
-    return of_model(subject.config, sizes, subject.compiler, given_batch=True)
+    return of_model(subject.config, sizes, subject.step, subject.compiler, given_batch=True)
 
 
 def first_choices(args: argparse.Namespace, subject: Subject) -> dict[str, object]:
@@ -196,6 +196,8 @@ def search_of(
 
     if args.remat:
         tried["remat"] = [args.remat]
+    if subject.config is not None:
+        tried = {**{name: [value] for name, value in subject.step.items()}, **tried}
     further = ("objective", "fix", "sizes", "forbid", "axes", "resume")
     given: dict[str, Any] = {name: getattr(args, name) for name in further if hasattr(args, name)}
     if subject.config is not None:  # steps of different sizes are compared per token

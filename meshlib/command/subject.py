@@ -17,8 +17,9 @@ from hardware.errors import HardwareError
 from hardware.slices import Slice
 from layouts import LayoutRules, Mesh
 from layouts.errors import LayoutError
-from meshlib.command.choices import OPTIMIZERS
+from meshlib.command.choices import OPTIMIZERS, STEP_SETTINGS
 from meshlib.command.jax_function import arguments_of, builder
+from meshlib.command.step_settings import with_flag
 from meshlib.core.compiler import COMPILERS, XLA_TPU, Compiler
 from meshlib.core.errors import GraphError, MeshlibError, SliceError, nearest
 from meshlib.core.graph import Graph, Operation
@@ -91,8 +92,13 @@ class Subject:
         return where
 
     def remedy(self, words: str) -> str:
-        """A memory remedy in the subject's own terms."""
-        return words
+        """A memory remedy, with the flag that applies it where there is one."""
+        return words if self.config is None else with_flag(words, self.sizes["batch"], self.step)
+
+    @property
+    def step(self) -> Mapping[str, object]:
+        """Settings of a model's training step beyond its config; none for a function."""
+        return self.arguments if self.config is not None else {}
 
     def built(self, **choices: object) -> tuple[Any, Sequence[Operation]]:
         """Build the outputs and updates."""
@@ -193,18 +199,25 @@ def subject_of(args: argparse.Namespace, where: Slice | None) -> Subject:
     if args.program in IMAGE_PRESETS:
         return _of_images(args, given, devices)
     config, notes = _config(args.program)
+    step = {name: given.pop(name) for name in STEP_SETTINGS if name in given}
     if given:
         config = config.replace(**given)
     length = args.length or min(LENGTH, config.max_length or LENGTH)
     sizes = {"batch": args.batch or usual_batch(devices, length), "length": length}
-    subject = of_model(config, sizes, COMPILERS[args.compiler], args.batch is not None)
+    subject = of_model(config, sizes, step, COMPILERS[args.compiler], args.batch is not None)
     return replace(subject, settings=given, notes=notes)
 
 
-def of_model(config: TransformerConfig, sizes: Mapping[str, int], compiler: Compiler, given_batch: bool) -> Subject:
+def of_model(
+    config: TransformerConfig,
+    sizes: Mapping[str, int],
+    arguments: Mapping[str, object],
+    compiler: Compiler,
+    given_batch: bool,
+) -> Subject:
     """A training step of a Transformer."""
     build = transformer_builder(config, **sizes)
-    return Subject(config.name, build, {}, config, sizes, compiler, given_batch=given_batch)
+    return Subject(config.name, build, arguments, config, sizes, compiler, given_batch=given_batch)
 
 
 def usual_batch(devices: int, length: int) -> int:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from layouts import Dimension
 from meshlib import layers, optimize
-from meshlib.core.arguments import at, whole
+from meshlib.core.arguments import at, flag, whole
 from meshlib.core.errors import GraphError, nearest
 from meshlib.core.garbage import uncollected
 from meshlib.core.graph import Operation, Tensor
@@ -21,9 +21,9 @@ from meshlib.ops.control.state import assign
 from meshlib.optimize.base import LearningRate, Optimizer
 
 LOADS = "loads of "  # prefix of router names among the outputs of microbatches
-OPTIMIZERS: MappingProxyType[str, Callable[[LearningRate], Optimizer]] = MappingProxyType(
+OPTIMIZERS: MappingProxyType[str, Callable[..., Optimizer]] = MappingProxyType(
     {
-        "adafactor": lambda rate: optimize.AdafactorOptimizer(learning_rate=rate),
+        "adafactor": lambda rate, **options: optimize.AdafactorOptimizer(learning_rate=rate, **options),
         "adam": optimize.AdamOptimizer,
         "adamw": optimize.AdamWOptimizer,
         "lion": optimize.LionOptimizer,
@@ -48,6 +48,7 @@ def train_step(
     packed: bool = False,
     accumulation: int = 1,
     loss_blocks: int = 1,
+    slots_on_host: bool = False,
 ) -> tuple[dict[str, Tensor], list[Operation]]:
     """The outputs and updates of one training step of a model; call it inside a graph.
 
@@ -59,6 +60,7 @@ def train_step(
       max_norm: clip the global norm of all gradients to this.
       accumulation: number of sequential microbatches whose gradients are accumulated: see
         `mtf.serialize_training_step`.
+      slots_on_host: whether an optimizer given by name stores its slots in the memory of the host.
     Returns: the outputs "loss", and for mixtures of experts "auxiliary_loss", which is part of it, and "dropped", the
       number of dropped choices; and the updates, for `mtf.lower`. Updates are computed in float32 whatever
       config.numerics stores. Biases that choose experts are updated by the loads of the step, see
@@ -73,7 +75,7 @@ def train_step(
       >>> sorted(program.inputs), program.outputs["loss"].tensor.shape
       (['targets', 'tokens'], Shape(''))
     """
-    checked_optimizer = _optimizer(optimizer, learning_rate)
+    checked_optimizer = _optimizer(optimizer, learning_rate, slots_on_host)
     if whole(accumulation, "train_step", "accumulation", 1) > 1:
         rest = {"encoder_length": encoder_length, "predictions": predictions, "pipeline": pipeline, "packed": packed}
         wrong = [name for name, value in rest.items() if value]
@@ -152,8 +154,13 @@ def _applied(optimizer: Optimizer, grads: Sequence[Tensor], tokens: Tensor, max_
     return list(optimizer.apply_grads(clipped, tokens.graph.trainable_variables))
 
 
-def _optimizer(optimizer: object, learning_rate: LearningRate) -> Optimizer:
+def _optimizer(optimizer: object, learning_rate: LearningRate, slots_on_host: object) -> Optimizer:
+    on_host = flag(slots_on_host, "train_step", "slots_on_host")
     if isinstance(optimizer, Optimizer):
+        if on_host:
+            raise GraphError(
+                f"{at('train_step')}: slots_on_host is for optimizers by name; give it to {optimizer!r:.60}"
+            )
         return optimizer
     if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
         hint = nearest(optimizer, OPTIMIZERS) if isinstance(optimizer, str) else ""
@@ -161,4 +168,4 @@ def _optimizer(optimizer: object, learning_rate: LearningRate) -> Optimizer:
             f"{at('train_step')}: optimizer must be an mtf.optimize.Optimizer or one of {', '.join(OPTIMIZERS)}, "
             f"got {optimizer!r:.80}{hint}"
         )
-    return OPTIMIZERS[optimizer](learning_rate)
+    return OPTIMIZERS[optimizer](learning_rate, slots_on_host=on_host)

@@ -129,6 +129,7 @@ def python_lines(
     sizes: Mapping[str, int] | None = None,
     remat: Policy = "full",
     run: MaxTextRun | None = None,
+    step: Mapping[str, object] | None = None,
 ) -> Emitted:
     """Python lines that build the plan's program with this library and estimate it."""
     lines = ["import meshlib as mtf", ""]
@@ -147,7 +148,7 @@ def python_lines(
         f"config = {model}",
         "with mtf.Graph():",
         f"    outputs, updates = mtf.models.train_step(config, batch={sizes['batch']}, length={sizes['length']}, "
-        f"remat={_remat_text(remat)})",
+        f"remat={_remat_text(remat)}{''.join(f', {name}={value!r}' for name, value in (step or {}).items())})",
         f"    program = mtf.lower(outputs, updates, mesh={str(program.mesh)!r}, layout={str(program.layout)!r})",
         f"print(mtf.estimate(program, {where.name!r}).table())",
     ]

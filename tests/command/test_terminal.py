@@ -88,6 +88,10 @@ FORTY = {
     "a setting misspelt": ("plan gpt2 --slice v5e-8 --set layer=3", "layers"),
     "a setting of a function misspelt": ("plan net.py --slice v5e-8 --set hiden=3", "hiden"),
     "a setting without a value": ("plan gpt2 --slice v5e-8 --set layers", "--set is NAME=VALUE"),
+    "microbatches that do not divide": ("plan gpt2 --slice v5e-8 --set accumulation=3", "32 % 3 = 2"),
+    "slots nowhere": ("plan gpt2 --slice v5e-8 --set slots_on_host=2", "slots_on_host must be True or False"),
+    "an optimizer misspelt": ("plan gpt2 --slice v5e-8 --set optimizer=adamm", "did you mean 'adam'?"),
+    "a training step of images": ("plan resnet-50 --slice v3-8 --set accumulation=2", "no field 'accumulation'"),
     "a setting of images misspelt": ("plan resnet-50 --slice v3-8 --set clases=10", "classes"),
     "remat of images": ("plan resnet-50 --slice v3-8 --remat full", "--remat is for Transformers"),
     "a length of images": ("plan resnet-50 --slice v3-8 --length 8", "--length is for Transformers"),
@@ -293,13 +297,29 @@ LLAMA = {
     **{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128},
     **{"intermediate_size": 128, "num_key_value_heads": 4, "max_position_embeddings": 128},
 }
+STEP = "--remat offload --set accumulation=2 --set slots_on_host=True"
 CHECKED = {
-    "a preset": f"init gpt2 --slice v5e-8 --layout fsdp@fsdp:8 --remat full {SMALL} --batch 8 --length 64",
+    "a preset": f"init gpt2 --slice v5e-8 --layout fsdp@fsdp:8 {SMALL} --batch 16 --length 64 {STEP}",
     "a function": "init net.py --slice v3-8 --layout batch:a@a:8",
     "another compiler": f"init gpt2 --slice v5e-8 --layout fsdp@fsdp:8 {SMALL} --batch 8 --compiler gspmd --remat full",
     "MaxText": "init base.yml base_num_decoder_layers=2 base_emb_dim=64 vocab_size=256 --slice 2*v5e-16",
     "a config.json": "init llama/config.json --slice v5e-8 --layout fsdp@fsdp:8 --remat full --batch 8 --length 64",
 }
+
+
+def test_a_plan_in_microbatches_is_emitted_as_python_and_for_maxtext(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = f"plan gpt2 --slice v5e-8 --layout fsdp@fsdp:8 {SMALL} --batch 32 --length 64 {STEP}"
+    _, source, _ = run(f"{plan} --emit python", capsys)
+    exec(source, names := dict[str, Any]())
+    assert "accumulation=2, slots_on_host=True" in source
+    capsys.readouterr()  # what the source prints
+    _, text, _ = run(f"{plan} --json", capsys)
+    planned = json.loads(text)
+    assert planned["step"] == {"accumulation": 2, "slots_on_host": True}
+    assert planned["plans"][0]["sent_bytes"] == names["program"].sent_bytes
+    _, keys, _ = run(f"{plan} --emit maxtext", capsys)
+    expected = {"per_device_batch_size=2", "gradient_accumulation_steps=2", "optimizer_memory_host_offload=true"}
+    assert expected <= set(keys.splitlines())
 
 
 @each("typed", CHECKED if deep() else {name: typed for name, typed in CHECKED.items() if name != "another compiler"})
@@ -469,8 +489,7 @@ def test_no_smaller_batch_is_tried_where_variables_slots_and_gradients_do_not_fi
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     _, out, _ = run("plan llama3-8b --slice v5e-4 --remat full", capsys)
-    assert "28.94 GiB variables, slots and gradients: no batch fits; split over" in out
-    assert "8 devices or more" in out
+    assert "28.94 GiB variables, slots and gradients: no batch fits; they need 8" in out
     assert "halved" not in out
 
 

@@ -10,6 +10,7 @@ import pytest
 import meshlib as mtf
 from hardware import CHIPS, Slice
 from meshlib.estimation import Remedy
+from meshlib.estimation.memory.remedies import microbatches
 from tests.effort import some
 
 D = mtf.Dimension
@@ -48,7 +49,7 @@ def network(
     with mtf.Graph() as graph:
         optimizer, features = mtf.optimize.AdamOptimizer(1e-3, slots_on_host=on_host), {"x": mtf.input("x", [b, d])}
         if how.endswith("parts"):
-            grads, outputs = mtf.serialize_training_step(features, model, b, num_splits=2)
+            grads, outputs = mtf.serialize_training_step(features, model, b, num_splits=int(how.split()[-2]))
             train = optimizer.apply_grads(grads, graph.trainable_variables)
         else:
             outputs = model(features)
@@ -69,8 +70,9 @@ def carried_out(r: Remedy, mesh: str, layout: str, how: str, tokens: int) -> mtf
     if found := re.search(r"half the batch, 'batch' (\d+) -> (\d+)", what):
         assert (int(found[1]), int(found[2])) == (tokens, tokens // 2)
         return network(mesh, layout, how, tokens // 2)
-    if "microbatches of 'batch'" in what:
-        return network(mesh, layout, "scan parts" if how == "scan" else "parts", tokens)
+    if found := re.search(r"(\d+) microbatches of 'batch' .*num_splits=(\d+)", what):
+        assert found[1] == found[2]
+        return network(mesh, layout, f"scan {found[1]} parts" if how == "scan" else f"{found[1]} parts", tokens)
     if "slots_on_host=True" in what:
         return network(mesh, layout, how, tokens, on_host=True)
     if "recompute_grad" in what:
@@ -156,8 +158,9 @@ def _x() -> mtf.Tensor:
 
 
 def test_remedies_are_combined_where_none_suffices():
-    case = ("data:4", "batch:data", "kept", 2**22)
-    memory = mtf.estimate(network(*case), "v5e-4").memory
+    whole = mtf.estimate(network("data:4", "batch:data", "kept", 2**16), "v5e-4").memory
+    least = min(whole.peak_bytes - r.gain_bytes for r in dataclasses.replace(whole, capacity_bytes=1).remedies)
+    memory = dataclasses.replace(whole, capacity_bytes=round(0.8 * least))
     together, *alone = memory.remedies
     assert together.what.startswith("together: ")
     assert memory.peak_bytes - together.gain_bytes <= memory.capacity_bytes
@@ -166,6 +169,20 @@ def test_remedies_are_combined_where_none_suffices():
     assert 2 <= len(parts) <= 3
     assert set(parts) <= {r.what for r in alone}
     assert together.what in memory.message
+
+
+def test_there_are_as_many_microbatches_as_it_takes_to_fit():
+    case = ("data:4", "batch:data", "scan", 2**18)
+    whole = mtf.estimate(network(*case), "v5e-4").memory
+    counts = []
+    for share in (0.8, 0.5, 0.4):
+        memory = dataclasses.replace(whole, capacity_bytes=round(share * whole.peak_bytes))
+        (remedy,) = (r for r in memory.remedies if len(r.parts) == 1 and microbatches(r.what))
+        done = mtf.estimate(carried_out(remedy, *case), "v5e-4").memory
+        assert done.peak_bytes <= memory.capacity_bytes
+        counts.append(microbatches(remedy.what))
+    assert counts == sorted(counts)
+    assert counts[0] == 2 < counts[-1]
 
 
 def test_no_remedy_is_a_layout_that_the_library_refuses():

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import count, islice, takewhile
 from math import prod
 
 from layouts import LayoutRules, Mesh
@@ -29,13 +29,14 @@ from meshlib.program.records import Program, walk
 
 Change = Callable[[Value], int | None]  # bytes that it would take instead; None: as many
 
+_ERROR = 0.1  # of the peak: how much less a remedy may save than it says
 _WORTH = 0.01  # of the peak: what saves less is not worth a line
 _MOST = 8  # remedies shown
 _TOGETHER = 3  # remedies combined at most
 _PARTS = 8  # of a loss
-# How some remedies begin: those that a configuration has keys for.
+# Words of remedies: those that a configuration has keys for.
 RECOMPUTE, CARRIES = "compute again what the loop keeps", "keep what the loop carries on the host"
-SLOTS, HALF, MICROBATCHES, LOSS = "keep slots on the host", "half the batch", "2 microbatches", "the loss over"
+SLOTS, HALF, MICROBATCHES, LOSS = "keep slots on the host", "half the batch", "microbatches of", "the loss over"
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,16 @@ class Remedy:
 
     def __str__(self) -> str:
         return f"{self.what}: saves about {bytes_text(self.gain_bytes)}"
+
+
+def microbatches(words: str) -> int | None:
+    """How many microbatches a remedy asks for; None for other remedies.
+
+    >>> microbatches("4 microbatches of 'batch' (mtf.serialize_training_step, num_splits=4)"), microbatches(HALF)
+    (4, None)
+    """
+    number, _, rest = words.partition(" ")
+    return int(number) if rest.startswith(MICROBATCHES) else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +101,12 @@ def remedies(program: Program, room_bytes: int) -> tuple[Remedy, ...]:
     kinds = {b.owner: kind_of(program, b.owner, b.begin) for b in program.buffers}
     legal = _Legal(program)
     ideas = [*(_more_devices(program) or _new_axis(program, live)), *_rules(program, live, kinds, legal)]
-    ideas += [*_recomputed(program, live), *_smaller_batch(program, live, kinds), *_narrow(program), *_loss(program)]
+    ideas += [
+        *_recomputed(program, live),
+        *_smaller_batch(program, live, kinds, peak, room_bytes),
+        *_narrow(program),
+        *_loss(program),
+    ]
     ideas += _slots(kinds)
     gains = {idea: peak - _peak(program, [idea]) for idea in ideas}
     worth = sorted((i for i in ideas if gains[i] >= _WORTH * peak), key=lambda i: -gains[i])
@@ -267,30 +283,43 @@ def _recomputed(program: Program, live: list[Value]) -> Iterator[_Idea]:
         yield _Idea(offload, lambda v: 0 if v in carries else None, "carries")
 
 
-def _smaller_batch(program: Program, live: list[Value], kinds: Mapping[Value, str]) -> Iterator[_Idea]:
-    """Half the batch, at once or in two parts of a step: of the first dim that all inputs have and no variable."""
+def _smaller_batch(
+    program: Program, live: list[Value], kinds: Mapping[Value, str], peak: int, room_bytes: int
+) -> Iterator[_Idea]:
+    """Half the batch, or as many microbatches as it takes to fit: of the first dim that all inputs have and no
+    variable."""
     given = {*program.inputs.values()}
     inputs = [v for v in given if v.local_shape.sizes]
     own = {d.name for v in program.variables.values() for d in v.tensor.shape}
     shared = [d for d in inputs[0].tensor.shape if all(d in v.tensor.shape for v in inputs)] if inputs else []
     batch = next((d for d in shared if d.name not in own), None)
-    if batch is None or any(v.local_shape.dim(batch.name).size % 2 for v in inputs):
+    if batch is None:
         return
     name = batch.name
 
-    def half(v: Value) -> int | None:
-        return _cut(v, lambda dim: 2 if dim == name else 1) if name in v.local_shape else None
+    def part(v: Value, parts: int) -> int | None:
+        return _cut(v, lambda dim: parts if dim == name else 1) if name in v.local_shape else None
 
-    yield _Idea(f"{HALF}, '{name}' {batch.size} -> {batch.size // 2}", half, "batch")
-    if program.updates and any(i.operation.region == BACKWARD for i in program.instructions):
-        # Gradients of all parts are added up in float32, split as their variables; what a loop stacks of one part is
-        # there beside that, pending, until it is added.
-        trained = _trained(program)
-        sums = sum(tiled_bytes(v.local_shape.sizes, 4) for v in trained)
-        sums += sum(tiled_bytes(v.local_shape.sizes, width) for v, width in trained.items() if width)
-        there = sum(tiled_value_bytes(v) for v in live if kinds.get(v) == "gradients")
-        what = f"{MICROBATCHES} of '{name}' (mtf.serialize_training_step, num_splits=2)"
-        yield _Idea(what, lambda v: None if v in given else half(v), "batch", max(0, sums - there))
+    def divides(parts: int) -> bool:
+        return all(v.local_shape.dim(name).size % parts == 0 for v in inputs)
+
+    if divides(2):
+        yield _Idea(f"{HALF}, '{name}' {batch.size} -> {batch.size // 2}", partial(part, parts=2), "batch")
+    if not (program.updates and any(i.operation.region == BACKWARD for i in program.instructions)):
+        return
+    # Gradients of all microbatches are added up in float32, split as their variables; what a loop stacks of one is
+    # there beside that, pending, until it is added.
+    trained = _trained(program)
+    sums = sum(tiled_bytes(v.local_shape.sizes, 4) for v in trained)
+    sums += sum(tiled_bytes(v.local_shape.sizes, width) for v, width in trained.items() if width)
+    more = max(0, sums - sum(tiled_value_bytes(v) for v in live if kinds.get(v) == "gradients"))
+    ideas = []
+    for parts in takewhile(divides, (2**n for n in count(1))):
+        what = f"{parts} {MICROBATCHES} '{name}' (mtf.serialize_training_step, num_splits={parts})"
+        ideas.append(_Idea(what, lambda v, parts=parts: None if v in given else part(v, parts), "batch", more))
+        if _peak(program, ideas[-1:]) + _ERROR * peak <= room_bytes:
+            break
+    yield from ideas[-1:]
 
 
 def _trained(program: Program) -> dict[Value, float]:
