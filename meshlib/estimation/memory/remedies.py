@@ -300,6 +300,9 @@ def _smaller_batch(
     def part(v: Value, parts: int) -> int | None:
         return _cut(v, lambda dim: parts if dim == name else 1) if name in v.local_shape else None
 
+    def of_rest(v: Value, parts: int) -> int | None:
+        return None if v in given else part(v, parts)
+
     def divides(parts: int) -> bool:
         return all(v.local_shape.dim(name).size % parts == 0 for v in inputs)
 
@@ -316,7 +319,7 @@ def _smaller_batch(
     ideas = []
     for parts in takewhile(divides, (2**n for n in count(1))):
         what = f"{parts} {MICROBATCHES} '{name}' (mtf.serialize_training_step, num_splits={parts})"
-        ideas.append(_Idea(what, lambda v, parts=parts: None if v in given else part(v, parts), "batch", more))
+        ideas.append(_Idea(what, partial(of_rest, parts=parts), "batch", more))
         if _peak(program, ideas[-1:]) + _ERROR * peak <= room_bytes:
             break
     yield from ideas[-1:]
