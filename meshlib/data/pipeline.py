@@ -171,25 +171,9 @@ class Data:
             raise FeedError(
                 f"{at('data.batch')}: give one of pad, pack and buckets, got {' and '.join(n for n, _ in given)}"
             )
-        lengths = None
-        if given:
-            name, value = given[0]
-            lengths = {} if not isinstance(value, Mapping) else {
-                str(f): tuple(v) if isinstance(v, Sequence) else (v,) for f, v in value.items()
-            }  # fmt: skip
-            for field_name, sizes in lengths.items():
-                for n in sizes:
-                    _whole(what, f"{name}['{field_name}']", n, 1)
-            wrong = not lengths or len({len(v) for v in lengths.values()}) > 1 or not all(lengths.values())
-            if wrong or any(list(v) != sorted(set(v)) for v in lengths.values()):
-                raise FeedError(
-                    f"{at('data.batch')}: {name} names fields and their lengths, as many ascending ones of each, "
-                    f"got {value!r:.80}"
-                )
-            if segments is None:
-                first = next((n for n in lengths if n != "sources"), None)
-                segments = {first: TARGETS} if first else {}
-                segments = {**segments, **({"sources": SOURCES} if "sources" in lengths else {})}
+        lengths = _lengths(*given[0]) if given else None
+        if lengths is not None and segments is None:
+            segments = _segments_of(lengths)
         if not isinstance(mask, str) or not mask:
             raise FeedError(f"{at('data.batch')}: mask must be the name of an array, got {mask!r:.80}")
         if not _names_segments(segments, lengths):
@@ -350,3 +334,27 @@ def _seed(what: str, value: int | None) -> int | None:
     if value is not None and _whole(what, "seed", value, 0) >= 2**64:
         raise FeedError(f"{at(f'data.{what}')}: seed must be less than 2**64, got {value}")
     return None if value is None else int(value)
+
+
+def _lengths(name: str, value: object) -> dict[str, tuple[int, ...]]:
+    """The lengths of each field that `pad`, `pack` or `buckets` names: as many of each, ascending."""
+    lengths = {} if not isinstance(value, Mapping) else {
+        str(f): tuple(v) if isinstance(v, Sequence) else (v,) for f, v in value.items()
+    }  # fmt: skip
+    for field_name, sizes in lengths.items():
+        for n in sizes:
+            _whole("batch", f"{name}['{field_name}']", n, 1)
+    wrong = not lengths or len({len(v) for v in lengths.values()}) > 1 or not all(lengths.values())
+    if wrong or any(list(v) != sorted(set(v)) for v in lengths.values()):
+        raise FeedError(
+            f"{at('data.batch')}: {name} names fields and their lengths, as many ascending ones of each, "
+            f"got {value!r:.80}"
+        )
+    return lengths
+
+
+def _segments_of(lengths: Mapping[str, object]) -> dict[str, tuple[str, str]]:
+    """The arrays of segments that models take, of the first field and of sources."""
+    first = next((n for n in lengths if n != "sources"), None)
+    segments = {first: TARGETS} if first else {}
+    return {**segments, **({"sources": SOURCES} if "sources" in lengths else {})}

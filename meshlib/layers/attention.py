@@ -184,6 +184,75 @@ class Held:
 Cache = Callable[[Tensor, Tensor], Held | None]
 
 
+@dataclass(frozen=True)
+class _Operands:
+    """How q, k and v are computed: projected, normed, rotated; lengths are (name in the source, name in the kernel)."""
+
+    scores: Scores
+    channels: Dimension
+    use_bias: bool
+    numerics: Numerics
+    query_length: tuple[str, str]
+    memory_length: tuple[str, str]
+
+    def projected(self, source: Tensor, dims: list[Dimension], part: str, last: str) -> Tensor:
+        """A source projected to heads; `last` is the name of the result."""
+        return projection(source, dims, [source.shape[-1]], self.use_bias, None, self.numerics, part, last)
+
+    def operand(self, source: Tensor, dims: list[Dimension], part: str, given: Tensor | None = None) -> Tensor:
+        """q, k or v as the kernel's operand. The last computing operation gets the name, so that a policy keeps its
+        result and not the value under the renamed dim.
+        """
+        scores = self.scores
+        before, after = self.query_length if part == "q" else self.memory_length
+        normed, base = (scores.qk_norm, scores.rotary_base) if part != "v" else (False, None)
+        bare = base is None and (normed or given is not None)  # computed by a differently named operation
+        last = part if not normed and base is None else f"{part}/projected"
+        y = self.projected(source, dims, part, last) if given is None else given
+        if normed:
+            over = dims if scores.qk_norm_over_heads else self.channels
+            y = rms_norm(y, over, numerics=self.numerics, name=f"{part}_norm")
+        if base is not None:
+            y = rotary(y, before, self.channels, base, scores.positions, part, scores.rotary_scaling)
+        y = identity(y, part) if bare else y
+        return y if before == after else rename_dimension(y, before, after, f"{part}/renamed")
+
+
+@dataclass(frozen=True)
+class _Mixing:
+    """Which keys queries attend to: dims, causal mask, window, and numbers of the segments of queries and of keys."""
+
+    length: str
+    channels: Dimension
+    causal: bool
+    window: int | None
+    numbers: tuple[Tensor, Tensor] | None
+
+    def context(
+        self,
+        q: Tensor,
+        there: Held,
+        scores: Scores,
+        dropout: float,
+        dropout_broadcast_dims: Sequence[Dimension] | None,
+        numerics: Numerics,
+    ) -> Tensor:
+        """The mean of values that each query gets, by the kernel that `scores` names."""
+        dims, seen = (self.length, there.length, self.channels), there.mask
+        if scores.kernel == "flash":
+            return attention(
+                q, there.keys, there.values, *dims, None, self.causal, self.window, scores.scale, seen, "context",
+                self.numbers, scores.bias,
+            )  # fmt: skip
+        if self.numbers is not None:
+            same = equal(*self.numbers)
+            seen = same if seen is None else logical_and(seen, same)
+        return dot_product_attention(
+            q, there.keys, there.values, *dims, None, seen, scores.bias, dropout, dropout_broadcast_dims, None,
+            self.causal, self.window, scores.scale, numerics.softmax_dtype, "context",
+        )  # fmt: skip
+
+
 def multihead_attention(
     query_antecedent: Tensor,
     memory_antecedent: Tensor | Held | None,
@@ -251,53 +320,23 @@ def multihead_attention(
     length, own = x.shape[-2].name, memory.shape[-2].name
     renamed = own if own != length else f"memory_{length}"
 
-    def projected(source: Tensor, dims: list[Dimension], part: str, last: str) -> Tensor:
-        return projection(source, dims, [source.shape[-1]], use_bias, None, numerics, part, last)
-
-    def kernel_operand(source: Tensor, dims: list[Dimension], part: str, given: Tensor | None = None) -> Tensor:
-        """q, k or v as the kernel's operand. The last computing operation gets the name, so that a policy keeps its
-        result and not the value under the renamed dim.
-        """
-        before, after = (length, length) if part == "q" else (own, renamed)
-        normed, base = (scores.qk_norm, scores.rotary_base) if part != "v" else (False, None)
-        bare = base is None and (normed or given is not None)  # computed by a differently named operation
-        last = part if not normed and base is None else f"{part}/projected"
-        y = projected(source, dims, part, last) if given is None else given
-        if normed:
-            over = dims if scores.qk_norm_over_heads else channels
-            y = rms_norm(y, over, numerics=numerics, name=f"{part}_norm")
-        if base is not None:
-            y = rotary(y, before, channels, base, scores.positions, part, scores.rotary_scaling)
-        y = identity(y, part) if bare else y
-        return y if before == after else rename_dimension(y, before, after, f"{part}/renamed")
+    operands = _Operands(scores, channels, use_bias, numerics, (length, length), (own, renamed))
 
     with scope(name):
         shared = flag(share_kv, what, "share_kv") and there is None
-        same = projected(memory, of_memory, "k", "k/projected") if shared else None
-        q, causal, window = kernel_operand(x, of_queries, "q"), False, None
+        same = operands.projected(memory, of_memory, "k", "k/projected") if shared else None
+        q, causal, window = operands.operand(x, of_queries, "q"), False, None
         if there is None:
-            k, v = kernel_operand(memory, of_memory, "k", same), kernel_operand(memory, of_memory, "v", same)
+            k, v = (operands.operand(memory, of_memory, part, same) for part in ("k", "v"))
             there = None if cache is None else cache(k, v)
             if there is None:
                 there, causal, window = Held(k, v, renamed, mask), scores.causal, scores.window
-        dims, seen = (length, there.length, channels), there.mask
         numbers = None
         if scores.segments is not None:
             of_keys = scores.segments[1]
             numbers = scores.segments[0], of_keys if own == renamed else rename_dimension(of_keys, own, renamed)
-        if scores.kernel == "flash":
-            context = attention(
-                q, there.keys, there.values, *dims, None, causal, window, scores.scale, seen, "context", numbers,
-                scores.bias,
-            )  # fmt: skip
-        else:
-            if numbers is not None:
-                same = equal(*numbers)
-                seen = same if seen is None else logical_and(seen, same)
-            context = dot_product_attention(
-                q, there.keys, there.values, *dims, None, seen, scores.bias, dropout, dropout_broadcast_dims, None,
-                causal, window, scores.scale, numerics.softmax_dtype, "context",
-            )  # fmt: skip
+        mixing = _Mixing(length, channels, causal, window, numbers)
+        context = mixing.context(q, there, scores, dropout, dropout_broadcast_dims, numerics)
         start = initializers.scaled_normal(of_queries)
         biased = use_bias if use_out_bias is None else flag(use_out_bias, what, "use_out_bias")
         return projection(context, x.shape[-1], of_queries, biased, start, numerics, "out", "out")

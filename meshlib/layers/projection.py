@@ -145,33 +145,18 @@ def projection(
     """
     x = as_numerics(numerics, "dense").cast(tensor(x, "dense"))
     new = as_dims(new_dims, "dense new_dims")
-    if reduced_dims is None:
-        if not len(x.shape):
-            raise ShapeError(f"{at('dense')}: {x} has no dim to contract")
-        reduced: tuple[Dimension, ...] = (x.shape[-1],)
-    else:
-        reduced = as_dims(reduced_dims, "dense reduced_dims", [x])
+    reduced = _reduced(x, reduced_dims, name)
     apart = as_dims(expert_dims, "dense expert_dims", [x] if grouping is None else ())
-    _check_there(x, reduced, f"{at('dense')} '{name}': reduced_dims")
-    twice = [str(d) for d in apart if d in reduced]
-    if twice:
-        raise ShapeError(f"{at('dense')} '{name}': {', '.join(twice)} can't be of reduced_dims and of expert_dims")
-    contracted = {d.name for d in reduced}
-    own = {d.name: f"{d.name}_out" for d in new if d.name in contracted}  # a dim contracted to itself
+    own = {d.name: f"{d.name}_out" for d in new if d.name in [r.name for r in reduced]}  # a dim contracted to itself
     new = tuple(Dimension(own.get(d.name, d.name), d.size) for d in new)
-    clashing = [str(d) for d in new if d.name in x.shape]
-    if clashing:
-        raise ShapeError(f"{at('dense')} '{name}': new_dims {', '.join(clashing)} are in {x} already; rename one side")
+    _check_distinct(x, new, reduced, apart, f"{at('dense')} '{name}'")
     biased = flag(use_bias, "dense", "use_bias")
     with scope(name):
-        init = initializers.scaled_normal(reduced) if kernel_initializer is None else kernel_initializer
-        init = initializers.stacked(init, len(apart)) if apart else init
-        kernel = numerics.weights("kernel", [*apart, *reduced, *new], reduced, init, x.dtype)
+        kernel = _kernel(x, apart, reduced, new, kernel_initializer, numerics)
         kernel = kernel if kernel_transform is None else kernel_transform(kernel)
         bias = numerics.variable("bias", [*apart, *new], initializers.zeros(), x.dtype) if biased else None
     summed = reduced if gates is None else (*apart, *reduced)
-    added = [e for e in apart if e not in x.shape] if grouping is None else []
-    result_shape = Shape([d for d in (*added, *x.shape, *new) if d not in summed])
+    result_shape = _result_shape(x, apart if grouping is None else (), new, summed)
     if gates is not None:
         x = multiply(x, cast(gates, x.dtype), x.shape)
         bias = None if bias is None else einsum([cast(gates, bias.dtype), bias], output_shape=result_shape)
@@ -186,6 +171,51 @@ def projection(
     for n, (wanted, there) in enumerate(own.items(), start=1):
         y = rename_dimension(y, there, wanted, result if n == len(own) else f"{name}/renamed")
     return y
+
+
+def _kernel(
+    x: Tensor,
+    apart: Sequence[Dimension],
+    reduced: Sequence[Dimension],
+    new: Sequence[Dimension],
+    initializer: initializers.Initializer | None,
+    numerics: Numerics,
+) -> Tensor:
+    """The weights, one kernel for each expert."""
+    init = initializers.scaled_normal(reduced) if initializer is None else initializer
+    init = initializers.stacked(init, len(apart)) if apart else init
+    return numerics.weights("kernel", [*apart, *reduced, *new], reduced, init, x.dtype)
+
+
+def _result_shape(
+    x: Tensor, experts: Sequence[Dimension], new: Sequence[Dimension], summed: Sequence[Dimension]
+) -> Shape:
+    """The dims of the product: those of experts that x lacks first."""
+    added = [e for e in experts if e not in x.shape]
+    return Shape([d for d in (*added, *x.shape, *new) if d not in summed])
+
+
+def _reduced(x: Tensor, reduced_dims: Sequence[Dimension] | None, name: str) -> tuple[Dimension, ...]:
+    """The dims of x that are contracted: the last unless given."""
+    if reduced_dims is None:
+        if not len(x.shape):
+            raise ShapeError(f"{at('dense')}: {x} has no dim to contract")
+        return (x.shape[-1],)
+    reduced = as_dims(reduced_dims, "dense reduced_dims", [x])
+    _check_there(x, reduced, f"{at('dense')} '{name}': reduced_dims")
+    return reduced
+
+
+def _check_distinct(
+    x: Tensor, new: Sequence[Dimension], reduced: Sequence[Dimension], apart: Sequence[Dimension], what: str
+) -> None:
+    """That no dim is an expert dim and contracted, and none is new and in x."""
+    twice = [str(d) for d in apart if d in reduced]
+    if twice:
+        raise ShapeError(f"{what}: {', '.join(twice)} can't be of reduced_dims and of expert_dims")
+    clashing = [str(d) for d in new if d.name in x.shape]
+    if clashing:
+        raise ShapeError(f"{what}: new_dims {', '.join(clashing)} are in {x} already; rename one side")
 
 
 def feed_forward(

@@ -73,6 +73,40 @@ class Trained:
     stats: Stats | None
 
 
+def _simulation(run: object) -> Simulation:
+    """A run as given, or that of a program, simulated."""
+    if isinstance(run, Program):
+        return simulate(run)
+    if not isinstance(run, Simulation):
+        raise GraphError(f"{at('train')}: run must be what mtf.simulate or mtf.on_jax returned, got {run!r:.80}")
+    return run
+
+
+def _check_program(program: Program) -> None:
+    """That a program trains something, and that its outputs have other names than the history's figures."""
+    if not program.updates:
+        raise GraphError(
+            f"{at('train')}: the program updates no variable, so that there is nothing to train; lower it with "
+            "updates, as in mtf.lower(outputs, optimizer.minimize(loss))"
+        )
+    taken = [name for name in ("step", *TIMES) if name in program.outputs]
+    if taken:
+        raise GraphError(f"{at('train')}: the history has its own '{taken[0]}'; lower that output under another name")
+
+
+def _check_options(asked: TrainOptions, run: Simulation) -> None:
+    """That options go together."""
+    if not isinstance(asked.best, str):
+        raise GraphError(f"{at('train')}: best must be the name of a figure, got {asked.best!r:.80}")
+    if asked.report is not None and not callable(asked.report):
+        raise GraphError(f"{at('train')}: report must be a function of a row, got {asked.report!r:.80}")
+    if (asked.patience is not None or asked.best != BEST) and asked.evaluation is None:
+        name = "patience" if asked.patience is not None else f"best={asked.best!r:.80}"
+        raise GraphError(f"{at('train')}: {name} is about evaluations; give evaluation=mtf.Evaluation(...)")
+    if asked.on_nan == "skip" and not run.check_nan:
+        raise GraphError(f"{at('train')}: on_nan='skip' needs a run that looks for NaN: check_nan=True, checked=True")
+
+
 def train(
     run: Simulation | Program,
     data: Any,
@@ -133,10 +167,7 @@ def train(
       (40, 'steps', [20, 40])
     """
     what = "train"
-    if isinstance(run, Program):
-        run = simulate(run)
-    if not isinstance(run, Simulation):
-        raise GraphError(f"{at(what)}: run must be what mtf.simulate or mtf.on_jax returned, got {run!r:.80}")
+    run = _simulation(run)
     if evaluation is not None and not isinstance(evaluation, Evaluation):
         raise GraphError(f"{at(what)}: evaluation must be an mtf.Evaluation, got {evaluation!r:.80}")
     asked = TrainOptions(
@@ -152,31 +183,18 @@ def train(
         report=report,
     )
     _least(keep, "keep", 1)
-    if not run.program.updates:
-        raise GraphError(
-            f"{at(what)}: the program updates no variable, so that there is nothing to train; lower it with updates, "
-            "as in mtf.lower(outputs, optimizer.minimize(loss))"
-        )
-    taken = [name for name in ("step", *TIMES) if name in run.program.outputs]
-    if taken:
-        raise GraphError(f"{at(what)}: the history has its own '{taken[0]}'; lower that output under another name")
-    if not isinstance(best, str):
-        raise GraphError(f"{at(what)}: best must be the name of a figure, got {best!r:.80}")
-    if report is not None and not callable(report):
-        raise GraphError(f"{at(what)}: report must be a function of a row, got {report!r:.80}")
-    if (patience is not None or best != BEST) and evaluation is None:
-        name = "patience" if patience is not None else f"best={best!r:.80}"
-        raise GraphError(f"{at(what)}: {name} is about evaluations; give evaluation=mtf.Evaluation(...)")
+    _check_program(run.program)
+    _check_options(asked, run)
     if save_every is not None and folder is None:
         raise GraphError(f"{at(what)}: save_every needs a folder to save in")
-    if on_nan == "skip" and not run.check_nan:
-        raise GraphError(f"{at(what)}: on_nan='skip' needs a run that looks for NaN: check_nan=True, checked=True")
     bar = flag(progress, what, "progress")
     choice(on_damage, what, "on_damage", ON_DAMAGE)
     keeper = None if folder is None else Keeper(folder, keep, on_damage)
     feeding = feeding_of(data)
-    if isinstance(feeding, Feed) and feeding is not data and (rows := run.rows_here()) is not None:
-        feeding.only(rows)
+    feed = feeding if isinstance(feeding, Feed) else None
+    own_feed = None if feeding is data else feed  # made here, and closed here
+    if own_feed is not None and (rows := run.rows_here()) is not None:
+        own_feed.only(rows)
     shown = ProgressBar(run, asked.steps) if bar else None
     try:
         with nullcontext() if keeper is None else keeper.alone(run):
@@ -185,11 +203,10 @@ def train(
             if not loop.at.step:
                 raise FeedError(f"{at(what)}: data gave no batch at all, so that no step was done")
     finally:
-        if isinstance(feeding, Feed) and feeding is not data:
-            feeding.close()
-        if shown is not None:
-            shown.close()
-    stats = feeding.stats if isinstance(feeding, Feed) else None
+        for opened in (own_feed, shown):
+            if opened is not None:
+                opened.close()
+    stats = None if feed is None else feed.stats
     return Trained(run, loop.at.step, loop.history, stopped, loop.at.best, loop.at.skipped, stats)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import permutations, product
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -41,40 +41,62 @@ def legal_layouts(
     tensors = _laid_out(operations)
     names = list(dict.fromkeys(d.name for shape, _ in tensors for d in shape))
     axes = [a for a in mesh.axes if mesh.axis_size(a) > 1]
-    able = {a: [n for n in names if _may_split(n, mesh.axis_size(a), tensors)] for a in axes}
-    claims = [[("", ""), *((d, o) for d in able[a] for o in ("", *(x for x in able[a] if x != d)))] for a in axes]
+    claims = [_claims([n for n in names if _may_split(n, mesh.axis_size(a), tensors)]) for a in axes]
     total = prod(map(len, claims))
     bound = any(op.opdef.home is Home.GIVEN for op in all_operations(operations))
     swaps = [dict(zip(axes, axes, strict=True))] if bound else _symmetries(axes, mesh)
-    seen: set[object] = set()
-    kept: list[LayoutRules] = []
-
-    def take(choice: Sequence[tuple[str, str]]) -> None:
-        for rules in _written(axes, choice):
-            placed = tuple(place(rules, shape, mesh, scope) for shape, scope in tensors)
-            lies = tuple(where for where, _ in placed)
-            alike = min(_exchanged(lies, swap) for swap in swaps)
-            if not any(faults for _, faults in placed) and alike not in seen:
-                seen.add(alike)
-                kept.append(rules)
-
+    collection = _Collection(mesh, axes, tensors, swaps)
     rng = np.random.default_rng([seed, 1])
     if total <= MOST_LAYOUTS:
         for choice in product(*claims):
-            take(choice)
-        if number is not None and number < len(kept):
-            return [kept[i] for i in sorted(rng.choice(len(kept), number, replace=False))]
-        return kept
+            collection.take(choice)
+        layouts = collection.layouts
+        if number is not None and number < len(layouts):
+            return [layouts[i] for i in sorted(rng.choice(len(layouts), number, replace=False))]
+        return layouts
     if number is None:
         raise GraphError(
             f"{len(names)} dims on {len(axes)} axes make {total} layouts, more than {MOST_LAYOUTS}; "
             "give a number of them to draw, as in layouts=50"
         )
-    for _ in range(50 * number + 1000):
-        take([c[rng.integers(len(c))] if rng.random() < 0.8 else c[0] for c in claims])
-        if len(kept) >= number:
-            break
-    return kept[:number] or [LayoutRules("")]
+    collection.draw(claims, number, rng)
+    return collection.layouts[:number] or [LayoutRules("")]
+
+
+Claim: TypeAlias = tuple[str, str]  # a dim that takes an axis, and one with an optional claim; "": none
+
+
+def _claims(dims: Sequence[str]) -> list[Claim]:
+    """What an axis may go to that may split each of these dims."""
+    return [("", ""), *((d, o) for d in dims for o in ("", *(x for x in dims if x != d)))]
+
+
+class _Collection:
+    """Layouts that are legal for some tensors, one of those that lay every tensor alike up to exchanges of axes."""
+
+    def __init__(
+        self, mesh: Mesh, axes: list[str], tensors: Sequence[tuple[Any, str]], swaps: Sequence[dict[str, str]]
+    ) -> None:
+        self.mesh, self.axes, self.tensors, self.swaps = mesh, axes, tensors, swaps
+        self.layouts: list[LayoutRules] = []
+        self._seen: set[object] = set()
+
+    def take(self, choice: Sequence[Claim]) -> None:
+        """Add the layouts of one choice for each axis."""
+        for rules in _written(self.axes, choice):
+            placed = tuple(place(rules, shape, self.mesh, scope) for shape, scope in self.tensors)
+            axes_of_tensors = tuple(where for where, _ in placed)
+            alike = min(_exchanged(axes_of_tensors, swap) for swap in self.swaps)
+            if not any(faults for _, faults in placed) and alike not in self._seen:
+                self._seen.add(alike)
+                self.layouts.append(rules)
+
+    def draw(self, claims: Sequence[Sequence[Claim]], number: int, rng: np.random.Generator) -> None:
+        """Add layouts of choices drawn at random, until there are so many or draws bring hardly any that are new."""
+        for _ in range(50 * number + 1000):
+            self.take([c[int(rng.integers(len(c)))] if rng.random() < 0.8 else c[0] for c in claims])
+            if len(self.layouts) >= number:
+                break
 
 
 def _symmetries(axes: Sequence[str], mesh: Mesh) -> list[dict[str, str]]:

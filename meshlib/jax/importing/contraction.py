@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from layouts import Dimension, Shape
 from meshlib.core.dtypes import as_dtype
 from meshlib.core.graph import Tensor
 from meshlib.jax.importing.axes import Axes, Axis
@@ -98,21 +99,20 @@ def _dot(w: StepWriter, step: CodeStep) -> Tensor:
     dtype = max((a.dtype, b.dtype, as_dtype(DTYPES[out.dtype])), key=lambda t: (t.is_float, t.itemsize))
     a, b = cast(a, dtype), cast(b, dtype)
     nowhere = prod(d.size for d in summed if d not in a.shape and d not in b.shape)
-    held = [d for d in w.shape(out.axes) if d in a.shape or d in b.shape]
-    here = [d for d in summed if d in a.shape or d in b.shape]
-    if all(d in a.shape and d in b.shape for d in here) and here:
-        result = einsum([a, b], held, precision=precision_of(step))
-    elif here:
-        # one operand is constant along the contracted dim
+    result = _summed_product(a, b, summed, w.shape(out.axes), precision_of(step))
+    return result if nowhere == 1 else multiply(result, nowhere)
+
+
+def _summed_product(a: Tensor, b: Tensor, summed: Sequence[Dimension], out: Shape, precision: str) -> Tensor:
+    """The product of two operands, summed over those of the dims that one of them has."""
+    there = {*a.shape, *b.shape}
+    here, both = [d for d in summed if d in there], [d for d in summed if d in a.shape and d in b.shape]
+    if here != both:  # one operand is constant along a contracted dim
         a, b = (
             reduce_sum(t, output_shape=[d for d in t.shape if d not in here or d in o.shape])
             for t, o in ((a, b), (b, a))
         )
-        both = [d for d in here if d in a.shape and d in b.shape]
-        result = einsum([a, b], held, precision=precision_of(step)) if both else multiply(a, b)
-    else:
-        result = multiply(a, b)
-    return result if nowhere == 1 else multiply(result, nowhere)
+    return einsum([a, b], [d for d in out if d in there], precision=precision) if both else multiply(a, b)
 
 
 def _operand(

@@ -105,6 +105,32 @@ def _token(word: object, key: str) -> Token:
     )
 
 
+def _sizes_by_name(named: Iterable[tuple[Axis, tuple[Part, ...]]]) -> dict[str, set[int]]:
+    """The sizes that users gave to each name, or that axes with this name alone have."""
+    sizes: dict[str, set[int]] = {}
+    for axis, token in named:
+        for name, size in token:
+            known = axis.size if size is None and len(token) == 1 else size
+            if known is not None:
+                sizes.setdefault(name, set()).add(known)
+    return sizes
+
+
+def _known_sizes(leaf: Leaf, axis: Axis, token: tuple[Part, ...], sizes: Mapping[str, set[int]]) -> list[int | None]:
+    """The size of each factor of an axis that is a product, where it is given, known by its name, or what is left."""
+    known_sizes = [size or (next(iter(sizes[n])) if len(sizes.get(n, ())) == 1 else None) for n, size in token]
+    known = prod(size for size in known_sizes if size)
+    if axis.size % known:
+        raise GraphError(
+            f"{at(WHAT)}: names: {leaf.path} {list(leaf.var.shape)}: an axis of {axis.size} can't be the product "
+            f"({' '.join(n for n, _ in token)}), of which {known} is known: {axis.size} % {known} = "
+            f"{axis.size % known}"
+        )
+    if known_sizes.count(None) == 1:
+        known_sizes = [size or axis.size // known for size in known_sizes]
+    return known_sizes
+
+
 def call_first(axes: Axes, leaves: Sequence[Leaf]) -> list[tuple[Leaf, Axis, tuple[Part, ...]]]:
     """Name the arguments' axes before unification; returns products whose factors are still unknown."""
     named = [
@@ -113,30 +139,16 @@ def call_first(axes: Axes, leaves: Sequence[Leaf]) -> list[tuple[Leaf, Axis, tup
         for axis, token in zip(leaf.var.axes, leaf.tokens or (), strict=False)
         if token is not None
     ]
-    sizes: dict[str, set[int]] = {}
     for leaf, axis, token in named:
-        for name, size in token:
-            if size is None and len(token) == 1:
-                size = axis.size
-            if size is not None:
-                sizes.setdefault(name, set()).add(size)
         if len(token) == 1:
             _check_size(leaf, axis, [token[0][1]])
             _call(axes, leaf, axis, token[0][0])
+    sizes = _sizes_by_name((axis, token) for _, axis, token in named)
     waiting = []
     for leaf, axis, token in named:
         if len(token) == 1:
             continue
-        known_sizes = [size or (next(iter(sizes[n])) if len(sizes.get(n, ())) == 1 else None) for n, size in token]
-        known = prod(size for size in known_sizes if size)
-        if axis.size % known:
-            raise GraphError(
-                f"{at(WHAT)}: names: {leaf.path} {list(leaf.var.shape)}: an axis of {axis.size} can't be the product "
-                f"({' '.join(n for n, _ in token)}), of which {known} is known: {axis.size} % {known} = "
-                f"{axis.size % known}"
-            )
-        if known_sizes.count(None) == 1:
-            known_sizes = [size or axis.size // known for size in known_sizes]
+        known_sizes = _known_sizes(leaf, axis, token, sizes)
         if None in known_sizes:
             waiting.append((leaf, axis, token))
             continue

@@ -6,7 +6,7 @@ devices' keys (see `meshlib.ops.fused_attention.split_sequence`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -44,19 +44,23 @@ class JaxAttention:
             for x, names, last in ((arrays[1], k, self.key), (arrays[2], named[2], self.value))
         )
         self.dy = self._rows(arrays[3], named[3], self.value) if with_cotangent else None
-        masks = list(zip(arrays, named, strict=True))[4 if with_cotangent else 3 :]
-        shown = [(x, names) for x, names in masks if x.dtype == jnp.bool_]
-        self.mask = self._mask(*shown[0]) if shown else None
-        numbers = [self._mask(x, names) for x, names in masks if x.dtype == jnp.int32]
-        if numbers:
-            same = numbers[0] == numbers[1]
-            self.mask = same if self.mask is None else self.mask & same
         self.first_query = self._first(0, self.length)
         self.first_key = self._first(1, self.memory)
         self.type = jnp.float64 if self.q.dtype == jnp.float64 else jnp.float32
+        self.mask = self._combined_mask(list(zip(arrays, named, strict=True))[4 if with_cotangent else 3 :])
+
+    def _combined_mask(self, masks: Sequence[tuple[Array, Names]]) -> Array | None:
+        """Mask, equal segments and bias in one array: bool, or where there is a bias what is added to scores."""
+        shown = [(x, names) for x, names in masks if x.dtype == jnp.bool_]
+        mask = self._mask(*shown[0]) if shown else None
+        numbers = [self._mask(x, names) for x, names in masks if x.dtype == jnp.int32]
+        if numbers:
+            same = numbers[0] == numbers[1]
+            mask = same if mask is None else mask & same
         for bias in (self._mask(x, names) for x, names in masks if jnp.issubdtype(x.dtype, jnp.floating)):
             added = bias.astype(self.type)
-            self.mask = added if self.mask is None else jnp.where(self.mask, added, -jnp.inf)
+            mask = added if mask is None else jnp.where(mask, added, -jnp.inf)
+        return mask
 
     def _first(self, n: int, dim: str) -> Index:
         """The global index of the first query or key of this block or window."""

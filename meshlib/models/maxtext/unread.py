@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,24 +42,38 @@ def unread_keys(s: Settings) -> tuple[Unread, ...]:
     return (*changed, *_partly(s))
 
 
+def _rematerialised(s: Settings) -> Iterator[Unread]:
+    """Keys that only a policy of one's own reads."""
+    if s["remat_policy"] != "custom":
+        for key in REMAT_KEYS:
+            if s[key] != READ[key]:
+                changes = f"counts with remat_policy=custom alone, not with {s['remat_policy']}"
+                yield Unread(key, s[key], READ[key], changes)
+
+
+def _rules_of_unknown_dims(s: Settings) -> Iterator[Unread]:
+    """Rules whose dim is likely misspelt."""
+    for name in dict.fromkeys(str(rule[0]) for rule in _own_rules(s)):
+        hint = nearest(name, NAMED_DIMS) if name not in NAMED_DIMS else ""
+        if hint:
+            yield Unread(RULES, name, None, f"no tensor here has a dim of that name{hint}")
+
+
+def _blocks_of_kernels(s: Settings) -> Iterator[Unread]:
+    """Block sizes inside the attention kernel that differ from those which the estimate takes."""
+    for key, other in FOLLOWING.items():
+        if s[key] != s[other] and s["attention"] != "dot_product" and not (key.endswith("_dq") and s[FUSED]):
+            taken = f"the estimate takes that of {other}, {s[other]}"
+            yield Unread(key, s[key], READ[key], f"a block of its own inside the attention kernel; {taken}")
+
+
 def _partly(s: Settings) -> list[Unread]:
     """Keys that are read, but with values that are only partly expressed."""
-    unread = []
+    unread = [*_rematerialised(s), *_rules_of_unknown_dims(s), *_blocks_of_kernels(s)]
 
     def note(key: str, changes: str) -> None:
         unread.append(Unread(key, s[key], READ[key], changes))
 
-    if s["remat_policy"] != "custom":
-        for key in REMAT_KEYS:
-            if s[key] != READ[key]:
-                note(key, f"counts with remat_policy=custom alone, not with {s['remat_policy']}")
-    for name in dict.fromkeys(str(rule[0]) for rule in _own_rules(s)):
-        hint = nearest(name, NAMED_DIMS) if name not in NAMED_DIMS else ""
-        if hint:
-            unread.append(Unread(RULES, name, None, f"no tensor here has a dim of that name{hint}"))
-    for key, other in FOLLOWING.items():
-        if s[key] != s[other] and s["attention"] != "dot_product" and not (key.endswith("_dq") and s[FUSED]):
-            note(key, f"a block of its own inside the attention kernel; the estimate takes that of {other}, {s[other]}")
     if s["grad_dtype"] != "float32" and s["weight_dtype"] == "float32":
         note("grad_dtype", "gradients are kept and clipped in this dtype; float32 here")
     if s["remat_policy"] in WITH_QUANTISED and s["quantization"]:

@@ -9,7 +9,7 @@ the groups or rows needs nothing from the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -327,29 +327,31 @@ def _faults(x: Tensor, w: Tensor, sizes: Tensor, rows: Dimension, groups: Dimens
     return faults
 
 
+def _default_shape(
+    x: Tensor, w: Tensor, summed: Sequence[Dimension], first: Sequence[Dimension], alone: Collection[Dimension]
+) -> Shape:
+    """`first`, then the dims of x and those that only w has, in their order."""
+    of_x = [d for d in x.shape if d not in summed]
+    return Shape([*first, *of_x, *(d for d in w.shape if d in alone and d not in of_x)])
+
+
 def _output_shape(
     what: str, x: Tensor, w: Tensor, sizes: Tensor, rows: Dimension, groups: Dimension, wanted: object
 ) -> Shape:
     """The dims of the result; no operand may be summed over a dim that only it has."""
     summed_rows = rows in w.shape
     both = [d for d in x.shape if d in w.shape and d not in sizes.shape]
-    alone = {d for t in (x, w) for d in t.shape if d not in both and d not in (rows, groups)}
+    alone = {*x.shape, *w.shape} - {*both, rows, groups}
     own = groups if summed_rows else rows
     if wanted is None:
-        dims = (
-            [d for d in x.shape if d not in both and d != rows]
-            if summed_rows
-            else [d for d in x.shape if d not in both]
-        )
-        rest = [d for d in w.shape if d not in both and d not in (rows, groups) and d not in dims]
-        return Shape([groups, *dims, *rest] if summed_rows else [*dims, *rest])
+        return _default_shape(x, w, [*both, rows] if summed_rows else both, [groups] if summed_rows else [], alone)
     out = Shape(as_dims(wanted, f"{what} output_shape", [x, w, sizes]))
     shared = {d for d in alone if d in sizes.shape} if summed_rows else set()
-    missing = [str(d) for d in alone - shared if d not in out] + ([str(own)] if own not in out else [])
-    strange = [str(d) for d in out if d != own and d not in alone and d not in both]
-    if missing or strange:
-        told = [f"it lacks {', '.join(missing)}"] * bool(missing) + [f"{', '.join(strange)} can't be in it"] * bool(
-            strange
-        )
-        raise ShapeError(f"{at(what)}: output_shape {out}: {'; '.join(told)}", x, w, sizes)
+    missing = [str(d) for d in (*(alone - shared), own) if d not in out]
+    strange = [str(d) for d in out if d not in (own, *alone, *both)]
+    faults = [f"it lacks {', '.join(missing)}"] * bool(missing) + [f"{', '.join(strange)} can't be in it"] * bool(
+        strange
+    )
+    if faults:
+        raise ShapeError(f"{at(what)}: output_shape {out}: {'; '.join(faults)}", x, w, sizes)
     return out

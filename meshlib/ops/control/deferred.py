@@ -64,6 +64,18 @@ def deferred(
     apart = {op for op in needed(graph.known.get(y, y).operation for y in later) if op.opdef.kind not in RESIDENT}
     there = {graph.known[x].operation for op in apart for x in op.inputs if x in graph.known}  # passed on
     apart -= needed([*(graph.known.get(y, y).operation for y in first), *there, *(x.operation for x in beside)])
+    taken, known = _extended(graph, apart, is_kept)
+    # Operands that a loop does not read must still be given.
+    spare = {x for op in apart for x in op.inputs if x.operation not in apart and x not in known}
+    taken.update(dict.fromkeys(x for x in spare if x.operation.opdef.kind in RESIDENT))
+    operations = tuple(op for op in graph.operations if op in apart)
+    return Deferred(operations, tuple(taken), known)
+
+
+def _extended(
+    graph: Graph, apart: set[Operation], is_kept: Callable[[Tensor], bool]
+) -> tuple[dict[Tensor, None], dict[Tensor, Tensor]]:
+    """The values that these operations take, and known ones among their inputs; `apart` gets all that is recomputed."""
     taken: dict[Tensor, None] = {}
     known: dict[Tensor, Tensor] = {}
     waiting = list(apart)
@@ -80,8 +92,4 @@ def deferred(
             else:
                 apart.add(value.operation)
                 waiting.append(value.operation)
-    # Operands that a loop does not read must still be given.
-    spare = {x for op in apart for x in op.inputs if x.operation not in apart and x not in known}
-    taken.update(dict.fromkeys(x for x in spare if x.operation.opdef.kind in RESIDENT))
-    operations = tuple(op for op in graph.operations if op in apart)
-    return Deferred(operations, tuple(taken), known)
+    return taken, known
