@@ -1,4 +1,4 @@
-"""Optimizers, learning rates, clipping, microbatches and loss scaling, written in operations alone."""
+"""Optimizers, learning rates, clipping, microbatches and loss scaling, composed of operations alone."""
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 

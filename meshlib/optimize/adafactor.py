@@ -1,4 +1,4 @@
-"""Adafactor: second moments as the product of a row and a column, steps relative to the size of the weights."""
+"""Adafactor: second moments factored into a row and a column, steps relative to the size of the weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from meshlib.optimize.schedules import Schedule
 
 
 def adafactor_decay_rate_adam(beta2: float) -> Schedule:
-    """beta2 (1 - beta2^(t-1)) / (1 - beta2^t) at update t, from 1: Adam's mean, with its correction in the rate.
+    """Decay beta2 (1 - beta2^(t-1)) / (1 - beta2^t) at update t, from 1: Adam's mean with bias correction in the rate.
 
     Raises: GraphError unless beta2 is in [0, 1).
     Example:
@@ -46,9 +46,9 @@ def adafactor_decay_rate_adam(beta2: float) -> Schedule:
 
 
 def adafactor_decay_rate_pow(exponent: float, offset: int = 0) -> Schedule:
-    """1 - (t - offset)^-exponent at update t, from 1: the memory grows with the number of updates.
+    """Schedule 1 - (t - offset)^-exponent at update t, from 1: the averaging horizon grows with the number of updates.
 
-    Up to update offset + 1 it is 0: what fine-tuning begins with at that update of a checkpoint forgets all before.
+    Up to update offset + 1 it is 0: fine-tuning from a checkpoint of that update forgets earlier statistics.
     Raises: GraphError if offset is negative.
     Example:
       >>> import meshlib as mtf
@@ -65,30 +65,30 @@ def adafactor_decay_rate_pow(exponent: float, offset: int = 0) -> Schedule:
 
 
 class AdafactorOptimizer(Optimizer):
-    """Adafactor: the mean of g^2 is kept as its means over the two largest dims, d0 and d1.
+    """Adafactor: the running mean of g^2 is stored as its means over the two largest dims, d0 and d1.
 
     vr <- decay vr + (1 - decay) mean over d0 of (g^2 + epsilon1); vc the same over d1
     u = g / sqrt(vr vc / mean over d1 of vr);  u <- u / max(1, rms(u) / clipping_threshold)
     w <- w - learning_rate max(rms(w), epsilon2) u
 
-    A variable with fewer than two dims of at least `min_dim_size_to_factor` keeps the mean v of its shape instead.
-    With beta1 > 0 the whole step goes through a running mean of that rate.
+    A variable with fewer than two dims of at least `min_dim_size_to_factor` stores the full mean v instead.
+    With beta1 > 0 steps are averaged with that rate.
 
     Args:
-      multiply_by_parameter_scale: whether a step is relative to rms(w); else max(rms(w), epsilon2) is left out.
-      learning_rate: min(1 / sqrt(t), 0.01) unless given, a twentieth of it without multiply_by_parameter_scale.
-      decay_rate: of the means, in [0, 1); 1 - t^-0.8 unless given. A number, a tensor or a schedule.
+      multiply_by_parameter_scale: whether steps are relative to rms(w); otherwise max(rms(w), epsilon2) is omitted.
+      learning_rate: by default min(1 / sqrt(t), 0.01), or a twentieth of it without multiply_by_parameter_scale.
+      decay_rate: of the means, in [0, 1); by default 1 - t^-0.8. A number, a tensor or a schedule.
       beta1: of the running mean of steps, in [0, 1); 0: none.
       clipping_threshold: of the rms of u; None: no clipping.
       factored: whether to factor at all.
       epsilon1: added to g^2.
       epsilon2: the least scale of the weights.
-      min_dim_size_to_factor: of the second largest dim, in elements.
-      exclude_from_parameter_scale: regular expressions; a variable in whose name one is found takes steps that are not
-        relative to rms(w), at the same learning rate.
+      min_dim_size_to_factor: least size of the second largest dim.
+      exclude_from_parameter_scale: regular expressions; variables with a matching name take steps that are not relative
+        to rms(w), at the same learning rate.
     Slots: `slot_vr` (dims of the variable without d0) and `slot_vc` (without d1), or `slot_v`; `slot_m` with beta1.
-      They keep the names of the dims, so rules under `slots/` reach them.
-    Where a variable is split, its means and root mean squares cost reductions of rows, columns and numbers.
+      They keep the names of the dims, so rules under `slots/` apply.
+    If a variable is split, its means and root mean squares cost reductions of rows, columns and numbers.
     Source: Shazeer and Stern, "Adafactor: adaptive learning rates with sublinear memory cost", 2018, algorithms 4, 5;
       options and defaults of the optimizer of this name in Mesh TensorFlow.
     Example:
@@ -140,14 +140,14 @@ class AdafactorOptimizer(Optimizer):
         self.absolute = self.patterns(exclude_from_parameter_scale, "exclude_from_parameter_scale")
 
     def factored_dims(self, shape: Shape) -> tuple[Dimension, Dimension] | None:
-        """The two largest dims, the first of equals first, if the moments of a variable are factored."""
+        """The two largest dims, in order on ties, if the moments of a variable are factored."""
         if not self.factored or len(shape) < 2:
             return None
         d0, d1, *_ = sorted(shape, key=lambda d: -d.size)
         return (d0, d1) if d1.size >= self.min_dim_size else None
 
     def scalars(self, done: Tensor, dtype: DType) -> Scalars:
-        """Learning rate, decay of the means, and what is left for the new."""
+        """Learning rate, decay of the means, and one minus the decay."""
         decay = self.number_at(self.decay_rate, done, dtype)
         return {**super().scalars(done, dtype), "decay": decay, "mixing": 1 - decay}
 
@@ -166,7 +166,7 @@ class AdafactorOptimizer(Optimizer):
         return u.value - along
 
     def _normalised(self, u: Update) -> Tensor:
-        """The gradient over the root of its mean square."""
+        """The gradient divided by the root of its mean square."""
         decay, mixing = u.scalars["decay"], u.scalars["mixing"]
         squared = square(u.grad) + self.epsilon1
         shape = u.variable.output.shape

@@ -24,16 +24,16 @@ SLOT = "moving_average"
 
 @public
 def moving_averages(updates: Iterable[Operation], decay: float = 0.9999, start_step: int = 0) -> list[Operation]:
-    """Updates that let a slot of each trained variable follow what the variable becomes.
+    """Updates of a moving average of each trained variable, in a slot.
 
-    average <- decay average + (1 - decay) new value; up to and with step `start_step` it is the new value itself.
+    average <- decay average + (1 - decay) new value; up to and including step `start_step` it is the new value itself.
 
     Args:
-      updates: what an optimizer returned.
+      updates: the updates returned by an optimizer.
       decay: in [0, 1).
-      start_step: how many steps the averages are copies of the variables, besides the first.
-    Returns: the updates of the averages, for `mtf.lower` with the others; `averaged` takes them out of a state.
-    Slots: `moving_average`, float32, laid out as other slots.
+      start_step: number of steps after the first in which the averages copy the variables.
+    Returns: the updates of the averages, for `mtf.lower` with the others; `averaged` extracts them from a state.
+    Slots: `moving_average`, float32, sharded like other slots.
     Raises: GraphError if no update is of a trainable variable.
     Source: Polyak and Juditsky 1992; decay 0.9999 from step 20,000 on: Brock et al. (BigGAN), arXiv:1809.11096.
     Example:
@@ -72,10 +72,10 @@ def _followed(owner: Operation, new: Tensor, decay: float, first: int) -> Operat
 
 
 def averaged(state: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
-    """The averages in a state under the names of their variables, for a simulation that evaluates:
+    """The averages of a state under the names of their variables, for evaluation:
     `evaluation.state.update(mtf.optimize.averaged(sim.state))`.
 
-    Raises: GraphError if there is none, or what is given is no state.
+    Raises: GraphError if there are none, or the argument is no state.
     """
     if not isinstance(state, Mapping):
         raise GraphError(f"{at('averaged')}: expected a state, as sim.state, got {type(state).__name__} {state!r:.80}")

@@ -1,8 +1,8 @@
 """The base of all optimizers: from gradients to updates of variables and slots.
 
-An optimizer is one rule for one variable; everything around it is here, once: the precision it computes in, the
-master copy of a variable that is stored in a narrower type, what slots are kept in, the clipping of gradients, the
-learning rate, and the loss scale, whose verdict may keep a step from being written at all.
+An optimizer is one rule for one variable; everything else is here: the precision of the computation, the master copy of
+a variable stored in a narrower type, the dtype of slots, the clipping of gradients, the learning rate, and the loss
+scale, which may skip a step.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ Scalars = Mapping[str, Tensor | float]
 
 
 def compute_dtype(stored: DType) -> DType:
-    """What updates of a variable are computed in: float32, or float64 where the variable is."""
+    """The dtype in which updates of a variable are computed: float32, or float64 for float64 variables."""
     return FLOAT64 if stored is FLOAT64 else FLOAT32
 
 
 @dataclass(eq=False)
 class Update:
-    """One variable in one step, as an optimizer's rule sees it.
+    """The update of one variable in one step, as seen by an optimizer's rule.
 
-    `value` and `grad` are in the dtype to compute in, `scalars` the numbers that all variables share, "lr" among them.
+    `value` and `grad` are in the compute dtype, `scalars` are numbers shared by all variables, including "lr".
 
     Example:
       >>> import meshlib as mtf
@@ -69,9 +69,9 @@ class Update:
     value: Tensor
     grad: Tensor
     scalars: Scalars
-    good: Tensor | None = None  # whether this step counts; None: always
-    slot_dtype: DType | None = None  # in which slots are kept; None: the dtype to compute in
-    slots_on_host: bool = False  # whether slots are stored in the memory of the host
+    good: Tensor | None = None  # whether this step is applied; None: always
+    slot_dtype: DType | None = None  # dtype of stored slots; None: the compute dtype
+    slots_on_host: bool = False  # whether slots are stored in host memory
     writes: list[Operation] = field(default_factory=list)
 
     @property
@@ -80,10 +80,10 @@ class Update:
         return self.scalars["lr"]
 
     def slot(self, name: str, shape: Shape | None = None, dtype: DType | None = None) -> Tensor:
-        """A variable that accompanies this one, zeros at first, in the dtype to compute in.
+        """A slot of this variable, initially zeros, in the compute dtype.
 
-        It is kept in `dtype`, as all slots are unless given; layout rules reach it under `slots/`. One on the host is
-        brought to HBM for the update.
+        It is stored in `dtype`, by default that of all slots; layout rules under `slots/` apply. A slot on the host is
+        copied to HBM for the update.
         """
         slot_variable = make_variable(
             name,
@@ -107,12 +107,12 @@ class Update:
         self.writes.append(assign(target, new))
 
     def matches(self, patterns: Sequence[str]) -> bool:
-        """Whether one of the regular expressions is found in the variable's name."""
+        """True if one of the regular expressions matches the variable's name."""
         return any(re.search(p, self.variable.name) for p in patterns)
 
 
 class OptimizerOptions(TypedDict, total=False):
-    """What every optimizer takes besides its own arguments, by name: see `Optimizer`."""
+    """Keyword arguments common to all optimizers: see `Optimizer`."""
 
     slot_dtype: object
     master_dtype: object
@@ -120,23 +120,23 @@ class OptimizerOptions(TypedDict, total=False):
 
 
 class Optimizer(abc.ABC):
-    """Turns gradients into updates of variables; a subclass gives the `rule`.
+    """Maps gradients to updates of variables; a subclass defines the `rule`.
 
-    `lr` is a float, a tensor without dims, or a schedule: a function of the int32 number of updates done so far.
+    `lr` is a float, a tensor without dims, or a schedule: a function of the int32 number of previous updates.
 
-    Updates are computed in float32 (in float64 for float64 variables), whatever the gradients are. A variable that the
-    devices store as bfloat16 or fp8 gets a float32 slot `master`, from which it is rounded, so that small updates add
-    up. It counts wherever it rounds to what is stored, and what is stored counts elsewhere: before the first step, and
-    after you assigned or loaded other values.
+    Updates are computed in float32 (in float64 for float64 variables), whatever the gradients are. A variable stored as
+    bfloat16 or fp8 gets a float32 slot `master`, from which it is rounded, so that small updates accumulate. The master
+    is used wherever it rounds to the stored value, and the stored value elsewhere: before the first step, and after
+    other values were assigned or loaded.
 
     Every optimizer also takes, by name:
-      slot_dtype: what slots are kept in, "bfloat16" for instance, to which they are rounded after each step; in the
-        dtype that updates are computed in unless given. A mean that moves by less than 2^-9 of itself in a step then
-        stands still.
-      master_dtype: what `master` is kept in, "float32" unless given; a variable that is no narrower has none, so
-        "bfloat16" saves that of bfloat16 variables, whose small updates get lost then.
-      slots_on_host: store slots, `master` among them, in the memory of the host, where they take no HBM. Each update
-        copies them to the device and back over PCIe, one variable after the other.
+      slot_dtype: dtype of stored slots, such as "bfloat16", to which they are rounded after each step; by default the
+        compute dtype. In bfloat16 a mean that changes by less than 2^-9 of itself in a step does not change at all.
+      master_dtype: dtype of `master`, by default "float32"; variables that are no narrower have none, so "bfloat16"
+      saves
+        the masters of bfloat16 variables, whose small updates are lost then.
+      slots_on_host: store slots, including `master`, in host memory, where they take no HBM. Each update copies them to
+        the device and back over PCIe, one variable after the other.
 
     Example:
       >>> import meshlib as mtf
@@ -176,7 +176,7 @@ class Optimizer(abc.ABC):
         return compute_dtype
 
     def rate_like(self, value: object, argument: str) -> LearningRate:
-        """`value`, checked to be a number, a tensor without dims, or a schedule."""
+        """`value`, which must be a number, a tensor without dims, or a schedule."""
         if isinstance(value, Tensor):
             return self._checked(value, argument)
         if callable(value):
@@ -196,11 +196,11 @@ class Optimizer(abc.ABC):
         return rate
 
     def bounded(self, value: object, argument: str, rule: str = NOT_NEGATIVE) -> float:
-        """`value`, checked to be a finite number within bounds."""
+        """`value`, which must be a finite number within bounds."""
         return bounded(value, type(self).__name__, argument, rule)
 
     def patterns(self, value: Sequence[str] | None, argument: str) -> tuple[str, ...]:
-        """`value`, checked to be regular expressions, that are searched for in variables' names."""
+        """`value`, which must be regular expressions to search for in variables' names."""
         what = type(self).__name__
         checked_patterns = tuple(items(value, what, argument)) if value is not None else ()
         for p in checked_patterns:
@@ -213,10 +213,10 @@ class Optimizer(abc.ABC):
         return checked_patterns
 
     def decayed(self, u: Update, along: Tensor) -> Tensor:
-        """A step that also takes `weight_decay` of the variable, unless its name is one of those to exclude."""
+        """A step with `weight_decay` of the variable added, unless its name is excluded."""
         return along + u.value * self.weight_decay if self.weight_decay and not u.matches(self.exclude) else along
 
-    # ------------------------------------------------------------ what users call
+    # ------------------------------------------------------------ public methods
 
     @public
     def minimize(
@@ -226,13 +226,13 @@ class Optimizer(abc.ABC):
         max_norm: float | None = None,
         loss_scale: DynamicLossScale | None = None,
     ) -> list[Operation]:
-        """The updates of one step that lowers `loss`: what `mtf.lower(updates=...)` takes.
+        """The updates of one step that lowers `loss`, for `mtf.lower(updates=...)`.
 
         Args:
           loss: a float tensor; its elements are summed.
-          variables: to train; all trainable ones of the graph that the loss depends on, unless given.
-          max_norm: clip the gradients together to this norm: see `clip_by_global_norm`.
-          loss_scale: multiply the loss while gradients are computed, skip steps in which they overflow.
+          variables: variables to train; by default all trainable ones that the loss depends on.
+          max_norm: clip the global norm of the gradients: see `clip_by_global_norm`.
+          loss_scale: multiply the loss for the gradients, and skip steps in which they overflow.
         Raises: GraphError if the loss depends on none of them.
         """
         tensor(loss, "minimize")
@@ -258,7 +258,7 @@ class Optimizer(abc.ABC):
 
     @public
     def apply_grads(self, grads: Sequence[Tensor | None], variables: Sequence[Tensor]) -> list[Operation]:
-        """The updates of `variables` for given gradients; a variable whose gradient is None stays as it is."""
+        """The updates of `variables` for given gradients; variables with gradient None are unchanged."""
         grads, variables = items(grads, "apply_grads", "grads"), items(variables, "apply_grads", "variables")
         if len(grads) != len(variables):
             raise GraphError(f"{at('apply_grads')}: {len(grads)} gradients for {len(variables)} variables")
@@ -268,18 +268,18 @@ class Optimizer(abc.ABC):
         """The updates of one variable and its slots."""
         return self.apply_grads([grad], [variable])
 
-    # ------------------------------------------------------------ what a subclass gives
+    # ------------------------------------------------------------ defined by subclasses
 
     @abc.abstractmethod
     def rule(self, u: Update) -> Tensor:
-        """The new value of one variable, in its dtype to compute in; writes its slots on the way."""
+        """The new value of one variable, in its compute dtype; also writes its slots."""
 
     def scalars(self, done: Tensor, dtype: DType) -> Scalars:
-        """The numbers that the rule needs for every variable, computed once; `done` (int32) updates were before."""
+        """Numbers that the rule needs for every variable, computed once, after `done` (int32) previous updates."""
         return {"lr": self.number_at(self.lr, done, dtype)}
 
     def number_at(self, value: LearningRate, done: Tensor, dtype: DType) -> Tensor | float:
-        """A number, tensor or schedule as it is in this step, in the dtype to compute in."""
+        """The value of a number, tensor or schedule in this step, in the compute dtype."""
         if callable(value) and not isinstance(value, Tensor):
             scheduled = value(done)
             value = self._checked(scheduled, "the schedule's result") if isinstance(scheduled, Tensor) else scheduled
@@ -287,7 +287,7 @@ class Optimizer(abc.ABC):
             return cast(value, dtype)
         return self.bounded(value, "the schedule's result")
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ implementation
 
     def _apply(
         self, pairs: Sequence[tuple[Tensor, Tensor]], max_norm: float | None, scaling: Scaling | None
@@ -335,24 +335,24 @@ class Optimizer(abc.ABC):
             u.value = where(equal(cast(master, op.output.dtype), op.output), master, u.value)
             new = self.rule(u)
             u.write(master, new)
-            u.write(op.output, cast(new, self.master_dtype))  # as `master` will round to it
+            u.write(op.output, cast(new, self.master_dtype))  # the value to which `master` will be rounded
             return u.writes
 
 
 @public
 def clip_by_global_norm(grads: Sequence[Tensor | None], max_norm: float | Tensor) -> tuple[list[Tensor | None], Tensor]:
-    """Scale gradients together so that their common norm is at most `max_norm`.
+    """Scale all gradients by a common factor so that their global norm is at most `max_norm`.
 
     norm = sqrt(sum of all squares);  g <- g * max_norm / max(norm, max_norm)
 
-    Where gradients are whole on every core the norm takes no communication; where they are split, one number is
-    reduced for each different set of axes that split them.
+    For replicated gradients the norm takes no communication; otherwise one number is reduced for each distinct set of
+    axes that split them.
 
     Args:
-      grads: gradients, None among them allowed.
+      grads: gradients, may include None.
       max_norm: positive, a number or a tensor without dims.
-    Returns: the clipped gradients in the dtypes they had, and the norm before clipping: float32 without dims (float64
-      if all of them are).
+    Returns: the clipped gradients in their dtypes, and the norm before clipping: float32 without dims (float64 if all
+      gradients are).
     Raises: GraphError for no gradients, or a max_norm that is not positive.
     Source: Pascanu, Mikolov, Bengio, "On the difficulty of training recurrent neural networks", 2013.
     Example:
@@ -384,7 +384,7 @@ def _each(
     owners: Sequence[Operation | None],
     argument: object,
 ) -> list[Tensor]:
-    """function(gradient, argument) of each gradient, done where its variable's slots lie."""
+    """function(gradient, argument) of each gradient, in the sharding of its variable's slots."""
     results = []
     for g, op in zip(grads, owners, strict=True):
         with region(UPDATE, op), absolute_scope("gradient" if op is None else op.name):
@@ -410,12 +410,12 @@ def _clip(
 
 
 def _all_finite(grads: Sequence[Tensor], owners: Sequence[Operation]) -> Tensor:
-    """Whether every element is finite: 0 times an infinity or a NaN is a NaN, which every sum keeps."""
+    """True if every element is finite: 0 times an infinity or NaN is NaN, which every sum propagates."""
     zeros = _each(lambda g, d: cast(reduce_sum(g * 0.0), d), grads, owners, FLOAT32)
     with region(UPDATE), absolute_scope("loss_scale"):
         return equal(add_n(zeros), 0.0)
 
 
 def reduce_rms(x: Tensor) -> Tensor:
-    """The root of the mean square of all elements."""
+    """The root mean square of all elements."""
     return sqrt(reduce_mean(square(x), output_shape=[]))

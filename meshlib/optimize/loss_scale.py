@@ -20,19 +20,19 @@ from meshlib.ops.pointwise.unary import logical_not
 
 
 class DynamicLossScale:
-    """The factor of the loss grows while all gradients are finite, and shrinks when one is not.
+    """A loss scale that grows while all gradients are finite, and shrinks on an overflow.
 
-    A step in which a gradient is an infinity or a NaN is skipped: variables and slots stay as they are, the scale is
-    divided by `factor` (never below 1). After `growth_steps` good steps in a row it is multiplied by `factor` (never
-    above `maximum`). Skipped steps count neither for schedules nor for Adam's corrections; `mtf.step()` counts them.
+    A step with an infinite or NaN gradient is skipped: variables and slots are unchanged, and the scale is divided by
+    `factor` (never below 1). After `growth_steps` good steps in a row it is multiplied by `factor` (never above
+    `maximum`). Skipped steps do not count for schedules and Adam's bias corrections; `mtf.step()` counts them.
 
     Args:
-      initial: the first scale; a power of two changes no bit of a gradient that neither over- nor underflows.
+      initial: initial scale; a power of two is exact unless gradients over- or underflow.
       growth_steps: good steps in a row after which the scale grows.
-      factor: by how much it grows and shrinks.
-      maximum: where it stops to grow.
+      factor: factor of growth and of shrinking.
+      maximum: largest scale.
     Variables: `loss_scale/scale`, `loss_scale/good_steps` (in a row), `loss_scale/applied_steps`.
-    Raises: GraphError for values that make no sense.
+    Raises: GraphError for invalid values.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -87,7 +87,7 @@ class Scaling:
     applied: Tensor
 
     def close(self, good: Tensor) -> list[Operation]:
-        """The updates of the scale, after a step of which `good` says whether it counted."""
+        """The updates of the scale after a step; `good` is true if the step was applied."""
         rule = self.rule
         with region(UPDATE), absolute_scope("loss_scale"):
             in_a_row = self.in_a_row + 1

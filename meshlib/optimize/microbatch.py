@@ -32,28 +32,29 @@ def serialize_training_step(
     num_splits: int,
     reduction: str = "mean",
 ) -> tuple[list[Tensor], Tensors]:
-    """Loss and gradients of a batch, computed in `num_splits` microbatches one after the other.
+    """Loss and gradients of a batch, computed in `num_splits` sequential microbatches.
 
-    The batch is cut as [batch / num_splits, microbatch], the microbatch on the minor part, so that the dim keeps its
-    name and its place on the mesh: a split batch moves no example. Each microbatch runs forward and backward;
-    what they give is added in float32 (float64 for float64 gradients). The results are those of
-    the whole batch beyond rounding, except that random numbers (dropout) are drawn for each microbatch.
+    The batch is cut as [batch / num_splits, microbatch], with microbatches the minor part, so that the dim keeps its
+    name and sharding: no example of a split batch is sent. Each microbatch runs forward and backward; results are
+    accumulated in float32 (float64 for float64 gradients). They equal those of the whole batch up to rounding, except
+    that random numbers (dropout) are drawn for each microbatch.
 
     Args:
-      features: inputs of the model by name; those with `batch_dim` are cut, others are passed on whole.
-      model_fn: takes features of the smaller batch, returns a dict of tensors, "loss" among them. Variables may
-        be declared in it, or outside.
+      features: inputs of the model by name; those with `batch_dim` are cut, others are passed on unchanged.
+      model_fn: takes features of the smaller batch, returns a dict of tensors with "loss". Variables may be declared in
+        it, or outside.
       batch_dim: the dim to cut.
-      num_splits: how many microbatches; divides the size of batch_dim.
-      reduction: how the loss adds up over examples: "mean" if it is a mean over the batch, "sum" if it is a sum (or
-        if model_fn has divided it by num_splits, as is usual with Mesh TensorFlow).
-    Returns: (grads, outputs). `grads` are those of all trainable variables of the graph, in their order, for
-      `Optimizer.apply_grads`. `outputs` are those of model_fn: where they have the batch dim they are put together in
-      the order of the batch, where not, float ones follow `reduction` and all others are summed.
-    Bytes: gradients are reduced over a split batch once per step, after the last microbatch, scanned layers or not. Of
-      fully sharded weights that `mtf.scan` goes over, each microbatch scatters each layer's gradient.
-    Raises: GraphError if num_splits does not divide, if model_fn returns no loss, or if a trainable variable has no
-      part in it.
+      num_splits: number of microbatches; divides the size of batch_dim.
+      reduction: "mean" if the loss is a mean over the batch, "sum" if it is a sum (or if model_fn has divided it by
+        num_splits, as is usual with Mesh TensorFlow).
+    Returns: (grads, outputs). `grads` are those of all trainable variables of the graph, in order, for
+      `Optimizer.apply_grads`. `outputs` are those of model_fn: outputs with the batch dim are concatenated in batch
+      order, other float outputs follow `reduction`, and all others are summed.
+    Bytes: gradients are reduced over a split batch once per step, after the last microbatch, even for scanned layers.
+      For fully sharded weights in `mtf.scan`, each microbatch scatters each layer's gradient.
+    Raises: GraphError if num_splits does not divide, model_fn returns no loss, or the loss does not depend on a
+    trainable
+      variable.
     Source: the function of this name in Mesh TensorFlow.
     Example:
       >>> import meshlib as mtf
@@ -73,7 +74,7 @@ def serialize_training_step(
 
 
 def _cut(features: Mapping[str, Tensor], batch_dim: Dimension, num_splits: int) -> tuple[Dimension, Dimension]:
-    """The two dims that the batch dim becomes, after all checks of the arguments."""
+    """The two dims into which the batch dim is split, after all checks of the arguments."""
     what = "serialize_training_step"
     if not isinstance(features, Mapping) or not features:
         raise GraphError(f"{at(what)}: features must be a dict of names to tensors, got {features!r:.80}")
@@ -100,7 +101,7 @@ def _cut(features: Mapping[str, Tensor], batch_dim: Dimension, num_splits: int) 
 
 
 class _Step:
-    """One call: what the body of the loop finds out while it is written, and what follows from it outside."""
+    """One call: state collected while the loop body is traced, and its results outside the loop."""
 
     def __init__(
         self,
@@ -118,10 +119,10 @@ class _Step:
         self.batch = Dimension(self.small.name, self.small.size * self.micro.size)
         self.scale = 1 / self.micro.size if reduction == "mean" else 1.0
         self.outputs: Tensors = {}
-        self.sources: list[Tensor] = []  # tensors from outside that the loss depends on and variables lead to
+        self.sources: list[Tensor] = []  # captured tensors that affect the loss and depend on variables
 
     def run(self, features: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensors]:
-        """Write the loop and what comes after it."""
+        """Build the loop and the operations after it."""
         graph = next(iter(features.values())).graph
         self.features = {n: self._expanded(x) if self.batch in x.shape else x for n, x in features.items()}
         index = _constant(graph, 0, Shape([]), INT32, "first_microbatch")
@@ -143,7 +144,7 @@ class _Step:
         return [index + 1, *(self._placed(y, index) for y in self.outputs.values()), *grads]
 
     def _source_gradients(self, body: Graph, loss: Tensor) -> list[Tensor]:
-        """d loss / d everything that comes from outside and that trainable variables lead to."""
+        """Gradients of the loss for all captured tensors that depend on trainable variables."""
         leads = led_to(body.root)
         captured = {} if body.loop_body is None else body.loop_body.captured
         known = {outer: inner for outer, inner in captured.items() if outer in leads and inner.dtype.is_float}
@@ -157,7 +158,7 @@ class _Step:
         return grads
 
     def _placed(self, y: Tensor, index: Tensor) -> Tensor:
-        """What one microbatch adds to an output: its examples at their places, zeros elsewhere."""
+        """The contribution of one microbatch to an output: its examples at their positions, zeros elsewhere."""
         if y.dtype is BOOL:
             y = cast(y, "int32")
         if self.small not in y.shape:
@@ -195,5 +196,5 @@ def _checked_outputs(returned: object, body: Graph) -> Tensors:
 
 
 def _replaced(shape: Shape, old: Dimension, new: list[Dimension]) -> Shape:
-    """`shape` with other dims in place of one."""
+    """`shape` with one dim replaced by others."""
     return Shape([d for was in shape for d in (new if was == old else [was])])

@@ -1,4 +1,4 @@
-"""Optimizers whose slots have the shape of their variable: SGD, momentum, the Adam family, LARS, Lion."""
+"""Optimizers with slots of the shape of their variable: SGD, momentum, the Adam family, LARS, Lion."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshlib.ops.pointwise.selection import where
 from meshlib.ops.pointwise.unary import sign, sqrt, square
 from meshlib.optimize.base import LearningRate, Optimizer, OptimizerOptions, Scalars, Update
 
-# Variables of layers that weight decay and trust ratios leave alone: scales and biases of norms, biases of products,
+# Variables of layers to exclude from weight decay and trust ratios: scales and biases of norms, biases of products,
 # gains of residual branches. Source: Goyal et al., arXiv:1706.02677, section 5.1; You et al. 2017.
 NORMS_AND_BIASES = (r"(^|/)(scale|bias|gain)$",)
 
@@ -26,7 +26,7 @@ class SgdOptimizer(Optimizer):
 
     Args:
       lr: learning rate.
-    Slots: none (`master` beside a bfloat16 variable, as for every optimizer).
+    Slots: none (`master` for a bfloat16 variable, as for every optimizer).
     Source: Robbins and Monro, "A stochastic approximation method", 1951.
     Example:
       >>> import meshlib as mtf
@@ -45,17 +45,17 @@ class SgdOptimizer(Optimizer):
 
 
 class MomentumOptimizer(Optimizer):
-    """Momentum: m <- momentum m + g; w <- w - lr m, or with Nesterov's look-ahead w <- w - lr (momentum m + g).
+    """Momentum: m <- momentum m + g; w <- w - lr m, or with Nesterov momentum w <- w - lr (momentum m + g).
 
-    With weight_decay g is the gradient + weight_decay w: that of the loss + weight_decay |w|^2 / 2.
+    With weight_decay g is the gradient + weight_decay w, the gradient of loss + weight_decay |w|^2 / 2.
 
     Args:
       lr: learning rate.
       momentum: in [0, 1).
-      nesterov: whether to look ahead; m is the new one.
+      nesterov: whether to use Nesterov momentum, with the new m.
       weight_decay: of the weights, added to the gradient.
-      exclude_from_weight_decay: regular expressions; a variable in whose name one is found is not decayed:
-        `mtf.optimize.NORMS_AND_BIASES`, as a rule.
+      exclude_from_weight_decay: regular expressions; variables with a matching name are not decayed; usually
+        `mtf.optimize.NORMS_AND_BIASES`.
     Slots: `momentum`.
     Source: Sutskever et al., "On the importance of initialization and momentum in deep learning", 2013.
     Example:
@@ -95,7 +95,7 @@ class MomentumOptimizer(Optimizer):
 
 
 class AdamOptimizer(Optimizer):
-    """Adam: m and v are running means of g and g^2, both corrected for their start at zero.
+    """Adam: m and v are running means of g and g^2 with bias correction.
 
     m <- beta_1 m + (1 - beta_1) g,  v <- beta_2 v + (1 - beta_2) g^2
     w <- w - lr m' / (sqrt(v') + epsilon),  m' = m / (1 - beta_1^t), v' = v / (1 - beta_2^t), t from 1
@@ -104,7 +104,7 @@ class AdamOptimizer(Optimizer):
       lr: learning rate.
       beta_1, beta_2: in [0, 1).
       epsilon: added to the root.
-      mean_dtype: what m is kept in, where it differs from other slots.
+      mean_dtype: dtype of m, if different from other slots.
     Slots: `adam_m`, `adam_v`.
     Source: Kingma and Ba, "Adam: a method for stochastic optimization", 2015, algorithm 1.
     Example:
@@ -133,7 +133,7 @@ class AdamOptimizer(Optimizer):
         self.mean_dtype = None if mean_dtype is None else self._float(mean_dtype, "mean_dtype")
 
     def scalars(self, done: Tensor, dtype: DType) -> Scalars:
-        """The corrections of both means, taken out of the large tensors."""
+        """The bias corrections of both means, as numbers instead of factors of the large tensors."""
         lr = super().scalars(done, dtype)["lr"]
         t = cast(done, dtype) + 1
         root_of_v = sqrt(1 - pow(self.beta_2, t))
@@ -144,7 +144,7 @@ class AdamOptimizer(Optimizer):
         }
 
     def rule(self, u: Update) -> Tensor:
-        """The running means, and the step they give."""
+        """Update the running means; returns the new value."""
         m, v = self.means(u)
         return u.value - m / (sqrt(v) + u.scalars["epsilon"]) * u.scalars["scale"]
 
@@ -159,7 +159,7 @@ class AdamOptimizer(Optimizer):
 
 
 class AdamWOptimizer(AdamOptimizer):
-    """Adam with decoupled weight decay: what `AdamOptimizer` does, and w <- w - lr weight_decay w.
+    """Adam with decoupled weight decay: `AdamOptimizer`, and w <- w - lr weight_decay w.
 
     Args:
       lr, beta_1, beta_2, epsilon, mean_dtype: as in AdamOptimizer.
@@ -202,7 +202,7 @@ class AdamWOptimizer(AdamOptimizer):
 
 
 class AdamWeightDecayOptimizer(AdamOptimizer):
-    """Adam without correction of the means, with decoupled weight decay, as BERT was trained.
+    """Adam without bias correction, with decoupled weight decay, as in the training of BERT.
 
     w <- w - lr (m / (sqrt(v) + epsilon) + weight_decay_rate w), with Adam's m and v.
 
@@ -252,12 +252,12 @@ class AdamWeightDecayOptimizer(AdamOptimizer):
 
 
 class LionOptimizer(Optimizer):
-    """Lion: the sign of a mix of momentum and gradient.
+    """Lion: steps by the sign of an interpolation of momentum and gradient.
 
     w <- w - lr (sign(beta_1 m + (1 - beta_1) g) + weight_decay w), then m <- beta_2 m + (1 - beta_2) g
 
     Args:
-      lr: learning rate; every element moves by this much, so 3 to 10 times smaller than for Adam.
+      lr: learning rate; every element changes by this much, so use 3 to 10 times less than for Adam.
       beta_1, beta_2: in [0, 1).
       weight_decay: fraction of w that a step at learning rate 1 takes away.
       exclude_from_weight_decay: regular expressions; a variable in whose name one is found is not decayed.
@@ -297,25 +297,25 @@ class LionOptimizer(Optimizer):
 
 
 class LarsOptimizer(Optimizer):
-    """LARS: momentum whose learning rate is scaled, variable by variable, to the norm of the weights.
+    """LARS: momentum with a learning rate scaled per variable to the norm of the weights.
 
     trust = trust_coefficient |w| / (|g| + weight_decay |w| + epsilon), 1 where |w| or |g| is 0
     m <- momentum m + lr trust (g + weight_decay w);  w <- w - m
 
-    With scaled_momentum=False the learning rate stands outside of the sum, so that it acts on all of it at once:
+    With scaled_momentum=False the learning rate is applied outside the sum:
     m <- momentum m + g + weight_decay w;  w <- w - lr trust m
 
     Args:
       lr: learning rate.
       momentum: in [0, 1).
       weight_decay: of the weights, added to the gradient.
-      trust_coefficient: how far a step may go, relative to |w|.
-      epsilon: keeps the ratio finite.
-      exclude: regular expressions; a variable in whose name one is found has trust 1 and no weight decay:
-        `mtf.optimize.NORMS_AND_BIASES`, as a rule.
-      scaled_momentum: whether the momentum is of scaled steps, as in the paper.
+      trust_coefficient: size of a step relative to |w|.
+      epsilon: avoids division by zero.
+      exclude: regular expressions; variables with a matching name have trust 1 and no weight decay; usually
+        `mtf.optimize.NORMS_AND_BIASES`.
+      scaled_momentum: whether the momentum accumulates scaled steps, as in the paper.
     Slots: `lars_momentum`.
-    Where a variable is split, its two norms cost one reduction of a number each.
+    If a variable is split, its two norms cost one reduction of a number each.
     Source: You, Gitman, Ginsburg, "Large batch training of convolutional networks", 2017, algorithm 1; the two kinds of
       momentum: Kumar et al., "Scale MLPerf-0.6 models on Google TPU-v3 pods", arXiv:1909.09756.
     Example:
@@ -364,7 +364,7 @@ class LarsOptimizer(Optimizer):
 
 
 class LambOptimizer(AdamOptimizer):
-    """LAMB: Adam whose step is scaled, variable by variable, to the norm of the weights.
+    """LAMB: Adam with a step scaled per variable to the norm of the weights.
 
     along = m' / (sqrt(v') + epsilon) + weight_decay w, with Adam's corrected m' and v'
     w <- w - lr (|w| / |along|) along, with 1 for the ratio where |w| or |along| is 0
@@ -373,10 +373,10 @@ class LambOptimizer(AdamOptimizer):
       lr: learning rate.
       beta_1, beta_2, epsilon: as in AdamOptimizer.
       weight_decay: of the weights, added to the step before it is scaled.
-      exclude: regular expressions; a variable in whose name one is found has ratio 1 and no weight decay:
-        `mtf.optimize.NORMS_AND_BIASES`, as a rule.
+      exclude: regular expressions; variables with a matching name have ratio 1 and no weight decay; usually
+        `mtf.optimize.NORMS_AND_BIASES`.
     Slots: `adam_m`, `adam_v`.
-    Where a variable is split, its two norms cost one reduction of a number each.
+    If a variable is split, its two norms cost one reduction of a number each.
     Source: You et al., "Large batch optimization for deep learning: training BERT in 76 minutes", 2020, algorithm 2,
       with the identity for phi.
     Example:
@@ -405,13 +405,13 @@ class LambOptimizer(AdamOptimizer):
         self.exclude = self.patterns(exclude, "exclude")
 
     def scalars(self, done: Tensor, dtype: DType) -> Scalars:
-        """The learning rate apart from the corrections: the decay is not corrected."""
+        """The learning rate separately from the bias corrections, which do not apply to the decay."""
         lr = Optimizer.scalars(self, done, dtype)["lr"]
         t = cast(done, dtype) + 1
         return {"lr": lr, "of_m": 1 / (1 - pow(self.beta_1, t)), "of_v": 1 / (1 - pow(self.beta_2, t))}
 
     def rule(self, u: Update) -> Tensor:
-        """Adam's step and the decay, as long as lr times the weights."""
+        """Adam's step with decay, scaled to lr times the norm of the weights."""
         m, v = self.means(u)
         along = self.decayed(u, m * u.scalars["of_m"] / (sqrt(v * u.scalars["of_v"]) + self.epsilon))
         if u.matches(self.exclude):
@@ -421,11 +421,11 @@ class LambOptimizer(AdamOptimizer):
 
 
 def norm(x: Tensor) -> Tensor:
-    """The root of the sum of all squares."""
+    """The Euclidean norm over all elements."""
     return sqrt(reduce_sum(square(x)))
 
 
 def trusted(above: Tensor, below: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """above / below, 1 where one of two norms is 0."""
+    """The trust ratio above / below; 1 if one of the norms is 0."""
     usable = logical_and(greater(first, 0), greater(second, 0))
     return where(usable, above / where(usable, below, 1.0), scalar(1.0, above))

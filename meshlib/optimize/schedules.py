@@ -1,8 +1,7 @@
-"""Schedules of the learning rate: functions of the step, which compose.
+"""Learning rate schedules: composable functions of the step.
 
-A schedule takes the int32 tensor of the number of updates done before this one (`t`, from 0) and returns the rate of
-this update, a float32 tensor without dims or a plain number. So `lambda t: 0.1` is one, and whatever takes a schedule
-takes a number too.
+A schedule takes the number of previous updates as an int32 tensor (`t`, from 0) and returns the rate of this update, a
+float32 tensor without dims or a plain number. So `lambda t: 0.1` is a schedule. Schedule arguments also accept numbers.
 """
 
 from __future__ import annotations
@@ -35,7 +34,8 @@ def constant(lr: float) -> Schedule:
 
 
 def linear_warmup(peak: float, warmup_steps: int) -> Schedule:
-    """peak * min(1, (t + 1) / warmup_steps): linear to `peak`, reached at the last of `warmup_steps`, then constant.
+    """Linear warm-up peak * min(1, (t + 1) / warmup_steps), which reaches `peak` at the last of `warmup_steps`, then
+    constant.
 
     Raises: GraphError unless warmup_steps >= 1.
     Example:
@@ -51,12 +51,12 @@ def linear_warmup(peak: float, warmup_steps: int) -> Schedule:
 
 
 def linear_decay(lr: float, total_steps: int, offset: int = 0) -> Schedule:
-    """lr * (total_steps - t) / (total_steps - offset), at most lr and at least 0: constant up to `offset`, then linear.
+    """Linear decay lr * (total_steps - t) / (total_steps - offset), at most lr and at least 0: constant up to `offset`.
 
     Args:
       lr: the rate of the first updates.
-      total_steps: of updates, after which the rate is 0.
-      offset: updates before the decay begins; for fine-tuning, those of the checkpoint.
+      total_steps: number of updates after which the rate is 0.
+      offset: number of updates before the decay; for fine-tuning, that of the checkpoint.
     Raises: GraphError unless 0 <= offset < total_steps.
     Example:
       >>> import meshlib as mtf
@@ -73,7 +73,7 @@ def linear_decay(lr: float, total_steps: int, offset: int = 0) -> Schedule:
 
 
 def polynomial_decay(lr: float, total_steps: int, power: float = 2.0, end: float = 0.0) -> Schedule:
-    """end + (lr - end) * (1 - t / total_steps)^power, then `end`.
+    """Polynomial decay end + (lr - end) * (1 - t / total_steps)^power, then `end`.
 
     Raises: GraphError unless total_steps >= 1 and power > 0.
     Source: with power 2 and LARS for ResNet-50: Ying et al., arXiv:1811.06992; Kumar et al., arXiv:1909.09756.
@@ -99,18 +99,18 @@ def linear_scaling(
     decay: float = 0.1,
     base_batch: int = 256,
 ) -> Schedule:
-    """One set of numbers for every batch: peak = base_lr * batch / base_batch, after a warm-up from base_lr.
+    """Linear scaling rule for any batch: peak = base_lr * batch / base_batch, after a warm-up from base_lr.
 
     base_lr + (peak - base_lr) * t / warm-up steps, then peak * decay^(number of decay_epochs passed). A batch below
     base_batch needs no warm-up and has none.
 
     Args:
-      base_lr: good for base_batch.
-      batch: examples in one step, of all cores.
-      steps_per_epoch: positive, whole or not.
+      base_lr: rate tuned for base_batch.
+      batch: global number of examples per step.
+      steps_per_epoch: positive, may be fractional.
       warmup_epochs: not negative.
-      decay_epochs: increasing; past each of them the rate is multiplied by `decay`. (): none. To double the batch there
-        instead, train on with another program of that batch (`sim.run`), whose own schedule says peak again.
+      decay_epochs: increasing; after each the rate is multiplied by `decay`. (): none. To double the batch instead,
+        continue with another program of that batch (`sim.run`), whose own schedule is at its peak.
       decay: positive.
     Raises: GraphError for numbers out of range.
     Source: Goyal et al., "Accurate, large minibatch SGD", arXiv:1706.02677, sections 2 and 5.1; batches instead of
@@ -149,13 +149,13 @@ def linear_scaling(
 
 
 def exponential_decay(lr: float, decay_steps: int, decay_rate: float, staircase: bool = False) -> Schedule:
-    """lr * decay_rate^(t / decay_steps); with `staircase` the exponent is rounded down.
+    """Exponential decay lr * decay_rate^(t / decay_steps); with `staircase` the exponent is rounded down.
 
     Args:
       lr: the rate of the first update.
       decay_steps: updates after which the rate has been multiplied by decay_rate.
       decay_rate: positive.
-      staircase: whether the rate drops at once every decay_steps.
+      staircase: whether the rate drops in steps every decay_steps.
     Raises: GraphError unless decay_steps >= 1 and decay_rate > 0.
     Example:
       >>> import meshlib as mtf
@@ -169,7 +169,7 @@ def exponential_decay(lr: float, decay_steps: int, decay_rate: float, staircase:
     rate = bounded(decay_rate, what, "decay_rate", POSITIVE)
 
     def schedule(t: Tensor) -> Tensor:
-        # Cut towards zero after half a step more, so that no rounded quotient falls below a whole number.
+        # Adding half a step before truncation keeps a rounded quotient from falling below an integer.
         exponent = _float(cast((_float(t) + 0.5) / steps, "int32")) if staircase else _float(t) / steps
         return pow(scalar(rate, exponent), exponent) * lr
 
@@ -177,7 +177,7 @@ def exponential_decay(lr: float, decay_steps: int, decay_rate: float, staircase:
 
 
 def cosine_decay(lr: float, decay_steps: int, alpha: float = 0.0) -> Schedule:
-    """lr * (alpha + (1 - alpha) * (1 + cos(pi * min(t / decay_steps, 1))) / 2): from lr down to alpha * lr.
+    """Cosine decay lr * (alpha + (1 - alpha) * (1 + cos(pi * min(t / decay_steps, 1))) / 2): from lr to alpha * lr.
 
     Raises: GraphError unless decay_steps >= 1.
     Source: Loshchilov and Hutter, "SGDR: stochastic gradient descent with warm restarts", 2017, without restarts.
@@ -196,9 +196,9 @@ def cosine_decay(lr: float, decay_steps: int, alpha: float = 0.0) -> Schedule:
 
 
 def inverse_square_root(peak: float, warmup_steps: int) -> Schedule:
-    """peak * sqrt(warmup_steps / max(t + 1, warmup_steps)): constant at first, then as 1 / sqrt(t + 1).
+    """Inverse square root peak * sqrt(warmup_steps / max(t + 1, warmup_steps)), constant up to `warmup_steps`.
 
-    Times `linear_warmup(1.0, warmup_steps)` it is `warmup_then_decay(peak, warmup_steps)`.
+    Multiplied by `linear_warmup(1.0, warmup_steps)` it is `warmup_then_decay(peak, warmup_steps)`.
     Raises: GraphError unless warmup_steps >= 1.
     Example:
       >>> import meshlib as mtf
@@ -213,7 +213,7 @@ def inverse_square_root(peak: float, warmup_steps: int) -> Schedule:
 
 
 def warmup_then_decay(peak: float, warmup_steps: int, decay: float = 0.5) -> Schedule:
-    """Linear from 0 to `peak` over `warmup_steps`, then peak * (warmup_steps / (t + 1)) ** decay.
+    """Linear warm-up from 0 to `peak` over `warmup_steps`, then peak * (warmup_steps / (t + 1)) ** decay.
 
     With decay = 0.5 this is the schedule of "Attention is all you need" (Vaswani et al. 2017, section 5.3).
     Raises: GraphError unless warmup_steps >= 1.
@@ -236,11 +236,12 @@ def warmup_then_decay(peak: float, warmup_steps: int, decay: float = 0.5) -> Sch
 
 
 def piecewise(boundaries: Sequence[int], values: Sequence[float | Schedule]) -> Schedule:
-    """values[0] while t < boundaries[0], values[1] while t < boundaries[1], ..., then the last value.
+    """Piecewise schedule: values[0] while t < boundaries[0], values[1] while t < boundaries[1], ..., then the last
+    value.
 
     Args:
       boundaries: increasing numbers of updates.
-      values: one more than boundaries; numbers, or schedules, each of which counts from its own boundary.
+      values: one more than boundaries; numbers, or schedules, each with t counted from its own boundary.
     Raises: GraphError if their numbers do not fit or boundaries do not increase.
     Example:
       >>> import meshlib as mtf
@@ -264,7 +265,7 @@ def piecewise(boundaries: Sequence[int], values: Sequence[float | Schedule]) -> 
     def schedule(t: Tensor) -> Tensor:
         rate = _rate(parts[0], t)
         for start, part in zip(ends, parts[1:], strict=True):
-            # Before its start a part sees 0: what it says then is not used, but must not be a NaN that warns.
+            # Before its start a part sees t = 0: its value is unused, but must not be a NaN that warns.
             rate = where(less(t, start), rate, _rate(part, maximum(t - start, 0)))
         return rate
 
@@ -308,7 +309,7 @@ def _as_schedule(value: object, what: str, argument: str) -> Schedule:
 
 
 def _rate(schedule: Schedule, t: Tensor) -> Tensor:
-    """What a schedule says at `t`, as a float32 tensor."""
+    """The value of a schedule at `t`, as a float32 tensor."""
     rate = schedule(t)
     if isinstance(rate, Tensor):
         return _float(rate)

@@ -1,1 +1,1 @@
-"""The records of a lowered program, its checker, interpreter, analysis and views."""
+"""Records of a lowered program, its checker, interpreter, analyses and views."""

@@ -1,4 +1,4 @@
-"""The checker: recomputes every type and sharding of a program. It runs after each pass, and trusts none."""
+"""The checker: recomputes every type and sharding of a program, after each pass."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ _WITH_MARGINS = (Compute, Widen)  # which may take them
 
 @dataclass(eq=False)
 class Sound:
-    """What was found sound, by all that the check depends on: it need not be looked at again.
+    """Cache of successful checks, by everything that a check depends on.
 
-    A layer's computations are those of every other layer, and of this one under another layout that lays them alike.
-    Instructions, on one mesh, and whole bodies are those that passes leave alone; an instruction that a pass puts into
-    another group has the same content.
+    Computations are shared between equal layers, and between layouts that shard them alike. Instructions, on one mesh,
+    and whole bodies are shared between passes that do not change them; content is independent of fusion groups.
     """
 
     signatures: Signatures = field(default_factory=Signatures)
@@ -37,10 +36,10 @@ class Sound:
 
 
 def check_program(program: Program, after: str, before: Program | None = None, sound: Sound | None = None) -> Program:
-    """`program` itself if it is sound; a pass may not change what the program `before` it takes, returns and writes.
+    """`program`, if it is valid; a pass may not change inputs, outputs and updates of the program `before` it.
 
-    Where a pass returns `before`, which has been checked, nothing is left to check.
-    Raises: ProgramError naming the pass, the instruction and what is wrong with it.
+    If a pass returns `before`, which has been checked, nothing is left to check.
+    Raises: ProgramError naming the pass, the instruction and the fault.
     """
     if program is before:
         return program
@@ -97,7 +96,7 @@ def _check_instruction(instruction: Instruction, computed: set[Value], program: 
 
 
 def _check_alone(instruction: Instruction, mesh: Mesh, sound: Sound) -> None:
-    """What does not depend on the program around it."""
+    """Checks that do not depend on the program around an instruction."""
     for y in instruction.outputs:
         if y.sharding.mesh != mesh:
             raise ProgramError(f"result {y.tensor.name} lies on mesh {y.sharding.mesh}, not {mesh}")
@@ -118,7 +117,7 @@ def _check_alone(instruction: Instruction, mesh: Mesh, sound: Sound) -> None:
 
 
 def _key(instruction: Compute, signatures: Signatures) -> object:
-    """All that the check of a computation depends on."""
+    """Everything on which the check of a computation depends."""
     tensors = [x.tensor for x in instruction.inputs]
     return (
         signatures.of(instruction.operation),
@@ -147,7 +146,7 @@ def _check_reshard(instruction: Move) -> None:
 
 
 def _cuts_margins(step: Step, y: Value) -> bool:
-    """Whether a local cut of what is whole leaves margins along its dim."""
+    """True if a local slice of an unsplit dim leaves margins along it."""
     cuts = STEP_KINDS[step.kind] is SLICE and step.dim is not None
     whole = cuts and not step.before.of(step.dim or "") and not y.sharding.pending
     return whole and all(m.dim == step.dim and fits(m, y.tensor, y.sharding) for m in y.margins)
@@ -207,7 +206,7 @@ def _check_loop(instruction: Loop, sound: Sound) -> None:
 
 
 def _body_view(x: Value, dim: str | None) -> tuple[Sharding, object]:
-    """A value as a loop's body sees it: one index of `dim`, which must be whole."""
+    """A value in a loop's body: its sharding for one index of `dim`, which must be unsplit, and its dtype."""
     s = x.sharding
     if dim is None:
         return s, x.tensor.dtype
@@ -247,7 +246,7 @@ def _check_computation(instruction: Compute, signature: Signature) -> None:
     exchanges = plan_exchanges(op, factors, axes, wanted, result) if len(wanted) == len(op.inputs) else ()
     if any(v.margins for v in (*instruction.inputs, *instruction.outputs)):
         _check_margins(instruction, factors, axes)
-        exchanges = ()  # what they would bring is there
+        exchanges = ()  # exchanges are replaced by margins
     if instruction.exchanges != exchanges:
         raise ProgramError(f"sends {instruction.exchanges} inside; the assignment {axes} needs {exchanges}")
     if out.sharding != result:
@@ -255,7 +254,7 @@ def _check_computation(instruction: Compute, signature: Signature) -> None:
 
 
 def _check_margins(instruction: Compute, factors: Sequence[Factor], axes: Mapping[str, tuple[str, ...]]) -> None:
-    """Whether the operands hold what the result and its margins need of their neighbours."""
+    """Raise ProgramError unless the operands have the margins that the result and its margins need."""
     op = instruction.operation
     margins_of_dims = {m.dim: m for y in instruction.outputs for m in y.margins}
     mesh = instruction.outputs[0].sharding.mesh

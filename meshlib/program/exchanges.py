@@ -1,7 +1,7 @@
-"""Exchanges inside one instruction: runs of a split dim, or summaries of blocks.
+"""Exchanges inside one instruction: halos of a split dim, or summaries of blocks.
 
-An operation whose blocks need a little of the others' (a slice, a shift, a running sum along a split dim) is one
-instruction that says what moves: less than any reshard of its operands would.
+An operation whose blocks need a small part of other blocks (a slice, a shift, a cumulative sum along a split dim) is
+one instruction with exchanges, which send less than any reshard of its operands.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from meshlib.core.graph import Operation, TensorType
 from meshlib.core.opdef import Factor, Halo, Role, Summary
 
 Axes = tuple[str, ...]
-RUNS = (Role.HALO, Role.OVERLAP)  # of factors whose blocks need runs of each other's
-TOGETHER = (*RUNS, Role.SUMMARY, Role.SHARE)  # of factors whose blocks need each other
+RUNS = (Role.HALO, Role.OVERLAP)  # roles of factors whose blocks need halos
+TOGETHER = (*RUNS, Role.SUMMARY, Role.SHARE)  # roles of factors whose blocks exchange anything
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One collective inside an instruction. `operand` is -1 for a summary, which is made of all operands.
+    """One collective inside an instruction. `operand` is -1 for a summary, which is computed from all operands.
 
-    An all_gather tells everybody the summaries along `dim`; an all_to_all tells each device its share of `to_dim`.
-    `by_block` is what each device along `axes` sends; `sent_bytes` the most of that. Of several exchanges the busiest
-    device may be neither's: see `busiest_bytes`.
+    An all_gather sends all summaries along `dim` to every device; an all_to_all sends each device its block of
+    `to_dim`. `by_block` are the bytes that each device along `axes` sends; `sent_bytes` their maximum. For several
+    exchanges the busiest device overall may be another one: see `busiest_bytes`.
     """
 
     kind: str
@@ -39,13 +39,13 @@ class Exchange:
 
     @property
     def sent_bytes(self) -> int | float:
-        """Bytes that the busiest device sends."""
+        """Bytes sent by the busiest device."""
         return max(self.by_block)
 
 
 @dataclass(frozen=True, slots=True)
 class IndexRange:
-    """A piece of a dim: indices [begin, end), all within one source block."""
+    """A range of a dim: indices [begin, end), all within one source block."""
 
     source: int
     begin: int
@@ -53,7 +53,7 @@ class IndexRange:
 
 
 def runs(begin: int, end: int, size: int, block: int, wrap: bool) -> Iterator[IndexRange]:
-    """The indices [begin, end) of a dim cut at its blocks; outside [0, size) they are padding, or go round.
+    """The indices [begin, end) of a dim, split at its blocks; outside [0, size) they are padding, or wrap around.
 
     >>> list(runs(-1, 3, 4, 2, wrap=True))
     [IndexRange(source=1, begin=3, end=4), IndexRange(source=0, begin=0, end=2), IndexRange(source=1, begin=2, end=3)]
@@ -69,12 +69,12 @@ def runs(begin: int, end: int, size: int, block: int, wrap: bool) -> Iterator[In
 
 
 def run_factors(factors: Sequence[Factor], axes: Mapping[str, Axes]) -> tuple[Factor, ...]:
-    """The factors that are split though their blocks need runs of each other's, in the order in which these move."""
+    """The split factors whose blocks need halos, in the order in which these are exchanged."""
     return tuple([f for f in factors if f.role in RUNS and axes.get(f.name)])
 
 
 def summary_factor(factors: Sequence[Factor], axes: Mapping[str, Axes]) -> Factor | None:
-    """The factor that is split though its blocks need a summary of each other, if any."""
+    """The split factor whose blocks exchange summaries, if any."""
     return next((f for f in factors if f.role in (Role.SUMMARY, Role.SHARE) and axes.get(f.name)), None)
 
 
@@ -85,7 +85,7 @@ def plan_exchanges(
     operands: Sequence[Sharding],
     out: Sharding,
 ) -> tuple[Exchange, ...]:
-    """What an operation sends under an assignment of axes, besides the reshards of its operands."""
+    """The exchanges of an operation under an assignment of axes, besides reshards of its operands."""
     if (factor := summary_factor(factors, axes)) is not None:
         return _summaries(op, factor, axes[factor.name], operands)
     moving = run_factors(factors, axes)
@@ -93,7 +93,7 @@ def plan_exchanges(
         return ()
     exchanges = []
     for i, (s, x) in enumerate(zip(operands, op.inputs, strict=True)):
-        sizes = dict(zip(s.local_shape.names, s.local_shape.sizes, strict=True))  # with what has come already
+        sizes = dict(zip(s.local_shape.names, s.local_shape.sizes, strict=True))  # including halos already received
         for f in moving:
             dim = f.operands[i]
             if dim is None:
@@ -109,7 +109,7 @@ def plan_exchanges(
 
 
 def _summaries(op: Operation, factor: Factor, over: Axes, operands: Sequence[Sharding]) -> tuple[Exchange, ...]:
-    """What blocks tell each other along a factor of role SUMMARY or SHARE."""
+    """Exchanges of summaries along a factor of role SUMMARY or SHARE."""
     lower = op.opdef.lower
     assert isinstance(lower, Summary)
     count = operands[0].mesh.group_size(over)
@@ -117,14 +117,14 @@ def _summaries(op: Operation, factor: Factor, over: Axes, operands: Sequence[Sha
     payload = sum(t.dtype.size_bytes(t.shape.size) for t in lower.types(types, op.attrs))
     along = next(d for d in factor.operands if d is not None)
     kind = ALL_TO_ALL if factor.shares is not None else ALL_REDUCE if lower.combine is not None else ALL_GATHER
-    sent = (kind.sent_bytes(payload, count),) * count  # of `combine` by a ring, or as all_to_all, combining, all_gather
+    sent = (kind.sent_bytes(payload, count),) * count  # `combine` on a ring, or as all_to_all, combining, all_gather
     return (Exchange(kind.name, over, along, -1, payload, sent, factor.shares),)
 
 
 def busiest_bytes(exchanges: Iterable[tuple[Exchange, int]]) -> int | float:
-    """Bytes sent by the device that sends most in all of them, each given with how often it runs.
+    """Bytes sent by the busiest device over all exchanges, each given with its number of runs.
 
-    Exact along one set of mesh axes, and along several that have none in common: some device is the busiest on each.
+    Exact for one set of mesh axes, and for disjoint sets, where one device is the busiest on each.
     """
     totals: dict[Axes, tuple[int | float, ...]] = {}
     for e, times in exchanges:
@@ -135,7 +135,7 @@ def busiest_bytes(exchanges: Iterable[tuple[Exchange, int]]) -> int | float:
 
 @dataclass(frozen=True)
 class _NeededIndices:
-    """Which indices of an operand's split dim the blocks of a factor need, one set of indices per block."""
+    """The indices of an operand's split dim needed by each block of a factor."""
 
     op: Operation
     factor: Factor
@@ -143,10 +143,10 @@ class _NeededIndices:
     count: int
 
     def given_away(self) -> list[int]:
-        """How many indices each block gives to others."""
+        """The number of indices that each block sends to others."""
         sent = [0] * self.count
         for j in range(self.count):
-            for part in self._halo.parts(self.op, self.factor, self.operand, *self._made(j)):
+            for part in self._halo.parts(self.op, self.factor, self.operand, *self._block(j)):
                 for run in self._cut(part):
                     if run.source != j:
                         sent[run.source] += run.end - run.begin
@@ -154,8 +154,8 @@ class _NeededIndices:
 
     @property
     def longest(self) -> int:
-        """The most indices that a block holds when it has got what it needs: all devices hold as many."""
-        needed = [self._halo.needs(self.op, self.factor, self.operand, *self._made(j)) for j in range(self.count)]
+        """The largest number of indices of a block with its halo: all devices allocate as many."""
+        needed = [self._halo.needs(self.op, self.factor, self.operand, *self._block(j)) for j in range(self.count)]
         return max(sum(run.end - run.begin for run in self._cut(each)) for each in needed)
 
     @property
@@ -163,13 +163,13 @@ class _NeededIndices:
         assert isinstance(self.op.opdef.lower, Halo)
         return self.op.opdef.lower
 
-    def _made(self, block: int) -> tuple[int, int]:
-        """The indices that a block works on."""
+    def _block(self, block: int) -> tuple[int, int]:
+        """The indices of the factor in a block."""
         rows_per_block = self._halo.length(self.op, self.factor) // self.count
         return block * rows_per_block, (block + 1) * rows_per_block
 
     def _cut(self, needed: tuple[int, int]) -> Iterator[IndexRange]:
-        """Indices of the operand cut at the blocks that have them."""
+        """Indices of the operand, split at its blocks."""
         dim = self.factor.operands[self.operand]
         assert dim is not None
         size = self.op.inputs[self.operand].shape.dim(dim).size

@@ -21,7 +21,7 @@ def derive(
     mesh: Mesh,
     passed: Sequence[Axes],
 ) -> tuple[tuple[Sharding, ...], Sharding]:
-    """The shardings of operands and result that an assignment means. The checker goes by this too.
+    """The shardings of operands and result under an assignment of axes; also used by the checker.
 
     Raises: LayoutError if a size does not divide, or the assignment splits one dim in two ways at once.
     """
@@ -36,7 +36,7 @@ def derive(
             kinds.update(dict.fromkeys(over, f.role.pending))
     by_dim = _by_dim([(f.outputs[0], over) for f, over in split if f.shares is None])
     for f, over in split:
-        if f.shares is not None:  # what splits the dim already is major
+        if f.shares is not None:  # existing splits of the dim are major
             by_dim[f.shares] = (*by_dim.get(f.shares, ()), *over)
     out = _laid(out_shape, mesh, by_dim, tuple(kinds.items()))
     return tuple(operands), out
@@ -54,7 +54,7 @@ def _laid(shape: Shape, mesh: Mesh, by_dim: Mapping[str | None, Axes], pending: 
 
 
 def beside(op: Operation, first: Sharding) -> tuple[Sharding, ...]:
-    """The shardings of all results of an operation, of which `first` is the first's: the same axes split a factor."""
+    """The shardings of all results of an operation, given that of the first: the same axes split each factor."""
     if len(op.outputs) == 1:
         return (first,)
     factors = op.opdef.roles(op)

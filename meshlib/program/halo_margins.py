@@ -1,8 +1,8 @@
-"""Margins: rows of neighbours that a block holds, so that several operations need one exchange.
+"""Margins: halo rows stored with a block, so that several operations share one exchange.
 
-A value with margins is made by `Widen`, which brings them from the blocks that have them; by a local cut of what lies
-there whole; or by an element-wise operation, or a shift, on operands that have them: it then works on its own block and
-the margins. Who needs less than a block holds cuts it off, which sends nothing.
+A value gets margins from `Widen`, which receives them from neighbouring blocks; from a local slice of an unsplit value;
+or from an element-wise operation, or a shift, of operands with margins, which then computes the block and its margins.
+Consumers that need less slice it off locally.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from meshlib.program.exchanges import RUNS, TOGETHER, runs
 
 @dataclass(frozen=True, slots=True)
 class Margin:
-    """So many indices of a dim before a block and after it.
+    """Numbers of indices of a dim stored before and after a block.
 
-    `wrap`: the ends of the dim are neighbours; else the blocks at the ends have nothing there, and lie apart from the
-    others in being shorter.
+    `wrap`: the ends of the dim are neighbours; otherwise the blocks at the ends have shorter margins.
     """
 
     dim: str
@@ -30,17 +29,18 @@ class Margin:
     wrap: bool
 
     def run(self, index: int, block: int, size: int) -> tuple[int, int]:
-        """The indices that block number `index` of a dim holds; past the ends of the dim if they go round."""
+        """The range of indices of block number `index` with its margins; with `wrap` it may pass the ends of the
+        dim."""
         begin, end = index * block - self.before, (index + 1) * block + self.after
         return (begin, end) if self.wrap else (max(begin, 0), min(end, size))
 
     def covers(self, other: Margin) -> bool:
-        """Whether who needs `other` has it here."""
+        """True if this margin contains `other`."""
         enough = self.before >= other.before and self.after >= other.after
         return (self.dim, self.wrap) == (other.dim, other.wrap) and enough
 
     def joined(self, other: Margin | None) -> Margin:
-        """The least that covers both."""
+        """The smallest margin that covers both."""
         if other is None:
             return self
         assert (self.dim, self.wrap) == (other.dim, other.wrap)
@@ -51,13 +51,14 @@ class Margin:
 
 
 Margins = Mapping[str, Margin]  # by dim
-Split = Mapping[str, int]  # per factor that is split, into how many blocks
+Split = Mapping[str, int]  # split factor -> number of blocks
 
 
 def reach(op: Operation, factor: Factor, operand: int, count: int) -> tuple[int, int] | None:
-    """How far before its own block a block of a factor needs an operand, and how far after; negative if not all of it.
+    """The halo of a factor's block before and after its own range of an operand; negative if it needs less than its
+    own.
 
-    None where each of the `count` blocks needs other rows, counted from its own.
+    None if the halos of the `count` blocks differ.
     """
     lower, name = op.opdef.lower, factor.operands[operand]
     if not isinstance(lower, Halo) or factor.role not in RUNS or name is None:
@@ -70,13 +71,13 @@ def reach(op: Operation, factor: Factor, operand: int, count: int) -> tuple[int,
     if len(reaches) > 1:
         return None
     ((before, after),) = reaches
-    if lower.wrap(op) and before > size // 2:  # it is nearer the other way round
+    if lower.wrap(op) and before > size // 2:  # wrapping around is shorter
         before, after = before - size, after + size
     return before, after
 
 
 def takes_margins(op: Operation, factors: Sequence[Factor], split: Split) -> bool:
-    """Whether an operation finds what it needs, if its operands have margins along the factors in `split`."""
+    """True if margins of the operands along the factors in `split` provide all halos."""
     apart = [f for f in factors if f.name in split and f.role in TOGETHER]
     return all(
         reach(op, f, n, split[f.name]) is not None for f in apart for n, dim in enumerate(f.operands) if dim is not None
@@ -84,13 +85,13 @@ def takes_margins(op: Operation, factors: Sequence[Factor], split: Split) -> boo
 
 
 def keeps_margins(op: Operation, factors: Sequence[Factor], split: Split) -> bool:
-    """Whether it can make its result with margins, too, by little work."""
+    """True if the operation can also compute margins of its result with little work."""
     alike = op.opdef.kind is Kind.ELEMENTWISE or (isinstance(op.opdef.lower, Halo) and op.opdef.kind not in ON_MXU)
-    return alike and len(op.outputs) == 1 and _side_by_side(op, factors, split) and takes_margins(op, factors, split)
+    return alike and len(op.outputs) == 1 and _is_aligned(op, factors, split) and takes_margins(op, factors, split)
 
 
-def _side_by_side(op: Operation, factors: Sequence[Factor], split: Split) -> bool:
-    """Whether operands and result have as many indices along each factor: what is needed moves along with an index."""
+def _is_aligned(op: Operation, factors: Sequence[Factor], split: Split) -> bool:
+    """True if operands and result have the same size along each factor, so that halos shift with the index."""
     for f in factors:
         if f.name in split and f.role in RUNS:
             sizes = {x.shape.dim(dim).size for x, dim in zip(op.inputs, f.operands, strict=True) if dim is not None}
@@ -100,7 +101,7 @@ def _side_by_side(op: Operation, factors: Sequence[Factor], split: Split) -> boo
 
 
 def needed_margins(op: Operation, factors: Sequence[Factor], operand: int, margins: Margins, split: Split) -> Margins:
-    """The margins that one operand must have, for a result with `margins`, along the factors in `split`."""
+    """The margins that operand needs for a result with `margins`, along the factors in `split`."""
     margins_of_dims: dict[str, Margin] = {}
     for f in factors:
         dim, out = f.operands[operand], f.outputs[0]
@@ -113,14 +114,14 @@ def needed_margins(op: Operation, factors: Sequence[Factor], operand: int, margi
             before, after = (n + far[k] for k, n in enumerate((wanted.before, wanted.after) if wanted else (0, 0)))
             wanted = Margin(dim, max(before, 0), max(after, 0), op.opdef.lower.wrap(op))
         elif wanted is not None:
-            wanted = replace(wanted, dim=dim)  # the result may have it under another name
+            wanted = replace(wanted, dim=dim)  # the result's dim may have another name
         if wanted is not None and (wanted.before or wanted.after):
             margins_of_dims[dim] = wanted
     return margins_of_dims
 
 
 def given_away(margin: Margin, count: int, size: int) -> list[int]:
-    """How many indices each of `count` blocks gives to others that hold a margin."""
+    """The number of indices that each of `count` blocks sends to others for a margin."""
     block, sent = size // count, [0] * count
     for j in range(count):
         for run in runs(*margin.run(j, block, size), size, block, margin.wrap):
@@ -130,7 +131,7 @@ def given_away(margin: Margin, count: int, size: int) -> list[int]:
 
 
 def row_size(t: Tensor, sharding: Sharding, margins: Sequence[Margin], dim: str) -> int:
-    """Elements of one index of a dim, in the block that holds most besides: of two blocks each lies at an end."""
+    """Elements per index of a dim, in the largest block, with margins of other dims."""
     elements = sharding.local_size // sharding.local_shape.dim(dim).size
     for m in margins:
         block, size = sharding.local_shape.dim(m.dim).size, t.shape.dim(m.dim).size
@@ -140,7 +141,7 @@ def row_size(t: Tensor, sharding: Sharding, margins: Sequence[Margin], dim: str)
 
 
 def fits(margin: Margin, t: Tensor, sharding: Sharding) -> bool:
-    """Whether blocks can have a margin: those that go round must not meet themselves."""
+    """True if blocks can have a margin: wrapped margins must not overlap."""
     size, block = t.shape.dim(margin.dim).size, sharding.local_shape.dim(margin.dim).size
     held = block + margin.before + margin.after
     return min(margin.before, margin.after) >= 0 and (held <= size or not margin.wrap)

@@ -1,7 +1,7 @@
 """The instructions of a program: resident values, computations, collectives, loops, commits.
 
-One device's instructions are every device's instructions: only offsets differ. A computation names its operation, a
-move the operation on whose behalf it runs. What any of them sends is in `transfers`, whatever its type.
+All devices run the same instructions: only offsets differ. A computation names its operation, a move the operation that
+needs it. Bytes sent by any instruction are in `transfers`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Value:
-    """A tensor under one sharding: what an instruction makes. Compared by identity.
+    """A tensor under one sharding: the result of an instruction. Compared by identity.
 
-    `margins`: what each block holds beside its own elements, of those of its neighbours.
+    `margins`: halo rows that each block stores besides its own elements.
     """
 
     tensor: Tensor
@@ -64,13 +64,13 @@ class Value:
         return self.tensor.dtype.size_bytes(self.local_size)
 
     def plot(self, ax: Any = None, device: int = 0) -> Any:
-        """Draw the blocks of the tensor, of any rank, with that of one device filled; needs matplotlib.
+        """Plot the blocks of the tensor, of any rank, with that of one device filled; needs matplotlib.
 
         Args:
           ax: matplotlib Axes, or the path of a file (.png, .svg, .pdf); by default a new figure.
           device: number of the device in the mesh.
         Returns: the Axes.
-        Raises: GraphError where matplotlib is missing, or the file cannot be written; LayoutError for another device.
+        Raises: GraphError if matplotlib is missing or the file cannot be written; LayoutError for an invalid device.
         """
         from meshlib.report.plots import plot_sharding
 
@@ -83,7 +83,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why data moves: on whose behalf, because of which dim, and how it could be avoided."""
+    """Why a value is resharded: for which operation, because of which dim, and how to avoid it."""
 
     op: str
     dim: str | None
@@ -94,7 +94,7 @@ class Reason:
 
 
 class Transfer(NamedTuple):
-    """One value's part in what an instruction sends: the figures, whose data, and why."""
+    """One value's part in the bytes sent by an instruction: figures, tensor, and reason."""
 
     sent: Step | Exchange
     value: Value
@@ -103,7 +103,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Instruction:
-    """One step of the program. `group` is its fusion group: values used inside one group only never reach HBM."""
+    """One instruction. `group` is its fusion group: values used only inside one group never reach HBM."""
 
     operation: Operation
     inputs: tuple[Value, ...]
@@ -113,51 +113,51 @@ class Instruction:
 
     @property
     def opcode(self) -> str:
-        """The operation's name, or that of a collective, or "slice" or "mask" for a local step of a reshard."""
+        """The operation's name, the kind of a collective, or "slice" or "mask" for a local step of a reshard."""
         return self.operation.opdef.name
 
     @property
     def scope(self) -> str:
-        """What a profiler of real devices calls it: its name in the listing."""
+        """Its name in a profile of a real device, which is its name in the listing."""
         return self.operation.name
 
     @property
     def is_collective(self) -> bool:
-        """Whether this is nothing but what devices send each other; computations may send something on the way."""
+        """True for pure collectives; computations may also contain exchanges."""
         return False
 
     @property
     def content(self) -> object:
-        """All that makes it sound where its operands are computed before: not its group, nor its reasons."""
+        """Everything on which its validity depends, given valid operands: neither its group nor reasons."""
         return self
 
     @property
     def transfers(self) -> Sequence[Transfer]:
-        """What devices send each other here."""
+        """The bytes that devices send each other here."""
         return ()
 
     @property
     def uneven(self) -> tuple[Exchange, ...]:
-        """Those transfers of which some devices send more than others."""
+        """The transfers of which some devices send more than others."""
         return ()
 
     @property
     def sent_bytes(self) -> int | float:
-        """Bytes that the busiest device sends in one run. Exact."""
+        """Bytes sent by the busiest device in one run. Exact."""
         return sum(t.sent.sent_bytes for t in self.transfers)
 
     def with_group(self, group: int) -> Self:
-        """The same in a fusion group."""
+        """A copy in another fusion group."""
         if group == self.group:
             return self
         copy = object.__new__(type(self))
-        vars(copy).update(vars(self), group=group)  # as dataclasses.replace, in a tenth of the time
+        vars(copy).update(vars(self), group=group)  # like dataclasses.replace, in a tenth of the time
         return copy
 
 
 @dataclass(frozen=True, eq=False)
 class Resident(Instruction):
-    """A value that is there before the first instruction: an input or a variable."""
+    """A value that exists before the first instruction: an input or a variable."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +165,7 @@ class Compute(Instruction):
     """An operation on local blocks.
 
     assignment  (axis, factor) for each mesh axis that splits the work
-    exchanges   what moves inside it along a split dim, with one Reason each
+    exchanges   exchanges along split dims, with one Reason each
 
     "to_host" and "from_host" copy their operand's block between the device and its host's memory:
     `outputs[0].local_bytes` over PCIe, sums of which are `Program.to_host_bytes` and `from_host_bytes`.
@@ -186,7 +186,7 @@ class Compute(Instruction):
 
     @property
     def transfers(self) -> Sequence[Transfer]:
-        """The exchanges; a summary is made of all operands and stands under the first."""
+        """The exchanges; a summary, computed from all operands, is listed under the first."""
         if not self.exchanges:
             return ()
         pairs = zip(self.exchanges, self.reasons, strict=True)
@@ -194,16 +194,15 @@ class Compute(Instruction):
 
     @property
     def sent_bytes(self) -> int | float:
-        """Bytes that the busiest device sends in one run, all exchanges together. Exact."""
+        """Bytes sent by the busiest device in one run, over all exchanges. Exact."""
         return busiest_bytes((e, 1) for e in self.exchanges)
 
 
 @dataclass(frozen=True, eq=False)
 class Move(Instruction):
-    """A step of a reshard: a collective or a local cut, one step and one Reason for each operand.
+    """A step of a reshard: a collective or a local slice, with one step and one Reason per operand.
 
-    A merged collective has several operands. `early`: it is issued one product before it would be its turn, so that it
-    is on its way while that computes.
+    A merged collective has several operands. `early`: issued one product earlier, to overlap with that.
     """
 
     steps: tuple[Step, ...]
@@ -230,12 +229,12 @@ class Move(Instruction):
 
     @property
     def is_collective(self) -> bool:
-        """Whether devices talk to each other, instead of each working on its own block."""
+        """True if devices communicate, False for a local slice."""
         return not self.steps[0].is_local
 
     @property
     def transfers(self) -> Sequence[Transfer]:
-        """One for each operand of a collective."""
+        """One per operand of a collective."""
         if not self.is_collective:
             return ()
         return [Transfer(*part) for part in zip(self.steps, self.inputs, self.reasons, strict=True)]
@@ -243,9 +242,9 @@ class Move(Instruction):
 
 @dataclass(frozen=True, eq=False)
 class Widen(Move):
-    """Gives the blocks of its operand a margin along one dim, for all who need their neighbours' elements there.
+    """Adds a margin along one dim to the blocks of its operand, for all consumers that need a halo there.
 
-    `by_block` is what each device along the step's axes sends: blocks at the ends of the dim have fewer neighbours.
+    `by_block` are the bytes that each device along the step's axes sends: blocks at the ends have fewer neighbours.
     """
 
     by_block: tuple[int, ...] = field(kw_only=True)
@@ -263,7 +262,7 @@ class Widen(Move):
 
 @dataclass(frozen=True, eq=False)
 class Loop(Instruction):
-    """A Program run `trips` times on the operands, or as long as `going` holds; `body.inputs` has their order.
+    """A Program run `trips` times, or while `going` is true; `body.inputs` are in the order of the operands.
 
     carries  (body input, body output) names: after each trip the output becomes the input
     slices   body inputs that take one index of the loop's dim of their operand
@@ -278,20 +277,20 @@ class Loop(Instruction):
 
     @property
     def record(self) -> LoopRecord:
-        """What the loop is to the graph."""
+        """The loop record of its operation."""
         assert self.operation.loop is not None
         return self.operation.loop
 
     @property
     def going(self) -> str | None:
-        """The body input that says whether another trip runs; None: all `trips` do."""
+        """The body input that is true while the loop continues; None: all `trips` run."""
         return None if self.record.going is None else self.carries[self.record.going][0]
 
     @cached_property
     def splits_branch(self) -> bool:
-        """Whether devices leave out this branch: all together, or each by itself.
+        """True if devices skip this branch individually instead of together.
 
-        By itself where it has one index of the dim and sends nothing to those that have others.
+        Individually if each device has one index of the dim and sends nothing to devices with others.
         """
         record = self.record
         if record.branch is None or record.working is None:
@@ -304,7 +303,7 @@ class Loop(Instruction):
 
     @cached_property
     def share(self) -> Fraction:
-        """The part of the trips of the loop around in which the busiest device runs this branch; 1 of other loops."""
+        """The share of trips of the enclosing loop in which the busiest device runs this branch; 1 for other loops."""
         if not self.splits_branch:
             return Fraction(1)
         counts = self._runs_of_indices
@@ -312,7 +311,7 @@ class Loop(Instruction):
 
     @property
     def active_share(self) -> float:
-        """The part of what all devices run that counts: of a pipeline, what is not in a bubble."""
+        """The useful share of all executed work: for a pipeline, that outside bubbles."""
         record = self.record
         if record.branch is None:
             return 1.0 if record.active is None else record.active.share
@@ -323,50 +322,50 @@ class Loop(Instruction):
 
     @cached_property
     def _runs_of_indices(self) -> list[int]:
-        """Of a branch, in how many trips of the loop around each index of its dim works."""
+        """For a branch, the number of trips of the enclosing loop in which each index of its dim is active."""
         assert self.record.branch is not None
         active = self.record.branch.active
         return [sum(n in row for row in active.indices) for n in range(active.size)]
 
     def runs(self, times: int) -> int:
-        """How often a device runs the body where what is around the loop runs so often."""
+        """The number of runs of the body, given that of the enclosing program."""
         return int(times * self.trips * self.share)
 
     @cached_property
     def memory_plan(self) -> MemoryPlan:
-        """Which values share memory during a trip, and from when to when; what is written in place."""
+        """Shared buffers with their live ranges during a trip, and in-place updates."""
         from meshlib.program.analysis.buffers import plan_buffers
 
         return plan_buffers(self.body, self)
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
-        """Which values share memory during a trip, and from when to when."""
+        """Shared buffers with their live ranges during a trip."""
         return self.memory_plan.buffers
 
     @property
     def trip_order(self) -> range:
-        """The indices of the loop's dim in the order of the trips."""
+        """The indices of the loop's dim in trip order."""
         return range(self.trips)[:: -1 if self.record.reverse else 1]
 
     def slice_axis(self, name: str) -> int:
-        """Where the loop's dim stands in the operand that the body input `name` takes slices of."""
+        """The axis of the loop's dim in the operand that the body input `name` slices."""
         operand = self.inputs[list(self.body.inputs).index(name)]
         return operand.tensor.shape.index(self.record.dim.name)
 
 
 def _axes_of(body: Program) -> set[str]:
-    """The mesh axes over which something is sent in a body, and in the loops in it."""
+    """The mesh axes over which a body communicates, including its loops."""
     axes = {axis for i in body.instructions for t in i.transfers for axis in t.sent.axes}
     return axes.union(*(_axes_of(i.body) for i in body.instructions if isinstance(i, Loop)))
 
 
 @dataclass(frozen=True, eq=False)
 class Commit(Instruction):
-    """The new value of a variable, which the state takes at the end of the step."""
+    """Writes the new value of a variable to the state at the end of the step."""
 
     @property
     def variable(self) -> str:
-        """The name of the variable that is written."""
+        """The name of the variable."""
         name: str = self.operation.attrs["variable"]
         return name

@@ -1,8 +1,7 @@
-"""The interpreter of programs, instruction by instruction, on values of any kind.
+"""A generic interpreter of programs, instruction by instruction, on values of any type.
 
-Whoever runs programs (the exact executor on blocks of every device, the fast one on whole arrays, `verify` in float64)
-says what a computation and a move make of their operands. The order, the trips of a loop and who lives how long are
-here.
+Executors (the exact one on blocks of every device, the fast one on whole arrays, `verify` in float64) define the
+results of computations and moves. Order, loops and live ranges are handled here.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ T = TypeVar("T")
 
 
 class RunContext(Protocol):
-    """What a run hands down to computations; inside a loop it knows the trip."""
+    """Context passed to computations; inside a loop it includes the trip."""
 
     def in_trip(self, trip: int) -> Self:
-        """The same inside one trip of a loop."""
+        """This context inside one trip of a loop."""
         ...
 
 
@@ -29,7 +28,7 @@ C = TypeVar("C", bound=RunContext)
 
 
 class Interpreter(ABC, Generic[T, C]):
-    """Runs programs on values of type `T` in a context of type `C`."""
+    """Interpreter of programs on values of type `T` in a context of type `C`."""
 
     @abstractmethod
     def compute(self, program: Program, i: Compute, inputs: Sequence[T], context: C) -> Iterable[T]:
@@ -37,22 +36,22 @@ class Interpreter(ABC, Generic[T, C]):
 
     @abstractmethod
     def move(self, i: Move, inputs: Sequence[T]) -> Iterable[T]:
-        """What each step of a move makes of its operand."""
+        """The result of each step of a move."""
 
     @abstractmethod
     def sliced(self, x: T, trip: int, axis: int) -> T:
-        """One index of a loop's operand along the loop's dim, which stands at `axis`."""
+        """One index of a loop's operand along the loop's dim, at `axis`."""
 
     @abstractmethod
     def stacked(self, i: Loop, n: int, parts: Sequence[T]) -> T:
-        """What the body stacks in the `n`-th place: the values of all trips, along a new first dim."""
+        """The `n`-th stacked result: the values of all trips along a new first dim."""
 
     @abstractmethod
     def goes_on(self, going: T) -> bool:
-        """Whether another trip of a loop runs, by the carry that says so."""
+        """True if a loop with a condition runs another trip."""
 
     def made(self, i: Instruction, y: Value, value: T) -> None:
-        """Called with every value, when it is there."""
+        """Called with every new value."""
 
     def before(self, program: Program, n: int, values: dict[Value, T]) -> None:
         """Called before instruction `n` runs; may replace `values` by equal ones."""
@@ -60,7 +59,7 @@ class Interpreter(ABC, Generic[T, C]):
     def run(self, program: Program, given: Mapping[Value, T], context: C) -> dict[Value, T]:
         """Run the instructions on the values of inputs and variables.
 
-        The results hold what is fetched or written back; others are dropped after their last use.
+        Returns the fetched and written values; others are freed after their last use.
         """
         values = dict(given)
         for n, (i, dead) in enumerate(zip(program.instructions, program.dead_after, strict=True)):
@@ -76,7 +75,7 @@ class Interpreter(ABC, Generic[T, C]):
     def results(
         self, program: Program, i: Instruction, inputs: Sequence[T], values: Mapping[Value, T], context: C
     ) -> Iterable[T]:
-        """What an instruction makes; what is resident is there."""
+        """The results of an instruction; empty for resident values."""
         match i:
             case Compute():
                 return self.compute(program, i, inputs, context)
@@ -87,7 +86,7 @@ class Interpreter(ABC, Generic[T, C]):
         return [values[y] for y in i.outputs]
 
     def loop(self, i: Loop, inputs: Sequence[T], context: C) -> list[T]:
-        """All trips: the last carries, then what was stacked."""
+        """All trips of a loop: the final carries, then the stacked values."""
         body = i.body
         given = dict(zip(body.inputs.values(), inputs, strict=True))
         whole = {body.inputs[name]: (given[body.inputs[name]], i.slice_axis(name)) for name in i.slices}

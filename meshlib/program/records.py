@@ -29,11 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One value's part in one collective. All figures are exact.
+    """One value's part in a collective. All figures are exact.
 
-    `payload_bytes` is the operand on one device; `sent_bytes` what a device sends on a ring (for a permute the
-    busiest sender); both for one run, of which there are `count` in a step. Small collectives that were merged
-    share a `launch`.
+    `payload_bytes` is the operand on one device; `sent_bytes` are the bytes that a device sends on a ring (for a
+    permute the busiest sender); both for one run, of `count` in a step. Merged small collectives share a `launch`.
 
     Example:
       >>> import meshlib as mtf
@@ -66,7 +65,7 @@ class Collective:
 
 
 class Collectives(Shown, tuple[Collective, ...]):
-    """All collectives of a program, in its order: a tuple that prints as a table.
+    """All collectives of a program, in order: a tuple that prints as a table.
 
     Example:
       >>> import meshlib as mtf
@@ -88,10 +87,10 @@ class Collectives(Shown, tuple[Collective, ...]):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Program(Shown):
-    """What every core runs, for one mesh and layout.
+    """The program of every core, for one mesh and layout.
 
-    `inputs`, `variables` map names to their values; `outputs` and `updates` name what is fetched and written back.
-    `compiler` is what it was lowered for; `mtf.estimate` schedules it so unless told otherwise.
+    `inputs`, `variables` map names to values; `outputs` and `updates` name fetched and written-back values.
+    `compiler` is the record for which it was lowered, the default of `mtf.estimate`.
 
     Example:
       >>> import meshlib as mtf
@@ -112,88 +111,88 @@ class Program(Shown):
     updates: Mapping[str, Value]
     counts_steps: bool = False
     notes: tuple[str, ...] = ()
-    is_body: bool = False  # of a loop: its carries may be pending sums
-    excess_bytes: float = 0.0  # by which the choice of strategies is above its lower bound, loop bodies aside
+    is_body: bool = False  # in a loop body: carries may be pending sums
+    excess_bytes: float = 0.0  # gap between the chosen strategies and their lower bound, without loop bodies
     compiler: Compiler = XLA_TPU
 
     @property
     def choice(self) -> Optimality:
-        """How far from the least the choice of strategies is at most, loops included."""
+        """Upper bound of the gap between the chosen strategies and the optimum, including loops."""
         excess = sum(times * body.excess_bytes for body, times in _bodies(self))
         return Optimality(excess, excess / max(self.sent_bytes, 1) if excess else 0.0)
 
     @property
     def headline(self) -> str:
-        """Mesh and layout, in a line."""
+        """Mesh and layout in one line."""
         return f"mesh {self.mesh} ({self.mesh.size} cores), layout {self.layout or '(none)'}"
 
     def with_instructions(self, instructions: Sequence[Instruction]) -> Program:
-        """The same program with other instructions: what a pass returns; itself if they are the same."""
+        """The program with other instructions, as the result of a pass; itself if they are the same."""
         if len(instructions) == len(self.instructions) and all(map(is_, instructions, self.instructions)):
             return self
         return replace(self, instructions=tuple(instructions))
 
     @cached_property
     def collectives(self) -> Collectives:
-        """Every collective, in order, with its bytes and its reason."""
+        """All collectives, in order, with bytes and reasons."""
         return Collectives(_collectives(self))
 
     @property
     def sent_bytes(self) -> int | float:
-        """Bytes that the busiest device sends in one run of the program, all collectives together. Exact.
+        """Bytes sent by the busiest device in one run of the program, over all collectives. Exact.
 
-        Less than those of the collectives add up to where different devices are the busiest: of two blocks that send
-        each other their margins, each sends one.
+        May be less than the sum over collectives, if their busiest devices differ: for two blocks that exchange halos,
+        each sends one.
         """
         rings = sum(times * i.sent_bytes for i, _, times in walk(self) if not i.uneven)
         return rings + busiest_bytes((e, times) for i, _, times in walk(self) for e in i.uneven)
 
     @cached_property
     def to_host_bytes(self) -> int:
-        """Bytes that a device copies to the memory of its host in one run, loops included. Exact."""
+        """Bytes that a device copies to host memory in one run, including loops. Exact."""
         return self._copied(to_host=True)
 
     @cached_property
     def from_host_bytes(self) -> int:
-        """Bytes that a device copies back from the memory of its host in one run, loops included. Exact."""
+        """Bytes that a device copies from host memory in one run, including loops. Exact."""
         return self._copied(to_host=False)
 
     @cached_property
     def last_use(self) -> Mapping[Value, int]:
-        """The number of the last instruction that uses each value; of what is fetched or written back, one more than
-        there are. Values that nobody uses are not there."""
+        """The number of the last instruction that uses each value; for fetched and written-back values the number of
+        instructions. Unused values are absent."""
         last = {x: n for n, i in enumerate(self.instructions) for x in i.inputs}
         kept = (*self.outputs.values(), *self.updates.values())
         return last | dict.fromkeys(kept, len(self.instructions))
 
     @cached_property
     def dead_after(self) -> Sequence[Sequence[Value]]:
-        """Per instruction the values that it uses last."""
+        """Per instruction the values of which it is the last user."""
         last = self.last_use
         return [[x for x in dict.fromkeys(i.inputs) if last[x] == n] for n, i in enumerate(self.instructions)]
 
     @cached_property
     def memory_plan(self) -> MemoryPlan:
-        """Which values share memory, and from when to when; what is written in place."""
+        """Shared buffers with their live ranges, and in-place updates."""
         from meshlib.program.analysis.buffers import plan_buffers
 
         return plan_buffers(self)
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
-        """Which values share memory, and from when to when."""
+        """Shared buffers with their live ranges."""
         return self.memory_plan.buffers
 
     @cached_property
     def memory(self) -> Memory:
-        """Peak bytes per device, by kind, with the values live at the peak. Exact for this order."""
+        """Peak bytes per device by kind, with the live values at the peak. Exact for this order."""
         from meshlib.program.analysis.memory import measure
 
         return measure(self)
 
     @cached_property
     def work(self) -> Work:
-        """What one core does in one run of the program, duplicates included. Exact."""
+        """Work of one core in one run of the program, including duplicated work. Exact."""
         from meshlib.program.analysis.work import local_work
 
         done = [(times, local_work(program, i)) for i, program, times in walk(self)]
@@ -203,10 +202,10 @@ class Program(Shown):
         """Write one self-contained HTML page about the program on a slice: `mtf.estimate(program, slice).report(path)`.
 
         Args:
-          path: of the file, such as "plan.html"; slice: a name like "v5e-256", or a `hardware.Slice`.
-          title: of the page; by default mesh and slice.
-        Raises: SliceError for an unknown slice or one of another size than the mesh; GraphError where the path cannot
-          be written.
+          path: path of the file, such as "plan.html"; slice: a name like "v5e-256", or a `hardware.Slice`.
+          title: title of the page; by default mesh and slice.
+        Raises: SliceError for an unknown slice or one of another size than the mesh; GraphError if the path cannot be
+          written.
         Example:
           >>> import meshlib as mtf, os, tempfile
           >>> with mtf.Graph():
@@ -235,11 +234,11 @@ class Program(Shown):
 
 
 class Optimality(NamedTuple):
-    """How good the choice of strategies is, among programs in which users of a tensor share at most three copies in a
-    region, and what is computed again runs in as many ways as `meshlib.lowering.problem` looks at.
+    """Optimality of the chosen strategies, among programs with at most three copies of a tensor per region, and with
+    the strategies for recomputation that `meshlib.lowering.problem` considers.
 
-    excess_bytes  bytes sent, and duplicated work at its worth, that another choice could save at most; 0 where proved
-    gap           the same as a share of the bytes that the program sends
+    excess_bytes  most bytes, of communication and duplicated work in bytes, that another choice could save; 0 if
+    optimal gap           the same as a share of the bytes that the program sends
     """
 
     excess_bytes: float
@@ -250,7 +249,7 @@ class Optimality(NamedTuple):
 
 
 def _bodies(program: Program, times: int = 1) -> Iterator[tuple[Program, int]]:
-    """A program and the bodies of its loops, with the runs of all trips."""
+    """A program and the bodies of its loops, with the number of runs of each."""
     yield program, times
     for i in program.instructions:
         if isinstance(i, Loop):
@@ -258,7 +257,7 @@ def _bodies(program: Program, times: int = 1) -> Iterator[tuple[Program, int]]:
 
 
 class Visit(NamedTuple):
-    """An instruction, the program or body that holds it, and how often it runs in a step."""
+    """An instruction, the program or body that contains it, and its number of runs in a step."""
 
     instruction: Instruction
     program: Program
@@ -266,7 +265,7 @@ class Visit(NamedTuple):
 
 
 def walk(program: Program, times: int = 1) -> Iterator[Visit]:
-    """Every instruction in order; those of a loop's body follow the loop, with the runs of all trips."""
+    """All instructions in order; those of a loop's body follow the loop, with their numbers of runs."""
     for instruction in program.instructions:
         yield Visit(instruction, program, times)
         if isinstance(instruction, Loop):
@@ -298,9 +297,6 @@ def _collectives(program: Program) -> Iterator[Collective]:
 
 
 def require_program(value: object, what: str) -> None:
-    """Refuse anything but a `Program`.
-
-    Raises: GraphError that begins with `what`.
-    """
+    """Raise GraphError, with `what` first, for anything but a `Program`."""
     if not isinstance(value, Program):
         raise GraphError(f"{what}: expected what mtf.lower returned, got {type(value).__name__} {value!r:.80}")

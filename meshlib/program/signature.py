@@ -1,7 +1,7 @@
 """Signatures of operations: equal for those that compute the same under every mesh and layout.
 
-The layers of a model are written again and again, and a graph is lowered again and again: what an operation's record
-says of it is asked once for all that are alike, and what it means to split it once for each mesh and assignment.
+Models repeat layers, and a graph is lowered repeatedly: an operation's record is evaluated once for all equal
+operations, and the effects of splitting it once per mesh and assignment.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshlib.program.factor_shardings import Axes
 
 
 class BlockCounts(NamedTuple):
-    """An operation whose factors are cut into so many blocks each: what bounds the price of an assignment."""
+    """An operation with numbers of blocks per factor: the basis of bounds of an assignment's cost."""
 
     operands: tuple[int, ...]  # elements of one device's block
     out: int
@@ -28,15 +28,15 @@ class BlockCounts(NamedTuple):
 
 
 class Assigned(NamedTuple):
-    """An operation under one assignment of axes to its factors: no layout, no home and no price is in it."""
+    """An operation under one assignment of axes to factors, independent of layout and costs."""
 
-    operands: tuple[Sharding, ...]  # what each operand must be
+    operands: tuple[Sharding, ...]  # required sharding of each operand
     out: Sharding
-    exchanges: tuple[Exchange, ...]  # what moves inside the operation
+    exchanges: tuple[Exchange, ...]  # exchanges inside the operation
 
 
 class Signature:
-    """All operations of one kind with equal attributes on operands of equal types; `op` is one of them."""
+    """All operations of one kind with equal attributes and operand types; `op` is a representative."""
 
     def __init__(self, op: Operation) -> None:
         self.op = op
@@ -51,11 +51,11 @@ class Signature:
         self._sides.append(_Side(op.output, [f.outputs[0] for f in self.factors], shares))
         self._blocks: dict[tuple[int, ...], BlockCounts | None] = {}
         self._assigned: dict[object, Assigned | None] = {}
-        self.ways: dict[object, Any] = {}  # how the lowering brings results of it to a place
-        self.splits: dict[object, Any] = {}  # by the axes that may split its operands' dims, those of its factors
+        self.ways: dict[object, Any] = {}  # cache of the lowering: reshards of results to a sharding
+        self.splits: dict[object, Any] = {}  # keyed by the axes that may split each factor
 
     def cut(self, counts: tuple[int, ...]) -> BlockCounts | None:
-        """It with `counts` blocks along each factor, on whatever mesh; None where a size does not divide."""
+        """The operation with `counts` blocks per factor, on any mesh; None if a size does not divide."""
         if counts not in self._blocks:
             self._blocks[counts] = self._cut(counts)
         return self._blocks[counts]
@@ -69,7 +69,8 @@ class Signature:
         return BlockCounts(tuple([t.shape.size for t in blocks]), out.shape.size, work)
 
     def under(self, mesh: Mesh, axes: Mapping[str, Axes], passed: tuple[Axes, ...]) -> Assigned | None:
-        """It under an assignment, `passed` pending axes of each operand going through; None where that cannot be."""
+        """The operation under an assignment, with `passed` pending axes of each operand passing through; None if
+        impossible."""
         key = (mesh, tuple(axes.items()), passed)
         if key not in self._assigned:
             self._assigned[key] = self._under(mesh, axes, passed)
@@ -95,27 +96,27 @@ class Signature:
         return Assigned(tuple(operands), out, exchanges)
 
     def forget_assignments(self) -> None:
-        """Keep what holds for every mesh only."""
+        """Drop cached results of particular meshes."""
         self._assigned.clear()
         self.ways.clear()
         self.splits.clear()
 
 
 class _Side:
-    """An operand or the result of an operation, and the numbers of the factors that each of its dims is."""
+    """An operand or result, with the factors of each of its dims by number."""
 
     def __init__(self, tensor: Tensor, names: Sequence[str | None], shares: Set[int] = frozenset()) -> None:
         self.tensor, self._shares = tensor, shares
         self._factors = [[n for n, name in enumerate(names) if name == dim] for dim in tensor.shape.names]
-        # Where every dim is one factor, that of each dim.
+        # If every dim is one factor, the factor of each dim.
         alone = all(len(numbers) == 1 and shares.isdisjoint(numbers) for numbers in self._factors)
         self._only = [numbers[0] for numbers in self._factors] if alone else None
         self._blocks: dict[tuple[int, ...], TensorType | None] = {}
 
     def entries(self, over: Sequence[Axes]) -> tuple[Axes, ...] | None:
-        """The axes that split each dim, where each factor is split over some; None if two factors split one dim.
+        """The axes that split each dim, given those of each factor; None if two factors split one dim.
 
-        What splits a dim already is major of the axes of a factor that `shares` it out.
+        Existing splits of a dim are major of the axes of a factor that `shares` it.
         """
         if self._only is not None:
             return tuple([over[n] for n in self._only])
@@ -134,7 +135,8 @@ class _Side:
         return tuple(entries)
 
     def block(self, counts: Sequence[int]) -> TensorType | None:
-        """The type of one device's block, None where a size does not divide; what several factors cut is cut by all."""
+        """The type of one device's block, None if a size does not divide; splits by several factors of a dim
+        multiply."""
         if self._only is not None:
             along = tuple([counts[n] for n in self._only])
         else:
@@ -166,10 +168,10 @@ class Signatures:
         return signature
 
     def sibling(self) -> Signatures:
-        """The signatures of another graph, which are those of this one for operations that are alike."""
+        """Signatures for another graph, sharing those of equal operations with this one."""
         return Signatures(_alike=self._alike)
 
     def forget_assignments(self) -> None:
-        """Keep what holds for every mesh only."""
+        """Drop cached results of particular meshes."""
         for signature in self._alike.values():
             signature.forget_assignments()

@@ -1,1 +1,1 @@
-"""What a program's records imply: buffers, memory, stored values, work."""
+"""Analyses of a program's records: buffers, memory, stored values, work."""

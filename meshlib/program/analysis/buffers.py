@@ -1,15 +1,15 @@
-"""Buffers: values that share memory, with their live ranges, for the program's final order.
+"""Buffers: memory shared by values with disjoint live ranges, in the program's final order.
 
-Rules: variables, slots and inputs stay. A value used inside its fusion group only takes nothing, and neither does one
-that its readers make again (`meshlib.program.analysis.stored_values`). A value is freed after its last user, all
-operands of a group after the group's last member: one kernel reads them. A kernel writes over an operand of the same
-size that dies there and of which it needs, for each element of the result, the same element or row; so do all_reduce
-and, with what it carries, a loop. Renaming takes nothing; the new value of a variable takes its place if no later
-instruction reads the old one, that of a carry likewise, and what a loop stacks is written where the stack is. What lies
-on the host takes no HBM.
+Rules: variables, slots and inputs are permanent. A value used only inside its fusion group takes no memory, and neither
+does one that its consumers recompute (`meshlib.program.analysis.stored_values`). A value is freed after its last user;
+all operands of a group after the group's last member, since one kernel reads them. A kernel reuses the buffer of an
+operand of the same size that dies there, if each element of the result needs only the same element or row of it; so do
+all_reduce and, for its carries, a loop. Renaming takes no memory; the new value of a variable reuses its buffer if no
+later instruction reads the old value, likewise for carries, and stacked values of a loop are written into the stack.
+Values on the host take no HBM.
 
-A part that is written over what nobody reads later is written in place, and nothing else is moved: a token into a
-cache. So is what each trip of a loop writes into its slice of a stack, if it returns the slice to be stacked again.
+A partial update of a value without later readers is in place, and only the part is written: a token into a cache. So is
+an update of a slice in a loop, if the slice is stacked again in the same position.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from meshlib.program.analysis.stored_values import StoredValues, is_elementwise,
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Resident, Value
 from meshlib.program.records import Program
 
-START = -1  # in place of the number of an instruction: before the first
+START = -1  # instruction number of the program's start
 
 
 @dataclass(eq=False, slots=True)
 class Buffer:
-    """Memory of one device for values that follow each other, or that are other names of each other.
+    """Memory of one device for values with disjoint live ranges, and for aliases.
 
     Attributes:
-      owner: the value that it was made for, whose size it has.
-      begin, end: the first and the last instruction during which it is needed; START, and the number of instructions.
-      shown: (instruction, value): which value it holds from when.
+      owner: the value for which it was allocated, which determines its size.
+      begin, end: first and last instruction of its live range; START, and the number of instructions.
+      shown: (instruction, value): the value that it has from this instruction on.
     """
 
     owner: Value
@@ -41,15 +41,14 @@ class Buffer:
     shown: list[tuple[int, Value]]
 
     def at(self, n: int) -> tuple[int, Value]:
-        """What it holds after instruction `n`, and since when."""
+        """The instruction since which it has its value after instruction `n`, and that value."""
         return next((begin, v) for begin, v in reversed(self.shown) if begin <= n)
 
 
 @dataclass(frozen=True, eq=False)
 class MemoryPlan:
-    """The `buffers` in the order in which they are taken; which results of `update_slice`, and which stacks of loops,
-    are `in_place`: what they are made of lies there already; which values are `stored` at all, and how readers make
-    the others."""
+    """The `buffers` in order of allocation; results of `update_slice` and stacks of loops that are updated `in_place`;
+    and which values are `stored`, or how consumers recompute them."""
 
     buffers: tuple[Buffer, ...]
     in_place: frozenset[Value]
@@ -57,9 +56,9 @@ class MemoryPlan:
 
 
 def fused_values(program: Program, written: frozenset[Value] = frozenset()) -> set[Value]:
-    """Values that are used inside the fusion group that makes them only, or by nobody: they occupy no HBM.
+    """Values used only inside their fusion group, or unused: they occupy no HBM.
 
-    `written`: results of a body that go into stacks outside.
+    `written`: results of a body that are stacked outside.
     """
     users: dict[Value, set[int]] = {}
     for i in program.instructions:
@@ -71,7 +70,7 @@ def fused_values(program: Program, written: frozenset[Value] = frozenset()) -> s
 
 
 def stored_values(program: Program, loop: Loop | None = None) -> StoredValues:
-    """Which values of a program, or of a body with the `loop` that runs it, are stored and which are recomputed."""
+    """Stored and recomputed values of a program, or of a body with its `loop`."""
     old = {v: program.variables[n] for n, v in program.updates.items() if n in program.variables}
     makers = {y: i for i in program.instructions for y in i.outputs}
     written: frozenset[Value] = frozenset()
@@ -82,22 +81,22 @@ def stored_values(program: Program, loop: Loop | None = None) -> StoredValues:
         old |= {new: before for new, before in carried.items() if new not in given}
         old |= {program.outputs[end]: program.inputs[start] for end, start in rewritten(loop).items()}
     for new, before in [*old.items()]:
-        way = [*_on_the_way(makers, new)]
-        if before in way:  # what is rewritten several times stays in one place
+        way = [*_update_chain(makers, new)]
+        if before in way:  # partial updates in sequence share one buffer
             old |= dict.fromkeys(way[1 : way.index(before)], before)
     return StoredValues(program, fused_values(program, written), old, written)
 
 
-def _on_the_way(makers: Mapping[Value, Instruction], v: Value) -> Iterator[Value]:
-    """A value and those of which it is another name, or a copy with other parts."""
+def _update_chain(makers: Mapping[Value, Instruction], v: Value) -> Iterator[Value]:
+    """A value, and the values of which it is an alias or a partially updated copy."""
     yield v
-    while (before := _written_over(makers.get(v), v)) is not None:
+    while (before := _updated_operand(makers.get(v), v)) is not None:
         yield before
         v = before
 
 
-def _written_over(i: Instruction | None, v: Value) -> Value | None:
-    """What `v` is another name of, or a copy with other parts, by the instruction that makes it."""
+def _updated_operand(i: Instruction | None, v: Value) -> Value | None:
+    """The value of which `v` is an alias or a partially updated copy, through its producer `i`."""
     if isinstance(i, Compute) and (i.operation.opdef.writes_part or i.operation.opdef.storage is Storage.ALIAS):
         return i.inputs[0]
     if not isinstance(i, Loop) or i.record.branch is None or v not in i.outputs[: len(i.carries)]:
@@ -105,19 +104,20 @@ def _written_over(i: Instruction | None, v: Value) -> Value | None:
     body = i.body
     begin, end = i.carries[i.outputs.index(v)]
     inside = {y: maker for maker in body.instructions for y in maker.outputs}
-    if body.inputs[begin] not in _on_the_way(inside, body.outputs[end]):
+    if body.inputs[begin] not in _update_chain(inside, body.outputs[end]):
         return None
     return i.inputs[list(body.inputs).index(begin)]
 
 
 def rewritten(loop: Loop) -> dict[str, str]:
-    """The stacks of a loop that may lie where it takes slices: per result of the body what it rewrites a part of."""
+    """Stacks of a loop that may share the memory of its slices: result of the body -> slice that it partially
+    updates."""
     body, slice_of_carry = loop.body, dict[str, str]()
     makers = {y: i for i in body.instructions for y in i.outputs}
     slices = {body.inputs[name]: name for name in loop.slices if loop.slice_axis(name) == 0}
     for end in loop.stacks:
         v = body.outputs[end]
-        for x in _on_the_way(makers, v):
+        for x in _update_chain(makers, v):
             alone = x in slices and loop.inputs.count(loop.inputs[[*body.inputs].index(slices[x])]) == 1
             if alone and x is not v and slices[x] not in slice_of_carry.values() and x.sharding == v.sharding:
                 slice_of_carry[end] = slices[x]
@@ -125,33 +125,33 @@ def rewritten(loop: Loop) -> dict[str, str]:
 
 
 def written_inside(loop: Loop, in_place: frozenset[Value]) -> frozenset[Value]:
-    """What a trip of a loop writes in place, where of the loop's own results those are: what is stacked elsewhere than
-    its slices lie is copied there."""
+    """Values updated in place in a trip of a loop, given the results of the loop that are `in_place`: other stacks
+    are copied."""
     body, copied = loop.body, set[Value]()
     makers = {y: i for i in body.instructions for y in i.outputs}
     stacks = dict(zip(loop.stacks, loop.outputs[len(loop.carries) :], strict=True))
     for end in rewritten(loop):
         if stacks[end] not in in_place:
-            copied.update(_on_the_way(makers, body.outputs[end]))
+            copied.update(_update_chain(makers, body.outputs[end]))
     return loop.memory_plan.in_place - copied
 
 
 def plan_buffers(program: Program, loop: Loop | None = None) -> MemoryPlan:
-    """The plan of a program, or of a body with the `loop` that runs it."""
+    """The memory plan of a program, or of a body with its `loop`."""
     planner = _Planner(program, loop)
     return MemoryPlan(tuple(planner.run()), frozenset(planner.in_place), planner.stored)
 
 
 @dataclass(eq=False)
 class _Planner:
-    """One walk over a program's order that allocates, shares and frees."""
+    """A traversal of a program's order that allocates, shares and frees buffers."""
 
     program: Program
     loop: Loop | None = None
-    found: list[Buffer] = field(default_factory=list)
+    buffers: list[Buffer] = field(default_factory=list)
     of: dict[Value, Buffer] = field(default_factory=dict)  # live values
-    holders: dict[Buffer, int] = field(default_factory=dict)  # live values in each
-    shared: dict[Buffer, list[Value]] = field(default_factory=dict)  # all values that each has held
+    holders: dict[Buffer, int] = field(default_factory=dict)  # number of live values in each
+    shared: dict[Buffer, list[Value]] = field(default_factory=dict)  # all values that each has had
     in_place: set[Value] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -166,7 +166,7 @@ class _Planner:
         self.stored = stored_values(program, self.loop)
         self.old, self.last = self.stored.old, self.stored.last
         self.unstored = self.stored.unstored
-        self.places: dict[int, list[Value]] = {}  # per group, what its results may be written over
+        self.places: dict[int, list[Value]] = {}  # per group, operands whose buffers its results may reuse
 
     def run(self) -> list[Buffer]:
         program = self.program
@@ -182,7 +182,7 @@ class _Planner:
                     self._place(n, i, k)
             for y in leaving.pop(n, ()):
                 self._release(n, y)
-        return self.found
+        return self.buffers
 
     def _place(self, n: int, i: Instruction, k: int) -> None:
         y = i.outputs[k]
@@ -197,13 +197,13 @@ class _Planner:
             self._share(n, y, shared)
 
     def _continues(self, i: Instruction, k: int) -> bool:
-        """Whether the result is what it is written over, but for a part."""
+        """True if the result is a partial update of the operand whose buffer it reuses."""
         if isinstance(i, Loop):
             return k >= len(i.carries)
         return _writes_part(i)
 
     def _replaces(self, i: Instruction, k: int, old: Value) -> bool:
-        """Whether a new value may take the place of an old one: nobody reads later what lies there."""
+        """True if a new value may reuse the buffer of an old one, which no later instruction reads."""
         buffer = self.of.get(old)
         if buffer is None or buffer.owner is not old:
             return False
@@ -212,7 +212,7 @@ class _Planner:
         return all(n < self.begins[i.group] or (n <= self.ends[i.group] and v in over) for n, v in lasts)
 
     def _over(self, i: Instruction, k: int) -> list[Value]:
-        """The operands that result `k` may be written over if they die."""
+        """Operands whose buffers result `k` may reuse if they die."""
         if i.is_collective:
             return [i.inputs[k]] if isinstance(i, Move) and i.step_kind.sums_in_place else []
         if not isinstance(i, Loop):
@@ -222,11 +222,11 @@ class _Planner:
             return [given[i.carries[k][0]]]
         end = i.stacks[k - len(i.carries)]
         plan, v = i.memory_plan, i.body.outputs[end]
-        within = v in plan.in_place or v in plan.stored.unstored  # which a trip writes into the stack right away
+        within = v in plan.in_place or v in plan.stored.unstored  # written by a trip directly into the stack
         return [given[start] for name, start in rewritten(i).items() if name == end and within]
 
     def _dying(self, i: Instruction, k: int, y: Value) -> Iterator[Buffer]:
-        """Buffers that the result may take over: that of what it renames, or of an operand of its size that dies."""
+        """Buffers that the result may reuse: that of the value it renames, or of a dying operand of its size."""
         if isinstance(i, Compute) and i.operation.opdef.storage is Storage.ALIAS and i.inputs[0] in self.of:
             yield self.of[i.inputs[0]]
         for x in self._over(i, k):
@@ -237,9 +237,9 @@ class _Planner:
                 yield buffer
 
     def _overwritable(self, group: int) -> list[Value]:
-        """The operands in memory of which a kernel needs, for each element of its results, the same element or row."""
+        """Operands in memory of which each element of the kernel's results needs only the same element or row."""
         if group not in self.places:
-            elsewhere: set[Value] = set()  # values of which something is needed for results at other places
+            elsewhere: set[Value] = set()  # values read at positions other than the result's
             placed: dict[Value, bool] = {}
             for i in reversed(self.groups[group]):
                 free = elsewhere.isdisjoint(i.outputs)
@@ -256,7 +256,7 @@ class _Planner:
 
     def _allocate(self, n: int, v: Value, end: int) -> Buffer:
         buffer = Buffer(v, n, end, [(n, v)])
-        self.found.append(buffer)
+        self.buffers.append(buffer)
         self.of[v], self.holders[buffer], self.shared[buffer] = buffer, 1, [v]
         return buffer
 
@@ -278,10 +278,10 @@ class _Planner:
 
 
 def _writes_part(i: Instruction) -> bool:
-    """Whether the result is operand 0 with another part."""
+    """True for a partial update of operand 0."""
     return isinstance(i, Compute) and i.operation.opdef.writes_part
 
 
 def _reduces_rows(i: Instruction) -> bool:
-    """Whether it reduces each row by itself."""
+    """True for a reduction of each row."""
     return isinstance(i, Compute) and not i.exchanges and i.operation.opdef.kind is Kind.REDUCTION and keeps_rows(i)

@@ -1,9 +1,8 @@
 """Memory per device over the program's final order, in exact bytes without tile padding.
 
-Who shares memory with whom, and from when to when, is the program's plan (`meshlib.program.analysis.buffers`); how
-large a buffer is, is up to the caller: as many bytes as its block has, or the tiles that this fills. While a loop runs,
-its body's own buffers lie on top; its operands are counted outside. `host_bytes` is the most that lies on the host at
-once.
+Sharing and live ranges are those of the program's plan (`meshlib.program.analysis.buffers`); the size of a buffer is
+chosen by the caller: the bytes of its block, or those of the tiles that it fills. While a loop runs, its body's own
+buffers are added; its operands are counted outside. `host_bytes` is the peak of host memory.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from meshlib.program.records import Program
 
 KINDS = ("variables", "slots", "inputs", "activations", "gradients", "collective buffers", "temporaries")
 
-Size = Callable[[Value], int]  # bytes that a buffer takes
-Scratch = Callable[[Program, Instruction], int]  # bytes that an instruction takes while it runs
-Extra = Callable[[Program, tuple[Buffer, ...]], Iterable[tuple[Buffer, int]]]  # buffers that take more bytes
+Size = Callable[[Value], int]  # size of a buffer
+Scratch = Callable[[Program, Instruction], int]  # scratch bytes of an instruction
+Extra = Callable[[Program, tuple[Buffer, ...]], Iterable[tuple[Buffer, int]]]  # buffers with additional bytes
 
 
 @dataclass(frozen=True)
 class Live:
-    """One buffer at the peak: the tensor it holds, its kind, its bytes on one device, its source line."""
+    """One buffer at the peak: its tensor, kind, bytes on one device, and source line."""
 
     name: str
     type: str
@@ -45,11 +44,11 @@ class Live:
 
 @dataclass(frozen=True, repr=False)
 class Memory(Shown):
-    """Peak bytes of one device. All figures are exact for the program's order.
+    """Peak memory of one device in bytes. All figures are exact for the program's order.
 
-    `by_kind` sums `live`, the buffers at the peak, largest first; `at` says where the peak is; `timeline_bytes` has one
-    figure per instruction. `host_bytes` is the peak of what this device keeps in the memory of its host, apart from the
-    rest.
+    `by_kind` sums `live`, the buffers at the peak, largest first; `at` is the instruction of the peak; `timeline_bytes`
+    has one figure per instruction. `host_bytes` is the peak of this device's values in host memory, not included
+    elsewhere.
     """
 
     peak_bytes: int
@@ -60,7 +59,7 @@ class Memory(Shown):
     host_bytes: int = 0
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw memory over the program's instructions; needs matplotlib.
+        """Plot memory over the program's instructions; needs matplotlib.
 
         Args:
           ax: matplotlib Axes, or the path of a file (.png, .svg, .pdf); by default a new figure.
@@ -86,7 +85,7 @@ class Memory(Shown):
 
 
 def likeness(v: Live) -> Hashable:
-    """What the buffers of unrolled layers have in common: all but the numbers in their names."""
+    """Grouping key of buffers of unrolled layers: all except the numbers in their names."""
     return (name_pattern(v.name), v.type, v.kind, v.bytes, name_pattern(v.source))
 
 
@@ -96,7 +95,7 @@ def exact_size(v: Value) -> int:
 
 
 def measure(program: Program, size: Size = exact_size) -> Memory:
-    """The memory of a device where buffers take `size` bytes."""
+    """The memory of a device whose buffers take `size` bytes."""
     usage = bytes_after(program, size)
     peak = max(usage)
     n = usage.index(peak) - 1
@@ -111,19 +110,19 @@ def measure(program: Program, size: Size = exact_size) -> Memory:
 
 
 def moment(i: Instruction) -> str:
-    """An instruction as a place in time."""
+    """The position of an instruction, in words."""
     return f"{i.opcode} '{i.operation.name}' ({i.operation.source})"
 
 
 def bytes_after(
     program: Program, size: Size, loop: Loop | None = None, scratch: Scratch | None = None, extra: Extra | None = None
 ) -> list[int]:
-    """Bytes taken at the start, then during each instruction.
+    """Allocated bytes at the start, then during each instruction.
 
     Args:
-      program: with the `loop` that runs it, if it is a body.
-      size: bytes of a buffer, by its owner; extra: buffers that take more, and how many bytes.
-      scratch: bytes that an instruction takes while it runs, besides its operands and results.
+      program: the program, or a body with the `loop` that runs it.
+      size: bytes of a buffer by its owner; extra: additional bytes of some buffers.
+      scratch: bytes of an instruction while it runs, besides its operands and results.
     """
     end = len(program.instructions)
     change = [0] * (end + 2)
@@ -145,7 +144,7 @@ def bytes_after(
 def inside_loops(
     program: Program, size: Size, scratch: Scratch | None = None, extra: Extra | None = None
 ) -> Iterator[tuple[int, int]]:
-    """Per loop its number and what its body takes at most on top of its operands; arguments as of `bytes_after`."""
+    """Per loop its number and the peak of its body beyond its operands; arguments as in `bytes_after`."""
     for n, i in enumerate(program.instructions):
         if isinstance(i, Loop):
             outside = sum(size(v) for v in i.body.inputs.values() if not v.tensor.on_host)
@@ -153,7 +152,7 @@ def inside_loops(
 
 
 def kinds_after(program: Program, size: Size) -> Mapping[str, list[int]]:
-    """As `bytes_after`, without the start, divided by kind."""
+    """The result of `bytes_after` by kind, without the start."""
     end = len(program.instructions)
     change = {kind: [0] * (end + 2) for kind in KINDS}
     for b in program.buffers:
@@ -169,7 +168,7 @@ def kinds_after(program: Program, size: Size) -> Mapping[str, list[int]]:
 
 
 def kind_of(program: Program, v: Value, made_at: int) -> str:
-    """What a value in memory is, of `KINDS`; `made_at` is the number of the instruction that makes it."""
+    """The kind, of `KINDS`, of a value in memory; `made_at` is the number of its instruction."""
     op = v.tensor.operation
     if made_at == START:
         if op.opdef.kind is Kind.INPUT:
@@ -183,7 +182,7 @@ def kind_of(program: Program, v: Value, made_at: int) -> str:
 
 
 def live_buffers(program: Program, n: int) -> list[Buffer]:
-    """The buffers that are taken during instruction `n`."""
+    """The buffers that are live during instruction `n`."""
     return [b for b in program.buffers if b.begin <= n <= b.end]
 
 
@@ -193,14 +192,14 @@ def _live(program: Program, made_at: int, v: Value, size: int) -> Live:
 
 
 def host_bytes(program: Program) -> int:
-    """The most that lies on the host at once; what the body of a loop takes and returns is counted outside.
+    """Peak of host memory; operands and results of a loop's body are counted outside.
 
-    The new value of a variable on the host takes the place of the old one.
+    The new value of a variable on the host replaces the old one.
     """
     outside = {*program.inputs.values(), *(program.outputs.values() if program.is_body else ())}
     stored = [v for v in program.variables.values() if v.tensor.on_host]
     outside.update(stored, program.updates.values())
-    ends: dict[int, int] = {}  # by instruction, how many bytes it is the last to use
+    ends: dict[int, int] = {}  # by instruction, bytes of which it is the last user
     peak = now = sum(v.local_bytes for v in stored)
     for n, i in enumerate(program.instructions):
         for y in i.outputs:

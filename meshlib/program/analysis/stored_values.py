@@ -1,22 +1,22 @@
-"""Values stored in memory, and values that every consumer kernel recomputes: one decision for memory and for time.
+"""Values stored in memory, and values that every consumer kernel recomputes: one decision for memory and time.
 
-A compiler copies cheap work into the kernels that read its result: the float32 copy of bfloat16 logits, the cast of a
-weight, what a norm makes between its statistics and its result, the numbers that scales make of int8. A value is
-recomputed if
+A compiler duplicates cheap work into the kernels that read its result: the float32 copy of bfloat16 logits, the cast of
+a weight, values of a norm between statistics and result, dequantised int8 values. A value is recomputed if
 
-- each reader can make its operand on the way: products, reductions and element-wise kernels can; collectives, loops,
-  copies to the host and kernels of their own find their operands in memory, but fused attention widens and scales keys
-  and values of few bits itself, as the kernels for caches of int8 and fp8 do;
-- an element takes no longer to recompute than to read: exponentials, divisions and error functions are recomputed,
+- each consumer can inline its producer: products, reductions and element-wise kernels can; collectives, loops, copies
+to
+  the host and separate kernels read operands from memory, except that fused attention casts and scales narrow keys and
+  values itself, as kernels for int8 and fp8 caches do;
+- recomputing an element takes no longer than reading it: exponentials, divisions and error functions are recomputed,
   sines, cosines and random numbers are not;
-- reading what it is made of, in each kernel that does not read it anyway, moves fewer bytes than writing the value
-  once and reading it in each; a look-up of a few rows moves next to nothing.
+- reading its sources, in each kernel that does not read them anyway, moves fewer bytes than writing the value once and
+  reading it in each; a lookup of a few rows moves next to nothing.
 
-Either all readers recompute a value, or none.
+Either all consumers recompute a value, or none.
 
 Source: openxla/xla xla/service/instruction_fusion.cc, which duplicates producers into their consumers (from memory);
-the programs that the TPU compiler makes of training steps of Llama, BERT, T5 and gpt-oss here compute the sigmoid of a
-gated layer in five kernels, the exponential of a softmax in three to five, sines and cosines in one.
+in training steps of Llama, BERT, T5 and gpt-oss compiled here for TPU, the sigmoid of a gated layer is computed in five
+kernels, the exponential of a softmax in three to five, sines and cosines in one.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from meshlib.program.analysis.work import local_work
 from meshlib.program.instructions import Compute, Instruction, Move, Value
 from meshlib.program.records import Program
 
-NEAR_BYTES = 2**20  # of the 16 MiB of VMEM that the smallest chips have
-SMALL = 64  # times fewer elements: scales of channels, which cost their readers next to nothing
+NEAR_BYTES = 2**20  # share of the 16 MiB of VMEM of the smallest chips
+SMALL = 64  # ratio of elements below which sources, such as scales of channels, cost consumers next to nothing
 
 _READERS = (*THROUGH, Kind.REDUCTION, Kind.CONTRACTION)
 
 
 @dataclass(frozen=True, slots=True)
 class Recomputation:
-    """How a value is made again: of which values in memory, by which instructions, with how many lane operations.
+    """How consumers recompute a value: from which stored values, by which instructions, with how many lane operations.
 
-    `of` says of each whether all that is read of it lies where the result does: an element for an element.
+    `of` tells for each whether it is read elementwise, at the position of the result.
     """
 
     of: Mapping[Value, bool]
@@ -49,10 +49,11 @@ class Recomputation:
 
 @dataclass(eq=False)
 class StoredValues:
-    """For one order of a program: how values are made `again`; until when each other value is needed (`last`).
+    """Storage decisions for one order of a program: recomputations (`again`), and the last use of each stored value
+    (`last`).
 
-    `old` has, per new value, the one whose place it may take; `written` are results that lie outside: of a loop's body
-    those that go into stacks.
+    `old` maps a new value to the one whose buffer it may reuse; `written` are results of a loop's body that are stacked
+    outside.
     """
 
     program: Program
@@ -60,15 +61,15 @@ class StoredValues:
     old: Mapping[Value, Value]
     written: frozenset[Value] = frozenset()
     again: dict[Value, Recomputation] = field(default_factory=dict)
-    inside: set[Value] = field(default_factory=set)  # of `fused`, those that are stored all the same
+    inside: set[Value] = field(default_factory=set)  # values of `fused` that are stored nevertheless
     last: dict[Value, int] = field(init=False)
 
     def __post_init__(self) -> None:
         program = self.program
         self._producers = {y: i for i in program.instructions for y in i.outputs}
-        self._read_by: dict[int, set[Value]] = {}  # what each group reads
+        self._read_by: dict[int, set[Value]] = {}  # values read by each group
         self._users: dict[Value, list[Instruction]] = {}
-        asked: set[Value] = {*program.updates.values()}  # somebody finds them in memory
+        asked: set[Value] = {*program.updates.values()}  # values that must be in memory
         asked.update(y for y in program.outputs.values() if y not in self.written)
         users: dict[Value, int] = {}
         for n, i in enumerate(program.instructions):
@@ -85,17 +86,17 @@ class StoredValues:
 
     @property
     def unstored(self) -> set[Value]:
-        """Values without a place of their own in memory: those that stay in their group, and those made again."""
+        """Values without memory: those used only inside their group, and recomputed ones."""
         return (self.fused - self.inside) | self.again.keys()
 
     def _is_widened(self, i: Instruction, n: int) -> bool:
-        """Whether operand `n` is keys or values of attention that a cast or a scaling makes."""
+        """True if operand `n` is keys or values of attention computed by a cast or scaling."""
         producer = self._producers.get(i.inputs[n])
         kernel = isinstance(i, Compute) and not i.exchanges and i.operation.opdef.scores is not None
         return kernel and n in (1, 2) and isinstance(producer, Compute) and producer.operation.opdef.repeated
 
     def _last_uses(self, users: Mapping[Value, int]) -> dict[Value, int]:
-        """Each value's last use: the last instruction of that group, since one kernel reads all operands of a group."""
+        """The last use of each value: the last instruction of that group, since one kernel reads all its operands."""
         program = self.program
         groups = {i.group: n for n, i in enumerate(program.instructions)}
         uses = {x: n for x, n in program.last_use.items() if x not in self.written}
@@ -124,24 +125,24 @@ class StoredValues:
     def _traffic(
         self, y: Value, recomputation: Recomputation, sources: Sequence[Value], readers: Collection[int]
     ) -> tuple[int, int]:
-        """Bytes of HBM traffic if `y` is stored, and if the groups that read it recompute it from `sources`."""
-        inside = [x for x in sources if x in self.fused and x not in self.inside]  # would be written for it
+        """Bytes of HBM traffic if `y` is stored, and if its consumers recompute it from `sources`."""
+        inside = [x for x in sources if x in self.fused and x not in self.inside]  # would have to be stored
         recomputed_bytes = sum(x.local_bytes for g in readers for x in sources if x not in self._read_by[g])
         recomputed_bytes += sum(x.local_bytes for x in inside)
         stored_bytes = y.local_bytes * (1 + len(readers))
         if self._runs_alone(y, recomputation):
-            stored_bytes += sum(x.local_bytes for x in sources if x not in inside)  # nobody else needs them there
+            stored_bytes += sum(x.local_bytes for x in sources if x not in inside)  # read for it alone
         return stored_bytes, recomputed_bytes
 
     def _runs_alone(self, y: Value, recomputation: Recomputation) -> bool:
-        """Whether nothing else in the group of `y` needs what it is made of, or what makes it, but for small values."""
+        """True if no other member of the group of `y` needs its sources or producers, except for small values."""
         group = self._producers[y].group
         needed = {y, *recomputation.of, *(v for i in recomputation.by for v in i.outputs)}
         users = (u for v in needed if v.local_size * SMALL > y.local_size for u in self._users.get(v, ()))
         return not any(u.group == group and u not in recomputation.by for u in users)
 
     def _recomputation(self, i: Instruction) -> Recomputation | None:
-        """How to make the result of `i` again of what lies in memory; None where that cannot be."""
+        """The recomputation of the result of `i` from stored values; None if impossible."""
         of: dict[Value, bool] = {}
         by: dict[Instruction, None] = {}
         same = is_elementwise(i)
@@ -164,7 +165,7 @@ class StoredValues:
 
 
 def is_elementwise(i: Instruction) -> bool:
-    """Whether each element of the result needs operands at its own position only, or what is made anew there."""
+    """True if each element of the result needs operands only at its own position, or generated there."""
     if not isinstance(i, Compute) or i.exchanges:
         return False
     kind = i.operation.opdef
@@ -172,7 +173,7 @@ def is_elementwise(i: Instruction) -> bool:
 
 
 def keeps_rows(i: Instruction) -> bool:
-    """Whether each row of the result needs one row of the operands: no reduction, or one over minor dims."""
+    """True if each row of the result needs one row of the operands: no reduction, or one over minor dims."""
     if i.operation.opdef.kind is not Kind.REDUCTION:
         return True
     names = i.inputs[0].tensor.shape.names
@@ -181,16 +182,16 @@ def keeps_rows(i: Instruction) -> bool:
 
 
 def _is_through(i: Instruction) -> bool:
-    """Whether a kernel that reads the result can make it on the way."""
+    """True if a consuming kernel can inline this instruction."""
     if isinstance(i, Move):
         return not i.is_collective and len(i.outputs) == 1
     if not isinstance(i, Compute) or i.exchanges or i.operation.opdef.show:
         return False
-    return i.operation.opdef.kind in THROUGH or _looks_up_near(i)
+    return i.operation.opdef.kind in THROUGH or _is_vmem_lookup(i)
 
 
-def _looks_up_near(i: Compute) -> bool:
-    """Whether it looks up in a table that fits VMEM with the rest: the token that a cache takes, say."""
+def _is_vmem_lookup(i: Compute) -> bool:
+    """True for a lookup in a table that fits VMEM with the rest, such as that of the cached token."""
     if i.operation.opdef.kind is not Kind.INDEXED or not i.operation.opdef.reads_part:
         return False
     table = i.inputs[0].local_bytes
@@ -198,12 +199,12 @@ def _looks_up_near(i: Compute) -> bool:
 
 
 def _reads_part(i: Instruction, x: Value) -> bool:
-    """Whether an instruction looks at a part of its operand `x` alone."""
+    """True if an instruction reads only part of its operand `x`."""
     return isinstance(i, Compute) and i.operation.opdef.reads_part and not i.exchanges and x is i.inputs[0]
 
 
 def reads_through(i: Instruction, n: int) -> bool:
-    """Whether an instruction can make its operand `n` on the way."""
+    """True if an instruction can inline the producer of its operand `n`."""
     if isinstance(i, Move):
         return not i.is_collective
     if not isinstance(i, Compute) or i.exchanges:

@@ -19,7 +19,7 @@ _NONE = Work(0, 0)
 def local_work(program: Program, instruction: Instruction) -> Work:
     """The work of one run of an instruction on one core, without that of a loop's body. Exact.
 
-    Moves do none; what they send is in `Program.collectives`.
+    Moves have none; their bytes are in `Program.collectives`.
     """
     if not isinstance(instruction, Compute):
         return _NONE
@@ -32,14 +32,15 @@ def local_work(program: Program, instruction: Instruction) -> Work:
 
 
 def local_types(instruction: Compute) -> tuple[tuple[TensorType, ...], TensorType]:
-    """The types of what one core works on: of operands with margins what the result needs, its own where it has any."""
+    """The local types of operands and results: operands with the halos that the result needs, results with their
+    margins."""
     out = instruction.outputs[0]
     taken = (replace(x, margins=_shared(x, out)) if x.margins else x for x in instruction.inputs)
     return tuple(x.local for x in taken), out.local
 
 
 def attributes(program: Program, op: Operation) -> Mapping[str, Any]:
-    """An operation's attributes at the program's precision: it is costed as the passes that it takes."""
+    """An operation's attributes with the program's precision, which determines the number of passes."""
     if op.opdef.kind in ON_MXU and program.precision == "highest" and op.attrs.get("precision") not in EIGHT_BIT:
         return {**op.attrs, "precision": "highest"}
     return op.attrs

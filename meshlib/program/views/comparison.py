@@ -1,7 +1,7 @@
 """Differences between two programs: two layouts of one graph, or two graphs.
 
-Everything here is exact and read off the programs: no array is allocated. Tensors and collectives are matched by the
-names that the graph gives its tensors, so two graphs compare as far as they use the same names.
+All figures are exact and derived from the programs, without allocating arrays. Tensors and collectives are matched by
+tensor names, so two graphs can be compared as far as they use the same names.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ __all__ = ["CollectivePair", "ComparedWork", "Comparison", "Laid", "Replanned", 
 
 PHASES = (FORWARD, BACKWARD, UPDATE)
 GROUPS = ("inputs", "variables", "slots", "gradients", "activations")
-SHOWN_NAMES = 4  # of tensors that changed alike; the rest are counted
+SHOWN_NAMES = 4  # listed tensors with the same change; others are counted
 
 
 @dataclass(frozen=True)
 class Laid:
-    """Where one tensor lies in both programs: each sharding it takes, in order; "" where the program lacks it.
+    """The shardings of one tensor in both programs, in order; "" if the program lacks it.
 
-    `group` is inputs, variables, slots, gradients or activations; `label` what people know the tensor by.
+    `group` is inputs, variables, slots, gradients or activations; `label` the display name of the tensor.
     """
 
     tensor: str
@@ -46,29 +46,29 @@ class Laid:
 
     @property
     def same(self) -> bool:
-        """Whether it lies alike in both."""
+        """True if both programs shard it alike."""
         return self.a == self.b
 
 
 @dataclass(frozen=True)
 class CollectivePair:
-    """A collective of one kind on one tensor that both programs have."""
+    """A collective of one kind on one tensor in both programs."""
 
     a: Collective
     b: Collective
 
     @property
     def same_bytes(self) -> bool:
-        """Whether a device sends as many bytes for it, as often."""
+        """True if a device sends equal bytes for it, equally often."""
         a, b = self.a, self.b
         return (a.payload_bytes, a.sent_bytes, a.count) == (b.payload_bytes, b.sent_bytes, b.count)
 
 
 @dataclass(frozen=True)
 class ComparedWork:
-    """What each core computes, and how much of that others compute too.
+    """Work of each core, and the share that is duplicated on others.
 
-    `mxu_duplicated` is the work of all cores over the work of the unsharded program: 1 means that none is done twice.
+    `mxu_duplicated` is the work of all cores over that of the unsharded program: 1 means no duplication.
     """
 
     mxu_flops: int
@@ -79,7 +79,7 @@ class ComparedWork:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `mtf.compare` found; `a` and `b` are the programs. All figures are exact, per core and step.
+    """Result of `mtf.compare`; `a` and `b` are the programs. All figures are exact, per core and step.
 
     Example:
       >>> import meshlib as mtf
@@ -106,32 +106,32 @@ class Comparison:
 
     @property
     def only_a(self) -> tuple[Collective, ...]:
-        """Collectives of a that b has no counterpart for, in a's order."""
+        """Collectives of a without a counterpart in b, in a's order."""
         return tuple(self._matched[0])
 
     @property
     def only_b(self) -> tuple[Collective, ...]:
-        """Collectives of b that a has no counterpart for, in b's order."""
+        """Collectives of b without a counterpart in a, in b's order."""
         return tuple(self._matched[1])
 
     @property
     def changed(self) -> tuple[CollectivePair, ...]:
-        """Collectives of both, of the same kind and tensor, with other bytes."""
+        """Pairs of collectives of the same kind and tensor with different bytes."""
         return tuple(p for p in self._matched[2] if not p.same_bytes)
 
     @property
     def unchanged(self) -> tuple[CollectivePair, ...]:
-        """Collectives of both with the same bytes."""
+        """Pairs of collectives with the same bytes."""
         return tuple(p for p in self._matched[2] if p.same_bytes)
 
     @cached_property
     def replanned(self) -> tuple[Replanned, ...]:
-        """The operations of both that are split otherwise, in a's order."""
+        """Operations of both with different strategies, in a's order."""
         return replanned(self.a, self.b)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What changed in the plan, with names, if mesh and layout are the same: between two sizes of a model, say."""
+        """Changes of the plan, with names, if mesh and layout are the same, such as between two sizes of a model."""
         same = (self.a.mesh, self.a.layout) == (self.b.mesh, self.b.layout)
         return plan_notes(self.replanned) if same else ()
 
@@ -142,7 +142,7 @@ class Comparison:
 
     @property
     def sent_by_phase(self) -> dict[str, tuple[float, float]]:
-        """Bytes that a core sends in the forward, backward and update."""
+        """Bytes that a core sends in forward, backward and update."""
         return {phase: (_sent(self.a.collectives, phase), _sent(self.b.collectives, phase)) for phase in PHASES}
 
     @property
@@ -158,11 +158,11 @@ class Comparison:
 
     @cached_property
     def work(self) -> tuple[ComparedWork, ComparedWork]:
-        """What each core computes in either program."""
+        """Work of each core in both programs."""
         return _work(self.a), _work(self.b)
 
     def summary(self) -> str:
-        """The differences that matter, in a sentence."""
+        """The main differences in one sentence."""
         sent, peak = self.sent_bytes, self.peak_bytes
         (wa, wb) = self.work
         parts = [
@@ -173,7 +173,7 @@ class Comparison:
         return f"a core of b {', '.join(parts)}"
 
     def table(self) -> str:
-        """The figures side by side: bytes, launches, memory, work; b / a says how much of a's is left."""
+        """The figures side by side: bytes, launches, memory, work, and the ratio b / a."""
         rows: list[tuple[str, str, str, str]] = [("a core, in a step", "a", "b", "b / a")]
 
         def add(name: str, pair: tuple[float, float], text: Callable[[float], str]) -> None:
@@ -232,14 +232,14 @@ class Comparison:
 
 
 def compare(program_a: Program, program_b: Program) -> Comparison:
-    """What two lowered programs do differently: where tensors lie, what is sent and why, memory, duplicated work.
+    """Differences between two lowered programs: shardings, collectives with reasons, memory, duplicated work.
 
     Args:
-      program_a, program_b: what `mtf.lower` returned, for two layouts of one graph or for two graphs.
+      program_a, program_b: lowered programs, for two layouts of one graph or for two graphs.
     Returns: a Comparison. `print` it, or take `.tensors`, `.only_a`, `.only_b`, `.changed`, `.unchanged`,
       `.sent_by_phase`, `.memory_by_kind`, `.peak_bytes`, `.work`, `.replanned`. Bytes are per core and step, exact.
-      Of two sizes of one model under one mesh and layout, `.notes` names the operations whose plan changed.
-    Raises: GraphError if one is no Program.
+      For two sizes of one model under one mesh and layout, `.notes` names the operations whose plan changed.
+    Raises: GraphError if an argument is not a Program.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -262,11 +262,11 @@ def compare(program_a: Program, program_b: Program) -> Comparison:
     return Comparison(program_a, program_b)
 
 
-# ---------------------------------------------------------------- what lies where
+# ---------------------------------------------------------------- shardings
 
 
 def _tensors(a: Program, b: Program) -> Iterator[Laid]:
-    left, right = _lying(a), _lying(b)
+    left, right = _shardings_of_tensors(a), _shardings_of_tensors(b)
     for name in dict.fromkeys([*left, *right]):
         t, _ = left.get(name) or right[name]
         where = [" -> ".join(side[name][1]) if name in side else "" for side in (left, right)]
@@ -276,8 +276,8 @@ def _tensors(a: Program, b: Program) -> Iterator[Laid]:
             yield Laid(name, label, str(t.type), _group(t), where[0], where[1], t.operation.source)
 
 
-def _lying(program: Program) -> dict[str, tuple[Tensor, tuple[str, ...]]]:
-    """Per tensor the shardings it takes, each once, in order."""
+def _shardings_of_tensors(program: Program) -> dict[str, tuple[Tensor, tuple[str, ...]]]:
+    """Per tensor its distinct shardings, in order."""
     shardings_of_tensor: dict[str, tuple[Tensor, dict[str, None]]] = {}
     for i, _, _ in walk(program):
         for y in i.outputs:
@@ -312,7 +312,7 @@ def _names(members: Sequence[Laid]) -> str:
 def _match(
     a: Sequence[Collective], b: Sequence[Collective]
 ) -> tuple[list[Collective], list[Collective], list[CollectivePair]]:
-    """Counterparts have kind, tensor and phase in common; among several, axes and bytes first, then order."""
+    """Pairs of collectives with equal kind, tensor and phase; among several, axes and bytes decide, then order."""
     pairs: list[CollectivePair] = []
     left, right = list(a), list(b)
     for key in (_exactly, _alike):
@@ -348,7 +348,7 @@ def _sent(collectives: Sequence[Collective], phase: str) -> float:
 
 
 def _launches(program: Program, kind: str | None = None) -> int:
-    """Launches in a step: collectives that were merged count once, those of a loop's body once a trip."""
+    """Launches in a step: merged collectives count once, those of a loop's body once per trip."""
     return sum({c.launch: c.count for c in program.collectives if kind in (None, c.kind)}.values())
 
 
@@ -366,8 +366,8 @@ def _bytes(c: Collective) -> str:
 
 
 def _labels(program: Program) -> dict[str, str]:
-    """Names of tensors as people know them: a gradient's says of which variable."""
-    return {name: _label(t) for name, (t, _) in _lying(program).items()}
+    """Display names of tensors: a gradient is named by its variable."""
+    return {name: _label(t) for name, (t, _) in _shardings_of_tensors(program).items()}
 
 
 def _label(t: Tensor) -> str:
@@ -425,7 +425,7 @@ def _section(title: str, entries: Sequence[str]) -> list[str]:
 
 
 def _counted(entries: Sequence[str]) -> list[str]:
-    """Equal entries once, with their number."""
+    """Equal entries merged, with their number."""
     return [entry if n == 1 else entry.replace("  ", f"  {n} x ", 1) for entry, n in Counter(entries).items()]
 
 

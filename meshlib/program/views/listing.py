@@ -1,4 +1,4 @@
-"""Programs as text: the listing of what one core runs, and the table of collectives with their reasons."""
+"""Programs as text: the listing of one core's instructions, and the table of collectives with reasons."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from meshlib.program.records import Collective, Program, require_program
 
 
 def listing(program: Program) -> str:
-    """One line per instruction: result, its global type, what makes it, local bytes, source line.
+    """One line per instruction: result, its global type, operation, local bytes, source line.
 
-    Of runs of instructions that repeat, as those of unrolled layers do, the first is listed, with "x32".
+    Repeated runs of instructions, such as unrolled layers, are listed once, with "x32".
     """
     head = f"program on {program.headline}, precision {program.precision}"
     return "\n".join([head, *(f"note: {n}" for n in program.notes), *_instructions(program)])
@@ -47,7 +47,7 @@ def _instructions(program: Program) -> list[str]:
 
 
 def _likeness(i: Instruction) -> Hashable:
-    """What an instruction has in common with those of other layers: all that its line shows but numbers in names."""
+    """Grouping key of an instruction: everything in its line except the numbers in names."""
     types = tuple(
         [(name_pattern(v.tensor.name), v.tensor.dtype, v.sharding, v.margins) for v in (*i.inputs, *i.outputs)]
     )
@@ -64,7 +64,7 @@ def _likeness(i: Instruction) -> Hashable:
 
 
 def _ending(instructions: Sequence[Instruction], run: RepeatedLines, names: Mapping[Value, str]) -> str:
-    """Where a repeated run ends: its last result, or the last variable that it writes."""
+    """The end of a repeated run: its last result, or the last variable that it writes."""
     last = instructions[run.first + run.length * run.times - 1]
     return f"{names[last.outputs[0]]} {last.outputs[0].tensor.name}" if last.outputs else last.operation.name
 
@@ -96,8 +96,8 @@ def _line(i: Instruction, names: dict[Value, str], width: int) -> str:
 def collectives_table(collectives: Sequence[Collective]) -> str:
     """The collectives as a table, with reasons; bytes are exact.
 
-    Collectives that differ in numbers of names alone, such as those of unrolled layers, are one row: "x32", each with
-    the bytes shown.
+    Collectives that differ only in numbers of names, such as those of unrolled layers, are one row: "x32", with the
+    bytes of each.
 
     Example:
       >>> import meshlib as mtf
@@ -140,13 +140,13 @@ def collectives_table(collectives: Sequence[Collective]) -> str:
 
 
 def _alikeness(c: Collective) -> Hashable:
-    """What collectives of one row have in common: all that the row shows but for numbers in names."""
+    """Grouping key of collectives: everything in the row except the numbers in names."""
     named = tuple([name_pattern(text) for text in (c.tensor, c.source, c.reason, c.avoid)])
     return (c.phase, c.kind, c.axes, c.dim, c.dtype, c.payload_bytes, c.sent_bytes, c.count, *named)
 
 
 def explain(program: Program) -> str:
-    """What the layout does to the program, in words: notes, collectives with reasons, memory.
+    """The effects of the layout on the program, in words: notes, collectives with reasons, memory.
 
     Example:
       >>> import meshlib as mtf
@@ -164,7 +164,7 @@ def explain(program: Program) -> str:
 
 
 def _trips(i: Loop) -> str:
-    """How often the body of a loop runs: of a branch, in how many trips of the loop around."""
+    """Number of runs of a loop's body: for a branch, the trips of the enclosing loop in which it runs."""
     branch = i.record.branch
     if branch is None:
         return f"at most {i.trips} trips" if i.going else f"{i.trips} trips"

@@ -9,12 +9,12 @@ from meshlib.core.graph import Operation
 from meshlib.program.instructions import Compute
 from meshlib.program.records import Program, walk
 
-SHOWN = 3  # operations that a note names; the rest are counted
+SHOWN = 3  # operations named in a note; others are counted
 
 
 @dataclass(frozen=True)
 class Replanned:
-    """An operation that both programs run, split otherwise: `a` and `b` say by what, "whole" where by nothing."""
+    """An operation of both programs with different strategies: `a` and `b` are the splits, "whole" for none."""
 
     operation: str
     name: str
@@ -28,7 +28,8 @@ class Replanned:
 
 
 def replanned(a: Program, b: Program) -> tuple[Replanned, ...]:
-    """Matched by name, phase and, where one runs several times, by order; in the order of a."""
+    """Operations with different strategies, matched by name, phase and, for several runs, by order; in the order of
+    a."""
     left, right = _ways(a), _ways(b)
     return tuple(
         Replanned(op.opdef.name, op.name, op.source, str(key[0]), way, right[key][1])
@@ -38,7 +39,7 @@ def replanned(a: Program, b: Program) -> tuple[Replanned, ...]:
 
 
 def plan_notes(changes: Sequence[Replanned]) -> tuple[str, ...]:
-    """A line for all that change in one way in one phase, the first of them by name."""
+    """One line per kind of change and phase, naming the first operations."""
     alike: dict[tuple[str, str, str], list[Replanned]] = {}
     for x in changes:
         alike.setdefault((x.phase, x.a, x.b), []).append(x)

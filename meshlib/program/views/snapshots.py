@@ -1,4 +1,4 @@
-"""Snapshots: a program's plan as a short text kept beside a test."""
+"""Snapshots: a program's plan as a short text for comparison in a test."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from meshlib.core.files import open_file, replace_file
 from meshlib.core.text import exact_text
 from meshlib.program.records import Program, require_program
 
-UPDATE = "MESHLIB_UPDATE_SNAPSHOTS"  # set to 1, and snapshots are written
+UPDATE = "MESHLIB_UPDATE_SNAPSHOTS"  # if set to 1, snapshots are written
 
 
 def assert_snapshot(program: Program, path: str | Path, update: bool = False) -> None:
-    """Assert that a program is as it was: its collectives by cause, the bytes it sends, its memory. All exact.
+    """Assert that a program's plan is unchanged: collectives by cause, bytes sent, memory. All exact.
 
     Args:
-      program: what `mtf.lower` returned.
-      path: the file that holds how it was. It is text, to be kept with the tests and read in reviews.
+      program: the lowered program.
+      path: the snapshot file, a text to be committed with the tests and read in reviews.
       update: write the file instead, as the environment variable MESHLIB_UPDATE_SNAPSHOTS=1 does for all.
     Raises: AssertionError with the difference, or if there is no file yet; GraphError for a file that can't be written.
     Example:
@@ -55,7 +55,7 @@ def assert_snapshot(program: Program, path: str | Path, update: bool = False) ->
 
 
 def snapshot(program: Program) -> str:
-    """What is kept: one line for the collectives of each cause, in their order, then bytes and memory."""
+    """The text of a snapshot: one line per cause of collectives, in order, then bytes and memory."""
     sent: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
     for c in program.collectives:
