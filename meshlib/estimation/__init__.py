@@ -65,7 +65,7 @@ def estimate(
     compiled: Any = None,
     expert_load: object = None,
 ) -> Estimate:
-    """Where time and memory of one step go on a slice. Nothing is allocated; time does not depend on device count.
+    """Time and memory of one step on a slice. Nothing is allocated; the cost of an estimate is independent of devices.
 
     Args:
       program: what `mtf.lower` returned.
@@ -114,7 +114,9 @@ def estimate(
     try:
         if not isinstance(placement, Placement):
             placement = placed(slice_, program, compiler.whole_torus_axes, over_dcn)
-        plan = plan_of(program, Network(placement), compiler, None if compiled is None else _kept(program, compiled))
+        plan = plan_of(
+            program, Network(placement), compiler, None if compiled is None else _compiled_moves(program, compiled)
+        )
         schedule = scheduled(plan, slice_.chip, physics, compiler)
     except HardwareError as fault:  # a chip without links between chips, without a bfloat16 rate, ...
         raise SliceError(f"estimate: program on mesh {program.mesh} cannot run on {slice_.name}: {fault}") from None
@@ -125,7 +127,7 @@ def estimate(
 def _under_load(
     program: Program, slice: Any, compiler: Compiler | None, compiled: Any, given: object, more: Mapping[str, Any]
 ) -> Estimate:
-    """The estimate under a load of experts, and how long the worst load takes."""
+    """The estimate under a load of experts, with the step time under the worst load."""
     load = ExpertLoad.of(given)
     products = list(grouped_products(program))
     if not products:
@@ -140,7 +142,7 @@ def _under_load(
     return replace(expected, experts=ExpertReport(load, busiest, dropped, worst.step_seconds))
 
 
-def _kept(program: Program, compiled: Any) -> Kept:
+def _compiled_moves(program: Program, compiled: Any) -> Kept:
     """The collectives of a compiled program.
 
     Raises: GraphError for what is none, or that of another program.
@@ -149,12 +151,12 @@ def _kept(program: Program, compiled: Any) -> Kept:
         raise GraphError(f"estimate: compiled is what mtf.compile_for returned, got {compiled!r:.80}")
     if compiled.program is not program:
         raise GraphError("estimate: compiled is of another program; compile this one: mtf.compile_for(program, slice)")
-    kept: Kept = compiled.kept_moves()
-    return kept
+    compiled_moves: Kept = compiled.kept_moves()
+    return compiled_moves
 
 
 def _scheduling(given: object, of_program: Compiler) -> Compiler:
-    """The compiler whose schedule is asked for; where weights move was decided when the program was lowered."""
+    """The compiler whose schedule is estimated, with the weight-stationary choice of the lowering."""
     if given is None:
         return of_program
     compiler = require_compiler(given, "estimate")
@@ -164,7 +166,7 @@ def _scheduling(given: object, of_program: Compiler) -> Compiler:
 
 
 def _over_dcn(program: Program, slice_: Slice, sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    """The part of each mesh axis that joins slices, checked."""
+    """The part of each mesh axis that spans slices, validated."""
     mesh = program.mesh.sizes_by_axis
     for axis, size in sizes.items():
         if axis not in mesh:

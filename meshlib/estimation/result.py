@@ -1,4 +1,4 @@
-"""Estimate: what a step costs on a slice. Exact figures are counts of the program; modelled ones are times."""
+"""`Estimate`: cost of a step on a slice. Exact figures are counts of the program; modelled ones are times."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RooflinePoint:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Estimate(Shown):
-    """Where time and memory of one step of `program` on `slice` go. Made by `mtf.estimate`.
+    """Time and memory of one step of `program` on `slice`. Created by `mtf.estimate`.
 
     Modelled: `step_seconds`, its bounds `lower_seconds` (the busiest engine alone) and `upper_seconds` (no overlap of
     anything), `mfu`, `exposed_comm_seconds`, `bubble_seconds`, `bound`, `rows`. Exact: flops, bytes, collectives,
@@ -79,15 +79,7 @@ class Estimate(Shown):
     experts: ExpertReport | None = None
 
     def with_physics(self, physics: Physics) -> Estimate:
-        """The estimate of the same program, placed alike, with other constants; nothing is lowered again.
-
-        >>> import meshlib as mtf
-        >>> with mtf.Graph():
-        ...     x, w = (mtf.input(name, "a:8192;a2:8192", "bfloat16") for name in ("x", "w"))
-        ...     est = mtf.estimate(mtf.lower({"y": x + w}), "v5e-1")
-        >>> est.with_physics(est.physics.without_losses()).step_seconds <= est.step_seconds
-        True
-        """
+        """The estimate of the same program and placement with other constants, without lowering again."""
         if not isinstance(physics, Physics):
             raise GraphError(f"{at('with_physics')}: physics must be an mtf.Physics, got {physics!r:.80}")
         if physics == self.physics:
@@ -98,37 +90,37 @@ class Estimate(Shown):
 
     @property
     def step_overhead_seconds(self) -> float:
-        """Fixed cost of a step on the device: that of its compiler. Assumed."""
+        """The compiler's fixed cost of a step on the device. Assumed."""
         return self.compiler.step_overhead_seconds
 
     @property
     def step_seconds(self) -> float:
-        """Time of one step: on the devices, or of its input where that takes longer. Modelled."""
+        """Seconds per step: on the devices, or of the input if that takes longer. Modelled."""
         return self.device_seconds + self.input_wait_seconds
 
     @property
     def device_seconds(self) -> float:
-        """Time of one step whose input is there. Modelled."""
+        """Seconds per step on the devices. Modelled."""
         return self.schedule.seconds + self.jitter_seconds + self.step_overhead_seconds
 
     @property
     def input_wait_seconds(self) -> float:
-        """Time in which the devices wait for their input; 0 where no `input` was given. Modelled."""
+        """Seconds per step that devices wait for input; 0 if no `input` was given. Modelled."""
         return 0.0 if self.input is None else max(0.0, self.input.seconds - self.device_seconds)
 
     @property
     def jitter_seconds(self) -> float:
-        """What slices joined by DCN wait for the slowest of them. Modelled."""
+        """Seconds per step that slices joined by DCN wait for the slowest of them. Modelled."""
         return self.schedule.seconds * self.physics.jitter(self.slice.slices) * self.compiler.slice_jitter
 
     @property
     def lower_seconds(self) -> float:
-        """The busiest engine alone: no schedule is faster. Modelled."""
+        """Lower bound: the busiest engine alone. Modelled."""
         return max([self._input_seconds, *self.schedule.busy.values()])
 
     @property
     def upper_seconds(self) -> float:
-        """Everything one after the other. Modelled."""
+        """Upper bound: everything in sequence. Modelled."""
         return self.schedule.serial_seconds + self.jitter_seconds + self.step_overhead_seconds + self._input_seconds
 
     @property
@@ -137,12 +129,12 @@ class Estimate(Shown):
 
     @property
     def exposed_comm_seconds(self) -> float:
-        """Time in which something is sent and the core computes nothing. Modelled, by the compiler's overlap."""
+        """Seconds of communication during which the core computes nothing. Modelled, with the compiler's overlap."""
         return self.schedule.exposed_seconds
 
     @property
     def bubble_seconds(self) -> float:
-        """Of the step, the time in which a device is busy in the bubbles of pipelines, for nothing. Modelled.
+        """Seconds per step that a device spends in pipeline bubbles. Modelled.
 
         Of each loop over the trips of a pipeline the part in which a stage has no microbatch, which is exact:
         `mtf.layers.schedule`.
@@ -151,28 +143,28 @@ class Estimate(Shown):
 
     @property
     def bubble_share(self) -> float:
-        """`bubble_seconds` in parts of the step. Modelled."""
+        """`bubble_seconds` as a share of the step. Modelled."""
         return self.bubble_seconds / self.step_seconds if self.step_seconds else 0.0
 
     @property
     def compute_seconds(self) -> float:
-        """Time of all fusion groups with their launches. Modelled."""
+        """Total seconds of all fusion groups with their launches. Modelled."""
         return sum(r.total_seconds for r in self.rows if r.kind == "compute")
 
     @property
     def comm_seconds(self) -> float:
-        """Time of all collectives, hidden or not, one after the other. Modelled."""
+        """Total seconds of all collectives, hidden or not. Modelled."""
         return sum(r.total_seconds for r in self.rows if r.kind == "collective")
 
     @cached_property
     def engine_seconds(self) -> Mapping[str, float]:
-        """Seconds for which each engine works: mxu, vpu, hbm, each ICI axis, dcn, and "core to core": the way between
-        two devices of one chip, and copies to and from the host. Modelled."""
+        """Busy seconds of each engine: mxu, vpu, hbm, each ICI axis, dcn, "core to core" (between two devices of one
+        chip), and copies to and from the host. Modelled."""
         return {engine_name(e): s for e, s in sorted(self.schedule.busy.items(), key=lambda item: str(item[0]))}
 
     @cached_property
     def bound_seconds(self) -> Mapping[str, float]:
-        """The step divided by what bounds each moment (`estimation.time.attribution`).
+        """The step's seconds by bottleneck (`estimation.time.attribution`).
 
         Computation goes by each group's bound, exposed communication by that of the collective that is waited for,
         launches and overhead count as latency, waiting for the hosts as input. Modelled.
@@ -187,13 +179,13 @@ class Estimate(Shown):
 
     @property
     def bound(self) -> str:
-        """What takes most of the step: "mxu", "vpu", "hbm", "ici", "dcn", "pcie", "latency", or "input"
-        if that is waiting for the hosts. Modelled."""
+        """The bottleneck with the largest share of the step: "mxu", "vpu", "hbm", "ici", "dcn", "pcie", "latency" or
+        "input". Modelled."""
         return max(self.bound_seconds, key=lambda name: self.bound_seconds[name])
 
     @property
     def mfu(self) -> float:
-        """Useful flops, none counted twice over devices, per second, over the bf16 peak of the slice. Modelled.
+        """Model FLOPs utilisation: useful flops per second over the slice's bf16 peak. Modelled.
 
         Products that a backward pass computes again (recomputation), and those in the bubbles of a pipeline, count in
         `hfu` only.
@@ -202,7 +194,7 @@ class Estimate(Shown):
 
     @property
     def hfu(self) -> float:
-        """As `mfu` with all flops executed, repetitions on other devices and extra passes included. Modelled."""
+        """Hardware FLOPs utilisation: `mfu` with all flops executed, duplicates and extra passes included. Modelled."""
         return self._of_peak(self.flops)
 
     def _of_peak(self, flops: float) -> float:
@@ -214,51 +206,51 @@ class Estimate(Shown):
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """One for each fusion group and collective, in the order of the program; what is free has none."""
+        """One row per fusion group and collective, in program order; free operations have none."""
         return tuple(rows_of(self.schedule, self.slice.chip))
 
     @property
     def flops(self) -> int:
-        """MXU flops that one device executes in a step. Exact."""
+        """MXU flops executed by one device per step. Exact."""
         return sum(r.mxu_flops * r.count for r in self.rows)
 
     @property
     def useful_flops(self) -> float:
-        """Of `flops`, one device's share of what the unsharded program asks for. Exact."""
+        """One device's share of the unsharded program's flops. Exact."""
         return sum(r.useful_flops * r.count for r in self.rows)
 
     @property
     def vpu_ops(self) -> int:
-        """Vector operations of one device in a step, what kernels recompute counted each time. Exact."""
+        """Vector operations of one device per step, recomputation included. Exact."""
         return sum(r.vpu_ops * r.count for r in self.rows)
 
     @property
     def hbm_bytes(self) -> int:
-        """Bytes that fusion groups of one device read and write at their boundaries, without padding. Exact, given the
-        program's groups: `meshlib.estimation.work.stored_values` says what is stored."""
+        """Bytes that one device's fusion groups read and write at their boundaries, without padding. Exact for the
+        program's groups; `meshlib.estimation.work.stored_values` defines which values are stored."""
         return sum(r.hbm_bytes * r.count for r in self.rows)
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that one device sends in a step. Exact."""
+        """Bytes that one device sends per step. Exact."""
         return self.program.sent_bytes
 
     # ------------------------------------------------------------ memory
 
     @cached_property
     def memory(self) -> DeviceMemory:
-        """Memory of one device over time, in tiles, exact for the order and the dims as named; what compiling adds."""
+        """Memory of one device over time in tiles (exact for the program's order), and the compiler's additions."""
         return memory_on(self.program, self.slice, self.compiler)
 
     @property
     def fits(self) -> bool:
-        """Whether the compiled step fits the HBM of a device; `memory.verdict` also knows "tight"."""
+        """Whether the compiled step fits a device's HBM; `memory.verdict` also distinguishes "tight"."""
         return self.memory.fits
 
     # ------------------------------------------------------------ money
 
     def usd(self, steps: int = 1) -> float:
-        """Cost of that many steps at the list price of the slice, in US dollars. Modelled time, published price.
+        """Cost of that many steps at the slice's list price, in US dollars. Modelled time, published price.
 
         Raises: SliceError for a chip without a price.
         """
@@ -274,7 +266,7 @@ class Estimate(Shown):
         return price * steps * self.step_seconds / 3600
 
     def epoch_usd(self, examples: int, batch: int) -> float:
-        """Cost of one epoch of `examples` in batches of `batch` (the last one whole), in US dollars. As `usd`."""
+        """Cost of one epoch of `examples` in batches of `batch`, the last one padded, in US dollars. As `usd`."""
         examples, batch = whole(examples, "epoch_usd", "examples"), whole(batch, "epoch_usd", "batch")
         if examples < 1 or batch < 1:
             raise GraphError(f"{at('epoch_usd')}: examples and batch must be at least 1, got {examples} and {batch}")
@@ -298,7 +290,7 @@ class Estimate(Shown):
         spare_slices: int | None = None,
         repair_seconds: float | None = None,
     ) -> WholeRun:
-        """What a whole run takes: hours and dollars to so many steps, epochs or tokens.
+        """Hours and dollars of a whole run of so many steps, epochs or tokens.
 
         Args:
           steps, epochs, tokens: how long it is; one of them. The inputs' dims "batch" and "length" say what a step
@@ -341,7 +333,7 @@ class Estimate(Shown):
     # ------------------------------------------------------------ views
 
     def roofline(self) -> list[RooflinePoint]:
-        """The groups with products on the roofline of a device, at the peak of the dtype that they multiply in."""
+        """Groups with products on the device's roofline, relative to the peak of their dtype."""
         rate = self.slice.hbm_bytes_per_second_per_device
         points = []
         for r in (r for r in self.rows if r.mxu_flops and r.seconds):
@@ -354,14 +346,14 @@ class Estimate(Shown):
         return points
 
     def table(self, rows: int | None = 25) -> str:
-        """The estimate as text for a terminal: totals, then the groups that take most; None shows all.
+        """The estimate as text: totals, then the slowest groups; None shows all.
 
         Every figure says whether it is exact or modelled.
         """
         return table(self, rows)
 
     def profile(self, measured: Measured | None = None) -> Profile:
-        """Where the time of the step goes: by unit, by kind of operation and by line of the program.
+        """Time of the step by bottleneck, by kind of operation and by line of the program.
 
         Args:
           measured: what `run.profile(feeds)` of an `mtf.on_jax` run returned, to stand beside what is modelled.
@@ -380,7 +372,7 @@ class Estimate(Shown):
         return profile(self, measured)
 
     def compare(self, other: Estimate) -> str:
-        """Two estimates side by side as text, and what changed by how much."""
+        """Two estimates side by side as text, with the changes."""
         if not isinstance(other, Estimate):
             raise GraphError(
                 f"{at('Estimate.compare')}: expected an Estimate, got {type(other).__name__} {other!r:.80}"
@@ -388,10 +380,10 @@ class Estimate(Shown):
         return comparison(self, other)
 
     def save_trace(self, path: str | Path) -> None:
-        """Write the schedule as Chrome-trace JSON, for ui.perfetto.dev: phases, the trips of loops, one track for each
-        engine, what is sent while the core waits, and HBM by kind as counters.
+        """Write the schedule as Chrome-trace JSON, for ui.perfetto.dev: phases, the trips of loops, one track per
+        engine, exposed communication, and HBM by kind as counters.
 
-        The file is complete or not there: it is written beside its place and moved.
+        The file is written atomically.
         Raises: GraphError where the path cannot be written.
         """
         from meshlib.estimation.views.trace import save_trace
@@ -413,7 +405,7 @@ class Estimate(Shown):
         return plot_estimate(self, ax, what)
 
     def film(self, frames: int = 24) -> Film:
-        """The step as frames of equal length: the torus of its slice, with its links coloured by load. Modelled.
+        """The step as frames of equal length: the slice's torus with links coloured by load. Modelled.
 
         Returns: a `hardware.films.Film`: print it, or `.save("step.gif")` (.png and .svg show some of the frames).
         Raises: GraphError unless `frames` is a number of frames.
@@ -430,7 +422,7 @@ class Estimate(Shown):
         return step_film(self, frames)
 
     def report(self, path: str | Path, title: str = "", compiled: object = None) -> None:
-        """Write one self-contained HTML page: the verdict, then mesh, layout, memory, timeline, roofline, collectives.
+        """Write a self-contained HTML page: the verdict, then mesh, layout, memory, timeline, roofline, collectives.
 
         It needs no network and works without scripts, in the dark, on a phone and on paper.
 
@@ -464,7 +456,7 @@ class Estimate(Shown):
 
 
 def engine_name(engine: str | int) -> str:
-    """Such as "mxu" or "ici axis 0"."""
+    """Name of an engine, such as "mxu" or "ici axis 0"."""
     if isinstance(engine, str):
         return engine
     if engine == DCN:

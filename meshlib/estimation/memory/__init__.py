@@ -1,1 +1,1 @@
-"""Memory of one device over time, whether it fits, and what would lower its peak."""
+"""Memory of one device over time, whether the program fits, and remedies that lower its peak."""

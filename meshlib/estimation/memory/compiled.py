@@ -1,4 +1,4 @@
-"""What a compiled step takes of a device's memory besides the buffers of its program, and what a whole run adds.
+"""Memory of a compiled step beyond its program's buffers, and of a whole run.
 
 A compiled step of our own program, as `mtf.on_jax` runs it:
 
@@ -42,17 +42,17 @@ from meshlib.program.analysis.memory import bytes_after
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
 from meshlib.program.records import Program, walk
 
-CODE_BYTES = 120 << 10  # of a kernel: 0.04 GiB for a step of 350
-FRAGMENTATION = 0.01  # of all but variables and slots
-LOOPED_FRAGMENTATION = 0.075  # of what comes and goes, where products are loops over blocks: 6 to 9 %
-LOOPED_FROM = 8  # devices that share a gathered weight
-RUN_ADDS_BYTES = 1 << 29  # the least by which whole runs were above their step; the most were 5 GiB
-FILE_BYTES = 5 * 10**9  # of exported weights: `shard_bytes` of `mtf.save_weights`
+CODE_BYTES = 120 << 10  # per kernel: 0.04 GiB for a step of 350
+FRAGMENTATION = 0.01  # of everything except variables and slots
+LOOPED_FRAGMENTATION = 0.075  # of temporary buffers, if products are loops over blocks: 6 to 9 %
+LOOPED_FROM = 8  # minimum number of devices that share a gathered weight
+RUN_ADDS_BYTES = 1 << 29  # smallest excess of whole runs over their step; the largest was 5 GiB
+FILE_BYTES = 5 * 10**9  # per file of exported weights: `shard_bytes` of `mtf.save_weights`
 
 
 @dataclass(frozen=True)
 class CompiledStepMemory:
-    """Bytes of one device that a compiled step takes, by cause. Modelled, but `buffers_bytes`.
+    """Bytes of one device used by a compiled step, by cause. Modelled except `buffers_bytes`.
 
     Attributes:
       buffers_bytes: of the program, in tiles; layout_bytes: more at the peak by attention's layout and accumulators.
@@ -72,13 +72,13 @@ class CompiledStepMemory:
 
     @property
     def step_bytes(self) -> int:
-        """What the step takes."""
+        """Total of the step."""
         parts = (self.buffers_bytes, self.layout_bytes, self.casts_bytes, self.loops_bytes)
         return sum(parts) + self.code_bytes + self.fragmentation_bytes
 
     @property
     def run_bytes(self) -> int:
-        """What a whole run takes; of a program that trains nothing, its step."""
+        """Total of a whole run; for a program that trains nothing, of its step."""
         if not self.export_bytes:
             return self.step_bytes
         return max(self.step_bytes + RUN_ADDS_BYTES, self.state_bytes + self.export_bytes)
@@ -87,7 +87,7 @@ class CompiledStepMemory:
 def compiled_memory(
     program: Program, compiler: Compiler, buffers_bytes: int, capacity_bytes: int
 ) -> CompiledStepMemory:
-    """What a compiler's step takes.
+    """Memory of a step under a given compiler.
 
     Args:
       program: what `mtf.lower` returned.
@@ -128,7 +128,7 @@ def _is_attention(i: Instruction) -> bool:
 
 
 def _by_heads(i: Instruction, v: Value, itemsize: float) -> int:
-    """Bytes of an operand or result of attention, positions and features of a head being its minor dims."""
+    """Bytes of an attention operand or result with (position, head feature) as minor dims."""
     attrs = i.operation.attrs
     sizes = {d.name: d.size for d in v.local_shape}
     features = [attrs[n] for n in ("key_dim", "value_dim") if attrs[n] in sizes]
@@ -140,7 +140,7 @@ def _by_heads(i: Instruction, v: Value, itemsize: float) -> int:
 
 
 def _head_by_head(program: Program, buffers: tuple[Buffer, ...]) -> Iterator[tuple[Buffer, int]]:
-    """By how much buffers of attention's operands and results are larger than in the densest layout."""
+    """Attention buffers with the extra bytes of their head-by-head layout over the densest one."""
     taken = {v: i for i in program.instructions if _is_attention(i) for v in (*i.inputs, *i.outputs)}
     for buffer in buffers if taken else ():
         kernels = [(taken[v], v) for v in {buffer.owner, *(v for _, v in buffer.shown)} if v in taken]
@@ -150,7 +150,7 @@ def _head_by_head(program: Program, buffers: tuple[Buffer, ...]) -> Iterator[tup
 
 
 def _sums_of(whole: Program) -> Callable[[Program, Instruction], int]:
-    """A function that says how many bytes of float32 sums an instruction of a program keeps while it runs."""
+    """A function (program, instruction) -> bytes of float32 accumulators live while the instruction runs."""
     weight_dims = frozenset(d.name for v in whole.variables.values() for d in v.tensor.shape)
 
     def sums(program: Program, i: Instruction) -> int:
@@ -168,7 +168,7 @@ def _sums_of(whole: Program) -> Callable[[Program, Instruction], int]:
 
 
 def _hoisted_casts(program: Program) -> int:
-    """Bytes of bfloat16 copies of float32 variables that loops slice, one of each."""
+    """Bytes of bfloat16 copies of float32 variables that loops slice, one copy per variable."""
     sliced = {
         v
         for i in program.instructions
@@ -181,7 +181,7 @@ def _hoisted_casts(program: Program) -> int:
 
 
 def _stacked(program: Program) -> int:
-    """Most bytes of stacks at once: what loops have stacked for one that runs, and what it stacks itself."""
+    """Largest total of stacked values at once: those that a running loop reads, and its own."""
     placed, stacks, most = {*program.updates.values()}, set[Value](), 0
     for i in program.instructions:
         if isinstance(i, Loop):
@@ -198,8 +198,7 @@ def _is_cast(body: Program, x: Value) -> bool:
 
 
 def _loops(program: Program) -> tuple[int, int]:
-    """Bytes that products with gathered weights hold where they are loops over the blocks of their weights: the widest
-    of layers, and logits."""
+    """Bytes held by products that loop over the blocks of a gathered weight: (widest in layers, logits)."""
     widest = logits = 0
     makers: dict[Program, Mapping[Value, Instruction]] = {}
     for i, inside, _ in walk(program):
@@ -219,7 +218,7 @@ def _loops(program: Program) -> tuple[int, int]:
 
 
 def _gathered_over(program: Program, makers: Mapping[Value, Instruction], x: Value) -> int:
-    """Devices over which a value was gathered, itself or through casts and renamings; 1 if it was not."""
+    """Devices over which a value was gathered, directly or before casts and renames; 1 if it was not."""
     i = makers.get(x)
     while i is not None and not i.is_collective and len(i.inputs) == 1:
         i = makers.get(i.inputs[0])

@@ -1,4 +1,4 @@
-"""Memory of one device over time in whole tiles, whether it fits, and remedies.
+"""Device memory over time in whole tiles, whether the program fits, and remedies.
 
 The buffers are those of the program (`meshlib.program.analysis.buffers`); here each takes the tiles that its block
 fills, the densest way round; `program.memory` has the same buffers without padding, for any machine. Whether a program
@@ -24,7 +24,7 @@ from meshlib.estimation.work.tiles import tiled_value_bytes
 from meshlib.program.analysis.memory import KINDS, Live, kinds_after, measure
 from meshlib.program.records import Program
 
-STATE = ("variables", "slots", "gradients")  # of `KINDS`, those whose size no batch changes
+STATE = ("variables", "slots", "gradients")  # the `KINDS` whose size does not depend on the batch
 
 
 @dataclass(frozen=True, repr=False)
@@ -38,8 +38,8 @@ class DeviceMemory(Shown):
         instructions.
       live: the buffers at the peak with their source lines, `bytes` padded, largest first.
       at: where the peak is.
-      notes: of the program, such as that an axis of the mesh splits nothing.
-      host_bytes: what lies in the memory of the host at most, besides.
+      notes: of the program, such as a mesh axis that splits nothing.
+      host_bytes: peak bytes in the host's memory.
       compiler: what the step is compiled by.
     """
 
@@ -60,55 +60,54 @@ class DeviceMemory(Shown):
 
     @cached_property
     def remedies(self) -> tuple[Remedy, ...]:
-        """What would lower the peak, best first, worked out for this order of the program; each alone, or together."""
+        """Remedies that lower the peak, best first, evaluated for this order of the program, alone or combined."""
         return remedies(self.program, self.capacity_bytes)
 
     @cached_property
     def timeline_by_kind(self) -> tuple[tuple[int, ...], ...]:
-        """Padded bytes by kind, one tuple per instruction."""
+        """Padded bytes by kind: one tuple per instruction."""
         return tuple(zip(*kinds_after(self.program, tiled_value_bytes).values(), strict=True))
 
     @cached_property
     def state_bytes(self) -> int:
-        """Most bytes that variables, slots and gradients take at one moment, in tiles: no smaller batch takes less."""
+        """Peak padded bytes of variables, slots and gradients together: a lower bound for every batch."""
         return max(sum(dict(zip(KINDS, sizes, strict=True))[kind] for kind in STATE) for sizes in self.timeline_by_kind)
 
     @cached_property
     def compiled(self) -> CompiledStepMemory:
-        """What the compiled step takes, by cause, and a whole run. Modelled."""
+        """Memory of the compiled step and of a whole run, by cause. Modelled."""
         return compiled_memory(self.program, self.compiler, self.peak_bytes, self.capacity_bytes)
 
     @property
     def needed_bytes(self) -> int:
-        """What the compiled step takes. Modelled."""
+        """Memory that the compiled step needs. Modelled."""
         return self.compiled.step_bytes
 
     @property
     def run_bytes(self) -> int:
-        """What a whole run takes, exports of float32 weights in files of 5 GB included. Modelled."""
+        """Memory of a whole run, including exports of float32 weights in files of 5 GB. Modelled."""
         return self.compiled.run_bytes
 
     @property
     def plain_jit_bytes(self) -> int:
-        """What the same step takes under plain `jit` with sharding annotations (`mtf.GSPMD`). Modelled."""
+        """Memory of the same step under plain `jit` with sharding annotations (`mtf.GSPMD`). Modelled."""
         return compiled_memory(self.program, GSPMD, self.peak_bytes, self.capacity_bytes).step_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether the compiled step needs no more than a device offers; a whole run may: see `verdict`."""
+        """Whether the compiled step fits the device; for whole runs see `verdict`."""
         return self.needed_bytes <= self.capacity_bytes
 
     @property
     def verdict(self) -> str:
-        """ "yes"; "tight" where the step fits and what a whole run adds may not; "no"."""
+        """ "yes"; "tight" if the step fits but a whole run may not; "no"."""
         if not self.fits:
             return "no"
         return "yes" if self.run_bytes <= self.capacity_bytes else "tight"
 
     @property
     def message(self) -> str:
-        """One line where it fits, and one if tiles add much; otherwise both sizes, the largest tensors, notes of the
-        program and what would help."""
+        """One line if it fits (two if padding is large); otherwise sizes, the largest tensors, notes, remedies."""
         peak, capacity = bytes_text(self.peak_bytes), bytes_text(self.capacity_bytes)
         share = f"{self.peak_bytes / self.capacity_bytes:.1%}"
         if self.fits:
@@ -132,14 +131,14 @@ class DeviceMemory(Shown):
         return "\n".join(lines)
 
     def _tight(self) -> list[str]:
-        """What may not fit beside the step, where that is so."""
+        """The parts of a whole run that may not fit beside the step."""
         if self.verdict != "tight":
             return []
         step, over = bytes_text(self.needed_bytes), bytes_text(self.run_bytes - self.capacity_bytes)
         return [f"  tight: the compiled step needs {step}, a whole run {bytes_text(self.run_bytes)}, {over} too much"]
 
     def three_ways(self) -> list[str]:
-        """What the step, plain jit and a whole run take, one line each; what the device offers and has."""
+        """Memory of the step, of plain jit and of a whole run, one line each; memory offered and built."""
         c = self.compiled
         offered = f"{bytes_text(self.capacity_bytes)} offered to programs of {bytes_text(self.built_bytes)}"
         adds = {
@@ -157,7 +156,7 @@ class DeviceMemory(Shown):
         return [*lines, f"  a whole run*       {bytes_text(self.run_bytes):>10}  of several programs{export}"]
 
     def _padding(self) -> list[str]:
-        """What tiles add, where it is worth a line."""
+        """The cost of tile padding, where it is significant."""
         added, exact = self.peak_bytes - self.exact_peak_bytes, bytes_text(self.exact_peak_bytes)
         if added < 0.05 * self.peak_bytes:
             return []
@@ -167,7 +166,7 @@ class DeviceMemory(Shown):
         ]
 
     def over_time(self, rows: int = 16) -> str:
-        """Memory over the step as text: the order in that many parts, of each the moment that takes most, by kind.
+        """Memory over the step as text, in `rows` intervals with the peak of each by kind.
 
         Raises: GraphError for another number than of rows.
         """
@@ -215,7 +214,7 @@ class DeviceMemory(Shown):
 
 
 def memory_on(program: Program, slice_: Slice, compiler: Compiler | None = None) -> DeviceMemory:
-    """The memory of one device of `slice_` that runs `program`, compiled by what it was lowered for unless given."""
+    """Memory of one device of `slice_` running `program`, by default with the compiler it was lowered for."""
     padded = measure(program, tiled_value_bytes)
     return DeviceMemory(
         slice_.name,
@@ -223,7 +222,7 @@ def memory_on(program: Program, slice_: Slice, compiler: Compiler | None = None)
         padded.peak_bytes,
         program.memory.peak_bytes,
         padded.by_kind,
-        tuple(sorted(padded.live, key=lambda v: v.type == "inside the loop")),  # the others stay largest first
+        tuple(sorted(padded.live, key=lambda v: v.type == "inside the loop")),  # the rest stays sorted by size
         padded.at,
         program.notes,
         padded.host_bytes,

@@ -1,7 +1,8 @@
 """Segments of a forward pass that the backward pass recomputes one at a time.
 
-At a cut all is kept that the rest of the forward pass reads of what came before; of what lies between two cuts nothing
-is, until its turn comes. So it takes what all cuts keep, and the largest piece besides (Chen et al., arXiv:1604.06174).
+At a cut, all values are kept that the rest of the forward pass reads from before it; between cuts nothing is kept. So
+the memory needed is that of all cuts, plus the largest segment while it is recomputed (Chen et al.,
+arXiv:1604.06174).
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from meshlib.core.graph import FORWARD
 from meshlib.program.instructions import Instruction, Loop, Resident, Value
 from meshlib.program.records import Program
 
-_HALVINGS = 12  # of the bytes that a piece may keep
+_HALVINGS = 12  # bisection steps for the bytes per segment
 
 
 @dataclass(frozen=True)
 class Segments:
-    """A forward pass in pieces.
+    """A forward pass in segments.
 
     Attributes:
-      pieces: how many; spared: what is kept no more of it, but for the largest piece, which stands for that of which
-        it is the turn; more_bytes: what is kept at cuts and was not before.
+      pieces: how many; spared: values no longer kept, except those of the largest segment, which represents the one
+        being recomputed; more_bytes: values at cuts that were not kept before.
     """
 
     pieces: int
@@ -32,47 +33,48 @@ class Segments:
 
 
 def segments(program: Program, size: Callable[[Value], int]) -> Segments | None:
-    """The pieces that take least in all, where a value takes `size` bytes; None where the whole takes no more."""
+    """The segments of least total memory, where a value has `size` bytes; None if the whole pass needs no more."""
     forward = [i for i in program.instructions if _runs_forward(i)]
-    kept = _kept(program)
+    stored_values = _stored_values(program)
     producer = {y: n for n, i in enumerate(forward) for y in i.outputs}
-    read = {x: n for n, i in enumerate(forward) for x in i.inputs if x in producer}  # the last one that reads it
-    crossing = [0] * (len(forward) + 1)  # bytes that a cut after instruction n keeps, as differences
+    # value -> its last reader in the forward pass
+    read = {x: n for n, i in enumerate(forward) for x in i.inputs if x in producer}
+    crossing = [0] * (len(forward) + 1)  # bytes kept by a cut after instruction n, as differences
     for v, last in read.items():
         crossing[producer[v]] += size(v)
         crossing[last] -= size(v)
     for n in range(1, len(crossing)):
         crossing[n] += crossing[n - 1]
-    held = [sum(size(y) for y in i.outputs if y in kept) for i in forward]
+    held = [sum(size(y) for y in i.outputs if y in stored_values) for i in forward]
     best, least = [], sum(held)
     for halving in range(1, _HALVINGS + 1):
         cuts = _cuts(crossing, held, sum(held) >> halving)
-        total = sum(crossing[n] for n in cuts) + max(_of_pieces(held, cuts))
+        total = sum(crossing[n] for n in cuts) + max(_piece_bytes(held, cuts))
         if total < least:
             best, least = cuts, total
     if not best:
         return None
     across = {v for v, last in read.items() if any(producer[v] <= n < last for n in best)}
-    sizes = _of_pieces(held, best)
+    sizes = _piece_bytes(held, best)
     edges = [-1, *best, len(forward) - 1]
     largest = max(range(len(sizes)), key=sizes.__getitem__)
     stays = {y for i in forward[edges[largest] + 1 : edges[largest + 1] + 1] for y in i.outputs}
-    return Segments(len(sizes), frozenset(kept - across - stays), sum(size(v) for v in across - kept))
+    return Segments(len(sizes), frozenset(stored_values - across - stays), sum(size(v) for v in across - stored_values))
 
 
 def _runs_forward(i: Instruction) -> bool:
     return i.region == FORWARD and not isinstance(i, Resident | Loop)
 
 
-def _kept(program: Program) -> frozenset[Value]:
-    """What the forward pass keeps in memory for the backward pass, but for what loops keep."""
+def _stored_values(program: Program) -> frozenset[Value]:
+    """Values of the forward pass that are stored for the backward pass, except in loops."""
     order = program.instructions
     within = (b for b in program.buffers if b.begin >= 0 and b.end < len(order))
     return frozenset(b.owner for b in within if _runs_forward(order[b.begin]) and order[b.end].region != FORWARD)
 
 
 def _cuts(crossing: list[int], held: list[int], most: int) -> list[int]:
-    """Cuts after these instructions, each where least crosses, before a piece keeps more than `most` bytes."""
+    """Cuts after these instructions: at the smallest crossing before a segment exceeds `most` bytes."""
     cuts: list[int] = []
     start, here, since = 0, -1, 0
     n = 0
@@ -87,6 +89,6 @@ def _cuts(crossing: list[int], held: list[int], most: int) -> list[int]:
     return cuts
 
 
-def _of_pieces(held: list[int], cuts: list[int]) -> list[int]:
-    """Bytes that each piece keeps."""
+def _piece_bytes(held: list[int], cuts: list[int]) -> list[int]:
+    """Bytes kept in each segment."""
     return [sum(held[a + 1 : b + 1]) for a, b in pairwise([-1, *cuts, len(held) - 1])]

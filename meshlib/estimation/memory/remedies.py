@@ -1,4 +1,4 @@
-"""Remedies that would lower the peak of a device's memory, and by how much.
+"""Remedies that lower the peak of a device's memory, and by how much.
 
 Each remedy is a change of what some buffers take. The program's buffers are added up again with that, so a gain
 counts that the peak moves elsewhere. It is exact for this order; a changed program may have another, and buffers that
@@ -27,21 +27,21 @@ from meshlib.program.analysis.memory import bytes_after, kind_of, live_buffers
 from meshlib.program.instructions import Loop, Move, Value
 from meshlib.program.records import Program, walk
 
-Change = Callable[[Value], int | None]  # bytes that it would take instead; None: as many
+Change = Callable[[Value], int | None]  # new bytes of a value; None: unchanged
 
-_ERROR = 0.1  # of the peak: how much less a remedy may save than it says
-_WORTH = 0.01  # of the peak: what saves less is not worth a line
-_MOST = 8  # remedies shown
-_TOGETHER = 3  # remedies combined at most
-_PARTS = 8  # of a loss
-# Words of remedies: those that a configuration has keys for.
+_ERROR = 0.1  # of the peak: largest overestimate of a remedy's savings
+_WORTH = 0.01  # of the peak: smaller savings are not reported
+_MOST = 8  # maximum number of remedies shown
+_TOGETHER = 3  # maximum number of remedies combined
+_PARTS = 8  # parts of a chunked loss
+# Words of remedies for which configurations have keys.
 RECOMPUTE, CARRIES = "compute again what the loop keeps", "keep what the loop carries on the host"
 SLOTS, HALF, MICROBATCHES, LOSS = "keep slots on the host", "half the batch", "microbatches of", "the loss over"
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """Something that would lower the peak: what to do, and the bytes of the peak that it would save, about.
+    """A change that lowers the peak: its description, and the approximate bytes saved.
 
     Attributes:
       parts: what to do together; one as a rule.
@@ -52,11 +52,11 @@ class Remedy:
 
     @property
     def what(self) -> str:
-        """What to do, in words."""
+        """The change, in words."""
         return self.said(lambda part: part)
 
     def said(self, words: Callable[[str], str]) -> str:
-        """What to do, each part as `words` puts it."""
+        """The change, with each part worded by `words`."""
         together = "together: " if len(self.parts) > 1 else ""
         return together + "; and ".join(map(words, self.parts))
 
@@ -65,7 +65,7 @@ class Remedy:
 
 
 def microbatches(words: str) -> int | None:
-    """How many microbatches a remedy asks for; None for other remedies.
+    """The number of microbatches that a remedy asks for; None for other remedies.
 
     >>> microbatches("4 microbatches of 'batch' (mtf.serialize_training_step, num_splits=4)"), microbatches(HALF)
     (4, None)
@@ -76,12 +76,12 @@ def microbatches(words: str) -> int | None:
 
 @dataclass(frozen=True, eq=False)
 class _Idea:
-    """A remedy before it is worked out.
+    """A candidate remedy.
 
     Attributes:
-      change: what buffers take then; more_bytes: what it takes besides.
-      subject: what it is about: of ideas about one thing one is taken.
-      mesh, rule: the mesh, and a further rule, under which the program has to be lowered then.
+      change: new sizes of buffers; more_bytes: additional memory.
+      subject: only one idea per subject is combined.
+      mesh, rule: the mesh, or an additional rule, under which the program must be lowered.
     """
 
     what: str
@@ -93,7 +93,7 @@ class _Idea:
 
 
 def remedies(program: Program, room_bytes: int) -> tuple[Remedy, ...]:
-    """The best remedies for a device with `room_bytes`, best first; combined ones if none alone suffices."""
+    """The best remedies for a device with `room_bytes`, best first; combined ones if none suffices alone."""
     usage = bytes_after(program, tiled_value_bytes)
     peak = max(usage)
     n = usage.index(peak) - 1
@@ -124,7 +124,7 @@ def remedies(program: Program, room_bytes: int) -> tuple[Remedy, ...]:
 
 
 def _combined(program: Program, ideas: Sequence[_Idea], legal: _Legal, room_bytes: int) -> list[_Idea]:
-    """Ideas that save most together, as many as it takes to fit; none if they do not."""
+    """A greedy combination of ideas with the lowest peak that fits; [] if none does."""
     chosen: list[_Idea] = []
     while len(chosen) < _TOGETHER:
         subjects = {i.subject for i in chosen}
@@ -137,7 +137,7 @@ def _combined(program: Program, ideas: Sequence[_Idea], legal: _Legal, room_byte
 
 
 def _peak(program: Program, ideas: Sequence[_Idea]) -> int:
-    """The peak with these changes, each of which shrinks what the others leave."""
+    """The peak under these changes, whose savings multiply."""
 
     def size(v: Value) -> int:
         whole = tiled_value_bytes(v)
@@ -148,7 +148,7 @@ def _peak(program: Program, ideas: Sequence[_Idea]) -> int:
 
 
 class _Legal:
-    """Whether the library lowers a program with some ideas, as far as they are about mesh and layout."""
+    """Whether a program can be lowered with the mesh and rules of some ideas."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -162,17 +162,17 @@ class _Legal:
 
 
 def _cut(v: Value, ways: Callable[[str], int]) -> int:
-    """Bytes of a value's block with each dim in that many parts more."""
+    """Bytes of a value's block with each dim cut into `ways(dim)` times as many parts."""
     return tiled_bytes(tuple(-(-d.size // ways(d.name)) for d in v.local.shape), v.tensor.dtype.itemsize)
 
 
 def _more_devices(program: Program) -> list[_Idea]:
-    """An axis of the mesh twice as long."""
+    """A mesh axis of twice the size."""
     ideas: list[_Idea] = []
     for axis in program.mesh.axes:
         size = program.mesh.axis_size(axis)
         if not any(axis in rule.axes for rule in program.layout.rules):
-            continue  # it would only repeat
+            continue  # it would only replicate work
 
         def change(v: Value, axis: str = axis) -> int | None:
             split = {d.name for d, axes in zip(v.local.shape, v.sharding.axes, strict=True) if axis in axes}
@@ -185,7 +185,7 @@ def _more_devices(program: Program) -> list[_Idea]:
 
 
 def _new_axis(program: Program, live: list[Value]) -> list[_Idea]:
-    """Where no axis splits anything: one that splits a dim of what is live."""
+    """If no axis splits anything: a new axis that splits a dim of a live value."""
 
     def halved(dim: str) -> Change:
         return lambda v: _cut(v, lambda name: 2 if name == dim else 1) if dim in v.local.shape else None
@@ -200,7 +200,7 @@ def _new_axis(program: Program, live: list[Value]) -> list[_Idea]:
 
 
 def _rules(program: Program, live: list[Value], kinds: Mapping[Value, str], legal: _Legal) -> Iterator[_Idea]:
-    """For each axis the best layout rule that splits a dim wherever the axis is free, and the best for slots alone."""
+    """For each axis, the best legal rule that splits a dim wherever the axis is free, and the best for slots alone."""
     dims = _free_dims(program, live)
     for axis in program.mesh.axes:
         where, slots = f"(split wherever {axis} is free)", "(ZeRO-1: slots and gradients split)"
@@ -223,15 +223,14 @@ def _gain(change: Change, v: Value) -> int:
 
 
 def _free_dims(program: Program, live: list[Value]) -> list[str]:
-    """Dims of what is live that no rule splits and no loop goes over."""
+    """Dims of live values that no rule splits and no loop runs over."""
     taken = {rule.dim for rule in program.layout.rules}
     taken |= {i.record.dim.name for i in program.instructions if isinstance(i, Loop)}
     return sorted({d.name for v in live for d in v.local.shape} - taken)
 
 
 def _gathered_bytes(program: Program, change: Change, ways: int) -> int:
-    """The largest weight as a product takes it, of those variables that `change` splits: it is gathered before, or the
-    other operand is where that is smaller."""
+    """The largest weight that a product gathers, of variables split by `change` (its other operand, if smaller)."""
     split = [frozenset(v.tensor.shape.names) for v in program.variables.values() if change(v) is not None]
     gathered_bytes = 0
     for i, _, _ in walk(program):
@@ -246,7 +245,7 @@ def _split(program: Program, dim: str, axis: str) -> Change:
     ways = program.mesh.axis_size(axis)
     gathered = {
         y for i in program.instructions for y in i.outputs if isinstance(i, Move) and i.step_kind.gathers
-    }  # wanted whole
+    }  # required whole
 
     def change(v: Value) -> int | None:
         used = {a for axes in v.sharding.axes for a in axes} | set(v.sharding.pending_axes)
@@ -258,12 +257,12 @@ def _split(program: Program, dim: str, axis: str) -> Change:
 
 
 def _of_slots(change: Change, kinds: Mapping[Value, str]) -> Change:
-    """The same for slots and gradients alone; not for what is inside loops."""
+    """The change restricted to slots and gradients outside loops."""
     return lambda v: change(v) if kinds.get(v) in ("slots", "gradients") else None
 
 
 def _recomputed(program: Program, live: list[Value]) -> Iterator[_Idea]:
-    """What the forward pass keeps for the backward pass: computed again, or on the host."""
+    """Recomputation or offloading of values that the forward pass keeps for the backward pass."""
     stacked, carries = dict[Value, int](), set()
     for i in program.instructions:
         if isinstance(i, Loop):
@@ -276,7 +275,8 @@ def _recomputed(program: Program, live: list[Value]) -> Iterator[_Idea]:
         yield _Idea(again, lambda v: 0 if v in pieces.spared else None, "kept values", pieces.more_bytes)
     if stacked:
         again = f"{RECOMPUTE} (mtf.scan, remat='full')"
-        of_a_trip = {v: tiled_value_bytes(v) // trips for v, trips in stacked.items()}  # there while it runs again
+        # one trip's values are live while it is recomputed
+        of_a_trip = {v: tiled_value_bytes(v) // trips for v, trips in stacked.items()}
         yield _Idea(again, of_a_trip.get, "what the loop keeps")
     if carries:
         offload = f"{CARRIES} (mtf.scan, remat=mtf.Remat(offload_carries=True))"
@@ -286,8 +286,7 @@ def _recomputed(program: Program, live: list[Value]) -> Iterator[_Idea]:
 def _smaller_batch(
     program: Program, live: list[Value], kinds: Mapping[Value, str], peak: int, room_bytes: int
 ) -> Iterator[_Idea]:
-    """Half the batch, or as many microbatches as it takes to fit: of the first dim that all inputs have and no
-    variable."""
+    """Half the batch, or enough microbatches to fit; the batch is the first dim of all inputs and no variable."""
     given = {*program.inputs.values()}
     inputs = [v for v in given if v.local_shape.sizes]
     own = {d.name for v in program.variables.values() for d in v.tensor.shape}
@@ -326,7 +325,7 @@ def _smaller_batch(
 
 
 def _trained(program: Program) -> dict[Value, float]:
-    """The variables that gradients were declared for, each with the bytes of an element that a loop stacks for it."""
+    """Trained variables, each with the bytes per element that a loop stacks for its gradient."""
     variables = {v.tensor.operation: v for v in program.variables.values()}
     graphs = dict.fromkeys(op.graph for op in variables)
     gradients = [pair for graph in graphs for pair in graph.gradient_of.items()]
@@ -334,7 +333,7 @@ def _trained(program: Program) -> dict[Value, float]:
 
 
 def _stacked_width(gradient: Tensor) -> float:
-    """The bytes of an element of the stack that a gradient is a cast or view of; 0 of what no loop stacks."""
+    """Bytes per element of the stack behind a gradient (through casts and views); 0 without one."""
     while gradient.operation.opdef.cheap:
         gradient = gradient.operation.inputs[0]
     op = gradient.operation
@@ -343,14 +342,14 @@ def _stacked_width(gradient: Tensor) -> float:
 
 
 def _narrow(program: Program) -> Iterator[_Idea]:
-    """Variables that nothing updates, in bfloat16; an optimizer would keep them in float32 besides."""
+    """Variables that are not updated, in bfloat16; for others the optimizer would also keep float32."""
     wide = {v for name, v in program.variables.items() if v.tensor.dtype is FLOAT32 and name not in program.updates}
     what = "variables in bfloat16 (slice_dtype='bfloat16')"
     yield _Idea(what, lambda v: tiled_bytes(v.local_shape.sizes, 2) if v in wide else None, "variables")
 
 
 def _slots(kinds: Mapping[Value, str]) -> Iterator[_Idea]:
-    """Slots of the optimizer in the memory of the host: in an update those of one variable at a time are here."""
+    """Optimizer slots in host memory; during the update, one variable's slots are on the device at a time."""
     slots = {v for v, kind in kinds.items() if kind == "slots"}
     if slots:
         what = f"{SLOTS} (an optimizer's slots_on_host=True)"
@@ -358,7 +357,7 @@ def _slots(kinds: Mapping[Value, str]) -> Iterator[_Idea]:
 
 
 def _loss(program: Program) -> Iterator[_Idea]:
-    """A softmax over a dim of the variables, such as the vocabulary, in parts of all other dims."""
+    """A softmax over a dim of the variables, such as the vocabulary, in chunks along the other dims."""
     own = {d.name for v in program.variables.values() for d in v.tensor.shape}
     over = {
         d.name

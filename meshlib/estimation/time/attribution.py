@@ -19,14 +19,14 @@ from hardware.chips import Chip
 from meshlib.estimation.time.scheduling import Event, StepSchedule
 from meshlib.estimation.views.rows import kernel_bound, kernel_latency, network_parts
 
-ROUNDING = 1e-12  # of a step: shorter gaps come of sums of floats
+ROUNDING = 1e-12  # of a step: shorter gaps are rounding errors of sums
 Span = tuple[float, float]
 
 
 class Moment(NamedTuple):
-    """From `begin` to `end`, seconds in its schedule, `bound` (one of `BOUNDS`) is what the step waits for.
+    """From `begin` to `end` (seconds in its schedule) the step is limited by `bound`, one of `BOUNDS`.
 
-    `event` is what happens meanwhile; of a loop, which is to be looked into, `bound` is "".
+    `event` is what runs; for a loop, whose body is attributed separately, `bound` is "".
     """
 
     begin: float
@@ -36,7 +36,7 @@ class Moment(NamedTuple):
 
 
 def moments(made: StepSchedule, chip: Chip) -> Iterator[Moment]:
-    """The moments of one schedule in their order, from 0 to its end without a gap; loops as one moment each."""
+    """The moments of one schedule in order, without gaps; a loop is one moment."""
     waits = {begin: (end, event) for begin, end, event in exposed(made)}
     starts = sorted(waits)
     at = 0.0
@@ -59,23 +59,23 @@ def moments(made: StepSchedule, chip: Chip) -> Iterator[Moment]:
 
 
 def divided(made: StepSchedule, chip: Chip, times: float = 1) -> Iterator[tuple[Event | None, str, float]]:
-    """(event, bound, seconds) of everything, loops looked into; their sum is `times` the schedule's seconds."""
+    """(event, bound, seconds) for everything, loops expanded; the sum is `times` the schedule's seconds."""
     for m in moments(made, chip):
         if m.event is not None and m.event.loop is not None and not m.bound:
             yield from divided(m.event.loop, chip, times * m.event.trips)
-            if m.event.timed:  # a device waits for others that run longer branches
+            if m.event.timed:  # devices wait for others that run longer branches
                 yield m.event, "latency", times * (m.event.seconds - m.event.trips * m.event.loop.seconds)
         else:
             yield m.event, m.bound, times * (m.end - m.begin)
 
 
 def computes_from(event: Event) -> float:
-    """When the core begins: one that awaits the last piece of its operand computes at its end."""
+    """When the core begins to compute; a kernel that awaits the last piece of its operand computes at its end."""
     return event.end - event.time.seconds if event.time else event.start
 
 
 def exposed(made: StepSchedule) -> Iterator[tuple[float, float, Event]]:
-    """When something is sent and the core computes nothing, and what: of several that which began first."""
+    """Intervals in which something is sent and the core computes nothing, with the collective that began first."""
     gaps = _gaps([(computes_from(e), e.end) for e in made.events if e.on_core])
     starts = [begin for begin, _ in gaps]
     done = 0.0
@@ -88,7 +88,7 @@ def exposed(made: StepSchedule) -> Iterator[tuple[float, float, Event]]:
 
 
 def _gaps(intervals: Sequence[Span]) -> list[Span]:
-    """What intervals leave free from 0 on."""
+    """Gaps between intervals, from 0 on."""
     gaps, last = [], 0.0
     for begin, end in sorted(intervals):
         if begin > last:
@@ -109,7 +109,7 @@ def _kernel(event: Event, begin: float, end: float) -> Iterator[Moment]:
 def _idle(
     begin: float, end: float, waits: dict[float, tuple[float, Event]], starts: Sequence[float], chip: Chip, rest: str
 ) -> Iterator[Moment]:
-    """A time in which the core computes nothing: what is sent then, else `rest`."""
+    """Moments of an interval in which the core computes nothing: collectives in flight, otherwise `rest`."""
     at = begin
     for start in starts[bisect_right(starts, begin) - 1 if bisect_right(starts, begin) else 0 :]:
         stop, event = waits[start]
@@ -127,7 +127,7 @@ def _idle(
 
 
 def _sent(event: Event, begin: float, end: float, chip: Chip) -> Iterator[Moment]:
-    """A collective that is waited for, in the parts that it is made of."""
+    """Moments of an exposed collective: latency, ICI, DCN."""
     assert event.cost is not None
     ici, dcn, latency = network_parts(event.cost, chip)
     whole = ici + dcn + latency

@@ -1,4 +1,4 @@
-"""The value of bytes and work on a slice, for a lowering that minimises time."""
+"""The price of bytes and work on a slice, for lowerings that minimise time."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from meshlib.core.errors import SliceError
 from meshlib.core.slices import slice_for
 from meshlib.lowering import Balance
 
-PAYLOAD_BYTES = 64 << 20  # large enough that the wire decides
-HEAVIER = 16  # times what the axis before it sends: layouts put what sends least first, and so over DCN
-EXPOSED = 0.5  # of a collective's time: products hide the rest, while nothing hides a product. Assumed
+PAYLOAD_BYTES = 64 << 20  # large enough to be limited by bandwidth
+HEAVIER = 16  # assumed ratio of traffic between consecutive axes: layouts put the axis that sends least first, over DCN
+EXPOSED = 0.5  # exposed share of a collective's time; products hide the rest, while nothing hides a product. Assumed
 
 
 def balance(slice: Any, mesh: Any) -> Balance:
-    """The balance of a slice: what `mtf.lower(..., balance=...)` weighs choices by, in place of a machine of no kind.
+    """The `Balance` of a slice, by which `mtf.lower(..., balance=...)` weighs choices instead of a generic machine.
 
     A byte along each mesh axis costs what an all_gather along it takes per byte sent, the cheapest axis counting 1: an
     axis over the slow links between slices is dear. The axes lie as is best if each sends much more than the one before

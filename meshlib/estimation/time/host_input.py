@@ -1,4 +1,4 @@
-"""Input of a step: prepared and sent by the hosts while the step before runs.
+"""Input of a step, prepared and sent by the hosts during the previous step.
 
     seconds = max(examples / (hosts * examples_per_second), bytes of the inputs of a device over its share of PCIe)
 
@@ -23,7 +23,7 @@ BATCH = "batch"
 
 @dataclass(frozen=True, kw_only=True)
 class HostInput:
-    """How fast one host prepares examples; the hosts of a slice work side by side.
+    """Rate at which one host prepares examples; the hosts of a slice work in parallel.
 
     Args:
       examples_per_second: of one host; or
@@ -71,8 +71,8 @@ class HostInput:
 
 @dataclass(frozen=True)
 class InputTime:
-    """What the input of one step takes, modelled: `host_seconds` to prepare, `pcie_seconds` to send; `examples` of a
-    step on `hosts` with `rate` examples per second each."""
+    """Modelled input time of one step: `host_seconds` to prepare, `pcie_seconds` to send; `examples` per step on
+    `hosts` with `rate` examples per second each."""
 
     examples: int
     hosts: int
@@ -82,12 +82,12 @@ class InputTime:
 
     @property
     def seconds(self) -> float:
-        """The longer of both: the next examples are prepared while some are sent."""
+        """The longer of both, which overlap."""
         return max(self.host_seconds, self.pcie_seconds)
 
 
 def input_time(program: Program, slice_: Slice, given: object) -> InputTime:
-    """The input of one step of a program on a slice.
+    """Input time of one step of a program on a slice.
 
     Raises: GraphError for something else than a HostInput, or if the examples of a step are neither said nor a dim.
     """

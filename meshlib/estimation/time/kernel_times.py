@@ -45,10 +45,10 @@ SCOPED_BYTES = 16 << 20  # the compiler's default: xla_tpu_scoped_vmem_limit_kib
 
 @dataclass(frozen=True, slots=True)
 class KernelTime:
-    """Modelled time of one fusion group. `traffic_bytes` are padded, with what a product reads again.
+    """Modelled time of one fusion group. `traffic_bytes` are padded and include re-reads of products.
 
-    `early_seconds`: of those over HBM, what may be fetched while something else runs; `first_seconds`: of the exposed
-    ones, the first pieces of that. `hidden_seconds`: what the schedule has found to be fetched before.
+    `early_seconds`: HBM seconds that can be prefetched; `first_seconds`: of the exposed
+    ones, the first pieces of that. `hidden_seconds`: prefetched according to the schedule.
     """
 
     mxu_seconds: float
@@ -63,24 +63,24 @@ class KernelTime:
 
     @property
     def seconds(self) -> float:
-        """From its launch to its end."""
+        """Seconds from launch to end."""
         return self.launch_seconds + self.busy_seconds - self.hidden_seconds
 
     @property
     def busy_seconds(self) -> float:
-        """Without the launch."""
+        """Seconds without the launch."""
         return max(max(self.mxu_seconds, self.vpu_seconds) + self.exposed_seconds, self.hbm_seconds)
 
     @property
     def upper_seconds(self) -> float:
-        """No overlap at all within the group."""
+        """Seconds without any overlap inside the group."""
         return self.mxu_seconds + self.vpu_seconds + self.hbm_seconds + self.launch_seconds
 
 
 class Times:
-    """Times of kernels on one chip, remembered by what they depend on: layers repeat.
+    """Kernel times on one chip, cached by everything that they depend on, since layers repeat.
 
-    `alone`: of a program that is a single kernel.
+    `alone`: whether the program is a single kernel.
     """
 
     def __init__(self, chip: Chip, physics: Physics, alone: bool = False) -> None:
@@ -90,7 +90,7 @@ class Times:
 
     @property
     def held_bytes(self) -> int:
-        """What stays on the chip between kernels: its common memory (CMEM of v4), or of VMEM half.
+        """Bytes that stay on the chip between kernels: its common memory (CMEM of v4), or half of VMEM.
 
         A running kernel has SCOPED_BYTES of each core's VMEM, which is all that v2 and v3 have.
         """
@@ -100,7 +100,7 @@ class Times:
 
     @property
     def ahead_seconds(self) -> float:
-        """Time of HBM for what half of VMEM holds."""
+        """HBM time to fill half of VMEM."""
         return hbm_seconds(self.chip, vmem_bytes(self.chip) // 2)
 
     def of(self, kernel: Kernel) -> KernelTime:
@@ -131,9 +131,10 @@ class Times:
         if lone is not None and share:
             blocks = lone.block_bytes + sum(summed_block_bytes(chip, product) for product, _ in kernel.matmuls)
             traffic += share * (lone.sweeps * kernel.read_bytes + blocks)
-        elif not kernel.matmuls and 2 * kernel.row_bytes > vmem_bytes(chip) // 2:  # a row and its result, half of VMEM
+        # a row and its result exceed half of VMEM
+        elif not kernel.matmuls and 2 * kernel.row_bytes > vmem_bytes(chip) // 2:
             traffic += kernel.sweeps * kernel.read_bytes
-        # bfloat16 takes half the time where lanes work in it.
+        # bfloat16 takes half the time on native lanes.
         ops = kernel.padded_vpu_ops - (kernel.narrow_vpu_ops / 2 if chip.vpu_bf16 else 0.0)
         time: Time = time_of(chip, Work(tuple(p for p, _ in kernel.matmuls), vpu_ops=ops, hbm_bytes=traffic))
         bare_seconds = hbm_seconds(chip, min(exposed, traffic) + kernel.quantised_bytes) if time.mxu_seconds else 0.0
@@ -146,7 +147,7 @@ class Times:
         return self._alone(kernel, lone, kernel_time) if lone is not None and share else kernel_time
 
     def _alone(self, kernel: Kernel, passes: Passes, time: KernelTime) -> KernelTime:
-        """The time of a program's only kernel: launches of its passes, and what they do not overlap."""
+        """Time of a program's only kernel: launches of its passes, and the parts that do not overlap."""
         share = self.physics.lone_passes
         if time.mxu_seconds:
             ((product, sizes),) = kernel.matmuls
@@ -160,13 +161,13 @@ class Times:
         return replace(time, launch_seconds=launch, vpu_seconds=vpu, exposed_seconds=time.hbm_seconds)
 
     def slowdown(self, product: Matmul) -> float:
-        """How much longer a product takes among others than alone: but for the rows of the array."""
+        """Slowdown of a product among other kernels relative to alone, except for the first array of rows."""
         rows = self.chip.mxu_rows
         pace = rows / max(rows, min(product.m, product.n))
         return pace + (1 - pace) / self.physics.product_rate
 
     def _read(self, blocks: Blocks, product: Matmul, sizes: tuple[float, float], repeated: tuple[bool, bool]) -> float:
-        """Bytes that a product reads of its operands; those that are not `repeated` are read from HBM once at most."""
+        """Bytes read by a product; operands not in `repeated` are read from HBM at most once."""
         edge = self.physics.block_edge
         if not edge:
             return blocks.read_bytes
@@ -175,12 +176,12 @@ class Times:
         return product.batch * (left + right)
 
     def _early(self, kernel: Kernel, most: float, found: float) -> float:
-        """Seconds over HBM of what may be fetched before a kernel starts: half of VMEM holds it."""
+        """HBM seconds of a kernel that can be prefetched into half of VMEM."""
         wanted = max(0.0, kernel.at_hand_bytes - found)
         return min(most, hbm_seconds(self.chip, min(wanted, vmem_bytes(self.chip) // 2)))
 
     def attention_seconds(self, work: Attention) -> tuple[float, float, float]:
-        """Modelled seconds of fused attention: on the MXU, on the vector unit, and of these what is not hidden."""
+        """Modelled seconds of fused attention: (MXU, vector unit, exposed part of the vector unit)."""
         chip, physics = self.chip, self.physics
         peak = chip.peak_flops("bf16") / chip.devices_per_chip * chip.mxu_efficiency * physics.product_rate
         together = chip.attention_backward_kernels == 1
@@ -202,7 +203,7 @@ class Times:
         return KernelTime(mxu, vpu, hbm, bare, chip.launch_seconds, traffic, self._early(kernel, hbm, vmem_bytes))
 
     def _tile(self, work: Attention) -> tuple[int, int]:
-        """Queries and keys of a tile of scores."""
+        """(queries, keys) of a tile of scores."""
         if work.of.backward:
             return self.chip.attention_backward_tile
         return self.chip.attention_tile if work.window is None else self.chip.attention_window_tile

@@ -103,7 +103,7 @@ class Physics:
 
     @staticmethod
     def fitted() -> tuple[str, ...]:
-        """Names of the constants that were fitted, in order."""
+        """Names of the fitted constants, in order."""
         return tuple(f.name for f in fields(Physics) if f.metadata["fitted"])
 
     @staticmethod
@@ -118,15 +118,11 @@ class Physics:
         return field_of[name]
 
     def without_losses(self) -> Physics:
-        """What engines alone say: kernels as fast as in micro-benchmarks, collectives hidden where they can be."""
+        """Ideal engines: kernels as fast as in micro-benchmarks, collectives hidden wherever possible."""
         return replace(self, **_IDEAL)
 
     def jitter(self, slices: int) -> float:
-        """The share of a step that slices joined by DCN wait for each other.
-
-        >>> Physics(slice_jitter=0.01).jitter(16)
-        0.04
-        """
+        """Share of a step that slices joined by DCN wait for each other."""
         return self.slice_jitter * math.log2(slices)
 
     def __str__(self) -> str:
@@ -147,4 +143,4 @@ _IDEAL = {
 
 
 CALIBRATED = Physics()
-"""The calibrated constants, which `mtf.estimate` uses unless told otherwise."""
+"""The calibrated constants, the default of `mtf.estimate`."""

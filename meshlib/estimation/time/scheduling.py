@@ -60,7 +60,7 @@ from meshlib.estimation.work.units import HOST_COPIES, Unit, UnitPlan
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that runs from `start` to `end` (seconds from the start of the program, or of the trip)."""
+    """Something that runs from `start` to `end`, in seconds from the start of the program or trip."""
 
     start: float
     end: float
@@ -71,32 +71,32 @@ class Event:
     move: Communication | None = None
     cost: Cost | None = None
     loop: StepSchedule | None = None
-    trips: float = 1  # of a branch, the part of the trips around in which a device runs it
-    active: float = 1.0  # of a loop, the part of its work that counts
-    branch: str | None = None  # the kind of a branch
-    timed: bool = False  # whether a loop takes longer than its trips, since devices wait for each other
-    copy: tuple[str, int] | None = None  # to or from the host, bytes
+    trips: float = 1  # for a branch: share of the enclosing loop's trips in which a device runs it
+    active: float = 1.0  # for a loop: share of its work that counts
+    branch: str | None = None  # kind of branch
+    timed: bool = False  # whether a loop takes longer than its trips because devices wait for each other
+    copy: tuple[str, int] | None = None  # (direction, bytes) of a copy to or from the host
     name: str = ""
     source: str = ""
 
     @property
     def on_core(self) -> bool:
-        """Whether the core runs it: a fusion group or a loop."""
+        """Whether it occupies the core: a fusion group or a loop."""
         return self.time is not None or self.loop is not None
 
     @property
     def seconds(self) -> float:
-        """From start to end."""
+        """Seconds from start to end."""
         return self.end - self.start
 
     def runs(self, times: int) -> int:
-        """How often the body of a loop runs where what is around it runs so often."""
+        """Number of runs of a loop's body, if its surroundings run `times` times."""
         return round(times * self.trips)
 
 
 @dataclass(slots=True)
 class StepSchedule:
-    """The events of a program in the order in which they were placed, and their totals in seconds.
+    """The events of a program in the order of placement, and totals in seconds.
 
     `busy` has, per engine ("mxu", "vpu", "hbm", a place of the network as its number), the seconds for which it works;
     `serial_seconds` is everything one after the other with no overlap anywhere; `exposed_seconds` the time in which
@@ -118,24 +118,24 @@ class StepSchedule:
 
     @property
     def host_seconds(self) -> float:
-        """What copies to or from the host take, the longer of both."""
-        return max(self.busy.get(way, 0.0) for way in HOST_COPIES)
+        """Seconds of copies to or from the host, the longer direction."""
+        return max(self.busy.get(direction, 0.0) for direction in HOST_COPIES)
 
     def use(self, engine: str | int, seconds: float) -> None:
-        """Count busy time."""
+        """Add busy time of an engine."""
         self.busy[engine] = self.busy.get(engine, 0.0) + seconds
 
 
 def schedule(plan: UnitPlan, times: Times, compiler: Compiler, spare_seconds: float | None = None) -> StepSchedule:
-    """The schedule of a plan, from 0, with a compiler's policy of overlap and its loops kept or unrolled.
+    """The schedule of a plan from 0, under a compiler's policy of overlap and loop unrolling.
 
-    `spare_seconds`: of HBM before it starts, for what is fetched ahead; None for a program, before which nothing runs.
+    `spare_seconds`: HBM time before the start usable for prefetching; None for a program.
     """
     return _SchedulePass(plan, times, compiler, spare_seconds).run()
 
 
 def scheduled(plan: UnitPlan, chip: Chip, physics: Physics, compiler: Compiler) -> StepSchedule:
-    """The schedule of a whole program on one device of a chip; one of a single kernel has the chip for itself."""
+    """The schedule of a whole program on one device; a single kernel has the chip for itself."""
     return schedule(plan, Times(chip, physics, alone=plan.kernels == 1), compiler)
 
 
@@ -144,31 +144,31 @@ class _SchedulePass:
         self.plan, self.times, self.compiler = plan, times, compiler
         self.overlap, self.unrolled = compiler.overlap, compiler.unrolled_loops
         self.made = StepSchedule()
-        self.core = 0.0  # when the core is free
-        self.owed_seconds = 0.0  # of the core, for collectives beside it; time in which it waits counts towards it
+        self.core = 0.0  # time at which the core becomes free
+        self.owed_seconds = 0.0  # core time owed to concurrent collectives; waiting of the core pays for it
         self.ready: dict[int, float] = {}
         self.links = LinkTimes()
-        self.pieces: dict[int, Event] = {}  # what a collective matmul may take or give piece by piece
-        self.sent: dict[int, tuple[int, ...]] = {}  # number of a collective's event -> values that it brings
+        self.pieces: dict[int, Event] = {}  # values that a collective matmul may consume or produce in pieces
+        self.sent: dict[int, tuple[int, ...]] = {}  # event number of a collective -> values that it delivers
         self.hbm = Hbm(times.ahead_seconds, spare_seconds)
-        self.later: list[Unit] = []  # what was put off, and the values that it makes
+        self.postponed: list[Unit] = []  # postponed units, and the values that they produce
         self.awaited: set[int] = set()
-        self.windows: dict[int, float] = {}  # gathered value -> seconds of the products that have taken its pieces
-        self.brought: dict[int, float] = {}  # value -> when what it is computed from has come from the host
-        self.update_copies: dict[str, float] = {}  # direction -> when its last copy of the update has ended
+        self.windows: dict[int, float] = {}  # gathered value -> seconds of the products that have consumed its pieces
+        self.brought: dict[int, float] = {}  # value -> time at which everything it depends on has come from the host
+        self.update_copies: dict[str, float] = {}  # direction -> end of its last copy during the update
 
     def run(self) -> StepSchedule:
         for unit in self.plan.units:
-            self._catch_up()
-            if not self._is_put_off(unit):
+            self._run_postponed()
+            if not self._postpone(unit):
                 self._place(unit)
         schedule = self.made
         end = max([self.core + self.owed_seconds, *(e.end for e in schedule.events if e.copy is None)])
-        self.core = max(self._paid(), self.core + self.hbm.left(end - self.core))
-        schedule.core_seconds = self.core + sum(self.times.of(u.kernel).seconds for u in self.later if u.kernel)
+        self.core = max(self._settled(), self.core + self.hbm.left(end - self.core))
+        schedule.core_seconds = self.core + sum(self.times.of(u.kernel).seconds for u in self.postponed if u.kernel)
         schedule.spare_seconds = self.hbm.spare_seconds or 0.0
-        while self.later:
-            self._place_later(min(self.later, key=self._when))
+        while self.postponed:
+            self._place_postponed(min(self.postponed, key=self._earliest_start))
         schedule.seconds = max([self.core, *(e.end for e in schedule.events if e.copy is None)], default=0.0)
         sent = [(e.start, e.end) for e in schedule.events if e.move is not None]
         computed = [e for e in schedule.events if e.on_core]
@@ -180,28 +180,28 @@ class _SchedulePass:
         schedule.seconds = max(schedule.seconds, copies)
         return schedule
 
-    def _is_put_off(self, unit: Unit) -> bool:
-        """Whether a unit waits for something on its way while others run: nothing large waits for it."""
+    def _postpone(self, unit: Unit) -> bool:
+        """Postpone a unit whose operands are in flight, if no large unit depends on it; returns whether it did."""
         if unit.leads_on or self.overlap == "none":
             return False
-        if self.awaited.isdisjoint(unit.inputs) and (unit.kernel is None or self._given(unit) <= self.core):
+        if self.awaited.isdisjoint(unit.inputs) and (unit.kernel is None or self._operands_ready(unit) <= self.core):
             return False
-        self.later.append(unit)
+        self.postponed.append(unit)
         self.awaited.update(unit.outputs)
         return True
 
-    def _when(self, unit: Unit) -> float:
-        """When what was put off may run."""
-        return math.inf if not self.awaited.isdisjoint(unit.inputs) else self._given(unit)
+    def _earliest_start(self, unit: Unit) -> float:
+        """Earliest start of a postponed unit."""
+        return math.inf if not self.awaited.isdisjoint(unit.inputs) else self._operands_ready(unit)
 
-    def _catch_up(self) -> None:
-        """Run what was put off and has arrived."""
-        for unit in [*self.later]:
-            if self._when(unit) <= self.core:
-                self._place_later(unit)
+    def _run_postponed(self) -> None:
+        """Run postponed units whose operands have arrived."""
+        for unit in [*self.postponed]:
+            if self._earliest_start(unit) <= self.core:
+                self._place_postponed(unit)
 
-    def _place_later(self, unit: Unit) -> None:
-        self.later.remove(unit)
+    def _place_postponed(self, unit: Unit) -> None:
+        self.postponed.remove(unit)
         self.awaited.difference_update(unit.outputs)
         self._place(unit)
 
@@ -215,41 +215,43 @@ class _SchedulePass:
         else:
             self._collective(unit)
 
-    def _given(self, unit: Unit) -> float:
-        """When all that a unit reads is there."""
+    def _operands_ready(self, unit: Unit) -> float:
+        """Time at which all operands of a unit are available."""
         return max((self.ready.get(x, 0.0) for x in unit.inputs), default=0.0)
 
     def _event(self, unit: Unit, start: float, end: float, **what: Any) -> Event:
-        """What a unit does from start to end, noted down."""
+        """Record an event of a unit."""
         event = Event(start, end, unit.number, unit.region, **{"name": unit.name, "source": unit.source, **what})
         self.made.events.append(event)
         return event
 
-    def _brought(self, unit: Unit) -> float:
-        """When all that a unit's operands are computed from has come from the host."""
+    def _host_arrival(self, unit: Unit) -> float:
+        """Time at which everything that a unit's operands depend on has come from the host."""
         return max((self.brought.get(x, 0.0) for x in unit.inputs), default=0.0)
 
-    def _copy(self, unit: Unit, way: str, size: int) -> None:
+    def _copy(self, unit: Unit, direction: str, size: int) -> None:
         seconds = pcie_seconds(self.times.chip, size)
-        self.ready.update(dict.fromkeys(unit.outputs, self._given(unit)))
-        start = self.made.busy.get(way, 0.0)
+        self.ready.update(dict.fromkeys(unit.outputs, self._operands_ready(unit)))
+        start = self.made.busy.get(direction, 0.0)
         if unit.region == UPDATE:
-            start = max(self._given(unit), self._brought(unit), self.update_copies.get(way, self.core))
-            self.update_copies[way] = start + seconds
+            start = max(
+                self._operands_ready(unit), self._host_arrival(unit), self.update_copies.get(direction, self.core)
+            )
+            self.update_copies[direction] = start + seconds
             self.brought.update(dict.fromkeys(unit.outputs, start + seconds))
-        self.made.use(way, seconds)
+        self.made.use(direction, seconds)
         self.made.serial_seconds += seconds
-        self._event(unit, start, start + seconds, copy=(way, size))
+        self._event(unit, start, start + seconds, copy=(direction, size))
 
     def _collective(self, unit: Unit) -> None:
         ((move, cost),) = unit.moves
-        ready = max(self.core if unit.early else 0.0, self._given(unit))
-        giver = self._giver(unit, move) if unit.chained else None
-        if giver is not None:
-            ready = giver.start + giver.seconds / move.group
+        ready = max(self.core if unit.early else 0.0, self._operands_ready(unit))
+        kernel = self._summed_kernel(unit, move) if unit.chained else None
+        if kernel is not None:
+            ready = kernel.start + kernel.seconds / move.group
         event = self._send(unit, move, cost, ready)
-        if giver is not None:
-            end = giver.end + event.seconds / move.group
+        if kernel is not None:
+            end = kernel.end + event.seconds / move.group
             if event.end < end:  # its last piece has to wait
                 event = self.made.events[-1] = replace(event, end=end)
         elif self.overlap != "none" and not unit.chained and not self.compiler.offloads(move.kind, self.times.chip):
@@ -267,7 +269,7 @@ class _SchedulePass:
         seconds = cost.seconds + launch_seconds(cost, self.times.chip)
         if self.overlap == "none":
             ready = max(ready, self.core)
-        # What is still on its way leaves the links to the next one.
+        # A collective shares links with those in flight.
         start, sent, delayed = self.links.send(len(self.made.events), cost, ready)
         for other in delayed:
             self._delay(other)
@@ -281,7 +283,7 @@ class _SchedulePass:
         return self._event(unit, start, end, move=move, cost=cost, name=name)
 
     def _delay(self, moved: Moved) -> None:
-        """A collective shares its links with one more: what it brings is there later."""
+        """Move the end of a collective that now shares its links with another."""
         event = self.made.events[moved.event]
         later = replace(event, start=moved.begin, end=event.end + moved.late_seconds)
         self.made.events[moved.event] = later
@@ -292,20 +294,20 @@ class _SchedulePass:
 
     def _kernel(self, unit: Unit, kernel: Kernel) -> None:
         if self.brought:
-            self.brought.update(dict.fromkeys(unit.outputs, self._brought(unit)))
+            self.brought.update(dict.fromkeys(unit.outputs, self._host_arrival(unit)))
         if kernel.free:
-            self.ready.update(dict.fromkeys(unit.outputs, self._given(unit)))
+            self.ready.update(dict.fromkeys(unit.outputs, self._operands_ready(unit)))
             return
         waits, window = self._waits(unit)
         for move, cost in unit.moves:
             waits = max(waits, self._send(unit, move, cost, waits).end)
         time = self.times.of(kernel)
-        start = max(self._paid(), waits)
+        start = max(self._settled(), waits)
         time = self.hbm.run(time, self.core, start)
         end = computed = start + time.seconds
         for x, gather, group in window:
             taken = self.windows[x] = self.windows.get(x, 0.0) + time.seconds
-            if x in unit.closes:  # the last piece comes, and goes through all products of the window
+            if x in unit.closes:  # the last piece arrives and passes through all products of the window
                 end = max(end, gather.end + taken / group)
         self.hbm.idle(end - computed)
         self.core = end
@@ -316,13 +318,13 @@ class _SchedulePass:
         self.made.serial_seconds += time.upper_seconds
         self._finish(unit, event)
 
-    def _paid(self) -> float:
-        """When the core has given collectives beside it the time that it owes them; it owes nothing then."""
+    def _settled(self) -> float:
+        """Time at which the core has paid what it owes to concurrent collectives; the debt is then 0."""
         paid, self.owed_seconds = self.core + self.owed_seconds, 0.0
         return paid
 
     def _waits(self, unit: Unit) -> tuple[float, list[tuple[int, Event, int]]]:
-        """When a group may start, and what it takes piece by piece: value, collective, and pieces of each."""
+        """Earliest start of a group, and operands consumed in pieces: (value, collective, number of pieces)."""
         waits, window = 0.0, []
         for x in unit.inputs:
             piece = self.pieces.get(x) if unit.product else None
@@ -339,8 +341,8 @@ class _SchedulePass:
             if event.kernel is not None:
                 self.pieces[y] = event
 
-    def _giver(self, unit: Unit, move: Communication) -> Event | None:
-        """The kernel whose sum a reduction can take piece by piece."""
+    def _summed_kernel(self, unit: Unit, move: Communication) -> Event | None:
+        """The kernel whose sum a reduction can consume in pieces."""
         if not STEP_KINDS[move.kind].reduces or len(unit.inputs) != 1:
             return None
         if not self.compiler.cuts_in_pieces(move.larger_bytes):
@@ -350,7 +352,7 @@ class _SchedulePass:
 
     def _loop(self, unit: Unit, plan: UnitPlan) -> None:
         body = schedule(plan, self.times, self.compiler, 0.0)
-        if body.spare_seconds and unit.trips > 1:  # what HBM had to spare at the end of a trip serves the next
+        if body.spare_seconds and unit.trips > 1:  # spare HBM time at the end of a trip prefetches for the next
             body = schedule(plan, self.times, self.compiler, body.spare_seconds)
         period, tail = body.seconds, 0.0
         if self.unrolled:
@@ -361,9 +363,9 @@ class _SchedulePass:
         seconds, idle = unit.trips * period, 0.0
         if unit.timing is not None:
             seconds, idle = self._timed(unit.timing, body, seconds)
-        # What the body sends must not meet what is still on the way.
+        # The body's collectives do not overlap those in flight.
         places = [e for e in body.busy if isinstance(e, int)]
-        start = max([self._paid(), self._given(unit), *map(self.links.free, places)])
+        start = max([self._settled(), self._operands_ready(unit), *map(self.links.free, places)])
         self.core = start + seconds
         for place in places:
             self.links.block(place, self.core)
@@ -383,9 +385,9 @@ class _SchedulePass:
         self._finish(unit, event)
 
     def _timed(self, timing: Timing, body: StepSchedule, seconds: float) -> tuple[float, float]:
-        """Seconds of a loop whose branches run on different devices at different times, and how many are idle.
+        """Seconds of a loop whose devices run different branches per trip, and the idle part of them.
 
-        `body` is a trip on average, and `seconds` what the devices that run most take if they never wait.
+        `body` is an average trip, and `seconds` the time of the busiest devices without waits.
         """
         branches = [e for e in body.events if e.branch is not None and e.loop is not None]
         if any(e.trips == 1 for e in branches):  # all of them run in each trip
@@ -396,11 +398,7 @@ class _SchedulePass:
 
 
 def uncovered(intervals: Sequence[tuple[float, float]], covers: Sequence[tuple[float, float]]) -> float:
-    """Length of the union of `intervals` minus the union of `covers`.
-
-    >>> uncovered([(0.0, 4.0), (3.0, 6.0)], [(1.0, 2.0), (5.0, 9.0)])
-    4.0
-    """
+    """Length of the union of `intervals` minus the union of `covers`."""
     marks = [(a, 0, 1) for a, b in intervals if b > a] + [(b, 0, -1) for a, b in intervals if b > a]
     marks += [(a, 1, 1) for a, b in covers if b > a] + [(b, 1, -1) for a, b in covers if b > a]
     total, last, open_ = 0.0, 0.0, [0, 0]

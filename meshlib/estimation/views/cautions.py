@@ -1,7 +1,7 @@
 """Cautions about a plan: memory near the limit, weights that move, a chip's unpublished figures, unvalidated ranges.
 
-The territory is that of the training runs that `python -m meshlib validate` compares with the model (bf16, unless a
-program has products in eight bits). Outside of it nothing says that the model's error is the one that is printed.
+The validated range is that of the training runs of `python -m meshlib validate` (bf16, unless a
+program has products in eight bits). Outside it, the printed error of the model is unverified.
 """
 
 from __future__ import annotations
@@ -19,27 +19,15 @@ from meshlib.lowering.assigned import Homes
 from meshlib.program.instructions import Move
 from meshlib.program.records import Program, walk
 
-# Ranges over the training runs in `meshlib/validation/published_results.json` that are judged: least and most.
-VALIDATED_MFU = {"bf16": 0.715, "int8": 1.061, "fp8": 0.805}  # the most that was measured
+# Ranges over the judged training runs in `meshlib/validation/published_results.json`: minimum and maximum.
+VALIDATED_MFU = {"bf16": 0.715, "int8": 1.061, "fp8": 0.805}  # highest measured
 VALIDATED_CHIPS = (8, 4096)
-VALIDATED_LENGTHS = (512, 131_072)  # tokens of a sequence
+VALIDATED_LENGTHS = (512, 131_072)  # tokens per sequence
 VALIDATED_TOKENS_PER_CHIP = (1_024, 163_840)
 
 
 def cautions(est: Estimate) -> list[str]:
-    """What to know before acting on an estimate, each on one line; empty where there is nothing.
-
-    Example:
-      >>> import meshlib as mtf
-      >>> with mtf.Graph():
-      ...     x = mtf.input("x", [mtf.Dimension("batch", 4096), mtf.Dimension("inner", 4096)], "bfloat16")
-      ...     w = mtf.variable("w", [mtf.Dimension("inner", 4096), mtf.Dimension("outer", 4096)], dtype="bfloat16")
-      ...     program = mtf.lower({"y": mtf.einsum([x, w])}, mesh="a:4", layout="batch:a;inner:a?")
-      >>> for line in cautions(mtf.estimate(program, "v5e-4")):
-      ...     print(line)
-      moves weights over a (4 devices): 24 MiB sent from each device in a step
-      outside validated territory: 4 chips (validated: 8 to 4,096)
-    """
+    """Cautions before acting on an estimate, one line each."""
     return [
         *_memory(est),
         *_weights(est.program),
@@ -56,7 +44,7 @@ def _memory(est: Estimate) -> Iterator[str]:
 
 
 def _weights(program: Program) -> Iterator[str]:
-    """Over which axes variables are gathered, and what that sends."""
+    """Mesh axes over which variables are gathered, with bytes."""
     sent: defaultdict[tuple[str, ...], float] = defaultdict(float)
     for i, _, times in walk(program):
         for step, value, _ in i.transfers if isinstance(i, Move) else ():
@@ -70,12 +58,12 @@ def _weights(program: Program) -> Iterator[str]:
 
 
 def _is_text(t: Tensor) -> bool:
-    """Whether an input is a batch of sequences of tokens."""
+    """Whether an input is a batch of token sequences."""
     return t.dtype.kind == "integer" and len(t.shape) > 1
 
 
 def _territory(est: Estimate) -> Iterator[str]:
-    """In what an estimate lies outside of the runs that the model was compared with."""
+    """Respects in which an estimate is outside the range of validated runs."""
     outside = []
     dtypes = {row.mxu_dtype for row in est.rows if row.mxu_dtype} or {"bf16"}
     most = max(VALIDATED_MFU.get(dtype, VALIDATED_MFU["bf16"]) for dtype in dtypes)

@@ -1,4 +1,4 @@
-"""What changed from one estimate to another, in a sentence."""
+"""The difference between two estimates, in a sentence."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections import defaultdict
 from meshlib.core.text import bytes_text, seconds_text
 from meshlib.estimation import Estimate
 
-SAME = 0.002  # of a step: less is no change
+SAME = 0.002  # of a step: smaller changes are ignored
 
 
 def difference(first: Estimate, second: Estimate, name: str = "", tokens: tuple[int, int] | None = None) -> str:
-    """One sentence: by how much the step and the memory change, and what changes most and why.
+    """One sentence: changes of step time and memory, with the largest contribution and its reason.
 
-    `name`: of the second; by default its layout and mesh. `tokens`: of a step of each; where they differ, the time for
+    `name`: of the second; by default its layout and mesh. `tokens`: per step of each; where they differ, the time for
     as many tokens as the first has is compared.
     Example:
       >>> import meshlib as mtf
@@ -44,7 +44,7 @@ def _for(tokens: tuple[int, int] | None) -> str:
 
 
 def _because(first: Estimate, second: Estimate, change: float, share: float) -> str:
-    """What of the step, of the second that share, grows or shrinks most in the direction of the change."""
+    """The part of the step that grows or shrinks most in the direction of the change, if it has at least that share."""
     if abs(change) < SAME:
         return ""
     sign = 1 if change > 0 else -1
@@ -63,7 +63,7 @@ def _because(first: Estimate, second: Estimate, change: float, share: float) -> 
 
 
 def _collective(first: Estimate, second: Estimate, sign: int, share: float) -> str:
-    """The kind of collective, over which axes and of what, whose time changes most."""
+    """The kind, axes and tensor of the collective whose time changes most."""
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     largest: dict[tuple[str, str], tuple[float, str]] = {}
     for est, factor in ((first, -sign), (second, sign * share)):

@@ -1,4 +1,4 @@
-"""What failures cost a whole run: goodput, the best time between checkpoints, and what spare slices save.
+"""Cost of failures in a whole run: goodput, the best checkpoint interval, and the benefit of spare slices.
 
 Source: `hardware.goodput`, for formulas and theirs.
 """
@@ -18,7 +18,7 @@ WHAT = "Estimate.run"
 
 @dataclass(frozen=True)
 class Failures:
-    """Expected failures of a run, and what they cost. Modelled.
+    """Expected failures of a run, and their cost. Modelled.
 
     Attributes:
       count: how many; lost_seconds: in all: `repeated_seconds`, steps since the last checkpoint and restarts, and
@@ -37,7 +37,7 @@ class Failures:
 
     @property
     def lost_seconds(self) -> float:
-        """All that failures cost."""
+        """Total seconds lost to failures."""
         return self.repeated_seconds + self.waiting_seconds
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class Failures:
 
 @dataclass(frozen=True)
 class Faults:
-    """How often a machine fails, and what it takes until it runs again; seconds."""
+    """Failure rate of a machine and its recovery times, seconds."""
 
     mean_seconds: float
     restart_seconds: float
@@ -56,7 +56,7 @@ class Faults:
     repair_seconds: float
 
     def best_every(self, steps: int, work_seconds: float, checkpoint_seconds: float) -> int:
-        """Steps between checkpoints with which the run ends soonest.
+        """The number of steps between checkpoints that minimises the run time.
 
         Raises: GraphError where checkpoints cost nothing: then they should come after every step.
         """
@@ -71,22 +71,22 @@ class Faults:
         return min(candidates, key=lambda every: self._seconds(steps, work_seconds, every, checkpoint_seconds))
 
     def cost(self, steps: int, work_seconds: float, checkpoints: int, checkpoint_seconds: float) -> Failures:
-        """Of a run of so many steps and checkpoints.
+        """Cost of failures in a run of so many steps and checkpoints.
 
         Args:
           work_seconds: of the run without failures and checkpoints.
         Raises: GraphError where no segment between checkpoints would ever end.
         """
-        every = ceil(steps / max(1, checkpoints))
+        interval = ceil(steps / max(1, checkpoints))
         best = self.best_every(steps, work_seconds, checkpoint_seconds) if checkpoint_seconds else None
-        running = self._seconds(steps, work_seconds, every, checkpoint_seconds)
+        running = self._seconds(steps, work_seconds, interval, checkpoint_seconds)
         repeated = running - work_seconds - max(1, checkpoints) * checkpoint_seconds
         share = waiting_share(self.spare_slices, self.repair_seconds, self.mean_seconds)
         waiting = running * share / (1 - share)
-        return Failures(running / self.mean_seconds, repeated, waiting, every, best, self.spare_slices)
+        return Failures(running / self.mean_seconds, repeated, waiting, interval, best, self.spare_slices)
 
     def _seconds(self, steps: int, work_seconds: float, every: int, checkpoint_seconds: float) -> float:
-        """From the first step to the last checkpoint: segments of `every` steps, and what is left."""
+        """Seconds from the first step to the last checkpoint: segments of `every` steps, and a shorter last one."""
         whole_segments, rest = divmod(steps, every)
         try:
             seconds = [
@@ -100,7 +100,7 @@ class Faults:
 
 
 def faults_of(mean: object, restart: object, spares: object, repair: object) -> Faults | None:
-    """The arguments of `Estimate.run` that tell of failures; None where none of them is given.
+    """The failure arguments of `Estimate.run`; None if none is given.
 
     Raises: GraphError for values that are no durations or counts, or not without others.
     """

@@ -1,4 +1,4 @@
-"""A step of a program as a film of its torus: links coloured by load in one stretch of time after the other."""
+"""A step as a film of its torus: links coloured by load over consecutive intervals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def step_film(est: Estimate, frames: int) -> Film:
     """`Estimate.film`."""
     count, torus, ring = whole(frames, "Estimate.film", "frames", 1), est.slice.torus, est.slice.ring
-    if ring:  # drawn where its chips are
+    if ring:  # draw the chips at their physical coordinates
         torus = est.slice.single.torus
     failed = frozenset(torus.node(place) for place in est.slice.failed)
     axes = {engine_name(place): place for place, _ in places(est.slice) if place >= 0}

@@ -30,8 +30,8 @@ from meshlib.program.records import Program
 if TYPE_CHECKING:
     from meshlib.estimation.result import Estimate
 
-LATENCY = "latency"  # starts of kernels and collectives, hops, the fixed cost of a step: no unit works
-# What a step is waiting for, by the unit that does it.
+LATENCY = "latency"  # launches, hops, the fixed cost of a step: no unit works
+# Bottleneck of the schedule -> unit.
 UNIT_OF = {
     **{"mxu": "MXU", "vpu": "VPU", "hbm": "HBM", "ici": "ICI", "dcn": "DCN"},
     **{"pcie": "host", "input": "host", "latency": LATENCY},
@@ -39,16 +39,16 @@ UNIT_OF = {
 UNITS = tuple(dict.fromkeys(UNIT_OF.values()))
 VIEWS = ("kind", "line", "operation", "phase")
 AIM = 0.70  # of the MXU: "we try to shoot for about 70 percent", Training with TPUs, Google Cloud Next 2018
-NAME = 40  # letters of a name in a table
-FEW = 4  # lines of a program, up to which its operations are shown, too
+NAME = 40  # width of a name in a table
+FEW = 4  # programs with at most this many lines also show operations
 MOSTLY, WORTH = 0.5, 0.05  # of a step
-BAR = 30  # characters of a whole step
+BAR = 30  # width of a whole step
 OVERHEAD, INPUT, SLOWEST, TRAFFIC = "step overhead", "input", "slowest slice", "memory of collectives"
 
 
 @dataclass(frozen=True)
 class ProfilePart:
-    """Something's part in a step. Modelled, but for `measured_seconds`.
+    """One entry of a profile. Modelled except `measured_seconds`.
 
     Attributes:
       name: of the operation, or what the view is by: its kind, line or phase.
@@ -69,13 +69,13 @@ class ProfilePart:
 
     @property
     def total_seconds(self) -> float:
-        """Of the step, whatever bounds it."""
+        """Seconds of the step, over all bottlenecks."""
         return sum(self.seconds.values())
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What devices did in a step, as JAX's profiler saw it. Made by `OnJax.profile`.
+    """Measured device times of a step, from JAX's profiler. Created by `OnJax.profile`.
 
     Attributes:
       step_seconds: of a step, from feeds to results, with the profiler watching.
@@ -92,7 +92,7 @@ class Measured:
 
     @property
     def device_seconds(self) -> float:
-        """All that a device did in a step."""
+        """Busy seconds of a device per step."""
         return sum(self.seconds.values()) + self.other_seconds
 
     def by(self, view: str) -> dict[str, float]:
@@ -104,7 +104,7 @@ class Measured:
         return dict(seconds_of)
 
     def of(self, est: Estimate) -> Measured:
-        """The same by the events of an estimate: what is fused there counts for the group that it is in."""
+        """The same by the events of an estimate; fused instructions count for their group."""
         owner = dict(_owners(est.program, est.schedule))
         seconds: dict[tuple[str, str, str, str], float] = defaultdict(float)
         for key, taken in self.seconds.items():
@@ -127,7 +127,7 @@ class Measured:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Profile(Shown):
-    """Where the time of a step goes. Made by `Estimate.profile`. Modelled, but for what was measured.
+    """Time of a step by bottleneck. Created by `Estimate.profile`. Modelled except measured times.
 
     Attributes:
       step_seconds: of the step.
@@ -150,11 +150,11 @@ class Profile(Shown):
 
     @property
     def mxu_share(self) -> float:
-        """Of the step, the time for which the MXU works; a talk of 2018 aims at 0.7."""
+        """Share of the step during which the MXU works; a talk of 2018 aims at 0.7."""
         return self.busy_seconds["MXU"] / self.step_seconds if self.step_seconds else 0.0
 
     def share(self, unit: str) -> float:
-        """Of the step, the time that a unit bounds.
+        """Share of the step that a unit bounds.
 
         Raises: GraphError for what is no unit.
         """
@@ -162,7 +162,7 @@ class Profile(Shown):
         return self.seconds[name] / self.step_seconds if self.step_seconds else 0.0
 
     def by(self, view: str) -> list[ProfilePart]:
-        """The parts together by "kind", "line", "operation" or "phase", that which takes most first.
+        """The parts grouped by "kind", "line", "operation" or "phase", slowest first.
 
         Raises: GraphError for another view.
         """
@@ -177,7 +177,7 @@ class Profile(Shown):
         return sorted(groups_of_parts, key=lambda p: (-p.total_seconds, -(p.measured_seconds or 0.0), p.name))
 
     def table(self, rows: int | None = 12) -> str:
-        """As text: units, kinds of operations, lines of the program, or its operations; of each `rows`, None shows all.
+        """The profile as text: units, kinds of operations, lines, operations; `rows` of each, None shows all.
 
         Raises: GraphError where rows is neither a number nor None.
         """
@@ -186,13 +186,13 @@ class Profile(Shown):
         blocks = [self._units(), self._view("kind", "kind", rows)]
         if any(p.source and p.source[0] != "(" and p.source != UNKNOWN_LINE for p in self.parts):
             blocks.append(self._view("line", "your line", rows))
-        if len(self.by("line")) <= FEW:  # a model of the library is one line of the user's
+        if len(self.by("line")) <= FEW:  # a library model is a single line of the user's program
             blocks.append(self._view("operation", "operation", rows))
         blocks.append(["* modelled: shares of the step, each moment given to what bounds it", *self._beside()])
         return "\n\n".join("\n".join(lines) for lines in blocks)
 
     def plot(self, ax: Any = None, view: str | None = None) -> Any:
-        """Draw a bar for each line of the program and kind of operation, in parts by unit; needs matplotlib.
+        """Draw one bar per line of the program and kind of operation, divided by unit; needs matplotlib.
 
         Args:
           ax: matplotlib Axes for one of the two, or the path of a file (.png, .svg, .pdf) for both; by default a new
@@ -218,7 +218,7 @@ class Profile(Shown):
         step = f"{seconds_text(self.step_seconds)}* a step, the MXU works {self.mxu_share:.1%}*"
         return clipped(f"<Profile: {step}; {self.title}>")
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ implementation
 
     def _units(self) -> list[str]:
         cells = [("", "bounds*", "works*", "")]
@@ -242,15 +242,15 @@ class Profile(Shown):
         ]
 
     def _waits(self) -> list[str]:
-        """What latency consists of, in a line, where it bounds a part of the step that is worth one."""
+        """The components of latency in one line, if latency bounds a significant part of the step."""
         if self.share(LATENCY) < WORTH:
             return []
         causes: dict[str, float] = defaultdict(float)
         for p in self.parts:
             fixed = "the fixed cost of a step" if p.name == OVERHEAD else "starts of kernels"
             causes["starts and hops of collectives" if p.kind in KINDS else fixed] += p.seconds.get(LATENCY, 0.0)
-        told = [f"{cause} {self._percent(s)}" for cause, s in sorted(causes.items(), key=lambda c: -c[1]) if s]
-        return [f"latency, in which no unit works: {', '.join(told)}"]
+        shares = [f"{cause} {self._percent(s)}" for cause, s in sorted(causes.items(), key=lambda c: -c[1]) if s]
+        return [f"latency, in which no unit works: {', '.join(shares)}"]
 
     def _percent(self, seconds: float) -> str:
         share = seconds / self.step_seconds if self.step_seconds else 0.0
@@ -346,7 +346,7 @@ def profile(est: Estimate, measured: object = None) -> Profile:
 
 
 def _owners(program: Program, made: StepSchedule) -> Iterator[tuple[str, tuple[str, str, str, str]]]:
-    """(name of an instruction, what the event is called in which it runs)."""
+    """(scope of an instruction, (name, kind, line, phase) of the event that runs it)."""
     events = {e.first: e for e in made.events}
     for members in kernels_of(program):
         event = events.get(members[0].group)
@@ -361,7 +361,7 @@ def _owners(program: Program, made: StepSchedule) -> Iterator[tuple[str, tuple[s
 
 
 def _working(est: Estimate) -> dict[str, float]:
-    """For how long each unit works in a step."""
+    """Busy seconds of each unit per step."""
     engines = est.engine_seconds
     links = [seconds for name, seconds in engines.items() if name.startswith("ici") or name == "core to core"]
     copies = max(engines.get("to_host", 0.0), engines.get("from_host", 0.0))
@@ -376,7 +376,7 @@ def _working(est: Estimate) -> dict[str, float]:
 
 
 def _events(made: StepSchedule, times: int = 1) -> Iterator[tuple[Event, int]]:
-    """All events but loops, with how often each happens."""
+    """All events except loops, with the number of runs."""
     for event in made.events:
         if event.loop is not None:
             yield from _events(event.loop, event.runs(times))
@@ -385,7 +385,7 @@ def _events(made: StepSchedule, times: int = 1) -> Iterator[tuple[Event, int]]:
 
 
 def _named(event: Event | None) -> tuple[str, str, str, str]:
-    """(name, kind, line, phase) of an event; of none, what HBM still does for collectives."""
+    """(name, kind, line, phase) of an event; None is HBM's remaining traffic for collectives."""
     if event is None:
         return TRAFFIC, TRAFFIC, f"({TRAFFIC})", ""
     kind = (
@@ -395,7 +395,7 @@ def _named(event: Event | None) -> tuple[str, str, str, str]:
 
 
 def _busy(event: Event) -> list[tuple[str, float]]:
-    """For how long each unit works for an event."""
+    """Busy seconds of each unit for an event."""
     if event.time is not None:
         time = event.time
         return [("MXU", time.mxu_seconds), ("VPU", time.vpu_seconds), ("HBM", time.hbm_seconds)]
@@ -406,7 +406,7 @@ def _busy(event: Event) -> list[tuple[str, float]]:
 
 
 def _short(name: str) -> str:
-    """The end of a scoped name, which says most."""
+    """The end of a scoped name, its most specific part."""
     return name if len(name) <= NAME else f"...{name[3 - NAME :]}"
 
 

@@ -21,7 +21,7 @@ BOUNDS = ("mxu", "vpu", "hbm", "ici", "dcn", "pcie", "latency", "input")
 class Row:
     """One fusion group, collective or copy to or from the host.
 
-    `hidden_seconds` is what of a kernel ran before its turn: operands that were fetched while others ran.
+    `hidden_seconds` is the part of a kernel that ran ahead: operands prefetched during other kernels.
     `launch_seconds` is the part of `latency_seconds` that starting it takes; the rest is hops.
 
     Exact, for one run on one device: `mxu_flops` executed, `useful_flops` of them not repeated elsewhere
@@ -58,18 +58,18 @@ class Row:
     payload_bytes: int = 0
     sent_bytes: float = 0.0
     axes: tuple[str, ...] = ()
-    mxu_dtype: str = ""  # in which its product runs: "bf16", "int8", "fp8"
+    mxu_dtype: str = ""  # of its product: "bf16", "int8", "fp8"
 
     @property
     def total_seconds(self) -> float:
-        """Of all runs in a step."""
+        """Seconds of all runs in a step."""
         return self.seconds * self.count
 
 
 def rows_of(made: StepSchedule, chip: Chip, count: int = 1, active: float = 1.0) -> Iterator[Row]:
-    """The rows of a schedule in its order; a loop's rows stand in its place, counted as often as they run.
+    """The rows of a schedule in order; the rows of a loop's body replace the loop, with their total count.
 
-    `active` is the part of these runs that counts: not those in the bubble of a pipeline.
+    `active` is the share of these runs outside pipeline bubbles.
     """
     for event in made.events:
         if event.loop is not None:
@@ -83,13 +83,13 @@ def rows_of(made: StepSchedule, chip: Chip, count: int = 1, active: float = 1.0)
 
 
 def names_of_forward(made: StepSchedule) -> frozenset[str]:
-    """What runs in the forward pass, by the names of its events: what has one of them later runs again."""
+    """Event names of the forward pass, by which later events with the same name are recognised as recomputation."""
     names = {e.name for e in made.events if e.region == FORWARD and e.loop is None}
     return frozenset(names.union(*(names_of_forward(e.loop) for e in made.events if e.loop is not None)))
 
 
 def kernel_bound(time: KernelTime) -> str:
-    """Which unit a kernel works longest on; "latency" if its launch takes longer than any."""
+    """The unit on which a kernel takes longest; "latency" if its launch takes longer."""
     parts = {
         "mxu": time.mxu_seconds,
         "vpu": time.vpu_seconds,
@@ -100,7 +100,7 @@ def kernel_bound(time: KernelTime) -> str:
 
 
 def kernel_latency(time: KernelTime) -> float:
-    """Of its launch, what nothing that was fetched before makes up for."""
+    """Launch seconds of a kernel that prefetching does not compensate."""
     return max(0.0, time.launch_seconds - time.hidden_seconds)
 
 
@@ -111,8 +111,8 @@ def _compute_row(event: Event, chip: Chip, count: int, active: float) -> Row:
     bound = kernel_bound(time)
     dtype = kernel.matmuls[0][0].dtype if kernel.matmuls else "bf16" if chip.peak_bf16_flops else "int8"
     peak = chip.peak_flops(dtype) / chip.devices_per_chip
-    # Engines work on what is there: of the vector unit's time that on padding is none, and HBM moves what leaves VMEM.
-    # Where attention makes both gradients at once, one of them finds its scores there: the MXU does less than counted.
+    # Utilisation counts useful work: the vector unit's time on padding is none, and HBM moves what leaves VMEM. Where
+    # attention computes both gradients at once, one reuses the other's scores: the MXU does less than counted.
     whole = kernel.vpu_ops / kernel.padded_vpu_ops if kernel.padded_vpu_ops and kernel.attention is None else 1.0
     reached = {
         "mxu": min(kernel.mxu_flops / peak, time.mxu_seconds),
@@ -132,7 +132,7 @@ def _compute_row(event: Event, chip: Chip, count: int, active: float) -> Row:
 
 
 def network_parts(cost: Cost, chip: Chip) -> tuple[float, float, float]:
-    """(ici, dcn, latency) seconds of a collective: the busiest link inside a slice, the NIC, and what is neither."""
+    """(ici, dcn, latency) seconds of a collective: its busiest link within a slice, its NIC, and the rest."""
     dcn = sum(seconds for place, seconds in cost.busy_seconds if place == DCN)
     cores = sum(seconds for place, seconds in cost.busy_seconds if place == CORES)
     links = max((seconds for place, seconds in cost.busy_seconds if place >= 0), default=0.0)
@@ -158,8 +158,9 @@ def _collective_row(event: Event, chip: Chip, count: int) -> Row:
 
 
 def _copy_row(event: Event, copy: tuple[str, int], count: int) -> Row:
-    way, size = copy
+    opcode, size = copy
     return Row(
-        event.name, way, "copy", event.region, event.source, count, event.first, event.seconds, "pcie", PCIE_EFFICIENCY,
+        event.name, opcode, "copy", event.region, event.source, count, event.first, event.seconds, "pcie",
+        PCIE_EFFICIENCY,
         payload_bytes=size,
     )  # fmt: skip

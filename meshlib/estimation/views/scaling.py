@@ -43,13 +43,13 @@ class Scaling:
 
     @property
     def efficiency(self) -> tuple[float, ...]:
-        """MFU of each over that of the first. Modelled; 0 where the first does no product."""
+        """MFU of each slice over that of the first. Modelled; 0 if the first has no products."""
         first = self.estimates[0].mfu
         return tuple(e.mfu / first if first else 0.0 for e in self.estimates)
 
     @property
     def speedup(self) -> tuple[float, ...]:
-        """Useful flops per second of all devices, over those of the first. Modelled."""
+        """Useful flops per second of each slice over those of the first. Modelled."""
         rates = [e.useful_flops * e.slice.devices / e.step_seconds if e.step_seconds else 0.0 for e in self.estimates]
         return tuple(r / rates[0] if rates[0] else 0.0 for r in rates)
 
@@ -73,7 +73,7 @@ class Scaling:
         return "\n".join([*grid(cells, right=(1, 3, 4, 5, 6, 7, 9, 10)), *notes])
 
     def plot(self, ax: Any = None, what: str = "time") -> Any:
-        """Draw step time by what bounds it, efficiency, and peak memory beside HBM, a bar for each slice.
+        """Draw step time by bottleneck, efficiency, and peak memory beside HBM, one bar per slice.
 
         Args:
           ax: matplotlib Axes for one of the three, or the path of a file (.png, .svg, .pdf) for all; by default a new
@@ -90,7 +90,7 @@ class Scaling:
         return plotted("Scaling.plot", ax, panels, (max(13.0, 4 + 2.4 * len(self.estimates)), 4.2))
 
     def _panel(self, draw: Callable[[Any], None]) -> Callable[[Any], None]:
-        """One bar for each slice, with its name below."""
+        """A panel with one bar per slice, labelled below."""
 
         def panel(axes: Any) -> None:
             draw(axes)
@@ -106,7 +106,7 @@ class Scaling:
         return f"{e.slice.name}\n{e.slice.devices:,}"
 
     def _draw_times(self, axes: Any) -> None:
-        """Stacked bars: what bounds the step."""
+        """Stacked bars of step time by bottleneck."""
         unit, size = _unit(max(e.step_seconds for e in self.estimates), (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)))
         bottom = [0.0] * len(self.estimates)
         for name in BOUNDS:
@@ -150,7 +150,7 @@ _COLOURS = {
 
 
 def _unit(value: float, units: Sequence[tuple[str, float]]) -> tuple[str, float]:
-    """The largest unit that the value reaches, else the smallest."""
+    """The largest unit not above the value, otherwise the smallest."""
     return next((unit for unit in units if value >= unit[1]), units[-1])
 
 
@@ -206,6 +206,6 @@ def scaling(
 def _estimate(
     job: tuple[Callable[[Slice], Program], Sequence[Slice], Compiler | None, HostInput | None], n: int
 ) -> Estimate:
-    """The program of one slice, estimated."""
+    """The estimate of the program for slice number `n`."""
     program_builder, slices, compiler, input = job
     return estimate(program_builder(slices[n]), slices[n], compiler, input=input)

@@ -1,4 +1,4 @@
-"""Estimates as text: totals, the operations that take most time, and comparisons."""
+"""Estimates as text: totals, the slowest operations, and comparisons."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def table(est: Estimate, rows: int | None) -> str:
     if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 0):
         raise GraphError(f"Estimate.table: rows must be a number of rows or None, got {rows!r:.80}")
     lines = [*_head(est), "", *_rows(est, rows), "", est.memory.message]
-    lines += [f"note: {note}" for note in est.program.notes] if est.fits else []  # else the message has them
+    lines += [f"note: {note}" for note in est.program.notes] if est.fits else []  # otherwise the message includes them
     lines += [
         "",
         *_bounds(est),
@@ -65,7 +65,7 @@ def _head(est: Estimate) -> list[str]:
 
 
 def _fed(est: Estimate) -> str:
-    """What the hosts give, and whether the devices wait for it."""
+    """The input rate of the hosts, and whether devices wait for it."""
     given = est.input
     assert given is not None
     hosts = f"{given.hosts} host{'s' * (given.hosts > 1)}"
@@ -79,7 +79,7 @@ def _fed(est: Estimate) -> str:
 
 
 def _experts(report: ExpertReport) -> str:
-    """How uneven the load of experts is, and the worst that may come."""
+    """Imbalance of the expert load, and its worst case."""
     lost = f", {report.dropped:.1%} of choices find no room" if report.dropped else ""
     return (
         f"  experts          {report.busiest:>9.2f}x  times the mean on the busiest device: {report.load}{lost}; "
@@ -88,7 +88,7 @@ def _experts(report: ExpertReport) -> str:
 
 
 def _bubble(est: Estimate) -> list[str]:
-    """Where there is a pipeline."""
+    """The bubble of a pipeline, if there is one."""
     if not est.bubble_seconds:
         return []
     seconds = seconds_text(est.bubble_seconds)
@@ -96,7 +96,7 @@ def _bubble(est: Estimate) -> list[str]:
 
 
 def _recalled(chip: Chip, figure: str) -> str:
-    """Says so where nobody has read a figure again in its source."""
+    """A remark if a figure was recalled and not checked against its source."""
     return " (from memory)" if "from memory" in chip.source(figure) else ""
 
 
@@ -118,8 +118,7 @@ def _rows(est: Estimate, limit: int | None) -> list[str]:
 
 
 def _folded(est: Estimate, forward: frozenset[str]) -> list[list[Row]]:
-    """Rows in groups, those that take most first: what differs in a number of its name alone, as the same operation of
-    unrolled layers does, is one group."""
+    """Groups of rows, slowest first; rows whose names differ only in a number, as in unrolled layers, are one."""
 
     def shown(r: Row) -> tuple[str, ...]:
         name, *rest = _cells(est, [r], forward)
@@ -163,7 +162,7 @@ def _placed(est: Estimate) -> list[str]:
 
 
 def _unpublished(est: Estimate) -> list[str]:
-    """Names the figures of the chip on which times depend and that no public source states."""
+    """The chip figures that affect times and have no public source."""
     names = [
         name for name in est.slice.chip.unpublished if name not in ("name_counts", "tdp_watts", "usd_per_chip_hour")
     ]

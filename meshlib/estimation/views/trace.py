@@ -45,9 +45,9 @@ PHASE, LOOP, CORE, EXPOSED, BOUND = "phase", "loop", "core", "exposed", "bound b
 FLOW = "what is sent, to what reads it"
 COUNTER = "HBM bytes (exact)"
 WORKING = "MXU works, % (modelled)"
-WINDOWS = 100  # of the step, in each of which the share of the MXU's time is counted
+WINDOWS = 100  # windows per step for the counter of MXU utilisation
 SLICE_LIMIT = 50_000
-TRIPS_SHARE = "share of the time that it works (modelled)"  # of an engine in trips that are not shown one by one
+TRIPS_SHARE = "share of the time that it works (modelled)"  # of an engine, over trips not shown individually
 
 
 Flows = Mapping[int, tuple[int, ...]]
@@ -55,19 +55,19 @@ Flows = Mapping[int, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something on a track: nanoseconds from the start of the step."""
+    """A slice on a track: nanoseconds from the start of the step."""
 
     track: str
     name: str
     begin: int
     end: int
     args: dict[str, Any]
-    opens: tuple[int, ...] = ()  # flows that start here: what it sends is needed where they end
+    opens: tuple[int, ...] = ()  # flows from here to the consumers of what it sends
     closes: tuple[int, ...] = ()
 
 
 def trace_events(est: Estimate) -> list[dict[str, Any]]:
-    """The events of the trace, as the JSON holds them: names of tracks first, then everything by time."""
+    """The trace's JSON events: track names first, then everything by time."""
     spans = _in_turns(est, (s for s in _Writer(est).spans() if s.end > s.begin))
     number = {name: n for n, name in enumerate(_tracks(est, {s.track for s in spans}), start=1)}
     events = [_named("process_name", f"one device of {est.slice.name} (modelled times, exact counts)", 0)]
@@ -88,7 +88,7 @@ def trace_events(est: Estimate) -> list[dict[str, Any]]:
 
 
 def _flow_events(spans: Sequence[Span], number: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """Arrows from the start of what is sent to all that read it; a slice cut in pieces has them at the first."""
+    """Arrows from the start of a collective to its consumers; a slice cut in pieces has them on the first piece."""
     opened: dict[int, Span] = {}
     for s in sorted(spans, key=lambda s: s.begin):
         for n in s.opens:
@@ -102,12 +102,12 @@ def _flow_events(spans: Sequence[Span], number: Mapping[str, int]) -> Iterator[d
 
 
 def _in_turns(est: Estimate, spans: Iterable[Span]) -> list[Span]:
-    """On links, what is passed by something small stops for it, and what is left of it comes later."""
+    """Split link slices that a smaller collective passes: they pause, and the rest comes later."""
     network = {engine_name(place) for place, _ in places(est.slice)}
-    found: list[Span] = []
+    pieces: list[Span] = []
     sent = defaultdict[str, list[Span]](list)
     for s in spans:
-        (sent[s.track] if s.track in network else found).append(s)
+        (sent[s.track] if s.track in network else pieces).append(s)
     for track in sent.values():
         turns = [(s.begin, s.end, n, s) for n, s in enumerate(track)]
         heapify(turns)
@@ -115,22 +115,22 @@ def _in_turns(est: Estimate, spans: Iterable[Span]) -> list[Span]:
             begin, end, n, s = heappop(turns)
             if turns and turns[0][0] < end:
                 passing = turns[0]
-                if passing[0] > begin:  # or else the shorter one, which comes first
-                    found.append(replace(s, begin=begin, end=passing[0]))
+                if passing[0] > begin:  # otherwise the shorter one comes first
+                    pieces.append(replace(s, begin=begin, end=passing[0]))
                     heappush(turns, (passing[1], end + passing[1] - passing[0], n, s))
                     continue
                 heappop(turns)
                 heappush(turns, (end, passing[1] + end - begin, *passing[2:]))
-            found.append(replace(s, begin=begin, end=end))
-    return found
+            pieces.append(replace(s, begin=begin, end=end))
+    return pieces
 
 
 def _tracks(est: Estimate, used: set[str]) -> list[str]:
-    """The names of the tracks from top to bottom; those of engines also where nothing runs on them."""
+    """Track names from top to bottom, including idle engines."""
     loops = sorted(name for name in used if name.startswith(LOOP))
     network = [engine_name(place) for place, size in places(est.slice) if size > 1]
     phase, sent = ([name] if name in used else [] for name in (PHASE, EXPOSED))
-    copies = [way for way in HOST_COPIES if way in used]
+    copies = [direction for direction in HOST_COPIES if direction in used]
     return [*phase, *loops, CORE, "mxu", "vpu", "hbm", *network, *copies, *sent, BOUND]
 
 
@@ -139,7 +139,7 @@ def _named(what: str, name: str, thread: int) -> dict[str, Any]:
 
 
 class _Writer:
-    """The slices of an estimate's schedule."""
+    """Writes the slices of an estimate's schedule."""
 
     def __init__(self, est: Estimate) -> None:
         self.est = est
@@ -169,7 +169,7 @@ class _Writer:
             yield self._span(e, EXPOSED, at + begin, at + end)
         for unit, run in groupby(moments(made, self.est.slice.chip), key=lambda m: UNIT_OF.get(m.bound)):
             spans = [(m.begin, m.end) for m in run]
-            if unit is not None:  # of a loop, its trips say it
+            if unit is not None:  # a loop is described by its trips
                 yield _span(BOUND, unit, at + spans[0][0], at + spans[-1][1], {})
 
     def _event(self, body: UnitPlan | None, e: Event, at: float, room: int, depth: int) -> Iterator[Span]:
@@ -184,7 +184,7 @@ class _Writer:
             yield from self._kernel(e, at)
 
     def _flows(self, plan: UnitPlan, made: StepSchedule) -> tuple[Flows, Flows]:
-        """By number of an event: flows from collectives, and flows to what reads what they bring."""
+        """Event number -> flows from collectives, and event number -> flows to their consumers."""
         opens, closes = defaultdict[int, tuple[int, ...]](tuple), defaultdict[int, tuple[int, ...]](tuple)
         shown = {e.first: e for e in made.events}
         bringing = {y: u.number for u in plan.units if (e := shown.get(u.number)) and e.move for y in u.outputs}
@@ -247,7 +247,7 @@ class _Writer:
             yield self._span(e, track, start, min(end, start + seconds), args)
 
     def _span(self, e: Event, track: str, begin: float, end: float, args: Mapping[str, Any] | None = None) -> Span:
-        """A slice of what an event does on one track."""
+        """A slice of an event on one track."""
         name = f"{e.name} (again)" if e.region != FORWARD and e.name in self.forward else e.name
         return _span(track, name, begin, end, {**(args or {}), "line": e.source, "phase": e.region})
 
@@ -257,7 +257,7 @@ def _span(track: str, name: str, begin: float, end: float, args: dict[str, Any])
 
 
 def _size(made: StepSchedule, trips: bool = True) -> int:
-    """How many slices a schedule takes at most, with all the trips of its loops or without them."""
+    """Maximum number of slices of a schedule, with or without individual trips of its loops."""
     total = 1
     for e in made.events:
         if e.loop is not None:
@@ -281,7 +281,7 @@ def _phases(made: StepSchedule) -> Iterator[Span]:
 
 
 def _counters(est: Estimate) -> Iterator[dict[str, Any]]:
-    """HBM in all and by kind when each group starts, and at the end."""
+    """HBM in total and by kind, at the start of each group and at the end."""
     memory = est.memory.timeline_by_kind
     shown = [n for n, _ in enumerate(KINDS) if any(kinds[n] for kinds in memory)]
     last, held = -1, memory[-1] if memory else ()
@@ -300,7 +300,7 @@ def _counted(at: int, held: Sequence[int], shown: Sequence[int]) -> dict[str, An
 
 
 def _working(est: Estimate, spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
-    """In each window of the step, the share of the time for which the MXU works."""
+    """MXU utilisation in each window of the step."""
     width = max(1, -(-round(est.step_seconds * 1e9) // WINDOWS))
     worked = [0.0] * WINDOWS
     for s in spans:

@@ -1,4 +1,4 @@
-"""Whether a program would run faster on the same chips with their torus twisted, or not twisted."""
+"""Whether a program would run faster on the same chips with the other wiring, twisted or not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORTH_SAYING = 0.01  # of the step
 
 
 def other_wiring(est: Estimate) -> Estimate | None:
-    """The estimate of the same program on the same chips, twisted where `est` is not and the other way round.
+    """The estimate of the program on the same chips with the other wiring: twisted if `est` is not, and vice versa.
 
     Returns: with the best placement there; None for a slice whose shape or chip has no twist.
     Example:
@@ -45,7 +45,7 @@ def other_wiring(est: Estimate) -> Estimate | None:
 
 
 def twisting(est: Estimate) -> str | None:
-    """One line where the other wiring would shorten the step by a percent or more, else None."""
+    """One line if the other wiring would shorten the step by a percent or more, otherwise None."""
     other = other_wiring(est) if est.comm_seconds else None
     if other is None or other.step_seconds > (1 - WORTH_SAYING) * est.step_seconds:
         return None

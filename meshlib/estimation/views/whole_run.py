@@ -1,4 +1,4 @@
-"""A whole run: steps, their input, evaluations and checkpoints; hours and dollars.
+"""A whole run: steps, input, evaluations, checkpoints and failures; hours and dollars.
 
     seconds = start + steps * step + evaluations * evaluation + checkpoints * checkpoint + what failures cost
 
@@ -32,7 +32,7 @@ LENGTH = "length"
 
 @dataclass(frozen=True, repr=False)
 class WholeRun:
-    """What a run takes. Made by `Estimate.run`. Counts are exact, times modelled, the price is the list's.
+    """Cost of a whole run. Created by `Estimate.run`. Counts are exact, times modelled, the price is the list price.
 
     Attributes:
       steps: of training; examples: of one of them, or None where the program has no dim "batch".
@@ -61,23 +61,23 @@ class WholeRun:
 
     @property
     def seconds(self) -> float:
-        """From start to end."""
+        """Seconds from start to end."""
         lost = 0.0 if self.failures is None else self.failures.lost_seconds
         return self.start_seconds + self.training_seconds + self.evaluation_seconds + self.checkpoint_seconds + lost
 
     @property
     def goodput(self) -> float:
-        """Share of the time from start to end in which steps are trained that count."""
+        """Share of the total time spent on training steps that count."""
         return self.training_seconds / self.seconds
 
     @property
     def hours(self) -> float:
-        """The same in hours."""
+        """Hours from start to end."""
         return self.seconds / 3600
 
     @property
     def usd(self) -> float:
-        """At the list price of the slice, in US dollars.
+        """Cost at the slice's list price, in US dollars.
 
         Raises: SliceError for a chip without a published price.
         """
@@ -110,17 +110,17 @@ class WholeRun:
         )
 
     def _trained(self) -> str:
-        told = f"{self.steps:,} step{'s' * (self.steps != 1)}"
+        text = f"{self.steps:,} step{'s' * (self.steps != 1)}"
         if self.tokens:
-            told += f" of {count_text(self.tokens)} tokens"
+            text += f" of {count_text(self.tokens)} tokens"
         elif self.examples:
-            told += f" of {self.examples:,} examples"
+            text += f" of {self.examples:,} examples"
         if self.input_wait_seconds:
-            told += f"; waits for input {long_text(self.input_wait_seconds)}*"
-        return told
+            text += f"; waits for input {long_text(self.input_wait_seconds)}*"
+        return text
 
     def as_json(self) -> dict[str, Any]:
-        """The same figures for programs."""
+        """The figures as JSON."""
         return {
             "compiler": str(self.compiler),
             "steps": self.steps,
@@ -138,11 +138,7 @@ class WholeRun:
 
 
 def long_text(seconds: float) -> str:
-    """Hours and days for people, too.
-
-    >>> long_text(59), long_text(5400), long_text(10 * 86400)
-    ('59 s', '1.5 hours', '10 days')
-    """
+    """A duration in hours, with days if it is long."""
     for size, unit in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
         if seconds >= 2 * size or (unit == "hours" and seconds >= size):
             return f"{seconds / size:.4g} {unit}"
@@ -200,18 +196,18 @@ def whole_run(
 
 
 def sizes_of(program: Program) -> tuple[int | None, int | None]:
-    """Examples of a step and tokens of each: the dims "batch" and "length" of the inputs."""
+    """(examples per step, tokens per example), from dims "batch" and "length" of the inputs."""
     shapes = [v.tensor.shape for v in program.inputs.values()]
     batches = [s.dim(BATCH).size for s in shapes if BATCH in s.names]
     both = [s for s in shapes if BATCH in s.names and LENGTH in s.names]
     own = program.inputs.get("tokens")
-    if own is not None and own.tensor.shape in both:  # of an encoder-decoder what it learns to write
+    if own is not None and own.tensor.shape in both:  # of an encoder-decoder: the target sequence
         both = [own.tensor.shape]
     return max(batches, default=None), max((s.dim(LENGTH).size for s in both), default=None)
 
 
 def evaluation_steps(evaluation: Estimate, examples: object) -> int:
-    """Steps that so many examples take, the last one filled up."""
+    """Evaluation steps for so many examples, the last one padded."""
     count = whole(examples, WHAT, "evaluation_examples", 1)
     batch, _ = sizes_of(evaluation.program)
     if batch is None:
@@ -229,9 +225,9 @@ def _steps(
     length: int | None,
 ) -> int:
     given: Mapping[str, object] = {"steps": steps, "epochs": epochs, "tokens": tokens}
-    said = [name for name, value in given.items() if value is not None]
-    if len(said) != 1:
-        raise GraphError(f"{at(WHAT)}: say how long by one of steps, epochs (with examples) or tokens; got {said}")
+    stated = [name for name, value in given.items() if value is not None]
+    if len(stated) != 1:
+        raise GraphError(f"{at(WHAT)}: say how long by one of steps, epochs (with examples) or tokens; got {stated}")
     if (epochs is None) != (examples is None):
         raise GraphError(f"{at(WHAT)}: epochs and examples, those of one epoch, go together")
     if steps is not None:
@@ -247,7 +243,7 @@ def _steps(
 
 
 def _times(steps: int, every: object, argument: str) -> int:
-    """How often something happens that comes every so many steps and at the end."""
+    """Occurrences of an event every so many steps and at the end."""
     if every is None:
         return 1
     if whole(every, WHAT, argument) < 1:

@@ -1,1 +1,1 @@
-"""The work of a step in counts: FLOPs, bytes, messages; no time yet."""
+"""Work of a step as counts: FLOPs, bytes, messages; no time."""

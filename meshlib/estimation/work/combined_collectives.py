@@ -1,9 +1,9 @@
 """Small collectives combined into one launch, as compilers do.
 
 A collective that takes longer to start and to pass the hops than to send its bytes is combined with others of its kind
-over the same axes, up to the threshold of XLA's combiners. Members do not depend on each other, and nobody who uses one
-waits: what they send is there before the first of their users. So a collective may be issued later than the program
-says, but before its first user; or earlier, if all that it is made of is there and costs next to nothing (the cast of a
+over the same axes, up to the threshold of XLA's combiners. Members are independent, and no consumer
+is delayed: all are complete before the first consumer. So a collective may be issued later than the program
+says, but before its first consumer; or earlier, if its operands are available at almost no cost (the cast of a
 bias).
 
 Sources: openxla/xla all_reduce_combiner, all_gather_combiner and reduce_scatter_combiner; the threshold is
@@ -25,7 +25,7 @@ THRESHOLD_BYTES = 30 * 2**20
 
 
 def combined(units: Sequence[Unit], network: Network) -> list[Unit]:
-    """The units with small collectives combined, in an order in which all that a unit reads is made before it."""
+    """The units with small collectives combined, in an order that respects dependencies."""
     groups = _Grouping(units, network).groups
     if not groups:
         return list(units)
@@ -34,7 +34,7 @@ def combined(units: Sequence[Unit], network: Network) -> list[Unit]:
 
 @dataclass(eq=False)
 class _Group:
-    """Collectives that go together: their places among the units, and between which places they may be issued."""
+    """Collectives to combine: their positions, and the range of positions at which they can be issued."""
 
     members: list[int] = field(default_factory=list)
     size_bytes: int = 0
@@ -42,7 +42,7 @@ class _Group:
     latest: int = 0
 
     def takes(self, place: int, size_bytes: int, earliest: int, latest: int) -> bool:
-        """Adds a collective if it fits in."""
+        """Add a collective if it is compatible; returns whether it was added."""
         first, last = max(self.earliest, earliest), min(self.latest, latest)
         if self.members and (first > last or self.size_bytes + size_bytes > THRESHOLD_BYTES):
             return False
@@ -62,12 +62,13 @@ class _Grouping:
         for n, u in enumerate(units):
             for x in u.inputs:
                 self.first_user.setdefault(x, n)
-        self.at_once: list[bool] = []  # what is there at the start, or made of it at next to no cost
+        # whether a value is present at the start, or computed from such values almost for free
+        self.at_once: list[bool] = []
         groups: list[_Group] = []
         open_: dict[object, _Group] = {}
         for n, unit in enumerate(units):
             rooted = all(self.at_once[self.maker[x]] for x in unit.inputs if x in self.maker)
-            self.at_once.append(rooted and self._next_to_nothing(unit))
+            self.at_once.append(rooted and self._is_almost_free(unit))
             if not self._is_small(unit):
                 continue
             ((move, _),) = unit.moves
@@ -87,7 +88,7 @@ class _Grouping:
         wire = max((busy for _, busy in cost.busy_seconds), default=0.0)
         return move.kind in COMBINED and wire < cost.seconds - wire + self.network.launch_seconds
 
-    def _next_to_nothing(self, unit: Unit) -> bool:
+    def _is_almost_free(self, unit: Unit) -> bool:
         if unit.kernel is None or unit.product or unit.moves:
             return False
         chip = self.network.placement.slice.chip
@@ -104,7 +105,7 @@ def _ordered(units: Sequence[Unit], groups: Sequence[_Group], network: Network) 
     done: set[int] = set()
 
     def put(n: int) -> None:
-        """A unit, after those that make what it reads."""
+        """Append a unit after the units that it depends on."""
         if n in done:
             return
         done.add(n)
@@ -118,14 +119,14 @@ def _ordered(units: Sequence[Unit], groups: Sequence[_Group], network: Network) 
         for g in starts.get(n, ()):
             for member in g.members:
                 put(member)
-            order.append(_together([units[m] for m in g.members], network))
+            order.append(_merged([units[m] for m in g.members], network))
         if n not in together:
             put(n)
     return order
 
 
-def _together(members: Sequence[Unit], network: Network) -> Unit:
-    """One launch for all."""
+def _merged(members: Sequence[Unit], network: Network) -> Unit:
+    """All members in one launch."""
     moves = [move for u in members for move, _ in u.moves]
     first = moves[0]
     move = Communication(

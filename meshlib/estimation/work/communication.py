@@ -1,8 +1,8 @@
 """Collectives of a program as demands on the network, and the placement of its mesh on the slice.
 
-A reshard that is a collective is one demand, merged ones are one demand with the sum of their bytes; what moves inside
-an instruction (a halo, a summary) is a demand before its computation. The placement is the best one for all demands of
-the program together, loops counted as often as they run.
+A collective reshard is one demand, merged ones are one demand with the sum of their bytes; an exchange within an
+instruction (a halo, a summary) is a demand before its computation. The placement is the best one for all demands of the
+program together, loops counted as often as they run.
 
 Source: `hardware.network` prices demands on placements.
 """
@@ -23,20 +23,20 @@ from layouts.step_kinds import STEP_KINDS
 from meshlib.program.instructions import Instruction, Transfer
 from meshlib.program.records import Program, walk
 
-# Three and more mesh axes on a large torus can lie in thousands of ways. Each cut of a torus axis makes groups share
-# links, so where there are more ways than these, only those with at most one cut more than needed are priced.
+# Three or more mesh axes have thousands of placements on a large torus. Each cut of a torus axis makes groups share
+# links, so above this number only placements with at most one cut more than necessary are priced.
 MANY_PLACEMENTS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """One collective of a program: what the network has to carry, once.
+    """One run of one collective of a program, as seen by the network.
 
     Attributes:
       kind, axes: what and over which mesh axes; group: devices that take part.
       payload_bytes: operand on one device; sent_bytes: what a device sends on a ring (busiest sender). Exact.
       larger_bytes: of operand and result, by which the network prices.
-      tensor, reason: whose data, and why it moves.
+      tensor, reason: the tensor sent, and why.
     """
 
     kind: str
@@ -49,13 +49,11 @@ class Communication:
     reason: str
 
 
-Kept = Mapping[
-    Instruction, tuple[Communication, ...]
-]  # what a compiler sends for each instruction, one move for a collective
+Kept = Mapping[Instruction, tuple[Communication, ...]]  # instruction -> the collectives that a compiler sends for it
 
 
 def moves_of(program: Program, instruction: Instruction) -> tuple[Communication, ...]:
-    """The collectives that an instruction starts, in order; none for a computation without exchanges."""
+    """The collectives that an instruction starts, in order; () for a computation without exchanges."""
     mesh, transfers = program.mesh, instruction.transfers
     if not transfers:
         return ()
@@ -68,7 +66,7 @@ def moves_of(program: Program, instruction: Instruction) -> tuple[Communication,
 
 
 def _move(mesh: Mesh, transfers: Sequence[Transfer], name: str) -> Communication:
-    """What goes in one launch."""
+    """The collective of one launch."""
     first = transfers[0].sent
     group = mesh.group_size(first.axes)
     payload = sum(t.sent.payload_bytes for t in transfers)
@@ -78,14 +76,14 @@ def _move(mesh: Mesh, transfers: Sequence[Transfer], name: str) -> Communication
 
 
 def all_moves(program: Program) -> Iterator[tuple[Communication, int]]:
-    """Every collective of a program and of its loops, with how often it runs in a step."""
+    """Every collective of a program and its loops, with its runs per step."""
     for i, holder, times in walk(program):
         for move in moves_of(holder, i):
             yield move, times
 
 
 def launch_seconds(cost: Cost, chip: Chip) -> float:
-    """What starting a collective takes besides wire and hops: nothing where no device takes part but one."""
+    """Seconds to start a collective, besides wire and hops; 0 for a group of one device."""
     return chip.collective_launch_seconds if cost.seconds else 0.0
 
 
@@ -98,7 +96,7 @@ class Network:
 
     @property
     def launch_seconds(self) -> float:
-        """What starting a collective takes besides wire and hops."""
+        """Seconds to start a collective, besides wire and hops."""
         return self.placement.slice.chip.collective_launch_seconds
 
     def cost(self, move: Communication) -> Cost:
@@ -133,7 +131,7 @@ def placed_for(
     slice_: Slice, mesh: tuple[tuple[str, int], ...], demands: tuple[Demand, ...], whole_axes: bool,
     across: tuple[tuple[str, int], ...] = (),
 ) -> Placement:  # fmt: skip
-    """The best placement of a mesh for these demands; layers and sweeps ask for the same again."""
+    """The best placement of a mesh for these demands, cached because layers and sweeps repeat them."""
     sizes = dict(mesh)
     return best_placement(slice_, sizes, demands, _candidates(slice_, sizes, whole_axes, dict(across)))[0]
 
@@ -141,25 +139,25 @@ def placed_for(
 def _candidates(
     slice_: Slice, sizes: Mapping[str, int], whole_axes: bool, across: Mapping[str, int]
 ) -> list[Placement]:
-    """All placements where there are few; otherwise those that cut the torus in few pieces."""
-    every = list(placements(slice_, sizes))
+    """All placements if there are few; otherwise those that cut the torus least."""
+    all_placements = list(placements(slice_, sizes))
     if across:
-        every = [p for p in every if _over_dcn(p) == across]
-        if not every:
+        all_placements = [p for p in all_placements if _over_dcn(p) == across]
+        if not all_placements:
             raise HardwareError(
                 f"no placement of mesh {dict(sizes)} on {slice_.name} joins its slices as {dict(across)}"
             )
     if whole_axes:
         shape = slice_.torus_shape
-        uncut = [p for p in every if all(f.place < 0 or f.size == shape[f.place] for f in p.all_factors())]
-        every = uncut or every
-    if len(every) <= MANY_PLACEMENTS:
-        return every
-    pieces = [sum(1 for _ in p.all_factors()) for p in every]
+        uncut = [p for p in all_placements if all(f.place < 0 or f.size == shape[f.place] for f in p.all_factors())]
+        all_placements = uncut or all_placements
+    if len(all_placements) <= MANY_PLACEMENTS:
+        return all_placements
+    pieces = [sum(1 for _ in p.all_factors()) for p in all_placements]
     least = min(pieces)
-    return [p for p, count in zip(every, pieces, strict=True) if count <= least + 1]
+    return [p for p, count in zip(all_placements, pieces, strict=True) if count <= least + 1]
 
 
 def _over_dcn(placement: Placement) -> dict[str, int]:
-    """Of each mesh axis, the part over DCN."""
+    """For each mesh axis, its part over DCN."""
     return {axis: f.size for axis, factors in placement.factors for f in factors if f.place == DCN}

@@ -1,8 +1,7 @@
-"""The load of experts: how often each is chosen, and what the busiest device computes of it.
+"""Expert load: how often each expert is chosen, and the work of the busiest device.
 
-A program has the shapes of any load; its grouped products say what share of their rows is filled on the mean, where all
-experts are chosen equally often. Under another load the device whose experts are chosen most often has more rows than
-the mean, and all others wait for it.
+A program has the shapes of any load; its grouped products state the mean filled share of their rows, under uniform
+choice. Under another load the device with the most popular experts has more rows than the mean, and all others wait.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ WHAT = "estimate"
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """How often each expert is chosen.
+    """Popularity of each expert.
 
     Args:
       skew: how many times the mean the most chosen expert is chosen; the others fall off geometrically, in a random
@@ -37,7 +36,7 @@ class ExpertLoad:
 
     @classmethod
     def of(cls, given: object) -> ExpertLoad:
-        """A load as users give it: "balanced", a skew, or counts. Raises: GraphError for anything else."""
+        """A load from the user's argument: "balanced", a skew, or counts. Raises: GraphError for anything else."""
         if isinstance(given, str):
             if given == "balanced":
                 return cls()
@@ -54,7 +53,7 @@ class ExpertLoad:
         )
 
     def shares(self, experts: int) -> np.ndarray[Any, Any]:
-        """The share of all choices that each of so many experts has.
+        """Share of all choices for each of so many experts.
 
         >>> ExpertLoad(2.0).shares(4).round(3).tolist(), ExpertLoad(counts=(3.0, 1.0)).shares(2).tolist()
         ([0.148, 0.5, 0.272, 0.08], [0.75, 0.25])
@@ -72,7 +71,7 @@ class ExpertLoad:
                 f"{at(WHAT)}: expert_load must be at most {experts}, the program's experts, of which one that takes "
                 f"all choices is chosen {experts} times the mean; got {self.skew:g}"
             )
-        low, high = 0.0, 1.0  # of the ratio of an expert's share to that of the one before
+        low, high = 0.0, 1.0  # of the ratio between consecutive experts' shares
         for _ in range(60):
             middle = (low + high) / 2
             falling = middle ** np.arange(experts)
@@ -88,7 +87,7 @@ class ExpertLoad:
 
 @dataclass(frozen=True)
 class ExpertReport:
-    """What a load of experts does to a step.
+    """Effect of an expert load on a step.
 
     Attributes:
       load: how often each is chosen.
@@ -111,16 +110,16 @@ class ExpertShare:
 
     @cached_property
     def experts(self) -> int:
-        """On all devices."""
+        """Experts on all devices."""
         return self._experts(local=False)
 
     @property
     def blocks(self) -> int:
-        """Into how many parts the experts are split."""
+        """Number of parts into which the experts are split."""
         return self.experts // self._experts(local=True)
 
     def _experts(self, local: bool) -> int:
-        """Of the matrices, or where rows are summed of the result, the dims that the bounds of the groups have."""
+        """Expert dims: those of the matrices (or of the result, if rows are summed) that group bounds have, too."""
         i = self.instruction
         bounds = i.inputs[-2].tensor.shape.names
         held = next(v for v in (i.inputs[1], *i.outputs) if i.operation.attrs["groups"] in v.tensor.shape.names)
@@ -128,18 +127,18 @@ class ExpertShare:
         return prod(d.size for d in shape if d.name in bounds and _is_of_experts(i, d.name))
 
     def busiest(self, load: ExpertLoad) -> float:
-        """How many times the mean the busiest device's experts are chosen."""
+        """Load of the busiest device's experts relative to the mean."""
         shares = load.shares(self.experts).reshape(self.blocks, -1).sum(1)
         return float(shares.max() * self.blocks)
 
     def dropped(self, load: ExpertLoad) -> float:
-        """The share of all choices that finds no room in the shards of the busy devices."""
+        """Share of all choices without room in the shards of busy devices."""
         filled = float(self.instruction.operation.attrs["filled"])
         rows = load.shares(self.experts).reshape(self.blocks, -1).sum(1) * self.blocks * filled
         return float(np.maximum(rows - 1, 0).sum() / rows.sum())
 
     def under(self, load: ExpertLoad | None) -> Compute:
-        """The instruction with the rows of a load; None: of the worst, in which all rows are filled."""
+        """The instruction with the rows of a load; None: the worst case, with all rows filled."""
         i = self.instruction
         attrs = i.operation.attrs
         if load is None:
@@ -151,7 +150,7 @@ class ExpertShare:
 
 
 def _is_of_experts(i: Compute, name: str) -> bool:
-    """Whether a dim of the bounds is one of the experts: the groups, and the shards that matrices have, too."""
+    """Whether a dim of the bounds is an expert dim: the groups, and shards that matrices have, too."""
     attrs = i.operation.attrs
     rows = next(v for v in i.inputs[:2] if attrs["rows"] in v.tensor.shape.names)
     matrices = [v for v in (*i.inputs[:2], *i.outputs) if v is not rows and attrs["rows"] not in v.tensor.shape.names]
@@ -159,7 +158,7 @@ def _is_of_experts(i: Compute, name: str) -> bool:
 
 
 def grouped_products(program: Program) -> Iterator[ExpertShare]:
-    """The grouped products of a program and of its loops."""
+    """The grouped products of a program and its loops."""
     for i in program.instructions:
         if isinstance(i, Loop):
             yield from grouped_products(i.body)
@@ -168,7 +167,7 @@ def grouped_products(program: Program) -> Iterator[ExpertShare]:
 
 
 def under_load(program: Program, load: ExpertLoad | None) -> Program:
-    """The program with the rows that a load brings to its busiest device; None: the worst load that has room."""
+    """The program with the busiest device's rows under a load; None: the worst load that has room."""
 
     def changed(i: Instruction) -> Instruction:
         if isinstance(i, Loop):

@@ -1,8 +1,8 @@
-"""HBM traffic of a fusion group: each buffer once, in whole tiles, parts where only parts are read.
+"""HBM traffic of a fusion group: each buffer once, in whole tiles, and parts where only parts are read.
 
-An operation that looks only at a part of an operand (gather, slice) reads that part, a gather of rows the tiles of 8
-rows in which they are; one that writes in place writes a part. Of what readers make (`stored`) they read what it is
-made of.
+An operation that accesses part of an operand (gather, slice) reads that part; a gather of rows reads the tiles of 8
+rows that contain them; an in-place update writes a part. Where readers recompute a value (`stored_values`), they read
+the values that it is computed from.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from meshlib.program.instructions import Commit, Compute, Instruction, Move, Res
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Of one buffer what a group reads or writes: exact and padded bytes.
+    """One buffer read or written by a group: exact and padded bytes.
 
-    `written`: or else read; `passes`: whether it only passes between groups, and need not be in HBM for its own sake.
+    `written`: or read; `passes`: whether it is temporary between groups, and need not reside in HBM.
     """
 
     buffer: Value
@@ -33,38 +33,38 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """What a group reads, then what it writes."""
+    """Buffers that a group reads, then those that it writes."""
 
     uses: tuple[Use, ...]
 
     @property
     def exact_bytes(self) -> int:
-        """Of all."""
+        """Exact bytes of all uses."""
         return sum(u.exact_bytes for u in self.uses)
 
     @property
     def padded_bytes(self) -> int:
-        """Of all."""
+        """Padded bytes of all uses."""
         return sum(u.padded_bytes for u in self.uses)
 
     @property
     def read_bytes(self) -> int:
-        """Padded, of what is read."""
+        """Padded bytes read."""
         return sum(u.padded_bytes for u in self.uses if not u.written)
 
     @property
     def at_hand_bytes(self) -> int:
-        """Padded, of what is read and there from the start: variables, inputs, slices of a loop's stacks."""
+        """Padded bytes read that are present from the start: variables, inputs, slices of a loop's stacks."""
         return sum(u.padded_bytes for u in self.uses if not (u.written or u.passes))
 
 
 def boundary_of(members: Sequence[Instruction], stored: Stored, in_place: frozenset[Value]) -> Boundary:
-    """The boundary of a group; `in_place`, which results are there already but for the part that is written."""
+    """The boundary of a group; `in_place`: results that update an operand in place and write only a part."""
     inside = {y for i in members for y in i.outputs}
     read: dict[Value, tuple[int, int]] = {}
     written: dict[Value, tuple[int, int]] = {}
-    needed: set[Value] = set()  # of what members make, what goes into something that is written
-    shares: dict[Value, float] = {}  # of what members make, the part that is read
+    needed: set[Value] = set()  # results of members that a written value depends on
+    shares: dict[Value, float] = {}  # result of a member -> share of it that is read
     for i in reversed(members):
         if isinstance(i, Resident | Commit):
             continue
@@ -95,7 +95,7 @@ def boundary_of(members: Sequence[Instruction], stored: Stored, in_place: frozen
 def _buffers_read(
     i: Instruction, n: int | None, x: Value, share: float, stored: Stored
 ) -> Iterator[tuple[Value, tuple[int, int]]]:
-    """What is read of operand `n`, or of what that is made of: its buffer, and the scales of one in fewer bits."""
+    """Buffers read for operand `n`, or for a value that it is recomputed from, including scales of narrow values."""
     exact, padded = stored.sizes(x) if n is None else _read(i, n, x, stored)
     yield stored.of(x), (round(exact * share), round(padded * share))
     for scale in stored.scales(x):
@@ -103,7 +103,7 @@ def _buffers_read(
 
 
 def _share_read(i: Instruction, n: int, shares: Mapping[Value, float]) -> float:
-    """The share of an operand that a product reads, where data decide, as expected; a view of it passes that on."""
+    """Expected share of an operand that a product reads, where it depends on data; views pass it on."""
     if not isinstance(i, Compute):
         return 1.0
     if i.operation.opdef.kind is Kind.VIEW or i.operation.opdef.home is Home.OPERAND:
@@ -114,19 +114,19 @@ def _share_read(i: Instruction, n: int, shares: Mapping[Value, float]) -> float:
 
 def _read(i: Instruction, n: int, x: Value, stored: Stored) -> tuple[int, int]:
     whole = stored.sizes(x)
-    if n == 0 and (i.operation.opdef.reads_part or isinstance(i, Move)):  # a cut, if it is a move
+    if n == 0 and (i.operation.opdef.reads_part or isinstance(i, Move)):  # as a move, a slice
         exact, padded = stored.sizes(i.outputs[0])
         row = row_looked_up(i, x)
-        if row and row % LANES:  # laid out anew: the table is read and written
+        if row and row % LANES:  # relayout: the table is read and written
             return min(whole[0], exact), 2 * whole[1]
         return min(whole[0], exact), min(whole[1], padded * (SUBLANES if row else 1))
     return whole
 
 
 def row_looked_up(i: Instruction, x: Value) -> int:
-    """Elements of what an index of a gather selects, if that is a row within tiles, of which all is read; else 0."""
+    """Elements of the row that a gather's index selects, if the whole row is read; otherwise 0."""
     indices = i.operation.opdef.indices
-    if indices is None or isinstance(i, Move):  # a move of its operand looks nothing up
+    if indices is None or isinstance(i, Move):  # a move of its operand is no lookup
         return 0
     named = {d.name for d in i.inputs[indices].tensor.shape} | {i.operation.attrs["dim"].name}
     own = [d.size for d in x.local_shape if d.name not in named]

@@ -1,4 +1,4 @@
-"""A program of one fusion group: the passes that TPU compilers cut it into, and their cost.
+"""A program with a single fusion group: the passes into which TPU compilers cut it, and their cost.
 
 A reduction ends a fusion: what uses its result needs all of a row first. So a softmax runs as three fusions (the
 maximum; the sum of exponentials; the quotient), a layer norm as three and two more over its row statistics. Each has a
@@ -37,14 +37,14 @@ from meshlib.estimation.work.tiles import tiled_bytes
 from meshlib.program.instructions import Compute, Instruction, Value
 
 LAUNCH_CLOCK_HZ = 2.2e9  # of v7, where launches were measured
-WINDOW_BYTES = 10 << 20  # operands, result and float32 block that one window holds: cycles change there
+WINDOW_BYTES = 10 << 20  # operands, result and float32 block of one window: measured cycles change at this size
 _REGISTER_BYTES = 4 * SUBLANES * LANES
 _BLOCK_ITEMSIZE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """The passes of a fusion group that is alone in its program.
+    """The passes of a program's only fusion group.
 
     Attributes:
       launches: fusions that run.
@@ -59,28 +59,28 @@ class Passes:
     registers: int
 
     def loop_seconds(self, chip: Chip, traffic_bytes: float) -> float:
-        """Time of a single instruction's loop that does not overlap with copies: where more than a window passes."""
+        """Loop seconds of a single instruction that do not overlap with copies, if it exceeds a window."""
         if traffic_bytes <= WINDOW_BYTES:
             return 0.0
         return self.registers * chip.vector_loop_cycles / (chip.clock_hz * chip.cores_per_device)
 
 
 def passes_of(members: Sequence[Instruction], stored: Stored) -> Passes:
-    """The passes of the only fusion group of a program."""
+    """The passes of a program's only fusion group."""
     computed = [i for i in members if isinstance(i, Compute)]
     rows = max((_extent(i) for i in computed), default=0)
     level = _levels(computed)
     sweeping = [i for i in computed if 2 * _extent(i) > rows]
     statistics = {level[i] for i in computed if level[i] and 2 * _extent(i) <= rows}
     sweeps = 0 if any(map(is_matmul, computed)) else max(0, len({level[i] for i in sweeping}) - 1)
-    blocks: dict[int, int] = {}  # of the reductions of each pass, which share its operands
+    blocks: dict[int, int] = {}  # accumulator blocks of the reductions in each pass, which share operands
     for i in computed:
         if _reduces(i):
             blocks[level[i]] = max(blocks.get(level[i], 0), _block_bytes(i.inputs[0]))
     rounded = (y for i in sweeping for y in i.outputs if _is_rounded(i, y, stored))
     block_bytes = sum(blocks.values()) + sum(map(_block_bytes, rounded))
     running = [(n, i.outputs[0]) for i in sweeping if (n := _running_passes(i))]
-    block_bytes += sum(2 * n * _block_bytes(y) for n, y in running)  # handed from pass to pass
+    block_bytes += sum(2 * n * _block_bytes(y) for n, y in running)  # passed on between passes
     anew = [v for i in computed for v in _laid_out_anew(i)]
     block_bytes += sum(map(_block_bytes, anew))
     launches = 1 + sweeps + len(statistics) + sum(n for n, _ in running) + len(anew)
@@ -88,12 +88,12 @@ def passes_of(members: Sequence[Instruction], stored: Stored) -> Passes:
 
 
 def product_launch_seconds(chip: Chip) -> float:
-    """Launch of a product: a fixed number of the core's cycles."""
+    """Launch of a product: a fixed number of core cycles."""
     return chip.launch_seconds * LAUNCH_CLOCK_HZ / chip.clock_hz
 
 
 def awaited_seconds(chip: Chip, product: Matmul, sizes: tuple[float, float]) -> float:
-    """Time in which half of the larger operand arrives, if VMEM holds it beside what else passes; else 0."""
+    """Seconds until half of the larger operand has arrived, if it fits half of VMEM; otherwise 0."""
     left = sizes[0] * product.m * product.k
     right = sizes[1] * product.taps * product.k * product.n
     larger = product.batch * max(left, right)
@@ -101,14 +101,14 @@ def awaited_seconds(chip: Chip, product: Matmul, sizes: tuple[float, float]) -> 
 
 
 def summed_block_bytes(chip: Chip, product: Matmul) -> int:
-    """The float32 block that a product with a vector accumulates where the vector unit sums it; else 0."""
+    """Float32 accumulator block of a matrix-vector product on the vector unit; 0 for other products."""
     if not strength_reduced(chip, product):
         return 0
     return _BLOCK_ITEMSIZE * product.batch * product.taps * product.k * max(product.m, product.n)
 
 
 def _levels(members: Sequence[Compute]) -> dict[Compute, int]:
-    """Reductions that have to run, one after the other, before each instruction starts."""
+    """Number of sequential reductions before each instruction."""
     level: dict[Compute, int] = {}
     after: dict[Value, int] = {}
     for i in members:
@@ -118,20 +118,20 @@ def _levels(members: Sequence[Compute]) -> dict[Compute, int]:
 
 
 def _registers(sweeping: Sequence[Compute], level: dict[Compute, int], rows: int) -> int:
-    """Float32 registers that the first pass goes over, if it is a single instruction that is no fusion."""
+    """Float32 registers of the first pass, if it is a single unfused instruction; otherwise 0."""
     first = [i for i in sweeping if level[i] == 0]
     if len(first) != 1 or not _is_plain(first[0]):
         return 0
     (only,) = first
-    if any(2 * x.local_size <= rows for x in only.inputs):  # broadcast on the way, which makes a fusion of it
+    if any(2 * x.local_size <= rows for x in only.inputs):  # a broadcast operand makes it a fusion
         return 0
     values = only.outputs if only.operation.opdef.reads_part else (*only.inputs, *only.outputs)
     return max(map(_block_bytes, values)) // _REGISTER_BYTES
 
 
 def _is_plain(i: Compute) -> bool:
-    """Whether an operation is a single instruction that moves each element through a register: arithmetic that rounds,
-    a reduction, a slice."""
+    """Whether an operation is a single instruction that moves each element through a register: rounding arithmetic, a
+    reduction, a slice."""
     kind = i.operation.opdef
     if kind.reads_part:
         return kind.indices is None
@@ -139,21 +139,21 @@ def _is_plain(i: Compute) -> bool:
 
 
 def _running_passes(i: Compute) -> int:
-    """Further passes of a running sum, or another recurrence along a dim: XLA lays rows out in blocks of lanes, sums
-    within these, adds the sums of the blocks before, and lays the result out again."""
+    """Extra passes of a running sum or other recurrence: XLA relayouts rows into blocks of lanes, sums within blocks,
+    adds the sums of previous blocks, and relayouts the result."""
     kind = i.operation.opdef
     running = kind.kind is Kind.INDEXED and isinstance(kind.lower, Summary) and kind.indices is None
     return 3 if running and i.inputs[-1].local_size == i.outputs[0].local_size else 0
 
 
 def _laid_out_anew(i: Compute) -> tuple[Value, ...]:
-    """The table and the result of a gather of rows that are no whole lanes: both go through a float32 block."""
+    """Table and result of a gather of rows that do not fill whole lanes, which need a float32 relayout."""
     whole = row_looked_up(i, i.inputs[0]) % LANES == 0 if i.operation.opdef.reads_part else True
     return () if whole else (i.inputs[0], i.outputs[0])
 
 
 def _extent(i: Instruction) -> int:
-    """Elements that an instruction goes over."""
+    """Elements that an instruction processes."""
     return max(v.local_size for v in (*i.inputs, *i.outputs))
 
 
@@ -164,7 +164,7 @@ def _reduces(i: Compute) -> bool:
 
 
 def _is_rounded(i: Compute, y: Value, stored: Stored) -> bool:
-    """Whether a result of computed values leaves its pass in a float type of fewer bits than it was computed in."""
+    """Whether a computed result is stored in a narrower float type than it was computed in."""
     computed = i.operation.opdef.kind is not Kind.SOURCE and i.operation.opdef.indices is None and not _reduces(i)
     dtype = y.tensor.dtype
     return computed and dtype.is_float and dtype.itemsize < _BLOCK_ITEMSIZE and stored.is_written(y)

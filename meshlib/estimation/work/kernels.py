@@ -37,7 +37,7 @@ from meshlib.program.records import Program, walk
 
 @dataclass(frozen=True)
 class Kernel:
-    """What one fusion group asks of one device, once.
+    """Work of one run of a fusion group on one device.
 
     Attributes:
       name, opcode, source, region: of its main operation: the product, else the last one whose result others read.
@@ -71,7 +71,7 @@ class Kernel:
     useful_flops: float
     vpu_ops: int
     padded_vpu_ops: float
-    narrow_vpu_ops: float  # of the padded ones, those in bfloat16
+    narrow_vpu_ops: float  # the bfloat16 part of the padded ones
     hbm_bytes: int
     padded_bytes: int
     free: bool
@@ -91,7 +91,7 @@ class Kernel:
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """What its time depends on."""
+        """Cache key of its time."""
         work = (self.matmuls, self.padded_vpu_ops, self.narrow_vpu_ops, self.padded_bytes)
         narrow = self.quantised_bytes, self.spared_bytes
         here = self.at_hand_bytes, self.at_hand, self.row_bytes, self.sweeps, self.read_bytes
@@ -99,7 +99,7 @@ class Kernel:
 
     @cached_property
     def operand_bytes(self) -> float:
-        """Bytes of the operands of its product, each read once."""
+        """Bytes of its product's operands, each read once."""
         return sum(p.batch * p.k * (left * p.m + right * p.taps * p.n) for p, (left, right) in self.matmuls)
 
 
@@ -129,7 +129,7 @@ def kernel_of(
         return i.operation.name in forward and (region or i.operation.region) != FORWARD
 
     attention = attention_of(program, main) if main.operation.opdef.scores and isinstance(main, Compute) else None
-    for i in _run_by(members, stored):
+    for i in _executed(members, stored):
         vpu_ops = local_work(program, i).vpu_ops
         ops += vpu_ops
         if vpu_ops:
@@ -174,9 +174,9 @@ def kernel_of(
     )
 
 
-def _run_by(members: Sequence[Instruction], stored: Stored) -> Iterator[Instruction]:
-    """What a group's kernel runs: its members, without those whose results only other kernels make again, and what it
-    makes again of its operands."""
+def _executed(members: Sequence[Instruction], stored: Stored) -> Iterator[Instruction]:
+    """Instructions that a group's kernel runs: members without results recomputed only elsewhere, and recomputations of
+    its operands."""
     inside = {y for i in members for y in i.outputs}
     needed: dict[Value, None] = {}
     run: dict[Instruction, None] = {}
@@ -192,7 +192,7 @@ def _run_by(members: Sequence[Instruction], stored: Stored) -> Iterator[Instruct
 
 
 def _rows(members: Sequence[Instruction]) -> tuple[int, int]:
-    """Bytes of a block of rows that a group reduces, and how many of its reductions its own members wait for."""
+    """Bytes of a block of rows that a group reduces, and the number of reductions that its own members wait for."""
     used = {x for i in members for x in i.inputs}
     row = sweeps = 0
     for i in members:
@@ -204,7 +204,7 @@ def _rows(members: Sequence[Instruction]) -> tuple[int, int]:
 
 
 def forward_names(program: Program) -> frozenset[str]:
-    """Names of the operations of the forward pass, those in loops included."""
+    """Names of the forward pass's operations, those in loops included."""
     return frozenset(i.operation.name for i, _, _ in walk(program) if i.operation.region == FORWARD)
 
 
@@ -221,13 +221,13 @@ def _is_free(i: Instruction) -> bool:
     if kind.storage is Storage.RESHAPED or (
         kind.kind is Kind.REDUCTION and i.inputs[0].sharding.local_size == i.outputs[0].sharding.local_size
     ):
-        # Tiles stay as they are where the two minor dims do; one element of each is its own sum.
+        # If the two minor dims keep their tiles, each element is a sum over whole tiles.
         return i.inputs[0].local.shape.sizes[-2:] == i.outputs[0].local.shape.sizes[-2:]
     return False
 
 
 def _stretch(i: Instruction) -> float:
-    """How much more elements the vector unit handles than there are: those of the tiles of the largest value."""
+    """Ratio of padded to actual elements of the largest value, which scales vector work."""
     largest = max((*i.inputs, *i.outputs), key=lambda v: v.local_size)
     if not largest.local.shape.sizes:
         return 1.0

@@ -32,7 +32,7 @@ _ELEMENTWISE = (Kind.ELEMENTWISE, Kind.VIEW, Kind.SOURCE)
 def plan_of(program: Program, network: Network, compiler: Compiler, kept: Kept | None = None) -> UnitPlan:
     """The plan of a program, with a compiler's rounding noise and tiles of ragged products.
 
-    `kept`: what a compiler sends for each instruction, in place of what the program says.
+    `kept`: collectives of a compiled program, which replace the program's own.
     """
     whole = _Whole(network, forward_names(program), compiler, kept)
     plan = _planned(program, whole, Recent(), program.memory_plan.in_place, None)
@@ -43,7 +43,7 @@ def plan_of(program: Program, network: Network, compiler: Compiler, kept: Kept |
 
 @dataclass(frozen=True)
 class _Whole:
-    """What holds for a program and for the bodies of its loops.
+    """Context shared by a program and the bodies of its loops.
 
     `forward`: names of the forward pass's operations.
     """
@@ -62,9 +62,9 @@ def _planned(
     region: str | None,
     loop: Loop | None = None,
 ) -> UnitPlan:
-    """The plan of a program, or of the body that a `loop` runs.
+    """The plan of a program, or of the body of `loop`.
 
-    `region` is that of the loop, or of one around it, if it is no part of the forward pass.
+    `region` is that of the loop or of an enclosing one, unless it is in the forward pass.
     """
     planner = _UnitPlanner(program, whole, recent, in_place, region, Stored(program, loop))
     units = [planner.unit(n, members) for n, members in enumerate(kernels_of(program))]
@@ -77,14 +77,14 @@ def _planned(
 
 
 def kernels_of(program: Program) -> list[list[Instruction]]:
-    """The fusion groups in order; those of one weight's update, which share what they read, are one kernel.
+    """The fusion groups in order; groups of one weight's update that share operands are one kernel.
 
     Slots and weight are results of the program, so each has a group of its own; a compiler writes them in one pass.
     """
     kernels: list[list[Instruction]] = []
     for _, members in groupby(program.instructions, key=lambda i: i.group):
         group = list(members)
-        if kernels and _is_update(group) and _is_update(kernels[-1]) and _share(kernels[-1], group):
+        if kernels and _is_update(group) and _is_update(kernels[-1]) and _share_arrays(kernels[-1], group):
             kernels[-1] += group
         else:
             kernels.append(group)
@@ -98,8 +98,8 @@ def _is_update(group: Sequence[Instruction]) -> bool:
     )
 
 
-def _share(a: Sequence[Instruction], b: Sequence[Instruction]) -> bool:
-    """Whether a group reads an array of more than one element that another one reads or makes."""
+def _share_arrays(a: Sequence[Instruction], b: Sequence[Instruction]) -> bool:
+    """Whether group `b` reads a non-scalar array that group `a` reads or writes."""
     known = {x for i in a for x in (*i.inputs, *i.outputs) if x.local_size > 1}
     return any(x in known for i in b for x in i.inputs)
 
@@ -148,9 +148,9 @@ class _UnitPlanner:
             unit.host_bytes = first.opcode, sum(y.local_bytes for i in members for y in i.outputs)
             return unit
         unit.early = isinstance(first, Reshard) and first.early
-        kept = self.whole.kept
-        moves = [m for i in members for m in (moves_of(self.program, i) if kept is None else kept.get(i, ()))]
-        if kept is None and first.is_collective and all(y in self.narrow for y in first.outputs):
+        compiled = self.whole.kept
+        moves = [m for i in members for m in (moves_of(self.program, i) if compiled is None else compiled.get(i, ()))]
+        if compiled is None and first.is_collective and all(y in self.narrow for y in first.outputs):
             gathered = self.quantised.gathered
             gathered.update({y: gathered.get(x, x) for x, y in zip(first.inputs, first.outputs, strict=True)})
             wide = first.inputs[0].tensor.dtype
@@ -169,7 +169,7 @@ class _UnitPlanner:
         return unit
 
     def _in_tiles(self, kernel: Kernel, members: Sequence[Instruction]) -> Kernel:
-        """A kernel whose product, if it is one of experts, multiplies whole tiles of their weights."""
+        """A kernel whose expert product, if any, is padded to whole weight tiles."""
         width = self.whole.compiler.ragged_tile_width
         products = [i for i in members if is_matmul(i)] if width else []
         if not products:
@@ -183,7 +183,7 @@ class _UnitPlanner:
 
 
 def _note_passes(plan: UnitPlan, program: Program) -> None:
-    """How the only kernel of a program is cut in passes; one in the body of a loop is not alone."""
+    """Record the passes of a program's only kernel, unless it is in the body of a loop."""
     stored = Stored(program)
     groups = {members[0].group: members for members in kernels_of(program)}
     for unit in plan.units:
@@ -192,8 +192,8 @@ def _note_passes(plan: UnitPlan, program: Program) -> None:
 
 
 def _note_chains(units: Sequence[Unit]) -> None:
-    """Which collectives the first product after them needs, itself or through what runs in between; or the end."""
-    needs: dict[int, frozenset[int]] = {}  # value -> places of the collectives since the last product behind it
+    """Mark collectives whose result the next product needs, even indirectly, or that have no product after them."""
+    needs: dict[int, frozenset[int]] = {}  # value -> collectives since the last product that it depends on
     since: list[int] = []
     for place, unit in enumerate(units):
         behind = frozenset[int]().union(*(needs.get(x, frozenset()) for x in unit.inputs))
@@ -210,12 +210,12 @@ def _note_chains(units: Sequence[Unit]) -> None:
 
 
 def _note_windows(units: Sequence[Unit]) -> None:
-    """Which product is the last of those that take one gathered value piece by piece.
+    """Record, for each product, the gathered values whose last consumer in pieces it is.
 
     A window holds products with nothing but element-wise work between them: the first product, loop or attention that
     does not read the value ends it.
     """
-    last: dict[int, Unit] = {}  # gathered value -> the last product of its open window
+    last: dict[int, Unit] = {}  # gathered value -> last product of its open window
     gathered: set[int] = set()
     for unit in units:
         if unit.is_collective and STEP_KINDS[unit.moves[0][0].kind].gathers and unit.chained:
@@ -232,7 +232,7 @@ def _note_windows(units: Sequence[Unit]) -> None:
 
 
 def _note_leaders(units: Sequence[Unit]) -> None:
-    """What a product, attention or loop needs, itself or through what runs in between."""
+    """Mark units that a product, attention or loop depends on, directly or indirectly."""
     needed: set[int] = set()
     for unit in reversed(units):
         unit.leads_on = unit.is_large or not needed.isdisjoint(unit.outputs)

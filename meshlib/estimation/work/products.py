@@ -1,4 +1,4 @@
-"""Work of a fusion group on the MXU: products and attention, useful FLOPs, operands in eight bits."""
+"""MXU work of a fusion group: products and attention, useful FLOPs, eight-bit operands."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from meshlib.program.analysis.work import attributes, local_types, local_work
 from meshlib.program.instructions import Compute, Instruction, Move, Value
 from meshlib.program.records import Program
 
-_LENGTHS = ("length", "memory_length")  # of queries, of keys
+_LENGTHS = ("length", "memory_length")  # of queries and keys
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """What a kernel of fused attention computes on one device.
+    """Work of a fused attention kernel on one device.
 
     Attributes:
       of: what its record says.
@@ -44,12 +44,12 @@ class Attention:
     window: int | None = None
 
     def scores_in(self, tile: tuple[int, int]) -> float:
-        """Pairs that a kernel computes whose tiles have so many queries and keys; it skips those nobody sees."""
+        """Query-key pairs computed with tiles of this size; fully masked tiles are skipped."""
         seen = self.length, self.memory, self.causal, self.window
         return float(self.scores * executed_share(*seen, tile) / executed_share(*seen))
 
     def products(self, together: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Products per score, as sizes of head dims: those contracted over, and those that stream instead.
+        """Head dims of the products per score: (contracted ones, streamed ones).
 
         `together`: scores and their cotangents, which both gradients need, are computed with the keys' gradient only.
         """
@@ -59,7 +59,7 @@ class Attention:
 
     @property
     def useful(self) -> float:
-        """The share of its products that is no repetition of the forward pass."""
+        """Share of its products that does not repeat the forward pass."""
         products = len(self.of.contracted) + len(self.of.turned)
         return (products - self.of.repeated) / products
 
@@ -82,12 +82,12 @@ def rows_first(product: Compute) -> tuple[Value, Value]:
 
 
 def matmul_of(program: Program, instruction: Compute) -> Matmul:
-    """The products that a contraction is on one device."""
+    """The matrix products of a contraction on one device."""
     p, op = _product_of(instruction), instruction.operation
     passes = 1
     if attributes(program, op).get("precision") == "highest":
         once = op.opdef.work(*local_types(instruction), {**op.attrs, "precision": "default"}).mxu_flops
-        if once:  # windows may see nothing but padding
+        if once:  # windows over nothing but padding
             passes = local_work(program, instruction).mxu_flops // once
     dtype = mxu_dtype(instruction)
     if p.groups > 1:
@@ -99,12 +99,12 @@ def matmul_of(program: Program, instruction: Compute) -> Matmul:
 
 
 def _computed(rows: int, product: Product) -> int:
-    """Sorted rows with those of tiles in which groups meet."""
+    """Sorted rows, with those of tiles shared by several groups counted for each."""
     return product.runs * computed_rows(-(-rows // product.runs), product.groups)
 
 
 def in_ragged_tiles(matmul: Matmul, product: Compute, width: int) -> Matmul:
-    """A product of rows that are sorted by expert in whole tiles of the weights; any other product as it is.
+    """A product of rows sorted by expert, with weights in whole tiles; other products unchanged.
 
     Rows of tokens are as many as they are.
 
@@ -127,7 +127,7 @@ def in_ragged_tiles(matmul: Matmul, product: Compute, width: int) -> Matmul:
 
 
 def mxu_dtype(product: Compute) -> str:
-    """What the MXU multiplies in: what the precision says, else the wider operand's type if that is narrow."""
+    """MXU dtype: from the precision, otherwise the wider operand's dtype if that is narrow."""
     precision = product.operation.attrs.get("precision")
     if precision in EIGHT_BIT:
         return str(precision)
@@ -138,7 +138,7 @@ def mxu_dtype(product: Compute) -> str:
 
 
 def operand_itemsizes(product: Compute, itemsize: Callable[[Value], float]) -> tuple[float, float]:
-    """Bytes of an element of rows and columns in HBM, where `itemsize` says those of what a value is read as."""
+    """Bytes per element of rows and columns in HBM; `itemsize` gives those of a value as stored."""
     if product.operation.attrs.get("precision") in EIGHT_BIT:
         return 1, 1
     first, second = map(itemsize, rows_first(product))
@@ -146,7 +146,7 @@ def operand_itemsizes(product: Compute, itemsize: Callable[[Value], float]) -> t
 
 
 def at_hand(product: Compute, members: Sequence[Instruction], held: set[Value]) -> tuple[bool, bool]:
-    """Which sides of a product, rows and columns, are made of nothing but what is there from the start."""
+    """For rows and columns of a product: whether they depend only on values present from the start."""
     maker = {y: i for i in members for y in i.outputs}
 
     def here(x: Value) -> bool:
@@ -158,7 +158,7 @@ def at_hand(product: Compute, members: Sequence[Instruction], held: set[Value]) 
 
 
 def attention_of(program: Program, instruction: Instruction) -> Attention:
-    """What a kernel of fused attention computes on one device."""
+    """The work of a fused attention kernel on one device."""
     q, k, v = (x.sharding.local_shape for x in instruction.inputs[:3])
     attrs = instruction.operation.attrs
     key, value = q.dim(attrs["key_dim"]).size, v.dim(attrs["value_dim"]).size
@@ -173,10 +173,7 @@ def attention_of(program: Program, instruction: Instruction) -> Attention:
 
 
 def useful_flops(program: Program, i: Compute, again: bool) -> float:
-    """Those of an instruction's flops, passes included, that nobody repeats; the mean of devices that differ.
-
-    `again`: whether an earlier pass has made them already.
-    """
+    """An instruction's useful flops, passes included: those not repeated; the mean over devices that differ."""
     op, attrs = i.operation, attributes(program, i.operation)
     share = share_useful(program, i, again)
     if op.opdef.lower is None:
@@ -186,24 +183,24 @@ def useful_flops(program: Program, i: Compute, again: bool) -> float:
 
 
 def share_useful(program: Program, i: Compute, again: bool) -> float:
-    """Of an instruction's flops on one device, those that no other repeats and no earlier pass has made already."""
+    """Useful share of an instruction's flops on one device: not repeated by other devices or an earlier pass."""
     return 0.0 if again else 1 / duplication(program, i)
 
 
 def duplication(program: Program, instruction: Compute) -> int:
-    """On how many devices the same part of an operation runs: the mesh over the axes that split it."""
+    """Number of devices that run the same part of an operation: mesh size over the axes that split it."""
     split = program.mesh.group_size(tuple(dict.fromkeys(axis for axis, _ in instruction.assignment)))
     return program.mesh.size // split
 
 
 def quantises(i: Instruction) -> bool:
-    """Whether an instruction is a product that quantises its operands, with scales beside them."""
+    """Whether an instruction is a product that quantises its operands, with separate scales."""
     return isinstance(i, Compute) and "grids" in i.operation.attrs
 
 
 @dataclass(eq=False)
 class Quantised:
-    """Which operands are there in eight bits already, in the order of a program.
+    """Operands that are already available in eight bits, in program order.
 
     Attributes:
       gathered: of operands that came in eight bits, the blocks from which.
@@ -218,13 +215,13 @@ class Quantised:
     _done: set[tuple[Value, Value]] = field(default_factory=set)  # with their scales
 
     def moved(self, product: Compute, stored: Stored) -> tuple[int, int]:
-        """Of a product in eight bits, bytes that quantising moves, and those by which its operands are smaller then."""
+        """For an eight-bit product: bytes moved by quantisation, and bytes saved by its narrower operands."""
         if not quantises(product):
             return 0, 0
         moved = spared = 0
         of_cotangent = product.region == BACKWARD and product.operation.name not in self.forward
         for n, (x, scales) in enumerate(zip(product.inputs[:2], product.inputs[2:4], strict=True)):
-            noise = 2 * self.noise_bytes * x.local_size if of_cotangent and n == 0 else 0  # written, and read
+            noise = 2 * self.noise_bytes * x.local_size if of_cotangent and n == 0 else 0  # written and read
             wide, narrow = (tiled_bytes(x.local_shape.sizes, size) for size in (stored.itemsize(x), 1))
             spared += wide - narrow
             if (x, scales) not in self._done:
@@ -235,7 +232,7 @@ class Quantised:
 
 
 def narrow_values(program: Program) -> set[Value]:
-    """What is gathered for products in eight bits only: it is quantised before, and a byte an element is sent."""
+    """Values gathered for eight-bit products alone: they are quantised first and sent at one byte per element."""
     wide = {*program.outputs.values(), *program.updates.values()}
     narrow: set[Value] = set()
     for i in reversed(program.instructions):

@@ -1,4 +1,4 @@
-"""What lies in HBM for each value, as the program's memory plan decides it.
+"""Storage of values in HBM, as decided by the program's memory plan.
 
 The plan says which values are stored and which their readers make again (`MemoryPlan.stored`); time and memory read the
 same decision. A value that is not stored is read as what it follows from: the bfloat16 weight of a float32 copy, the
@@ -19,20 +19,20 @@ from meshlib.program.records import Program
 
 
 class Origins:
-    """Which one value no wider each value follows from by casts, scalings and shifts, whatever is stored."""
+    """The value at most as wide from which each value follows by casts, scalings and shifts, stored or not."""
 
     def __init__(self, program: Program) -> None:
         self._maker: dict[Value, Instruction] = {y: i for i in program.instructions for y in i.outputs}
 
     def least_itemsize(self, v: Value) -> float:
-        """Bytes of an element of the narrowest value from which `v` follows."""
+        """Bytes per element of the narrowest value from which `v` follows."""
         source, scale = self.source(v)
         if source is None or (scale is not None and source.tensor.dtype.itemsize >= v.tensor.dtype.itemsize):
             return v.tensor.dtype.itemsize
         return self.least_itemsize(source)
 
     def source(self, v: Value) -> tuple[Value | None, Value | None]:
-        """The one operand that is no wider and has the shape of `v`; a smaller one beside it that scales it, if any."""
+        """(the operand of `v`'s shape that is no wider, a smaller operand that scales it); None where there is none."""
         i = self._maker.get(v)
         if not isinstance(i, Compute) or not i.operation.opdef.repeated:
             return None, None
@@ -46,7 +46,7 @@ class Origins:
         return rest[0], scales[0] if scales else None
 
     def uncast(self, v: Value) -> Value:
-        """What a value is made of by casts alone, which are made on the way."""
+        """The value behind a chain of casts, which readers recompute."""
         i = self._maker.get(v)
         while isinstance(i, Compute) and i.operation.opdef.repeated and len(i.inputs) == 1:
             (v,) = i.inputs
@@ -55,7 +55,7 @@ class Origins:
 
 
 class Stored:
-    """What lies in memory for the values of a program, or of the body that a `loop` runs.
+    """Storage of the values of a program, or of the body of `loop`.
 
     Attributes:
       held: values that are there whatever runs.
@@ -72,11 +72,11 @@ class Stored:
         self._sizes: dict[Value, tuple[int, int]] = {}
 
     def is_written(self, v: Value) -> bool:
-        """Whether the group that makes a value leaves it in memory."""
+        """Whether the group that produces a value writes it to memory."""
         return v not in self._unstored
 
     def of(self, v: Value) -> Value:
-        """What is in memory for a value: another one, if it is not stored and follows from that alone."""
+        """The stored value that is read for a value: itself, or the one that it follows from."""
         stored = self._known.get(v)
         if stored is None:
             source = self._source(v)
@@ -84,7 +84,7 @@ class Stored:
         return stored
 
     def _source(self, v: Value) -> Value | None:
-        """What an unstored value follows from alone, in fewer bits if it is scaled."""
+        """The value from which an unstored value follows, narrower if it is scaled."""
         if self.is_written(v):
             return None
         source, scale = self._origins.source(v)
@@ -93,7 +93,7 @@ class Stored:
         return source
 
     def scales(self, v: Value) -> Iterator[Value]:
-        """What is read beside `of(v)`: numbers, computed before, that scale it."""
+        """Stored scales that are read together with `of(v)`."""
         while self.of(v) is not v:
             source, scale = self._origins.source(v)
             assert source is not None
@@ -102,11 +102,11 @@ class Stored:
             v = source
 
     def itemsize(self, v: Value) -> float:
-        """Bytes of an element, as memory holds it."""
+        """Bytes per element, as stored."""
         return self.of(v).tensor.dtype.itemsize
 
     def sizes(self, v: Value) -> tuple[int, int]:
-        """Bytes of what is in memory for the block of a value: exact, and in whole tiles."""
+        """Bytes read for a value's block: exact, and in whole tiles."""
         sizes = self._sizes.get(v)
         if sizes is None:
             dtype = self.of(v).tensor.dtype
@@ -121,13 +121,13 @@ def _is_part(x: Value, v: Value) -> bool:
 
 
 def _is_small(x: Value, beside: Value) -> bool:
-    """Whether an operand costs its readers next to nothing: it is made anew, or repeated over what is beside it."""
+    """Whether an operand is almost free for its readers: recomputed, or broadcast over the other one."""
     kind = x.tensor.operation.opdef.kind
     return kind is Kind.SOURCE or (kind in RESIDENT and x.tensor.shape.size < beside.tensor.shape.size)
 
 
 def held_values(program: Program) -> set[Value]:
-    """Values that have to be in memory: what a program, or a trip of a loop, is given and returns."""
+    """Values that must be in memory: inputs and results of a program or of a loop's trip."""
     faces = (program.inputs, program.variables, program.outputs, program.updates)
     loops = [v for i in program.instructions if isinstance(i, Loop) for v in (*i.inputs, *i.outputs)]
     return {*loops, *(v for face in faces for v in face.values())}

@@ -12,10 +12,10 @@ from meshlib.program.instructions import Value
 
 
 def tiled_value_bytes(v: Value) -> int:
-    """Bytes of the block of a value."""
+    """Bytes of a value's block."""
     return tiled_bytes(v.local_shape.sizes, v.tensor.dtype.itemsize)
 
 
 def tiled_bytes(sizes: tuple[int, ...], itemsize: float) -> int:
-    """Bytes of a block of these sizes; a single number takes its own."""
+    """Bytes of a block of these sizes; a scalar takes its own bytes."""
     return densest_bytes(sizes, itemsize) if sizes else ceil(itemsize)

@@ -53,23 +53,23 @@ class Unit:
 
     @property
     def is_large(self) -> bool:
-        """Whether it is a product, attention, or a loop: what hides collectives."""
+        """Whether it is a product, attention or loop, which can hide collectives."""
         return self.product or self.body is not None or (self.kernel is not None and self.kernel.attention is not None)
 
     @property
     def is_collective(self) -> bool:
-        """Whether it only sends."""
+        """Whether it is a collective without computation."""
         return bool(self.moves) and self.kernel is None
 
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """The units of a program, or of a loop's body, in order; nothing of the program itself."""
+    """The units of a program or loop body, in order, without references to the program."""
 
     units: tuple[Unit, ...]
 
     @property
     def kernels(self) -> int:
-        """How many fusion groups run, loops' included once."""
+        """Number of fusion groups, with those of loops counted once."""
         inside = sum(u.body.kernels for u in self.units if u.body is not None)
         return inside + sum(u.kernel is not None and not u.kernel.free for u in self.units)

@@ -1,23 +1,21 @@
-"""Operands that are still in VMEM: weights used before, values from outside a loop, carries.
+"""Operands still in VMEM from an earlier use: weights, values from outside a loop, carries.
 
-A compiler leaves a buffer in VMEM between two uses if it has the room. Here a use finds it there if all that was moved
-since the use before, and the buffer itself, fit what a chip holds: the rule of a cache that forgets what was used least
-recently. A small network, the weights of a recurrent one and the cache of a short decode so cost HBM once.
+A compiler leaves a buffer in VMEM between two uses if there is room. The model: a use finds its buffer if all bytes
+moved since the previous use, plus the buffer itself, fit on the chip, as in an LRU cache. So the weights of a small or
+recurrent network, and the cache of a short decode, cost HBM traffic once.
 
-Values that only pass between kernels stay in VMEM as long as they live, the smallest first, while weights stream past
-them: the activations of a step of decoding never reach HBM. A compiler assigns buffers to VMEM by their live ranges, so
-the rule is one of live ranges, too, and no distance: a value stays if it and all smaller ones fit together, whenever it
-lives.
+Values that only pass between kernels stay in VMEM while they live, smallest first, while weights stream past them: the
+activations of a decoding step never reach HBM. A compiler assigns buffers to VMEM by live ranges, so this rule uses
+live ranges instead of reuse distances: a value stays if it fits together with all smaller live values.
 
-Of what does not fit whole a chip's common memory (CMEM of v4) holds as much as what is moved in between leaves room
-for: a compiler that knows the uses puts a part there. Of what only passes from kernel to kernel, and all who read it
-find there, nothing is written to HBM.
+The common memory of a chip (CMEM of v4) can hold a part of a value, as much as intervening traffic leaves room for: a
+compiler that knows the uses places a part there. A value that only passes between kernels and is found by all its
+readers is never written to HBM.
 
-In a loop the use before may be one of the trip before. What goes from trip to trip without being read or written in HBM
-saves that in all trips but the first.
-
-Source: Mattson et al., "Evaluation techniques for storage hierarchies", IBM Systems Journal 9(2), 1970 (distances in a
-stack); openxla/xla memory_space_assignment keeps buffers in the alternate memory by the same question.
+In a loop the previous use may be in the previous trip. Values that persist over trips without HBM traffic save it in
+all trips but the first. Source: Mattson et al., "Evaluation techniques for storage hierarchies", IBM Systems Journal
+9(2), 1970 (stack distances); openxla/xla memory_space_assignment keeps buffers in the alternate memory by the same
+criterion.
 """
 
 from __future__ import annotations
@@ -33,38 +31,39 @@ from meshlib.estimation.work.kernels import Kernel
 from meshlib.estimation.work.units import Unit
 from meshlib.program.instructions import Loop, Value
 
-MOST_BYTES = 1 << 27  # no chip holds more: CMEM of v4
+MOST_BYTES = 1 << 27  # the largest on-chip memory: CMEM of v4
 
 
 @dataclass(eq=False)
 class Recent:
-    """Bytes that a device has moved when it last used each buffer, in the order of a program or a loop's body.
+    """Bytes moved by a device up to its last use of each buffer, in program or loop-body order.
 
     Attributes:
-      trips: of the loop; 1 of a program.
-      stays: of a body's buffers, those that are the same in the next trip; a carry's result stands for its operand.
+      trips: of the loop; 1 for a program.
+      stays: buffers of a body that persist to the next trip; a carry's result maps to its operand.
       moved_bytes: so far.
     """
 
     trips: int = 1
     stays: Mapping[Value, Value] = field(default_factory=dict)
     moved_bytes: int = 0
-    _last: dict[Value, tuple[int, int]] = field(default_factory=dict)  # moved till then, bytes used of it
-    _first: dict[Value, tuple[int, int, int, int]] = field(default_factory=dict)  # unit, all, largest, moved before
+    _last: dict[Value, tuple[int, int]] = field(default_factory=dict)  # (bytes moved until then, bytes used)
+    # (unit, total bytes, largest use, bytes moved before)
+    _first: dict[Value, tuple[int, int, int, int]] = field(default_factory=dict)
     _passes: dict[Value, list[tuple[int, int, int, int]]] = field(
         default_factory=dict
-    )  # unit, bytes, moved before, till
+    )  # (unit, bytes, bytes moved before, bytes moved until then)
 
     @classmethod
     def of(cls, loop: Loop) -> Recent:
-        """Of the body of a loop: what it takes whole from outside is the same in each trip, carries are in place."""
+        """State for a loop body: whole operands persist over trips, and carries are updated in place."""
         body = loop.body
         stays = {v: v for name, v in body.inputs.items() if name not in loop.slices}
         stays |= {body.outputs[end]: body.inputs[begin] for begin, end in loop.carries}
         return cls(loop.trips, stays)
 
     def run(self, unit: int, kernel: Kernel) -> Kernel:
-        """A kernel with what it finds again of what lies in HBM; what it moves is counted."""
+        """Count a kernel's traffic, and return it with the HBM operands that it may still find on the chip."""
         known: dict[Value, list[int]] = {}  # a carry may be read and written at once
         before, after = self.moved_bytes, self.moved_bytes + kernel.padded_bytes
         for use in kernel.uses:
@@ -86,12 +85,12 @@ class Recent:
         return replace(kernel, again=tuple(again)) if again else kernel
 
     def leave(self, buffers: Iterable[Value]) -> None:
-        """Note that something other than a kernel reads them, and so in HBM."""
+        """Record that these buffers are read by something other than a kernel, and so from HBM."""
         for buffer in buffers:
             self._passes.pop(buffer, None)
 
-    def _kept(self) -> dict[int, list[tuple[int, float]]]:
-        """For each unit, the values that pass: bytes moved since the use before, and of the value."""
+    def _reuse_distances(self) -> dict[int, list[tuple[int, float]]]:
+        """For each unit, its temporaries: (bytes moved since the previous use, bytes of the value)."""
         sizes_of_unit: dict[int, list[tuple[int, float]]] = {}
         for uses in self._passes.values():
             between = [now - then for (_, _, _, then), (_, _, now, _) in pairwise(uses)]
@@ -101,9 +100,8 @@ class Recent:
         return sizes_of_unit
 
     def _resident(self, units: Sequence[Unit]) -> dict[int, list[tuple[int, float, bool]]]:
-        """For each unit, the values that pass: the most that is live at once of each and of smaller ones, its bytes
-        that are used, and whether they are read. What is live beside a loop is not among them.
-        """
+        """For each unit, its temporaries: (peak bytes of the value with smaller live ones, bytes used, whether read).
+        Values live across a loop are excluded."""
         spans = []
         loops = np.cumsum([unit.body is not None for unit in units])
         for uses in self._passes.values():
@@ -121,11 +119,11 @@ class Recent:
         return resident
 
     def close(self, units: Sequence[Unit]) -> None:
-        """Add to the units what they keep of the values that pass, and to those of a body what the trip before left."""
-        for place, kept in self._kept().items():
+        """Annotate the units with temporaries that stay on the chip, and for a body, buffers of the previous trip."""
+        for place, temporaries in self._reuse_distances().items():
             kernel = units[place].kernel
             if kernel is not None:
-                units[place].kernel = replace(kernel, kept=tuple(sorted(kept)))
+                units[place].kernel = replace(kernel, kept=tuple(sorted(temporaries)))
         for place, resident in self._resident(units).items():
             kernel = units[place].kernel
             if kernel is not None:
@@ -140,7 +138,7 @@ class Recent:
 
 
 def kept_bytes(kernel: Kernel, chip: Chip, held_bytes: int) -> float:
-    """Bytes that only pass from kernel to kernel and stay on the chip where so much stays there.
+    """Bytes of temporaries that stay on the chip if it can hold `held_bytes`.
 
     In the common memory of a chip that has one (CMEM of v4) a part of a value may stay.
     """
@@ -150,13 +148,13 @@ def kept_bytes(kernel: Kernel, chip: Chip, held_bytes: int) -> float:
 
 
 def finds_operand(kernel: Kernel, held_bytes: int) -> bool:
-    """Whether all that a kernel reads of other kernels' results is still on the chip, where so much stays there."""
-    found = sum(size for most, size, read in kernel.resident if read and most <= held_bytes)
-    return found >= sum(use.padded_bytes for use in kernel.uses if use.passes and not use.written)
+    """Whether all temporaries that a kernel reads are still on the chip if it can hold `held_bytes`."""
+    on_chip_bytes = sum(size for most, size, read in kernel.resident if read and most <= held_bytes)
+    return on_chip_bytes >= sum(use.padded_bytes for use in kernel.uses if use.passes and not use.written)
 
 
 def found_bytes(kernel: Kernel, chip: Chip, held_bytes: int) -> float:
-    """Of what a kernel reads in HBM, the bytes that are still on the chip where so much stays there."""
+    """HBM operand bytes of a kernel that are still on the chip if it can hold `held_bytes`."""
     total = 0.0
     for between, size, spared in kernel.again:
         share = max(0.0, min(1.0, (held_bytes - between) / max(1, size)))
