@@ -40,7 +40,11 @@ def wrap_of(chip: Chip, shape: tuple[int, ...]) -> tuple[bool, ...]:
 
 
 def is_legal(chip: Chip, shape: tuple[int, ...]) -> bool:
-    """Whether slices of that chip are offered in that shape, in this order of its sides."""
+    """Whether slices of that chip are offered in that shape, in this order of its sides.
+
+    >>> is_legal(CHIPS["v5e"], (16, 8)), is_legal(CHIPS["v5e"], (16, 4))
+    (True, False)
+    """
     if len(shape) != len(chip.pod_shape) or min(shape) < 1 or math.prod(shape) > chip.max_slice_chips:
         return False
     ordered = tuple(sorted(shape))

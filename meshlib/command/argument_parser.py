@@ -14,7 +14,11 @@ WRONG = 2  # exit status of a usage error
 
 
 def _split(args: list[str]) -> tuple[list[str], list[list[str]]]:
-    """The arguments without the KEY=VALUE groups after each `--`, and those groups."""
+    """The arguments without the KEY=VALUE groups after each `--`, and those groups.
+
+    >>> _split(["compare", "base.yml", "a=1", "--", "b=2", "--slice", "v5e-16", "--", "c=3"])
+    (['compare', 'base.yml', 'a=1', '--slice', 'v5e-16'], [['b=2'], ['c=3']])
+    """
     common: list[str] = []
     changes: list[list[str]] = []
     for text in args:

@@ -31,7 +31,11 @@ def say(text: object) -> None:
 
 
 def folded(line: str, width: int) -> Iterable[str]:
-    """A line in pieces of at most `width` letters, cut at blanks, otherwise behind `;`, `/`, `,` or anywhere."""
+    """A line in pieces of at most `width` letters, cut at blanks, otherwise behind `;`, `/`, `,` or anywhere.
+
+    >>> list(folded("  layout  batch:data;d_model:data", 24))
+    ['  layout  batch:data;', '      d_model:data']
+    """
     margin = " " * min(len(line) - len(line.lstrip()) + MARGIN, width // 2)
     while len(line) > width:
         start = len(line) - len(line.lstrip())

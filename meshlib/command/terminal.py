@@ -76,7 +76,13 @@ class Progress:
 
 
 def bar(done: int, total: int, text: str, spent_seconds: float) -> str:
-    """A progress line; a leading word of `text`, alone or before ";", is the unit."""
+    """A progress line; a leading word of `text`, alone or before ";", is the unit.
+
+    >>> bar(10, 40, "layouts; best: 2.1 s", 5)
+    '[#####...............] 10 of 40 layouts, about 15 s left; best: 2.1 s'
+    >>> bar(10, 40, "loss 2.1", 5)
+    '[#####...............] 10 of 40, about 15 s left; loss 2.1'
+    """
     unit, _, rest = text.partition("; ") if text.partition(";")[0].isalpha() else ("", "", text)
     filled = 20 * done // max(1, total)
     left = f", about {spent_seconds * (total - done) / done:.0f} s left" if done else ""

@@ -19,7 +19,11 @@ def text(value: object) -> str:
 
 
 def tag(name: str, content: str = "", **attributes: object) -> str:
-    """One HTML element. `content` is HTML; attributes are escaped, None ones are left out, `_` becomes `-`."""
+    """One HTML element. `content` is HTML; attributes are escaped, None ones are left out, `_` becomes `-`.
+
+    >>> tag("a", text("to <b>"), href="#op-1", class_="x", title=None)
+    '<a href="#op-1" class="x">to &lt;b&gt;</a>'
+    """
     return f"<{name}{attributes_text(attributes)}>{content}</{name}>"
 
 

@@ -205,7 +205,11 @@ def number(value: float) -> str:
 
 
 def shortened(name: str, pixels: float) -> str:
-    """The end of a scoped name, its most telling part, as far as it fits; "" where nothing fits."""
+    """The end of a scoped name, its most telling part, as far as it fits; "" where nothing fits.
+
+    >>> shortened("layers/scan/feed_forward/wi", 90), shortened("embedding", 20)
+    ('…ed_forward/wi', '')
+    """
     letters = int(pixels / LETTER)
     if len(name) <= letters:
         return name

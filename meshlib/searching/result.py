@@ -28,7 +28,17 @@ SHOWN = 8  # rows of the ranking shown
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Found(Shown):
-    """Result of a search: all candidates with their outcomes. Created by `mtf.search`."""
+    """Result of a search: all candidates with their outcomes. Created by `mtf.search`.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> def build():
+      ...     x, w = mtf.input("x", "batch:4096;d:1024"), mtf.variable("w", "d:1024;n:1024")
+      ...     return {"y": mtf.einsum([x, w], output_shape="batch:4096;n:1024")}, []
+      >>> result = mtf.search(build, "v5e-4", axes=1, seconds=None, workers=1)
+      >>> str(result.best.candidate.mesh), str(result.best.candidate.layout), result.gap
+      ('data:4', 'batch:data', 0.0)
+    """
 
     outcomes: tuple[Outcome, ...]
     objective: Objective

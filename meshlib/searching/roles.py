@@ -149,7 +149,10 @@ Companion: TypeAlias = tuple[str | None, str]
 def _all_companions(
     tensors: TensorClasses, base: Sequence[str], dims: Sequence[str], held: set[str]
 ) -> list[Companion]:
-    """Every other dim that shares a tensor with a base dim, for all tensors; and for slots, if it splits any."""
+    """Every other dim that shares a tensor with a base dim, for all tensors; and for slots, if it splits any.
+
+    A dim that never shares a tensor with the base extends the base instead.
+    """
     meeting = set[str]().union(*(tensors.meeting(dim) for dim in base))
     slots = tensors.without(base, "slots")
     others = [dim for dim in dims if dim not in base and dim in meeting]

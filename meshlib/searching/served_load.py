@@ -57,7 +57,12 @@ class StepSeconds:
 
 
 def between(table: Table, x: float) -> float:
-    """Linear interpolation at x; proportional from 0 before the first row, extrapolated beyond the last."""
+    """Linear interpolation at x; proportional from 0 before the first row, extrapolated beyond the last.
+
+    >>> rows = ((4, 2.0), (8, 3.0))
+    >>> between(rows, 2), between(rows, 6), between(rows, 12)
+    (1.0, 2.5, 4.0)
+    """
     rows = [(0, 0.0), *table]
     n = min(max(bisect_left([row[0] for row in rows], x), 1), len(rows) - 1)
     (x0, y0), (x1, y1) = rows[n - 1], rows[n]

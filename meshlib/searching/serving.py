@@ -239,7 +239,10 @@ class _Sweep:
         )
 
     def _candidates(self) -> Iterator[tuple[Mesh, object]]:
-        """Meshes in powers of two over batch, heads and features: data-parallel, and weight-stationary."""
+        """Meshes in powers of two over batch, heads and features: data-parallel, and weight-stationary.
+
+        For a model with experts, the batch is also split over as many devices as can have whole experts.
+        """
         n = self.slice.devices
         powers = [1 << k for k in range(n.bit_length()) if n % (1 << k) == 0]
         for tensor, features in product(powers, (1, 2, 4)):

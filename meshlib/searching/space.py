@@ -221,7 +221,11 @@ def _factorisations(number: int, count: int, least: int = 2) -> Iterator[tuple[i
 
 
 def _ordered(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """Ordered factorisations, factors of 1 included, of all divisors of a number over that many axes."""
+    """Ordered factorisations, factors of 1 included, of all divisors of a number over that many axes.
+
+    >>> list(_ordered(4, 1))
+    [(1,), (2,), (4,)]
+    """
     if count == 0:
         yield ()
         return

@@ -122,7 +122,13 @@ def image_run_of(row: Row) -> ImageRun:
 
 
 def resnet_name(text: str) -> str:
-    """The preset that a name refers to; "" if none."""
+    """The preset that a name refers to; "" if none.
+
+    >>> resnet_name("ResNet-50 v1.5"), resnet_name("ResNet-50-v2 (pre-activation)"), resnet_name("resnet_101 v1")
+    ('resnet-50', 'resnet-50-v2', 'resnet-101-v1')
+    >>> resnet_name("UNet3D"), resnet_name("RetinaNet, ResNet-50 FPN"), resnet_name("ResNet-7")
+    ('', '', '')
+    """
     match = re.match(r"resnet[- _]?(\d+)(?:[- _,]*v\s?(1\.5|1|2)(?![\d.]))?", text.strip().lower())
     if match is None:
         return ""

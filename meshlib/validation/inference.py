@@ -34,7 +34,11 @@ _NARROW = {"int8": "int8", "fp8": "float8_e4m3fn", "int4": "int4"}
 
 
 def phase_of(row: Row) -> str:
-    """ "prefill" or "decode"; "" for rows that are no inference."""
+    """ "prefill" or "decode"; "" for rows that are no inference.
+
+    >>> phase_of({"batch": {"phase": "decode 64 tokens after 2048 context"}}), phase_of({"kind": "inference"})
+    ('decode', 'decode')
+    """
     phase = str((row.get("batch") or {}).get("phase", "")) if isinstance(row.get("batch"), Mapping) else ""
     if "inference" not in str(row.get("kind")) and not phase:
         return ""

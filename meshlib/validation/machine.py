@@ -70,7 +70,13 @@ def slice_of(row: Row, chip: Chip) -> tuple[Slice, tuple[str, ...]]:
 
 
 def shape_of(where: object) -> tuple[int, ...]:
-    """Slice sides as stated in a row, in digits or words; () if not stated."""
+    """Slice sides as stated in a row, in digits or words; () if not stated.
+
+    >>> shape_of({"topology": "2-D mesh, 4x4, no wrap"}), shape_of([4, 4, 8]), shape_of(None)
+    ((4, 4), (4, 4, 8), ())
+    >>> shape_of("a torus of 8 by 16"), shape_of("4 \u00d7 4 \u00d7 4"), shape_of("cube of 4"), shape_of("ring of 16")
+    ((8, 16), (4, 4, 4), (4, 4, 4), (16,))
+    """
     topology = where.get("topology") if isinstance(where, Mapping) else where
     if isinstance(topology, list | tuple):
         return tuple(int(side) for side in topology)
@@ -123,7 +129,13 @@ def _boxes(volume: int, rank: int) -> Iterator[tuple[int, ...]]:
 
 
 def stated_sizes(layout: object) -> dict[str, int]:
-    """Axes of a layout that have a size."""
+    """Axes of a layout that have a size.
+
+    >>> stated_sizes({"ici_fsdp": 64.0, "dcn_data": "2", "note": "data between slices"})
+    {'ici_fsdp': 64, 'dcn_data': 2}
+    >>> stated_sizes("data:2 (DCN); fsdp:256; tensor:12")
+    {'data': 2, 'fsdp': 256, 'tensor': 12}
+    """
     size_of = {}
     texts = [layout] if isinstance(layout, str) else []
     if isinstance(layout, Mapping):

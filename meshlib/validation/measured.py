@@ -112,7 +112,13 @@ def measured(
 
 
 def _block(text: str, derived: Row, batch: int, model: Mapping[str, Any]) -> tuple[int, int, tuple[str, ...]] | None:
-    """(training steps, evaluated sequences, assumptions) of one block between time stamps; None if not stated."""
+    """(training steps, evaluated sequences, assumptions) of one block between time stamps; None if not stated.
+
+    >>> _block("12 training steps of 2048 + evaluation forward of 24,567 sequences", {}, 2048, {})
+    (12, 24567, ())
+    >>> _block("24,576 training sequences, evaluation of 24,567 included", {}, 2048, {})
+    (12, 24567, ())
+    """
     steps = re.match(r"([\d,]+) (?:training )?steps of", text)
     sequences = re.match(r"([\d,]+) (?:training )?(?:sequences|samples|examples)", text)
     if steps:

@@ -62,7 +62,11 @@ def policy_of(text: str) -> Policy | None:
 
 
 def policy_in(note: str) -> str:
-    """The name of a policy mentioned in a note, or ""."""
+    """The name of a policy mentioned in a note, or "".
+
+    >>> policy_in("config x: fsdp -1, remat save_dot_except_mlpwi (read)")
+    'save_dot_except_mlpwi'
+    """
     words = re.findall(r"[a-z_]+", note.lower())
     return next((w for w in words if w in POLICIES and "_" in w), "")
 

@@ -40,7 +40,15 @@ _KERNELS: tuple[tuple[str, dict[str, int | Tile]], ...] = (
 
 
 def with_kernels(row: Row, slice_: Slice) -> tuple[Slice, tuple[str, ...]]:
-    """The slice of a row with the attention kernels of its recipe, and the note that says so."""
+    """The slice of a row with the attention kernels of its recipe, and the note that says so.
+
+    Example:
+      >>> row = {"source": {"file": "training/trillium/Mistral-7B-MaxText/README.md"}}
+      >>> with_kernels(row, Slice("v6e-8"))[0].chip.attention_backward_kernels
+      1
+      >>> with_kernels({"source": "a talk"}, Slice("v6e-8"))[0] == Slice("v6e-8")
+      True
+    """
     source = row.get("source")
     file = str(source.get("file") or "") if isinstance(source, Mapping) else ""
     kernels = next((figures for folder, figures in _KERNELS if re.search(folder, file)), None)

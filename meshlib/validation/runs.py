@@ -183,7 +183,11 @@ def run_of(row: Row) -> Run:
 
 
 def known_model(name: str) -> TransformerConfig | None:
-    """The preset with the longest name that is contained in this one."""
+    """The preset with the longest name that is contained in this one.
+
+    >>> known_model("PaLM 540B").name, known_model("maxtext-7b")
+    ('palm-540b', None)
+    """
     matching = [preset for preset in PRESETS if preset in name.lower().replace(" ", "-")]
     return PRESETS[max(matching, key=len)] if matching else None
 

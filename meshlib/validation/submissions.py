@@ -108,7 +108,12 @@ _SUBMISSIONS: dict[tuple[str, str, str], Submission] = {
 
 
 def submission_of(row: Row) -> Submission:
-    """The facts about the submission that a row's time was read in; `UNKNOWN` for others."""
+    """The facts about the submission that a row's time was read in; `UNKNOWN` for others.
+
+    >>> source = {"repo": "mlcommons/training_results_v1.0", "file": "Google/results/tpu-v4-128-TF/bert/result_*.txt"}
+    >>> submission_of({"source": source}).replicas, submission_of({"source": "a talk"}).replicas
+    (128, 0)
+    """
     source = row.get("source")
     if not isinstance(source, Mapping):
         return UNKNOWN

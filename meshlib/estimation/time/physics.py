@@ -122,7 +122,11 @@ class Physics:
         return replace(self, **_IDEAL)
 
     def jitter(self, slices: int) -> float:
-        """Share of a step that slices joined by DCN wait for each other."""
+        """Share of a step that slices joined by DCN wait for each other.
+
+        >>> Physics(slice_jitter=0.01).jitter(16)
+        0.04
+        """
         return self.slice_jitter * math.log2(slices)
 
     def __str__(self) -> str:

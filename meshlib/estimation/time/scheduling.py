@@ -398,7 +398,11 @@ class _SchedulePass:
 
 
 def uncovered(intervals: Sequence[tuple[float, float]], covers: Sequence[tuple[float, float]]) -> float:
-    """Length of the union of `intervals` minus the union of `covers`."""
+    """Length of the union of `intervals` minus the union of `covers`.
+
+    >>> uncovered([(0.0, 4.0), (3.0, 6.0)], [(1.0, 2.0), (5.0, 9.0)])
+    4.0
+    """
     marks = [(a, 0, 1) for a, b in intervals if b > a] + [(b, 0, -1) for a, b in intervals if b > a]
     marks += [(a, 1, 1) for a, b in covers if b > a] + [(b, 1, -1) for a, b in covers if b > a]
     total, last, open_ = 0.0, 0.0, [0, 0]

@@ -27,7 +27,19 @@ VALIDATED_TOKENS_PER_CHIP = (1_024, 163_840)
 
 
 def cautions(est: Estimate) -> list[str]:
-    """Cautions before acting on an estimate, one line each."""
+    """Cautions before acting on an estimate, one line each.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", [mtf.Dimension("batch", 4096), mtf.Dimension("inner", 4096)], "bfloat16")
+      ...     w = mtf.variable("w", [mtf.Dimension("inner", 4096), mtf.Dimension("outer", 4096)], dtype="bfloat16")
+      ...     program = mtf.lower({"y": mtf.einsum([x, w])}, mesh="a:4", layout="batch:a;inner:a?")
+      >>> for line in cautions(mtf.estimate(program, "v5e-4")):
+      ...     print(line)
+      moves weights over a (4 devices): 24 MiB sent from each device in a step
+      outside validated territory: 4 chips (validated: 8 to 4,096)
+    """
     return [
         *_memory(est),
         *_weights(est.program),

@@ -138,7 +138,11 @@ class WholeRun:
 
 
 def long_text(seconds: float) -> str:
-    """A duration in hours, with days if it is long."""
+    """A duration in hours, with days if it is long.
+
+    >>> long_text(59), long_text(5400), long_text(10 * 86400)
+    ('59 s', '1.5 hours', '10 days')
+    """
     for size, unit in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
         if seconds >= 2 * size or (unit == "hours" and seconds >= size):
             return f"{seconds / size:.4g} {unit}"

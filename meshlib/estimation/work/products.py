@@ -173,7 +173,10 @@ def attention_of(program: Program, instruction: Instruction) -> Attention:
 
 
 def useful_flops(program: Program, i: Compute, again: bool) -> float:
-    """An instruction's useful flops, passes included: those not repeated; the mean over devices that differ."""
+    """An instruction's useful flops, passes included: those not repeated; the mean over devices that differ.
+
+    `again`: whether an earlier pass has computed them already.
+    """
     op, attrs = i.operation, attributes(program, i.operation)
     share = share_useful(program, i, again)
     if op.opdef.lower is None:

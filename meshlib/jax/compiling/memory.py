@@ -74,7 +74,11 @@ def memory_of(sizes: dict[str, int], report: str) -> CompiledMemory:
 
 
 def refusal_of(message: str) -> CompilerRefusal | None:
-    """The compiler's refusal in an error message; None if compilation failed for another reason."""
+    """The compiler's refusal in an error message; None if compilation failed for another reason.
+
+    >>> refusal_of("Ran out of memory in memory space hbm. Used 17.05G of 15.75G hbm.").over_bytes
+    1395864371
+    """
     used = _USED.search(message)
     if used is None:
         return None

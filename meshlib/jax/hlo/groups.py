@@ -69,7 +69,11 @@ def replica_groups(attributes: str, devices: int) -> Groups:
 
 
 def permute_pairs(attributes: str) -> Groups:
-    """The (source, target) pairs of a collective-permute."""
+    """The (source, target) pairs of a collective-permute.
+
+    >>> permute_pairs(", source_target_pairs={{0,1},{1,0}}, ...")
+    ((0, 1), (1, 0))
+    """
     match = _PAIRS.search(attributes)
     if match is None:
         raise ProgramError(f"explain: a collective-permute without source_target_pairs: {attributes[:120]}")
@@ -77,7 +81,11 @@ def permute_pairs(attributes: str) -> Groups:
 
 
 def axes_of(groups: Groups, mesh: Mesh) -> tuple[Part, ...] | None:
-    """The mesh axes, or parts of axes, along which the devices of each group differ; None if groups are no such set."""
+    """The mesh axes, or parts of axes, along which the devices of each group differ; None if groups are no such set.
+
+    >>> [str(p) for p in axes_of(((0, 2), (1, 3), (4, 6), (5, 7)), Mesh("x:8"))]
+    ['x:(2)2']
+    """
     size = len(groups[0]) if groups else 0
     if any(len(g) != size for g in groups) or sum(map(len, groups)) != mesh.size:
         return None
@@ -93,7 +101,11 @@ def axes_of(groups: Groups, mesh: Mesh) -> tuple[Part, ...] | None:
 
 
 def permuted_axes(pairs: Groups, mesh: Mesh) -> tuple[Part, ...]:
-    """The mesh axes along which sources and targets differ."""
+    """The mesh axes along which sources and targets differ.
+
+    >>> [str(p) for p in permuted_axes(((0, 1), (1, 0), (2, 3), (3, 2)), Mesh("x:2;y:2"))]
+    ['y']
+    """
     moved = set()
     for a, b in pairs:
         if max(a, b) < mesh.size:

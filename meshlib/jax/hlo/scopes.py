@@ -13,13 +13,25 @@ _AROUND = re.compile(r" (?:while|conditional)\(")  # instructions in their bodie
 
 
 def module_name(text: str) -> str:
-    """Name of a compiled module."""
+    """Name of a compiled module.
+
+    >>> module_name("HloModule jit_step, is_scheduled=true")
+    'jit_step'
+    """
     match = re.match(r"HloModule ([\w.\-]+)", text)
     return match[1] if match else ""
 
 
 def scopes(text: str) -> dict[str, str]:
-    """Instruction -> its path of named scopes; for a fusion that of its root or any member; loops are left out."""
+    """Instruction -> its path of named scopes; for a fusion that of its root or any member; loops are left out.
+
+    >>> scopes('''HloModule m
+    ... ENTRY %main (p: f32[8]) -> f32[8] {
+    ...   %p = f32[8]{0} parameter(0)
+    ...   ROOT %r = f32[8]{0} negate(%p), metadata={op_name="jit(f)/model/neg"}
+    ... }''')
+    {'p': '', 'r': 'jit(f)/model/neg'}
+    """
     scope_of: dict[str, str] = {}
     inside: dict[str, str] = {}  # computation -> path of its last instruction that has one
     calls: dict[str, str] = {}
@@ -45,7 +57,14 @@ def scopes(text: str) -> dict[str, str]:
 
 
 def scope_in(path: str, known: Mapping[str, object]) -> str | None:
-    """The innermost scope in the path among those that JAX preserves."""
+    """The innermost scope in the path among those that JAX preserves.
+
+    >>> known = dict.fromkeys(["layers/scan/add", "add", "all_reduce:add"])
+    >>> scope_in("jit(f)/shard_map/layers/scan/add/while/body/all_reduce:add/psum", known)
+    'all_reduce:add'
+    >>> scope_in("jit(f)/shard_map/layers/scan/add/add", known)
+    'layers/scan/add'
+    """
     parts = path.split("/")[:-1]  # the last part is JAX's primitive
     scope, begin = None, 0
     while begin < len(parts):

@@ -27,7 +27,11 @@ _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """One array of a shape: dtype, sizes, and bytes on one device without padding."""
+    """One array of a shape: dtype, sizes, and bytes on one device without padding.
+
+    >>> Array("bf16", (8, 128)).bytes
+    2048
+    """
 
     dtype: str
     sizes: tuple[int, ...]

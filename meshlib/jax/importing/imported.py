@@ -70,7 +70,10 @@ class ImportedGraph(Graph):
         return first
 
     def feeds(self, *args: Any) -> dict[str, Array]:
-        """Feeds for `sim.step(**feeds)`, from arguments in the function's own structure."""
+        """Feeds for `sim.step(**feeds)`, from arguments in the function's own structure.
+
+        Arguments that hold variables are ignored, and may be None. So are random keys.
+        """
         return self._arrays(args, variables=False)
 
     def state(self, *args: Any) -> dict[str, Array]:

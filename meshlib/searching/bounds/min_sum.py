@@ -19,7 +19,16 @@ LARGEST = 1 << 12  # entries
 
 @dataclass(eq=False)
 class Table:
-    """A sum of tables, each over some choices, which are node numbers."""
+    """A sum of tables, each over some choices, which are node numbers.
+
+    Example:
+      >>> t = Table()
+      >>> t.add((0,), np.array([0.0, 2.0]))
+      >>> t.add((0, 1), np.array([[5.0, 1.0], [0.0, 4.0]]))
+      >>> t.add((1,), np.array([0.0, 3.0]))
+      >>> t.least()
+      2.0
+    """
 
     parts: list[tuple[tuple[int, ...], Array]] = field(default_factory=list)
     constant: float = 0.0
