@@ -300,14 +300,24 @@ def _parse(name: object) -> tuple[int, str, str, bool, str]:
     text, _, damage = name.strip().lower().partition(_WITHOUT) if isinstance(name, str) else ("", "", "")
     match = _NAME.fullmatch(text.strip())
     if match is None:
-        raise HardwareError(
-            f"{name!r} is no slice name; write a TPU ({', '.join(CHIPS)}) and a size, "
-            "e.g. 'v3-8', 'v4-4x4x8', '2*v5e-256'"
+        remedy = _with_a_hyphen(text) or (
+            f"write a TPU ({', '.join(CHIPS)}) and a size, e.g. 'v3-8', 'v4-4x4x8', '2*v5e-256'"
         )
+        raise HardwareError(f"{name!r} is no slice name; {remedy}")
     count = int(match[1]) if match[1] else 1
     if count < 1:
         raise HardwareError(f"slice {name!r}: the number of slices must be at least 1, not {count}")
     return count, match[2], match[3], bool(match[4]), damage.strip()
+
+
+def _with_a_hyphen(text: str) -> str:
+    """The slice that a name without its hyphen means, as a question; "" for other names."""
+    for chip in sorted(CHIPS, key=len, reverse=True):
+        before, named, size = text.rpartition(chip)
+        meant = f"{before.replace('tpu', '').strip(' -_')}{chip}-{size.strip(' -_')}"
+        if named and _NAME.fullmatch(meant):
+            return f"did you mean {meant!r}?"
+    return ""
 
 
 def _resolve_shape(chip: Chip, name: str, size: str) -> tuple[int, ...]:

@@ -174,6 +174,8 @@ def test_every_legal_name_is_a_slice_and_its_shape_too(kind):
         ("v3-" + 5000 * "9", "is no slice name"),
         ("0*v5e-4", "at least 1, not 0"),
         ("v5e--4", "is no slice name"),
+        ("v5e64", "is no slice name; did you mean 'v5e-64'?"),
+        ("2*TPU v4 4x4x8", "did you mean '2*v4-4x4x8'?"),
         ("", "is no slice name"),
         (8, "is no slice name"),
         (None, "is no slice name"),

@@ -170,6 +170,9 @@ def _unpublished(est: Estimate) -> list[str]:
     return wrapped(", ".join(names), head, ",") if names else []
 
 
+LEAST_RATIO = 0.001  # below, nothing is left
+
+
 def comparison(a: Estimate, b: Estimate) -> str:
     """`Estimate.compare`."""
     kinds = [k for k in a.memory.by_kind if a.memory.by_kind[k] or b.memory.by_kind[k]]
@@ -197,7 +200,9 @@ def comparison(a: Estimate, b: Estimate) -> str:
     }
     cells = [("of one device", "first", "second", "ratio", "")]
     for name, unit, x, y, sure in figures:
-        ratio = f"{y / x:.3g}x" if x else ("-" if not y else "new")
+        if not (x or y):
+            continue  # neither has any
+        ratio = "new" if not x else "gone" if y < LEAST_RATIO * x else f"{y / x:.3g}x"
         cells.append((name, texts[unit](x), texts[unit](y), ratio, sure))
     cells.append(("bound", a.bound, b.bound, "", "modelled"))
     cells.append(("compiler", str(a.compiler), str(b.compiler), "", "assumed"))
