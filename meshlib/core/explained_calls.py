@@ -160,7 +160,8 @@ def _by_kind(parameters: Mapping[str, Parameter]) -> dict[Any, list[str]]:
 
 def _too_many(count: int, in_order: Sequence[str], by_name: Sequence[str]) -> str:
     """That a call has more arguments by position than the signature takes."""
-    most = f"at most {len(in_order)} arguments by position ({', '.join(in_order)})" if in_order else "none by position"
+    arguments = f"argument{'s' * (len(in_order) != 1)} by position ({', '.join(in_order)})"
+    most = f"at most {len(in_order)} {arguments}" if in_order else "none by position"
     names = ", ".join(by_name)
     return f"it takes {most}, got {count}{f'; {names} go by name' if names else ''}"
 

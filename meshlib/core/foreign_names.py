@@ -117,6 +117,7 @@ OF_MESH_TENSORFLOW = {
     "processor_groups": _GROUPS,
     "read_variable": "the variable itself, which is a tensor",
     "reduce_first": "mtf.slice(x, 0, 1, dim_name) and mtf.reshape",
+    "ops": "mtf.einsum, mtf.relu, ...: operations are names of meshlib itself",
     "reduction_fn": _REDUCE,
     "scalar_summary": _PRINTED,
     "simd_mesh_impl": _LOWERED,

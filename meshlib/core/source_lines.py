@@ -101,6 +101,7 @@ def _model_line() -> str:
 _PACKAGE = os.path.dirname(os.path.dirname(_user_frame.__code__.co_filename))
 _MODELS, _COMMAND = os.path.join(_PACKAGE, "models", ""), os.path.join(_PACKAGE, "command", "__init__.py")
 _NUMPY, _LIBRARY = os.path.dirname(np.__file__), os.path.dirname(contextlib.__file__)
+_FOLDERS = tuple(os.path.join(os.path.dirname(_PACKAGE), name, "") for name in OWN) + (os.path.join(_NUMPY, ""),)
 
 
 @contextlib.contextmanager
@@ -127,8 +128,8 @@ def users_function(what: str) -> Iterator[None]:
 
 @functools.cache
 def shown_file(file: str) -> str:
-    """The name of a file of the user; "" for this package, NumPy and Python's own library."""
-    if file.startswith("<frozen ") or any(file.startswith(folder + os.sep) for folder in (_PACKAGE, _NUMPY)):
+    """The name of a file of the user; "" for this distribution's packages, NumPy and Python's own library."""
+    if file.startswith(("<frozen ", *_FOLDERS)):
         return ""
     inside = file.removeprefix(_LIBRARY + os.sep)
     if inside != file and not inside.startswith(("site-packages", "dist-packages")):

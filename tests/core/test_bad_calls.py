@@ -622,6 +622,10 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: optimize.SgdOptimizer(0.1, lr=0.2),
         r"SgdOptimizer \(.*\): 'lr' is given twice, by position and by name",
     ),
+    "there is one too many": (
+        lambda: mtf.LayoutRules("batch:rows", "rows:2"),
+        r"LayoutRules \(test_bad_calls\.py:\d+\): it takes at most 1 argument by position \(rules\), got 2",
+    ),
     "there are too many": (
         lambda: mtf.Dimension("b", 8, 9),
         r"Dimension \(.*\): it takes at most 2 arguments by position \(name, size\), got 3",
