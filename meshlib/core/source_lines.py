@@ -101,7 +101,7 @@ def _model_line() -> str:
 _PACKAGE = os.path.dirname(os.path.dirname(_user_frame.__code__.co_filename))
 _MODELS, _COMMAND = os.path.join(_PACKAGE, "models", ""), os.path.join(_PACKAGE, "command", "__init__.py")
 _NUMPY, _LIBRARY = os.path.dirname(np.__file__), os.path.dirname(contextlib.__file__)
-_FOLDERS = tuple(os.path.join(os.path.dirname(_PACKAGE), name, "") for name in OWN) + (os.path.join(_NUMPY, ""),)
+_FOLDERS = (*(os.path.join(os.path.dirname(_PACKAGE), name, "") for name in OWN), os.path.join(_NUMPY, ""))
 
 
 @contextlib.contextmanager
