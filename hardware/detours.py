@@ -176,8 +176,9 @@ def _joined(
     """Merge rings into one, failed edges, those in `cut`, first; None if one cannot be replaced, or several remain."""
     merging = _Rings(rings, around)
     broken = [edge for edge in cut if any(b in merging.beside.get(a, ()) for a, b in itertools.permutations(edge))]
-    if not all(merging.join(*edge) for edge in broken):
-        return None
+    for a, b in broken:
+        if b in merging.beside[a] and not merging.join(a, b):  # one that replaces another may have failed as well
+            return None
     if rings:
         merging.grow(rings[0])
     return merging.path() if len(merging.owners) == 1 else None

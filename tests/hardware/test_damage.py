@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import meshlib as mtf
@@ -19,6 +19,7 @@ from tests.effort import draws
     st.sampled_from([(4, 4), (8, 8), (4, 8), (16, 16), (2, 2, 4), (4, 4, 4), (4, 4, 8)]), st.integers(0, 3),
     st.integers(0, 2), st.booleans(), st.integers(0, 10**6),
 )  # fmt: skip
+@example((4, 4, 4), 0, 2, False, 2)  # each of two failed links replaces the other
 def test_what_remains_never_uses_what_failed(shape, chips, links, wrap, seed):
     draw = random.Random(seed)
     torus = Torus(shape, wrap)
