@@ -269,6 +269,7 @@ def _validate(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--machine", action="store_true", help="figures of chips, pods and networks, in place of the rows"
     )
+    command.add_argument("--served", action="store_true", help="throughputs of servers, in place of the rows")
     _compiler(command)
 
 

@@ -18,6 +18,7 @@ from meshlib.core.text import count_text, grid, wrapped
 from meshlib.models import IMAGE_PRESETS, PRESETS
 from meshlib.records import make
 from meshlib.validation.machine_figures import machine_figures
+from meshlib.validation.served import served_figures
 from meshlib.validation.talks import talks
 from meshlib.validation.validating import validate
 
@@ -51,7 +52,7 @@ def models(args: argparse.Namespace) -> int:
 
 def validated(args: argparse.Namespace) -> int:
     """`meshlib validate`: predicted beside published figures."""
-    own = [name for name in ("talks", "machine") if getattr(args, name)]
+    own = [name for name in ("talks", "machine", "served") if getattr(args, name)]
     if len(own) > 1 or (own and (args.file or args.refit)):
         others = "--file and --refit" if len(own) == 1 else f"--{own[1]}"
         raise GraphError(f"validate: --{own[0]} has facts of its own; leave out {others}")
@@ -60,6 +61,8 @@ def validated(args: argparse.Namespace) -> int:
             result: object = talks()
         elif args.machine:
             result = machine_figures()
+        elif args.served:
+            result = served_figures()
         else:
             result = validate(
                 args.file, args.refit, COMPILERS[args.compiler], lambda done, all_: bar(done, all_, "rows")

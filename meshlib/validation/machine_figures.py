@@ -44,19 +44,29 @@ class Figure:
 
 @dataclass(frozen=True)
 class Figures:
-    """All machine figures; `print` shows a table."""
+    """Published figures beside predictions; `print` shows a table. `of`: what the rows are; `notes`: lines below it."""
 
     rows: tuple[Figure, ...]
+    of: str = "machine"
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        cells: list[tuple[str, ...]] = [("machine", "published", "model", "error", "source")]
+        cells: list[tuple[str, ...]] = [(self.of, "published", "model", "error", "source")]
         for row in self.rows:
-            values = (f"{value:.4g}{row.unit}" for value in (row.published, row.predicted))
+            values = (f"{_digits(value)}{row.unit}" for value in (row.published, row.predicted))
             cells.append((row.name, *values, f"{row.error:+.1%}", row.source))
         worst = max((abs(row.error) for row in self.rows), default=0.0)
         return "\n".join(
-            [*grid(cells, right=(1, 2, 3), spare=(4, 0)), f"{len(self.rows)} figures; largest error {worst:.1%}"]
+            [
+                *grid(cells, right=(1, 2, 3), spare=(4, 0)),
+                f"{len(self.rows)} figures; largest error {worst:.1%}",
+                *self.notes,
+            ]
         )
+
+
+def _digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 9999.5 else f"{value:.4g}"
 
 
 @cache

@@ -32,7 +32,8 @@ __main__
 meshlib
 command
 report sharing
-generation jax searching testing training validation
+validation
+generation jax searching testing training
 estimation models storage verification
 lowering simulation
 layers optimize program
