@@ -1,19 +1,19 @@
 """Layouts: dimensions, meshes, layout rules, shardings, and reshard plans between shardings.
 
-A program names its dimensions; a layout says which names are split over which axes of a mesh. This floor
-turns the two into facts about each tensor, and knows neither numbers nor hardware:
+A program names its dimensions; a layout maps names to the mesh axes that split them. This package derives
+the sharding of each tensor, without any knowledge of values or hardware:
 
     Dimension, Shape     names and sizes of a tensor           dims.py
     Mesh                 named axes of devices                 mesh.py
     Rule, LayoutRules    names -> axes, for all tensors        rules.py
-    Sharding             which device holds which block        sharding.py
-    reshard, Plan, Step  the cheapest collectives between two  reshard.py, plan.py
-    check, Report        all that is wrong with a layout       check.py
-    PRESETS, preset      layouts that have names               presets.py
-    from_flax, to_flax   layouts in others' notation           readers.py
-    draw                 which device holds what, as text      drawing.py
+    Sharding             block of each device                  sharding.py
+    reshard, Plan, Step  cheapest collectives between two      resharding.py, plan.py
+    check, Report        all faults of a layout                checking.py
+    PRESETS, preset      named layouts                         presets.py
+    from_flax, to_flax   layouts in other notations            readers.py
+    draw                 blocks and devices as text            drawing.py
 
-Everything is immutable, checked when made, and hashable. A fault is a `LayoutError` that names dimension,
+Everything is immutable, validated at construction, and hashable. A fault is a `LayoutError` that names dimension,
 axis and both numbers; nothing is ever silently replicated.
 
 >>> rules = LayoutRules("batch:rows;hidden:cols")

@@ -1,4 +1,4 @@
-"""What notebooks show of dims, shapes, meshes, layouts and shardings."""
+"""Notebook cells of dims, shapes, meshes, layouts and shardings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DIVISORS = 12
 
 
 def dimension_cell(dim: Dimension) -> str:
-    """Name, size, and how many blocks it divides into, as HTML."""
+    """Name, size, and the numbers of blocks that divide it, as HTML."""
     divisors = [n for n in range(2, min(dim.size, 10_000) + 1) if dim.size % n == 0]
     shown = ", ".join(map(str, divisors[:DIVISORS])) + (", ..." if len(divisors) > DIVISORS else "")
     return html_table(
@@ -26,7 +26,7 @@ def dimension_cell(dim: Dimension) -> str:
 
 
 def shape_cell(shape: Shape) -> str:
-    """The dims, and how many elements they have together, as HTML."""
+    """The dims, and their total number of elements, as HTML."""
     size = prod(shape.sizes)
     rows = [(dim.name, f"{dim.size:,}") for dim in shape.dims]
     about = f"{size:,} elements; {4 * size:,} bytes in float32, {2 * size:,} in bfloat16"
@@ -40,12 +40,12 @@ def mesh_cell(mesh: Mesh) -> str:
 
 
 def rules_cell(rules: LayoutRules) -> str:
-    """Each rule, and what it means, as HTML."""
+    """Each rule with its meaning, as HTML."""
     return html_table("layout", ("rule", "meaning"), [(str(rule), _meaning(rule)) for rule in rules.rules])
 
 
 def sharding_cell(sharding: Sharding) -> str:
-    """Of each dim the axes that split it and the part of one device, as HTML."""
+    """Per dim the axes that split it and the size of a block, as HTML."""
     rows = [
         (dim.name, f"{dim.size:,}", "+".join(axes) or "-", f"{local.size:,}")
         for dim, axes, local in zip(sharding.shape.dims, sharding.axes, sharding.local_shape.dims, strict=True)
@@ -66,7 +66,7 @@ def _meaning(rule: Rule) -> str:
 
 
 def html_table(title: str, head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A small table; all cells are text.
+    """A small HTML table; all cells are escaped.
 
     >>> html_table("a", ["b"], [["<c>"]]).partition("</caption>")[2]
     '<tr><th>b</th></tr><tr><td>&lt;c&gt;</td></tr></table>'

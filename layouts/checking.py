@@ -1,8 +1,8 @@
-"""All faults of a layout at once.
+"""Check of a layout against all tensors of a program: every fault at once.
 
-`LayoutRules.sharding` looks at one tensor and must stop there. `check` looks at all tensors of a program
-under one layout and groups what it finds: a dimension that does not divide is reported once, with the
-tensors that have it. What is merely wasteful (an unused rule, an unused axis) is a note.
+`LayoutRules.sharding` checks one tensor. `check` covers all tensors of a program under one layout and groups the
+faults: a dimension that does not divide is reported once, with the tensors that have it. Waste (an unused rule, an
+unused axis) is a note.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from layouts.errors import LayoutError, nearest
 from layouts.mesh import Mesh, MeshLike
 from layouts.rules import Fault, LayoutRules, Rule, RulesLike, place, unknown_axis
 
-SHOWN_TENSORS = 3  # of one fault; the rest are counted
+SHOWN_TENSORS = 3  # tensors listed per fault; the rest are counted
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The outcome of `check`: faults make the layout impossible, notes make it worth a second look.
+    """Result of `check`: with faults the layout is invalid, notes are warnings.
 
     Example:
       >>> report = check("batch:data", "data:4", [("x", "batch:6", "activations")])
@@ -31,15 +31,15 @@ class Report:
 
     faults: tuple[str, ...]
     notes: tuple[str, ...]
-    found: tuple[tuple[Fault, tuple[str, ...]], ...] = ()  # each fault, with the labels of the tensors it concerns
+    found: tuple[tuple[Fault, tuple[str, ...]], ...] = ()  # each fault, with the labels of its tensors
 
     @property
     def ok(self) -> bool:
-        """Whether there is no fault."""
+        """True if there is no fault."""
         return not self.faults
 
     def raise_for_faults(self) -> None:
-        """Raise one LayoutError that holds all faults, if there are any."""
+        """Raise one LayoutError with all faults, if there are any."""
         if self.faults:
             raise LayoutError.listing("the layout", self.faults, most=len(self.faults))
 
@@ -56,15 +56,15 @@ def check(
     inner: Iterable[tuple[str, ShapeLike, str]] = (),
     splitting: Iterable[str] = (),
 ) -> Report:
-    """Look at all tensors under one layout.
+    """Check all tensors of a program under one layout.
 
     Args:
       rules: the layout.
       mesh: the mesh.
       tensors: (label, shape, scope) of each tensor.
-      known_dims: names that a rule may have without a tensor here; none by default.
-      inner: such tensors that nobody asked for. What does not fit them is a note, as `LayoutRules.fitting` leaves it
-        out, unless the rule is about a dim that none but such tensors have and fits none of them.
+      known_dims: further names that rules may have; none by default.
+      inner: tensors hidden from the user. Rules that do not fit them are a note, since `LayoutRules.fitting` drops them,
+        unless the rule's dim occurs only in such tensors and the rule fits none of them.
       splitting: axes that split something without a rule.
 
     >>> print(check("vocab:cols", "rows:2;cols:4", [("logits", "batch:6;vocab:10", "activations")]))
@@ -84,11 +84,11 @@ def check(
 
 @dataclass
 class _Met:
-    """What the tensors of a program meet under a layout: faults with the labels of the tensors concerned, what of the
-    rules, axes and dims is there."""
+    """Statistics of a program's tensors under a layout: faults with labels of tensors, and the rules, axes and dims
+    in use."""
 
     faults: dict[Fault, list[str]] = field(default_factory=dict)
-    misfits: dict[Fault, list[str]] = field(default_factory=dict)  # the same of inner tensors
+    misfits: dict[Fault, list[str]] = field(default_factory=dict)  # faults of inner tensors
     rules: set[Rule] = field(default_factory=set)
     axes: set[str] = field(default_factory=set)
     dims: dict[str, None] = field(default_factory=dict)  # names, in order
@@ -102,13 +102,13 @@ def _met(
     splitting: Iterable[str],
 ) -> _Met:
     met = _Met(axes=set(splitting))
-    for rule in rules.rules:  # an axis is unknown whether or not a tensor meets the rule
+    for rule in rules.rules:  # an unknown axis is a fault even if no tensor has the dim
         for axis in rule.axes:
             if axis not in mesh and not rule.optional:
                 met.faults.setdefault(unknown_axis(rule, axis, mesh), [])
-    followed: set[Rule] = set()  # by some tensor
+    followed: set[Rule] = set()  # rules used by some tensor
     own: set[str] = set()  # dims of tensors that are not inner
-    seen: dict[tuple[Shape, str], tuple[Fault, ...]] = {}  # most tensors are laid out like one before
+    seen: dict[tuple[Shape, str], tuple[Fault, ...]] = {}  # most tensors have the layout of an earlier one
     for into, (label, given, scope) in chain(zip(repeat(met.faults), tensors), zip(repeat(met.misfits), inner)):
         shape = given if isinstance(given, Shape) else Shape(given)
         if into is met.faults:
@@ -134,7 +134,7 @@ def _dim(fault: Fault) -> str | None:
 
 
 def _foreign(rules: LayoutRules, mesh: Mesh, known: dict[str, None], faults: dict[Fault, list[str]]) -> list[str]:
-    """What optional rules name that there is not; where others do, it is added to the faults."""
+    """Unknown names in optional rules, as notes; unknown names in other rules are added to the faults."""
     foreign: list[str] = []
     for name in rules.dims:
         if name not in known:
@@ -153,7 +153,7 @@ def _foreign(rules: LayoutRules, mesh: Mesh, known: dict[str, None], faults: dic
 
 
 def _notes(rules: LayoutRules, mesh: Mesh, met: _Met, known: dict[str, None]) -> list[str]:
-    """Of rules and axes that do nothing, and of inner tensors that a rule does not fit."""
+    """Notes on rules and axes without effect, and on inner tensors that a rule does not fit."""
     notes = [
         f"rule {rule} is not used: {_why_unused(rule, met.dims)}"
         for rule in rules.rules
@@ -172,7 +172,7 @@ def _notes(rules: LayoutRules, mesh: Mesh, met: _Met, known: dict[str, None]) ->
 
 
 def _swapped(rules: LayoutRules, name: str, mesh: Mesh, known: dict[str, None]) -> str:
-    """A hint where a rule names an axis first, then a dim."""
+    """A hint for a rule that names an axis first, then a dim."""
     swapped_rules = [rule for rule in rules.rules if rule.dim == name and name in mesh and set(rule.axes) & set(known)]
     return f"; rules are dim:axis, so write {swapped_rules[0].axes[0]}:{name}" if swapped_rules else ""
 
@@ -190,7 +190,7 @@ def _with_tensors(fault: Fault, labels: tuple[str, ...]) -> str:
 
 
 def some(labels: Sequence[str]) -> str:
-    """The first few of a list, and how many more there are.
+    """The first few items of a list, and the number of the others.
 
     >>> some(["a", "b", "c", "d"])
     'a, b, c and 1 more'

@@ -1,7 +1,7 @@
-"""Named dimensions and the shapes made of them.
+"""Named dimensions and shapes.
 
-A `Shape` is an ordered set of `Dimension`s: a name occurs once, so a name says where. Both are immutable
-and carry their hash, because shapes are looked up far more often than they are made.
+A `Shape` is an ordered set of `Dimension`s: names are unique, so a name identifies a position. Both are immutable
+and cache their hash, because shapes are looked up far more often than they are created.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ ShapeLike: TypeAlias = Union["Shape", str, Mapping[str, int], Iterable[Dimension
 
 
 class Dims(tuple[Dimension, ...]):
-    """The dims of a shape: a tuple that joins with lists, as code written for Mesh TensorFlow's list expects.
+    """The dims of a shape: a tuple that concatenates with lists, as code written for Mesh TensorFlow expects.
 
     >>> Shape("batch:8;d_model:4").dims[:-1] + [Dimension("heads", 2)]
     (Dimension('batch', 8), Dimension('heads', 2))
@@ -115,12 +115,12 @@ class Shape(Frozen):
 
     @property
     def to_integer_list(self) -> list[int]:
-        """The sizes as a list, under the name Mesh TensorFlow gives them."""
+        """The sizes as a list (Mesh TensorFlow's name)."""
         return [d.size for d in self.dims]
 
     @property
     def to_string(self) -> str:
-        """The dims as text, which makes the same shape: "batch:512;hidden:1024"."""
+        """The dims as text that parses to the same shape: "batch:512;hidden:1024"."""
         return ";".join(map(str, self.dims))
 
     @property
@@ -144,11 +144,11 @@ class Shape(Frozen):
         return position
 
     def dim(self, name: str) -> Dimension:
-        """The dimension of that name."""
+        """The dimension with that name."""
         return tuple.__getitem__(self.dims, self.index(name))
 
     def rename(self, old: str | Dimension, new: str) -> Shape:
-        """This shape with one dimension under another name.
+        """This shape with one dimension renamed.
 
         >>> print(Shape("length:8;d:4").rename("length", "memory_length"))
         [memory_length:8, d:4]
@@ -157,7 +157,7 @@ class Shape(Frozen):
         return Shape((*self.dims[:at], self.dims[at].renamed(new), *self.dims[at + 1 :]))
 
     def resize(self, name: str | Dimension, size: int) -> Shape:
-        """This shape with another size of one dimension.
+        """This shape with one dimension resized.
 
         >>> print(Shape("length:8;d:4").resize("length", 2))
         [length:2, d:4]
@@ -167,10 +167,10 @@ class Shape(Frozen):
 
     @property
     def dimension_names(self) -> tuple[str, ...]:
-        """`names`, as Mesh TensorFlow calls them."""
+        """`names` (Mesh TensorFlow's name)."""
         return self.names
 
-    # The names that Mesh TensorFlow gives them.
+    # Aliases under Mesh TensorFlow's names.
     ndims = ndim
     get_dim_by_name, rename_dimension, resize_dimension = dim, rename, resize
 
@@ -189,14 +189,14 @@ class Shape(Frozen):
         return Shape(item) if isinstance(key, slice) else item  # type: ignore[arg-type,return-value]
 
     def __contains__(self, dim: object) -> bool:
-        """By name, or by name and size when a Dimension is given."""
+        """By name, or by name and size for a Dimension."""
         if isinstance(dim, Dimension):
             at = self._index.get(dim.name)
             return at is not None and self.dims[at].size == dim.size
         return dim in self._index
 
     def __add__(self, other: ShapeLike | Dimension) -> Shape:
-        """The union in order; a dimension already here stays where it is."""
+        """The union in order; existing dimensions keep their positions."""
         extra = (other,) if isinstance(other, Dimension) else _dimensions(other)
         return Shape(self.dims + tuple(d for d in extra if not self._has(d)))
 
@@ -204,7 +204,7 @@ class Shape(Frozen):
         return Shape((other,) if isinstance(other, Dimension) else other) + self
 
     def __sub__(self, other: Dimension | Iterable[str | DimensionLike]) -> Shape:
-        """Without the given dimensions; those that are not here are passed over."""
+        """Without the given dimensions; missing ones are ignored."""
         if isinstance(other, Dimension):
             other = (other,)
         elif isinstance(other, str):
@@ -214,7 +214,7 @@ class Shape(Frozen):
             if isinstance(d, tuple):
                 d = Dimension(*d)
             if isinstance(d, Dimension):
-                self._has(d)  # another size under the same name is a fault, not another dimension
+                self._has(d)  # another size under the same name is an error, not another dimension
             gone.add(d if isinstance(d, str) else d.name)
         return Shape(d for d in self.dims if d.name not in gone)
 

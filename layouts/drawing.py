@@ -1,14 +1,14 @@
-"""A text drawing of which device holds which block."""
+"""A text drawing of the blocks of a sharding and their devices."""
 
 from __future__ import annotations
 
 from layouts.sharding import Sharding
 
-SHOWN_DEVICES = 8  # in one cell; the rest are counted
+SHOWN_DEVICES = 8  # devices listed per cell; the rest are counted
 
 
 def draw(sharding: Sharding) -> str:
-    """The blocks of the first two split dimensions, each with the devices that hold it.
+    """The blocks of the first two split dimensions as a grid, each with its devices.
 
     Rows are blocks of the first dimension, columns of the second. If more dimensions are split, a cell
     lists the devices of all their blocks.
@@ -21,7 +21,7 @@ def draw(sharding: Sharding) -> str:
     """
     split = [d for d, blocks in enumerate(sharding.block_counts) if blocks > 1]
     others = [d for d in range(sharding.shape.ndim) if d not in split]
-    # With fewer than two split dims, unsplit ones fill the picture as a single row or column.
+    # With fewer than two split dims, unsplit ones fill the grid as a single row or column.
     picked = sorted((split + others)[:2])
     spans = []
     for d in picked:

@@ -1,4 +1,4 @@
-"""The exceptions of the project, and the hint of the nearest name that most messages end with."""
+"""Exceptions of the project, and the nearest-name hint at the end of most messages."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Self
 
 
 class MeshlibError(Exception):
-    """Base of every error that this distribution raises on purpose.
+    """Base of all errors that this distribution raises.
 
     Args:
-      message: one line, complete by itself: what was called and where, names, numbers, the rule and a remedy.
-      details: what a traceback prints below that line, such as operands with their types; exception notes.
+      message: one complete line: call and source line, names, numbers, the rule and a remedy.
+      details: exception notes, printed below that line by a traceback, such as operands with their types.
     Example:
       >>> fault = MeshlibError("conv2d: filters have 5 of the channels 'c', but need 4", "image: f32[batch:8, c:4]")
       >>> str(fault), fault.__notes__
       ("conv2d: filters have 5 of the channels 'c', but need 4", ['  image: f32[batch:8, c:4]'])
     """
 
-    faults: tuple[str, ...] = ()  # of `listing`, without its head
+    faults: tuple[str, ...] = ()  # faults of `listing`, without its head
 
     def __init__(self, message: object = "", *details: object) -> None:
         super().__init__(message)
@@ -29,7 +29,8 @@ class MeshlibError(Exception):
 
     @classmethod
     def listing(cls, head: str, faults: Sequence[str], *details: object, most: int = 8) -> Self:
-        """An error about faults: one stands in the line of the head, several are counted and listed below it.
+        """An error from a list of faults: a single one is put in the head line, several are counted and listed below
+        it.
 
         >>> print(MeshlibError.listing("Routing", ["top_k must be at least 1, got 0"]))
         Routing: top_k must be at least 1, got 0
@@ -46,7 +47,7 @@ class MeshlibError(Exception):
 
 
 class LayoutError(MeshlibError, ValueError):
-    """A dimension, mesh, layout or sharding that cannot be; the message names sizes and a remedy.
+    """An invalid dimension, mesh, layout or sharding; the message has sizes and a remedy.
 
     Example:
       >>> from layouts import LayoutRules
@@ -59,7 +60,7 @@ class LayoutError(MeshlibError, ValueError):
 
 
 def nearest(name: object, candidates: Iterable[str]) -> str:
-    """The end of an error message that names the likeliest intended spelling, or "".
+    """The end of an error message with the most similar known name, or "".
 
     >>> nearest("bacth", ["batch", "hidden"])
     "; did you mean 'batch'?"

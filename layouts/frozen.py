@@ -1,8 +1,8 @@
-"""Immutable small value types.
+"""Small immutable value types.
 
-They are keys of dictionaries in hot loops. A frozen dataclass would compute its hash at every look-up;
-these classes compute it once, which needs hand-written `__init__`s, and this base keeps them honest. Of `Interned`
-classes equal objects are one object, so that a look-up neither hashes nor compares contents.
+They are dictionary keys in hot loops. A frozen dataclass would compute its hash at every lookup; these classes
+compute it once, which needs hand-written `__init__`s; this base enforces immutability. Equal objects of `Interned`
+classes are identical, so that lookups neither hash nor compare contents.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 
 class Frozen:
-    """A base whose attributes can only be set by `_fill`; what is made of equal arguments is equal.
+    """A base whose attributes can only be set by `_fill`; objects from equal arguments are equal.
 
     >>> Frozen().x = 1
     Traceback (most recent call last):
@@ -26,7 +26,7 @@ class Frozen:
     _hash: int
 
     def _fill(self, *key: object, **attributes: object) -> None:
-        """Set the attributes; `key` are the arguments, as checked, that make an equal object."""
+        """Set the attributes; `key` are the checked arguments, which determine equality."""
         fill = object.__setattr__
         for name, value in attributes.items():
             fill(self, name, value)
@@ -44,7 +44,7 @@ class Frozen:
         return self._hash == other._hash and self._key == other._key
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
-        return type(self), self._key  # the hash of a str is another in another process
+        return type(self), self._key  # hashes of str differ between processes
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"{type(self).__name__} is immutable; it has no settable attribute {name!r}")
@@ -53,11 +53,11 @@ class Frozen:
         raise AttributeError(f"{type(self).__name__} is immutable; {name!r} cannot be deleted")
 
 
-_LOCK = RLock()  # a collection inside may make others
+_LOCK = RLock()  # a garbage collection here may create others
 
 
-class _OneOfEach(type):
-    """The metaclass of `Interned`: a call returns the object that exists already for an equal key."""
+class _InternedMeta(type):
+    """The metaclass of `Interned`: a call returns the existing object for an equal key."""
 
     def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> None:
         super().__init__(name, bases, namespace)
@@ -69,8 +69,8 @@ class _OneOfEach(type):
             return cls._objects.setdefault(new._key, new)
 
 
-class Interned(Frozen, metaclass=_OneOfEach):
-    """A base whose equal objects are one object, compared and hashed by identity."""
+class Interned(Frozen, metaclass=_InternedMeta):
+    """A base whose equal objects are identical, compared and hashed by identity."""
 
     __slots__ = ("__weakref__",)
 

@@ -1,7 +1,7 @@
-"""The mesh: named axes over which devices are counted.
+"""The mesh: named axes of devices.
 
-Devices are numbered row-major, the last axis fastest. A mesh says nothing of wires; where its axes lie on
-real hardware is decided elsewhere.
+Devices are numbered row-major, the last axis fastest. A mesh has no topology; its placement on hardware is
+decided elsewhere.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Mesh(Interned):
         return list(product(*map(range, self.sizes)))
 
     def coordinate(self, device: int) -> tuple[int, ...]:
-        """Where a device is."""
+        """The coordinate of a device."""
         if not 0 <= device < self.size:
             raise LayoutError(f"no device {device} in mesh {self} of {self.size} devices")
         return tuple(device // stride % size for stride, size in zip(self._strides, self.sizes, strict=True))
@@ -95,7 +95,7 @@ class Mesh(Interned):
         return sum(c * stride for c, stride in zip(self.checked(coordinate), self._strides, strict=True))
 
     def checked(self, coordinate: Coordinate) -> tuple[int, ...]:
-        """A coordinate in axis order, after a look at its length and range."""
+        """A coordinate in axis order, checked for length and range."""
         if isinstance(coordinate, Mapping):
             if set(coordinate) != set(self.axes):
                 wrong = ", ".join(map(repr, sorted(set(coordinate) ^ set(self.axes), key=str)))
@@ -113,14 +113,14 @@ class Mesh(Interned):
         return point
 
     def group_size(self, axes: Iterable[str]) -> int:
-        """Number of devices that differ in nothing but `axes`."""
+        """Number of devices in a replica group over `axes`."""
         return prod(map(self.axis_size, axes))
 
     def groups(self, axes: Sequence[str]) -> list[list[int]]:
-        """Replica groups: which devices take part together in a collective over `axes`.
+        """Replica groups: the devices that take part together in a collective over `axes`.
 
-        Members are ordered by their coordinates on `axes`, the first of them major; groups by the
-        remaining coordinates.
+        Members are ordered by their coordinates on `axes`, first axis major; groups by the remaining
+        coordinates.
 
         >>> Mesh("rows:2;cols:2").groups(["cols", "rows"])
         [[0, 2, 1, 3]]

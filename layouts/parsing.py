@@ -1,7 +1,7 @@
 """Parsing of "name:value" texts, with a caret under the fault.
 
 Mesh TensorFlow writes shapes, meshes and layouts alike: pairs joined by a colon and separated by any of
-`;` `,` `.` or white space. One reader serves all three.
+`;` `,` `.` or white space. One parser serves all three.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ _PAIR = re.compile(r"[^;,.\s]+")
 
 
 def caret(text: str, position: int) -> str:
-    """`text`, and below it a caret under `position`: a detail of an error.
+    """`text` with a caret under `position`, as a detail of an error.
 
     >>> print(caret("batch:rows;hidden", 11))
     batch:rows;hidden
                ^
     """
-    shown = re.sub(r"\s", " ", text)  # one for one, so that the caret stays under its character
+    shown = re.sub(r"\s", " ", text)  # one character each, so that caret positions stay right
     return f"{shown}\n{' ' * position}^"
 
 
 def read_pairs(text: str) -> list[tuple[str, str, int]]:
-    """The (left, right, position) of every pair in `text`; blanks around the colon do not matter.
+    """The (left, right, position) of every pair in `text`; blanks around the colon are ignored.
 
     >>> read_pairs("batch:rows; hidden : cols")
     [('batch', 'rows', 0), ('hidden', 'cols', 12)]
@@ -46,7 +46,7 @@ def read_pairs(text: str) -> list[tuple[str, str, int]]:
 
 
 def _words(text: str) -> list[tuple[str, int]]:
-    """The words of a text with their places; those around a colon that stands alone, or at an end, are one."""
+    """The words of a text with their positions; a colon joins its neighbours to one word."""
     words: list[tuple[str, int]] = []
     end = 0
     for match in _PAIR.finditer(text):
@@ -65,7 +65,7 @@ def _words(text: str) -> list[tuple[str, int]]:
 
 
 def is_iterable(source: object) -> TypeGuard[Iterable[Any]]:
-    """Whether `for x in source` works; an array without dims only claims so."""
+    """True if `for x in source` works; arrays without dims only appear to be iterable."""
     try:
         iter(source)  # type: ignore[call-overload]
     except TypeError:
@@ -74,7 +74,7 @@ def is_iterable(source: object) -> TypeGuard[Iterable[Any]]:
 
 
 def checked_name(name: object, what: str) -> str:
-    """`name` if it is an identifier.
+    """`name`, which must be an identifier.
 
     >>> checked_name("d_model", "dimension")
     'd_model'
@@ -85,7 +85,7 @@ def checked_name(name: object, what: str) -> str:
 
 
 def checked_size(size: object, name: str, what: str) -> int:
-    """`size` as an int of at least 1; NumPy integers pass, bools and floats do not.
+    """`size` as an int of at least 1; NumPy integers are accepted, bools and floats are not.
 
     >>> checked_size(512, "batch", "dimension")
     512
@@ -104,7 +104,7 @@ def checked_size(size: object, name: str, what: str) -> int:
 
 
 def named_sizes(source: object, what: str) -> list[tuple[str, int]]:
-    """Checked (name, size) pairs from a text, a mapping, or an iterable of pairs or of named things.
+    """Checked (name, size) pairs from a text, a mapping, or an iterable of pairs or of objects with name and size.
 
     >>> named_sizes("rows:2;cols:4", "axis")
     [('rows', 2), ('cols', 4)]

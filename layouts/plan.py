@@ -11,18 +11,18 @@ from layouts.step_kinds import STEP_KINDS
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One local slice or mask, or one collective: `layouts.step_kinds.STEP_KINDS[kind]` is the record of its kind.
+    """A collective, local slice or mask: `layouts.step_kinds.STEP_KINDS[kind]` is the record of its kind.
 
-    A collective runs apart in each group of `before.mesh.groups(axes)`.
+    A collective runs separately in each group of `before.mesh.groups(axes)`.
 
-        all_gather          the minor-most `axes` of `dim` go; without a dim, those of several dims: see `gathered_axes`
-        reduce_scatter      pending sums over `axes` are taken, `axes` go minor-most on `dim`
-        all_reduce          pending reductions over `axes` are taken
-        all_to_all          the minor-most `axes` of `dim` go minor-most on `to_dim`
-        collective_permute  the pairs are `permute_pairs(before, after)`; sent is what the busiest sender sends
-        slice               each device keeps its part; `axes` go minor-most on `dim`
-        mask                a whole value becomes a pending sum over `axes`: the first device of each group keeps its
-                            block, the others hold zeros
+        all_gather          removes the minor-most `axes` of `dim`, or of several dims: see `gathered_axes`
+        reduce_scatter      reduces pending sums over `axes`, which become minor-most on `dim`
+        all_reduce          reduces pending reductions over `axes`
+        all_to_all          moves the minor-most `axes` of `dim` to the minor-most position of `to_dim`
+        collective_permute  sends blocks along `permute_pairs(before, after)`; sent bytes are the busiest sender's
+        slice               keeps a part on each device; `axes` become minor-most on `dim`
+        mask                makes a replicated value a pending sum over `axes`: the first device of each group keeps
+                            its block, the others set it to zero
 
     Example:
       >>> from layouts import Sharding, reshard
@@ -43,7 +43,7 @@ class Step:
 
     @property
     def is_local(self) -> bool:
-        """Whether each device works on its own block."""
+        """True if devices do not communicate."""
         return STEP_KINDS[self.kind].is_local
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Steps that lead from one sharding to another.
+    """Steps from one sharding to another.
 
     Example:
       >>> from layouts import Sharding, reshard
@@ -73,7 +73,7 @@ class Plan:
 
 
 def gathered_axes(step: Step) -> tuple[tuple[str, Axes], ...]:
-    """Per dim that an all_gather makes less split, the axes that go.
+    """The axes that an all_gather removes, per dim.
 
     >>> before, after = (Sharding("b:8;d:8", "x:2;y:2", axes) for axes in ([("x",), ("y",)], [(), ()]))
     >>> gathered_axes(Step("all_gather", ("x", "y"), None, None, before, after, 64, 192))
@@ -84,10 +84,10 @@ def gathered_axes(step: Step) -> tuple[tuple[str, Axes], ...]:
 
 
 def permute_pairs(before: Sharding, after: Sharding) -> tuple[tuple[int, int], ...]:
-    """(source, destination) devices that turn `before` into `after`, one pair for each device.
+    """The (source, destination) devices of a permute from `before` to `after`, one pair per device.
 
-    Only axes that split something before or after are crossed; pending ones, for instance, are not. A
-    device that already holds its block keeps it.
+    Blocks are only sent along axes that split a dim before or after, not along pending ones. A device that already
+    has its block keeps it.
 
     >>> mesh = "a:2;b:2"
     >>> permute_pairs(Sharding("n:8", mesh, [("a",)]), Sharding("n:8", mesh, [("b",)]))

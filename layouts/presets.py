@@ -1,7 +1,6 @@
-"""Layouts by name.
+"""Named layouts.
 
-Each function returns ordinary `LayoutRules` for the names that a program gives its dimensions and a mesh
-its axes; nothing here could not be written by hand.
+Each function returns ordinary `LayoutRules` for given names of dimensions and axes.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from layouts.rules import LayoutRules, Rule
 
 
 def data_parallel(batch: str = "batch", axis: str = "data") -> LayoutRules:
-    """Each device has its part of the batch and all of the variables.
+    """Data parallelism: each device has its part of the batch and all variables.
 
     >>> print(data_parallel())
     batch:data
@@ -24,9 +23,9 @@ def data_parallel(batch: str = "batch", axis: str = "data") -> LayoutRules:
 
 
 def model_parallel(dims: Iterable[str] = ("hidden",), axis: str = "model") -> LayoutRules:
-    """Each device has its part of the layers and the whole batch.
+    """Model parallelism: each device has its part of the layers and the whole batch.
 
-    Name dimensions of which no two meet in one tensor, such as heads, hidden and vocab.
+    Use dimensions of which no two occur in one tensor, such as heads, hidden and vocab.
 
     >>> print(model_parallel(["heads", "hidden"]))
     heads:model;hidden:model
@@ -40,7 +39,7 @@ def two_dimensional(
     data_axis: str = "data",
     model_axis: str = "model",
 ) -> LayoutRules:
-    """Data-parallel over one axis, model-parallel over the other.
+    """Data parallelism over one axis, model parallelism over the other.
 
     >>> print(two_dimensional())
     batch:data;hidden:model
@@ -49,7 +48,7 @@ def two_dimensional(
 
 
 def fully_sharded(batch: str = "batch", dims: Iterable[str] = ("d_model",), axis: str = "data") -> LayoutRules:
-    """Activations are split by batch; variables, which have no batch, by the first of `dims` they have.
+    """Fully sharded data parallelism: activations are split by batch, variables by the first of `dims` they have.
 
     >>> print(fully_sharded(dims=["d_model", "d_ff"]))
     batch:data;d_model:data?;d_ff:data?
@@ -58,7 +57,7 @@ def fully_sharded(batch: str = "batch", dims: Iterable[str] = ("d_model",), axis
 
 
 def zero1(batch: str = "batch", dims: Iterable[str] = ("d_model",), axis: str = "data") -> LayoutRules:
-    """Data-parallel, but each device keeps and updates only its part of the optimizer's slots.
+    """Data parallelism in which each device stores and updates only its part of the optimizer's slots (ZeRO-1).
 
     >>> print(zero1())
     batch:data;slots/d_model:data?
@@ -70,7 +69,7 @@ def zero1(batch: str = "batch", dims: Iterable[str] = ("d_model",), axis: str = 
 
 
 def sequence_parallel(dims: Iterable[str] = ("hidden",), length: str = "length", axis: str = "model") -> LayoutRules:
-    """Model-parallel, and where no model dim takes the axis, it splits the sequence: norms, residuals, dropout.
+    """Model parallelism that also splits the sequence where no model dim takes the axis: norms, residuals, dropout.
 
     Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
 
@@ -81,7 +80,8 @@ def sequence_parallel(dims: Iterable[str] = ("hidden",), length: str = "length",
 
 
 def context_parallel(length: str = "length", axis: str = "context") -> LayoutRules:
-    """Each device has its part of every sequence; what all positions attend to goes by another name and is gathered.
+    """Context parallelism: each device has its part of every sequence; keys and values have another name and are
+    gathered.
 
     >>> print(context_parallel())
     length:context
@@ -90,7 +90,7 @@ def context_parallel(length: str = "length", axis: str = "context") -> LayoutRul
 
 
 def joined(*layouts: LayoutRules) -> LayoutRules:
-    """Several layouts at once: a dim that several of them split takes the axes of all, in their order.
+    """Several layouts combined: a dim that several of them split takes the axes of all, in order.
 
     >>> print(joined(data_parallel(), fully_sharded(axis="fsdp"), model_parallel(["d_ff"])))
     batch:data+fsdp;d_model:fsdp?;d_ff:model
@@ -112,7 +112,8 @@ def joined(*layouts: LayoutRules) -> LayoutRules:
 
 
 def _replaced(layout: LayoutRules, layouts: Iterable[LayoutRules]) -> list[Rule]:
-    """The rules of others for the dims that `layout` has rules for in a scope: there they would not hold any more."""
+    """Copies of the other layouts' rules, in the scopes in which `layout` has rules that would otherwise replace
+    them."""
     return [
         Rule(rule.dim, rule.axes, rule.optional, scoped.scope, rule.whole)
         for scoped in layout.rules
@@ -129,7 +130,7 @@ PRESETS: MappingProxyType[str, Callable[..., LayoutRules]] = MappingProxyType({f
 
 
 def preset(name: str, **kwargs: object) -> LayoutRules:
-    """The layout of that name, with the arguments of its function.
+    """The layout with that name, with the arguments of its function.
 
     >>> print(preset("data_parallel", axis="rows"))
     batch:rows

@@ -1,12 +1,11 @@
-"""Layouts in the notation of Flax, Haliax and JAX, read and written.
+"""Conversion of layouts from and to the notations of Flax, Haliax and JAX.
 
     from_flax              ordered (name, axes) rules of Flax Linen and MaxText      to_flax
     from_haliax            a dict of axis names to mesh axes, of Haliax and Levanter
-    from_partition_specs   PartitionSpec-shaped tuples, one for each tensor          to_partition_spec
+    from_partition_specs   PartitionSpec-shaped tuples, one per tensor               to_partition_spec
 
-What is read is ordinary `LayoutRules`; it gives every tensor the sharding that the original gives it, or a
-`LayoutError` where that is impossible. One difference stays on purpose: a size that its axes do not divide
-is an error here, never padded.
+The result is ordinary `LayoutRules` that give every tensor its original sharding; if that is impossible it is a
+`LayoutError`. One difference is intended: a size that its axes do not divide is an error here, never padded.
 
 Sources: google/flax: flax/linen/spmd.py, `_logical_to_mesh_axes`; stanford-crfm/haliax:
 src/haliax/partitioning.py, `pspec_for_axis`; jax-ml/jax: jax/_src/partition_spec.py.
@@ -24,21 +23,21 @@ from layouts.parsing import is_iterable
 from layouts.rules import SCOPES, LayoutRules, Rule, RulesLike, checked_scope
 from layouts.sharding import Axes, Sharding
 
-Entry: TypeAlias = str | Sequence[str] | None  # what a PartitionSpec holds for a dim
+Entry: TypeAlias = str | Sequence[str] | None  # entry of a PartitionSpec
 Spec: TypeAlias = Sequence[Entry]
 NamesOfDims: TypeAlias = Shape | Sequence[str]
 
 
 def from_flax(rules: Iterable[tuple[str, Entry]], dims: Iterable[str] | None = None) -> LayoutRules:
-    """Ordered rules with the meaning they have in Flax Linen and MaxText.
+    """Rules equivalent to the ordered rules of Flax Linen and MaxText.
 
-    For each tensor the rules are tried in order, and the first one for a dim whose axes no other dim of the
-    tensor has yet is the dim's; one taken axis leaves the whole rule unused, and no axes end the search.
+    For each tensor the rules are applied in order: a dim gets the axes of its first rule none of whose axes another dim
+    of the tensor already has. A rule without axes ends the search.
 
     Args:
       rules: (dim, axes) pairs; axes are a name, several names major first, or None.
-      dims: the names that the program has; rules for others are left out. All are kept unless given.
-    Raises: LayoutError for what is no rule, with its number.
+      dims: names in the program; rules for others are dropped. By default all rules are kept.
+    Raises: LayoutError for an invalid rule, with its number.
 
     >>> rules = from_flax([("batch", "x"), ("features", "x"), ("heads", ("x", "y")), ("heads", "y"), ("batch", "z")])
     >>> print(rules)
@@ -51,7 +50,7 @@ def from_flax(rules: Iterable[tuple[str, Entry]], dims: Iterable[str] | None = N
         raise LayoutError(f"Flax rules are a list of (dim, axes) pairs, not {rules!r:.80}")
     kept = None if dims is None else set(dims)
     layout_rules: list[Rule] = []
-    closed: set[str] = set()  # their search has ended
+    closed: set[str] = set()  # dims whose search has ended
     for number, item in enumerate(rules):
         if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[0], str):
             raise LayoutError(f"Flax rule {number}: expected a (dim, axes) pair, not {item!r:.80}")
@@ -68,15 +67,15 @@ def from_flax(rules: Iterable[tuple[str, Entry]], dims: Iterable[str] | None = N
 
 
 def to_flax(rules: RulesLike, scope: str | None = None) -> list[tuple[str, str | Axes | None]]:
-    """The ordered rules by which Flax Linen gives every tensor the sharding that `rules` give it.
+    """Ordered rules by which Flax Linen gives every tensor the sharding that `rules` give it.
 
     Args:
       rules: a layout.
-      scope: "variables", "slots" or "activations": the rules that hold there. Flax has no scopes, so a layout with
-        scoped rules needs a list for each.
+      scope: "variables", "slots" or "activations": the scope to convert. Flax has no scopes, so a layout with scoped
+        rules needs one list per scope.
     Raises: LayoutError for scoped rules without `scope`.
 
-    An optional rule of several axes, which takes those that are free, becomes one rule for every choice of them.
+    An optional rule with several axes, which takes those that are free, becomes one rule per subset of them.
 
     >>> to_flax("d:data+fsdp?;batch:data")
     [('batch', 'data'), ('d', ('data', 'fsdp')), ('d', 'data'), ('d', 'fsdp')]
@@ -92,7 +91,7 @@ def to_flax(rules: RulesLike, scope: str | None = None) -> list[tuple[str, str |
     where = checked_scope(scope or "activations")
     holding = [rule for rule in rules.rules if rule in rules.for_dim(rule.dim, where)]
     written: list[tuple[str, str | Axes | None]] = []
-    for rule in sorted(holding, key=lambda rule: rule.optional):  # stable: required ones come first here, too
+    for rule in sorted(holding, key=lambda rule: rule.optional):  # stable: required rules come first here too
         count = len(rule.axes)
         least = 1 if rule.optional and not rule.whole else count
         choices = [c for n in range(count, least - 1, -1) for c in combinations(rule.axes, n)]
@@ -101,12 +100,12 @@ def to_flax(rules: RulesLike, scope: str | None = None) -> list[tuple[str, str |
 
 
 def from_haliax(mapping: Mapping[str, Entry], params: Mapping[str, Entry] | None = None) -> LayoutRules:
-    """A Haliax axis mapping: each named axis always lies on the same mesh axes.
+    """The rules of a Haliax axis mapping, in which a named axis always has the same mesh axes.
 
     Args:
       mapping: dim -> a mesh axis, several major first, or None; the compute mapping if there are two.
-      params: the mapping of parameters, where it is another one (fully-sharded training). It replaces `mapping`
-        for variables and optimizer slots altogether.
+      params: the mapping of parameters, if different (fully sharded training). It replaces `mapping` entirely for
+        variables and optimizer slots.
 
     >>> print(from_haliax({"batch": "data", "mlp": "model"}))
     batch:data;mlp:model
@@ -127,15 +126,15 @@ def from_partition_specs(
     dims: Mapping[str, NamesOfDims] | None = None,
     scope: str | None = None,
 ) -> LayoutRules:
-    """The rules behind PartitionSpec-shaped tuples: each dim must lie on the same axes in every tensor.
+    """The rules of PartitionSpec-shaped tuples: each dim must have the same axes in every tensor.
 
     Args:
-      specs: tensor -> spec. The tensor is a name in `dims`, a tuple of names of dims, or a Shape. The spec has for
-        each dim a mesh axis, several major first, or None; dims beyond its end are not split.
+      specs: tensor -> spec. The tensor is a name in `dims`, a tuple of names of dims, or a Shape. The spec has per dim a
+        mesh axis, several major first, or None; dims beyond its end are not split.
       dims: tensor name -> the names of its dims, in the order of the spec.
-      scope: for which the rules are to hold; all unless given. Where parameters and activations are laid out
-        differently, read them apart and join the rules: `LayoutRules([*a.rules, *b.rules])`.
-    Raises: LayoutError with all faults at once; for two tensors that disagree on a dim it names both.
+      scope: scope of the rules; by default all. If parameters and activations have different layouts, read them
+        separately and join the rules: `LayoutRules([*a.rules, *b.rules])`.
+    Raises: LayoutError with all faults at once, naming both tensors that disagree on a dim.
 
     >>> shapes = {"w1": ("pixels", "hidden"), "w2": ("hidden", "classes")}
     >>> print(from_partition_specs({"w1": (None, "cols"), "w2": ("cols",)}, shapes))
@@ -149,7 +148,7 @@ def from_partition_specs(
     if scope is not None:
         checked_scope(scope)
     faults: list[str] = []
-    axes_of_dim: dict[str, tuple[Axes, str]] = {}  # dim -> axes and the tensor that says so
+    axes_of_dim: dict[str, tuple[Axes, str]] = {}  # dim -> its axes, and the first tensor with them
     for tensor, spec in specs.items():
         try:
             placed, what = _placed(tensor, spec, dims or {})
@@ -169,9 +168,9 @@ def from_partition_specs(
 
 
 def to_partition_spec(sharding: Sharding) -> tuple[str | Axes | None, ...]:
-    """What `jax.sharding.PartitionSpec(*...)` takes for a tensor of that sharding, an entry for each dim.
+    """The arguments of `jax.sharding.PartitionSpec(*...)` for a tensor of that sharding, one per dim.
 
-    Raises: LayoutError for a pending reduction, which a PartitionSpec can not say.
+    Raises: LayoutError for a pending reduction, which a PartitionSpec cannot express.
 
     >>> to_partition_spec(Sharding("batch:8;length:4;d:6", "x:2;y:2;z:3", [("y", "x"), (), ("z",)]))
     (('y', 'x'), None, 'z')
@@ -207,7 +206,7 @@ def _mapping(mapping: object, what: str) -> dict[str, Axes]:
 
 
 def _placed(tensor: object, spec: object, dims: Mapping[str, NamesOfDims]) -> tuple[dict[str, Axes], str]:
-    """The axes of each dim of a tensor, and how to call the tensor in a message."""
+    """The axes of each dim of a tensor, and the tensor's name in messages."""
     given = dims.get(tensor) if isinstance(tensor, str) else tensor
     if given is None:
         raise LayoutError(f"no dims given for tensor {tensor!r}{nearest(tensor, dims)}; add it to dims=")

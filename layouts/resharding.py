@@ -1,7 +1,7 @@
 """Reshard plans that send the fewest bytes.
 
-Names and bytes are taken off, the rest is a matter of numbers: `layouts.routes` finds the cheapest route. A whole value
-counts as a pending sum once all devices but the first along an axis hold zeros: that costs nothing.
+The problem is reduced to numbered axes and dims, and `layouts.routes` searches for the cheapest route. A replicated
+value becomes a pending sum at no cost, by setting it to zero on all devices but the first along an axis.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from layouts.step_kinds import MASK, STEP_KINDS, Place, kinds_from
 
 
 def reshard(source: Sharding, target: Sharding, itemsize: float) -> Plan:
-    """The cheapest way from `source` to `target`, by bytes sent per device.
+    """The plan from `source` to `target` that sends the fewest bytes per device.
 
     Args:
-      source: where the blocks are.
-      target: where they shall be; same shape and mesh. What is pending there alone is a sum.
-      itemsize: bytes per element, 0.5 of 4 bits; a block takes whole bytes.
+      source: the given sharding.
+      target: the required sharding; same shape and mesh. Axes pending there alone must be sums.
+      itemsize: bytes per element, 0.5 for 4 bits; a block takes whole bytes.
     Returns: the plan; empty if there is nothing to do. Only axes that occur in `source` or `target` are used.
     Raises: LayoutError if shape or mesh differ, or a maximum or minimum would have to become pending.
 
@@ -43,10 +43,10 @@ def reshard(source: Sharding, target: Sharding, itemsize: float) -> Plan:
 
 @lru_cache(maxsize=1 << 16)
 def at_least(source: Sharding, target: Sharding) -> float:
-    """Elements that a device must send from `source` to `target`, on average: a bound that needs no search.
+    """Lower bound, without a search, of the elements that a device sends from `source` to `target`, on average.
 
-    What is summed up arrives whole. Else a device lacks of its block what lies outside the block that it has: along
-    each dim the two have at most the smaller in common.
+    Reduced values must be received entirely. Otherwise a device must receive the part of its block outside its old
+    block: along each dim the two share at most the smaller size.
 
     >>> at_least(Sharding("n:8;m:8", "a:4", [("a",), ()]), Sharding("n:8;m:8", "a:4", [(), ("a",)]))
     12.0
@@ -61,7 +61,7 @@ _NOTHING = Plan((), 0, 0)
 
 
 def price(source: Sharding, target: Sharding, itemsize: float) -> tuple[int | float, int]:
-    """What `reshard` sends, in bytes per device, and in how many collectives: as it says, without its steps.
+    """The cost of `reshard` without its steps: bytes sent per device, and number of collectives.
 
     >>> here = Sharding("batch:512;d:1024", "cols:4", [("cols",), ()])
     >>> price(here, here.with_axes([(), ()]), 4)
@@ -81,23 +81,23 @@ def _price(source: Sharding, target: Sharding, itemsize: int) -> tuple[int | flo
     known = _plain_price(source, whole, itemsize)
     if known is not None:
         return known
-    way = _routed(source, whole)
+    way = _cheapest_route(source, whole)
     costs = [move.cost for move in way.moves if not STEP_KINDS[move.kind].is_local]
     return sum([_exact(cost * way.scale * itemsize, way.devices) for cost in costs]), len(costs)
 
 
 def _plain_price(source: Sharding, target: Sharding, itemsize: int) -> tuple[int | float, int] | None:
-    """The price where no axis goes from dim to dim, nor its place in one: known without a search.
+    """The cost if no axis moves between dims or changes its position in one: no search is needed.
 
-    Slices come first, so that what follows moves less; sums are then scattered where the target has their axes, and
-    taken whole along the others; gathers, which send what is lacking and no more, come last.
+    Slices come first, so that later steps send less; then sums are scattered over axes of the target, and all-reduced
+    over the others; gathers, which send only missing elements, come last.
     """
     left = [a for a in source.pending_axes if a not in target.pending_axes]
     sliced: Axes = ()
     scattered: list[Axes] = []  # per dim
     gathered: list[Axes] = []
     for before, after in zip(source.axes, target.axes, strict=True):
-        kept = len(_beginning(before, after))
+        kept = len(_common_prefix(before, after))
         lost, new = before[kept:], after[kept:]
         summed = tuple([a for a in new if a in left])
         if (lost and new) or new[len(new) - len(summed) :] != summed:
@@ -121,7 +121,7 @@ def _plain_price(source: Sharding, target: Sharding, itemsize: int) -> tuple[int
 
 
 def _least_sent(takes: Place, puts: Place, block_bytes: int, group: int) -> int | float:
-    """Bytes that a device sends in the cheapest collective that takes axes from one place to another."""
+    """Bytes that a device sends in the cheapest collective that moves axes from one place to another."""
     return min([kind.sent_bytes(block_bytes, group) for kind in kinds_from(takes, puts)]) if group > 1 else 0
 
 
@@ -130,7 +130,7 @@ def _plan(source: Sharding, target: Sharding, itemsize: float) -> Plan:
     if itemsize <= 0:
         raise LayoutError(f"itemsize must be positive, not {itemsize}")
     whole = _unmasked(source, target)
-    way = _routed(source, whole)
+    way = _cheapest_route(source, whole)
     steps = list(_steps(source, whole, way, itemsize))
     if whole != target:
         axes = tuple([a for a in target.pending_axes if a not in source.pending_axes])
@@ -140,7 +140,7 @@ def _plan(source: Sharding, target: Sharding, itemsize: float) -> Plan:
 
 
 def _unmasked(source: Sharding, target: Sharding) -> Sharding:
-    """The target, whole over the axes along which one device alone keeps its block in the end."""
+    """The target, replicated over the axes along which only one device keeps its block in the end."""
     if source.shape != target.shape or source.mesh != target.mesh:
         raise LayoutError(
             f"reshard keeps shape and mesh, not from {source} on {source.mesh} to {target} on {target.mesh}"
@@ -153,45 +153,45 @@ def _unmasked(source: Sharding, target: Sharding) -> Sharding:
     return laid(target.shape, target.mesh, target.axes, kept)
 
 
-class _Way(NamedTuple):
-    """A route with the names that its numbers stand for."""
+class _NamedRoute(NamedTuple):
+    """A route, with the names of its numbered axes and dims."""
 
     moves: tuple[RouteStep, ...]
     axes: tuple[str, ...]  # by number
     dims: tuple[int, ...]  # of the shape, by number
-    fixed: tuple[Axes, ...]  # the axes of each dim that stay as they are, before those that move
-    scale: int  # elements of the value for each of those that the moves count
-    devices: int  # that take part
+    fixed: tuple[Axes, ...]  # per dim the fixed axes, before those that move
+    scale: int  # elements of the value per element in the search
+    devices: int  # devices that take part
 
     @property
     def collectives(self) -> int:
-        """How many there are."""
+        """The number of collectives."""
         return sum([not STEP_KINDS[move.kind].is_local for move in self.moves])
 
 
-def _routed(source: Sharding, target: Sharding) -> _Way:
-    """The cheapest way there."""
-    # What both ends split alike, major first, may stay as it is: devices that lie apart along it have nothing that the
-    # others want. The search that leaves it alone is smaller; moving it too saves only where there are several steps.
-    alike = tuple([_beginning(*pair) for pair in zip(source.axes, target.axes, strict=True)])
+def _cheapest_route(source: Sharding, target: Sharding) -> _NamedRoute:
+    """The cheapest route."""
+    # Common major axes of source and target may stay fixed: devices that differ along them exchange nothing, which
+    # makes the search smaller. Moving them too pays off only in plans of several steps.
+    alike = tuple([_common_prefix(*pair) for pair in zip(source.axes, target.axes, strict=True)])
     if any(alike):
-        way = _way(source, target, alike)
+        way = _route_with_fixed(source, target, alike)
         if way.collectives <= 1:
             return way
-    return _way(source, target, ((),) * len(alike))
+    return _route_with_fixed(source, target, ((),) * len(alike))
 
 
-def _way(source: Sharding, target: Sharding, fixed: tuple[Axes, ...]) -> _Way:
-    """The cheapest way that leaves what is fixed, the beginnings of both ends, as it is."""
+def _route_with_fixed(source: Sharding, target: Sharding, fixed: tuple[Axes, ...]) -> _NamedRoute:
+    """The cheapest route that keeps the given major axes of source and target fixed."""
     ends = [[entry[len(own) :] for entry, own in zip(s.axes, fixed, strict=True)] for s in (source, target)]
     left = tuple(a for a in source.pending_axes if a not in target.pending_axes)
     used = {a for splits in ends for entry in splits for a in entry}.union(left)
     usable = tuple((a, n) for a, n in source.mesh.sizes_by_axis.items() if a in used)
     devices = prod(n for _, n in usable)
-    # What of a size the axes can't divide only scales all costs: sizes that divide alike share a search.
+    # The part of a size that the axes can't divide only scales all costs: sizes with equal divisors share a search.
     group = source.mesh.group_size
     sizes = tuple(gcd(n // group(own), devices) for n, own in zip(source.shape.sizes, fixed, strict=True))
-    # Names do not matter, nor does the order of dims: searches that differ in them alone are one.
+    # Searches that differ only in names or in the order of dims are shared.
     order = [d for d, n in enumerate(sizes) if n > 1]
     order.sort(key=lambda d: (sizes[d], ends[0][d], ends[1][d]))
     met = [a for d in order for a in (*ends[0][d], *ends[1][d])]
@@ -208,13 +208,13 @@ def _way(source: Sharding, target: Sharding, fixed: tuple[Axes, ...]) -> _Way:
         tuple([n for _, n in ranked]),
     )
     scale = source.shape.size // (prod(sizes) * prod(map(group, fixed)))
-    return _Way(moves, tuple([a for a, _ in ranked]), tuple(order), fixed, scale, devices)
+    return _NamedRoute(moves, tuple([a for a, _ in ranked]), tuple(order), fixed, scale, devices)
 
 
-def _steps(source: Sharding, target: Sharding, way: _Way, itemsize: float) -> Iterator[Step]:
-    """A way, step by step."""
+def _steps(source: Sharding, target: Sharding, way: _NamedRoute, itemsize: float) -> Iterator[Step]:
+    """The steps of a route with names."""
     kinds = dict(source.pending)
-    names = (*[source.shape.names[d] for d in way.dims], None)  # so that -1 is no dim
+    names = (*[source.shape.names[d] for d in way.dims], None)  # for -1, no dim
     place = {d: n for n, d in enumerate(way.dims)}
     before = source
     for kind, numbers, at, to, (entries, awaited), cost in way.moves:
@@ -223,7 +223,7 @@ def _steps(source: Sharding, target: Sharding, way: _Way, itemsize: float) -> It
         splits = tuple([own + moved.get(d, ()) for d, own in enumerate(way.fixed)])
         if STEP_KINDS[kind].permutes:
             axes = _moving(before.axes, splits, source.mesh.axes)
-        elif at < 0:  # of no dim: no order counts
+        elif at < 0:  # no dim: the order is irrelevant
             axes = tuple([a for a in source.mesh.axes if a in axes])
         pending = target.pending + tuple((way.axes[n], kinds[way.axes[n]]) for n in awaited)
         after = laid(source.shape, source.mesh, splits, pending)
@@ -233,8 +233,8 @@ def _steps(source: Sharding, target: Sharding, way: _Way, itemsize: float) -> It
         before = after
 
 
-def _beginning(a: Axes, b: Axes) -> Axes:
-    """What both begin with."""
+def _common_prefix(a: Axes, b: Axes) -> Axes:
+    """The common prefix of two sequences of axes."""
     n = 0
     while n < min(len(a), len(b)) and a[n] == b[n]:
         n += 1
@@ -246,7 +246,7 @@ def _exact(numerator: int, denominator: int) -> int | float:
 
 
 def _moving(before: tuple[Axes, ...], after: tuple[Axes, ...], usable: Axes) -> Axes:
-    """The axes along which a permute sends: those at another place in some dim, ends in common aside."""
+    """The axes along which a permute sends: those whose position changes in some dim, beyond common prefixes."""
     moving: set[str] = set()
     for old, new in zip(before, after, strict=True):
         while old and new and old[0] == new[0]:

@@ -1,23 +1,22 @@
-"""The cheapest sequence of collectives between two assignments of axes to dims: the search behind `reshard`.
+"""Search for the cheapest sequence of collectives between two assignments of axes to dims, used by `reshard`.
 
-It is A* over states (axes of each dim, pending axes still to be reduced). Three facts make it small and exact:
+It is an A* search over states (axes of each dim, pending axes). Three facts make it small and exact:
 
-- Bytes are counted in elements times the number of devices that take part. Every ring figure is then an integer, sums
-  compare exactly, and the item size does not matter to the choice.
-- A device must be sent what it lacks: of the target's block what lies outside its own. Along each dim the two have
-  at most the smaller in common, so the bound needs only the numbers of blocks. No step sends less than it brings: an
-  all_gather sends what it adds, an all_to_all all of a block but the part that stays, a permute the block. A
-  reduction over k devices sends at least the k-th part that it leaves, k - 1 times, and an all_reduce of a block at
-  least the block: with what is lacking after it, at least the target's block. Both bounds are consistent, hence the
-  first arrival that leaves the queue is cheapest.
-- Slices cost nothing, so a state from which slices alone lead to the target is an arrival.
+- Costs are elements times the number of participating devices. Ring costs are then integers, sums compare exactly, and
+  the result does not depend on the item size.
+- A device must receive the part of the target's block that is outside its own. Along each dim the two share at most the
+  smaller size, so the bound needs only the numbers of blocks. No step sends less than it delivers: an all_gather sends
+  the added part, an all_to_all a block except the part that stays, a permute a block. A reduction over k devices sends
+  at least 1/k of its operand, k - 1 times, and an all_reduce of a block at least the block: with the missing part after
+  it, at least the target's block. Both bounds are consistent, so the first goal state popped from the queue is optimal.
+- Slices cost nothing, so a state from which slices alone lead to the target is a goal state.
 
-Ties go to fewer collectives, then to fewer slices, then to fewer scatters (a sum that is whole on the way serves
-others), then to the order in which `_Map` lists the moves.
+Ties go to fewer collectives, then fewer slices, then fewer scatters (a fully reduced intermediate can be reused), then
+to the order in which `_StateGraph` lists the moves.
 
-The number of states grows like a factorial with the number of axes that take part. Up to three, all are
-searched, and the plan is the cheapest there is. Beyond, the search is directed: axes are cut, ordered and
-permuted only towards the target, which leaves out plans that park an axis elsewhere to make later steps smaller.
+The number of states grows like a factorial with the number of participating axes. Up to three axes the search is
+exhaustive, and the plan optimal. Beyond, it is directed: axes are sliced, ordered and permuted only towards the target,
+which excludes plans that use an axis elsewhere temporarily to make later steps smaller.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from typing import NamedTuple, TypeAlias
 
 from layouts.step_kinds import SLICE, STEP_KINDS, Place, StepKind, kinds_from
 
-Numbers: TypeAlias = tuple[int, ...]  # of axes, the smaller ones first
+Numbers: TypeAlias = tuple[int, ...]  # numbers of axes, ascending
 Splits: TypeAlias = tuple[Numbers, ...]  # the axes of each dim
-State: TypeAlias = tuple[Splits, Numbers]  # and the pending axes still to be reduced
+State: TypeAlias = tuple[Splits, Numbers]  # with the pending axes
 
 EXHAUSTIVE_AXES = 3
-# In the order of `STEP_KINDS`, in which `_Map` lists moves.
+# In the order of `STEP_KINDS`, in which `_StateGraph` lists moves.
 _REDUCING = tuple([kind for kind in STEP_KINDS.values() if kind.reduces])
 _UNSPLITTING = tuple([kind for kind in STEP_KINDS.values() if kind.takes is Place.SPLIT])
 _CUTTING = kinds_from(Place.FREE, Place.SPLIT)
@@ -45,17 +44,17 @@ _PERMUTING = kinds_from(None, None)
 
 
 class RouteStep(NamedTuple):
-    """One step of a route; axes and dims are numbers."""
+    """One step of a route, with numbered axes and dims."""
 
     kind: str
     axes: Numbers
     dim: int  # -1: none
     to_dim: int  # -1: none
     after: State
-    cost: int  # elements sent, times the number of devices that take part
+    cost: int  # elements sent, times the number of participating devices
 
 
-# cost, place in the order of moves, number of the state after it, collectives, slices, scatters, the move
+# cost, order among moves, number of the next state, collectives, slices, scatters, the move
 Step: TypeAlias = tuple[int, int, int, int, int, int, RouteStep]
 
 
@@ -63,12 +62,12 @@ Step: TypeAlias = tuple[int, int, int, int, int, int, RouteStep]
 def route(
     sizes: tuple[int, ...], source: Splits, awaited: Numbers, scatters: bool, target: Splits, axis_sizes: Numbers
 ) -> tuple[RouteStep, ...]:
-    """The moves from `source`, pending over `awaited`, to `target`; they know no names and no bytes of items.
+    """The steps from `source`, with `awaited` pending, to `target`, in numbered axes and dims.
 
     Args:
-      sizes: of the dims.
-      scatters: whether what is pending may be scattered: sums may.
-      axis_sizes: of the axes that take part, by number.
+      sizes: sizes of the dims.
+      scatters: whether pending reductions may be scattered, as sums may.
+      axis_sizes: sizes of the participating axes, by number.
     """
     reach = prod(axis_sizes)
     # A dim that neither end splits can still serve: an axis parked on it makes later steps smaller.
@@ -78,37 +77,37 @@ def route(
     return tuple(_shortest(_map(sizes, axis_sizes, scatters, spare, directed), (source, awaited), target))
 
 
-def _shortest(known_map: _Map, start: State, goal: Splits) -> list[RouteStep]:
+def _shortest(known_map: _StateGraph, start: State, goal: Splits) -> list[RouteStep]:
     goal_counts = known_map.counts(goal)
     volume, blocks, awaits = known_map.volume, known_map.blocks, known_map.awaits
     goal_block = volume // prod(goal_counts)
     least = goal_block - goal_block // min(known_map.axis_sizes, default=1)
     prefixes = product(*([entry[:n] for n in range(len(entry) + 1)] for entry in goal))
-    arrivals = {known_map.number((splits, ())) for splits in prefixes}  # slices alone lead from there to the target
+    arrivals = {known_map.number((splits, ())) for splits in prefixes}  # goal states: slices alone lead to the target
     begin = known_map.number(start)
     best = {begin: (0, 0, 0, 0)}  # cost, collectives, slices, scatters
     came: dict[int, tuple[int, RouteStep]] = {}
-    queue = [(0, 0, 0, 0, 0, 0, begin)]  # bound on bytes, on collectives, slices, scatters, two of order, state
+    queue = [(0, 0, 0, 0, 0, 0, begin)]  # bounds on bytes, collectives, slices, scatters, two tie breakers, state
     done: set[int] = set()
-    lacks: dict[int, int] = {}  # what has to be sent from a state on, at least
-    known: float = float("inf")  # what the cheapest arrival so far costs: who is bound to cost more is not looked at
+    lacks: dict[int, int] = {}  # lower bound of the remaining cost of a state
+    known: float = float("inf")  # cost of the best goal state so far; states with larger bounds are pruned
     while queue:
         state = heappop(queue)[-1]
         if state in done:
             continue
         if state in arrivals:
-            return _merged(_walked(came, state, known_map.states[state][0], goal))
+            return _merged(_steps_to_goal(came, state, known_map.states[state][0], goal))
         done.add(state)
         cost, collectives, slices, scatters = best[state]
         for more, order, after, sends, cuts, scattering, move in known_map.moves(state):
             sent = cost + more
             if sent > known:
-                break  # the others cost as much or more
+                break  # the remaining ones cost as much or more
             if after in done:
                 continue
             lack = lacks.get(after)
             if lack is None:
-                # Who does not arrive takes at least one more step that sends: half of a block or more.
+                # A state that is no goal needs at least one more step that sends: half of a block or more.
                 lack = goal_block if awaits[after] else 0 if after in arrivals else least
                 if not awaits[after]:
                     lack = max(lack, goal_block - volume // prod(map(max, goal_counts, blocks[after])))
@@ -129,8 +128,10 @@ def _shortest(known_map: _Map, start: State, goal: Splits) -> list[RouteStep]:
     raise AssertionError("unreachable: gathering and slicing lead everywhere")
 
 
-def _walked(came: Mapping[int, tuple[int, RouteStep]], state: int, splits: Splits, goal: Splits) -> list[RouteStep]:
-    """The moves to an arrival, then its slices."""
+def _steps_to_goal(
+    came: Mapping[int, tuple[int, RouteStep]], state: int, splits: Splits, goal: Splits
+) -> list[RouteStep]:
+    """The steps to a goal state, followed by its slices."""
     back = []
     while state in came:
         state, move = came[state]
@@ -145,7 +146,7 @@ def _walked(came: Mapping[int, tuple[int, RouteStep]], state: int, splits: Split
 
 
 def _merged(moves: list[RouteStep]) -> list[RouteStep]:
-    """Neighbouring slices of one dim made one."""
+    """The steps with adjacent slices of one dim merged."""
     result: list[RouteStep] = []
     for move in moves:
         if result and move.kind == result[-1].kind == SLICE.name and move.dim == result[-1].dim:
@@ -154,8 +155,8 @@ def _merged(moves: list[RouteStep]) -> list[RouteStep]:
     return result
 
 
-class _Map:
-    """The states of one kind of tensor, by number, and the moves between them, each looked for once."""
+class _StateGraph:
+    """The numbered states of one problem, with moves between them, computed on demand."""
 
     def __init__(
         self,
@@ -167,10 +168,10 @@ class _Map:
     ) -> None:
         self.sizes, self.axis_sizes, self.scatters, self.goal = sizes, axis_sizes, scatters, goal
         self._spare = dict(spare)
-        self.volume = prod(sizes) * prod(axis_sizes)  # elements, times the number of devices that take part
+        self.volume = prod(sizes) * prod(axis_sizes)  # elements, times the number of participating devices
         self._dims = range(len(sizes))
         self.states: list[State] = []
-        self.blocks: list[list[int]] = []  # per state, into how many each dim is split
+        self.blocks: list[list[int]] = []  # per state, the number of blocks of each dim
         self.awaits: list[bool] = []  # per state, whether sums are pending
         self._numbers: dict[State, int] = {}
         self._moves: dict[int, list[Step]] = {}
@@ -186,12 +187,12 @@ class _Map:
         return state_number
 
     def counts(self, splits: Splits) -> list[int]:
-        """Into how many blocks each dim is split."""
+        """The number of blocks of each dim."""
         size_of = self.axis_sizes
         return [prod([size_of[a] for a in entry]) for entry in splits]
 
     def moves(self, state: int) -> list[Step]:
-        """Every step that is possible in a state, the cheapest first."""
+        """All steps that are possible in a state, cheapest first."""
         known_moves = self._moves.get(state)
         if known_moves is None:
             known_moves = self._moves[state] = []
@@ -268,8 +269,8 @@ class _Map:
         return self.sizes[d] % count == 0
 
     def _places(self, splits: Splits) -> list[int]:
-        """The dims that may receive axes; of empty spare ones that divide alike, the first."""
-        seen = {1}  # a dim that no usable axis divides
+        """The dims that may receive axes; among interchangeable spare dims only the first."""
+        seen = {1}  # a dim that no free axis divides
         places = []
         for d in self._dims:
             alike = 0 if splits[d] else self._spare.get(d, 0)
@@ -280,7 +281,7 @@ class _Map:
         return places
 
     def _orders(self, axes: Numbers, d: int) -> Iterator[Numbers]:
-        """The orders in which axes may be put on a dim."""
+        """The orders in which axes may be added to a dim."""
         if self.goal is None:
             yield from permutations(axes)
             return
@@ -288,11 +289,11 @@ class _Map:
         yield (*known, *(a for a in axes if a not in known))
 
     def _permuted(self, splits: Splits, counts: tuple[int, ...], pool: tuple[tuple[int, int], ...]) -> Iterator[Splits]:
-        """The other arrangements of as many blocks."""
+        """The other arrangements with as many blocks."""
         if self.goal is None:
             yield from (other for other in _arrangements(counts, pool) if other != splits)
             return
-        # One arrangement: per dim as much of the target's beginning as fits, the rest as it is or as it comes.
+        # One arrangement: per dim the longest possible prefix of the target, the rest unchanged or in any order.
         other, left = [], dict(pool)
         for goal, count in zip(self.goal, counts, strict=True):
             entry: Numbers = ()
@@ -317,11 +318,11 @@ class _Map:
         return prod([self.axis_sizes[a] for a in entry])
 
 
-_map = lru_cache(maxsize=1 << 12)(_Map)
+_map = lru_cache(maxsize=1 << 12)(_StateGraph)
 
 
 def _sent(kind: StepKind, block: int, k: int) -> int:
-    """What a step over k devices sends: k divides a block, which is counted for all devices that take part."""
+    """Cost of a step over k devices: k divides a block, which is counted over all participating devices."""
     return kind.ring_parts(k) * block // k
 
 
@@ -331,7 +332,7 @@ def _put(splits: Splits, d: int, entry: Numbers) -> Splits:
 
 @lru_cache(maxsize=1 << 12)
 def _arrangements(counts: tuple[int, ...], pool: tuple[tuple[int, int], ...]) -> tuple[Splits, ...]:
-    """All ways to split dims into `counts` blocks with axes out of `pool`."""
+    """All ways to split dims into `counts` blocks with axes from `pool`."""
     if not counts:
         return ((),)
     if counts[0] > 1:

@@ -1,10 +1,9 @@
-"""Layout rules: which named dimensions are split over which mesh axes.
+"""Layout rules: mesh axes that split named dimensions.
 
-One rule for a name holds for every tensor that has the name; that is the whole language. Two refinements
-serve fully-sharded training: an optional rule (`d_model:data?`) takes an axis only where no other dimension
-of the same tensor has it, and a scope (`variables/d_model:data`) replaces the unscoped rule for variables,
-optimizer slots or activations alone. Of several axes an optional rule takes those that are free; in brackets,
-`d_model:(data+fsdp)?`, all of them or none.
+A rule for a name applies to every tensor with that name. Two refinements serve fully sharded training: an optional
+rule (`d_model:data?`) takes an axis only if no other dimension of the same tensor has it, and a scoped rule
+(`variables/d_model:data`) replaces the unscoped rule for variables, optimizer slots or activations alone. An
+optional rule with several axes takes those that are free; in brackets, `d_model:(data+fsdp)?`, all or none.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from layouts.mesh import Mesh, MeshLike
 from layouts.parsing import caret, is_iterable, read_pairs
 from layouts.sharding import Axes, Sharding, laid
 
-# Where each scope looks for the rules of a dim, in order; None is the unscoped rules.
+# Scopes in which each scope looks up the rules of a dim, in order; None is the unscoped rules.
 SCOPES: dict[str, tuple[str | None, ...]] = {
     "variables": ("variables", None),
     "slots": ("slots", "variables", None),
@@ -33,9 +32,9 @@ SCOPES: dict[str, tuple[str | None, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One line of a layout; no axes means: explicitly not split.
+    """One line of a layout; without axes the dim is explicitly unsplit.
 
-    `whole` is for optional rules of several axes: one that is taken leaves the rule unused.
+    `whole`: an optional rule with several axes takes all or none.
 
     >>> print(Rule("d_model", ("data",), optional=True, scope="variables"))
     variables/d_model:data?
@@ -54,12 +53,12 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is wrong with one tensor under the rules; equal for tensors that share the cause."""
+    """A fault of one tensor under the rules; equal for tensors with the same cause."""
 
     what: str
-    remedy: str = ""  # with the numbers first
-    of_rule: bool = False  # the rule is at fault, whatever tensors it meets
-    rule: Rule | None = None  # the one that can't be followed
+    remedy: str = ""  # begins with the numbers
+    of_rule: bool = False  # the rule itself is at fault, whatever the tensors
+    rule: Rule | None = None  # the rule that can't be followed
 
     @property
     def text(self) -> str:
@@ -115,7 +114,7 @@ class LayoutRules(Interned):
         return tuple(dict.fromkeys(axis for rule in self.rules for axis in rule.axes))
 
     def for_dim(self, dim: str | Dimension, scope: str = "activations") -> tuple[Rule, ...]:
-        """The rules that hold for a dimension within a scope.
+        """The rules that apply to a dimension in a scope.
 
         >>> rules = LayoutRules("d:x;variables/d:y")
         >>> [str(rule) for scope in ("slots", "activations") for rule in rules.for_dim("d", scope)]
@@ -128,7 +127,7 @@ class LayoutRules(Interned):
         return ()
 
     def required_axes(self, dim: str | Dimension, scope: str = "activations") -> Axes:
-        """The axes that a required rule gives to a dimension within a scope.
+        """The axes that a required rule gives to a dimension in a scope.
 
         >>> LayoutRules("d:x+y;d:z?").required_axes("d")
         ('x', 'y')
@@ -136,10 +135,10 @@ class LayoutRules(Interned):
         return next((rule.axes for rule in self.for_dim(dim, scope) if not rule.optional), ())
 
     def sharding(self, shape: ShapeLike, mesh: MeshLike, scope: str = "activations") -> Sharding:
-        """Where the blocks of a tensor lie under these rules.
+        """The sharding of a tensor under these rules.
 
         Args:
-          shape: the global shape; rules for other dimensions are passed over.
+          shape: the global shape; rules for other dimensions are ignored.
           mesh: the mesh.
           scope: "variables", "slots" or "activations".
         Raises: LayoutError with all faults of this tensor at once.
@@ -154,7 +153,7 @@ class LayoutRules(Interned):
         return _sharding(self, shape, mesh, scope)
 
     def fitting(self, shape: Shape, mesh: Mesh, scope: str = "activations") -> Sharding:
-        """As `sharding`, but what does not fit a tensor is left out: taken axes, and those that do not divide.
+        """The sharding of a tensor without the rules that do not fit: taken axes, and axes that do not divide.
 
         >>> print(LayoutRules("d:model+data").fitting(Shape("d:6"), Mesh("model:4;data:2")))
         [d:6@data]
@@ -175,7 +174,7 @@ class LayoutRules(Interned):
 
 
 def checked_scope(scope: str) -> str:
-    """`scope` if it is one of the three."""
+    """`scope`, which must be one of the three."""
     if scope not in SCOPES:
         raise LayoutError(f"no scope {scope!r}; the scopes are {', '.join(SCOPES)}{nearest(scope, SCOPES)}")
     return scope
@@ -196,7 +195,7 @@ def _fitting(rules: LayoutRules, shape: Shape, mesh: Mesh, scope: str) -> Shardi
 
 
 def place(rules: LayoutRules, shape: Shape, mesh: Mesh, scope: str) -> tuple[tuple[Axes, ...], tuple[Fault, ...]]:
-    """The axes of each dimension of a tensor as far as they fit, and what is wrong with the rest.
+    """The axes of each dimension of a tensor as far as they fit, and the faults of the rest.
 
     >>> place(LayoutRules("a:x;b:x?"), Shape("b:4;a:4"), Mesh("x:2"), "activations")
     (((), ('x',)), ())
@@ -206,9 +205,9 @@ def place(rules: LayoutRules, shape: Shape, mesh: Mesh, scope: str) -> tuple[tup
     chosen: dict[str, Axes] = {}
     owner: dict[str, Rule] = {}
     faults: list[Fault] = []
-    for rule in sorted(active, key=lambda rule: rule.optional):  # stable: required first, else as written
+    for rule in sorted(active, key=lambda rule: rule.optional):  # stable: required first, otherwise as written
         if rule.dim in chosen:
-            continue  # an alternative that is not needed
+            continue  # an unneeded alternative
         if not rule.optional:
             faults += [unknown_axis(rule, axis, mesh) for axis in rule.axes if axis not in mesh]
         wanted = tuple(axis for axis in rule.axes if axis in mesh)
@@ -229,7 +228,7 @@ def place(rules: LayoutRules, shape: Shape, mesh: Mesh, scope: str) -> tuple[tup
 
 
 def _dividing(size: int, axes: Sequence[str], mesh: Mesh) -> Axes:
-    """The axes, or the largest part of them over which `size` divides."""
+    """The axes, or the largest subset of them that divides `size`."""
     if size % mesh.group_size(axes) == 0:
         return tuple(axes)
     parts = (part for n in range(len(axes), -1, -1) for part in combinations(axes, n))
@@ -237,7 +236,7 @@ def _dividing(size: int, axes: Sequence[str], mesh: Mesh) -> Axes:
 
 
 def unknown_axis(rule: Rule, axis: str, mesh: Mesh) -> Fault:
-    """The fault of a rule that names an axis the mesh does not have."""
+    """The fault of a rule with an axis that the mesh lacks."""
     return Fault(f"rule {rule}: no axis {axis!r} in mesh {mesh}{nearest(axis, mesh.axes)}", of_rule=True)
 
 
@@ -294,7 +293,7 @@ def _joined(dim: str, axes: object) -> str:
 
 
 def _rule(left: str, right: str, text: str, at: int) -> Rule:
-    """One rule from both sides of its colon; `text` and `at` are for the caret."""
+    """One rule from both sides of its colon; `text` and `at` position the caret."""
     scope, slash, dim = left.rpartition("/")
     if slash and scope not in SCOPES:
         hint = nearest(scope, SCOPES)

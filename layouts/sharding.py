@@ -1,8 +1,8 @@
 """Sharding: the axes that split each dim of a tensor, and its pending reductions.
 
-Each dimension carries an ordered tuple of mesh axes, major first: with (a, b) a device at a = i, b = j
-holds block i * |b| + j of |a| * |b|. An axis in no dimension replicates, unless it is `pending`: then the
-true value is the sum (or max, or min) of the blocks along it, still to be taken.
+Each dimension has an ordered tuple of mesh axes, major first: with (a, b) a device at a = i, b = j has block
+i * |b| + j of |a| * |b|. An axis in no dimension replicates, unless it is `pending`: then the true value is the sum (or
+max, or min) of the blocks along it, still to be reduced.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ PENDING_KINDS = ("sum", "max", "min")
 
 
 class Sharding(Interned):
-    """A shape laid over a mesh.
+    """The sharding of a shape over a mesh.
 
-    Axes of size 1 are checked and then left out, so that two shardings that mean the same are equal.
-    All pending axes are of one kind: a maximum of sums is not a sum of maxima.
+    Axes of size 1 are checked and then dropped, so that equivalent shardings are equal.
+    All pending axes have one kind: a maximum of sums is not a sum of maxima.
 
     Args:
       shape: the global shape.
       mesh: the mesh.
-      axes: for each dimension the axes that split it, major first.
+      axes: per dimension the axes that split it, major first.
       pending: (axis, kind) pairs, kind one of "sum", "max", "min".
 
     >>> s = Sharding("batch:512;hidden:1024", "rows:2;cols:4", [("rows",), ()], [("cols", "sum")])
@@ -52,7 +52,7 @@ class Sharding(Interned):
     mesh: Mesh
     axes: tuple[Axes, ...]
     pending: Pending
-    pending_axes: Axes  # the axes over which a reduction is still to be taken, in mesh order
+    pending_axes: Axes  # axes with pending reductions, in mesh order
     block_counts: tuple[int, ...]  # per dim
     local_size: int  # the number of elements in one device's block
     _local: Shape | None
@@ -91,7 +91,7 @@ class Sharding(Interned):
 
     @classmethod
     def replicated(cls, shape: ShapeLike, mesh: MeshLike) -> Sharding:
-        """Every device holds the whole tensor.
+        """The sharding with the whole tensor on every device.
 
         >>> print(Sharding.replicated("batch:512", "rows:2"))
         [batch:512]
@@ -105,7 +105,7 @@ class Sharding(Interned):
 
     @property
     def split_axes(self) -> frozenset[str]:
-        """The axes that split some dimension."""
+        """The axes that split any dimension."""
         split = self._split
         if split is None:
             split = frozenset([axis for entry in self.axes for axis in entry])
@@ -122,7 +122,7 @@ class Sharding(Interned):
         return local
 
     def block_index(self, coordinate: Coordinate) -> tuple[int, ...]:
-        """Which block of each dimension the device at `coordinate` holds.
+        """The index, per dimension, of the block on the device at `coordinate`.
 
         >>> Sharding("n:8", "a:2;b:4", [("b", "a")]).block_index((1, 2))
         (5,)
@@ -138,17 +138,17 @@ class Sharding(Interned):
         return tuple(blocks)
 
     def offsets(self, coordinate: Coordinate) -> tuple[int, ...]:
-        """First global index of each dimension in the block of the device at `coordinate`."""
+        """First global index, per dimension, of the block on the device at `coordinate`."""
         blocks = self.block_index(coordinate)
         return tuple(i * d.size for i, d in zip(blocks, self.local_shape.dims, strict=True))
 
     def slices(self, coordinate: Coordinate) -> tuple[slice, ...]:
-        """What to cut from the global array for the device at `coordinate`."""
+        """The slices of the global array for the device at `coordinate`."""
         offsets = self.offsets(coordinate)
         return tuple(slice(o, o + d.size) for o, d in zip(offsets, self.local_shape.dims, strict=True))
 
     def holders(self, block_index: Sequence[int]) -> tuple[int, ...]:
-        """The devices that hold a block, in order.
+        """The devices that have a block, in order.
 
         >>> Sharding("n:8", "a:2;b:4", [("a",)]).holders((1,))
         (4, 5, 6, 7)
@@ -162,15 +162,15 @@ class Sharding(Interned):
         return tuple(devices)
 
     def with_axes(self, axes: Sequence[Sequence[str]]) -> Sharding:
-        """The same with other axes on the dimensions."""
+        """A copy with other axes on the dimensions."""
         return Sharding(self.shape, self.mesh, axes, self.pending)
 
     def with_pending(self, pending: Mapping[str, str] | Iterable[tuple[str, str]]) -> Sharding:
-        """The same with other pending reductions."""
+        """A copy with other pending reductions."""
         return Sharding(self.shape, self.mesh, self.axes, pending)
 
     def drop_pending(self, axes: Iterable[str] | None = None) -> Sharding:
-        """The same with the reductions over `axes` (all of them by default) taken as done.
+        """A copy with the reductions over `axes` (by default all) completed.
 
         >>> print(Sharding("n:8", "a:2;b:4", [()], {"a": "sum", "b": "sum"}).drop_pending(["a"]))
         [n:8] {sum over b}
@@ -214,7 +214,7 @@ def _names(
 
 @lru_cache(maxsize=1 << 16)
 def block(shape: Shape, counts: tuple[int, ...]) -> Shape:
-    """The shape of one of `counts` equal blocks along each dimension.
+    """The shape of one block, with `counts` equal blocks along each dimension.
 
     >>> print(block(Shape("batch:512;hidden:1024"), (2, 1)))
     [batch:256, hidden:1024]
@@ -225,12 +225,12 @@ def block(shape: Shape, counts: tuple[int, ...]) -> Shape:
 
 @lru_cache(maxsize=1 << 16)
 def laid(shape: Shape, mesh: Mesh, axes: tuple[Axes, ...], pending: Pending = ()) -> Sharding:
-    """`Sharding` of just these, checked once."""
+    """The `Sharding` of exactly these arguments, checked once."""
     return Sharding(shape, mesh, axes, pending)
 
 
 def _refuse(shape: Shape, mesh: Mesh, axes: tuple[Axes, ...], pending: Pending) -> NoReturn:
-    """Raise with all that is wrong at once; the constructor has seen that something is."""
+    """Raise LayoutError with all faults; called when the constructor has detected one."""
     if len(axes) != shape.ndim:
         raise LayoutError(f"{len(axes)} entries of axes for the {shape.ndim} dimensions of {shape}")
     faults = []

@@ -1,20 +1,20 @@
-"""The kinds of steps of a reshard, one record each: effect on a sharding, bytes on a ring, reason in words.
+"""The kinds of reshard steps, one record each: effect on a sharding, bytes on a ring, reason in words.
 
-A mesh axis splits a dim, or is pending (a reduction over it is still to be taken), or is free (blocks are alike along
-it). A step takes its axes from one of these places and puts them in another. With k devices in a group and a payload of
-b bytes, a device sends on a ring
+A mesh axis splits a dim, or is pending (a reduction over it is outstanding), or is free (blocks are replicated along
+it). A step moves its axes from one of these places to another. With k devices in a group and a payload of b bytes, a
+device sends on a ring
 
                         takes     puts      bytes
     all_gather          split     free      (k-1) b
     reduce_scatter      pending   split     (k-1)/k b
     all_reduce          pending   free      2 (k-1)/k b
     all_to_all          split     split     (k-1)/k b
-    collective_permute  -         -         b: blocks change devices, counts of blocks stay
+    collective_permute  -         -         b: blocks change devices, numbers of blocks do not
     slice               free      split     0
     mask                free      pending   0
 
-Planner, checker, executors, estimates and tables read these records. What a kind does in time is in
-`hardware.collective_kinds`, what JAX runs for it in `meshlib.jax.collectives`.
+Planner, checker, executors, estimates and tables use these records. Timing is in `hardware.collective_kinds`, the JAX
+implementation in `meshlib.jax.collectives`.
 
 Source: Chan et al., "Collective communication: theory, practice, and experience", 2007 (bytes of rings).
 """
@@ -32,7 +32,7 @@ from layouts.sharding import Axes, Sharding, laid
 
 
 class Place(Enum):
-    """What a mesh axis is to a sharding."""
+    """The role of a mesh axis in a sharding."""
 
     SPLIT = "split"
     PENDING = "pending"
@@ -41,7 +41,7 @@ class Place(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Wording:
-    """Why a step runs, and what avoids it: templates over the names of tensor, user, maker, dims and axes."""
+    """Reason of a step and how to avoid it: templates over the names of tensor, user, maker, dims and axes."""
 
     why: str
     avoid: str
@@ -49,15 +49,15 @@ class Wording:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepKind:
-    """A kind of step: a collective, or something that each device does by itself.
+    """A kind of step: a collective or a local operation.
 
     Attributes:
       name: such as "all_gather".
-      takes, puts: where its axes are before and after; None of a kind that passes whole blocks on.
-      ring_parts: size k of a group -> what a device sends on a ring, in k-ths of its operand; 0 of local steps.
-      wording: the reason of a step that is needed.
-      optional_wording: the reason where the user could run without it, but more would be sent in all.
-      compiled_why: the reason of one that a compiled program contains.
+      takes, puts: places of its axes before and after; None for a kind that moves whole blocks.
+      ring_parts: group size k -> amount that a device sends on a ring, in k-ths of its operand; 0 for local steps.
+      wording: reason of a necessary step.
+      optional_wording: reason of a step that the consumer could do without at the cost of more bytes in total.
+      compiled_why: reason of a step in a compiled program.
       aliases: other names in compiled programs.
     Example:
       >>> ALL_REDUCE.sent_bytes(1024, 4), ALL_GATHER.sent_bytes(1024, 4)
@@ -75,42 +75,42 @@ class StepKind:
 
     @property
     def is_local(self) -> bool:
-        """Whether each device works on its own block: what is taken was free."""
+        """True if devices do not communicate: the axes were free."""
         return self.takes is Place.FREE
 
     @property
     def reduces(self) -> bool:
-        """Whether it takes pending reductions."""
+        """True if it reduces pending axes."""
         return self.takes is Place.PENDING
 
     @property
     def scatters(self) -> bool:
-        """Whether it reduces, and leaves each device a part."""
+        """True if it reduces, and leaves each device a part."""
         return self.reduces and self.puts is Place.SPLIT
 
     @property
     def sums_in_place(self) -> bool:
-        """Whether it reduces, and leaves a block of the operand's size on each device."""
+        """True if it reduces, and leaves each device a block of the operand's size."""
         return self.reduces and self.puts is Place.FREE
 
     @property
     def gathers(self) -> bool:
-        """Whether blocks become larger: the result is the larger side."""
+        """True if blocks become larger, so that the result is the larger side."""
         return self.takes is Place.SPLIT and self.puts is Place.FREE
 
     @property
     def exchanges(self) -> bool:
-        """Whether axes go from one dim to another."""
+        """True if axes move from one dim to another."""
         return self.takes is Place.SPLIT and self.puts is Place.SPLIT
 
     @property
     def permutes(self) -> bool:
-        """Whether whole blocks change devices."""
+        """True if whole blocks change devices."""
         return self.takes is None
 
     @property
     def rearranges(self) -> bool:
-        """Whether elements change devices while blocks stay as large as they are."""
+        """True if elements change devices and blocks keep their size."""
         return self.exchanges or self.permutes
 
     def sent_bytes(self, payload_bytes: int, group: int) -> int | float:
@@ -119,13 +119,13 @@ class StepKind:
         return numerator / group if numerator % group else numerator // group
 
     def larger_bytes(self, payload_bytes: int, group: int) -> int:
-        """Of operand and result the larger side, by which networks price."""
+        """Bytes of the larger of operand and result, which determines network cost."""
         return payload_bytes * group if self.gathers else payload_bytes
 
     def check(self, before: Sharding, after: Sharding, axes: Axes, dim: str | None, to_dim: str | None) -> None:
         """Check that a step of this kind leads from one sharding to another.
 
-        Raises: LayoutError where its axes are not where it takes them, or the result is another.
+        Raises: LayoutError if its axes are not in the place that it takes them from, or the result differs.
         Example:
           >>> here = Sharding("n:8", "x:4", [("x",)])
           >>> ALL_GATHER.check(here, here.with_axes([()]), ("x",), "n", None)
@@ -165,7 +165,7 @@ class StepKind:
         return (*s.axes[:at], s.axes[at][: -len(axes)], *s.axes[at + 1 :]), s.pending
 
     def _without_minor(self, s: Sharding, axes: Sequence[str]) -> tuple[Axes, ...]:
-        """The axes of each dim without these, which must be the minor-most ones of several dims."""
+        """The axes of each dim without these, which must be the minor-most ones of their dims."""
         left = tuple([tuple([a for a in entry if a not in axes]) for entry in s.axes])
         gone = [entry[len(rest) :] for entry, rest in zip(s.axes, left, strict=True)]
         minor = all(entry[: len(rest)] == rest for entry, rest in zip(s.axes, left, strict=True))
@@ -239,7 +239,7 @@ _PART = Wording("{user} needs a part of '{tensor}' only; each core keeps its own
 SLICE = StepKind(name="slice", takes=Place.FREE, puts=Place.SPLIT, ring_parts=lambda _: 0, wording=_PART)
 MASK = StepKind(name="mask", takes=Place.FREE, puts=Place.PENDING, ring_parts=lambda _: 0, wording=_PART)
 
-# By name, in the order in which the planner lists the moves of a state; of equal ones the first is taken.
+# By name, in the order in which the planner lists moves; ties go to the first.
 STEP_KINDS: Mapping[str, StepKind] = MappingProxyType({
     kind.name: kind
     for kind in (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, COLLECTIVE_PERMUTE, SLICE, MASK)
@@ -249,7 +249,7 @@ COLLECTIVES = tuple([name for name, kind in STEP_KINDS.items() if not kind.is_lo
 
 @cache
 def kinds_from(takes: Place | None, puts: Place | None) -> tuple[StepKind, ...]:
-    """The kinds that take axes from one place and put them in another.
+    """The kinds that move axes from one place to another.
 
     >>> [kind.name for kind in kinds_from(Place.PENDING, Place.FREE)]
     ['all_reduce']
