@@ -67,7 +67,7 @@ def lower(
     regather: bool = True,
     compiler: Compiler = XLA_TPU,
 ) -> Program:
-    """What one core of `mesh` runs to compute `outputs` and write `updates`, under `layout`.
+    """Lower outputs and updates to the program that one device of `mesh` runs under `layout`.
 
     For many layouts of one program, `mtf.Session` does the same and keeps what it learns.
 
@@ -78,11 +78,11 @@ def lower(
       layout: "batch:rows;hidden:cols", a dict, pairs or LayoutRules; nothing is split unless given.
       precision: "default" rounds float32 operands to bfloat16 into the MXU; "highest" keeps float32 through.
       balance: what duplicated work is worth in bytes, and whether weights move; by default as `compiler` has it.
-      regather: what forward brought somewhere is there for backward too where that takes no more memory than where the
-        layout puts it; where it takes more, as a fully-sharded weight that was gathered, or a block of an image with
-        the edges of its neighbours, it is fetched again. False keeps it: fewer bytes sent, more memory.
-      compiler: what the program is made for, `mtf.XLA_TPU` unless given: it decides whether weights are stationary, and
-        is what `mtf.estimate` schedules the program by.
+      regather: a copy made in forward serves backward too if it takes no more memory than the assigned
+        sharding; a larger one, such as a gathered fully-sharded weight or an image block with its neighbours' edges, is
+        fetched again. False keeps it: fewer bytes sent, more memory.
+      compiler: the compiler that runs the program, by default `mtf.XLA_TPU`: it decides whether weights are stationary,
+        and how `mtf.estimate` schedules the program.
     Returns: a checked `Program`. Nothing is allocated; the time does not depend on the number of devices.
     Raises: LayoutError with all faults of the layout, GraphError for bad outputs or updates.
     Example:

@@ -27,11 +27,11 @@ _KEEPS_DIMS = (Kind.ELEMENTWISE, Kind.VIEW, Kind.INDEXED)
 
 @dataclass(frozen=True)
 class Destination:
-    """The gradient or accumulator that a tensor becomes, or is added to; shardings as seen from that tensor.
+    """The gradient or accumulator that a tensor becomes, or is added to; shardings are in terms of that tensor's dims.
 
     home          the assigned sharding of the gradient
     most_elements that a device may hold of a pending sum
-    accumulator   the sharding of an accumulator, to which pending terms may be added; None of what is none
+    accumulator   the sharding of an accumulator, to which pending terms may be added; None for gradients
     """
 
     home: Sharding
@@ -39,12 +39,13 @@ class Destination:
     accumulator: Sharding | None = None
 
     def of(self, t: Tensor) -> Destination:
-        """The same, as seen from a tensor that becomes this one."""
+        """This destination for a tensor that becomes this one."""
         most = self.most_elements * t.shape.size / self.home.shape.size
         return Destination(_alike(self.home, t), most, self.accumulator and _alike(self.accumulator, t))
 
     def of_sum(self, made: Sharding) -> Sharding:
-        """How terms that are computed under `made` add up: pending as they are, if memory allows it."""
+        """The sharding of a sum of terms computed under `made`: pending like them if memory allows, otherwise reduced
+        over the axes that split the gradient."""
         if made.local_size <= self.most_elements:
             return made
         split = self.home.split_axes
@@ -52,7 +53,7 @@ class Destination:
 
 
 def _alike(sharding: Sharding, t: Tensor) -> Sharding:
-    """Dims of the same name split alike, the same axes pending."""
+    """A sharding that splits dims of the same name alike, with the same pending axes."""
     axes = [sharding.of(d.name) if d.name in sharding.shape else () for d in t.shape]
     return Sharding(t.shape, sharding.mesh, axes, sharding.pending)
 
@@ -60,7 +61,7 @@ def _alike(sharding: Sharding, t: Tensor) -> Sharding:
 def destination(t: Tensor, graph: Simplified, homes: Homes, fetched: Container[Tensor]) -> Destination | None:
     """The gradient or accumulator that a tensor becomes by casts, transposes, masks, sums and the like; None if none.
 
-    Every operation on the way is linear in it and keeps its dims, and nothing else uses it.
+    Every operation in between is linear in it, keeps its dims, and is its only user.
     """
     end = t
     while (there := homes.destinations.get(end) or _gradient(end, homes)) is None:
@@ -81,7 +82,7 @@ def _gradient(t: Tensor, homes: Homes) -> Destination | None:
 
 
 def _passes(op: Operation, n: int) -> bool:
-    """Whether an operation only casts, moves, masks or scales operand `n`, or adds to it, rounding aside."""
+    """Whether an operation only casts, moves, masks or scales operand `n`, or adds to it, up to rounding."""
     linear = n in op.opdef.linear(op).operands or op.opdef.home is Home.OPERAND
     return linear and op.opdef.kind in _KEEPS_DIMS and set(op.inputs[n].shape) <= set(op.output.shape)
 
@@ -89,9 +90,9 @@ def _passes(op: Operation, n: int) -> bool:
 def accumulated_terms(
     op: Operation, loop: LoopRecord, graph: Simplified, of_branch: Callable[[Tensor], bool] = lambda y: False
 ) -> dict[int, Tensor]:
-    """The carries of a loop, by number, that only add something up, from zero; each with what a trip adds to it.
+    """The carries of a loop that only accumulate from zero, by number, each with the term that a trip adds.
 
-    Where a branch of the body adds to a carry, that is what the branch makes of it. `of_branch`: of a branch itself,
+    Where a branch of the body adds to a carry, the term is the branch's result. `of_branch`: for a branch itself,
     whether the loop around adds up a result of it, so that its carry is the accumulator around, whatever it is by then.
     """
     results = loop.results
@@ -102,7 +103,7 @@ def accumulated_terms(
         add = end.operation
         others = [x for x in add.inputs if x is not carry]
         uses = sum(x is carry for other in operations for x in other.inputs) + results.count(carry)
-        # The carry before each trip is asked for by a gradient alone; then it has to be whole.
+        # The carry before each trip is read only by a gradient; then it must be complete.
         stacked = graph.uses.get(befores[n])
         alone = results.count(end) == 1 and not any(end in x.inputs for x in operations)
         begins = is_zero(graph.inputs[op][n].operation) or (loop.branch is not None and of_branch(op.outputs[n]))
@@ -118,7 +119,7 @@ def accumulated_terms(
 
 
 def _adds_in_branch(op: Operation, carry: Tensor, end: Tensor) -> bool:
-    """Whether a branch does nothing with a carry of the loop around but add to it."""
+    """Whether a branch's only use of an outer carry is to add to it."""
     assert op.loop is not None
     number = op.outputs.index(end)
     if number >= op.loop.carries or op.inputs[number] is not carry:
@@ -131,7 +132,7 @@ def _adds_in_branch(op: Operation, carry: Tensor, end: Tensor) -> bool:
 
 
 def bind_terms(graph: Simplified, homes: Homes, fetched: Container[Tensor]) -> None:
-    """Assign tensors of one region that are added up in another the sharding of the accumulator."""
+    """Bind tensors that are added up in another region to the sharding of their accumulator."""
     homes.destinations.update({graph.of(t): there for t, there in homes.destinations.items()})
     for op in graph.operations if homes.destinations else ():
         for t in op.outputs:

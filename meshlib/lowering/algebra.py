@@ -1,7 +1,7 @@
-"""Sums of products with a common factor: a number times outer factors times a sum of the rest.
+"""Sums of products in normal form: a number times outer factors times a sum of the remaining factors.
 
-A factor that lacks the dims that are summed over stays outside: the sum over b of x[b, d] z[b, d] q[d] is q times that
-of x z. Two sums are one where their insides are the same product, whatever was multiplied in which order.
+A factor without the summed dims moves out of the sum: the sum over b of x[b, d] z[b, d] q[d] is q times that of x z.
+Two sums are equal if they sum the same product, in whatever order it was multiplied.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from meshlib.core.graph import BACKWARD, Operation, Tensor
 from meshlib.core.opdef import RESIDENT, Combination, OpDef, PowerProduct, Total
 from meshlib.lowering.simplification import Simplified
 
-DEEPEST = 8  # operations that a product is followed through
+DEEPEST = 8  # maximum depth of operations expanded into a product
 
 
 @dataclass(frozen=True)
 class Sum:
-    """The sum over some dims of a product of tensors that have them; of an einsum, of its two operands' products."""
+    """A sum over some dims of a product of tensors that have them; for an einsum, of its two operands' products."""
 
     kind: OpDef
-    attrs: tuple[tuple[str, Any], ...]  # all but the shape of the result
-    operands: tuple[frozenset[tuple[Tensor, int]], ...]  # tensors with their powers
+    attrs: tuple[tuple[str, Any], ...]  # except the result's shape
+    operands: tuple[frozenset[tuple[Tensor, int]], ...]  # (tensor, power) pairs of each operand
     over: frozenset[str]
-    parts: tuple[Mapping[Tensor, int], ...] = field(compare=False)  # the operands, in the order of the program
+    parts: tuple[Mapping[Tensor, int], ...] = field(compare=False)  # the operands, in program order
 
     @property
     def dims(self) -> tuple[Dimension, ...]:
-        """Those of the result."""
+        """Dims of the result."""
         dim_of_name = {d.name: d for part in self.parts for t in part for d in t.shape}
         return tuple(d for name, d in dim_of_name.items() if name not in self.over)
 
@@ -50,16 +50,16 @@ class Monomial:
 
     @property
     def key(self) -> frozenset[tuple[Factor, int]]:
-        """What it is but for its number."""
+        """The factors and powers, without the number."""
         return frozenset(self.powers.items())
 
     @property
     def sums(self) -> Iterator[Sum]:
-        """Those among its factors."""
+        """The sums among its factors."""
         return (f for f in self.powers if isinstance(f, Sum))
 
     def times(self, other: Monomial, power: int = 1) -> Monomial:
-        """The product with another one, to a power."""
+        """This monomial times `other` to a power."""
         powers = dict(self.powers)
         for f, n in other.powers.items():
             powers[f] = powers.get(f, 0) + n * power
@@ -71,16 +71,16 @@ ONE = Monomial(1.0, {})
 
 @dataclass(eq=False)
 class Algebra:
-    """The sums of one graph."""
+    """Normal forms of the sums of one graph."""
 
     graph: Simplified
-    # tensors that are nothing but a product of some with the same summed dims, and have no dims besides theirs
+    # products of factors with the same summed dims, and no further dims -> the tensor that holds the product
     products: dict[frozenset[tuple[Factor, int]], Tensor] = field(default_factory=dict)
 
     def total(self, op: Operation, within: Collection[str] | None = None) -> Monomial | None:
-        """What an operation sums: factors, and at most one Sum; None if it sums nothing.
+        """Normal form of an operation's result: factors, and at most one Sum; None if the operation sums nothing.
 
-        With `within`, summed over these of its dims only: to be summed over the others afterwards.
+        With `within`, only these of its dims are summed; the others are left to sum afterwards.
         """
         if not isinstance(op.opdef.form(op), Total) or not op.output.dtype.is_float:
             return None
@@ -96,10 +96,10 @@ class Algebra:
         return Monomial(summed.number * prod(size for name, size in sizes.items() if name not in has), summed.powers)
 
     def parts(self, total: Sum, region: str) -> list[Monomial] | None:
-        """A sum of sums, taken apart: those of its terms; equal ones are one, those that vanish are left out.
+        """A sum of a sum, distributed over its terms; equal terms are merged, and vanishing ones dropped.
 
-        Only where no digits are lost. A difference may be small beside its terms, so it is taken apart only where
-        cotangents meet, or where all of its sum vanishes: that of what lies around its mean.
+        Only without loss of precision: a difference may be much smaller than its terms, so it is distributed only where
+        cotangents meet, or where the whole sum vanishes, as that of values centred on their mean.
         """
         if len(total.parts) != 1:
             return None
@@ -115,7 +115,7 @@ class Algebra:
                 term = Monomial(number, rest).times(self._monomial(y, total.over, region))
                 monomials.append(self._summed(total.kind, total.attrs, [term], total.over, [x, *rest_of(rest)]))
             left = self.collected([m for m in monomials if m is not None])
-            meet = op.region == BACKWARD and op not in op.graph.again and self._at_hand(op, region)
+            meet = op.region == BACKWARD and op not in op.graph.again and self._is_available(op, region)
             if not left or meet:
                 return left
         return None
@@ -123,14 +123,14 @@ class Algebra:
     # ------------------------------------------------------------ products
 
     def _monomial(self, t: Tensor, over: frozenset[str], region: str, depth: int = 0) -> Monomial:
-        """A tensor as a product, of those factors that matter to a sum over these dims."""
+        """A tensor as a product of the factors that matter to a sum over these dims."""
         whole, op = Monomial(1.0, {t: 1}), t.operation
         form = op.opdef.form(op)
         if not isinstance(form, PowerProduct) or depth == DEEPEST or not t.dtype.is_float:
             return whole
         inputs = self.graph.inputs[op]
         inside = not over.isdisjoint(t.shape.names)
-        if inside and not self._at_hand(op, region):
+        if inside and not self._is_available(op, region):
             return whole
         product = Monomial(form.number, {})
         met: set[Factor] = set()
@@ -141,16 +141,16 @@ class Algebra:
             met.update(part.powers)
             product = product.times(part, power)
         if product.number == 0 or not isfinite(product.number) or len(met) > len(product.powers):
-            return whole  # what cancels out may be zero
+            return whole  # factors that cancel may be zero
         names = [_names(f) for f in product.powers]
         plain = product.number == 1 and not any(map(over.isdisjoint, names))
         if inside and plain and {*t.shape.names} <= {*chain(*names)}:
             self.products.setdefault(product.key, t)
-        # What stays outside is taken as it is there, but for the number that it is scaled by.
+        # A product outside the sum is used as it is, except for its scaling number.
         return product if inside or list(product.powers.values()) in ([], [1]) else whole
 
-    def _at_hand(self, op: Operation, region: str) -> bool:
-        """Whether a region has all operands of an operation anyway."""
+    def _is_available(self, op: Operation, region: str) -> bool:
+        """Whether all operands of an operation are available in a region anyway."""
         return op.region == region or all(
             x.operation.region == region
             or x.operation.opdef.kind in RESIDENT
@@ -167,9 +167,9 @@ class Algebra:
         over: frozenset[str],
         written: Sequence[Tensor],
     ) -> Monomial | None:
-        """The sum over dims of a product of products; None where one of several operands is all outside.
+        """Normal form of a sum over dims of a product of monomials; None if one of several operands has no summed dim.
 
-        `written`: tensors that have all the dims.
+        `written`: tensors that have all the summed dims.
         """
         outside, inside = ONE, []
         for m in operands:
@@ -189,26 +189,26 @@ class Algebra:
         return monomial.times(Monomial(1.0, {total: 1}))
 
     def collected(self, terms: Iterable[Monomial]) -> list[Monomial]:
-        """Equal terms added up."""
+        """The terms with equal ones added up."""
         sums_of_keys: dict[object, tuple[float, float, Monomial]] = {}
         for m in terms:
-            known = self._known(m)
+            known = self._expanded(m)
             number, most, first = sums_of_keys.get(known.key, (0.0, 0.0, m))
             sums_of_keys[known.key] = number + known.number, max(most, abs(known.number)), first
         left = []
         for number, most, m in sums_of_keys.values():
             if abs(number) > 1e-9 * most:
-                left.append(Monomial(m.number * number / self._known(m).number, m.powers))
+                left.append(Monomial(m.number * number / self._expanded(m).number, m.powers))
         return left
 
-    def _known(self, m: Monomial) -> Monomial:
-        """A product with the sums that its tensors are made of as such."""
+    def _expanded(self, m: Monomial) -> Monomial:
+        """A monomial with the tensors among its factors expanded into their own sums."""
         expanded = Monomial(m.number, {})
         for f, n in m.powers.items():
-            expanded = expanded.times(self._made_of(f), n)
+            expanded = expanded.times(self._expansion(f), n)
         return expanded
 
-    def _made_of(self, f: Factor, depth: int = 0) -> Monomial:
+    def _expansion(self, f: Factor, depth: int = 0) -> Monomial:
         whole = Monomial(1.0, {f: 1})
         if isinstance(f, Sum) or depth == DEEPEST:
             return whole
@@ -216,12 +216,12 @@ class Algebra:
         if not isinstance(form, PowerProduct):
             return self.total(f.operation) or whole
         for x, power in zip(self.graph.inputs[f.operation], form.powers, strict=True):
-            product = product.times(self._made_of(x, depth + 1), power)
+            product = product.times(self._expansion(x, depth + 1), power)
         return Monomial(product.number * form.number, product.powers)
 
 
 def rest_of(powers: Powers) -> list[Tensor]:
-    """The tensors among factors."""
+    """The tensors among the factors."""
     return [f for f in powers if isinstance(f, Tensor)]
 
 

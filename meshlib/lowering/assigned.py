@@ -19,33 +19,33 @@ from meshlib.core.replay import all_operations
 if TYPE_CHECKING:
     from meshlib.lowering.accumulators import Destination
 
-Region: TypeAlias = str | None  # None: wherever it is wanted
+Region: TypeAlias = str | None  # None: all regions
 NO_RULES = LayoutRules()
-Entry: TypeAlias = tuple[str, Shape, str]  # label, shape and scope of a tensor
+Entry: TypeAlias = tuple[str, Shape, str]  # (label, shape, scope) of a tensor
 
 
 @dataclass(eq=False)
 class Homes:
-    """The homes of one graph's tensors under one layout, made on demand."""
+    """Assigned shardings of one graph's tensors under one layout, computed on demand."""
 
     graph: Graph
     mesh: Mesh
     rules: LayoutRules
     regather: bool = True
-    destinations: dict[Tensor, Destination] = field(default_factory=dict)  # of a loop's body: its accumulators
-    scopes: dict[Tensor, str] = field(default_factory=dict)  # of tensors, whatever the layout
+    destinations: dict[Tensor, Destination] = field(default_factory=dict)  # accumulators of a loop's body
+    scopes: dict[Tensor, str] = field(default_factory=dict)  # scope of each tensor, independent of the layout
     _made: dict[Tensor, Sharding] = field(default_factory=dict)
     _held: dict[Tensor, tuple[Sharding, Axes] | None] = field(default_factory=dict)
 
     def is_weight(self, t: Tensor) -> bool:
-        """Whether it is a variable, or one in another dtype."""
+        """Whether it is a variable, or a cast of one."""
         op = _outermost(t).operation
         if op.opdef.home is Home.OPERAND:
             return self.is_weight(op.inputs[0])
         return op.opdef.kind is Kind.VARIABLE and not op.attrs["slot_of"]
 
     def held(self, t: Tensor) -> tuple[Sharding, Axes] | None:
-        """The assigned sharding of a variable, and the axes over which it is stationary; None if there are none."""
+        """Assigned sharding of a variable and the axes over which it is stationary; None if there are none."""
         if t not in self._held:
             weight = self.is_weight(t)
             axes = tuple([axis for d in t.shape for axis in stationary_axes(self.rules, d)]) if weight else ()
@@ -53,29 +53,29 @@ class Homes:
         return self._held[t]
 
     def bind(self, t: Tensor, sharding: Sharding) -> None:
-        """Give a tensor a home that the rules do not tell: what a loop's body takes from outside, or stacks for it."""
+        """Assign a sharding that rules do not determine: to tensors that a loop's body takes from outside or stacks."""
         self._made[t] = sharding
 
     def reach(self, t: Tensor, s: Sharding, region: str) -> Region:
-        """Who may use a tensor that a region has at `s`.
+        """The region that may use a copy of a tensor under `s`; None if all regions may.
 
-        Everybody, unless keeping it takes more memory than its home does, and it is to be gathered again instead.
+        All may, unless the copy takes more memory than the assigned sharding and is to be gathered again.
         """
         return region if self.regather and s.local_size > self.of(t).local_size else None
 
     def inside(self, body: Graph) -> Homes:
-        """The homes of a loop's body under the same layout."""
+        """Assigned shardings inside a loop's body, under the same layout."""
         return Homes(body, self.mesh, self.rules, self.regather, scopes=self.scopes)
 
     def scope(self, t: Tensor) -> str:
-        """Which scoped rules hold for a tensor: `scope_of`, remembered."""
+        """Scope of the rules that apply to a tensor: cached `scope_of`."""
         scope = self.scopes.get(t)
         if scope is None:
             scope = self.scopes[t] = scope_of(t)
         return scope
 
     def of(self, t: Tensor) -> Sharding:
-        """The home of a tensor."""
+        """Assigned sharding of a tensor."""
         sharding = self._made.get(t)
         if sharding is None:
             sharding = self._made[t] = self._make(t)
@@ -98,18 +98,18 @@ class Homes:
             return self.rules.sharding(t.shape, self.mesh, scope)
         except LayoutError as fault:
             if unfit_dims(t.graph, t.shape, scope, self.rules, self.mesh):
-                return self.rules.fitting(t.shape, self.mesh, scope)  # as the check has noted
+                return self.rules.fitting(t.shape, self.mesh, scope)  # as noted by the check
             raise LayoutError(f"{op}: {t}\n{fault}") from None
 
 
 def stationary_axes(rules: LayoutRules, dim: Dimension) -> Axes:
-    """The axes of a dim over which a weight that has it does not move: those of a rule that activations follow too."""
+    """Axes of a dim over which weights with that dim are stationary: those of a rule that activations follow too."""
     axes = rules.required_axes(dim, "variables")
     return axes if axes and axes == rules.required_axes(dim, "activations") else ()
 
 
 def scope_of(t: Tensor) -> str:
-    """Which scoped rules hold for a tensor: variables, slots (gradients and updates too) or activations."""
+    """Scope of the rules that apply to a tensor: variables, slots (gradients and updates too) or activations."""
     t = _outermost(t)
     op = t.operation
     if op.opdef.kind is Kind.VARIABLE:
@@ -120,9 +120,9 @@ def scope_of(t: Tensor) -> str:
 
 
 def is_constrained(t: Tensor, rules: LayoutRules) -> bool:
-    """Whether a constraint says where it lies: its own, or that of what it is but for the names or order of dims.
+    """Whether a constraint determines a tensor's sharding: its own, or that of a tensor it renames or transposes.
 
-    A new name for which the layout has a rule is meant to be laid elsewhere.
+    A new dim name with a rule of its own is meant to be sharded differently.
     """
     op = t.operation
     if op.opdef.home is Home.GIVEN:
@@ -134,7 +134,7 @@ def is_constrained(t: Tensor, rules: LayoutRules) -> bool:
 
 
 def _turns(op: Operation) -> bool:
-    """Whether it gives its operand's dims other names, or another order, and does nothing else."""
+    """Whether an operation only renames or reorders its operand's dims."""
     if op.opdef.kind is not Kind.VIEW or len(op.inputs[0].shape) != len(op.output.shape):
         return False
     x, alone = op.inputs[0].shape, [f for f in op.opdef.roles(op) if f.role is Role.PARALLEL]
@@ -143,14 +143,14 @@ def _turns(op: Operation) -> bool:
 
 
 def _outermost(t: Tensor) -> Tensor:
-    """`t`, or what it stands for in a loop's body: a tensor from outside, or its slices."""
+    """`t`, or the outer tensor that it stands for (whole or sliced) in a loop's body."""
     while (outer := t.graph.outer_of(t)) is not None:
         t = outer
     return t
 
 
 def unfit_dims(graph: Graph, shape: Shape, scope: str, rules: LayoutRules, mesh: Mesh) -> list[Dimension]:
-    """The dims whose sizes the user did not name, of an imported program, over whose axes they do not divide."""
+    """Unnamed dims of an imported program that do not divide over their axes."""
     while graph.parent is not None:
         graph = graph.parent
     if graph.named_dims is None:
@@ -164,7 +164,7 @@ def _blocks(rule: Rule, mesh: Mesh) -> int:
 
 
 class Subjects:
-    """What a layout is checked over: the operations that are lowered, and the names that the whole graph knows."""
+    """Everything a layout is checked against: the operations to lower, and all names of the graph."""
 
     def __init__(self, graph: Graph, operations: Iterable[Operation]) -> None:
         self.operations = list(all_operations(operations))
@@ -177,13 +177,13 @@ class Subjects:
 
     @staticmethod
     def _follows(op: Operation) -> bool:
-        """Whether a constraint goes along to its result, unless a rule has the new name of a dim."""
+        """Whether a constraint propagates to an operation's result: not if a rule names a new dim of it."""
         return is_constrained(op.output, NO_RULES)
 
     def judged(self, rules: LayoutRules, mesh: Mesh) -> tuple[list[Entry], list[Entry]]:
-        """Label, shape and scope of what the rules lay out: of the user's tensors, and of those that need not fit.
+        """(label, shape, scope) entries checked against the rules: (tensors that must fit, tensors that need not).
 
-        These are the library's own, and the user's for the sake of dims whose sizes he did not name.
+        The latter are internal tensors, and tensors with dims that the user has not named.
         """
         strict, free = list[Entry](), list[Entry]()
         for entry, own, follows in self._judged:
@@ -206,7 +206,7 @@ def check_layout(subjects: Subjects, mesh: Mesh, rules: LayoutRules) -> Report:
     report = check(rules, mesh, strict, subjects.names, free, splitting)
     bound = [_check_constrained(op, mesh) for op in constrained]
     faults = (*report.faults, *(text for r in bound for text in r.faults))
-    return Report(faults, report.notes, (*report.found, *(found for r in bound for found in r.found)))
+    return Report(faults, report.notes, (*report.found, *(fact for r in bound for fact in r.found)))
 
 
 def _check_constrained(op: Operation, mesh: Mesh) -> Report:
@@ -214,7 +214,7 @@ def _check_constrained(op: Operation, mesh: Mesh) -> Report:
 
 
 def refuse_faults(report: Report, subjects: Subjects, mesh: Mesh, rules: LayoutRules) -> None:
-    """Raise one LayoutError that holds all faults, each with the first operation it concerns and the remedy."""
+    """Raise one LayoutError that lists all faults, each with the first operation concerned and a remedy."""
     if report.ok:
         return
     known = {_label(op, y): op for op in subjects.operations for y in op.public_outputs}
@@ -242,7 +242,7 @@ def _fault_text(
 
 
 def _remedy_of_argument(fault: Fault, op: Operation) -> str:
-    """For a dim whose size follows from an argument of whoever built the graph, such as a model."""
+    """Remedy for a dim whose size comes from an argument, such as a model's."""
     numbers = re.match(r"\d+ % (\d+) = \d+\.", fault.remedy)
     advice = op.graph.around[-1].remedies.get(fault.rule.dim) if fault.rule is not None else None
     if numbers is None or advice is None:
@@ -251,7 +251,7 @@ def _remedy_of_argument(fault: Fault, op: Operation) -> str:
 
 
 def _remedy_of_new_size(fault: Fault, op: Operation) -> str:
-    """For a dim whose size the operation changes (a slice, a pad, ...): padding the dim everywhere would not help."""
+    """Remedy for a dim whose size an operation changes (slice, pad): padding the dim everywhere would not help."""
     numbers = re.match(r"(\d+) % (\d+) = \d+\.", fault.remedy)
     changed = [
         d for d in op.output.shape for x in op.inputs if d.name in x.shape and x.shape.dim(d.name).size != d.size
@@ -272,7 +272,7 @@ def _label(op: Operation, y: Tensor) -> str:
 
 
 def is_inner(t: Tensor) -> bool:
-    """Whether the library made a tensor for itself: no variable, no input of the program, nothing that is bound."""
+    """Whether a tensor is internal to the library: no variable, no input, and not bound."""
     op = t.operation
     resident = op.opdef.kind is Kind.VARIABLE or (op.opdef.kind is Kind.INPUT and op.graph.parent is None)
     return op in op.graph.inner and not resident and t not in op.graph.gradient_of
@@ -283,7 +283,7 @@ def _judged(operations: Iterable[Operation]) -> Iterator[tuple[Operation, Tensor
         if op.opdef.home is not Home.RULES:
             continue
         if op.opdef.kind is Kind.INPUT and op.graph.parent is not None:
-            continue  # stands for what is judged outside
+            continue  # a stand-in for a tensor that is checked outside
         for y in op.public_outputs:
             if y is op.output or y.shape != op.output.shape:
                 yield op, y

@@ -10,7 +10,7 @@ from meshlib.lowering.materialisation import Prices
 
 @dataclass(frozen=True)
 class Balance:
-    """How much duplicated work is worth one byte sent per device.
+    """Price of duplicated work, in bytes sent per device.
 
     Nominal: one operation a byte, far below a chip's real balance (TPU v3: about 800 MXU flops per ICI byte). At the
     real one a step of a small batch would gather its activations and compute whole gradients on every core: cheaper
@@ -39,5 +39,5 @@ class Balance:
     collective_bytes: float = 0.0
 
     def bytes_of(self, work: Work) -> float:
-        """What a device's work is worth."""
+        """The price of a device's work, in bytes."""
         return work.mxu_flops / self.mxu_flops_per_byte + work.vpu_ops / self.vpu_ops_per_byte

@@ -1,4 +1,4 @@
-"""Results that take their assigned sharding as soon as they are computed (rule 1)."""
+"""Results that are resharded to their assigned sharding as soon as they are computed (rule 1)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from meshlib.lowering.simplification import Simplified
 
 
 class Binding(enum.Enum):
-    """Whether a result is brought to its assigned sharding at once."""
+    """Whether a result is resharded to its assigned sharding at once."""
 
     ALWAYS = "always"
-    IF_LARGER = "if larger"  # until it is used it must not take more memory than assigned
+    IF_LARGER = "if larger"  # it must not take more memory than assigned until it is used
     NEVER = "never"
 
     def settled(self, made: Sharding, home: Sharding) -> Sharding:
-        """Where a result computed under `made` is brought at once; `made` itself if nowhere."""
+        """The sharding to which a result computed under `made` is resharded at once; `made` itself if none."""
         if self is Binding.ALWAYS:
             return home
         if self is Binding.IF_LARGER and made.local_size > home.local_size:
@@ -30,9 +30,9 @@ class Binding(enum.Enum):
 
 
 def binding(t: Tensor, graph: Simplified, homes: Homes, fetched: set[Tensor]) -> Binding:
-    """The binding of a tensor: what is fetched, gradients and constrained tensors are bound.
+    """The binding of a tensor: fetched tensors, gradients and constrained tensors are bound.
 
-    A gradient that is scaled and added to others before the update is not, so that two losses share one reduction,
+    A gradient that is scaled and added to others before the update is not bound, so that two losses share a reduction,
     unless it takes more memory until then; nor is one that nobody uses: a loop's running sum, in a trial.
     """
     if t in fetched or t.operation.opdef.home is Home.GIVEN:
@@ -46,7 +46,7 @@ def binding(t: Tensor, graph: Simplified, homes: Homes, fetched: set[Tensor]) ->
 
 @lru_cache(maxsize=1 << 14)
 def stored(made: Sharding, home: Sharding) -> Sharding:
-    """Under what to keep a value that takes more memory than assigned: a slice of it, if possible, else `home`.
+    """The sharding under which to keep a value larger than assigned: a slice of it if possible, otherwise `home`.
 
     The slice splits each dim further by the axes that `home` has there: `n@y+x` of `n@y`, where `home` is `n@x+y`.
     """
@@ -62,11 +62,11 @@ def stored(made: Sharding, home: Sharding) -> Sharding:
 
 
 def _is_linear(op: Operation, n: int) -> bool:
-    """Whether an operation is linear in operand `n`, rounding aside."""
+    """Whether an operation is linear in operand `n`, up to rounding."""
     return n in op.opdef.linear(op).operands or op.opdef.home is Home.OPERAND
 
 
 def least_memory(placements: Sequence[Sharding], home: Sharding) -> Sharding:
-    """Of the placements of a tensor the assigned one, else that of the smallest blocks; `home` if all are pending."""
+    """Of a tensor's placements, the assigned one, otherwise the smallest; `home` if all are pending."""
     complete = [s for s in placements if not s.pending]
     return min(complete, key=lambda s: (s != home, s.local_size)) if complete else home

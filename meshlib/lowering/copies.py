@@ -1,10 +1,9 @@
 """The copies of one tensor as tables of a factor graph: its producer, its consumers, and reshards between.
 
-A tensor is made under one or several *placements* (shardings, pending sums included) and used under others. One copy
-serves every use that it can reach, and a reshard may start from any copy: what the copies cost together is a cheapest
-tree. Trees of up to three uses are tabulated exactly (Dreyfus-Wagner over all placements). With more, a variable of its
-own says which copies a region shares, its *hubs*; a use then pays for the way from the nearest hub.
-
+A tensor is produced under one or several *placements* (shardings, pending sums included) and consumed under others. One
+copy serves every use that can be reached from it, and a reshard may start from any copy, so the joint cost is that of a
+cheapest tree. Trees of up to three uses are tabulated exactly (Dreyfus-Wagner over all placements). With more uses, an
+extra variable selects the copies that a region shares, its *hubs*; a use then pays for a reshard from the nearest hub.
 A copy that takes more memory than the assigned sharding serves one region only (forward, backward or update).
 """
 
@@ -26,19 +25,19 @@ from meshlib.lowering.distances import distances
 from meshlib.lowering.elimination import FactorGraph, Floats, Ints
 from meshlib.lowering.values import ClassRows
 
-DIRECT_ENTRIES = 60_000  # of a table of trees
-HUBS = 3  # copies that a region shares, at most
+DIRECT_ENTRIES = 60_000  # largest table of a tree
+HUBS = 3  # maximum number of shared copies per region
 MOST_HUB_SETS = 400
-ROWS_AT_ONCE = 16  # that are compared with each other
-HUGE = 1e100  # bytes: for what cannot be, where infinities would not add up
+ROWS_AT_ONCE = 16  # rows compared at once
+HUGE = 1e100  # bytes: replaces infinity where sums of infinities would be undefined
 
-Spot: TypeAlias = tuple[int, int]  # region (first ones first), placement
-Axis: TypeAlias = tuple[int | None, Ints]  # a variable, and per value of it the class
+Spot: TypeAlias = tuple[int, int]  # (region, placement); regions in order
+Axis: TypeAlias = tuple[int | None, Ints]  # (variable, class of each of its values)
 
 
 @dataclass(eq=False)
 class Copies:
-    """The producer of a tensor and its users; `made` says in which of `regions` it is made, and under what."""
+    """The producer of a tensor and its users; `made` lists the placements produced in each of `regions`."""
 
     home: Sharding
     itemsize: float
@@ -47,31 +46,31 @@ class Copies:
     producer: int | None = None
     regions: Sequence[str] = ()
     made: ClassRows = field(default_factory=lambda: ClassRows((), np.zeros(1, np.intp)))
-    uses: list[tuple[int | None, str, ClassRows]] = field(default_factory=list)  # variable, region, what it needs
+    uses: list[tuple[int | None, str, ClassRows]] = field(default_factory=list)  # (variable, region, placements needed)
 
     def set_made(self, variable: int | None, regions: Sequence[str], made: ClassRows) -> None:
-        """Where each value of the producer's variable makes it."""
+        """Set the placements that each value of the producer's variable produces."""
         self.producer, self.regions, self.made = variable, regions, made
 
     def add_use(self, variable: int | None, region: str, needs: ClassRows) -> None:
-        """What each value of a user's variable needs; nothing may be needed."""
+        """Add the placements that each value of a user's variable needs, if any."""
         if any(needs.classes):
             self.uses.append((variable, region, needs))
 
     def placements(self) -> list[Sharding]:
-        """All placements under which it is made or used."""
-        made = [s for spots in self.made.classes for _, s in spots]
-        return list(dict.fromkeys([*made, *(s for _, _, rows in self.uses for row in rows.classes for s in row)]))
+        """All placements that are produced or used."""
+        produced = [s for spots in self.made.classes for _, s in spots]
+        return list(dict.fromkeys([*produced, *(s for _, _, rows in self.uses for row in rows.classes for s in row)]))
 
     def enter(self, graph: FactorGraph, known: dict[object, FactorGraph]) -> None:
-        """Add the tables of the tensor to a factor graph; `known` are those of tensors that are alike."""
+        """Add the tensor's tables to a factor graph; `known` caches those of alike tensors."""
         if not self.uses:
             return
         place: dict[int | None, int] = {}
         for v in (self.producer, *[v for v, _, _ in self.uses]):
             if v is not None and v not in place:
                 place[v] = len(place)
-        if not place:  # its copies cost what they cost, whatever is chosen
+        if not place:  # the cost of its copies does not depend on any choice
             return
         order: dict[str, int] = {}
         for n in self.made.regions:
@@ -92,16 +91,16 @@ class Copies:
 
 @dataclass(eq=False)
 class CopyUse:
-    """One user of a tensor: per value of its variable the placements that it needs in a region, as a class."""
+    """One user of a tensor in one region: for each value of its variable, a class of placements that it needs."""
 
     variable: int | None
     region: int
     classes: list[tuple[int, ...]]
-    of: Ints  # per value of the variable, the class
+    of: Ints  # class of each value
 
 
 class _Tables:
-    """The tables of a tensor, over variables and placements that are numbered for it alone."""
+    """The tables of a tensor, over its own numbering of variables and placements."""
 
     def __init__(
         self,
@@ -130,11 +129,11 @@ class _Tables:
         self.reach = [self._reach(u) for u in self.uses]
 
     def number(self, s: Sharding) -> int:
-        """The number of a placement."""
+        """Number of a placement."""
         return self.placements.setdefault(s, len(self.placements))
 
     def enter(self, graph: FactorGraph) -> None:
-        """Add them to a factor graph."""
+        """Add the tables to a factor graph."""
         entries = len(self.made) * len(self.placements)
         for u in self.uses:
             entries *= len(u.classes)
@@ -144,7 +143,7 @@ class _Tables:
             self._enter_hubs(graph)
 
     def _reach(self, use: CopyUse) -> Floats:
-        """From each placement (rows) what each class of a use costs."""
+        """Cost of each class of a use (columns) from each placement (rows)."""
         costs = self.between[:, [wanted[0] if wanted else 0 for wanted in use.classes]]
         for n, wanted in enumerate(use.classes):
             if not wanted:
@@ -155,17 +154,17 @@ class _Tables:
         return costs
 
     def _root(self, region: int, made: Sequence[tuple[Spot, ...]]) -> Floats:
-        """From each class of what is made (rows), where a region may use it, to each placement."""
+        """Cost of each placement (columns) in a region, from each class of produced placements (rows)."""
         earlier = [[s for r, s in spots if r < region] for spots in made]
         own = [[s for r, s in spots if r == region or (r < region and self.light[s])] for spots in made]
         costs = self._nearest(own)
         if not all(self.light[s] for row in earlier for s in row):
             lasting = np.where(self.light, self._nearest(earlier), inf)
-            costs = np.minimum(costs, _through(lasting, self.between))
+            costs = np.minimum(costs, _min_plus(lasting, self.between))
         return costs
 
     def _nearest(self, rows: Sequence[Sequence[int]]) -> Floats:
-        """From the nearest of the placements of each row to each placement."""
+        """Cost of each placement (columns) from the nearest of each row's placements."""
         of, some = _padded(rows)
         costs: Floats = np.minimum.reduce(self.between[of], axis=1) if of.shape[1] > 1 else self.between[of[:, 0]]
         return costs if some.all() else np.where(some[:, None], costs, inf)
@@ -174,27 +173,27 @@ class _Tables:
         roots = {u.region: self._root(u.region, self.made) for u in self.uses}
         match self.uses:
             case [u]:
-                table = self._alone(roots[u.region], 0)
+                table = self._single_use(roots[u.region], 0)
             case [_, _]:
                 table = self._pair(roots, 0, 1)
             case _:
                 table = self._triple(roots)
         self._expand(graph, table, [(self.producer, self.made_of), *((u.variable, u.of) for u in self.uses)])
 
-    def _alone(self, root: Floats, n: int) -> Floats:
-        """From each row of `root` what each class of a use costs; where nothing is needed, nothing need be there."""
-        costs = _through(root, self.reach[n])
-        costs[:, self._idle(n)] = 0
+    def _single_use(self, root: Floats, n: int) -> Floats:
+        """Cost of each class of a use (columns) from each row of `root`; 0 for classes that need nothing."""
+        costs = _min_plus(root, self.reach[n])
+        costs[:, self._needs_nothing(n)] = 0
         return costs
 
-    def _idle(self, n: int) -> NDArray[np.bool_]:
-        """The classes of a use that need nothing."""
+    def _needs_nothing(self, n: int) -> NDArray[np.bool_]:
+        """Mask of the classes of a use that need nothing."""
         return np.array([not wanted for wanted in self.uses[n].classes])
 
     def _pair(self, roots: dict[int, Floats], a: int, b: int) -> Floats:
         u, v = self.uses[a], self.uses[b]
-        alone = self._alone(roots[u.region], a)[:, :, None], self._alone(roots[v.region], b)[:, None]
-        best = np.minimum(sum(alone), _through(roots[self._first(u, v)], self._joint(a, b)))
+        alone = self._single_use(roots[u.region], a)[:, :, None], self._single_use(roots[v.region], b)[:, None]
+        best = np.minimum(sum(alone), _min_plus(roots[self._first(u, v)], self._joint(a, b)))
         if u.region < v.region:
             return np.minimum(best, alone[0] + self._inherited(a, b))
         if v.region < u.region:
@@ -202,15 +201,15 @@ class _Tables:
         return best
 
     def _inherited(self, a: int, b: int) -> Floats:
-        """From what an earlier use needs, as far as it is kept, to what a later one needs."""
-        return _through(self._kept(self.uses[a].classes), self.reach[b])
+        """Cost of a later use from the placements of an earlier one, if these are kept."""
+        return _min_plus(self._from_lasting(self.uses[a].classes), self.reach[b])
 
     @staticmethod
     def _first(*uses: CopyUse) -> int:
         return min([u.region for u in uses])
 
     def _joint(self, a: int, b: int) -> Floats:
-        """From each placement, as a copy that two uses share, to both."""
+        """Cost of two uses together, from each placement as their shared copy."""
         costs = self.reach[a][:, :, None] + self.reach[b][:, None, :]
         if self.uses[a].region != self.uses[b].region:
             costs = np.where(self.light[:, None, None], costs, inf)
@@ -218,19 +217,19 @@ class _Tables:
 
     def _triple(self, roots: dict[int, Floats]) -> Floats:
         us = self.uses
-        alone = [self._alone(roots[u.region], n) for n, u in enumerate(us)]
+        alone = [self._single_use(roots[u.region], n) for n, u in enumerate(us)]
         shape = [(slice(None), *(slice(None) if n == k else None for n in range(3))) for k in range(3)]
         best = alone[0][shape[0]] + alone[1][shape[1]] + alone[2][shape[2]]
         junction = self.reach[0][shape[0]] + self.reach[1][shape[1]] + self.reach[2][shape[2]]
         for a, b, c in ((0, 1, 2), (0, 2, 1), (1, 2, 0)):
             joint = self._joint(a, b)
-            root = _through(roots[self._first(us[a], us[b])], joint)
+            root = _min_plus(roots[self._first(us[a], us[b])], joint)
             best = np.minimum(best, np.expand_dims(root, c + 1) + alone[c][shape[c]])
-            inner = _through(self.between, joint)
+            inner = _min_plus(self.between, joint)
             junction = np.minimum(junction, np.expand_dims(inner, c + 1) + self.reach[c][shape[c]])
         if len({u.region for u in us}) > 1:
             junction = np.where(self.light[:, None, None, None], junction, inf)
-        return np.minimum(best, _through(roots[self._first(*us)], junction))
+        return np.minimum(best, _min_plus(roots[self._first(*us)], junction))
 
     # ------------------------------------------------------------ hubs
 
@@ -238,7 +237,7 @@ class _Tables:
         before: Axis = (self.producer, self.made_of)
         regions = sorted({u.region for u in self.uses})
         root = self._root(regions[0], self.made)
-        numbers: dict[tuple[Spot, ...], int] = {}  # of what is computed once more after the first region
+        numbers: dict[tuple[Spot, ...], int] = {}  # of placements recomputed after the first region
         of = [numbers.setdefault(tuple([s for s in spots if s[0] > regions[0]]), len(numbers)) for spots in self.made]
         again: Axis = (self.producer, np.array(of)[self.made_of])
         for region in regions:
@@ -248,18 +247,17 @@ class _Tables:
                 root = np.concatenate([root, self._root(region, list(numbers))])
             if len(mine) == 1 and region == regions[-1]:
                 u = self.uses[mine[0]]
-                self._link(graph, self._alone(root, mine[0]), count, before, again, (u.variable, u.of))
+                self._link(graph, self._single_use(root, mine[0]), count, before, again, (u.variable, u.of))
                 continue
             sets, link, serve = self._hub_sets(root, mine, region)
             own: Axis = (graph.add_variable(len(sets)), np.arange(len(sets)))
             self._link(graph, link, count, before, again, own)
             for n, table in zip(mine, serve, strict=True):
                 self._expand(graph, table, [own, (self.uses[n].variable, self.uses[n].of)])
-            before, root = own, self._kept(sets)
+            before, root = own, self._from_lasting(sets)
 
     def _link(self, graph: FactorGraph, costs: Floats, count: int, before: Axis, again: Axis, end: Axis) -> None:
-        """Add the costs of copies that start from those of the region before (the first `count` rows), or from what is
-        computed once more."""
+        """Add the costs of copies that start from the previous region's (first `count` rows) or a recomputation."""
         if len(costs) == count:
             self._expand(graph, costs, [before, end])
             return
@@ -269,7 +267,7 @@ class _Tables:
         self._expand(graph, np.stack([np.zeros_like(second), second], axis=1), [again, source, end])
 
     def _hub_sets(self, root: Floats, mine: Sequence[int], region: int) -> tuple[list[Ints], Floats, list[Floats]]:
-        """The sets of copies that a region may share, their costs from each row of `root`, and those of each use."""
+        """Candidate sets of copies shared in a region, their cost from each row of `root`, and the cost of each use."""
         wanted = {s for n in mine for c in self.uses[n].classes for s in c}
         lasting = {s for spots in self.made for _, s in spots if self.light[s]}
         following = [u for u in self.uses if u.region > region]
@@ -281,12 +279,12 @@ class _Tables:
         links: list[Floats] = []
         tables: list[list[Floats]] = [[] for _ in mine]
         kept_copies: list[Floats] = []
-        idle = [self._idle(n) for n in mine]
-        if all(none.any() for none in idle):  # perhaps nothing is needed
+        idle = [self._needs_nothing(n) for n in mine]
+        if all(none.any() for none in idle):  # possibly no use needs anything
             sets.append(np.array((), np.intp))
             links.append(np.zeros((len(root), 1)))
             tables = [[np.where(none, 0, inf)[None]] for none in idle]
-            kept_copies += [self._kept(sets)] if following else []
+            kept_copies += [self._from_lasting(sets)] if following else []
         for count in range(1, HUBS + 1):
             chosen = np.array(list(combinations(candidates, count)), np.intp).reshape(-1, count)
             for a, b in combinations(range(count), 2):
@@ -300,24 +298,24 @@ class _Tables:
             for n, parts in zip(mine, tables, strict=True):
                 parts.append(np.minimum.reduce(self.reach[n][chosen], axis=1))
             if following:
-                kept_copies.append(self._kept(chosen))
+                kept_copies.append(self._from_lasting(chosen))
         link = np.concatenate(links, axis=1)
         serve = [np.concatenate(parts) for parts in tables]
-        # A set that is no cheaper and serves no use better than another is not looked at.
+        # Sets that are dominated in cost and in every use are dropped.
         later_tables = [np.concatenate(kept_copies)] if following else []
         alive = _undominated(np.concatenate([link.T, *serve, *later_tables], axis=1))
         return [sets[n] for n in alive], link[:, alive], [parts[alive] for parts in serve]
 
     def _in_order(self, root: Floats, orders: Ints) -> Floats:
-        """From each row of `root`, reach the placements of each row of `orders`, each from the nearest copy."""
+        """Cost of reaching the placements of each row of `orders` in order, each from the nearest copy."""
         total = root[:, orders[:, 0]]
         for n in range(1, orders.shape[1]):
             at = orders[:, n]
             total = total + np.minimum(root[:, at], np.minimum.reduce(self.between[orders[:, :n], at[:, None]], axis=1))
         return total
 
-    def _kept(self, sets: Sequence[Sequence[int]] | Sequence[Ints] | Ints) -> Floats:
-        """From each set of copies, as far as later regions may use them or a free part of them, to each placement."""
+    def _from_lasting(self, sets: Sequence[Sequence[int]] | Sequence[Ints] | Ints) -> Floats:
+        """Cost of each placement from each set of copies, as far as later regions may use it or free slices of it."""
         of, some = _padded(sets)
         free = (self.between[of] == 0).any(axis=1) & self.light & some[:, None]
         costs: Floats = np.where(free[:, :, None], self.between, inf).min(axis=1)
@@ -327,7 +325,7 @@ class _Tables:
 
     @staticmethod
     def _expand(graph: FactorGraph, table: Floats, axes: Sequence[Axis]) -> None:
-        """Add a table over classes as one over the values of variables, of which several axes may be of one."""
+        """Expand a table over classes to the values of variables; several axes may belong to one variable."""
         variables = list(dict.fromkeys(v for v, _ in axes if v is not None))
         index = []
         for v, of in axes:
@@ -339,7 +337,7 @@ class _Tables:
 
 
 def _padded(rows: Sequence[Sequence[int]] | Sequence[Ints] | Ints) -> tuple[Ints, NDArray[np.bool_]]:
-    """Rows of placements as an array, short ones with their first repeated, and which rows have any."""
+    """Rows of placements as an array, padded with their first element, and a mask of non-empty rows."""
     if isinstance(rows, np.ndarray):
         return rows, np.ones(len(rows), np.bool_)
     width = max([1, *map(len, rows)])
@@ -347,16 +345,16 @@ def _padded(rows: Sequence[Sequence[int]] | Sequence[Ints] | Ints) -> tuple[Ints
     return np.array(full, np.intp).reshape(-1, width), np.array([len(row) > 0 for row in rows], np.bool_)
 
 
-def _through(first: Floats, rest: Floats) -> Floats:
-    """The least over what lies between of both: a matrix product of minima and sums."""
+def _min_plus(first: Floats, rest: Floats) -> Floats:
+    """Min-plus matrix product: the least sum over the placements in between."""
     flat = rest.reshape(len(rest), -1)
     costs: Floats = np.minimum.reduce(first[:, :, None] + flat, axis=1)
     return costs.reshape(len(first), *rest.shape[1:])
 
 
 def _undominated(rows: Floats) -> Ints:
-    """The rows that no other row is nowhere above; of equal ones the first."""
-    order = np.argsort(np.minimum(rows, HUGE).sum(axis=1), kind="stable")  # whatever is below comes before
+    """Rows that no other row dominates; of equal rows the first."""
+    order = np.argsort(np.minimum(rows, HUGE).sum(axis=1), kind="stable")  # dominating rows come first
     undominated = order[:0]
     for first in range(0, len(order), ROWS_AT_ONCE):
         some = order[first : first + ROWS_AT_ONCE]

@@ -1,7 +1,7 @@
 """Costs of reshards between all placements of a tensor: bytes sent, and the price of each collective.
 
-Most reshards only slice, sum and gather: their bytes follow from the axes that each dim gains and loses, and are
-computed for all pairs of placements at once. The others, where an axis changes its dim or its place in one, are routed.
+Most reshards only slice, reduce and gather: their bytes follow from the axes that each dim gains and loses, and are
+computed for all pairs of placements at once. Others, where an axis moves to another dim or position, are routed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from meshlib.lowering.elimination import Floats, Ints
 from meshlib.lowering.materialisation import Prices, axes_price, between
 
 COLLECTIVE, STRAY = 2.0**-10, 2.0**-16  # bytes: ties go to fewer collectives, then to the plain reading of the layout
-MOST_AXES = 8  # of a mesh whose sets of axes are tabulated
+MOST_AXES = 8  # larger meshes: sets of axes are not tabulated
 KINDS = {"sum": 0, "max": 1, "min": 2}
 
-Masks: TypeAlias = Ints  # sets of mesh axes, one bit each
+Masks: TypeAlias = Ints  # sets of mesh axes, one bit per axis
 
 
 def distances(placements: Sequence[Sharding], itemsize: float, balance: Balance) -> Floats:
-    """The cost of a reshard from each placement (rows) to each (columns): bytes, and the price of each collective."""
+    """Cost of a reshard from each placement (rows) to each (columns): bytes, and the price of each collective."""
     return _distances(tuple(placements), itemsize, balance.axis_prices, COLLECTIVE + balance.collective_bytes)
 
 
@@ -40,7 +40,7 @@ def _distances(placements: tuple[Sharding, ...], itemsize: float, prices: Prices
         scale = 1.0
     else:
         shape, mesh = placements[0].shape, placements[0].mesh
-        # What of a size the axes can't divide only scales all costs.
+        # Factors of a size that axes cannot divide only scale all costs.
         sizes = tuple([gcd(n, mesh.size) for n in shape.sizes])
         sent, collectives = _known(mesh, sizes, prices).between(placements)
         scale = shape.size // prod(sizes) * itemsize
@@ -50,14 +50,14 @@ def _distances(placements: tuple[Sharding, ...], itemsize: float, prices: Prices
 
 
 class _Known:
-    """Bytes and collectives between all placements that tensors of some sizes have had, of one byte per element."""
+    """Cached bytes and collectives between placements of tensors of one shape, at one byte per element."""
 
     def __init__(self, mesh: Mesh, sizes: tuple[int, ...], prices: Prices) -> None:
         self.mesh, self.prices = mesh, prices
         self.shape = Shape([Dimension(f"d{n}", size) for n, size in enumerate(sizes)])
         self.placements: list[Sharding] = []
         self._numbers: dict[Sharding, int] = {}
-        self._costs = np.zeros((2, 0, 0))  # bytes, collectives; NaN: yet to be routed
+        self._costs = np.zeros((2, 0, 0))  # bytes, collectives; NaN: not routed yet
 
     def between(self, placements: Sequence[Sharding]) -> tuple[Floats, Floats]:
         """Bytes and collectives from each placement to each."""
@@ -92,14 +92,14 @@ _known = lru_cache(maxsize=1 << 9)(_Known)
 
 
 class _Axes(NamedTuple):
-    """The sets of axes of a mesh, by bit mask: the devices along each, and the price of a byte sent along it."""
+    """Sets of mesh axes as bit masks: their devices, and the price of a byte sent along them."""
 
     bits: dict[str, int]
     devices: Floats
     price: Floats
 
     def mask(self, axes: Axes) -> int:
-        """The set of some axes."""
+        """Bit mask of a set of axes."""
         return sum([self.bits[a] for a in axes])
 
 
@@ -111,10 +111,10 @@ def _axes_of(mesh: Mesh, prices: Prices) -> _Axes:
 
 
 def _plain(mesh: Mesh, sources: Sequence[Sharding], targets: Sequence[Sharding], prices: Prices) -> Floats:
-    """Bytes and collectives of the reshards that slice, then sum, then gather; NaN for others, infinite if impossible.
+    """Bytes and collectives of reshards that slice, reduce, then gather; NaN for others, infinity if impossible.
 
-    Slices come first, so that what follows moves less; sums are then scattered where the target has their axes, and
-    taken whole along the others; gathers, which send what is lacking and no more, come last.
+    Slices come first, to shrink what follows; sums are then scattered if the target has their axes, and
+    reduced in full otherwise; gathers, which send only missing blocks, come last.
     """
     if not sources or len(mesh.axes) > MOST_AXES:
         return np.full((2, len(sources), len(targets)), np.nan)
@@ -135,7 +135,7 @@ def _plain(mesh: Mesh, sources: Sequence[Sharding], targets: Sequence[Sharding],
             continue
         lost, *gained = _changes(*entries, axes)
         summed = np.zeros_like(left)
-        for one in gained:  # major first: sums that are scattered come after slices
+        for one in gained:  # major first: scattered sums follow slices
             sums_up = (one & left) != 0
             plain &= (one == 0) | ((lost == 0) & (sums_up | (summed == 0)))
             summed |= np.where(sums_up, one, 0)
@@ -167,7 +167,7 @@ def _plain(mesh: Mesh, sources: Sequence[Sharding], targets: Sequence[Sharding],
 
 
 def _changes(before: Sequence[Axes], after: Sequence[Axes], axes: _Axes) -> list[Masks]:
-    """From each placement of a dim to each other: the axes that it loses, and those that it gains, major first."""
+    """For each pair of a dim's entries: (axes lost, axes gained), major first."""
     rows: dict[Axes, int] = {}
     columns: dict[Axes, int] = {}
     row = np.array([rows.setdefault(e, len(rows)) for e in before])

@@ -27,14 +27,14 @@ Ints: TypeAlias = NDArray[np.intp]
 Scope: TypeAlias = tuple[int, ...]  # variables, ascending
 T = TypeVar("T")
 
-MOST_NEIGHBOURS = 40  # of a variable that is eliminated: an array has so many axes
-DOMINANCE_ENTRIES = 400_000  # of the comparisons of a variable's values
-SAMPLES = 8  # of the neighbours' values, under which values are compared first
+MOST_NEIGHBOURS = 40  # of an eliminated variable, limited by the number of array axes
+DOMINANCE_ENTRIES = 400_000  # entries in comparisons of a variable's values
+SAMPLES = 8  # neighbours' values under which values are compared first
 
 
 @dataclass(eq=False)
 class FactorGraph:
-    """Variables with their domains, and tables over some of them; the sum of all tables is to be least."""
+    """Variables with their domains, and tables over some of them; the sum of all tables is minimised."""
 
     sizes: list[int] = field(default_factory=list)
     tables: list[tuple[Scope, Floats]] = field(default_factory=list)
@@ -52,13 +52,13 @@ class FactorGraph:
         self.tables.append((key, table))
 
     def cost(self, values: Sequence[int]) -> float:
-        """The sum of all tables under an assignment of a value to each variable."""
+        """The sum of all tables under an assignment."""
         return float(sum([t[tuple([values[v] for v in scope])] for scope, t in self.tables]))
 
 
 @dataclass(frozen=True)
 class Solution:
-    """The value of each variable, their cost, and a lower bound of every solution's cost."""
+    """An assignment, its cost, and a lower bound on the cost of every assignment."""
 
     values: tuple[int, ...]
     cost: float
@@ -66,25 +66,25 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """How far the cost may be above the optimum, as a share of it."""
+        """Relative distance of the cost to the lower bound."""
         return 0.0 if self.cost <= self.bound else (self.cost - self.bound) / max(abs(self.bound), 1e-9)
 
 
 class _Shared:
-    """Results of array operations, by the identity of their operands.
+    """Cache of array operations by the identity of their operands.
 
-    Equal layers have equal tables, which are made one array each; so whatever is done to the first layer's tables is
-    known for those of the others.
+    Equal layers have equal tables, stored as one array; so results for the first layer's tables are
+    reused for the others.
     """
 
     def __init__(self) -> None:
         self._tables: dict[object, Floats] = {}
-        self._first: dict[int, Floats] = {}  # of the equal tables, by identity
+        self._first: dict[int, Floats] = {}  # first of the equal tables, by identity
         self._known: dict[object, Any] = {}
-        self._operands: list[Floats] = []  # kept, so that no other array has their identity
+        self._operands: list[Floats] = []  # kept alive, so that identities stay unique
 
     def one(self, table: Floats) -> Floats:
-        """The first of all tables that are equal."""
+        """The representative of all equal tables."""
         if id(table) not in self._first:
             self._first[id(table)] = self._tables.setdefault((table.shape, table.tobytes()), table)
             self._operands.append(table)
@@ -101,16 +101,16 @@ class _Shared:
 
 
 class _Eliminated(NamedTuple):
-    """A variable that is minimised over: its value follows from those of its neighbours."""
+    """An eliminated variable: its value follows from those of its neighbours."""
 
     variable: int
     domain: Ints
-    neighbours: dict[int, Ints]  # their domains
+    neighbours: dict[int, Ints]  # with their domains
     scopes: list[Scope]
-    tables: list[Floats]  # that had the variable, one for each scope
+    tables: list[Floats]  # tables of the variable, one per scope
 
     def value(self, values: Sequence[int]) -> int:
-        """The value of the variable where the sum of the tables is least; `values` has those of its neighbours."""
+        """The minimising value, given its neighbours' `values`."""
         at: dict[int, int | slice] = {u: _place(domain, values[u]) for u, domain in self.neighbours.items()}
         at[self.variable] = slice(None)
         rows = [t[tuple([at[u] for u in scope])] for scope, t in zip(self.scopes, self.tables, strict=True)]
@@ -118,18 +118,18 @@ class _Eliminated(NamedTuple):
 
 
 class Elimination:
-    """A factor graph while it is being solved: domains shrink, variables go, tables grow."""
+    """A factor graph being solved: domains shrink, variables are eliminated, tables grow."""
 
     def __init__(self, graph: FactorGraph) -> None:
         ranges = {n: np.arange(n) for n in set(graph.sizes)}
-        self.domain: dict[int, Ints] = {v: ranges[n] for v, n in enumerate(graph.sizes)}  # original values left
+        self.domain: dict[int, Ints] = {v: ranges[n] for v, n in enumerate(graph.sizes)}  # remaining original values
         self.size: dict[int, int] = dict(enumerate(graph.sizes))  # of the domains
         self.tables: dict[Scope, Floats] = {}
         self.of: dict[int, set[Scope]] = {v: set() for v in self.domain}
-        self.near: dict[int, set[int]] = {v: set() for v in self.domain}  # the variables that share a table with one
+        self.near: dict[int, set[int]] = {v: set() for v in self.domain}  # variables that share a table
         self.constant = 0.0
         self.trail: list[_Eliminated] = []
-        self.changed = set(self.domain)  # the variables whose values may dominate others since they were compared
+        self.changed = set(self.domain)  # variables whose values may have become dominating since the last comparison
         self.shared = _Shared()
         for scope, table in graph.tables:
             self.put(scope, self.shared.one(table))
@@ -183,7 +183,7 @@ class Elimination:
             self.changed.update(scope)
 
     def drop_dominated(self) -> set[int]:
-        """Drop values that another value is never worse than, whatever the neighbours' values. Returns whose."""
+        """Drop values that another value dominates under all neighbours' values; returns the variables affected."""
         dropped: set[int] = set()
         compared, self.changed = sorted(self.changed & self.domain.keys()), set()
         for v in compared:
@@ -197,7 +197,7 @@ class Elimination:
         return dropped
 
     def reduce(self, limit: int) -> None:
-        """Eliminate variables and drop dominated values in turn, as long as either is possible within `limit`."""
+        """Alternate elimination and dominance while either is possible within `limit`."""
         self.eliminate_up_to(limit)
         while dropped := self.drop_dominated():
             self.eliminate_up_to(limit, dropped.union(*map(self.near.__getitem__, dropped)))
@@ -205,7 +205,7 @@ class Elimination:
     # ------------------------------------------------------------ elimination
 
     def width(self, v: int) -> int:
-        """Entries of the table that eliminating a variable adds up."""
+        """Size of the table for eliminating a variable."""
         near = self.near[v]
         if len(near) > MOST_NEIGHBOURS:
             return 1 << 62
@@ -228,7 +228,7 @@ class Elimination:
         self.put(scope, least)
 
     def settle(self, v: int) -> None:
-        """Take a variable of which one value is left out of its tables."""
+        """Remove a variable with a single remaining value from its tables."""
         for scope in list(self.of[v]):
             table, axis = self.take(scope), scope.index(v)
             rest = self.shared.of(("only", axis), (table,), partial(_only, table, axis))
@@ -237,17 +237,17 @@ class Elimination:
         self._leave(v)
 
     def _leave(self, v: int) -> None:
-        """Forget a variable that is in no table any more."""
+        """Forget a variable without tables."""
         for u in self.near.pop(v):
             self.near[u].discard(v)
         del self.domain[v], self.size[v], self.of[v]
 
     def eliminate_up_to(self, limit: int, among: Iterable[int] | None = None, narrows: bool = False) -> None:
-        """Eliminate variables, the smallest table first, as long as one needs no table beyond `limit`.
+        """Eliminate variables, smallest table first, while tables stay within `limit`.
 
         Args:
-          among: the variables to begin with, if not all: of the others it is known that they need a larger one.
-          narrows: halve the domain that is widest where a table would be larger: its less promising values go.
+          among: variables to begin with, if the others are known to need larger tables; by default all.
+          narrows: if a table would be larger, halve the widest domain by dropping its less promising values.
         """
         some = list(self.domain if among is None else among)
         for v in [v for v in some if self.size[v] == 1]:
@@ -292,7 +292,7 @@ class Elimination:
         self.restrict(v, keep)
 
     def solution(self, count: int) -> list[int]:
-        """The values of all variables, by backtracking; all must have been eliminated."""
+        """The values of all variables by backtracking, after all have been eliminated."""
         values = [-1] * count
         for step in reversed(self.trail):
             values[step.variable] = step.value(values)
@@ -301,7 +301,7 @@ class Elimination:
     # ------------------------------------------------------------ bounds
 
     def bound(self, sweeps: int) -> float:
-        """Reparametrise by dual ascent; returns a lower bound. Solutions keep their cost."""
+        """Reparametrise by dual ascent; returns a lower bound. Costs of assignments do not change."""
         unary: dict[int, Floats] = {}
         for v in self.domain:
             unary[v] = self.take((v,)) if (v,) in self.of[v] else np.zeros(len(self.domain[v]))
@@ -333,7 +333,7 @@ class Elimination:
         return last
 
     def reduced_costs(self, v: int) -> Floats:
-        """By how much each value of a variable raises the least of its tables."""
+        """Reduced cost of each value of a variable: the increase of its tables' minima."""
         total = np.zeros(len(self.domain[v]))
         for scope in self.of[v]:
             axis, table = scope.index(v), self.tables[scope]
@@ -343,11 +343,11 @@ class Elimination:
         return total
 
     def lower_bound(self) -> float:
-        """The least of each table, added up."""
+        """Sum of the tables' minima."""
         return self.constant + sum([float(t.min()) for t in self.tables.values()])
 
     def prune(self, most: float) -> float:
-        """Drop values in no solution that costs at most `most`. Returns the lower bound."""
+        """Drop values that occur in no assignment of cost up to `most`; returns the lower bound."""
         low = self.lower_bound()
         for v in list(self.domain) if low <= most else ():
             keep = low + self.reduced_costs(v) <= most
@@ -359,52 +359,52 @@ class Elimination:
 
 
 def _dominated(axes: Sequence[int], tables: Sequence[Floats]) -> NDArray[np.bool_]:
-    """The values of a variable, along `axes` of its tables, than which some other value is never worse."""
+    """Mask of a variable's values that another value dominates; `axes` are its axes in `tables`."""
     size = tables[0].shape[axes[0]] if tables else 0
     nothing = np.zeros(size, np.bool_)
     if sum([size * table.size for table in tables]) > DOMINANCE_ENTRIES:
         return nothing
     rows = [whole.swapaxes(0, axis).reshape(size, -1) for axis, whole in zip(axes, tables, strict=True)]
-    # What is worse under a few of the neighbours' values needs no comparison under all.
-    samples: Floats = np.add.reduce([table[:, _spread(table.shape[1])] for table in rows])
+    # Values that fail under a few of the neighbours' values need no full comparison.
+    samples: Floats = np.add.reduce([table[:, _samples(table.shape[1])] for table in rows])
     maybe = np.logical_and.reduce(samples[:, None] <= samples + 1e-12 * abs(samples), axis=2)
     maybe.flat[:: size + 1] = False
     some, others = maybe.nonzero()
     if not len(some):
         return nothing
-    worst = np.zeros(len(some))  # by how much a value may cost more than the other
+    worst = np.zeros(len(some))  # largest excess over the other value
     for table in rows:
         if np.isfinite(table).all():
             worst += np.maximum.reduce(table[some] - table[others], axis=1)
             continue
         with np.errstate(invalid="ignore"):
             more = table[some] - table[others]
-        more[np.isnan(more)] = -inf  # neither is possible
+        more[np.isnan(more)] = -inf  # both infeasible
         step = np.maximum.reduce(more, axis=1)
         ruled_out = np.isposinf(worst) | np.isposinf(step)
         worst = np.where(ruled_out, inf, np.where(ruled_out, 0, worst) + np.where(ruled_out, 0, step))
     maybe[some, others] = worst <= 0
     ties = maybe & maybe.T
-    maybe &= ~ties | (np.arange(size)[:, None] < np.arange(size)[None, :])  # of equals the first stays
+    maybe &= ~ties | (np.arange(size)[:, None] < np.arange(size)[None, :])  # of equal values the first stays
     gone: NDArray[np.bool_] = np.any(maybe, axis=0)
     return gone
 
 
 @lru_cache(maxsize=1 << 12)
-def _spread(count: int) -> Ints:
-    """A few columns of so many."""
+def _samples(count: int) -> Ints:
+    """A few evenly spaced column numbers."""
     return np.linspace(0, count - 1, SAMPLES).astype(np.intp)
 
 
 def _place(domain: Ints, value: int) -> int:
-    """Where a value is in an ascending domain."""
+    """Position of a value in an ascending domain."""
     if value < len(domain) and domain[value] == value:
         return value
     return int(domain.searchsorted(value))
 
 
 def _minimum(sizes: tuple[int, ...], axes: Sequence[tuple[int, ...]], tables: Sequence[Floats]) -> Floats:
-    """The sum of tables, minimised over the first variable."""
+    """Sum of tables, minimised over the first variable."""
     total: Floats | float = 0.0
     for own, table in zip(axes, tables, strict=True):
         order, shape = _aligned(own, sizes)
@@ -415,7 +415,7 @@ def _minimum(sizes: tuple[int, ...], axes: Sequence[tuple[int, ...]], tables: Se
 
 @lru_cache(maxsize=1 << 12)
 def _aligned(own: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
-    """How a table is transposed (None: it is in order) and reshaped to be added to a larger one."""
+    """(permutation, or None; shape) that aligns a table with a larger one for addition."""
     order = tuple(sorted(range(len(own)), key=own.__getitem__))
     in_order = order == tuple(range(len(own)))
     return None if in_order else order, tuple([n if k in own else 1 for k, n in enumerate(sizes)])

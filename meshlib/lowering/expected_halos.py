@@ -1,8 +1,8 @@
 """Shifts that are expected to share a halo exchange, determined before partitioning.
 
-`halos` makes them share it in the program that was found; the search for that has to know, or it takes each shift for
-dear and gathers instead. Whether it comes true depends on where values then lie, so programs found with it and without
-it are compared (`layout`).
+`halos` merges such exchanges in the partitioned program. The search must anticipate that, otherwise it overprices each
+shift and gathers instead. Whether merging succeeds depends on the placements found, so programs found with and without
+it are compared (`one_layout`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from meshlib.program.exchanges import RUNS
 from meshlib.program.halo_margins import Margin, Split, keeps_margins, needed_margins, takes_margins
 from meshlib.program.signature import Signatures
 
-Near: TypeAlias = frozenset[tuple[int, str]]  # operands and dims of which others bring what is elsewhere
+Near: TypeAlias = frozenset[tuple[int, str]]  # (operand, dim) pairs whose halo another shift provides
 
 
 class _Need(NamedTuple):
-    """An operand of which an operation needs a margin; `must`: it has no other way."""
+    """An operand with a margin that an operation needs; `must`: it cannot run without it."""
 
     op: Operation
     operand: int
@@ -31,14 +31,14 @@ class _Need(NamedTuple):
 
 
 def phase(region: str, across: bool) -> str:
-    """What an exchange serves: a region, or with `across` forward and backward together."""
+    """The scope of an exchange: a region, or with `across` forward and backward together."""
     return FORWARD if across and region == BACKWARD else region
 
 
 def near_shifts(graph: Simplified, homes: Homes, signatures: Signatures, across: bool = False) -> dict[Operation, Near]:
-    """Of each shift the operands, and their dims, that another one serves.
+    """For each shift, the (operand, dim) pairs whose halo another shift provides.
 
-    Of all in a phase that need the same rows, those that need no more are served.
+    Among shifts in a phase that need the same rows, those with the smaller halo are served.
     """
     groups: dict[object, list[_Need]] = {}
     for op in graph.operations:
@@ -65,9 +65,9 @@ def near_shifts(graph: Simplified, homes: Homes, signatures: Signatures, across:
 
 
 def _shifted(op: Operation, factors: Sequence[Factor], homes: Homes) -> Iterator[tuple[Factor, Split]]:
-    """The dims that are split at home along which it needs equally many rows of its neighbours, wherever it is.
+    """(factor, split) for each dim split in the assigned sharding along which uniform halos are needed.
 
-    A sum over a split dim finds them in either operand: which of them pays is for the search to say.
+    A sum over a split dim has them in either operand: the search decides which.
     """
     for f in factors:
         if f.role not in RUNS:
@@ -82,7 +82,7 @@ def _shifted(op: Operation, factors: Sequence[Factor], homes: Homes) -> Iterator
 
 
 def _root(t: Tensor, dim: str, graph: Simplified, signatures: Signatures, count: int) -> Tensor:
-    """What it is made of row by row, along a dim, as long as one operand alone has the dim."""
+    """The tensor from which `t` is computed row by row along a dim, through operations with one operand that has it."""
     while True:
         op = t.operation
         factors = signatures.of(op).factors

@@ -69,7 +69,7 @@ def fusion_groups(program: Program, kinds: Kinds) -> list[list[Instruction]]:
         group = groups[joined]
         group.members.append(instruction)
         if isinstance(instruction, Compute) and instruction.exchanges:
-            group.open = False  # what it reads has to be there before its edges move
+            group.open = False  # its operands must be complete before the exchange
         group.matmuls += kind is Kind.CONTRACTION
         group.reductions += kind is Kind.REDUCTION
         for x in instruction.inputs:
@@ -81,7 +81,7 @@ def fusion_groups(program: Program, kinds: Kinds) -> list[list[Instruction]]:
 
 
 def _rounds(program: Program, kinds: Kinds) -> dict[Value, int]:
-    """How many products and loops follow each other up to a value, it included."""
+    """Number of consecutive products and loops up to and including the producer of each value."""
     round_of: dict[Value, int] = {}
     for i in program.instructions:
         latest = 0
@@ -94,7 +94,7 @@ def _rounds(program: Program, kinds: Kinds) -> dict[Value, int]:
 
 
 def kinds_of(program: Program) -> Kinds:
-    """The kind of each instruction, a local cut counting as a view; None for what is no kernel of its own."""
+    """The kind of each instruction, local slices counting as views; None for those that are no kernel of their own."""
     return {i: _kind(i) for i in program.instructions}
 
 
@@ -104,14 +104,14 @@ def _kind(instruction: Instruction) -> Kind | None:
     if not isinstance(instruction, Compute):
         return None
     kind = instruction.operation.opdef.kind
-    # A product whose operands' edges move first is a kernel that others may follow.
+    # A product with exchanges of its operands is a kernel that others may join.
     return None if instruction.exchanges and kind is not Kind.CONTRACTION else kind
 
 
 def _joinable(
     kind: Kind, outputs: Sequence[Value], users: Mapping[Value, set[int]], groups: list[FusionGroup], pinned: set[Value]
 ) -> int | None:
-    """The group of all users of what an instruction makes, if it may join them."""
+    """The group that contains all users of an instruction's results, if the instruction may join it."""
     if not pinned.isdisjoint(outputs):
         return None
     into = {g for y in outputs if y in users for g in users[y]}
@@ -124,7 +124,7 @@ def _joinable(
 
 
 def numbered(groups: Sequence[Sequence[Instruction]]) -> list[Instruction]:
-    """The instructions of groups in their order, each group with the number of its first instruction."""
+    """Instructions in group order, each with the number of its group's first instruction."""
     order: list[Instruction] = []
     for group in groups:
         number = len(order)
@@ -133,15 +133,15 @@ def numbered(groups: Sequence[Sequence[Instruction]]) -> list[Instruction]:
 
 
 def join_rows(groups: Sequence[Sequence[Instruction]], kinds: Kinds) -> list[Sequence[Instruction]]:
-    """Groups that run row by row together, as one; they stand where the first of them does.
+    """Merge groups that run row by row together, at the position of the first.
 
-    What stood between them, reads the same and needs none of them runs before: their kernel may then write over it.
+    Independent groups in between that read the same values run first, so that the merged kernel may overwrite these.
     """
     return [group for group in _RowJoiner(groups, kinds).run() if group]
 
 
 def _totals(group: Sequence[Instruction]) -> set[Value]:
-    """Sums over rows, and what follows from them in the group."""
+    """Sums over rows, and values of the group that depend on them."""
     totals: set[Value] = set()
     for i in group:
         if not keeps_rows(i) or not totals.isdisjoint(i.inputs):
@@ -149,8 +149,8 @@ def _totals(group: Sequence[Instruction]) -> set[Value]:
     return totals
 
 
-def _spread_again(group: Sequence[Instruction], totals: set[Value]) -> bool:
-    """Whether a group makes of its totals something larger: then it reads what it sums up a second time."""
+def _broadcasts_totals(group: Sequence[Instruction], totals: set[Value]) -> bool:
+    """Whether a group broadcasts its totals, and so reads the summed values a second time."""
     largest = max((y.local_size for i in group if not keeps_rows(i) for y in i.outputs), default=0)
     return any(y in totals and y.local_size > largest for i in group for y in i.outputs)
 
@@ -159,23 +159,23 @@ class _RowJoiner:
     def __init__(self, groups: Sequence[Sequence[Instruction]], kinds: Kinds) -> None:
         self.groups, self.kinds = groups, kinds
         self.joined: list[list[Instruction]] = []
-        self.spans: list[tuple[int, int]] = []  # of each joined group, where the first and the last of its groups stood
+        self.spans: list[tuple[int, int]] = []  # (first, last) original positions of each joined group
         self.open: list[bool] = []  # whether others may join
-        self.sums: dict[Value, int] = {}  # what sums of a group of their own read, and its place
-        self.totals: set[Value] = set()  # sums over rows, and what follows from them in their groups
+        self.sums: dict[Value, int] = {}  # value read by a standalone sum -> position of that sum's group
+        self.totals: set[Value] = set()  # sums over rows, and dependent values in their groups
         self.maker: dict[Value, tuple[int, Instruction]] = {}
-        self.sources: dict[Value, Sequence[Instruction]] = {}  # groups of nothing but sources, by what they make
+        self.sources: dict[Value, Sequence[Instruction]] = {}  # value -> its group, for groups of sources alone
 
     def run(self) -> list[Sequence[Instruction]]:
         for n, group in enumerate(self.groups):
             if all(self.kinds[i] is Kind.SOURCE and not i.inputs for i in group):
-                # They hold nobody up: they run as soon as somebody needs them.
+                # Sources delay nothing: they run right before their first user.
                 self.sources.update((y, group) for i in group for y in i.outputs)
                 continue
             by_row = all(isinstance(i, Compute) and self.kinds[i] in _BY_ROW for i in group)
             totals = _totals(group) if by_row else set()
             place = self._place(group) if by_row else None
-            if totals and not _spread_again(group, totals):
+            if totals and not _broadcasts_totals(group, totals):
                 place = self._summed_at(group, place)
             if place is None:
                 place = len(self.joined)
@@ -188,7 +188,7 @@ class _RowJoiner:
         return list(self._with_sources())
 
     def _readers_first(self) -> Iterator[Sequence[Instruction]]:
-        """The joined groups in order, each after those that it overtook, read the same and need nothing of it."""
+        """The joined groups in order, each preceded by later groups that read the same values and are independent."""
         groups: list[Sequence[Instruction]] = [*self.joined]
         for place, (_, end) in enumerate(self.spans):
             read = {x for i in groups[place] for x in i.inputs}
@@ -210,7 +210,7 @@ class _RowJoiner:
         self.maker.update({y: (place, i) for i in group for y in i.outputs})
 
     def _place(self, group: Sequence[Instruction]) -> int | None:
-        """The group that makes the last of what this one reads, if they can run row by row together."""
+        """The group of a group's last operand, if both can run row by row together."""
         read = [self.maker[x] for i in group for x in i.inputs if x in self.maker]
         last = max((place for place, _ in read), default=-1)
         if last < 0 or not self.open[last]:
@@ -219,9 +219,9 @@ class _RowJoiner:
         return None if whole else last
 
     def _summed_at(self, group: Sequence[Instruction], beside: int | None) -> int | None:
-        """Where sums run: in the kernel of the product that they add up, else `beside` others or with sums of the same.
+        """Position for sums: in the kernel of the product that they reduce, else `beside` others or sums of one value.
 
-        What is made again for each reader anyway, such as the cast to float32 in between, goes with them.
+        Operations recomputed by each reader anyway, such as a cast to float32, move with the sums.
         """
         between = [] if beside is None else self.joined[beside]
         if not all(i.operation.opdef.repeated or i.outputs[0] in self.totals for i in between):
@@ -239,7 +239,7 @@ class _RowJoiner:
         return place if place > last else None
 
     def _streamed_at(self, group: Sequence[Instruction]) -> int | None:
-        """The kernel of a product that makes the last of what a group reads."""
+        """The product kernel of a group's last operand, if any."""
         own = {y for i in group for y in i.outputs}
         read = {x: self.maker[x][0] for i in group for x in i.inputs if x in self.maker and x not in own}
         last = max(read.values(), default=-1)
@@ -249,7 +249,7 @@ class _RowJoiner:
         return None if any(place == last and x in self.totals for x, place in read.items()) else last
 
     def _with_sources(self) -> Iterator[Sequence[Instruction]]:
-        """The groups, each of nothing but sources before the first that uses it; others at the end."""
+        """The groups, with source groups right before their first user; unused ones at the end."""
         waiting = dict(self.sources)
         for group in self._readers_first():
             for source in [waiting[x] for i in group for x in i.inputs if x in waiting]:

@@ -30,7 +30,7 @@ from meshlib.lowering.strategy_costs import Pricing
 from meshlib.lowering.values import Interned, Values, ValuesKey
 from meshlib.program.signature import Signature, Signatures
 
-MOST = 1 << 13  # priced operations, and 8 times as many computations found sound: a search meets thousands of layouts
+MOST = 1 << 13  # cached priced operations, and 8 times as many checked computations
 
 
 @dataclass(eq=False)
@@ -39,13 +39,13 @@ class Prices:
 
     balance: Balance
     _of: dict[object, Pricing] = field(default_factory=dict)
-    tables: dict[object, FactorGraph] = field(default_factory=dict)  # of the copies of tensors that are alike
+    tables: dict[object, FactorGraph] = field(default_factory=dict)  # tables of the copies of alike tensors
     home_choices: dict[tuple[Signature, Sharding], Choice | None] = field(default_factory=dict)
     interned: Interned = field(default_factory=Interned)
-    alike: dict[object, Values] = field(default_factory=dict)  # by all that the values of a variable follow from
+    alike: dict[object, Values] = field(default_factory=dict)  # values of alike operations
 
     def of(self, signature: Signature, home: Sharding, binding: Binding, near: Near) -> Pricing:
-        """The strategies of operations that are alike."""
+        """The strategies of alike operations."""
         key = (signature, home, binding, near)
         pricing = self._of.get(key)
         if pricing is None:
@@ -53,19 +53,19 @@ class Prices:
         return pricing
 
     def values(self, op: Operation, signature: Signature, key: ValuesKey) -> Values:
-        """The values of the variables of operations that are alike."""
+        """The values of the variables of alike operations."""
         values = self.interned.values.get(key)
         if values is None:
             values = self.interned.values[key] = Values(op, signature, key, self.interned, self.balance)
         return values
 
     def __len__(self) -> int:
-        return len(self._of) + len(self.tables)  # all else grows with these
+        return len(self._of) + len(self.tables)  # everything else grows with these
 
 
 @dataclass(eq=False)
 class Memos:
-    """See above."""
+    """Caches of one graph: see above."""
 
     signatures: Signatures = field(default_factory=Signatures)
     _prices: dict[Balance, Prices] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Memos:
     _repetitions: dict[object, Repetition | None] = field(default_factory=dict)
 
     def sibling(self) -> Memos:
-        """Those of another graph, which share all that names no graph."""
+        """Caches of another graph, sharing everything independent of the graph."""
         return Memos(self.signatures.sibling(), self._prices, self.computations)
 
     def prices(self, balance: Balance) -> Prices:
@@ -84,7 +84,7 @@ class Memos:
         return self._prices.setdefault(balance, Prices(balance))
 
     def simplified(self, graph: Graph, results: Sequence[Tensor], taken: bool) -> Simplified:
-        """The body of a loop, simplified; `taken`: its results are needed under whatever sharding."""
+        """A loop's body, simplified; `taken`: results that are needed under whatever sharding they have."""
         key = (graph, tuple(results), taken)
         if key not in self._simplified:
             simple = self._simplified[key] = simplify(graph, results, ())
@@ -94,7 +94,7 @@ class Memos:
     def sharing(
         self, simple: Simplified, split: Mapping[Tensor, frozenset[str]], fetched: Sequence[Tensor]
     ) -> Sharing | None:
-        """What need not be reduced of the sums over split dims."""
+        """The sums over split dims that need no reduction of their own."""
         key = (simple, tuple(split.items()), tuple(fetched))
         if key not in self._sharings:
             self._sharings[key] = shared_sums(simple, split, fetched)
@@ -108,7 +108,7 @@ class Memos:
         return self._repetitions[key]
 
     def trim(self) -> None:
-        """Start anew with what grows from layout to layout, where that has become too much to hold."""
+        """Clear caches that grow with each layout once they are too large."""
         if sum(map(len, self._prices.values())) > MOST or len(self.computations) > 8 * MOST:
             self._prices.clear()
             self.computations.clear()

@@ -39,9 +39,9 @@ Root = tuple[Value, str]  # a value that is widened along a dim
 
 
 class Point(NamedTuple):
-    """A value by which a shift could be served, if it had this margin; `work` elements of margins lie between.
+    """A value at which a shift's need could be met if it had this margin, after `work` elements of margin computation.
 
-    `free`: it is cut of what lies there whole, and may as well be cut with a margin.
+    `free`: it is sliced from a whole value, and can be sliced with a margin at no cost.
     """
 
     value: Value
@@ -52,7 +52,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MarginDemand:
-    """A computation that needs rows of its operand's neighbours; where a margin could serve it, nearest first."""
+    """A computation that needs its operand's neighbours, and points where a margin could provide them, in order."""
 
     instruction: Compute
     points: tuple[Point, ...]
@@ -60,22 +60,22 @@ class MarginDemand:
 
     @property
     def key(self) -> object:
-        """Those that may share an exchange have the same."""
+        """Key that is equal for demands that may share an exchange."""
         first = self.points[0]
         return (self.phase, first.margin.dim, first.margin.wrap, first.value.sharding.of(first.margin.dim))
 
 
 def share_halos(program: Program, across: bool = False) -> Program:
-    """Widen a value once for several who need its neighbours' elements, where that sends less.
+    """Widen a value once for several users of its neighbours' elements, where that sends less.
 
-    `across`: once for forward and backward, which keep it in between; else once for each.
+    `across`: one exchange serves forward and backward, and is kept in between; otherwise one for each.
     """
     widening = _Widening(program, across)
     shared_roots = list(widening.roots())
     best = widening.better(frozenset().union(*shared_roots), program)
     if best is not program or len(shared_roots) < 2:
         return best
-    # Some stand in each other's way: one after the other.
+    # Some exclude each other: add them one at a time.
     taken: frozenset[Root] = frozenset()
     for roots in shared_roots:
         more = widening.better(taken | roots, best)
@@ -90,7 +90,7 @@ class _Widening:
     across: bool = False
     makers: dict[Value, Compute] = field(default_factory=dict)
     users: dict[Value, list[Instruction]] = field(default_factory=dict)
-    cuts: dict[Value, tuple[Value, Step]] = field(default_factory=dict)  # local cuts, and of what
+    cuts: dict[Value, tuple[Value, Step]] = field(default_factory=dict)  # result of a local slice -> (operand, step)
     factors: dict[Compute, tuple[Factor, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -115,7 +115,7 @@ class _Widening:
                         MarginDemand(i, points, phase(i.region, self.across)) for points in points_of_margins
                     ]
 
-    # ------------------------------------------------------------ who needs what
+    # ------------------------------------------------------------ demands
 
     def factors_of(self, i: Compute) -> tuple[Factor, ...]:
         if i not in self.factors:
@@ -123,7 +123,7 @@ class _Widening:
         return self.factors[i]
 
     def _uniform(self, i: Compute) -> bool:
-        """Whether every block of a shift or window needs equally much of its neighbours."""
+        """Whether every block of a shift or window needs the same margins."""
         split, factors = _split(i), self.factors_of(i)
         if not any(f.name in split and f.role in RUNS for f in factors):
             return False
@@ -133,7 +133,7 @@ class _Widening:
         return all(_may_have(x, m) for x, margins in needed for m in margins.values())
 
     def _points(self, i: Compute, value: Value, margin: Margin) -> Iterator[Point]:
-        """The operand; then what it is made of, and so on, as long as one operand alone has the dim."""
+        """The operand, then the values from which it is computed, while a single operand has the dim."""
         work, dim = 0, margin.dim
         while _may_have(value, margin):
             free = value in self.cuts and self.cuts[value][1].dim == dim and not self.cuts[value][0].sharding.of(dim)
@@ -149,7 +149,7 @@ class _Widening:
             value, margin = margins_here[0]
 
     def _can_be_wide(self, v: Value, region: str) -> bool:
-        """Whether it can be made with margins: by work on what has them, for computations of its region alone."""
+        """Whether a value can be computed with margins, and all its users belong to the same region and accept them."""
         maker = self.makers.get(v)
         if maker is None or v in self.pinned or maker.region != region or len(maker.outputs) > 1:
             return False
@@ -165,7 +165,7 @@ class _Widening:
     # ------------------------------------------------------------ where to widen
 
     def roots(self) -> Iterator[frozenset[Root]]:
-        """What to widen, for each set of demands that meet somewhere, if that costs less."""
+        """Sets of values to widen, one per group of demands with common points, if that is cheaper."""
         groups: dict[object, list[MarginDemand]] = {}
         for d in self.demands:
             groups.setdefault(d.key, []).append(d)
@@ -183,33 +183,33 @@ class _Widening:
     # ------------------------------------------------------------ the new program
 
     def better(self, chosen: frozenset[Root], than: Program) -> Program:
-        """The program with these values widened, if that can be and sends less; else `than`."""
+        """The program with these values widened, if possible and cheaper in bytes; otherwise `than`."""
         widened = self._widened(set(chosen)) if chosen else None
         return widened if widened is not None and widened.sent_bytes < than.sent_bytes else than
 
     def _widened(self, roots: set[Root]) -> Program | None:
         covered = {d.instruction for d in self.demands if any((p.value, p.margin.dim) in roots for p in d.points)}
         while True:
-            # Who works with margins has no exchange of its own besides.
-            roots |= self._alone(roots, covered)
+            # An instruction that uses margins has no exchange of its own.
+            roots |= self._unserved(roots, covered)
             wants = self._wants(roots, covered)
             if wants is None:
                 return None
-            # Each may fit where all together go round and meet themselves.
+            # Margins may fit one by one, yet overlap when combined around a wrapped dim.
             if not all(fits(m, v.tensor, v.sharding) for v, ms in wants.items() for m in _wanted(ms).values()):
                 return None
             margins_of = {v: _without_roots(v, wanted, roots) for v, wanted in wants.items()}
             inside = {v for v, margins in margins_of.items() if margins}
             more = {i for i in self.shifting if not inside.isdisjoint((*i.inputs, i.outputs[0]))} - covered
             covered |= more
-            if not more and not self._alone(roots, covered):
+            if not more and not self._unserved(roots, covered):
                 break
         if not all(self._can_be_wide(v, self.makers[v].region) if v in self.makers else False for v in inside):
             return None
         return _Rewriter(self, roots, covered, margins_of).run()
 
-    def _alone(self, roots: set[Root], covered: set[Compute]) -> set[Root]:
-        """The operands of `covered` that nothing brings margins to yet."""
+    def _unserved(self, roots: set[Root], covered: set[Compute]) -> set[Root]:
+        """Operands of `covered` instructions whose margins no root provides yet."""
         return {
             (points[0].value, points[0].margin.dim)
             for i, points in ((d.instruction, d.points) for d in self.demands)
@@ -217,12 +217,12 @@ class _Widening:
         }
 
     def needs(self, i: Compute, made: Wide) -> list[Wide]:
-        """Per operand, the margins it must have for a result with these."""
+        """The margins that each operand must have for a result with the margins `made`."""
         split, factors = _split(i), self.factors_of(i)
         return [dict(needed_margins(i.operation, factors, n, made, split)) for n in range(len(i.inputs))]
 
     def _wants(self, roots: set[Root], covered: set[Compute]) -> dict[Value, list[Wide]] | None:
-        """What the users of each value need it with; None if a dim goes round for some of them only."""
+        """The margins that each value's users need; None if only some of them wrap a dim."""
         wants: dict[Value, list[Wide]] = {}
         rounds: dict[Root, bool] = {}
         for i in reversed(self.program.instructions):
@@ -242,15 +242,15 @@ class _Widening:
 
 @dataclass(eq=False)
 class _Rewriter:
-    """The instructions once more, with margins."""
+    """Rewrites the instructions with margins."""
 
     widening: _Widening
     roots: set[Root]
     covered: set[Compute]
     made: Mapping[Value, Wide]
     instructions: list[Instruction] = field(default_factory=list)
-    now: dict[Value, Value] = field(default_factory=dict)  # what stands for a value that is made with margins
-    wide: dict[tuple[Value, str], list[Value]] = field(default_factory=dict)  # in each phase, those that were widened
+    now: dict[Value, Value] = field(default_factory=dict)  # value -> its replacement with margins
+    wide: dict[tuple[Value, str], list[Value]] = field(default_factory=dict)  # (value, phase) -> widened versions
     wanted: dict[tuple[Value, str], list[Wide]] = field(default_factory=dict)
 
     def run(self) -> Program:
@@ -285,7 +285,7 @@ class _Rewriter:
         return replace(i, inputs=inputs, outputs=outputs)
 
     def _version(self, x: Value, margins: Wide, user: Compute) -> Value:
-        """`x` with at least these margins, widened if need be."""
+        """`x` with at least these margins, widened if necessary."""
         plain = self.now.get(x, x)
         new = [d.name for d in x.tensor.shape if d.name in margins and (x, d.name) in self.roots]
         if not new:
@@ -297,7 +297,7 @@ class _Rewriter:
         return next(v for has, v in held if all(d in has and has[d].covers(m) for d, m in margins.items()))
 
     def _widen(self, x: Value, plain: Value, user: Compute, known: list[Value]) -> None:
-        """All that a phase wants of `x`: one dim after the other where somebody needs a corner, else apart."""
+        """Widen `x` for all users of a phase: dim after dim if corners are needed, otherwise each dim separately."""
         wanted = self.wanted[x, self._phase(user)]
         by_dim: Wide = {}
         for margins in wanted:
@@ -333,7 +333,7 @@ class _Rewriter:
         return y
 
     def _cut(self, x: Value, m: Margin, user: Compute) -> Value | None:
-        """With a margin of what it was cut of, if that is whole."""
+        """A slice with a margin, cut from the operand if that is whole along the dim."""
         whole, step = self.widening.cuts[x]
         if step.dim != m.dim or whole.sharding.of(m.dim):
             return None
@@ -346,7 +346,7 @@ class _Rewriter:
 
 
 def _split(i: Compute) -> dict[str, int]:
-    """The factors that some axis splits, each with its number of blocks."""
+    """Factor -> number of blocks, for factors that some axis splits."""
     counts: dict[str, int] = {}
     for axis, factor in i.assignment:
         counts[factor] = counts.get(factor, 1) * i.outputs[0].sharding.mesh.axis_size(axis)
@@ -358,7 +358,7 @@ def _in_order(v: Value, margins: Wide) -> tuple[Margin, ...]:
 
 
 def _wanted(of_users: list[Wide]) -> Wide:
-    """What serves all users."""
+    """The union of all users' margins."""
     wanted_margins: Wide = {}
     for margins in of_users:
         for dim, m in margins.items():
@@ -367,7 +367,7 @@ def _wanted(of_users: list[Wide]) -> Wide:
 
 
 def _without_roots(v: Value, of_users: list[Wide], roots: set[Root]) -> Wide:
-    """What a value must be made with: what its users want, but for what it is widened by."""
+    """The margins with which a value must be computed: its users' margins without those added by widening."""
     return {dim: m for dim, m in _wanted(of_users).items() if (v, dim) not in roots}
 
 
@@ -376,7 +376,7 @@ def _may_have(v: Value, m: Margin) -> bool:
 
 
 def _row(v: Value, dim: str) -> int:
-    """Elements of one index of a dim in a block."""
+    """Elements per index of a dim in a block."""
     return v.sharding.local_size // v.sharding.local_shape.dim(dim).size
 
 
@@ -398,7 +398,7 @@ def _total(chosen: Mapping[MarginDemand, Point]) -> float:
 
 
 def _linked(demands: list[MarginDemand]) -> list[list[MarginDemand]]:
-    """The demands in sets that have a point in common, directly or by others."""
+    """Demands grouped by common points, directly or transitively."""
     of: dict[Value, list[MarginDemand]] = {}
     for d in demands:
         for p in d.points:
@@ -417,7 +417,7 @@ def _linked(demands: list[MarginDemand]) -> list[list[MarginDemand]]:
 
 
 def _placed(demands: list[MarginDemand]) -> dict[MarginDemand, Point]:
-    """The point that serves each demand: the nearest; then, again and again, the one at which most is saved by more."""
+    """A point for each demand: the nearest at first; then greedily those that save the most."""
     chosen = {d: d.points[0] for d in demands}
     candidates: dict[Value, dict[MarginDemand, Point]] = {}
     for d in demands:

@@ -1,6 +1,6 @@
-"""Loops in lowering: a body lowered as a program of its own, its operands and results.
+"""Lowering of loops: a body is lowered as a program of its own, with shardings for its operands and results.
 
-Carries lie at home, slices where the stacked tensors lie, the rest where it lies.
+Carries have their assigned sharding, slices that of the stacked tensors; other operands keep their shardings.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from meshlib.lowering.simplification import Simplified
 from meshlib.program.instructions import Value
 from meshlib.program.records import Program
 
-Makers = Mapping[str, tuple[Operation, str]]  # per pending axis the operation that left it, and the dim it reduced
+Makers = Mapping[str, tuple[Operation, str]]  # pending axis -> (operation that left it, reduced dim)
 
 
 @dataclass(frozen=True)
 class Looped:
-    """A lowered loop: `wanted` says where each of `operands` has to be; the rest is as in `instructions.Loop`."""
+    """A lowered loop: `wanted` are the shardings of `operands`; other fields are as in `instructions.Loop`."""
 
     operands: tuple[Tensor, ...]
     wanted: tuple[Sharding, ...]
@@ -39,12 +39,12 @@ class Looped:
 
 @dataclass(frozen=True)
 class Body:
-    """How the body of a loop is lowered."""
+    """Functions that lower the body of a loop."""
 
     # (graph, homes, results, their shardings if bound, names of the inputs) -> Program
     lower: Callable[[Graph, Homes, Sequence[Tensor], Sequence[Sharding | None], Sequence[str]], Program]
-    # Partitions it without finishing it: (graph, homes, results, those of them that are brought home)
-    # -> per tensor how it was made, and who left it pending
+    # Partition without further passes: (graph, homes, results, those to be resharded to their assigned sharding) ->
+    # function from a tensor to its computed sharding and its pending axes' makers
     trial: Callable[[Graph, Homes, Sequence[Tensor], Sequence[Tensor]], Callable[[Tensor], tuple[Sharding, Makers]]]
 
 
@@ -59,7 +59,7 @@ class Loops:
     _found: dict[Operation, Looped] = field(default_factory=dict)
 
     def of(self, op: Operation) -> Looped:
-        """A loop, lowered."""
+        """Lower a loop."""
         if op not in self._found:
             self._found[op] = self._lowered(op)
         return self._found[op]
@@ -69,7 +69,7 @@ class Loops:
         assert loop is not None
         operands = [self.graph.inputs[op][n] for n in loop.needs]
         inner = [loop.stand_ins[n] for n in loop.needs]
-        # Finals always; of what could be stacked (results, and carries before each trip) only what is used.
+        # Finals always; of stackable values (results, carries before each trip) only those that are used.
         finals, others = op.outputs[: loop.carries], op.outputs[loop.carries :]
         used = [(y, t) for y, t in zip(others, loop.stacked, strict=True) if self._is_used(y)]
         terms = {op.outputs[n]: t for n, t in accumulated_terms(op, loop, self.graph, self._is_added_up).items()}
@@ -98,7 +98,7 @@ class Loops:
         )
 
     def _bound(self, op: Operation, y: Tensor, sums: Mapping[Tensor, Sharding]) -> Sharding | None:
-        """Where each trip leaves what is stacked; None: wherever it makes it."""
+        """The sharding that each trip gives a stacked result; None: as computed."""
         assert op.loop is not None
         if y in sums or y not in op.public_outputs:
             return sums.get(y)
@@ -107,10 +107,7 @@ class Loops:
     def _body_homes(
         self, op: Operation, loop: LoopRecord, terms: Iterable[Tensor], sums: Mapping[Tensor, Sharding]
     ) -> tuple[Homes, list[Sharding]]:
-        """Homes inside the body of a loop, and where each operand has to be.
-
-        Of the results `terms`, which are accumulators or parts of them, `sums` has the shardings in the body.
-        """
+        """Assigned shardings inside a loop's body, and the shardings of its operands."""
         homes = self.homes.inside(loop.body)
         wanted = []
         for n in loop.needs:
@@ -129,23 +126,23 @@ class Loops:
         for y in terms:
             end = inside[y]
             there = destination(y, self.graph, self.homes, self.fetched) or Destination(homes.of(end), inf)
-            if y in sums and end.operation.opdef.kind is not Kind.INPUT:  # a carry may be stacked as it comes in
+            if y in sums and end.operation.opdef.kind is not Kind.INPUT:  # a carry may be stacked unchanged
                 homes.bind(end, sums[y])
             homes.destinations[end] = replace(there.of(end), accumulator=homes.of(end))
         return homes, wanted
 
     def _is_added_up(self, y: Tensor) -> bool:
-        """Whether a stacked result becomes part of an accumulator of a loop around."""
+        """Whether a stacked result becomes part of an enclosing loop's accumulator."""
         there = destination(y, self.graph, self.homes, self.fetched)
         return there is not None and there.accumulator is not None
 
     def _sums(
         self, op: Operation, loop: LoopRecord, terms: Mapping[Tensor, Tensor]
     ) -> tuple[dict[Tensor, Sharding], dict[Tensor, Makers]]:
-        """Results that add something up, or that a loop around adds up: each is split and pending as its terms are.
+        """Sharding of each result that a loop (or an enclosing one) accumulates: split and pending like its terms.
 
-        So a gradient that every trip adds to is reduced once, after the loops. Found by lowering the body once with
-        accumulators that are whole. Returned with who leaves each sum pending.
+        So an accumulated gradient is reduced once, after the loops. Determined by lowering the body once with
+        complete accumulators. Returned with the makers of the pending axes.
         """
         if not terms:
             return {}, {}
@@ -164,9 +161,9 @@ class Loops:
         return sums, makers
 
     def _stack_home(self, t: Tensor) -> Sharding:
-        """The home of a stacked result; of one that becomes a gradient, that of the gradient.
+        """The sharding of a stacked result; for gradients, that of the gradient.
 
-        So each trip reduces what it made to where the gradient lies.
+        So each trip reduces its result to the gradient's sharding.
         """
         there = destination(t, self.graph, self.homes, self.fetched)
         return self.homes.of(t) if there is None else there.home
@@ -177,17 +174,17 @@ class Loops:
 
 
 def without_axes(sharding: Sharding, dim: Dimension) -> Sharding:
-    """`sharding` with one dim whole."""
+    """`sharding` with one dim unsplit."""
     axes = [() if d == dim else entry for d, entry in zip(sharding.shape, sharding.axes, strict=True)]
     return sharding.with_axes(axes)
 
 
 def with_dim(sharding: Sharding, shape: Shape) -> Sharding:
-    """`sharding` of every index of a dim, which is whole: `shape` has it first."""
+    """`sharding` extended by an unsplit leading dim of `shape`."""
     return Sharding(shape, sharding.mesh, [(), *sharding.axes], sharding.pending)
 
 
 def without_dim(sharding: Sharding, dim: Dimension) -> Sharding:
-    """`sharding` of one index of `dim`, which is whole."""
+    """`sharding` without the unsplit dim `dim`."""
     entries = [(d, entry) for d, entry in zip(sharding.shape, sharding.axes, strict=True) if d != dim]
     return Sharding(Shape([d for d, _ in entries]), sharding.mesh, [entry for _, entry in entries], sharding.pending)

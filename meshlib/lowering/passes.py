@@ -17,13 +17,13 @@ SMALL_PAYLOAD_BYTES = 64 * 1024
 def remove_dead_code(program: Program) -> Program:
     """Drop instructions whose results nobody uses, fetches or writes back."""
     needed: set[Value] = {*program.outputs.values(), *program.updates.values()}
-    kept: list[Instruction] = []
+    live: list[Instruction] = []
     for instruction in reversed(program.instructions):
         resident = isinstance(instruction, Resident | Commit)
         if resident or any(y in needed for y in instruction.outputs):
-            kept.append(instruction)
+            live.append(instruction)
             needed.update(instruction.inputs)
-    return program.with_instructions(kept[::-1])
+    return program.with_instructions(live[::-1])
 
 
 def join_gathers(program: Program) -> Program:
@@ -33,17 +33,17 @@ def join_gathers(program: Program) -> Program:
     """
     uses = Counter(x for i in program.instructions for x in i.inputs)
     uses.update((*program.outputs.values(), *program.updates.values()))
-    kept: dict[Instruction, None] = {}
+    joined: dict[Instruction, None] = {}
     gathers: dict[Value, Move] = {}
     for instruction in program.instructions:
         if isinstance(instruction, Move) and instruction.step_kind.gathers and len(instruction.inputs) == 1:
             first = gathers.get(instruction.inputs[0])
             if first is not None and uses[first.outputs[0]] == 1 and first.region == instruction.region:
-                del kept[first]
+                del joined[first]
                 instruction = _joined(first, instruction)
             gathers[instruction.outputs[0]] = instruction
-        kept[instruction] = None
-    return program.with_instructions(list(kept))
+        joined[instruction] = None
+    return program.with_instructions(list(joined))
 
 
 def _joined(first: Move, second: Move) -> Move:

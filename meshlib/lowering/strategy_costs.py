@@ -127,8 +127,8 @@ class Pricing:
         nearest = np.minimum(between[computed], between[bound])  # from what b makes to each placement
         instead += nearest[:, computed] + np.where(bound == computed, 0, nearest[:, bound])
         better = (instead <= own + 1e-9).T.tolist()  # [a][b]
-        kept: list[int] = []
+        undominated: list[int] = []
         for n, than in enumerate(better):
-            if not any(than[k] for k in kept):
-                kept.append(n)
-        return [found[n] for n in kept]
+            if not any(than[k] for k in undominated):
+                undominated.append(n)
+        return [found[n] for n in undominated]

@@ -110,9 +110,9 @@ class _Unroller:
         if place is None:
             self.keys.append(i)
             return
-        operands = [(made.what, made.place - place) if (made := self.made.get(x)) else x for x in i.inputs]
+        operands = [(source.what, source.place - place) if (source := self.made.get(x)) else x for x in i.inputs]
         own: Hashable = ()
-        near = [made.place for x in i.inputs if (made := self.made.get(x))]
+        near = [source.place for x in i.inputs if (source := self.made.get(x))]
         match i:
             case Move():
                 user, at = self._label(i.operation)
@@ -185,11 +185,11 @@ class _Unroller:
 
         What uses a collective that is on its way at the gap would not wait for as long as all layers behind it.
         """
-        program, done, made = self.program, [0.0], dict[Value, int]()
+        program, done, producer = self.program, [0.0], dict[Value, int]()
         arrives: dict[Value, float] = {}
         for n, i in enumerate(program.instructions):
             done.append(done[-1] + hidden_flops(program, i))
-            made.update(dict.fromkeys(i.outputs, n))
+            producer.update(dict.fromkeys(i.outputs, n))
             if i.is_collective:
                 wire_flops = FLOPS_PER_START + FLOPS_PER_SENT_BYTE * i.sent_bytes
                 arrives.update(dict.fromkeys(i.outputs, done[-1] + wire_flops))
@@ -201,7 +201,7 @@ class _Unroller:
                 i = program.instructions[n]
                 if (
                     self.keys[n] not in steady
-                    and all(made[x] < behind for x in i.inputs)
+                    and all(producer[x] < behind for x in i.inputs)
                     and not late.isdisjoint(i.inputs)
                 ):
                     raise Irregular
@@ -269,12 +269,12 @@ class _Unroller:
         return copy
 
     def _operand(self, x: Value, place: int | None, layer: int | None) -> Value:
-        made = self.made.get(x)
-        if made is None:
+        source = self.made.get(x)
+        if source is None:
             return x
         if place is None or layer is None or not self._is_wired_alike(place, layer):
-            return self._value(made.what, self.layers.layer(made.place))
-        return self._value(made.what, layer + made.place - place)
+            return self._value(source.what, self.layers.layer(source.place))
+        return self._value(source.what, layer + source.place - place)
 
     def _value(self, what: int, layer: int) -> Value:
         value = self.values.get((what, layer))
@@ -283,15 +283,15 @@ class _Unroller:
         return value
 
     def _result(self, y: Value, layer: int | None) -> Value:
-        made = self.made.get(y)
-        if made is None:
+        label = self.made.get(y)
+        if label is None:
             return y
         assert layer is not None
         tensor = self._tensor(y.tensor, layer)
         value = y if tensor is y.tensor else Value(tensor, y.sharding, y.margins)
-        if (made.what, layer) in self.values:
+        if (label.what, layer) in self.values:
             raise Irregular
-        self.values[made.what, layer] = value
+        self.values[label.what, layer] = value
         return value
 
     def _tensor(self, t: Tensor, layer: int) -> Tensor:
