@@ -99,7 +99,8 @@ def items(values: object, what: str, argument: str) -> list[Any]:
     """The elements of a list, tuple or other iterable; a single tensor or a string is refused."""
     if not isinstance(values, Tensor | str | bytes) and is_iterable(values):
         return list(values)
-    raise ShapeError(f"{at(what)}: {argument} must be a list, got {_shown(values)}")
+    remedy = f"; write {argument}=[{values.name}, ...]" if isinstance(values, Tensor) else ""
+    raise ShapeError(f"{at(what)}: {argument} must be a list, got {_shown(values)}{remedy}")
 
 
 def fitting(value: object, dtype: DType, what: str) -> bool | int | float:

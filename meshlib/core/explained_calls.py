@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from inspect import Parameter, isclass, isfunction, signature
+from itertools import takewhile
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from layouts.mesh import Mesh
@@ -75,8 +76,18 @@ def refuse_misfit(
       functions: the called function, and those to which it forwards its **kwargs.
     """
     if not isinstance(fault, ArgumentError) and (told := _mismatch(functions, args, kwargs)):
-        remedy = f"; {OF_CALLS[name]}" if name in OF_CALLS else ""
+        remedy = f"; {OF_CALLS[name]}" if name in OF_CALLS else _as_list(name, functions[0], args)
         raise ArgumentError(f"{name} ({source_line()}): {told}{remedy}") from None
+
+
+def _as_list(name: str, function: Callable[..., Any], args: Sequence[object]) -> str:
+    """That operands which were given one by one belong in a list."""
+    from meshlib.core.graph import Tensor
+
+    tensors = [x.name for x in takewhile(lambda x: isinstance(x, Tensor), args) if isinstance(x, Tensor)]
+    if len(tensors) < 2 or next(iter(signature(function).parameters), "") != "xs":
+        return ""
+    return f"; tensors go in one list: {name}([{', '.join(tensors)}], ...)"
 
 
 def refuse_mesh(function: Callable[..., Any], args: Sequence[object]) -> None:

@@ -622,6 +622,10 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: optimize.SgdOptimizer(0.1, lr=0.2),
         r"SgdOptimizer \(.*\): 'lr' is given twice, by position and by name",
     ),
+    "operands are given one by one": (
+        in_graph(lambda: mtf.einsum(mtf.input("x", [ROWS]), mtf.input("y", [ROWS]), output_shape=[ROWS])),
+        r"einsum \(.*\): 'output_shape' is given twice.*; tensors go in one list: einsum\(\[x, y\], \.\.\.\)",
+    ),
     "there is one too many": (
         lambda: mtf.LayoutRules("batch:rows", "rows:2"),
         r"LayoutRules \(test_bad_calls\.py:\d+\): it takes at most 1 argument by position \(rules\), got 2",
