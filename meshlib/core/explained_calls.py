@@ -82,12 +82,10 @@ def refuse_misfit(
 
 def _as_list(name: str, function: Callable[..., Any], args: Sequence[object]) -> str:
     """That operands which were given one by one belong in a list."""
-    from meshlib.core.graph import Tensor
-
-    tensors = [x.name for x in takewhile(lambda x: isinstance(x, Tensor), args) if isinstance(x, Tensor)]
-    if len(tensors) < 2 or next(iter(signature(function).parameters), "") != "xs":
+    if next(iter(signature(function).parameters), "") != "xs":
         return ""
-    return f"; tensors go in one list: {name}([{', '.join(tensors)}], ...)"
+    tensors = [str(getattr(x, "name", "")) for x in takewhile(lambda x: hasattr(x, "operation"), args)]
+    return f"; tensors go in one list: {name}([{', '.join(tensors)}], ...)" if len(tensors) > 1 else ""
 
 
 def refuse_mesh(function: Callable[..., Any], args: Sequence[object]) -> None:
