@@ -94,6 +94,12 @@ class _Met:
     dims: dict[str, None] = field(default_factory=dict)  # names, in order
 
 
+def _unknown_axes(rules: LayoutRules, mesh: Mesh) -> list[Fault]:
+    """Faults of unknown axes of required rules, even where no tensor has the dim."""
+    required = [rule for rule in rules.rules if not rule.optional]
+    return [unknown_axis(rule, axis, mesh) for rule in required for axis in rule.axes if axis not in mesh]
+
+
 def _met(
     rules: LayoutRules,
     mesh: Mesh,
@@ -102,10 +108,8 @@ def _met(
     splitting: Iterable[str],
 ) -> _Met:
     met = _Met(axes=set(splitting))
-    for rule in rules.rules:  # an unknown axis is a fault even if no tensor has the dim
-        for axis in rule.axes:
-            if axis not in mesh and not rule.optional:
-                met.faults.setdefault(unknown_axis(rule, axis, mesh), [])
+    for fault in _unknown_axes(rules, mesh):
+        met.faults.setdefault(fault, [])
     followed: set[Rule] = set()  # rules used by some tensor
     own: set[str] = set()  # dims of tensors that are not inner
     seen: dict[tuple[Shape, str], tuple[Fault, ...]] = {}  # most tensors have the layout of an earlier one

@@ -6,7 +6,7 @@ value becomes a pending sum at no cost, by setting it to zero on all devices but
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import ceil, gcd, prod
 from typing import NamedTuple
@@ -105,8 +105,8 @@ def _plain_price(source: Sharding, target: Sharding, itemsize: int) -> tuple[int
         sliced += new[: len(new) - len(summed)]
         scattered += [summed] if summed else []
         gathered += [lost] if lost else []
-    moved = {*sliced, *left}
-    if any(a in moved for lost in gathered for a in lost) or (scattered and source.pending[0][1] != "sum"):
+    lost_axes = [a for lost in gathered for a in lost]
+    if not {*sliced, *left}.isdisjoint(lost_axes) or (scattered and source.pending[0][1] != "sum"):
         return None
     group = source.mesh.group_size
     sent: int | float = 0
@@ -114,9 +114,9 @@ def _plain_price(source: Sharding, target: Sharding, itemsize: int) -> tuple[int
     for axes in scattered:
         sent += _least_sent(Place.PENDING, Place.SPLIT, block, group(axes))
         block //= group(axes)
-    whole = [a for a in left if not any(a in axes for axes in scattered)]
-    sent += _least_sent(Place.SPLIT, Place.FREE, block, group([a for lost in gathered for a in lost]))
-    sent += _least_sent(Place.PENDING, Place.FREE, block, group(whole))
+    whole = {*left}.difference(*scattered)
+    sent += _least_sent(Place.SPLIT, Place.FREE, block, group(lost_axes))
+    sent += _least_sent(Place.PENDING, Place.FREE, block, group(tuple(whole)))
     return sent, len(scattered) + len(gathered) + bool(whole)
 
 
@@ -181,11 +181,25 @@ def _cheapest_route(source: Sharding, target: Sharding) -> _NamedRoute:
     return _route_with_fixed(source, target, ((),) * len(alike))
 
 
+def _moving_axes(s: Sharding, fixed: tuple[Axes, ...]) -> list[Axes]:
+    """The axes of each dim after those that stay."""
+    return [entry[len(own) :] for entry, own in zip(s.axes, fixed, strict=True)]
+
+
+def _numbered(splits: Sequence[Axes], number: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
+    return tuple([tuple([number[a] for a in entry]) for entry in splits])
+
+
+def _ranked(axes: tuple[tuple[str, int], ...], met: list[str]) -> list[tuple[str, int]]:
+    """Axes with their sizes, by size and by the place where they are first met."""
+    return sorted(axes, key=lambda axis: (axis[1], met.index(axis[0]) if axis[0] in met else len(met)))
+
+
 def _route_with_fixed(source: Sharding, target: Sharding, fixed: tuple[Axes, ...]) -> _NamedRoute:
     """The cheapest route that keeps the given major axes of source and target fixed."""
-    ends = [[entry[len(own) :] for entry, own in zip(s.axes, fixed, strict=True)] for s in (source, target)]
+    ends = [_moving_axes(source, fixed), _moving_axes(target, fixed)]
     left = tuple(a for a in source.pending_axes if a not in target.pending_axes)
-    used = {a for splits in ends for entry in splits for a in entry}.union(left)
+    used = set(left).union(*ends[0], *ends[1])
     usable = tuple((a, n) for a, n in source.mesh.sizes_by_axis.items() if a in used)
     devices = prod(n for _, n in usable)
     # The part of a size that the axes can't divide only scales all costs: sizes with equal divisors share a search.
@@ -194,11 +208,10 @@ def _route_with_fixed(source: Sharding, target: Sharding, fixed: tuple[Axes, ...
     # Searches that differ only in names or in the order of dims are shared.
     order = [d for d, n in enumerate(sizes) if n > 1]
     order.sort(key=lambda d: (sizes[d], ends[0][d], ends[1][d]))
-    met = [a for d in order for a in (*ends[0][d], *ends[1][d])]
-    ranked = sorted(usable, key=lambda axis: (axis[1], met.index(axis[0]) if axis[0] in met else len(met)))
+    ranked = _ranked(usable, [a for d in order for a in (*ends[0][d], *ends[1][d])])
     number = {a: n for n, (a, _) in enumerate(ranked)}
     scatters = bool(left) and dict(source.pending)[left[0]] == "sum"
-    from_, to_ = (tuple([tuple([number[a] for a in splits[d]]) for d in order]) for splits in ends)
+    from_, to_ = (_numbered([splits[d] for d in order], number) for splits in ends)
     moves = route(
         tuple([sizes[d] for d in order]),
         from_,

@@ -194,18 +194,29 @@ def _fitting(rules: LayoutRules, shape: Shape, mesh: Mesh, scope: str) -> Shardi
     return Sharding(shape, mesh, place(rules, shape, mesh, scope)[0])
 
 
+def _active_rules(rules: LayoutRules, shape: Shape, scope: str) -> list[Rule]:
+    """The rules for dims of a tensor: required first, otherwise as written."""
+    holding = {rule for dim in shape for rule in rules.for_dim(dim, scope)}
+    return sorted([rule for rule in rules.rules if rule in holding], key=lambda rule: rule.optional)
+
+
+def _left_for_optional(rule: Rule, wanted: Axes, taken: Sequence[str]) -> Axes:
+    """The axes that an optional rule gets: those that are not taken; none where it needs all of them."""
+    left = tuple(axis for axis in wanted if axis not in taken)
+    return () if rule.whole and len(left) < len(rule.axes) else left
+
+
 def place(rules: LayoutRules, shape: Shape, mesh: Mesh, scope: str) -> tuple[tuple[Axes, ...], tuple[Fault, ...]]:
     """The axes of each dimension of a tensor as far as they fit, and the faults of the rest.
 
     >>> place(LayoutRules("a:x;b:x?"), Shape("b:4;a:4"), Mesh("x:2"), "activations")
     (((), ('x',)), ())
     """
-    holding = {rule for dim in shape for rule in rules.for_dim(dim, scope)}
-    active = [rule for rule in rules.rules if rule in holding]
+    active = _active_rules(rules, shape, scope)
     chosen: dict[str, Axes] = {}
     owner: dict[str, Rule] = {}
     faults: list[Fault] = []
-    for rule in sorted(active, key=lambda rule: rule.optional):  # stable: required first, otherwise as written
+    for rule in active:
         if rule.dim in chosen:
             continue  # an unneeded alternative
         if not rule.optional:
@@ -213,8 +224,8 @@ def place(rules: LayoutRules, shape: Shape, mesh: Mesh, scope: str) -> tuple[tup
         wanted = tuple(axis for axis in rule.axes if axis in mesh)
         taken = [axis for axis in wanted if axis in owner]
         if rule.optional:
-            wanted = tuple(axis for axis in wanted if axis not in taken)
-            if not wanted or (rule.whole and len(wanted) < len(rule.axes)):
+            wanted = _left_for_optional(rule, wanted, taken)
+            if not wanted:
                 continue
         else:
             faults += [_clash(owner[axis], rule, axis) for axis in taken]

@@ -68,15 +68,10 @@ class Sharding(Interned):
         shape = shape if isinstance(shape, Shape) else Shape(shape)
         mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
         given, awaited = _names(axes, pending)
-        fine = len(given) == len(shape.dims)
         sizes = mesh.sizes_by_axis
         used = [a for entry in given for a in entry] + [a for a, _ in awaited]
-        fine = fine and len(set(used)) == len(used) and all(a in sizes for a in used)
-        counts = [prod([sizes[a] for a in entry]) if entry else 1 for entry in given] if fine else []
-        fine = fine and not any(d.size % n for d, n in zip(shape.dims, counts, strict=True))
-        if awaited:
-            fine = fine and awaited[0][1] in PENDING_KINDS and all(kind == awaited[0][1] for _, kind in awaited)
-        if not fine:
+        counts = _block_counts(shape, sizes, given, used)
+        if counts is None or not _is_one_kind(awaited):
             _refuse(shape, mesh, given, awaited)
         if any(sizes[a] == 1 for a in used):
             given = tuple(tuple(a for a in entry if sizes[a] > 1) for entry in given)
@@ -194,6 +189,24 @@ class Sharding(Interned):
 
     def __repr__(self) -> str:
         return f"Sharding({str(self)!r} on {self.mesh})"
+
+
+def _block_counts(
+    shape: Shape, sizes: Mapping[str, int], axes: tuple[Axes, ...], used: Sequence[str]
+) -> list[int] | None:
+    """Into how many blocks axes cut each dim; None where some are unknown, used twice, or do not divide a dim."""
+    if len(axes) != len(shape.dims) or len(set(used)) != len(used) or any(a not in sizes for a in used):
+        return None
+    counts = [prod([sizes[a] for a in entry]) if entry else 1 for entry in axes]
+    return None if any(d.size % n for d, n in zip(shape.dims, counts, strict=True)) else counts
+
+
+def _is_one_kind(pending: Pending) -> bool:
+    """Whether nothing is pending, or reductions of one kind that is known."""
+    if not pending:
+        return True
+    first = pending[0][1]
+    return first in PENDING_KINDS and all(kind == first for _, kind in pending)
 
 
 def _names(

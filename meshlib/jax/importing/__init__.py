@@ -264,6 +264,31 @@ def _exceeds_int32(x: Any) -> bool:
     return bool(x.const.max() > limits.max or x.const.min() < limits.min)
 
 
+def _write_argument(graph: ImportedGraph, writer: StepWriter, leaf: Leaf, array: Any) -> None:
+    """Add an input, or a variable with the values of `array`, for an argument."""
+    shape = writer.shape(leaf.var.axes)
+    parts = tuple(writer.shape([a]) for a in leaf.var.axes)
+    graph.arguments[leaf.name] = Argument(leaf.name, leaf.var.shape, shape, leaf.variable, parts)
+    dtype = leaf.var.dtype if leaf.var.dtype in NARROW else DTYPES[leaf.var.dtype]
+    if leaf.variable:
+        start = _initial(array, shape, dtype)
+        value = variable(leaf.name, shape, start, dtype, trainable=as_dtype(dtype).is_float)
+    else:
+        value = input(leaf.name, shape, dtype)
+    writer.tensors[leaf.var] = cast(value, DTYPES[leaf.var.dtype])
+
+
+def _named_axes(leaves: Sequence[Leaf]) -> list[Any]:
+    """The axes of arguments that users named."""
+    return [
+        a
+        for leaf in leaves
+        if leaf.of_user and leaf.tokens is not None
+        for a, token in zip(leaf.var.axes, leaf.tokens, strict=False)
+        if token is not None
+    ]
+
+
 def _graph(
     axes: Axes,
     code: Code,
@@ -284,16 +309,7 @@ def _graph(
     graph.unused = tuple(leaf.name for leaf in leaves if leaf not in used and not leaf.var.key)
     with graph:
         for leaf in used:
-            shape = writer.shape(leaf.var.axes)
-            parts = tuple(writer.shape([a]) for a in leaf.var.axes)
-            graph.arguments[leaf.name] = Argument(leaf.name, leaf.var.shape, shape, leaf.variable, parts)
-            dtype = leaf.var.dtype if leaf.var.dtype in NARROW else DTYPES[leaf.var.dtype]
-            if leaf.variable:
-                start = _initial(arrays[leaf], shape, dtype)
-                value = variable(leaf.name, shape, start, dtype, trainable=as_dtype(dtype).is_float)
-            else:
-                value = input(leaf.name, shape, dtype)
-            writer.tensors[leaf.var] = cast(value, DTYPES[leaf.var.dtype])
+            _write_argument(graph, writer, leaf, arrays[leaf] if leaf.variable else None)
         writer.run(code)
         for name, out in zip(results, code.outs, strict=True):
             if out.key:
@@ -302,14 +318,7 @@ def _graph(
             graph.shapes[name] = out.shape
             graph.result_axes[name] = tuple(writer.shape([a]) for a in out.axes)
     graph.constraints = tuple(constraints.found)
-    tokens = [
-        a
-        for leaf in leaves
-        if leaf.of_user and leaf.tokens is not None
-        for a, token in zip(leaf.var.axes, leaf.tokens, strict=False)
-        if token is not None
-    ]
-    graph.named_dims = frozenset(map(writer.dim, axes.flat(tokens)))
+    graph.named_dims = frozenset(map(writer.dim, axes.flat(_named_axes(leaves))))
     _drop_unused(graph)
     _mark_runs(graph)
     return graph

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from meshlib.core.graph import Tensor, current_graph
-from meshlib.jax.importing.axes import Axes
+from meshlib.jax.importing.axes import Axes, Axis
 from meshlib.jax.importing.code import Code, CodeStep, Var
 from meshlib.jax.importing.table import RULES, give, rule, same_axes
 from meshlib.jax.importing.writing import StepWriter
@@ -61,61 +62,84 @@ def _scan_axes(axes: Axes, step: CodeStep) -> None:
     step.labels = [trip]
 
 
+def _stack_of(w: StepWriter, inside: Var, x: Var, trip: Axis) -> Tensor:
+    """The tensor whose slices along the trips a body takes."""
+    return w.merge(w.under(x, [trip, *inside.axes]), trip) if x.const is None or x.axes else w.tensor(x)
+
+
+@dataclass(frozen=True)
+class _TripBody:
+    """The body of a scan, written once for all trips: carries by place, sliced arguments, and invariant ones."""
+
+    writer: StepWriter
+    code: Code
+    carried: Mapping[int, Var]
+    sliced: Sequence[Var]
+    given: Mapping[Var, Tensor]
+    results: Sequence[int]
+    parts: PartialPolicy
+
+    def run(self, carries: Sequence[Tensor], slices: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The carries after a trip, and its other results."""
+        w, outs = self.writer, self.code.outs
+        inner = StepWriter(w.axes, {**w.tensors, **self.given}, w.constraints, self.parts)
+        inner.tensors.update(zip(self.carried.values(), carries, strict=True))
+        inner.tensors.update(zip(self.sliced, slices, strict=False))
+        inner.run(self.code)
+        ends = [inner.full(inner.under(outs[n], x.axes), x.axes) for n, x in self.carried.items()]
+        return ends, [inner.tensor(outs[n]) for n in self.results]
+
+
+def _run_once(
+    w: StepWriter, body: Code, carried: Mapping[int, Var], starts: Sequence[Tensor], results: Sequence[int]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The carries after the only trip of a loop, and its other results."""
+    w.tensors.update(zip(carried.values(), starts, strict=True))
+    w.run(body)
+    return [w.under(body.outs[n], x.axes) for n, x in carried.items()], [w.tensor(body.outs[n]) for n in results]
+
+
 def _scan(w: StepWriter, step: CodeStep) -> Sequence[Tensor | None]:
     (body,) = step.bodies
     carries, length = step.params["num_carry"], step.params["length"]
     begins, xs = step.ins[:carries], step.ins[carries:]
     (trip,) = step.labels
     carried = [n for n, x in enumerate(body.ins[:carries]) if not x.key]
-    starts = [w.full(w.under(begins[n], body.ins[n].axes), body.ins[n].axes) for n in carried]
+    carried_vars = {n: body.ins[n] for n in carried}
+    starts = [w.full(w.under(begins[n], x.axes), x.axes) for n, x in carried_vars.items()]
     sliced = [(inside, x) for inside, x in zip(body.ins[carries:], xs, strict=True) if not inside.key]
-    stacked_results = [n for n, y in enumerate(body.outs[carries:]) if not y.key]
+    results = [n for n in range(carries, len(body.outs)) if not body.outs[n].key]
     if length == 1:
-        w.tensors.update(zip((body.ins[n] for n in carried), starts, strict=True))
         w.tensors.update((inside, w.under(x, [trip, *inside.axes])) for inside, x in sliced)
-        w.run(body)
-        ends = [w.under(body.outs[n], body.ins[n].axes) for n in carried]
-        return _placed(
-            step, carries, carried, ends, stacked_results, [w.tensor(body.outs[carries + n]) for n in stacked_results]
-        )
+        ends, ys = _run_once(w, body, carried_vars, starts, results)
+        return _placed(step, carried, ends, results, ys)
     dim = w.whole_dim(trip)
-    stacked, given = [], dict[Var, Tensor]()
-    for inside, x in sliced:
-        t = w.merge(w.under(x, [trip, *inside.axes]), trip) if x.const is None or x.axes else w.tensor(x)
-        if dim in t.shape:
-            stacked.append((inside, t))
-        else:
-            given[inside] = t  # invariant over trips
+    whole = {inside: _stack_of(w, inside, x, trip) for inside, x in sliced}
+    stacked = {inside: t for inside, t in whole.items() if dim in t.shape}
+    given = {inside: t for inside, t in whole.items() if inside not in stacked}  # invariant over trips
     # Only keys may remain, and draws in a loop need none.
     counter = [] if starts or stacked else [positions(dim)]
     parts = PartialPolicy()
 
-    def trip_of(held: Sequence[Tensor], slices: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        inner = StepWriter(w.axes, {**w.tensors, **given}, w.constraints, parts)
-        inner.tensors.update(zip((body.ins[n] for n in carried), held, strict=True))
-        inner.tensors.update(zip((inside for inside, _ in stacked), slices, strict=False))
-        inner.run(body)
-        ends = [inner.full(inner.under(body.outs[n], body.ins[n].axes), body.ins[n].axes) for n in carried]
-        return ends, [inner.tensor(body.outs[carries + n]) for n in stacked_results]
-
+    trip_body = _TripBody(w, body, carried_vars, list(stacked), given, results, parts)
     finals, stacks = make_loop(
         "scan",
-        trip_of,
+        trip_body.run,
         starts,
-        [*(t for _, t in stacked), *counter],
+        [*stacked.values(), *counter],
         dim,
         bool(step.params["reverse"]),
         None,
         remat=parts,
     )
-    return _placed(step, carries, carried, finals, stacked_results, [w.apart(y, trip) for y in stacks])
+    return _placed(step, carried, finals, results, [w.apart(y, trip) for y in stacks])
 
 
 def _placed(
-    step: CodeStep, carries: int, carried: list[int], ends: Sequence[Tensor], kept: list[int], ys: Sequence[Tensor]
+    step: CodeStep, carried: list[int], ends: Sequence[Tensor], results: list[int], ys: Sequence[Tensor]
 ) -> list[Tensor | None]:
     tensors: list[Tensor | None] = [None] * len(step.outs)
-    for n, t in (*zip(carried, ends, strict=True), *zip((carries + n for n in kept), ys, strict=True)):
+    for n, t in (*zip(carried, ends, strict=True), *zip(results, ys, strict=True)):
         tensors[n] = t
     return tensors
 

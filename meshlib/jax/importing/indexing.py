@@ -119,6 +119,14 @@ def _lookup(
     return _Lookup(part, own, axis, along, sizes, more=tuple(more))
 
 
+def _start_columns(x: Var, axes: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """The columns of indices that say where a run starts; in others it always starts at 0."""
+    looked = [n for n, a in enumerate(axes) if sizes[a] != x.shape[a] or x.shape[a] == 1]
+    if len(looked) > 1:  # an axis of length 1 needs no index
+        looked = [n for n in looked if x.shape[axes[n]] > 1] or looked[:1]
+    return looked
+
+
 def of_gather(step: CodeStep) -> _Lookup | str:
     """How a gather indexes its operand; a text for an unsupported form."""
     x, indices = step.ins
@@ -126,10 +134,7 @@ def of_gather(step: CodeStep) -> _Lookup | str:
     axes = tuple(map(int, d.start_index_map))
     sizes = [int(n) for n in step.params["slice_sizes"]]
     batch = dict(zip(map(int, d.operand_batching_dims), map(int, d.start_indices_batching_dims), strict=True))
-    whole = [n for n, a in enumerate(axes) if sizes[a] == x.shape[a] and x.shape[a] > 1]  # always starts at 0
-    looked = [n for n in range(len(axes)) if n not in whole]
-    if len(looked) > 1:  # an axis of length 1 needs no index
-        looked = [n for n in looked if x.shape[axes[n]] > 1] or looked[:1]
+    looked = _start_columns(x, axes, sizes)
     runs = {axes[n]: sizes[axes[n]] for n in looked}
     if any(n != x.shape[a] for a, n in enumerate(sizes) if a not in runs and a not in batch):
         return f"of parts, {sizes} of {list(x.shape)}"
@@ -167,16 +172,12 @@ def _gather_axes(axes: Axes, step: CodeStep) -> None:
     for n, label in (*free_axes.items(), (lookup.axis, looked)):
         axes.tie(label, x.axes[n])
     axes.kin.append((run, looked))
+    of_windows = {**free_axes, **{n: axes.new(1) for n, _, _ in lookup.more}, lookup.axis: run}
     windows = [n for n in range(len(x.shape)) if n not in collapsed and n not in {*map(int, d.operand_batching_dims)}]
-    further = {n for n, _, _ in lookup.more}
-    of_window = {n: run if n == lookup.axis else axes.new(1) if n in further else free_axes[n] for n in windows}
-    rest, indexed = (of_window[n] for n in windows), iter(index_axes)
+    rest, indexed = (of_windows[n] for n in windows), iter(index_axes)
     give(axes, out, [next(rest) if n in offsets else next(indexed) for n in range(len(out.shape))])
-    table = [
-        looked if n == lookup.axis else free_axes[n] if n in free_axes else index_axes[lookup.along[n]]
-        for n in range(len(x.shape))
-    ]
-    step.labels = [run, *index_axes, *table]
+    of_table = {**{n: index_axes[at] for n, at in lookup.along.items()}, **free_axes, lookup.axis: looked}
+    step.labels = [run, *index_axes, *(of_table[n] for n in range(len(x.shape)))]
 
 
 def _tie_indices(axes: Axes, lookup: _Lookup, labels: list[Axis]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import reduce
 
 from layouts import Dimension, Shape
 from meshlib.core.graph import Operation, Tensor
@@ -232,41 +233,43 @@ def _unscaled(x: Tensor, pattern: _ScorePattern) -> Tensor:
 # ---------------------------------------------------------------- the kernel
 
 
+def _before_widening(v: Tensor) -> Tensor:
+    """The operand of a cast to a wider float dtype; other tensors as they are."""
+    op = op_of(v)
+    source = op.inputs[0] if op.opdef.name == "cast" else v
+    return source if source.dtype.is_float and source.dtype.itemsize < v.dtype.itemsize else v
+
+
+def _value_dims(q: Tensor, k: Tensor, v: Tensor, contracted: list[Dimension]) -> list[Dimension]:
+    """The dims of one value: those that keys have not, else as the elements of keys; [] where queries have one."""
+    own = [d for d in v.shape if d not in k.shape]
+    if own:
+        return own if {*own}.isdisjoint(q.shape) else []
+    return contracted if {*contracted} <= {*v.shape} else []
+
+
 def _written(
     q: Tensor, k: Tensor, v: Tensor, contracted: list[Dimension], memory: Dimension, pattern: _ScorePattern
 ) -> Tensor | None:
-    op = op_of(v)
-    if op.opdef.name == "cast" and op.inputs[0].dtype.is_float and op.inputs[0].dtype.itemsize < v.dtype.itemsize:
-        v = op.inputs[0]
-    of_values = [d for d in v.shape if d not in k.shape]
-    if not of_values:  # like the feature dim of keys
-        of_values = contracted if all(d in v.shape for d in contracted) else []
+    v = _before_widening(v)
+    of_values = _value_dims(q, k, v, contracted)
     lengths = [d for d in q.shape if d not in k.shape]
-    flags = [f for f in pattern.flags if {*f.shape.names} <= {*q.shape.names, *k.shape.names}]
-    if (
-        not contracted
-        or not of_values
-        or not lengths
-        or len(flags) != len(pattern.flags)
-        or not math.isfinite(pattern.scale)
-    ):
-        return None
-    if of_values is not contracted and any(d in q.shape for d in of_values):
-        return None
     batch = [d for d in k.shape if d not in contracted and d != memory]
-    if any(d not in q.shape for d in batch):
+    flags = pattern.flags
+    visible = {*q.shape.names, *k.shape.names}
+    if not (contracted and of_values and lengths and math.isfinite(pattern.scale)):
+        return None
+    if not {*batch} <= {*q.shape} or not all({*f.shape.names} <= visible for f in flags):
         return None
     length = _length(lengths, memory, flags)
     seen = seen_by(flags, length, memory)
-    dtype = next(t.dtype for t in (q, k, v) if t.dtype.itemsize == min(t.dtype.itemsize for t in (q, k, v)))
+    dtype = min((q, k, v), key=lambda t: t.dtype.itemsize).dtype
     q, k, v = (cast(t, dtype) for t in (q, k, v))
     if len(v.shape) != len(batch) + 1 + len(of_values):
         v = broadcast(v, [*batch, memory, *of_values])
     key, value = _joined(contracted), _joined(of_values)
     q, k, v = _merged(q, contracted, key), _merged(k, contracted, key), _merged(v, of_values, value)
-    mask = None
-    for flag in seen.masks:
-        mask = flag if mask is None else logical_and(mask, flag)
+    mask = reduce(logical_and, seen.masks) if seen.masks else None
     y = attention(q, k, v, length, memory, key, value, seen.causal, seen.window, pattern.scale, mask)
     if len(of_values) > 1:
         y = reshape(y, [*(d for d in y.shape if d != value), *of_values])

@@ -123,12 +123,11 @@ class Tracing:
 
     def _step(self, eqn: Any, ins: list[Value], place: SourcePlace) -> Sequence[Value]:
         name, params = eqn.primitive.name, eqn.params
-        if not self.in_rule and has_own_rule(eqn) and any(x.data and "float" in x.dtype for x in flat(ins)):
+        if not self.in_rule and has_own_rule(eqn) and _has_float_data(ins):
             return self._ruled(eqn, ins, place)
         if name in KINDS:
             return self._kernel(eqn, ins, place)
-        if name in _CALLS and _CALLS[name] in params:
-            inner = params[_CALLS[name]]
+        if (inner := params.get(_CALLS.get(name, ""))) is not None:
             written_by, known = _author(inner), f"jit:{params.get('name', '')}"
             # A function that JAX names may have a rule that is not JAX's.
             ours = known in RULES or known in REWRITES
@@ -147,17 +146,22 @@ class Tracing:
         if any(isinstance(x, ComplexPair) for x in ins) or any(is_complex(v.aval) for v in eqn.outvars):
             return self._in_parts(eqn, ins, place)
         real = flat(ins)
-        params = {**params, "most_trips": self.most_trips} if name == "while" else params
+        rewritten = self._rewritten(name, eqn, real, place)
+        return self._add(name, eqn, real, place) if rewritten is None else rewritten
+
+    def _rewritten(self, name: str, eqn: Any, real: list[Var], place: SourcePlace) -> Sequence[Value] | None:
+        """The results of what a primitive is rewritten to; None for one without a rewrite."""
+        params = {**eqn.params, "most_trips": self.most_trips} if name == "while" else eqn.params
         other = REWRITES[name](CodeStep(name, real, [], params, place)) if name in REWRITES else None
-        if other is not None:
-            written = jax.make_jaxpr(other)(*(v.aval for v in eqn.invars))
-            outer = self.axis_env
-            if name == "shard_map":
-                self.axis_env = (*outer, *mapped_axes(params).items())
-            inlined = self.inline(written, real, place, inherit=name not in OWN_LINES)
-            self.axis_env = outer
-            return inlined
-        return self._add(name, eqn, real, place)
+        if other is None:
+            return None
+        written = jax.make_jaxpr(other)(*(v.aval for v in eqn.invars))
+        outer = self.axis_env
+        if name == "shard_map":
+            self.axis_env = (*outer, *mapped_axes(params).items())
+        inlined = self.inline(written, real, place, inherit=name not in OWN_LINES)
+        self.axis_env = outer
+        return inlined
 
     def _in_parts(self, eqn: Any, ins: Sequence[Value], place: SourcePlace) -> list[Value]:
         """Add a step on complex numbers, in parts."""
@@ -378,3 +382,7 @@ def _kind(file: str) -> str:
     if file.startswith(os.path.dirname(jax.__file__) + os.sep) or not shown_file(file):
         return "jax"
     return "library" if f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file else "user"
+
+
+def _has_float_data(values: Sequence[Value]) -> bool:
+    return any(x.data and "float" in x.dtype for x in flat(values))

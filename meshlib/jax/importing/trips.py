@@ -6,6 +6,7 @@ Loops within it may end by such values: see `meshlib.jax.importing.rewrites.loop
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import compress
 from typing import Any
 
 import jax
@@ -34,6 +35,14 @@ def follow(step: CodeStep) -> None:
     step.outs[0].trips = loops.pop(), np.asarray(counts).reshape(count).astype(numpy_type(step.outs[0].dtype))
 
 
+def _set_slices(own: Sequence[Var], stacks: Sequence[Var], loop: int, order: int) -> None:
+    """Say of scalars that are slices of known stacks what they are in each trip."""
+    for x, stack in zip(own, stacks, strict=True):
+        elements = None if x.shape or x.key else _elements(stack)
+        if elements is not None:
+            x.trips = loop, elements[::order]
+
+
 def count_trips(eqn: Any, ins: Sequence[Var], own: Sequence[Var], loop: int) -> None:
     """Record the values of a `scan` body's arguments in each trip: counters among its carries, and known slices.
 
@@ -41,17 +50,14 @@ def count_trips(eqn: Any, ins: Sequence[Var], own: Sequence[Var], loop: int) -> 
     """
     p = eqn.params
     closed, consts, carries, length = p["jaxpr"], int(p["num_consts"]), int(p["num_carry"]), int(p["length"])
-    if not 0 < length <= _MOST or not any(e.primitive.name == "while" for e in _walk(closed.jaxpr)):
+    if not 0 < length <= _MOST or "while" not in {e.primitive.name for e in _walk(closed.jaxpr)}:
         return
-    for x, slices in zip(own[carries:], ins[consts + carries :], strict=True):
-        elements = None if x.shape or x.key else _elements(slices)
-        if elements is not None:
-            x.trips = loop, elements[:: -1 if p["reverse"] else 1]
+    _set_slices(own[carries:], ins[consts + carries :], loop, -1 if p["reverse"] else 1)
     counters = [n for n in range(carries) if ins[consts + n].const is not None and not own[n].shape and not own[n].key]
     while counters:
         wanted = [n in counters for n in range(len(closed.jaxpr.outvars))]
         jaxpr, used = dce_jaxpr(closed.jaxpr, wanted)
-        fixed = [x for x, u in zip(ins[:consts], used, strict=False) if u]
+        fixed = list(compress(ins[:consts], used))
         foreign = any(x.const is None or x.key for x in fixed) or any(used[consts + carries :])
         read = [n for n in range(carries) if used[consts + n]]
         if not foreign and set(read) <= set(counters):

@@ -98,15 +98,19 @@ def _tiles(x: Var, n: int, size: int) -> bool:
     cuts = [user for user in x.users if user.kind in ("slice", "split")]
     if len(cuts) != len(x.users):
         return False
-    for user in cuts:
-        if user.kind == "split" and (int(user.params["axis"]) != n or {*map(int, user.params["sizes"])} != {size}):
-            return False
-        if user.kind == "slice" and any(
-            (begin % size or count != size) if at == n else count != x.shape[at]
-            for at, (begin, count, _) in enumerate(runs_of(user))
-        ):
-            return False
-    return not any(_is_rejoined(out, n) for user in cuts for out in user.outs)
+    return all(_cuts_a_part(user, x, n, size) for user in cuts) and not any(
+        _is_rejoined(out, n) for user in cuts for out in user.outs
+    )
+
+
+def _cuts_a_part(user: CodeStep, x: Var, n: int, size: int) -> bool:
+    """Whether a split or slice cuts axis `n` into parts of this size, and no other axis."""
+    if user.kind == "split":
+        return int(user.params["axis"]) == n and {*map(int, user.params["sizes"])} == {size}
+    return all(
+        begin % size == 0 and count == size if at == n else count == x.shape[at]
+        for at, (begin, count, _) in enumerate(runs_of(user))
+    )
 
 
 def _is_rejoined(x: Var, n: int) -> bool:

@@ -45,8 +45,9 @@ def _products(part: RowContext, a: Array, b: Array, begins: Array, ends: Array) 
     own = [n for n in of_bounds if n != groups]
     rest_a, rest_b = ([n for n in of if n not in (rows, groups, *own)] for of in (of_a, of_b))
     left, columns = [n for n in rest_a if n not in rest_b], [n for n in rest_b if n not in rest_a]
-    contracted = [n for n in rest_a if n in rest_b and n not in out]
-    apart = own + [n for n in rest_a if n in rest_b and n in out]
+    both = [n for n in rest_a if n in rest_b]
+    contracted = [n for n in both if n not in out]
+    apart = own + [n for n in both if n in out]
     sizes = dict(zip((*of_a, *of_b), (*a.shape, *b.shape), strict=True))
     if rows in of_b:
         apart += contracted
@@ -54,7 +55,8 @@ def _products(part: RowContext, a: Array, b: Array, begins: Array, ends: Array) 
     else:
         apart += left
         result, order_a, order_b = [rows, *columns], [[rows], contracted], [[groups], contracted, columns]
-    bounds = [jnp.clip(x - part.offsets[rows], 0, sizes[rows]) for x in (begins, ends)]
+    offset = part.offsets[rows]
+    bounds = (jnp.clip(begins - offset, 0, sizes[rows]), jnp.clip(ends - offset, 0, sizes[rows]))
     split = dict(zip(of_bounds, begins.shape, strict=True))[groups] < part.attrs["count"]
     sizes[groups] = begins.shape[of_bounds.index(groups)]
     products = []
@@ -63,6 +65,13 @@ def _products(part: RowContext, a: Array, b: Array, begins: Array, ends: Array) 
         low, high = (_part_of(x, of_bounds, at, [[groups]], sizes) for x in bounds)
         x, y = _part_of(a, of_a, at, order_a, sizes), _part_of(b, of_b, at, order_b, sizes)
         products.append(_one(x, y, low, high, split, rows in of_b))
+    return _stacked(products, apart, result, sizes, out)
+
+
+def _stacked(
+    products: list[Array], apart: Sequence[str], result: Sequence[str], sizes: Mapping[str, int], out: Names
+) -> Array:
+    """Products for each index of the dims `apart` as one array, summed over those that the result has not."""
     whole = jnp.stack(products).reshape([sizes[n] for n in (*apart, *result)])
     summed = [n for n in apart if n not in out]
     whole = jnp.sum(whole, axis=tuple(apart.index(n) for n in summed)) if summed else whole

@@ -145,18 +145,25 @@ _JOINED: dict[str, tuple[Any, Any]] = {
 }
 
 
+def _scattered_axes(
+    d: Any, x_shape: tuple[int, ...], updates_shape: tuple[int, ...], columns: dict[int, int]
+) -> _TableAxes:
+    """The axes of the operand of a scatter as those of a table, with the sizes of windows that updates have."""
+    batch, inserted = [int(n) for n in d.operand_batching_dims], {*map(int, d.inserted_window_dims)}
+    free = [n for n in range(len(x_shape)) if n not in batch and n not in inserted]
+    sizes = [1] * len(x_shape)
+    for n, at in zip(free, map(int, d.update_window_dims), strict=True):
+        sizes[n] = updates_shape[at]
+    return _TableAxes.of(x_shape, sizes, columns, batch, inserted)
+
+
 def _scatter(step: CodeStep) -> Function | None:
     if step.kind not in _JOINED and not isinstance(of_scatter(step), str):
         return None
     d, (x_shape, _, updates_shape) = step.params["dimension_numbers"], (v.shape for v in step.ins)
     columns = {int(a): n for n, a in enumerate(d.scatter_dims_to_operand_dims)}
-    batch, inserted = [int(n) for n in d.operand_batching_dims], {*map(int, d.inserted_window_dims)}
     of_windows = [int(n) for n in d.update_window_dims]
-    free = [n for n in range(len(x_shape)) if n not in batch and n not in inserted]
-    sizes = [1] * len(x_shape)
-    for n, at in zip(free, of_windows, strict=True):
-        sizes[n] = updates_shape[at]
-    axes = _TableAxes.of(x_shape, sizes, columns, batch, inserted)
+    axes = _scattered_axes(d, x_shape, updates_shape, columns)
     along = [int(n) for n in d.scatter_indices_batching_dims]
     apart = bool(step.params["unique_indices"])
     known = step.ins[1].elements

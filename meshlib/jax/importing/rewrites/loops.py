@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import jax
@@ -60,6 +61,16 @@ def _conjuncts(jaxpr: Any) -> Iterator[Any]:
             yield flag
 
 
+def _needed_part(body: Any, consts: int, live: list[bool]) -> tuple[Any, list[bool], list[bool]]:
+    """The part of a body that these carries need in all trips, the arguments that it reads, and the carries."""
+    while True:
+        part, reads = dce_jaxpr(body, live, instantiate=[False] * consts + live)
+        more = [a or b for a, b in zip(live, reads[consts:], strict=True)]
+        if more == live:
+            return part, reads, live
+        live = more
+
+
 def _trips(w: _While, operands: Sequence[Var], flag: Any) -> tuple[int, bool] | None:
     """Upper bound on the trips from one conjunct alone, and whether it is always exact.
 
@@ -68,17 +79,10 @@ def _trips(w: _While, operands: Sequence[Var], flag: Any) -> tuple[int, bool] | 
     """
     of_cond, of_body, carries = w.parted(operands)
     test, needed = dce_jaxpr(w.cond.jaxpr.replace(outvars=[flag]), [True], instantiate=False)
-    live = list(needed[len(of_cond) :])
-    while True:  # transitive dependencies of the condition through the carries
-        again, reads = dce_jaxpr(w.body.jaxpr, live, instantiate=[False] * len(of_body) + live)
-        more = [a or b for a, b in zip(live, reads[len(of_body) :], strict=True)]
-        if more == live:
-            break
-        live = more
-    read = [x for x, used in zip(of_cond, needed, strict=False) if used]
-    read += [x for x, used in zip(of_body, reads, strict=False) if used]
-    begins = [x for x, used in zip(carries, live, strict=True) if used]
-    varying = [x for x in (*read, *begins) if x.const is None or x.key]
+    again, reads, live = _needed_part(w.body.jaxpr, len(of_body), list(needed[len(of_cond) :]))
+    fixed = [list(compress(of_cond, needed)), list(compress(of_body, reads))]
+    begins = list(compress(carries, live))
+    varying = [x for x in (*fixed[0], *fixed[1], *begins) if x.const is None or x.key]
     if any(x.trips is None for x in varying) or len({x.trips[0] for x in varying if x.trips is not None}) > 1:
         return None
     around = next((len(x.trips[1]) for x in varying if x.trips is not None), 1)
@@ -90,8 +94,6 @@ def _trips(w: _While, operands: Sequence[Var], flag: Any) -> tuple[int, bool] | 
         assert x.const is not None
         return np.broadcast_to(x.const, (around, *x.shape))
 
-    fixed = [[each(x) for x, used in zip(xs, which, strict=False) if used]
-             for xs, which in ((of_cond, needed), (of_body, reads))]  # fmt: skip
     goes_on = jaxpr_as_fun(tested)
     trip = jaxpr_as_fun(run)
 
@@ -103,7 +105,7 @@ def _trips(w: _While, operands: Sequence[Var], flag: Any) -> tuple[int, bool] | 
         return lax.while_loop(some, lambda s: (s[0] + 1, trip(*runs, *s[1])), (0, starts))[0]
 
     with jax.ensure_compile_time_eval():
-        counts = np.asarray(jax.vmap(counted, axis_size=around)(*fixed, [each(x) for x in begins]))
+        counts = np.asarray(jax.vmap(counted, axis_size=around)(*([each(x) for x in xs] for xs in (*fixed, begins))))
     return None if counts.max() == _MOST_TRIPS else (int(counts.max()), bool(counts.min() == counts.max()))
 
 

@@ -141,6 +141,19 @@ def _plain(value: Any, aval: Any) -> Any:
 _SAME = ("pvary", "pcast", "sharding_constraint", "reshard", "mesh_cast")
 
 
+def _params_without(params: Mapping[str, Any], over: _Over) -> dict[str, Any]:
+    """The parameters of an equation outside the mesh that its body runs over."""
+    outside = dict(params)
+    for key, value in params.items():
+        if key in ("sharding", "out_sharding"):
+            outside[key] = None
+        elif isinstance(value, tuple) and value and all(isinstance(part, core.ClosedJaxpr) for part in value):
+            outside[key] = tuple(_without(part, over) for part in value)
+        elif isinstance(value, core.ClosedJaxpr | core.Jaxpr):
+            outside[key] = _without(value, over)
+    return outside
+
+
 def _bound(eqn: Any, operands: Sequence[Any], over: _Over) -> Sequence[Any]:
     name, params = eqn.primitive.name, dict(eqn.params)
     if name in _SAME:
@@ -154,13 +167,7 @@ def _bound(eqn: Any, operands: Sequence[Any], over: _Over) -> Sequence[Any]:
         return [batched_ragged_dot(params, eqn.primitive)(*operands)]
     if name == "ppermute":
         return [_permuted(x, params["axis_name"], params["perm"], dict(over.sizes)) for x in operands]
-    for key, held in params.items():
-        if key in ("sharding", "out_sharding"):
-            params[key] = None
-        elif isinstance(held, tuple) and held and all(isinstance(h, core.ClosedJaxpr) for h in held):
-            params[key] = tuple(_without(h, over) for h in held)
-        elif isinstance(held, core.ClosedJaxpr | core.Jaxpr):
-            params[key] = _without(held, over)
+    params = _params_without(params, over)
     shapes = [jax.typeof(x) for x in operands]
     # An equation's context would refer to the mesh of the body.
     plain = jax.make_jaxpr(lambda *xs: ([*xs], lax.neg(0.0)), axis_env=list(over.sizes))(
