@@ -224,7 +224,8 @@ class Program(Shown):
         return sum(n * i.outputs[0].local_bytes for n, i in done if i.outputs[0].tensor.on_host == to_host)
 
     def __repr__(self) -> str:
-        sent = f"{len(self.collectives)} collectives, {bytes_text(self.sent_bytes)} sent by each core"
+        count = len(self.collectives)
+        sent = f"{count} collective{'s' * (count != 1)}, {bytes_text(self.sent_bytes)} sent by each core"
         return clipped(f"<Program: {len(self.instructions)} instructions, {sent}; {self.headline}>")
 
     def __str__(self) -> str:

@@ -1119,4 +1119,4 @@ def test_the_repr_of_a_program_is_a_line() -> None:
     with mtf.Graph():
         program = mtf.lower(mtf.reduce_sum(mtf.input("x", [mtf.Dimension("b", 4)])), mesh="r:2", layout="b:r")
     assert len(repr(program)) < 200
-    assert "1 collectives" in repr(program)
+    assert "1 collective, " in repr(program)

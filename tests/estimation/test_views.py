@@ -10,6 +10,7 @@ import pytest
 import meshlib as mtf
 from hardware import CHIPS, Slice
 from meshlib.core.text import seconds_text
+from meshlib.estimation.views.difference import difference
 from tests.estimation.test_trace import layered
 
 D = mtf.Dimension
@@ -125,3 +126,22 @@ def test_alike_rows_of_unrolled_layers_are_one() -> None:
     rows = text.partition("operation ")[2].partition("* modelled")[0].splitlines()[1:]
     folded = [int(found[1]) if (found := re.search(r" x(\d+)  ", row)) else 1 for row in rows]
     assert sum(folded) == len(est.rows)
+
+
+class Parts:
+    """An estimate whose step is divided as given."""
+
+    def __init__(self, est: mtf.Estimate, **seconds: float) -> None:
+        self.est, self.step_seconds = est, sum(seconds.values())
+        self.bound_seconds = dict.fromkeys(est.bound_seconds, 0.0) | seconds
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.est, name)
+
+
+def test_a_difference_names_what_takes_back_much_of_its_cause(est):
+    first, second = Parts(est, mxu=5.0, ici=1.0), Parts(est, mxu=2.0, ici=3.0)
+    assert difference(first, second).endswith("because products take 3 s less, though it waits 2 s more for ICI.")
+    assert "because products take 3 s more" in difference(second, first)
+    assert difference(second, first).endswith(", though it waits 2 s less for ICI.")
+    assert "though" not in difference(first, Parts(est, mxu=2.0, ici=1.1))

@@ -8,6 +8,7 @@ from meshlib.core.text import bytes_text, seconds_text
 from meshlib.estimation import Estimate
 
 SAME = 0.002  # of a step: smaller changes are ignored
+MUCH = 0.2  # of the largest change: a change the other way that is mentioned
 
 
 def difference(first: Estimate, second: Estimate, name: str = "", tokens: tuple[int, int] | None = None) -> str:
@@ -44,22 +45,32 @@ def _for(tokens: tuple[int, int] | None) -> str:
 
 
 def _because(first: Estimate, second: Estimate, change: float, share: float) -> str:
-    """The part of the step that grows or shrinks most in the direction of the change, if it has at least that share."""
+    """The part of the step that changes most in the direction of the change, if it changes by at least that share, and
+    the part that changes most the other way, if that takes back much of it."""
     if abs(change) < SAME:
         return ""
     sign = 1 if change > 0 else -1
     bounds = {
         name: sign * (share * second.bound_seconds[name] - seconds) for name, seconds in first.bound_seconds.items()
     }
-    name = max(bounds, key=lambda bound: bounds[bound])
-    seconds, more = seconds_text(max(0.0, bounds[name])), "more" if sign > 0 else "less"
+    name, other = (pick(bounds, key=lambda bound: bounds[bound]) for pick in (max, min))
+    more, less = ("more", "less") if sign > 0 else ("less", "more")
+    collective = _collective(first, second, sign, share) if name in ("ici", "dcn") else ""
+    text = f", because {_part(name, max(0.0, bounds[name]), more)}{collective}"
+    if -bounds[other] > MUCH * bounds[name] > 0:
+        text += f", though {_part(other, -bounds[other], less)}"
+    return text
+
+
+def _part(name: str, seconds: float, more: str) -> str:
+    """A change of one part of the step."""
     if name in ("ici", "dcn"):
-        return f", because it waits {seconds} {more} for {name.upper()}{_collective(first, second, sign, share)}"
+        return f"it waits {seconds_text(seconds)} {more} for {name.upper()}"
     what = {
         "mxu": "products take", "vpu": "vector operations take", "hbm": "reading and writing HBM takes",
         "latency": "launches and hops take", "pcie": "copies to and from hosts take", "input": "input takes",
     }.get(name, f"{name} takes")  # fmt: skip
-    return f", because {what} {seconds} {more}"
+    return f"{what} {seconds_text(seconds)} {more}"
 
 
 def _collective(first: Estimate, second: Estimate, sign: int, share: float) -> str:
