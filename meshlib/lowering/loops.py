@@ -107,7 +107,10 @@ class Loops:
     def _body_homes(
         self, op: Operation, loop: LoopRecord, terms: Iterable[Tensor], sums: Mapping[Tensor, Sharding]
     ) -> tuple[Homes, list[Sharding]]:
-        """Assigned shardings inside a loop's body, and the shardings of its operands."""
+        """Assigned shardings inside a loop's body, and the shardings of its operands.
+
+        Of the results `terms`, which are accumulators or parts of them, `sums` has the shardings in the body.
+        """
         homes = self.homes.inside(loop.body)
         wanted = []
         for n in loop.needs:

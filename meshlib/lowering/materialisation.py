@@ -1,7 +1,7 @@
 """Cheapest way to materialise a value under a target sharding: reshard an existing copy, or recompute it.
 
-What is made of nothing, or of something smaller (a mask of positions, a one-hot of labels, a cast of what is there), is
-made again wherever that sends less than moving it: its price is that of bringing its operands there.
+A value computed from nothing, or from something smaller (a mask of positions, a one-hot of labels, a cast), is
+recomputed wherever that sends less than resharding it: the price is that of materialising its operands.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ from layouts.step_kinds import STEP_KINDS
 from meshlib.core.opdef import Role
 from meshlib.program.signature import Signature
 
-Prices: TypeAlias = tuple[tuple[str, float], ...]  # per axis, of a byte sent along it; 1 for axes that have none
+Prices: TypeAlias = tuple[tuple[str, float], ...]  # (axis, price of a byte sent along it); 1 for other axes
 Price: TypeAlias = tuple[float, int]  # bytes and collectives
-Path: TypeAlias = tuple[int, ...]  # (): the value itself; (n, ...): from its n-th operand
+Path: TypeAlias = tuple[int, ...]  # (): the value itself; (n, ...): within its n-th operand
 
-# Making something again is worth it nearly always: a lane operation takes a thousandth of the time of a byte sent.
+# Recomputation nearly always pays off: a lane operation takes a thousandth of the time of a byte sent.
 BYTES_PER_OPERATION = 1e-3
 
 
 class ValueSource(NamedTuple):
-    """Where a value is to be had."""
+    """The shardings in which a value exists, and the operation that can recompute it, if any."""
 
     lies: tuple[Sharding, ...]
     itemsize: float
     prices: Prices = ()
-    made: RepeatableOperation | None = None  # how it can be made again
+    made: RepeatableOperation | None = None  # how to recompute it
 
 
 class RepeatableOperation(NamedTuple):
-    """An operation that may run again, and where its operands are to be had."""
+    """An operation that may run again, with the sources of its operands."""
 
     signature: Signature
     operands: tuple[ValueSource, ...]
 
 
 class Materialisation(NamedTuple):
-    """How a value comes to a place; `new` is where it and what it is made of lie besides afterwards.
+    """The cheapest way to materialise a value; `new` are the copies (of it and its operands) that exist afterwards.
 
-    What is summed up or put in another order on the way is there for others.
+    Intermediate shardings after a reduction or a rearrangement are available to others.
     """
 
     cost: float
     collectives: int
-    origin: int  # which of `lies` it comes from; -1: it is made again
+    origin: int  # index into `lies` of the copy to reshard; -1: recompute
     new: tuple[tuple[Path, Sharding], ...]
 
 
@@ -56,13 +56,13 @@ NOWHERE = Materialisation(float("inf"), 0, -1, ())
 
 
 def obtain(source: ValueSource, wanted: Sharding) -> Materialisation:
-    """The cheapest way to `wanted`.
+    """The cheapest way to materialise a value under `wanted`.
 
-    Ways that name an operation are remembered beside its signature, and gone with its graph; those of shardings alone
-    are remembered for all graphs.
+    Results for an operation are cached with its signature, and freed with its graph; those for shardings alone
+    are cached for all graphs.
     """
     if source.made is None:
-        return _moved(source, wanted)
+        return _resharded(source, wanted)
     key, ways = (source, wanted), source.made.signature.ways
     route: Materialisation | None = ways.get(key)
     if route is None:
@@ -73,9 +73,9 @@ def obtain(source: ValueSource, wanted: Sharding) -> Materialisation:
 def _obtained(source: ValueSource, wanted: Sharding) -> Materialisation:
     if wanted in source.lies:
         return Materialisation(0, 0, source.lies.index(wanted), ())
-    best, n = _nearest(source, wanted)
+    best, n = _nearest_copy(source, wanted)
     if source.made is not None and best[0] > 0:
-        again = _made_again(source.made, wanted)
+        again = _recomputation(source.made, wanted)
         if again is not NOWHERE and again.cost < best[0]:
             return again
     if n < 0:
@@ -87,11 +87,11 @@ def _obtained(source: ValueSource, wanted: Sharding) -> Materialisation:
     return Materialisation(*best, n, tuple([((), s) for s in (*useful, wanted)]))
 
 
-_moved = lru_cache(maxsize=1 << 14)(_obtained)
+_resharded = lru_cache(maxsize=1 << 14)(_obtained)
 
 
-def _nearest(source: ValueSource, wanted: Sharding) -> tuple[Price, int]:
-    """What it costs to move it to `wanted` from where that costs least, and which of `lies` this is; -1: none."""
+def _nearest_copy(source: ValueSource, wanted: Sharding) -> tuple[Price, int]:
+    """Price of resharding to `wanted` from the nearest copy, and that copy's index in `lies`; -1: none."""
     best: Price = float("inf"), 0
     nearest = -1
     for n, s in enumerate(source.lies):
@@ -103,7 +103,7 @@ def _nearest(source: ValueSource, wanted: Sharding) -> tuple[Price, int]:
 
 
 def between(here: Sharding, there: Sharding, itemsize: float, prices: Prices) -> Price:
-    """What it costs to move a value from one place alone to another, and in how many collectives."""
+    """Price of a reshard between two shardings: bytes and collectives."""
     if not can_become(here, there):
         return float("inf"), 0
     if not prices:
@@ -118,18 +118,18 @@ def _least_cost(source: ValueSource, s: Sharding, wanted: Sharding) -> float:
 
 
 def axes_price(axes: Iterable[str], prices: Prices) -> float:
-    """Of a byte sent along these axes at once."""
+    """Price of a byte sent along these axes together."""
     by_axis = dict(prices)
     return max((by_axis.get(a, 1.0) for a in axes), default=1.0)
 
 
 def parks(s: Sharding, ends: Iterable[Sharding]) -> bool:
-    """Whether it has an axis on a dim where none of `ends` has it: no user would bring it there (rule 2)."""
+    """Whether a sharding has an axis on a dim where none of `ends` has it, which no user would choose (rule 2)."""
     return any(not any(a in end.axes[d] for end in ends) for d, entry in enumerate(s.axes) for a in entry)
 
 
 def can_become(source: Sharding, target: Sharding) -> bool:
-    """Whether a reshard leads there: a maximum that is taken does not wait again, a sum may."""
+    """Whether a reshard exists: a reduced maximum cannot become pending again, a sum can."""
     return (
         not target.pending
         or set(target.pending) <= set(source.pending)
@@ -137,7 +137,7 @@ def can_become(source: Sharding, target: Sharding) -> bool:
     )
 
 
-def _made_again(made: RepeatableOperation, wanted: Sharding) -> Materialisation:
+def _recomputation(made: RepeatableOperation, wanted: Sharding) -> Materialisation:
     axes = again_axes(made.signature, wanted)
     assigned = None if axes is None else made.signature.under(wanted.mesh, axes, ((),) * len(made.operands))
     if axes is None or assigned is None or assigned.out.axes != wanted.axes:
@@ -158,7 +158,7 @@ def _made_again(made: RepeatableOperation, wanted: Sharding) -> Materialisation:
 
 
 def again_axes(signature: Signature, wanted: Sharding) -> Mapping[str, tuple[str, ...]] | None:
-    """The assignment under which an operation makes `wanted`, block by block; None if it can't."""
+    """The assignment under which an operation computes `wanted` block by block; None if it cannot."""
     if wanted.pending:
         return None
     axes: dict[str, tuple[str, ...]] = {}

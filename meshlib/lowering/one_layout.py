@@ -1,4 +1,4 @@
-"""The lowering of a program under one mesh and layout: partitioning of graph and loop bodies, then the passes."""
+"""Lowering of a program under one mesh and layout: partitioning of graph and loop bodies, then the passes."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ Nears: TypeAlias = Mapping[Operation, Near]  # see `near_shifts`
 Choose: TypeAlias = Callable[[Problem], tuple[Mapping[Operation, Choice], float]]
 Lowered: TypeAlias = Callable[[Simplified, Homes, Nears, bool], Program]
 PASSES = (remove_dead_code, share_halos, join_gathers, merge_small_collectives, order_and_fuse)
-LITTLE = 1e-3  # of what a program sends: less is not worth a second search
-MOST_MEMORY = 1.125  # times the memory: more is too much to pay for sending less
+LITTLE = 1e-3  # of the bytes sent: smaller savings are not worth a second search
+MOST_MEMORY = 1.125  # largest acceptable increase of memory for sending less
 
 
 @dataclass(frozen=True)
 class Lowering:
-    """One mesh and layout: what the lowering of a program and of the loop bodies in it have in common."""
+    """State of one lowering, shared by the program and its loop bodies."""
 
     mesh: Mesh
     rules: LayoutRules
@@ -55,15 +55,15 @@ class Lowering:
     sound: Sound
     compiler: Compiler
     choose: Choose = best_choices
-    shares: bool = True  # whether sums that follow from others may be made of them
-    # Over the program, its loops aside.
+    shares: bool = True  # whether sums may be derived from other sums
+    # Over the program without its loops.
     passes: Sequence[Callable[[Program], Program]] = field(default_factory=lambda: PASSES)
     # Alike loops are lowered once.
     _bodies: dict[object, Program] = field(default_factory=dict)
     _trials: dict[object, Partitioner] = field(default_factory=dict)
 
     def program(self, simple: Simplified, fetched: Mapping[str, Tensor], counts_steps: bool) -> Program:
-        """The whole program, through all passes."""
+        """The whole program, after all passes."""
         layers = self.memos.repetition(simple, [simple.of(t) for t in fetched.values()])
         if layers is not None:
             with contextlib.suppress(Irregular):
@@ -71,7 +71,7 @@ class Lowering:
         return self._whole(simple, fetched, counts_steps)
 
     def _unrolled(self, layers: Repetition, fetched: Mapping[str, Tensor], counts_steps: bool) -> Program:
-        """The whole program, of alike layers that are lowered once. Raises: Irregular where that cannot be."""
+        """The whole program, with alike layers lowered once. Raises: Irregular where that is impossible."""
 
         def choose(problem: Problem) -> tuple[Mapping[Operation, Choice], float]:
             return repeated_choices(problem, layers) if problem.graph is layers.short else best_choices(problem)
@@ -82,13 +82,13 @@ class Lowering:
         )
         try:
             program = unrolled(check_program(order(short), order.__name__, before=short, sound=self.sound), layers)
-        except Irregular:  # what runs when depends on how many layers there are
+        except Irregular:  # the order depends on the number of layers
             program = unrolled(short, layers)
             program = order(check_program(program, "unrolling", sound=self.sound))
         return check_program(program, "ordering", sound=self.sound)
 
     def _whole(self, simple: Simplified, fetched: Mapping[str, Tensor], counts_steps: bool) -> Program:
-        """A program, all of its operations lowered one by one."""
+        """The whole program, every operation lowered separately."""
         homes = Homes(simple.graph, self.mesh, self.rules, self.regather, scopes=self.memos.scopes)
 
         def lowered(simple: Simplified, homes: Homes, near: Nears, across: bool) -> Program:
@@ -107,8 +107,8 @@ class Lowering:
         ends: Sequence[Sharding | None],
         names: Sequence[str],
     ) -> Program:
-        """The body of a loop, whose results lie as given; with None where the body has them anyway."""
-        key = (graph, tuple(results), tuple(ends), *self._given(graph, homes))
+        """The body of a loop with results under the given shardings; None: as computed."""
+        key = (graph, tuple(results), tuple(ends), *self._inherited(graph, homes))
         if key in self._bodies:
             return self._bodies[key]
         simple = self.memos.simplified(graph, results, taken=True)
@@ -134,8 +134,8 @@ class Lowering:
     def trial(
         self, graph: Graph, homes: Homes, results: Sequence[Tensor], bound: Sequence[Tensor]
     ) -> Callable[[Tensor], tuple[Sharding, Makers]]:
-        """The body of a loop partitioned, not finished: how it makes a tensor, and who leaves that pending."""
-        key = (graph, tuple(results), tuple(bound), *self._given(graph, homes))
+        """A loop body partitioned without passes: a function from a tensor to its sharding and pending makers."""
+        key = (graph, tuple(results), tuple(bound), *self._inherited(graph, homes))
         if key not in self._trials:
             simple = self.memos.simplified(graph, results, taken=False)
             self._trials[key] = self._sweep(simple, homes, [simple.of(t) for t in bound])
@@ -148,23 +148,23 @@ class Lowering:
         return made
 
     @staticmethod
-    def _given(graph: Graph, homes: Homes) -> Sequence[object]:
-        """What the body of a loop is told by the graph around it."""
+    def _inherited(graph: Graph, homes: Homes) -> Sequence[object]:
+        """Everything that a loop's body inherits from the outer graph."""
         return [*(homes.of(op.output) for op in graph.inputs.values()), *homes.destinations.items()]
 
     def _cheapest(self, simple: Simplified, homes: Homes, fetched: Iterable[Tensor], lowered: Lowered) -> Program:
-        """The graph as it is written, or with sums made of others, if that costs less and takes little more memory."""
-        best = self._nearest(simple, homes, lowered)
+        """The graph as written, or with derived sums if that is cheaper and takes little more memory."""
+        best = self._with_best_halos(simple, homes, lowered)
         sharing = self.memos.sharing(simple, split_sums(simple, homes), [simple.of(t) for t in fetched])
         if sharing is not None and 2 * sharing.bytes > LITTLE * best.sent_bytes:
             if not self.shares:
                 raise Irregular
-            other = self._nearest(sharing.graph, replace(homes, graph=sharing.graph.graph), lowered)
-            best = other if self._pays(other, best) else best
+            other = self._with_best_halos(sharing.graph, replace(homes, graph=sharing.graph.graph), lowered)
+            best = other if self._is_better(other, best) else best
         return best
 
-    def _pays(self, other: Program, than: Program) -> bool:
-        """Whether another program sends less, as the balance prices it, costs less with work, and holds little more."""
+    def _is_better(self, other: Program, than: Program) -> bool:
+        """Whether another program sends less at the balance's prices, also counting work, for little more memory."""
         if other.memory.peak_bytes > than.memory.peak_bytes * MOST_MEMORY:
             return False
         sent, before = self._priced(other), self._priced(than)
@@ -172,16 +172,16 @@ class Lowering:
         return sent < before and sent + works < before + worked
 
     def _priced(self, program: Program) -> float:
-        """What a program sends; along axes of several prices, that of each collective; and what starting them costs."""
+        """Price of the bytes that a program sends, by axis, and of its launches."""
         prices, start = self.balance.axis_prices, self.balance.collective_bytes
         if not prices and not start:
             return program.sent_bytes
         return sum(c.count * (c.sent_bytes * axes_price(c.axes, prices) + start) for c in program.collectives)
 
-    def _nearest(self, simple: Simplified, homes: Homes, lowered: Lowered) -> Program:
-        """What sends less: shifts priced each for itself, or as if they shared what they need of their neighbours.
+    def _with_best_halos(self, simple: Simplified, homes: Homes, lowered: Lowered) -> Program:
+        """The cheaper program: shifts priced separately, or as sharing their halos.
 
-        What forward has of them serves backward, too, if it is to be returned: it takes a copy with margins.
+        Forward's halos serve backward, too, if they are kept: that takes a copy with margins.
         """
         best = lowered(simple, homes, {}, False)
         tried: Nears = {}

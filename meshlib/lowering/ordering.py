@@ -1,11 +1,11 @@
 """The final order: fusion groups scheduled so that memory is freed as early as possible.
 
-What the backward pass computes again comes right before who needs it, and so does a variable that is stored on the
-host. What uses a value that is still on its way waits for a product, if there is one, that hides the way; what no
-product waits for (the update of a weight by a gradient that is being reduced) until about as much is computed as the
-way takes. Then groups that run row by row are joined, and collectives are issued one product early where they do not
-depend on it (the weights of the next layer arrive while this one computes), and no earlier, because what arrives
-takes memory. This is *the* order: the executors, the buffers and the estimate all use it.
+Recomputed values come right before their first user, and so do variables stored on the host. A user of a value in
+flight waits for a product, if there is one, that hides the transfer; a user that leads to no product (the update of a
+weight by a gradient being reduced) waits until about as much has been computed as the transfer takes. Then groups that
+run row by row are joined, and collectives are issued one product early if they do not depend on it (the weights of the
+next layer arrive while this one computes), and no earlier, because what arrives takes memory. This is *the* order: the
+executors, the buffers and the estimate all use it.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from meshlib.program.records import Program
 Group: TypeAlias = Sequence[Instruction]
 
 _FIRST, _NEXT, _LAST = range(3)
-# How much is computed while a collective is on its way, nominally: at 100 Tflop/s, 50 GB/s, and 20 us for its start.
+# Nominal computation during a collective: at 100 Tflop/s, 50 GB/s, and 20 us for its start.
 FLOPS_PER_SENT_BYTE = 2_000
 FLOPS_PER_START = 2_000_000_000
 
 
 @dataclass(eq=False)
 class _Scheduler:
-    """List scheduling: groups that free more than they take go first, the others in the order they came.
+    """List scheduling: groups that free more memory than they take go first, others in their original order.
 
-    `arrives` has, per value of a collective, how many flops are done when it is there: for groups that lead to a
-    product by the next product, for others nominally. Groups that use it are not first before that.
+    `arrives` has, for each value of a collective, the flops completed when it arrives: for groups that lead to a
+    product, those until the next product, for others nominal ones. Its users are not first before that.
     """
 
     program: Program
@@ -46,12 +46,12 @@ class _Scheduler:
         sent: set[Value] = set()  # by collectives since the last product
         arrives: dict[Value, float] = {}
         flops = 0.0
-        waiting: list[int] = []  # groups that use such a value
+        waiting: list[int] = []  # groups that use values in flight
         done = [False] * len(self.groups)
         for g, count in enumerate(self.unmet):
             if count == 0:
-                there = isinstance(self.groups[g][0], Resident)  # lies in memory already: nobody waits for it
-                heapq.heappush(ready, (_FIRST if there else self._when(g, late=False), g))
+                there = isinstance(self.groups[g][0], Resident)  # resident in memory, so nothing waits for it
+                heapq.heappush(ready, (_FIRST if there else self._priority(g, late=False), g))
         order: list[Group] = []
         while ready:
             _, g = heapq.heappop(ready)
@@ -75,24 +75,24 @@ class _Scheduler:
                         late = not sent.isdisjoint(self.inputs[user])
                     else:
                         late = any(arrives.get(x, 0) > flops for x in self.inputs[user])
-                    heapq.heappush(ready, (self._when(user, late), user))
+                    heapq.heappush(ready, (self._priority(user, late), user))
                     if late:
                         waiting.append(user)
         assert len(order) == len(self.groups)
         return order
 
-    def _when(self, g: int, late: bool) -> int:
-        """When a group should run; `late`: something that it uses is still on its way."""
+    def _priority(self, g: int, late: bool) -> int:
+        """Priority of a group; `late`: one of its operands is still in flight."""
         if not any(self.users.get(y) for i in self.groups[g] for y in i.outputs):
             numbers = all(x.sharding.local_size == 1 for x in self.inputs[g])
             if numbers:
-                return _LAST  # nobody waits for a loss
+                return _LAST  # nothing depends on a loss
         if late and not self.leads_on[g]:
-            return _LAST  # or for a new weight
+            return _LAST  # or on a new weight
         return _FIRST if self._frees(g) and not late else _NEXT
 
     def _analyse(self) -> None:
-        """Who makes and who uses each value that leaves its group."""
+        """Determine producers and users of the values that leave their group."""
         pinned = {*self.program.outputs.values()}
         self.made_in = {y: g for g, group in enumerate(self.groups) for i in group for y in i.outputs}
         self.users: dict[Value, set[int]] = {}
@@ -113,7 +113,7 @@ class _Scheduler:
             self.leads_on[g] |= any(self.leads_on[u] for u in users)
         resident = {*self.program.inputs.values(), *self.program.variables.values()}
         self.lasting = pinned | resident
-        # The new value of a variable takes the place of the old one once nobody else will read that.
+        # A variable's new value replaces the old one once that has no other readers.
         self.replaces = {
             v: self.program.variables[name]
             for name, v in self.program.updates.items()
@@ -133,7 +133,7 @@ class _Scheduler:
         return freed > taken
 
     def _finish(self, g: int) -> list[int]:
-        """Groups that may have become ready, or more attractive, by running `g`."""
+        """Update the state after running `g`; returns groups that may have become ready, or of higher priority."""
         touched: set[int] = set()
         for x in self.inputs[g]:
             self.left[x] -= 1
@@ -152,38 +152,38 @@ def _device_bytes(v: Value) -> int:
 
 
 def _hides(i: Instruction) -> bool:
-    """Whether it computes for long enough to hide what is being sent."""
+    """Whether an instruction computes long enough to hide a collective."""
     return isinstance(i, Loop) or (isinstance(i, Compute) and i.operation.opdef.kind is Kind.CONTRACTION)
 
 
 def hidden_flops(program: Program, i: Instruction) -> float:
-    """What it computes while something is being sent."""
+    """Flops of an instruction that can hide a collective."""
     if isinstance(i, Loop):
-        return max(1.0, i.trips * i.body.work.mxu_flops)  # one without products hides something, too
+        return max(1.0, i.trips * i.body.work.mxu_flops)  # a loop without products hides something, too
     return float(local_work(program, i).mxu_flops) if _hides(i) else 0.0
 
 
 def order_and_fuse(program: Program) -> Program:
     """The program in its final order, every instruction with its fusion group."""
     kinds = kinds_of(program)
-    scheduled = _Scheduler(program, _on_demand(fusion_groups(program, kinds), _computed_again)).run()
+    scheduled = _Scheduler(program, _on_demand(fusion_groups(program, kinds), _is_recomputed)).run()
     if any(v.tensor.on_host for v in program.variables.values()):
-        scheduled = _on_demand(scheduled, _brought_from_host)
+        scheduled = _on_demand(scheduled, _is_from_host)
     return program.with_instructions(numbered(issue_early(join_rows(scheduled, kinds))))
 
 
-def _computed_again(group: Group) -> bool:
-    """Whether the backward pass computes the group again."""
+def _is_recomputed(group: Group) -> bool:
+    """Whether the group is a recomputation in the backward pass."""
     return all(i.operation in i.operation.graph.again for i in group)
 
 
-def _brought_from_host(group: Group) -> bool:
-    """Whether the group copies values from the memory of the host."""
+def _is_from_host(group: Group) -> bool:
+    """Whether the group copies values from host memory."""
     return all(i.operation.opdef.kind is Kind.COPY and not i.outputs[0].tensor.on_host for i in group)
 
 
 def _on_demand(groups: Sequence[Group], delayed: Callable[[Group], bool]) -> list[Group]:
-    """The groups, each of the delayed ones right before the first that needs its results."""
+    """The groups, with each delayed one right before its first user."""
     maker = {y: g for g, group in enumerate(groups) for i in group for y in i.outputs}
     needs = [{maker[x] for i in group for x in i.inputs} - {g} for g, group in enumerate(groups)]
     wanted = set().union(*needs)
@@ -205,10 +205,10 @@ def _on_demand(groups: Sequence[Group], delayed: Callable[[Group], bool]) -> lis
 
 
 def issue_early(groups: Sequence[Group]) -> list[Group]:
-    """Collectives before the last product that they do not depend on, with what only prepares them: casts."""
+    """Move collectives, with the casts that prepare them, before the last product that they do not depend on."""
     order: list[Group] = []
-    depth: dict[Value, int] = {}  # how many products came before a value, or made it
-    waiting: list[Group] = []  # what has come since the last product, that product first
+    depth: dict[Value, int] = {}  # number of products up to and including a value
+    waiting: list[Group] = []  # groups since the last product, that product first
     products = 0
     for group in groups:
         behind = max([depth[x] for i in group for x in i.inputs if x in depth], default=0)
@@ -219,7 +219,7 @@ def issue_early(groups: Sequence[Group]) -> list[Group]:
             behind = products
         first = group[0]
         if isinstance(first, Move) and first.is_collective and behind < products:
-            order += [*_taken(waiting, first.inputs), [replace(first, early=True)]]
+            order += [*_take_producers(waiting, first.inputs), [replace(first, early=True)]]
         else:
             waiting.append(group)
         for i in group:
@@ -228,8 +228,8 @@ def issue_early(groups: Sequence[Group]) -> list[Group]:
     return [*order, *waiting]
 
 
-def _taken(waiting: list[Group], wanted: Sequence[Value]) -> list[Group]:
-    """Takes out of `waiting` the groups that make the wanted values, and what these need, in order."""
+def _take_producers(waiting: list[Group], wanted: Sequence[Value]) -> list[Group]:
+    """Remove from `waiting` the groups that `wanted` values depend on; returns them in order."""
     needed, chosen = set(wanted), []
     for group in reversed(waiting):
         if any(y in needed for i in group for y in i.outputs):

@@ -1,7 +1,7 @@
 """Partitioning: from the unsharded graph to local instructions with explicit, explained reshards.
 
 First `meshlib.lowering.problem` chooses the strategy of every operation; then a sweep in program order reshards its
-operands, emits it, and brings the result home where it is bound (rules 1 to 4, 7).
+operands, emits it, and reshards bound results to their assigned sharding (rules 1 to 4, 7).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from meshlib.program.signature import Signatures
 
 @dataclass(eq=False)
 class Partitioner:
-    """The state of the sweep."""
+    """State of the partitioning sweep."""
 
     graph: Simplified
     homes: Homes
@@ -37,7 +37,7 @@ class Partitioner:
     signatures: Signatures
     fetched: set[Tensor]
     body: Body  # how loops are lowered
-    near: Mapping[Operation, Near] = field(default_factory=dict)  # see `near`
+    near: Mapping[Operation, Near] = field(default_factory=dict)  # see `near_shifts`
     choose: Callable[[Problem], tuple[Mapping[Operation, Choice], float]] = best_choices
     variables: dict[str, Value] = field(default_factory=dict)
     inputs: dict[str, Value] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Partitioner:
                     self._compute(op)
 
     def _uses(self, t: Tensor) -> dict[str, dict[Sharding, None]]:
-        """Per region the placements under which operations take a tensor, in order."""
+        """Region -> placements under which operations use a tensor, in order."""
         uses: dict[str, dict[Sharding, None]] = {}
         for op, n in self.graph.readers.get(t, ()):
             if op.opdef.kind is Kind.LOOP:
@@ -78,25 +78,25 @@ class Partitioner:
         return uses
 
     def at_home(self, t: Tensor) -> Value:
-        """The value of `t` at its home, brought there if need be: what fetches return."""
+        """`t` under its assigned sharding, resharded if necessary: for fetched outputs."""
         return self.at(t, self.homes.of(t))
 
     def at(self, t: Tensor, wanted: Sharding) -> Value:
-        """The value of `t` under a given sharding: what loops carry."""
+        """`t` under a given sharding: for loop carries."""
         return self.places.bring(t, wanted, t.operation.region, None)
 
     def as_it_lies(self, t: Tensor) -> Value:
-        """The value of `t` as it is there: at home, else in the smallest blocks; brought home if it is pending."""
+        """`t` under an existing sharding: the assigned one, otherwise the smallest blocks; reduced if it is pending."""
         there = [v.sharding for _, v in self.places.instances[t]]
         return self.at(t, least_memory(there, self.homes.of(t)))
 
     # ------------------------------------------------------------ operations
 
     def resident(self, op: Operation) -> None:
-        """A value that is there before the first instruction: an input or a variable."""
+        """Enter a value that exists before the first instruction: an input or a variable."""
         value = Value(op.output, self.homes.of(op.output))
         self.places.instances[op.output] = [(None, value)]
-        # What is pending already is a loop's running sum.
+        # A value that is already pending is a loop's accumulator.
         self.places.makers[op.output] = dict.fromkeys(value.sharding.pending_axes, (op, "trips"))
         (self.inputs if op.opdef.kind is Kind.INPUT else self.variables)[op.name] = value
         self.places.instructions.append(Resident(op, (), (value,), op.region))
@@ -111,7 +111,7 @@ class Partitioner:
         self.places.instructions.append(Commit(op, (value,), (), UPDATE))
 
     def _copy(self, op: Operation) -> None:
-        """Between the memories of device and host, block by block."""
+        """Copy between device and host memory, block by block."""
         (x,) = self.graph.inputs[op]
         choice = self.choices[op]
         value = self.places.use(x, choice.operands[0], op)
@@ -134,7 +134,7 @@ class Partitioner:
             self._settle(value)
 
     def _note_makers(self, op: Operation, inputs: Sequence[Tensor], choice: Choice) -> None:
-        """Remember who is to blame for each pending axis of the result."""
+        """Record the operation responsible for each pending axis of the result."""
         makers: dict[str, tuple[Operation, str]] = {}
         self.places.makers.update((y, makers) for y in op.outputs)
         for x, s in zip(inputs, choice.operands, strict=True):
@@ -144,7 +144,7 @@ class Partitioner:
             makers.update(dict.fromkeys(choice.axes.get(name, ()), (op, name)))
 
     def _settle(self, made: Value) -> None:
-        """A result that was made so: bring it home if it is bound there."""
+        """Reshard a result, computed as `made`, to its assigned sharding if it is bound."""
         t = made.tensor
         passing = self.places.add(t, made, t.operation.region) is not None
         settled = binding(t, self.graph, self.homes, self.fetched).settled(made.sharding, self.homes.of(t))
@@ -153,7 +153,7 @@ class Partitioner:
         elif passing:
             self.places.keep(t, settled)
         if t.operation.opdef.home is Home.GIVEN:
-            # A constrained value is to be had at its home alone: its users must not go round the constraint.
+            # A constrained value exists under its assigned sharding alone, so that users cannot bypass the constraint.
             self.places.instances[t] = self.places.instances[t][-1:]
 
     def _loop(self, op: Operation) -> None:

@@ -10,12 +10,12 @@ from layouts.plan import Step, gathered_axes
 from meshlib.program.instructions import Commit, Instruction, Move, Resident, Value
 from meshlib.program.records import Program
 
-# A collective below this size is all latency: at 70 GB/s, 64 KiB take the time of one hop (about 1 us).
+# A collective below this size is dominated by latency: at 70 GB/s, 64 KiB take the time of one hop (about 1 us).
 SMALL_PAYLOAD_BYTES = 64 * 1024
 
 
 def remove_dead_code(program: Program) -> Program:
-    """Drop instructions whose results nobody uses, fetches or writes back."""
+    """Drop instructions whose results are neither used nor fetched nor written back."""
     needed: set[Value] = {*program.outputs.values(), *program.updates.values()}
     live: list[Instruction] = []
     for instruction in reversed(program.instructions):
@@ -27,9 +27,9 @@ def remove_dead_code(program: Program) -> Program:
 
 
 def join_gathers(program: Program) -> Program:
-    """A gather along one dim whose result is only gathered along another, or further along the same: both at once.
+    """Merge a gather with a following gather of its result, along the same or another dim.
 
-    As many bytes, one launch, over the links of all the axes at a time; and the value is never there half gathered.
+    The bytes stay the same, but there is one launch over the links of all axes, and no half-gathered value.
     """
     uses = Counter(x for i in program.instructions for x in i.inputs)
     uses.update((*program.outputs.values(), *program.updates.values()))
@@ -85,7 +85,7 @@ def merge_small_collectives(program: Program) -> Program:
 
 
 def _early(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
-    """The instructions with each that may be merged right after its operand: two means of one tensor share a launch."""
+    """The instructions, with each mergeable all_reduce right after its operand: means of one tensor share a launch."""
     small: dict[Value, list[Instruction]] = {}
     for instruction in instructions:
         if _merge_key(instruction) is not None:
@@ -94,7 +94,7 @@ def _early(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
         if _merge_key(instruction) is None:
             yield instruction
             emitted = [instruction]
-            for one in emitted:  # an all_reduce of what another made comes after that
+            for one in emitted:  # an all_reduce comes after the one that produces its operand
                 emitted += (ready := [move for y in one.outputs for move in small.get(y, ())])
                 yield from ready
 

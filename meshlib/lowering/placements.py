@@ -1,7 +1,7 @@
 """The shardings in which each tensor exists while a program is written.
 
-A value is brought to a sharding once and serves everybody there: other regions too, unless keeping it takes more memory
-than its home does.
+A value is resharded once per target sharding and then serves all users there, in other regions too, unless that copy
+takes more memory than the assigned sharding.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from meshlib.lowering.simplification import Simplified
 from meshlib.program.instructions import Compute, Instruction, Move, Value
 from meshlib.program.signature import Signatures
 
-MOST_ORDERED = 4  # placements of one tensor of which every order is tried
+MOST_ORDERED = 4  # all orders are tried for at most this many placements of a tensor
 
 
 @dataclass(eq=False)
 class Places:
-    """The shardings in which each tensor exists; emits the instructions that bring it to others."""
+    """The shardings in which each tensor exists; emits the instructions that materialise it under others."""
 
     graph: Simplified
     homes: Homes
@@ -35,11 +35,11 @@ class Places:
     prices: Prices
     uses: Callable[
         [Tensor], dict[str, dict[Sharding, None]]
-    ]  # per region the placements under which it is used, in order
+    ]  # region -> placements under which the tensor is used, in order
     instructions: list[Instruction] = field(default_factory=list)
-    # For every region (None) or within one.
+    # (region that may use it, value); None: all regions.
     instances: dict[Tensor, list[tuple[str | None, Value]]] = field(default_factory=dict)
-    # For a pending tensor: per axis the operation that left it pending, and the dim that it reduced.
+    # For a pending tensor: axis -> (operation that left it pending, reduced dim).
     makers: dict[Tensor, Makers] = field(default_factory=dict)
 
     def known(self, t: Tensor, region: str) -> list[Value]:
@@ -47,9 +47,9 @@ class Places:
         allowed = [v for r, v in self.instances[t] if r is None or r == region]
         return allowed if allowed or t in self.graph.again else [v for _, v in self.instances[t]]
 
-    def _there(self, t: Tensor, wanted: Sharding, region: str) -> Value | None:
-        """The value of `t` that a region has under `wanted` already, if any."""
-        hidden = t not in self.graph.again  # whether other regions' values serve where there is no other
+    def _existing(self, t: Tensor, wanted: Sharding, region: str) -> Value | None:
+        """An existing value of `t` under `wanted` that a region may use, if any."""
+        hidden = t not in self.graph.again  # whether to use other regions' values if there is no other
         for r, v in self.instances[t]:
             if r is None or r == region:
                 if v.sharding == wanted:
@@ -58,17 +58,17 @@ class Places:
         return next((v for _, v in self.instances[t] if v.sharding == wanted), None) if hidden else None
 
     def made(self, t: Tensor) -> Value:
-        """`t` as its operation made it."""
+        """`t` as computed by its operation."""
         return self.instances[t][0][1]
 
     def add(self, t: Tensor, value: Value, region: str) -> str | None:
-        """Another place where `t` is to be had. Returns the only region that may use it; None if all may."""
+        """Add a copy of `t`; returns the only region that may use it, or None if all may."""
         reach = self.homes.reach(t, value.sharding, region)
         self.instances.setdefault(t, []).append((reach, value))
         return reach
 
     def keep(self, t: Tensor, made: Sharding) -> None:
-        """Leave a copy for later regions of what was computed under `made`, if that takes too much memory."""
+        """If the copy computed under `made` takes too much memory, leave another one for later regions."""
         region, home = t.operation.region, self.homes.of(t)
         uses = self.uses(t)
         later = [s for other, placements in uses.items() if other != region for s in placements]
@@ -86,21 +86,21 @@ class Places:
             self.bring(t, best, region, None)
 
     def use(self, t: Tensor, wanted: Sharding, op: Operation) -> Value:
-        """The value of `t` under `wanted`, for an operation; copies from which later uses start first, if that pays."""
-        there = self._there(t, wanted, op.region)
+        """`t` under `wanted` for an operation, after creating other copies first if later uses profit from them."""
+        there = self._existing(t, wanted, op.region)
         if there is not None:
             return there
-        if self._by_way_of_home(t, wanted, op.region):
+        if self._via_assigned(t, wanted, op.region):
             self.bring(t, self.homes.of(t), op.region, op)
-        for s in self._first(t, wanted, op.region):
+        for s in self._create_before(t, wanted, op.region):
             self.bring(t, s, op.region, op)
         value = self.bring(t, wanted, op.region, op)
-        for s in self._kept(t, wanted, op.region):
+        for s in self._lasting_slices(t, wanted, op.region):
             self.bring(t, s, op.region, op)
         return value
 
-    def _kept(self, t: Tensor, there: Sharding, region: str) -> Sequence[Sharding]:
-        """The slices of a copy to keep for later regions, where the copy itself would take too much memory."""
+    def _lasting_slices(self, t: Tensor, there: Sharding, region: str) -> Sequence[Sharding]:
+        """Slices of a copy to keep for later regions, if the copy itself takes too much memory."""
         if self.homes.reach(t, there, region) is None:
             return ()
         slices: dict[Sharding, None] = {}
@@ -113,11 +113,11 @@ class Places:
         return list(slices)
 
     def _is_slice(self, t: Tensor, s: Sharding, copies: Sequence[Sharding]) -> bool:
-        """Whether nothing need be sent for `s` where there are these copies."""
+        """Whether `s` can be sliced from one of these copies without communication."""
         return any(between(at, s, t.dtype.itemsize, self.prices)[0] == 0 for at in copies)
 
-    def _first(self, t: Tensor, wanted: Sharding, region: str) -> Sequence[Sharding]:
-        """The placements that are still to be used in a region and should be made before `wanted`: a cheapest tree."""
+    def _create_before(self, t: Tensor, wanted: Sharding, region: str) -> Sequence[Sharding]:
+        """Placements still needed in a region that should be created before `wanted`, in the cheapest order."""
         have = [v.sharding for v in self.known(t, region)]
         left = [s for s in self.uses(t).get(region, ()) if s not in have and s != wanted]
         if not 0 < len(left) <= MOST_ORDERED:
@@ -130,11 +130,11 @@ class Places:
                 there.append(s)
             return total
 
-        best = min(permutations((wanted, *left)), key=cost)  # of equal ones the first: `wanted` before all others
+        best = min(permutations((wanted, *left)), key=cost)  # of equal orders the first: `wanted` before all others
         return best[: best.index(wanted)]
 
-    def _by_way_of_home(self, t: Tensor, wanted: Sharding, region: str) -> bool:
-        """Whether to leave a copy under the assigned sharding on the way: later regions may use it, and save more."""
+    def _via_assigned(self, t: Tensor, wanted: Sharding, region: str) -> bool:
+        """Whether to leave a copy under the assigned sharding on the way, because later regions save more by it."""
         home, have = self.homes.of(t), [v.sharding for v in self.known(t, region)]
         if home in have or wanted == home or home.pending:
             return False
@@ -152,11 +152,11 @@ class Places:
         return saved > 0
 
     def bring(self, t: Tensor, wanted: Sharding, region: str, user: Operation | None) -> Value:
-        """The value of `t` under `wanted`, from where it is nearest; None as user: to its home."""
-        there = self._there(t, wanted, region)
+        """Materialise `t` under `wanted` from the nearest copy; user None: for its assigned sharding."""
+        there = self._existing(t, wanted, region)
         if there is not None:
             return there
-        if wanted.pending and t in self.graph.again:  # computed again it is complete, and counts on one device
+        if wanted.pending and t in self.graph.again:  # a recomputed value is complete, and counts on one device
             self.bring(t, wanted.drop_pending(), region, user)
         known = self.known(t, region)
         route = obtain(self.source(t, region), wanted)
@@ -170,7 +170,7 @@ class Places:
         return passed[wanted]
 
     def source(self, t: Tensor, region: str) -> ValueSource:
-        """Where `t` is to be had."""
+        """The existing copies of `t`, and how to recompute it."""
         producer = None
         if t in self.graph.again:
             op = t.operation
@@ -184,7 +184,7 @@ class Places:
         signature, inputs = self.signatures.of(op), self.graph.inputs[op]
         axes = again_axes(signature, wanted)
         assigned = None if axes is None else signature.under(wanted.mesh, axes, ((),) * len(inputs))
-        assert axes is not None  # as it was priced
+        assert axes is not None  # feasible, since it was priced
         assert assigned is not None
         taken = [self.bring(x, s, region, user) for x, s in zip(inputs, assigned.operands, strict=True)]
         split = tuple((a, f) for f, entry in axes.items() for a in entry)
@@ -192,7 +192,7 @@ class Places:
         return value
 
     def walk(self, value: Value, wanted: Sharding, user: Operation | None) -> list[Value]:
-        """Emit the steps of the cheapest reshard. Returns `value`, then what each step makes of it."""
+        """Emit the steps of the cheapest reshard; returns `value` and the result of each step."""
         t, values = value.tensor, [value]
         for step in reshard(value.sharding, wanted, t.dtype.itemsize).steps:
             makers = [self.makers[t][a] for a in step.axes] if STEP_KINDS[step.kind].reduces else []
@@ -205,5 +205,5 @@ class Places:
 
 
 def blockwise(sharding: Sharding) -> tuple[tuple[str, str], ...]:
-    """The assignment of an operation that makes every block of its result from nothing but the block that is there."""
+    """The assignment of an operation that computes each block of its result from the existing block alone."""
     return tuple((a, d.name) for d, axes in zip(sharding.shape, sharding.axes, strict=True) for a in axes)

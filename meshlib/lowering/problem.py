@@ -1,4 +1,4 @@
-"""The choice of strategies for one graph, as a factor graph: strategies of operations, copies of tensors."""
+"""Choice of strategies for one graph, as a factor graph: strategies of operations, copies of tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from meshlib.program.signature import Signature, Signatures
 
 @dataclass(eq=False)
 class Problem:
-    """One graph under one layout."""
+    """The optimisation problem of one graph under one layout."""
 
     graph: Simplified
     homes: Homes
@@ -43,7 +43,7 @@ class Problem:
     values: dict[Operation, Values] = field(default_factory=dict)
     free: dict[Tensor, Free] = field(default_factory=dict)
     at_home: dict[Operation, Choice] = field(default_factory=dict)
-    # Per tensor the variables and tables of its copies.
+    # For each tensor, the variables and tables of its copies.
     entered: list[tuple[Tensor, range, range]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -51,7 +51,7 @@ class Problem:
         loops = [self.loops.of(op) for op in self.graph.operations if op.opdef.kind is Kind.LOOP]
         given = {y.tensor: y.sharding for looped in loops for y in looped.made}
         self.space = Space(self.graph, self.homes, self.signatures, self.graph.again, given)
-        self._leave_at_home()
+        self._fix_known_choices()
 
     # ------------------------------------------------------------ building
 
@@ -86,8 +86,8 @@ class Problem:
             case _:
                 self._enter_choice(op)
 
-    def _leave_at_home(self) -> None:
-        """Find operations whose choice is known: made of nothing, or under assigned shardings for nothing.
+    def _fix_known_choices(self) -> None:
+        """Fix operations whose choice is known: computed from nothing, or free under assigned shardings.
 
         The latter compute every block of the assigned sharding from blocks that are there, all axes that could split
         them do, and their results are used by each other and by variables alone, as in an optimizer's update. No table
@@ -115,7 +115,7 @@ class Problem:
             op = doubtful.pop()
             inputs = self.graph.inputs[op]
             if op not in assigned or (
-                self._serves_home(op, assigned) and all(self._is_there(x, assigned) for x in inputs)
+                self._serves_home(op, assigned) and all(self._is_at_home(x, assigned) for x in inputs)
             ):
                 continue
             del assigned[op]
@@ -124,22 +124,22 @@ class Problem:
         self.at_home.update(assigned)
 
     def _home_choice(self, op: Operation) -> Choice | None:
-        """How an operation makes the assigned sharding of its result block by block; None if it can't."""
+        """How an operation computes its assigned sharding block by block; None if it cannot."""
         signature, home = self.signatures.of(op), self.homes.of(op.output)
         known = self.prices.home_choices
         if (signature, home) not in known:
             known[signature, home] = home_choice(signature, home)
         return known[signature, home]
 
-    def _is_there(self, x: Tensor, assigned: Mapping[Operation, Choice]) -> bool:
-        """Whether a tensor is under its assigned sharding whatever is chosen."""
+    def _is_at_home(self, x: Tensor, assigned: Mapping[Operation, Choice]) -> bool:
+        """Whether a tensor exists under its assigned sharding whatever is chosen."""
         op = x.operation
         if op.opdef.kind in RESIDENT or x in self.free or op in assigned:
             return True
         return binding(x, self.graph, self.homes, self.fetched) is Binding.ALWAYS
 
     def _serves_home(self, op: Operation, assigned: Mapping[Operation, Choice]) -> bool:
-        """Whether a result is used under its assigned sharding alone."""
+        """Whether all uses of a result are under its assigned sharding."""
         homes, home = self.homes, self.homes.of(op.output)
         return all(
             user in assigned
@@ -167,7 +167,7 @@ class Problem:
             self._copies(y).set_made(variable, regions, values.makes(n))
 
     def _values(self, op: Operation) -> Values:
-        """The values of an operation's variable, shared with all operations that are alike."""
+        """The values of an operation's variable, shared by all alike operations."""
         inputs = self.graph.inputs[op]
         later = len(self.regions[op]) - 1 if op.output in self.graph.again else None
         often = later is not None and op.output in self.graph.often
@@ -198,25 +198,25 @@ class Problem:
         return self.copies[t]
 
     def _needs(self, t: Tensor, region: str, s: Sharding) -> None:
-        """Note that a region needs a tensor under a sharding, whatever is chosen."""
+        """Record that a region needs a tensor under a sharding, whatever is chosen."""
         if t.operation not in self.at_home:
             self._copies(t).add_use(None, region, self.prices.interned.needs([(s,)]))
 
     def _exists(self, op: Operation, t: Tensor, *shardings: Sharding) -> None:
-        """Note that a result of an operation exists under some shardings, whatever is chosen."""
+        """Record that an operation's result exists under some shardings, whatever is chosen."""
         spots = tuple([(0, s) for s in shardings])
         if op.opdef.home is Home.GIVEN:
             spots = spots[-1:]
         self._copies(t).set_made(None, (op.region,), self.prices.interned.makes([spots]))
 
     def _settled(self, t: Tensor, s: Sharding) -> tuple[float, tuple[Sharding, ...]]:
-        """What it costs to bring a result where it is bound, and where it is then."""
+        """Cost of resharding a result to its binding, and the placements under which it then exists."""
         return settled(s, self._binding(t), self.homes.of(t), t.dtype.itemsize, self.prices.balance)
 
     # ------------------------------------------------------------ strategies
 
     def _of_copy(self, op: Operation) -> StrategySet:
-        """A copy between memories: every block as it is, under a placement that takes no more memory than home does."""
+        """Strategies of a copy between memories: block by block, under placements no larger than the assigned one."""
         (x,) = self.graph.inputs[op]
         home = self.homes.of(x)
         targets = [home]
@@ -231,10 +231,10 @@ class Problem:
             strategies.append(Strategy(Choice(split, (s,), s, (), ((),)), cost + STRAY * (n > 0), at, cost))
         return StrategySet(strategies)
 
-    # ------------------------------------------------------------ the result
+    # ------------------------------------------------------------ result
 
     def choices(self, solution: Solution) -> dict[Operation, Choice]:
-        """What each operation does."""
+        """The choice of each operation."""
         chosen = dict(self.at_home)
         for op, values in self.values.items():
             value = solution.values[self.variables[op]] if op in self.variables else 0
@@ -243,7 +243,7 @@ class Problem:
 
 
 def home_choice(signature: Signature, home: Sharding) -> Choice | None:
-    """How an operation makes the assigned sharding of its result block by block; None if it can't."""
+    """How an operation computes its assigned sharding block by block; None if it cannot."""
     if any(f.outputs[0] is not None and f.role is not Role.PARALLEL for f in signature.factors):
         return None
     axes, nothing = again_axes(signature, home), ((),) * len(signature.op.inputs)
@@ -254,7 +254,7 @@ def home_choice(signature: Signature, home: Sharding) -> Choice | None:
 
 
 def best_choices(problem: Problem) -> tuple[Mapping[Operation, Choice], float]:
-    """What each operation does in the best program found, and by how many bytes that is above the lower bound."""
+    """The choices of the best program found, and the excess of its bytes over the lower bound."""
     problem.build()
     solution = solve(problem.factors)
     return problem.choices(solution), solution.cost - solution.bound

@@ -1,4 +1,4 @@
-"""Reasons of collectives, in words (rule 7)."""
+"""Reasons of collectives, as text (rule 7)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 def explain_step(
     step: Step, t: Tensor, makers: Sequence[tuple[Operation, str]], user: Operation | None, homes: Homes
 ) -> Reason:
-    """The reason of one step of a reshard of `t`, wanted by `user` (None: its home).
+    """The reason of one step of a reshard of `t` for `user` (None: for its assigned sharding).
 
-    `makers` are, if the step reduces, the operations that left it pending, each with the dim that it reduced.
+    `makers` are, for a reduction, the operations that left it pending, each with the dim that it reduced.
     """
     if makers:
         return _reduction(step, t, makers, homes)
@@ -45,7 +45,7 @@ def explain_step(
 
 
 def _could_split(user: Operation | None, t: Tensor, dim: str | None) -> bool:
-    """Whether an operation needs no whole `dim` of its operand: another choice would have been possible."""
+    """Whether an operation could use its operand with `dim` split, so that another choice would have been possible."""
     if user is None:
         return False
     at = [i for i, x in enumerate(user.inputs) if x is t]
@@ -54,7 +54,7 @@ def _could_split(user: Operation | None, t: Tensor, dim: str | None) -> bool:
 
 
 def explain_exchange(exchange: Exchange, op: Operation, homes: Homes) -> Reason:
-    """The reason of what moves inside an operation along a split dim."""
+    """The reason of an exchange within an operation along a split dim."""
     over = "+".join(exchange.axes)
     if exchange.to_dim is not None:
         why = (
@@ -71,7 +71,7 @@ def explain_exchange(exchange: Exchange, op: Operation, homes: Homes) -> Reason:
 
 
 def _reduction(step: Step, t: Tensor, makers: Sequence[tuple[Operation, str]], homes: Homes) -> Reason:
-    """A pending sum is its maker's doing, wherever along its linear chain it is reduced."""
+    """The reason of a reduction: the operation that left the sum pending, however late it is reduced."""
     maker = makers[0][0]
     dims = tuple(dict.fromkeys(_reduced(op, factor) for op, factor in makers))
     reduction = dict(step.before.pending)[step.axes[0]]
@@ -93,7 +93,7 @@ def _reduction(step: Step, t: Tensor, makers: Sequence[tuple[Operation, str]], h
 
 
 def _reduced(op: Operation, factor: str) -> str:
-    """The dim of a factor, which may be but one of the ways to split it."""
+    """The dim of a factor, or one of several dims by which it can be split."""
     names = (name for f in op.opdef.roles(op) if f.name == factor for name in f.operands if name is not None)
     return next(names, factor)
 
@@ -113,7 +113,7 @@ def _axes(sharding: Sharding) -> str:
 
 
 def _rules(homes: Homes, axes: tuple[str, ...], dims: Sequence[str | None] = ()) -> str:
-    """The rules that lay something on these axes: of them, those about `dims` where there are such."""
+    """The rules that use these axes; those about `dims` if there are any."""
     laid = [r for r in homes.rules.rules if set(r.axes) & set(axes)]
     texts = [str(r) for r in laid if r.dim in dims] or [str(r) for r in laid]
     return f"rule {'; '.join(texts)}" if texts else "no rule of the layout says so"

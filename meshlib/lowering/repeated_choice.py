@@ -1,8 +1,8 @@
-"""The exact choice for a graph with alike layers, from the factor graph of the short one.
+"""Exact choices for a graph with alike layers, from the factor graph of the shortened graph.
 
-Tables and variables belong to layers as their operations and tensors do. Those of one regular layer are repeated for
-each layer that was left out, and the factor graph of the whole graph is solved: cost and bound are its own. The
-solution serves the short graph if the layers that were left out, and those beside them, all choose alike.
+Tables and variables belong to layers, like their operations and tensors. Those of one regular layer are repeated for
+each omitted layer, and the factor graph of the whole graph is solved: cost and bound are its own. The solution applies
+to the shortened graph if the omitted layers, and their neighbours, all choose alike.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from meshlib.lowering.repetition import Irregular, Repetition
 from meshlib.lowering.solving import solve
 from meshlib.lowering.strategies import Choice
 
-Place: TypeAlias = int | None  # of a layer in the short graph; None: outside of all layers
-Owner: TypeAlias = tuple[Hashable, Place]  # what a variable is in every layer, and its layer
-Table: TypeAlias = tuple[tuple[tuple[Hashable, Place], ...], Floats]  # owners of its variables, relative to its layer
-NOISE = 1e-9  # of a cost
+Place: TypeAlias = int | None  # layer number in the short graph; None: outside all layers
+Owner: TypeAlias = tuple[Hashable, Place]  # (identity of a variable within its layer, layer)
+# (variables relative to the table's layer, entries)
+Table: TypeAlias = tuple[tuple[tuple[Hashable, Place], ...], Floats]
+NOISE = 1e-9  # relative to a cost
 
 
 def repeated_choices(problem: Problem, layers: Repetition) -> tuple[Mapping[Operation, Choice], float]:
     """As `best_choices`, for the short graph of a problem, with the excess over the bound of the whole graph.
 
-    Raises: Irregular where layers that were left out would choose differently from each other.
+    Raises: Irregular where omitted layers would choose differently from each other.
     """
     problem.build()
     expanded = _Expanded(problem, layers)
@@ -40,15 +41,15 @@ def repeated_choices(problem: Problem, layers: Repetition) -> tuple[Mapping[Oper
 
 
 class _Expanded:
-    """The factor graph of the whole graph, and where the variables of the short one are in it."""
+    """The factor graph of the whole graph, and the positions of the short graph's variables in it."""
 
     def __init__(self, problem: Problem, layers: Repetition) -> None:
         self.problem, self.layers = problem, layers
         self.owners = self._owners()
         self.graph = FactorGraph()
-        self.numbers: dict[tuple[Hashable, Place], int] = {}  # by what it is, and real layer
+        self.numbers: dict[tuple[Hashable, Place], int] = {}  # (identity, layer in the whole graph) -> variable
         sizes = problem.factors.sizes
-        template = layers.first  # the first regular layer after the gap, and that before it are alike
+        template = layers.first  # the first regular layer after the gap, which equals the one before it
         tables = self._tables()
         if self._of(tables, template) != self._of(tables, template - 1):
             raise Irregular
@@ -77,7 +78,7 @@ class _Expanded:
         return (label.orbit, number), self.layers.place(label.layer)
 
     def _owners(self) -> list[Owner]:
-        """What each variable of the short graph is, and its layer: of operations, and of the copies of tensors."""
+        """Identity and layer of each variable of the short graph: operations, and copies of tensors."""
         owners: list[Owner] = [(v, None) for v in range(len(self.problem.factors.sizes))]
         for op, v in self.problem.variables.items():
             owners[v] = self._label(op)
@@ -88,7 +89,7 @@ class _Expanded:
         return owners
 
     def _tables(self) -> dict[Place, list[Table]]:
-        """The tables of each layer of the short graph; those of a tensor outside are of the first that uses it."""
+        """The tables of each layer of the short graph; those of outer tensors belong to their first layer of use."""
         of: dict[Place, list[Table]] = {}
         places: dict[int, Place] = {}
         for t, _, numbers in self.problem.entered:
@@ -120,12 +121,12 @@ class _Expanded:
         self.graph.add(scope, table[1])
 
     def number(self, v: int) -> int:
-        """The number of a variable of the short graph in the whole one."""
+        """Number in the whole graph of a variable of the short one."""
         what, place = self.owners[v]
         return self.numbers[what, self._layer(place)]
 
     def alike(self, solution: Solution) -> list[int]:
-        """The values of a solution, those of the layer before the gap in all layers up to that behind it."""
+        """The values of a solution, with those of the layer before the gap copied to all layers across it."""
         values = list(solution.values)
         before = self.layers.first - 1
         for (what, layer), v in self.numbers.items():

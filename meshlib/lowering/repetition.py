@@ -1,4 +1,4 @@
-"""Layers that are written one after another: alike segments of a graph, of which a few stand for all.
+"""Unrolled layers: alike segments of a graph, of which a few represent all.
 
     runs      stretches of the list of operations that repeat, by what each operation is (its signature, its region)
     layers    the repetitions of each run, numbered by wiring: a backward layer has the number of the forward layer that
@@ -24,19 +24,19 @@ from meshlib.core.opdef import Kind
 from meshlib.lowering.simplification import Simplified
 from meshlib.program.signature import Signatures
 
-Reading: TypeAlias = tuple[int | Tensor, int, int]  # orbit or tensor outside, relative layer, which result
+Reading: TypeAlias = tuple[int | Tensor, int, int]  # (orbit or outer tensor, relative layer, result number)
 Wiring: TypeAlias = tuple[Reading, ...]
-LEAST_LAYERS = 16  # with fewer there is nothing to gain
-REGULAR_ENDS = 2  # regular layers that stay at each end of what is left out; no layer reads one further away
+LEAST_LAYERS = 16  # with fewer, nothing is gained
+REGULAR_ENDS = 2  # regular layers that stay on each side of the gap; no layer reads one further away
 LEAST_SAVED = 200  # operations
 
 
 class Irregular(Exception):
-    """Layers turn out not to be alike under a layout: the whole graph has to be lowered."""
+    """Layers turn out to differ under a layout: the whole graph must be lowered."""
 
 
 class Label(NamedTuple):
-    """Which of the operations that are alike in all layers one is, and of which layer."""
+    """The position of an operation within its layer (its orbit), and the layer."""
 
     orbit: int
     layer: int
@@ -44,7 +44,7 @@ class Label(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Repetition:
-    """The alike layers of a graph. Layers from `first` up to `end` are left out of `short`."""
+    """The alike layers of a graph. Layers from `first` up to `end` are omitted in `short`."""
 
     whole: Simplified
     short: Simplified
@@ -55,25 +55,25 @@ class Repetition:
 
     @cached_property
     def names(self) -> Mapping[str, Operation]:
-        """The operations of layers, by their names and those of their results."""
+        """Operations of layers, by their names and those of their results."""
         return {name: op for op in self.labels for name in (op.name, *[y.name for y in op.outputs])}
 
     @property
     def count(self) -> int:
-        """How many layers are left out."""
+        """Number of omitted layers."""
         return self.end - self.first
 
     def place(self, layer: int) -> int:
-        """The number of a layer among those of the short graph."""
+        """The number of a layer within the short graph."""
         return layer if layer < self.first else layer - self.count
 
     def layer(self, place: int) -> int:
-        """The layer of a number among those of the short graph."""
+        """The layer with a number within the short graph."""
         return place if place < self.first else place + self.count
 
 
 def repetition(simple: Simplified, signatures: Signatures, fetched: Collection[Tensor]) -> Repetition | None:
-    """The alike layers of a graph; None where there are not enough."""
+    """The alike layers of a graph; None if there are too few."""
     operations = simple.operations
     if len(operations) < LEAST_SAVED:
         return None
@@ -86,7 +86,7 @@ def repetition(simple: Simplified, signatures: Signatures, fetched: Collection[T
     regular = _regular(simple, labels)
     first, end = regular.start + REGULAR_ENDS, regular.stop - REGULAR_ENDS
     removed = {op for op, label in labels.items() if first <= label.layer < end}
-    if end - first < 1 or len(removed) < LEAST_SAVED or not _may_go(simple, labels, regular, removed, fetched):
+    if end - first < 1 or len(removed) < LEAST_SAVED or not _is_removable(simple, labels, regular, removed, fetched):
         return None
     orbits: dict[int, dict[int, Operation]] = {}
     for op, label in labels.items():
@@ -96,7 +96,7 @@ def repetition(simple: Simplified, signatures: Signatures, fetched: Collection[T
 
 
 def _colour(simple: Simplified, op: Operation, signatures: Signatures) -> Hashable:
-    """What an operation is, whatever its name and operands: equal for those of alike layers."""
+    """Key of an operation that is independent of its name and operands, and so equal in alike layers."""
     graph, kind = op.graph, op.opdef.kind
     if kind is Kind.LOOP:
         return op
@@ -112,17 +112,17 @@ def _colour(simple: Simplified, op: Operation, signatures: Signatures) -> Hashab
 
 
 class _Layers:
-    """The numbers of the layers of each run, by wiring."""
+    """Numbers the layers of each run by their wiring."""
 
     def __init__(self, simple: Simplified, some: Sequence[RepeatedLines]) -> None:
         self.simple, self.runs = simple, some
-        self.at: dict[Operation, tuple[int, int, int]] = {}  # run, repetition, place in it
+        self.at: dict[Operation, tuple[int, int, int]] = {}  # (run, repetition, position in it)
         for n, run in enumerate(some):
             for k, op in enumerate(simple.operations[run.first : run.first + run.length * run.times]):
                 self.at[op] = (n, *divmod(k, run.length))
 
     def labels(self) -> dict[Operation, Label]:
-        """The label of every operation of the runs that are wired to the largest."""
+        """Label of every operation in runs that are wired to the largest run."""
         sizes = [run.length * run.times for run in self.runs]
         numbers = {sizes.index(max(sizes)): dict(enumerate(range(self.runs[sizes.index(max(sizes))].times)))}
         edges = list(self._edges())
@@ -145,12 +145,12 @@ class _Layers:
             if n in numbers and k in numbers[n]
         }
         for op, (orbit, layer) in list(labels.items()):
-            if op.opdef.kind is Kind.COMMIT:  # a variable is of the layer in which it is written
+            if op.opdef.kind is Kind.COMMIT:  # a variable belongs to the layer that writes it
                 labels[op.graph.variables[op.attrs["variable"]]] = Label(-1 - orbit, layer)
         return labels
 
     def _edges(self) -> Iterator[tuple[tuple[int, int, int], tuple[int, int, int], int]]:
-        """Who reads whom between runs: producer, user, number of the operand."""
+        """(producer, user, operand number) between operations of different runs."""
         for op, b in self.at.items():
             for operand, x in enumerate(self.simple.inputs[op]):
                 a = self.at.get(x.operation)
@@ -159,7 +159,7 @@ class _Layers:
 
 
 def _extended(pairs: Mapping[int, int], times: int) -> dict[int, int]:
-    """The layers of all repetitions, if those that are known count up or down; else of those that are known."""
+    """The layers of all repetitions if the known ones count up or down; otherwise the known ones."""
     (j, first), (k, second) = list(pairs.items())[:2]
     step = 1 if (second - first) * (k - j) > 0 else -1
     if all(layer == first + step * (n - j) for n, layer in pairs.items()):
@@ -168,7 +168,7 @@ def _extended(pairs: Mapping[int, int], times: int) -> dict[int, int]:
 
 
 def _wiring(simple: Simplified, labels: Mapping[Operation, Label], op: Operation, layer: int) -> Wiring:
-    """What an operation of a layer reads: results of orbits of relative layers, or tensors outside."""
+    """Operands of an operation: results of orbits in relative layers, or outer tensors."""
     wiring: list[Reading] = []
     for x in simple.inputs[op]:
         label = labels.get(x.operation)
@@ -177,7 +177,7 @@ def _wiring(simple: Simplified, labels: Mapping[Operation, Label], op: Operation
 
 
 def _regular(simple: Simplified, labels: Mapping[Operation, Label]) -> range:
-    """The layers around the middle that all orbits have, and that are wired alike."""
+    """The contiguous layers around the middle that have all orbits and the same wiring."""
     by_layer: dict[int, dict[int, Wiring]] = {}
     for op, (orbit, layer) in labels.items():
         by_layer.setdefault(layer, {})[orbit] = _wiring(simple, labels, op, layer)
@@ -195,14 +195,14 @@ def _regular(simple: Simplified, labels: Mapping[Operation, Label]) -> range:
     return range(low, high + 1)
 
 
-def _may_go(
+def _is_removable(
     simple: Simplified,
     labels: Mapping[Operation, Label],
     regular: range,
     removed: Collection[Operation],
     fetched: Collection[Tensor],
 ) -> bool:
-    """Whether nobody but regular layers reads what is to be left out, and nobody takes it."""
+    """Whether the operations to remove are read by regular layers alone, and not fetched."""
     if any(t.operation in removed for t in fetched):
         return False
     return not any(
@@ -220,9 +220,9 @@ def _shortened(
     regular: range,
     removed: range,
 ) -> Simplified | None:
-    """The graph without the layers `removed`: who is wired across the gap reads the layers at its other side.
+    """The graph without the layers `removed`: users across the gap read the layer on its other side.
 
-    None where it would have no order.
+    None if it has no topological order.
     """
 
     def read(op: Operation, x: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ def _shortened(
     inputs = {op: tuple([read(op, x) for x in simple.inputs[op]]) for op in left}
     operations: dict[Operation, None] = {}
     for op in left:
-        for x in inputs[op]:  # what has no operands of its own, such as a variable, may come after the gap
+        for x in inputs[op]:  # operations without operands, such as variables, may come after the gap
             operations.setdefault(x.operation)
         operations.setdefault(op)
     if any(op not in inputs for op in operations):

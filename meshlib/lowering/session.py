@@ -1,4 +1,4 @@
-"""`Session`: lowerings of one program under many layouts, which share what does not depend on the layout."""
+"""`Session`: lowerings of one program under many layouts, which share everything independent of the layout."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from meshlib.program.checker import Sound
 from meshlib.program.records import Program
 
 Outputs = Mapping[str, Tensor] | Sequence[Tensor] | Tensor | None
-PROGRAMS = 32  # that a session keeps: those that were asked for last
+PROGRAMS = 32  # most recently used programs that a session keeps
 
 
 class Session(Shown):
-    """The lowering of one program, kept: layouts, meshes, precisions and balances vary.
+    """Lowerings of one program under varying layouts, meshes, precisions and balances, with shared caches.
 
     Every program is the one that `mtf.lower` would return at that moment. The last `PROGRAMS` are kept. What does not
     depend on the layout is computed once, and what depends on it is shared wherever two layouts split an operation
@@ -58,7 +58,7 @@ class Session(Shown):
 
     def __init__(self, outputs: Outputs = None, updates: Sequence[Operation] = ()) -> None:
         self._outputs, self._graph = fetched_outputs(outputs, updates)
-        self.asked = (dict(self._outputs), list(updates))  # what the program computes and writes
+        self.asked = (dict(self._outputs), list(updates))  # the program's outputs and updates
         self._updates = assigned(updates)
         self._known: object = None
         self._memos = Memos()
@@ -66,7 +66,7 @@ class Session(Shown):
     def sibling(self, outputs: Outputs = None, updates: Sequence[Operation] = ()) -> Session:
         """The session of another program, such as the same model built with other arguments.
 
-        Both share what they learn of operations that are alike; the programs are those of sessions apart.
+        Both share caches for alike operations; their programs are those of separate sessions.
 
         Args:
           outputs, updates: as `mtf.lower` takes them.
@@ -98,7 +98,7 @@ class Session(Shown):
         regather: bool = True,
         compiler: Compiler = XLA_TPU,
     ) -> Program:
-        """What one core of `mesh` runs under `layout`: arguments, result and faults are those of `mtf.lower`."""
+        """The program that one device of `mesh` runs under `layout`: arguments, result and errors as in `mtf.lower`."""
         choice(precision, "lower", "precision", ("default", "highest"))
         if balance is not None and not isinstance(balance, Balance):
             raise GraphError(f"lower: balance must be an mtf.Balance, got {type(balance).__name__} {balance!r:.80}")
@@ -113,7 +113,7 @@ class Session(Shown):
         self._learn()
         key = (mesh, rules, precision, balance, regather, compiler)
         program = self._programs.pop(key, None) or self._under(mesh, rules)._lowered(*key)
-        self._programs[key] = program  # the last one used comes last
+        self._programs[key] = program  # most recently used last
         while len(self._programs) > PROGRAMS:
             del self._programs[next(iter(self._programs))]
         return program
@@ -132,7 +132,7 @@ class Session(Shown):
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """The programs that are kept, the one asked for last at the end."""
+        """The cached programs, most recently used last."""
         self._learn()
         return tuple(self._programs.values())
 
@@ -141,19 +141,19 @@ class Session(Shown):
         return clipped(f"<Session of {outputs or 'updates'}: {count} program{'s' * (count != 1)} kept>")
 
     def check(self, mesh: Any = "device:1", layout: Any = "") -> Report:
-        """All faults of a layout at once, and notes on what it leaves unused: as `mtf.check`."""
+        """All faults of a layout, and notes on what it leaves unused: as `mtf.check`."""
         mesh, rules = Mesh(mesh), LayoutRules(layout)
         self._learn()
         return check_layout(self._under(mesh, rules)._subjects, mesh, rules)
 
     @property
     def subjects(self) -> Subjects:
-        """What a layout of the program is checked over: its tensors with their shapes and scopes."""
+        """What layouts of the program are checked against: its tensors with shapes and scopes."""
         self._learn()
         return self._subjects
 
     def _learn(self) -> None:
-        """Look at the graph, unless it is as it was."""
+        """Analyse the graph, unless it is unchanged."""
         known = [(len(g.operations), dict(g.gradient_of), dict(g.known)) for g in _graphs(self._graph)]
         if known != self._known:
             if self._known is not None:
@@ -186,7 +186,7 @@ class Session(Shown):
 
 
 def _bubble_notes(operations: Sequence[Operation]) -> list[str]:
-    """What the pipelines among operations leave idle; their gradients leave the same."""
+    """Notes on the bubbles of pipelines among operations; their gradients have the same."""
     notes: dict[str, None] = {}
     for op in all_operations(operations):
         if op.loop is not None and op.loop.active is not None and op.region == FORWARD:
@@ -197,13 +197,13 @@ def _bubble_notes(operations: Sequence[Operation]) -> list[str]:
 
 
 def _graphs(graph: Graph) -> list[Graph]:
-    """A graph and those of the loop bodies in it."""
+    """A graph and the graphs of its loop bodies."""
     bodies = [op.loop.body for op in graph.operations if op.loop is not None]
     return [graph, *(g for body in bodies for g in _graphs(body))]
 
 
 def fetched_outputs(outputs: Outputs, updates: Sequence[Operation]) -> tuple[dict[str, Tensor], Graph]:
-    """What a program returns, by name, and its graph; GraphError for what is no output or update."""
+    """A program's outputs by name, and its graph; GraphError for invalid outputs or updates."""
     if isinstance(outputs, Tensor):
         outputs = [outputs]
     if outputs is not None and not isinstance(outputs, Mapping):
@@ -226,7 +226,7 @@ def fetched_outputs(outputs: Outputs, updates: Sequence[Operation]) -> tuple[dic
         )
     if isinstance(updates, Operation) or not isinstance(updates, Sequence):
         raise GraphError(f"updates must be a list of what mtf.assign or an optimizer returned, got {updates!r:.80}")
-    assigned(updates)  # refuses what is no update, before its graph is looked at
+    assigned(updates)  # refuses invalid updates before looking at their graph
     ends = [*(t.operation for t in fetched.values()), *updates]
     for op in ends:
         if op.graph.parent is not None:

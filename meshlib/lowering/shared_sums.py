@@ -24,16 +24,16 @@ from meshlib.lowering.algebra import Algebra, Factor, Monomial, Sum
 from meshlib.lowering.assigned import Homes
 from meshlib.lowering.simplification import Simplified
 
-SMALL = 8  # times a sum must be smaller than what is summed to be kept from forward for backward
+SMALL = 8  # a sum kept from forward for backward must be this many times smaller than what it sums
 
-Key = tuple[Sum, str]  # a sum, and the region that makes it
+Key = tuple[Sum, str]  # (sum, region that computes it)
 
 
 @dataclass(eq=False)
 class Sharing:
-    """What to write instead of sums: each as a sum of products of others, and what that saves at most.
+    """Replacements for sums: each as a sum of products of other sums, and the bytes saved at most.
 
-    `plain`: those of all sums over split dims that have no factors outside; `products`: what is there to be summed.
+    `plain`: sums over split dims without outer factors; `products`: existing products to sum.
     """
 
     simple: Simplified
@@ -41,14 +41,14 @@ class Sharing:
     terms: Mapping[Tensor, list[Monomial]]
     plain: Mapping[Tensor, Sum]
     products: Mapping[frozenset[tuple[Factor, int]], Tensor]
-    bytes: int  # of reductions that are not needed any more
+    bytes: int  # of reductions that are no longer needed
 
     @cached_property
     def graph(self) -> Simplified:
-        """The graph with those sums made of others.
+        """The graph with these sums replaced.
 
-        New operations lie in a graph of their own, which knows what the old one knows, and bear the names and lines of
-        the sums that they make.
+        New operations are in a graph of their own, a copy of the old one's records, with the names and lines of
+        the sums that they replace.
         """
         old = self.simple.graph
         new = replace(old, operations=[], gradient_of=dict(old.gradient_of), inner=set(), again=set(), _counts={})
@@ -56,7 +56,7 @@ class Sharing:
 
 
 def split_sums(simple: Simplified, homes: Homes) -> Mapping[Tensor, frozenset[str]]:
-    """What sums over dims that are split at home, with these dims."""
+    """Sum -> its summed dims that are split in the assigned shardings."""
     split_axes = {}
     for op in simple.operations:
         if op.opdef.kind in (Kind.REDUCTION, Kind.CONTRACTION):
@@ -70,7 +70,7 @@ def split_sums(simple: Simplified, homes: Homes) -> Mapping[Tensor, frozenset[st
 def shared_sums(
     simple: Simplified, split: Mapping[Tensor, frozenset[str]], fetched: Iterable[Tensor]
 ) -> Sharing | None:
-    """Those of the sums over split dims that need no reduction of their own; None if there are none."""
+    """The sums over split dims that need no reduction of their own; None if there are none."""
     sharing = _Choice(simple, split, frozenset(fetched)).found()
     return sharing if sharing.bytes > 0 else None
 
@@ -80,10 +80,11 @@ class _Choice:
     simple: Simplified
     split: Mapping[Tensor, frozenset[str]]
     fetched: frozenset[Tensor]
-    groups: dict[Key, list[Tensor]] = field(default_factory=dict)  # sums over split dims, by what they sum
+    # (sum, region) -> tensors that compute it, for sums over split dims
+    groups: dict[Key, list[Tensor]] = field(default_factory=dict)
     totals: dict[Tensor, Monomial] = field(default_factory=dict)
     terms: dict[Tensor, list[Monomial]] = field(default_factory=dict)
-    used: set[Key] = field(default_factory=set)  # those that others are made of
+    used: set[Key] = field(default_factory=set)  # those that others are derived from
     saved: int = 0
 
     def __post_init__(self) -> None:
@@ -94,25 +95,25 @@ class _Choice:
             total = self.algebra.total(y.operation)
             if total is not None:
                 self._enter(y.operation, total)
-        self._take_apart()
-        self._put_inside()
+        self._distribute()
+        self._sum_in_two_steps()
         self._join()
         plain = {y: s for y, m in self.totals.items() for s in m.sums if m.number == 1 and len(m.powers) == 1}
         plain = {y: s for y, s in plain.items() if self.terms.get(y, [self.totals[y]]) == [self.totals[y]]}
         return Sharing(self.simple, self.fetched, self.terms, plain, self.algebra.products, self.saved)
 
-    def _take_apart(self) -> None:
-        """Sums of what is itself a sum, the last first, whose parts are there."""
+    def _distribute(self) -> None:
+        """Derive sums of sums, last first, from their parts if these exist."""
         for key in reversed(list(self.groups)):
             follows = None if key in self.used else self._from_others(key)
             if follows is not None:
                 members = self.groups.pop(key)
                 self._use(follows, key[1])
                 self.saved += sum(map(_bytes, members))
-                self.terms.update((y, _put(self.totals[y], key[0], follows)) for y in members)
+                self.terms.update((y, _substitute(self.totals[y], key[0], follows)) for y in members)
 
-    def _put_inside(self) -> None:
-        """Sums over several dims by way of one over those that are split, if that one is there anyway."""
+    def _sum_in_two_steps(self) -> None:
+        """Derive sums over several dims from a sum over the split ones, if that exists anyway."""
         for key, (y, *others) in list(self.groups.items()):
             inside = None if others or key in self.used else self._inside_another(y)
             if inside is not None:
@@ -122,7 +123,7 @@ class _Choice:
                 self.terms[y] = [inside]
 
     def _join(self) -> None:
-        """Sums of the same product, or of a smaller one than they are."""
+        """Let sums of the same product share one reduction, also if that sum is smaller than the results."""
         for key, members in self.groups.items():
             size = members[0].dtype.size_bytes(prod(d.size for d in key[0].dims))
             before = sum(map(_bytes, members))
@@ -131,7 +132,7 @@ class _Choice:
                 self.saved += before - size
 
     def _use(self, terms: Iterable[Monomial], where: str) -> None:
-        self.used.update(key for m in terms for s in m.sums if (key := self._there(s, where)))
+        self.used.update(key for m in terms for s in m.sums if (key := self._available(s, where)))
 
     def _enter(self, op: Operation, total: Monomial) -> None:
         self.totals[op.output] = total
@@ -140,7 +141,7 @@ class _Choice:
             self.terms[op.output] = [total]
             self.saved += _bytes(op.output)
             return
-        there = None if op in op.graph.again else self._there(inner, op.region)
+        there = None if op in op.graph.again else self._available(inner, op.region)
         self.groups.setdefault(there or (inner, op.region), []).append(op.output)
 
     def _inside_another(self, y: Tensor) -> Monomial | None:
@@ -149,16 +150,16 @@ class _Choice:
         inner = next(total.sums, None) if total is not None else None
         if total is None or inner is None or inner in self.totals[y].powers:
             return None
-        return total if self._there(inner, op.region) else None
+        return total if self._available(inner, op.region) else None
 
-    def _there(self, total: Sum, where: str) -> Key | None:
-        """The sum as a region has it: its own, or forward's if that takes little to keep."""
+    def _available(self, total: Sum, where: str) -> Key | None:
+        """The sum as available in a region: its own, or forward's if that is cheap to keep."""
         if (total, where) in self.groups:
             return total, where
         return (total, FORWARD) if (total, FORWARD) in self.groups and _is_small(total) else None
 
     def _from_others(self, key: Key) -> list[Monomial] | None:
-        """A sum made of others that are there; nothing is left of it only where the user does not see it."""
+        """A sum derived from other sums that exist; [] (it vanishes) only where the user does not see it."""
         total, where = key
         sources = self._resolved(total, where, {total})
         if sources is not None and not sources:
@@ -173,24 +174,24 @@ class _Choice:
         resolved: list[Monomial] = []
         for m in parts:
             inner = next(m.sums, None)
-            if inner is None or (inner not in within and self._there(inner, where)):
+            if inner is None or (inner not in within and self._available(inner, where)):
                 resolved.append(m)
                 continue
             more = None if inner in within else self._resolved(inner, where, {*within, inner})
             if more is None:
                 return None
-            resolved += _put(m, inner, more)
+            resolved += _substitute(m, inner, more)
         return self.algebra.collected(resolved)
 
 
-def _put(m: Monomial, total: Sum, terms: Sequence[Monomial]) -> list[Monomial]:
-    """A product with a sum of terms in the place of one factor."""
+def _substitute(m: Monomial, total: Sum, terms: Sequence[Monomial]) -> list[Monomial]:
+    """A monomial with one factor replaced by a sum of terms."""
     rest = Monomial(m.number, {f: n for f, n in m.powers.items() if f != total})
     return [rest.times(term) for term in terms]
 
 
 def _is_small(total: Sum) -> bool:
-    """Whether keeping it from forward for backward takes little, beside what is summed."""
+    """Whether a sum is small relative to what it sums, so that it is cheap to keep from forward for backward."""
     dims = {d for part in total.parts for t in part for d in t.shape}
     return prod(d.size for d in dims.difference(total.dims)) >= SMALL
 
@@ -199,12 +200,12 @@ def _bytes(t: Tensor) -> int:
     return t.dtype.size_bytes(t.shape.size)
 
 
-# ---------------------------------------------------------------- the graph once more
+# ---------------------------------------------------------------- the rewritten graph
 
 
 @dataclass(frozen=True)
 class _Node:
-    """An operation that is to be written."""
+    """An operation to write."""
 
     kind: OpDef
     operands: tuple[_Node | Tensor, ...]
@@ -219,7 +220,7 @@ class _SumRewriter:
     graph: Graph  # of the new operations
     operations: list[Operation] = field(default_factory=list)
     inputs: dict[Operation, tuple[Tensor, ...]] = field(default_factory=dict)
-    now: dict[Tensor, Tensor] = field(default_factory=dict)  # what stands for a tensor
+    now: dict[Tensor, Tensor] = field(default_factory=dict)  # tensor -> its replacement
     made: dict[Key, Tensor] = field(default_factory=dict)
 
     def run(self, fetched: Iterable[Tensor]) -> Simplified:
@@ -227,7 +228,7 @@ class _SumRewriter:
             terms = self.sharing.terms.get(op.output)
             inner = self.sharing.plain.get(op.output)
             first = inner is not None and self.made.setdefault((inner, op.region), op.output) is op.output
-            new = None if terms is None or first else self._written(op, terms)
+            new = None if terms is None or first else self._rewritten(op, terms)
             if new is None:
                 self._append(op, tuple(self.now.get(x, x) for x in self.simple.inputs[op]))
             else:
@@ -235,7 +236,7 @@ class _SumRewriter:
         return self._linked({self.now.get(t, t) for t in fetched})
 
     def _linked(self, fetched: set[Tensor]) -> Simplified:
-        """Without what nobody needs any more."""
+        """The rewritten graph without dead code."""
         taken = {self.now.get(t, t) for t in self.simple.taken}
         needed, operations = fetched | taken, []
         for op in reversed(self.operations):
@@ -249,8 +250,8 @@ class _SumRewriter:
 
     # ------------------------------------------------------------ new operations
 
-    def _written(self, of: Operation, terms: Sequence[Monomial]) -> Tensor | None:
-        """A sum, as a sum of products of others; None if it is to stay as it is."""
+    def _rewritten(self, of: Operation, terms: Sequence[Monomial]) -> Tensor | None:
+        """A sum written as a sum of products of others; None if it stays as it is."""
         parts = [self._product(of, m.number, [(self._factor(of, f), n) for f, n in m.powers.items()]) for m in terms]
         whole = self._node("add_n", parts) if len(parts) > 1 else parts[0] if parts else self._number(of, 0.0)
         shape = of.output.shape
@@ -260,7 +261,7 @@ class _SumRewriter:
             kind = "transpose" if len(whole.type.shape) == len(shape) else "broadcast"
             whole = self._node(kind, [whole], shape=shape)
         gradients = self.graph.gradient_of
-        if isinstance(whole, Tensor):  # one that is there: a gradient is a tensor of its own
+        if isinstance(whole, Tensor):  # an existing tensor: a gradient must be a tensor of its own
             return None if of.output in gradients else whole
         new = self._emit(of, whole, of.name)
         if of.output in gradients:
@@ -268,7 +269,7 @@ class _SumRewriter:
         return new
 
     def _factor(self, of: Operation, f: Factor) -> Tensor:
-        """A factor as it is there; a sum that nobody made yet is made."""
+        """A factor as an existing tensor; a sum is written if it does not exist yet."""
         if isinstance(f, Tensor):
             return self.now.get(f, f)
         regions = (of.region, FORWARD) if _is_small(f) and of not in of.graph.again else (of.region,)
@@ -280,14 +281,14 @@ class _SumRewriter:
         return factor
 
     def _inside(self, of: Operation, part: Mapping[Tensor, int]) -> _Node | Tensor:
-        """What is summed: a product that is there, if there is one."""
+        """The product to sum: an existing tensor, if there is one."""
         known = self.sharing.products.get(frozenset(part.items()))
         if known is not None and known.operation in self.inputs and known.operation.region == of.region:
             return known
         return self._product(of, 1.0, [(self.now.get(t, t), n) for t, n in part.items()])
 
     def _product(self, of: Operation, number: float, powers: Iterable[tuple[Tensor, int]]) -> _Node | Tensor:
-        """Small factors first, then those that it is divided by."""
+        """A product with small factors first, then divided by those with negative powers."""
         ordered = sorted(powers, key=lambda power: power[0].shape.size)
         product: _Node | Tensor | None = None
         for x in (x for x, n in ordered for _ in range(n)):

@@ -14,7 +14,7 @@ from meshlib.core.graph import UPDATE, Graph, Operation, Tensor
 from meshlib.core.opdef import Home, Kind, Storage
 from meshlib.core.replay import needed
 
-_DEEPEST = 8  # operations in a row that are computed again
+_DEEPEST = 8  # maximum chain of recomputed operations
 _COMPUTED_AGAIN = (Kind.SOURCE, Kind.ELEMENTWISE, Kind.VIEW)
 
 
@@ -22,7 +22,7 @@ _COMPUTED_AGAIN = (Kind.SOURCE, Kind.ELEMENTWISE, Kind.VIEW)
 class Simplified:
     """Live operations in order, with `inputs[op]` naming each operand's representative and its users.
 
-    Values in `taken` are needed as well, wherever they lie.
+    Values in `taken` are needed as well, under any sharding.
     """
 
     graph: Graph
@@ -33,12 +33,12 @@ class Simplified:
     taken: set[Tensor] = field(default_factory=set)
 
     def of(self, t: Tensor) -> Tensor:
-        """The tensor that stands for `t`."""
+        """The representative of `t`."""
         t = self.graph.known.get(t, t)
         return self.same.get(t, t)
 
     def linked(self) -> Simplified:
-        """This, with the users of each tensor, and what is copied to the host taken as it lies."""
+        """This graph with the users of each tensor; copies to the host accept any sharding."""
         for op in self.operations:
             if op.opdef.kind is Kind.COPY and op.output.on_host:
                 self.taken.update(self.inputs[op])
@@ -49,7 +49,7 @@ class Simplified:
 
     @cached_property
     def again(self) -> frozenset[Tensor]:
-        """The tensors that may be computed again: of nothing, or of what is smaller or may be computed again itself."""
+        """Tensors that may be recomputed: from nothing, or from something smaller or itself recomputable."""
         depth: dict[Tensor, int] = {}
         for op in self.operations:
             if _can_run_again(op):
@@ -61,13 +61,13 @@ class Simplified:
 
     @cached_property
     def first(self) -> dict[Operation, tuple[int, ...]]:
-        """Per operand and result of an operation, which of them is the first that is the same tensor."""
+        """For each operand and result of an operation, the index of the first one that is the same tensor."""
         tensors = {op: (*self.inputs[op], *op.outputs) for op in self.operations}
         return {op: tuple(map(some.index, some)) for op, some in tensors.items()}
 
     @cached_property
     def readers(self) -> dict[Tensor, list[tuple[Operation, int]]]:
-        """The operations that read each tensor, and as which operand; copies to the host, too."""
+        """The (operation, operand number) pairs that read each tensor, copies to the host included."""
         readers: dict[Tensor, list[tuple[Operation, int]]] = {}
         for op in self.operations:
             for n in op.needs:
@@ -76,7 +76,7 @@ class Simplified:
 
     @cached_property
     def regions(self) -> dict[Operation, list[str]]:
-        """The regions in which an operation may run: its own, and those that use its result if it may run again."""
+        """Regions in which an operation may run: its own, and if it may run again, those that use its result."""
         used: dict[Tensor, set[str]] = {}
         regions_of: dict[Operation, list[str]] = {}
         for op in reversed(self.operations):
@@ -90,7 +90,7 @@ class Simplified:
 
     @cached_property
     def often(self) -> frozenset[Tensor]:
-        """The tensors that several operations use, or one that may itself run in several ways."""
+        """Tensors with several users, or with a user that may run in several ways."""
         used: set[Tensor] = set()
         often: set[Tensor] = set()
         for op in reversed(self.operations):
@@ -103,7 +103,7 @@ class Simplified:
 
 
 def simplify(graph: Graph, outputs: Iterable[Tensor], updates: Iterable[Operation]) -> Simplified:
-    """Dead code and common subexpressions removed."""
+    """Remove dead code and common subexpressions."""
     live = needed([*(graph.known.get(t, t).operation for t in outputs), *updates])
     result = Simplified(graph, [], {}, {})
     seen: dict[object, Operation] = {}
@@ -123,12 +123,12 @@ def simplify(graph: Graph, outputs: Iterable[Tensor], updates: Iterable[Operatio
                 continue
         result.operations.append(op)
         result.inputs[op] = inputs
-    # A representative may have become dead only together with all its users, so one more sweep is not needed.
+    # A representative may have died only together with all its users, so another sweep is not needed.
     return result.linked()
 
 
 def _exactly(item: tuple[str, object]) -> tuple[object, ...]:
-    """An attribute such that 0.0 and -0.0 differ, which are equal to Python."""
+    """Key of an attribute that distinguishes 0.0 from -0.0, which are equal in Python."""
     return (*item, "-") if item[1] == 0 and str(item[1]).startswith("-") else item
 
 

@@ -1,8 +1,8 @@
-"""The least-cost values of a factor graph: elimination, and where that takes too large tables, a search for the rest.
+"""Minimum of a factor graph: elimination, and a search where that needs too large tables.
 
-dive      a good solution, the incumbent: elimination of the promising values alone
-windows   runs of variables re-optimised exactly, all others fixed
-branches  each value of a variable that many others depend on is tried; what is left is eliminated, or branched on
+dive          a good solution, the incumbent: elimination of promising values alone windows       runs of variables
+re-optimised exactly, all others fixed branches      each value of a variable with many neighbours is tried; the rest is
+eliminated, or branched on
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import numpy as np
 
 from meshlib.lowering.elimination import Elimination, FactorGraph, Solution
 
-TABLE_LIMIT = 400_000  # entries of a table, beyond which a problem is branched on
+TABLE_LIMIT = 400_000  # entries of a table, above which the search branches
 SMALL_TABLES = (16_000, 100_000)  # entries: eliminating a variable is cheaper than bounding it
 DIVE_TABLE = 100_000
-WINDOW, WINDOW_TABLE, PASSES = 60, 400_000, 4  # variables; entries of a table; how often at most
+WINDOW, WINDOW_TABLE, PASSES = 60, 400_000, 4  # variables per window; entries of a table; maximum number of passes
 SWEEPS = 8  # of dual ascent
-PROGRESS = 0.97  # of the values: where more than that are left after a round of pruning, larger tables do more
-BRANCHES = 40  # at most
-BRANCH_REACH = 10**9  # entries: where eliminating any variable takes more, branches would not end
+PROGRESS = 0.97  # of the values: if pruning leaves more than this, larger tables are more effective
+BRANCHES = 40  # maximum number
+BRANCH_REACH = 10**9  # entries: if eliminating any variable takes more, branching would not end
 
 
 class TooLarge(Exception):
@@ -28,7 +28,7 @@ class TooLarge(Exception):
 
 
 def solve(graph: FactorGraph, limit: int = TABLE_LIMIT) -> Solution:
-    """The least-cost values of all variables, with a lower bound: equal to the cost where that is proved.
+    """The least-cost values of all variables, with a lower bound that equals the cost if optimality is proved.
 
     Tables have at most `limit` entries; where more would be needed, the bound may stay below the cost.
     """
@@ -41,7 +41,7 @@ def solve(graph: FactorGraph, limit: int = TABLE_LIMIT) -> Solution:
     low = start.bound(SWEEPS)
     size = DIVE_TABLE
     best = _dive(graph, start, size)
-    while not np.isfinite(graph.cost(best)) and size < limit:  # the values that were kept exclude each other
+    while not np.isfinite(graph.cost(best)) and size < limit:  # the remaining values exclude each other
         size *= 16
         best = _dive(graph, start, size)
     most = graph.cost(best)
@@ -64,19 +64,19 @@ def _proved(graph: FactorGraph, values: Sequence[int]) -> Solution:
 
 
 def _noise(cost: float) -> float:
-    """How much of a cost is rounding."""
+    """Rounding error of a cost."""
     return 1e-5 + 1e-12 * abs(cost)
 
 
 def _dive(graph: FactorGraph, core: Elimination, size: int) -> list[int]:
-    """A good solution: eliminate, and where tables would grow beyond `size` look at promising values alone."""
+    """A good solution: eliminate, keeping only promising values where tables would exceed `size`."""
     problem = core.copy()
     problem.eliminate_up_to(size, narrows=True)
     return problem.solution(len(graph.sizes))
 
 
 def _attempt(problem: Elimination, most: float, limit: int) -> bool:
-    """Prune by `most`, reduce and bound in turn; False if no solution costs so little. Raises: TooLarge."""
+    """Prune by `most`, reduce and bound in turn; False if no assignment costs so little. Raises: TooLarge."""
     size = SMALL_TABLES[-1]
     while problem.domain:
         before = sum(problem.size.values())
@@ -93,9 +93,9 @@ def _attempt(problem: Elimination, most: float, limit: int) -> bool:
 
 
 def _parts(problem: Elimination) -> list[tuple[float, Elimination]]:
-    """One problem for each value of a variable, with its bound, the most promising last.
+    """One subproblem per value of a variable, with its bound, most promising last.
 
-    Of the variables with many neighbours it is the one whose second best value raises the bound most.
+    Among variables with many neighbours, it is the one whose second-best value raises the bound most.
     """
     many = max(map(len, problem.near.values())) / 2
     linked = [v for v in problem.domain if len(problem.near[v]) >= many and problem.size[v] > 1]
@@ -104,7 +104,7 @@ def _parts(problem: Elimination) -> list[tuple[float, Elimination]]:
     parts = []
     for n in np.argsort(-bounds, kind="stable"):
         part = problem.copy()
-        part.shared = type(problem.shared)()  # no two branches have tables in common that are worth keeping
+        part.shared = type(problem.shared)()  # branches share no tables worth caching
         part.restrict(v, np.arange(len(bounds)) == n)
         parts.append((float(bounds[n]), part))
     return parts
@@ -113,7 +113,7 @@ def _parts(problem: Elimination) -> list[tuple[float, Elimination]]:
 def _branched(
     graph: FactorGraph, core: Elimination, best: list[int], low: float, limit: int
 ) -> tuple[list[int], float]:
-    """Try each value of a variable that many others depend on; what is left is eliminated, or branched on again.
+    """Branch on a variable with many neighbours; subproblems are eliminated, or branched on again.
 
     Returns: the best values, and a lower bound of every solution's cost: theirs, unless there were too many branches.
     """
@@ -135,7 +135,7 @@ def _branched(
 
 
 def _windows(graph: FactorGraph, values: list[int]) -> list[int]:
-    """Re-optimise runs of variables exactly, all others fixed, as long as that helps."""
+    """Re-optimise runs of variables exactly, all others fixed, while that helps."""
     count = len(graph.sizes)
     of: dict[int, list[int]] = {v: [] for v in range(count)}
     for n, (scope, _) in enumerate(graph.tables):

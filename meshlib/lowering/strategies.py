@@ -1,4 +1,4 @@
-"""Strategies of one operation: the mesh axis that splits each dim, and the pending sums that pass through.
+"""Strategies of one operation: the mesh axes that split each dim, and the pending sums that pass through.
 
 The space is static. A mesh axis may split a dim of an operation where a rule of the layout names it for that dim of an
 operand or of the result (an optional rule that lost the axis to another dim included), where an assigned sharding has
@@ -30,13 +30,13 @@ UNSPLIT = (*RESIDENT, Kind.LOOP, Kind.COMMIT)
 
 @dataclass(frozen=True)
 class Choice:
-    """How one operation runs: the axes of each factor, what each operand must be, what comes out."""
+    """How one operation runs: the axes of each factor, the operands' shardings, the result's."""
 
     axes: Mapping[str, Axes]  # factor -> axes, major first
     operands: tuple[Sharding, ...]
     out: Sharding
-    exchanges: tuple[Exchange, ...]  # what moves inside the operation
-    passed: tuple[Axes, ...]  # the pending axes of each operand that go through
+    exchanges: tuple[Exchange, ...]  # exchanges within the operation
+    passed: tuple[Axes, ...]  # for each operand, the pending axes that pass through
 
     @cached_property
     def assignment(self) -> tuple[tuple[str, str], ...]:
@@ -46,11 +46,11 @@ class Choice:
 
 @dataclass(eq=False)
 class Space:
-    """Which axes may split which dims of each operation, and over which axes a tensor may be a pending sum.
+    """The axes that may split each dim of each operation, and over which each tensor may be pending.
 
     Args:
-      again: the tensors that may be computed again, under whatever placement their users want.
-      given: the shardings of results that are known already: those of loops.
+      again: the tensors that may be recomputed, under any placement.
+      given: the known shardings of results of loops.
     """
 
     graph: Simplified
@@ -58,11 +58,11 @@ class Space:
     signatures: Signatures
     again: Set[Tensor]
     given: Mapping[Tensor, Sharding]
-    orders: dict[Axes, None] = field(default_factory=dict)  # of several axes on one dim, as assigned shardings have it
+    orders: dict[Axes, None] = field(default_factory=dict)  # orders of several axes on one dim, from assigned shardings
     _dims: dict[Tensor, Sets] = field(default_factory=dict)
     _factors: dict[Operation, Sets] = field(default_factory=dict)  # of operations that can be split
     _pending: dict[Tensor, AxisSet] = field(default_factory=dict)
-    _alike: dict[object, Any] = field(default_factory=dict)  # what the methods below return, for all that are alike
+    _alike: dict[object, Any] = field(default_factory=dict)  # results of the methods below, for alike operations
 
     def __post_init__(self) -> None:
         for op in self.graph.operations:
@@ -78,7 +78,7 @@ class Space:
         self._all_orders = tuple(self.orders)
 
     def _enter(self, t: Tensor) -> None:
-        """Note the axes that rules, and assigned shardings, name for the dims of a tensor."""
+        """Record the axes that rules and assigned shardings name for the dims of a tensor."""
         home, scope = self.homes.of(t), self.homes.scope(t)
         key = (home, self.given.get(t), scope)
         if key not in self._alike:
@@ -98,7 +98,7 @@ class Space:
         return tuple(dims), frozenset(a for s in shardings for a in s.pending_axes)
 
     def _split(self, op: Operation) -> None:
-        """Note the axes that may split each factor of an operation, and so its operands and results from then on."""
+        """Record the axes that may split each factor of an operation, and so its operands and results."""
         tensors = (*self.graph.inputs[op], *op.outputs)
         signature = self.signatures.of(op)
         key = (self.graph.first[op], *[self._dims[x] for x in tensors])
@@ -109,7 +109,7 @@ class Space:
         self._dims.update(zip(tensors, dims, strict=True))
 
     def _factors_of(self, signature: Signature, tensors: Sequence[Tensor]) -> tuple[Sets, Sequence[Sets]]:
-        """The axes that may split each factor; and after that each dim of each operand and result."""
+        """The axes that may split each factor, and as a consequence each dim of each operand and result."""
         operands, factors = len(signature.op.inputs), []
         dims = {x: dict(zip(x.shape.names, self._dims[x], strict=True)) for x in tensors}
         for f in signature.factors:
@@ -123,7 +123,7 @@ class Space:
         return tuple(factors), [tuple(dims[x].values()) for x in tensors]
 
     def _follow_users(self, op: Operation) -> None:
-        """Let an operation that may run again be split in every way in which its users may have the result."""
+        """Let a recomputable operation be split in every way that its users may need."""
         inputs, y = self.graph.inputs[op], op.output
         for n, f in enumerate(self.signatures.of(op).factors):
             name = f.outputs[0]
@@ -153,35 +153,35 @@ class Space:
         return self._factors[op], tuple([self._pending[x] for x in inputs]), self.graph.first[op], self._all_orders
 
     def question(self, op: Operation) -> Question:
-        """All that the assignments of an operation depend on, once its operands' strategies are known."""
+        """Everything that an operation's assignments depend on, once its operands' strategies are known."""
         splits = tuple(map(self._in_order, self._factors[op]))
         sums = tuple([self._in_order(self._pending[x]) for x in self.graph.inputs[op]])
         return Question(splits, sums, self.graph.first[op], self._all_orders)
 
     def _in_order(self, axes: AxisSet) -> Axes:
-        """Axes in the order of the mesh."""
+        """Axes in mesh order."""
         return tuple([a for a in self.homes.mesh.axes if a in axes]) if axes else ()
 
     def made(self, op: Operation, sums: AxisSet) -> None:
-        """Note over which axes the results of an operation may be pending sums."""
+        """Record the axes over which an operation's results may be pending."""
         if sums:
             for y in op.outputs:
                 self._pending[y] |= sums
 
 
 class Question(NamedTuple):
-    """All that the assignments of an operation depend on."""
+    """Everything that the assignments of an operation depend on."""
 
-    splits: tuple[Axes, ...]  # per factor the axes that may split it
-    sums: tuple[Axes, ...]  # per operand the axes over which it may be pending
-    first: tuple[int, ...]  # per operand and result, which of them is the first that is the same tensor
+    splits: tuple[Axes, ...]  # for each factor, the axes that may split it
+    sums: tuple[Axes, ...]  # for each operand, the axes over which it may be pending
+    first: tuple[int, ...]  # for each operand and result, the index of the first one that is the same tensor
     orders: tuple[Axes, ...]
 
 
 def assignments(
     signature: Signature, q: Question, home: Sharding
 ) -> Iterator[tuple[Mapping[str, Axes], tuple[Axes, ...]]]:
-    """Every way to give each axis to one factor that it may split, or to none, and to pass sums on; sizes divide."""
+    """Every assignment of each axis to a factor or to none, with pending sums that pass through; sizes divide."""
     mesh = home.mesh
     places: dict[str, list[Factor | None]] = {}
     for axis in mesh.axes:
@@ -208,13 +208,13 @@ def assignments(
 
 
 def _orders(axes: Axes, known: Sequence[Axes]) -> list[Axes]:
-    """The orders in which some assigned sharding has these axes on a dim; that of the mesh where none has."""
+    """Orders in which assigned shardings have these axes on a dim; otherwise mesh order."""
     orders = [tuple(a for a in order if a in axes) for order in known]
     return list(dict.fromkeys(o for o in orders if len(o) == len(axes))) or [axes]
 
 
 def pass_options(linear: Linear, q: Question) -> Iterator[tuple[Axes, ...]]:
-    """Which pending axes of which operands may go through; nothing first, so that ties reduce as early as possible."""
+    """Pending axes of operands that may pass through; none first, so that ties reduce as early as possible."""
     nothing: tuple[Axes, ...] = ((),) * len(q.sums)
     yield nothing
     if not any(q.sums):

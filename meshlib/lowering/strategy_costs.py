@@ -1,4 +1,4 @@
-"""Costs of the strategies of alike operations, without dominated ones."""
+"""Costs of the strategies of alike operations, without dominated strategies."""
 
 from __future__ import annotations
 
@@ -18,29 +18,30 @@ from meshlib.lowering.strategies import Axes, Choice, Question, assignments
 from meshlib.program.exchanges import busiest_bytes
 from meshlib.program.signature import Signature
 
-Stationary: TypeAlias = tuple[Sharding, Axes] | None  # an operand's assigned sharding, and axes over which it stays
+# (an operand's assigned sharding, axes over which it is stationary)
+Stationary: TypeAlias = tuple[Sharding, Axes] | None
 
 
 class Strategy(NamedTuple):
-    """A choice with its price: bytes sent inside the operation and to bring the result home, and duplicated work."""
+    """A choice with its price: bytes sent by exchanges and by the reshard to the binding, and duplicated work."""
 
     choice: Choice
     cost: float
-    made: tuple[Sharding, ...]  # the placements of the result: as computed, and that to which it is bound
-    home_cost: float  # of bringing it there
+    made: tuple[Sharding, ...]  # placements of the result: as computed, and after the reshard to its binding
+    home_cost: float  # of that reshard
 
 
 class StrategySet:
-    """The strategies of alike operations that are worth looking at, the cheapest first; compared by identity."""
+    """The undominated strategies of alike operations, cheapest first; compared by identity."""
 
     def __init__(self, strategies: Sequence[Strategy]) -> None:
         self.all = tuple(strategies)
-        # The axes over which a result may be a pending sum.
+        # The axes over which a result may be pending.
         self.sums = frozenset(a for s in self.all for a, kind in s.choice.out.pending if kind == "sum")
 
 
 class Pricing:
-    """The strategies of operations that are alike and whose results have the same assigned sharding.
+    """Strategies of alike operations whose results have the same assigned sharding.
 
     Args:
       binding: whether the result is brought to its assigned sharding.
@@ -53,26 +54,27 @@ class Pricing:
         self._strategies: dict[object, StrategySet] = {}
 
     def _plain_work(self) -> float:
-        """The work of computing one block of the assigned sharding; strategies are charged what exceeds it."""
+        """Work of computing one block of the assigned sharding; strategies are charged for the excess."""
         counts = dict(zip(self.home.shape.names, self.home.block_counts, strict=True))
         own = (f.outputs[0] if f.shares is None else None for f in self.signature.factors)
         plain = self.signature.cut(tuple(counts.get(name or "", 1) for name in own))
         return 0.0 if plain is None else self.balance.bytes_of(plain.work)
 
     def strategies(self, asked: Question, held: Sequence[Stationary]) -> StrategySet:
-        """The strategies worth looking at; `held` says over which axes operands must not move."""
+        """The undominated strategies; `held` are the axes over which operands are stationary."""
         key = (asked, *held)
         known = self._strategies.get(key)
         if known is None:
             priced = [self._priced(*each) for each in assignments(self.signature, asked, self.home)]
             possible = [s for s in priced if s is not None]
-            # Where each way of running it moves a weight that should stay, as a convolution's whole kernel, it moves.
+            # If every strategy moves a weight that should be stationary, as with a convolution's whole kernel, it
+            # moves.
             staying = [s for s in possible if not self._moves(s.choice, held)]
             known = self._strategies[key] = StrategySet(self._undominated(asked, staying or possible))
         return known
 
     def _moves(self, choice: Choice, held: Sequence[Stationary]) -> bool:
-        """Whether a weight would be moved over an axis over which it is stationary."""
+        """Whether a choice moves a weight over an axis over which it is stationary."""
         return any(
             a in own and a not in to
             for each, wanted in zip(held, choice.operands, strict=True)
@@ -82,7 +84,7 @@ class Pricing:
         )
 
     def _priced(self, axes: Mapping[str, Axes], passed: tuple[Axes, ...]) -> Strategy | None:
-        """An assignment with its price; None where it is impossible."""
+        """An assignment with its price; None if it is impossible."""
         signature, home, prices = self.signature, self.home, self.balance.axis_prices
         sizes = home.mesh.sizes_by_axis
         counts = {name: prod([sizes[a] for a in over]) for name, over in axes.items()}
@@ -107,12 +109,12 @@ class Pricing:
         return Strategy(choice, cost + home_cost, results, home_cost)
 
     def _undominated(self, asked: Question, found: list[Strategy]) -> list[Strategy]:
-        """Without the strategies that are no cheaper than another one with reshards before and after it."""
+        """Drop strategies that are no cheaper than another one with reshards before and after it."""
         if len(found) <= 1:
             return found
         found.sort(key=lambda s: s.cost)
         op = self.signature.op
-        several = len(op.outputs) > 1  # the others may be bound or not: compared as they are computed
+        several = len(op.outputs) > 1  # further results may be bound or not: compare them as computed
         own = np.array([s.cost - s.home_cost * several for s in found])
         instead = np.repeat(own[:, None], len(found), axis=1)  # [b, a]: strategy b, with operands and results of a
         for n, x in enumerate(op.inputs):
@@ -124,7 +126,7 @@ class Pricing:
         rows = [[numbers.setdefault(at, len(numbers)) for at in (s.made[:1] if several else s.made)] for s in found]
         between = distances(tuple(numbers), sum(y.dtype.itemsize for y in op.outputs), self.balance)
         computed, bound = np.array([[row[0], row[-1]] for row in rows]).T
-        nearest = np.minimum(between[computed], between[bound])  # from what b makes to each placement
+        nearest = np.minimum(between[computed], between[bound])  # from b's result to each placement
         instead += nearest[:, computed] + np.where(bound == computed, 0, nearest[:, bound])
         better = (instead <= own + 1e-9).T.tolist()  # [a][b]
         undominated: list[int] = []

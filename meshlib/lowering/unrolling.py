@@ -1,12 +1,12 @@
-"""The program of a graph with alike layers, from that of the short graph: what was left out is inserted.
+"""The program of a graph with alike layers, from that of the shortened graph, by inserting the omitted layers.
 
-In its final order the short program has stretches that repeat, layer by layer: forward, backward, update. Each stretch
-gets as many repetitions more as layers were left out. An instruction before the place where they are inserted keeps its
-layer where layers count up, and is as many layers later where they count down; one behind that place the other way
-round. What takes values of several layers together, such as one launch for gradients of all norms, takes those of all.
+In its final order the short program has stretches that repeat layer by layer: forward, backward, update. Each stretch
+gets as many more repetitions as layers were omitted. Where layers count up, an instruction before the insertion point
+keeps its layer and one behind it is that many layers later; where they count down, vice versa. An instruction on values
+of several layers, such as one launch for the gradients of all norms, gets those of all layers.
 
-Where a collective is on its way for longer than the layers that are left, the order depends on how many there are. Then
-instructions are inserted before they are ordered.
+If a collective is in flight for longer than the remaining layers, the order depends on the number of layers. Then
+instructions are inserted before ordering.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ QUOTED = re.compile(r"'([^']+)'")
 
 
 class LayerValue(NamedTuple):
-    """Which of the values that are alike in all layers one is, and the layer of its tensor in the short graph."""
+    """The identity of a value within its layer, and the layer of its tensor in the short graph."""
 
     what: int
     place: int
 
 
 class Gap(NamedTuple):
-    """Where repetitions of the `length` instructions up to number `at` are inserted; by layer `step` is 1 or -1."""
+    """A point behind instruction `at` where repetitions of the last `length` instructions go; `step`: 1 or -1."""
 
     at: int
     length: int
     step: int
-    inside: bool  # a group of instructions that all layers share
+    inside: bool  # within a group of instructions that all layers share
 
 
 def unrolled(program: Program, layers: Repetition) -> Program:
     """The program of the whole graph.
 
-    Raises: Irregular where the order of the short program has no such stretches.
+    Raises: Irregular where the short program has no such stretches.
     """
     return _Unroller(program, layers).run()
 
@@ -61,16 +61,16 @@ class _Unroller:
     made: dict[Value, LayerValue] = field(default_factory=dict)
     values: dict[tuple[int, int], Value] = field(default_factory=dict)
     groups: dict[Hashable, list[Instruction]] = field(default_factory=dict)
-    # Of alike instructions the reasons of one that reads nothing across the gap, and its place.
+    # For alike instructions: the reasons of one that reads nothing across the gap, and its layer.
     reasons: dict[Hashable, tuple[Sequence[Reason], int]] = field(default_factory=dict)
     numbers: dict[Hashable, int] = field(default_factory=dict)  # of keys of instructions and values
-    written: set[tuple[Hashable, int]] = field(default_factory=set)  # keys of instructions, and their layers
+    written: set[tuple[Hashable, int]] = field(default_factory=set)  # (key of an instruction, layer)
 
     def run(self) -> Program:
         layers, program = self.layers, self.program
         self.names = layers.names
         for i in program.instructions:
-            self._look_at(i)
+            self._identify(i)
         gaps = list(self._gaps())
         if program.instructions[0].group >= 0:
             self._check_in_flight(gaps)
@@ -86,7 +86,7 @@ class _Unroller:
         self._check_all_written()
         return self._finished()
 
-    # ------------------------------------------------------------ what instructions are
+    # ------------------------------------------------------------ identities of instructions
 
     def _label(self, t: Tensor | Operation) -> tuple[Hashable, int | None]:
         op = t.operation if isinstance(t, Tensor) else t
@@ -95,8 +95,8 @@ class _Unroller:
             return t, None
         return (label.orbit, op.outputs.index(t) if isinstance(t, Tensor) else None), self.layers.place(label.layer)
 
-    def _look_at(self, i: Instruction) -> None:
-        """Note what an instruction is in every layer, and of which layer it is."""
+    def _identify(self, i: Instruction) -> None:
+        """Record the identity of an instruction within its layer, and its layer."""
         for y in i.outputs:
             what, place = self._label(y.tensor)
             if place is not None:
@@ -130,18 +130,18 @@ class _Unroller:
             self.reasons[number] = i.reasons, place
 
     def _number(self, key: Hashable) -> int:
-        """The number of a key: equal keys have one."""
+        """Number of a key; equal keys have the same."""
         return self.numbers.setdefault(key, len(self.numbers))
 
     def _is_wired_alike(self, place: int, layer: int) -> bool:
-        """Whether what is of a place in the short graph is wired as all regular layers are, when it is of a layer."""
+        """Whether an instruction of the short graph, used for a layer, has the wiring of regular layers."""
         first = self.layers.first
         return layer != self.layers.layer(place) or first - REGULAR_ENDS <= place < first + REGULAR_ENDS
 
-    # ------------------------------------------------------------ where to insert
+    # ------------------------------------------------------------ insertion points
 
     def _gaps(self) -> Iterator[Gap]:
-        """The stretches that repeat, and the end of the repetition behind which more are inserted."""
+        """The repeating stretches, with the repetition behind which to insert more."""
         starts = [
             n == 0 or i.group != self.program.instructions[n - 1].group for n, i in enumerate(self.program.instructions)
         ]
@@ -152,7 +152,7 @@ class _Unroller:
             step = self._step(run.first, run.length)
             if step == 0:
                 continue
-            # Repetitions begin where a group does, unless one group has them all.
+            # Repetitions begin at a group boundary, unless one group contains them all.
             last = run.first + run.length * run.times
             inside = self.program.instructions[run.first].group == self.program.instructions[last - 1].group
             fitting = [
@@ -166,7 +166,7 @@ class _Unroller:
             yield Gap(min(fitting, key=lambda n: abs(n - middle)) - 1, run.length, step, inside)
 
     def _step(self, first: int, length: int) -> int:
-        """By how many layers each repetition is further than the one before; 0 for what repeats otherwise."""
+        """Layers from one repetition to the next, 1 or -1; 0 if they do not count layers."""
         steps = set()
         for n in range(first, first + length):
             a, b = self.places[n], self.places[n + length]
@@ -176,14 +176,14 @@ class _Unroller:
         return steps.pop() if steps in ({1}, {-1}) else 0
 
     def _fits(self, n: int, length: int, step: int) -> bool:
-        """Whether the gap is among regular layers for all that is repeated behind instruction n - 1."""
+        """Whether all instructions repeated behind instruction n - 1 have the gap among regular layers."""
         edges = [(self.places[m] or 0) + (step > 0) for m in range(n - length, n)]
         return all(abs(edge - self.layers.first) <= REGULAR_ENDS for edge in edges)
 
     def _check_in_flight(self, gaps: Sequence[Gap]) -> None:
-        """Raises: Irregular where more layers before a gap would change what runs before it, and what behind.
+        """Raise Irregular where more layers before a gap would change the order behind it.
 
-        What uses a collective that is on its way at the gap would not wait for as long as all layers behind it.
+        Users of a collective in flight at the gap would otherwise wait for all inserted layers.
         """
         program, done, producer = self.program, [0.0], dict[Value, int]()
         arrives: dict[Value, float] = {}
@@ -207,7 +207,7 @@ class _Unroller:
                     raise Irregular
 
     def _thresholds(self, gaps: Sequence[Gap]) -> dict[Hashable, int]:
-        """Per instruction of a stretch the first layer of the short graph that is as many layers later."""
+        """For each instruction of a stretch, the first layer of the short graph shifted by the omitted layers."""
         thresholds: dict[Hashable, int] = {}
         for gap in gaps:
             for n in range(gap.at + 1 - gap.length, gap.at + 1):
@@ -221,7 +221,7 @@ class _Unroller:
     # ------------------------------------------------------------ writing
 
     def _layer(self, n: int, thresholds: Mapping[Hashable, int]) -> int | None:
-        """The layer of an instruction of the short program in the whole one."""
+        """The layer in the whole program of an instruction of the short one."""
         place = self.places[n]
         if place is None:
             return None
@@ -230,17 +230,17 @@ class _Unroller:
 
     def _write(self, n: int, i: Instruction, thresholds: Mapping[Hashable, int]) -> None:
         if len(i.outputs) > 1 and isinstance(i, Move):
-            self._put(self._together(i), i.group)
+            self._put(self._for_all_layers(i), i.group)
         else:
-            self._put(self._moved(i, n, self._layer(n, thresholds)), i.group)
+            self._put(self._for_layer(i, n, self._layer(n, thresholds)), i.group)
 
     def _repeat(self, n: int, copy: int, thresholds: Mapping[Hashable, int], gap: Gap) -> None:
         i, layer = self.program.instructions[n], self._layer(n, thresholds)
         assert layer is not None
-        self._put(self._moved(i, n, layer + gap.step * copy), i.group if gap.inside else (i.group, copy, gap.at))
+        self._put(self._for_layer(i, n, layer + gap.step * copy), i.group if gap.inside else (i.group, copy, gap.at))
 
     def _check_all_written(self) -> None:
-        """Raises: Irregular where an instruction of a regular layer was not inserted for all layers."""
+        """Raise Irregular if an instruction of a regular layer was not inserted for all layers."""
         for key, place in zip(self.keys, self.places, strict=True):
             if place == self.layers.first and not all(
                 (key, layer) in self.written for layer in range(self.layers.first, self.layers.end)
@@ -250,8 +250,8 @@ class _Unroller:
     def _put(self, i: Instruction, group: Hashable) -> None:
         self.groups.setdefault(group, []).append(i)
 
-    def _moved(self, i: Instruction, n: int, layer: int | None) -> Instruction:
-        """An instruction as it is for a layer."""
+    def _for_layer(self, i: Instruction, n: int, layer: int | None) -> Instruction:
+        """An instruction, adapted to a layer."""
         place = self.places[n]
         if layer is not None:
             self.written.add((self.keys[n], layer))
@@ -305,14 +305,14 @@ class _Unroller:
         return other
 
     def _operation(self, op: Operation, place: int | None, layer: int | None) -> Operation:
-        """The operation on whose behalf an instruction runs."""
+        """The operation that an instruction belongs to, in a layer."""
         _, own = self._label(op)
         if own is None or place is None or layer is None or not self._is_wired_alike(place, layer):
             return op
         return self._of_layer(op, layer + own - place)
 
-    def _together(self, i: Move) -> Instruction:
-        """A move of values of several layers, of all layers."""
+    def _for_all_layers(self, i: Move) -> Instruction:
+        """Extend an instruction on values of several layers to all layers."""
         layers = self.layers
         inputs, outputs, steps, reasons = [], [], [], []
         for x, y, step, reason in zip(i.inputs, i.outputs, i.steps, i.reasons, strict=True):
@@ -329,7 +329,7 @@ class _Unroller:
         return replace(i, inputs=tuple(inputs), outputs=tuple(outputs), steps=tuple(steps), reasons=tuple(reasons))
 
     def _reason(self, reason: Reason, place: int | None, layer: int | None) -> Reason:
-        """A reason of an instruction at a place in the short graph, with the names of a layer."""
+        """A reason of an instruction, with the names of another layer."""
         layers = self.layers
         if place is None or layer is None or not self._is_wired_alike(place, layer):
             return reason

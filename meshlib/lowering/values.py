@@ -1,4 +1,4 @@
-"""The values of operations' variables, and what each needs and makes, shared by all operations that are alike."""
+"""Values of operations' variables, with the placements that each needs and produces, shared by alike operations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOST_VALUES = 1500
 class PlacedStrategy(NamedTuple):
     """A strategy in a region: 0 is the operation's own, others are later ones that use its result.
 
-    A value of an operation's variable is one or several runs, that in its own region first.
+    A value of an operation's variable is one or several runs, the one in its own region first.
     """
 
     region: int
@@ -38,35 +38,35 @@ class PlacedStrategy(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ClassRows:
-    """What each value of a variable needs or makes of one tensor: few different rows, the classes of values.
+    """The placements of one tensor that each value of a variable needs or produces, grouped in classes of equal rows.
 
-    Equal rows of one balance are one object: see `Interned`.
+    Equal rows at one balance are one object: see `Interned`.
     """
 
     classes: Sequence[tuple[Any, ...]]
-    of: Ints  # per value of the variable, the class
+    of: Ints  # class of each value
 
     @cached_property
     def regions(self) -> tuple[int, ...]:
-        """The regions in which some value makes the tensor, in order."""
+        """The regions in which some value produces the tensor, in order."""
         return tuple(dict.fromkeys([region for spots in self.classes for region, _ in spots]))
 
 
 @dataclass(eq=False)
 class Interned:
-    """Equal rows, and equal recomputations, as one object each: what is tabulated for them is found by identity."""
+    """Interns equal rows and recomputations, so that tables derived from them are found by identity."""
 
     _rows: dict[object, ClassRows] = field(default_factory=dict)
     _free: dict[object, Free] = field(default_factory=dict)
     values: dict[object, Values] = field(default_factory=dict)
 
     def needs(self, rows: Iterable[tuple[Sharding, ...]]) -> ClassRows:
-        """Of the placements that each value needs; their order and repeats do not matter."""
-        first: dict[object, tuple[Sharding, ...]] = {}  # of the rows that differ in order alone
+        """Rows of the placements that each value needs; order and repeats do not matter."""
+        first: dict[object, tuple[Sharding, ...]] = {}  # representative of rows that differ in order alone
         return self._one([first.setdefault(frozenset(r), tuple(dict.fromkeys(r))) if len(r) > 1 else r for r in rows])
 
     def makes(self, rows: Iterable[tuple[tuple[int, Sharding], ...]]) -> ClassRows:
-        """Of the placements that each value makes, with the number of the region in which it does."""
+        """Rows of the placements that each value produces, with region numbers."""
         return self._one([tuple(dict.fromkeys(row)) if len(row) > 1 else row for row in rows])
 
     def _one(self, rows: Iterable[tuple[Any, ...]]) -> ClassRows:
@@ -79,7 +79,7 @@ class Interned:
         return known
 
     def free(self, signature: Signature, home: Sharding, operands: tuple[Free, ...]) -> Free:
-        """The recomputation of a tensor that is made of nothing."""
+        """The recomputation of a tensor that is computed from nothing."""
         key = (signature, home, operands)
         if key not in self._free:
             self._free[key] = Free(signature, home, operands)
@@ -88,7 +88,7 @@ class Interned:
 
 @dataclass(eq=False)
 class Free:
-    """A tensor that is made of nothing, wherever it is used; `operands` are those of its operation."""
+    """A tensor computed from nothing wherever it is used; `operands` are those of its operation."""
 
     signature: Signature
     home: Sharding
@@ -96,7 +96,7 @@ class Free:
     _costs: dict[Sharding, float] = field(default_factory=dict)
 
     def cost(self, wanted: Sharding) -> float:
-        """The work of making it under a sharding."""
+        """Work of computing it under a sharding."""
         wanted = wanted.drop_pending()
         if wanted == self.home:
             return 0.0
@@ -113,7 +113,7 @@ class Free:
 
 
 def run_cost(signature: Signature, axes: Any, out: Sharding) -> float:
-    """The price of running an operation once more: next to nothing."""
+    """Price of running an operation again: almost nothing."""
     blocks = signature.cut(tuple([out.mesh.group_size(axes.get(n, ())) for n in signature.names]))
     assert blocks is not None
     return BYTES_PER_OPERATION * (blocks.work.vpu_ops + 1)
@@ -122,7 +122,7 @@ def run_cost(signature: Signature, axes: Any, out: Sharding) -> float:
 def settled(
     s: Sharding, binding: Binding, home: Sharding, itemsize: float, balance: Balance
 ) -> tuple[float, tuple[Sharding, ...]]:
-    """The cost of bringing a result where it is bound, and the placements under which it exists then."""
+    """Cost of resharding a result to its binding, and the placements under which it then exists."""
     bound = binding.settled(s, home)
     if bound == s:
         return 0.0, (s,)
@@ -130,7 +130,7 @@ def settled(
 
 
 class ValuesKey(NamedTuple):
-    """All that the values of an operation's variable depend on.
+    """Everything that the values of an operation's variable depend on.
 
     Args:
       later: how many later regions use its result, where it may run again; None where it may not.
@@ -147,7 +147,7 @@ class ValuesKey(NamedTuple):
 
 
 class Values:
-    """The values of the variable of alike operations, `op` being one: their costs, and what they need and make."""
+    """The values of the variable of alike operations (`op` is one): costs, and placements needed and produced."""
 
     def __init__(
         self, op: Operation, signature: Signature, key: ValuesKey, interned: Interned, balance: Balance
@@ -165,7 +165,7 @@ class Values:
         self.costs: Floats = np.array(own)
 
     def needs(self, operands: tuple[int, ...], region: int) -> ClassRows:
-        """The placements of a tensor, which is these operands, that each value needs in a region."""
+        """For each value, the placements of a tensor needed in a region; the tensor is these operands."""
         key = (operands, region)
         if key not in self._needs:
             rows = [
@@ -176,9 +176,10 @@ class Values:
         return self._needs[key]
 
     def makes(self, n: int) -> ClassRows:
-        """The placements of a result that each value makes, with their regions."""
+        """For each value, the placements of a result, with their regions."""
         if n not in self._makes:
-            first = -1 if self.op.opdef.home is Home.GIVEN else 0  # a constrained value exists as constrained alone
+            # a constrained value exists under its constraint alone
+            first = -1 if self.op.opdef.home is Home.GIVEN else 0
             rows = [
                 tuple([(r.region, at) for r in runs for at in self._made(n, r.strategy)][first:]) for runs in self.runs
             ]
@@ -192,7 +193,7 @@ class Values:
         return settled(s, *self.key.others[n - 1], self.op.outputs[n].dtype.itemsize, self._balance)
 
     def _runs(self, strategies: Sequence[Strategy]) -> list[tuple[PlacedStrategy, ...]]:
-        """One strategy each; what is computed again may run in two ways, and once more in regions that use it later."""
+        """Runs of the operation: one strategy; if recomputable also two, and one more in later regions that use it."""
         values: list[tuple[PlacedStrategy, ...]] = [(PlacedStrategy(0, s),) for s in strategies]
         later = self.key.later
         if later is None:
@@ -218,7 +219,7 @@ class Values:
         return values
 
     def _price(self, choice: Choice) -> float:
-        """Of what operands are made of nothing, and results but the first brought home where they are bound there."""
+        """Price of operands computed from nothing, and of resharding further results to their bindings."""
         others = list(enumerate(beside(self.op, choice.out)))[1:] if self.key.others else []
         return self._price_free(choice) + sum([self._settled(n, s)[0] for n, s in others])
 
