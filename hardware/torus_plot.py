@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from hardware.films import FilmFrame
 
 SHEET = 12  # frames on one sheet
-APART = 0.07  # gap between the two directions of a link
+APART = 0.08  # gap between the two directions of a link
+HOP, TITLE, LEGEND, LEAST = 0.6, 0.6, 0.35, 3.2  # inches: of a hop, a title and the legend; the least width of a frame
+CHARACTERS = 16  # of a title for each inch
+IDLE = (0.82, 0.82, 0.82, 1.0)
 
 
 def plot_frame(frame: FilmFrame, ax: Any) -> Any:
@@ -26,7 +29,7 @@ def plot_frame(frame: FilmFrame, ax: Any) -> Any:
     from matplotlib.collections import LineCollection
 
     places, lines, shades, widths = spots(torus), [], [], []
-    heat, fill = colormaps["YlOrRd"], colormaps["Blues"]
+    fill = colormaps["Blues"]
     for link in torus.links():
         source, target = torus.ends(link)
         axis = link // 2 % torus.rank
@@ -40,21 +43,50 @@ def plot_frame(frame: FilmFrame, ax: Any) -> Any:
         dx, dy = (0.0, side) if axis == torus.rank - 1 else (side, 0.0)
         load = frame.loads.get(link, 0.0)
         lines.append([(x1 + dx, y1 + dy), (x2 + dx, y2 + dy)])
-        shades.append(heat(0.25 + 0.75 * load) if load else (0.85, 0.85, 0.85, 1.0))
-        widths.append(1.0 + 2.0 * load)
+        shades.append(_shade(load))
+        widths.append(_width(load))
     axes.add_collection(LineCollection(lines, colors=shades, linewidths=widths, zorder=1))
     colours = [
         "white" if node in frame.failed else fill(0.15 + 0.85 * frame.received.get(node, 0.6))
         for node in range(torus.nodes)
     ]
     axes.scatter(
-        [x for x, _ in places], [y for _, y in places], 70, c=colours,
-        edgecolors="black", linewidths=0.5, zorder=2,
+        [x for x, _ in places], [y for _, y in places], 110, c=colours,
+        edgecolors="black", linewidths=0.6, zorder=2,
     )  # fmt: skip
-    axes.set(xlim=(-0.8, max(x for x, _ in places) + 0.8), ylim=(max(y for _, y in places) + 0.8, -0.8), aspect="equal")
-    axes.set_title(frame.title, fontsize=8)
+    axes.set(xlim=(-0.6, max(x for x, _ in places) + 0.6), ylim=(max(y for _, y in places) + 0.6, -0.6), aspect="equal")
+    most = int(_size(frame)[0] * CHARACTERS)
+    lines_of_title = (line if len(line) <= most else line[: most - 1] + "…" for line in frame.title.split("\n"))
+    axes.set_title("\n".join(lines_of_title), fontsize=8)
     axes.axis("off")
     return axes
+
+
+def _shade(load: float) -> Any:
+    from matplotlib import colormaps
+
+    return colormaps["YlOrRd"](0.4 + 0.6 * load) if load else IDLE
+
+
+def _width(load: float) -> float:
+    return 1.2 + 1.8 * load
+
+
+def _legend(figure: Any, frame: FilmFrame) -> None:
+    """What colours mean, below all frames."""
+    from matplotlib import colormaps
+    from matplotlib.lines import Line2D
+
+    links = {"idle": 0.0, "half the time": 0.5, "busy": 1.0}
+    handles = [Line2D([], [], color=_shade(load), linewidth=_width(load), label=text) for text, load in links.items()]
+    if frame.received:
+        style: dict[str, Any] = {"marker": "o", "linestyle": "none", "markeredgecolor": "black", "markersize": 6}
+        fill = colormaps["Blues"]
+        handles += [
+            Line2D([], [], color=fill(shade), label=text, **style)
+            for text, shade in (("received nothing", 0.15), ("all", 1.0))
+        ]
+    figure.legend(handles=handles, loc="lower center", ncols=len(handles), fontsize=7, frameon=False, handlelength=1.5)
 
 
 def save_film(frames: Sequence[FilmFrame], path: Path, frames_per_second: float) -> Path:
@@ -80,7 +112,7 @@ def save_film(frames: Sequence[FilmFrame], path: Path, frames_per_second: float)
         else:
             for n, axes in enumerate(place):  # the first, the last, and some between
                 plot_frame(frames[round(n * (len(frames) - 1) / max(1, len(place) - 1))], axes)
-            figure.savefig(path)
+            figure.savefig(path, dpi=120)
     except OSError as fault:
         raise HardwareError(f"cannot write {path}: {fault.strerror or fault}") from None
     return path
@@ -94,16 +126,31 @@ def _figure(frames: Sequence[FilmFrame], count: int) -> tuple[Any, list[Any]]:
     except ImportError:
         raise HardwareError("a film is drawn with matplotlib: pip install 'meshlib-tpu[plot]'") from None
     width, height = _size(frames[0])
-    columns = max(1, math.isqrt(count)) if count > 3 else count
+    columns = min(count, max(1, math.floor(math.sqrt(count * height / width) + 0.5)))  # a sheet about as wide as high
     rows = math.ceil(count / columns)
-    figure = Figure(figsize=(width * columns, height * rows))
+    figure = Figure(figsize=(width * columns, height * rows + LEGEND))
     FigureCanvasAgg(figure)
-    return figure, [figure.add_subplot(rows, columns, n + 1) for n in range(count)]
+    total = height * rows + LEGEND
+    bottom, high = LEGEND / total, height / total
+    place = [
+        figure.add_axes(
+            (n % columns / columns, bottom + high * (rows - 1 - n // columns), 1 / columns, high * _share(height))
+        )
+        for n in range(count)
+    ]
+    _legend(figure, frames[0])
+    return figure, place
+
+
+def _share(height: float) -> float:
+    """The share of a frame's height that is below its title."""
+    return (height - TITLE) / height
 
 
 def _size(frame: FilmFrame) -> tuple[float, float]:
+    """Inches of a frame with its title."""
     places = spots(frame.torus)
-    return 0.45 * (max(x for x, _ in places) + 2), 0.45 * (max(y for _, y in places) + 2.5)
+    return max(LEAST, HOP * (max(x for x, _ in places) + 1.2)), HOP * (max(y for _, y in places) + 1.2) + TITLE
 
 
 def _axes(ax: Any, frame: FilmFrame) -> Any:

@@ -69,6 +69,9 @@ def test_a_step_of_a_program():
         shown = [sum(frame.loads.get(link, 0.0) for frame in film.frames) * length for link in links]
         assert shown == pytest.approx([est.engine_seconds.get(f"ici axis {number}", 0.0)] * len(links), abs=2e-9)
     assert any(frame.loads for frame in film.frames)
+    titles = [frame.title.splitlines() for frame in film.frames]
+    assert titles[0][1:] == ["core: idle", "links: all_gather of w"]
+    assert titles[-1][1] == "core: einsum"
     with pytest.raises(mtf.GraphError, match="frames must be at least 1, got 0"):
         est.film(0)
 
@@ -91,6 +94,9 @@ def test_a_frame_is_drawn_on_given_axes():
     assert FilmFrame(torus, loads=axis_loads(torus, {0: 0.5})).plot(axes) is axes
     (lines,) = (c for c in axes.collections if len(c.get_paths()) == len(list(torus.links())))
     assert len({tuple(shade) for shade in lines.get_colors()}) == 2
+    long = FilmFrame(torus, "now\n" + "x" * 400).plot(axes).get_title()
+    assert "x…" in long
+    assert len(long) < 200
 
 
 def reduce(nodes):
