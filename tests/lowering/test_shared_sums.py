@@ -36,7 +36,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
         return True
 
     monkeypatch.setattr(layout, "LITTLE", -1.0)
-    monkeypatch.setattr(layout.Lowering, "_pays", pays)
+    monkeypatch.setattr(layout.Lowering, "_is_better", pays)
     return made
 
 
@@ -113,7 +113,7 @@ def verified(name: str) -> bool:
 
 def changed(**to: Callable[[Monomial], Any]) -> Callable[..., list[Monomial]]:
     """Products that are put into others, with other numbers or factors."""
-    put = shared_sums._put
+    put = shared_sums._substitute
     return lambda *args: [replace(m, **{name: of(m) for name, of in to.items()}) for m in put(*args)]
 
 
@@ -124,9 +124,9 @@ def unrepeated(self: Algebra, kind: Any, attrs: Any, operands: Any, over: Any, w
 
 SUMMED = Algebra._summed
 WRONG: dict[str, tuple[object, str, object]] = {
-    "numbers": (shared_sums, "_put", changed(number=lambda m: 1.0)),
-    "a factor": (shared_sums, "_put", changed(powers=lambda m: dict(list(m.powers.items())[1:]))),
-    "powers": (shared_sums, "_put", changed(powers=lambda m: {f: abs(n) + 1 for f, n in m.powers.items()})),
+    "numbers": (shared_sums, "_substitute", changed(number=lambda m: 1.0)),
+    "a factor": (shared_sums, "_substitute", changed(powers=lambda m: dict(list(m.powers.items())[1:]))),
+    "powers": (shared_sums, "_substitute", changed(powers=lambda m: {f: abs(n) + 1 for f, n in m.powers.items()})),
     "repetitions": (Algebra, "_summed", unrepeated),
     "terms": (Algebra, "collected", lambda self, terms: []),
 }
