@@ -326,6 +326,18 @@ def _spans(
     return [(lower.needs(*block), lower.parts(*block)) for block in blocks]
 
 
+def _block_runs(first: int, block: int, count: int, index: Index) -> BlockRuns:
+    """Where the runs of all blocks begin, each a block after the one before."""
+    return BlockRuns(tuple(first + j * block for j in range(count)), index)
+
+
+def _own_part(array: Array, own: Mapping[int, slice]) -> tuple[slice, ...] | None:
+    """The device's own block in an array with margins along some axes; None where there are none."""
+    if all(cut == slice(0, array.shape[axis]) for axis, cut in own.items()):
+        return None
+    return tuple(own.get(axis, slice(None)) for axis in range(array.ndim))
+
+
 def _within_margins(
     i: Compute, part: RowContext, factors: Sequence[Factor], axes: Axes, inputs: Sequence[Array]
 ) -> tuple[Array, ...]:
@@ -335,8 +347,8 @@ def _within_margins(
     wide = {m.dim: m for m in y.margins}
     offsets, before = dict(part.offsets), {}
     for f in factors:
-        out = f.outputs[0]
-        before[f.name] = wide[out].before if out is not None and out in wide else 0
+        margin = wide.get(f.outputs[0] or "")
+        before[f.name] = 0 if margin is None else margin.before
         offsets[f.name] = offsets[f.name] - before[f.name]
     arrays: list[Array] = []
     runs_of_operands: list[dict[str, BlockRuns]] = []
@@ -354,12 +366,9 @@ def _within_margins(
             start = -held[dim].before if dim in held else 0  # beginning of this device's data, relative to its block
             if f.role in RUNS and over and isinstance(lower, Halo):
                 count = part.context.mesh.group_size(over)
-                length = lower.length(op, f) // count
-                if out is not None:
-                    length = y.local_shape.dim(out).size
+                length = lower.length(op, f) // count if out is None else y.local_shape.dim(out).size
                 begin, end = lower.needs(op, f, n, -before[f.name], length - before[f.name])
-                begins = tuple(begin + before[f.name] + j * (size // count) for j in range(count))
-                runs[dim] = BlockRuns(begins, part.context.index(over))
+                runs[dim] = _block_runs(begin + before[f.name], size // count, count, part.context.index(over))
                 if lower.wrap(op):
                     begin, end = start + (begin - start) % size, start + (begin - start) % size + end - begin
             elif out is not None and (out in wide or dim in held):
@@ -370,8 +379,7 @@ def _within_margins(
             mine[axis] = slice(-begin, x.sharding.local_shape.dim(dim).size - begin)
         arrays.append(array)
         runs_of_operands.append(runs)
-        whole = any(s != slice(0, array.shape[a]) for a, s in mine.items())
-        own.append(tuple(mine.get(a, slice(None)) for a in range(array.ndim)) if whole else None)
+        own.append(_own_part(array, mine))
     part = replace(part, offsets=offsets, runs=tuple(runs_of_operands), own=tuple(own))
     return run_row(part, row_of(op).local, arrays)
 

@@ -17,7 +17,7 @@ Time is modelled: that a layout is the best is proved for the model, and the mod
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import replace
@@ -48,6 +48,44 @@ __all__ = ["Candidate", "Found", "SearchInterrupted", "search"]
 
 LINE = 300  # maximum length of an error shown among others
 REMAT = ("none", "matmuls", "full", OFFLOAD)  # each recomputes or transfers more than the one before
+
+
+def _candidates_of(
+    problem: SearchProblem, chosen: Choices, slices: Sequence[Slice], fixed: Fixed, axes: int
+) -> Iterator[Candidate]:
+    """The candidates of one choice of builder arguments on all slices."""
+    free = [d for d in problem.dims if d not in fixed.rules.dims or d in _scoped(fixed)]
+    roles = roles_of(problem.tensors, free, problem.batch)
+    given = replace(fixed, named=problem.named)
+    for where in slices:
+        yield from candidates(chosen, where, roles, problem.tensors.sizes, given, axes)
+
+
+def _nothing_divides(problems: Iterable[SearchProblem], slices: Sequence[Slice]) -> GraphError:
+    dims = dict.fromkeys(f"{d}:{p.tensors.sizes[d]}" for p in problems for d in p.dims)
+    return GraphError(
+        f"search: no mesh of {', '.join(where.name for where in slices)} divides the program's dims "
+        f"({', '.join(dims) or 'it has none'}); take a smaller slice, allow more axes, or fix less"
+    )
+
+
+def _check_run(
+    axes: int, seconds: float | None, workers: int | Executor | None, progress: object, resume: object
+) -> None:
+    """That the arguments of a run make sense."""
+    if axes < 0:
+        raise GraphError(f"search: axes must not be negative, got {axes}")
+    if seconds is not None and number(seconds, "search", "seconds") <= 0:
+        raise GraphError(f"search: seconds must be more than 0, or None, got {seconds}")
+    if workers is not None and executor_of(workers) is None:
+        count = whole(workers, "search", "workers")
+        if count < 1:
+            raise GraphError(f"search: workers must be at least 1, got {workers}")
+        check_forks(count)
+    if progress is not None and not callable(progress):
+        raise GraphError(f"search: progress must be a function of (done, all, text), got {progress!r:.80}")
+    if resume is not None and not isinstance(resume, str | Path):
+        raise GraphError(f"search: resume must be the name of a file, got {resume!r:.80}")
 
 
 def search(
@@ -121,19 +159,7 @@ def search(
     known = _known(also, slices)
     per, forbid = _names(per, "per"), _names(forbid, "forbid")
     axes = whole(axes, "search", "axes")
-    if axes < 0:
-        raise GraphError(f"search: axes must not be negative, got {axes}")
-    if seconds is not None and number(seconds, "search", "seconds") <= 0:
-        raise GraphError(f"search: seconds must be more than 0, or None, got {seconds}")
-    if workers is not None and executor_of(workers) is None:
-        count = whole(workers, "search", "workers")
-        if count < 1:
-            raise GraphError(f"search: workers must be at least 1, got {workers}")
-        check_forks(count)
-    if progress is not None and not callable(progress):
-        raise GraphError(f"search: progress must be a function of (done, all, text), got {progress!r:.80}")
-    if resume is not None and not isinstance(resume, str | Path):
-        raise GraphError(f"search: resume must be the name of a file, got {resume!r:.80}")
+    _check_run(axes, seconds, workers, progress, resume)
     measure = Objective.named(objective)
     require_compiler(compiler, "search")
     _check_choices(build, options)
@@ -149,11 +175,8 @@ def search(
         except MeshlibError as fault:
             refused[chosen] = fault
             continue
-        free = [d for d in problem.dims if d not in fixed.rules.dims or d in _scoped(fixed)]
-        roles = roles_of(problem.tensors, free, problem.batch)
-        given = replace(fixed, named=problem.named)
+        space += _candidates_of(problem, chosen, slices, fixed, axes)
         for where in slices:
-            space += candidates(chosen, where, roles, problem.tensors.sizes, given, axes)
             usual = _usual(build, where, problem) if not fixed.rules and not forbid and axes else []
             first += [laid(chosen, where, *pair, problem.named) for pair in (*known[where], *usual)]
     if not problems:
@@ -164,11 +187,7 @@ def search(
     _check_sizes(fixed, slices)
     space = [*first, *space]
     if not space:
-        dims = dict.fromkeys(f"{d}:{p.tensors.sizes[d]}" for p in problems.values() for d in p.dims)
-        raise GraphError(
-            f"search: no mesh of {', '.join(where.name for where in slices)} divides the program's dims "
-            f"({', '.join(dims) or 'it has none'}); take a smaller slice, allow more axes, or fix less"
-        )
+        raise _nothing_divides(problems.values(), slices)
     stored_estimates = None if resume is None else KeptEstimates(resume, keys_of(problems.values(), slices, measure))
     lighter = lighter_ones(space, "remat", REMAT) if isinstance(build, TransformerConfig) and measure.closer else {}
     run = Search(

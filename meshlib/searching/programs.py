@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any
 
 from layouts import LayoutRules, Mesh
@@ -167,6 +168,16 @@ class SearchProblem:
         return estimate(self.session.lower(c.mesh, c.layout, compiler=self.compiler), c.slice)
 
 
+def _dims_to_split(
+    sources: Sequence[Operation], sizes: Mapping[str, int], forbidden: Collection[str]
+) -> tuple[str, ...]:
+    """The dims of inputs and variables that a layout may split."""
+    named = dict.fromkeys(d.name for op in sources for d in op.output.shape)
+    if MICROBATCH in sizes:  # the microbatch dim may be split like the batch before and after the stages
+        named[MICROBATCH] = None
+    return tuple(n for n in named if sizes.get(n, 1) > 1 and n not in forbidden)
+
+
 def problem_of(
     build: Build,
     choices: Choices,
@@ -194,13 +205,8 @@ def problem_of(
     for name in (*per, *forbid):
         if name not in sizes:
             raise GraphError(f"search: the program has no dim {name!r}; there are {', '.join(sizes)}")
-    named = dict.fromkeys(d.name for op in sources for d in op.output.shape)
-    if MICROBATCH in sizes:  # the microbatch dim may be split like the batch before and after the stages
-        named[MICROBATCH] = None
-    dims = tuple(n for n in named if sizes.get(n, 1) > 1 and n not in stacked and n not in forbid)
-    units = 1.0
-    for name in per:
-        units *= sizes[name]
+    dims = _dims_to_split(sources, sizes, {*stacked, *forbid})
+    units = prod([float(sizes[name]) for name in per], start=1.0)
     inputs = [op.output.shape.names for op in sources if op.opdef.kind is Kind.INPUT]
     batch = next((names[0] for names in inputs if names and names[0] in dims), None)
     return SearchProblem(

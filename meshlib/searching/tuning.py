@@ -8,7 +8,7 @@ gains is its own: the step without it against the step with it, in the order fou
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -222,15 +222,21 @@ def _name(tried: Tried) -> str:
 # ------------------------------------------------------------ knobs
 
 
+_EXCLUSIVE = {"tensor": "tensor_sequence", "tensor_sequence": "tensor"}  # axes of which one alone has a size
+
+
+def _divisors(sizes: Sequence[int], *numbers: int) -> list[int]:
+    """The sizes that divide all of the numbers."""
+    return [n for n in sizes if not any(number % n for number in numbers)]
+
+
 def _meshes(run: MaxTextRun, where: Slice, sequences: int) -> Iterator[dict[str, Any]]:
     """ICI sizes: fully sharded with tensor or sequence parallelism, transposed weights, experts, context, data."""
     per_slice, config = where.devices // where.slices, run.config
     heads = min(config.attention_of(window).memory for window in config.windows)
-    most = heads if heads > 1 else 1
-    tensors = [n for n in (1, 2, 4, 8, 16) if most % n == 0 and config.d_ff % n == 0 and per_slice % n == 0]
-    experts = [1]
-    if config.experts is not None:
-        experts = [n for n in (1, 2, 4, 8, 16, 32, 64) if config.experts.count % n == 0 and per_slice % n == 0]
+    tensors = _divisors((1, 2, 4, 8, 16), max(heads, 1), config.d_ff, per_slice)
+    count = 1 if config.experts is None else config.experts.count
+    experts = _divisors((1, 2, 4, 8, 16, 32, 64), count, per_slice)
     axes = ("tensor", "tensor_sequence", "expert", "context", "data", "fsdp_transpose")
     here = {key: run.settings.size(key, -1) for key in _keys_of(axes)}
     for axis, sizes in (
@@ -242,9 +248,8 @@ def _meshes(run: MaxTextRun, where: Slice, sequences: int) -> Iterator[dict[str,
         for size in sizes:
             keys = {"ici_fsdp_parallelism": -1, **{k: (1 if v == -1 else v) for k, v in here.items()}}
             keys[f"ici_{axis}_parallelism"] = size
-            if axis in ("tensor", "tensor_sequence"):
-                other = "tensor_sequence" if axis == "tensor" else "tensor"
-                keys[f"ici_{other}_parallelism"] = 1
+            if axis in _EXCLUSIVE:
+                keys[f"ici_{_EXCLUSIVE[axis]}_parallelism"] = 1
             changes = {k: v for k, v in keys.items() if v != run.settings[k]}
             if changes:
                 yield changes

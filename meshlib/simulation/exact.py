@@ -8,6 +8,7 @@ expected result.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import lru_cache
 from itertools import product
 from math import prod
@@ -227,6 +228,35 @@ def _with_halos(
     return blocks, starts
 
 
+def _ranges_of_factors(
+    factors: Sequence[Factor],
+    split: AbstractSet[str],
+    of_result: Mapping[str, tuple[int, int]],
+    of_operands: Sequence[Mapping[str, tuple[int, int]]],
+) -> dict[str, tuple[int, int]]:
+    """The indices of each factor on one device: those of the result; of an overlap those of its leading operand."""
+    ranges = {f.name: of_result[f.outputs[0]] for f in factors if f.outputs[0] is not None}
+    for f in factors:
+        if f.role is Role.OVERLAP and f.name in split and (led := f.operands[f.lead]) is not None:
+            ranges[f.name] = of_operands[f.lead][led]
+    return ranges
+
+
+def _window(
+    op: Operation, factor: Factor, operand: int, computed: tuple[int, int], held: tuple[int, int], size: int
+) -> tuple[int, int]:
+    """The indices of an operand that the `computed` ones of a factor read, of those held; `size`: of the whole dim."""
+    lower = op.opdef.lower
+    assert isinstance(lower, Halo)
+    begin, end = lower.needs(op, factor, operand, *computed)
+    low, high = held
+    if lower.wrap(op):
+        length, begin = end - begin, low + (begin - low) % size
+        end = begin + length
+    begin = min(max(begin, low), high)
+    return begin, min(max(end, begin), high)
+
+
 def _within_margins(
     instruction: Compute,
     factors: Sequence[Factor],
@@ -242,28 +272,20 @@ def _within_margins(
     runs_of_dims, wide = held_runs(y, coordinate), {m.dim for m in y.margins}
     own = [held_runs(Value(x.tensor, x.sharding), coordinate) for x in instruction.inputs]
     split = {name for _, name in instruction.assignment}
-    by_factor = {f.name: runs_of_dims[f.outputs[0]] for f in factors if f.outputs[0] is not None}
-    for f in factors:
-        if f.role is Role.OVERLAP and f.name in split and (led := f.operands[f.lead]) is not None:
-            by_factor[f.name] = own[f.lead][led]
+    by_factor = _ranges_of_factors(factors, split, runs_of_dims, own)
+    along = [f for f in factors if f.name in by_factor]
     offsets = {**place, **{name: begin for name, (begin, _) in by_factor.items()}}
     arrays, starts, types = [], [], []
     for n, (x, blocks) in enumerate(zip(instruction.inputs, inputs, strict=True)):
         held, wanted = held_runs(x, coordinate), dict(own[n])
         start: dict[str, int] = {}
-        for f in factors:
+        for f in along:
             dim = f.operands[n]
-            if dim is None or f.name not in by_factor:
+            if dim is None:
                 continue
-            if f.role in RUNS and isinstance(op.opdef.lower, Halo) and f.name in split:
-                begin, end = op.opdef.lower.needs(op, f, n, *by_factor[f.name])
-                low, high = held[dim]
-                if op.opdef.lower.wrap(op):
-                    length, begin = end - begin, low + (begin - low) % x.tensor.shape.dim(dim).size
-                    end = begin + length
-                begin = min(max(begin, low), high)
-                wanted[dim] = (begin, min(max(end, begin), high))
-                start[dim] = begin
+            if f.role in RUNS and f.name in split:
+                wanted[dim] = _window(op, f, n, by_factor[f.name], held[dim], x.tensor.shape.dim(dim).size)
+                start[dim] = wanted[dim][0]
             elif f.outputs[0] in wide:
                 wanted[dim] = by_factor[f.name]
         cuts = tuple(np.s_[b - held[d][0] : e - held[d][0]] for d, (b, e) in wanted.items())

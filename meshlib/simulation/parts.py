@@ -80,6 +80,38 @@ class Parts:
         return self._types[key]
 
 
+def _move_parts(parts: Parts, either: set[Value], i: Move) -> None:
+    """A move's results are like its operands; those of `Working` are given for the range alone."""
+    for x, y in zip(i.inputs, i.outputs, strict=True):
+        _propagate(parts, either, x, y)
+        if isinstance(i, Working) and y in parts.dims:
+            parts.partial.add(y)
+            either.discard(y)
+
+
+def _plan_step(
+    executor: FastExecutor,
+    parts: Parts,
+    either: AbstractSet[Value],
+    i: Compute | Loop,
+    dim: Dimension,
+    passing: AbstractSet[Instruction],
+    passed: set[Value],
+) -> None:
+    """Plan whether a computation or loop runs on the range; `passed` gets views of results of `passing` ones."""
+    known = [x for x in i.inputs if x in parts.dims]
+    some = any(x in parts.partial for x in known)
+    all_whole = any(x not in parts.partial and x not in either for x in known)
+    follows = all(x in either for x in known) and not passed.isdisjoint(i.inputs)
+    in_part = (some or not all_whole) and i not in passing and not follows
+    if follows and i.operation.opdef.kind is Kind.VIEW:
+        passed.update(i.outputs)
+    if isinstance(i, Loop):
+        _loop_parts(executor, parts, i, dim, in_part and bool(known))
+    else:
+        _compute_parts(parts, i, dim, in_part)
+
+
 def parts_of(
     executor: FastExecutor,
     inputs: Mapping[Value, str],
@@ -99,37 +131,22 @@ def parts_of(
     if not whole:
         parts.partial.update(inputs)
     for i in executor.ready.instructions:
-        known = [x for x in i.inputs if x in parts.dims]
         if isinstance(i, Move):
-            for x, y in zip(i.inputs, i.outputs, strict=True):
-                _propagate(parts, either, x, y)
-                if isinstance(i, Working) and y in parts.dims:
-                    parts.partial.add(y)
-                    either.discard(y)
+            _move_parts(parts, either, i)
             continue
+        known = [x for x in i.inputs if x in parts.dims]
         if not isinstance(i, Compute | Loop):
             for x, y in zip(i.inputs, i.outputs, strict=False):  # an operand rounded for the MXU
                 _propagate(parts, either, x, y)
             continue
-        some = any(x in parts.partial for x in known)
-        all_whole = any(x not in parts.partial and x not in either for x in known)
-        follows = all(x in either for x in known) and not passed.isdisjoint(i.inputs)
-        in_part = (some or not all_whole) and i not in passing and not follows
-        if follows and i.operation.opdef.kind is Kind.VIEW:
-            passed.update(i.outputs)
-        if isinstance(i, Loop):
-            _loop_parts(executor, parts, i, dim, in_part and bool(known))
-        else:
-            _compute_parts(parts, i, dim, in_part)
-        if i in passing:
-            either.update(y for y in i.outputs if y not in parts.partial)
-        elif known and all(x in either for x in known):
+        _plan_step(executor, parts, either, i, dim, passing, passed)
+        # Results of `passing` instructions, and of those of which all operands are given either way.
+        if i in passing or (known and either.issuperset(known)):
             # A move along the dim of a whole value is right for every index. A move of a range yields values for the
             # indices that are active next, so its result must stay whole.
             either.update(y for y in i.outputs if y not in parts.partial)
-        for y in i.outputs:  # without a factor, the dim is known by its name
-            if y not in parts.dims and dim in y.tensor.shape:
-                parts.dims[y] = dim.name
+        # without a factor, the dim is known by its name
+        parts.dims.update({y: dim.name for y in i.outputs if y not in parts.dims and dim in y.tensor.shape})
     return parts
 
 

@@ -6,7 +6,7 @@ carries before each trip, the values kept by the rematerialisation policy, and t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -80,13 +80,22 @@ class _Backwards:
         sliced = {n: _like(dx, self.xs[n]) for n, dx in zip(self.with_gradient, dxs, strict=True)}
         return [*sides, *(sliced.get(n) for n in range(len(self.xs))), *(sums_of_outer.get(x) for x in self.outer)]
 
+    def _parted(self, slices: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        """The carries before a trip, on the device, then sliced and saved values, cotangents of stacks and carries."""
+        rest = iter(slices)
+        befores = zip(islice(rest, len(self.befores)), self.inits, strict=True)
+        yield [_as_carried(from_host(t) if t.on_host else t, x) for t, x in befores]
+        for part in (self.xs, self.saved, self.stacked, self.joining):
+            yield list(islice(rest, len(part)))
+
+    def _added(self, graph: Graph, sums: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> list[Tensor]:
+        """Sums over trips with those of this one."""
+        counted = [g if g is None else self._active_part(graph, g) for g in cotangents]
+        return [a if g is None else a + g for a, g in zip(sums, counted, strict=True)]
+
     def _step(self, carries: Sequence[Tensor], slices: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         graph = slices[0].graph
-        rest = iter(slices)
-        befores, xs, saved, dys, joining = (
-            list(islice(rest, len(part))) for part in (self.befores, self.xs, self.saved, self.stacked, self.joining)
-        )
-        befores = [_as_carried(from_host(t) if t.on_host else t, x) for t, x in zip(befores, self.inits, strict=True)]
+        befores, xs, saved, dys, joining = self._parted(slices)
         results = self._recompute(graph, befores, xs, saved)
         ends, stacks = self.loop.made.finals, self.loop.made.stacks
         ys = [results[y] for y in (*(y for y in ends if y.dtype.is_float), *(stacks[n] for n, _ in self.stacked))]
@@ -101,8 +110,7 @@ class _Backwards:
         stop = len(before) + len(sliced)
         dxs = {n: g for (n, _), g in zip(sliced, cotangents[len(before) : stop], strict=True) if g is not None}
         self.with_gradient = list(dxs)
-        counted = [g if g is None else self._active_part(graph, g) for g in cotangents[stop:]]
-        sums = [a if g is None else a + g for a, g in zip(carries[len(before) :], counted, strict=True)]
+        sums = self._added(graph, carries[len(before) :], cotangents[stop:])
         _drop_cheap(graph, [*filled, *sums, *dxs.values()])
         return [*filled, *sums], list(dxs.values())
 

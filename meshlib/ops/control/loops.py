@@ -7,7 +7,7 @@ gradient is requested, and recomputes the rest of each trip's body.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -211,6 +211,62 @@ def _condition(cond: Callable[..., Tensor], values: Sequence[Tensor]) -> Tensor:
     return condition
 
 
+def _arguments(
+    inside: Graph, full: str, carries: Sequence[Tensor], xs: Sequence[Tensor], dim: Dimension
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The body's stand-ins for carries and for slices along `dim`."""
+    carried = [_placeholder(inside, f"{full}/carry_{n}", x.type) for n, x in enumerate(carries)]
+    sliced = [
+        _placeholder(inside, label, TensorType(_without(x.shape, dim), x.dtype), x.on_host)
+        for label, x in zip(_slice_names(full, xs), xs, strict=True)
+    ]
+    return carried, sliced
+
+
+def _add_operation(
+    outer: Graph, what: str, full: str, record: LoopRecord, carries: Sequence[Tensor], operands: Sequence[Tensor]
+) -> Operation:
+    """The loop as an operation of the graph around."""
+    types = [*(x.type for x in carries), *(_stacked(y.type, record.dim, what, full) for y in record.stacked)]
+    # as in "layers/scan:feed_forward/wi"
+    names = [t.name.removeprefix(f"{full}/") for t in (*record.given.inits, *record.kept)]
+    return outer.add(
+        LOOP,
+        [outer.adopt(x) for x in operands],
+        types,
+        {"loop": record},
+        exact_name=full,
+        last_outputs=names,
+    )
+
+
+def _add_accumulators(
+    outer: Graph, inside: Graph, full: str, carries: list[Tensor], carried: list[Tensor], ends: list[Tensor]
+) -> None:
+    """Make sums over trips, which begin at zero, of the values that a body returns after its carries."""
+    for n, y in enumerate(ends[len(carries) :], start=len(carries)):
+        carries.append(_constant(outer, 0, y.shape, y.dtype, "zeros"))
+        carried.append(_placeholder(inside, f"{full}/carry_{n}", y.type))
+        with absolute_scope(full):
+            ends[n] = add(carried[n], y)
+
+
+def _add_late_carries(
+    outer: Graph, inside: Graph, of_loop: LoopBody, carries: list[Tensor], carried: list[Tensor], ends: list[Tensor]
+) -> None:
+    """Append the carries that were added in the body; they begin at zero unless it says otherwise."""
+    for x, late in of_loop.late.items():
+        carries.append(_constant(outer, 0, x.shape, x.dtype, "zeros") if late.begin is None else late.begin)
+        carried.append(x)
+        ends.append(inside.adopt(late.end))
+
+
+def _needs(given: LoopOperands[Tensor], live: Collection[Operation]) -> tuple[int, ...]:
+    """Numbers of the operands that the body computes with: all carries, and others that are live."""
+    operands = [x for part in given for x in part]
+    return tuple(n for n, t in enumerate(operands) if n < len(given.inits) or t.operation in live)
+
+
 def make_loop(
     what: str,
     body: Body,
@@ -241,28 +297,15 @@ def make_loop(
         with outer:
             xs = [*xs, works_table(active, dim)]
     with inside, absolute_scope(full):
-        carried = [_placeholder(inside, f"{full}/carry_{n}", x.type) for n, x in enumerate(carries)]
-        sliced = [
-            _placeholder(inside, label, TensorType(_without(x.shape, dim), x.dtype), x.on_host)
-            for label, x in zip(_slice_names(full, xs), xs, strict=True)
-        ]
+        carried, sliced = _arguments(inside, full, carries, xs, dim)
         of_loop.outside.update(zip(sliced, xs, strict=True))
         of_loop.working = sliced[-1] if active is not None else carried[-1] if branch is not None else None
         returned = body(tuple(carried), tuple(sliced[:-1] if active is not None else sliced))
     ends, ys = _returned(returned, what, full)
+    carries = list(carries)
     if flag(has_accumulators, "while_loop", "has_accumulators"):
-        carries = list(carries)
-        for n, y in enumerate(ends[len(carries) :], start=len(carries)):
-            carries.append(_constant(outer, 0, y.shape, y.dtype, "zeros"))
-            carried.append(_placeholder(inside, f"{full}/carry_{n}", y.type))
-            with absolute_scope(full):
-                ends[n] = add(carried[n], y)
-    begins = [
-        _constant(outer, 0, x.shape, x.dtype, "zeros") if late.begin is None else late.begin
-        for x, late in of_loop.late.items()
-    ]
-    carries, carried = [*carries, *begins], [*carried, *of_loop.late]
-    ends += [inside.adopt(late.end) for late in of_loop.late.values()]
+        _add_accumulators(outer, inside, full, carries, carried, ends)
+    _add_late_carries(outer, inside, of_loop, carries, carried, ends)
     _check_ends(carries, ends, f"{at(what)} '{full}'")
     xs, sliced = [*xs, *of_loop.stacked], [*sliced, *of_loop.stacked.values()]
     results = tuple(inside.adopt(y) for y in (*ends, *ys))
@@ -271,34 +314,26 @@ def make_loop(
     with inside, absolute_scope(full):
         kept = _kept(inside, of_loop, live, dim, remat, f"{what} '{full}'")
         # For the gradient: the carries before each trip, and the values that the policy keeps.
-        host = isinstance(remat, Remat) and remat.offload_carries
-        before = [_stackable(t, dim) for t in carried]
-        befores = tuple(to_host(t) if host else t for t in before)
+        befores = [_stackable(t, dim) for t in carried]
+        if isinstance(remat, Remat) and remat.offload_carries:
+            befores = [to_host(t) for t in befores]
     record = LoopRecord(
         dim,
         reverse,
         inside,
         given,
-        LoopResults(results[: len(carries)], results[len(carries) :], befores, tuple(where for _, where in kept)),
+        LoopResults(
+            results[: len(carries)], results[len(carries) :], tuple(befores), tuple(where for _, where in kept)
+        ),
         tuple(y for y, _ in kept),
-        tuple(n for n, t in enumerate(x for part in given for x in part) if n < len(carried) or t.operation in live),
+        _needs(given, live),
         active,
         of_loop.working,
         going,
         branch,
         timing,
     )
-    types = [*(x.type for x in carries), *(_stacked(y.type, dim, what, full) for y in record.stacked)]
-    # as in "layers/scan:feed_forward/wi"
-    named = [t.name.removeprefix(f"{full}/") for t in (*carried, *(y for y, _ in kept))]
-    op = outer.add(
-        LOOP,
-        [outer.adopt(x) for x in (*carries, *xs, *of_loop.captured)],
-        types,
-        {"loop": record},
-        exact_name=full,
-        last_outputs=named,
-    )
+    op = _add_operation(outer, what, full, record, carries, [*carries, *xs, *of_loop.captured])
     returned = record.outputs(op.outputs)
     return tuple(returned.finals), tuple(returned.stacks)
 
