@@ -1,8 +1,8 @@
-"""Batches of one size from arrays in memory, in an order that depends on seed and epoch alone.
+"""Fixed-size batches from arrays in memory, in an order determined by seed and epoch alone.
 
 The order of epoch e under seed s sorts the examples by the raw 64-bit words of NumPy's Philox generator (4x64, ten
-rounds) with key (s, e) and counter 0: word i belongs to example i, ties go to the lower index. NumPy keeps raw words
-of a bit generator the same across versions, unlike `Generator.permutation`, so that a run can be resumed elsewhere.
+rounds) with key (s, e) and counter 0: word i belongs to example i, ties go to the lower index. NumPy guarantees the
+raw words of a bit generator across versions, unlike `Generator.permutation`, so that a run can be resumed elsewhere.
 """
 
 from __future__ import annotations
@@ -27,30 +27,29 @@ REMAINDERS = ("drop", "pad")
 
 
 class Position(NamedTuple):
-    """A place in the sequence of batches: the next one is number `batch` of epoch `epoch`, both from 0."""
+    """A position in the sequence of batches: the next one is number `batch` of epoch `epoch`, both from 0."""
 
     epoch: int
     batch: int
 
 
 class Batches(Iterator[Batch]):
-    """An iterator of dicts that `Simulation.step` takes: `for batch in batches: sim.step(batch)`.
+    """An iterator of dicts for `Simulation.step`: `for batch in batches: sim.step(batch)`.
 
     Args:
       arrays: name -> array; the first dim of each counts the examples.
-      batch_size: examples in every batch, the last one of an epoch too.
-      remainder: "drop" leaves the last `examples % batch_size` examples of an epoch's order out; "pad" fills the last
-        batch up with examples from the beginning of the order, and adds to every batch the float32 array `mask`, 1 for
-        an example and 0 for a repeated one.
-      shuffle_seed: the order of an epoch depends on this number and the epoch alone (see above); None keeps the order
-        of the arrays.
-      epochs: how many; None goes on for ever.
-      prefetch: how many batches a thread gets ready ahead; 0 makes each when it is asked for. The batches are the same.
-        The thread ends with the last batch, with `close()` and with the iterator; what goes wrong in it is raised here.
+      batch_size: examples in every batch, including the last of an epoch.
+      remainder: "drop" drops the last `examples % batch_size` examples of an epoch's order; "pad" fills the last batch
+        with examples from the beginning of the order, and adds to every batch the float32 array `mask`, 1 for an
+        example and 0 for a repeated one.
+      shuffle_seed: seed of the order (see above); None keeps the order of the arrays.
+      epochs: number of epochs; None repeats for ever.
+      prefetch: number of batches that a thread prepares ahead; 0 prepares each on request. The batches are the same.
+        The thread ends with the last batch, with `close()` and with the iterator; its exceptions are raised here.
       mask: the name of the mask.
-    Raises: FeedError with all that is wrong with the arguments.
+    Raises: FeedError with all faults of the arguments.
 
-    Batches are copies. To go on after `mtf.load`, continue where the step says, or where `state` said:
+    Batches are copies. To resume after `mtf.load`, continue from the step, or from a stored `state`:
     `batches.seek(*divmod(int(sim.state["step"]), batches.per_epoch))`.
 
     Example:
@@ -82,7 +81,7 @@ class Batches(Iterator[Batch]):
         self._ahead: Ahead[Batch] | None = None
         self._stop: weakref.finalize[[], Batches] | None = None
         self._closed = False
-        self._starting = threading.Lock()  # close() may come from another thread than the one that waits for a batch
+        self._starting = threading.Lock()  # close() may be called by another thread than the one that waits for a batch
 
     @property
     def per_epoch(self) -> int:
@@ -91,18 +90,18 @@ class Batches(Iterator[Batch]):
 
     @property
     def mask(self) -> str | None:
-        """The name of the array that is 1 for rows that count; None where batches are not filled up."""
+        """The name of the array that is 1 for valid rows; None if batches are not padded."""
         return self._source.mask
 
     @property
     def state(self) -> Position:
-        """The position of the next batch, for `seek`; batches that are only prefetched don't count."""
+        """The position of the next batch, for `seek`; prefetched batches don't count."""
         return self._state
 
     def seek(self, epoch: int, batch: int = 0) -> None:
-        """Go on with batch number `batch` of epoch `epoch`.
+        """Continue with batch number `batch` of epoch `epoch`.
 
-        Raises: FeedError for a position outside the sequence; its end is the last one allowed.
+        Raises: FeedError for a position outside the sequence; its end is allowed.
         """
         position, source = Position(epoch, batch), self._source
         faults = [
@@ -120,7 +119,7 @@ class Batches(Iterator[Batch]):
         self._state = Position(int(epoch), int(batch))
 
     def close(self) -> None:
-        """End the thread, if there is one; there are no batches after this. Any thread may call it."""
+        """End the thread, if there is one, and the sequence. Any thread may call it."""
         with self._starting:
             self._closed = True
         self._end_thread()
@@ -142,14 +141,14 @@ class Batches(Iterator[Batch]):
     def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ implementation
 
     def _take(self) -> Batch:
         with self._starting:
             self._check_open()
             ahead = self._ahead
             if ahead is None:
-                # The thread knows the source alone, so that this iterator can be dropped while it runs.
+                # The thread refers to the source alone, so that this iterator can be collected while it runs.
                 self._ahead = ahead = Ahead(self._source.batches(self._state), self._prefetch, "meshlib.Batches")
                 self._stop = weakref.finalize(self, ahead.stop)
         try:
@@ -157,7 +156,7 @@ class Batches(Iterator[Batch]):
         except StopIteration:
             raise FeedError("Batches: closed while a batch was waited for") from None
         except BaseException:
-            self._end_thread()  # asked again, this batch is made again
+            self._end_thread()  # if interrupted here, this batch is prepared again
             raise
 
     def _end_thread(self) -> None:
@@ -173,14 +172,14 @@ class Batches(Iterator[Batch]):
 
 
 class _Source:
-    """Makes the batch at a position; holds no position itself."""
+    """Creates the batch at a position; has no position itself."""
 
     def __init__(self, arrays: Batch, batch_size: int, mask: str | None, seed: int | None, epochs: int | None) -> None:
         self.arrays, self.batch_size, self.mask, self.seed = arrays, batch_size, mask, seed
         self.epochs = None if epochs is None else int(epochs)
         self.examples = len(next(iter(arrays.values())))
         self.per_epoch = self.examples // batch_size if mask is None else -(-self.examples // batch_size)
-        self.order: tuple[int, Array] | None = None  # of the epoch in use
+        self.order: tuple[int, Array] | None = None  # of the current epoch
 
     def ended(self, at: Position) -> bool:
         return self.epochs is not None and at.epoch >= self.epochs
@@ -189,7 +188,7 @@ class _Source:
         return Position(at.epoch, at.batch + 1) if at.batch + 1 < self.per_epoch else Position(at.epoch + 1, 0)
 
     def batches(self, at: Position) -> Iterator[Batch]:
-        """All from a position on."""
+        """All batches from a position on."""
         while not self.ended(at):
             yield self.make(at)
             at = self.after(at)
@@ -221,7 +220,7 @@ def _whole(value: object, least: int) -> bool:
 def _check(
     arrays: object, batch_size: object, remainder: object, seed: object, epochs: object, prefetch: object, mask: object
 ) -> None:
-    """Raise FeedError with everything that is wrong with the arguments of `Batches`."""
+    """Raise FeedError with all faults of the arguments of `Batches`."""
     faults, counts = examples_of(arrays)
     faults += _size_faults(counts, batch_size, remainder)
     if seed is not None and (not _whole(seed, 0) or int(seed) >= 2**64):  # type: ignore[call-overload]
@@ -239,7 +238,7 @@ def _check(
 
 
 def _size_faults(counts: Mapping[str, int], batch_size: object, remainder: object) -> list[str]:
-    """What is wrong with the size of batches of so many examples, and with what becomes of the rest."""
+    """Faults of the batch size for this many examples, and of `remainder`."""
     faults = []
     if not isinstance(remainder, str) or remainder not in REMAINDERS:
         faults.append(f"remainder must be 'drop' or 'pad', got {remainder!r:.80}{nearest(remainder, REMAINDERS)}")

@@ -1,7 +1,7 @@
-"""Batches of static shapes: examples as they are, padded, packed into rows, or grouped by length.
+"""Batches of static shapes: plain, padded, packed, or bucketed by length.
 
-A batcher is given examples with the number of their draw, and keeps some until a batch is full. What it keeps is told
-as these numbers alone: whoever goes on from there reads the examples again.
+A batcher receives examples with their draw numbers, and keeps some until a batch is full. Its state consists of these
+numbers alone: on resuming, the examples are read again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Array = np.ndarray[Any, Any]
 Example = dict[str, Any]
 Batch = dict[str, Array]
 TOO_LONG = ("error", "cut", "drop")
-OPEN_ROWS = 16  # into which the next sequence may go, while rows are packed
+OPEN_ROWS = 16  # open rows considered for the next sequence when packing
 TARGETS, SOURCES = ("segment_ids", "segment_positions"), ("source_segment_ids", "source_positions")
 
 
@@ -30,16 +30,16 @@ class Drawn(NamedTuple):
     example: Example
 
 
-Row = list[Drawn]  # the examples that lie in one row of a batch
+Row = list[Drawn]  # the examples in one row of a batch
 
 
 @dataclass(frozen=True)
 class Batching:
-    """What `Data.batch` was asked for.
+    """Options of `Data.batch`.
 
     size       rows of a batch
-    remainder  what becomes of the last rows of an epoch: "drop", or "pad", with the array `mask`
-    lengths    of the fields that are sequences: to which they are filled up; several: a batch for each
+    remainder  treatment of an epoch's last rows: "drop", or "pad", with the array `mask`
+    lengths    padded lengths of the sequence fields; several lengths: buckets with separate batches
     packed     whether several examples share a row
     """
 
@@ -52,20 +52,20 @@ class Batching:
     segments: Mapping[str, tuple[str, str]] | None = None
 
     def __str__(self) -> str:
-        told = [str(self.size), self.remainder]
+        parts = [str(self.size), self.remainder]
         if self.lengths:
-            told += [f"{n}:{'|'.join(map(str, sizes))}" for n, sizes in self.lengths.items()]
-            told += ["packed" * self.packed, self.too_long]
-        return f"batch({', '.join(filter(None, told))})"
+            parts += [f"{n}:{'|'.join(map(str, sizes))}" for n, sizes in self.lengths.items()]
+            parts += ["packed" * self.packed, self.too_long]
+        return f"batch({', '.join(filter(None, parts))})"
 
     def batcher(self) -> Batcher:
-        """One that holds nothing yet."""
+        """An empty batcher."""
         if self.lengths is None:
             return PlainRows(self)
         return Packed(self) if self.packed else Buckets(self)
 
     def finished(self, rows: Sequence[Row], full: int) -> Batch:
-        """The batch of `rows`; the last but `full` of them only fill it up."""
+        """The batch of `rows`, of which only the first `full` are valid."""
         batch = self.stacked([row[0] for row in rows]) if self.lengths is None else self._filled(rows)
         if self.remainder == "pad":
             if self.mask in batch:
@@ -75,15 +75,15 @@ class Batching:
             batch[self.mask] = (np.arange(len(rows)) < full).astype(np.float32)
         return batch
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ implementation
 
     def stacked(self, rows: Sequence[Drawn]) -> Batch:
-        """Examples as rows."""
+        """Examples stacked as rows."""
         _check_fields(rows)
         return {name: _stack(name, rows) for name in rows[0].example}
 
     def _filled(self, rows: Sequence[Row]) -> Batch:
-        """Sequences in rows of their lengths, other fields of the first example of each row stacked."""
+        """Sequences padded in rows of their lengths; other fields stacked from the first example of each row."""
         assert self.lengths is not None
         assert self.segments is not None
         some = [drawn for row in rows for drawn in row]
@@ -131,13 +131,13 @@ class Batching:
         return batch
 
     def _length_of(self, some: Sequence[Drawn]) -> dict[str, int]:
-        """To which each field is filled up: the least of its lengths that they all fit."""
+        """The padded length of each field: the least that fits all examples."""
         assert self.lengths is not None
         bucket = max(self.bucket(drawn.example) for drawn in some)
         return {name: sizes[bucket] for name, sizes in self.lengths.items()}
 
     def bucket(self, example: Example) -> int:
-        """The number of the lengths that an example fits."""
+        """The index of the lengths that fit an example."""
         assert self.lengths is not None
         return max(
             next(n for n, size in enumerate(sizes) if len(example[name]) <= size)
@@ -145,7 +145,7 @@ class Batching:
         )
 
     def fitting(self, draw: int, example: Example) -> Example | None:
-        """An example whose sequences are no longer than the longest row; None if it is to be left out."""
+        """The example, cut if too long for the longest row; None if it is dropped."""
         if self.lengths is None:
             return example
         for name, sizes in self.lengths.items():
@@ -166,26 +166,26 @@ class Batching:
 
 
 class Batcher(ABC):
-    """Takes examples one after the other, and gives rows when they make a batch."""
+    """Collects examples one by one, and returns rows when they make a batch."""
 
     def __init__(self, asked: Batching) -> None:
         self.asked = asked
 
     @abstractmethod
     def add(self, draw: int, example: Example) -> list[Row] | None:
-        """Take an example; the rows of a batch if one is full now."""
+        """Add an example; returns the rows of a batch if one is full."""
 
     @abstractmethod
     def flush(self) -> list[Row] | None:
-        """Some of the rows that are left, at most a batch of them, to be dropped or filled up; None if none is left."""
+        """Up to a batch of the remaining rows, to be dropped or padded; None if there are none."""
 
     @abstractmethod
     def pending(self) -> list[list[list[int]]]:
-        """The draws that it keeps, in groups of rows."""
+        """The draw numbers of its examples, grouped by rows."""
 
     @abstractmethod
     def restore(self, groups: Sequence[Sequence[Row]]) -> None:
-        """Keep these again."""
+        """Restore these pending examples."""
 
 
 class PlainRows(Batcher):
@@ -211,7 +211,7 @@ class PlainRows(Batcher):
 
 
 class Buckets(Batcher):
-    """Each example is a row, apart by length."""
+    """Each example is a row, with separate batches per length."""
 
     def __init__(self, asked: Batching) -> None:
         super().__init__(asked)
@@ -239,7 +239,7 @@ class Buckets(Batcher):
 
 
 class Packed(Batcher):
-    """Each example goes into the first open row that has room; where none has, the fullest makes room for a new one."""
+    """Packs each example into the first open row with space; if none has any, the fullest row is closed."""
 
     def __init__(self, asked: Batching) -> None:
         super().__init__(asked)
@@ -289,7 +289,7 @@ def _draws(groups: Sequence[Sequence[Row]]) -> list[list[list[int]]]:
 
 
 def filled_up(rows: list[Row], asked: Batching) -> list[Row]:
-    """As many rows as a batch has: sequences get empty ones, other examples are repeated from the first on."""
+    """Rows padded to a batch: with empty rows for sequences, otherwise by repeating examples from the first on."""
     short = asked.size - len(rows)
     return rows + ([[] for _ in range(short)] if asked.lengths else [rows[n % len(rows)] for n in range(short)])
 

@@ -19,18 +19,18 @@ from meshlib.data.workers import Pool
 if TYPE_CHECKING:
     from meshlib.data.pipeline import Data
 
-CHUNK = 32  # examples that one worker makes at a time
+CHUNK = 32  # examples per worker task
 
 
 class IteratorPlace(NamedTuple):
-    """Where an iterator is: the draws that follow begin with `next`; `pending` are those that a batcher holds."""
+    """The position of an iterator: `next` is the following draw; `pending` are the draws in a batcher."""
 
     next: int
     pending: list[Any]
 
 
 class PreparedBatch(NamedTuple):
-    """A batch, how many examples it has, and where the iterator is after it."""
+    """A batch, its number of examples, and the position of the iterator after it."""
 
     batch: Any
     examples: int
@@ -38,7 +38,7 @@ class PreparedBatch(NamedTuple):
 
 
 class Maker(Iterator[PreparedBatch]):
-    """Makes batches from a place on."""
+    """Iterator of batches from a position on."""
 
     def __init__(self, data: Data, place: IteratorPlace, rows: NDArray[np.int64] | None) -> None:
         self.data, self.rows = data, rows
@@ -62,7 +62,7 @@ class Maker(Iterator[PreparedBatch]):
         if self.pool is not None:
             self.pool.close()
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ implementation
 
     def _from(self, place: IteratorPlace) -> Generator[PreparedBatch, None, None]:
         data, asked = self.data, self.data.batching
@@ -78,7 +78,7 @@ class Maker(Iterator[PreparedBatch]):
         yield from self._batched(place, asked)
 
     def _by_place(self, begin: int, asked: Batching, plain: bool) -> Iterator[PreparedBatch]:
-        """Batches whose examples are known from their places: straight from columns, or some rows alone."""
+        """Batches whose examples are determined by their positions: directly from columns, or of some rows only."""
         while self.last is None or begin < self.last:
             stop = begin + asked.size
             epoch_ends = (begin // self.count + 1) * self.count
@@ -96,7 +96,7 @@ class Maker(Iterator[PreparedBatch]):
             begin = end
 
     def _mapped(self, draws: NDArray[np.int64], places: NDArray[np.int64], asked: Batching) -> Batch:
-        """Examples of some draws, mapped and stacked."""
+        """The examples of some draws, mapped and stacked."""
         parts = [slice(n, n + CHUNK) for n in range(0, len(draws), CHUNK)]
         asks = [(draws[part].tolist(), places[part].tolist()) for part in parts]
         if self.pool is None:
@@ -110,7 +110,7 @@ class Maker(Iterator[PreparedBatch]):
         batcher = asked.batcher()
         if place.pending:
             self._refill(batcher, place.pending)
-        fresh = place.next  # where the epoch began from which nothing has come yet
+        fresh = place.next  # begin of the epoch that has not yielded anything yet
         ends = place.next if place.next and place.next % self.count == 0 else None
         drawn = self._drawn(place.next)
         while True:
@@ -158,7 +158,7 @@ class Maker(Iterator[PreparedBatch]):
         return PreparedBatch(batch, examples, after)
 
     def _refill(self, batcher: Batcher, pending: list[Any]) -> None:
-        """Give a batcher the examples that it held, read again."""
+        """Restore the pending examples of a batcher by reading them again."""
         draws = [draw for group in pending for row in group for draw in row]
         places = [int(self.order.places(draw, draw + 1)[0]) for draw in draws]
         example_of_draw = dict(zip(draws, self.data.examples(draws, places), strict=True))
@@ -170,7 +170,7 @@ class Maker(Iterator[PreparedBatch]):
         batcher.restore([[[Drawn(d, example_of_draw[d]) for d in row] for row in group] for group in pending])
 
     def _drawn(self, begin: int) -> Iterator[tuple[int, Example | None]]:
-        """Draws from one on, in order, with their examples."""
+        """Draws from a number on, in order, with their examples."""
         chunks = self._chunks(begin)
         if self.pool is None:
             for draws, places in chunks:
@@ -187,7 +187,7 @@ class Maker(Iterator[PreparedBatch]):
             yield from zip(done, self.pool.answer(future), strict=True)
 
     def _chunks(self, begin: int) -> Iterator[tuple[range, list[int]]]:
-        """Runs of draws, none over the end of an epoch."""
+        """Ranges of draws that do not cross the end of an epoch."""
         while self.last is None or begin < self.last:
             end = min(begin + CHUNK, (begin // self.count + 1) * self.count)
             yield range(begin, end), self.order.places(begin, end).tolist()
@@ -195,7 +195,7 @@ class Maker(Iterator[PreparedBatch]):
 
 
 def _spread(rows: Array, places: NDArray[np.int64], size: int) -> Array:
-    """Rows where they belong in a batch, between zeros."""
+    """Rows at their positions in a batch, with zeros elsewhere."""
     spread = np.zeros((size, *rows.shape[1:]), rows.dtype)
     spread[places] = rows
     return spread

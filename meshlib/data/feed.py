@@ -1,4 +1,4 @@
-"""Iterators over a `Data`: position, statistics, and prefetching threads."""
+"""Iterators over a `Data`: state, statistics, and prefetching threads."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Stats:
-    """What an iterator has done so far.
+    """Statistics of an iterator.
 
-    examples, batches  that were handed out
-    made_seconds       the time in which they were made, whether or not anybody waited
-    waited_seconds     how long the one who asked waited for them
-    skipped            how many records were damaged and left out; `faults` says which
+    examples, batches  numbers returned so far
+    made_seconds       time of preparing them, including prefetching
+    waited_seconds     time for which the consumer waited
+    skipped            number of damaged records that were skipped, listed in `faults`
 
     Example:
       >>> import numpy as np
@@ -56,12 +56,12 @@ class Stats:
 
     @property
     def examples_per_second(self) -> float | None:
-        """What this host prepares when nobody holds it up: `mtf.HostInput(examples_per_second=...)` takes it."""
+        """Rate at which this host prepares examples, for `mtf.HostInput(examples_per_second=...)`."""
         return self.made_examples / self.made_seconds if self.made_seconds else None
 
 
 class Feed(Iterator[Batch]):
-    """The batches of a `Data`, or its examples where it has no batches.
+    """The batches of a `Data`, or its examples if it has no batches.
 
     Example:
       >>> import numpy as np
@@ -93,7 +93,7 @@ class Feed(Iterator[Batch]):
         try:
             ready = next(self._maker) if self._ahead is None else self._ahead.take()  # type: ignore[arg-type]
         except BaseException:
-            self._stop()  # asked again, this batch is made again
+            self._stop()  # if interrupted here, this batch is prepared again
             raise
         self._stats.waited_seconds += time.perf_counter() - begun
         self._stats.examples += ready.examples
@@ -103,10 +103,11 @@ class Feed(Iterator[Batch]):
         return batch
 
     def only(self, rows: NDArray[np.bool_]) -> bool:
-        """Prepare of each batch those rows alone, as one of several processes needs; the others hold zeros.
+        """Prepare only these rows of each batch, as one of several processes needs; the others are zeros.
 
-        Returns: whether it does: whose rows are can't be known before they are made where examples are left out, share
-          rows or lie apart by lengths, and functions of batches may look at all rows.
+        Returns: whether this is possible: not if examples are dropped, packed or bucketed, since the rows of a process
+        are
+          unknown in advance, or if functions are mapped over batches, since these may use all rows.
         """
         data, asked = self.data, self.data.batching
         left_out = any(m.filters for m in data.maps) or not data.source.complete
@@ -117,15 +118,15 @@ class Feed(Iterator[Batch]):
         return True
 
     def state(self) -> dict[str, Any]:
-        """Where it is, for `restore`: some numbers, to be written as JSON."""
+        """The position, for `restore`: some numbers that can be written as JSON."""
         return {"next": self._place.next, "pending": self._place.pending, **self._identity}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on with the batch that came next when `state()` was asked.
+        """Continue with the batch that was next when `state()` was called.
 
-        Warns if the functions of `map` or `filter` are not those of the state: the batches that follow are theirs.
+        Warns if the functions of `map` or `filter` differ from those of the state; the new ones are used.
 
-        Raises: FeedError for the state of other data, or none.
+        Raises: FeedError for the state of other data, or an invalid one.
         """
         place = _place_of(state)
         if place is None:
@@ -161,14 +162,14 @@ class Feed(Iterator[Batch]):
 
     @property
     def stats(self) -> Stats:
-        """What was done so far."""
+        """Statistics so far."""
         if self._maker is not None:
             self._stats.made_examples, self._stats.made_seconds = self._maker.examples, self._maker.seconds
         self._stats.faults = self.data.source.skipped
         return self._stats
 
     def close(self) -> None:
-        """End its threads; there are no batches after this."""
+        """End its threads and the sequence of batches."""
         self._closed = True
         self._stop()
 
@@ -178,13 +179,13 @@ class Feed(Iterator[Batch]):
     def __exit__(self, *fault: object) -> None:
         self.close()
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ implementation
 
     def _begin(self) -> None:
         before = self.stats
         self._maker = maker = Maker(self.data, self._place, self._rows)
         maker.examples, maker.seconds = before.made_examples, before.made_seconds
-        # Threads know the maker alone, so that this iterator can be dropped while they run.
+        # Threads refer to the maker alone, so that this iterator can be collected while they run.
         self._ahead = Ahead(maker, self.data.ahead, "meshlib.data") if self.data.ahead else None
         self._end = weakref.finalize(self, _ended, maker, self._ahead)
 
@@ -196,7 +197,7 @@ class Feed(Iterator[Batch]):
 
 
 def _place_of(state: Any) -> IteratorPlace | None:
-    """The place that a state says; None of what is none."""
+    """The position in a state; None if the state is invalid."""
     texts = ("of", "examples", "functions")
     if not isinstance(state, Mapping) or not state.keys() >= {"next", "pending", *texts}:
         return None

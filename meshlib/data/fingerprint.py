@@ -1,7 +1,7 @@
-"""Fingerprints of data: an iterator's state belongs to these data and no others.
+"""Fingerprints of data: an iterator's state belongs to one data set.
 
-The examples have a key of their source and of how it is shuffled and batched; from other examples no run goes on. The
-functions of `map` and `filter` have another: one that was edited between two runs may be meant, and is a warning.
+One key covers the source, shuffling and batching; a run can't be resumed with other examples. Another covers the
+functions of `map` and `filter`: editing one between two runs may be intended, and is only a warning.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def identity_of(data: Data) -> dict[str, str | None]:
-    """What data are: "of", in words; the key of their "examples", and that of their "functions".
+    """Identity of data: "of", a description; the key of their "examples", and that of their "functions".
 
-    Functions that hold what has no key, such as a lock or an open file, have none: None.
+    Functions that refer to objects without a key, such as a lock or an open file, have the key None.
     """
     batching = None if data.batching is None else asdict(data.batching)
     return {

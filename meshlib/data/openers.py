@@ -1,4 +1,4 @@
-"""Sources by name: arrays, IDX files, records, texts, folders of pictures."""
+"""Sources for users: arrays, IDX files, records, texts, folders of images."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ KINDS = ("image", "bytes", "text")
 
 @dataclass(frozen=True)
 class Field:
-    """How a feature of a `tf.train.Example` becomes a field.
+    """Conversion of a feature of a `tf.train.Example` to a field.
 
     Args:
-      dtype: of the array: numbers of a float or integer list, or the raw bytes of an array of this dtype,
-        little-endian; or "image", a picture in a file format, made uint8; or "text" or "bytes".
-      shape: of the array; () for a single number, text or run of bytes. None leaves a list as long as it is. Several
-        texts or runs of bytes are an array of objects. Of an image, (side, side, channels): the middle square is
-        brought to that size; as it is unless given, with three channels.
-      name: of the feature, where it is not that of the field.
+      dtype: dtype of the array, from a float or integer list, or from raw little-endian bytes; or "image", an encoded
+        image decoded to uint8; or "text" or "bytes".
+      shape: shape of the array; () for a single number, text or bytes. None keeps a list of any length. Several texts
+      or
+        bytes are an array of objects. For an image, (side, side, channels): the central square is resized to it; by
+        default the original size with three channels.
+      name: name of the feature, if different from the field's.
     Example:
       >>> import meshlib as mtf
       >>> pixels = mtf.data.Field("image", (32, 32, 3), name="image/encoded")  # fields={"pixels": pixels, ...}
@@ -74,7 +75,7 @@ class Field:
             raise FeedError(f"{what}: shape must be a tuple of sizes, or None, got {self.shape!r:.80}")
 
     def value(self, name: str, given: Value) -> Any:
-        """The value of the field. Raises DataError where the feature is another."""
+        """The value of the field. Raises DataError if the feature does not match."""
         if self.dtype in KINDS:
             return self._of_bytes(name, given)
         dtype = self._dtype
@@ -98,7 +99,7 @@ class Field:
         return values.reshape(self.shape) if self.shape else values.reshape(())[()]
 
     def _of_bytes(self, name: str, given: Value) -> Any:
-        """A picture, or text, or bytes, one or several."""
+        """Images, texts or bytes, one or several."""
         if not isinstance(given, list):
             raise DataError(f"'{name}' is {_type(given)}, expected bytes for {self.dtype}")
         wanted = None if self.shape is None and self.dtype != "image" else 1 if self.dtype == "image" else self._size
@@ -122,9 +123,9 @@ class Field:
         return objects if self.shape is None else objects.reshape(self.shape)
 
     def column(self, kind: int, rows: Array) -> Array | None:
-        """The values of many examples, from the bytes of each, uint8 [n, width], in a list of a kind: [n, ...].
+        """The values of many examples, [n, ...], from their bytes, uint8 [n, width], of one kind of list.
 
-        None where one does not fit, or is laid out otherwise: `value` says how it is read, or why it can't be.
+        None if one does not match or has another encoding: then `value` reads each, or raises.
         """
         dtype = self._dtype
         values: Array | None
@@ -168,7 +169,7 @@ class Field:
         return int(bounds.min), int(bounds.max)
 
     def _cast(self, name: str, given: Array, dtype: np.dtype[Any]) -> Array:
-        """Numbers in another dtype, if it can hold them."""
+        """Numbers in another dtype, which must be able to represent them."""
         if given.dtype.kind == "f" and dtype.kind != "f":
             raise DataError(f"'{name}' is {_type(given)}, expected integers for {dtype}")
         converted = given.astype(dtype)
@@ -180,7 +181,7 @@ class Field:
 
 
 def _is_square(shape: object) -> bool:
-    """Whether it is (side, side, 1 or 3)."""
+    """True if `shape` is (side, side, 1 or 3)."""
     if not isinstance(shape, tuple) or len(shape) != 3 or not all(isinstance(n, int) for n in shape):
         return False
     return bool(shape[0] >= 1 and shape[0] == shape[1] and shape[2] in (1, 3))
@@ -193,7 +194,7 @@ def _type(value: Value) -> str:
 
 
 class _Decoder:
-    """Examples out of records, many at once where all fields have a shape and a dtype of numbers."""
+    """Decoder of examples from records, vectorised if all fields have a shape and a numeric dtype."""
 
     def __init__(self, fields: Mapping[str, Field]) -> None:
         self.fields = [(name, field.name or name, field) for name, field in fields.items()]
@@ -201,7 +202,7 @@ class _Decoder:
         self.stacks = all(field.dtype not in KINDS and field.shape is not None for field in fields.values())
 
     def columns(self, records: Sequence[bytes]) -> Batch | None:
-        """The fields of many, stacked; None where they are not all laid out alike, or one does not fit its field."""
+        """The fields of many examples, stacked; None unless all have the same encoding and match their fields."""
         by_length: dict[int, list[int]] = {}
         for n, data in enumerate(records):
             by_length.setdefault(len(data), []).append(n)
@@ -243,7 +244,7 @@ class _Decoder:
 
 
 class _Raw:
-    """Records as they are."""
+    """Records as bytes."""
 
     stacks = False
 
@@ -251,7 +252,7 @@ class _Raw:
         return {"record": data}
 
     def columns(self, records: Sequence[bytes]) -> Batch | None:
-        """Of bytes there are none."""
+        """None: bytes are not stacked."""
         return None
 
 
@@ -261,12 +262,12 @@ def records(
     """The records of files.
 
     Args:
-      paths: a file, "name@10", a pattern such as "train-*", a folder, or a list of these; gzip and zlib are told by
-        the first bytes. Files are read at any place; compressed ones from their beginning on, once more to count.
-      fields: of each record, a `tf.train.Example`, name -> Field; without them each example is {"record": bytes}.
-      interleave: read so many files in turns, a record of each, in place of one file after the other.
-      on_fault: "error", or "skip": leave out and count (`feed.stats.skipped`) what is damaged.
-    Raises: DataError for files that are not there or damaged, FeedError for wrong arguments.
+      paths: a file, "name@10", a pattern such as "train-*", a folder, or a list of these; gzip and zlib are detected by
+        the first bytes. Files are read at random positions; compressed ones sequentially, with one more pass to count.
+      fields: fields of each record, a `tf.train.Example`, name -> Field; without them each example is {"record":
+      bytes}. interleave: read this many files in turns, one record each, instead of one file after the other. on_fault:
+      "error", or "skip": skip and count (`feed.stats.skipped`) damaged records.
+    Raises: DataError for missing or damaged files, FeedError for invalid arguments.
     Example:
       >>> import tempfile
       >>> import meshlib as mtf
@@ -295,9 +296,9 @@ def records(
 
 
 def arrays(arrays: Mapping[str, Array]) -> Data:
-    """Rows of arrays: name -> array whose first dim counts the examples; in memory, or `np.memmap`.
+    """Rows of arrays: name -> array with examples along the first dim; in memory, or `np.memmap`.
 
-    Raises: FeedError with all that is wrong with them.
+    Raises: FeedError with all faults of the arrays.
     Example:
       >>> import meshlib as mtf
       >>> data = mtf.data.arrays({"x": np.arange(5)}).batch(2, remainder="pad")
@@ -316,9 +317,10 @@ def arrays(arrays: Mapping[str, Array]) -> Data:
 
 
 def idx(paths: Mapping[str, str | os.PathLike[str]]) -> Data:
-    """IDX files as MNIST's, gzipped or not: name -> path, such as {"images": ..., "labels": ...}; in memory, as stored.
+    """IDX files like MNIST's, optionally gzipped: name -> path, such as {"images": ..., "labels": ...}; loaded
+    unchanged.
 
-    Raises: DataError for a file that is none; FeedError for unequal numbers of examples.
+    Raises: DataError for an invalid file; FeedError for unequal numbers of examples.
     """
     if not isinstance(paths, Mapping) or not paths:
         raise FeedError(
@@ -328,7 +330,7 @@ def idx(paths: Mapping[str, str | os.PathLike[str]]) -> Data:
 
 
 def text(paths: Paths, field: str = "text") -> Data:
-    """The lines of texts in UTF-8, each {"text": line}; empty ones are left out.
+    """The lines of UTF-8 texts, each {"text": line}; empty ones are skipped.
 
     Raises: DataError for files that can't be read.
     """
@@ -339,10 +341,10 @@ def text(paths: Paths, field: str = "text") -> Data:
 
 
 def folder(path: str | os.PathLike[str], side: int, channels: int = 3) -> Data:
-    """Pictures in folders named as their classes, class/name.png: `image` uint8 [side, side, channels], `label` int32.
+    """Images in folders named after their classes, class/name.png: `image` uint8 [side, side, channels], `label` int32.
 
-    The middle square of each is brought to that size. Labels number the folders in the order of their names.
-    Raises: DataError for a folder without pictures; MissingError without Pillow.
+    The central square of each is resized to `side`. Labels number the folders in the order of their names.
+    Raises: DataError for a folder without images; MissingError without Pillow.
     """
     for name, value, least in (("side", side, 1), ("channels", channels, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -356,7 +358,7 @@ def folder(path: str | os.PathLike[str], side: int, channels: int = 3) -> Data:
 
 
 def _named(paths: Paths) -> str:
-    """What the source is called, in messages and in the state of an iterator."""
+    """The name of the source in messages and in the state of an iterator."""
     if isinstance(paths, str | os.PathLike):
         return os.path.basename(os.fspath(paths)) or os.fspath(paths)
     names = [os.path.basename(os.fspath(p)) for p in paths]

@@ -1,10 +1,10 @@
-"""The order of a source: a function of seed and epoch, so that a position is one number.
+"""The order of a source as a function of seed and epoch, so that a position is one number.
 
 Draw g is example g % count of epoch g // count. The order of an epoch sorts its examples by the raw words of NumPy's
-Philox generator with key (seed, epoch), as of `mtf.Batches`: word i belongs to example i. With a buffer the examples
-are cut into runs of so many, and each run is sorted by itself: what a run holds is known before it is read, so that
-nothing has to be kept of it to go on from the middle. Runs of odd epochs begin half a buffer earlier, so that examples
-do not meet the same neighbours for ever.
+Philox generator with key (seed, epoch), as in `mtf.Batches`: word i belongs to example i. With a buffer the examples
+are divided into runs of that size, each sorted separately: the content of a run is known in advance, so that resuming
+in the middle needs no stored buffer. Runs of odd epochs begin half a buffer earlier, so that examples get new
+neighbours.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ Places = NDArray[np.int64]
 
 @dataclass
 class Order:
-    """The order of `count` examples; without a seed that of the source. `buffer`: of all unless given.
+    """The order of `count` examples; without a seed that of the source. `buffer`: size of shuffled runs, by default
+    all.
 
     >>> Order(5, seed=1).places(0, 10).tolist()
     [3, 2, 0, 1, 4, 0, 3, 4, 2, 1]
@@ -30,7 +31,7 @@ class Order:
     count: int
     seed: int | None = None
     buffer: int | None = None
-    _run: tuple[int, int, Places] | None = field(default=None, repr=False)  # epoch, where it begins, its examples
+    _run: tuple[int, int, Places] | None = field(default=None, repr=False)  # epoch, begin, examples
 
     def places(self, begin: int, end: int) -> Places:
         """The examples of draws [begin, end)."""
@@ -39,14 +40,14 @@ class Order:
         parts, at = [], begin
         while at < end:
             epoch, n = divmod(at, self.count)
-            start, run = self._of(epoch, n)
+            start, run = self._run_of(epoch, n)
             part = run[n - start : n - start + end - at]
             parts.append(part)
             at += len(part)
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
-    def _of(self, epoch: int, n: int) -> tuple[int, Places]:
-        """The run that holds draw n of an epoch: where it begins, and its examples in their order."""
+    def _run_of(self, epoch: int, n: int) -> tuple[int, Places]:
+        """The run with draw n of an epoch: its begin, and its examples in order."""
         start, stop = 0, self.count
         if self.buffer is not None and self.buffer < self.count:
             shift = self.buffer // 2 if epoch % 2 else 0
@@ -54,7 +55,7 @@ class Order:
             start, stop = max(first, 0), min(first + self.buffer, self.count)
         if self._run is None or self._run[:2] != (epoch, start):
             random = np.random.Philox(key=np.array([self.seed, epoch], np.uint64))
-            random.advance(start // 4)  # a state of the generator makes four words
+            random.advance(start // 4)  # each generator state yields four words
             words = random.random_raw(stop - start // 4 * 4)[start % 4 :]
             self._run = (epoch, start, start + np.argsort(words, kind="stable"))
         return start, self._run[2]

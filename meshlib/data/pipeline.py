@@ -1,8 +1,8 @@
 """The chain from a source to batches: `source.shuffle(seed).map(fn).batch(128).repeat().prefetch(2)`.
 
-Each stage returns a new `Data` and leaves the old one as it is. What is asked for is kept as a plan; an iterator
-carries it out. The plan of a batch is known from the number of its first draw alone (`order`), and what a batcher
-still holds is told as numbers of draws: this is all that the state of an iterator has.
+Each stage returns a new `Data` and does not change the old one. A `Data` is a plan, executed by an iterator. A batch is
+determined by the number of its first draw (`order`), and the content of a batcher by draw numbers: these are the whole
+state of an iterator.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REMAINDERS = ("drop", "pad")
 
 @dataclass(frozen=True)
 class Map:
-    """A function over examples, or over batches; `filters`: it says which stay."""
+    """A function over examples, or over batches; `filters`: a predicate of examples to keep."""
 
     function: Callable[..., Any]
     seed: int | None = None
@@ -40,7 +40,7 @@ class Map:
         return f"{'filter' if self.filters else 'map'}({self.name}{seeded})"
 
     def __call__(self, example: Example, draw: int, stage: int, what: Callable[[], str]) -> Example | None:
-        """The example that the function makes of another; None if it is left out."""
+        """The mapped example; None if it is filtered out."""
         try:
             if self.seed is None:
                 mapped = self.function(example)
@@ -48,7 +48,7 @@ class Map:
                 counter = np.array([0, 0, 0, stage], np.uint64)
                 random = np.random.Philox(key=np.array([self.seed, draw], np.uint64), counter=counter)
                 mapped = self.function(example, np.random.Generator(random))
-        except (Exception, SystemExit) as fault:  # which would end a worker, or the program, without a word
+        except (Exception, SystemExit) as fault:  # which would end a worker, or the program, without a message
             raise DataError(
                 f"data: {self} failed at {what()}: {type(fault).__name__}: {fault}; see its traceback above"
             ) from fault
@@ -61,9 +61,9 @@ class Map:
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """Examples and what becomes of them; made by `mtf.data.arrays`, `records`, `idx`, `text` and `folder`.
+    """Examples and the stages applied to them; created by `mtf.data.arrays`, `records`, `idx`, `text` and `folder`.
 
-    Iterate over it, `for batch in data`, or keep the iterator, `feed = iter(data)`: it knows its `state()`.
+    Iterate over it, `for batch in data`, or keep the iterator, `feed = iter(data)`, which has a `state()`.
 
     Example:
       >>> import numpy as np
@@ -78,17 +78,17 @@ class Data:
     buffer: int | None = None
     maps: tuple[Map, ...] = ()
     workers: int = 0
-    kind: str = "threads"  # of workers
+    kind: str = "threads"  # kind of workers
     batching: Batching | None = None
     of_batches: tuple[Map, ...] = ()
     epochs: int | None = 1
-    joined: bool = False  # whether batches go on over the end of an epoch
+    joined: bool = False  # whether batches continue across the end of an epoch
     ahead: int = 0
 
     # ------------------------------------------------------------ stages
 
     def take(self, count: int) -> Data:
-        """The first `count` examples of the source alone: to hold some out, before they are shuffled."""
+        """Only the first `count` examples of the source, before shuffling: to hold some out."""
         return self._part("take", 0, _whole("take", "count", count, 1))
 
     def skip(self, count: int) -> Data:
@@ -96,12 +96,12 @@ class Data:
         return self._part("skip", _whole("skip", "count", count, 0), len(self.source))
 
     def shuffle(self, seed: int, buffer: int | None = None) -> Data:
-        """Each epoch in an order of its own, which depends on seed and epoch alone.
+        """Shuffle each epoch, in an order determined by seed and epoch alone.
 
         Args:
           seed: from 0 to 2**64 - 1.
-          buffer: shuffle within so many neighbours, for files that are slow to read at any place, as those on far
-            disks; compressed ones need it. Unless given, all examples of an epoch are shuffled.
+          buffer: shuffle within runs of this many examples, for files with slow random access, as on remote disks;
+            required for compressed ones. By default all examples of an epoch are shuffled.
         """
         _once("shuffle", self.seed is not None)
         _before("shuffle", self.batching)
@@ -117,18 +117,18 @@ class Data:
         return replace(self, seed=int(seed), buffer=buffer)
 
     def map(self, function: Callable[..., Example], *, workers: int | None = None, seed: int | None = None) -> Data:
-        """Another example for each: `function(example)`. Behind `batch` it is given batches.
+        """Map each example to `function(example)`; after `batch`, each batch.
 
         Args:
           function: from a dict of fields to a dict of fields.
-          workers: that read and map, in the same order as without; 0 unless given. See `parallel`.
-          seed: the function takes a generator of random numbers as well, `function(example, rng)`, which depends on
-            seed, epoch and place: resumed runs draw the same.
+          workers: number of workers that read and map, by default 0; the order is the same. See `parallel`.
+          seed: the function also gets a random generator, `function(example, rng)`, determined by seed, epoch and
+            position: resumed runs draw the same numbers.
         """
         return self._mapped("map", Map(_function("map", function), _seed("map", seed)), workers)
 
     def filter(self, function: Callable[..., bool], *, workers: int | None = None) -> Data:
-        """Only examples of which `function(example)` is true."""
+        """Keep only examples for which `function(example)` is true."""
         _before("filter", self.batching)
         return self._mapped("filter", Map(_function("filter", function), filters=True), workers)
 
@@ -144,22 +144,21 @@ class Data:
         too_long: str = "error",
         segments: Mapping[str, tuple[str, str]] | None = None,
     ) -> Data:
-        """Batches of one shape: `size` rows, the fields stacked.
+        """Batches of static shape: `size` rows, with fields stacked.
 
         Args:
-          size: rows of a batch, all cores together.
-          remainder: of the last examples of an epoch, "drop", or "pad": fill the batch up, and add to every batch
-            float32 `mask`, 1 for a row that counts.
-          pad: fields that are sequences, and the length to which they are filled up with zeros.
-          pack: the same, and several short examples share a row.
-          buckets: fields, and several lengths, ascending: batches of examples that fit the same. There is a program to
-            lower for each.
-          too_long: what becomes of longer sequences: "error", "cut" or "drop".
-          segments: of a field that is padded or packed the names of two int32 arrays that are added: numbers of the
-            examples in a row from 1 on, 0 for padding, and positions in each. Unless given, "segment_ids" and
-            "segment_positions" of the first field, "source_segment_ids" and "source_positions" of "sources": the names
-            that models take.
-        Raises: FeedError for arguments that make no sense; DataError, when an example comes that does not fit.
+          size: rows per batch, over all cores.
+          remainder: for an epoch's last examples, "drop", or "pad": fill the batch, and add to every batch the float32
+            array `mask`, 1 for valid rows.
+          pad: sequence fields, with the length to which they are zero-padded.
+          pack: the same, with several short examples per row.
+          buckets: fields with several ascending lengths: each batch has examples of one bucket, and needs a program
+            lowered for its length.
+          too_long: treatment of longer sequences: "error", "cut" or "drop".
+          segments: for a padded or packed field the names of two additional int32 arrays: the number of the example in
+            its row from 1 on, 0 for padding, and positions in each. By default "segment_ids" and "segment_positions"
+            for the first field, "source_segment_ids" and "source_positions" for "sources": the inputs of models.
+        Raises: FeedError for invalid arguments; DataError for an example that does not fit, when it is read.
         """
         _once("batch", self.batching is not None)
         what = "batch"
@@ -190,19 +189,19 @@ class Data:
         return replace(self, batching=asked)
 
     def repeat(self, epochs: int | None = None) -> Data:
-        """So many epochs, for ever unless given. Before `batch`, batches go on over the end of an epoch."""
+        """Repeat for `epochs`, by default for ever. Before `batch`, batches continue across the end of an epoch."""
         if epochs is not None:
             _whole("repeat", "epochs", epochs, 1)
         return replace(self, epochs=epochs, joined=self.joined or self.batching is None)
 
     def parallel(self, workers: int, kind: str = "threads") -> Data:
-        """Workers that read, decode and map examples; the same batches as without.
+        """Workers that read, decode and map examples; the batches are the same.
 
         Args:
-          workers: how many.
-          kind: "threads" gain where functions wait or release Python's lock; "processes" always, but each reads the
-            library and the data anew when it starts, functions must be defined at the top of a module, and a script
-            needs its lines under `if __name__ == "__main__":`.
+          workers: number of workers.
+          kind: "threads" help if functions wait or release Python's lock; "processes" always, but each imports the
+            library and loads the data at its start, functions must be defined at module level, and a script needs
+            `if __name__ == "__main__":`.
         """
         _choice("parallel", "kind", kind, KINDS)
         parallel_data = replace(self, workers=_whole("parallel", "workers", workers, 0), kind=kind)
@@ -211,23 +210,23 @@ class Data:
         return parallel_data
 
     def prefetch(self, count: int = 2) -> Data:
-        """A thread makes so many batches ahead."""
+        """Prepare this many batches ahead in a thread."""
         return replace(self, ahead=_whole("prefetch", "count", count, 0))
 
-    # ------------------------------------------------------------ what it is
+    # ------------------------------------------------------------ properties
 
     def __len__(self) -> int:
-        """The number of examples in an epoch, those included that a filter or a fault leaves out."""
+        """The number of examples per epoch, including those that a filter or a fault drops."""
         return len(self.source)
 
     @property
     def mask(self) -> str | None:
-        """The name of the array that is 1 for rows that count; None where batches are not filled up."""
+        """The name of the array that is 1 for valid rows; None if batches are not padded."""
         return self.batching.mask if self.batching is not None and self.batching.remainder == "pad" else None
 
     @property
     def per_epoch(self) -> int:
-        """Batches of an epoch, where it is known without looking: each example a row, none left out."""
+        """Batches per epoch, if known in advance: one example per row, none dropped."""
         asked = self.batching
         if asked is None or asked.lengths is not None or any(m.filters for m in self.maps):
             raise FeedError(
@@ -249,7 +248,7 @@ class Data:
     def __iter__(self) -> Feed:
         return Feed(self)
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ implementation
 
     def _part(self, what: str, begin: int, end: int) -> Data:
         if self.seed is not None or self.maps:
@@ -273,7 +272,7 @@ class Data:
         return replace(self, maps=(*self.maps, map_), workers=max(self.workers, workers or 0))
 
     def examples(self, draws: Sequence[int], numbers: Sequence[int]) -> list[Example | None]:
-        """The examples of draws: read, then mapped; None for what is left out."""
+        """The examples of these draws, read and mapped; None for dropped ones."""
         drawn = self.source.read(numbers)
         for k, (draw, number) in enumerate(zip(draws, numbers, strict=True)):
             example = drawn[k]
@@ -337,7 +336,7 @@ def _seed(what: str, value: int | None) -> int | None:
 
 
 def _lengths(name: str, value: object) -> dict[str, tuple[int, ...]]:
-    """The lengths of each field that `pad`, `pack` or `buckets` names: as many of each, ascending."""
+    """The lengths of each field in `pad`, `pack` or `buckets`: equally many, ascending."""
     lengths = {} if not isinstance(value, Mapping) else {
         str(f): tuple(v) if isinstance(v, Sequence) else (v,) for f, v in value.items()
     }  # fmt: skip
@@ -354,7 +353,7 @@ def _lengths(name: str, value: object) -> dict[str, tuple[int, ...]]:
 
 
 def _segments_of(lengths: Mapping[str, object]) -> dict[str, tuple[str, str]]:
-    """The arrays of segments that models take, of the first field and of sources."""
+    """The default names of segment arrays: those of models, for the first field and for sources."""
     first = next((n for n in lengths if n != "sources"), None)
     segments = {first: TARGETS} if first else {}
     return {**segments, **({"sources": SOURCES} if "sources" in lengths else {})}

@@ -12,9 +12,9 @@ T = TypeVar("T")
 
 
 class Ahead(Generic[T]):
-    """The items of an iterator, made ahead by a daemon thread; what it raises is raised where it would have come.
+    """The items of an iterator, prepared ahead by a daemon thread; its exceptions are raised in their place.
 
-    `waited_seconds`: how long items were waited for.
+    `waited_seconds`: time for which the consumer waited.
     """
 
     def __init__(self, items: Iterator[T], room: int, name: str) -> None:
@@ -31,7 +31,7 @@ class Ahead(Generic[T]):
             item: tuple[T] | BaseException
             try:
                 item = (next(self.items),)
-            except BaseException as fault:  # the end, too; the consumer's to handle
+            except BaseException as fault:  # any exception, to be handled by the consumer
                 item = fault
             with self.changed:
                 self.changed.wait_for(lambda: self.stopped or len(self.ready) < self.room)
@@ -62,5 +62,5 @@ class Ahead(Generic[T]):
             self.stopped = True
             self.ready.clear()
             self.changed.notify_all()
-        if threading.current_thread() is not self.thread:  # a collection of garbage may run anywhere
+        if threading.current_thread() is not self.thread:  # a garbage collection may call this from any thread
             self.thread.join()

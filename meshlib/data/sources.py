@@ -1,4 +1,4 @@
-"""Sources of examples: their number, and each by its index."""
+"""Sources of examples, with random access by index."""
 
 from __future__ import annotations
 
@@ -23,48 +23,48 @@ from meshlib.records.framing import FOOTER, Fault, RecordRead, compression_of, i
 from meshlib.records.images import IMAGE_ENDINGS, read_image
 
 Numbers = NDArray[np.int64]
-OPEN_FILES = 128  # of one source; files beyond these are opened for each record
-FINGERPRINT_ROWS = 256  # of arrays, evenly spaced: those of files may be larger than memory
-READ_AHEAD = 4096  # records of a compressed file that are kept until they are asked for, unless a buffer needs more
+OPEN_FILES = 128  # open files per source; files beyond these are opened for each record
+FINGERPRINT_ROWS = 256  # bytes hashed per array, evenly spaced, since files may be larger than memory
+READ_AHEAD = 4096  # records of a compressed file kept in memory, unless a buffer needs more
 
 
 class Source(ABC):
-    """Examples by number; several threads may read at once."""
+    """Examples by index; several threads may read at once."""
 
     name: str
-    stacks = False  # whether `columns` has the same examples as `read`
-    complete = True  # whether nothing is left out
-    sequential = False  # whether reading in another order than from the beginning on is slow
+    stacks = False  # whether `columns` returns the examples of `read` stacked
+    complete = True  # whether no example is skipped
+    sequential = False  # whether random access is slow
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
     def read(self, numbers: Sequence[int]) -> list[Example | None]:
-        """Examples; None for those that are damaged and left out."""
+        """Examples by index; None for damaged ones that are skipped."""
 
     def columns(self, numbers: Numbers) -> Batch:
-        """The same as stacked arrays, where it `stacks`."""
+        """The examples as stacked arrays, if it `stacks`."""
         raise NotImplementedError
 
     @abstractmethod
     def fingerprint(self) -> object:
-        """Plain data that differ where the examples do, as far as that is known without reading all of them."""
+        """Plain data that differ if the examples do, as far as this is known without reading all of them."""
 
     def where(self, number: int) -> str:
-        """What an example is called in messages."""
+        """The description of an example in messages."""
         return f"example {number} of {self.name}"
 
     def keep(self, count: int) -> None:  # noqa: B027 (most sources need not)
-        """Expect examples of `count` neighbours in any order."""
+        """Prepare for random access within `count` neighbouring examples."""
 
     @property
     def skipped(self) -> list[Fault]:
-        """What was left out so far."""
+        """The records skipped so far."""
         return []
 
     def leave_out(self, fault: Fault) -> None:  # noqa: B027 (most sources leave nothing out)
-        """Count what was left out, by another process too, or raise it."""
+        """Count a skipped record, also of another process, or raise its fault."""
 
 
 def _rows_of(columns: Batch, count: int) -> list[Example]:
@@ -88,7 +88,7 @@ class Arrays(Source):
         return kinds, self.columns(rows)
 
     def read(self, numbers: Sequence[int]) -> list[Example | None]:
-        copied = self.columns(np.asarray(numbers, np.int64))  # a map may write into what it is given
+        copied = self.columns(np.asarray(numbers, np.int64))  # a map may modify its argument
         return [*_rows_of(copied, len(numbers))]
 
     def columns(self, numbers: Numbers) -> Batch:
@@ -136,7 +136,7 @@ class SourceSlice(Source):
 
 
 class Files:
-    """Files that are read at any place by several threads."""
+    """Files with random access by several threads."""
 
     def __init__(
         self, paths: Sequence[str], error: Callable[[str, OSError], DataError], known: Mapping[str, FileId]
@@ -152,7 +152,7 @@ class Files:
         self.__init__(**state)  # type: ignore[misc]
 
     def read(self, file: int, at: int, count: int) -> bytes:
-        """Bytes of a file; fewer where it ends."""
+        """Bytes of a file; fewer at its end."""
         try:
             opened = self.opened.get(file) or self._opened(file)
             if opened is not None and hasattr(os, "pread"):
@@ -168,14 +168,14 @@ class Files:
             raise self.error(self.paths[file], fault) from fault
 
     def _opened(self, file: int) -> BinaryIO | None:
-        """A file that stays open, if there is room for one more."""
+        """A file that stays open, if the limit allows."""
         with self.lock:
             if file not in self.opened and len(self.opened) < OPEN_FILES:
                 self.opened[file] = self._open(file)
             return self.opened.get(file)
 
     def _open(self, file: int) -> BinaryIO:
-        """A file, which is the one that was indexed."""
+        """An open file, which must be the version that was indexed."""
         path = self.paths[file]
         opened = open(path, "rb", buffering=0)  # noqa: SIM115
         try:
@@ -195,21 +195,21 @@ def _unreadable(path: str, fault: OSError) -> DataError:
 
 
 class Decode(Protocol):
-    """Makes examples of records."""
+    """Decoder of records to examples."""
 
     stacks: bool
 
     def __call__(self, data: bytes) -> Example:
-        """Of one."""
+        """The example of one record."""
         ...
 
     def columns(self, records: Sequence[bytes]) -> Batch | None:
-        """Of many, stacked; None where they have to be read one by one."""
+        """The examples of many records, stacked; None if they must be read one by one."""
         ...
 
 
 class Records(Source):
-    """The records of files, each decoded by `decode`. With `interleave` files are read in turns, so many at once."""
+    """The records of files, decoded by `decode`. `interleave` files are read in turns."""
 
     def __init__(self, paths: Sequence[str], decode: Decode, interleave: int, on_fault: str, name: str) -> None:
         self.paths, self.decode, self.on_fault, self.name = list(paths), decode, on_fault, name
@@ -288,7 +288,7 @@ class Records(Source):
         return {name: np.stack([example[name] for example in singly]) for name in singly[0]}
 
     def _data_of(self, numbers: Sequence[int] | Numbers) -> list[bytes | None]:
-        """The bytes of records, checked; None for those that are damaged and left out."""
+        """The bytes of records with checksums verified; None for damaged ones that are skipped."""
         places = np.asarray(numbers, np.int64)
         places = places if self.order is None else self.order[places]
         payloads: list[bytes | None] = [None] * len(places)
@@ -327,17 +327,17 @@ class Records(Source):
         if self.on_fault == "error":
             raise fault.error()
         with self.lock:
-            if fault not in self.faults:  # in every epoch again
+            if fault not in self.faults:  # each epoch
                 self.faults.append(fault)
 
 
 class _Stream:
-    """The records of a compressed file, in about their order: those that were passed over are kept for a while."""
+    """The records of a compressed file in nearly sequential access: skipped ones are buffered for a while."""
 
     def __init__(self, path: str, compression: str, known: FileId | None) -> None:
         self.path, self.compression, self.known = path, compression, known
         self.count = 0
-        self.faults: list[tuple[Fault, bool]] = []  # and whether it is that of one record, which has a number
+        self.faults: list[tuple[Fault, bool]] = []  # with True for faults of single records, which have numbers
         last: Fault | None = None
         for record in scan(path, compression, known):
             if last is not None:
@@ -363,7 +363,7 @@ class _Stream:
         self.records: Iterator[RecordRead] = scan(self.path, self.compression, self.known)
 
     def record(self, number: int) -> RecordRead:
-        """A record; from the beginning again if it has been passed over long ago."""
+        """One record; rescans from the beginning if it is no longer buffered."""
         with self.lock:
             if number in self.kept:
                 return self.kept.pop(number)
@@ -381,13 +381,13 @@ class _Stream:
 
 
 def _of_data(fault: Fault) -> bool:
-    """Whether it is a fault of one record, behind which others follow."""
+    """True for a fault of a single record, after which others follow."""
     return "bytes of data have the CRC" in fault.what
 
 
 def _interleaved(counts: Sequence[int], together: int) -> Numbers:
-    """Of files of so many records the order if `together` are open, each gives one in turn, and the next takes the
-    place of one that ends.
+    """The interleaved order of files with these numbers of records: `together` are open and yield a record in turn, and
+    the next file replaces one that ends.
 
     >>> _interleaved([2, 3, 1], 2).tolist()
     [0, 2, 1, 3, 5, 4]
@@ -408,7 +408,7 @@ def _interleaved(counts: Sequence[int], together: int) -> Numbers:
 
 
 class TextLines(Source):
-    """The lines of texts, as `field`: str without its end. Empty lines are left out."""
+    """The lines of texts, as `field`: str without line ends. Empty lines are skipped."""
 
     def __init__(self, paths: Sequence[str], field: str, name: str) -> None:
         self.paths, self.field, self.name = list(paths), field, name
@@ -443,7 +443,7 @@ class TextLines(Source):
 
 
 def _lines_of(path: str) -> tuple[Numbers, Numbers]:
-    """Where the lines of a file begin and end, of those that hold something."""
+    """Begins and ends of the non-empty lines of a file."""
     starts, ends, at = [], [], 0
     with open_file(path, "data", DataError) as (file, _):
         for line in lines_of(file, path, "data", DataError):
@@ -456,7 +456,7 @@ def _lines_of(path: str) -> tuple[Numbers, Numbers]:
 
 
 class Folder(Source):
-    """Pictures in folders, one for each class: `image`, uint8 [side, side, channels], and `label`, int32."""
+    """Images in one folder per class: `image`, uint8 [side, side, channels], and `label`, int32."""
 
     def __init__(self, path: Path, side: int, channels: int) -> None:
         self.name, self.side, self.channels = str(path), side, channels

@@ -1,8 +1,7 @@
 """Worker threads, and worker processes that share nothing but requests and answers.
 
-A process is started anew (`spawn`), so that it has none of the threads and devices of the one that asks, which a fork
-would find halfway. It gets the data once, pickled, and then numbers of draws; it answers with examples, and with what
-it left out.
+Processes are spawned, so that they do not inherit threads and devices in an inconsistent state, as after a fork. Each
+receives the data once, pickled, and then draw numbers; it returns examples, and the records that it skipped.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ if TYPE_CHECKING:
 Made = list[Example | None]
 KINDS = ("threads", "processes")
 
-_data: Data | None = None  # of a worker's process
+_data: Data | None = None  # in a worker process
 
 
 class _Worker(SpawnProcess):
-    """A process of a pool; `stopped` if the pool ended it, rather than that it ended by itself."""
+    """A process of a pool; `stopped` if the pool terminated it."""
 
     stopped = False
 
@@ -40,13 +39,13 @@ class _Worker(SpawnProcess):
         self.name = WatchedName(self.name)
 
     def terminate(self) -> None:
-        """End it, as the executor does with all of its processes when one of them has ended."""
+        """Terminate it, as the executor does with all of its processes when one of them has died."""
         self.stopped = self.stopped or not wait([self.sentinel], 0)
         super().terminate()
 
 
 class _Context(SpawnContext):
-    """Starts processes and keeps them in the order of their start."""
+    """A context that keeps its processes in the order of their start."""
 
     def __init__(self) -> None:
         self.workers: list[_Worker] = []
@@ -58,7 +57,7 @@ class _Context(SpawnContext):
 
 
 class Pool:
-    """Threads or processes that make the examples of draws."""
+    """Threads or processes that read and map the examples of draws."""
 
     def __init__(self, data: Data) -> None:
         self.data = data
@@ -70,7 +69,7 @@ class Pool:
             self.pool = ProcessPoolExecutor(data.workers, self.context, _begin, (pickled(data),))
 
     def ask(self, draws: Sequence[int], numbers: Sequence[int]) -> Future[tuple[Made, list[Fault]]]:
-        """A future of the examples of draws. Raises: DataError if a process has ended by itself."""
+        """A future of the examples of draws. Raises: DataError if a process has died."""
         if self.data.kind == "threads":
             return self.pool.submit(lambda: (self.data.examples(draws, numbers), []))
         try:
@@ -79,7 +78,7 @@ class Pool:
             raise self._ended() from None
 
     def answer(self, asked: Future[tuple[Made, list[Fault]]]) -> Made:
-        """The examples of a future. Raises: what making them raised; DataError if a process has ended by itself."""
+        """The examples of a future. Raises: exceptions of the task; DataError if a process has died."""
         try:
             results, faults = asked.result()
         except BrokenProcessPool:
@@ -89,12 +88,12 @@ class Pool:
         return results
 
     def close(self) -> None:
-        """End the workers."""
+        """Shut down the workers."""
         self.pool.shutdown(wait=True, cancel_futures=True)
 
     def _ended(self) -> DataError:
-        """The error that names the processes which ended by themselves."""
-        self.close()  # waits until the executor has ended the others
+        """The error that names the processes which died."""
+        self.close()  # waits until the executor has terminated the others
         count = self.data.workers
         ended = [
             f"worker process {n} of {count} (pid {worker.pid}, {describe_exit(worker.exitcode)})"
@@ -109,7 +108,7 @@ class Pool:
 
 
 def pickled(data: Data) -> bytes:
-    """Data as they are sent to a process. Raises: FeedError for functions that can't be."""
+    """Data pickled for a process. Raises: FeedError for functions that can't be pickled."""
     try:
         return pickle.dumps(data)
     except (pickle.PicklingError, AttributeError, TypeError) as fault:

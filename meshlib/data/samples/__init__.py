@@ -1,4 +1,4 @@
-"""Sample data that need no download: digits, shapes, scenes with boxes, text and verses; and pictures of results.
+"""Sample data without downloads: digits, shapes, scenes with boxes, text and verses; and image files of results.
 
 mnist_digits   MNIST's digits, from IDX files, a cache or a download; otherwise drawn ones
 drawn_shapes   coloured shapes of ten classes, alone or several in a scene with their boxes

@@ -1,7 +1,7 @@
-"""Drawn images: shapes of ten classes, alone or several in a scene with their boxes.
+"""Drawn images: shapes of ten classes, alone or several in a scene with boxes.
 
-A shape has a colour and a pose (place, size, angle, stretch) of its own, on a shaded, noisy ground; nothing but its
-outline says its class. The same seed gives the same images.
+Each shape has a random colour and pose (position, size, angle, stretch), on a shaded, noisy background; only its
+outline determines its class. The same seed gives the same images.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 Images = NDArray[np.float32]
 Labels = NDArray[np.int32]
-Outline = Callable[[Array, Array], Array]  # (x, y) in radii of the shape -> how far inside, negative outside
+Outline = Callable[[Array, Array], Array]  # (x, y) in radii of the shape -> depth inside, negative outside
 
-NOISE = 0.06  # standard deviation of every pixel, of full brightness
+NOISE = 0.06  # standard deviation of pixel noise, relative to full brightness
 
 
 def _polygon(corners: int) -> Outline:
-    """A regular polygon, the first corner at the right."""
+    """A regular polygon with its first corner at the right."""
     angles = (np.arange(corners) + 0.5) * 2 * np.pi / corners
 
     def inside(x: Array, y: Array) -> Array:
@@ -34,7 +34,7 @@ def _polygon(corners: int) -> Outline:
 
 
 def _star(points: int, depth: float, sharp: bool) -> Outline:
-    """A radius that goes up and down around the centre, in straight lines or waves."""
+    """An outline whose radius oscillates around the centre, in straight lines or waves."""
 
     def inside(x: Array, y: Array) -> Array:
         turn = np.arctan2(y, x) * points / (2 * np.pi)
@@ -69,7 +69,7 @@ CLASSES = tuple(SHAPES)
 
 @dataclass(frozen=True)
 class Scenes:
-    """Images [n, side, side, 3] in 0..1, and of each the boxes [m, 4] (top, left, bottom, right) and classes [m]."""
+    """Images [n, side, side, 3] in 0..1, with the boxes [m, 4] (top, left, bottom, right) and classes [m] of each."""
 
     images: Images
     boxes: tuple[Array, ...]
@@ -77,7 +77,7 @@ class Scenes:
 
 
 def draw_shapes(count: int, side: int = 32, seed: int = 0) -> tuple[Images, Labels]:
-    """One shape in each image, as many of each class as can be: [count, side, side, 3] in 0..1, classes [count]."""
+    """One shape per image, classes evenly distributed: [count, side, side, 3] in 0..1, classes [count]."""
     rng = np.random.default_rng(seed)
     labels = rng.permutation(np.arange(count) % len(CLASSES)).astype(np.int32)
     images = np.empty((count, side, side, 3), np.float32)
@@ -91,7 +91,8 @@ def draw_shapes(count: int, side: int = 32, seed: int = 0) -> tuple[Images, Labe
 
 
 def draw_scenes(count: int, side: int = 64, seed: int = 0, most: int = 3, kinds: int = len(CLASSES)) -> Scenes:
-    """Scenes of 1 to `most` shapes of the first `kinds` classes, whose boxes share at most a tenth of their area."""
+    """Scenes of 1 to `most` shapes of the first `kinds` classes, whose boxes overlap by at most a tenth of their
+    area."""
     rng = np.random.default_rng(seed)
     images = np.empty((count, side, side, 3), np.float32)
     boxes, classes = [], []
@@ -114,7 +115,7 @@ def draw_scenes(count: int, side: int = 64, seed: int = 0, most: int = 3, kinds:
 
 
 def _ground(rng: np.random.Generator, side: int) -> Array:
-    """A colour that shades into another across the image."""
+    """A colour gradient over the image."""
     angle = rng.uniform(0, 2 * np.pi)
     y, x = np.indices((side, side)) / side - 0.5
     share = (0.5 + x * np.cos(angle) + y * np.sin(angle)).clip(0, 1)[..., None]
@@ -124,14 +125,14 @@ def _ground(rng: np.random.Generator, side: int) -> Array:
 
 
 def _paint(rng: np.random.Generator, canvas: Array, label: int, centre: Array, radius: float) -> Array:
-    """Draw a shape onto the canvas; its box, whole pixels that it touches by half at least."""
+    """Draw a shape onto the canvas; returns its box, the pixels that it covers at least half."""
     angle, stretch = rng.uniform(0, 2 * np.pi), rng.uniform(0.8, 1.25)
     y, x = (np.indices(canvas.shape[:2]) + 0.5 - centre[:, None, None]) / radius
     across, along = x * np.cos(angle) + y * np.sin(angle), y * np.cos(angle) - x * np.sin(angle)
     depth = SHAPES[CLASSES[label]](across * stretch**0.5, along / stretch**0.5)
     cover = np.clip(0.5 + depth * radius, 0, 1)[..., None]
     ground = (canvas * cover).sum(axis=(0, 1)) / cover.sum()
-    while True:  # a colour that can be told from what it covers
+    while True:  # a colour distinct from the background
         colour = rng.uniform(0, 1, 3)
         if np.abs(colour - ground).max() > 0.35:
             break
@@ -141,13 +142,13 @@ def _paint(rng: np.random.Generator, canvas: Array, label: int, centre: Array, r
 
 
 def _largest_overlap(box: Array, others: Array) -> float:
-    """The share of the smaller box that two have in common, at most."""
+    """Largest overlap with other boxes, relative to the smaller box."""
     shared = np.minimum(box[2:], others[:, 2:]) - np.maximum(box[:2], others[:, :2])
     area, areas = np.prod(box[2:] - box[:2]), np.prod(others[:, 2:] - others[:, :2], axis=1)
     return float((np.prod(np.maximum(shared, 0), axis=1) / np.minimum(area, areas)).max())
 
 
 def _developed(rng: np.random.Generator, canvas: Array) -> Any:
-    """With noise, in whole steps of 1/255, as an image file has them."""
+    """With noise, quantised to 1/255 as in an image file."""
     noisy = canvas + rng.normal(0, NOISE, canvas.shape)
     return np.rint(255 * noisy.clip(0, 1)) / 255

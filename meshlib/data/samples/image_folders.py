@@ -1,7 +1,7 @@
-"""Labelled images: a folder of pictures by class, MNIST's IDX files, or drawn shapes.
+"""Labelled images: a folder of images by class, MNIST's IDX files, or drawn shapes.
 
-A folder holds one folder for each class, of .png and .jpg files; or such folders under `train` and `test` (or `val`).
-Else a fifth of the images is kept for the test. It needs Pillow, the extra `images`.
+A folder has one subfolder per class, of .png and .jpg files; or such folders under `train` and `test` (or `val`).
+Otherwise a fifth of the images is held out for testing. Requires Pillow, the extra `images`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DRAWN_TRAIN = 8_000
 
 @dataclass(frozen=True)
 class ImageData:
-    """Images are float32 [n, height, width, channels] in 0..1, labels int32 [n], numbers in `classes`."""
+    """Images float32 [n, height, width, channels] in 0..1, with labels int32 [n], indices into `classes`."""
 
     train_images: Images
     train_labels: Labels
@@ -39,7 +39,7 @@ class ImageData:
     source: str
 
     def normalised(self, images: Images) -> Images:
-        """With the mean 0 and the deviation 1 that the channels have in training."""
+        """Images scaled so that the training set's channels have mean 0 and standard deviation 1."""
         sample = self.train_images[:2000]
         mean = einops.reduce(sample, "n height width c -> c", "mean")
         deviation = np.sqrt(einops.reduce((sample - mean) ** 2, "n height width c -> c", "mean"))
@@ -48,14 +48,14 @@ class ImageData:
 
 
 def load_images(data: str | Path | None, side: int = 32, seed: int = 0, count: int | None = None) -> ImageData:
-    """The images of a folder, of IDX files, or without a folder drawn ones.
+    """The images of a folder, of IDX files, or drawn ones without a folder.
 
     Args:
-      data: folder of classes, or of IDX files; None: `$MESHLIB_IMAGES`, else drawn shapes.
-      side: of drawn images, and to which those of a folder are brought; IDX files keep theirs.
-      seed: of what is drawn, and of the split of a folder without a test of its own.
-      count: how many drawn images there are to train on, 8,000 unless given; a quarter as many to test.
-    Raises: DataError with what was expected and what is there.
+      data: folder of classes, or of IDX files; None: `$MESHLIB_IMAGES`, otherwise drawn shapes.
+      side: size of drawn images, and to which images of a folder are resized; IDX files keep theirs.
+      seed: of drawn images, and of the split of a folder without a test set.
+      count: number of drawn training images, by default 8,000; a quarter as many for testing.
+    Raises: DataError with expected and actual content.
     """
     folder = data if data is not None else os.environ.get("MESHLIB_IMAGES")
     if folder:
@@ -72,9 +72,9 @@ def load_images(data: str | Path | None, side: int = 32, seed: int = 0, count: i
 
 
 def read_image(path: str | Path, side: int, channels: int = 3) -> Images:
-    """One picture as float32 [side, side, channels] in 0..1: the middle square, brought to that size.
+    """An image as float32 [side, side, channels] in 0..1: its central square, resized.
 
-    Raises: DataError if it is none, MissingError if Pillow is not installed.
+    Raises: DataError if it is no image, MissingError if Pillow is not installed.
     """
     return pictures.read_image(path, (side, side), channels).astype(np.float32) / np.float32(255)
 

@@ -1,15 +1,14 @@
-"""Handwritten digits: MNIST where it is available, drawn digits where it is not.
+"""Handwritten digits: MNIST if available, otherwise drawn digits.
 
 `load_digits` takes the first of these that exists:
 
-1. a folder of IDX files: the argument `data`, else the environment variable `MESHLIB_MNIST`;
+1. a folder of IDX files: the argument `data`, or the environment variable `MESHLIB_MNIST`;
 2. the cache, `$XDG_CACHE_HOME/meshlib/mnist` or `~/.cache/meshlib/mnist`;
 3. a download into the cache, unless `download=False` or `MESHLIB_OFFLINE=1`;
 4. digits drawn by `draw`: ten pen paths, bent and jittered, no file needed.
 
-A folder the user named must be good: any fault in it is a `DataError`. Only the download may fail and be
-replaced by drawn digits, and `Digits.source` then says so and why. Print it: an accuracy means little
-without the name of the data it was measured on.
+Any fault in a folder given by the user is a `DataError`. Only a failed download is replaced by drawn digits, and
+`Digits.source` then says so and why. Print it: an accuracy means little without the name of the data.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from meshlib.records import read_idx
 Images = NDArray[np.float32]
 Labels = NDArray[np.int32]
 Points = NDArray[np.float64]
-Opener = Callable[[str, float], IO[bytes]]  # (url, seconds of silence allowed) -> the response
+Opener = Callable[[str, float], IO[bytes]]  # (url, timeout in seconds) -> the response
 
 SIDE = 28  # pixels along each side of an image
 DRAWN_TRAIN, DRAWN_TEST = 8_000, 2_000
@@ -60,7 +59,7 @@ def load_digits(
     seed: int = 0,
     opener: Opener | None = None,
 ) -> Digits:
-    """The digits from the first source that is there (order in the module docstring).
+    """The digits from the first available source (order in the module docstring).
 
     Args:
       data: folder of IDX files; default `$MESHLIB_MNIST`, and if that is empty too, the cache.
@@ -103,7 +102,7 @@ def _names(stem: str, dims: int) -> list[str]:
 
 
 def _find(folder: Path, stem: str, dims: int) -> Path | None:
-    # os.path, not Path: in a folder closed to us a file counts as absent instead of raising.
+    # os.path, not Path: a file in an inaccessible folder counts as absent instead of raising.
     return next((folder / name for name in _names(stem, dims) if os.path.isfile(folder / name)), None)
 
 
@@ -112,7 +111,7 @@ def _read_folder(folder: Path, seed: int) -> Digits:
         contents = "a file" if folder.exists() else "nothing there"
         raise DataError(f"{folder}: expected a folder of IDX files, found {contents}")
     paths = {stem: path for stem, dims in TRAIN + TEST if (path := _find(folder, stem, dims))}
-    # Only when neither train file is there: half a train pair is a fault to report, not to work around.
+    # Only if neither train file exists: half a pair is an error.
     split_test = bool(paths) and not any(stem in paths for stem, _ in TRAIN)
     wanted = TEST if split_test else TRAIN + TEST
     missing = [(stem, dims) for stem, dims in wanted if stem not in paths]
@@ -177,14 +176,14 @@ def _open_url(url: str, timeout: float) -> IO[bytes]:
 
 
 def _download(cache: Path, opener: Opener) -> None:
-    """Fetch the files the cache lacks. A name appears in it only when its whole content is checked."""
+    """Download the files that the cache lacks. A file appears there only once its whole content is checked."""
     for stem, dims in TRAIN + TEST:
         if _find(cache, stem, dims):
             continue
         name = f"{stem}-idx{dims}-ubyte.gz"
         size, sha256 = DOWNLOADS[stem]
         with opener(MIRROR + name, TIMEOUT_S) as response:
-            content = response.read(size + 1)  # one more than expected shows that there is more
+            content = response.read(size + 1)  # one byte more than expected detects longer files
         if len(content) != size:
             received = f"more than {size}" if len(content) > size else f"{len(content)}"
             raise DataError(f"{MIRROR}{name}: expected {size} bytes, found {received}")
@@ -203,18 +202,18 @@ def _line(*points: tuple[float, float]) -> Points:
 
 
 def _arc(cx: float, cy: float, rx: float, ry: float, start: float, stop: float) -> Points:
-    """Part of an ellipse; degrees from 0 = right to 90 = down, as y points down."""
+    """Part of an ellipse; degrees from 0 = right to 90 = down, since y points down."""
     angle = np.radians(np.linspace(start, stop, 24))
     return np.stack([cx + rx * np.cos(angle), cy + ry * np.sin(angle)], axis=-1)
 
 
 def _pen(*parts: Points) -> Points:
-    """One stroke through all parts, without lifting the pen."""
+    """One stroke through all parts without lifting the pen."""
     return np.concatenate(parts)
 
 
-_BELLY = _arc(0.46, 0.64, 0.27, 0.25, -125, 140)  # of a 5
-# (digit, stroke, stroke, ...) for each way to write it, in a unit square.
+_BELLY = _arc(0.46, 0.64, 0.27, 0.25, -125, 140)  # of the digit 5
+# (digit, stroke, stroke, ...) for each way of writing it, in a unit square.
 GLYPHS: list[tuple[int, *tuple[Points, ...]]] = [
     (0, _arc(0.5, 0.5, 0.27, 0.4, -90, 270)),
     (0, _arc(0.5, 0.5, 0.21, 0.4, -60, 320)),
@@ -237,12 +236,12 @@ GLYPHS: list[tuple[int, *tuple[Points, ...]]] = [
     (9, _pen(_arc(0.5, 0.33, 0.24, 0.22, 0, -360), _line((0.66, 0.9)))),
     (9, _pen(_arc(0.5, 0.32, 0.24, 0.21, -20, -360), _arc(0.4, 0.5, 0.34, 0.4, 0, 110))),
 ]
-PATH_POINTS = 64  # along one glyph: closer than the pen is wide, so the dots merge into a line
+PATH_POINTS = 64  # spacing along a glyph: less than the pen width, so that dots merge into a line
 
 
 def _resample(strokes: Sequence[Points]) -> tuple[Points, float]:
-    """PATH_POINTS points, evenly spaced along the strokes, and the strokes' whole length."""
-    # A pen lift has no length: it is crossed between two points and leaves none on the way.
+    """PATH_POINTS points, evenly spaced along the strokes, and the total length of the strokes."""
+    # A pen lift has no length: it falls between two points and leaves none on the way.
     steps = [np.linalg.norm(np.diff(stroke, axis=0), axis=-1) for stroke in strokes]
     along = np.concatenate([[0.0], *[np.append(step, 1e-9) for step in steps]])[:-1].cumsum()
     corners = np.concatenate(strokes)
@@ -251,7 +250,7 @@ def _resample(strokes: Sequence[Points]) -> tuple[Points, float]:
 
 
 def draw(count: int, seed: int) -> tuple[Images, Labels]:
-    """`count` digits, as many of each as can be, in random order; the same for the same seed.
+    """`count` digits, evenly distributed, in random order; the same for the same seed.
 
     Measured: a 784-256-10 ReLU network (NumPy, SGD at 0.1, batches of 100, 10 epochs on 8,000 images) gets
     94 to 96 % of 2,000 held-out ones right, a linear classifier 87 to 89 % (4 seeds). Trained and tested on
@@ -267,14 +266,14 @@ def draw(count: int, seed: int) -> tuple[Images, Labels]:
         return rng.uniform(low, high, (count, 1))
 
     x, y = np.moveaxis(np.array(paths)[glyph] - 0.5, -1, 0)  # each [count, PATH_POINTS]
-    # Bend the plane with two random waves: unlike jitter of single points it keeps corners joined.
+    # Warp the plane with two random waves: unlike jitter of single points this keeps corners connected.
     for _ in range(2):
         wave = np.sin(each(-5, 5) * x + each(-5, 5) * y + each(0, 2 * np.pi))
         x, y = x + each(-0.08, 0.08) * wave, y + each(-0.08, 0.08) * wave
     x = each(0.8, 1.2) * (x - each(-0.35, 0.35) * y)
     angle = each(-0.25, 0.25)
     x, y = np.cos(angle) * x - np.sin(angle) * y, np.sin(angle) * x + np.cos(angle) * y
-    box = 20 * each(0.85, 1.1)  # pixels; MNIST's digits fill a box of 20 in the middle of 28
+    box = 20 * each(0.85, 1.1)  # pixels; MNIST's digits fill a box of 20 at the centre of 28
     x, y = ((SIDE - 1) / 2 + box * axis + each(-1.5, 1.5) for axis in (x, y))
 
     images = np.empty((count, SIDE, SIDE), np.float32)
@@ -282,9 +281,9 @@ def draw(count: int, seed: int) -> tuple[Images, Labels]:
     for start in range(0, count, 250):  # small blocks stay in the processor's cache
         block = slice(start, start + 250)
         ink = _ink(x[block], y[block], pen[block], step[block])
-        # The contrast makes flat ink with soft edges out of Gaussian slopes, and keeps noise off the paper.
+        # The contrast turns Gaussian slopes into flat ink with soft edges, and keeps noise off the background.
         ink = 1.8 * ink - 0.3 + 0.03 * rng.standard_normal(ink.shape, np.float32)
-        # Whole steps of 1/255, as MNIST's bytes.
+        # Quantised to 1/255, like MNIST's bytes.
         images[block] = np.rint(255 * ink.clip(0, 1)) / np.float32(255)
     return images.reshape(count, -1), labels
 

@@ -1,4 +1,4 @@
-"""Grids of images and frames of boxes, written as PNG files without any further package."""
+"""Grids of images and box frames, written as PNG files without further packages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Picture = NDArray[Any]  # [height, width, 3] in 0..1
 
 
 def grid(images: Picture, rows: int, grow: int = 1) -> Picture:
-    """Images [rows * columns, height, width, 1 or 3] as one picture, each pixel `grow` times as large, gaps between."""
+    """Images [rows * columns, height, width, 1 or 3] as one image, enlarged by `grow`, with gaps in between."""
     coloured = einops.repeat(images, "n h w 1 -> n h w 3") if images.shape[-1] == 1 else images
     larger = einops.repeat(coloured, "n h w c -> n (h a) (w b) c", a=grow, b=grow)
     framed = np.pad(larger, ((0, 0), (0, 2), (0, 2), (0, 0)), constant_values=1.0)
@@ -34,7 +34,7 @@ def frame(picture: Picture, box: NDArray[Any], colour: NDArray[Any]) -> None:
 
 
 def write_png(path: str | Path, picture: Picture) -> None:
-    """Write a picture as a PNG file.
+    """Write an image as a PNG file.
 
     Source: PNG specification, third edition, sections 5 and 11: signature, IHDR, IDAT (filter 0 for each row), IEND.
     """

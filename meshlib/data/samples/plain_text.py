@@ -1,7 +1,7 @@
-"""Byte-level tokens of a file, a folder, or the sources of Python's own library.
+"""Byte-level tokens of a file, a folder, or the sources of Python's standard library.
 
-The default is the standard library's own source code: a few megabytes of real text that need no download. A file or
-folder that the user names must be readable and long enough: any fault in it is a `DataError`.
+The default is the standard library's source code: a few megabytes of real text without a download. A file or folder
+given by the user must be readable and long enough: any fault is a `DataError`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Tokens = NDArray[np.uint8]
 Windows = NDArray[np.int32]
 
 VOCAB = 256  # a token is a byte
-LIMIT_BYTES = 8 * 2**20  # enough for any run here; more would only take memory
-HELD_OUT = 0.05  # the last part of the text, never trained on
+LIMIT_BYTES = 8 * 2**20  # enough for any run here
+HELD_OUT = 0.05  # the end of the text, held out
 
 
 @dataclass(frozen=True)
 class Text:
-    """Bytes of a text, uint8 [n]: what is trained on, what is held out; `source` is one line to print."""
+    """Bytes of a text, uint8 [n]: training and held-out part; `source` is one line to print."""
 
     train: Tokens
     held_out: Tokens
@@ -34,9 +34,9 @@ class Text:
 
     @property
     def unigram_entropy(self) -> float:
-        """Nats per byte of the best guess that knows how often each byte occurs, and nothing of what came before.
+        """Entropy in nats per byte of the best model of byte frequencies without context.
 
-        A model that has learned anything of the order of bytes has a lower loss.
+        A model that has learned anything from context has a lower loss.
         """
         counts = np.bincount(self.train, minlength=VOCAB)
         share = counts[counts > 0] / len(self.train)
@@ -44,10 +44,10 @@ class Text:
 
 
 def load_text(path: str | Path | None = None) -> Text:
-    """The text at `path`, a file or all files of a folder in the order of their names; default: Python's own library.
+    """The text at `path`: a file, or all files of a folder by name; by default Python's standard library.
 
     Returns: `Text`, cut at LIMIT_BYTES.
-    Raises: DataError for a path that is not there, cannot be read, or holds no text.
+    Raises: DataError for a path that does not exist, cannot be read, or has no text.
     """
     if path is None:
         folder = Path(sysconfig.get_paths()["stdlib"])
@@ -71,7 +71,7 @@ def load_text(path: str | Path | None = None) -> Text:
 
 
 def _texts(files: list[Path], named: bool) -> Iterator[bytes]:
-    """The contents of text files; what holds a zero byte is none. Of a folder, what cannot be read is passed over."""
+    """The contents of text files; files with a zero byte, and unreadable ones in a folder, are skipped."""
     for file in files:
         if not file.is_file():
             continue
@@ -87,7 +87,7 @@ def _texts(files: list[Path], named: bool) -> Iterator[bytes]:
 
 
 def windows(tokens: Tokens, length: int) -> Windows:
-    """The text cut in examples: int32 [n, length + 1]; the last byte of one is the first of the next.
+    """The text cut into examples: int32 [n, length + 1]; the last byte of one is the first of the next.
 
     Raises: DataError for a text shorter than one example.
     """

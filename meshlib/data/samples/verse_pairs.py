@@ -1,4 +1,4 @@
-"""Pairs of a line of verse and the next one, and n-gram models of them as a baseline."""
+"""Pairs of consecutive lines of verse, and n-gram models of them as a baseline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshlib.core.files import open_file
 
 OWN = Path(__file__).with_name("verses.txt")
 MOST_BYTES = 8 * 2**20
-HELD_OUT = 10  # one poem of so many is held out
+HELD_OUT = 10  # one in this many poems is held out
 START = -1  # before the first token of a line
 
 Pair = tuple[str, str]
@@ -23,7 +23,7 @@ Lines = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Verses:
-    """Pairs of a line and the next one, of poems to train on and of others that are held out."""
+    """Pairs of consecutive lines, of training poems and of held-out ones."""
 
     train: tuple[Pair, ...]
     held_out: tuple[Pair, ...]
@@ -31,9 +31,9 @@ class Verses:
 
 
 def load_verses(path: str | None) -> Verses:
-    """The verses of a file: lines, with an empty line between poems; lines that begin with # are no verses.
+    """The verses of a file: lines, with an empty line between poems; lines that begin with # are ignored.
 
-    Of a text in fewer than `HELD_OUT` parts its last tenth is held out.
+    For a text with fewer than `HELD_OUT` parts the last tenth is held out.
     Raises: DataError for a file that can't be read, or has fewer than 20 pairs of lines.
     """
     file = OWN if path is None else Path(path).expanduser()
@@ -71,11 +71,11 @@ def pairs_of(poems: Iterable[Sequence[str]]) -> tuple[Pair, ...]:
 
 
 class NgramCounts:
-    """A unigram and a bigram model of lines of tokens, over the same vocabulary, smoothed.
+    """Smoothed unigram and bigram models of lines of tokens over one vocabulary.
 
-    Both take a discount d off each count and give what is saved to all tokens, the bigram by how many different tokens
-    each one has been seen after (interpolated Kneser-Ney: Chen and Goodman, "An empirical study of smoothing techniques
-    for language modeling", 1998, section 4.1.6).
+    Both subtract a discount d from each count and distribute the rest over all tokens, the bigram by the number of
+    different tokens that precede each (interpolated Kneser-Ney: Chen and Goodman, "An empirical study of smoothing
+    techniques for language modeling", 1998, section 4.1.6).
     """
 
     def __init__(self, lines: Lines, vocab: int, discount: float) -> None:
@@ -83,17 +83,17 @@ class NgramCounts:
         self.tokens = Counter(token for line in lines for token in line)
         self.pairs = Counter(pair for line in lines for pair in pairwise([START, *line]))
         self.before = Counter(a for a, _ in self.pairs.elements())
-        self.after = Counter(a for a, _ in self.pairs)  # different tokens after each
+        self.after = Counter(a for a, _ in self.pairs)  # number of different tokens after each / before each
         self.kinds = Counter(b for _, b in self.pairs)  # different tokens before each
         self.total = sum(self.tokens.values())
 
     def unigram(self, token: int) -> float:
-        """The chance of a token."""
+        """The probability of a token."""
         saved = self.discount * len(self.tokens) / self.total
         return max(self.tokens[token] - self.discount, 0) / self.total + saved / self.vocab
 
     def bigram(self, before: int, token: int) -> float:
-        """The chance of a token after another one, `START` at the beginning of a line."""
+        """The probability of a token after another one, or after `START` at the beginning of a line."""
         saved = self.discount * len(self.kinds) / len(self.pairs)
         lower = max(self.kinds[token] - self.discount, 0) / len(self.pairs) + saved / self.vocab
         seen = self.before[before]
@@ -103,7 +103,7 @@ class NgramCounts:
         return (kept + self.discount * self.after[before] * lower) / seen
 
     def perplexities(self, lines: Lines) -> tuple[float, float]:
-        """Of other lines, for each token: of the unigram and of the bigram model."""
+        """Perplexity per token on other lines, of the unigram and of the bigram model."""
         count = sum(map(len, lines))
         one = sum(math.log(self.unigram(token)) for line in lines for token in line)
         two = sum(math.log(self.bigram(a, b)) for line in lines for a, b in pairwise([START, *line]))
@@ -111,7 +111,7 @@ class NgramCounts:
 
 
 def counted(lines: Lines, vocab: int) -> NgramCounts:
-    """The models of lines, whose discount serves a tenth of them best that is not counted."""
+    """The models of lines, with the discount that fits a held-out tenth of them best."""
     part = [line for n, line in enumerate(lines) if n % 10 == 9]
     rest = [line for n, line in enumerate(lines) if n % 10 != 9]
     tried = [n / 20 for n in range(1, 20)]

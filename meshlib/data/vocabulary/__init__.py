@@ -1,10 +1,10 @@
-"""Texts as tokens: byte pairs, and text-to-text examples.
+"""Tokenisation: byte pairs, and text-to-text examples.
 
-words      where pairs may not reach across
-merging    pairs learnt, and applied
-bytepairs  a vocabulary
+pretokenizer    words, which merges do not cross
+merges          learning and applying merges
+bytepairs       a vocabulary
 tokenizer_file  its file
-problems   pairs of texts as arrays of static lengths
+text_pairs      pairs of texts as arrays of static lengths
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING

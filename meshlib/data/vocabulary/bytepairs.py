@@ -1,9 +1,9 @@
-"""A byte-pair vocabulary: any text as tokens, and back to the last byte.
+"""A byte-pair vocabulary: lossless conversion of any text to tokens and back.
 
-A text is cut into words by a pattern (`meshlib.data.vocabulary.pretokenizer`), each word's bytes are joined by what was
-learnt (`meshlib.data.vocabulary.merges`). Each byte is a token of its own, so that there is no text without tokens.
+A text is split into words by a pattern (`meshlib.data.vocabulary.pretokenizer`), and the bytes of each word are merged
+(`meshlib.data.vocabulary.merges`). Each byte is a token, so that every text can be tokenised.
 
-Its file is a tokenizer.json (`meshlib.data.vocabulary.tokenizer_file`), as of GPT-2, Llama 3 and the like.
+Its file is a tokenizer.json (`meshlib.data.vocabulary.tokenizer_file`), as of GPT-2, Llama 3 and others.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from meshlib.data.vocabulary.tokenizer_file import BYTES, FORMS, STRIPS, argumen
 
 WHAT = "BytePairs"
 PAD, END = "<pad>", "<end>"
-ENDS = (END, "</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|im_end|>")  # what others call it
+ENDS = (END, "</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|im_end|>")  # usual names
 CACHED_WORDS = 1 << 16
 
 
 class BytePairs:
-    """Texts as tokens and back, exactly: `decode(encode(text)) == text` for every text.
+    """A lossless byte-pair tokenizer: `decode(encode(text)) == text` for every text.
 
-    Make one with `BytePairs.learn`, or read one with `BytePairs.load`. It is a tokenizer for `mtf.generate`. One that
-    was read may ask for a normal form, or a blank before each text: then that is what comes back.
+    Create one with `BytePairs.learn`, or read one with `BytePairs.load`. It is a tokenizer for `mtf.generate`. A loaded
+    one may prescribe a Unicode normal form, or a blank before each text: then decoding returns that form.
 
     Attributes:
-      pieces: the bytes of each token; of a special one none.
-      specials: the numbers of tokens that stand for no text, by name.
-      patterns: of the words across which nothing is joined; each cuts further what the one before left.
-      added: the numbers of tokens that are their text wherever it occurs, whatever is around it.
-      normal_form: of Unicode, to which texts are brought; None leaves them as they are.
+      pieces: the bytes of each token; empty for special tokens.
+      specials: ids of special tokens, which have no text, by name.
+      patterns: regular expressions of words, which merges do not cross; each splits the parts of the previous one.
+      added: ids of tokens that match their text anywhere, whatever the context.
+      normal_form: Unicode normal form of texts; None: unchanged.
     Example:
       >>> found = BytePairs.learn(["the cat, the hat", "the bat"], size=264)
       >>> found.encode("the rat"), found.decode(found.encode("the rat ☃"))
@@ -98,14 +98,14 @@ class BytePairs:
         specials: Sequence[str] = (PAD, END),
         progress: Callable[[int, int], object] | None = None,
     ) -> BytePairs:
-        """A vocabulary of the pairs that are most frequent in texts. The same texts give the same vocabulary.
+        """A vocabulary of the most frequent pairs in texts. The same texts give the same vocabulary.
 
         Args:
           texts: one text, or several.
-          size: how many tokens, special ones and all bytes included; fewer where no pair occurs twice.
-          specials: tokens that stand for no text; they are the first numbers, so that <pad> is 0.
-          progress: called with (pairs so far, pairs in all).
-        Raises: GraphError for bad arguments.
+          size: number of tokens, including special ones and all bytes; fewer if no pair occurs twice.
+          specials: special tokens without text; they have the first ids, so that <pad> is 0.
+          progress: called with (merges so far, total merges).
+        Raises: GraphError for invalid arguments.
         """
         what = f"{WHAT}.learn"
         if progress is not None and not callable(progress):
@@ -139,26 +139,26 @@ class BytePairs:
 
     @property
     def size(self) -> int:
-        """How many tokens there are."""
+        """The number of tokens."""
         return len(self.pieces)
 
     @property
     def end(self) -> int:
-        """The number of the token that ends a text: <end>, or what others call it. Raises: GraphError without one."""
+        """The id of the end-of-text token: <end>, or another usual name. Raises: GraphError if there is none."""
         return self._special(self.end_name or END)
 
     @property
     def pad(self) -> int:
-        """The number of <pad>. Raises: GraphError where there is none."""
+        """The id of <pad>. Raises: GraphError if there is none."""
         return self._special(PAD)
 
     def encode(self, text: str, specials: bool = False) -> list[int]:
         """The tokens of a text.
 
         Args:
-          text: any.
-          specials: whether names of special tokens in the text stand for them; else they are text as any other.
-        Raises: GraphError for what is no text.
+          text: any str.
+          specials: whether names of special tokens in the text are encoded as these instead of as text.
+        Raises: GraphError if `text` is not a str.
         """
         if not isinstance(text, str):
             raise GraphError(f"{at(WHAT)}: text must be text, got {type(text).__name__} {text!r:.80}")
@@ -172,7 +172,7 @@ class BytePairs:
         return tokens + self._of_text(text[at_:])
 
     def _of_text(self, text: str) -> list[int]:
-        """The tokens of a text, or of a part of one, without added ones."""
+        """The tokens of a text, or of part of one, without added ones."""
         if self.normal_form is not None:
             text = unicodedata.normalize(self.normal_form, text)  # type: ignore[arg-type]
         if self.prefix_space and text and not text.startswith(" "):
@@ -183,9 +183,9 @@ class BytePairs:
         return [token for word in parts for token in self._word(word)]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens; special ones have none. Bytes that are no UTF-8 show as a replacement character.
+        """The text of tokens; special ones have none. Invalid UTF-8 becomes a replacement character.
 
-        Raises: GraphError for numbers that are no tokens.
+        Raises: GraphError for invalid ids.
         """
         if not is_iterable(tokens):
             raise GraphError(
@@ -206,7 +206,7 @@ class BytePairs:
     def __len__(self) -> int:
         return self.size
 
-    def __reduce__(self) -> tuple[Any, ...]:  # what words come to is no part of it
+    def __reduce__(self) -> tuple[Any, ...]:  # without the cache of tokenised words
         parts = self.pieces, self.merges, self.specials, self.patterns, self.whole_words, self.prefix_space
         return type(self), (*parts, self.added, self.normal_form, self.blanks, self.end_name)
 
@@ -216,9 +216,9 @@ class BytePairs:
     # ------------------------------------------------------------ files
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as a tokenizer.json, whole or not at all.
+        """Write a tokenizer.json atomically.
 
-        Raises: CheckpointError where the file can't be written.
+        Raises: CheckpointError if the file can't be written.
         """
         replace_file(path, lambda file: file.write(self.as_json()), f"{WHAT}.save", CheckpointError)
 
@@ -230,16 +230,14 @@ class BytePairs:
     def load(cls, path: str | os.PathLike[str], end: str | None = None) -> BytePairs:
         """Read a tokenizer.json of byte-level byte pairs.
 
-        What a file asks for beyond that is refused: other models (Unigram, WordPiece), bytes as a fall-back
-        (SentencePiece's, as of Llama 2), texts that are changed otherwise than to a normal form of Unicode, words that
-        are cut otherwise than by patterns. What a template puts around a text, such as a token for its beginning, is
-        not put there by `encode`.
+        Other features are refused: other models (Unigram, WordPiece), byte fallback (SentencePiece, as in Llama 2),
+        normalisers other than Unicode normal forms, pre-tokenizers other than patterns. Templates, such as a token at
+        the beginning, are not applied by `encode`.
 
         Args:
           path: the file, or its folder.
-          end: the name of the special token that ends texts; the first of the usual names unless given.
-        Raises: CheckpointError where the file is none, or asks for what is not here; GraphError for an end that it has
-          not.
+          end: the name of the end-of-text token; by default the first of the usual names.
+        Raises: CheckpointError for an invalid file or an unsupported feature; GraphError for an unknown end token.
         """
         what = f"{WHAT}.load"
         if isinstance(path, str | os.PathLike) and os.path.isdir(path):
@@ -278,7 +276,7 @@ class BytePairs:
 
     @cache  # noqa: B019 (two patterns at most, which live as long as the vocabulary)
     def _named(self, specials: bool) -> re.Pattern[str]:
-        """The names of tokens in a text, the longest first, with the blanks that some take."""
+        """Regular expression of token names in a text, longest first, with the blanks that some absorb."""
         names = [*self.added, *(self.specials if specials else ())]
         ways = []
         for name in sorted(names, key=len, reverse=True):
@@ -295,7 +293,7 @@ def _check(pieces: object, merges: object, specials: object, patterns: tuple[obj
     special_numbers = _checked_specials(specials, len(all_pieces))
     reserved = set(special_numbers.values())
     ordinary = {piece for n, piece in enumerate(all_pieces) if n not in reserved}
-    for name in special_numbers:  # a tokenizer.json has it among the pieces, which are written in letters
+    for name in special_numbers:  # a tokenizer.json lists it among the pieces, which are written as letters
         if all(letter in BYTES for letter in name) and bytes(BYTES[letter] for letter in name) in ordinary:
             raise GraphError(f"{at(WHAT)}: the special token {name!r:.40} is written as one of the pieces is")
     lost = [b for b in range(256) if bytes([b]) not in ordinary]
@@ -307,7 +305,7 @@ def _check(pieces: object, merges: object, specials: object, patterns: tuple[obj
 
 
 def _checked_specials(specials: object, count: int) -> dict[str, int]:
-    """The numbers of the special tokens by name: distinct, and below `count`, the number of pieces."""
+    """The ids of the special tokens by name: distinct, and below `count`, the number of pieces."""
     if not isinstance(specials, Mapping) or not all(isinstance(name, str) and name for name in specials):
         raise GraphError(f"{at(WHAT)}: specials must be numbers by name, got {specials!r:.80}")
     numbers = {name: whole(n, WHAT, "each special token") for name, n in specials.items()}
@@ -333,7 +331,7 @@ def _bytes(text: str) -> bytes:
 
 
 def _sides_of_blanks(blanks: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
-    """On which sides of special tokens blanks go with them."""
+    """The sides on which special tokens absorb blanks."""
     sides_of = {name: tuple(sides) for name, sides in blanks.items()}
     if any(side not in STRIPS for sides in sides_of.values() for side in sides):
         raise GraphError(f"{at(WHAT)}: blanks are taken {' or '.join(STRIPS)} a token, got {blanks!r:.80}")

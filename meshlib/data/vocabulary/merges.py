@@ -1,4 +1,4 @@
-"""Byte-pair merges: learnt from a text, applied to a word.
+"""Byte-pair merges: learning them from a text, applying them to a word.
 
 Source: Gage, "A new algorithm for data compression", 1994; Sennrich et al., arXiv:1508.07909.
 """
@@ -16,9 +16,9 @@ Pair = tuple[int, int]
 def learnt(
     counts: Mapping[bytes, int], merges: int, progress: Callable[[int, int], object] | None = None
 ) -> list[Pair]:
-    """Which pairs to join, one after the other: always the most frequent one; of equals that of the lower numbers.
+    """The merges in order: always the most frequent pair; ties go to the lower ids.
 
-    Bytes are 0 to 255, the first pair becomes 256. It ends early where no pair occurs twice.
+    Bytes are 0 to 255, the first pair becomes 256. Ends early if no pair occurs twice.
 
     >>> learnt({b"abab": 2, b"abc": 1}, 2)
     [(97, 98), (256, 256)]
@@ -36,7 +36,7 @@ def learnt(
     learnt_pairs: list[Pair] = []
     while waiting and len(learnt_pairs) < merges:
         count, pair = heapq.heappop(waiting)
-        if -count != pair_counts[pair]:  # it has become less frequent since
+        if -count != pair_counts[pair]:  # outdated: its count has decreased
             if pair_counts[pair] > 0:
                 heapq.heappush(waiting, (-pair_counts[pair], pair))
             continue
@@ -63,7 +63,7 @@ def learnt(
 
 
 def _joined(word: Sequence[int], pair: Pair, new: int) -> list[int]:
-    """A word with a pair of it replaced, from the left."""
+    """A word with a pair replaced, from the left."""
     joined_word: list[int] = []
     at, last = 0, len(word) - 1
     while at <= last:
@@ -77,14 +77,14 @@ def _joined(word: Sequence[int], pair: Pair, new: int) -> list[int]:
 
 
 def merged(word: Iterable[int], ranks: Mapping[Pair, Pair]) -> list[int]:
-    """A word's tokens: pairs joined by rank, the leftmost first; `ranks` maps a pair to (rank, what it becomes).
+    """A word's tokens after merging pairs by rank, leftmost first; `ranks` maps a pair to (rank, merged id).
 
     Takes n log n for n bytes.
 
     >>> merged([1, 2, 1, 2, 3], {(1, 2): (0, 4), (4, 4): (1, 5)})
     [5, 3]
     """
-    tokens = list(word)  # -1 where one has been joined with that before it
+    tokens = list(word)  # -1 for tokens merged into the previous one
     after = [*range(1, len(tokens)), -1]
     before = [*range(-1, len(tokens) - 1)]
     waiting = [(ranks[pair][0], n, pair) for n, pair in enumerate(pairwise(tokens)) if pair in ranks]
@@ -93,7 +93,7 @@ def merged(word: Iterable[int], ranks: Mapping[Pair, Pair]) -> list[int]:
         _, n, pair = heapq.heappop(waiting)
         second = after[n]
         if second < 0 or (tokens[n], tokens[second]) != pair:
-            continue  # one of them has been joined with another
+            continue  # outdated: one of them was merged with another
         tokens[n], tokens[second] = ranks[pair][1], -1
         after[n] = after[second]
         if after[n] >= 0:

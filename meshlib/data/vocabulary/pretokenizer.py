@@ -1,7 +1,7 @@
-"""Pre-tokenisation: texts cut into words, numbers, punctuation and spaces, which merges do not cross.
+"""Pre-tokenisation: splitting of texts into words, numbers, punctuation and spaces, which merges do not cross.
 
 Patterns are those of tokenizer files, in which \\p{L} is any letter, \\p{N} any digit and \\s Unicode's white space.
-Python's `re` has no classes by category, so that they are written out here.
+Python's `re` lacks classes by category, so they are expanded here.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from meshlib.core.errors import GraphError
 # Radford et al., "Language Models are Unsupervised Multitask Learners", 2019; openai/gpt-2: src/encoder.py.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 WHITE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"  # Python's \s has four more, \x1c to \x1f
-MOST_CHARACTERS, MOST_COUNT, MOST_ENDLESS = 10_000, 1000, 3  # of a pattern; published ones have 400, 3 and 2
-parser: Any = importlib.import_module("re._parser")  # the trees that `re` compiles
+MOST_CHARACTERS, MOST_COUNT, MOST_ENDLESS = 10_000, 1000, 3  # limit of patterns; published ones have 400, 3 and 2
+parser: Any = importlib.import_module("re._parser")  # the parse trees of `re`
 _ESCAPE = re.compile(r"\\(?:p\{\^?(\w+)\}|P\{(\w+)\}|(.))", re.S)
 
 
 @cache
 def compiled(pattern: str) -> re.Pattern[str]:
-    """A pattern for `re`.
+    """A pattern compiled for `re`.
 
-    Raises: GraphError for one that it has no counterpart for.
+    Raises: GraphError for one that `re` cannot express.
     >>> compiled(GPT2).findall("It's 3 cafés,  no?")
     ['It', "'s", ' 3', ' cafés', ',', ' ', ' no', '?']
     """
@@ -44,7 +44,7 @@ def compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _check_time(parsed: Any, repeated: str) -> None:
-    """Raise ValueError for a pattern that may take more time than the cube of a text's length: repeats of repeats."""
+    """Raise ValueError for a pattern that may take more than cubic time in the length of a text: nested repeats."""
     endless = 0
     for op, of in parsed:
         name = str(op)
@@ -71,12 +71,12 @@ def _check_time(parsed: Any, repeated: str) -> None:
 
 
 def escaped(text: str) -> str:
-    """A pattern of this very text."""
+    """A pattern that matches this text literally."""
     return "".join(c if c.isalnum() or c == "_" else f"\\{c}" for c in text)
 
 
 def words(text: str, pattern: str) -> Iterator[str]:
-    """The parts of a text; together they are the text, whatever the pattern leaves out."""
+    """The parts of a text, which concatenate to the text, even where the pattern does not match."""
     at = 0
     for match in compiled(pattern).finditer(text):
         if match.start() > at:
@@ -109,7 +109,7 @@ def _translated(pattern: str) -> Iterator[str]:
 
 
 def _class(match: re.Match[str], inside: bool) -> str:
-    """A class written out; others as they are."""
+    """A category class expanded to characters; other items unchanged."""
     negated = match[2] is not None or "{^" in match[0] or match[3] == "S"
     if match[1] or match[2]:
         members = _category(match[1] or match[2])
@@ -124,7 +124,7 @@ def _class(match: re.Match[str], inside: bool) -> str:
 
 @cache
 def _runs() -> list[tuple[str, int, int]]:
-    """All of Unicode as runs of one category: its name, the first character and the last."""
+    """All of Unicode as runs of one category: (name, first character, last character)."""
     names = [*map(unicodedata.category, map(chr, range(sys.maxunicode + 1))), ""]
     ends = [n for n, (name, following) in enumerate(pairwise(names)) if name != following]
     return [(names[last], first + 1, last) for first, last in pairwise([-1, *ends])]
@@ -132,7 +132,7 @@ def _runs() -> list[tuple[str, int, int]]:
 
 @cache
 def _category(name: str) -> str:
-    """All characters of a category, such as L or Lu, as the inside of a class."""
+    """All characters of a category, such as L or Lu, as the inside of a character class."""
     runs = [f"\\U{first:08x}-\\U{last:08x}" for category, first, last in _runs() if category.startswith(name)]
     if not runs:
         raise ValueError(f"no characters of category {name}")

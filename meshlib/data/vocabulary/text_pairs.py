@@ -1,8 +1,8 @@
 """Texts and pairs of texts as arrays of static length, for models with `packed=True`.
 
-Each row of an array holds one text, or, packed, as many as have room, one after the other. "segment_ids" says of each
-token which text of its row it is of, from 1; 0 is padding, which no token sees and no loss counts.
-"segment_positions" counts in the text. So what a model makes of a text does not depend on what it is packed with.
+Each row of an array has one text, or, packed, as many as fit, one after the other. "segment_ids" is the number of each
+token's text in its row, from 1; 0 is padding, which no token sees and no loss counts. "segment_positions" counts within
+the text. So a model's result for a text does not depend on the texts that share its row.
 
 Source: Raffel et al., arXiv:1910.10683, section 3.1.2 (packing).
 """
@@ -21,11 +21,11 @@ from meshlib.core.errors import GraphError
 
 Array = np.ndarray[Any, Any]
 TOO_LONG = ("cut", "skip", "refuse")
-OPEN_ROWS = 32  # that have room left, in which a text is tried to be put
+OPEN_ROWS = 32  # open rows tried for a text
 
 
 class Encoder(Protocol):
-    """A vocabulary with an end of texts, such as `mtf.BytePairs`."""
+    """A vocabulary with an end-of-text token, such as `mtf.BytePairs`."""
 
     @property
     def end(self) -> int:
@@ -39,12 +39,12 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class TextExamples:
-    """Texts as arrays. Made by `text_to_text` and `texts_in_rows`.
+    """Texts as arrays. Created by `text_to_text` and `texts_in_rows`.
 
     Attributes:
-      arrays: int32 [rows, length] by the name of a model's input: for `mtf.Batches`.
-      texts: how many are in there, and how many were too long: `cut` are in there without their end, `skipped` not.
-      filled: the share of all places that holds a token which counts.
+      arrays: int32 [rows, length] by the name of a model's input, for `mtf.Batches`.
+      texts: number of texts; `cut` and `skipped`: numbers of those too long, truncated or left out.
+      filled: share of positions with a token that is not padding.
     Example:
       >>> import meshlib as mtf
       >>> words = mtf.BytePairs.learn("to be or not to be", 260)
@@ -60,12 +60,12 @@ class TextExamples:
 
     @property
     def rows(self) -> int:
-        """Examples of a batch that there are."""
+        """The number of rows."""
         return len(next(iter(self.arrays.values())))
 
     @property
     def filled(self) -> float:
-        """See above."""
+        """Share of positions with a token that is not padding."""
         numbers = [x for name, x in self.arrays.items() if name.endswith("segment_ids")]
         return float(sum((x > 0).sum() for x in numbers) / sum(x.size for x in numbers))
 
@@ -82,18 +82,18 @@ def text_to_text(
     too_long: str = "cut",
     start_token: int = 0,
 ) -> TextExamples:
-    """A problem from one text to another, for an encoder-decoder: `train_step(..., packed=True)`.
+    """Text-to-text examples for an encoder-decoder: `train_step(..., packed=True)`.
 
     Args:
       pairs: (source, target) texts.
-      vocabulary: what makes tokens of text; its `end` ends each target.
-      source_length, length: of a row of sources, and of targets.
-      packed: whether several pairs share a row, as far as both have room; else each has its own.
-      too_long: what becomes of a text with more tokens than its row: "cut" at the end, left out ("skip"), or "refuse".
-      start_token: what the decoder begins with, as of `mtf.generate`.
+      vocabulary: the tokenizer; its `end` terminates each target.
+      source_length, length: length of a row of sources, and of targets.
+      packed: whether several pairs share a row if both sides fit; otherwise each has its own.
+      too_long: treatment of a text with more tokens than its row: "cut" at the end, left out ("skip"), or "refuse".
+      start_token: first input of the decoder, as in `mtf.generate`.
     Returns: `TextExamples` with "sources", "source_segment_ids", "source_positions", "tokens", "targets",
       "segment_ids" and "segment_positions".
-    Raises: GraphError for bad arguments, texts that are none, no pairs at all, and what is too long if refused.
+    Raises: GraphError for invalid arguments or texts, no pairs at all, and texts that are too long if refused.
     Example:
       >>> import meshlib as mtf
       >>> words = mtf.BytePairs.learn("to be or not to be", 260)
@@ -129,11 +129,11 @@ def texts_in_rows(
     too_long: str = "cut",
     start_token: int = 0,
 ) -> TextExamples:
-    """Texts for a decoder, each of whose tokens is predicted from those before: `train_step(..., packed=True)`.
+    """Texts for a decoder, with each token predicted from those before: `train_step(..., packed=True)`.
 
-    Args: as of `text_to_text`.
+    Args: as in `text_to_text`.
     Returns: `TextExamples` with "tokens", "targets", "segment_ids" and "segment_positions".
-    Raises: as `text_to_text`.
+    Raises: as in `text_to_text`.
     """
     what = "texts_in_rows"
     rows = _TextRows(what, {"target": length}, packed, too_long)
@@ -143,7 +143,7 @@ def texts_in_rows(
     return rows.examples(_shifted(rows.laid("target"), start))
 
 
-# ------------------------------------------------------------ inside
+# ------------------------------------------------------------ implementation
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class _Laid:
 
 
 def _shifted(targets: _Laid, start: int) -> dict[str, Array]:
-    """Each token is predicted from the one before it in its text, the first from the start token."""
+    """The input tokens: each target's previous token in its text, the start token for the first."""
     tokens = np.zeros_like(targets.tokens)
     tokens[:, 1:] = targets.tokens[:, :-1]
     tokens[(targets.positions == 0) & (targets.segments > 0)] = start
@@ -170,7 +170,7 @@ def _shifted(targets: _Laid, start: int) -> dict[str, Array]:
 
 
 class _TextRows:
-    """Which texts share a row, and where they lie in it."""
+    """Assignment of texts to rows and positions."""
 
     def __init__(self, what: str, lengths: dict[str, int], packed: bool, too_long: str) -> None:
         self.what, self.packed = what, flag(packed, what, "packed")
@@ -180,11 +180,11 @@ class _TextRows:
         if small:
             raise GraphError(f"{at(what)}: lengths must be at least 1, got {small}")
         self.rows: list[list[dict[str, list[int]]]] = []
-        self.open: deque[tuple[int, dict[str, int]]] = deque(maxlen=OPEN_ROWS)  # number of a row, room in it
+        self.open: deque[tuple[int, dict[str, int]]] = deque(maxlen=OPEN_ROWS)  # row number, free space
         self.cut = self.skipped = 0
 
     def add(self, number: int, sides: dict[str, list[int]]) -> None:
-        """Put a text, or a pair, where there is room."""
+        """Place a text, or a pair, into a row with enough space."""
         over = {side: len(tokens) for side, tokens in sides.items() if len(tokens) > self.lengths[side]}
         if over and self.too_long == "refuse":
             told = ", ".join(f"{n} tokens of the {side} for {self.lengths[side]}" for side, n in over.items())
@@ -218,7 +218,7 @@ class _TextRows:
         return _Laid(tokens, segments, positions)
 
     def examples(self, arrays: dict[str, Array]) -> TextExamples:
-        """What the caller gets."""
+        """The result for the caller."""
         if not self.rows:
             left = f"; {self.skipped} were too long" if self.skipped else ""
             raise GraphError(f"{at(self.what)}: there are no texts{left}")

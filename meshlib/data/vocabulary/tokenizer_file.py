@@ -1,7 +1,7 @@
 """Byte-pair vocabularies in Hugging Face's tokenizer.json.
 
-In it a byte stands as a letter: itself where it can be seen, else one from 256 on. Read are the files of GPT-2, Llama 3
-and the like; what one asks for that is not here is refused, by name.
+Bytes are written as letters: printable ones as themselves, others from code point 256 on. Files like those of GPT-2 and
+Llama 3 are read; unsupported features are refused by name.
 
 Source: huggingface/tokenizers, tokenizers/src/{models/bpe,pre_tokenizers/byte_level,added_vocabulary}.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Fail = Callable[[str], NoReturn]
 FORMS = ("NFC", "NFD", "NFKC", "NFKD")
-STRIPS = {"before": "lstrip", "after": "rstrip"}  # whether a token takes the blanks beside it
+STRIPS = {"before": "lstrip", "after": "rstrip"}  # whether a token absorbs adjacent blanks
 _SEEN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # bytes that are letters or marks in Latin-1
 LETTERS = {byte: chr(byte) for byte in _SEEN} | {
     b: chr(256 + n) for n, b in enumerate(sorted({*range(256)} - {*_SEEN}))
@@ -33,7 +33,7 @@ def letters(piece: bytes) -> str:
 
 
 def record_of(v: BytePairs) -> dict[str, Any]:
-    """What is in the file of a vocabulary."""
+    """The content of a vocabulary's file."""
     names = {n: name for name, n in {**v.specials, **v.added}.items()}
     vocab = {letters(piece): n for n, piece in enumerate(v.pieces) if n not in names}
     byte_level = {"type": "ByteLevel", "add_prefix_space": v.prefix_space, "trim_offsets": True}
@@ -75,7 +75,7 @@ def record_of(v: BytePairs) -> dict[str, Any]:
 
 
 def arguments_in(record: object, fail: Fail) -> dict[str, Any]:
-    """The arguments of `BytePairs` in a file's record. `fail` is called with what is wrong with it."""
+    """The arguments of `BytePairs` in a file's record. `fail` is called with the first fault."""
     model = record.get("model") if isinstance(record, dict) else None
     if not isinstance(model, dict) or not isinstance(record, dict):
         fail("it has no model")
@@ -108,7 +108,7 @@ def arguments_in(record: object, fail: Fail) -> dict[str, Any]:
 
 
 def _normal_form(normalizer: object, fail: Fail) -> str | None:
-    """To which texts are brought before they are cut."""
+    """The Unicode normal form applied before splitting."""
     steps: Any = [normalizer] if normalizer else []
     if isinstance(normalizer, dict) and normalizer.get("type") == "Sequence":
         steps = normalizer.get("normalizers")
@@ -120,7 +120,7 @@ def _normal_form(normalizer: object, fail: Fail) -> str | None:
 
 
 def _cut(pre_tokenizer: object, fail: Fail) -> tuple[tuple[str, ...], bool]:
-    """The patterns of words, and whether a blank is put before a text."""
+    """The patterns of words, and whether a blank is added before a text."""
     if not isinstance(pre_tokenizer, dict):
         fail("it has no pre_tokenizer, which has to be ByteLevel")
     steps = pre_tokenizer.get("pretokenizers") if pre_tokenizer.get("type") == "Sequence" else [pre_tokenizer]
@@ -139,7 +139,7 @@ def _cut(pre_tokenizer: object, fail: Fail) -> tuple[tuple[str, ...], bool]:
 
 
 def _pattern(step: Mapping[str, Any], fail: Fail) -> str:
-    """Of a step that cuts words off from what is around them."""
+    """The pattern of a step that isolates matches."""
     if step.get("type") == "Digits":
         return r"\p{N}" if step.get("individual_digits") else r"\p{N}+"
     wanted = {"type": "Split", "behavior": "Isolated", "invert": False}
@@ -151,7 +151,7 @@ def _pattern(step: Mapping[str, Any], fail: Fail) -> str:
 
 
 def _added(entries: object, fail: Fail) -> tuple[dict[str, int], dict[str, int], dict[str, tuple[str, ...]]]:
-    """Special tokens, those that are their text, and which of them take the blanks beside them."""
+    """Special tokens, tokens that match their text, and those that absorb adjacent blanks."""
     if not isinstance(entries, list):
         fail(f"added_tokens are {entries!r:.80}, not a list")
     specials: dict[str, int] = {}
