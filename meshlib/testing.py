@@ -1,7 +1,7 @@
-"""Assertions for users' tests: what a program sends, that no layout changes it, that it fits.
+"""Assertions for users' tests: collectives of a program, layout invariance, memory.
 
 Plain functions. They raise AssertionError with everything needed to understand the failure, and a MeshlibError for
-arguments that make no sense.
+invalid arguments.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from meshlib.verification import Verification, verify
 
 __all__ = ["assert_collectives", "assert_fits", "assert_layout_invariant", "assert_sent_at_most", "assert_snapshot"]
 
-SHOWN_TENSORS = 8  # of those live at the peak, and of collectives that send most
+SHOWN_TENSORS = 8  # listed values live at the peak, and largest collectives
 
 _TEXT = re.compile(
     r"(?:(?P<count>\d+)\s*(?:x|\*)\s+)?(?P<kind>\w+)\s+over\s+(?P<axes>\w+(?:\+\w+)*)(?:\s+of\s+(?P<of>\S+))?"
@@ -55,7 +55,7 @@ class _Wanted:
         )
 
     def near(self, c: _Present) -> bool:
-        """Whether it fits but for its bytes or axes."""
+        """True if it matches except for its bytes or axes."""
         same_tensor = self.of is not None and self.of in c.names
         return self.kind == c.collective.kind and (self.axes == c.collective.axes or same_tensor)
 
@@ -67,7 +67,7 @@ class _Wanted:
 
 @dataclass(frozen=True)
 class _Present:
-    """A collective with every name that its value goes by; the last is the variable whose gradient it is."""
+    """A collective with all names of its value; the last is the variable of which it is the gradient."""
 
     collective: Collective
     names: tuple[str, ...]
@@ -86,8 +86,8 @@ def assert_collectives(program: Program, expected: Sequence[Any] | Mapping[str, 
     """Assert that a program runs exactly the expected collectives, in any order.
 
     Args:
-      program: what `mtf.lower` returned.
-      expected: one entry per collective, as often as it occurs:
+      program: the lowered program.
+      expected: one entry per collective:
         a tuple (kind, axes) or (kind, axes, payload_bytes), axes as "rows+cols" or a list, major first, the payload
         being the bytes of the operand on one core; or a text "all_reduce over rows+cols", optionally "... of w1",
         which names the tensor, or the variable whose gradient it is, and optionally "2 x ..." in front.
@@ -153,7 +153,7 @@ def _assert_counts(program: Program, expected: Mapping[str, int]) -> None:
 
 
 def _unmatched(wanted: Sequence[_Wanted], present: Sequence[_Present]) -> tuple[list[_Wanted], list[_Present]]:
-    """What is left on both sides when as many as possible are matched (augmenting paths)."""
+    """The unmatched items of both sides after a maximum matching (augmenting paths)."""
     holder: dict[int, int] = {}  # index of found -> index of wanted
 
     def place(w: int, tried: set[int]) -> bool:
@@ -170,7 +170,7 @@ def _unmatched(wanted: Sequence[_Wanted], present: Sequence[_Present]) -> tuple[
 
 
 def _check_axes(entry: object, axes: tuple[str, ...], given: object, mesh: Mesh) -> None:
-    """That a mesh has the axes of an entry, which were given as `given`."""
+    """Raise unless a mesh has the axes of an entry, given as `given`."""
     strange = [a for a in axes if a not in mesh]
     if strange or not axes:
         raise GraphError(
@@ -180,7 +180,7 @@ def _check_axes(entry: object, axes: tuple[str, ...], given: object, mesh: Mesh)
 
 
 def _read(entry: Any, program: Program) -> list[_Wanted]:
-    """The collectives that one entry stands for."""
+    """The collectives described by one entry."""
     form = "a tuple (kind, axes[, payload_bytes]) or a text like 'all_reduce over rows of w1'"
     count, payload, of, over = 1, None, None, None
     if isinstance(entry, str):
@@ -221,7 +221,7 @@ def _values(program: Program) -> list[Value]:
 
 
 def _names(program: Program, value: Value) -> tuple[str, ...]:
-    """The tensor's name, and the variable's if it, or what it becomes on its way, is a gradient."""
+    """The tensor's name, and that of the variable of which it is a gradient, directly or after reduction."""
     t: Tensor | None = value.tensor
     while t is not None:
         variable = t.operation.graph.gradient_of.get(t)
@@ -237,7 +237,7 @@ def _users(program: Program, t: Tensor) -> list[Instruction]:
     return [i for i in backward if len(i.outputs) == 1 and any(x.tensor is t for x in i.inputs)]
 
 
-# ---------------------------------------------------------------- the other three
+# ---------------------------------------------------------------- layouts, memory and bytes
 
 
 def assert_layout_invariant(
@@ -248,16 +248,16 @@ def assert_layout_invariant(
     inputs: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Verification:
-    """Assert that layouts change no value, new variable or gradient beyond rounding.
+    """Assert that layouts change no value, updated variable or gradient beyond rounding.
 
     Args:
-      outputs, updates: as `mtf.lower` takes them.
+      outputs, updates: as in `mtf.lower`.
       mesh: the mesh; None if `layouts` are (mesh, layout) pairs.
       layouts: "all", a number of legal layouts to draw, or a list of them.
-      inputs, options: as `mtf.verify` takes them (precision, executor, state, steps, seed, rtol).
+      inputs, options: as in `mtf.verify` (precision, executor, state, steps, seed, rtol).
     Returns: the Verification.
-    Raises: AssertionError naming for every failing layout what is off and the first operation that diverges; what
-      `mtf.verify` raises for other arguments.
+    Raises: AssertionError naming for every failing layout the wrong values and the first operation that diverges; as in
+      `mtf.verify` for invalid arguments.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -276,14 +276,14 @@ def assert_layout_invariant(
 def assert_fits(program: Program, slice: Any, tight: bool = False) -> None:
     """Assert that a program fits the HBM of one device of a slice: that `mtf.estimate(...).memory.verdict` is "yes".
 
-    The step is compiled by what the program was lowered for; what a runtime reserves is no part of the HBM.
+    The compiler is that for which the program was lowered; memory reserved by the runtime is excluded.
 
     Args:
-      program: what `mtf.lower` returned.
-      slice: a name like "v3-8", or a Slice; its devices must be as many as the mesh has cores.
-      tight: let the step fill what a whole run would need besides: evaluations, exports of weights.
-    Raises: AssertionError with both sizes, the largest live tensors with their lines and what would help; SliceError
-      for a slice that is unknown or of another size than the mesh.
+      program: the lowered program.
+      slice: a name like "v3-8", or a Slice, with as many devices as the mesh.
+      tight: allow the step to use memory that a whole run needs for evaluations and exports of weights.
+    Raises: AssertionError with both sizes, the largest live tensors with their lines, and remedies; SliceError for an
+      unknown slice or one of another size than the mesh.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -323,13 +323,13 @@ def assert_fits(program: Program, slice: Any, tight: bool = False) -> None:
 
 
 def assert_sent_at_most(program: Program, bytes: float | str) -> None:
-    """Assert that a core sends no more than `bytes` in one run of the program, all collectives together. Exact.
+    """Assert that a core sends at most `bytes` in one run of the program, over all collectives. Exact.
 
     Args:
-      program: what `mtf.lower` returned.
+      program: the lowered program.
       bytes: a number of bytes, at least 0, or a text such as "1 KiB".
-    Raises: AssertionError with both numbers and the collectives that send most, with their reasons; GraphError for
-      bytes that are no number.
+    Raises: AssertionError with both numbers and the largest collectives, with their reasons; GraphError for invalid
+      bytes.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():

@@ -1,9 +1,9 @@
 """Text generation: prompts are read into caches, then tokens are sampled one by one.
 
-generator  the programs of a prefill and of a step, and the loop over tokens
-server     sequences that join and leave a running batch; pages, sampling: which pages they have, how tokens are drawn
-beams      beam search, on the host
-tokens     text as tokens, and what ends a completion
+generator  the programs of prefill and decoding, and the loop over tokens
+server     sequences that join and leave a running batch; pages, sampling: allocation of pages, drawing of tokens
+beams      beam search on the host
+tokens     tokenisation, and stop sequences
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING

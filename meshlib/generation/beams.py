@@ -1,9 +1,9 @@
-"""Beam search on the host: live and finished hypotheses, and when to stop.
+"""Beam search on the host: live and finished hypotheses, and the stopping rule.
 
-Scores are Mesh TensorFlow's: the sum of log-probabilities over ((5 + tokens) / 6) ** alpha, stop tokens counted (Wu et
-al., arXiv:1609.08144). Of the best 2 n extensions of the n hypotheses those that ended compete with what ended before,
-the others go on. A sequence is done when its worst ended hypothesis is better than the best that may still come, so
-whoever else is in the batch changes nothing; Mesh TensorFlow goes on until that holds for all.
+Scores are Mesh TensorFlow's: the sum of log-probabilities over ((5 + tokens) / 6) ** alpha, with stop tokens counted
+(Wu et al., arXiv:1609.08144). Of the best 2 n extensions of the n hypotheses, finished ones compete with those finished
+before, the others stay live. A sequence is done when its worst finished hypothesis beats the best possible future one,
+independently of the rest of the batch; Mesh TensorFlow continues until that holds for all.
 
 Source: tensorflow/mesh: mesh_tensorflow/beam_search.py.
 """
@@ -27,14 +27,14 @@ class Hypothesis(NamedTuple):
 
 
 class Alive(NamedTuple):
-    """A hypothesis that goes on, with the sum of its log-probabilities."""
+    """A live hypothesis, with the sum of its log-probabilities."""
 
     tokens: tuple[int, ...]
     log_prob: float
 
 
 def length_penalty(tokens: int, alpha: float) -> float:
-    """What a sum of log-probabilities is divided by.
+    """The divisor of a sum of log-probabilities.
 
     >>> length_penalty(1, 0.6), length_penalty(7, 1.0)
     (1.0, 2.0)
@@ -47,10 +47,10 @@ class Beams:
     """The hypotheses of one sequence.
 
     Args:
-      count: how many go on, and how many are kept of those that ended.
+      count: number of live hypotheses, and of finished ones that are kept.
       stop: tokens that end a hypothesis.
-      alpha: of the length penalty; 0: none.
-      most: tokens of the longest hypothesis.
+      alpha: exponent of the length penalty; 0: none.
+      most: largest number of tokens of a hypothesis.
     """
 
     count: int
@@ -62,12 +62,11 @@ class Beams:
     done: bool = False
 
     def extend(self, log_probs: Array, tokens: Array) -> list[tuple[int, int]]:
-        """Take the best extensions of each hypothesis that goes on.
+        """Apply the best extensions of each live hypothesis.
 
         Args:
           log_probs, tokens: [hypotheses, extensions], the best of each first, at least 2 `count` of them (or all).
-        Returns: per hypothesis that goes on (the number of its parent, its last token); `count` of them, repeated where
-          there are fewer.
+        Returns: (parent, last token) per live hypothesis; `count` of them, with repetitions if there are fewer.
         """
         if self.done:
             return [(0, 0)] * self.count
@@ -99,5 +98,5 @@ class Beams:
         return self.ended[-1].score > self.alive[0].log_prob / length_penalty(self.most, self.alpha)
 
     def best(self) -> Sequence[Hypothesis]:
-        """The hypotheses that ended, the best first; where none did, those that go on, by their log-probabilities."""
+        """The finished hypotheses, best first; if there are none, the live ones by log-probability."""
         return self.ended or [Hypothesis(a.tokens, a.log_prob) for a in self.alive]

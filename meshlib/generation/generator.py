@@ -1,11 +1,11 @@
-"""Completion of prompts: a prefill, then a decoding step per token, on the host.
+"""Completion of prompts: a prefill, then a decoding step per token, controlled by the host.
 
-The loop over tokens runs on the host, as servers do: a step's program is the same for each token, sequences come and go
-between steps, and nobody waits for the longest. `mtf.while_loop` with a condition runs whole completions in one program
-instead, where all sequences start together.
+The loop over tokens runs on the host, as in servers: all steps run one program, sequences can join and leave between
+steps, and none waits for the longest. `mtf.while_loop` with a condition runs whole completions in one program instead,
+if all sequences start together.
 
-Tokens are chosen on the devices, so that of a step only they are fetched; random numbers depend on the seed, the step
-and the place in the batch, never on the mesh: the same tokens are drawn under every layout.
+Tokens are sampled on the devices, so that only they are fetched; random numbers depend on seed, step and position in
+the batch, not on the mesh: the same tokens are drawn under every layout.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from meshlib.storage.checkpoint import load
 
 Array = np.ndarray[Any, Any]
 Progress = Callable[[int, int], object]
-NEVER = -1e30  # a logit whose probability is zero
+NEVER = -1e30  # a logit with probability zero
 State = Mapping[str, Any] | Simulation | str | os.PathLike[str]
 
 
@@ -54,13 +54,13 @@ class Generated:
     """Completions, in the order of the prompts.
 
     Attributes:
-      tokens: of each completion, without what ended it.
-      texts: the same as text; empty without a tokenizer.
-      scores: of beam search the score, else the sum of the log-probabilities of all tokens that were drawn.
-      ended: whether a stop token or text ended it, and not the number of tokens.
-      steps: how many tokens were decoded after the prefill, at most, of a sequence.
-      dropped: of a model with experts, how many choices of them found no room, in all layers: those of
-        prompts, and with `group_size` those of all steps, of rows that are done or empty, too.
+      tokens: tokens of each completion, without the stop sequence.
+      texts: the completions as text; empty without a tokenizer.
+      scores: the score for beam search, otherwise the sum of the log-probabilities of all drawn tokens.
+      ended: whether a stop sequence ended it, instead of the limit of tokens.
+      steps: largest number of tokens decoded after the prefill in a sequence.
+      dropped: for a model with experts, the number of dropped choices in all layers: those of prompts, and with
+        `group_size` those of all steps, including finished and empty rows.
     Example:
       >>> import meshlib as mtf
       >>> tiny = mtf.models.preset("gpt2").reduced()
@@ -80,7 +80,7 @@ class Generated:
 
     @property
     def text(self) -> str:
-        """The only text. Raises: GraphError where there are several, or none."""
+        """The text of the only completion. Raises: GraphError if there are several, or none."""
         if len(self.texts) != 1:
             raise GraphError(f"generate: there are {len(self.texts)} texts, not one; see .texts and .tokens")
         return self.texts[0]
@@ -88,29 +88,30 @@ class Generated:
 
 @dataclass
 class Generator:
-    """A model made ready to complete prompts: programs lowered once, parameters in place.
+    """A model prepared for completing prompts: programs lowered once, parameters loaded.
 
     Args:
       config: a decoder or an encoder-decoder.
-      state: its parameters: arrays by name, a simulation that has trained them, or the path of a checkpoint; their mesh
-        and layout don't matter. Float kernels are quantised where `config.numerics` has a `kernel_dtype`.
-      batch, length: how many prompts at most, and how many tokens in each; of an encoder-decoder of what is encoded.
-      max_tokens: of a completion.
-      mesh, layout, slice: where and how it runs.
-      temperature, top_k, top_p: how tokens are drawn, see `mtf.sample_with_temperature`; temperature 0 takes the
-        likeliest, and leaves nothing for top_k and top_p to choose from.
-      beams, alpha: beam search with so many hypotheses, see `meshlib.generation.beams`; 1: none.
+      state: its parameters: arrays by name, a simulation that has trained them, or the path of a checkpoint, with any
+      mesh
+        and layout. Float kernels are quantised if `config.numerics` has a `kernel_dtype`.
+      batch, length: largest number of prompts, and of tokens in each; for an encoder-decoder of the encoder's input.
+      max_tokens: largest number of tokens of a completion.
+      mesh, layout, slice: of the programs.
+      temperature, top_k, top_p: see `mtf.sample_with_temperature`; temperature 0 is greedy, and excludes top_k and
+        top_p.
+      beams, alpha: beam search with this many hypotheses, see `meshlib.generation.beams`; 1: none.
       stop: tokens, or texts, that end a completion.
-      tokenizer: what makes tokens of text; of bytes where the vocabulary has as many, unless given. Of one with a
-        `size`, as `mtf.BytePairs`, no token is chosen that it does not have: vocabularies of models are often padded.
-      start_token: with which the decoder of an encoder-decoder starts.
-      cache_dtype: as of `mtf.models.prefill`.
-      group_size: as of `mtf.models.decode_step`: what is dropped then is counted, and what comes of a prompt depends on
-        those beside it.
-      precision, executor: as of `mtf.lower` and `mtf.simulate`.
-      run: what makes a run of a program in place of `mtf.simulate`, such as `mtf.on_jax` for real devices.
-      seed: of what is drawn.
-    Raises: GraphError for arguments that do not fit, and for parameters that are missing or of another shape.
+      tokenizer: the tokenizer; by default bytes, if the vocabulary is large enough. Tokens beyond the `size` of a
+        tokenizer such as `mtf.BytePairs` are never sampled: vocabularies of models are often padded.
+      start_token: first input of the decoder of an encoder-decoder.
+      cache_dtype: as in `mtf.models.prefill`.
+      group_size: as in `mtf.models.decode_step`: dropped choices are counted, and a completion depends on the other
+        prompts of its group.
+      precision, executor: as in `mtf.lower` and `mtf.simulate`.
+      run: creates a run of a program in place of `mtf.simulate`, such as `mtf.on_jax` for real devices.
+      seed: seed of sampling.
+    Raises: GraphError for invalid arguments, and for parameters that are missing or have another shape.
     Example:
       >>> import meshlib as mtf
       >>> tiny = mtf.models.preset("gpt2").reduced()
@@ -161,7 +162,7 @@ class Generator:
         give_parameters(WHAT, self.sim, (self.prefill, self.decode), c, self.state)
 
     def _check_numbers(self, c: TransformerConfig) -> None:
-        """Sizes, and how tokens are drawn."""
+        """Check sizes and sampling options."""
         for name in ("batch", "length", "max_tokens", "beams"):
             whole(getattr(self, name), WHAT, name, low=1)
         if number(self.alpha, WHAT, "alpha") < 0:
@@ -184,12 +185,12 @@ class Generator:
             )
 
     def _take_tokenizer(self, c: TransformerConfig) -> None:
-        """The tokenizer, and how many tokens may be chosen."""
+        """Set the tokenizer, and the number of tokens that may be sampled."""
         if self.tokenizer is None and c.vocab >= 256:
             self.tokenizer = ByteTokenizer()
         if self.tokenizer is not None and not isinstance(self.tokenizer, Tokenizer):
             raise GraphError(f"{at(WHAT)}: tokenizer must have encode and decode, got {self.tokenizer!r:.80}")
-        self.known = c.vocab  # tokens that may be chosen
+        self.known = c.vocab  # tokens that may be sampled
         size = getattr(self.tokenizer, "size", None)
         if isinstance(size, int | np.integer) and not isinstance(size, bool):
             self.known = int(size)
@@ -201,7 +202,7 @@ class Generator:
     # ------------------------------------------------------------ programs and parameters
 
     def _lowered(self, decoding: bool) -> Program:
-        """The program of a step, whose outputs are the tokens that it chooses, or the best of each hypothesis."""
+        """The program of a step, with outputs of the sampled tokens, or of the best extensions of each hypothesis."""
         c = self.config
         searched = self.beams if self.beams > 1 else None
         reads = 1 if c.encoder_decoder else self.length
@@ -218,7 +219,7 @@ class Generator:
             return lower(fetched, updates, mesh=self.mesh, layout=self.layout, precision=self.precision)
 
     def _cache_length(self, positions: int) -> int:
-        """Positions of the caches: those that are needed, and unused ones so that the layout divides them."""
+        """Positions of the caches: those needed, padded so that the layout divides them."""
         room = divided(positions, SLOTS, self.mesh, self.layout)
         most = self.config.max_length if self.config.position == "learned" else None
         return positions if most and room > most else room
@@ -227,7 +228,7 @@ class Generator:
         vocab = logits.shape.dim("vocab")
         if self.known < vocab.size:
             logits = where(less(positions_of(vocab), self.known), logits, NEVER)
-        log_probs = log_softmax(widened(logits), vocab)  # in bfloat16 they would have eight bits
+        log_probs = log_softmax(widened(logits), vocab)  # bfloat16 would have eight bits
         if self.beams > 1:
             best = Dimension("candidates", min(2 * self.beams, self.known))
             best_log_probs, tokens = largest(log_probs, vocab, best)
@@ -235,7 +236,7 @@ class Generator:
         tokens = sample_with_temperature(logits, vocab, self.temperature, None, self.top_k, self.top_p)
         return {"tokens": tokens, "log_probs": gather(log_probs, tokens, vocab)}
 
-    # ------------------------------------------------------------ completing
+    # ------------------------------------------------------------ completion
 
     def __call__(self, prompts: object, progress: Progress | None = None) -> Generated:
         """Complete prompts: a text, a list of tokens, or a list of these.
@@ -243,7 +244,7 @@ class Generator:
         Args:
           prompts: at most `batch` of them, of at most `length` tokens.
           progress: called with (tokens so far, max_tokens) after each step.
-        Raises: GraphError for prompts that do not fit.
+        Raises: GraphError for invalid prompts.
         """
         if progress is not None and not callable(progress):
             raise GraphError(
@@ -286,7 +287,7 @@ class Generator:
         return {"tokens": start, "lengths": np.ones_like(lengths), "sources": rows, "source_lengths": lengths}
 
     def _searched(self, count: int, outputs: Mapping[str, Array], progress: Progress | None) -> Generated:
-        """Beam search. The prompt is one hypothesis, whose caches all have."""
+        """Beam search. The prompt is one hypothesis, whose cache all hypotheses share."""
         searches = [Beams(self.beams, self.stops.tokens, self.alpha, self.max_tokens) for _ in range(self.batch)]
         log_probs, tokens = outputs["log_probs"][:, None], outputs["tokens"][:, None]
         for steps in range(self.max_tokens):
@@ -296,7 +297,7 @@ class Generator:
             if all(one.done for one in searches[:count]):
                 break
             parents, last = (np.array([[pair[k] for pair in row] for row in going], np.int32) for k in (0, 1))
-            # After the prefill all hypotheses are the first.
+            # After the prefill all hypotheses equal the first.
             live = np.array([n < count and not one.done for n, one in enumerate(searches)])
             outputs = self._step(live, tokens=last, parents=parents)
             log_probs, tokens = outputs["log_probs"], outputs["tokens"]
@@ -304,7 +305,7 @@ class Generator:
         return self._generated([h.tokens for h in best], [h.score for h in best], steps)
 
     def _step(self, live: Array, **feeds: Array) -> dict[str, Array]:
-        """One token of each sequence; those that are not `live` take no room at experts."""
+        """One token of each sequence; sequences that are not `live` take no capacity of experts."""
         outputs = self.sim.run(self.decode, **feeds, **({} if self.group_size is None else {"live": live}))
         self.dropped += int(outputs.get("dropped", 0))
         return outputs
@@ -325,7 +326,7 @@ def divided(size: int, dim: str, mesh: MeshLike, layout: object) -> int:
 
 
 def check_options(options: Mapping[str, Any], own: tuple[str, ...], what: str) -> None:
-    """Raise GraphError for what is none of a `Generator`'s arguments, or one of `own`, which the caller gives."""
+    """Raise GraphError for names that are not arguments of `Generator`, or that the caller sets itself (`own`)."""
     known = [f.name for f in fields(Generator) if f.init and f.name not in own]
     for name in options:
         if name not in known:
@@ -335,14 +336,14 @@ def check_options(options: Mapping[str, Any], own: tuple[str, ...], what: str) -
 
 
 def is_own(name: str) -> bool:
-    """Whether a variable is one of serving: a cache, a position, the step."""
+    """True for a variable of serving: a cache, a position, the step."""
     return name == "step" or name.startswith("serving/") or "/cache/" in name
 
 
 def give_parameters(
     what: str, sim: Simulation, programs: Sequence[Program], config: TransformerConfig, state: State
 ) -> None:
-    """Give a simulation the parameters of programs. Raises: GraphError for what is missing, or of another shape."""
+    """Load the parameters of programs into a simulation. Raises: GraphError for missing ones, or other shapes."""
     wanted = {
         name: v.tensor.shape.sizes for program in programs for name, v in program.variables.items() if not is_own(name)
     }
@@ -360,7 +361,7 @@ def give_parameters(
 
 
 def _given(what: str, config: TransformerConfig, state: State, program: Program) -> Mapping[str, Any]:
-    """Parameters by name, quantised where the config says so."""
+    """Parameters by name, quantised if the config requires it."""
     if isinstance(state, Simulation):
         state = {name: state.state[name] for name in state.state}
     if isinstance(state, str | os.PathLike):
@@ -374,7 +375,7 @@ def _given(what: str, config: TransformerConfig, state: State, program: Program)
 
 
 def _loaded(config: TransformerConfig, path: str | os.PathLike[str]) -> Mapping[str, Array]:
-    """The parameters in a checkpoint, as they were trained: without quantised kernels."""
+    """The parameters in a checkpoint, without quantised kernels."""
     trained = config.replace(numerics=replace(config.numerics, kernel_dtype=None))
     more = {"encoder_length": 1} if config.encoder_decoder else {}
     with Graph():
@@ -394,17 +395,18 @@ def generate(
 ) -> Generated:
     """Complete prompts with a trained model.
 
-    Where the layout splits the batch unevenly, empty rows are added: three prompts over two devices are four rows.
+    If the layout does not divide the batch, empty rows are added: three prompts over two devices are four rows.
 
     Args:
       config: the model.
       prompts: a text or tokens, or a list of these, of any lengths.
-      state: its parameters: arrays by name, a simulation, or the path of a checkpoint, trained on whatever mesh.
-      max_tokens: of a completion.
+      state: its parameters: arrays by name, a simulation, or the path of a checkpoint, trained on any mesh.
+      max_tokens: largest number of tokens of a completion.
       progress: called with (tokens so far, max_tokens) after each step.
-      options: the others of `Generator`: mesh, layout, temperature, top_k, top_p, beams, alpha, stop, tokenizer, ...
+      options: further arguments of `Generator`: mesh, layout, temperature, top_k, top_p, beams, alpha, stop, tokenizer,
+      ...
     Returns: a `Generated`: tokens, texts, scores.
-    Raises: GraphError for what does not fit; CheckpointError for a file that is none of the model's.
+    Raises: GraphError for invalid arguments; CheckpointError for a file without the model's parameters.
     Example:
       >>> import meshlib as mtf
       >>> tiny = mtf.models.preset("gpt2").reduced()

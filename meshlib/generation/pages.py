@@ -1,4 +1,4 @@
-"""Pages of a cache on the host: which are free, whose they are, and which beginnings of sequences they hold."""
+"""Allocation of cache pages on the host, with sharing of common prefixes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 
 class Pages:
-    """Pages that sequences take and give back; those of a common beginning are shared.
+    """Pages allocated to sequences; those of a common prefix are shared.
 
-    A page that nobody has keeps what it holds until it is needed for something else, the longest unused first.
+    Free pages keep their content until they are reused, least recently used first.
 
     >>> pages = Pages(count=4, size=2)
     >>> first = pages.take([1, 2, 3, 4, 5], positions=6)
@@ -25,18 +25,18 @@ class Pages:
         self.size = size
         self._users = [0] * count
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(count))
-        self._beginning: dict[int, tuple[int, ...]] = {}  # of a page that is full, all tokens up to its end
+        self._beginning: dict[int, tuple[int, ...]] = {}  # for a full page, all tokens up to its end
         self._holding: dict[tuple[int, ...], int] = {}
 
     @property
     def free(self) -> int:
-        """Pages that nobody has."""
+        """Free pages."""
         return len(self._free)
 
     def take(self, prompt: Sequence[int], positions: int) -> tuple[list[int], int] | None:
-        """Pages for so many positions of a sequence that begins with `prompt`, or None where too few are free.
+        """Pages for `positions` of a sequence that begins with `prompt`, or None if too few are free.
 
-        Returns: the pages in order, and how many tokens of the prompt they hold already; never all of them.
+        Returns: the pages in order, and the number of prompt tokens already in them; never all of them.
         """
         shared: list[int] = []
         while (end := (len(shared) + 1) * self.size) < len(prompt):
@@ -59,7 +59,7 @@ class Pages:
         return [*shared, *own], len(shared) * self.size
 
     def filled(self, pages: Sequence[int], tokens: Sequence[int]) -> None:
-        """Note that a sequence's pages hold these tokens, for those that begin alike."""
+        """Record that a sequence's pages contain these tokens, for later sequences with the same prefix."""
         for n, page in enumerate(pages[: len(tokens) // self.size]):
             if page not in self._beginning:
                 beginning = tuple(tokens[: (n + 1) * self.size])
@@ -67,7 +67,7 @@ class Pages:
                 self._holding.setdefault(beginning, page)
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """The pages of a sequence that is done."""
+        """Free the pages of a finished sequence."""
         for page in pages:
             self._users[page] -= 1
             if not self._users[page]:

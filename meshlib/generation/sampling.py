@@ -1,4 +1,4 @@
-"""Choice of tokens on the host: by logits alone, or of drafts that a cheaper model has written."""
+"""Sampling of tokens on the host, and verification of drafts (speculative decoding)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn: `temperature` 0 takes the likeliest; `top_k` and `top_p` leave out the others."""
+    """Sampling options: `temperature` 0 is greedy; `top_k` and `top_p` restrict the candidates."""
 
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
 
     def probabilities(self, logits: Array) -> Array:
-        """The chance of each token.
+        """The probability of each token.
 
         >>> Sampling(1.0, top_k=2).probabilities(np.log([0.5, 0.3, 0.2])).round(3).tolist()
         [0.625, 0.375, 0.0]
@@ -37,27 +37,27 @@ class Sampling:
         left = np.ones(len(chances), bool)
         if self.top_k is not None:
             left[order[self.top_k :]] = False
-        if self.top_p is not None:  # the fewest of the likeliest tokens that have so much together
+        if self.top_p is not None:  # the smallest set of likeliest tokens with this total probability
             total = np.cumsum(chances[order] * left[order])
             left[order[1:][total[:-1] >= self.top_p * total[-1]]] = False
         chances = chances * left
         return np.asarray(chances / chances.sum())
 
     def draw(self, chances: Array, random: np.random.Generator) -> int:
-        """A token."""
+        """A sampled token."""
         if self.temperature == 0:
             return int(np.argmax(chances))
         place = int(np.searchsorted(np.cumsum(chances), random.random() * chances.sum(), side="right"))
         return min(place, int(np.flatnonzero(chances)[-1]))
 
     def verified(self, logits: Array, drafts: Sequence[int], random: np.random.Generator) -> list[int]:
-        """The tokens that follow, at least one: drafts as long as they are accepted, then one that is drawn.
+        """The next tokens, at least one: drafts as long as they are accepted, then a sampled one.
 
-        A draft x is certain where it is written, so it is accepted with its chance p(x); where it is not, another token
-        is drawn by p without x. Each token then has the distribution p, whatever the drafts are.
+        A draft x has probability 1 in the draft model, so it is accepted with probability p(x); otherwise another token
+        is sampled from p without x. Each token then has the distribution p, whatever the drafts are.
 
         Args:
-          logits: [drafts + 1, vocab]: before each draft, and after the last one.
+          logits: [drafts + 1, vocab]: for each draft, and after the last one.
 
         Source: Leviathan et al., arXiv:2211.17192, theorem 1 in section 3, with q(x) = 1.
         """
@@ -72,7 +72,7 @@ class Sampling:
 
 
 def repeated(tokens: Sequence[int], count: int, most: int = 3) -> list[int]:
-    """Drafts without a model: what followed the last time that the sequence had its last few tokens.
+    """Prompt-lookup drafts: the tokens after the previous occurrence of the last few tokens.
 
     >>> repeated([5, 1, 2, 3, 9, 1, 2], count=2)
     [3, 9]

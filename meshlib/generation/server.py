@@ -1,8 +1,8 @@
-"""A server of completions: sequences join a running batch, and leave it, from step to step.
+"""A completion server with continuous batching: sequences join and leave the running batch between steps.
 
-Each step is one run of `mtf.models.extend_step`: a wide one, in which rows read the next chunk of their prompts while
-others decode a token, or a narrow one, in which all decode a token, or verify drafts of some. Which tokens come of a
-prompt depends on nothing but it: not on its row, the sequences beside it, chunks, pages or the layout.
+Each step is one run of `mtf.models.extend_step`: a wide one, in which some rows read the next chunk of their prompts
+while others decode a token, or a narrow one, in which all decode a token or verify drafts. A completion depends only on
+its prompt: not on its row, other sequences, chunks, pages or the layout.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ Drafts = Callable[[Sequence[int], int], Sequence[int]]
 
 @dataclass(frozen=True)
 class Completion:
-    """What a server has made of a prompt.
+    """A server's completion of a prompt.
 
     Attributes:
-      request: its number, from 0 in the order in which they were submitted.
-      tokens, text: without what ended it; no text without a tokenizer. ended: whether a stop token or text ended it.
-      steps: of the server, from that in which its prompt began to be read; shared: tokens of the prompt that were not
-        read, since pages of another sequence hold them; accepted: drafts that were right.
+      request: its number, from 0 in order of submission.
+      tokens, text: without the stop sequence; no text without a tokenizer. ended: whether a stop sequence ended it.
+      steps: server steps since its prompt began to be read; shared: prompt tokens found in shared pages instead of
+      being
+        read; accepted: accepted drafts.
     Example:
       >>> import meshlib as mtf
       >>> tiny = mtf.models.preset("llama2-7b").reduced()
@@ -64,13 +65,13 @@ class Completion:
 
 @dataclass(eq=False)
 class _Sequence:
-    """A sequence that runs, or waits to."""
+    """A running or waiting sequence."""
 
     request: int
     prompt: list[int]
     most: int
-    tokens: list[int] = field(default_factory=list)  # that were made
-    cached: int = 0  # tokens whose keys and values are in the caches
+    tokens: list[int] = field(default_factory=list)  # generated tokens
+    cached: int = 0  # number of tokens in the caches
     pages: list[int] = field(default_factory=list)
     shared: int = 0
     accepted: int = 0
@@ -83,24 +84,23 @@ class _Sequence:
 
 @dataclass
 class Server:
-    """A model that serves prompts as they come.
+    """A model that serves prompts as they arrive.
 
     Args:
-      config: a decoder. state: its parameters, as of `mtf.generate`.
-      batch: sequences that run together. cache_length: positions of each, of prompt and completion together.
-      chunk: tokens of a prompt that are read in a step.
-      page_size, pages: slots of a page, and how many there are, shared by all sequences; unless given each row has
-        `cache_length` slots of its own. A sequence waits until pages for all of its tokens are free; full pages of
-        prompts that begin alike are shared.
-      temperature, top_k, top_p: how tokens are drawn. seed: of what is drawn; each request has draws of its own.
+      config: a decoder. state: its parameters, as in `mtf.generate`.
+      batch: sequences that run together. cache_length: positions of each, for prompt and completion together.
+      chunk: prompt tokens read per step.
+      page_size, pages: slots per page, and number of pages, shared by all sequences; by default each row has its own
+        `cache_length` slots. A sequence waits until pages for all of its tokens are free; full pages of common prefixes
+        are shared.
+      temperature, top_k, top_p: sampling options. seed: seed of sampling; each request has its own random stream.
       stop: tokens, or texts, that end a completion.
-      draft_tokens: drafts that a step verifies; 0: none. drafts: writes them, given all tokens of a sequence and how
-        many are wanted: at most so many tokens. Unless given, what followed earlier in the sequence, see
-        `meshlib.generation.sampling.repeated`. Greedy completions are the same as without, drawn ones alike in
-        distribution.
-      tokenizer: as of `mtf.generate`.
-      mesh, layout, slice, cache_dtype, precision, executor: as of `mtf.generate`; run_program: its `run`.
-    Raises: GraphError for arguments that do not fit.
+      draft_tokens: drafts verified per step; 0: none. drafts: (tokens of a sequence, most) -> at most that many drafts;
+        by default prompt lookup, see `meshlib.generation.sampling.repeated`. Greedy completions are unchanged, sampled
+        ones have the same distribution.
+      tokenizer: as in `mtf.generate`.
+      mesh, layout, slice, cache_dtype, precision, executor: as in `mtf.generate`; run_program: its `run`.
+    Raises: GraphError for invalid arguments.
     Example:
       >>> import meshlib as mtf
       >>> tiny = mtf.models.preset("llama2-7b").reduced()
@@ -153,7 +153,7 @@ class Server:
             raise GraphError(f"{at(WHAT)}: drafts must be a function of tokens and a number, got {self.drafts!r:.80}")
         if self.tokenizer is None and c.vocab >= 256:
             self.tokenizer = ByteTokenizer()
-        self._known = min(c.vocab, int(getattr(self.tokenizer, "size", c.vocab)))  # tokens that may be chosen
+        self._known = min(c.vocab, int(getattr(self.tokenizer, "size", c.vocab)))  # tokens that may be sampled
         self._stops = Stops.of(self.stop, self.tokenizer, c.vocab)
         self._sampling = Sampling(self.temperature, self.top_k, self.top_p)
         wide = min(self.chunk, self.cache_length)
@@ -181,9 +181,9 @@ class Server:
     # ------------------------------------------------------------ requests
 
     def submit(self, prompt: object, max_tokens: int = 64) -> int:
-        """Queue a prompt, a text or tokens; the number of the request.
+        """Queue a prompt, a text or tokens; returns the number of the request.
 
-        Raises: GraphError for a prompt that is none, and one that does not fit with its completion.
+        Raises: GraphError for an invalid prompt, and one that does not fit with its completion.
         """
         (tokens,) = encoded([prompt] if not isinstance(prompt, str) else prompt, self.tokenizer, self.config.vocab)
         whole(max_tokens, WHAT, "max_tokens", low=1)
@@ -203,7 +203,7 @@ class Server:
         return self._submitted - 1
 
     def run(self) -> list[Completion]:
-        """Steps until nothing waits or runs; what is done since the last call, in the order of the requests."""
+        """Run steps until all requests are done; returns completions since the last call, in request order."""
         while self.step():
             pass
         done, self._done = sorted(self._done, key=lambda one: one.request), []
@@ -211,18 +211,18 @@ class Server:
 
     @property
     def running(self) -> tuple[int, ...]:
-        """The requests that run."""
+        """The running requests."""
         return tuple(s.request for s in self._rows if s is not None)
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """The requests that wait for a row, or for pages."""
+        """The requests that wait for a row or for pages."""
         return tuple(s.request for s in self._waiting)
 
     # ------------------------------------------------------------ a step
 
     def step(self) -> bool:
-        """Admit what waits, run one step, let go of what is done; whether there was anything to do."""
+        """Admit waiting requests, run one step, release finished ones; returns False if there was nothing to do."""
         self._admit()
         active = [(row, s) for row, s in enumerate(self._rows) if s is not None]
         if not active:
@@ -236,7 +236,7 @@ class Server:
         return True
 
     def _admit(self) -> None:
-        """Sequences to free rows, in order; the first that finds no pages keeps those behind it waiting."""
+        """Assign sequences to free rows in order; one without pages blocks those behind it."""
         for row in range(self.batch):
             if self._rows[row] is None and self._waiting:
                 s = self._waiting[0]
@@ -250,7 +250,7 @@ class Server:
                 self._rows[row] = self._waiting.popleft()
 
     def _given(self, s: _Sequence, narrow: bool) -> list[int]:
-        """The tokens that a row adds: what is not in its caches yet, or the last token and drafts."""
+        """The tokens that a row adds: those not yet in its caches, or the last token and drafts."""
         new = s.all[s.cached : s.cached + self._width]
         count = min(self.draft_tokens, s.most - len(s.tokens) - 1)
         if not narrow or count <= 0:
@@ -275,7 +275,7 @@ class Server:
         return self._sim.run(program, {name: feeds[name] for name in program.inputs})["logits"]
 
     def _advance(self, row: int, s: _Sequence, given: Sequence[int], logits: Any) -> None:
-        """Take what a step has computed for a sequence."""
+        """Process the results of a step for a sequence."""
         known = len(s.all)
         s.cached = min(s.cached + len(given), known)
         if s.cached == known:

@@ -1,4 +1,4 @@
-"""Texts as tokens, and stop texts."""
+"""Tokenisation, and stop sequences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WHAT = "generate"
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Whatever makes tokens of text and text of tokens."""
+    """Interface of tokenizers."""
 
     def encode(self, text: str) -> Sequence[int]:
         """The tokens of a text."""
@@ -28,7 +28,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Each byte of UTF-8 is a token.
+    """A tokenizer with one token per byte of UTF-8.
 
     >>> ByteTokenizer().decode(ByteTokenizer().encode("café"))
     'café'
@@ -39,12 +39,12 @@ class ByteTokenizer:
         return list(text.encode())
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of bytes; what is no UTF-8, and no byte, shows as a replacement character."""
+        """The text of bytes; invalid UTF-8 and ids that are no bytes become a replacement character."""
         return bytes(t if t < 256 else 255 for t in tokens).decode(errors="replace")
 
 
 def encoded(prompts: object, tokenizer: Tokenizer | None, vocab: int) -> list[list[int]]:
-    """Prompts as tokens. Raises: GraphError for what is no list of texts or of tokens of the vocabulary."""
+    """Prompts as tokens. Raises: GraphError unless `prompts` are texts or lists of tokens of the vocabulary."""
     single = isinstance(prompts, str) or (
         isinstance(prompts, Sequence | np.ndarray) and len(prompts) and isinstance(prompts[0], int | np.integer)
     )
@@ -78,7 +78,7 @@ class Stops:
 
     @classmethod
     def of(cls, stop: object, tokenizer: Tokenizer | None, vocab: int) -> Stops:
-        """Those of a list of tokens and texts, or of one."""
+        """Stops from a list of tokens and texts, or from one."""
         given = [stop] if isinstance(stop, str | int | np.integer) else items(stop, WHAT, "stop")
         tokens, texts = set(), []
         for one in given:
@@ -94,9 +94,9 @@ class Stops:
         return cls(frozenset(tokens), tuple(texts), tokenizer)
 
     def cut(self, tokens: Sequence[int]) -> tuple[list[int], str, bool]:
-        """A completion up to what ends it, which is left out: tokens and text (none without a tokenizer); has it ended.
+        """A completion cut before its stop sequence: tokens, text (empty without a tokenizer), and whether it ended.
 
-        Of a stop text the tokens go that have nothing before it.
+        Tokens that lie entirely within a stop text are dropped.
         """
         place = next((n for n, token in enumerate(tokens) if token in self.tokens), len(tokens))
         kept, ended = list(tokens[:place]), place < len(tokens)

@@ -1,11 +1,11 @@
-"""Records in files, as TensorFlow writes them: `read`, `write`, and examples in them, `encode` and `decode`.
+"""Record files in TensorFlow's format: `read`, `write`, and examples in them, `encode` and `decode`.
 
-crc      CRC-32C, many at once
-frames   records in a file, checked
-example  tf.train.Example in a record
-naming   sets of files
-idx      arrays in IDX files, as MNIST's
-making   folders of images, tables, IDX files and texts turned into records
+crc         CRC-32C of many messages at once
+framing     records in a file, with checksums
+example     tf.train.Example in a record
+sets        sets of files; shard_names: their names
+idx         arrays in IDX files like MNIST's
+conversion  conversion of image folders, tables, IDX files and texts to records
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING

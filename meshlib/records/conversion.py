@@ -1,13 +1,13 @@
-"""Folders of pictures, tables, IDX files and texts turned into records of `tf.train.Example`.
+"""Conversion of image folders, tables, IDX files and texts to records of `tf.train.Example`.
 
 pictures  image (the file's own bytes), label, class       class/name.png
-a table   a feature for each column, of one kind          .csv with a line of names; of "image", the file it names
-IDX       image (raw bytes), label                         images and labels, as MNIST's
-a text    text, a line each                                anything else
+a table   a feature per column, of one kind               .csv with a header; for "image", the file that it names
+IDX       image (raw bytes), label                         images and labels, like MNIST's
+a text    text, one line each                              anything else
 
-A column of a table is integers if all its values are, else floats if all are numbers, else text; `columns` says it for
-those where that is wrong. Nothing that was written is lost by it: integers with zeros or a plus before them are text,
-as are the words nan and inf without a number among them; so is a column with an integer that float32 does not hold.
+A column of a table is integers if all its values are, else floats if all are numbers, else text; `columns` overrides
+this. The conversion is lossless: integers with leading zeros or a plus are text, as are the words nan and inf in
+columns without numbers; so is a column with an integer that float32 cannot represent.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ KINDS: dict[str, Callable[[str], int | float | str]] = {"integer": int, "float":
 def _examples_of(
     path: Path, labels: str | os.PathLike[str] | None, columns: Mapping[str, str], told: Progress
 ) -> tuple[str, Iterator[Features]]:
-    """Which kind of source a path is, and its examples."""
+    """The kind of a source, and its examples."""
     if path.is_dir():
         return "a folder of pictures", _of_pictures(path, told)
     if not path.is_file():
@@ -65,18 +65,19 @@ def make(
     compression: str | None = None,
     progress: Progress | None = None,
 ) -> tuple[int, list[str]]:
-    """Write records of a folder of pictures, a table, IDX files or a text.
+    """Write records from a folder of images, a table, IDX files or a text.
 
     Args:
-      source: the folder or file; which kind it is, it says itself.
+      source: the folder or file, whose kind is detected.
       target: a file, or "name@count" for several.
-      labels: of IDX files of images, the IDX file of their labels.
-      columns: of a table, name -> "integer", "float" (kept as float32) or "text", of those that are not what they look.
+      labels: for an IDX file of images, the IDX file of their labels.
+      columns: for a table, name -> "integer", "float" (stored as float32) or "text", overriding detection.
       compression: None, "gzip" or "zlib".
-      progress: is told how many are done, and of how many (of a text and a table, of bytes).
-    Returns: how many records there are, and the paths of the files.
-    Raises: DataError for a source that is none of these or has no record in it, options of another kind of source, and
-      files that can't be read or written.
+      progress: called with (done, total) records (for a text and a table, bytes).
+    Returns: the number of records, and the paths of the files.
+    Raises: DataError for an unknown or empty source, options for another kind of source, and files that can't be read
+    or
+      written.
     """
     for name, value in (("source", source), *([("labels", labels)] if labels is not None else [])):
         if not isinstance(value, str | os.PathLike):
@@ -117,7 +118,7 @@ def _of_pictures(path: Path, told: Progress) -> Iterator[Features]:
 
 
 def _picture(file: Path) -> bytes:
-    """The bytes of a file that is a picture."""
+    """The bytes of a file, which must be an image."""
     with open_file(file, "records", DataError, MOST_BYTES) as (opened, _):
         data = opened.read()
     try:
@@ -149,13 +150,13 @@ def _of_table(path: Path, columns: Mapping[str, str], told: Progress) -> Iterato
 
 @contextmanager
 def _text(path: Path) -> Iterator[Iterator[str]]:
-    """The lines of a table that is open to be read, each with its end."""
+    """The lines of an open table, with line ends."""
     with open_file(path, "records", DataError) as (file, _):
         yield _decoded(lines_of(file, path, "records", DataError))
 
 
 def _decoded(lines: Iterable[bytes]) -> Iterator[str]:
-    encoding = "utf-8-sig"  # of the first line; a file may begin with a mark that it is UTF-8
+    encoding = "utf-8-sig"  # of the first line; a file may begin with a UTF-8 byte order mark
     for line in lines:
         text, encoding = line.decode(encoding), "utf-8"
         yield from io.StringIO(text, newline="") if "\r" in text[:-2] else (text,)
@@ -170,7 +171,7 @@ def _counted(lines: Any, total: int, told: Progress) -> Iterator[str]:
 
 
 def _kinds(path: Path, columns: Mapping[str, str]) -> dict[str, str]:
-    """Of each column its kind: what was asked for, else the narrowest that keeps all its values."""
+    """The kind of each column: as requested, otherwise the narrowest lossless one."""
     column_of: dict[str, _Column] = {}
     with _text(path) as file:
         table = csv.DictReader(file)
@@ -192,12 +193,12 @@ def _kinds(path: Path, columns: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass
 class _Column:
-    """What the values of a column are so far."""
+    """Properties of a column's values so far."""
 
     integers: bool = True
     floats: bool = True
     numbers: bool = False
-    exact: bool = True  # whether float32 holds its integers
+    exact: bool = True  # whether float32 represents its integers exactly
 
     def add(self, text: str) -> None:
         if not self.floats:
@@ -226,7 +227,7 @@ class _Column:
 
 def _value(kind: str, name: str, text: str, path: Path, line: int) -> int | float | str:
     try:
-        if kind != "text" and "_" in text:  # which Python takes
+        if kind != "text" and "_" in text:  # accepted by Python
             raise ValueError
         value = KINDS[kind](text)
     except ValueError:

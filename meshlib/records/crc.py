@@ -1,13 +1,13 @@
 """CRC-32C (Castagnoli) of many messages at once, in NumPy alone.
 
-A CRC without its inversions is linear over GF(2): that of a message is the exclusive or of what each byte adds, which
-depends on the byte and on how many bytes follow it. The inversion at the beginning is that of the first four bytes.
-So messages are cut into rows of ROW bytes, the first filled up in front with zeros, which add nothing; a table [place
-in a row, byte] gives the sum of each row; and the sum of a row is moved past the rows that follow it by the maps of so
-many zero bytes, kept for all values of a digit in base 256.
+A CRC without its inversions is linear over GF(2): that of a message is the exclusive or of the contributions of its
+bytes, each a function of the byte and the number of bytes after it. The initial inversion inverts the first four bytes.
+So messages are cut into rows of ROW bytes, the first padded in front with zeros, which contribute nothing; a table
+[position in a row, byte] gives the sum of each row; and the sum of a row is shifted past the following rows by the
+linear maps of as many zero bytes, tabulated for all values of a digit in base 256.
 
 Polynomial: 0x1EDC6F41, reflected 0x82F63B78; RFC 3720, appendix B.4, has check values. The mask is that of records
-and of LevelDB: a sum that is kept beside data whose own sum is taken should not look like one.
+and of LevelDB: computing the CRC of data that contain CRCs is problematic, so stored ones are masked.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Bytes = bytes | bytearray | memoryview
 
 POLYNOMIAL = 0x82F63B78
 ROW = 1024  # bytes; its table takes 1 MiB
-BLOCK_ROWS = 32  # summed at once, so that what is looked up stays in a processor's cache
+BLOCK_ROWS = 32  # bytes per pass, so that looked up values stay in a processor's cache
 MASK_DELTA = 0xA282EAD8
 ONES = 0xFFFFFFFF
 
@@ -38,7 +38,7 @@ def crc32c(data: Bytes) -> int:
 
 
 def masked(crc: int) -> int:
-    """A sum as records hold it: turned right by 15 bits, and a constant added.
+    """A sum as stored in records: rotated right by 15 bits, plus a constant.
 
     >>> hex(masked(0))
     '0xa282ead8'
@@ -53,7 +53,7 @@ def masked_crcs(messages: Sequence[Bytes]) -> Array:
 
 
 def crc32c_each(messages: Sequence[Bytes]) -> Array:
-    """The CRC-32C of each message, uint32 [n]: small ones cost least many at once."""
+    """The CRC-32C of each message, uint32 [n]: small messages are most efficient in large numbers."""
     lengths = np.array([len(m) for m in messages], np.int64)
     rows = np.maximum(-(-lengths // ROW), 1)
     ends = np.cumsum(rows)
@@ -62,13 +62,13 @@ def crc32c_each(messages: Sequence[Bytes]) -> Array:
     if len(sums) > len(lengths):
         sums = _moved(sums, np.repeat(ends, rows) - 1 - np.arange(len(sums)))
         sums = np.bitwise_xor.reduceat(sums, ends - rows)
-    for n in np.flatnonzero(lengths < 4):  # of which some of the inverted bits are left
+    for n in np.flatnonzero(lengths < 4):  # messages shorter than the inverted four bytes
         sums[n] ^= ONES >> 8 * int(lengths[n])
     return ~sums
 
 
 def _in_rows(messages: Sequence[Bytes], lengths: Array, ends: Array) -> Array:
-    """The messages, each before its end, with their first four bytes inverted; uint8 [ends[-1]]."""
+    """The messages in rows, each aligned at its end, with the first four bytes inverted; uint8 [ends[-1]]."""
     data = np.zeros(int(ends[-1]) if len(ends) else 0, np.uint8)
     if len(lengths) and (lengths == lengths[0]).all():
         length = int(lengths[0])
@@ -84,7 +84,7 @@ def _in_rows(messages: Sequence[Bytes], lengths: Array, ends: Array) -> Array:
 
 
 def _row_sums(rows: Array) -> Array:
-    """What each row of ROW bytes adds, if nothing follows it."""
+    """The contribution of each row of ROW bytes, without following rows."""
     lookup, starts = _row_table()
     sums = np.empty(len(rows), np.uint32)
     room = min(len(rows), BLOCK_ROWS)
@@ -92,13 +92,13 @@ def _row_sums(rows: Array) -> Array:
     for begin in range(0, len(rows), BLOCK_ROWS):
         part = rows[begin : begin + BLOCK_ROWS]
         np.add(part, starts, out=places[: len(part)])
-        np.take(lookup, places[: len(part)], out=added[: len(part)], mode="clip")  # which does not check them
+        np.take(lookup, places[: len(part)], out=added[: len(part)], mode="clip")  # which skips bounds checks
         np.bitwise_xor.reduce(added[: len(part)], axis=1, out=sums[begin : begin + len(part)])
     return sums
 
 
 def _moved(sums: Array, following: Array) -> Array:
-    """The sums of rows, each past the rows that follow it."""
+    """The sums of rows, each shifted past the following rows."""
     level = 0
     while following.any():
         sums = _mapped(_shifts(level), sums, following & 255)
@@ -107,7 +107,7 @@ def _moved(sums: Array, following: Array) -> Array:
 
 
 def _mapped(maps: Array, sums: Array, which: Array | int = 0) -> Array:
-    """Linear maps of 32 bits, uint32 [maps, 4, 256]: of each sum the one of its number."""
+    """Apply linear maps of 32 bits, uint32 [maps, 4, 256], to sums, each by the map of its index."""
     octets = sums.astype("<u4").view(np.uint8).reshape(-1, 4)
     places = octets + (np.arange(4) * 256 + np.asarray(which)[..., None] * 1024)
     mapped: Array = np.bitwise_xor.reduce(maps.reshape(-1)[places], axis=-1)
@@ -116,7 +116,7 @@ def _mapped(maps: Array, sums: Array, which: Array | int = 0) -> Array:
 
 @cache
 def _byte_table() -> Array:
-    """The sum of each byte alone: uint32 [256]."""
+    """The sum of each single byte: uint32 [256]."""
     table: Array = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = (table >> 1) ^ np.where(table & 1, np.uint32(POLYNOMIAL), np.uint32(0))
@@ -125,7 +125,7 @@ def _byte_table() -> Array:
 
 @cache
 def _zero_bytes(power: int) -> Array:
-    """The map of 2**power zero bytes: uint32 [1, 4, 256], an entry for each byte of a sum."""
+    """The map of appending 2**power zero bytes: uint32 [1, 4, 256], one entry per byte of a sum."""
     if power == 0:
         bits = np.arange(256, dtype=np.uint32)
         return np.stack([_byte_table()] + [bits << np.uint32(8 * n - 8) for n in (1, 2, 3)])[None]
@@ -135,7 +135,7 @@ def _zero_bytes(power: int) -> Array:
 
 @cache
 def _shifts(level: int) -> Array:
-    """The maps of 0 to 255 times ROW * 256**level zero bytes: uint32 [256, 4, 256]."""
+    """The maps of appending 0 to 255 times ROW * 256**level zero bytes: uint32 [256, 4, 256]."""
     step = _zero_bytes(ROW.bit_length() - 1 + 8 * level)
     tables = np.empty((256, 4, 256), np.uint32)
     tables[0] = np.arange(256, dtype=np.uint32) << (8 * np.arange(4, dtype=np.uint32)[:, None])
@@ -146,7 +146,8 @@ def _shifts(level: int) -> Array:
 
 @cache
 def _row_table() -> tuple[Array, Array]:
-    """What a byte adds at each place of a row, uint32 [ROW * 256], and where the entries of each place begin."""
+    """The contribution of a byte at each position of a row, uint32 [ROW * 256], and the begin of each position's
+    entries."""
     table = np.empty((ROW, 256), np.uint32)
     table[ROW - 1] = _byte_table()
     for place in range(ROW - 2, -1, -1):

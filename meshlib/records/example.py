@@ -1,13 +1,13 @@
-"""Examples as TensorFlow writes them (`tf.train.Example`): named lists of bytes, floats or integers.
+"""`tf.train.Example`, TensorFlow's format of examples: named lists of bytes, floats or integers.
 
     Example   { Features features = 1; }
     Features  { map<string, Feature> feature = 1; }           an entry is a message {key = 1; value = 2}
     Feature   { oneof { BytesList = 1; FloatList = 2; Int64List = 3; } }
     BytesList { repeated bytes value = 1; }
-    FloatList { repeated float value = 1; }                   packed or one by one, as readers must take both
+    FloatList { repeated float value = 1; }                   packed or unpacked, readers must accept both
     Int64List { repeated int64 value = 1; }
 
-Of a key that occurs twice the last counts, fields that are not these are passed over, as the format demands.
+As the format prescribes, the last of duplicate keys counts, and unknown fields are skipped.
 
 Source: tensorflow/tensorflow, tensorflow/core/example/{example,feature}.proto; protobuf.dev, "Encoding".
 """
@@ -23,20 +23,20 @@ from meshlib.core.errors import DataError
 
 Array = np.ndarray[Any, Any]
 Span = tuple[int, int]
-LAYOUTS = 64  # that a decoder keeps, one for each length
+LAYOUTS = 64  # layouts kept by a decoder, one per length
 Value = Array | list[bytes]  # float32 [n], int64 [n], or bytes
 
 VARINT, FIXED64, BYTES, GROUP, GROUP_ENDS, FIXED32 = range(6)
 BYTES_LIST, FLOAT_LIST, INT64_LIST = 1, 2, 3
-VARINT_BYTES = 10  # at most, of 64 bits
-NESTED = 100  # groups inside each other, at most; so many readers of the format take
+VARINT_BYTES = 10  # longest varint, of 64 bits
+NESTED = 100  # limit of nested groups, as in other readers
 
 
 def decode(data: bytes) -> dict[str, Value]:
     """The features of an example: lists of bytes, or arrays, float32 [n] or int64 [n].
 
     A feature without any list is an empty list of bytes.
-    Raises: DataError, with the byte, for what is no example.
+    Raises: DataError, with the byte position, for an invalid example.
     Example:
       >>> decode(encode({"label": 7, "name": "seven"}))
       {'label': array([7]), 'name': [b'seven']}
@@ -58,17 +58,17 @@ def decode(data: bytes) -> dict[str, Value]:
 
 
 class Decoder:
-    """`decode` for many examples, quick where they are built alike.
+    """`decode` for many examples, fast if they have the same layout.
 
-    Of an example it keeps where its values lie. Another of the same length whose bytes around these places are the
-    same has its values there, too.
+    It caches the positions of values of an example. Another one of the same length with the same bytes around these
+    positions has its values there too.
     """
 
     def __init__(self) -> None:
         self._layouts: dict[int, Layout | None] = {}
 
     def __call__(self, data: bytes) -> dict[str, Value]:
-        """As `decode`."""
+        """The result of `decode`."""
         layout = self._layouts.get(len(data))
         if layout is not None and all(data[a:b] == same for a, b, same in layout.around):
             return {name: _value_at(data, kind, span) for name, kind, span in layout.values}
@@ -77,9 +77,9 @@ class Decoder:
         return features
 
     def layout(self, data: bytes) -> Layout | None:
-        """That of examples of this length, which is learnt from the first; None where they have none.
+        """The layout of examples of this length, taken from the first one; None if there is none.
 
-        Raises: DataError, with the byte, for what is no example.
+        Raises: DataError, with the byte position, for an invalid example.
         """
         if len(data) not in self._layouts and len(self._layouts) < LAYOUTS:
             self._layouts[len(data)] = _layout(data)
@@ -87,13 +87,13 @@ class Decoder:
 
 
 class Layout(NamedTuple):
-    """Where the values of an example lie: name, kind of list and place; and the bytes around them."""
+    """Positions of the values of an example: name, kind of list and range; and the bytes around them."""
 
     values: list[tuple[str, int, Span]]
     around: list[tuple[int, int, bytes]]
 
     def fits(self, table: Array) -> bool:
-        """Whether examples, uint8 [n, length], are all laid out so."""
+        """True if examples, uint8 [n, length], all have this layout."""
         return all((table[:, a:b] == np.frombuffer(same, np.uint8)).all() for a, b, same in self.around)
 
 
@@ -107,7 +107,7 @@ def _value_at(data: bytes, kind: int, span: Span) -> Value:
 
 
 def _layout(data: bytes) -> Layout | None:
-    """The layout of an example whose features hold one value of bytes, or one run of packed numbers, each."""
+    """The layout of an example whose features each have one value of bytes, or one range of packed numbers."""
     values: dict[str, tuple[str, int, Span]] = {}
     for number, features in _messages(data, 0, len(data)):
         for inner, entry in _messages(data, *features):
@@ -135,11 +135,11 @@ def _layout(data: bytes) -> Layout | None:
 
 
 def encode(features: Mapping[str, Any]) -> bytes:
-    """An example of these features, in the order of their names.
+    """An example of these features, in name order.
 
     Args:
-      features: name -> bytes, text (written as UTF-8), numbers, or lists and arrays of one of these. Floats are kept
-        as float32, integers and bools as int64; of an array all elements, in C order, without its shape.
+      features: name -> bytes, text (written as UTF-8), numbers, or lists and arrays of one of these. Floats are stored
+        as float32, integers and bools as int64; arrays are flattened in C order.
     Raises: DataError for anything else, and integers beyond 64 bits.
     """
     if not isinstance(features, Mapping):
@@ -157,7 +157,7 @@ def encode(features: Mapping[str, Any]) -> bytes:
 
 
 def _encoded(name: str, value: Any) -> bytes:
-    """A Feature."""
+    """An encoded Feature."""
     if isinstance(value, str | bytes | bytearray):
         value = [value]
     if isinstance(value, Sequence) and value and all(isinstance(v, str | bytes | bytearray) for v in value):
@@ -194,7 +194,7 @@ def _varint(n: int) -> bytes:
 
 
 def _varints(values: Array) -> bytes:
-    """Of int64, negative ones as their two's complement."""
+    """Varints of int64, negative ones in two's complement."""
     left = values.astype("<i8").view("<u8")
     octets = np.empty((len(left), VARINT_BYTES), np.uint8)
     for n in range(VARINT_BYTES):
@@ -216,7 +216,7 @@ def _fail(at: int, what: str) -> DataError:
 
 
 def _number(data: bytes, at: int, end: int) -> tuple[int, int]:
-    """A varint, and where it ends."""
+    """A varint, and the position after it."""
     if at < end and data[at] < 128:
         return data[at], at + 1
     number = shift = 0
@@ -229,7 +229,7 @@ def _number(data: bytes, at: int, end: int) -> tuple[int, int]:
 
 
 def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, Span]]:
-    """The fields of a message: number, kind, and where the value lies."""
+    """The fields of a message: number, kind, and range of the value."""
     groups: list[int] = []
     while at < end:
         begin = at
@@ -264,7 +264,7 @@ def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, Span]]:
 
 
 def _messages(data: bytes, begin: int, end: int) -> Iterator[tuple[int, Span]]:
-    """The fields of a message that hold bytes."""
+    """The fields of a message with bytes."""
     for number, kind, span in _fields(data, begin, end):
         if kind == BYTES:
             yield number, span
@@ -278,7 +278,7 @@ def _text(data: bytes, span: Span) -> str:
 
 
 def _feature(data: bytes, span: Span) -> Value | None:
-    """The value of a feature: of several kinds the last; lists of one kind are joined."""
+    """The value of a feature: the last of several kinds; lists of one kind are concatenated."""
     value: Value | None = None
     for number, inner in _messages(data, *span):
         if number == BYTES_LIST:
@@ -342,14 +342,14 @@ def _packed(data: bytes, begin: int, end: int) -> Array:
 
 
 def _joined_digits(octets: Array, starts: Array, last: Array) -> Array:
-    """The numbers, uint64, whose bytes run from `starts` to `last`, the least digits in base 128 first."""
+    """The numbers, uint64, whose bytes run from `starts` to `last`, in base 128 with the least digit first."""
     places = (np.arange(len(octets)) - np.repeat(starts, last - starts + 1)).astype(np.uint64)
     numbers: Array = np.bitwise_or.reduceat((octets & 127).astype(np.uint64) << (np.uint64(7) * places), starts)
     return numbers
 
 
 def packed_rows(rows: Array, count: int) -> Array | None:
-    """Packed varints in rows of bytes, uint8 [n, width]: int64 [n, count]; None unless each row holds so many.
+    """Packed varints in rows of bytes, uint8 [n, width], as int64 [n, count]; None unless each row has `count` numbers.
 
     >>> packed_rows(np.array([[1, 2, 3], [0x80, 1, 5]], np.uint8), 2) is None
     True

@@ -1,12 +1,12 @@
-"""Records in files, as TensorFlow writes them (TFRecord): each is checked twice when it is read.
+"""Records in files in TensorFlow's format (TFRecord), with two checksums per record.
 
     8 bytes     length of the data, little-endian
     4 bytes     masked CRC-32C of these 8 bytes
     the data
     4 bytes     masked CRC-32C of the data
 
-Files may be compressed as a whole, with gzip or zlib; which, their first bytes say. A file that is not compressed is
-read at any place; one that is, from its beginning on.
+Files may be compressed as a whole, with gzip or zlib, detected from the first bytes. Uncompressed files have random
+access; compressed ones are read sequentially.
 
 Source of the format: tensorflow/tensorflow, tensorflow/core/lib/io/record_writer.h.
 """
@@ -31,15 +31,15 @@ from meshlib.records.crc import crc32c, masked, masked_crcs
 
 HEADER, FOOTER = struct.Struct("<QI"), struct.Struct("<I")
 FRAME_BYTES = HEADER.size + FOOTER.size
-CHUNK_BYTES = 1 << 20  # read of a file at once
-AUTOMATIC = 32 + zlib.MAX_WBITS  # zlib's own word for either header
+CHUNK_BYTES = 1 << 20  # bytes per read
+AUTOMATIC = 32 + zlib.MAX_WBITS  # zlib's code for either header
 WBITS = {None: 0, "gzip": 16 + zlib.MAX_WBITS, "zlib": zlib.MAX_WBITS}
 
 Whole = NDArray[np.int64]
 
 
 class Fault(NamedTuple):
-    """What is wrong with a file, and where: `offset` counts the bytes of the records, decompressed.
+    """A fault of a file with its position: `offset` counts the bytes of the records, decompressed.
 
     Example:
       >>> import meshlib as mtf
@@ -55,15 +55,15 @@ class Fault(NamedTuple):
         return f"{self.path}: at byte {self.offset}: {self.what}"
 
     def error(self) -> DataError:
-        """The same, to be raised."""
+        """The fault as an exception."""
         return DataError(f'records: {self}; on_fault="skip" leaves out and counts what is damaged')
 
 
 @dataclass(frozen=True)
 class Index:
-    """Where the records of a file lie: the first byte of the data of each, and how many there are, int64 [n].
+    """Positions of a file's records: the first byte of the data of each, and its length, int64 [n].
 
-    fault: what ended the file early; None if it is whole.
+    fault: the fault at which the file ends early; None if it is complete.
     """
 
     starts: Whole
@@ -76,12 +76,12 @@ class Index:
 
 @lru_cache(1 << 12)
 def length_crc(length: int) -> int:
-    """The masked sum of a length, which few records have a length of their own for."""
+    """The masked sum of a length; cached, since most records of a file have few distinct lengths."""
     return masked(crc32c(struct.pack("<Q", length)))
 
 
 def frame(data: bytes) -> bytes:
-    """A record as it stands in a file.
+    """A framed record, as in a file.
 
     >>> frame(b"hi").hex(" ", -4)
     '02000000 00000000 78270b34 686913d6 0856'
@@ -90,7 +90,7 @@ def frame(data: bytes) -> bytes:
 
 
 def frames(records: Sequence[bytes]) -> bytes:
-    """Many of them, one behind the other."""
+    """Many framed records, concatenated."""
     parts: list[bytes] = []
     for data, crc in zip(records, masked_crcs(records).tolist(), strict=True):
         parts += (HEADER.pack(len(data), length_crc(len(data))), data, FOOTER.pack(crc))
@@ -98,7 +98,7 @@ def frames(records: Sequence[bytes]) -> bytes:
 
 
 def compression_of(path: str | os.PathLike[str]) -> str | None:
-    """How a file is compressed: None, "gzip" or "zlib". A sound header of a record says that it is not."""
+    """The compression of a file: None, "gzip" or "zlib". A valid record header means None."""
     with open_file(path, "records", DataError) as (file, _):
         head = file.read(HEADER.size)
     if len(head) == HEADER.size:
@@ -112,7 +112,7 @@ def compression_of(path: str | os.PathLike[str]) -> str | None:
 
 
 def index_of(path: str | os.PathLike[str]) -> Index:
-    """Where the records of a file that is not compressed lie: reads their headers alone."""
+    """The positions of records in an uncompressed file: reads only headers."""
     starts: list[int] = []
     sizes: list[int] = []
     fault = None
@@ -133,7 +133,7 @@ def index_of(path: str | os.PathLike[str]) -> Index:
 
 
 def _wrong_head(head: bytes) -> str | None:
-    """What is wrong with a header."""
+    """The fault of a record header, if any."""
     if len(head) < HEADER.size:
         return f"truncated: a header takes {HEADER.size} bytes, {len(head)} are left"
     length, crc = HEADER.unpack(head)
@@ -148,7 +148,7 @@ def _cut_short(head: bytes, left: int) -> str | None:
 
 
 def wrong_data(records: Sequence[bytes], crcs: Sequence[int]) -> list[tuple[int, str]]:
-    """Of records and the sums that were written with them those that differ: number and what is wrong."""
+    """Records whose checksum does not match: number and fault."""
     actual = masked_crcs(records)
     wrong = set(np.flatnonzero(actual != np.array(crcs, np.uint32)).tolist())
     return [
@@ -159,7 +159,7 @@ def wrong_data(records: Sequence[bytes], crcs: Sequence[int]) -> list[tuple[int,
 
 
 class RecordRead(NamedTuple):
-    """A record of a file that is read from its beginning: its data, or what is wrong with it."""
+    """A record from a sequential read: its data, or its fault."""
 
     data: bytes | None
     fault: Fault | None
@@ -168,14 +168,14 @@ class RecordRead(NamedTuple):
 def scan(
     path: str | os.PathLike[str], compression: str | None = None, same: FileId | None = None
 ) -> Iterator[RecordRead]:
-    """The records of a file, from its beginning; a fault after which no more can be found comes last.
+    """The records of a file in order; a fault after which no more can be located comes last.
 
-    Raises: DataError if it is another file than `same`.
+    Raises: DataError if it is not the version `same`.
     """
     with open_file(path, "records", DataError, same=same) as (file, target):
         chunks = _Chunks(file, compression)
         most = most_unpacked_bytes(os.fstat(file.fileno()).st_size)
-        held, begin = bytearray(), 0  # what is not yet told, and where in the file it begins
+        held, begin = bytearray(), 0  # unconsumed bytes, and their position in the file
         need = HEADER.size
         while True:
             ready: list[bytes] = []
@@ -217,7 +217,7 @@ def scan(
 
 
 class _Chunks:
-    """The content of a file, decompressed, in pieces."""
+    """The decompressed content of a file, in chunks."""
 
     def __init__(self, file: BinaryIO, compression: str | None) -> None:
         self.file = file
@@ -226,7 +226,7 @@ class _Chunks:
         self.begun = False
 
     def next(self) -> bytes:
-        """More of it; nothing at the end. Raises zlib.error for a damaged or truncated stream."""
+        """The next chunk; empty at the end. Raises zlib.error for a damaged or truncated stream."""
         if self.stream is None:
             return self.file.read(CHUNK_BYTES)
         while True:
@@ -236,9 +236,9 @@ class _Chunks:
                     raise zlib.error("it ends before its end is written")
                 return b""
             self.begun = True
-            chunk = self.stream.decompress(raw, CHUNK_BYTES)  # no more at once, however much it holds
+            chunk = self.stream.decompress(raw, CHUNK_BYTES)  # bounded, whatever the input expands to
             self.left = self.stream.unconsumed_tail
-            if self.stream.eof:  # another may follow, as where gzipped files were put one behind the other
+            if self.stream.eof:  # another may follow, if gzipped files were concatenated
                 self.left = self.stream.unused_data
                 self.stream, self.begun = zlib.decompressobj(AUTOMATIC), False
             if chunk:

@@ -1,4 +1,4 @@
-"""Arrays in IDX files, the format of MNIST: its description stands on the page of that set."""
+"""Arrays in IDX files, the format of MNIST, which is documented on the data set's page."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from meshlib.core.files import most_unpacked_bytes, open_file
 # Third byte of the magic number -> big-endian element type (the format's description on the MNIST page).
 IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 GZIP_MAGIC = b"\x1f\x8b"
-READ_BYTES = 1 << 20  # at once
+READ_BYTES = 1 << 20  # bytes per read
 
 
 def read_idx(path: str | os.PathLike[str], dims: int | None = None) -> NDArray[Any]:
-    """The array in an IDX file, gzipped or not; which, its first bytes say, not its name.
+    """The array in an IDX file, optionally gzipped, which is detected from its first bytes.
 
     Layout: 0, 0, element type, number of dimensions; one big-endian uint32 per dimension; the elements.
 
@@ -29,7 +29,7 @@ def read_idx(path: str | os.PathLike[str], dims: int | None = None) -> NDArray[A
       path: the file.
       dims: number of dimensions the file must have; None takes any.
     Returns: array in native byte order.
-    Raises: DataError naming the file, what was expected and what was found.
+    Raises: DataError with the file, and the expected and actual content.
     """
     with open_file(path, "read_idx", DataError) as (file, _):
         packed = file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
@@ -47,7 +47,7 @@ def read_idx(path: str | os.PathLike[str], dims: int | None = None) -> NDArray[A
 
 
 def _array(stream: Any, path: object, dims: int | None, size: int | None, most_bytes: int) -> NDArray[Any]:
-    """The array in a stream, of which no more is read than its header says; `size`: of the stream, if it is known."""
+    """The array in a stream, of which no more is read than its header specifies; `size`: of the stream, if known."""
     dtype, shape = _header(stream, path, dims)
     header, expected_bytes = 4 + 4 * len(shape), math.prod(shape) * dtype.itemsize
     raw, actual_bytes = _content(stream, header, expected_bytes, size, most_bytes)
@@ -60,7 +60,7 @@ def _array(stream: Any, path: object, dims: int | None, size: int | None, most_b
 
 
 def _header(stream: Any, path: object, dims: int | None) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Dtype and shape of the array that follows; `dims`: how many it must have."""
+    """Dtype and shape of the array; `dims`: required number of dimensions."""
     magic = stream.read(4)
     if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in IDX_TYPES or not 1 <= magic[3] <= 32:
         codes = "|".join(f"{code:02x}" for code in IDX_TYPES)
@@ -80,7 +80,7 @@ def _header(stream: Any, path: object, dims: int | None) -> tuple[np.dtype[Any],
 
 
 def _content(stream: Any, header: int, expected_bytes: int, size: int | None, most_bytes: int) -> tuple[bytes, int]:
-    """What follows the header, and how many bytes that is: what exceeds the expected bytes is counted, not kept."""
+    """The bytes after the header, and their number: bytes beyond the expected ones are counted, not stored."""
     raw = b""
     if size is None or size - header == expected_bytes:
         raw = stream.read(min(expected_bytes, most_bytes - header) + 1)

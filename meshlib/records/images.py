@@ -1,4 +1,4 @@
-"""Pictures: decoded with Pillow, the extra `images`."""
+"""Image files, decoded with Pillow, the extra `images`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshlib.core.errors import DataError, MissingError
 from meshlib.core.files import open_file
 
 Image = NDArray[np.uint8]
-MOST_BYTES, MOST_PIXELS = 2**28, 2**26  # of a file, and of what it holds
+MOST_BYTES, MOST_PIXELS = 2**28, 2**26  # limits of a file, and of its decoded content
 IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif")
 
 
@@ -26,13 +26,13 @@ def _pillow() -> Any:
 
 
 def read_image(file: str | os.PathLike[str] | bytes, size: tuple[int, int] | None = None, channels: int = 3) -> Image:
-    """A picture as uint8 [height, width, channels], channels 3 (red, green, blue) or 1.
+    """An image as uint8 [height, width, channels], channels 3 (red, green, blue) or 1.
 
     Args:
       file: a path, or the bytes of a file.
-      size: (height, width) to which its middle part of that form is brought (bilinear); as it is unless given.
+      size: (height, width) to which its central part of that aspect ratio is resized (bilinear); by default unchanged.
       channels: 1 or 3.
-    Raises: DataError if it is none, or has more than 8 bits a channel; MissingError without Pillow.
+    Raises: DataError if it is no image, or has more than 8 bits per channel; MissingError without Pillow.
     """
     pillow = _pillow()
     what = "the image" if isinstance(file, bytes) else os.fspath(file)
@@ -41,11 +41,11 @@ def read_image(file: str | os.PathLike[str] | bytes, size: tuple[int, int] | Non
         with pillow.open(io.BytesIO(content)) as picture:
             if picture.width * picture.height > MOST_PIXELS:
                 raise ValueError(f"{picture.width} x {picture.height} pixels, more than {MOST_PIXELS:,}")
-            if picture.mode[0] in "IF":  # which would be cut off
+            if picture.mode[0] in "IF":  # they would be truncated
                 raise ValueError(f"one of the mode {picture.mode}, with more than 8 bits a channel")
             mode = "RGB" if channels == 3 else "L"
             if size is not None:
-                picture.draft(mode, size[::-1])  # a JPEG is decoded at an eighth to the whole of its size
+                picture.draft(mode, size[::-1])  # a JPEG is decoded at 1/8 to 1/1 of its size
             converted = picture if picture.mode == mode else picture.convert(mode)
             if size is not None and converted.size != size[::-1]:
                 height, width = size

@@ -1,4 +1,4 @@
-"""Reading of record files in order, at any position, and many at once."""
+"""Sequential reading of record files."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ ON_FAULT = ("error", "skip")
 
 
 def checked_on_fault(value: object) -> str:
-    """What to do about damaged records."""
+    """The treatment of damaged records, which must be "error" or "skip"."""
     if isinstance(value, str) and value in ON_FAULT:
         return value
     raise DataError(f"records: on_fault must be 'error' or 'skip', got {value!r:.80}{nearest(value, ON_FAULT)}")
 
 
 def read(paths: Paths, on_fault: str = "error", faults: list[Fault] | None = None) -> Iterator[bytes]:
-    """The records of files, one file after the other. Memory: a megabyte, and what the largest record takes.
+    """The records of files, one file after the other. Memory: a megabyte, plus the largest record.
 
     Args:
-      paths: a file, "name@10", a pattern such as "train-*", a folder, or a list of these. Compressed files are told by
-        their first bytes.
-      on_fault: "error", or "skip": leave out a record whose data are damaged, and what follows a header that is.
-      faults: a list to which what was left out is added.
-    Raises: DataError with file, byte and what is wrong there.
+      paths: a file, "name@10", a pattern such as "train-*", a folder, or a list of these. Compressed files are detected
+        by their first bytes.
+      on_fault: "error", or "skip": skip records with damaged data, and the rest of a file after a damaged header.
+      faults: a list to which the faults of skipped records are appended.
+    Raises: DataError with file, byte position and fault.
     """
     checked_on_fault(on_fault)
     names, known = at_one_moment(lambda: (files := files_of(paths), file_ids(files)), "records", DataError)

@@ -1,10 +1,10 @@
-"""Sets of record files, "name@count": names, and the hidden manifest of the set.
+"""Sets of record files, "name@count": names, and the hidden manifest of a set.
 
     train-00003-of-00010            a member
-    train-00003~1a2b3c4d-of-00010   a member until it has its own name (`meshlib.core.file_sets`)
+    train-00003~1a2b3c4d-of-00010   a member until it has its final name (`meshlib.core.file_sets`)
     .train@10.json                  the manifest: names, sizes and CRC-32s
 
-Files of other programs have no manifest: then the set is whatever has the names.
+Sets of other programs have no manifest: then all files with these names are members.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from meshlib.core.errors import DataError
 from meshlib.core.file_sets import TAG, FileSet, Manifest, Member, checked
 
 FORMAT = "meshlib records 1"
-MOST_SHARDS = 99_999  # of five digits
+MOST_SHARDS = 99_999  # limit of five digits
 SHARD = re.compile(rf"(.*)-([0-9]{{5}})({TAG})?-of-([0-9]{{5}})(.*)", re.DOTALL)
 _SET = re.compile(r"(.*)@0*([0-9]{1,9})", re.DOTALL)
 
 
 def set_of(name: str) -> tuple[str, int] | None:
-    """What the names of a set begin with, and how many files it has: of "name@count"; None of another name.
+    """Name prefix and number of files of a set "name@count"; None for another name.
 
     >>> set_of("data/train@10"), set_of("train.records")
     (('data/train', 10), None)
 
-    Raises: DataError for more files than have names, or none.
+    Raises: DataError for 0 files, or more than five digits can number.
     """
     match = _SET.fullmatch(name)
     if not match:
@@ -43,7 +43,7 @@ def set_of(name: str) -> tuple[str, int] | None:
 
 
 def new_set(of: tuple[str, int], what: str) -> FileSet:
-    """New content of a set. Raises: DataError where it can't be written."""
+    """New content of a set. Raises: DataError if it can't be written."""
     path, count = of
     folder, stem = os.path.split(path)
     names = [(f"{stem}-{n:05d}", f"-of-{count:05d}") for n in range(count)]
@@ -57,15 +57,15 @@ def manifest_of(members: Sequence[Member], replaced: Sequence[Member] = ()) -> b
 
 
 class ManifestSets:
-    """Which files are members of sets, by the manifests beside them, each read once."""
+    """Membership of files in sets, from their manifests, each read once."""
 
     def __init__(self) -> None:
         self._entries: dict[str, dict[str, object] | None] = {}
 
     def has(self, path: str) -> bool:
-        """Whether a file is what its set's manifest names, or of no set that has one.
+        """True if a file matches its set's manifest, or its set has no manifest.
 
-        Raises: DataError for a member of another size than the manifest says, and for a damaged manifest.
+        Raises: DataError for a member whose size differs from the manifest, and for a damaged manifest.
         """
         entries = self._of(path)
         folder, name = os.path.split(path)
@@ -78,7 +78,7 @@ class ManifestSets:
         return True
 
     def members(self, name: str) -> list[str]:
-        """The files of "name@count" by its manifest; none where it has no manifest. Raises: as `has`."""
+        """The files of "name@count" by its manifest; empty without a manifest. Raises: as in `has`."""
         record_set = set_of(name)
         if record_set is None:
             return []
@@ -87,7 +87,7 @@ class ManifestSets:
         return [checked(folder, entry, "records", DataError, sums=False) for entry in entries.values()]
 
     def manifest(self, path: str) -> str:
-        """The path of the manifest of a member's set; "" of other files."""
+        """The path of the manifest of a member's set; "" for other files."""
         folder, name = os.path.split(path)
         parts = SHARD.fullmatch(name)
         return os.path.join(folder, _manifest(parts[1], int(parts[4]))) if parts and not parts[5] else ""
@@ -107,7 +107,7 @@ def _manifest(stem: str, count: int) -> str:
 
 
 def _entries(path: str) -> dict[str, object]:
-    """The entries of a manifest by the names of files."""
+    """The entries of a manifest by file name."""
     content, target = read_json(path, "records", DataError, "a manifest of a set of records")
     try:
         if content["format"] != FORMAT:
@@ -121,6 +121,6 @@ def _entries(path: str) -> dict[str, object]:
 
 
 def _named(raw: bytes) -> Iterable[str]:
-    """The files that an older manifest names."""
+    """The file names in an older manifest."""
     content: Any = json.loads(raw)
     return [entry["name"] for entry in content["files"] if SHARD.fullmatch(entry["name"])]

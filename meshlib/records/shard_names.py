@@ -1,4 +1,4 @@
-"""Names of files that hold one set of records: "train-00003-of-00010" is one of ten, "train@10" all of them."""
+"""Names of the files of a set of records: "train-00003-of-00010" is one of ten, "train@10" all of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def shard_names(name: str) -> list[str]:
     >>> shard_names("train@2"), shard_names("train.records")
     (['train-00000-of-00002', 'train-00001-of-00002'], ['train.records'])
 
-    Raises: DataError for more files than have names, or none.
+    Raises: DataError for 0 files, or more than five digits can number.
     """
     parts = set_of(name)
     if parts is None:
@@ -30,11 +30,11 @@ def shard_names(name: str) -> list[str]:
 
 
 def files_of(paths: Paths) -> list[str]:
-    """The files that `paths` selects, in the order given; matches of a pattern are sorted by name.
+    """The files selected by `paths`, in order; matches of a pattern are sorted by name.
 
     Args:
       paths: a file, "name@10", a pattern with * ? or [], a folder (all files in it), or a list of these.
-    Raises: DataError for what is not there, a set that lacks some of its files, and files named twice.
+    Raises: DataError for missing files, an incomplete set, and files named twice.
     """
     given = [paths] if isinstance(paths, str | os.PathLike) else list(paths) if isinstance(paths, Sequence) else []
     if not given or not all(isinstance(p, str | os.PathLike) for p in given):
@@ -53,12 +53,12 @@ def files_of(paths: Paths) -> list[str]:
 
 
 def _files_of_name(name: str, sets: ManifestSets) -> list[str]:
-    """The files that one name selects: a folder, a file, a pattern, or a set such as "name@10".
+    """The files selected by one name: a folder, a file, a pattern, or a set such as "name@10".
 
-    Raises: DataError for an empty folder, a pattern without a match, and a file that its set's manifest does not list.
+    Raises: DataError for an empty folder, a pattern without a match, and a file missing from its set's manifest.
     """
     if os.path.isdir(name):
-        # Files that are being written, or were when their writer was killed, have names that begin with a dot.
+        # Names of temporary files, which may be left by killed writers, begin with a dot.
         visible = sorted(str(p) for p in Path(name).iterdir() if p.is_file() and not p.name.startswith("."))
         members = [p for p in visible if sets.has(p)]
         if not members:
@@ -82,7 +82,7 @@ def _files_of_name(name: str, sets: ManifestSets) -> list[str]:
 
 
 def _missing(present: Sequence[str]) -> list[str]:
-    """A message for each set of shards of which only some files were named."""
+    """A message per set of shards of which only some files were named."""
     sets: dict[tuple[str, int, str], set[int]] = {}
     for name in present:
         parts = SHARD.fullmatch(name)

@@ -1,4 +1,4 @@
-"""Writing of record files: one, or several in turn; all of them whole, or none."""
+"""Writing of record files: one, or several in turn, atomically."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from meshlib.records.framing import WBITS, frames
 from meshlib.records.sets import manifest_of, new_set, set_of
 from meshlib.records.shard_names import shard_names
 
-HELD_BYTES = 1 << 20  # of records that wait for their sums, which cost least many at once
+HELD_BYTES = 1 << 20  # bytes of records buffered for their sums, which are most efficient in large numbers
 
 
 class Writer:
-    """Files of records that are being written: `with Writer("train@10") as writer: writer.write(data)`.
+    """Writer of record files: `with Writer("train@10") as writer: writer.write(data)`.
 
     Args:
-      path: a file, or "name@count" for several files "name-00000-of-00010", ..., which get a record each in turn.
+      path: a file, or "name@count" for several files "name-00000-of-00010", ..., which get one record each in turn.
       compression: None, "gzip" or "zlib".
     Raises: DataError if a file can't be written.
 
-    The files have temporary names until the block ends without a fault. Several appear together
-    (`meshlib.core.file_sets`): whoever is killed leaves all files of the old set or all of the new one, which a hidden
-    file beside them names. Of several writers of one path the last to end stays.
+    The files have temporary names until the block ends without an exception. Several appear together
+    (`meshlib.core.file_sets`): a killed writer leaves all files of the old set or all of the new one, named by a hidden
+    manifest. Of several writers of one path the last to finish wins.
 
     Example:
       >>> import tempfile
@@ -88,7 +88,7 @@ class Writer:
 
 
 class _Shard:
-    """One file; faults of the system are DataErrors."""
+    """One file; OSErrors are raised as DataErrors."""
 
     def __init__(self, file: BinaryIO, target: Replacement | FileSet, compression: str | None) -> None:
         self.file, self.target = file, target
@@ -103,7 +103,7 @@ class _Shard:
             self._pack()
 
     def end(self) -> None:
-        """Write what is left."""
+        """Write the buffered records."""
         self._pack()
         if self.packer is not None:
             self._put(self.packer.flush())
@@ -120,7 +120,7 @@ class _Shard:
 
 
 def write(path: str | os.PathLike[str], records: Iterable[bytes], compression: str | None = None) -> list[str]:
-    """Write records; arguments and faults as of `Writer`.
+    """Write records; arguments and errors as in `Writer`.
 
     Returns: the paths of the files.
     Example:
@@ -131,7 +131,7 @@ def write(path: str | os.PathLike[str], records: Iterable[bytes], compression: s
       ...     list(records.read(f"{folder}/small@2"))
       [b'a', b'c', b'b']
 
-    Raises: DataError, too, for records that are not several bytes.
+    Raises: also DataError if `records` is a single bytes object.
     """
     if isinstance(records, bytes | bytearray | memoryview | str) or not isinstance(records, Iterable):
         raise DataError(f"records: expected several records, got {type(records).__name__} {records!r:.80}")

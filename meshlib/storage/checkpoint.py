@@ -5,13 +5,13 @@
     the rest            the tensors' bytes, little-endian, C order, without gaps
 
 Any reader of the format can read the files, and `load` reads the files of any writer. State is global arrays: nothing
-in a file depends on the mesh, the layout or the executor that made it. A tensor has the dtype that the devices store,
-so that a loaded run goes on bit for bit; the format has no int4, which is written as I8, a byte an element. The format
-has no sums against damage; `save` keeps CRC-32s in the metadata, and `load` compares those it finds.
+in a file depends on mesh, layout or executor. A tensor has the dtype stored on devices, so that a resumed run is
+bit-exact; the format has no int4, which is written as I8, one byte per element. The format has no checksums; `save`
+stores CRC-32s in the metadata, and `load` verifies them if present.
 
-A file is written under a temporary name beside its target and renamed over it when all of its bytes are on the disk.
-Whoever is killed leaves the old file, and at most a temporary one that the next `save` to that path removes: writers
-hold a lock on theirs, so one without a lock has no writer any more.
+A file is written under a temporary name beside its target and renamed once it is synced to disk. A killed writer leaves
+the old file, and at most a temporary one that the next `save` to that path removes: writers lock theirs, so an unlocked
+one is stale.
 
 Source of the format: github.com/huggingface/safetensors, README.md and safetensors/src/tensor.rs.
 """
@@ -40,9 +40,9 @@ __all__ = ["load", "save"]
 Array = np.ndarray[Any, Any]
 Path = str | os.PathLike[str]
 Types = Mapping[str, tuple[Shape, DType]]
-Places = Mapping[str, tuple[int, Shape, DType]]  # where each tensor begins in the file, in bytes, and what it is
+Places = Mapping[str, tuple[int, Shape, DType]]  # offset of each tensor in the file, in bytes, and its entry
 
-CHUNK = 1 << 18  # elements encoded, summed and written at once: what stays in a processor's cache
+CHUNK = 1 << 18  # elements encoded, summed and written at once: fits a processor's cache
 SEED, SUM = "seed", "crc32/"
 
 
@@ -52,14 +52,13 @@ SEED, SUM = "seed", "crc32/"
 def save(sim: Simulation, path: Path, notes: Mapping[str, str] | None = None) -> None:
     """Write all variables, optimizer slots, the step and the seed of `sim` to `path`, in safetensors format.
 
-    Whatever happens, `path` holds either what it held before or all of the new state; a process that has the old
-    file mapped keeps it. Beyond the state itself it takes the memory of one block of a tensor, or of one tensor where
-    the state holds a transposed view.
+    Atomic: `path` has either its old content or the whole new state; processes that have mapped the old file keep it.
+    It needs memory for one block of a tensor, or for one tensor if the state has a transposed view.
 
     Args:
       sim: the simulation.
       path: the file; its folder must exist. A link stays a link, and its target is replaced.
-      notes: name -> text that is kept beside the variables, for `read_notes`; names begin with no "crc32/".
+      notes: name -> text stored with the variables, for `read_notes`; names must not begin with "crc32/".
     Raises: CheckpointError if the file can't be written.
     Example:
       >>> import tempfile
@@ -87,7 +86,7 @@ def save(sim: Simulation, path: Path, notes: Mapping[str, str] | None = None) ->
 
 
 def checked_notes(notes: Mapping[str, str] | None) -> dict[str, str]:
-    """Notes as `save` takes them. Raises: CheckpointError for names or texts that can't be written."""
+    """Notes for `save`. Raises: CheckpointError for names or texts that can't be written."""
     kept = {} if notes is None else dict(notes)
     taken = {"format", "meshlib", SEED, METADATA}
     for name, text in kept.items():
@@ -97,11 +96,11 @@ def checked_notes(notes: Mapping[str, str] | None) -> dict[str, str]:
 
 
 class Snapshot:
-    """A copy of a simulation's state on the host, which can be written while the simulation goes on.
+    """A copy of a simulation's state on the host, which can be written while the simulation continues.
 
-    Its memory is used again by every `take`: for a large state, memory that is new takes longer than the copy.
+    Its memory is reused by every `take`: for a large state, allocating takes longer than copying.
 
-    Raises: CheckpointError for a state that several processes share: they write together.
+    Raises: CheckpointError for a state shared by several processes, which write together.
     """
 
     def __init__(self, sim: Simulation) -> None:
@@ -111,15 +110,15 @@ class Snapshot:
         self.arrays: dict[str, Array] = {}
 
     def prepare(self) -> None:
-        """Make room for the state, so that `take` finds it; any thread may do it."""
+        """Allocate memory for the state ahead of `take`; may be called from any thread."""
         for name, (shape, dtype) in self.types.items():
             array = self.arrays.get(name)
             if array is None or (array.shape, array.dtype) != (shape.sizes, dtype.storage):
                 self.arrays[name] = np.empty(shape.sizes, dtype.storage)
-                self.arrays[name].fill(0)  # else the system gives the memory when it is first written
+                self.arrays[name].fill(0)  # otherwise pages are allocated when first written
 
     def take(self, sim: Simulation) -> None:
-        """Copy the state as it is now. Not to be called while `save` is running."""
+        """Copy the current state. Must not be called while `save` is running."""
         with sim.state.lock:
             self.types, self.seed = _types(sim), sim.seed
             self.prepare()
@@ -127,19 +126,19 @@ class Snapshot:
                 sim.state.copy_to(name, self.arrays[name])
 
     def save(self, path: Path, notes: Mapping[str, str] | None = None) -> None:
-        """Write it as `save` does: the same bytes, whole or not at all."""
+        """Write it like `save`: the same bytes, atomically."""
         content = _Content(self.arrays.__getitem__, self.types, self.seed, checked_notes(notes))
         replace_file(path, content.write, "save", CheckpointError)
 
 
 def write_state(sim: Simulation, file: BinaryIO) -> None:
-    """Write what `save` writes into an open file."""
+    """Write the content of `save` into an open file."""
     with sim.state.lock:
         _Content(sim.state.stored, _types(sim), sim.seed, {}).write(file)
 
 
 class _Content:
-    """The content of a file: a header that says where each tensor lies, and the tensors, which `array` gives."""
+    """The content of a file: a header with the offsets of tensors, and the tensors, from `array`."""
 
     def __init__(self, array: Callable[[str], Array], types: Types, seed: int, notes: Mapping[str, str]) -> None:
         if METADATA in types:
@@ -156,16 +155,16 @@ class _Content:
         text = str(seed)
         self.metadata = {"format": "np", "meshlib": "1", SEED: text, SUM + METADATA: _sum(text.encode()), **notes}
         self.metadata.update({f"{SUM}{METADATA}/{name}": _sum(note.encode()) for name, note in notes.items()})
-        # Sums have a fixed length, so that the header can be written before they are known, and then once more.
+        # Sums have a fixed length, so that the header can be written before they are known, and again afterwards.
         self.header = self._header(dict.fromkeys(self.entries, 0))
         self.places = {name: (len(self.header) + e.begin, *types[name]) for name, e in self.entries.items()}
 
     def write(self, file: BinaryIO) -> None:
-        """Write all of it."""
+        """Write header and tensors."""
         self.write_by(file, lambda file, places: _write_all(self.array, file, places))
 
     def write_by(self, file: BinaryIO, tensors: Callable[[BinaryIO, Places], Mapping[str, int]]) -> None:
-        """Write all of it; `tensors` writes those, and returns their sums."""
+        """Write header and tensors, the latter by calling `tensors`, which returns their sums."""
         file.write(self.header)
         sums = tensors(file, self.places)
         file.seek(0)
@@ -176,14 +175,14 @@ class _Content:
 
 
 def _save_together(processes: Processes, content: _Content, path: object) -> None:
-    """The first process makes the file; the others write into it."""
+    """The first process creates the file; the others write into it."""
     fault = None
     try:
         if processes.first:
             replace_file(path, lambda file: content.write_by(file, processes.write), "save", CheckpointError)
         else:
             processes.follow(content.places)
-    except Exception as found:  # whatever it is, the others must not wait for ever
+    except Exception as found:  # on any exception: the others must not wait for ever
         fault = str(found) if isinstance(found, CheckpointError) else f"save: {type(found).__name__}: {found}"
     processes.agree(fault)
 
@@ -193,7 +192,7 @@ def _types(sim: Simulation) -> Types:
 
 
 def _write_all(array: Callable[[str], Array], file: BinaryIO, places: Places) -> dict[str, int]:
-    """Write all tensors, one after the other; their CRC-32s."""
+    """Write all tensors in order; returns their CRC-32s."""
     sums = {}
     for name, (_, _, dtype) in places.items():
         total = 0
@@ -209,7 +208,7 @@ def _encoded(array: Array, dtype: DType, name: str) -> Iterator[memoryview]:
     flat = np.ascontiguousarray(array).reshape(-1)
     for start in range(0, flat.size, CHUNK):
         block = flat[start : start + CHUNK]
-        if dtype is BFLOAT16:  # stored as the float32 of the same value: its upper half
+        if dtype is BFLOAT16:  # stored as float32 of the same value: take its upper half
             bits = block.view(np.uint32)
             if np.any(bits & 0xFFFF):
                 at = start + int(np.flatnonzero(bits & 0xFFFF)[0])
@@ -234,20 +233,20 @@ def _encoded(array: Array, dtype: DType, name: str) -> Iterator[memoryview]:
 
 
 def load(path: Path, sim: Simulation, *, strict: bool = True, only: Iterable[str] | None = None) -> dict[str, str]:
-    """Give `sim` the state in the file `path`: all of it or, if anything is wrong, nothing.
+    """Restore the state in the file `path` into `sim`: all of it, or nothing on an error.
 
-    The simulation may have another mesh, layout and executor than the one that was saved; what counts are the names,
-    shapes and stored dtypes of the variables.
+    The simulation may have another mesh, layout and executor than the saved one; only names, shapes and stored dtypes
+    of the variables must match.
 
     Args:
-      path: a file that `save` or another writer of safetensors made.
+      path: a file written by `save` or another writer of safetensors.
       sim: the simulation to change.
-      strict: every tensor of the file and every variable of the simulation must have its counterpart, of the same
-        shape and dtype, and the file must hold a seed. Without it, whatever does not fit is left out.
-      only: names or patterns like "encoder/*" of the variables to load. The rest of the simulation, its seed too,
-        stays as it is, and the rest of the file is not looked at.
-    Returns: what was left out, name -> why; empty if strict.
-    Raises: CheckpointError with everything that does not fit at once, or with the first fault of the file itself.
+      strict: every tensor of the file and every variable of the simulation must have a counterpart of the same shape
+        and dtype, and the file must have a seed. Otherwise tensors that do not match are skipped.
+      only: names or patterns like "encoder/*" of the variables to load. The rest of the simulation, including its seed,
+        is unchanged, and the rest of the file is ignored.
+    Returns: skipped tensors, name -> reason; empty if strict.
+    Raises: CheckpointError with all mismatches at once, or with the first fault of the file itself.
     """
     _check_simulation(sim, "load", "load(path, sim)")
     patterns = _patterns(only)
@@ -269,9 +268,9 @@ def load(path: Path, sim: Simulation, *, strict: bool = True, only: Iterable[str
 
 
 def read_notes(path: Path) -> dict[str, str]:
-    """What `save` was given as `notes`.
+    """The `notes` given to `save`.
 
-    Raises: CheckpointError for a file that is none, or damaged.
+    Raises: CheckpointError for an invalid or damaged file.
     """
     with open_file(path, "load", CheckpointError) as (file, target):
         header = read_header(file, target, "load")
@@ -281,7 +280,7 @@ def read_notes(path: Path) -> dict[str, str]:
     for name, text in notes.items():
         if text is None or _sum(text.encode()) != sums[mark + name]:
             raise DamagedError(f"load: {target} is damaged: the note '{name}' has another CRC-32")
-    if sums:  # `save` wrote the file, with a sum for everything but two names
+    if sums:  # written by `save`, with a sum for all but two names
         summed = {METADATA, *header.entries, *(mark + name for name in notes)}
         own = {"format", "meshlib", SEED, *notes, *(SUM + name for name in sums)}
         if odd := sorted((sums.keys() ^ summed) | (metadata.keys() - own)):
@@ -290,7 +289,7 @@ def read_notes(path: Path) -> dict[str, str]:
 
 
 def _read_all(sim: Simulation, file: BinaryIO, header: Header, names: list[str], target: str) -> Mapping[str, Array]:
-    """The tensors. Of several processes each looks through some of them for damage, and then reads its blocks."""
+    """The tensors. Of several processes each verifies some of them, and then reads its blocks."""
     processes = sim.state.processes
     if processes is None:
         return {name: _read(file, header, name, _type(sim, name), target) for name in names}
@@ -306,7 +305,7 @@ def _read_all(sim: Simulation, file: BinaryIO, header: Header, names: list[str],
 
 
 def _match(header: Header, sim: Simulation, patterns: list[str] | None) -> tuple[list[str], dict[str, str]]:
-    """The names to load, and for every other one why it can't be."""
+    """The names to load, and for every other one the reason why it can't be loaded."""
     wanted, given = list(sim.state.arrays), list(header.entries)
     if patterns is not None:
         wanted = _matching(wanted, patterns)
@@ -356,7 +355,7 @@ def _refuse(target: str, skipped: Mapping[str, str], strict: bool) -> NoReturn:
 
 
 def _read(file: BinaryIO, header: Header, name: str, kind: tuple[Shape, DType], target: str) -> Array:
-    """A tensor as the simulation stores it."""
+    """A tensor in the simulation's storage format."""
     shape, dtype = kind
     entry = header.entries[name]
     out = np.empty(shape.sizes, dtype.storage)
@@ -438,6 +437,6 @@ def _hex(total: int) -> str:
 
 
 def _type(sim: Simulation, name: str) -> tuple[Shape, DType]:
-    """Shape and stored dtype of a variable; the step has no slot."""
+    """Shape and stored dtype of a variable; the step, which has no slot, is an int32 scalar."""
     slot = sim.state.slots.get(name)
     return (slot.shape, slot.dtype) if slot else (Shape([]), INT32)

@@ -24,7 +24,7 @@ from meshlib.core.files import open_file
 
 Array = np.ndarray[Any, Any]
 
-# The format's names of our dtypes, and the bits of an element of all of its dtypes.
+# The format's names of this library's dtypes, and the bits per element of all of its dtypes.
 CODES = {
     **{"float64": "F64", "float32": "F32", "bfloat16": "BF16", "int32": "I32", "bool": "BOOL"},
     **{"int8": "I8", "int4": "I8", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"},
@@ -37,10 +37,10 @@ BITS = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
-HEADER_LIMIT_BYTES = 100_000_000  # readers refuse longer ones
-ALIGNMENT_BYTES = 8  # of the first tensor; the others follow widest first
+HEADER_LIMIT_BYTES = 100_000_000  # limit of other readers
+ALIGNMENT_BYTES = 8  # alignment of the first tensor; the others follow by descending itemsize
 METADATA = "__metadata__"
-# How NumPy reads an element; of the rest of the formats there are no arrays.
+# NumPy dtypes of the format's dtypes; the others have none.
 _READ: dict[str, Any] = {
     **{"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1"},
     **{"U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1", "BOOL": "?", "BF16": ml_dtypes.bfloat16},
@@ -51,7 +51,7 @@ _WRITTEN = {np.dtype(dtype): code for code, dtype in _READ.items()}
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor in a file; `begin` and `end` count from the first byte after the header."""
+    """A tensor in a file; `begin` and `end` are relative to the end of the header."""
 
     code: str
     shape: tuple[int, ...]
@@ -64,7 +64,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says of itself; `data_start` is where its tensors begin."""
+    """A parsed header; `data_start` is the offset of the tensors."""
 
     entries: dict[str, Entry]
     metadata: dict[str, str]
@@ -75,7 +75,7 @@ class Header:
 
 
 def header_bytes(what: str, entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
-    """The length of the header and the header, which entries' offsets do not count."""
+    """The header with its length; offsets in entries are relative to its end."""
     table: dict[str, object] = {METADATA: metadata}
     for name, e in entries.items():
         table[name] = {"dtype": e.code, "shape": e.shape, "data_offsets": (e.begin, e.end)}
@@ -92,7 +92,7 @@ def header_bytes(what: str, entries: Mapping[str, Entry], metadata: Mapping[str,
 
 
 def read_header(file: BinaryIO, target: str, what: str) -> Header:
-    """The header of an open file, with all offsets checked against each other and the size of the file."""
+    """The header of an open file, with all offsets checked against each other and the file size."""
 
     def fail(fault: str) -> NoReturn:
         raise DamagedError(f"{what}: {target} is no whole safetensors file: {fault}")
@@ -153,7 +153,7 @@ def _counts(values: object) -> bool:
 
 
 def _product(sizes: list[int], limit: int) -> int:
-    """The product, or some number above `limit`: hostile sizes need not be multiplied out."""
+    """The product, or a number above `limit`: adversarial sizes are not multiplied out."""
     if 0 in sizes:
         return 0
     total = 1
@@ -168,9 +168,9 @@ def _product(sizes: list[int], limit: int) -> int:
 
 
 class Tensors(Mapping[str, Array]):
-    """The tensors of a file by name, each read when it is asked for, in its own dtype.
+    """The tensors of a file by name, each read on access, in its own dtype.
 
-    Raises: CheckpointError where the file is no whole safetensors file, or a tensor has a dtype that NumPy has not.
+    Raises: CheckpointError if the file is no complete safetensors file, or a tensor has a dtype that NumPy lacks.
     """
 
     def __init__(self, path: object, what: str) -> None:
@@ -197,9 +197,9 @@ class Tensors(Mapping[str, Array]):
 
 
 def write_tensors(file: BinaryIO, arrays: Mapping[str, Array], what: str) -> int:
-    """Write arrays as the content of one file; the bytes of all tensors.
+    """Write arrays as one file; returns the total bytes of all tensors.
 
-    Raises: CheckpointError for a dtype that the format has not.
+    Raises: CheckpointError for a dtype that the format lacks.
     """
     entries, begin = {}, 0
     for name in sorted(arrays, key=lambda n: (-arrays[n].itemsize, n)):

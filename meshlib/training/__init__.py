@@ -1,13 +1,13 @@
-"""Training: `mtf.train`, the loop around the steps.
+"""Training: `mtf.train`, the training loop.
 
-loop        steps, and what is due after them
-feeding     batches of any kind, with a state
-evaluation  a program of its own on the same variables
-history     rows of figures, in files and pictures
-keeping     checkpoints in a folder
-background  work that goes on beside the steps, such as writing a checkpoint
-signals     ctrl-C and SIGTERM
-progress    a bar on the terminal
+loop         steps, and actions due after them
+feeds        batches of any kind, with a state
+evaluation   a separate program on the same variables
+history      rows of metrics, in files and plots
+checkpoints  checkpoints in a folder
+background   work in parallel with the steps, such as writing a checkpoint
+signals      ctrl-C and SIGTERM
+progress     a progress bar on the terminal
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING

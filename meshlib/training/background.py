@@ -1,4 +1,4 @@
-"""Background work beside the steps: one thread, one task at a time, no error lost."""
+"""Background work in parallel with the steps: one thread, one task at a time, no error lost."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from types import TracebackType
 
 
 class Background:
-    """Runs one task at a time in a thread; the error of a task is raised by the next call of `check` or `wait`.
+    """Runs one task at a time in a thread; a task's exception is raised by the next call of `check` or `wait`.
 
-    As a context it waits for the last task at the end, however that comes. If another exception ends the context, the
-    error of the task becomes a note of that exception.
+    As a context manager it waits for the last task on exit. If another exception ends the context, the task's error
+    becomes a note of that exception.
 
     Example:
       >>> with Background() as background:
@@ -25,21 +25,21 @@ class Background:
         self._task: Future[object] | None = None
 
     def start(self, task: Callable[[], object]) -> None:
-        """Start a task when the one before has ended. Raises: the error of the task before."""
+        """Start a task after the previous one has ended. Raises: the error of the previous task."""
         self.wait()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "meshlib.background")
         self._task = self._thread.submit(task)
 
     def check(self) -> None:
-        """Raise the error of a task that has ended."""
+        """Raise the error of a finished task."""
         if self._task is not None and self._task.done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the end of the task. Raises: its error."""
+        """Wait for the task to end. Raises: its error."""
         if self._task is not None:
-            self._task.exception()  # an interrupt while waiting leaves the task as it is, for the next call
+            self._task.exception()  # an interrupt while waiting leaves the task for the next call
             task, self._task = self._task, None
             task.result()
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a run in one folder: the last few, and the best, each an atomic file."""
+"""Checkpoints of a run in one folder: the last few and the best, each an atomic file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshlib.training.background import Background
 
 
 def _float(x: Any) -> bool:
-    """Whether it is a number, or one that is none: means of losses may be."""
+    """True for a float, including NaN, which means of losses may be, or a count."""
     return isinstance(x, float) or COUNT.accepts(x)
 
 
@@ -43,15 +43,15 @@ LOOP: Schema = {
     "best": _BEST.optional(),
     "best_by": _BEST_BY.optional(),
 }
-NOTE = "training"  # beside the variables: where the loop was
+NOTE = "training"  # name of the note with the position of the loop
 BEST = "best.safetensors"
-LOCK = "train.pid"  # of the process that trains in the folder
+LOCK = "train.pid"  # lock file of the training process
 ON_DAMAGE = ("error", "previous")
 _NAME = re.compile(r"step_([0-9]{9,})\.safetensors")
 
 
 class Keeper:
-    """Writes checkpoints into a folder and keeps the last `keep`; of several processes the first removes the others."""
+    """Writes checkpoints into a folder and keeps the last `keep`; of several processes the first removes old ones."""
 
     def __init__(self, folder: str | os.PathLike[str], keep: int, on_damage: str = "error") -> None:
         if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
@@ -64,17 +64,17 @@ class Keeper:
         make_folder(folder, "train", CheckpointError)
 
     def there(self) -> list[Path]:
-        """Those in the folder, the oldest first."""
+        """The checkpoints in the folder, oldest first."""
         path_of_step = {int(m[1]): p for p in self.folder.iterdir() if (m := _NAME.fullmatch(p.name))}
         return [path_of_step[step] for step in sorted(path_of_step)]
 
     @contextmanager
     def alone(self, run: Simulation) -> Iterator[None]:
-        """Keep other runs out of the folder, and clear what killed ones left; of several processes the first does.
+        """Lock the folder against other runs, and remove files of killed ones; with several processes the first does.
 
-        At the end it waits for the checkpoint that is being written.
+        On exit it waits for a checkpoint being written.
 
-        Raises: CheckpointError if a process trains in it already, with its id.
+        Raises: CheckpointError if another process is training in it, with its id.
         """
         processes = run.state.processes
         if processes is not None and not processes.first:
@@ -105,12 +105,12 @@ class Keeper:
             claim.__exit__(None, None, None)
 
     def newest(self, run: Simulation) -> dict[str, Any] | None:
-        """Give `run` the state of the newest checkpoint; where the loop was then. None if there is none.
+        """Restore the newest checkpoint into `run`; returns the position of the loop, or None without a checkpoint.
 
-        With `on_damage="previous"` those that are damaged, or can't be read, are passed over, with a warning, and
-        renamed to end in `.damaged`.
+        With `on_damage="previous"` damaged or unreadable ones are skipped with a warning, and renamed to end in
+        `.damaged`.
 
-        Raises: DamagedError for one that is damaged, CheckpointError for one of another program.
+        Raises: DamagedError for a damaged one, CheckpointError for one of another program.
         """
         damaged: list[tuple[Path, CheckpointError]] = []
         there = self.there()
@@ -119,7 +119,7 @@ class Keeper:
                 noted = self._restored(path, run)
             except CheckpointError as fault:
                 if not isinstance(fault, DamagedError) and not isinstance(fault.__cause__, OSError):
-                    raise  # it is sound, but of another program
+                    raise  # it is intact, but of another program
                 if self.on_damage != "previous":
                     older = len(there) > 1
                     raise DamagedError(
@@ -137,7 +137,7 @@ class Keeper:
         return None
 
     def _restored(self, path: Path, run: Simulation) -> dict[str, Any]:
-        """Give `run` the state of a checkpoint; where the loop was then."""
+        """Restore a checkpoint into `run`; returns the position of the loop."""
         text = read_notes(path).get(NOTE)
         if text is None:
             raise CheckpointError(f"train: {path} was not written by mtf.train; use another folder, or mtf.load")
@@ -152,21 +152,21 @@ class Keeper:
         return noted
 
     def _set_aside(self, run: Simulation, damaged: list[Path]) -> None:
-        """Rename damaged checkpoints, so that they do not count among those that are kept."""
+        """Rename damaged checkpoints, so that they do not count among the kept ones."""
         if run.state.processes is None or run.state.processes.first:
             for path in damaged:
                 path.replace(path.with_suffix(".damaged"))
 
     def save(self, run: Simulation, step: int, loop: dict[str, Any] | None, best: dict[str, Any] | None) -> None:
-        """Write a checkpoint of a step, the best one, or both, in the background, and remove those that are too old.
+        """Write a checkpoint of a step, the best one, or both, in the background, and remove outdated ones.
 
-        Returns as soon as the checkpoint before is on the disk and the state is copied. Several processes that share
-        the state write it together, and wait until it is on the disk.
+        Returns once the previous checkpoint is on disk and the state is copied. Several processes that share the state
+        write it together, and wait until it is on disk.
 
         Args:
-          loop: where the loop is; None writes no checkpoint of the step.
-          best: the step and the value of an evaluation, if it is the best so far.
-        Raises: CheckpointError if it or the one before can't be written.
+          loop: position of the loop; None writes no checkpoint of the step.
+          best: step and value of an evaluation, if it is the best so far.
+        Raises: CheckpointError if it or the previous one can't be written.
         """
         files = {} if best is None else {BEST: {"best": json.dumps(best)}}
         if loop is not None:
@@ -177,7 +177,7 @@ class Keeper:
             if run.state.processes.first:
                 self._remove_old()
             return
-        self.background.wait()  # the one before is written from the same memory
+        self.background.wait()  # the previous one is written from the same memory
         snapshot = self.snapshot = self.snapshot or Snapshot(run)
         snapshot.take(run)
 
@@ -189,7 +189,7 @@ class Keeper:
         self.background.start(write)
 
     def prepare(self, run: Simulation) -> None:
-        """Make room for a copy of the state in the background, so that the first step that saves finds it."""
+        """Allocate memory for a copy of the state in the background, ahead of the first save."""
         if run.state.processes is None:
             self.snapshot = Snapshot(run)
             self.background.start(self.snapshot.prepare)
@@ -199,7 +199,7 @@ class Keeper:
         self.background.check()
 
     def wait(self) -> None:
-        """Wait until all checkpoints are on the disk. Raises: CheckpointError if one can't be written."""
+        """Wait until all checkpoints are on disk. Raises: CheckpointError if one can't be written."""
         self.background.wait()
 
     def _remove_old(self) -> None:

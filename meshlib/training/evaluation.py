@@ -1,4 +1,4 @@
-"""Evaluation: a program of its own on the variables that are being trained, over all of some data."""
+"""Evaluation: a separate program on the variables in training, over a whole data set."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ COUNT = "count"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Evaluation:
-    """What is evaluated during `mtf.train`, and how often; also by itself: `evaluation(run)`.
+    """Options of evaluations during `mtf.train`; also callable: `evaluation(run)`.
 
     Args:
-      program: of its own, with its own batch, mesh and layout, on variables of the same names.
-      data: `mtf.data` batches of one epoch or some, or another iterable of dicts that begins anew each time. Best with
-        remainder="pad", whose mask leaves out what fills the last batch up.
-      every: after so many steps.
-      measure: from the outputs of a batch and the batch itself to sums, name -> number, and with "count" how many
-        examples they are of. Unless given: the program's single numbers; they are sums if "count" is among them, as
-        those of `mtf.models.image_evaluation`, else means over the batch.
-    Raises: GraphError, FeedError for what are none.
+      program: a program with its own batch, mesh and layout, on variables of the same names.
+      data: `mtf.data` batches of a finite number of epochs, or another iterable of dicts that restarts each time. Best
+        with remainder="pad", whose mask excludes the padding of the last batch.
+      every: number of steps between evaluations.
+      measure: (outputs, batch) -> sums, name -> number, with the number of examples as "count". By default the
+      program's
+        scalar outputs: sums if "count" is among them, as for `mtf.models.image_evaluation`, otherwise means over the
+        batch.
+    Raises: GraphError, FeedError for invalid arguments.
     Example:
       >>> import numpy as np
       >>> import meshlib as mtf
@@ -64,7 +65,7 @@ class Evaluation:
             raise GraphError(f"{what}: measure must be a function, got {self.measure!r:.80}")
 
     def __call__(self, run: Simulation) -> dict[str, float]:
-        """The means over all examples. Raises: FeedError if there are none, GraphError for what is no run."""
+        """The means over all examples. Raises: FeedError if there are none, GraphError for an invalid run."""
         given: object = run
         if not isinstance(given, Simulation):
             raise GraphError(
@@ -91,7 +92,8 @@ class Evaluation:
         return {name: total / count for name, total in totals.items()}
 
     def _batches(self, run: Simulation) -> Iterator[Batch]:
-        """Of several processes each prepares the rows that its devices hold; a `measure` may look at them all."""
+        """The batches. Of several processes each prepares the rows of its devices, unless `measure` may use all
+        rows."""
         batches = iter(self.data)
         if not isinstance(batches, Feed):
             yield from batches
@@ -104,7 +106,7 @@ class Evaluation:
             batches.close()
 
     def _check_mask(self, batch: Batch) -> None:
-        """Means of a program that does not take the mask count the rows that only fill a batch up."""
+        """Raise for a program that ignores the mask, whose means would count padding rows."""
         mask = mask_of(self.data, batch)
         name = next((name for name, array in batch.items() if array is mask), None)
         if mask is not None and name not in self.program.inputs and not np.all(mask):
@@ -125,10 +127,10 @@ class Evaluation:
 
 
 def feeds_of(program: Program, batch: Batch) -> dict[str, Array]:
-    """Of a batch what a program takes."""
+    """The inputs of a program from a batch."""
     return {name: batch[name] for name in program.inputs if name in batch}
 
 
 def single_numbers(outputs: Mapping[str, Array]) -> dict[str, float]:
-    """The outputs that are one number each."""
+    """The scalar outputs."""
     return {name: float(y) for name, y in outputs.items() if np.ndim(y) == 0}

@@ -1,4 +1,4 @@
-"""Batches for the training loop, with their position, from any kind of data."""
+"""Batches for the training loop with their position, from any kind of data."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ MASK = "mask"
 
 
 class Feeding(Protocol):
-    """An iterator of batches with a state that JSON can hold."""
+    """An iterator of batches with a state representable as JSON."""
 
     def __next__(self) -> Mapping[str, Any]: ...
 
     def state(self) -> dict[str, Any]:
-        """Where it is."""
+        """The current position."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a position."""
         ...
 
 
@@ -47,7 +47,7 @@ class _OfBatches:
 
 
 class _Counted:
-    """Any other batches: to go on, as many as were taken are passed over."""
+    """Other iterables of batches, which are resumed by skipping the batches already taken."""
 
     def __init__(self, batches: Iterable[Mapping[str, Any]]) -> None:
         self.batches: Iterator[Mapping[str, Any]] = iter(batches)
@@ -83,16 +83,16 @@ def _of_this_kind(state: Mapping[str, Any], *names: str) -> None:
 
 
 def mask_of(data: object, batch: Mapping[str, Any]) -> Any:
-    """Of a batch of these data the array that is 1 for rows that count; None where all do."""
+    """The array of a batch that is 1 for valid rows; None if all are valid."""
     chain = data.data if isinstance(data, Feed) else data.batches if isinstance(data, _OfBatches) else data
     if isinstance(chain, Data | Batches):
         return None if chain.mask is None else batch.get(chain.mask)
-    mask = batch.get(MASK)  # of whoever makes batches otherwise
+    mask = batch.get(MASK)  # name of the mask in other batches
     return None if mask is None or np.ndim(mask) != 1 else mask
 
 
 def examples_of(data: object, batch: Mapping[str, Any]) -> float:
-    """How many rows of a batch count."""
+    """The number of valid rows of a batch."""
     mask = mask_of(data, batch)
     if mask is not None:
         return float(np.sum(mask))
@@ -101,7 +101,7 @@ def examples_of(data: object, batch: Mapping[str, Any]) -> float:
 
 
 def feeding_of(data: Any) -> Feeding:
-    """Raises: FeedError for what are no batches."""
+    """The `Feeding` for data of any kind. Raises: FeedError if they are no batches."""
     chain = data.data if isinstance(data, Feed) else data
     if isinstance(chain, Data) and chain.batching is None:
         raise FeedError(f"{at('train')}: the data are examples, not batches: {chain}; write data.batch(size)")

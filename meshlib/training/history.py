@@ -1,4 +1,4 @@
-"""The history of a run: a row per stretch of steps and per evaluation, as JSON lines."""
+"""The history of a run as JSON lines: one row per logging interval and per evaluation."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from meshlib.core.errors import CheckpointError, GraphError
 from meshlib.core.files import append_line, open_file, replace_file
 
 Row = dict[str, Any]
-TIMES = ("examples_per_second", "waited_seconds")  # what no two runs have in common
+TIMES = ("examples_per_second", "waited_seconds")  # keys with values that differ between equal runs
 
 
 class History:
-    """Rows in the order of the steps, each with "step"; those of evaluations have names that begin with "eval_".
+    """Rows in step order, each with "step"; names from evaluations begin with "eval_".
 
-    path: a file to which rows are added as JSON lines; None keeps them in memory alone.
+    path: a file to which rows are appended as JSON lines; None keeps them only in memory.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
@@ -29,7 +29,7 @@ class History:
         self.rows: list[Row] = []
 
     def resume(self, step: int) -> None:
-        """Take the rows of the file up to a step, and leave out what came after it."""
+        """Read the rows of the file up to a step, and drop later ones."""
         self.rows = [] if self.path is None else [row for row in read_history(self.path) if row["step"] <= step]
         if self.path is not None:
             text = "".join(f"{json.dumps(row)}\n" for row in self.rows)
@@ -42,17 +42,17 @@ class History:
             append_line(self.path, json.dumps(row), "train", CheckpointError)
 
     def column(self, name: str) -> tuple[list[int], list[float]]:
-        """The steps and the values of one of the figures, such as "loss" or "eval_loss"."""
+        """Steps and values of one metric, such as "loss" or "eval_loss"."""
         rows_with_name = [row for row in self.rows if name in row]
         return [row["step"] for row in rows_with_name], [row[name] for row in rows_with_name]
 
     @property
     def names(self) -> list[str]:
-        """All figures that some row has."""
+        """All metrics that occur in a row."""
         return list(dict.fromkeys(name for row in self.rows for name in row if name != "step"))
 
     def save_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write the rows as a table with a line of names.
+        """Write the rows as a CSV table with a header.
 
         Raises: CheckpointError if the file can't be written.
         """
@@ -63,15 +63,14 @@ class History:
         replace_file(path, lambda file: file.write(text.getvalue().encode()), "history", CheckpointError)
 
     def plot(self, ax: Any = None, names: list[str] | None = None) -> Any:
-        """Draw figures over the steps, one below the other, each beside that of the evaluation; needs matplotlib.
+        """Plot metrics over the steps, one panel each, together with those of evaluations; needs matplotlib.
 
         Args:
-          ax: matplotlib Axes for the first of them, or the path of a file (.png, .svg, .pdf) for all; by default a new
-            figure of all.
-          names: which figures; all but the times unless given.
-        Returns: the Axes, of several figures a tuple of them.
-        Raises: GraphError for names that no row has, where matplotlib is not installed, or a file that can't be
-          written.
+          ax: matplotlib Axes for the first panel, or the path of a file (.png, .svg, .pdf) for all; by default a new
+            figure.
+          names: metrics to plot; by default all except times.
+        Returns: the Axes, or a tuple of them for several metrics.
+        Raises: GraphError for names that no row has, if matplotlib is not installed, or if the file can't be written.
         """
         if names is not None and not isinstance(names, list | tuple):
             raise GraphError(f"history.plot: names must be a list of names, got {names!r:.80}")
@@ -86,7 +85,7 @@ class History:
         return plotted("history.plot", ax, panels, (7, 1 + 2.2 * len(shown)), rows=len(shown))
 
     def _panel(self, name: str, last: bool) -> Panel:
-        """One figure, of the training and of the evaluation."""
+        """One metric, of training and evaluation."""
 
         def panel(axes: Any) -> None:
             for column, label, style in ((name, "training", "-"), (f"eval_{name}", "evaluation", "o-")):
@@ -102,16 +101,16 @@ class History:
 
 
 def read_history(path: str | os.PathLike[str]) -> list[Row]:
-    """The rows of a file, without a last line that was cut off; none if it is not there.
+    """The rows of the file without a truncated last line; empty if it does not exist.
 
-    Raises: CheckpointError for a file that is no history.
+    Raises: CheckpointError for an invalid history file.
     """
     if isinstance(path, str | os.PathLike) and os.fspath(path) and not os.path.lexists(path):
         return []
     with open_file(path, "history", CheckpointError, MOST_BYTES) as (file, target):
         lines = file.read().split(b"\n")
     rows = []
-    for number, line in enumerate(lines[:-1], start=1):  # behind the last end of a line a writer was killed
+    for number, line in enumerate(lines[:-1], start=1):  # a killed writer leaves a truncated last line
 
         def fail(fault: str, number: int = number) -> NoReturn:
             raise CheckpointError(

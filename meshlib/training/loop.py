@@ -1,8 +1,8 @@
 """The training loop: evaluation, checkpoints, history, and a state that a later run resumes bit for bit.
 
-All that the loop knows stands in one file with the variables: the step, where the data are, the sums of the stretch
-of steps that no row of the history has yet, what was best. Whoever is killed goes on from the last of these files and
-does the same again, so that what is written twice is written alike.
+The whole state of the loop is stored in one file with the variables: the step, the position in the data, the sums of
+steps since the last row of the history, the best evaluation. A killed run resumes from the last such file and repeats
+exactly the same steps, so that rows written twice are equal.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from meshlib.training.signals import noted
 __all__ = ["Trained", "train"]
 
 ON_NAN = ("stop", "skip")
-BEST = "loss"  # the figure of evaluations that is compared unless another is named
+BEST = "loss"  # the default metric of evaluations to compare
 BETTER = ("lower", "higher")
-TOGETHER_BYTES = 256 * 2**20  # of feeds that lie on the devices at once
-SKIPS_IN_A_ROW = 10  # steps without an update, after which a run is stopped all the same
+TOGETHER_BYTES = 256 * 2**20  # feeds on the devices at once
+SKIPS_IN_A_ROW = 10  # consecutive skipped steps after which a run is stopped
 
 
 @dataclass(eq=False)
 class Trained:
-    """What a run of training came to.
+    """Result of a training run.
 
-    run        the simulation or devices, which hold the variables
-    step       how many steps were done in all, those of runs before this one included
-    history    rows of figures; `.plot(path)`, `.save_csv(path)`
-    stopped    why it ended: "steps", "data" (there were no more), or "early"
+    run        the simulation or devices, with the variables
+    step       total number of steps, including those of earlier runs
+    history    rows of metrics; `.plot(path)`, `.save_csv(path)`
+    stopped    reason of the end: "steps", "data" (exhausted), or "early"
     best       {"step", "value"} of the best evaluation; None without evaluations
     skipped    {"step", "why"} of the steps without an update, under on_nan="skip"
-    stats      what the input took, where the data are `mtf.data`
+    stats      input statistics, if the data are `mtf.data`
 
     Example:
       >>> import numpy as np
@@ -74,7 +74,7 @@ class Trained:
 
 
 def _simulation(run: object) -> Simulation:
-    """A run as given, or that of a program, simulated."""
+    """The run itself, or a simulation of a program."""
     if isinstance(run, Program):
         return simulate(run)
     if not isinstance(run, Simulation):
@@ -83,7 +83,7 @@ def _simulation(run: object) -> Simulation:
 
 
 def _check_program(program: Program) -> None:
-    """That a program trains something, and that its outputs have other names than the history's figures."""
+    """Raise unless a program trains something, with output names that differ from the history's metrics."""
     if not program.updates:
         raise GraphError(
             f"{at('train')}: the program updates no variable, so that there is nothing to train; lower it with "
@@ -95,7 +95,7 @@ def _check_program(program: Program) -> None:
 
 
 def _check_options(asked: TrainOptions, run: Simulation) -> None:
-    """That options go together."""
+    """Raise for incompatible options."""
     if not isinstance(asked.best, str):
         raise GraphError(f"{at('train')}: best must be the name of a figure, got {asked.best!r:.80}")
     if asked.report is not None and not callable(asked.report):
@@ -126,35 +126,37 @@ def train(
     report: Callable[[Row], object] | None = None,
     progress: bool = True,
 ) -> Trained:
-    """Train: run steps on batches, evaluate, save, and go on where an earlier run was stopped.
+    """Train: run steps on batches, evaluate, save checkpoints, and resume an earlier run.
 
     Args:
-      run: what `mtf.simulate` or `mtf.on_jax` returned; a program is simulated.
-      data: `mtf.data` batches, `mtf.Batches`, or another iterable of dicts, which must be the same each time for a run
-        to be gone on with. Of each batch the program is fed what it takes; of `mtf.data` batches each of several
-        processes prepares the rows alone that its devices hold, where these are known before (see `Feed.only`).
-      steps: how many there are in all, those of earlier runs in `folder` included.
+      run: a simulation or a run on JAX; a program is simulated.
+      data: `mtf.data` batches, `mtf.Batches`, or another iterable of dicts, which must be the same each time to resume
+      a
+        run. The program is fed its inputs from each batch; with `mtf.data` each of several processes prepares only the
+        rows of its devices, if these are known in advance (see `Feed.only`).
+      steps: total number of steps, including earlier runs in `folder`.
       evaluation: see `mtf.Evaluation`.
       folder: for checkpoints (`step_000000100.safetensors`, `best.safetensors`), `history.jsonl` and `history.csv`. If
-        it holds a checkpoint, the run goes on from there, with the very next batch.
-      save_every: steps between checkpoints; one is written at the end in any case. 1,000 unless given. The steps wait
-        while the state is copied, and for the checkpoint before, if it is not yet on the disk; writing goes on beside
-        them, and raises its error at the next step. Several processes wait until theirs is on the disk.
-      keep: how many checkpoints stay, the best besides.
+        it has a checkpoint, the run resumes from there, with the next batch.
+      save_every: steps between checkpoints, by default 1,000; one is always written at the end. Steps wait while the
+        state is copied, and for the previous checkpoint to reach the disk; writing runs in parallel with them, and its
+        errors are raised at the next step. Several processes wait until theirs is on disk.
+      keep: number of checkpoints to keep, besides the best.
       on_damage: if the newest checkpoint is damaged: "error", or "previous": warn, rename it to end in `.damaged`, and
-        go on from the newest intact one.
-      best: the figure of evaluation by which a run is the best; better: "lower" or "higher".
-      patience: stop after so many evaluations without a better one.
-      on_nan: when a step makes a NaN: "stop", with NotFiniteError, which names the operation, while the last checkpoint
-        stays; or "skip": the update is not taken, and a run is stopped after 10 such steps in a row.
-      log_every: steps of which a row of the history has the means of the program's single numbers.
-      steps_per_run: so many steps run without a look at signals, the terminal or what is due in between, which is done
-        when they have ended; on JAX's devices without a return to the host, if no step finds anything wrong.
-      report: is called with each row of the history, as {"step": 100, "loss": 0.3, "examples_per_second": ...}.
-      progress: a bar, where standard error is a terminal, with examples/s here and as they are predicted for the slice.
-    Raises: GraphError and FeedError for arguments that make no sense, CheckpointError for a folder that is not of this
-      run, and whatever steps and data raise. Ctrl-C and SIGTERM end the run after a step and a checkpoint, and raise
-      what they always do.
+        resume from the newest intact one.
+      best: the metric of evaluation that determines the best step; better: "lower" or "higher".
+      patience: stop after this many evaluations without an improvement.
+      on_nan: if a step yields NaN: "stop" with NotFiniteError, which names the operation, keeping the last checkpoint;
+        or "skip" the update, and stop after 10 such steps in a row.
+      log_every: number of steps per row of the history, which has means of the program's scalar outputs.
+      steps_per_run: number of steps run at once, without checking signals, the terminal or due actions in between; on
+        JAX devices without returning to the host, unless a step detects a fault.
+      report: called with each row of the history, such as {"step": 100, "loss": 0.3, "examples_per_second": ...}.
+      progress: a progress bar, if standard error is a terminal, with measured examples/s and the prediction for the
+        slice.
+    Raises: GraphError and FeedError for invalid arguments, CheckpointError for a folder of another run, and exceptions
+    of
+      steps and data. Ctrl-C and SIGTERM end the run after a step and a checkpoint, and then have their usual effect.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -192,7 +194,7 @@ def train(
     keeper = None if folder is None else Keeper(folder, keep, on_damage)
     feeding = feeding_of(data)
     feed = feeding if isinstance(feeding, Feed) else None
-    own_feed = None if feeding is data else feed  # made here, and closed here
+    own_feed = None if feeding is data else feed  # created here, so closed here
     if own_feed is not None and (rows := run.rows_here()) is not None:
         own_feed.only(rows)
     shown = ProgressBar(run, asked.steps) if bar else None
@@ -212,7 +214,7 @@ def train(
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What `train` was asked for."""
+    """Options of `train`."""
 
     steps: int
     evaluation: Evaluation | None
@@ -228,13 +230,13 @@ class TrainOptions:
 
 @dataclass
 class Standing:
-    """Where the loop is, besides the variables and the data."""
+    """State of the loop, besides variables and data."""
 
     step: int = 0
-    sums: dict[str, float] = field(default_factory=dict)  # of the steps that no row has yet
+    sums: dict[str, float] = field(default_factory=dict)  # sums since the last row
     counted: int = 0
     best: dict[str, Any] | None = None
-    best_by: list[str] | None = None  # the figure, and which way is better
+    best_by: list[str] | None = None  # the metric, and its direction
     since_best: int = 0
     skipped: list[dict[str, Any]] = field(default_factory=list)
 
@@ -248,21 +250,21 @@ class _Loop:
         self.alone = run.state.processes is None
         self.writes = self.alone or bool(run.state.processes and run.state.processes.first)
         self.history = History(None if keeper is None or not self.writes else Path(keeper.folder) / "history.jsonl")
-        self.saved: int | None = None  # the step of the last checkpoint
+        self.saved: int | None = None  # step of the last checkpoint
         self.begun, self.examples, self.waited = time.perf_counter(), 0, 0.0
         if keeper is not None:
             checkpoint_note = keeper.newest(run)
             if checkpoint_note is not None:
                 feeding.restore(checkpoint_note.pop("data"))
                 self.at = Standing(**checkpoint_note)
-                if self.at.best_by not in (None, [asked.best, asked.better]):  # no measure of this one
+                if self.at.best_by not in (None, [asked.best, asked.better]):  # not compared by this metric
                     self.at.best, self.at.since_best = None, 0
                 self.saved = self.at.step
             self.history.resume(self.at.step)
             keeper.prepare(run)
 
     def run_all(self) -> str:
-        """Steps until there is a reason to stop: which."""
+        """Run steps until there is a reason to stop, which is returned."""
         asked = self.asked
         stopped = None
         with noted(catch=self.alone) as interruption:
@@ -279,17 +281,17 @@ class _Loop:
             self.history.save_csv(self.keeper.folder / "history.csv")
         return stopped
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ implementation
 
     def _reason(self) -> str | None:
-        """Why no further step is wanted."""
+        """Reason to stop, if any."""
         if self.at.step >= self.asked.steps:
             return "steps"
         patience = self.asked.patience
         return "early" if patience is not None and self.at.since_best >= patience else None
 
     def _steps(self, count: int) -> str | None:
-        """Run so many steps; "data" where these end before."""
+        """Run this many steps; returns "data" if these are exhausted."""
         done = 0
         while done < count:
             batches = self._taken(count - done)
@@ -303,7 +305,7 @@ class _Loop:
         return None
 
     def _taken(self, most: int) -> list[Any]:
-        """The next batches: one, or as many as the devices run at once, of which they hold all."""
+        """The next batches: one, or as many as the devices run at once."""
         first = next(self.feeding, None)
         if first is None or not self.run.runs_several:
             return [] if first is None else [first]
@@ -312,7 +314,7 @@ class _Loop:
         return [first, *islice(iter(self.feeding.__next__, None), room - 1)]
 
     def _step(self, batch: Any, feeds: Any, outputs_ready: dict[str, Any] | None) -> None:
-        """A step, or what was made of it."""
+        """Run a step, or use its outputs if it has run; add its metrics to the sums, or record it as skipped."""
         where = self.at
         try:
             outputs = self.run.step(feeds) if outputs_ready is None else outputs_ready
@@ -330,7 +332,7 @@ class _Loop:
         self.examples += int(examples_of(self.feeding, batch))
 
     def _after(self, before: int) -> None:
-        """What is due after steps."""
+        """Actions due after steps."""
         asked, step = self.asked, self.at.step
         if self.keeper is not None:
             self.keeper.check()
@@ -344,7 +346,7 @@ class _Loop:
             self.bar.show(step, self.history.rows)
 
     def _log(self) -> None:
-        """A row of the steps since the last."""
+        """Add a row for the steps since the last one."""
         where = self.at
         if not where.counted:
             return
@@ -357,7 +359,7 @@ class _Loop:
         self.begun, self.examples, self.waited = time.perf_counter(), 0, waited
 
     def _evaluate(self, evaluation: Evaluation) -> bool:
-        """Add a row of an evaluation; whether it is the best so far."""
+        """Add a row of an evaluation; returns whether it is the best so far."""
         begun = time.perf_counter()
         figures = evaluation(self.run)
         asked, where = self.asked, self.at
@@ -384,7 +386,7 @@ class _Loop:
             self.asked.report(row)
 
     def _save(self, checkpoint: bool, best: bool) -> None:
-        """Start to write a checkpoint of this step, the best one, or both from one copy of the state."""
+        """Start writing a checkpoint of this step, the best one, or both from one copy of the state."""
         checkpoint = checkpoint and self.saved != self.at.step
         if self.keeper is None or not (checkpoint or best):
             return
@@ -394,7 +396,7 @@ class _Loop:
             self.saved = self.at.step
 
     def _save_last(self) -> None:
-        """Write a checkpoint of this step, if there is none, and wait until it is on the disk."""
+        """Write a checkpoint of this step, if there is none, and wait until it is on disk."""
         self._save(checkpoint=True, best=False)
         if self.keeper is not None:
             self.keeper.wait()

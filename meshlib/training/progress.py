@@ -1,4 +1,4 @@
-"""A progress bar: steps, loss, examples/s here and as predicted for the slice."""
+"""A progress bar: steps, loss, measured examples/s and the prediction for the slice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EVERY_SECONDS = 0.1
 
 
 class ProgressBar:
-    """Shown where standard error is a terminal, ten times a second at most."""
+    """Shown if standard error is a terminal, at most ten times a second."""
 
     def __init__(self, run: Simulation, steps: int) -> None:
         self.steps, self.last, self.shown = steps, 0.0, False
@@ -24,7 +24,7 @@ class ProgressBar:
         self.predicted = predicted_rate(run) if self.terminal else None
 
     def show(self, step: int, rows: list[Row]) -> None:
-        """Draw it, if it is time."""
+        """Draw it, if due."""
         now = time.monotonic()
         if not self.terminal or (now - self.last < EVERY_SECONDS and step < self.steps):
             return
@@ -38,13 +38,13 @@ class ProgressBar:
         print(f"\r\033[K{line[:79]}", end="", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Take it away."""
+        """Erase it."""
         if self.shown:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def predicted_rate(run: Simulation) -> float | None:
-    """Examples per second that the slice of a run would take, modelled; None without a slice or a dim "batch"."""
+    """Modelled examples per second on the slice of a run; None without a slice or a dim "batch"."""
     examples = examples_of(run.program)
     if run.slice is None or examples is None:
         return None
@@ -52,6 +52,6 @@ def predicted_rate(run: Simulation) -> float | None:
 
 
 def examples_of(program: Program) -> int | None:
-    """The examples of a step: the largest dim "batch" of its inputs."""
+    """Examples per step: the largest dim "batch" of the inputs."""
     shapes = [v.tensor.shape for v in program.inputs.values()]
     return max((s.dim(BATCH).size for s in shapes if BATCH in s.names), default=None)

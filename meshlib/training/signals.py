@@ -12,18 +12,18 @@ CAUGHT = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interruption:
-    """The signal that came, if one did."""
+    """The received signal, if any."""
 
     number: int | None = None
 
     def error(self) -> BaseException:
-        """What it would have raised."""
+        """The exception that it would have raised."""
         return KeyboardInterrupt() if self.number == signal.SIGINT else SystemExit(128 + int(self.number or 0))
 
 
 @contextmanager
 def noted(catch: bool) -> Iterator[Interruption]:
-    """Note the first signal; the second does what it always does. Only a process's main thread may ask for signals."""
+    """Record the first signal; the second has its usual effect. Only the main thread can install signal handlers."""
     interruption = Interruption()
     if not catch or threading.current_thread() is not threading.main_thread():
         yield interruption

@@ -1,10 +1,10 @@
-"""Many layouts of one program against the unsharded program: values, new variables, gradients.
+"""Verification of layouts against the unsharded program: values, updated variables, gradients.
 
-report      what was found                        Divergence, Row, Verification
-candidates  layouts that are possible             legal_layouts
-feeds       what programs are run on              inputs, cotangents, variables
-rounding    what rounding alone may change
-job         the unsharded run, and the others against it
+report      results                               Divergence, LayoutRow, Verification
+candidates  legal layouts                         legal_layouts
+feeds       default inputs, cotangents, variables
+rounding    bounds on effects of rounding
+job         the unsharded run, and the comparison of layouts with it
 search      the first operation that diverges
 """
 
@@ -34,7 +34,7 @@ __all__ = ["Divergence", "Row", "Verification", "legal_layouts", "verify"]
 def _legal_pairs(
     operations: Sequence[Operation], layouts: Any, mesh: Mesh, seed: int
 ) -> list[tuple[Mesh, LayoutRules]]:
-    """All legal layouts of operations on a mesh, or as many of them as are asked for."""
+    """All legal layouts of operations on a mesh, or the requested number of them."""
     number = None if layouts == "all" else layouts
     return [(mesh, rules) for rules in legal_layouts(operations, mesh, number, seed)]
 
@@ -42,7 +42,7 @@ def _legal_pairs(
 def _results(
     job: Job, pairs: Sequence[tuple[Mesh, LayoutRules]], searched: bool, workers: Executor | None
 ) -> list[LayoutRow | str | None]:
-    """One row, or the reason of a refusal, for each layout."""
+    """One row, or the reason of a refusal, per layout."""
     if workers is None:
         return [job.row(one, rules, searched) for one, rules in pairs]
     tasks = Tasks("verify", workers, (job, pairs, searched))
@@ -66,32 +66,32 @@ def verify(
 ) -> Verification:
     """Run many layouts and compare each with the unsharded program, naming the first operation that diverges.
 
-    Compared are the fetched values, the new values of variables, and, where there are no updates, the gradients of
-    the float outputs (for random cotangents) with respect to trainable variables and float inputs. A layout that is
-    good for everything but these gradients is compared without them, and a note says so.
+    It compares the fetched values, the new values of variables, and, without updates, the gradients of the float
+    outputs (for random cotangents) with respect to trainable variables and float inputs. A layout that supports
+    everything but these gradients is compared without them, with a note.
 
     Args:
-      outputs, updates: as `mtf.lower` takes them.
-      inputs: feeds by name; those that are not needed are passed over. What is not given is drawn from the seed:
-        floats normal, booleans even, integers below the size of the dims that one_hot, gather and the like look them
-        up in (below 8 where nothing tells).
+      outputs, updates: as in `mtf.lower`.
+      inputs: feeds by name; unused ones are ignored. Missing ones are drawn from the seed: floats normal, booleans
+        even, integers below the size of the dims that one_hot, gather and others index with them (otherwise below 8).
       layouts: (mesh, layout) pairs; or, with `mesh`, a list of layouts, "all" or a number of legal layouts to draw
-        from all (see `legal_layouts`); 24 unless given.
+        (see `legal_layouts`); by default 24.
       mesh: see `layouts`. The exact executor is meant for up to about 16 cores.
-      precision: "highest", or "default", whose rounding into the MXU makes the comparison 2**8 times coarser.
+      precision: "highest", or "default", whose rounding for the MXU makes the comparison 2**8 times coarser.
       executor: "exact" or "fast".
-      state: values of variables by name. Others have their initial values; trainable ones that are the same
-        everywhere (zeros, ones) get normal noise of 0.1 on top, because constants hide faults.
-      steps: how many steps to run, each from the unsharded program's state; 2 with updates (slots are zero in the
-        first), else 1.
+      state: values of variables by name. Others have their initial values; constant trainable ones (zeros, ones) get
+        additional normal noise of 0.1, because constants hide faults.
+      steps: number of steps, each from the unsharded program's state; by default 2 with updates (slots are zero in the
+        first), otherwise 1.
       seed: of drawn inputs, initial values, random operations and drawn layouts.
-      rtol: allowed difference relative to the largest magnitude in each array; derived unless given (see
+      rtol: allowed difference relative to the largest magnitude in each array; by default derived (see
         meshlib/verification/rounding.py).
-      workers: a `concurrent.futures.Executor` that runs layouts beside each other, such as a ProcessPoolExecutor or
-        Dask's `client.get_executor()`; it stays open. One after the other unless given.
-    Returns: a Verification: `.ok`, `.rows`, `.table()`, `.raise_for_failures()`. The graph is left as it was.
-    Raises: LayoutError for a given layout that cannot be; FeedError for feeds; GraphError for other arguments. A
-      layout whose run fails otherwise is a failing row.
+      workers: a `concurrent.futures.Executor` that runs layouts in parallel, such as a ProcessPoolExecutor or Dask's
+        `client.get_executor()`; it stays open. By default they run sequentially.
+    Returns: a Verification: `.ok`, `.rows`, `.table()`, `.raise_for_failures()`. The graph is unchanged.
+    Raises: LayoutError for an invalid layout; FeedError for invalid feeds; GraphError for other arguments. A layout
+    whose
+      run fails otherwise is a failing row.
     Example:
       >>> import meshlib as mtf
       >>> batch, d = mtf.Dimension("batch", 4), mtf.Dimension("d", 6)
@@ -130,7 +130,7 @@ def verify(
 
 
 def _row(payload: tuple[Job, Sequence[tuple[Mesh, LayoutRules]], bool], n: int) -> LayoutRow | str:
-    """One layout, in a worker."""
+    """The row of one layout, computed in a worker."""
     job, pairs, searched = payload
     return job.row(*pairs[n], searched)
 
@@ -153,7 +153,7 @@ def _check_arguments(
 
 
 def _given_pairs(layouts: Any, mesh: Any) -> list[tuple[Mesh, LayoutRules]]:
-    """The layouts that were named; none where they are to be searched."""
+    """The given layouts as pairs; empty if they are to be searched."""
     if mesh is not None:
         if isinstance(layouts, list | tuple):
             if not layouts:

@@ -1,4 +1,4 @@
-"""Legal layouts of a program: all of them, or some drawn at random."""
+"""Legal layouts of a program: all of them, or a random sample."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from meshlib.core.opdef import Home
 from meshlib.core.replay import all_operations
 from meshlib.lowering.assigned import scope_of
 
-Lies = tuple[tuple[tuple[str, ...], ...], ...]  # per tensor, per dim, the axes
+Lies = tuple[tuple[tuple[str, ...], ...], ...]  # axes per tensor and dim
 
-MOST_LAYOUTS = 20_000  # that a search for all looks through
+MOST_LAYOUTS = 20_000  # limit of an exhaustive enumeration
 
 
 def legal_layouts(
     operations: Sequence[Operation], mesh: Mesh, number: int | None = None, seed: int = 0
 ) -> list[LayoutRules]:
-    """Layouts over `mesh` under which every tensor of `operations` can be laid out.
+    """Layouts over `mesh` under which every tensor of `operations` can be sharded.
 
-    Each axis goes to no dim, to one, or to one with another as an optional second claim (`batch:data;hidden:data?`);
-    a dim may take several axes, in any order. Of layouts that lay every tensor alike, one is kept, and of those that
-    differ only by exchanging axes of one size too (unless the program binds a tensor to axes by name).
+    Each axis goes to no dim, to one, or to one and optionally to a second one (`batch:data;hidden:data?`); a dim may
+    take several axes, in any order. Layouts with equal shardings of all tensors are listed once, and so are layouts
+    that differ only by exchanging axes of equal size (unless the program binds a tensor to axes by name).
 
     Args:
-      operations: of one graph, those that a program needs; bodies of loops are looked into.
-      mesh: axes of size 1 are passed over.
-      number: how many to draw at random; all unless given. Fewer come back where there are not that many.
-      seed: of the draw.
-    Raises: GraphError if all are asked for and there are more than 20,000 to look through.
+      operations: the operations of a program, of one graph; loop bodies are included.
+      mesh: the mesh; axes of size 1 are ignored.
+      number: size of a random sample; by default all. May return fewer if there are not as many.
+      seed: seed of the sample.
+    Raises: GraphError if all are requested and there are more than 20,000 combinations.
     """
     tensors = _laid_out(operations)
     names = list(dict.fromkeys(d.name for shape, _ in tensors for d in shape))
@@ -67,12 +67,12 @@ Claim: TypeAlias = tuple[str, str]  # a dim that takes an axis, and one with an 
 
 
 def _claims(dims: Sequence[str]) -> list[Claim]:
-    """What an axis may go to that may split each of these dims."""
+    """The dims to which an axis may go, given the dims that it may split."""
     return [("", ""), *((d, o) for d in dims for o in ("", *(x for x in dims if x != d)))]
 
 
 class _Collection:
-    """Layouts that are legal for some tensors, one of those that lay every tensor alike up to exchanges of axes."""
+    """Layouts that are legal for some tensors, one per class of equal shardings up to exchanges of axes."""
 
     def __init__(
         self, mesh: Mesh, axes: list[str], tensors: Sequence[tuple[Any, str]], swaps: Sequence[dict[str, str]]
@@ -82,7 +82,7 @@ class _Collection:
         self._seen: set[object] = set()
 
     def take(self, choice: Sequence[Claim]) -> None:
-        """Add the layouts of one choice for each axis."""
+        """Add the layouts of one choice per axis."""
         for rules in _written(self.axes, choice):
             placed = tuple(place(rules, shape, self.mesh, scope) for shape, scope in self.tensors)
             axes_of_tensors = tuple(where for where, _ in placed)
@@ -92,7 +92,7 @@ class _Collection:
                 self.layouts.append(rules)
 
     def draw(self, claims: Sequence[Sequence[Claim]], number: int, rng: np.random.Generator) -> None:
-        """Add layouts of choices drawn at random, until there are so many or draws bring hardly any that are new."""
+        """Add random layouts until there are enough, or until draws rarely yield new ones."""
         for _ in range(50 * number + 1000):
             self.take([c[int(rng.integers(len(c)))] if rng.random() < 0.8 else c[0] for c in claims])
             if len(self.layouts) >= number:
@@ -100,7 +100,7 @@ class _Collection:
 
 
 def _symmetries(axes: Sequence[str], mesh: Mesh) -> list[dict[str, str]]:
-    """Every way to exchange axes of one size, as a renaming; the first is none."""
+    """All permutations of axes of equal size, as renamings; the first is the identity."""
     same = [[a for a in axes if mesh.axis_size(a) == size] for size in dict.fromkeys(map(mesh.axis_size, axes))]
     before = [a for group in same for a in group]
     every = product(*(permutations(group) for group in same))
@@ -112,7 +112,7 @@ def _exchanged(lies: Lies, swap: dict[str, str]) -> Lies:
 
 
 def _laid_out(operations: Sequence[Operation]) -> list[tuple[Any, str]]:
-    """(shape, scope) of every tensor whose layout the rules decide, each once."""
+    """The distinct (shape, scope) of tensors that are sharded by rules."""
     shapes_and_scopes: dict[tuple[Any, str], None] = {}
     for op in all_operations(operations):
         if op.opdef.home is not Home.RULES:

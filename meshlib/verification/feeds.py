@@ -1,4 +1,4 @@
-"""Default inputs, cotangents and variables of a verification, which hide no fault."""
+"""Default inputs, cotangents and variables for verification, chosen not to hide faults."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from meshlib.simulation.state import State, to_storage
 
 Array = np.ndarray[Any, Any]
 
-COTANGENT = "verify_cotangent_"  # inputs that are there while a program is verified
+COTANGENT = "verify_cotangent_"  # inputs of the program being verified
 
 
 def draw_feeds(
     program: Program, known: Iterable[str], given: Mapping[str, Any], seed: int, narrow: int
 ) -> dict[str, Array]:
-    """The feeds as given, the others drawn."""
+    """The given feeds, and random ones for the others."""
     own = [n for n in known if not n.startswith(COTANGENT)]
     unknown = [f"unknown input '{n}'{nearest(n, own)}" for n in given if n not in own]
     if unknown:
@@ -44,7 +44,7 @@ def draw_feeds(
 
 
 def initial_state(program: Program, given: Mapping[str, Any], seed: int) -> dict[str, Array]:
-    """The variables as given, the others initial, with noise on trainable ones that are the same everywhere."""
+    """The given variables, and initial values of the others, with noise on constant trainable ones."""
     state = State(seed)
     operations = {n: v.tensor.operation for n, v in program.variables.items() if n != STEP}
     state.declare(operations)
@@ -60,7 +60,7 @@ def initial_state(program: Program, given: Mapping[str, Any], seed: int) -> dict
 
 
 def _drawn(op: Operation, rng: np.random.Generator, operations: Sequence[Operation], narrow: int) -> Array:
-    """Values of an input; `narrow` halves the range of integers so many times."""
+    """Random values of an input; `narrow` halves the range of integers that many times."""
     shape, dtype = op.attrs["shape"].sizes, op.attrs["dtype"]
     if dtype.is_float:
         return np.asarray(rng.normal(size=shape))
@@ -70,7 +70,7 @@ def _drawn(op: Operation, rng: np.random.Generator, operations: Sequence[Operati
 
 
 def _index_bound(x: Tensor, operations: Sequence[Operation]) -> int | None:
-    """The smallest dim in which an integer, or what is made of it, is looked up."""
+    """The smallest dim indexed by an integer, or by a value derived from it."""
     reached, bounds = {x}, []
     for op in all_operations(operations):
         if op.loop is not None:
@@ -83,9 +83,9 @@ def _index_bound(x: Tensor, operations: Sequence[Operation]) -> int | None:
 
 
 class Borrowed:
-    """A graph that takes operations while the context lasts, and is then as it was.
+    """A context that adds operations to a graph and removes them on exit.
 
-    A class, because the line of the user's code is sought among the frames outside this package.
+    A class instead of a generator, because the user's source line is looked up in frames outside this package.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -125,7 +125,7 @@ def all_gradients(graph: Graph, fetched: Mapping[str, Tensor], notes: list[str])
 
 def _gradients(graph: Graph, ys: Sequence[Tensor], xs: Sequence[Tensor]) -> dict[str, Tensor]:
     with graph:
-        # Ones would hide much: the rows of a softmax sum to one whatever it does.
+        # Ones would hide faults: the rows of a softmax sum to one whatever it computes.
         seeds = [declare_input(f"{COTANGENT}{n}", y.shape, y.dtype.of_cotangents) for n, y in enumerate(ys)]
         cotangents = gradients(ys, xs, seeds)
     order = sorted(zip(xs, cotangents, strict=True), key=lambda pair: pair[0].operation.opdef.kind is not Kind.VARIABLE)

@@ -1,4 +1,4 @@
-"""A verification: the unsharded run, and each layout run and compared with it."""
+"""A verification job: the unsharded run, and the comparison of each layout with it."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from meshlib.verification.search import FAULTS, Diverged, DivergenceSearch
 
 Array = np.ndarray[Any, Any]
 
-WEAK = 0.25  # allowed share of the largest magnitude from which on a comparison proves little
-NARROWINGS = 12  # how often drawn indices that are out of range are drawn again from half the range
+WEAK = 0.25  # tolerance, relative to the largest magnitude, above which a comparison proves little
+NARROWINGS = 12  # retries with half the range for drawn indices that are out of range
 
 
 @dataclass(frozen=True)
 class ReferenceStep:
-    """One step of the unsharded program: where it began, every value it made, and what may differ in each."""
+    """One step of the unsharded program: its initial state, all values, and the tolerance of each."""
 
     state: dict[str, Array]
     values: dict[Key, Array]
     allowed: dict[Key, float]
-    ends: dict[str, tuple[Array, float]]  # what is compared, by name, with what may differ in it
+    ends: dict[str, tuple[Array, float]]  # compared arrays by name, with tolerances
 
 
 @dataclass(eq=False)
 class Job:
-    """The unsharded program, run; and everything needed to run a layout of it and compare."""
+    """The unsharded program with its results, and everything needed to run and compare a layout."""
 
     graph: Graph
     session: Session
-    own: Session | None  # without the gradients that are asked for by nobody but us; None if there are no such
+    own: Session | None  # without the gradients added for verification; None if there are none
     precision: str
     executor: str
     seed: int
@@ -56,9 +56,9 @@ class Job:
     reference: list[ReferenceStep] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    @np.errstate(all="ignore")  # overflow and NaN are values here; `weaknesses` tells of them
+    @np.errstate(all="ignore")  # overflow and NaN are values here; `weaknesses` reports them
     def prepare(self, meshes: Sequence[Mesh], inputs: Mapping[str, Any], state: Mapping[str, Any], steps: int) -> None:
-        """Lower the unsharded program (on a mesh with all axes, of size 1, that constraints may name) and run it."""
+        """Lower and run the unsharded program (on a mesh with all axes, of size 1, that constraints may name)."""
         alone = ";".join(f"{a}:1" for a in dict.fromkeys(a for m in meshes for a in m.axes))
         self.program = self.session.lower(alone, "", self.precision)
         drawn = [v for n, v in self.program.inputs.items() if n not in inputs and v.tensor.dtype is INT32]
@@ -76,7 +76,7 @@ class Job:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What is compared."""
+        """The names of compared arrays."""
         return tuple(self.reference[0].ends)
 
     def engine(self, step: Mapping[str, Array], in_order: bool) -> Engine:
@@ -84,7 +84,8 @@ class Job:
         return Engine(self.seed, int(step[STEP]), self.precision == "highest", in_order)
 
     def _run_reference(self, state: dict[str, Array], number: int, parts: int) -> dict[str, Array]:
-        """Run one unsharded step, as it is, wide, and wide with changes; the state after it."""
+        """Run one unsharded step in its precision, in float64, and in float64 with perturbations; returns the next
+        state."""
         program, counted = self.program, TripCounts()
         values: dict[Key, Array] = {}
 
@@ -117,7 +118,7 @@ class Job:
         return SAFETY * max(float(difference(c, plain).max(initial=0.0)) for c in changed) + rounding
 
     def weaknesses(self) -> list[str]:
-        """What the unsharded numbers can't prove."""
+        """Limits of what the unsharded numbers can prove."""
         notes = []
         for name in self.names:
             arrays = [step.ends[name][0] for step in self.reference]
@@ -134,7 +135,7 @@ class Job:
 
     @np.errstate(all="ignore")
     def row(self, mesh: Mesh, rules: LayoutRules, searched: bool) -> LayoutRow | str:
-        """Lower, run and compare one layout; a text if it was searched and the lowering refuses it."""
+        """Lower, run and compare one layout; the reason as text if it was searched and the lowering refuses it."""
         row = LayoutRow(str(mesh), str(rules), False, float("inf"), 0.0, "", 0, 0.0)
         try:
             program = self._lowered(mesh, rules)
@@ -157,7 +158,7 @@ class Job:
                 return replace(row, fault=text, divergence=self._first(program, number))
             results = {**outputs, **{f"new {n}": y for n, y in updates.items()}}
             for name, (wanted, limit) in step.ends.items():
-                if name not in results:  # a gradient that this layout can't lay out
+                if name not in results:  # a gradient that this layout can't shard
                     continue
                 off = difference(results[name], wanted)
                 most, scale = float(off.max(initial=0.0)), largest(wanted) or 1.0
@@ -172,7 +173,7 @@ class Job:
         return replace(row, wrong=tuple(wrong), divergence=divergence)
 
     def _lowered(self, mesh: Mesh, rules: LayoutRules) -> Program:
-        """The program; without the gradients added here where a layout is good for all but them."""
+        """The program; without the gradients added here if a layout supports all but them."""
         try:
             return self.session.lower(mesh, rules, self.precision)
         except LayoutError as fault:
@@ -204,10 +205,10 @@ class Job:
             f"(allowed: {limit:.2g}{share})"
         )
 
-    # ------------------------------------------------------------ the first operation that diverges
+    # ------------------------------------------------------------ localisation of a divergence
 
     def _first(self, program: Program, number: int) -> Divergence | None:
-        """Run a step again in the exact executor, up to the first value that is not the unsharded one."""
+        """Rerun a step in the exact executor, up to the first value that differs from the unsharded one."""
         step = self.reference[number]
         search = DivergenceSearch(program, step.values, step.allowed)
         try:

@@ -10,10 +10,10 @@ from meshlib.core.text import bytes_text, grid
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first operation, in the program's order, whose value is not that of the unsharded program.
+    """The first operation, in program order, whose value differs from the unsharded program's.
 
-    `op` is the one that makes the value, and `kind` what went wrong with it: the operation itself, or a collective.
-    Of a pending sum `devices` hold a part each; `trip` counts the runs of a loop's body.
+    `op` is the operation of the value, and `kind` the faulty step: the operation itself, or a collective.
+    For a pending sum `devices` have one part each; `trip` counts the runs of a loop's body.
     """
 
     op: str
@@ -50,9 +50,9 @@ class Divergence:
 
 @dataclass(frozen=True)
 class LayoutRow:
-    """One layout. `error` is the largest difference over the largest magnitude in its array, `allowed` on that scale.
+    """One layout. `error` is the largest difference relative to the largest magnitude in its array, like `allowed`.
 
-    `worst` names the array that comes nearest to what is allowed, or exceeds it most; `fault` says what stopped a run.
+    `worst` names the array with the largest ratio of error to tolerance; `fault` is the reason if a run stopped.
     """
 
     mesh: str
@@ -63,7 +63,7 @@ class LayoutRow:
     worst: str
     collectives: int
     sent_bytes: float
-    wrong: tuple[str, ...] = ()  # one text per array that is off
+    wrong: tuple[str, ...] = ()  # one text per wrong array
     fault: str = ""
     divergence: Divergence | None = None
 
@@ -79,10 +79,10 @@ class LayoutRow:
 
 @dataclass(frozen=True)
 class Verification:
-    """What `mtf.verify` found: one row per layout, in the order in which they ran.
+    """Result of `mtf.verify`: one row per layout, in order.
 
-    `compared` names the arrays; `notes` says what weakens the proof; `refused` are layouts that were found by search
-    and that the lowering refuses, each with the first line of its reason.
+    `compared` names the arrays; `notes` lists limits of the proof; `refused` are searched layouts that the lowering
+    refuses, each with the first line of its reason.
 
     Example:
       >>> import meshlib as mtf
@@ -104,21 +104,21 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether every layout gives the unsharded numbers."""
+        """True if every layout gives the unsharded numbers."""
         return all(r.ok for r in self.rows)
 
     @property
     def failures(self) -> tuple[LayoutRow, ...]:
-        """The layouts that do not."""
+        """The failing layouts."""
         return tuple(r for r in self.rows if not r.ok)
 
     def raise_for_failures(self) -> None:
-        """Raise one ProgramError that holds every failing layout; do nothing if there is none."""
+        """Raise one ProgramError with all failing layouts, if there are any."""
         if not self.ok:
             raise ProgramError("\n".join([self._head(), *(str(r) for r in self.failures)]))
 
     def table(self) -> str:
-        """One line per layout; errors and what is allowed are relative to the largest magnitude in the array."""
+        """One line per layout; errors and tolerances are relative to the largest magnitude in the array."""
         head = ("", "mesh", "layout", "collectives", "sent a core", "largest error", "allowed", "in")
         cells = [
             (

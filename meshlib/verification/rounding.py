@@ -1,19 +1,18 @@
 """Bounds on the effect of rounding on every value of a program.
 
-What may differ is rounding alone, so the allowed difference is derived, not guessed. A sum of n terms, added in any
-order, is the exact sum of terms each changed by a relative n u at most, where u is half the dtype's eps (backward
-error analysis). So the unsharded program runs in float64 once as it is, and a few times with every operand of every
-operation changed at random by as much as its rounding may amount to:
+Layouts differ only in rounding, so the tolerance can be derived. A sum of n terms, added in any order, is the exact sum
+of terms each perturbed by a relative n u at most, where u is half the dtype's eps (backward error analysis). So the
+unsharded program runs in float64 once unchanged, and a few times with every operand of every operation randomly
+perturbed by the bound of its rounding error:
 
-    operands   of sums, n u32 for n terms; in bfloat16 besides u16 for each partial sum that the mesh may make;
+    operands   of sums, n u32 for n terms; in bfloat16 also u16 for each partial sum on the mesh;
                u16 for float32 operands of the MXU unless the precision is "highest"
-    results    4 u32 (NumPy's functions are not exact to the last bit), u16 besides if they are bfloat16
+    results    4 u32 (NumPy's functions are not exact to the last bit), also u16 if they are bfloat16
 
-Operations that only choose among their operands' elements round nothing and are left alone. Here u32 and u16 are the
-units of float32 (float64 for float64) and bfloat16. What is allowed for a tensor is `SAFETY` times the largest change
-that this brought about anywhere in it, and 4 u32 of its largest element. Cancellation and steep functions need no
-rules of their own: they amplify the changes as they amplify rounding. Integers and booleans must be equal, unless
-such changes turned them over, too.
+Operations that only select elements of their operands do not round and are not perturbed. Here u32 and u16 are the
+units of float32 (float64 for float64) and bfloat16. The tolerance of a tensor is `SAFETY` times the largest resulting
+change of any element, plus 4 u32 of its largest element. Cancellation and steep functions need no special rules: they
+amplify perturbations like rounding. Integers and booleans must be equal, unless perturbations change them too.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from meshlib.program.records import Program
 
 Array = np.ndarray[Any, Any]
 
-Key = tuple[Tensor, int]  # a tensor, and how many times it was made before in the step: loops make theirs often
+Key = tuple[Tensor, int]  # a tensor, and the number of its previous computations in the step, as in loops
 
 SAFETY = 4.0
-SAMPLES = 4  # runs with changed operands
+SAMPLES = 4  # runs with perturbed operands
 
 
 class TripCounts:
-    """How many times each value was made so far: which trip of which loops a value of a body belongs to."""
+    """The number of computations of each value so far, which identifies the trips of enclosing loops."""
 
     def __init__(self) -> None:
         self.made: dict[Value, int] = {}
@@ -58,23 +57,23 @@ def _unit(dtype: DType) -> float:
 
 
 def accumulated(dtype: DType) -> float:
-    """The unit of sums: bfloat16 and fp8 values are added in float32."""
+    """The unit roundoff of sums: bfloat16 and fp8 values are accumulated in float32."""
     return _unit(FLOAT32) if dtype.is_rounded else _unit(dtype)
 
 
 def _terms(op: Operation) -> int:
-    """How many terms an element of the result is the sum of, at most."""
+    """The largest number of terms summed into an element of the result."""
     none: tuple[Role, ...] = (Role.PARALLEL, Role.MAX, Role.MIN)
-    if op.opdef.kind is Kind.CONTRACTION:  # along the dim of an image it sums over the window's dim
+    if op.opdef.kind is Kind.CONTRACTION:  # along a spatial dim it sums over the window's dim
         none += (Role.HALO,)
-    # Two ways to split a dim are one sum.
+    # Alternative splits of one dim are the same sum.
     return prod({f.operands: f.size for f in op.opdef.roles(op) if f.role not in none}.values())
 
 
 def _only_chosen(op: Operation, y: Array, inputs: Sequence[Array]) -> bool:
-    """Whether a result holds nothing but elements of the operands, of either sign, zeros, ones and given numbers.
+    """True if a result consists of elements of the operands, of either sign, zeros, ones and given numbers.
 
-    Then nothing was rounded, and a later comparison with what it was chosen from must find it equal.
+    Then nothing is rounded, and a comparison with the operand must find equal elements.
     """
     if op.opdef.kind in ON_MXU:
         return False
@@ -85,23 +84,21 @@ def _only_chosen(op: Operation, y: Array, inputs: Sequence[Array]) -> bool:
     if not y.size:
         return True
     magnitudes, known = np.abs(y), np.abs(known)
-    return bool(
-        (known == magnitudes.flat[0]).any() and np.isin(magnitudes, known).all()
-    )  # the first one settles it mostly
+    return bool((known == magnitudes.flat[0]).any() and np.isin(magnitudes, known).all())  # usually sufficient
 
 
 @dataclass(eq=False)
 class Wide(Interpreter[Array, Engine]):
-    """The unsharded program in float64; with `rng`, every operand changed by as much as its rounding may amount to."""
+    """The unsharded program in float64; with `rng`, operands are perturbed by the bounds of their rounding errors."""
 
     highest: bool
-    parts: int  # of a sum, at most: the cores of the largest mesh
+    parts: int  # largest number of partial sums: cores of the largest mesh
     rng: np.random.Generator | None
     counted: TripCounts = field(default_factory=TripCounts)
     values: dict[Key, Array] = field(default_factory=dict)
 
     def run(self, program: Program, given: Mapping[Value, Array], context: Engine) -> dict[Value, Array]:
-        """As everywhere, in float64."""
+        """Run the program in float64."""
         return super().run(program, {v: self._widened(x, v.tensor.dtype) for v, x in given.items()}, context)
 
     def made(self, i: Instruction, y: Value, value: Array) -> None:
@@ -139,7 +136,7 @@ class Wide(Interpreter[Array, Engine]):
         results = []
         for t, y, other in zip(op.outputs, plain, changed, strict=True):
             if not t.dtype.is_float:
-                results.append(y)  # a choice: it turns over when what it is made of changes
+                results.append(y)  # a selection: it flips if the compared values change
             elif _only_chosen(op, y, inputs):
                 results.append(self._changed(y, _unit(t.dtype) if units and _unit(t.dtype) > max(units) else 0))
             else:
@@ -171,7 +168,7 @@ def _wide_type(t: Tensor) -> TensorType:
 
 
 def difference(a: Array, b: Array) -> Array:
-    """|a - b|; equal infinities and NaNs in the same place do not differ, others differ without bound."""
+    """|a - b|; equal infinities and NaNs at the same position differ by 0, others by infinity."""
     x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
     with np.errstate(all="ignore"):
         d = np.abs(x - y)

@@ -1,4 +1,4 @@
-"""The first operation, in a program's order, that differs from the unsharded program."""
+"""Search for the first operation, in program order, that differs from the unsharded program."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FAULTS = (MeshlibError, ValueError, IndexError, TypeError, AssertionError, KeyEr
 
 
 class Diverged(Exception):
-    """Ends a run at the first value that is wrong."""
+    """Ends a run at the first wrong value."""
 
     def __init__(self, found: Divergence) -> None:
         self.found = found
@@ -29,7 +29,7 @@ class Diverged(Exception):
 
 @dataclass(eq=False)
 class DivergenceSearch:
-    """Compares every value a run makes with the unsharded one, and stops at the first that is off."""
+    """Compares every value of a run with the unsharded one, and stops at the first wrong one."""
 
     program: Program
     values: Mapping[Key, Array]
@@ -37,7 +37,7 @@ class DivergenceSearch:
     counted: TripCounts = field(default_factory=TripCounts)
 
     def watch(self, instruction: Instruction, value: Value, blocks: Blocks) -> None:
-        """What `run_exact` calls with every value made."""
+        """Callback of `run_exact` for every value."""
         trip = self.counted.next(value)
         key = (value.tensor, trip)
         if key not in self.values or isinstance(instruction, Resident):
@@ -51,7 +51,7 @@ class DivergenceSearch:
             block = np.asarray(merge.reduce([np.asarray(blocks[d], np.float64) for d in group]))
             expected = wanted[sharding.slices(at)]
             if block.shape != expected.shape:
-                return  # the run itself says more
+                return  # the run itself reports more
             off = difference(block, expected)
             if off.max(initial=0.0) > limit:
                 index = np.unravel_index(int(off.argmax()), off.shape)
