@@ -69,13 +69,20 @@ def _all_reduce(step: Step, x: Array, context: TraceContext) -> Array:
 
 
 def _reduce_scatter(step: Step, x: Array, context: TraceContext) -> Array:
+    """A block of the sum; the dims on either side of the scattered one travel as one.
+
+    XLA otherwise lays out the gradients of heads with the scattered dim in the lanes, where it cuts at whole tiles
+    alone: it makes an all-reduce and a slice instead.
+    """
     axes, dim, reduction = step.axes, _dim(step), _reduction(step)
     count = context.mesh.group_size(axes)
     if reduction == "sum":
         stages = scatter_stages(context.mesh, axes, context.platform) if x.nbytes >= STAGED_BYTES else [(axes, None)]
+        before, size, after = x.shape[:dim], x.shape[dim], x.shape[dim + 1 :]
+        flat = x.reshape(*([prod(before)] if before else []), size, *([prod(after)] if after else []))
         for axis, groups in stages:
-            x = lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True, axis_index_groups=groups)
-        return x
+            flat = lax.psum_scatter(flat, axis, scatter_dimension=min(dim, 1), tiled=True, axis_index_groups=groups)
+        return flat.reshape(*before, size // count, *after)
     # JAX scatters sums alone. Each device's part is sent to its owner, which reduces it: the same bytes.
     parts = x.reshape(*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :])
     return _LOCAL[reduction](lax.all_to_all(parts, axes, dim, dim), axis=dim)

@@ -13,9 +13,10 @@ from jax import lax
 from meshlib.core.dtypes import BFLOAT16
 from meshlib.core.errors import ProgramError
 from meshlib.core.graph import Operation
-from meshlib.core.opdef import Factor, Halo, Summary
+from meshlib.core.opdef import Factor, Halo, Kind, Summary
 from meshlib.jax.collectives import all_summaries, combined_summaries, gathered_run, move, shared_summaries
 from meshlib.jax.context import Array, Index, Reported, Stack, TraceContext
+from meshlib.jax.placing import in_rows
 from meshlib.jax.repeats import Repeats
 from meshlib.jax.table import BlockRuns, RowContext, row_of, run_row
 from meshlib.program.analysis.buffers import START, rewritten
@@ -101,6 +102,11 @@ class Executor(Interpreter[Array, TraceContext]):
             return self._branch(i, inputs, context)
         body = i.body
         given = dict(zip(body.inputs.values(), inputs, strict=True))
+        of_variables = {
+            name
+            for name, x in zip(body.inputs, i.inputs, strict=True)
+            if x.tensor.operation.opdef.kind is Kind.VARIABLE and context.platform == "tpu"
+        }
         stacked = {name: (given.pop(body.inputs[name]), i.slice_axis(name)) for name in i.slices}
         in_place = rewritten(i)  # stacks as carries of their own, since what is sliced and what is stacked never alias
         over = {end: stacked.pop(start)[0] for end, start in in_place.items()}
@@ -121,9 +127,8 @@ class Executor(Interpreter[Array, TraceContext]):
             values = dict(given)
             values.update({body.inputs[begin]: x for (begin, _), x in zip(i.carries, carries, strict=True)})
             for name, (x, axis) in stacked.items():
-                values[body.inputs[name]] = (
-                    lax.dynamic_index_in_dim(x, number, axis, keepdims=False) if axis else slices[name]
-                )
+                block = lax.dynamic_index_in_dim(x, number, axis, keepdims=False) if axis else slices[name]
+                values[body.inputs[name]] = in_rows(block) if name in of_variables else block
             for end, x in written.items():
                 values[body.inputs[in_place[end]]] = lax.dynamic_index_in_dim(x, number, 0, keepdims=False)
             body_values = self.run(body, values, here)

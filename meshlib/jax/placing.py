@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
 from layouts import Mesh, Sharding
@@ -77,6 +78,18 @@ def between_steps(dtype: DType, sharding: NamedSharding) -> np.dtype:
     """Dtype of arrays passed to and from a compiled step: JAX 0.10 on CPUs does not accept int4."""
     first = sharding.mesh.devices.flat[0]
     return dtype.storage if dtype is INT4 and first.platform == "cpu" else dtype.public
+
+
+def in_rows(x: jax.Array) -> jax.Array:
+    """A block that stays in row-major layout, in which a TPU stores what fills whole tiles of (8, 128); others as is.
+
+    A loop's product may ask for another layout of its weight. XLA propagates that to the stack and copies all layers'
+    before the loop; so it copies the one layer's instead.
+    """
+    tile = 8 * max(1, 4 // x.dtype.itemsize), 128
+    if x.ndim < 2 or any(size % n for size, n in zip(x.shape[-2:], tile, strict=True)):
+        return x
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
 def place(array: HostArray, dtype: DType, sharding: NamedSharding) -> jax.Array:

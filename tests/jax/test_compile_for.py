@@ -312,6 +312,9 @@ def test_names_of_differences() -> None:
     assert more == ["added: all_reduce of f32, 32 B, over data: why"]
     moved = changed(program, row("all_reduce", [("f32[16,64]", size // 2)], count=2))
     assert moved == [f"{name}: in pieces, 2 runs instead of 1"]
+    first, rest = row("all_reduce", [("f32[32,64]", size)]), row("collective_permute", [("f32[8]", 32)])
+    evened = changed(program, first, replace(rest, follows=(first.name,)))
+    assert evened == [f"{name}: goes in 2 parts (all_reduce over data, collective_permute over data)"]
     padded = changed(program, row("all_reduce", [("f32[33,64]", 33 * 64 * 4)]))
     assert padded == [f"{name}: padded by 256 B"]
 

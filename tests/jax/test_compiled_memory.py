@@ -17,6 +17,7 @@ jax = pytest.importorskip("jax", reason="needs JAX: pip install -e '.[jax]'")
 import jax.numpy as jnp
 
 import meshlib as mtf
+from meshlib.jax import step
 from meshlib.jax.rows.index import _selected
 from meshlib.jax.rows.products import product
 from meshlib.jax.step import Step
@@ -74,6 +75,30 @@ def test_weights_of_heads_are_gathered_and_multiplied_as_matrices(text: str) -> 
     weights = [line for line in text.splitlines() if "stablehlo.dot_general" in line and "batching_dims" not in line]
     assert weights
     assert all(len(sizes.split("x")) == 2 for line in weights for sizes in re.findall(r"tensor<([0-9x]+)x\w+>", line))
+
+
+def test_gradients_of_heads_are_scattered_as_matrices(text: str) -> None:
+    """A TPU's compiler makes an all-reduce of a scatter whose dim it lays in lanes that the blocks do not fill."""
+    scatters = re.findall(r"stablehlo.reduce_scatter.*?\}\) : \(tensor<([0-9x]+)xf", text, re.DOTALL)
+    assert len(scatters) > 4
+    assert all(len(sizes.split("x")) <= 2 for sizes in scatters)
+
+
+def test_a_weight_that_a_loop_slices_stays_as_it_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it fills whole tiles: a product that asks for another layout has one layer copied, not the stack."""
+    monkeypatch.setattr(step, "platform_of", lambda mesh: "tpu")
+    layers, rows, wide, odd = (mtf.Dimension(*d) for d in (("layers", 2), ("rows", 4), ("wide", 128), ("odd", 64)))
+
+    def layer(carries: tuple[mtf.Tensor, ...], slices: tuple[()]) -> tuple[tuple[mtf.Tensor, ...], tuple[()]]:
+        (x,) = carries
+        narrow, filled = mtf.variable("narrow", [wide, odd]), mtf.variable("filled", [odd, wide])
+        return (mtf.einsum([mtf.einsum([x, narrow], [rows, odd]), filled], [rows, wide]),), ()
+
+    with mtf.Graph():
+        (y,), _ = mtf.scan(layer, [mtf.input("x", [rows, wide])], dim=layers, stack_variables=True)
+        program = mtf.lower({"y": y})
+    found = re.findall(r"@LayoutConstraint\(.*tensor<(\w+)>\) ->", str(Step(program, None, False).lowered().as_text()))
+    assert found == ["64x128xf32"]
 
 
 def test_what_the_plan_keeps_over_a_loop_is_computed_before_it(text: str) -> None:

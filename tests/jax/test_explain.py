@@ -179,6 +179,32 @@ def test_a_collective_spread_over_fusions_counts_once_and_a_sliced_sum_is_a_scat
     assert found == [("all_gather", 3 * 16 * 8 * 2.0, True), ("reduce_scatter", 3 / 4 * 64 * 8 * 4, False)]
 
 
+# A scatter that a compiler cut in two stages and a permute, none of which has a name.
+STAGES = """HloModule step, is_scheduled=true, num_partitions=4
+
+ENTRY %main (a: f32[64,8]) -> f32[16,8] {
+  %a = f32[64,8]{1,0} parameter(0)
+  %w = f32[64,8]{1,0} negate(%a), metadata={op_name="jit(f)/wi/grad/dot_general" source_file="m.py" source_line=3}
+  %p = f32[80,8]{1,0} pad(%w, %n), padding=0_16x0_0
+  %r.1 = f32[40,8]{1,0} reduce-scatter(%p), channel_id=1, replica_groups={{0,2},{1,3}}, dimensions={0}, to_apply=%add
+  %c = f32[40,8]{1,0} copy(%r.1)
+  %s = f32[8,8]{1,0} slice(%c), slice={[32:40], [0:8]}
+  %q = f32[8,8]{1,0} collective-permute(%s), channel_id=2, source_target_pairs={{0,1},{1,2},{2,3}}
+  ROOT %r.2 = f32[20,8]{1,0} reduce-scatter(%c), channel_id=3, replica_groups={{0,1},{2,3}}, dimensions={0}, to_apply=%f
+}
+"""
+
+
+def test_stages_of_a_collective_follow_each_other_and_have_the_name_of_what_they_sum() -> None:
+    found = collectives_of(parse(STAGES))
+    assert [(c.kind, c.follows) for c in found] == [
+        ("reduce_scatter", ()),
+        ("collective_permute", ("r.1",)),
+        ("reduce_scatter", ("r.1",)),
+    ]
+    assert {(c.op_name, c.source) for c in found} == {("jit(f)/wi/grad/dot_general", "m.py:3")}
+
+
 def test_attributes_of_kernels_go_on_in_further_lines() -> None:
     """What is behind such a kernel is not lost, and a text without a ROOT is refused."""
     kernel = """  %k = bf16[16,8]{1,0} custom-call(%a), custom_call_target="x", frontend_attributes={kernel_metadata={

@@ -67,6 +67,18 @@ def test_values_and_gradients_are_those_of_ragged_dot() -> None:
             np.testing.assert_allclose(found[name], wanted, atol=2e-5, err_msg=f"{name} {layout!r} {feeds['sizes']}")
 
 
+def test_precision_is_asked_for_of_wide_operands_alone() -> None:
+    """The TPU's kernel for grouped products does not compile otherwise."""
+    from meshlib.jax.rows.ragged import _one
+
+    def said(dtype: Any) -> str:
+        x, w, bounds = jax.numpy.zeros((8, 4), dtype), jax.numpy.zeros((2, 4, 4), dtype), np.array([0, 4], np.int32)
+        return str(jax.make_jaxpr(lambda x, w: _one(x, w, bounds, bounds + 4, False, False))(x, w))
+
+    assert "HIGHEST" in said("float32")
+    assert "HIGHEST" not in said("bfloat16")
+
+
 def test_work_is_that_of_the_rows() -> None:
     """Not that of a product for each group; of split groups each device counts its share."""
     product = 2 * ROWS.size * IN.size * OUT.size

@@ -103,7 +103,7 @@ def compile_for(
 
     tell("; ".join(expectation(p) for p in programs) if len(programs) < 4 else f"{len(programs)} programs to compile")
     for answer in answers(task, tell, timeout_seconds):
-        results.append(_result(programs[len(results)], slice_, backend, answer))
+        results.append(result_of(programs[len(results)], slice_, backend, answer))
     return results[0] if one else results
 
 
@@ -122,7 +122,11 @@ def expected_cost(program: Program) -> tuple[float, int]:
     return seconds, START_BYTES + INSTRUCTION_BYTES * (inside + outside)
 
 
-def _result(program: Program, slice_: Any, backend: str, answer: Answer | Failed) -> Compiled:
+def result_of(program: Program, slice_: Any, backend: str, answer: Answer | Failed) -> Compiled:
+    """The `Compiled` of what the compiling process answered.
+
+    Raises: ProgramError if the compiler refused the program for another reason than its memory.
+    """
     planned = estimate(program, slice_).memory
     versions = _versions(backend)
     if isinstance(answer, Failed):

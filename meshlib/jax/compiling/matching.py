@@ -260,10 +260,12 @@ def _is_part(m: CompiledPart, p: Planned) -> bool:
     return 0 <= whole - p.payload_bytes <= CLOSE * p.payload_bytes
 
 
-def _evens_out(m: CompiledPart, p: Planned) -> bool:
-    """A permute of what another part of the collective gave: it evens out blocks that were padded to whole tiles."""
+def _continues(m: CompiledPart, p: Planned) -> bool:
+    """Whether a part takes what another part of the same collective gave: a further stage, or a permute that evens out
+    blocks that were padded to whole tiles."""
     parts = {b.launch.name for b in p.became}
-    return m.launch.kind == "collective_permute" and m.times == p.times and not parts.isdisjoint(m.launch.follows)
+    same = m.launch.kind in (p.kind, "collective_permute") and set(m.axes) <= set(p.axes)
+    return same and m.times == p.times and not parts.isdisjoint(m.launch.follows)
 
 
 def _does_as_much(m: CompiledPart, p: Planned) -> bool:
@@ -279,7 +281,7 @@ _RULES: list[tuple[Rule, bool]] = [
     (lambda m, p: _does_as_much(m, p) and _same_elements(m, p) and m.times == p.times, False),
     (lambda m, p: _does_as_much(m, p) and m.payload_bytes * m.times == p.payload_bytes * p.times, False),
     (_is_part, True),
-    (_evens_out, True),
+    (_continues, True),
     (lambda m, p: m.scope == p.scope and len(m.launch.operands) == 1, True),
     (lambda m, p: _same_kind(m, p) and m.times == p.times and _padded(m, p), False),
 ]

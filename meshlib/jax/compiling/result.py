@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from hardware.slices import Slice
 from meshlib.core.errors import ProgramError
@@ -22,6 +22,17 @@ from meshlib.program.records import Program
 
 SHOWN = 12  # differences shown in the table
 CLOCK_HZ = 1.5e9  # clock at which cycles are shown as time
+
+
+class SentByKind(NamedTuple):
+    """What a device sends in a step by one kind of collective over some axes: runs and bytes, planned and compiled."""
+
+    kind: str
+    over: str
+    planned_runs: int
+    planned_bytes: float
+    compiled_runs: int
+    compiled_bytes: float
 
 
 @dataclass(frozen=True)
@@ -99,6 +110,17 @@ class Compiled:
         whose = "the compiler" if self.backend == "tpu" else "XLA's compiler for CPUs"
         return f"fits, according to {whose}: {bytes_text(self.peak_bytes)} of {bytes_text(capacity)}"
 
+    def sent_by_kind(self) -> list[SentByKind]:
+        """Runs and bytes of each kind of collective over each set of axes, planned and compiled, the largest first.
+
+        Empty for a program that the compiler refused.
+        """
+        if self.explained is None:
+            return []
+        planned, compiled = _by_kind(self.program.collectives), _by_kind(self.explained.collectives)
+        keys = sorted({*planned, *compiled}, key=lambda k: -max(planned[k][1], compiled[k][1]))
+        return [SentByKind(*key, *planned[key], *compiled[key]) for key in keys]
+
     def kept_moves(self) -> Mapping[Instruction, tuple[Communication, ...]]:
         """Collectives compiled for each instruction, as priced by `mtf.estimate(..., compiled=...)`.
 
@@ -126,6 +148,7 @@ class Compiled:
             "fits": self.fits,
             "needed_bytes": self.peak_bytes,
             "planned_peak_bytes": self.planned.peak_bytes,
+            "planned_needed_bytes": self.planned.needed_bytes,
             "sent_bytes": self.sent_bytes,
             "planned_sent_bytes": self.program.sent_bytes,
             "flops": self.work.flops if self.work else None,
@@ -149,6 +172,8 @@ class Compiled:
             lines.append(f"  the plan has {bytes_text(self.planned.peak_bytes)} at its peak")
             return "\n".join(lines)
         lines += grid([("", "plan", "compiled", "compiled / plan"), *self._rows()], right=(1, 2, 3))
+        if self.backend == "tpu":
+            lines.append("* modelled; all else is exact")
         lines += [*self._work_lines(), *self._difference_lines()]
         return "\n".join(lines)
 
@@ -159,15 +184,15 @@ class Compiled:
         m, kinds = self.memory, self.program.memory.by_kind
         resident = kinds["variables"] + kinds["slots"] + kinds["inputs"]
         yield _row("memory of a device", self.planned.peak_bytes, m.total_bytes, bytes_text)
+        if self.backend == "tpu":
+            yield _row("  with what compiling adds*", self.planned.needed_bytes, m.total_bytes, bytes_text)
         yield _row("  arguments", resident, m.argument_bytes, bytes_text)
         yield _row("  temporaries", self.planned.peak_bytes - resident, m.temporary_bytes, bytes_text)
         yield _row("  program code", None, m.code_bytes, bytes_text)
         yield _row("sent by a device", float(self.program.sent_bytes), self.sent_bytes, bytes_text)
-        planned, compiled = _by_kind(self.program.collectives), _by_kind(self.explained.collectives)
-        for key in sorted({*planned, *compiled}, key=lambda k: -max(planned[k][1], compiled[k][1])):
-            (runs, sent), (runs_compiled, sent_compiled) = planned[key], compiled[key]
-            name = f"  {key[0]} over {key[1]}, {runs:,} -> {runs_compiled:,} runs"
-            yield _row(name, sent, sent_compiled, bytes_text)
+        for row in self.sent_by_kind():
+            name = f"  {row.kind} over {row.over}, {row.planned_runs:,} -> {row.compiled_runs:,} runs"
+            yield _row(name, row.planned_bytes, row.compiled_bytes, bytes_text)
         yield _row("FLOPs of products", self.program.work.mxu_flops, self.work.flops, count_text)
 
     def _work_lines(self) -> Iterator[str]:

@@ -139,6 +139,7 @@ def _between(
         None,
         i.name,
         frame,
+        tuple(_before(module, frame, i)),
     )
 
 
@@ -307,7 +308,22 @@ def _all_neighbours(frame: Frame, i: HloInstruction) -> Iterator[HloInstruction]
     if frame.call is not None and frame.parent is not None and frame.call.opcode == "fusion":
         yield frame.call
         yield from _neighbours(frame.parent.holder, frame.call, _reduces(i))
+        yield from _producers_without_names(frame.parent.holder, frame.call)
+    yield from _producers_without_names(frame.holder, i)
     yield from _transitive_users(frame.holder, i)
+
+
+def _producers_without_names(holder: Computation, i: HloInstruction) -> Iterator[HloInstruction]:
+    """Producers of the operands, and theirs where a producer has no name itself, nearest first."""
+    waiting, seen = list(i.operands), set[str]()
+    while waiting and len(seen) < 50:
+        maker = holder.instructions.get(name := waiting.pop(0))
+        if maker is None or name in seen:
+            continue
+        seen.add(name)
+        yield maker
+        if not maker.op_name:
+            waiting += maker.operands
 
 
 def _transitive_users(holder: Computation, i: HloInstruction) -> Iterator[HloInstruction]:

@@ -180,12 +180,18 @@ class Tracing:
         place: SourcePlace,
         bodies: tuple[Code, ...] = (),
         avals: Sequence[Any] | None = None,
+        reads: Sequence[Var] | None = None,
         **params: Any,
     ) -> list[Var]:
-        """Add a step; `avals` are the types of its results if they differ from JAX's."""
+        """Add a step.
+
+        `avals`: the types of its results if they differ from JAX's; `reads`: everything that its results depend on, if
+        that is more than `ins`.
+        """
         of_keys = any(x.key for x in ins) and kind != "random_bits"
         avals = [v.aval for v in eqn.outvars] if avals is None else avals
-        outs = [self.var(aval, any(x.data for x in ins), of_keys) for aval in avals]
+        data = any(x.data for x in (ins if reads is None else reads))
+        outs = [self.var(aval, data, of_keys) for aval in avals]
         step = CodeStep(kind, ins, outs, {**eqn.params, **params}, place, bodies)
         for out in outs:
             if 0 in out.shape and not out.key:
@@ -225,10 +231,17 @@ class Tracing:
     # ------------------------------------------------------------ primitives with bodies
 
     def _holding(
-        self, kind: str, eqn: Any, ins: list[Var], place: SourcePlace, bodies: tuple[Code, ...], **params: Any
+        self,
+        kind: str,
+        eqn: Any,
+        ins: list[Var],
+        place: SourcePlace,
+        bodies: tuple[Code, ...],
+        reads: Sequence[Var] | None = None,
+        **params: Any,
     ) -> list[Value]:
         avals = [v.aval for v in eqn.outvars]
-        return packed(self._add(kind, eqn, ins, place, bodies, parts_of(avals), **params), avals)
+        return packed(self._add(kind, eqn, ins, place, bodies, parts_of(avals), reads, **params), avals)
 
     def _checkpoint(self, eqn: Any, ins: list[Value], place: SourcePlace) -> list[Value]:
         outer, self.policy = self.policy, eqn.params.get("policy")
@@ -292,7 +305,7 @@ class Tracing:
         body = self.body(closed, [*ins[:consts], *packed(own, avals)], SourcePlace(place.line, ()))
         body.ins = own
         count = sum(map(len, parts[:carries]))
-        return self._holding("scan", eqn, flat(ins[consts:]), place, (body,), num_carry=count)
+        return self._holding("scan", eqn, flat(ins[consts:]), place, (body,), flat(ins), num_carry=count)
 
     def _cond(self, eqn: Any, ins: list[Value], place: SourcePlace) -> list[Value]:
         (which,), operands = flat(ins[:1]), ins[1:]
@@ -301,7 +314,7 @@ class Tracing:
             chosen = min(max(int(which.number), 0), len(branches) - 1)
             return self.inline(branches[chosen], operands, place, inherit=False)
         bodies = tuple(self.body(branch, operands, SourcePlace(place.line, ())) for branch in branches)
-        return self._holding("cond", eqn, [which], place, bodies)
+        return self._holding("cond", eqn, [which], place, bodies, [which, *flat(operands)])
 
 
 _NUMBERS_STAY = (

@@ -90,7 +90,9 @@ def _part_of(
 def _one(x: Array, y: Array, low: Array, high: Array, split: bool, rows_summed: bool) -> Array:
     """The groups at one index. The first of split groups may start anywhere: rows are rotated to begin with it."""
     summed = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
-    options = {"precision": lax.Precision.HIGHEST, "preferred_element_type": summed}
+    # Products of narrow operands are exact as they are, and a TPU's kernel takes no other precision of them.
+    precision = lax.Precision.HIGHEST if x.dtype.itemsize >= 4 else None
+    options = {"precision": precision, "preferred_element_type": summed}
     if split:
         x = jnp.roll(x, -low[0], 0)
         y = jnp.roll(y, -low[0], 0) if rows_summed else y

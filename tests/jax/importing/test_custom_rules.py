@@ -95,6 +95,17 @@ def test_its_gradient_is_that_of_its_rule(case: str) -> None:
     compared(lambda w: (function(w * 2) * Y).sum(), X, names={"w": "rows cols"}, layouts=LAYOUTS)
 
 
+def test_of_what_a_loop_or_a_branch_makes_of_arguments_that_it_closes_over() -> None:
+    """The loop's carry starts at zeros, and the branch is chosen by a counter: neither is an argument by itself."""
+
+    def loss(w):
+        looped, _ = lax.scan(lambda carry, _: (carry + w, None), jnp.zeros_like(w), None, length=2)
+        count = lax.fori_loop(0, 3, lambda n, c: c + (w.sum() > n), 0)
+        return ((rounded(looped) + rounded(lax.switch(count, [jnp.sin, jnp.cos], w))) * Y).sum()
+
+    compared(loss, X, names={"w": "rows cols"})
+
+
 def test_without_its_rule_it_is_imported() -> None:
     compared(lambda w: (rounded.fun(w) * w).sum(), X, names={"w": "rows cols"})
 

@@ -1,0 +1,181 @@
+"""Plans of 20 models beside what the TPU compiler makes of them: bytes by collective, differences by name, peaks.
+
+    python tests/benchmarks/compiled_cases.py [NAME ...] [--keep FOLDER] [--differences]
+
+Needs libtpu (`pip install libtpu`), no device; one compilation at a time, 10 to 200 CPU seconds each. With `--keep`,
+what the compiler answers is written into a folder, and read from there the next time, whatever has changed in the plan.
+NAME is a part of a case's name; all cases run unless one is given.
+
+`step` is what the plan says a compiled step takes (`memory.needed_bytes`), `buffers` the part that is exact.
+`unnamed` is what differs in bytes sent and is in no difference; `no line` counts differences without a source line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import meshlib as mtf
+from hardware.slices import Slice
+from meshlib.core.errors import MissingError
+from meshlib.core.text import bytes_text, grid
+from meshlib.jax.compiling import result_of
+from meshlib.jax.compiling.messages import Answer, Failed, Task
+from meshlib.jax.compiling.process import answers
+from meshlib.jax.compiling.topologies import require_tpu_compiler, topology_of
+
+Build = Callable[[], mtf.Program]
+
+
+def train(preset: str, mesh: str, layout: str, batch: int, length: int) -> Build:
+    """A training step with AdamW and full rematerialisation."""
+
+    def build() -> mtf.Program:
+        config = mtf.models.preset(preset)
+        with mtf.Graph():
+            step = mtf.models.train_step(config, batch, length)
+        return mtf.lower(*step, mesh, mtf.models.layout(layout, config, mesh))
+
+    return build
+
+
+def images(preset: str, mesh: str, batch: int) -> Build:
+    """A data-parallel training step of a model of images."""
+
+    def build() -> mtf.Program:
+        config = mtf.models.image_preset(preset)
+        with mtf.Graph():
+            step = mtf.models.image_step(config, batch, mtf.optimize.MomentumOptimizer(0.1, 0.9))
+        return mtf.lower(*step, mesh, mtf.models.image_layout("data", config, mesh))
+
+    return build
+
+
+def decode(preset: str, mesh: str, layout: str, batch: int, length: int) -> Build:
+    """A token for each sequence, with caches of `length` positions."""
+
+    def build() -> mtf.Program:
+        config = mtf.models.preset(preset)
+        with mtf.Graph():
+            step = mtf.models.decode_step(config, batch, length)
+        return mtf.lower(*step, mesh, mtf.models.layout(layout, config, mesh))
+
+    return build
+
+
+def prefill(preset: str, mesh: str, layout: str, batch: int, length: int, encoder_length: int | None = None) -> Build:
+    """Prompts of `length` tokens into caches."""
+
+    def build() -> mtf.Program:
+        config = mtf.models.preset(preset)
+        with mtf.Graph():
+            step = mtf.models.prefill(config, batch, length, length, encoder_length)
+        return mtf.lower(*step, mesh, mtf.models.layout(layout, config, mesh))
+
+    return build
+
+
+def network(mesh: str, layout: str, batch: int) -> Build:
+    """A training step of a network of 8,192, 32,768 and 8,192 features."""
+
+    def build() -> mtf.Program:
+        b, x, h, y = (mtf.Dimension(*d) for d in (("batch", batch), ("x", 8192), ("h", 32768), ("y", 8192)))
+        with mtf.Graph():
+            given, wanted = mtf.input("given", [b, x]), mtf.input("wanted", [b, y])
+            first, second = mtf.variable("first", [x, h]), mtf.variable("second", [h, y])
+            hidden = mtf.relu(mtf.einsum([given, first], [b, h]))
+            loss = mtf.reduce_mean(mtf.square(mtf.einsum([hidden, second], [b, y]) - wanted))
+            updates = mtf.optimize.AdamWOptimizer(1e-3).minimize(loss)
+        return mtf.lower({"loss": loss}, updates, mesh, layout)
+
+    return build
+
+
+CASES: dict[str, tuple[Build, str]] = {
+    "network fsdp": (network("fsdp:16", "batch:fsdp;x:fsdp?;y:fsdp?", 32768), "v4-32"),
+    "network fsdp+tensor": (network("data:4;model:4", "batch:data;x:data?;y:data?;h:model", 8192), "v5e-16"),
+    "network tensor": (network("model:8", "h:model", 2048), "v6e-8"),
+    "network two slices": (network("data:2;fsdp:8", "batch:data+fsdp;x:fsdp?;y:fsdp?", 16384), "2*v5e-8"),
+    "gpt2-xl fsdp": (train("gpt2-xl", "fsdp:4", "fsdp", 16, 1024), "v5e-4"),
+    "llama2-7b fsdp": (train("llama2-7b", "fsdp:16", "fsdp", 16, 2048), "v5e-16"),
+    "llama2-7b fsdp+tensor": (train("llama2-7b", "fsdp:4;tensor:4", "fsdp+tensor", 16, 2048), "v5e-16"),
+    "llama2-7b fsdp+sequence": (train("llama2-7b", "fsdp:4;tensor:4", "fsdp+sequence", 16, 2048), "v5e-16"),
+    "llama3-8b fsdp": (train("llama3-8b", "fsdp:8", "fsdp", 8, 4096), "v5p-2x2x2"),
+    "palm-8b fsdp+sequence": (train("palm-8b", "fsdp:4;tensor:4", "fsdp+sequence", 16, 2048), "v6e-16"),
+    "mixtral fsdp+expert": (train("mixtral-8x7b", "fsdp:4;expert:8", "fsdp+expert", 64, 2048), "v5p-2x4x4"),
+    "vit-l data": (images("vit-l-16", "data:8", 256), "v5e-8"),
+    "resnet-18 data": (images("resnet-18", "data:8", 1024), "v5e-8"),
+    "t5-base prompts": (prefill("t5-base", "data:4;tensor:2", "data+tensor", 64, 512, 512), "v4-16"),
+    "gpt2-xl prompts": (prefill("gpt2-xl", "data:8", "data", 32, 1024), "v5e-8"),
+    "llama3-8b prompts": (prefill("llama3-8b", "data:2;tensor:4", "data+tensor", 16, 2048), "v5p-2x2x2"),
+    "llama3-8b decode": (decode("llama3-8b", "data:2;tensor:4", "data+tensor", 64, 4096), "v5e-8"),
+    "llama2-13b decode": (decode("llama2-13b", "tensor:8", "tensor", 16, 4096), "v6e-8"),
+    "mixtral decode": (decode("mixtral-8x7b", "expert:8", "expert", 64, 4096), "v5p-2x2x2"),
+    "qwen3-30b-a3b decode": (decode("qwen3-30b-a3b", "expert:16", "expert", 128, 4096), "v6e-16"),
+}
+
+
+def answer(name: str, program: mtf.Program, slice_: Slice, folder: Path | None) -> Answer | Failed:
+    """What the compiler says of a program: from the folder if it is there, else of the compiler."""
+    file = folder and folder / f"{name.replace(' ', '_')}.answer"
+    if file is not None and file.exists():
+        stored: Answer | Failed = pickle.loads(gzip.decompress(file.read_bytes()))
+        return stored
+    topology = topology_of(slice_)
+    task = Task((program,), (topology.name, topology.options), slice_.slices, {})
+    found = next(iter(answers(task, lambda text: None, None)))
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(gzip.compress(pickle.dumps(found)))
+    return found
+
+
+def rows(name: str, folder: Path | None, differences: bool) -> Iterator[tuple[str, ...]]:
+    """The row of a case, those of its collectives, and its differences on standard output."""
+    build, on = CASES[name]
+    program, slice_ = build(), Slice(on)
+    compiled = result_of(program, slice_, "tpu", answer(name, program, slice_, folder))
+    planned = compiled.planned
+    sent, named = float(program.sent_bytes), sum(d.more_bytes for d in compiled.differences)
+    unnamed = abs(compiled.sent_bytes - sent - named) / max(sent, 1.0)
+    peaks = (planned.peak_bytes, planned.needed_bytes, compiled.peak_bytes)
+    ratio = f"{compiled.sent_bytes / sent:.4f}" if sent else ""
+    without_line = sum(not d.source for d in compiled.differences)
+    memory = *map(bytes_text, peaks), f"{peaks[2] / peaks[1]:.4f}"
+    sends = bytes_text(sent), bytes_text(compiled.sent_bytes), ratio
+    yield name, on, *memory, *sends, str(len(compiled.differences)), f"{unnamed:.1e}", str(without_line)
+    for row in compiled.sent_by_kind():
+        ratio = f"{row.compiled_bytes / row.planned_bytes:.4f}" if row.planned_bytes else ""
+        sizes = bytes_text(row.planned_bytes), bytes_text(row.compiled_bytes)
+        yield f"  {row.kind} over {row.over}", *[""] * 5, *sizes, ratio, *[""] * 3
+    if differences:
+        print(name, *compiled.differences, sep="\n  ", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--keep", type=Path)
+    parser.add_argument("--differences", action="store_true")
+    given = parser.parse_args()
+    try:
+        require_tpu_compiler()
+    except MissingError as fault:
+        sys.exit(str(fault))
+    chosen = [name for name in CASES if not given.names or any(part in name for part in given.names)]
+    memory, sent = ("buffers", "step*", "compiled", "ratio"), ("sent", "compiled", "ratio")
+    table: list[tuple[str, ...]] = [("case", "slice", *memory, *sent, "differences", "unnamed", "no line")]
+    for n, name in enumerate(chosen):
+        print(f"{n + 1} of {len(chosen)}: {name}", file=sys.stderr, flush=True)
+        table += rows(name, given.keep, given.differences)
+    print(*grid(table, right=tuple(range(2, 12))), "* modelled", sep="\n")
+
+
+if __name__ == "__main__":
+    main()
