@@ -78,11 +78,8 @@ def scatter(options: Sequence[Alternative], capacity_bytes: float, linked: bool 
     picture.text(picture.right - 4, y - 4, f"capacity {bytes_text(capacity_bytes)}", anchor="end")
     front = pareto_front(options)
     steps = [(across(a.step_seconds), up(a.peak_bytes)) for a in front]
-    corners = [
-        p
-        for (x, y), (after, _) in zip(steps, [*steps[1:], (picture.right, 0.0)], strict=True)
-        for p in ((x, y), (after, y))
-    ]
+    ends = [*(x for x, _ in steps[1:]), picture.right]
+    corners = [p for (x, y), after in zip(steps, ends, strict=False) for p in ((x, y), (after, y))]
     if corners:
         picture.path(corners, "front", title="nothing is both faster and smaller")
     for n, a in reversed(list(enumerate(options, start=1))):

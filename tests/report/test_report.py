@@ -196,6 +196,10 @@ def test_the_pareto_front_has_what_nothing_beats():
     assert [(a.step_seconds, a.peak_bytes) for a in pareto_front(options)] == [(1, 9), (2, 4)]
     checked(alternatives(options, 50))
     assert alternatives(options[:1], 50) == ""
+    none_fits = [Alternative(f"{s}, {b}", s, b, False) for s, b, _ in rows]
+    checked(drawn := alternatives(none_fits, 1))
+    assert pareto_front(none_fits) == []
+    assert 'class="front"' not in drawn
 
 
 def test_a_search_reports_all_that_it_estimated(tmp_path):
