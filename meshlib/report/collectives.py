@@ -157,7 +157,7 @@ def collectives(est: Estimate, anchors: PageAnchors) -> str:
         f"on the wire {MODELLED}",
         "largest, why, and how to avoid it",
     )
-    return section("collectives", "Collectives by cause", head, table(titles, rows, (2, 3, 4), ids, True, (5,)))
+    return section("collectives", "Collectives by cause", head, table(titles, rows, (2, 3, 4), ids, True, (5,), (0, 1)))
 
 
 def _members(cause: Cause) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 
+_TAGS = re.compile(r"<[^>]*>")
 EXACT = '<span class="mark" title="exact: counted for this program">=</span>'
 MODELLED = '<span class="mark" title="modelled: follows from rates and a schedule">≈</span>'
 
@@ -40,26 +42,33 @@ def table(
     ids: Sequence[str | None] = (),
     sortable: bool = False,
     long: Sequence[int] = (),
+    short: Sequence[int] = (),
 ) -> str:
-    """A table in a container that scrolls horizontally on narrow pages.
+    """A table in a container that scrolls horizontally on narrow pages; with long columns, each row is stacked there.
 
     Args:
       head: column titles, HTML.
       rows: cells, HTML.
       right: columns of numbers, aligned to the right.
       ids: the anchor of each row, if it has one.
-      long: columns of sentences or scoped names, which are wide.
+      long: columns of sentences or scoped names, which are wide; short: of words, which are never broken.
       sortable: whether a click on a title sorts, where scripts run.
     """
 
-    def line(cells: Sequence[str], cell: str, anchor: str | None = None) -> str:
-        kinds = {**dict.fromkeys(right, "number"), **dict.fromkeys(long, "long")}
-        columns = (tag(cell, c, class_=kinds.get(k)) for k, c in enumerate(cells))
+    kinds = {**dict.fromkeys(short, "short"), **dict.fromkeys(right, "number"), **dict.fromkeys(long, "long")}
+    titles = [_TAGS.sub("", title).strip() for title in head] if long else []  # shown in each cell of a stacked row
+
+    def line(cells: Sequence[str], cell: str, titles: Sequence[str], anchor: str | None = None) -> str:
+        columns = (
+            tag(cell, c, class_=kinds.get(k), data_head=titles[k] or None if titles else None)
+            for k, c in enumerate(cells)
+        )
         return tag("tr", "".join(columns), id=anchor)
 
-    body = [line(row, "td", ids[n] if n < len(ids) else None) for n, row in enumerate(rows)]
-    inner = tag("thead", line(head, "th")) + tag("tbody", "\n".join(body))
-    return tag("div", tag("table", inner, class_="sortable" if sortable else None), class_="scroll")
+    body = [line(row, "td", titles, ids[n] if n < len(ids) else None) for n, row in enumerate(rows)]
+    inner = tag("thead", line(head, "th", [])) + tag("tbody", "\n".join(body))
+    container = "scroll stacked" if long else "scroll"
+    return tag("div", tag("table", inner, class_="sortable" if sortable else None), class_=container)
 
 
 def section(anchor: str, title: str, *parts: str) -> str:

@@ -134,9 +134,9 @@ def live_table(buffers: Sequence[Live], anchors: PageAnchors) -> str:
         kind = f'<i class="key k-{KINDS.index(live.kind)}"></i>{text(live.kind)}'
         rows.append((text(bytes_text(live.bytes)), kind, name, text(live.type), text(live.source)))
     head = (f"bytes {EXACT} each", "kind", "tensor", "type, with what it is split over", "line")
-    first = table(head, rows[:SHOWN], right=(0,), long=(2, 3))
+    first = table(head, rows[:SHOWN], right=(0,), long=(2, 3), short=(1, 4))
     rest = (
-        folded(f"{len(rows) - SHOWN} more buffers", table(head, rows[SHOWN:], right=(0,), long=(2, 3)))
+        folded(f"{len(rows) - SHOWN} more buffers", table(head, rows[SHOWN:], right=(0,), long=(2, 3), short=(1, 4)))
         if rows[SHOWN:]
         else ""
     )

@@ -70,4 +70,4 @@ def _row(
 
 def _joined(values: object) -> str:
     assert hasattr(values, "__iter__")
-    return text(", ".join(dict.fromkeys(str(v) for v in values if v)))
+    return ", ".join(tag("span", text(v), class_="word") for v in dict.fromkeys(str(v) for v in values if v))
