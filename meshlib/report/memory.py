@@ -15,6 +15,7 @@ from meshlib.report.markup import EXACT, folded, legend, paragraph, section, tab
 from meshlib.report.svg import Picture, Scale, binary_ticks
 
 COLUMNS = 400  # moments that a picture can resolve
+FAR = 10  # times the peak: a larger capacity is not drawn
 SHOWN = 12  # buffers of the peak that are not folded away
 
 
@@ -72,15 +73,18 @@ def memory(est: Estimate, anchors: PageAnchors) -> str:
     )
 
 
-def area(est: Estimate, linked: bool = True) -> str:
+def area(est: Estimate, linked: bool = True, size: tuple[float, float] = (1000, 280)) -> str:
     """The picture of memory over the step; `linked`: its peak links to the table of live buffers."""
     m, moments = est.memory, _sampled(memory_over_time(est), est.schedule.seconds)
-    top = max(m.peak_bytes, m.capacity_bytes) * 1.06
-    picture = Picture(1000, 280, label="memory of one device over the step, stacked by kind", wide=True)
+    far = m.peak_bytes * FAR < m.capacity_bytes  # what is live would be a line at the bottom
+    top = m.peak_bytes * 1.25 if far else max(m.peak_bytes, m.capacity_bytes) * 1.06
+    picture = Picture(*size, label="memory of one device over the step, stacked by kind", wide=True)
     across = Scale((0.0, max(est.schedule.seconds, 1e-12)), (picture.left, picture.right))
     up = Scale((0.0, float(top)), (picture.bottom, picture.top))
     picture.axis_left(up, bytes_text, binary_ticks(up))
-    picture.axis_below(across, lambda t: seconds_text(t) if t else "0", "time in the step ≈", across.ticks(8))
+    picture.axis_below(
+        across, lambda t: seconds_text(t) if t else "0", "time in the step ≈", across.ticks(round(size[0] / 125))
+    )
     floor = [0.0] * len(moments)
     for n, kind in enumerate(KINDS):
         ceiling = [low + moment.kinds[n] for low, moment in zip(floor, moments, strict=True)]
@@ -89,9 +93,13 @@ def area(est: Estimate, linked: bool = True) -> str:
             under = [(across(t), up(c)) for m_, c in zip(moments, floor, strict=True) for t in (m_.begin, m_.end)]
             picture.path([*over, *reversed(under)], f"k-{n} area", closed=True, title=kind)
         floor = ceiling
-    y = up(m.capacity_bytes)
-    picture.line(picture.left, y, picture.right, y, "limit", f"capacity {bytes_text(m.capacity_bytes)}")
-    picture.text(picture.left + 6, y - 4, f"capacity {bytes_text(m.capacity_bytes)} =")
+    capacity = f"capacity {bytes_text(m.capacity_bytes)}"
+    if far:
+        picture.text(picture.left + 6, picture.top + 14, f"{capacity} =, above this picture")
+    else:
+        y = up(m.capacity_bytes)
+        picture.line(picture.left, y, picture.right, y, "limit", capacity)
+        picture.text(picture.left + 6, y - 4, f"{capacity} =")
     if moments:
         peak = max(moments, key=lambda moment: moment.total)
         middle = across((peak.begin + peak.end) / 2)

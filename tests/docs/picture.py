@@ -10,6 +10,7 @@ from pathlib import Path
 
 import meshlib as mtf
 from meshlib.report.links import PageAnchors
+from meshlib.report.memory import area
 from meshlib.report.shards import shards
 from meshlib.report.timeline import timeline
 from meshlib.report.torus import torus_picture
@@ -17,7 +18,7 @@ from tests.paths import ROOT
 
 PICTURE = ROOT / "meshlib" / "report" / "step.svg"
 WIDTH, LINE = 1000, 20
-BESIDE, BELOW = 330, 232  # where pictures begin
+BESIDE, RIGHT, BELOW = 320, 560, 232  # where pictures begin
 
 
 def step() -> tuple[mtf.Tensor, mtf.Program]:
@@ -47,19 +48,21 @@ def drawn() -> str:
     hidden, program = step()
     sharding = mtf.LayoutRules("batch:rows;hidden:cols").sharding(hidden.shape, "rows:2;cols:4")
     estimate = mtf.estimate(program, "v3-8")
-    pictures = [  # title, page, x, y
-        ("hidden activations: a block on each of 8 cores", shards(sharding, "hidden"), 0, LINE),
-        ("the mesh on 4 chips of a v3-8", torus_picture(estimate), BESIDE, LINE),
-        ("one training step on one core (modelled)", timeline(estimate, PageAnchors.of(estimate)), 0, BELOW),
+    memory = area(estimate, linked=False, size=(WIDTH - RIGHT, BELOW - LINE))
+    pictures = [  # title, page, x, y, scale
+        ("hidden activations: a block on each of 8 cores", shards(sharding, "hidden"), 0, LINE, 1.0),
+        ("the mesh on a v3-8's chips", torus_picture(estimate), BESIDE, LINE, 2.2),
+        ("memory of a core", memory, RIGHT, LINE, 1.0),
+        ("one training step on one core (modelled)", timeline(estimate, PageAnchors.of(estimate)), 0, BELOW, 1.0),
     ]
     parts, height = [], 0.0
-    for title, page, x, y in pictures:
+    for title, page, x, y, scale in pictures:
         picture = re.search(r'<svg viewBox="0 0 ([\d.]+) ([\d.]+)"[^>]*>(.*?)</svg>', page, re.S)
         assert picture is not None
         inner = re.sub(r"</?a\b[^>]*>| data-op=\"[^\"]*\"|<title>.*?</title>", "", picture[3])
         parts.append(f'<text x="{x + 14}" y="{y}" style="font-weight: 600">{title}</text>')
-        parts.append(f'<g transform="translate({x} {y + 4})">{inner}</g>')
-        height = max(height, y + float(picture[2]) + 4)
+        parts.append(f'<g transform="translate({x} {y + 4}) scale({scale:g})">{inner}</g>')
+        height = max(height, y + scale * float(picture[2]) + 4)
     bottom = round(height)
     size = f'viewBox="0 0 {WIDTH} {bottom}" width="{WIDTH}"'
     ground = f'<rect width="{WIDTH}" height="{bottom}" fill="#fff"/>'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from functools import cache
 from html.parser import HTMLParser
@@ -10,11 +11,12 @@ from itertools import pairwise
 import pytest
 
 import meshlib as mtf
+from hardware import CHIPS, Slice
 from meshlib.program.analysis.memory import KINDS
 from meshlib.report.alternatives import Alternative, alternatives, pareto_front
 from meshlib.report.collectives import causes_of
 from meshlib.report.links import PageAnchors
-from meshlib.report.memory import memory_over_time
+from meshlib.report.memory import area, memory_over_time
 from meshlib.report.page import page
 from meshlib.report.shards import grid_of, shards
 from meshlib.report.timeline import CORE, bars_of, loops_of
@@ -225,6 +227,19 @@ def test_operations_lead_to_the_pictures_that_show_them():
     assert 'href="#timeline"' in row
     assert 'href="#roofline"' in row
     assert html.count(f'data-op="{anchors.op(name)}"') >= 3
+
+
+def test_memory_far_below_the_capacity_is_drawn_large() -> None:
+    """A line at the capacity is drawn where memory comes near it, else said in words."""
+    with mtf.Graph():
+        x, w = mtf.input("x", "batch:512;d:512"), mtf.variable("w", "d:512;f:512")
+        small = mtf.estimate(mtf.lower({"y": mtf.einsum([x, w], output_shape="batch:512;f:512")}), "v5e-1")
+    assert "above this picture" in area(small)
+    assert 'class="limit"' not in area(small)
+    chip = dataclasses.replace(CHIPS["v5e"], hbm_bytes=4 * small.memory.peak_bytes, hbm_reserved_bytes=0)
+    near = mtf.estimate(small.program, Slice("v5e-1", chip))
+    assert "above this picture" not in area(near)
+    assert 'class="limit"' in area(near)
 
 
 # ------------------------------------------------------------ in a browser
