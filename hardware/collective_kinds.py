@@ -1,4 +1,4 @@
-"""The kinds of collectives, one record each: the phases in which they run on links, which say bytes, time and results.
+"""Kinds of collectives, one record each: their phases on the links, which determine bytes, time and results.
 
     all_gather          gather                 (n-1)/n of the larger side sent on a ring of n
     reduce_scatter      reduce                 (n-1)/n
@@ -30,11 +30,11 @@ Join = Callable[[Sequence[Array]], Array]
 
 
 class Phase(Enum):
-    """One direction of data through a group."""
+    """A communication pattern within a group, of which collectives are composed."""
 
     GATHER = "all_gather"  # every node's block to all
     REDUCE = "reduce_scatter"  # partial sums to the owner of each block
-    EXCHANGE = "all_to_all"  # another block to every node
+    EXCHANGE = "all_to_all"  # a different block to every node
     SHIFT = "shift"  # all data to the next node
     SPREAD = "spread"  # all data of one node to all
 
@@ -46,7 +46,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CollectiveKind:
-    """A kind of collective: its name, and its phases, one after the other.
+    """A kind of collective: its name, and its phases in order.
 
     Example:
       >>> COLLECTIVE_KINDS["all_reduce"].phases
@@ -63,16 +63,16 @@ class CollectiveKind:
 
     @property
     def moves_all(self) -> bool:
-        """Whether every level of the network moves all of the data, not what the level before has left."""
+        """Whether all data crosses every level of the network; otherwise a level moves what the one before leaves."""
         return Phase.EXCHANGE in self.phases
 
     @property
     def hbm_passes(self) -> int:
-        """How often HBM reads or writes the data: each phase does both."""
+        """Number of passes over the data in HBM: each phase reads and writes it."""
         return 2 * len(self.phases)
 
     def ring_share(self, n: int) -> float:
-        """What a node of a ring of n sends, as a part of operand or result, the larger."""
+        """Data sent by a node of a ring of n nodes, relative to the larger of operand and result."""
         return sum([(n - 1) / n if phase.is_staged else float(n > 1) for phase in self.phases])
 
 
@@ -97,7 +97,7 @@ def group_results(
     op: str = "sum",
     carry: Callable[[Array], Array] | None = None,
 ) -> list[Array]:
-    """What each node of one group has after a collective that runs in stages. Sums are added in the order of a ring.
+    """Results of a staged collective on each node of one group; sums are added in ring order.
 
     Args:
       kind: of `COLLECTIVE_KINDS`, such as "all_reduce".

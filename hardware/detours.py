@@ -173,11 +173,11 @@ def _blocks(
 def _joined(
     rings: list[tuple[int, ...]], around: dict[int, set[int]], cut: Collection[frozenset[int]]
 ) -> tuple[int, ...] | None:
-    """Merge rings into one, failed edges, those in `cut`, first; None if one cannot be replaced, or several remain."""
+    """Merge rings into one, replacing failed edges (those in `cut`) first; None if one cannot be, or several remain."""
     merging = _Rings(rings, around)
     broken = [edge for edge in cut if any(b in merging.beside.get(a, ()) for a, b in itertools.permutations(edge))]
     for a, b in broken:
-        if b in merging.beside[a] and not merging.join(a, b):  # one that replaces another may have failed as well
+        if b in merging.beside[a] and not merging.join(a, b):  # a replacement may be a failed edge, too
             return None
     if rings:
         merging.grow(rings[0])
@@ -185,7 +185,7 @@ def _joined(
 
 
 class _Rings:
-    """Rings that are merged: neighbouring edges (a, b) and (c, d) of two rings become a - c and b - d."""
+    """Rings that can be merged: neighbouring edges (a, b) and (c, d) of two rings become a - c and b - d."""
 
     def __init__(self, rings: list[tuple[int, ...]], around: dict[int, set[int]]) -> None:
         self.around = around
@@ -197,7 +197,7 @@ class _Rings:
 
     @property
     def owners(self) -> set[int]:
-        """One node for each ring."""
+        """One representative node per ring."""
         return {self._owner(node) for node in self._parent}
 
     def _owner(self, node: int) -> int:
@@ -219,7 +219,7 @@ class _Rings:
         return []
 
     def grow(self, ring: tuple[int, ...]) -> None:
-        """Merge a ring with all that it can reach."""
+        """Merge a ring with all rings reachable from it."""
         queue = list(reversed(ring))
         seen = set(queue)
         while queue:

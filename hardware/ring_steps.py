@@ -158,7 +158,7 @@ def ring_steps(kind: str, data: Sequence[Any]) -> RingRun:
 
 
 def _begin(phase: Phase, arrays: Sequence[Array], pieces: Sequence[Sequence[Array]]) -> Held:
-    """What nodes hold at first: all blocks of their own data that will be added; else the one that stays."""
+    """The nodes' initial data: for a reduction all blocks of their operand, otherwise their own block."""
     if phase is Phase.REDUCE:
         return tuple(map(tuple, pieces))
     own = arrays if phase is Phase.GATHER else [row[node] for node, row in enumerate(pieces)]

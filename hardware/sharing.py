@@ -278,7 +278,7 @@ class SharedLinks:
         )  # fmt: skip
 
     def _held_seconds(self, number: int, left: dict[int, float], speeds: dict[int, float]) -> float:
-        """Seconds after which one has less left to send than all that it waits for; infinite if they end before."""
+        """Seconds until a queued collective has less left to send than those ahead of it; inf if these end first."""
         seconds, own = 0.0, self._busy[number]
         for m, share in left.items():
             for place, busy in self._busy[m].items():

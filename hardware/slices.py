@@ -311,7 +311,7 @@ def _parse(name: object) -> tuple[int, str, str, bool, str]:
 
 
 def _with_a_hyphen(text: str) -> str:
-    """The slice that a name without its hyphen means, as a question; "" for other names."""
+    """A suggestion for a slice name without its hyphen; "" for other names."""
     for chip in sorted(CHIPS, key=len, reverse=True):
         before, named, size = text.rpartition(chip)
         meant = f"{before.replace('tpu', '').strip(' -_')}{chip}-{size.strip(' -_')}"

@@ -73,7 +73,7 @@ def _width(load: float) -> float:
 
 
 def _legend(figure: Any, frame: FilmFrame) -> None:
-    """What colours mean, below all frames."""
+    """A legend of the colours, below all frames."""
     from matplotlib import colormaps
     from matplotlib.lines import Line2D
 
@@ -143,7 +143,7 @@ def _figure(frames: Sequence[FilmFrame], count: int) -> tuple[Any, list[Any]]:
 
 
 def _share(height: float) -> float:
-    """The share of a frame's height that is below its title."""
+    """Share of a frame's height below its title."""
     return (height - TITLE) / height
 
 

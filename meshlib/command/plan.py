@@ -23,7 +23,7 @@ from meshlib.estimation.memory.remedies import Remedy
 from meshlib.estimation.views.rows import Row, names_of_forward
 from meshlib.estimation.views.whole_run import WholeRun
 
-CAUSES, REMEDIES = 4, 3  # collectives and remedies that a plan names
+CAUSES, REMEDIES = 4, 3  # collectives and remedies shown in a plan
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def _that_uses_all(subject: Subject, plan: PlannedLayout, est: Estimate) -> str:
 
 
 def _state(est: Estimate) -> list[str]:
-    """That no batch fits, where so, and how many devices would hold what no batch changes."""
+    """A line if no batch fits, with the number of devices needed for variables, slots and gradients alone."""
     memory = est.memory
     if memory.state_bytes <= memory.capacity_bytes:
         return []
@@ -263,7 +263,7 @@ def _state(est: Estimate) -> list[str]:
 
 
 def _remedies(subject: Subject, est: Estimate) -> list[str]:
-    """The remedies that save most, those that a flag applies before the others."""
+    """The remedies that save most, those with a flag first."""
 
     def has_flags(remedy: Remedy) -> bool:
         return all(subject.remedy(part) != part for part in remedy.parts)

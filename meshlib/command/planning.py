@@ -134,7 +134,7 @@ def _layouts(args: argparse.Namespace, subject: Subject, where: Slice) -> list[t
 
 
 def _with_half_the_batch(subject: Subject, plans: Sequence[PlannedLayout]) -> Subject | None:
-    """The subject with half as many sequences; None if it was asked for, a layout fits, or no batch would fit."""
+    """The subject with half as many sequences; None if the batch was given, a layout fits, or no batch would fit."""
     if subject.config is None or subject.given_batch or subject.sizes["batch"] < 2:
         return None
     if plans[0].fits or not any(plan.state_fits for plan in plans):

@@ -1,5 +1,4 @@
-"""Settings of a model's training step on the command line: what `--set` takes, what they are in Python, and the flag
-that applies a memory remedy."""
+"""Settings of a model's training step on the command line: `--set`, and flags for memory remedies."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class Subject:
         return where
 
     def remedy(self, words: str) -> str:
-        """A memory remedy, with the flag that applies it where there is one."""
+        """A memory remedy, with the flag that applies it, if any."""
         return words if self.config is None else with_flag(words, self.sizes["batch"], self.step)
 
     @property

@@ -33,7 +33,7 @@ def move(step: Step, x: Array, context: TraceContext) -> Array:
 
 
 def _all_gather(step: Step, x: Array, context: TraceContext) -> Array:
-    """All blocks of a group side by side along a dim; the dims on either side of it travel as one.
+    """All blocks of a group, concatenated along a dim; the dims on either side of it are merged for the transfer.
 
     XLA would otherwise copy stacked weights, such as those of all heads, into the layout that suits the gather.
     """

@@ -36,9 +36,9 @@ class Reported:
 
 @dataclass(eq=False)
 class Stack:
-    """The stacked blocks of all trips, of which each trip of a loop updates a part of its own.
+    """The stacked blocks of all trips of a loop; each trip updates its own.
 
-    array  the blocks along a first axis; trip: the index of this one's
+    array  the blocks along a leading axis; trip: index of the current block
     """
 
     array: Array

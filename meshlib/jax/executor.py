@@ -34,7 +34,7 @@ class Executor(Interpreter[Array, TraceContext]):
     def __init__(self, context: TraceContext) -> None:
         self.context = context
         self._repeats = Repeats()
-        self._wide: dict[Value, Array] = {}  # of casts to bfloat16, what they cast
+        self._wide: dict[Value, Array] = {}  # result of a cast to bfloat16 -> its operand
 
     def run(self, program: Program, given: Mapping[Value, Array], context: TraceContext) -> dict[Value, Array]:
         """As in the interpreter, with barriers that keep the compiler from merging recomputations."""
@@ -108,7 +108,7 @@ class Executor(Interpreter[Array, TraceContext]):
             if x.tensor.operation.opdef.kind is Kind.VARIABLE and context.platform == "tpu"
         }
         stacked = {name: (given.pop(body.inputs[name]), i.slice_axis(name)) for name in i.slices}
-        in_place = rewritten(i)  # stacks as carries of their own, since what is sliced and what is stacked never alias
+        in_place = rewritten(i)  # these stacks become carries, because slices and stacked results of a scan never alias
         over = {end: stacked.pop(start)[0] for end, start in in_place.items()}
         updates = _single_updates(body, in_place)
         first = {name: x for name, (x, axis) in stacked.items() if axis == 0}
@@ -263,9 +263,9 @@ class Executor(Interpreter[Array, TraceContext]):
 
 
 def _single_updates(body: Program, in_place: Mapping[str, str]) -> dict[str, Compute]:
-    """The results of a body that are a slice of a stack with another part, by the one instruction that writes it.
+    """Results of a body that update part of a slice of a stack -> the instruction that does.
 
-    Such a part goes right into the stack: XLA copies a slice that is updated and put back.
+    They write directly to the stack: XLA would copy a slice that is updated and put back.
     """
     makers = {y: i for i in body.instructions for y in i.outputs}
     updates: dict[str, Compute] = {}

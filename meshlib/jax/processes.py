@@ -21,7 +21,7 @@ from meshlib.core.dtypes import DType
 from meshlib.core.errors import CheckpointError
 
 Places = Mapping[str, tuple[int, Shape, DType]]
-READ_BYTES = 1 << 22  # of a file at once
+READ_BYTES = 1 << 22  # read from a file per call
 
 
 class JaxProcesses:

@@ -68,7 +68,7 @@ def _conflicts(layout: LayoutRules, dim: str, axes: tuple[str, ...]) -> bool:
 
 
 def _mapping(scope: str, shardings: list[Sharding], missing: list[str]) -> dict[str, object]:
-    """The most axes that split each dim of any of these; where one is split otherwise, a note goes to `missing`."""
+    """Dim -> the most axes that split it in any of these shardings; other splits of it are added to `missing`."""
     axes_of: dict[str, tuple[str, ...]] = {}
     of_dims = [(sharding, dim, sharding.of(dim)) for sharding in shardings for dim in sharding.shape.names]
     for _, dim, axes in of_dims:

@@ -42,7 +42,7 @@ BYTES, OWN_FILE = "bytes", "file"  # values of the config's tokenizer entry
 def _record(
     config: Config, tokenizer: BytePairs | ByteTokenizer | None, images: ImageInput | None, what: str
 ) -> dict[str, Any]:
-    """What the file beside the weights says of a model."""
+    """The contents of config.json for a model."""
     record: dict[str, Any] = {"format": FORMAT, "version": VERSION}
     try:
         record["model"] = as_json(config)

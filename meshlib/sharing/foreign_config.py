@@ -60,7 +60,7 @@ def _check_kind(kind: str, target: object) -> None:
 
 
 def _fault_of_heads(given: Mapping[str, Any]) -> str | None:
-    """What does not divide by heads."""
+    """Description of a size that the heads do not divide."""
     heads = given.get("num_attention_heads", 1)
     if heads % (given.get("num_key_value_heads") or heads):
         return f"num_key_value_heads {given['num_key_value_heads']} does not divide num_attention_heads {heads}"

@@ -154,7 +154,7 @@ FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
 
 
 def _strange_parts(config: TransformerConfig) -> list[str]:
-    """Parts of a model that no family has."""
+    """Features of a model that no family has."""
     return [
         name
         for name, there in (
@@ -173,7 +173,7 @@ def _strange_parts(config: TransformerConfig) -> list[str]:
 
 
 def _family_like(config: TransformerConfig) -> str | None:
-    """The family with this architecture, as far as its kind, positions and norms go."""
+    """The family with this model's kind, positions and norms, if any."""
     architecture = (config.kind, config.position, config.norm)
     if architecture == ("decoder", "rotary", "rms") and config.gated:
         return "llama"
@@ -183,7 +183,7 @@ def _family_like(config: TransformerConfig) -> str | None:
 
 
 def _strange_of_family(config: TransformerConfig, family: str | None) -> list[str]:
-    """What a model has that its family has not."""
+    """Features of a model that its family lacks."""
     shares_keys = config.memory_heads != config.heads
     if family == "llama" and config.bias:
         return ["biases of feed-forward blocks"]

@@ -18,7 +18,7 @@ from meshlib.searching.arrivals import Arrivals
 from meshlib.searching.serving import serving
 from meshlib.validation.machine_figures import Figure, Figures
 
-_AT_ONCE, _REQUESTS = 1e4, 600  # requests a second: all in the time of a few steps
+_AT_ONCE, _REQUESTS = 1e4, 600  # requests per second: all arrive within a few steps
 _SHAREGPT = (121, 233)
 _PYTORCH = "jetstream-pytorch: summary.md"
 _LEFT_OUT = (
@@ -29,7 +29,7 @@ _LEFT_OUT = (
 
 @dataclass(frozen=True)
 class ServedRun:
-    """A server that was measured.
+    """A measured server.
 
     Attributes:
       model, slice: their names.

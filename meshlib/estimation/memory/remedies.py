@@ -309,8 +309,8 @@ def _smaller_batch(
         yield _Idea(f"{HALF}, '{name}' {batch.size} -> {batch.size // 2}", partial(part, parts=2), "batch")
     if not (program.updates and any(i.operation.region == BACKWARD for i in program.instructions)):
         return
-    # Gradients of all microbatches are added up in float32, split as their variables; what a loop stacks of one is
-    # there beside that, pending, until it is added.
+    # Gradients of microbatches are summed in float32 with the sharding of their variables; the stacked gradients of
+    # one microbatch are live besides, pending, until they are added.
     trained = _trained(program)
     sums = sum(tiled_bytes(v.local_shape.sizes, 4) for v in trained)
     sums += sum(tiled_bytes(v.local_shape.sizes, width) for v, width in trained.items() if width)

@@ -8,7 +8,7 @@ from meshlib.core.text import bytes_text, seconds_text
 from meshlib.estimation import Estimate
 
 SAME = 0.002  # of a step: smaller changes are ignored
-MUCH = 0.2  # of the largest change: a change the other way that is mentioned
+MUCH = 0.2  # of the largest change: smaller opposite changes are not mentioned
 
 
 def difference(first: Estimate, second: Estimate, name: str = "", tokens: tuple[int, int] | None = None) -> str:
@@ -45,8 +45,8 @@ def _for(tokens: tuple[int, int] | None) -> str:
 
 
 def _because(first: Estimate, second: Estimate, change: float, share: float) -> str:
-    """The part of the step that changes most in the direction of the change, if it changes by at least that share, and
-    the part that changes most the other way, if that takes back much of it."""
+    """The largest change in the direction of the step's change, if it has at least that share, and the largest opposite
+    one, if significant."""
     if abs(change) < SAME:
         return ""
     sign = 1 if change > 0 else -1

@@ -44,7 +44,7 @@ def step_film(est: Estimate, frames: int) -> Film:
 
 
 class _Span(NamedTuple):
-    """An operation on the core (`axis` None) or a collective on a torus axis, from when to when."""
+    """An operation on the core (`axis` None) or a collective on a torus axis, from `begin` to `end`."""
 
     axis: int | None
     begin: float
@@ -52,7 +52,7 @@ class _Span(NamedTuple):
     name: str
 
     def within(self, begin: float, end: float) -> float:
-        """Seconds of it in an interval."""
+        """Seconds of it within an interval."""
         return max(0.0, min(end, self.end) - max(begin, self.begin))
 
 

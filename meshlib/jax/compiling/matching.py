@@ -272,7 +272,7 @@ def _does_as_much(m: CompiledPart, p: Planned) -> bool:
     return _same_kind(m, p) or _does_more(m, p)
 
 
-# The first that fits counts; with each, whether a planned value may have several parts by it.
+# (rule, whether a planned value may match several compiled ones by it); the first match counts.
 _RULES: list[tuple[Rule, bool]] = [
     (lambda m, p: m.scope == p.scope and _same_bytes(m, p) and m.axes == p.axes, False),
     (lambda m, p: m.scope == p.scope and _same_elements(m, p) and len(m.launch.operands) == 1, False),

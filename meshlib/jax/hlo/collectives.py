@@ -189,8 +189,8 @@ def _collective(
 
 
 def _before(module: Module, frame: Frame, i: HloInstruction) -> Iterator[str]:
-    """The collectives behind an operand, through copies, slices and fusions of collectives: those that a compiler cut
-    one collective into follow each other."""
+    """Names of the collectives that feed this one through copies, slices and fusions: parts of a collective that the
+    compiler has split are chained."""
     holder, call = frame.holder, frame.call
     if call is not None and frame.parent is not None and call.opcode == "fusion":
         holder, i = frame.parent.holder, call

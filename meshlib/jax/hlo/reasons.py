@@ -148,7 +148,7 @@ def _outside(frame: Frame, number: int) -> tuple[Frame, str] | None:
 
 
 def _value_of_loop(body: Computation, around: Frame, loop: HloInstruction, n: int) -> tuple[Frame, str] | str:
-    """What element `n` of a loop's state is: what it begins with, if trips pass it on; else its description."""
+    """The initial value of element `n` of a loop's state if trips pass it on unchanged, otherwise its description."""
     root = body.root
     back = body.instructions.get(root.operands[n]) if root is not None and n < len(root.operands) else None
     while back is not None and back.opcode in ("copy", "bitcast"):

@@ -63,7 +63,7 @@ def _scan_axes(axes: Axes, step: CodeStep) -> None:
 
 
 def _stack_of(w: StepWriter, inside: Var, x: Var, trip: Axis) -> Tensor:
-    """The tensor whose slices along the trips a body takes."""
+    """The tensor that a loop slices, with the trips as one dim."""
     return w.merge(w.under(x, [trip, *inside.axes]), trip) if x.const is None or x.axes else w.tensor(x)
 
 

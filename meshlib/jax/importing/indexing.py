@@ -64,7 +64,7 @@ def _is_positions(x: Var, axis: int) -> bool:
 
 
 def _same_along(x: Var, axis: int, step: CodeStep) -> tuple[Var, int] | None:
-    """The operand of `step`, and its axis, that counts as its result does along an axis; None: another operation."""
+    """The operand and axis from which a step's result copies the values along an axis; None for other steps."""
     operand = step.ins[0]
     if step.kind == "broadcast_in_dim":
         to = [int(n) for n in step.params["broadcast_dimensions"]]
@@ -120,7 +120,7 @@ def _lookup(
 
 
 def _start_columns(x: Var, axes: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """The columns of indices that say where a run starts; in others it always starts at 0."""
+    """The index columns that determine the start of a slice; in other columns it is always 0."""
     looked = [n for n, a in enumerate(axes) if sizes[a] != x.shape[a] or x.shape[a] == 1]
     if len(looked) > 1:  # an axis of length 1 needs no index
         looked = [n for n in looked if x.shape[axes[n]] > 1] or looked[:1]

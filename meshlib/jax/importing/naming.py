@@ -106,7 +106,7 @@ def _token(word: object, key: str) -> Token:
 
 
 def _sizes_by_name(named: Iterable[tuple[Axis, tuple[Part, ...]]]) -> dict[str, set[int]]:
-    """The sizes that users gave to each name, or that axes with this name alone have."""
+    """Name -> sizes given by the user, or of axes with that name alone."""
     sizes: dict[str, set[int]] = {}
     for axis, token in named:
         for name, size in token:
@@ -117,7 +117,7 @@ def _sizes_by_name(named: Iterable[tuple[Axis, tuple[Part, ...]]]) -> dict[str, 
 
 
 def _known_sizes(leaf: Leaf, axis: Axis, token: tuple[Part, ...], sizes: Mapping[str, set[int]]) -> list[int | None]:
-    """The size of each factor of an axis that is a product, where it is given, known by its name, or what is left."""
+    """The sizes of a product axis's factors: given, known by name, or the remaining quotient; None if unknown."""
     known_sizes = [size or (next(iter(sizes[n])) if len(sizes.get(n, ())) == 1 else None) for n, size in token]
     known = prod(size for size in known_sizes if size)
     if axis.size % known:

@@ -241,7 +241,7 @@ def _before_widening(v: Tensor) -> Tensor:
 
 
 def _value_dims(q: Tensor, k: Tensor, v: Tensor, contracted: list[Dimension]) -> list[Dimension]:
-    """The dims of one value: those that keys have not, else as the elements of keys; [] where queries have one."""
+    """Feature dims of the values: those absent from keys, otherwise the keys' own; [] if queries have one of them."""
     own = [d for d in v.shape if d not in k.shape]
     if own:
         return own if {*own}.isdisjoint(q.shape) else []

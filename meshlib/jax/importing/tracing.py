@@ -150,7 +150,7 @@ class Tracing:
         return self._add(name, eqn, real, place) if rewritten is None else rewritten
 
     def _rewritten(self, name: str, eqn: Any, real: list[Var], place: SourcePlace) -> Sequence[Value] | None:
-        """The results of what a primitive is rewritten to; None for one without a rewrite."""
+        """The results of a primitive's rewrite; None if it has none."""
         params = {**eqn.params, "most_trips": self.most_trips} if name == "while" else eqn.params
         other = REWRITES[name](CodeStep(name, real, [], params, place)) if name in REWRITES else None
         if other is None:

@@ -36,7 +36,7 @@ def follow(step: CodeStep) -> None:
 
 
 def _set_slices(own: Sequence[Var], stacks: Sequence[Var], loop: int, order: int) -> None:
-    """Say of scalars that are slices of known stacks what they are in each trip."""
+    """Record the values in each trip of scalars sliced from known stacks."""
     for x, stack in zip(own, stacks, strict=True):
         elements = None if x.shape or x.key else _elements(stack)
         if elements is not None:

@@ -50,7 +50,7 @@ class JaxAttention:
         self.mask = self._combined_mask(list(zip(arrays, named, strict=True))[4 if with_cotangent else 3 :])
 
     def _combined_mask(self, masks: Sequence[tuple[Array, Names]]) -> Array | None:
-        """Mask, equal segments and bias in one array: bool, or where there is a bias what is added to scores."""
+        """Mask, segment ids and bias as one array: bool, or with a bias the values to add to scores."""
         shown = [(x, names) for x, names in masks if x.dtype == jnp.bool_]
         mask = self._mask(*shown[0]) if shown else None
         numbers = [self._mask(x, names) for x, names in masks if x.dtype == jnp.int32]

@@ -140,7 +140,7 @@ def _update_slice(part: RowContext, x: Array, new: Array, start: Array, trip: Ar
     if wrong is not None and jnp.issubdtype(new.dtype, jnp.floating):  # NaN, written to the last valid position
         new = _poison(new, aligned(wrong, s_names, n_names))
         start = jnp.clip(start, 0, index_count(part.operation) - 1)
-    outer = () if trip is None else (trip,)  # the index of the block in a stack of them
+    outer = () if trip is None else (trip,)  # index of this block in the stack
     sizes, count = dict(zip(names, x.shape[len(outer) :], strict=True)), new.shape[n_names.index(run)]
     moved = jnp.transpose(new, [n_names.index(run if n == dim else n) for n in names])
     size = sizes[dim]

@@ -71,7 +71,7 @@ def _products(part: RowContext, a: Array, b: Array, begins: Array, ends: Array) 
 def _stacked(
     products: list[Array], apart: Sequence[str], result: Sequence[str], sizes: Mapping[str, int], out: Names
 ) -> Array:
-    """Products for each index of the dims `apart` as one array, summed over those that the result has not."""
+    """Products for each index of the dims `apart`, stacked; dims that the result lacks are summed."""
     whole = jnp.stack(products).reshape([sizes[n] for n in (*apart, *result)])
     summed = [n for n in apart if n not in out]
     whole = jnp.sum(whole, axis=tuple(apart.index(n) for n in summed)) if summed else whole

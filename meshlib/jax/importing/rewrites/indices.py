@@ -148,7 +148,7 @@ _JOINED: dict[str, tuple[Any, Any]] = {
 def _scattered_axes(
     d: Any, x_shape: tuple[int, ...], updates_shape: tuple[int, ...], columns: dict[int, int]
 ) -> _TableAxes:
-    """The axes of the operand of a scatter as those of a table, with the sizes of windows that updates have."""
+    """Table axes of a scatter's operand, with the window sizes of its updates."""
     batch, inserted = [int(n) for n in d.operand_batching_dims], {*map(int, d.inserted_window_dims)}
     free = [n for n in range(len(x_shape)) if n not in batch and n not in inserted]
     sizes = [1] * len(x_shape)

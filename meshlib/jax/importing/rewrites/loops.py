@@ -62,7 +62,7 @@ def _conjuncts(jaxpr: Any) -> Iterator[Any]:
 
 
 def _needed_part(body: Any, consts: int, live: list[bool]) -> tuple[Any, list[bool], list[bool]]:
-    """The part of a body that these carries need in all trips, the arguments that it reads, and the carries."""
+    """The part of a body that determines these carries in all trips, the arguments that it reads, and its carries."""
     while True:
         part, reads = dce_jaxpr(body, live, instantiate=[False] * consts + live)
         more = [a or b for a, b in zip(live, reads[consts:], strict=True)]

@@ -142,7 +142,7 @@ _SAME = ("pvary", "pcast", "sharding_constraint", "reshard", "mesh_cast")
 
 
 def _params_without(params: Mapping[str, Any], over: _Over) -> dict[str, Any]:
-    """The parameters of an equation outside the mesh that its body runs over."""
+    """The parameters of an equation, without references to the mesh of the body."""
     outside = dict(params)
     for key, value in params.items():
         if key in ("sharding", "out_sharding"):
