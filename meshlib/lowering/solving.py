@@ -1,8 +1,8 @@
 """Minimum of a factor graph: elimination, and a search where that needs too large tables.
 
-dive          a good solution, the incumbent: elimination of promising values alone windows       runs of variables
-re-optimised exactly, all others fixed branches      each value of a variable with many neighbours is tried; the rest is
-eliminated, or branched on
+dive          a good solution, the incumbent: elimination of promising values alone
+windows       runs of variables re-optimised exactly, all others fixed
+branches      each value of a variable with many neighbours is tried; the rest is eliminated, or branched on
 """
 
 from __future__ import annotations

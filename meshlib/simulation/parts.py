@@ -42,9 +42,10 @@ class Working(Move):
 class Parts:
     """How the instructions of a loop body run on a range of indices of one dim; planned once.
 
-    dims     the name that the dim has in each value that has it partial  values that are kept for the active range
-    alone; others with the dim are kept whole factors  for each computation on the range, the factor of the dim loops
-    the same plan for each nested loop that runs on the range
+    dims     the name that the dim has in each value that has it
+    partial  values that are kept for the active range alone; others with the dim are kept whole
+    factors  for each computation on the range, the factor of the dim
+    loops    the same plan for each nested loop that runs on the range
     """
 
     size: int

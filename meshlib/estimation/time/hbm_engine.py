@@ -5,8 +5,9 @@ up to half of VMEM. So in a chain of small products, as in decoding, neither lau
 it takes as long as HBM needs for the bytes.
 
 Collectives read what they send and write what arrives. That costs a kernel nothing if it computes longer than it reads;
-otherwise it competes for HBM. It must be finished by the end of the step. Sources: openxla/xla memory_space_assignment
-(prefetches to the alternate memory); Pope et al., arXiv:2211.05102.
+otherwise it competes for HBM. It must be finished by the end of the step.
+
+Sources: openxla/xla memory_space_assignment (prefetches to the alternate memory); Pope et al., arXiv:2211.05102.
 """
 
 from __future__ import annotations

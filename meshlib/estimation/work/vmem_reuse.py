@@ -13,9 +13,10 @@ compiler that knows the uses places a part there. A value that only passes betwe
 readers is never written to HBM.
 
 In a loop the previous use may be in the previous trip. Values that persist over trips without HBM traffic save it in
-all trips but the first. Source: Mattson et al., "Evaluation techniques for storage hierarchies", IBM Systems Journal
-9(2), 1970 (stack distances); openxla/xla memory_space_assignment keeps buffers in the alternate memory by the same
-criterion.
+all trips but the first.
+
+Source: Mattson et al., "Evaluation techniques for storage hierarchies", IBM Systems Journal 9(2), 1970 (stack
+distances); openxla/xla memory_space_assignment keeps buffers in the alternate memory by the same criterion.
 """
 
 from __future__ import annotations
