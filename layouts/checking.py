@@ -73,12 +73,12 @@ def check(
     """  # noqa: E501
     rules = rules if isinstance(rules, LayoutRules) else LayoutRules(rules)
     mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
-    met = _met(rules, mesh, tensors, inner, splitting)
-    known = dict.fromkeys([*met.dims, *(known_dims or ())])
-    foreign = _foreign(rules, mesh, known, met.faults)
+    seen = _met(rules, mesh, tensors, inner, splitting)
+    known = dict.fromkeys([*seen.dims, *(known_dims or ())])
+    foreign = _foreign(rules, mesh, known, seen.faults)
     notes = [f"{text}; it splits nothing here, as its '?' allows" for text in dict.fromkeys(foreign)]
-    notes += _notes(rules, mesh, met, known)
-    faults_with_labels = tuple((fault, tuple(dict.fromkeys(labels))) for fault, labels in met.faults.items())
+    notes += _notes(rules, mesh, seen, known)
+    faults_with_labels = tuple((fault, tuple(dict.fromkeys(labels))) for fault, labels in seen.faults.items())
     return Report(tuple(_with_tensors(*item) for item in faults_with_labels), tuple(notes), faults_with_labels)
 
 
@@ -156,22 +156,22 @@ def _foreign(rules: LayoutRules, mesh: Mesh, known: dict[str, None], faults: dic
     ]
 
 
-def _notes(rules: LayoutRules, mesh: Mesh, met: _Met, known: dict[str, None]) -> list[str]:
+def _notes(rules: LayoutRules, mesh: Mesh, seen: _Met, known: dict[str, None]) -> list[str]:
     """Notes on rules and axes without effect, and on inner tensors that a rule does not fit."""
     notes = [
-        f"rule {rule} is not used: {_why_unused(rule, met.dims)}"
+        f"rule {rule} is not used: {_why_unused(rule, seen.dims)}"
         for rule in rules.rules
-        if rule.dim in known and rule not in met.rules and not (rule.optional and set(rule.axes).isdisjoint(mesh.axes))
+        if rule.dim in known and rule not in seen.rules and not (rule.optional and set(rule.axes).isdisjoint(mesh.axes))
     ]
     notes += [
         f"axis {axis!r} splits nothing: every tensor is held {size} times over"
         for axis, size in zip(mesh.axes, mesh.sizes, strict=True)
-        if size > 1 and axis not in met.axes
+        if size > 1 and axis not in seen.axes
     ]
     return notes + [
         f"{fault.what}: {fault.remedy.partition('. ')[0]}. Nobody named this size of these tensors, which are "
         f"split as far as it fits: {some(list(dict.fromkeys(labels)))}"
-        for fault, labels in met.misfits.items()
+        for fault, labels in seen.misfits.items()
     ]
 
 

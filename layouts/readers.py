@@ -48,14 +48,14 @@ def from_flax(rules: Iterable[tuple[str, Entry]], dims: Iterable[str] | None = N
     given: object = rules
     if isinstance(given, str) or not is_iterable(given):
         raise LayoutError(f"Flax rules are a list of (dim, axes) pairs, not {rules!r:.80}")
-    kept = None if dims is None else set(dims)
+    known_dims = None if dims is None else set(dims)
     layout_rules: list[Rule] = []
     closed: set[str] = set()  # dims whose search has ended
     for number, item in enumerate(rules):
         if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[0], str):
             raise LayoutError(f"Flax rule {number}: expected a (dim, axes) pair, not {item!r:.80}")
         dim, axes = item[0], _axes(item[1], f"Flax rule {number}, {item!r:.80}")
-        if dim in closed or (kept is not None and dim not in kept):
+        if dim in closed or (known_dims is not None and dim not in known_dims):
             continue
         if axes:
             layout_rules.append(Rule(dim, axes, optional=True, whole=len(axes) > 1))

@@ -81,9 +81,9 @@ def _price(source: Sharding, target: Sharding, itemsize: int) -> tuple[int | flo
     known = _plain_price(source, whole, itemsize)
     if known is not None:
         return known
-    way = _cheapest_route(source, whole)
-    costs = [move.cost for move in way.moves if not STEP_KINDS[move.kind].is_local]
-    return sum([_exact(cost * way.scale * itemsize, way.devices) for cost in costs]), len(costs)
+    cheapest = _cheapest_route(source, whole)
+    costs = [move.cost for move in cheapest.moves if not STEP_KINDS[move.kind].is_local]
+    return sum([_exact(cost * cheapest.scale * itemsize, cheapest.devices) for cost in costs]), len(costs)
 
 
 def _plain_price(source: Sharding, target: Sharding, itemsize: int) -> tuple[int | float, int] | None:
@@ -97,8 +97,8 @@ def _plain_price(source: Sharding, target: Sharding, itemsize: int) -> tuple[int
     scattered: list[Axes] = []  # per dim
     gathered: list[Axes] = []
     for before, after in zip(source.axes, target.axes, strict=True):
-        kept = len(_common_prefix(before, after))
-        lost, new = before[kept:], after[kept:]
+        prefix = len(_common_prefix(before, after))
+        lost, new = before[prefix:], after[prefix:]
         summed = tuple([a for a in new if a in left])
         if (lost and new) or new[len(new) - len(summed) :] != summed:
             return None
@@ -130,8 +130,8 @@ def _plan(source: Sharding, target: Sharding, itemsize: float) -> Plan:
     if itemsize <= 0:
         raise LayoutError(f"itemsize must be positive, not {itemsize}")
     whole = _unmasked(source, target)
-    way = _cheapest_route(source, whole)
-    steps = list(_steps(source, whole, way, itemsize))
+    cheapest = _cheapest_route(source, whole)
+    steps = list(_steps(source, whole, cheapest, itemsize))
     if whole != target:
         axes = tuple([a for a in target.pending_axes if a not in source.pending_axes])
         steps.append(Step(MASK.name, axes, None, None, whole, target, ceil(whole.local_size * itemsize), 0))
@@ -145,12 +145,12 @@ def _unmasked(source: Sharding, target: Sharding) -> Sharding:
         raise LayoutError(
             f"reshard keeps shape and mesh, not from {source} on {source.mesh} to {target} on {target.mesh}"
         )
-    kept = tuple([pair for pair in target.pending if pair in source.pending])
-    if len(kept) == len(target.pending):
+    still_pending = tuple([pair for pair in target.pending if pair in source.pending])
+    if len(still_pending) == len(target.pending):
         return target
     if {kind for _, kind in (*source.pending, *target.pending)} != {"sum"}:
         raise LayoutError(f"reshard can make only sums pending: source {source}, target {target}")
-    return laid(target.shape, target.mesh, target.axes, kept)
+    return laid(target.shape, target.mesh, target.axes, still_pending)
 
 
 class _NamedRoute(NamedTuple):
@@ -175,9 +175,9 @@ def _cheapest_route(source: Sharding, target: Sharding) -> _NamedRoute:
     # makes the search smaller. Moving them too pays off only in plans of several steps.
     alike = tuple([_common_prefix(*pair) for pair in zip(source.axes, target.axes, strict=True)])
     if any(alike):
-        way = _route_with_fixed(source, target, alike)
-        if way.collectives <= 1:
-            return way
+        direct = _route_with_fixed(source, target, alike)
+        if direct.collectives <= 1:
+            return direct
     return _route_with_fixed(source, target, ((),) * len(alike))
 
 
@@ -190,9 +190,9 @@ def _numbered(splits: Sequence[Axes], number: Mapping[str, int]) -> tuple[tuple[
     return tuple([tuple([number[a] for a in entry]) for entry in splits])
 
 
-def _ranked(axes: tuple[tuple[str, int], ...], met: list[str]) -> list[tuple[str, int]]:
+def _ranked(axes: tuple[tuple[str, int], ...], seen: list[str]) -> list[tuple[str, int]]:
     """Axes with their sizes, by size and by the place where they are first met."""
-    return sorted(axes, key=lambda axis: (axis[1], met.index(axis[0]) if axis[0] in met else len(met)))
+    return sorted(axes, key=lambda axis: (axis[1], seen.index(axis[0]) if axis[0] in seen else len(seen)))
 
 
 def _route_with_fixed(source: Sharding, target: Sharding, fixed: tuple[Axes, ...]) -> _NamedRoute:
@@ -224,24 +224,24 @@ def _route_with_fixed(source: Sharding, target: Sharding, fixed: tuple[Axes, ...
     return _NamedRoute(moves, tuple([a for a, _ in ranked]), tuple(order), fixed, scale, devices)
 
 
-def _steps(source: Sharding, target: Sharding, way: _NamedRoute, itemsize: float) -> Iterator[Step]:
+def _steps(source: Sharding, target: Sharding, cheapest: _NamedRoute, itemsize: float) -> Iterator[Step]:
     """The steps of a route with names."""
     kinds = dict(source.pending)
-    names = (*[source.shape.names[d] for d in way.dims], None)  # for -1, no dim
-    place = {d: n for n, d in enumerate(way.dims)}
+    names = (*[source.shape.names[d] for d in cheapest.dims], None)  # for -1, no dim
+    place = {d: n for n, d in enumerate(cheapest.dims)}
     before = source
-    for kind, numbers, at, to, (entries, awaited), cost in way.moves:
-        axes = tuple([way.axes[n] for n in numbers])
-        moved = {d: tuple([way.axes[a] for a in entries[n]]) for d, n in place.items()}
-        splits = tuple([own + moved.get(d, ()) for d, own in enumerate(way.fixed)])
+    for kind, numbers, at, to, (entries, awaited), cost in cheapest.moves:
+        axes = tuple([cheapest.axes[n] for n in numbers])
+        moved = {d: tuple([cheapest.axes[a] for a in entries[n]]) for d, n in place.items()}
+        splits = tuple([own + moved.get(d, ()) for d, own in enumerate(cheapest.fixed)])
         if STEP_KINDS[kind].permutes:
             axes = _moving(before.axes, splits, source.mesh.axes)
         elif at < 0:  # no dim: the order is irrelevant
             axes = tuple([a for a in source.mesh.axes if a in axes])
-        pending = target.pending + tuple((way.axes[n], kinds[way.axes[n]]) for n in awaited)
+        pending = target.pending + tuple((cheapest.axes[n], kinds[cheapest.axes[n]]) for n in awaited)
         after = laid(source.shape, source.mesh, splits, pending)
         payload = ceil(before.local_size * itemsize)
-        sent = _exact(cost * way.scale * payload, way.devices * before.local_size)
+        sent = _exact(cost * cheapest.scale * payload, cheapest.devices * before.local_size)
         yield Step(kind, axes, names[at], names[to], before, after, payload, sent)
         before = after
 

@@ -86,7 +86,7 @@ def _shortest(known_map: _StateGraph, start: State, goal: Splits) -> list[RouteS
     arrivals = {known_map.number((splits, ())) for splits in prefixes}  # goal states: slices alone lead to the target
     begin = known_map.number(start)
     best = {begin: (0, 0, 0, 0)}  # cost, collectives, slices, scatters
-    came: dict[int, tuple[int, RouteStep]] = {}
+    predecessors: dict[int, tuple[int, RouteStep]] = {}
     queue = [(0, 0, 0, 0, 0, 0, begin)]  # bounds on bytes, collectives, slices, scatters, two tie breakers, state
     done: set[int] = set()
     lacks: dict[int, int] = {}  # lower bound of the remaining cost of a state
@@ -96,7 +96,7 @@ def _shortest(known_map: _StateGraph, start: State, goal: Splits) -> list[RouteS
         if state in done:
             continue
         if state in arrivals:
-            return _merged(_steps_to_goal(came, state, known_map.states[state][0], goal))
+            return _merged(_steps_to_goal(predecessors, state, known_map.states[state][0], goal))
         done.add(state)
         cost, collectives, slices, scatters = best[state]
         for more, order, after, sends, cuts, scattering, move in known_map.moves(state):
@@ -120,7 +120,7 @@ def _shortest(known_map: _StateGraph, start: State, goal: Splits) -> list[RouteS
             if before is not None and before <= reached:
                 continue
             best[after] = reached
-            came[after] = state, move
+            predecessors[after] = state, move
             arrives = after in arrivals
             if arrives:
                 known = min(known, sent)
@@ -129,12 +129,12 @@ def _shortest(known_map: _StateGraph, start: State, goal: Splits) -> list[RouteS
 
 
 def _steps_to_goal(
-    came: Mapping[int, tuple[int, RouteStep]], state: int, splits: Splits, goal: Splits
+    predecessors: Mapping[int, tuple[int, RouteStep]], state: int, splits: Splits, goal: Splits
 ) -> list[RouteStep]:
     """The steps to a goal state, followed by its slices."""
     back = []
-    while state in came:
-        state, move = came[state]
+    while state in predecessors:
+        state, move = predecessors[state]
         back.append(move)
     moves = back[::-1]
     for d, entry in enumerate(goal):

@@ -202,7 +202,7 @@ def _block_counts(
 
 
 def _is_one_kind(pending: Pending) -> bool:
-    """Whether nothing is pending, or reductions of one kind that is known."""
+    """True if all pending reductions have the same known kind."""
     if not pending:
         return True
     first = pending[0][1]

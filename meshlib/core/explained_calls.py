@@ -75,13 +75,13 @@ def refuse_misfit(
     Args:
       functions: the called function, and those to which it forwards its **kwargs.
     """
-    if not isinstance(fault, ArgumentError) and (told := _mismatch(functions, args, kwargs)):
+    if not isinstance(fault, ArgumentError) and (mismatch := _mismatch(functions, args, kwargs)):
         remedy = f"; {OF_CALLS[name]}" if name in OF_CALLS else _as_list(name, functions[0], args)
-        raise ArgumentError(f"{name} ({source_line()}): {told}{remedy}") from None
+        raise ArgumentError(f"{name} ({source_line()}): {mismatch}{remedy}") from None
 
 
 def _as_list(name: str, function: Callable[..., Any], args: Sequence[object]) -> str:
-    """That operands which were given one by one belong in a list."""
+    """The remedy for operands given one by one instead of in a list, or ""."""
     if next(iter(signature(function).parameters), "") != "xs":
         return ""
     tensors = [str(getattr(x, "name", "")) for x in takewhile(lambda x: hasattr(x, "operation"), args)]
@@ -168,7 +168,7 @@ def _by_kind(parameters: Mapping[str, Parameter]) -> dict[Any, list[str]]:
 
 
 def _too_many(count: int, in_order: Sequence[str], by_name: Sequence[str]) -> str:
-    """That a call has more arguments by position than the signature takes."""
+    """The fault of a call with too many positional arguments."""
     arguments = f"argument{'s' * (len(in_order) != 1)} by position ({', '.join(in_order)})"
     most = f"at most {len(in_order)} {arguments}" if in_order else "none by position"
     names = ", ".join(by_name)

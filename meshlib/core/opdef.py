@@ -90,7 +90,7 @@ class Role(enum.Enum):
 
     @property
     def reduces(self) -> bool:
-        """Whether a split leaves a pending reduction."""
+        """True if a split leaves a pending reduction."""
         return self.pending is not None
 
 
@@ -207,9 +207,9 @@ class Summary:
     types: Callable[[tuple[TensorType, ...], Mapping[str, Any]], tuple[TensorType, ...]]
     combine: Callable[..., tuple[Array, ...]] | None = None
 
-    def heard(self, told: Sequence[tuple[Array, ...]]) -> tuple[Array, ...]:
+    def heard(self, summaries: Sequence[tuple[Array, ...]]) -> tuple[Array, ...]:
         """The summaries of all blocks as `finish` receives them, in block order."""
-        gathered = tuple(np.stack(parts) for parts in zip(*told, strict=True))
+        gathered = tuple(np.stack(parts) for parts in zip(*summaries, strict=True))
         return gathered if self.combine is None else self.combine(*gathered)
 
 

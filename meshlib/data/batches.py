@@ -146,13 +146,13 @@ class Batches(Iterator[Batch]):
     def _take(self) -> Batch:
         with self._starting:
             self._check_open()
-            ahead = self._ahead
-            if ahead is None:
+            prefetcher = self._ahead
+            if prefetcher is None:
                 # The thread refers to the source alone, so that this iterator can be collected while it runs.
-                self._ahead = ahead = Ahead(self._source.batches(self._state), self._prefetch, "meshlib.Batches")
-                self._stop = weakref.finalize(self, ahead.stop)
+                self._ahead = prefetcher = Ahead(self._source.batches(self._state), self._prefetch, "meshlib.Batches")
+                self._stop = weakref.finalize(self, prefetcher.stop)
         try:
-            return ahead.take()
+            return prefetcher.take()
         except StopIteration:
             raise FeedError("Batches: closed while a batch was waited for") from None
         except BaseException:
@@ -206,11 +206,11 @@ class _Source:
     def _order(self, epoch: int) -> Array | None:
         if self.seed is None:
             return None
-        kept = self.order
-        if kept is None or kept[0] != epoch:
+        cached = self.order
+        if cached is None or cached[0] != epoch:
             words = np.random.Philox(key=np.array([self.seed, epoch], np.uint64)).random_raw(self.examples)
-            self.order = kept = (epoch, np.argsort(words, kind="stable"))
-        return kept[1]
+            self.order = cached = (epoch, np.argsort(words, kind="stable"))
+        return cached[1]
 
 
 def _whole(value: object, least: int) -> bool:

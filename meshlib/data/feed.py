@@ -212,7 +212,7 @@ def _place_of(state: Any) -> IteratorPlace | None:
     return IteratorPlace(following, pending)
 
 
-def _ended(maker: Maker, ahead: Ahead[PreparedBatch] | None) -> None:
-    if ahead is not None:
-        ahead.stop()
+def _ended(maker: Maker, prefetcher: Ahead[PreparedBatch] | None) -> None:
+    if prefetcher is not None:
+        prefetcher.stop()
     maker.close()

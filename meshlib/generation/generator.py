@@ -313,8 +313,8 @@ class Generator:
     def _generated(self, sequences: Sequence[Sequence[int]], scores: Sequence[float], steps: int) -> Generated:
         cut = [self.stops.cut(tokens) for tokens in sequences]
         texts = () if self.tokenizer is None else tuple(text for _, text, _ in cut)
-        kept = tuple(tuple(tokens) for tokens, _, _ in cut)
-        return Generated(kept, texts, tuple(scores), tuple(ended for *_, ended in cut), steps, self.dropped)
+        completions = tuple(tuple(tokens) for tokens, _, _ in cut)
+        return Generated(completions, texts, tuple(scores), tuple(ended for *_, ended in cut), steps, self.dropped)
 
 
 def divided(size: int, dim: str, mesh: MeshLike, layout: object) -> int:

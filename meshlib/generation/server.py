@@ -281,16 +281,16 @@ class Server:
         if s.cached == known:
             drafts, rows = (given[1:], logits) if logits.ndim == 2 else ([], logits[None])
             random = np.random.default_rng((self.seed, s.request, len(s.tokens)))
-            made = self._sampling.verified(rows[:, : self._known], drafts, random)
-            s.accepted += len(made) - 1
-            s.cached += len(made) - 1
-            s.tokens += made
+            verified = self._sampling.verified(rows[:, : self._known], drafts, random)
+            s.accepted += len(verified) - 1
+            s.cached += len(verified) - 1
+            s.tokens += verified
         if self._pages is not None:
             self._pages.filled(s.pages, s.all[: s.cached])
-        kept, text, ended = self._stops.cut(s.tokens)
+        cut_tokens, text, ended = self._stops.cut(s.tokens)
         if ended or len(s.tokens) >= s.most:
             steps = self.steps - s.begun
-            self._done.append(Completion(s.request, tuple(kept), text, ended, steps, s.shared, s.accepted))
+            self._done.append(Completion(s.request, tuple(cut_tokens), text, ended, steps, s.shared, s.accepted))
             self._rows[row] = None
             if self._pages is not None:
                 self._pages.give_back(s.pages)

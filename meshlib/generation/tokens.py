@@ -99,11 +99,11 @@ class Stops:
         Tokens that lie entirely within a stop text are dropped.
         """
         place = next((n for n, token in enumerate(tokens) if token in self.tokens), len(tokens))
-        kept, ended = list(tokens[:place]), place < len(tokens)
+        cut_tokens, ended = list(tokens[:place]), place < len(tokens)
         if self.tokenizer is None:
-            return kept, "", ended
-        text = self.tokenizer.decode(kept)
+            return cut_tokens, "", ended
+        text = self.tokenizer.decode(cut_tokens)
         begin = min((text.index(stop) for stop in self.texts if stop in text), default=len(text))
-        while begin < len(text) and kept and len(self.tokenizer.decode(kept[:-1])) >= begin:
-            kept.pop()
-        return kept, text[:begin], ended or begin < len(text)
+        while begin < len(text) and cut_tokens and len(self.tokenizer.decode(cut_tokens[:-1])) >= begin:
+            cut_tokens.pop()
+        return cut_tokens, text[:begin], ended or begin < len(text)

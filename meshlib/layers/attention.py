@@ -186,7 +186,7 @@ Cache = Callable[[Tensor, Tensor], Held | None]
 
 @dataclass(frozen=True)
 class _Operands:
-    """How q, k and v are computed: projected, normed, rotated; lengths are (name in the source, name in the kernel)."""
+    """Computation of q, k and v: projection, norm, rotation; lengths are (name in the source, name in the kernel)."""
 
     scores: Scores
     channels: Dimension
@@ -196,7 +196,7 @@ class _Operands:
     memory_length: tuple[str, str]
 
     def projected(self, source: Tensor, dims: list[Dimension], part: str, last: str) -> Tensor:
-        """A source projected to heads; `last` is the name of the result."""
+        """The projection of a source to heads; `last` names the result."""
         return projection(source, dims, [source.shape[-1]], self.use_bias, None, self.numerics, part, last)
 
     def operand(self, source: Tensor, dims: list[Dimension], part: str, given: Tensor | None = None) -> Tensor:

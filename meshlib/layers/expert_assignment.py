@@ -115,8 +115,8 @@ def _within_best_groups(favour: Tensor, experts: Dimension, routing: Routing) ->
     count = 1 if routing.group_score == "max" else 2
     best, _ = top_k(apart, members, Dimension("best", count))
     total = reduce_sum(best, output_shape=[*rest, groups])
-    kept = Dimension("kept_groups", routing.groups_per_token)
-    _, index = top_k(total, groups, kept)
+    best_groups = Dimension("kept_groups", routing.groups_per_token)
+    _, index = top_k(total, groups, best_groups)
     hit = reduce_sum(cast(equal(index, numbers_beside(favour, groups)), "int32"), output_shape=[*rest, groups])
     taken = reshape(broadcast(greater(hit, 0), [*rest, groups, members]), favour.shape)
     return where(taken, favour, -1e30)

@@ -162,14 +162,14 @@ def moe(
         )  # fmt: skip
 
     with scope(name):
-        said = _routed(x, levels, (), nonpadding, training, form, numerics, compute)
+        mixture = _routed(x, levels, (), nonpadding, training, form, numerics, compute)
         if shared_channels is None:
-            return said
-        values = said.values + feed_forward(
+            return mixture
+        values = mixture.values + feed_forward(
             x, as_dim(shared_channels, what), activation, gated, use_bias, dropout if training else 0.0,
             None, numerics, "shared",
         )  # fmt: skip
-    return replace(said, values=values)
+    return replace(mixture, values=values)
 
 
 def _levels(experts: object, routing: object, form: str | None, what: str) -> list[Level]:

@@ -195,8 +195,8 @@ def _of_heads(
         projection(latent, [dims.heads, part], [dims.kv_rank], False, None, numerics, name, name)
         for name, part in (("k_nope", dims.nope), ("v", dims.value))
     )
-    every = Shape([*shared.shape[:-1], dims.heads, dims.rope])
-    k = concat([plain, broadcast(shared, every)], dims.key.name, "k")
+    per_head = Shape([*shared.shape[:-1], dims.heads, dims.rope])
+    k = concat([plain, broadcast(shared, per_head)], dims.key.name, "k")
     return attention(q, k, v, q.shape[-3], memory, dims.key, dims.value, causal, None, scale, None, "context", segments)
 
 

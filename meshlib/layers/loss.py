@@ -126,10 +126,10 @@ def focal_loss(logits: Tensor, targets: Tensor, alpha: float = 0.25, gamma: floa
     if not 0 <= alpha <= 1 or gamma < 0:
         raise ShapeError(f"{at(what)}: alpha must be in [0, 1] and gamma not negative, got {alpha:g} and {gamma:g}")
     wide, wanted = _pair(logits, targets, what, "logits", "targets")
-    missed, told = softplus(-wide), softplus(wide)  # -log(p), -log(1 - p)
+    pos, neg = softplus(-wide), softplus(wide)  # -log(p), -log(1 - p)
     if gamma:
-        missed, told = missed * exp(told * -gamma), told * exp(missed * -gamma)
-    return add(wanted * missed * alpha, (1 - wanted) * told * (1 - alpha), logits.shape)
+        pos, neg = pos * exp(neg * -gamma), neg * exp(pos * -gamma)
+    return add(wanted * pos * alpha, (1 - wanted) * neg * (1 - alpha), logits.shape)
 
 
 def smooth_l1_loss(predictions: Tensor, targets: Tensor, beta: float = 1.0) -> Tensor:

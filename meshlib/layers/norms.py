@@ -95,8 +95,8 @@ def rms_norm(
     """
     x, dims, epsilon = checked_norm(x, dim, epsilon, numerics, "rms_norm")
     wide = widened(x)
-    kept = [d for d in wide.shape if d not in dims]
+    other_dims = [d for d in wide.shape if d not in dims]
     with scope(name):
-        y = wide * rsqrt(reduce_mean(square(wide), output_shape=kept) + epsilon)
+        y = wide * rsqrt(reduce_mean(square(wide), output_shape=other_dims) + epsilon)
         y = multiply(y, numerics.variable("scale", [*dims], initializers.ones(), wide.dtype), x.shape)
         return cast(y, x.dtype)

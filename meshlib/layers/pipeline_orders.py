@@ -50,10 +50,10 @@ def one_forward_one_backward(stages: int, microbatches: int, repeats: int) -> li
     backwards = [Task(BACKWARD, m, repeats - 1 - r) for m, r in _rounds(stages, microbatches, repeats)]
     orders = []
     for stage in range(stages):
-        ahead = stages - 1 - stage if repeats == 1 else 2 * (stages - 1 - stage) + (repeats - 1) * stages
-        ahead = min(ahead, len(forwards))
-        steady = [t for pair in zip(forwards[ahead:], backwards, strict=False) for t in pair]
-        orders.append((*forwards[:ahead], *steady, *backwards[len(forwards) - ahead :]))
+        warmup = stages - 1 - stage if repeats == 1 else 2 * (stages - 1 - stage) + (repeats - 1) * stages
+        warmup = min(warmup, len(forwards))
+        steady = [t for pair in zip(forwards[warmup:], backwards, strict=False) for t in pair]
+        orders.append((*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :]))
     return orders
 
 

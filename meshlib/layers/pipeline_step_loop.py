@@ -221,8 +221,8 @@ class StepLoop:
         outputs = {"loss": returned} if isinstance(returned, Tensor) else returned
         if not isinstance(outputs, Mapping) or "loss" not in outputs:
             raise GraphError(f"{at(WHAT)}: last_fn must return a tensor, or a dict with 'loss', got {returned!r:.80}")
-        said = {name: self._of_stages(graph, z, f"last_fn's {name!r}") for name, z in outputs.items()}
-        inside, loss = self._sources(graph), said["loss"]
+        reduced = {name: self._of_stages(graph, z, f"last_fn's {name!r}") for name, z in outputs.items()}
+        inside, loss = self._sources(graph), reduced["loss"]
         with region(BACKWARD_REGION):
             dy, *others = gradients([loss], [y, *(x for _, x in inside)], [self._seed(loss)])
             if dy is None:
@@ -230,7 +230,7 @@ class StepLoop:
             self.cotangents = Buffer.like(dy, self.graph, self.ticks.cotangents[1], "cotangents")
             self.cotangents.write(dy, self.tables["write loss"])
             self._add_gradients(inside, others)
-        self._add_outputs(said)
+        self._add_outputs(reduced)
         return []
 
     # ------------------------------------------------------------ backward
@@ -258,9 +258,9 @@ class StepLoop:
         x = self.inputs.read(graph, t["read input again"])
         dy = self._active_part(self.cotangents.read(graph, t["read cotangent"]))
         # Residuals are read before the operations that use them.
-        kept = [(y, transpose(b.read(graph, t["read residual"]), y.shape)) for y, b in self.kept]
+        residuals = [(y, transpose(b.read(graph, t["read residual"]), y.shape)) for y, b in self.kept]
         again = self._recompute(graph, forward, {self.taken: x}, BACKWARD)
-        graph.known.update((again[y], value) for y, value in kept)
+        graph.known.update((again[y], value) for y, value in residuals)
         inside = self._sources(graph)
         ys, seeds = [again[self.made]], [dy]
         if "loss" in self.said:
@@ -336,8 +336,8 @@ class StepLoop:
                 self.sources.append(source)
                 self.totals.append(self._add_up(self._active_part(wide(g)), "gradient"))
 
-    def _add_outputs(self, said: Mapping[str, Tensor]) -> None:
-        for name, value in said.items():
+    def _add_outputs(self, outputs: Mapping[str, Tensor]) -> None:
+        for name, value in outputs.items():
             if name in self.outputs and name != "loss":
                 raise GraphError(f"{at(WHAT)}: stage_fn and last_fn both return {name!r}")
             label = name if name not in self.outputs else f"{name} of the last stage"

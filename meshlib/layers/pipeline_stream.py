@@ -116,8 +116,8 @@ class Stream:
             held, after = self._exchanged(before, graph.adopt(y), [graph.adopt(t) for t in (gives, number, *happens)])
             return [after], [held]
 
-        every = tuple(range(self.plan.stages))
-        trips = (every if self.plan.exchange(trip) is not None else () for trip in range(self.trip.size))
+        all_stages = tuple(range(self.plan.stages))
+        trips = (all_stages if self.plan.exchange(trip) is not None else () for trip in range(self.trip.size))
         taken = branch("exchange", body, [slots], happens[0], Active(self.stage.name, tuple(trips), self.plan.stages))
         return taken.made[0], taken.ends[0]
 

@@ -88,11 +88,11 @@ class RotaryScaling:
             return frequency * (1 / self.factor)
         if self.ramp == "turns":
             turns = frequency * (self.original_length / (2 * pi))
-            kept = (turns - self.low) * (1 / (self.high - self.low))
+            unscaled_share = (turns - self.low) * (1 / (self.high - self.low))
         else:
             first, last = self._ends(pairs, base)
-            kept = (last - pair) * (1 / (last - first))
-        return frequency * (clip_by_value(kept, 0.0, 1.0) * (1 - 1 / self.factor) + 1 / self.factor)
+            unscaled_share = (last - pair) * (1 / (last - first))
+        return frequency * (clip_by_value(unscaled_share, 0.0, 1.0) * (1 - 1 / self.factor) + 1 / self.factor)
 
     def _ends(self, pairs: int, base: float) -> tuple[float, float]:
         """The pairs at the ends of the ramp: those of `high` and of `low` rotations, rounded outwards."""

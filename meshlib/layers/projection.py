@@ -196,7 +196,7 @@ def _result_shape(
 
 
 def _reduced(x: Tensor, reduced_dims: Sequence[Dimension] | None, name: str) -> tuple[Dimension, ...]:
-    """The dims of x that are contracted: the last unless given."""
+    """The contracted dims of x; by default its last one."""
     if reduced_dims is None:
         if not len(x.shape):
             raise ShapeError(f"{at('dense')}: {x} has no dim to contract")
@@ -209,7 +209,7 @@ def _reduced(x: Tensor, reduced_dims: Sequence[Dimension] | None, name: str) -> 
 def _check_distinct(
     x: Tensor, new: Sequence[Dimension], reduced: Sequence[Dimension], apart: Sequence[Dimension], what: str
 ) -> None:
-    """That no dim is an expert dim and contracted, and none is new and in x."""
+    """Raise ShapeError if an expert dim is contracted, or x already has a new dim."""
     twice = [str(d) for d in apart if d in reduced]
     if twice:
         raise ShapeError(f"{what}: {', '.join(twice)} can't be of reduced_dims and of expert_dims")

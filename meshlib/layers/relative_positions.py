@@ -76,11 +76,11 @@ def relative_position_bias(
     kinds = Dimension("buckets", buckets)
     table = as_numerics(numerics, what).variable(name, [*of_queries, kinds], initializers.zeros())
     with scope(name):
-        ahead = _relative_positions(rows, keys, positions, memory_positions)
-        distance = maximum(negative(ahead), 0) if one_way else absolute(ahead)
+        relative = _relative_positions(rows, keys, positions, memory_positions)
+        distance = maximum(negative(relative), 0) if one_way else absolute(relative)
         bucket = add_n([minimum(distance, each // 2), *(_reached(distance, d) for d in _bounds(each, max_distance))])
         if not one_way:
-            bucket = bucket + cast(greater(ahead, 0), "int32") * each
+            bucket = bucket + cast(greater(relative, 0), "int32") * each
         return transpose(gather(table, bucket, kinds), [*of_queries, *bucket.shape])
 
 

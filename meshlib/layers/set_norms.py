@@ -52,12 +52,12 @@ class NormSets:
     @classmethod
     def of(cls, x: Tensor, apart: Sequence[Dimension], cut: Dimension | None, groups: int) -> NormSets:
         """The sets, with dims in the order of x."""
-        kept = Shape([d for d in x.shape if d in apart or (d == cut and groups > 1)])
+        set_dims = Shape([d for d in x.shape if d in apart or (d == cut and groups > 1)])
         if cut is None or groups == 1:
-            return cls(x.shape, kept)
+            return cls(x.shape, set_dims)
         if groups == cut.size:
-            return cls(x.shape, kept)
-        return cls(x.shape, kept, cut, Dimension(free_name(f"{cut.name}_group", x.shape.names), groups))
+            return cls(x.shape, set_dims)
+        return cls(x.shape, set_dims, cut, Dimension(free_name(f"{cut.name}_group", x.shape.names), groups))
 
     def _shapes(self, shape: Shape) -> tuple[Shape, Shape]:
         """A shape with the dim `cut` split in two, and the shape of one number per set."""

@@ -71,8 +71,8 @@ def spectral_norm(
         return einsum([x, y], output_shape=dims, precision="highest")
 
     with scope(name):
-        kept = variable("u", columns, initializers.random_normal(0.0, 1.0), wide.dtype, trainable=False)
-        still, u = stop_gradient(wide), kept
+        u_variable = variable("u", columns, initializers.random_normal(0.0, 1.0), wide.dtype, trainable=False)
+        still, u = stop_gradient(wide), u_variable
         for _ in range(count):
             v = unit(product(still, u, rows))
             u = unit(product(still, v, columns))
@@ -80,5 +80,5 @@ def spectral_norm(
         y = cast(wide * (1 / sigma), weights.dtype)
         if not flag(is_training, what, "is_training"):
             return y, []
-        with region(UPDATE, stored(kept)):
-            return y, [assign(kept, stop_gradient(u))]
+        with region(UPDATE, stored(u_variable)):
+            return y, [assign(u_variable, stop_gradient(u))]

@@ -144,10 +144,10 @@ class Stored:
     @classmethod
     def declared(cls, name: str, shape: Sequence[Dimension], dtype: str, caches: Caches) -> Stored:
         """Its variables in the current scope."""
-        kept = dtype if caches.dtype is None else caches.dtype
+        stored_dtype = dtype if caches.dtype is None else caches.dtype
         with scope("cache"):
-            held = [variable(name, shape, 0, kept, trainable=False)]
-            if kept in _SCALED:
+            held = [variable(name, shape, 0, stored_dtype, trainable=False)]
+            if stored_dtype in _SCALED:
                 held.append(variable(f"{name}_scale", shape[:-1], 0.0, "float32", trainable=False))
         return cls(shape[-2], shape[-1], dtype, caches, tuple(held))
 

@@ -162,8 +162,8 @@ class Pipeline:
         chosen = next((body.chosen for body in bodies if body.chosen is not None), None)
         stage = loss.shape.dim(STAGE)
         groups = prod(d.size for d in loss.shape if d.name not in (STAGE, *STACKED))
-        kept = [d for d in load.shape if d.name in STACKED]
-        count = reduce_sum(cast(load, FLOAT32), output_shape=[stage, *kept, load.shape[-1]])
+        layer_dims = [d for d in load.shape if d.name in STACKED]
+        count = reduce_sum(cast(load, FLOAT32), output_shape=[stage, *layer_dims, load.shape[-1]])
         if chosen is not None:
             repeat, turns = chosen
             count = multiply(one_hot(turns, repeat, dtype=FLOAT32), count, [repeat, *count.shape])

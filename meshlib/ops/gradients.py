@@ -176,12 +176,12 @@ def _is_read(op: Operation) -> bool:
 
 def _recomputed(graph: Graph, rewrite: Rewrite, results: Sequence[Tensor], dys: Sequence[Tensor]) -> Sides:
     """Recompute the operations, and propagate cotangents through the copies to captured values."""
-    kept = {y: y for op in rewrite.operations if _is_read(op) for y in op.outputs}
-    recomputed = {y for op in rewrite.operations for y in op.outputs if y not in kept}
+    reads = {y: y for op in rewrite.operations if _is_read(op) for y in op.outputs}
+    recomputed = {y for op in rewrite.operations for y in op.outputs if y not in reads}
     outside = list(dict.fromkeys(x for op in rewrite.operations for x in op.inputs if x not in recomputed))
     known = {y: from_host(where) if where.on_host else where for y, where in rewrite.kept}
     count = len(graph.operations)
-    again = replay(rewrite.operations, graph.rewrites[: graph.rewrites.index(rewrite)], kept, graph)
+    again = replay(rewrite.operations, graph.rewrites[: graph.rewrites.index(rewrite)], reads, graph)
     graph.known.update((again[y], value) for y, value in known.items())
     cotangents: dict[Tensor, list[Tensor]] = {}
     for y, dy in zip(results, dys, strict=True):

@@ -179,9 +179,9 @@ class AdafactorOptimizer(Optimizer):
         d0, d1 = dims
         means = []
         for name, gone in (("slot_vr", d0), ("slot_vc", d1)):
-            kept = Shape([d for d in shape if d != gone])
-            slot = u.slot(name, kept)
-            means.append(slot * decay + reduce_mean(squared, output_shape=kept) * mixing)
+            remaining = Shape([d for d in shape if d != gone])
+            slot = u.slot(name, remaining)
+            means.append(slot * decay + reduce_mean(squared, output_shape=remaining) * mixing)
             u.write(slot, means[-1])
         vr, vc = means
         return u.grad * rsqrt(vr / reduce_mean(vr, reduced_dim=d1)) * rsqrt(vc)

@@ -49,14 +49,14 @@ def moving_averages(updates: Iterable[Operation], decay: float = 0.9999, start_s
       (3.0, 2.25)
     """
     what = "moving_averages"
-    kept, first = bounded(decay, what, "decay", FRACTION), whole(start_step, what, "start_step", low=0)
+    decay_rate, first = bounded(decay, what, "decay", FRACTION), whole(start_step, what, "start_step", low=0)
     updates_of_averages = []
     for update in items(updates, what, "updates"):
         if not isinstance(update, Operation) or update.opdef is not ASSIGN:
             raise GraphError(f"{at(what)}: updates must be what an optimizer returned, got {update!r:.80}")
         owner = update.graph.root.variables[update.attrs["variable"]]
         if owner.attrs["trainable"]:
-            updates_of_averages.append(_followed(owner, update.inputs[0], kept, first))
+            updates_of_averages.append(_followed(owner, update.inputs[0], decay_rate, first))
     if not updates_of_averages:
         raise GraphError(f"{at(what)}: none of the updates is of a trainable variable")
     return updates_of_averages

@@ -95,9 +95,9 @@ class Scaling:
             larger = minimum(self.scale * rule.factor, rule.maximum)
             smaller = maximum(self.scale / rule.factor, 1.0)
             scale = where(good, where(grows, larger, self.scale), smaller)
-            kept = where(logical_and(good, logical_not(grows)), in_a_row, 0)
+            good_steps = where(logical_and(good, logical_not(grows)), in_a_row, 0)
             return [
                 assign(self.scale, scale),
-                assign(self.in_a_row, kept),
+                assign(self.in_a_row, good_steps),
                 assign(self.applied, self.applied + cast(good, "int32")),
             ]

@@ -212,8 +212,8 @@ def _body_view(x: Value, dim: str | None) -> tuple[Sharding, object]:
         return s, x.tensor.dtype
     if s.of(dim):
         raise ProgramError(f"{x.tensor.name} is split along '{dim}', which the loop goes over: {s}")
-    kept = [(d, entry) for d, entry in zip(s.shape, s.axes, strict=True) if d.name != dim]
-    return Sharding(Shape([d for d, _ in kept]), s.mesh, [e for _, e in kept], s.pending), x.tensor.dtype
+    remaining = [(d, entry) for d, entry in zip(s.shape, s.axes, strict=True) if d.name != dim]
+    return Sharding(Shape([d for d, _ in remaining]), s.mesh, [e for _, e in remaining], s.pending), x.tensor.dtype
 
 
 def _check_computation(instruction: Compute, signature: Signature) -> None:

@@ -162,8 +162,8 @@ class Program(Shown):
         """The number of the last instruction that uses each value; for fetched and written-back values the number of
         instructions. Unused values are absent."""
         last = {x: n for n, i in enumerate(self.instructions) for x in i.inputs}
-        kept = (*self.outputs.values(), *self.updates.values())
-        return last | dict.fromkeys(kept, len(self.instructions))
+        results = (*self.outputs.values(), *self.updates.values())
+        return last | dict.fromkeys(results, len(self.instructions))
 
     @cached_property
     def dead_after(self) -> Sequence[Sequence[Value]]:

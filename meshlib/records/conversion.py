@@ -42,18 +42,18 @@ KINDS: dict[str, Callable[[str], int | float | str]] = {"integer": int, "float":
 
 
 def _examples_of(
-    path: Path, labels: str | os.PathLike[str] | None, columns: Mapping[str, str], told: Progress
+    path: Path, labels: str | os.PathLike[str] | None, columns: Mapping[str, str], progress: Progress
 ) -> tuple[str, Iterator[Features]]:
     """The kind of a source, and its examples."""
     if path.is_dir():
-        return "a folder of pictures", _of_pictures(path, told)
+        return "a folder of pictures", _of_pictures(path, progress)
     if not path.is_file():
         raise DataError(f"records: expected a folder or a file, found none at {os.fspath(path)!r:.80}")
     if path.suffix.lower() == ".csv":
-        return "a table", _of_table(path, columns, told)
+        return "a table", _of_table(path, columns, progress)
     if labels is not None or "idx" in path.name:
-        return "IDX", _of_idx(path, labels, told)
-    return "a text", _of_text(path, told)
+        return "IDX", _of_idx(path, labels, progress)
+    return "a text", _of_text(path, progress)
 
 
 def make(
@@ -101,7 +101,7 @@ def make(
     return writer.count, writer.paths
 
 
-def _of_pictures(path: Path, told: Progress) -> Iterator[Features]:
+def _of_pictures(path: Path, progress: Progress) -> Iterator[Features]:
     classes = sorted(p for p in path.iterdir() if p.is_dir())
     files = [
         (file, label, folder.name)
@@ -114,7 +114,7 @@ def _of_pictures(path: Path, told: Progress) -> Iterator[Features]:
         raise DataError(f"records: {path}: expected folders of {kinds} files, one for each class; found no such file")
     for n, (file, label, name) in enumerate(files, start=1):
         yield {IMAGE: _picture(file), "label": label, "class": name}
-        told(n, len(files))
+        progress(n, len(files))
 
 
 def _picture(file: Path) -> bytes:
@@ -128,12 +128,12 @@ def _picture(file: Path) -> bytes:
     return data
 
 
-def _of_table(path: Path, columns: Mapping[str, str], told: Progress) -> Iterator[Features]:
+def _of_table(path: Path, columns: Mapping[str, str], progress: Progress) -> Iterator[Features]:
     total = path.stat().st_size
     try:
         kinds = _kinds(path, columns)
         with _text(path) as file:
-            rows = csv.DictReader(_counted(file, total, told))
+            rows = csv.DictReader(_counted(file, total, progress))
             names = rows.fieldnames or []
             if not names or len(set(names)) < len(names):
                 raise DataError(f"records: {path}: expected a first line of names, each once, found {names!r:.80}")
@@ -162,12 +162,12 @@ def _decoded(lines: Iterable[bytes]) -> Iterator[str]:
         yield from io.StringIO(text, newline="") if "\r" in text[:-2] else (text,)
 
 
-def _counted(lines: Any, total: int, told: Progress) -> Iterator[str]:
+def _counted(lines: Any, total: int, progress: Progress) -> Iterator[str]:
     done = 0
     for line in lines:
         yield line
         done += len(line.encode())
-        told(done, total)
+        progress(done, total)
 
 
 def _kinds(path: Path, columns: Mapping[str, str]) -> dict[str, str]:
@@ -237,7 +237,7 @@ def _value(kind: str, name: str, text: str, path: Path, line: int) -> int | floa
     return value
 
 
-def _of_idx(path: Path, labels: str | os.PathLike[str] | None, told: Progress) -> Iterator[Features]:
+def _of_idx(path: Path, labels: str | os.PathLike[str] | None, progress: Progress) -> Iterator[Features]:
     images = read_idx(path)
     label_array = None if labels is None else read_idx(labels, dims=1)
     if label_array is not None and len(label_array) != len(images):
@@ -245,10 +245,10 @@ def _of_idx(path: Path, labels: str | os.PathLike[str] | None, told: Progress) -
     little = images.astype(images.dtype.newbyteorder("<"))
     for n, image in enumerate(little):
         yield {IMAGE: image.tobytes(), **({} if label_array is None else {"label": int(label_array[n])})}
-        told(n + 1, len(images))
+        progress(n + 1, len(images))
 
 
-def _of_text(path: Path, told: Progress) -> Iterator[Features]:
+def _of_text(path: Path, progress: Progress) -> Iterator[Features]:
     total, done = path.stat().st_size, 0
     with open_file(path, "records", DataError) as (file, _):
         for number, line in enumerate(lines_of(file, path, "records", DataError), start=1):
@@ -260,4 +260,4 @@ def _of_text(path: Path, told: Progress) -> Iterator[Features]:
                 raise DataError(f"records: {path}, {what}") from None
             if text.strip():
                 yield {"text": text}
-            told(done, total)
+            progress(done, total)

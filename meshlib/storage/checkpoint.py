@@ -76,9 +76,9 @@ def save(sim: Simulation, path: Path, notes: Mapping[str, str] | None = None) ->
       ([2.0, 2.0, 2.0, 2.0], 1, 3)
     """
     _check_simulation(sim, "save", "save(sim, path)")
-    kept = checked_notes(notes)
+    stored_notes = checked_notes(notes)
     with sim.state.lock:
-        content = _Content(sim.state.stored, _types(sim), sim.seed, kept)
+        content = _Content(sim.state.stored, _types(sim), sim.seed, stored_notes)
         if sim.state.processes is None:
             replace_file(path, content.write, "save", CheckpointError)
         else:
@@ -87,12 +87,12 @@ def save(sim: Simulation, path: Path, notes: Mapping[str, str] | None = None) ->
 
 def checked_notes(notes: Mapping[str, str] | None) -> dict[str, str]:
     """Notes for `save`. Raises: CheckpointError for names or texts that can't be written."""
-    kept = {} if notes is None else dict(notes)
+    checked = {} if notes is None else dict(notes)
     taken = {"format", "meshlib", SEED, METADATA}
-    for name, text in kept.items():
+    for name, text in checked.items():
         if not isinstance(name, str) or not isinstance(text, str) or name in taken or name.startswith(SUM):
             raise CheckpointError(f"save: notes are names and texts of your own, got {name!r:.80}: {text!r:.80}")
-    return kept
+    return checked
 
 
 class Snapshot:

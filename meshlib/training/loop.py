@@ -405,8 +405,8 @@ class _Loop:
         return self.feeding.stats.waited_seconds if isinstance(self.feeding, Feed) else 0.0
 
 
-def _due(every: int, before: int, step: int) -> bool:
-    return step // every > before // every
+def _due(interval: int, before: int, step: int) -> bool:
+    return step // interval > before // interval
 
 
 def _least(value: object, name: str, least: int) -> int:

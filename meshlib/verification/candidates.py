@@ -103,8 +103,8 @@ def _symmetries(axes: Sequence[str], mesh: Mesh) -> list[dict[str, str]]:
     """All permutations of axes of equal size, as renamings; the first is the identity."""
     same = [[a for a in axes if mesh.axis_size(a) == size] for size in dict.fromkeys(map(mesh.axis_size, axes))]
     before = [a for group in same for a in group]
-    every = product(*(permutations(group) for group in same))
-    return [dict(zip(before, (b for order in orders for b in order), strict=True)) for orders in every]
+    permuted = product(*(permutations(group) for group in same))
+    return [dict(zip(before, (b for order in orders for b in order), strict=True)) for orders in permuted]
 
 
 def _exchanged(lies: Lies, swap: dict[str, str]) -> Lies:

@@ -35,12 +35,12 @@ def draw_feeds(
     if unknown:
         raise FeedError(f"verify: {'; '.join(unknown)}; the graph's inputs: {', '.join(own) or 'none'}")
     operations = [i.operation for i in program.instructions if not isinstance(i, Move)]
-    fed = {}
+    all_feeds = {}
     for n, (name, v) in enumerate(sorted(program.inputs.items())):
         op, t = v.tensor.operation, v.tensor
         x = given[name] if name in given else _drawn(op, np.random.default_rng([seed, 0, n]), operations, narrow)
-        fed[name] = to_storage(x, t.shape, t.dtype, f"input '{name}' ({op.source})")
-    return fed
+        all_feeds[name] = to_storage(x, t.shape, t.dtype, f"input '{name}' ({op.source})")
+    return all_feeds
 
 
 def initial_state(program: Program, given: Mapping[str, Any], seed: int) -> dict[str, Array]:

@@ -23,8 +23,8 @@ FAULTS = (MeshlibError, ValueError, IndexError, TypeError, AssertionError, KeyEr
 class Diverged(Exception):
     """Ends a run at the first wrong value."""
 
-    def __init__(self, found: Divergence) -> None:
-        self.found = found
+    def __init__(self, divergence: Divergence) -> None:
+        self.found = divergence
 
 
 @dataclass(eq=False)

@@ -149,6 +149,6 @@ def _largest_overlap(box: Array, others: Array) -> float:
 
 
 def _developed(rng: np.random.Generator, canvas: Array) -> Any:
-    """With noise, quantised to 1/255 as in an image file."""
+    """Images with noise added, quantised to 1/255 as in an image file."""
     noisy = canvas + rng.normal(0, NOISE, canvas.shape)
     return np.rint(255 * noisy.clip(0, 1)) / 255

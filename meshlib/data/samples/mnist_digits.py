@@ -258,8 +258,8 @@ def draw(count: int, seed: int) -> tuple[Images, Labels]:
     """
     rng = np.random.default_rng(seed)
     labels = rng.permutation(np.arange(count) % 10).astype(np.int32)
-    ways = np.array([[i for i, (digit, *_) in enumerate(GLYPHS) if digit == label] for label in range(10)])
-    glyph = ways[labels, rng.integers(ways.shape[1], size=count)]
+    glyphs_of = np.array([[i for i, (digit, *_) in enumerate(GLYPHS) if digit == label] for label in range(10)])
+    glyph = glyphs_of[labels, rng.integers(glyphs_of.shape[1], size=count)]
     paths, lengths = zip(*(_resample(strokes) for _, *strokes in GLYPHS), strict=True)
 
     def each(low: float, high: float) -> Points:

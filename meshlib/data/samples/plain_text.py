@@ -66,8 +66,8 @@ def load_text(path: str | Path | None = None) -> Text:
     if not data:
         raise DataError(f"{folder}: holds no text: 0 files without zero bytes")
     tokens = np.frombuffer(bytes(data[:LIMIT_BYTES]), np.uint8)
-    kept = len(tokens) - int(HELD_OUT * len(tokens))
-    return Text(tokens[:kept], tokens[kept:], f"{what}: {count} file{'s' * (count != 1)}, {len(tokens):,} bytes")
+    split = len(tokens) - int(HELD_OUT * len(tokens))
+    return Text(tokens[:split], tokens[split:], f"{what}: {count} file{'s' * (count != 1)}, {len(tokens):,} bytes")
 
 
 def _texts(files: list[Path], named: bool) -> Iterator[bytes]:

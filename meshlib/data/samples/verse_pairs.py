@@ -99,8 +99,8 @@ class NgramCounts:
         seen = self.before[before]
         if not seen:
             return lower
-        kept = max(self.pairs[before, token] - self.discount, 0)
-        return (kept + self.discount * self.after[before] * lower) / seen
+        discounted = max(self.pairs[before, token] - self.discount, 0)
+        return (discounted + self.discount * self.after[before] * lower) / seen
 
     def perplexities(self, lines: Lines) -> tuple[float, float]:
         """Perplexity per token on other lines, of the unigram and of the bigram model."""

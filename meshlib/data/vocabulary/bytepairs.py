@@ -278,11 +278,11 @@ class BytePairs:
     def _named(self, specials: bool) -> re.Pattern[str]:
         """Regular expression of token names in a text, longest first, with the blanks that some absorb."""
         names = [*self.added, *(self.specials if specials else ())]
-        ways = []
+        alternatives = []
         for name in sorted(names, key=len, reverse=True):
             before, after = (f"[{WHITE}]*" if side in self.blanks.get(name, ()) else "" for side in STRIPS)
-            ways.append(f"{before}({re.escape(name)}){after}")
-        return re.compile("|".join(ways))
+            alternatives.append(f"{before}({re.escape(name)}){after}")
+        return re.compile("|".join(alternatives))
 
 
 def _check(pieces: object, merges: object, specials: object, patterns: tuple[object, ...]) -> None:

@@ -187,21 +187,21 @@ class _TextRows:
         """Place a text, or a pair, into a row with enough space."""
         over = {side: len(tokens) for side, tokens in sides.items() if len(tokens) > self.lengths[side]}
         if over and self.too_long == "refuse":
-            told = ", ".join(f"{n} tokens of the {side} for {self.lengths[side]}" for side, n in over.items())
-            raise GraphError(f"{at(self.what)}: text {number} is too long: {told}")
+            lengths_text = ", ".join(f"{n} tokens of the {side} for {self.lengths[side]}" for side, n in over.items())
+            raise GraphError(f"{at(self.what)}: text {number} is too long: {lengths_text}")
         if over and self.too_long == "skip":
             self.skipped += 1
             return
         self.cut += bool(over)
-        kept = {side: tokens[: self.lengths[side]] for side, tokens in sides.items()}
+        truncated = {side: tokens[: self.lengths[side]] for side, tokens in sides.items()}
         for row, room in self.open if self.packed else ():
-            if all(len(tokens) <= room[side] for side, tokens in kept.items()):
-                self.rows[row].append(kept)
-                for side, tokens in kept.items():
+            if all(len(tokens) <= room[side] for side, tokens in truncated.items()):
+                self.rows[row].append(truncated)
+                for side, tokens in truncated.items():
                     room[side] -= len(tokens)
                 return
-        self.rows.append([kept])
-        self.open.append((len(self.rows) - 1, {side: n - len(kept[side]) for side, n in self.lengths.items()}))
+        self.rows.append([truncated])
+        self.open.append((len(self.rows) - 1, {side: n - len(truncated[side]) for side, n in self.lengths.items()}))
 
     def laid(self, side: str) -> _Laid:
         """One side of all rows as arrays."""

@@ -191,11 +191,11 @@ def _pieces(vocab: object, names: Mapping[str, int], fail: Fail) -> list[bytes]:
     return pieces
 
 
-def _merges(found: object, numbers: Mapping[bytes, int], fail: Fail) -> list[Pair]:
-    if not isinstance(found, list):
+def _merges(entries: object, numbers: Mapping[bytes, int], fail: Fail) -> list[Pair]:
+    if not isinstance(entries, list):
         fail("it has no merges")
     merges = []
-    for one in found:
+    for one in entries:
         parts = one.split(" ") if isinstance(one, str) else one
         if not isinstance(parts, list) or len(parts) != 2 or not all(isinstance(p, str) for p in parts):
             fail(f"the merge {one!r:.80} is no pair")

@@ -90,10 +90,10 @@ def emission_of(
     keys, missing = model_keys(config)
     keys |= _mesh_keys(theirs, where, {renames[a]: n for a, n in (across or {}).items()})
     keys |= {"per_device_batch_size": _each(batch, where), "max_target_length": length}
-    kept = named(remat, config)
-    if kept is None:
+    remat_keys = named(remat, config)
+    if remat_keys is None:
         missing.append(f"recomputation {remat!r}")
-    keys |= kept or {}
+    keys |= remat_keys or {}
     keys["gradient_clipping_threshold"] = max_norm or 0.0
     keys["optimizer_memory_host_offload"] = slots_on_host
     keys |= _numerics(config, missing)

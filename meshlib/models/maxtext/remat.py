@@ -85,9 +85,9 @@ def policy(
     absent |= set(_LATENT) if config.latent is None else set()
     if config.latent is not None and config.latent.q_rank is None:
         absent.add("q_latent")
-    kept = tuple(name for name in save if name not in absent)
+    saved = tuple(name for name in save if name not in absent)
     moved = tuple(name for name in offload if name not in absent)
-    return Remat(save=kept, offload=moved, offload_carries=carries) if kept or moved or carries else "full"
+    return Remat(save=saved, offload=moved, offload_carries=carries) if saved or moved or carries else "full"
 
 
 def named(remat: Policy, config: TransformerConfig) -> dict[str, Any] | None:

@@ -84,9 +84,9 @@ def _quantized(
     a: Tensor, b: Tensor, begins: Tensor, ends: Tensor, attrs: Mapping[str, Any], name: str | None = None
 ) -> Tensor:
     """The product of operands quantised to the grids of `attrs`; the first has the rows."""
-    kept = {*attrs["shape"].names, attrs["groups"]}
+    kept_dims = {*attrs["shape"].names, attrs["groups"]}
     scales = [
-        scale_of(x, Shape([d for d in x.shape if d.name in kept]), LARGEST[grid])
+        scale_of(x, Shape([d for d in x.shape if d.name in kept_dims]), LARGEST[grid])
         for x, grid in zip((a, b), attrs["grids"], strict=True)
     ]
     return build(QUANTIZED_RAGGED, [a, b, *scales, begins, ends], attrs, name)

@@ -49,8 +49,8 @@ def branch(
     one = Dimension(free_name("branch", {d.name for x in carries for d in x.shape}), 1)
 
     def run(given: Sequence[Tensor], _: Sequence[Tensor]) -> Results:
-        ends, made = body(given[:-1])
-        return [*ends, given[-1]], made
+        ends, results = body(given[:-1])
+        return [*ends, given[-1]], results
 
     name = kind.replace(" ", "_")
     finals, stacks = make_loop(

@@ -108,12 +108,12 @@ def _with_gradient(
     for y in results:
         if tensor(y, what).graph not in graph.around:
             raise GraphError(f"{at(what)}: the function must return tensors of the graph of its inputs, got {y}")
-    kept = tuple(kept_values(graph.operations[count:], remat, what))
+    saved = tuple(kept_values(graph.operations[count:], remat, what))
     own = [] if gradient is None else _distinct(results, graph.operations[count:])
     run = tuple(graph.operations[count:])
     if run:
         read = None if residuals is None else tuple(residuals)
-        graph.rewrites.append(Rewrite(run, tuple(inputs), tuple(own), gradient, kept, read))
+        graph.rewrites.append(Rewrite(run, tuple(inputs), tuple(own), gradient, saved, read))
     if gradient is None:
         return outputs
     return own[0] if isinstance(outputs, Tensor) else tuple(own) if isinstance(outputs, tuple) else own

@@ -75,7 +75,8 @@ def deferred(
 def _extended(
     graph: Graph, apart: set[Operation], is_kept: Callable[[Tensor], bool]
 ) -> tuple[dict[Tensor, None], dict[Tensor, Tensor]]:
-    """The values that these operations take, and known ones among their inputs; `apart` gets all that is recomputed."""
+    """The values read by these operations, and known values of their inputs; recomputed operations are added to
+    `apart`."""
     taken: dict[Tensor, None] = {}
     known: dict[Tensor, Tensor] = {}
     waiting = list(apart)

@@ -124,14 +124,14 @@ class _Backwards:
         mask = self.inits[loop.given.inits.index(loop.working)]
 
         def masked(carries: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-            ends, made = step(carries[:-1], given)
-            return [*ends, carries[-1]], made
+            ends, stacked_results = step(carries[:-1], given)
+            return [*ends, carries[-1]], stacked_results
 
-        finals, made = make_loop(
+        finals, stacked_results = make_loop(
             "scan", masked, [*begin, mask], slices, loop.dim, not loop.reverse, None,
             branch=replace(loop.branch, kind=f"{loop.branch.kind} backward"),
         )  # fmt: skip
-        return finals[:-1], made
+        return finals[:-1], stacked_results
 
     def _in_two_loops(
         self, begin: Sequence[Tensor], slices: Sequence[Tensor]
@@ -189,11 +189,11 @@ class _Backwards:
         given = (*befores, *xs, *(graph.adopt(x) for x in self.outer))
         inside = dict(zip(self.loop.stand_ins, given, strict=True))
         # before the copies that use them
-        kept = [
+        saved_values = [
             (y, from_host(t) if t.on_host and not y.on_host else t) for y, t in zip(self.loop.kept, saved, strict=True)
         ]
         results = replay(body.operations, body.rewrites, inside, graph)
-        graph.known.update((results[y], value) for y, value in kept)
+        graph.known.update((results[y], value) for y, value in saved_values)
         return results
 
 

@@ -184,10 +184,10 @@ def while_loop(
     begin = [tensor(x, what) for x in items(inputs, what, "inputs")]
     if not begin:
         raise GraphError(f"{at(what)}: inputs must be a non-empty list of tensors, got []")
-    ahead = [_condition(cond, begin)] if callable(cond) else []
+    first_condition = [_condition(cond, begin)] if callable(cond) else []
 
     def step(carries: Sequence[Tensor], slices: Sequence[Tensor]) -> tuple[Any, tuple[()]]:
-        next_carries = body(*carries[len(ahead) :])
+        next_carries = body(*carries[len(first_condition) :])
         if not callable(cond):
             return next_carries, ()
         results = _tensors(next_carries, f"{what} '{name or what}'")
@@ -195,9 +195,9 @@ def while_loop(
 
     taken = {d.name for x in begin for d in x.shape}
     trip = Dimension(free_name("loop_trip", taken), trips)
-    going = 0 if ahead else None
-    finals, _ = make_loop(what, step, [*ahead, *begin], [], trip, False, name, has_accumulators, going=going)
-    return finals[len(ahead) :]
+    going = 0 if first_condition else None
+    finals, _ = make_loop(what, step, [*first_condition, *begin], [], trip, False, name, has_accumulators, going=going)
+    return finals[len(first_condition) :]
 
 
 def _condition(cond: Callable[..., Tensor], values: Sequence[Tensor]) -> Tensor:
@@ -254,7 +254,7 @@ def _add_accumulators(
 def _add_late_carries(
     outer: Graph, inside: Graph, of_loop: LoopBody, carries: list[Tensor], carried: list[Tensor], ends: list[Tensor]
 ) -> None:
-    """Append the carries that were added in the body; they begin at zero unless it says otherwise."""
+    """Append the carries that were added in the body; their initial values are zeros unless given."""
     for x, late in of_loop.late.items():
         carries.append(_constant(outer, 0, x.shape, x.dtype, "zeros") if late.begin is None else late.begin)
         carried.append(x)
@@ -396,10 +396,10 @@ def _kept(
     """The values that the policy keeps of each trip, with their stored copies; values with the loop's dim only by
     name."""
     chosen = set(of_loop.choices.values())  # slices of weights, which are available anyway
-    kept = [
+    saved = [
         (y, x) for y, x in kept_values([op for op in body.operations if op in live], remat, what) if y not in chosen
     ]
-    return kept if isinstance(remat, Remat) else [(y, x) for y, x in kept if dim.name not in y.shape]
+    return saved if isinstance(remat, Remat) else [(y, x) for y, x in saved if dim.name not in y.shape]
 
 
 def _stackable(carry: Tensor, dim: Dimension) -> Tensor:

@@ -126,8 +126,8 @@ def _by_name(operations: Sequence[Operation], remat: Remat, what: str) -> list[t
     wanted = [
         (how, y) for how, names in both.items() for name in names for op in named[name] for y in op.public_outputs
     ]
-    kept = {settled.of(y): how for how, y in wanted}
-    return [(y, y if how == "save" else to_host(y)) for y, how in kept.items()]
+    chosen = {settled.of(y): how for how, y in wanted}
+    return [(y, y if how == "save" else to_host(y)) for y, how in chosen.items()]
 
 
 class _Settled:

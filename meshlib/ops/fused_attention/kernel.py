@@ -119,7 +119,7 @@ class LocalAttention:
         self.blind = len(arrays) > count or self.k.shape[-2] < whole
 
     def _take_optional(self, arrays: Sequence[Array], types: Sequence[TensorType], pairs: Names) -> None:
-        """Mask, segments of queries and of keys, and bias, told apart by their dtypes."""
+        """Set mask, segment ids of queries and of keys, and bias, identified by dtype."""
         aligned = [(align(x, t.shape.names, pairs), t.dtype) for x, t in zip(arrays, types, strict=True)]
         self.mask = next((x for x, dtype in aligned if dtype is BOOL), None)
         self.segments = [x for x, dtype in aligned if dtype is INT32]

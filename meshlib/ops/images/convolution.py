@@ -180,8 +180,8 @@ def depthwise_conv2d(
       >>> y.shape
       Shape('b:1;h:2;w:2;c:3')
     """
-    kept = [d for d in floats(filters, "depthwise_conv2d").shape if d in floats(x, "depthwise_conv2d").shape]
-    return _conv("depthwise_conv2d", 2, x, filters, stride, padding, dilation, 1, spatial, kept, precision, name)
+    shared_dims = [d for d in floats(filters, "depthwise_conv2d").shape if d in floats(x, "depthwise_conv2d").shape]
+    return _conv("depthwise_conv2d", 2, x, filters, stride, padding, dilation, 1, spatial, shared_dims, precision, name)
 
 
 def _conv(

@@ -61,7 +61,7 @@ class Classes:
 
 
 def _narrows(x: Array, w: Array, dims: Classes, slides: Sequence[Slide]) -> bool:
-    """Whether products at each tap, which leave far fewer channels, come before the sum over taps."""
+    """True if products at each tap, with far fewer channels, should precede the sum over taps."""
     channels, new_channels = (prod(a.shape[names.index(n)] for n in classes) for a, names, classes in
                       ((x, dims.first, dims.contracted), (w, dims.second, dims.columns)))  # fmt: skip
     short = prod(s.first for s in slides) <= 2 * prod(s.out for s in slides)  # else most products of taps are unused
@@ -185,8 +185,8 @@ def _merges(x: Array, *counts: int) -> bool:
 
 def _multiply(x: Array, w: Array, out: Array, dims: Classes, parts: Sequence[PlainSlide], engine: Engine) -> None:
     """Windows as rows of a matrix, or as columns: whichever copies longer contiguous ranges of the first operand."""
-    kept = [n for n in dims.first if n in dims.rows or n in dims.contracted]
-    if kept and kept[-1] in dims.rows:
+    matrix_dims = [n for n in dims.first if n in dims.rows or n in dims.contracted]
+    if matrix_dims and matrix_dims[-1] in dims.rows:
         _multiply_across(x, w, out, dims, parts, engine)
     else:
         _multiply_windows(x, w, out, dims, parts, engine)

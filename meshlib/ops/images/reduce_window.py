@@ -125,14 +125,14 @@ def _reduce(x: Array, out: Array, axis: int, slide: Slide, reduction: str) -> No
 def _taps(slide: Slide) -> Iterator[tuple[int, slice, slice]]:
     """For each tap its number, the windows in which it is inside the dim, and the elements there."""
     for p in slide.plain():
-        every = p.outputs.step or 1
+        step = p.outputs.step or 1
         for tap, number in enumerate(range(slide.second)[p.taps]):
             at = p.begin + p.dilation * tap  # in the first window
             first = max(0, -(-max(0, -at) // p.stride))
             last = min(p.out, -(-(slide.first - at) // p.stride))  # exclusive
             if first < last:
                 begin, end = at + first * p.stride, at + (last - 1) * p.stride + 1
-                windows = slice(p.outputs.start + first * every, p.outputs.start + (last - 1) * every + 1, every)
+                windows = slice(p.outputs.start + first * step, p.outputs.start + (last - 1) * step + 1, step)
                 yield number, windows, slice(begin, end, p.stride)
 
 
@@ -199,12 +199,12 @@ def _taps_of_windows(
     ]
     for taps in product(*(tuple(_taps(s)) for s in moved)):
         into: list[slice] = [np.s_[:]] * len(names)
-        met: list[slice] = [np.s_[:]] * len(names)
+        element_index: list[slice] = [np.s_[:]] * len(names)
         position = 0
         for n, slide, (tap, here, there) in zip(axes, moved, taps, strict=True):
             position = position * slide.second + tap
-            into[n], met[n] = here, there
-        yield position, tuple(into), tuple(met)
+            into[n], element_index[n] = here, there
+        yield position, tuple(into), tuple(element_index)
 
 
 def _starts(block: Block) -> dict[str, int]:

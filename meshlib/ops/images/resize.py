@@ -49,12 +49,12 @@ def _transposed(index: Array, weight: Array, old: int) -> Taps:
     rows, columns = weight.nonzero()
     order = np.argsort(index[rows, columns], kind="stable")
     rows, columns = rows[order], columns[order]
-    met, counts = index[rows, columns], np.bincount(index[rows, columns], minlength=old)
+    old_index, counts = index[rows, columns], np.bincount(index[rows, columns], minlength=old)
     ends = counts.cumsum()
     # Elements without taps get one of weight 0 next to those of their neighbour.
     near = np.where(ends > 0, rows[ends - 1], 0)
     tap_index, weights_of = np.repeat(near[:, None], counts.max(), axis=1), np.zeros((old, counts.max()))
-    place = met, np.arange(len(rows)) - (ends - counts)[met]
+    place = old_index, np.arange(len(rows)) - (ends - counts)[old_index]
     tap_index[place], weights_of[place] = rows, weight[rows, columns]
     return tap_index, weights_of
 

@@ -85,21 +85,21 @@ class Slide:
         >>> [(p.outputs, p.taps, p.stride, p.dilation, p.begin) for p in Slide(1, -1, 2, -1, 4, 3, 8).plain()]
         [(slice(0, None, 2), slice(1, None, -2), 1, 1, 0), (slice(1, None, 2), slice(2, None, -2), 1, 1, 0)]
         """
-        every, taps_every = self.spread // gcd(self.stride, self.spread), self.spread // gcd(self.dilation, self.spread)
-        for i in range(min(every, self.out)):
-            outputs = len(range(i, self.out, every))
-            fits = (f for f in range(min(taps_every, self.second)) if not self._at(i, f) % self.spread)
+        step, tap_step = self.spread // gcd(self.stride, self.spread), self.spread // gcd(self.dilation, self.spread)
+        for i in range(min(step, self.out)):
+            outputs = len(range(i, self.out, step))
+            fits = (f for f in range(min(tap_step, self.second)) if not self._at(i, f) % self.spread)
             f = next(fits, None)
             if f is None:
-                yield PlainSlide(slice(i, None, every), slice(0, 0), 1, 1, 0, outputs, 0)
+                yield PlainSlide(slice(i, None, step), slice(0, 0), 1, 1, 0, outputs, 0)
                 continue
-            stride, dilation = self.stride * every // self.spread, self.dilation * taps_every // self.spread
-            begin, taps = self._at(i, f) // self.spread, len(range(f, self.second, taps_every))
-            chosen = slice(f, None, taps_every)
+            stride, dilation = self.stride * step // self.spread, self.dilation * tap_step // self.spread
+            begin, taps = self._at(i, f) // self.spread, len(range(f, self.second, tap_step))
+            chosen = slice(f, None, tap_step)
             if dilation < 0:  # last tap first
                 begin, dilation = begin + dilation * (taps - 1), -dilation
-                chosen = slice(f + (taps - 1) * taps_every, None, -taps_every)
-            yield PlainSlide(slice(i, None, every), chosen, stride, dilation, begin, outputs, taps)
+                chosen = slice(f + (taps - 1) * tap_step, None, -tap_step)
+            yield PlainSlide(slice(i, None, step), chosen, stride, dilation, begin, outputs, taps)
 
     def count(self) -> int:
         """The number of triples."""
@@ -130,8 +130,8 @@ class PlainSlide:
         """The number of taps inside a dim of size `first`, for each output or for the outputs `of`."""
         begins = self.begin + self.stride * (np.arange(self.out) if of is None else np.array(of, int))
         low, high = (-((begins - end) // self.dilation) for end in (0, first))
-        met: NDArray[np.int64] = np.clip(high, 0, self.second) - np.clip(low, 0, self.second)
-        return met
+        counts: NDArray[np.int64] = np.clip(high, 0, self.second) - np.clip(low, 0, self.second)
+        return counts
 
     def count(self, first: int) -> int:
         """The number of pairs of an output and a tap inside a dim of size `first`."""

@@ -309,19 +309,19 @@ def _scatter_local(block: Block, updates: Array, indices: Array) -> Array:
     sizes = {d.name: d.size for t in (*block.inputs, block.out) for d in t.shape}
     updates, u_names = _summed_to(updates, u_names, (*i_names, *out_names))
     batch = tuple(n for n in i_names if n in out_names)
-    kept = tuple(n for n in u_names if n not in i_names)
+    row_dims = tuple(n for n in u_names if n not in i_names)
     chosen, hit = _block_indices(block, indices, sizes[dim.name])
     place = np.zeros((1,) * len(i_names), np.intp)
     for n in batch:
         place = place * sizes[n] + align(np.arange(sizes[n]), (n,), i_names)
     place = np.broadcast_to(place * sizes[dim.name] + chosen, indices.shape).reshape(-1)
-    table = np.zeros((prod(sizes[n] for n in (*batch, dim.name)), prod(sizes[n] for n in kept)), updates.dtype)
-    space = (*i_names, *kept)
+    table = np.zeros((prod(sizes[n] for n in (*batch, dim.name)), prod(sizes[n] for n in row_dims)), updates.dtype)
+    space = (*i_names, *row_dims)
     rows = np.broadcast_to(align(updates, u_names, space), [sizes[n] for n in space]).reshape(place.size, -1)
     if hit is not None:
         place, rows = place[hit.reshape(-1)], rows[hit.reshape(-1)]
     _add_rows(table, place, rows, once=batch == i_names)
-    names = (*batch, dim.name, *kept)
+    names = (*batch, dim.name, *row_dims)
     out = block.result()
     np.copyto(out, align(table.reshape([sizes[n] for n in names]), names, out_names))
     return out

@@ -104,7 +104,7 @@ def described(
     function(*arrays, out=out)
     dtype = ', "bool"' if arrays[0].dtype == bool else ""
     inputs = ", ".join(f'mtf.input("{x}", "d:2"{dtype})' for x in operands)
-    fed = ", ".join(f"{x}={list(values)}" for x, values in operands.items())
+    feeds = ", ".join(f"{x}={list(values)}" for x, values in operands.items())
     text = f"""{doc}.
 
 Args:
@@ -115,7 +115,7 @@ Example:
   >>> import meshlib as mtf
   >>> with mtf.Graph():
   ...     y = mtf.{name}({inputs})
-  >>> print(mtf.simulate(mtf.lower({{"y": y}})).step({fed})["y"]{".round(4)" * (out.dtype.kind == "f")})
+  >>> print(mtf.simulate(mtf.lower({{"y": y}})).step({feeds})["y"]{".round(4)" * (out.dtype.kind == "f")})
   {out.round(4) if out.dtype.kind == "f" else out}"""
     return text.replace("\n", "\n    ")
 

@@ -55,12 +55,12 @@ def _define(
     def local(block: Block, x: Array) -> Array:
         names, out_names = block.inputs[0].shape.names, block.out.shape.names
         axes = tuple(i for i, n in enumerate(names) if n not in out_names)
-        kept = tuple(n for n in names if n in out_names)
+        out_order = tuple(n for n in names if n in out_names)
         out = block.result()
-        if kept == out_names:
+        if out_order == out_names:
             ufunc.reduce(x, axis=axes, out=out)
         else:
-            np.copyto(out, ufunc.reduce(x, axis=axes).transpose([kept.index(n) for n in out_names]))
+            np.copyto(out, ufunc.reduce(x, axis=axes).transpose([out_order.index(n) for n in out_names]))
         return out
 
     return operation(
@@ -151,7 +151,7 @@ def _public(kind: OpDef, doc: str, example: str) -> Reduction:
         return _reduce(kind, x, output_shape, reduced_dim, name)
 
     function.__name__ = function.__qualname__ = kind.name
-    dtype, fed = (', "bool"', "[[True, True], [True, False]]") if kind in (_ALL, _ANY) else ("", "[[1, 2], [3, 4]]")
+    dtype, feed = (', "bool"', "[[True, True], [True, False]]") if kind in (_ALL, _ANY) else ("", "[[1, 2], [3, 4]]")
     function.__doc__ = f"""{doc}
 
     Returns: a tensor with the dims of `output_shape`, or those of x without `reduced_dim`.
@@ -159,7 +159,7 @@ def _public(kind: OpDef, doc: str, example: str) -> Reduction:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.{kind.name}(mtf.input("x", "a:2;b:2"{dtype}), output_shape="a:2")
-      >>> print(mtf.simulate(mtf.lower({{"y": y}})).step(x={fed})["y"])
+      >>> print(mtf.simulate(mtf.lower({{"y": y}})).step(x={feed})["y"])
       {example}
     """
     return function

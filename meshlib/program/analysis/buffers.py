@@ -64,9 +64,9 @@ def fused_values(program: Program, written: frozenset[Value] = frozenset()) -> s
     for i in program.instructions:
         for x in i.inputs:
             users.setdefault(x, set()).add(i.group)
-    kept = {*program.outputs.values(), *program.updates.values()} - written
+    results = {*program.outputs.values(), *program.updates.values()} - written
     groups_of_values = [(y, i.group) for i in program.instructions if not isinstance(i, Resident) for y in i.outputs]
-    return {y for y, group in groups_of_values if users.get(y, set()) <= {group} and y not in kept}
+    return {y for y, group in groups_of_values if users.get(y, set()) <= {group} and y not in results}
 
 
 def stored_values(program: Program, loop: Loop | None = None) -> StoredValues:
@@ -81,9 +81,9 @@ def stored_values(program: Program, loop: Loop | None = None) -> StoredValues:
         old |= {new: before for new, before in carried.items() if new not in given}
         old |= {program.outputs[end]: program.inputs[start] for end, start in rewritten(loop).items()}
     for new, before in [*old.items()]:
-        way = [*_update_chain(makers, new)]
-        if before in way:  # partial updates in sequence share one buffer
-            old |= dict.fromkeys(way[1 : way.index(before)], before)
+        chain = [*_update_chain(makers, new)]
+        if before in chain:  # partial updates in sequence share one buffer
+            old |= dict.fromkeys(chain[1 : chain.index(before)], before)
     return StoredValues(program, fused_values(program, written), old, written)
 
 
@@ -243,9 +243,9 @@ class _Planner:
             placed: dict[Value, bool] = {}
             for i in reversed(self.groups[group]):
                 free = elsewhere.isdisjoint(i.outputs)
-                every = is_elementwise(i) or _reduces_rows(i)
+                aligned = is_elementwise(i) or _reduces_rows(i)
                 for k, x in enumerate(i.inputs):
-                    same = free and (every or (k == 0 and _writes_part(i)))
+                    same = free and (aligned or (k == 0 and _writes_part(i)))
                     if not same:
                         elsewhere.add(x)
                     recomputed = self.stored.again.get(x)

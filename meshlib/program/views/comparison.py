@@ -402,12 +402,12 @@ def _because(reason: str) -> str:
 
 
 def _work(program: Program) -> ComparedWork:
-    one, every = program.work, [0, 0]
+    one, total = program.work, [0, 0]
     for i, holder, times in walk(program):
         whole = local_work(holder, replace(i, inputs=_replicated(i.inputs), outputs=_replicated(i.outputs)))
-        every = [every[0] + times * whole.mxu_flops, every[1] + times * whole.vpu_ops]
+        total = [total[0] + times * whole.mxu_flops, total[1] + times * whole.vpu_ops]
     size = program.mesh.size
-    mxu, vpu = (size * x / y if y else 1.0 for x, y in zip((one.mxu_flops, one.vpu_ops), every, strict=True))
+    mxu, vpu = (size * x / y if y else 1.0 for x, y in zip((one.mxu_flops, one.vpu_ops), total, strict=True))
     return ComparedWork(one.mxu_flops, one.vpu_ops, mxu, vpu)
 
 

@@ -32,9 +32,9 @@ def replanned(a: Program, b: Program) -> tuple[Replanned, ...]:
     a."""
     left, right = _ways(a), _ways(b)
     return tuple(
-        Replanned(op.opdef.name, op.name, op.source, str(key[0]), way, right[key][1])
-        for key, (op, way) in left.items()
-        if key in right and right[key][1] != way
+        Replanned(op.opdef.name, op.name, op.source, str(key[0]), split, right[key][1])
+        for key, (op, split) in left.items()
+        if key in right and right[key][1] != split
     )
 
 
@@ -51,18 +51,18 @@ def plan_notes(changes: Sequence[Replanned]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _split(way: str) -> str:
-    return "whole" if way == "whole" else f"split by {way}"
+def _split(assignment: str) -> str:
+    return "whole" if assignment == "whole" else f"split by {assignment}"
 
 
 def _ways(program: Program) -> Mapping[tuple[object, ...], tuple[Operation, str]]:
     strategy_of: dict[tuple[object, ...], tuple[Operation, str]] = {}
-    met: dict[tuple[object, ...], int] = {}
+    counts: dict[tuple[object, ...], int] = {}
     for i, _, _ in walk(program):
         if isinstance(i, Compute):
             op = i.operation
             key = (i.region, op.name, op.opdef.name)
-            number = met[key] = met.get(key, 0) + 1
+            number = counts[key] = counts.get(key, 0) + 1
             by = sorted(f"{factor}@{axis}" for axis, factor in i.assignment)
             strategy_of[*key, number] = op, " ".join(by) or "whole"
     return strategy_of

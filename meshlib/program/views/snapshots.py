@@ -45,11 +45,13 @@ def assert_snapshot(program: Program, path: str | Path, update: bool = False) ->
         raise AssertionError(f"there is no snapshot {path} yet; {UPDATE}=1 writes it")
     with open_file(path, "assert_snapshot", GraphError, MOST_BYTES) as (file, target):
         try:
-            kept = file.read().decode()
+            expected = file.read().decode()
         except UnicodeDecodeError as fault:
             raise GraphError(f"assert_snapshot: {target} is no snapshot, which is text in UTF-8: {fault}") from None
-    if kept != text:
-        lines = difflib.unified_diff(kept.splitlines(), text.splitlines(), "as it was", "as it is", lineterm="", n=1)
+    if expected != text:
+        lines = difflib.unified_diff(
+            expected.splitlines(), text.splitlines(), "as it was", "as it is", lineterm="", n=1
+        )
         shown = "\n".join(f"  {line}" for line in lines)
         raise AssertionError(f"the program is not as in {path}; if it should be so, {UPDATE}=1 writes it\n{shown}")
 

@@ -161,6 +161,6 @@ class Anchors:
         parts = []
         for kind in range(score.shape[1]):
             likely = np.flatnonzero(score[:, kind] >= least)
-            kept = likely[suppress(boxes[likely], score[likely, kind], iou, limit)]
-            parts.append(Objects(boxes[kept], np.full(len(kept), kind), score[kept, kind]))
+            best = likely[suppress(boxes[likely], score[likely, kind], iou, limit)]
+            parts.append(Objects(boxes[best], np.full(len(best), kind), score[best, kind]))
         return Objects.joined(parts).best(limit)
