@@ -264,7 +264,8 @@ def _continues(m: CompiledPart, p: Planned) -> bool:
     """Whether a part takes what another part of the same collective gave: a further stage, or a permute that evens out
     blocks that were padded to whole tiles."""
     parts = {b.launch.name for b in p.became}
-    same = m.launch.kind in (p.kind, "collective_permute") and set(m.axes) <= set(p.axes)
+    alike = m.launch.kind == p.kind or STEP_KINDS[m.launch.kind].permutes
+    same = alike and set(m.axes) <= set(p.axes)
     return same and m.times == p.times and not parts.isdisjoint(m.launch.follows)
 
 
