@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -109,6 +109,17 @@ def fitted_to(width: int | None) -> Iterator[None]:
 def width() -> int:
     """Characters per line: those of `fitted_to`, or 80."""
     return _width.get() or USUAL
+
+
+def too_wide(lines: Iterable[str]) -> bool:
+    """True if a line is longer than `fitted_to` allows.
+
+    >>> with fitted_to(4):
+    ...     too_wide(["12345"]), too_wide(["1234"])
+    (True, False)
+    """
+    limit = _width.get()
+    return limit is not None and any(len(line) > limit for line in lines)
 
 
 def grid(cells: Sequence[Sequence[str]], right: Sequence[int] = (), spare: Sequence[int] = ()) -> list[str]:

@@ -92,6 +92,8 @@ class Estimate(Shown):
             raise GraphError(f"{at('with_physics')}: physics must be an mtf.Physics, got {physics!r:.80}")
         if physics == self.physics:
             return self
+        if replace(physics, slice_jitter=self.physics.slice_jitter) == self.physics:
+            return replace(self, physics=physics)  # jitter is added to a schedule
         return replace(self, physics=physics, schedule=scheduled(self.plan, self.slice.chip, physics, self.compiler))
 
     # ------------------------------------------------------------ time, modelled

@@ -145,3 +145,16 @@ def test_a_difference_names_what_takes_back_much_of_its_cause(est):
     assert "because products take 3 s more" in difference(second, first)
     assert difference(second, first).endswith(", though it waits 2 s less for ICI.")
     assert "though" not in difference(first, Parts(est, mxu=2.0, ici=1.1))
+
+
+def test_jitter_leaves_the_schedule_as_it_is() -> None:
+    with mtf.Graph():
+        x, w = mtf.input("x", "batch:512;d:512"), mtf.variable("w", "d:512;f:512")
+        program = mtf.lower(
+            {"y": mtf.einsum([x, w], output_shape="batch:512;f:512")}, mesh="data:8", layout="batch:data"
+        )
+    est = mtf.estimate(program, "2*v5e-4")
+    other = est.with_physics(dataclasses.replace(est.physics, slice_jitter=0.05))
+    fresh = mtf.estimate(program, "2*v5e-4", physics=other.physics)
+    assert other.schedule is est.schedule
+    assert other.step_seconds == fresh.step_seconds > est.step_seconds

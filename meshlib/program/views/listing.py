@@ -8,7 +8,7 @@ from layouts.plan import gathered_axes
 from meshlib.core.errors import GraphError
 from meshlib.core.folding import RepeatedLines, alike, name_pattern, runs, times_text
 from meshlib.core.opdef import Kind
-from meshlib.core.text import bytes_text, grid
+from meshlib.core.text import bytes_text, fitted_to, grid, too_wide
 from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value
 from meshlib.program.records import Collective, Program, require_program
 
@@ -93,6 +93,9 @@ def _line(i: Instruction, names: dict[Value, str], width: int) -> str:
     return f"{results} = {text}  [{local} a core, group {i.group}]  ({i.operation.source})"
 
 
+FIGURES = (0, 1, 2, 4, 5, 6, 7)  # columns of the table of collectives without long names
+
+
 def collectives_table(collectives: Sequence[Collective]) -> str:
     """The collectives as a table, with reasons; bytes are exact.
 
@@ -128,10 +131,15 @@ def collectives_table(collectives: Sequence[Collective]) -> str:
         for group in groups
         for c in group[:1]
     ]
-    first, *shown = grid([head, *rows])
+    with fitted_to(None):
+        first, *shown = grid([head, *rows])
+    stacked = too_wide([first, *shown])
+    if stacked:  # what has long names goes below the figures
+        first, *shown = grid([tuple(row[n] for n in FIGURES) for row in (head, *rows)])
     lines = [first]
-    for group, row in zip(groups, shown, strict=True):
-        lines += [row, f"    because {group[0].reason}", f"    avoid: {group[0].avoid}"]
+    for group, row, cells in zip(groups, shown, rows, strict=True):
+        lines += [row, f"    of {cells[3]}, {cells[8]}"] if stacked else [row]
+        lines += [f"    because {group[0].reason}", f"    avoid: {group[0].avoid}"]
     launches = len({c.launch for c in collectives})
     total = bytes_text(sum(c.sent_bytes * c.count for c in collectives))
     values = f"{len(collectives)} value{'s' * (len(collectives) > 1)}"
