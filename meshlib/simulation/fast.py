@@ -9,10 +9,11 @@ call. The instructions are those of the exact executor; only the order of additi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -20,19 +21,21 @@ from hardware.numerics import round_to_bfloat16
 from meshlib.core.arrays import memory_of, new_array, unwritten
 from meshlib.core.dtypes import FLOAT32
 from meshlib.core.engine import Engine
-from meshlib.core.opdef import ON_MXU
+from meshlib.core.opdef import ON_MXU, Block, Kind
 from meshlib.core.spare_arrays import SpareArrays
 from meshlib.ops.pointwise.selection import WHERE
-from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
+from meshlib.program.instructions import Compute, Instruction, Loop, Move, Resident, Value
 from meshlib.program.interpreter import Interpreter
 from meshlib.program.records import Program
-from meshlib.simulation.blocks import compute
+from meshlib.simulation.blocks import compute, finished
 from meshlib.simulation.buffers import Buffers
 from meshlib.simulation.parts import PartialTrips, Working
 from meshlib.simulation.rounded import RoundedCopies
 
 Array = np.ndarray[Any, Any]
+Bound: TypeAlias = Callable[[Sequence[Array], Engine], Iterable[Array]]
 _NONE: Mapping[Value, Array] = MappingProxyType({})
+MOST_CONSTANT = 1 << 14  # elements of a source without operands whose value is kept from step to step
 
 
 def settled_mask(i: Loop) -> Value | None:
@@ -73,6 +76,7 @@ class FastExecutor(Interpreter[Array, Engine]):
         }
         self._targets: Mapping[Value, Array] = _NONE  # where the current run writes
         self._spare, self._rounded = SpareArrays(), RoundedCopies()
+        self._constants: dict[Instruction, Array] = {}
         self._stacks: dict[Loop, list[Array]] = {}
         # their alternates, when the state has taken the first array
         self._other_stacks: dict[tuple[Loop, int], Array] = {}
@@ -155,6 +159,47 @@ class FastExecutor(Interpreter[Array, Engine]):
         self._rounded.clear()
         for inside in self.bodies.values():
             inside.forget()
+
+    def run(self, program: Program, given: Mapping[Value, Array], context: Engine) -> dict[Value, Array]:
+        """As in the interpreter, with instructions that were bound to their types and buffers once."""
+        if program is not self.ready:
+            return super().run(program, given, context)
+        values = dict(given)
+        for run, inputs, outputs, dead in self._steps:
+            results = run([values[x] for x in inputs], context)
+            for y, value in zip(outputs, results, strict=True):
+                values[y] = value
+            for x in dead:
+                values.pop(x, None)
+        return values
+
+    @cached_property
+    def _steps(self) -> list[tuple[Bound, Sequence[Value], Sequence[Value], Sequence[Value]]]:
+        """The instructions but those of resident values, with operands, results, and the values that end there."""
+        pairs = zip(self.ready.instructions, self.ready.dead_after, strict=True)
+        return [(self.bound(i), i.inputs, i.outputs, dead) for i, dead in pairs if not isinstance(i, Resident)]
+
+    def bound(self, i: Instruction) -> Bound:
+        """An instruction as a function of its operands and the engine."""
+        if not isinstance(i, Compute) or i.operation.opdef.show is not None:
+            return lambda inputs, context: self.results(self.ready, i, inputs, _NONE, context)
+        op, local, (types, outs), offsets = i.operation, i.operation.opdef.local, self.types[i], self.zero_offsets[i]
+        y, out = i.outputs[0], outs[0]
+
+        def run(inputs: Sequence[Array], context: Engine) -> Iterable[Array]:
+            block = Block(op, types, out, offsets, context, self._targets.get(y))
+            return finished(op, outs, local(block, *inputs))
+
+        def constant(inputs: Sequence[Array], context: Engine) -> Iterable[Array]:
+            if i not in self._constants:
+                (value,) = finished(op, outs, local(Block(op, types, out, offsets, context)))
+                value.flags.writeable = False
+                self._constants[i] = value
+            return (self._constants[i],)
+
+        same = op.opdef.kind is Kind.SOURCE and not op.opdef.unique and not i.inputs
+        same = same and self.buffers.owner[y] not in self.buffers.double  # no array of the state
+        return constant if same and out.shape.size <= MOST_CONSTANT else run
 
     def results(
         self, program: Program, i: Instruction, inputs: Sequence[Array], values: Mapping[Value, Array], context: Engine
