@@ -11,14 +11,16 @@ used for the first time in a process. A shape that differs, under this BLAS on t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+T = TypeVar("T")
 Array = NDArray[Any]
+Range = tuple[float, float]  # smallest non-zero and largest magnitude
 Ordered = Callable[[Array, Array, Array, int], None]  # first [K, B, M], second [K, B, N], out [B, M, N], rows
 
 EDGES = (48, 96, 192, 384)  # panel edges: multiples of the register tiles of all common kernels
@@ -30,6 +32,31 @@ SMALLEST_PRODUCT = 2.0**-134  # the last of its 16 bits is still on the grid of 
 _MAGNITUDE, _LOWER_HALF, _INFINITY = np.uint32(0x7FFFFFFF), np.uint32(0xFFFF), np.uint32(0x7F800000)
 
 
+class Operands:
+    """What several products need to know of the operands that they share, computed once for each array.
+
+    Arrays are told apart by their elements in memory, and referenced, so that no other array takes their place. They
+    must not change while this object is in use.
+    """
+
+    def __init__(self) -> None:
+        self._results: dict[tuple[object, ...], tuple[Array, Any]] = {}
+
+    def of(self, what: Hashable, x: Array, function: Callable[[Array], T]) -> T:
+        """`function(x)`, under the name `what`.
+
+        Example:
+          >>> operands, x = Operands(), np.arange(4.0)
+          >>> operands.of("twice", x, lambda x: 2 * x) is operands.of("twice", x[:], lambda x: 3 * x)
+          True
+        """
+        key = (what, x.__array_interface__["data"][0], x.shape, x.strides, x.dtype)
+        if key not in self._results:
+            self._results[key] = x, function(x)
+        result: T = self._results[key][1]
+        return result
+
+
 class Panel(NamedTuple):
     """Shape of one BLAS call: [height, depth] times [depth, width]."""
 
@@ -38,7 +65,9 @@ class Panel(NamedTuple):
     depth: int
 
 
-def multiply_exactly(left: Array, right: Array, out: Array, rows: int, ordered: Ordered) -> bool:
+def multiply_exactly(
+    left: Array, right: Array, out: Array, rows: int, ordered: Ordered, operands: Operands | None = None
+) -> bool:
     """Multiply in the order of addition of an array of `rows` rows, where BLAS is known to give the same bits.
 
     Args:
@@ -46,6 +75,7 @@ def multiply_exactly(left: Array, right: Array, out: Array, rows: int, ordered: 
       out: [B, M, N], float32, filled if the result is True and left alone otherwise.
       rows: depth of a tile: partial sums begin at 0 in each, and tiles are added in order.
       ordered: the ordered loop, which new shapes of panels are compared with.
+      operands: shared with other products.
     Returns: whether `out` was filled. Operands that are not bfloat16 values, that are not finite, or whose products
       leave the range in which they are exact are refused, and so are shapes that padding would make too large.
     Example:
@@ -64,29 +94,30 @@ def multiply_exactly(left: Array, right: Array, out: Array, rows: int, ordered: 
     tiles = math.ceil(depth / tile)
     if sum(heights) * sum(widths) * tiles * tile > MOST_PADDING * height * width * depth:
         return False
-    if not _products_are_exact(left, right):
+    operands = operands or Operands()
+    if not _products_are_exact(
+        operands.of("magnitudes", left, _magnitudes), operands.of("magnitudes", right, _magnitudes)
+    ):
         return False
     if not all(_is_exact(Panel(h, w, tile), ordered) for h in {*heights} for w in {*widths}):
         return False
-    a = _padded(left, sum(heights), tiles * tile)
-    b = _padded(right, tiles * tile, sum(widths))
+    a = _padded(operands, left, sum(heights), tiles * tile)
+    b = _padded(operands, right, tiles * tile, sum(widths))
     for n in range(batch):
         for i, h in _runs(heights):
             for j, w in _runs(widths):
-                total = _sum_of_tiles(a[n, i : i + h], b[n, :, j : j + w], tile)
-                place = out[n, i : i + h, j : j + w]
-                place[...] = total[: place.shape[0], : place.shape[1]]
+                _sum_of_tiles(a[n, i : i + h], b[n, :, j : j + w], tile, out[n, i : i + h, j : j + w])
     return True
 
 
-def _sum_of_tiles(a: Array, b: Array, tile: int) -> Array:
-    """The product of one panel, tile by tile; the accumulator begins at 0."""
-    total = np.zeros((a.shape[0], b.shape[1]), np.float32)
-    partial = np.empty_like(total)
+def _sum_of_tiles(a: Array, b: Array, tile: int, out: Array) -> None:
+    """The product of one panel, tile by tile, without its padding; the accumulator begins at 0."""
+    height, width = out.shape
+    partial = np.empty((a.shape[0], b.shape[1]), np.float32)
+    total: Array | np.float32 = np.float32(0)
     for k in range(0, a.shape[1], tile):
         np.matmul(a[:, k : k + tile], b[k : k + tile], out=partial)
-        np.add(total, partial, out=total)
-    return total
+        total = np.add(total, partial[:height, :width], out=out)
 
 
 def _edges(size: int) -> list[int]:
@@ -102,24 +133,27 @@ def _runs(edges: list[int]) -> Iterator[tuple[int, int]]:
         begin += edge
 
 
-def _padded(x: Array, height: int, width: int) -> Array:
+def _padded(operands: Operands, x: Array, height: int, width: int) -> Array:
     if x.shape[1:] == (height, width) and x.flags.c_contiguous:
         return x
-    wide = np.zeros((x.shape[0], height, width), np.float32)
-    wide[:, : x.shape[1], : x.shape[2]] = x
-    return wide
+
+    def padded(x: Array) -> Array:
+        wide = np.zeros((x.shape[0], height, width), np.float32)
+        wide[:, : x.shape[1], : x.shape[2]] = x
+        return wide
+
+    return operands.of((height, width), x, padded)
 
 
-def _products_are_exact(left: Array, right: Array) -> bool:
+def _products_are_exact(left: Range | None, right: Range | None) -> bool:
     """Whether all operands are bfloat16 values, and all products of two of them exact in float32."""
-    ranges = _magnitudes(left), _magnitudes(right)
-    if None in ranges:
+    if left is None or right is None:
         return False
-    (least, most), (other_least, other_most) = (r for r in ranges if r is not None)
+    (least, most), (other_least, other_most) = left, right
     return most * other_most <= LARGEST_PRODUCT and least * other_least >= SMALLEST_PRODUCT
 
 
-def _magnitudes(x: Array) -> tuple[float, float] | None:
+def _magnitudes(x: Array) -> Range | None:
     """Smallest non-zero and largest magnitude of finite bfloat16 values; None if any value is not a finite bfloat16."""
     bits = np.ascontiguousarray(x).view(np.uint32)
     if np.bitwise_or.reduce(bits, axis=None) & _LOWER_HALF:
@@ -142,7 +176,9 @@ def _is_exact(panel: Panel, ordered: Ordered) -> bool:
         ))  # fmt: skip
         expected = np.empty((1, panel.height, panel.width), np.float32)
         ordered(np.ascontiguousarray(a.T)[:, None], b[:, None], expected, panel.depth)
-        if not np.array_equal(_sum_of_tiles(a, b, panel.depth).view(np.uint32), expected[0].view(np.uint32)):
+        result = np.empty_like(expected[0])
+        _sum_of_tiles(a, b, panel.depth, result)
+        if not np.array_equal(result.view(np.uint32), expected[0].view(np.uint32)):
             return False
     return True
 

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hardware.errors import HardwareError
-from hardware.exact_products import multiply_exactly
+from hardware.exact_products import Operands, multiply_exactly
 
 Array = NDArray[Any]
 
@@ -110,7 +110,7 @@ def _round_dense(x: Array, out: Array) -> None:
                 result[nan] = quiet
 
 
-def mxu_matmul(a: Array, b: Array, rows: int = 128) -> Array:
+def mxu_matmul(a: Array, b: Array, rows: int = 128, operands: Operands | None = None) -> Array:
     """Matrix product in the order of addition of a weight-stationary array of `rows` rows.
 
     For every tile of `rows` consecutive k the partial sum begins at 0 and adds the products of
@@ -121,6 +121,7 @@ def mxu_matmul(a: Array, b: Array, rows: int = 128) -> Array:
       a: [..., M, K], float32 or float64. Round it to bfloat16 first for the MXU's own operands.
       b: [..., K, N], same dtype; leading dims broadcast against those of a.
       rows: rows of the array, >= 1.
+      operands: of several products that share arrays, see `hardware.exact_products`.
     Returns: [..., M, N], same dtype.
     Cost: 2 M N K element operations. Products of bfloat16 values go through BLAS (`hardware.exact_products`), which
       takes about a twentieth of the time of the ordered loop over other values; their bits are the same.
@@ -143,7 +144,7 @@ def mxu_matmul(a: Array, b: Array, rows: int = 128) -> Array:
         left = np.broadcast_to(a, (*batch, m, depth)).reshape(math.prod(batch), m, depth)  # m, n and depth may be 0
         right = np.broadcast_to(b, (*batch, depth, n)).reshape(math.prod(batch), depth, n)
     out = np.zeros((left.shape[0], left.shape[1], n), a.dtype)
-    if a.dtype == np.float32 and multiply_exactly(left, right, out, rows, _matmul_in_order):
+    if a.dtype == np.float32 and multiply_exactly(left, right, out, rows, _matmul_in_order, operands):
         return out.reshape(*batch, m, n)
     first = np.ascontiguousarray(left.transpose(2, 0, 1))  # [K, B, M]
     second = np.ascontiguousarray(right.transpose(1, 0, 2))  # [K, B, N]

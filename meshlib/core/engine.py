@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hardware.exact_products import Operands
 from hardware.numerics import mxu_matmul, round_to_bfloat16
 from meshlib.core.initializers import Key, fold, make_key
 from meshlib.core.spare_arrays import SpareArrays
@@ -26,6 +27,7 @@ class Engine:
     rounded       whether float32 operands are already rounded
     shared        results shared by operations on the same arrays in this step; None: nothing is shared
     spare         pairs of arrays of variables that differ only in the rows of the last step; None: copy whole arrays
+    operands      of one instruction's products, for devices that hold the same array; they do not change meanwhile
     """
 
     seed: int
@@ -36,6 +38,7 @@ class Engine:
     trips: tuple[int, ...] = ()
     shared: dict[Hashable, Any] | None = None
     spare: SpareArrays | None = None
+    operands: Operands | None = None
 
     def key(self, name: str) -> Key:
         """The random key of the operation `name` in this step."""
@@ -51,14 +54,20 @@ class Engine:
             return x
         return round_to_bfloat16(x)
 
+    def shared_operand(self, x: Array, precise: bool) -> Array:
+        """`mxu_operand` of a value of the program, rounded once for all devices that hold the same array."""
+        if self.operands is None:
+            return self.mxu_operand(x, precise)
+        return self.operands.of(("rounded", precise), x, lambda x: self.mxu_operand(x, precise))
+
     def made_inside(self, x: Array) -> Array:
         """A float32 intermediate of a kernel that feeds the MXU: rounded in place, unless the precision is highest."""
         return x if self.highest or x.dtype != np.float32 else round_to_bfloat16(x, out=x)
 
-    def matmul(self, a: Array, b: Array, out: Array) -> None:
+    def matmul(self, a: Array, b: Array, out: Array, operands: Operands | None = None) -> None:
         """out[i] = a[i] @ b[i]: float32 products and sums (float64 for float64)."""
         if self.in_order:
-            np.copyto(out, mxu_matmul(a, b))
+            np.copyto(out, mxu_matmul(a, b, operands=operands))
         elif a.shape[0] == 1:
             np.matmul(a[0], b[0], out=out[0])
         else:

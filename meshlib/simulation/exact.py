@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from math import prod
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from hardware.collective_kinds import group_results
+from hardware.exact_products import Operands
 from layouts import Mesh, Shape, Sharding, permute_pairs
 from layouts.plan import Step, gathered_axes
 from layouts.step_kinds import STEP_KINDS, Place
@@ -24,7 +26,7 @@ from meshlib.core.dtypes import DType
 from meshlib.core.engine import Engine
 from meshlib.core.errors import ProgramError
 from meshlib.core.graph import Operation, TensorType
-from meshlib.core.opdef import Block, Factor, Halo, Role, Summary
+from meshlib.core.opdef import ON_MXU, Block, Factor, Halo, Role, Summary
 from meshlib.program.exchanges import RUNS, run_factors, runs, summary_factor
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value, Widen
 from meshlib.program.interpreter import Interpreter
@@ -141,6 +143,8 @@ def _compute(program: Program, instruction: Compute, inputs: Sequence[Blocks], e
     Each device computes by itself even on equal operands, which exposes operations that depend on anything else.
     """
     op = instruction.operation
+    if op.opdef.kind in ON_MXU:
+        engine = replace(engine, operands=Operands())
     factors = op.opdef.roles(op)
     axes: dict[str, tuple[str, ...]] = {}
     for axis, factor in instruction.assignment:

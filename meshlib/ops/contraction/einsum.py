@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from hardware.eight_bit import round_to_eight_bits
+from hardware.exact_products import Operands
 from layouts import Dimension, Shape
 from meshlib.core.arguments import at, choice, items
 from meshlib.core.dtypes import FLOAT32, INT32, DType, as_dtype
@@ -96,7 +97,8 @@ def _local(block: Block, a: Array, b: Array) -> Array:
     if precision in EIGHT_BIT:
         return product_of_blocks(block, *(round_to_eight_bits(x, precision) for x in (a, b)))
     precise = precision == "highest"
-    return product_of_blocks(block, *(block.engine.mxu_operand(x, precise) for x in (a, b)))
+    engine = block.engine
+    return product_of_blocks(block, *(engine.shared_operand(x, precise) for x in (a, b)), operands=engine.operands)
 
 
 def _product_of_bytes(block: Block, a: Array, b: Array) -> Array:
@@ -108,8 +110,11 @@ def _product_of_bytes(block: Block, a: Array, b: Array) -> Array:
     return out
 
 
-def product_of_blocks(block: Block, a: Array, b: Array) -> Array:
-    """The product of the blocks of the first two operands, rounded as for the MXU, in the result's array."""
+def product_of_blocks(block: Block, a: Array, b: Array, *, operands: Operands | None = None) -> Array:
+    """The product of the blocks of the first two operands, rounded as for the MXU, in the result's array.
+
+    `operands`: shared by devices, of arrays that do not change while an instruction runs.
+    """
     x, y, *_ = block.inputs
     out_names = block.out.shape.names
     plan = matmul_plan(x.shape.names, y.shape.names, out_names)
@@ -123,11 +128,11 @@ def product_of_blocks(block: Block, a: Array, b: Array) -> Array:
     shape = (left.shape[0], left.shape[1], right.shape[2])
     if natural == out_names:
         out = block.result()
-        engine.matmul(left, right, out.reshape(shape))
+        engine.matmul(left, right, out.reshape(shape), operands)
         return out
     sizes = {d.name: d.size for d in block.out.shape}
     temporary = np.empty(shape, left.dtype)
-    engine.matmul(left, right, temporary)
+    engine.matmul(left, right, temporary, operands)
     unmerged = temporary.reshape([sizes[n] for n in natural])
     out = block.result()
     np.copyto(out, unmerged.transpose([natural.index(n) for n in out_names]))
