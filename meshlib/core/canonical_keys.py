@@ -384,7 +384,7 @@ class _Encoder:
         """Encode an operation reached before its graph: encode the graph first, then its number."""
         self.add(op.graph)
         if id(op) not in self.met:
-            raise _NoKeyError(op, "its graph does not hold it")
+            raise _NoKeyError(op, "its graph does not contain it")
         self.add(op)
 
     def _tensor(self, x: Tensor) -> None:

@@ -51,7 +51,7 @@ class ProgramError(MeshlibError):
       ...     check_program(replace(program, instructions=()), "a pass of yours")
       ... except mtf.ProgramError as fault:
       ...     print(fault)
-      after a pass of yours: output 'y' is never made
+      after a pass of yours: output 'y' is never computed
     """
 
 

@@ -94,8 +94,8 @@ class Batching:
             if name not in self.lengths:
                 if self.packed:
                     raise DataError(
-                        f"batch: '{name}' is no packed field, and packed rows hold several examples; name its length "
-                        "in pack=, or leave it out with a map"
+                        f"batch: '{name}' is not a packed field, and packed rows have several examples; name its "
+                        "length in pack=, or drop it with a map"
                     )
                 filled = [row[0] if row else Drawn(some[0].draw, _zeros(some[0].example)) for row in rows]
                 batch[name] = _stack(name, filled)

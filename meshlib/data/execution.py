@@ -121,7 +121,7 @@ class Maker(Iterator[PreparedBatch]):
                         fresh = ends
                 if ends - fresh >= self.count:
                     raise DataError(
-                        f"data: {self.data} made no batch of {self.count} examples, those of an epoch: filters "
+                        f"data: {self.data} yields no batch from {self.count} examples, those of an epoch: filters "
                         "leave too few; take a smaller batch, or remainder='pad'"
                     )
             elif ends is not None and ends - fresh >= self.count * max(1, asked.size) and self._none_left(batcher):

@@ -115,7 +115,7 @@ class Field:
             try:
                 texts = [one.decode() for one in given]
             except UnicodeDecodeError as fault:
-                raise DataError(f"'{name}' is no UTF-8: byte {fault.start} of {len(fault.object)}") from None
+                raise DataError(f"'{name}' is not UTF-8: byte {fault.start} of {len(fault.object)}") from None
         if self.shape == ():
             return texts[0]
         objects = np.empty(len(texts), object)
@@ -264,9 +264,9 @@ def records(
     Args:
       paths: a file, "name@10", a pattern such as "train-*", a folder, or a list of these; gzip and zlib are detected by
         the first bytes. Files are read at random positions; compressed ones sequentially, with one more pass to count.
-      fields: fields of each record, a `tf.train.Example`, name -> Field; without them each example is {"record":
-      bytes}. interleave: read this many files in turns, one record each, instead of one file after the other. on_fault:
-      "error", or "skip": skip and count (`feed.stats.skipped`) damaged records.
+      fields: fields of each record, a `tf.train.Example`, name -> Field; without, examples are {"record": bytes}.
+      interleave: read this many files in turns, one record each, instead of one file after the other.
+      on_fault: "error", or "skip": skip and count (`feed.stats.skipped`) damaged records.
     Raises: DataError for missing or damaged files, FeedError for invalid arguments.
     Example:
       >>> import tempfile

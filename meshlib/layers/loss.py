@@ -26,10 +26,10 @@ def softmax_cross_entropy_with_logits(
 
     Args:
       logits: float, with `vocab_dim`.
-      targets: the target distribution, same dims and dtype; or int32 labels, with the dims of logits except
-      `vocab_dim`. vocab_dim: the dim of the classes. z_loss: adds z_loss * log(sum(exp(logits)))^2, which keeps the
-      logits from drifting. label_smoothing: the share of the target distribution that is spread evenly over all
-      classes.
+      targets: the target distribution, same dims and dtype; or int32 labels, the dims of logits except `vocab_dim`.
+      vocab_dim: the dim of the classes.
+      z_loss: adds z_loss * log(sum(exp(logits)))^2, which keeps the logits from drifting.
+      label_smoothing: the share of the target distribution that is spread evenly over all classes.
     Returns: the loss per example: the dims of logits except `vocab_dim`; float32 if the logits are bfloat16.
     Raises: ShapeError if shapes differ, GraphError if the logits lack `vocab_dim`; FeedError at run time for a label
       out of range.

@@ -59,8 +59,9 @@ def stage_layers(
     Args:
       layer_fn: one layer, as for `mtf.scan` with `stack_variables`: [stage, ...] to the same type.
       x: the stages' input; its first dim is that of the stages.
-      counts: number of layers per stage. Variables are allocated for the largest; unused ones keep their initial
-      values. remat: rematerialisation policy per layer, as in `mtf.scan`.
+      counts: number of layers per stage. Variables are allocated for the largest; unused parts keep their
+        initial values.
+      remat: rematerialisation policy per layer, as in `mtf.scan`.
     Returns: the type of x.
     Time: a device with one stage skips the trips beyond its count.
     Raises: GraphError for counts below 1; ShapeError unless there is one per stage.

@@ -226,7 +226,7 @@ class StepLoop:
         with region(BACKWARD_REGION):
             dy, *others = gradients([loss], [y, *(x for _, x in inside)], [self._seed(loss)])
             if dy is None:
-                raise GraphError(f"{at(WHAT)}: the loss does not depend on what the stages make")
+                raise GraphError(f"{at(WHAT)}: the loss does not depend on the output of the stages")
             self.cotangents = Buffer.like(dy, self.graph, self.ticks.cotangents[1], "cotangents")
             self.cotangents.write(dy, self.tables["write loss"])
             self._add_gradients(inside, others)
@@ -270,7 +270,7 @@ class StepLoop:
         with separate_weights() if splits else nullcontext():
             dx, *others = gradients(ys, [x, *(s for _, s in inside)], seeds)
         if dx is None:
-            raise GraphError(f"{at(WHAT)}: what stage_fn returns does not depend on what it takes")
+            raise GraphError(f"{at(WHAT)}: the result of stage_fn does not depend on its input")
         dx = self._active_part(dx)
         if splits:
             self._store(graph, dx, inside, others, [x, dy])

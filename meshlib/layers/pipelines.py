@@ -235,8 +235,8 @@ class _PipelineLoop:
         for t in sums:
             if self.stage not in t.shape or not t.dtype.is_float:
                 raise ShapeError(
-                    f"{at(what)}: what stage_fn returns to sum must be float and have the dim {self.stage}, got {t}; "
-                    "reduce over the other dims only"
+                    f"{at(what)}: tensors that stage_fn returns for summing must be float and have the dim "
+                    f"{self.stage}, got {t}; reduce over the other dims only"
                 )
         return transpose(y, x.shape), [t if t.dtype is FLOAT64 else cast(t, FLOAT32) for t in sums]
 

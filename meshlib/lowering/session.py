@@ -222,10 +222,10 @@ def fetched_outputs(outputs: Outputs, updates: Sequence[Operation]) -> tuple[dic
     if isinstance(updates, str | Mesh):
         text = "is it a mesh? Write mtf.lower(y, mesh=..., layout=...)"
         raise GraphError(
-            f"updates must be a list of what mtf.assign or an optimizer returned, got {updates!r:.80}; {text}"
+            f"updates must be a list of those returned by mtf.assign or an optimizer, got {updates!r:.80}; {text}"
         )
     if isinstance(updates, Operation) or not isinstance(updates, Sequence):
-        raise GraphError(f"updates must be a list of what mtf.assign or an optimizer returned, got {updates!r:.80}")
+        raise GraphError(f"updates must be a list of those returned by mtf.assign or an optimizer, got {updates!r:.80}")
     assigned(updates)  # refuses invalid updates before looking at their graph
     ends = [*(t.operation for t in fetched.values()), *updates]
     for op in ends:

@@ -116,7 +116,7 @@ def _named_dim(text: str, what: str, among: Iterable[Tensor]) -> Dimension:
             (new_dim,) = Shape(text)
             return new_dim
         except (LayoutError, ValueError) as fault:
-            raise ShapeError(f"{what} ({source_line()}): {text!r} is no dim, such as 'batch:8': {fault}") from None
+            raise ShapeError(f"{what} ({source_line()}): {text!r} is not a dim such as 'batch:8': {fault}") from None
     there = {d.name: d for x in among for d in x.shape}
     known_dim = there.get(text.strip())
     if known_dim is None:

@@ -70,7 +70,7 @@ def _seeds(graph: Graph, ys: Sequence[Tensor], grad_ys: Sequence[Tensor] | None)
     cotangents: dict[Tensor, list[Tensor]] = {}
     for i, y in enumerate(ys):
         if not y.dtype.is_float:
-            raise GraphError(f"{at('gradients')}: {y} ({y.operation.source}) is no float tensor and has no gradient")
+            raise GraphError(f"{at('gradients')}: {y} ({y.operation.source}) is not a float tensor and has no gradient")
         with written_at(y.operation.source):
             seed = grad_ys[i] if grad_ys is not None else _constant(graph, 1, y.shape, y.dtype.of_cotangents, "ones")
         if seed.type != y.type.of_cotangents:

@@ -53,7 +53,7 @@ def moving_averages(updates: Iterable[Operation], decay: float = 0.9999, start_s
     updates_of_averages = []
     for update in items(updates, what, "updates"):
         if not isinstance(update, Operation) or update.opdef is not ASSIGN:
-            raise GraphError(f"{at(what)}: updates must be what an optimizer returned, got {update!r:.80}")
+            raise GraphError(f"{at(what)}: updates must be those returned by an optimizer, got {update!r:.80}")
         owner = update.graph.root.variables[update.attrs["variable"]]
         if owner.attrs["trainable"]:
             updates_of_averages.append(_followed(owner, update.inputs[0], decay_rate, first))

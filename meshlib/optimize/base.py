@@ -205,11 +205,15 @@ class Optimizer(abc.ABC):
         checked_patterns = tuple(items(value, what, argument)) if value is not None else ()
         for p in checked_patterns:
             if not isinstance(p, str):
-                raise GraphError(f"{at(what)}: {argument} holds regular expressions, got {type(p).__name__} {p!r:.80}")
+                raise GraphError(
+                    f"{at(what)}: {argument} must be regular expressions, got {type(p).__name__} {p!r:.80}"
+                )
             try:
                 re.compile(p)
             except re.error as fault:
-                raise GraphError(f"{at(what)}: {argument}: {p!r:.80} is no regular expression: {fault}") from None
+                raise GraphError(
+                    f"{at(what)}: {argument}: {p!r:.80} is not a valid regular expression: {fault}"
+                ) from None
         return checked_patterns
 
     def decayed(self, u: Update, along: Tensor) -> Tensor:
@@ -371,7 +375,7 @@ def clip_by_global_norm(grads: Sequence[Tensor | None], max_norm: float | Tensor
         raise GraphError(f"{at(what)}: needs at least one gradient, got {len(given)} times None")
     for g in present:
         if not g.dtype.is_float:
-            raise GraphError(f"{at(what)}: {g} is no float tensor and has no norm")
+            raise GraphError(f"{at(what)}: {g} is not a float tensor and has no norm")
     owners = [g.graph.gradient_of.get(g) for g in present]
     clipped, norm = _clip(present, owners, max_norm, what)
     left = iter(clipped)

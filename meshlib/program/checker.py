@@ -72,10 +72,10 @@ def _check_same_face(program: Program, before: Program, after: str) -> None:
 def _check_instruction(instruction: Instruction, computed: set[Value], program: Program, sound: Sound) -> None:
     if not computed.issuperset(instruction.inputs):
         x = next(x for x in instruction.inputs if x not in computed)
-        raise ProgramError(f"operand {x.tensor.name} {x} is used before it is made")
+        raise ProgramError(f"operand {x.tensor.name} {x} is used before it is computed")
     if not computed.isdisjoint(instruction.outputs):
         y = next(y for y in instruction.outputs if y in computed)
-        raise ProgramError(f"result {y.tensor.name} {y} is made twice")
+        raise ProgramError(f"result {y.tensor.name} {y} is computed twice")
     content = instruction.content
     if content not in sound.contents:
         if not isinstance(instruction, _WITH_MARGINS) and any(x.margins for x in instruction.inputs):
@@ -99,7 +99,7 @@ def _check_alone(instruction: Instruction, mesh: Mesh, sound: Sound) -> None:
     """Checks that do not depend on the program around an instruction."""
     for y in instruction.outputs:
         if y.sharding.mesh != mesh:
-            raise ProgramError(f"result {y.tensor.name} lies on mesh {y.sharding.mesh}, not {mesh}")
+            raise ProgramError(f"result {y.tensor.name} is on mesh {y.sharding.mesh}, not {mesh}")
         if y.sharding.shape != y.tensor.shape:
             raise ProgramError(f"result {y.tensor.name} has shape {y.tensor.shape}, its sharding {y.sharding.shape}")
     match instruction:
@@ -177,7 +177,7 @@ def _check_commit(instruction: Commit, program: Program) -> None:
     if program.updates.get(name) is not x:
         raise ProgramError(f"variable '{name}' is not updated with {x}")
     if name in program.variables and x.sharding != program.variables[name].sharding:
-        raise ProgramError(f"variable '{name}' lies as {program.variables[name]}, but is written as {x}")
+        raise ProgramError(f"variable '{name}' is sharded as {program.variables[name]}, but is written as {x}")
 
 
 def _check_loop(instruction: Loop, sound: Sound) -> None:
@@ -211,7 +211,7 @@ def _body_view(x: Value, dim: str | None) -> tuple[Sharding, object]:
     if dim is None:
         return s, x.tensor.dtype
     if s.of(dim):
-        raise ProgramError(f"{x.tensor.name} is split along '{dim}', which the loop goes over: {s}")
+        raise ProgramError(f"{x.tensor.name} is split along '{dim}', over which the loop iterates: {s}")
     remaining = [(d, entry) for d, entry in zip(s.shape, s.axes, strict=True) if d.name != dim]
     return Sharding(Shape([d for d, _ in remaining]), s.mesh, [e for _, e in remaining], s.pending), x.tensor.dtype
 
@@ -264,7 +264,7 @@ def _check_margins(instruction: Compute, factors: Sequence[Factor], axes: Mappin
     if margins_of_dims and not (fitting and keeps_margins(op, factors, counts) and split.issuperset(margins_of_dims)):
         raise ProgramError(f"can't make margins {', '.join(map(str, margins_of_dims.values()))}")
     if not takes_margins(op, factors, counts):
-        raise ProgramError("needs of other blocks what no margin has")
+        raise ProgramError("needs elements of other blocks that no margin has")
     for n, x in enumerate(instruction.inputs):
         held = {m.dim: m for m in x.margins}
         for dim, margin in needed_margins(op, factors, n, margins_of_dims, counts).items():
@@ -299,7 +299,7 @@ def _check_ends(program: Program, computed: Iterable[Value], after: str) -> None
     for what, values in (("output", program.outputs), ("update of", program.updates)):
         for name, v in values.items():
             if v not in known:
-                raise ProgramError(f"after {after}: {what} '{name}' is never made")
+                raise ProgramError(f"after {after}: {what} '{name}' is never computed")
             if v.margins:
                 raise ProgramError(f"after {after}: {what} '{name}' is still {v}")
             if v.sharding.pending and not program.is_body:

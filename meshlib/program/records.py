@@ -238,8 +238,8 @@ class Optimality(NamedTuple):
     """Optimality of the chosen strategies, among programs with at most three copies of a tensor per region, and with
     the strategies for recomputation that `meshlib.lowering.problem` considers.
 
-    excess_bytes  most bytes, of communication and duplicated work in bytes, that another choice could save; 0 if
-    optimal gap           the same as a share of the bytes that the program sends
+    excess_bytes  most bytes, of communication and duplicated work, that another choice could save; 0 if optimal
+    gap           the same as a share of the bytes that the program sends
     """
 
     excess_bytes: float
@@ -300,4 +300,4 @@ def _collectives(program: Program) -> Iterator[Collective]:
 def require_program(value: object, what: str) -> None:
     """Raise GraphError, with `what` first, for anything but a `Program`."""
     if not isinstance(value, Program):
-        raise GraphError(f"{what}: expected what mtf.lower returned, got {type(value).__name__} {value!r:.80}")
+        raise GraphError(f"{what}: expected a program from mtf.lower, got {type(value).__name__} {value!r:.80}")

@@ -145,7 +145,7 @@ def _of_table(path: Path, columns: Mapping[str, str], progress: Progress) -> Ite
                     features[IMAGE] = _picture(path.parent / str(features[IMAGE]))
                 yield features
     except (UnicodeDecodeError, csv.Error) as fault:
-        raise DataError(f"records: {path} is no table in UTF-8: {fault}") from None
+        raise DataError(f"records: {path} is not a UTF-8 table: {fault}") from None
 
 
 @contextmanager

@@ -251,10 +251,10 @@ def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, Span]]:
                 raise _fail(begin, f"more than {NESTED} groups inside each other")
         elif kind == GROUP_ENDS:
             if not groups or groups.pop() != number:
-                raise _fail(begin, f"the end of a group {number} that has not begun")
+                raise _fail(begin, f"the end of a group {number} that was not opened")
             continue
         else:
-            raise _fail(begin, f"field {number} is of the kind {kind}, which is none")
+            raise _fail(begin, f"field {number} has the unknown wire type {kind}")
         if at > end:
             raise _fail(begin, f"field {number} ends at {at}, its message at {end}")
         if not groups:

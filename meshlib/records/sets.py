@@ -115,7 +115,7 @@ def _entries(path: str) -> dict[str, object]:
         return {str(entry["name"]): entry for entry in content["files"]}
     except (ValueError, TypeError, LookupError, RecursionError) as fault:
         raise DataError(
-            f"records: {target} is no manifest of a set of records: {fault!r:.80}; write the set again, or delete the "
+            f"records: {target} is not a manifest of a record set: {fault!r:.80}; write the set again, or delete the "
             "manifest if the files beside it are whole"
         ) from None
 

@@ -57,7 +57,7 @@ def run_exact(
     for name, v in program.updates.items():
         # State is stored as global arrays, which would hide a core writing a block that is not its own.
         if v.sharding != program.variables[name].sharding:
-            raise ProgramError(f"variable '{name}' lies as {program.variables[name]}, but is written as {v}")
+            raise ProgramError(f"variable '{name}' is sharded as {program.variables[name]}, but is written as {v}")
     updates = {name: together(v, values[v], name) for name, v in program.updates.items()}
     return outputs, updates
 

@@ -415,7 +415,7 @@ def _seed(header: Header, target: str) -> int | None:
 def _check_simulation(sim: object, what: str, call: str) -> None:
     if not isinstance(sim, Simulation):
         raise CheckpointError(
-            f"{what}: expected what mtf.simulate returned, got {type(sim).__name__} {sim!r:.80}; write mtf.{call}"
+            f"{what}: expected a simulation from mtf.simulate, got {type(sim).__name__} {sim!r:.80}; write mtf.{call}"
         )
 
 

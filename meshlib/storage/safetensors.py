@@ -95,7 +95,7 @@ def read_header(file: BinaryIO, target: str, what: str) -> Header:
     """The header of an open file, with all offsets checked against each other and the file size."""
 
     def fail(fault: str) -> NoReturn:
-        raise DamagedError(f"{what}: {target} is no whole safetensors file: {fault}")
+        raise DamagedError(f"{what}: {target} is not a complete safetensors file: {fault}")
 
     size = os.fstat(file.fileno()).st_size
     if size < 8:
@@ -181,7 +181,7 @@ class Tensors(Mapping[str, Array]):
     def __getitem__(self, name: str) -> Array:
         entry = self.header.entries[name]
         if entry.code not in _READ:
-            raise CheckpointError(f"{self.what}: {self.target}: tensor '{name}' is {entry}, which NumPy can't hold")
+            raise CheckpointError(f"{self.what}: {self.target}: tensor '{name}' is {entry}, which NumPy lacks")
         with open_file(self.path, self.what, CheckpointError) as (file, target):
             file.seek(self.header.data_start + entry.begin)
             raw = file.read(entry.end - entry.begin)
@@ -206,7 +206,7 @@ def write_tensors(file: BinaryIO, arrays: Mapping[str, Array], what: str) -> int
         array = arrays[name]
         code = _WRITTEN.get(array.dtype.newbyteorder("<"))
         if code is None:
-            raise CheckpointError(f"{what}: tensor '{name}' is {array.dtype}, which the format has not")
+            raise CheckpointError(f"{what}: tensor '{name}' is {array.dtype}, which the format lacks")
         entries[name] = Entry(code, array.shape, begin, begin + array.nbytes)
         begin += array.nbytes
     file.write(header_bytes(what, entries, {"format": "pt"}))

@@ -68,9 +68,7 @@ class Evaluation:
         """The means over all examples. Raises: FeedError if there are none, GraphError for an invalid run."""
         given: object = run
         if not isinstance(given, Simulation):
-            raise GraphError(
-                f"{at('Evaluation')}: run must be what mtf.simulate or mtf.on_jax returned, got {run!r:.80}"
-            )
+            raise GraphError(f"{at('Evaluation')}: run must be a run from mtf.simulate or mtf.on_jax, got {run!r:.80}")
         totals: dict[str, float] = {}
         count = 0.0
         measure = self.measure or self._single_numbers

@@ -78,7 +78,7 @@ def _simulation(run: object) -> Simulation:
     if isinstance(run, Program):
         return simulate(run)
     if not isinstance(run, Simulation):
-        raise GraphError(f"{at('train')}: run must be what mtf.simulate or mtf.on_jax returned, got {run!r:.80}")
+        raise GraphError(f"{at('train')}: run must be a run from mtf.simulate or mtf.on_jax, got {run!r:.80}")
     return run
 
 

@@ -179,7 +179,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "train steps float": (lambda: trained(steps=2.5), "steps must be an integer, got float 2.5"),
     "train program": (
         lambda: mtf.train("p", batches(), 2),
-        "run must be what mtf.simulate or mtf.on_jax returned, got 'p'",
+        "run must be a run from mtf.simulate or mtf.on_jax, got 'p'",
     ),
     "train log_every": (lambda: trained(log_every=0), "log_every must be at least 1, got 0"),
     "train best unknown": (
@@ -229,7 +229,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "save what": (
         lambda: mtf.save({}, HERE / "d"),
-        "save: expected what mtf.simulate returned, got dict {}; write mtf.save(sim, path)",
+        "save: expected a simulation from mtf.simulate, got dict {}; write mtf.save(sim, path)",
     ),
     "state assign shape": (
         lambda: mtf.simulate(loss_program()).state.__setitem__("w", np.ones(3)),

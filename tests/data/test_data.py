@@ -415,7 +415,7 @@ def broken(example: Batch) -> Batch:
         (lambda: list(x().map(broken).batch(2)), r"map\(broken\) failed at example 0 of arrays: ValueError: no 0"),
         (lambda: list(x().map(broken, workers=2).batch(2)), "failed at example 0 of arrays: ValueError: no 0"),
         (lambda: list(x().map(lambda e: 3).batch(2)), "must return a dict of fields, returned int at example 0"),
-        (lambda: list(x().filter(lambda e: False).batch(2).repeat()), "made no batch of 6 examples"),
+        (lambda: list(x().filter(lambda e: False).batch(2).repeat()), "yields no batch from 6 examples"),
         (lambda: list(x().filter(lambda e: False).repeat().batch(2)), "has no example left"),
         (lambda: list(x().map(lambda e: {"mask": 1}).batch(2, "pad")), "'mask' is a field of the examples"),
         (lambda: iter(x()).restore({"next": 1}), "expected what state"),
@@ -453,7 +453,7 @@ def test_one_clear_error(do: Callable[[], object], message: str) -> None:
         ({"a": 1}, mtf.data.Field("text"), "'a' is 1 numbers of int64, expected bytes for text"),
         ({"a": ["x", "y"]}, mtf.data.Field("text"), "'a' is a list of 2 bytes values, expected 1 for text"),
         ({"a": ["x", "y"]}, mtf.data.Field("bytes", (3,)), "'a' is a list of 2 bytes values, expected 3 for bytes"),
-        ({"a": b"\xff"}, mtf.data.Field("text"), "'a' is no UTF-8"),
+        ({"a": b"\xff"}, mtf.data.Field("text"), "'a' is not UTF-8"),
         ({"a": b"xyz"}, mtf.data.Field("image"), "expected a picture"),
     ],
 )

@@ -172,7 +172,7 @@ def test_the_tpu_compiler(slice: str) -> None:
     ("program", "slice", "more", "message"),
     [
         ([], "v5e-8", {}, "give a program"),
-        (3, "v5e-8", {}, "expected what mtf.lower returned, got int 3"),
+        (3, "v5e-8", {}, "expected a program from mtf.lower, got int 3"),
         (None, "v5e-16", {}, "8 positions, but slice v5e-16 has 16 devices"),
         (None, "v5e-8", {"backend": "gpu"}, "backend is 'tpu' or 'cpu', got 'gpu'"),
         (None, "v5e-8", {"timeout_seconds": 0, "backend": "cpu"}, "timeout_seconds must be positive, got 0"),

@@ -107,7 +107,7 @@ def test_tiles_are_counted_for_each_group() -> None:
 
 MISTAKES = {
     "sizes of floats": (lambda x, w, n: mtf.ragged_dot(x, w, mtf.cast(n, "float32"), ROWS, GROUPS), "must be int32"),
-    "no such rows": (lambda x, w, n: mtf.ragged_dot(x, w, n, "row", GROUPS), "rows 'row' is no dim of"),
+    "no such rows": (lambda x, w, n: mtf.ragged_dot(x, w, n, "row", GROUPS), "rows 'row' is not a dim of"),
     "another size": (lambda x, w, n: mtf.ragged_dot(x, w, n, D("rows", 8), GROUPS), "rows:8 has size 16"),
     "no groups": (lambda x, w, n: mtf.ragged_dot(x, mtf.reduce_sum(w, reduced_dim=GROUPS), n, ROWS, GROUPS),
                   "w must have the groups groups:4"),

@@ -345,7 +345,7 @@ def test_bad_input_is_told() -> None:
     refuse("types must stay the same", stage_fn=lambda h, f: mtf.cast(h, "bfloat16"))
     refuse("must return a float tensor of the dim stage:2", first_fn=lambda f: mtf.ones([WIDTH]))
     refuse("must be float and have the dim stage:2", last_fn=lambda y, f: mtf.reduce_mean(y))
-    refuse("the loss does not depend on what the stages make", last_fn=lambda y, f: mtf.zeros_like(y))
+    refuse("the loss does not depend on the output of the stages", last_fn=lambda y, f: mtf.zeros_like(y))
     refuse("a dict with 'loss'", last_fn=lambda y, f: {"y": y})
     refuse("draws random numbers", stage_fn=lambda h, f: mtf.dropout(h, True, rate=0.5))
     refuse("has a dim 'batch'; rename it|has a dim 'stage'", stages=D("batch", 2))

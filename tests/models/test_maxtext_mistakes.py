@@ -99,7 +99,7 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     "loss without blocks": ("num_vocab_tiling=0", [OWN, "num_vocab_tiling=0", "at least 1"]),
     "repeats": ("num_pipeline_repeats=5 ici_pipeline_parallelism=4", ["num_pipeline_repeats=5", "are not 16"]),
     "towers of Qwen": ("use_audio=true", ["use_audio=True", "use_audio=false override_model_config=true plans"]),
-    "no YAML": ("mesh_axes=[fsdp", ["mesh_axes=[fsdp", "no YAML"]),
+    "no YAML": ("mesh_axes=[fsdp", ["mesh_axes=[fsdp", "not valid YAML"]),
 }  # fmt: skip
 
 
@@ -131,7 +131,7 @@ def test_thirty_mistakes_at_least() -> None:
 FILES: dict[str, tuple[str, list[str]]] = {
     "typing error": ("base_emb_dimm: 64\n", ["base.yml: base_emb_dimm=64", "did you mean 'base_emb_dim'"]),
     "no mapping": ("- 1\n- 2\n", ["base.yml", "keys and values"]),
-    "no YAML": ("base_emb_dim: [1\n", ["base.yml:2", "is no YAML"]),
+    "no YAML": ("base_emb_dim: [1\n", ["base.yml:2", "is not valid YAML"]),
     "a key twice": ("steps: 1\nsteps: 2\n", ["base.yml:1", "'steps' is there twice"]),
     "based on nothing": ("base_config: other.yml\n", ["base_config=other.yml", "no such file"]),
     "based on itself": ("base_config: base.yml\n", ["base_config=base.yml", "based on each other"]),
@@ -139,7 +139,7 @@ FILES: dict[str, tuple[str, list[str]]] = {
         "mesh_axes: &a [fsdp, *a]\n",
         ["read_maxtext: base.yml: has more than", "within itself"],
     ),
-    "not text": ("\x00\x01", ["base.yml", "is no YAML"]),
+    "not text": ("\x00\x01", ["base.yml", "is not valid YAML"]),
 }
 
 

@@ -161,7 +161,7 @@ def test_the_checker_looks_inside() -> None:
     kept = [i for i in loop.body.instructions if i.opcode != "all_gather"]
     broken = list(program.instructions)
     broken[number] = replace(loop, body=loop.body.with_instructions(kept))
-    with pytest.raises(mtf.ProgramError, match="is never made"):
+    with pytest.raises(mtf.ProgramError, match="is never computed"):
         check_program(program.with_instructions(broken), "sabotage")
 
 

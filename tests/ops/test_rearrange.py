@@ -204,7 +204,7 @@ MESSAGES: list[tuple[Callable[[mtf.Tensor], object], str]] = [
     (lambda x: mtf.rearrange(x, "batch ... -> ... batch", batch=0), "at least 1, got 0"),
     (lambda x: mtf.rearrange(x, "batch ... -> ... batch", batch=3), r"dim batch:4 is \(batch\) of 3 elements"),
     (lambda x: mtf.rearrange(x, "batch ... c -> c ... batch", names={"batch": "rows"}), "but 'rows' in the pattern"),
-    (lambda x: mtf.rearrange(x, "batch ... -> ... batch", names={"rows": "batch"}), "'rows', which is no dim"),
+    (lambda x: mtf.rearrange(x, "batch ... -> ... batch", names={"rows": "batch"}), "'rows', which is not a dim"),
     (lambda x: mtf.rearrange(x, "batch ... -> ... batch", names="ab"), "names must be a dict"),
     (lambda x: mtf.rearrange(x, "(a b) ... -> a b ...", a=2, names={"a": "height"}), "height"),
     (lambda x: mtf.rearrange(x, "b, ... -> ... b"), "Unknown character ','"),

@@ -95,7 +95,7 @@ def test_bad_arguments(build, words: str) -> None:
         (lambda x: x[:, :2], None, r"made float32\[\d, 2\] of float32\[\d, 6\], but the block of its result own: f32"),
         (lambda x: x + 0.5, "int32", r"made float32\[\d, 6\].* is int32\[\d, 6\]"),
         (lambda x: [[1.0], [2.0, 3.0]], None, r"made object\[2\] of float32"),
-        (lambda x: np.ma.masked_less(x, 9), None, "slicewise 'own'.*: the function made a masked array"),
+        (lambda x: np.ma.masked_less(x, 9), None, "slicewise 'own'.*: the function returned a masked array"),
     ],
 )  # fmt: skip
 def test_a_result_of_another_type_is_named(fn, dtype, words: str, executor: str) -> None:

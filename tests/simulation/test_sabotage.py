@@ -433,7 +433,7 @@ def test_a_pass_that_moves_a_use_before_its_definition():
             order.insert(first, i)
             assert first < n
             spoiled = program.with_instructions(order)
-            with pytest.raises(mtf.ProgramError, match="used before it is made"):
+            with pytest.raises(mtf.ProgramError, match="used before it is computed"):
                 check_program(spoiled, "sabotage")
             with pytest.raises(KeyError):
                 numbers(spoiled)
@@ -444,7 +444,7 @@ def test_a_pass_that_moves_a_use_before_its_definition():
 def test_a_value_made_twice():
     program = sound("two axes")
     for i in computations(program, "sigmoid"):
-        with pytest.raises(mtf.ProgramError, match="made twice"):
+        with pytest.raises(mtf.ProgramError, match="computed twice"):
             check_program(changed(program, i, i, i), "sabotage")
 
 

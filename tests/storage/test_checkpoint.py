@@ -258,9 +258,13 @@ def test_nothing_that_fits_and_no_seed(tmp_path: Path) -> None:
 
 def test_wrong_arguments(tmp_path: Path) -> None:
     sim = variables()
-    with pytest.raises(mtf.CheckpointError, match=r"save: expected what mtf.simulate returned.*mtf.save\(sim, path\)"):
+    with pytest.raises(
+        mtf.CheckpointError, match=r"save: expected a simulation from mtf.simulate.*mtf.save\(sim, path\)"
+    ):
         mtf.save("x", sim)  # type: ignore[arg-type]
-    with pytest.raises(mtf.CheckpointError, match=r"load: expected what mtf.simulate returned.*mtf.load\(path, sim\)"):
+    with pytest.raises(
+        mtf.CheckpointError, match=r"load: expected a simulation from mtf.simulate.*mtf.load\(path, sim\)"
+    ):
         mtf.load(sim, "x")  # type: ignore[arg-type]
     for path in (3, b"x", ""):
         with pytest.raises(mtf.CheckpointError, match="the path must be text or a pathlib"):
@@ -321,7 +325,7 @@ def test_each_fault_of_a_file_is_named(tmp_path: Path, fault: str) -> None:
     table, data, message = FAULTS[fault]
     path, sim = written(tmp_path / "bad", table, data), variables()
     before = bits(sim)
-    with pytest.raises(mtf.CheckpointError, match=f"load: {path} is no whole safetensors file: .*{message}"):
+    with pytest.raises(mtf.CheckpointError, match=f"load: {path} is not a complete safetensors file: .*{message}"):
         mtf.load(path, sim, strict=False)
     assert bits(sim) == before
 

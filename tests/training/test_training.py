@@ -264,7 +264,7 @@ def test_a_picture_of_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: mtf.train(3, data(), 1), "run must be what mtf.simulate or mtf.on_jax returned, got 3"),
+        (lambda: mtf.train(3, data(), 1), "run must be a run from mtf.simulate or mtf.on_jax, got 3"),
         (lambda: mtf.train(evaluation(1).program, data(), 1), "updates no variable, so that there is nothing to train"),
         (lambda: mtf.train(program(), data(), 0), "steps must be at least 1, got 0"),
         (lambda: mtf.train(program(), data(), 1.5), "steps must be an integer"),

@@ -123,7 +123,7 @@ def test_entries_that_are_no_collectives_are_refused(program: Program) -> None:
             testing.assert_collectives(program, [entry])
     with pytest.raises(mtf.GraphError, match="must be a list"):
         testing.assert_collectives(program, "all_reduce over rows")
-    with pytest.raises(mtf.GraphError, match=r"expected what mtf.lower returned"):
+    with pytest.raises(mtf.GraphError, match=r"expected a program from mtf.lower"):
         testing.assert_collectives("program", [])
 
 

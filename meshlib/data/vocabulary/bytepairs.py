@@ -245,7 +245,7 @@ class BytePairs:
         record, target = read_json(path, what, CheckpointError, "a tokenizer of byte-level byte pairs")
 
         def fail(fault: str) -> NoReturn:
-            raise CheckpointError(f"{what}: {target} is no tokenizer of byte-level byte pairs: {fault}")
+            raise CheckpointError(f"{what}: {target} is not a byte-level byte-pair tokenizer: {fault}")
 
         read = arguments_in(record, fail)
         try:

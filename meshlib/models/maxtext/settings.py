@@ -306,7 +306,7 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError:
-        raise GraphError(f"{WHAT}: {file}: is no text in UTF-8") from None
+        raise GraphError(f"{WHAT}: {file}: is not UTF-8 text") from None
     entries = _yaml(text, file.name)
     if not isinstance(entries, dict) or not all(isinstance(key, str) for key in entries):
         raise GraphError(f"{WHAT}: {file.name}: must hold keys and values, one a line, such as base_emb_dim: 2048")
@@ -356,11 +356,11 @@ def _yaml(text: str, where: str) -> Any:
         mark = getattr(fault, "problem_mark", None)
         line = "" if mark is None else f":{mark.line + 1}"
         problem = str(getattr(fault, "problem", None) or fault).splitlines()[0]
-        raise GraphError(f"{WHAT}: {where}{line}: is no YAML: {problem}") from None
+        raise GraphError(f"{WHAT}: {where}{line}: is not valid YAML: {problem}") from None
     except GraphError:
         raise
     except (RecursionError, ValueError) as fault:
-        raise GraphError(f"{WHAT}: {where}: is no YAML: {fault}") from None
+        raise GraphError(f"{WHAT}: {where}: is not valid YAML: {fault}") from None
     finally:
         if loader is not None:
             loader.dispose()

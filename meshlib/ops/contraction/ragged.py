@@ -40,7 +40,7 @@ def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorTyp
     if not dtype.is_wide_float:
         raise ShapeError(f"needs float operands, got {dtype.name}; cast them with mtf.cast")
     if begins.dtype is not INT32 or begins != ends:
-        raise ShapeError(f"where groups begin and end must be int32 and alike, got {begins} and {ends}")
+        raise ShapeError(f"the first and last rows of groups must be int32 with equal shapes, got {begins} and {ends}")
     return TensorType(attrs["shape"], dtype)
 
 
@@ -301,7 +301,7 @@ def checked_operands(
 def _dim_of(t: Tensor, dim: Dimension | str, what: str, argument: str) -> Dimension:
     name = dim if isinstance(dim, str) else as_dim(dim, what).name
     if name not in t.shape.names:
-        raise ShapeError(f"{at(what)}: {argument} '{name}' is no dim of {t}")
+        raise ShapeError(f"{at(what)}: {argument} '{name}' is not a dim of {t}")
     if isinstance(dim, Dimension) and t.shape.dim(name) != dim:
         raise ShapeError(f"{at(what)}: {argument} {dim} has size {t.shape.dim(name).size} in {t}")
     return t.shape.dim(name)

@@ -27,8 +27,8 @@ def loop_gradient(op: Operation, *dys: Tensor | None) -> list[Tensor | None]:
     """The wanted cotangents of the operands of a loop; those of carries are always computed."""
     if op.loop is not None and op.loop.going is not None:
         raise GraphError(
-            f"{op} has no gradient: how many trips its condition lets run is known after the last; "
-            "give while_loop a number of trips, or stop_gradient what it takes"
+            f"{op} has no gradient: its number of trips is known only at run time; "
+            "give while_loop a number of trips, or apply stop_gradient to its inputs"
         )
     return _Backwards(op, dys).run()
 

@@ -44,8 +44,8 @@ def _local(block: Block, *arrays: Array) -> Array:
         raise
     if is_masked(given):
         raise ProgramError(
-            f"{block.operation}: the function made a masked array, which has elements without a value; give them one, "
-            "as in array.filled(0)"
+            f"{block.operation}: the function returned a masked array, which has elements without a value; give them "
+            "one, as in array.filled(0)"
         )
     try:
         result = np.asarray(given)

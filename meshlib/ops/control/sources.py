@@ -127,7 +127,8 @@ def constant(
     """A constant tensor: one number everywhere, or the elements of an array or nested lists with dims `shape`.
 
     Numbers are generated inside consuming kernels. An array, of up to 16 MiB, is part of the program and takes device
-    memory. Raises: ShapeError for numbers that do not fit the dtype, an array whose sizes are not those of `shape`, and
+    memory.
+    Raises: ShapeError for numbers that do not fit the dtype, an array whose sizes are not those of `shape`, and
       ragged lists.
     Example:
       >>> import meshlib as mtf
@@ -289,7 +290,7 @@ def _reused(name: str, shape: Shape, dtype: object, slice_dtype: object | None) 
     inside = current_graph("variable")
     full, known = _check_name(name, "variable"), inside.root.variables
     if full not in known:
-        raise GraphError(f"{at('variable')}: there is no '{full}' to reuse{nearest(full, known)}")
+        raise GraphError(f"{at('variable')}: no variable '{full}' to reuse{nearest(full, known)}")
     op = known[full]
     public = as_dtype(dtype)
     stored = public if slice_dtype is None else as_dtype(slice_dtype)

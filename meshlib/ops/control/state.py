@@ -182,7 +182,8 @@ def stored(variable: Tensor) -> Operation:
         op = op.inputs[0].operation
     if op.opdef is not VARIABLE:
         raise GraphError(
-            f"{at('expected a variable')}: {variable} ({op.source}) is none; pass what mtf.variable returned"
+            f"{at('expected a variable')}: {variable} ({op.source}) is not a variable; pass the tensor returned "
+            "by mtf.variable"
         )
     return op
 
@@ -192,7 +193,7 @@ def assigned(updates: Sequence[Operation]) -> dict[str, Operation]:
     update_of: dict[str, Operation] = {}
     for update in updates:
         if not isinstance(update, Operation) or update.opdef is not ASSIGN:
-            raise GraphError(f"updates must be what mtf.assign or an optimizer returned, got {update!r:.80}")
+            raise GraphError(f"updates must be those returned by mtf.assign or an optimizer, got {update!r:.80}")
         name = update.attrs["variable"]
         if name in update_of and update_of[name] is not update:
             raise GraphError(

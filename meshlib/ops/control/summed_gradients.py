@@ -57,7 +57,7 @@ def variable_gradients(
     missing = [f"'{v.name}' ({v.operation.source})" for v, g in zip(trainable, of_variables, strict=True) if g is None]
     if missing:
         raise GraphError(
-            f"{at(what)}: the loss does not depend on {', '.join(missing)}; declare what is not to be trained with "
+            f"{at(what)}: the loss does not depend on {', '.join(missing)}; declare untrained variables with "
             "trainable=False"
         )
     return [g for g in of_variables if g is not None]

@@ -181,7 +181,7 @@ def _parsed(pattern: str, what: str) -> tuple[list[Group | str], list[Group | st
     except (EinopsError, ValueError) as fault:  # ValueError for a number that Python does not read
         raise ShapeError(" ".join(str(fault).split())) from None
     if left.has_ellipsis_parenthesized:
-        raise ShapeError("'...' in parentheses on the left side: how a dim is split must be said")
+        raise ShapeError("'...' in parentheses on the left side: the split of a dim must be explicit")
     if right.has_ellipsis and not left.has_ellipsis:
         raise ShapeError("'...' on the right side only")
     lost = _shown(left.identifiers - right.identifiers)
@@ -224,7 +224,7 @@ def _name_of_group(names: object, left: Sequence[Group | str], right: Sequence[G
     }
     for part in name_of_group:
         if part not in groups:
-            raise ShapeError(f"names has '{part}', which is no dim of the pattern{nearest(part, groups)}")
+            raise ShapeError(f"names has '{part}', which is not a dim of the pattern{nearest(part, groups)}")
     return name_of_group
 
 
@@ -241,7 +241,9 @@ def _fitted(
     for axis in sizes:
         if axis not in axes:
             known = [a for a in axes if isinstance(a, str) and a not in rest]
-            raise ShapeError(f"the size of '{axis}' is given, which is no axis of the pattern{nearest(axis, known)}")
+            raise ShapeError(
+                f"the size of '{axis}' is given, which is not an axis of the pattern{nearest(axis, known)}"
+            )
     of_axis = _sizes(left, right, shape, sizes)
     dims = _dims_of_axes(left, right, shape, of_axis)
     result = [

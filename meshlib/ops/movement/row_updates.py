@@ -106,7 +106,7 @@ def update_rows(
     d = find_dim(tensor(x, what), dim, what)
     wanted = {*tensor(indices, what).shape, *(p for p in x.shape if p != d)}
     if indices.dtype is not INT32 or any(p.name in x.shape.names for p in indices.shape):
-        raise ShapeError(f"{at(what)}: indices must be int32, of dims that x has not", indices, x)
+        raise ShapeError(f"{at(what)}: indices must be int32, with dims that x lacks", indices, x)
     if {*tensor(rows, what).shape} != wanted:
         raise ShapeError(f"{at(what)}: rows must have the dims of the indices and those of x but '{d.name}'", rows, x)
     return build(UPDATE_ROWS, [x, rows, indices], {"dim": d, "out_of_range": out_of_range}, name)

@@ -30,7 +30,7 @@ from meshlib.ops.pointwise.unary import abs, logical_not, negative
 
 def _no_matmul(x: Tensor, y: object) -> Tensor:
     raise GraphError(
-        f"{at('@')}: dims are matched by name, so it must be said which remain: mtf.einsum([x, y], output_shape=...)"
+        f"{at('@')}: dims are matched by name, so name the remaining ones: mtf.einsum([x, y], output_shape=...)"
     )
 
 

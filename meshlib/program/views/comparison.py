@@ -257,7 +257,7 @@ def compare(program_a: Program, program_b: Program) -> Comparison:
     for name, program in (("program_a", program_a), ("program_b", program_b)):
         if not isinstance(program, Program):
             raise GraphError(
-                f"compare: {name} must be what mtf.lower returned, got {type(program).__name__} {program!r:.80}"
+                f"compare: {name} must be a program from mtf.lower, got {type(program).__name__} {program!r:.80}"
             )
     return Comparison(program_a, program_b)
 
