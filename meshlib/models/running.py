@@ -22,6 +22,7 @@ from meshlib.ops.movement.indexing import gather
 from meshlib.ops.movement.indexing import range as positions_of
 from meshlib.ops.pointwise.binary import add_n, less, maximum
 from meshlib.ops.pointwise.reductions import reduce_sum
+from meshlib.ops.pointwise.selection import where
 
 WHAT = "extend_step"
 
@@ -90,9 +91,12 @@ def extend_step(
         blocks = Dimension("blocks", cache_length // page_size)
         paged = {"table": input("table", [rows, blocks], "int32"), "pages": pages, "page_size": page_size}
     caches = RowCaches(cache_length, positions, True, cache_dtype, counts=counts, tokens=tokens_dim, **paged)
-    real = None if c.experts is None else less(positions_of(tokens_dim), counts, [rows, tokens_dim])
+    real, here = less(positions_of(tokens_dim), counts, [rows, tokens_dim]), caches.here()
+    if c.position == "learned":
+        here = where(real, here, 0)  # the table of positions may end before the padding of a chunk does
     builder = Builder(c, rows, "full", scan, training=False)
-    x = builder.stack(tokens, c.layers, True, caches=caches, positions=caches.here(), nonpadding=real)
+    nonpadding = None if c.experts is None else real
+    x = builder.stack(tokens, c.layers, True, caches=caches, positions=here, nonpadding=nonpadding)
     if not each:
         x = gather(x, maximum(counts - 1, 0), tokens_dim, name="last")
     outputs = {"logits": builder.logits(x)}

@@ -68,7 +68,7 @@ FEW = [("llama2-7b", way) for way in WAYS] + [
     ("gemma3-12b", "drafts in pages"),
     ("deepseek-v3", "over pages"),
     ("mixtral-8x7b", "in pages"),
-    ("gpt2", "in chunks"),
+    ("gpt2", "few pages"),
 ]
 
 
