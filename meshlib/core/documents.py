@@ -69,7 +69,7 @@ def read_json(
     """The object in a JSON file, and the file's resolved path.
 
     Args:
-      path, what, error: as of `meshlib.core.files.open_file`.
+      path, what, error: as in `meshlib.core.files.open_file`.
       sound: the description of a valid file in messages, such as "an index of safetensors files".
       schema: types of its fields; fields without an entry may have any type.
       constants: whether NaN and Infinity are allowed; a_list: whether the document is a list instead of an object.

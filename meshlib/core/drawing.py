@@ -16,7 +16,7 @@ Panel = Callable[[Any], None]  # draws on Axes
 def plotted(
     what: str, ax: object, panels: Sequence[Panel], size: tuple[float, float], rows: int = 1, title: str = ""
 ) -> Any:
-    """Draw each panel on Axes of its own.
+    """Draw each panel on separate Axes.
 
     Args:
       what: the plotting method in messages, such as "Scaling.plot".

@@ -100,7 +100,7 @@ class FileSet:
       folder: an existing folder. Links in it are replaced, not followed.
       manifest: the manifest of this kind of set.
       names: names of the members, split where a tag is inserted: ("model", ".safetensors").
-      what, error: as of `replace_file`.
+      what, error: as in `replace_file`.
       rivals: manifests of other kinds of sets that this one replaces.
     """
 

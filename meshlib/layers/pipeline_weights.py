@@ -24,7 +24,7 @@ class LaterWeights:
         self.stored = [x for x in later.taken if x not in elsewhere]
 
     def written(self, graph: Graph, read: Sequence[Tensor], swapped: Mapping[Tensor, Tensor]) -> list[Tensor]:
-        """The gradients in the body of their own branch, from stored operands, with tables swapped for their task's."""
+        """The gradients, in the body of their branch, from stored operands, with tables swapped for their task's."""
         given = {x: graph.adopt(self.outer[x]) for x in self.fixed}
         given |= {x: graph.adopt(swapped[self.outer[x]]) for x in self.tables}
         given |= {x: transpose(y, x.shape) for x, y in zip(self.stored, read, strict=True)}

@@ -80,7 +80,7 @@ class AdafactorOptimizer(Optimizer):
       decay_rate: of the means, in [0, 1); by default 1 - t^-0.8. A number, a tensor or a schedule.
       beta1: of the running mean of steps, in [0, 1); 0: none.
       clipping_threshold: of the rms of u; None: no clipping.
-      factored: whether to factor at all.
+      factored: whether to factor second moments.
       epsilon1: added to g^2.
       epsilon2: the least scale of the weights.
       min_dim_size_to_factor: least size of the second largest dim.

@@ -17,7 +17,7 @@ from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Mov
 from meshlib.program.records import Program
 from meshlib.program.signature import Signature, Signatures
 
-_WITH_MARGINS = (Compute, Widen)  # which may take them
+_WITH_MARGINS = (Compute, Widen)  # instructions that may have operands with margins
 
 
 @dataclass(eq=False)

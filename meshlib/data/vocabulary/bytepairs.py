@@ -3,7 +3,7 @@
 A text is split into words by a pattern (`meshlib.data.vocabulary.pretokenizer`), and the bytes of each word are merged
 (`meshlib.data.vocabulary.merges`). Each byte is a token, so that every text can be tokenised.
 
-Its file is a tokenizer.json (`meshlib.data.vocabulary.tokenizer_file`), as of GPT-2, Llama 3 and others.
+Its file is a tokenizer.json (`meshlib.data.vocabulary.tokenizer_file`), as for GPT-2, Llama 3 and others.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ def _add_all(x: Array, y: Array, *more: Array, out: Array) -> None:
         np.add(out, z, out=out)
 
 
-# The work is that of the sums of two: one less than there are operands.
+# As much work as pairwise sums: one less than there are operands.
 _ADD_N = define(
     "add_n",
     _add_all,

@@ -27,7 +27,7 @@ def _cast_linear(op: Operation) -> Linear:
 
 def _cast_local(block: Block, x: Array) -> Array:
     dtype, out = block.attrs["dtype"], block.result()
-    if x.dtype.kind == "f" and out.dtype == np.int32:  # the nearest there is, which float32 can't hold for the largest
+    if x.dtype.kind == "f" and out.dtype == np.int32:  # the nearest representable value; float32 lacks the largest
         with np.errstate(invalid="ignore"):
             np.copyto(out, x, casting="unsafe")
         for outside, value in ((x >= 2.0**31, 2**31 - 1), (x < -(2.0**31), -(2**31)), (np.isnan(x), 0)):
@@ -35,7 +35,7 @@ def _cast_local(block: Block, x: Array) -> Array:
         return out
     if dtype.is_narrow_integer:
         low, high = dtype.bounds
-        if x.dtype.kind == "f":  # the nearest there is, as XLA makes it
+        if x.dtype.kind == "f":  # saturates, as in XLA
             x = np.where(np.isnan(x), 0, np.clip(x, low, high))
         elif x.dtype != np.bool_:  # the low bits
             x = (x.astype(np.int32) - low) % (high - low + 1) + low
@@ -50,7 +50,7 @@ CAST = define(
     lambda types, attrs: TensorType(types[0].shape, attrs["dtype"]),
     local=_cast_local,
     linear=_cast_linear,
-    home=Home.OPERAND,  # so that gathers move the narrow type
+    home=Home.OPERAND,  # so that gathers send the narrow type
     repeated=True,
 )
 
@@ -58,9 +58,8 @@ CAST = define(
 def cast(x: Tensor, dtype: object, name: str | None = None) -> Tensor:
     """`x` as another dtype: floats are rounded to nearest even, float to integer cuts towards zero.
 
-    Beyond what it holds e4m3 has NaN, e5m2 an infinity; integers have their least or largest number, for NaN 0, and of
-    wider integers the low bits. Where a tensor moves between devices its casts run where they leave the narrower type
-    to move.
+    Out-of-range values become NaN in e4m3 and infinity in e5m2; integers saturate, with 0 for NaN, but casts from wider
+    integers keep the low bits. For a tensor that is resharded, casts are placed so that the narrower type is sent.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():

@@ -75,7 +75,7 @@ def _relu(x: Array, out: Array) -> None:
     np.maximum(x, x.dtype.type(0), out=out)
 
 
-# The derivative of relu as one operation: no mask is kept, it is read off the output that is there anyway.
+# The derivative of relu as one operation: computed from the output instead of a stored mask.
 _RELU_GRAD: OpDef = define(
     "relu_grad",
     lambda dy, y, out: np.multiply(dy, np.greater(y, 0), out=out),

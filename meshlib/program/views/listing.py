@@ -134,7 +134,7 @@ def collectives_table(collectives: Sequence[Collective]) -> str:
     with fitted_to(None):
         first, *shown = grid([head, *rows])
     stacked = too_wide([first, *shown])
-    if stacked:  # what has long names goes below the figures
+    if stacked:  # long names go below the figures
         first, *shown = grid([tuple(row[n] for n in FIGURES) for row in (head, *rows)])
     lines = [first]
     for group, row, cells in zip(groups, shown, rows, strict=True):
