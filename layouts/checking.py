@@ -73,9 +73,9 @@ def check(
     """  # noqa: E501
     rules = rules if isinstance(rules, LayoutRules) else LayoutRules(rules)
     mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
-    seen = _met(rules, mesh, tensors, inner, splitting)
+    seen = _usage(rules, mesh, tensors, inner, splitting)
     known = dict.fromkeys([*seen.dims, *(known_dims or ())])
-    foreign = _foreign(rules, mesh, known, seen.faults)
+    foreign = _unknown_names(rules, mesh, known, seen.faults)
     notes = [f"{text}; it splits nothing here, as its '?' allows" for text in dict.fromkeys(foreign)]
     notes += _notes(rules, mesh, seen, known)
     faults_with_labels = tuple((fault, tuple(dict.fromkeys(labels))) for fault, labels in seen.faults.items())
@@ -83,7 +83,7 @@ def check(
 
 
 @dataclass
-class _Met:
+class _Usage:
     """Statistics of a program's tensors under a layout: faults with labels of tensors, and the rules, axes and dims
     in use."""
 
@@ -100,14 +100,14 @@ def _unknown_axes(rules: LayoutRules, mesh: Mesh) -> list[Fault]:
     return [unknown_axis(rule, axis, mesh) for rule in required for axis in rule.axes if axis not in mesh]
 
 
-def _met(
+def _usage(
     rules: LayoutRules,
     mesh: Mesh,
     tensors: Iterable[tuple[str, ShapeLike, str]],
     inner: Iterable[tuple[str, ShapeLike, str]],
     splitting: Iterable[str],
-) -> _Met:
-    met = _Met(axes=set(splitting))
+) -> _Usage:
+    met = _Usage(axes=set(splitting))
     for fault in _unknown_axes(rules, mesh):
         met.faults.setdefault(fault, [])
     followed: set[Rule] = set()  # rules used by some tensor
@@ -137,7 +137,7 @@ def _dim(fault: Fault) -> str | None:
     return fault.rule.dim if fault.rule is not None else None
 
 
-def _foreign(rules: LayoutRules, mesh: Mesh, known: dict[str, None], faults: dict[Fault, list[str]]) -> list[str]:
+def _unknown_names(rules: LayoutRules, mesh: Mesh, known: dict[str, None], faults: dict[Fault, list[str]]) -> list[str]:
     """Unknown names in optional rules, as notes; unknown names in other rules are added to the faults."""
     foreign: list[str] = []
     for name in rules.dims:
@@ -156,7 +156,7 @@ def _foreign(rules: LayoutRules, mesh: Mesh, known: dict[str, None], faults: dic
     ]
 
 
-def _notes(rules: LayoutRules, mesh: Mesh, seen: _Met, known: dict[str, None]) -> list[str]:
+def _notes(rules: LayoutRules, mesh: Mesh, seen: _Usage, known: dict[str, None]) -> list[str]:
     """Notes on rules and axes without effect, and on inner tensors that a rule does not fit."""
     notes = [
         f"rule {rule} is not used: {_why_unused(rule, seen.dims)}"

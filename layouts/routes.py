@@ -224,7 +224,7 @@ class _StateGraph:
                 k = prod([self.axis_sizes[a] for a in axes])
                 rest = tuple(a for a in awaited if a not in axes)
                 for kind in _REDUCING:
-                    cost = _sent(kind, block, k)
+                    cost = _step_cost(kind, block, k)
                     if not kind.scatters:
                         yield RouteStep(kind.name, axes, -1, -1, (splits, rest), cost)
                     elif self.scatters:
@@ -256,7 +256,7 @@ class _StateGraph:
                 k = prod([self.axis_sizes[a] for a in axes])
                 without = _put(splits, d, left)
                 for kind in _UNSPLITTING:
-                    cost = _sent(kind, block, k)
+                    cost = _step_cost(kind, block, k)
                     if kind.gathers:
                         yield RouteStep(kind.name, axes, d, -1, (without, awaited), cost)
                         continue
@@ -321,7 +321,7 @@ class _StateGraph:
 _map = lru_cache(maxsize=1 << 12)(_StateGraph)
 
 
-def _sent(kind: StepKind, block: int, k: int) -> int:
+def _step_cost(kind: StepKind, block: int, k: int) -> int:
     """Cost of a step over k devices: k divides a block, which is counted over all participating devices."""
     return kind.ring_parts(k) * block // k
 

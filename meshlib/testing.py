@@ -39,7 +39,7 @@ _TEXT = re.compile(
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _Expected:
     """One expected collective; None: any."""
 
     kind: str
@@ -47,14 +47,14 @@ class _Wanted:
     payload_bytes: int | None = None
     of: str | None = None
 
-    def fits(self, c: _Present) -> bool:
+    def fits(self, c: _Actual) -> bool:
         return (
             (self.kind, self.axes) == (c.collective.kind, c.collective.axes)
             and self.payload_bytes in (None, c.collective.payload_bytes)
             and (self.of is None or self.of in c.names)
         )
 
-    def near(self, c: _Present) -> bool:
+    def near(self, c: _Actual) -> bool:
         """True if it matches except for its bytes or axes."""
         same_tensor = self.of is not None and self.of in c.names
         return self.kind == c.collective.kind and (self.axes == c.collective.axes or same_tensor)
@@ -66,7 +66,7 @@ class _Wanted:
 
 
 @dataclass(frozen=True)
-class _Present:
+class _Actual:
     """A collective with all names of its value; the last is the variable of which it is the gradient."""
 
     collective: Collective
@@ -152,7 +152,7 @@ def _assert_counts(program: Program, expected: Mapping[str, int]) -> None:
         raise AssertionError("\n".join([*lines, _place(program)]))
 
 
-def _unmatched(wanted: Sequence[_Wanted], present: Sequence[_Present]) -> tuple[list[_Wanted], list[_Present]]:
+def _unmatched(wanted: Sequence[_Expected], present: Sequence[_Actual]) -> tuple[list[_Expected], list[_Actual]]:
     """The unmatched items of both sides after a maximum matching (augmenting paths)."""
     holder: dict[int, int] = {}  # index of found -> index of wanted
 
@@ -179,7 +179,7 @@ def _check_axes(entry: object, axes: tuple[str, ...], given: object, mesh: Mesh)
         )
 
 
-def _read(entry: Any, program: Program) -> list[_Wanted]:
+def _read(entry: Any, program: Program) -> list[_Expected]:
     """The collectives described by one entry."""
     form = "a tuple (kind, axes[, payload_bytes]) or a text like 'all_reduce over rows of w1'"
     count, payload, of, over = 1, None, None, None
@@ -207,12 +207,12 @@ def _read(entry: Any, program: Program) -> list[_Wanted]:
         known |= {y.tensor.name for i, _, _ in walk(program) for y in i.outputs}
         if of not in known:
             raise GraphError(f"assert_collectives: {entry!r:.80}: the program has no tensor {of!r}{nearest(of, known)}")
-    return [_Wanted(kind, axes, payload, of)] * count
+    return [_Expected(kind, axes, payload, of)] * count
 
 
-def _found(program: Program) -> list[_Present]:
+def _found(program: Program) -> list[_Actual]:
     named = [_names(program, v) for v in _values(program)]
-    return [_Present(c, names) for c, names in zip(program.collectives, named, strict=True)]
+    return [_Actual(c, names) for c, names in zip(program.collectives, named, strict=True)]
 
 
 def _values(program: Program) -> list[Value]:

@@ -115,11 +115,11 @@ class _Encoder:
         """Encode any value that has a key."""
         plain = _PLAIN.get(type(x))
         if plain is not None:
-            self._put(*plain(x))
+            self._write(*plain(x))
         elif id(x) in self.met:
-            self._put("met", str(self.met[id(x)]).encode())
+            self._write("met", str(self.met[id(x)]).encode())
         elif id(x) in self.inside:
-            self._put("inside", str(self.inside[id(x)]).encode())
+            self._write("inside", str(self.inside[id(x)]).encode())
         elif len(self.inside) >= MOST_DEPTH:
             raise _NoKeyError(x, f"it is nested {MOST_DEPTH} deep")
         else:
@@ -135,27 +135,27 @@ class _Encoder:
         if is_dataclass(x):
             self._class(type(x))
             for f in fields(x):
-                self._named(f.name, getattr(x, f.name, None))
+                self._encode_named(f.name, getattr(x, f.name, None))
             self._instance_attributes(x, [f.name for f in fields(x)])
             return
-        self._reduced(x)
+        self._pickled_state(x)
 
     def _instance_attributes(self, x: Any, written: Collection[str] = ()) -> None:
         """Encode the instance attributes of an object of a user-defined class, such as a subclass of list."""
         if _library_version(type(x).__module__) is None:
             for name, value in getattr(x, "__dict__", {}).items():
                 if name not in written and not isinstance(getattr(type(x), name, None), functools.cached_property):
-                    self._named(name, value)
+                    self._encode_named(name, value)
 
-    def _meet(self, x: object) -> None:
+    def _assign_number(self, x: object) -> None:
         self.met[id(x)] = len(self.met)
         self.alive.append(x)
 
-    def _put(self, tag: str, data: bytes) -> None:
+    def _write(self, tag: str, data: bytes) -> None:
         self.hash.update(f"{tag}:{len(data)}:".encode() + data)
 
-    def _named(self, name: str, x: Any) -> None:
-        self._put("name", name.encode(errors="surrogatepass"))
+    def _encode_named(self, name: str, x: Any) -> None:
+        self._write("name", name.encode(errors="surrogatepass"))
         self.path.append(name)
         self.add(x)
         self.path.pop()
@@ -165,26 +165,26 @@ class _Encoder:
     def _sequence(self, x: Iterable[Any]) -> None:
         items = list(x)
         self._class(type(x))
-        self._put("items", str(len(items)).encode())
+        self._write("items", str(len(items)).encode())
         for n, item in enumerate(items):
-            self._named(str(n), item)
+            self._encode_named(str(n), item)
         self._instance_attributes(x)
 
     def _mapping(self, x: Mapping[Any, Any]) -> None:
         self._class(type(x))
-        self._put("items", str(len(x)).encode())
+        self._write("items", str(len(x)).encode())
         if isinstance(x, defaultdict):
-            self._named("default", x.default_factory)
+            self._encode_named("default", x.default_factory)
         for n, (name, value) in enumerate(x.items()):
             self.add(name)
-            self._named(name if isinstance(name, str) else str(n), value)
+            self._encode_named(name if isinstance(name, str) else str(n), value)
         self._instance_attributes(x)
 
     def _set(self, x: Iterable[Any]) -> None:
         """Encode a set: the sorted keys of its elements."""
         self._class(type(x))
         for one in sorted(_Encoder(self.what)._digest_one(item) for item in x):
-            self._put("element", one.encode())
+            self._write("element", one.encode())
         self._instance_attributes(x)
 
     def _digest_one(self, x: object) -> str:
@@ -193,29 +193,29 @@ class _Encoder:
 
     def _array(self, x: np.ndarray[Any, Any]) -> None:
         if x.dtype.hasobject:
-            self._put("objects", repr(x.shape).encode())
+            self._write("objects", repr(x.shape).encode())
             self._sequence(x.reshape(-1).tolist())
             return
-        self._put("array", f"{x.dtype.str} {x.dtype.name} {x.shape}".encode())
-        self._put("bytes", np.ascontiguousarray(x).tobytes())
+        self._write("array", f"{x.dtype.str} {x.dtype.name} {x.shape}".encode())
+        self._write("bytes", np.ascontiguousarray(x).tobytes())
 
     def _scalar(self, x: np.generic) -> None:
-        self._put("scalar", f"{x.dtype.str} {x.dtype.name}".encode())
-        self._put("bytes", x.tobytes())
+        self._write("scalar", f"{x.dtype.str} {x.dtype.name}".encode())
+        self._write("bytes", x.tobytes())
 
     def _frozen(self, x: Frozen) -> None:
         """Encode a Shape, Mesh or LayoutRules; digests are cached by value, since equal ones are common."""
         if x not in self.frozen:
             alone = _Encoder(self.what)
-            alone._reduced(x)
+            alone._pickled_state(x)
             self.frozen[x] = alone.hash.digest()
-        self._put("frozen", self.frozen[x])
+        self._write("frozen", self.frozen[x])
 
     def _enum(self, x: enum.Enum) -> None:
         self._class(type(x))
-        self._put("member", x.name.encode())
+        self._write("member", x.name.encode())
 
-    def _reduced(self, x: Any) -> None:
+    def _pickled_state(self, x: Any) -> None:
         """Encode the pickled state of an object."""
         try:
             reduced = x.__reduce_ex__(4)
@@ -223,48 +223,50 @@ class _Encoder:
             raise _NoKeyError(x, f"it can't be pickled: {str(fault)[:100] or type(fault).__name__}") from None
         self._class(type(x))
         if isinstance(reduced, str):
-            self._put("global", reduced.encode())
+            self._write("global", reduced.encode())
             return
         constructor, arguments, *rest = tuple(reduced)
-        self._named("made by", constructor if constructor is not copyreg.__newobj__ else "new")  # type: ignore[attr-defined]
-        self._named("arguments", arguments)
+        self._encode_named("made by", constructor if constructor is not copyreg.__newobj__ else "new")  # type: ignore[attr-defined]
+        self._encode_named("arguments", arguments)
         state, items, pairs, *_ = [*rest, None, None, None]
-        self._named("state", state)
-        self._named("items", None if items is None else list(items))
-        self._named("pairs", None if pairs is None else list(pairs))
+        self._encode_named("state", state)
+        self._encode_named("items", None if items is None else list(items))
+        self._encode_named("pairs", None if pairs is None else list(pairs))
 
     # ------------------------------------------------------------ functions, classes, modules
 
     def _function(self, f: types.FunctionType) -> None:
-        self._meet(f)
+        self._assign_number(f)
         version = _library_version(f.__globals__.get("__name__"))
         if version and f.__closure__ is None and "<" not in f.__qualname__:
-            self._put("library function", f"{f.__module__}.{f.__qualname__} {version}".encode())
+            self._write("library function", f"{f.__module__}.{f.__qualname__} {version}".encode())
             return
         self.path.append(f"function {f.__qualname__}")
-        self._named("defaults", f.__defaults__)
-        self._named("keyword defaults", f.__kwdefaults__)
-        self._named("attributes", {n: v for n, v in vars(f).items() if n != "__wrapped__"})
+        self._encode_named("defaults", f.__defaults__)
+        self._encode_named("keyword defaults", f.__kwdefaults__)
+        self._encode_named("attributes", {n: v for n, v in vars(f).items() if n != "__wrapped__"})
         self._code(f.__code__)
         for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
             try:
                 value = cell.cell_contents
             except ValueError:  # an unassigned cell
-                self._put("empty cell", name.encode())
+                self._write("empty cell", name.encode())
                 continue
-            self._named(name, value)
+            self._encode_named(name, value)
         if version:
-            self._put("version", version.encode())
+            self._write("version", version.encode())
         else:
             self._globals(f.__code__, f.__globals__)
         self.path.pop()
 
     def _code(self, code: types.CodeType) -> None:
         """Encode the bytecode of a function, without its file and line numbers."""
-        self._put("code", code.co_code)
+        self._write("code", code.co_code)
         counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
-        self._put("code", repr((counts, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)).encode())
-        self._put("code", code.co_exceptiontable)
+        self._write(
+            "code", repr((counts, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)).encode()
+        )
+        self._write("code", code.co_exceptiontable)
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
                 self._code(constant)
@@ -276,109 +278,109 @@ class _Encoder:
         taken, imported = _outside_names(code)
         for name, *attributes in sorted(taken):
             if name not in around:
-                self._put("builtin" if hasattr(builtins, name) else "undefined", name.encode())
+                self._write("builtin" if hasattr(builtins, name) else "undefined", name.encode())
                 continue
             value = around[name]
             for attribute in attributes:
                 if not isinstance(value, types.ModuleType) or _library_version(value.__name__):
                     break
-                self._named(name, value)
+                self._encode_named(name, value)
                 name, value = f"{name}.{attribute}", getattr(value, attribute, None)
-            self._named(name, value)
+            self._encode_named(name, value)
         for name in sorted(imported):
             module = sys.modules.get(name) or importlib.import_module(name)
-            self._named(name, module)
+            self._encode_named(name, module)
             if _library_version(module.__name__) is None:
                 for attribute in sorted({n for n in code.co_names if n in vars(module)}):
-                    self._named(f"{name}.{attribute}", vars(module)[attribute])
+                    self._encode_named(f"{name}.{attribute}", vars(module)[attribute])
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
                 self._globals(constant, around)
 
     def _method(self, x: types.MethodType) -> None:
-        self._named("function", x.__func__)
-        self._named("self", x.__self__)
+        self._encode_named("function", x.__func__)
+        self._encode_named("self", x.__self__)
 
     def _builtin(self, x: types.BuiltinFunctionType) -> None:
-        self._put("builtin", f"{x.__module__}.{x.__qualname__}".encode())
-        self._named("self", x.__self__ if not isinstance(x.__self__, types.ModuleType) else x.__self__.__name__)
+        self._write("builtin", f"{x.__module__}.{x.__qualname__}".encode())
+        self._encode_named("self", x.__self__ if not isinstance(x.__self__, types.ModuleType) else x.__self__.__name__)
 
     def _c_function(self, x: Any) -> None:
-        self._put("c function", f"{type(x).__name__} {getattr(x, '__module__', '')} {x.__name__}".encode())
+        self._write("c function", f"{type(x).__name__} {getattr(x, '__module__', '')} {x.__name__}".encode())
 
     def _partial(self, x: functools.partial[Any]) -> None:
-        self._named("partial", (x.func, x.args, x.keywords))
+        self._encode_named("partial", (x.func, x.args, x.keywords))
 
     def _property(self, x: property) -> None:
-        self._named("property", (x.fget, x.fset, x.fdel))
+        self._encode_named("property", (x.fget, x.fset, x.fdel))
 
     def _wrapped(self, x: Any) -> None:
-        self._named(type(x).__name__, x.__func__ if isinstance(x, staticmethod | classmethod) else x.func)
+        self._encode_named(type(x).__name__, x.__func__ if isinstance(x, staticmethod | classmethod) else x.func)
 
     def _lru_cache(self, x: Any) -> None:
-        self._named("cached", x.__wrapped__)
+        self._encode_named("cached", x.__wrapped__)
 
     def _class(self, kind: type) -> None:
         """Encode a class by name, a user-defined one also by its methods."""
-        self._put("class", f"{kind.__module__}.{kind.__qualname__}".encode())
+        self._write("class", f"{kind.__module__}.{kind.__qualname__}".encode())
         if kind.__module__ == "builtins":
             return
         if version := _library_version(kind.__module__):
-            self._put("version", version.encode())
+            self._write("version", version.encode())
             return
         if id(kind) in self.met:
             return
-        self._meet(kind)
+        self._assign_number(kind)
         self._class(type(kind))
         for base in kind.__bases__:
             self._class(base)
         for name, value in vars(kind).items():
             if name not in _OF_CLASSES and not isinstance(value, _DESCRIPTORS):
-                self._named(f"{kind.__qualname__}.{name}", value)
+                self._encode_named(f"{kind.__qualname__}.{name}", value)
 
     def _module(self, x: types.ModuleType) -> None:
-        self._put("module", x.__name__.encode())
+        self._write("module", x.__name__.encode())
         if version := _library_version(x.__name__):
-            self._put("version", version.encode())
+            self._write("version", version.encode())
         elif path := getattr(x, "__file__", None):
             try:
-                self._put("source", hashlib.sha256(Path(path).read_bytes()).digest())
+                self._write("source", hashlib.sha256(Path(path).read_bytes()).digest())
             except OSError as fault:
                 raise _NoKeyError(x, f"its file can't be read: {fault.strerror}") from None
 
     # ------------------------------------------------------------ programs
 
     def _operation_record(self, x: OpDef) -> None:
-        self._put("operation record", x.name.encode())
+        self._write("operation record", x.name.encode())
 
     def _graph(self, graph: Graph) -> None:
         """Encode operations in graph order; operands are encoded as numbers, so that long chains need no recursion."""
-        self._meet(graph)
+        self._assign_number(graph)
         for op in graph.operations:
-            self._meet(op)
+            self._assign_number(op)
         if graph.loop_body is not None:
-            self._named("around", graph.loop_body.parent)
-        self._put("operations", str(len(graph.operations)).encode())
+            self._encode_named("around", graph.loop_body.parent)
+        self._write("operations", str(len(graph.operations)).encode())
         for op in graph.operations:
             self.path.append(f"operation '{op.name}'")
-            self._put("operation", f"{op.opdef.name}\0{op.name}\0{op.region}".encode())
-            self._put("flags", f"{op in graph.inner} {op in graph.again}".encode())
+            self._write("operation", f"{op.opdef.name}\0{op.name}\0{op.region}".encode())
+            self._write("flags", f"{op in graph.inner} {op in graph.again}".encode())
             for x in op.inputs:
                 self._tensor(x)
             for y in op.outputs:
-                self._put("output", f"{y.name}\0{y.dtype.name}".encode())
+                self._write("output", f"{y.name}\0{y.dtype.name}".encode())
                 self.add(y.shape)
-            self._named("owner", op.owner)
+            self._encode_named("owner", op.owner)
             for name, value in op.attrs.items():
-                self._named(name, value)
+                self._encode_named(name, value)
             self.path.pop()
         for name in _GRAPH_TABLES:
-            self._named(name, getattr(graph, name))
-        self._named("scope", graph.scope)
+            self._encode_named(name, getattr(graph, name))
+        self._encode_named("scope", graph.scope)
         if graph.loop_body is not None:
             for field_ in fields(graph.loop_body):
                 if field_.name != "parent":
-                    self._named(field_.name, getattr(graph.loop_body, field_.name))
+                    self._encode_named(field_.name, getattr(graph.loop_body, field_.name))
 
     def _operation(self, op: Operation) -> None:
         """Encode an operation reached before its graph: encode the graph first, then its number."""
@@ -388,7 +390,7 @@ class _Encoder:
         self.add(op)
 
     def _tensor(self, x: Tensor) -> None:
-        self._put("tensor", str(x.operation.outputs.index(x)).encode())
+        self._write("tensor", str(x.operation.outputs.index(x)).encode())
         self.add(x.operation)
 
 
@@ -473,7 +475,7 @@ _OBJECTS: tuple[tuple[Any, Callable[[_Encoder, Any], None]], ...] = (
     (functools._lru_cache_wrapper, _Encoder._lru_cache),
     ((staticmethod, classmethod, functools.cached_property), _Encoder._wrapped),
     (property, _Encoder._property),
-    ((operator.attrgetter, operator.itemgetter, operator.methodcaller), _Encoder._reduced),
+    ((operator.attrgetter, operator.itemgetter, operator.methodcaller), _Encoder._pickled_state),
     (np.ndarray, _Encoder._array),
     (np.generic, _Encoder._scalar),
     ((set, frozenset), _Encoder._set),

@@ -87,7 +87,7 @@ class Tasks:
 
     def _submit(self, function: Function, argument: Any, body: bytes | None) -> Future[Any]:
         try:
-            return self.executor.submit(_run, self.digest, body, function, argument)
+            return self.executor.submit(_run_task, self.digest, body, function, argument)
         except Exception as fault:
             raise self._fault(fault) from None
 
@@ -106,7 +106,7 @@ def executor_of(workers: object) -> Executor | None:
     return workers if isinstance(workers, Executor) else None
 
 
-def _run(digest: str, body: bytes | None, function: Function, argument: Any) -> Any:
+def _run_task(digest: str, body: bytes | None, function: Function, argument: Any) -> Any:
     """Run one task in a worker if it has the payload; tasks are serialised, since payloads cache analyses."""
     with _lock:
         if digest not in _payloads:

@@ -90,7 +90,7 @@ class Manifest:
 
     def entry(self, folder: str) -> Member:
         """The manifest itself as an entry of another. Raises: OSError if it does not exist."""
-        return Member(self.name, *_sum(os.path.join(folder, self.name)))
+        return Member(self.name, *_size_crc(os.path.join(folder, self.name)))
 
 
 class FileSet:
@@ -165,7 +165,7 @@ class FileSet:
                 return plain
             tag = f"~{secrets.token_hex(4)}"
             tagged = [f"{begin}{tag}{end}" for begin, end in self.names]
-            members = [Member(name, *_sum(one.temporary)) for name, one in zip(tagged, self.staged, strict=True)]
+            members = [Member(name, *_size_crc(one.temporary)) for name, one in zip(tagged, self.staged, strict=True)]
             self._rename(tagged)
             name = self.manifest.name
             self._replace(name, content(members, replaced))
@@ -267,7 +267,7 @@ def checked(folder: str | os.PathLike[str], entry: object, what: str, error: typ
             f"{what}: {target} is not the file that was written with the others: its manifest says {size} bytes, it "
             f"has {actual_bytes}; write the set again, or restore all of its files"
         )
-    if sums and (total := _sum(path)[1]) != crc:
+    if sums and (total := _size_crc(path)[1]) != crc:
         raise error(
             f"{what}: {target} is damaged, or of another set: its manifest says the CRC-32 {crc}, it has {total}; "
             "write the set again, or restore all of its files"
@@ -293,7 +293,7 @@ def _read(folder: str, name: str, entries: Callable[[bytes], Iterable[Any]]) -> 
     return []
 
 
-def _sum(path: str) -> tuple[int, str]:
+def _size_crc(path: str) -> tuple[int, str]:
     """The size of a file in bytes and its CRC-32."""
     count = total = 0
     with open(path, "rb") as file:

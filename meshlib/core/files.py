@@ -216,7 +216,7 @@ def claimed(path: str) -> Iterator[int | None]:
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        if _lock(descriptor, wait=False) is False or _same(descriptor, path):
+        if _lock(descriptor, wait=False) is False or _is_same_file(descriptor, path):
             break
         os.close(descriptor)  # removed by its owner before this process locked it
     try:
@@ -335,7 +335,7 @@ def _temporary(folder: str, name: str) -> tuple[BinaryIO, str]:
             continue
         file = io.BufferedWriter(_AnnouncedFile(path, "wb", opener=partial(_opened, descriptor)))
         # Another writer may have removed the file as stale before it was locked.
-        if _lock(descriptor, wait=True) is None or _same(descriptor, path):
+        if _lock(descriptor, wait=True) is None or _is_same_file(descriptor, path):
             return file, path
         file.close()
 
@@ -358,7 +358,7 @@ def remove_stale(folder: str, *names: str) -> None:
         with suppress(OSError):  # removed or finished by another writer
             descriptor = os.open(path, os.O_RDWR)
             try:
-                if _lock(descriptor, wait=False) and _same(descriptor, path):
+                if _lock(descriptor, wait=False) and _is_same_file(descriptor, path):
                     changing("unlink", path)
                     os.unlink(path)
             finally:
@@ -380,7 +380,7 @@ def _lock(descriptor: int, wait: bool) -> bool | None:
     return True
 
 
-def _same(descriptor: int, path: str) -> bool:
+def _is_same_file(descriptor: int, path: str) -> bool:
     """True if `path` still names the open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))

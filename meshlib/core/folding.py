@@ -77,9 +77,9 @@ def runs(keys: Sequence[Hashable], least_saved: int = LEAST_SAVED) -> Iterator[R
         for next_equal in positions[lines[at]][: -PERIODS - 1 : -1]:
             length = next_equal - at
             if ends.get(length, 0) <= at:
-                ends[length] = _end(lines, at, length)
+                ends[length] = _first_difference(lines, at, length)
             run = RepeatedLines(at, length, (ends[length] - at) // length + 1)
-            if _saved(run) >= least_saved and _saved(run) > _saved(best):
+            if _saved_lines(run) >= least_saved and _saved_lines(run) > _saved_lines(best):
                 best = run
         yield best
         for n in range(at + 1, at + best.length * best.times):
@@ -87,7 +87,7 @@ def runs(keys: Sequence[Hashable], least_saved: int = LEAST_SAVED) -> Iterator[R
         at += best.length * best.times
 
 
-def _end(lines: Sequence[int], first: int, distance: int) -> int:
+def _first_difference(lines: Sequence[int], first: int, distance: int) -> int:
     """The first line from `first` on that differs from the one `distance` lines later."""
     end = first
     while end + distance < len(lines) and lines[end] == lines[end + distance]:
@@ -95,5 +95,5 @@ def _end(lines: Sequence[int], first: int, distance: int) -> int:
     return end
 
 
-def _saved(run: RepeatedLines) -> int:
+def _saved_lines(run: RepeatedLines) -> int:
     return run.length * (run.times - 1)

@@ -89,7 +89,7 @@ class Maker(Iterator[PreparedBatch]):
                 places = self.order.places(begin, end)[draws - begin]
                 columns = self.data.source.columns(places) if plain else self._mapped(draws, places, asked)
                 if self.rows is not None:
-                    columns = {name: _spread(x, self.rows, asked.size) for name, x in columns.items()}
+                    columns = {name: _scatter_rows(x, self.rows, asked.size) for name, x in columns.items()}
                 if asked.remainder == "pad":
                     columns = _with_mask(columns, asked, end - begin)
                 yield self._finished(columns, end - begin, IteratorPlace(end, []))
@@ -194,7 +194,7 @@ class Maker(Iterator[PreparedBatch]):
             begin = end
 
 
-def _spread(rows: Array, places: NDArray[np.int64], size: int) -> Array:
+def _scatter_rows(rows: Array, places: NDArray[np.int64], size: int) -> Array:
     """Rows at their positions in a batch, with zeros elsewhere."""
     spread = np.zeros((size, *rows.shape[1:]), rows.dtype)
     spread[places] = rows

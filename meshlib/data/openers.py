@@ -290,7 +290,7 @@ def records(
             raise FeedError(f"{at('data.records')}: fields are a dict of names to mtf.data.Field, got {fields!r:.80}")
         read = _Decoder(fields)
     source = at_one_moment(
-        lambda: Records(files_of(paths), read, interleave, on_fault, _named(paths)), "data.records", DataError
+        lambda: Records(files_of(paths), read, interleave, on_fault, _source_name(paths)), "data.records", DataError
     )
     return _checked(source.name, Data(source))
 
@@ -336,7 +336,7 @@ def text(paths: Paths, field: str = "text") -> Data:
     """
     if not isinstance(field, str) or not field:
         raise FeedError(f"{at('data.text')}: field must be a name, got {field!r:.80}")
-    source = at_one_moment(lambda: TextLines(files_of(paths), field, _named(paths)), "data.text", DataError)
+    source = at_one_moment(lambda: TextLines(files_of(paths), field, _source_name(paths)), "data.text", DataError)
     return _checked(source.name, Data(source))
 
 
@@ -357,7 +357,7 @@ def folder(path: str | os.PathLike[str], side: int, channels: int = 3) -> Data:
     return _checked(f"{source.name} of class/name.png", Data(source))
 
 
-def _named(paths: Paths) -> str:
+def _source_name(paths: Paths) -> str:
     """The name of the source in messages and in the state of an iterator."""
     if isinstance(paths, str | os.PathLike):
         return os.path.basename(os.fspath(paths)) or os.fspath(paths)

@@ -136,7 +136,7 @@ def seated(
 ) -> tuple[Slots, Tensor, Tensor]:
     """Slots, the number of dropped choices, and the number of choices per expert, by group."""
     if routing.gating == "ntlb":
-        return _seated_somewhere(chosen, tokens, experts, places)
+        return _assign_in_rounds(chosen, tokens, experts, places)
     position, load = _positions(chosen.index, tokens, experts)
     dropped = reduce_sum(maximum(load - places.size, 0), reduced_dim=experts)
     return _slots(chosen.index, chosen.gate, position, tokens, experts, places), dropped, load
@@ -221,7 +221,7 @@ def _slots(
     return Slots(held(numbers_beside(index, tokens) + 1) - 1, held(gate))
 
 
-def _seated_somewhere(
+def _assign_in_rounds(
     chosen: Chosen, tokens: Dimension, experts: Dimension, places: Dimension
 ) -> tuple[Slots, Tensor, Tensor]:
     """Assignment in rounds: tokens without a slot try their next choice; the first with a free slot is final."""

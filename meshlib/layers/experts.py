@@ -162,7 +162,7 @@ def moe(
         )  # fmt: skip
 
     with scope(name):
-        mixture = _routed(x, levels, (), nonpadding, training, form, numerics, compute)
+        mixture = _route(x, levels, (), nonpadding, training, form, numerics, compute)
         if shared_channels is None:
             return mixture
         values = mixture.values + feed_forward(
@@ -211,7 +211,7 @@ def _chosen_form(grouped: Tensor, many: Dimension, routing: Routing, takes_all: 
     return "einsum" if grouped.shape[-2].size <= EINSUM_TOKENS else "gather", routing
 
 
-def _routed(
+def _route(
     x: Tensor,
     levels: Sequence[Level],
     held: tuple[Dimension, ...],
@@ -261,7 +261,7 @@ def _routed(
         filled = inside.enter(greater_equal(slots.token, 0), "filled")
         filled = transpose(filled, there.shape.dims[:-1])
         with scope("inner"):
-            below = _routed(there, inner, (many,), filled, training, form, numerics, compute)
+            below = _route(there, inner, (many,), filled, training, form, numerics, compute)
         combined = below.values
         # Per group of this level; dropped choices are summed over its experts, losses are averaged.
         dropped = dropped + reduce_sum(inside.leave(below.dropped, "dropped"), output_shape=dropped.shape)
@@ -291,14 +291,14 @@ class _Names:
         if taken:
             raise ShapeError(f"{at(what)}: {x.shape} already has a dim '{taken[0]}'; call the experts otherwise")
         groups = [d.name for d in x.shape[:-2] if d.name not in stays]
-        self.inside = {group: _inside(group, bool(held)) for group in groups} | {self.outer.name: experts.name}
+        self.inside = {group: _inner_name(group, bool(held)) for group in groups} | {self.outer.name: experts.name}
 
     def rows(self, x: Tensor, routing: Routing) -> ExpertRows:
         """The rows sorted by expert; afterwards dims follow its names."""
         rows = rows_of(x, (self.outer.name, self.experts.name), self.experts.size, routing, self.inside)
         if rows.fixed:
             return rows
-        self.inside = {rows.length_name: _inside(rows.length_name, False), **self.inside}
+        self.inside = {rows.length_name: _inner_name(rows.length_name, False), **self.inside}
         return rows_of(x, (self.outer.name, self.experts.name), self.experts.size, routing, self.inside)
 
     def enter(self, x: Tensor, name: str) -> Tensor:
@@ -310,7 +310,7 @@ class _Names:
         return _renamed(x, {inside: outside for outside, inside in reversed(self.inside.items())}, name)
 
 
-def _inside(group: str, second: bool) -> str:
+def _inner_name(group: str, second: bool) -> str:
     """Name of a group dim on the experts' side: `batch_unsplit`, or in the second level `batch_inner`."""
     return f"{group.removesuffix('_unsplit')}_inner" if second else f"{group}_unsplit"
 

@@ -170,7 +170,7 @@ def latent_attention(
         if held is None:
             pair = None if segments is None else (segments, rename_dimension(segments, length.name, memory))
             seen = flag(causal, what, "causal")
-            context = _of_heads(parts, latent, shared, dims, memory, seen, by, numerics, pair)
+            context = _expanded(parts, latent, shared, dims, memory, seen, by, numerics, pair)
         else:
             context = _absorbed(parts, held, dims, length, by, numerics)
         value_dims = [dims.heads, dims.value]
@@ -178,7 +178,7 @@ def latent_attention(
         return projection(context, features, value_dims, False, start, numerics, "out", "out")
 
 
-def _of_heads(
+def _expanded(
     queries: tuple[Tensor, Tensor],
     latent: Tensor,
     shared: Tensor,

@@ -76,12 +76,12 @@ class StepLoop:
         of = dict(zip(loop.loop.given.inits, results, strict=True))
         totals = [of[t] for t in self.totals]
         with graph:
-            outputs = {name: self._whole(of[carry]) for name, carry in self.outputs.items()}
+            outputs = {name: self._whole_batch(of[carry]) for name, carry in self.outputs.items()}
             if (of_last := outputs.pop("loss of the last stage", None)) is not None:
                 outputs["loss"] = add(outputs["loss"], of_last)
         return variable_gradients(graph, loop, self.sources, totals, WHAT), outputs
 
-    def _whole(self, total: Tensor) -> Tensor:
+    def _whole_batch(self, total: Tensor) -> Tensor:
         """An output of the whole batch from the sum over ticks, [stage, ...]."""
         y = reduce_sum(total, output_shape=[d for d in total.shape if d != self.stage])
         return y * (1 / self.cut.micro.size) if self.reduction == "mean" else y
@@ -145,14 +145,14 @@ class StepLoop:
         active = self.ticks.active(kind, self.stage.name)
         return branch(kind, lambda _: ([], body()), [], self.tables[f"works {kind}"], active)
 
-    def _of_turn(self, graph: Graph, kind: str) -> Tensors:
+    def _features_of(self, graph: Graph, kind: str) -> Tensors:
         """The features of the microbatches of a kind of task."""
         return self.cut.of_turn(graph, graph.adopt(self.tables[f"{kind} microbatch"]))
 
     def _write_first_input(self) -> list[Tensor]:
         """Write the input of the first stage to its slot."""
         graph = current_graph(WHAT)
-        x = graph.adopt(tensor(self.first_fn(self._of_turn(graph, FORWARD)), f"{WHAT}: what first_fn returns"))
+        x = graph.adopt(tensor(self.first_fn(self._features_of(graph, FORWARD)), f"{WHAT}: what first_fn returns"))
         if self.stage not in x.shape or not x.dtype.is_float:
             raise ShapeError(f"{at(WHAT)}: first_fn must return a float tensor of the dim {self.stage}, got {x}")
         self.entering = transpose(x, [self.stage, *(d for d in x.shape if d != self.stage)])
@@ -171,7 +171,7 @@ class StepLoop:
             repeat = Dimension(free_name("repeat", x.shape.names), self.ticks.plan.repeats)
             body.held, body.chosen = (repeat, self.stage), (repeat, graph.adopt(self.tables[f"{FORWARD} repeat"]))
         begun = len(graph.operations)
-        returned = self.stage_fn(x, self._of_turn(graph, FORWARD))
+        returned = self.stage_fn(x, self._features_of(graph, FORWARD))
         y, said = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
         if not isinstance(said, Mapping):
             raise GraphError(f"{at(WHAT)}: stage_fn must return a tensor, or that and a dict, got {returned!r:.80}")
@@ -179,12 +179,12 @@ class StepLoop:
         if set(y.shape) != set(x.shape) or y.dtype is not x.dtype:
             raise ShapeError(f"{at(WHAT)}: stage_fn turns {x.type} into {y.type}; types must stay the same")
         self.made = transpose(y, x.shape)
-        self.said = {name: self._of_stages(graph, z, f"stage_fn's {name!r}") for name, z in said.items()}
-        self._keep(graph.operations[begun:], set(body.choices.values()))
+        self.said = {name: self._per_stage(graph, z, f"stage_fn's {name!r}") for name, z in said.items()}
+        self._store_residuals(graph.operations[begun:], set(body.choices.values()))
         self._add_outputs(self.said)
         return [self.made]
 
-    def _keep(self, operations: Sequence[Operation], weights: Collection[Tensor]) -> None:
+    def _store_residuals(self, operations: Sequence[Operation], weights: Collection[Tensor]) -> None:
         """Write the forward values kept by the policy to slots, except those that all stages share."""
         live = needed(z.operation for z in (self.made, *self.said.values()))
         values = [x for x, _ in kept_values([op for op in operations if op in live], self.remat, WHAT)]
@@ -217,11 +217,11 @@ class StepLoop:
         """Write the cotangent of the last stage's output to its slot; accumulate gradients of the loss's operands."""
         graph = current_graph(WHAT)
         y = graph.adopt(y)
-        returned = self.last_fn(y, self._of_turn(graph, FORWARD))
+        returned = self.last_fn(y, self._features_of(graph, FORWARD))
         outputs = {"loss": returned} if isinstance(returned, Tensor) else returned
         if not isinstance(outputs, Mapping) or "loss" not in outputs:
             raise GraphError(f"{at(WHAT)}: last_fn must return a tensor, or a dict with 'loss', got {returned!r:.80}")
-        reduced = {name: self._of_stages(graph, z, f"last_fn's {name!r}") for name, z in outputs.items()}
+        reduced = {name: self._per_stage(graph, z, f"last_fn's {name!r}") for name, z in outputs.items()}
         inside, loss = self._sources(graph), reduced["loss"]
         with region(BACKWARD_REGION):
             dy, *others = gradients([loss], [y, *(x for _, x in inside)], [self._seed(loss)])
@@ -273,12 +273,12 @@ class StepLoop:
             raise GraphError(f"{at(WHAT)}: the result of stage_fn does not depend on its input")
         dx = self._active_part(dx)
         if splits:
-            self._store(graph, dx, inside, others, [x, dy])
+            self._store_operands(graph, dx, inside, others, [x, dy])
         else:
             self._add_gradients(inside, others)
         return [dx]
 
-    def _store(
+    def _store_operands(
         self,
         graph: Graph,
         dx: Tensor,
@@ -334,16 +334,16 @@ class StepLoop:
         for (source, _), g in zip(inside, grads, strict=True):
             if g is not None:
                 self.sources.append(source)
-                self.totals.append(self._add_up(self._active_part(wide(g)), "gradient"))
+                self.totals.append(self._accumulator(self._active_part(wide(g)), "gradient"))
 
     def _add_outputs(self, outputs: Mapping[str, Tensor]) -> None:
         for name, value in outputs.items():
             if name in self.outputs and name != "loss":
                 raise GraphError(f"{at(WHAT)}: stage_fn and last_fn both return {name!r}")
             label = name if name not in self.outputs else f"{name} of the last stage"
-            self.outputs[label] = self._add_up(self._active_part(value), "output")
+            self.outputs[label] = self._accumulator(self._active_part(value), "output")
 
-    def _add_up(self, x: Tensor, name: str) -> Tensor:
+    def _accumulator(self, x: Tensor, name: str) -> Tensor:
         """A carry of the loop over ticks that accumulates `x` whenever a branch runs."""
         carry = late_carry(self.graph, x.type, name)
         before = inner_carry(carry, x.graph)
@@ -362,7 +362,7 @@ class StepLoop:
         assert body.working is not None
         return where(body.working, x, 0, output_shape=x.shape) if self.stage in x.shape else x
 
-    def _of_stages(self, graph: Graph, z: object, what: str) -> Tensor:
+    def _per_stage(self, graph: Graph, z: object, what: str) -> Tensor:
         """A loss, or another output, reduced per stage; float32 at least."""
         x = graph.adopt(tensor(z, f"{WHAT}: {what}"))
         if self.stage not in x.shape or not x.dtype.is_float:

@@ -90,11 +90,11 @@ class RotaryScaling:
             turns = frequency * (self.original_length / (2 * pi))
             unscaled_share = (turns - self.low) * (1 / (self.high - self.low))
         else:
-            first, last = self._ends(pairs, base)
+            first, last = self._ramp_ends(pairs, base)
             unscaled_share = (last - pair) * (1 / (last - first))
         return frequency * (clip_by_value(unscaled_share, 0.0, 1.0) * (1 - 1 / self.factor) + 1 / self.factor)
 
-    def _ends(self, pairs: int, base: float) -> tuple[float, float]:
+    def _ramp_ends(self, pairs: int, base: float) -> tuple[float, float]:
         """The pairs at the ends of the ramp: those of `high` and of `low` rotations, rounded outwards."""
         if base <= 1:
             raise GraphError(f"{at('rotary')}: a scaling with a ramp over pairs needs a base above 1, got {base:g}")

@@ -103,7 +103,7 @@ class Caches:
 
     def commit(self, written: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Assign the new values at the end of the step."""
-        self.updates += [assign(_outermost(held), value) for held, value in written]
+        self.updates += [assign(_variable_of(held), value) for held, value in written]
 
     # ------------------------------------------------------------ inside
 
@@ -215,7 +215,7 @@ def _reordered(x: Tensor, parents: Tensor) -> Tensor:
     return transpose(rename_dimension(chosen_beams, f"{beams.name}_next", beams.name), x.shape)
 
 
-def _outermost(value: Tensor) -> Tensor:
+def _variable_of(value: Tensor) -> Tensor:
     """The variable of which this is the slice in a loop body."""
     while (outer := value.graph.outer_of(value)) is not None:
         value = outer

@@ -52,8 +52,8 @@ def matmul_parameters(config: TransformerConfig) -> tuple[int, int]:
     encoder, decoder = config.encoder_layers, config.layers
     attention = _attention(config, config.attention_of(None))
     cross = decoder * attention // 2 if encoder else 0
-    own = encoder * attention + cross + _blocks(config, encoder)
-    rest = _decoder_attention(config) - cross + _blocks(config, decoder) + _head(config)
+    own = encoder * attention + cross + _feed_forward_weights(config, encoder)
+    rest = _decoder_attention(config) - cross + _feed_forward_weights(config, decoder) + _head(config)
     return own, rest
 
 
@@ -129,7 +129,7 @@ def _layers_without_experts(config: TransformerConfig) -> int:
     return config.encoder_layers + config.layers - _layers_with_experts(config)
 
 
-def _blocks(config: TransformerConfig, layers: int) -> int:
+def _feed_forward_weights(config: TransformerConfig, layers: int) -> int:
     """Weights used per token in the feed-forward blocks and experts of the first `layers`."""
     mixed = _layers_with_experts(config, layers)
     active = 0 if config.experts is None else config.experts.active

@@ -92,7 +92,7 @@ def layout(name: str, config: TransformerConfig, mesh: MeshLike) -> LayoutRules:
         _RULES[part](config, axis, mesh.axis_size(axis)) for part, axis in axes.items() if part != "expert"
     ]
     rules = joined(*rules_of_parts, *(_expert_rules(config, axes, mesh) if "expert" in axes else ()))
-    return with_unsplit(_over_both(rules, config, axes, mesh), config)
+    return with_unsplit(_over_axes(rules, config, axes, mesh), config)
 
 
 def with_unsplit(rules: LayoutRules, config: TransformerConfig) -> LayoutRules:
@@ -194,7 +194,7 @@ def _expert_rules(config: TransformerConfig, axes: Mapping[str, str], mesh: Mesh
     return [rules] if shared else [data_parallel(axis=axis), rules]
 
 
-def _over_both(rules: LayoutRules, config: TransformerConfig, axes: Mapping[str, str], mesh: Mesh) -> LayoutRules:
+def _over_axes(rules: LayoutRules, config: TransformerConfig, axes: Mapping[str, str], mesh: Mesh) -> LayoutRules:
     """`rules` with fully sharded weights outside experts split over the axis of the experts as well."""
     sharded, axis = axes.get("fsdp"), axes.get("expert")
     if sharded is None or axis is None or sharded == axis:

@@ -156,7 +156,7 @@ def _groups(loss: Tensor) -> list[Dimension]:
     return [d for d in loss.shape if d.name not in ("layers", "dense_layers", STAGE)]
 
 
-def _layer_of(blocks: StackBlocks, kind: LayerKind, x: Tensor) -> tuple[Tensor, ...]:
+def _apply_layer(blocks: StackBlocks, kind: LayerKind, x: Tensor) -> tuple[Tensor, ...]:
     """A layer's result, followed by losses and loads of its experts, if any."""
     y, mixture = blocks.layer(x, kind)
     return (y,) if mixture is None else (y, mixture.loss, mixture.dropped, mixture.load)
@@ -298,10 +298,10 @@ class Builder:
         if self.pipeline is None:
             x = self.run_of_layers(blocks, x, range(front, count), "layers", trips_from=1)
         else:
-            x = self._staged(self.pipeline, blocks, x, range(front, count))
+            x = self._pipelined(self.pipeline, blocks, x, range(front, count))
         return blocks.norm(x, "final_norm") if c.norm_position != "post" else x
 
-    def _staged(self, pipeline: Pipeline, blocks: StackBlocks, x: Tensor, numbers: range) -> Tensor:
+    def _pipelined(self, pipeline: Pipeline, blocks: StackBlocks, x: Tensor, numbers: range) -> Tensor:
         """These layers as pipeline stages; losses and loads of experts are summed over microbatches, losses of packed
         sequences weighted by their share of non-padding tokens.
         """
@@ -343,7 +343,7 @@ class Builder:
             x = self._scanned(blocks, x, [c.kind_of(n) for n in numbers[: c.period]], Dimension(name, trips))
         for n in numbers[trips * c.period :]:
             with scope(f"layer_{n}"):
-                layer = partial(_layer_of, blocks, c.kind_of(n))
+                layer = partial(_apply_layer, blocks, c.kind_of(n))
                 x, *stats = recompute_grad(layer, [x], self.remat) if blocks.caches is None else layer(x)
                 if stats:
                     self._record_experts(_ExpertStatistics(*stats))
@@ -360,7 +360,7 @@ class Builder:
             (h,), stats = carries, []
             for one, kind in zip(scopes, kinds, strict=True):
                 with scope(one) if one else nullcontext():
-                    h, *more = _layer_of(blocks, kind, h)
+                    h, *more = _apply_layer(blocks, kind, h)
                     stats += more
             written = [] if blocks.caches is None else blocks.caches.take()
             caches.extend(held for held, _ in written)
@@ -411,7 +411,7 @@ class Builder:
         transformed = c.head == "transform"
         with scope("head"):
             if transformed:
-                x = self._transformed(x)
+                x = self._bert_transform(x)
             if c.scale_logits:
                 x = x * c.d_model**-0.5
             weights = table if c.tied else self._head_kernel
@@ -428,7 +428,7 @@ class Builder:
             "kernel", [self._d_model, vocab], initializers.scaled_normal([self._d_model])
         )
 
-    def _transformed(self, x: Tensor) -> Tensor:
+    def _bert_transform(self, x: Tensor) -> Tensor:
         """BERT's dense layer before the logits."""
         c = self.config
         renamed = Dimension("d_model_out", c.d_model)

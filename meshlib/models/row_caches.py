@@ -68,7 +68,7 @@ class RowCaches(Caches):
             written = [(held, self._with_rows(held, part)) for held, part in stored.parts(x)]
             self._written += written
             seen.append(stored.read([self._in_order(value) for _, value in written]))
-        return Held(seen[0], seen[-1], SLOTS, self._seen(window))
+        return Held(seen[0], seen[-1], SLOTS, self._visible_slots(window))
 
     def _paged(self, name: str, x: Tensor) -> Stored:
         """New variables for tensors like x, [batch, ..., length, heads ..., channels]: [pages, heads ..., channels]."""
@@ -82,12 +82,12 @@ class RowCaches(Caches):
         If rows have their own slots, slots after a row's last token are overwritten before they become visible.
         """
         if self.table is None:
-            return update_slice(held, part, self.slots, self._begin(), out_of_range="drop")
+            return update_slice(held, part, self.slots, self._first_slots(), out_of_range="drop")
         length = length_of(part)
         batch = rename_dimension(rename_dimension(part, length.name, "new_tokens"), part.shape[0].name, "new_rows")
         return update_rows(held, batch, self._written_at(), PAGES, out_of_range="drop")
 
-    def _begin(self) -> Tensor:
+    def _first_slots(self) -> Tensor:
         """int32 [batch]: the slot of each row's first new token, out of range if there is none."""
         if "begin" not in self._indices:
             assert self.counts is not None
@@ -126,7 +126,7 @@ class RowCaches(Caches):
             self._indices["read"] = self._slot(all_slots)
         return gather(value, self._indices["read"], value.shape.dim(PAGES), out_of_range="zero")
 
-    def _seen(self, window: int | None) -> Tensor:
+    def _visible_slots(self, window: int | None) -> Tensor:
         """bool [batch, tokens, slots]: mask of the slots that each new token sees; created once, outside loops."""
         if window not in self._windows:
             here = self.here()

@@ -180,14 +180,14 @@ class _Serving:
         dim = Dimension("length", length)
         tokens, lengths = self._input("tokens", dim), self._input("lengths")
         caches = Caches(self.cache_length, lengths, False, self.cache_dtype, self.hypotheses)
-        real = self._within(dim, lengths)
+        real = self._prompt_mask(dim, lengths)
         if self.encoder_length is None:
             x = self._decoder(tokens, caches, nonpadding=real)
         else:
             source = Dimension("length", self.encoder_length)
             sources, source_lengths = self._input("sources", source), self._input("source_lengths")
             seen = less(positions_of(Dimension("memory_length", source.size)), source_lengths)
-            of_source = self._within(source, source_lengths)
+            of_source = self._prompt_mask(source, source_lengths)
             with scope("encoder"):
                 memory = self.builder.stack(sources, self.config.encoder_layers, False, mask=seen, nonpadding=of_source)
             x = self._decoder(tokens, caches, memory=memory, memory_mask=seen, nonpadding=real)
@@ -214,7 +214,7 @@ class _Serving:
             caches,
             positions=here,
             source_length=self.encoder_length,
-            nonpadding=self._live(here.shape),
+            nonpadding=self._live_mask(here.shape),
         )
         x = reshape(x, [d for d in x.shape if d != token])
         moved = assign_add(held, 1) if parents is None else assign(held, positions + 1)
@@ -234,13 +234,13 @@ class _Serving:
             return {}
         return {"dropped": add_n([reduce_sum(stats.dropped) for stats in self.builder.expert_stats.values()])}
 
-    def _within(self, length: Dimension, lengths: Tensor) -> Tensor | None:
+    def _prompt_mask(self, length: Dimension, lengths: Tensor) -> Tensor | None:
         """Mask of the tokens of prompts, for experts, if there are any."""
         if self.config.experts is None:
             return None
         return less(positions_of(length), lengths, [self.sequences, length])
 
-    def _live(self, tokens: Shape) -> Tensor | None:
+    def _live_mask(self, tokens: Shape) -> Tensor | None:
         """Mask of the tokens of unfinished sequences, if experts have a capacity."""
         if self.group_size is None:
             return None

@@ -58,8 +58,8 @@ def gradients(
             raise GraphError(f"{at('gradients')}: {t} belongs to another graph than {targets[0]}")
     with graph, region(BACKWARD):
         cotangents = _seeds(graph, targets, grad_ys)
-        _sweep(graph, graph.operations, cotangents, set(xs))
-        return [_gathered(graph, x, cotangents) for x in xs]
+        _backpropagate(graph, graph.operations, cotangents, set(xs))
+        return [_summed_cotangent(graph, x, cotangents) for x in xs]
 
 
 def _seeds(graph: Graph, ys: Sequence[Tensor], grad_ys: Sequence[Tensor] | None) -> dict[Tensor, list[Tensor]]:
@@ -79,7 +79,7 @@ def _seeds(graph: Graph, ys: Sequence[Tensor], grad_ys: Sequence[Tensor] | None)
     return cotangents
 
 
-def _sweep(
+def _backpropagate(
     graph: Graph, operations: Sequence[Operation], cotangents: dict[Tensor, list[Tensor]], wanted: set[Tensor]
 ) -> None:
     """Propagate cotangents backwards through a sequence of operations of `graph`."""
@@ -186,7 +186,7 @@ def _recomputed(graph: Graph, rewrite: Rewrite, results: Sequence[Tensor], dys: 
     cotangents: dict[Tensor, list[Tensor]] = {}
     for y, dy in zip(results, dys, strict=True):
         cotangents.setdefault(again[y], []).append(dy)
-    _sweep(graph, graph.operations[count:], cotangents, set(outside))
+    _backpropagate(graph, graph.operations[count:], cotangents, set(outside))
     return [(x, add_n(cotangents[x])) for x in outside if x in cotangents]
 
 
@@ -204,7 +204,7 @@ def composed_gradient(
     for y, dy in zip(function(*stand_ins), dys, strict=True):
         if dy is not None:
             cotangents.setdefault(y, []).append(dy)
-    _sweep(graph, graph.operations[count:], cotangents, set(stand_ins))
+    _backpropagate(graph, graph.operations[count:], cotangents, set(stand_ins))
     return [add_n(cotangents[x]) if x in cotangents else None for x in stand_ins]
 
 
@@ -227,7 +227,7 @@ def _depending_on(operations: Sequence[Operation], rewrites: Sequence[Rewrite], 
     return dependent
 
 
-def _gathered(graph: Graph, x: Tensor, cotangents: dict[Tensor, list[Tensor]]) -> Tensor | None:
+def _summed_cotangent(graph: Graph, x: Tensor, cotangents: dict[Tensor, list[Tensor]]) -> Tensor | None:
     if x not in cotangents:
         return None
     with absolute_scope(f"{x.operation.name}/grad"), written_at(x.operation.source):

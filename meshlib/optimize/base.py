@@ -307,12 +307,12 @@ class Optimizer(abc.ABC):
             if not op.output.dtype.is_float:
                 raise GraphError(f"{at('apply_grads')}: {op.output} is no float variable and can't be trained")
             owners.append(op)
-            grads += _each(lambda g, d: cast(g, d), [grad], [op], compute_dtype(op.output.dtype))
+            grads += _map_like_slots(lambda g, d: cast(g, d), [grad], [op], compute_dtype(op.output.dtype))
         if not owners:
             return []
         good = None
         if scaling is not None:
-            grads = _each(lambda g, scale: g / cast(scale, g.dtype), grads, owners, scaling.scale)
+            grads = _map_like_slots(lambda g, scale: g / cast(scale, g.dtype), grads, owners, scaling.scale)
             good = _all_finite(grads, owners)
         if max_norm is not None:
             grads, _ = _clip(grads, owners, max_norm, "minimize")
@@ -382,7 +382,7 @@ def clip_by_global_norm(grads: Sequence[Tensor | None], max_norm: float | Tensor
     return [None if g is None else next(left) for g in given], norm
 
 
-def _each(
+def _map_like_slots(
     function: Callable[[Tensor, Any], Tensor],
     grads: Sequence[Tensor],
     owners: Sequence[Operation | None],
@@ -405,17 +405,17 @@ def _clip(
     elif number(max_norm, what, "max_norm") <= 0:
         raise GraphError(f"{at(what)}: max_norm must be positive, got {max_norm}")
     dtype = FLOAT64 if all(g.dtype is FLOAT64 for g in grads) else FLOAT32
-    squares = _each(lambda g, d: reduce_sum(square(cast(g, d))), grads, owners, dtype)
+    squares = _map_like_slots(lambda g, d: reduce_sum(square(cast(g, d))), grads, owners, dtype)
     with region(UPDATE), absolute_scope("clip_by_global_norm"):
         norm = sqrt(add_n(squares))
         limit = cast(max_norm, dtype) if isinstance(max_norm, Tensor) else float(max_norm)
         factor = limit / maximum(norm, limit)
-    return _each(lambda g, f: cast(cast(g, f.dtype) * f, g.dtype), grads, owners, factor), norm
+    return _map_like_slots(lambda g, f: cast(cast(g, f.dtype) * f, g.dtype), grads, owners, factor), norm
 
 
 def _all_finite(grads: Sequence[Tensor], owners: Sequence[Operation]) -> Tensor:
     """True if every element is finite: 0 times an infinity or NaN is NaN, which every sum propagates."""
-    zeros = _each(lambda g, d: cast(reduce_sum(g * 0.0), d), grads, owners, FLOAT32)
+    zeros = _map_like_slots(lambda g, d: cast(reduce_sum(g * 0.0), d), grads, owners, FLOAT32)
     with region(UPDATE), absolute_scope("loss_scale"):
         return equal(add_n(zeros), 0.0)
 

@@ -141,7 +141,7 @@ class _Step:
         self.outputs = _checked_outputs(model_outputs, body)
         loss = self.outputs["loss"]
         grads = self._source_gradients(body, loss)
-        return [index + 1, *(self._placed(y, index) for y in self.outputs.values()), *grads]
+        return [index + 1, *(self._scattered(y, index) for y in self.outputs.values()), *grads]
 
     def _source_gradients(self, body: Graph, loss: Tensor) -> list[Tensor]:
         """Gradients of the loss for all captured tensors that depend on trainable variables."""
@@ -157,7 +157,7 @@ class _Step:
                     grads.append(wide(g))
         return grads
 
-    def _placed(self, y: Tensor, index: Tensor) -> Tensor:
+    def _scattered(self, y: Tensor, index: Tensor) -> Tensor:
         """The contribution of one microbatch to an output: its examples at their positions, zeros elsewhere."""
         if y.dtype is BOOL:
             y = cast(y, "int32")

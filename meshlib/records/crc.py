@@ -60,7 +60,7 @@ def crc32c_each(messages: Sequence[Bytes]) -> Array:
     data = _in_rows(messages, lengths, ends * ROW)
     sums = _row_sums(data.reshape(-1, ROW))
     if len(sums) > len(lengths):
-        sums = _moved(sums, np.repeat(ends, rows) - 1 - np.arange(len(sums)))
+        sums = _shifted(sums, np.repeat(ends, rows) - 1 - np.arange(len(sums)))
         sums = np.bitwise_xor.reduceat(sums, ends - rows)
     for n in np.flatnonzero(lengths < 4):  # messages shorter than the inverted four bytes
         sums[n] ^= ONES >> 8 * int(lengths[n])
@@ -97,16 +97,16 @@ def _row_sums(rows: Array) -> Array:
     return sums
 
 
-def _moved(sums: Array, following: Array) -> Array:
+def _shifted(sums: Array, following: Array) -> Array:
     """The sums of rows, each shifted past the following rows."""
     level = 0
     while following.any():
-        sums = _mapped(_shifts(level), sums, following & 255)
+        sums = _apply_maps(_shifts(level), sums, following & 255)
         following, level = following >> 8, level + 1
     return sums
 
 
-def _mapped(maps: Array, sums: Array, which: Array | int = 0) -> Array:
+def _apply_maps(maps: Array, sums: Array, which: Array | int = 0) -> Array:
     """Apply linear maps of 32 bits, uint32 [maps, 4, 256], to sums, each by the map of its index."""
     octets = sums.astype("<u4").view(np.uint8).reshape(-1, 4)
     places = octets + (np.arange(4) * 256 + np.asarray(which)[..., None] * 1024)
@@ -130,7 +130,7 @@ def _zero_bytes(power: int) -> Array:
         bits = np.arange(256, dtype=np.uint32)
         return np.stack([_byte_table()] + [bits << np.uint32(8 * n - 8) for n in (1, 2, 3)])[None]
     half = _zero_bytes(power - 1)
-    return _mapped(half, half.reshape(-1)).reshape(half.shape)
+    return _apply_maps(half, half.reshape(-1)).reshape(half.shape)
 
 
 @cache
@@ -140,7 +140,7 @@ def _shifts(level: int) -> Array:
     tables = np.empty((256, 4, 256), np.uint32)
     tables[0] = np.arange(256, dtype=np.uint32) << (8 * np.arange(4, dtype=np.uint32)[:, None])
     for n in range(1, 256):
-        tables[n] = _mapped(step, tables[n - 1].reshape(-1)).reshape(4, 256)
+        tables[n] = _apply_maps(step, tables[n - 1].reshape(-1)).reshape(4, 256)
     return tables
 
 
@@ -151,5 +151,5 @@ def _row_table() -> tuple[Array, Array]:
     table = np.empty((ROW, 256), np.uint32)
     table[ROW - 1] = _byte_table()
     for place in range(ROW - 2, -1, -1):
-        table[place] = _mapped(_zero_bytes(0), table[place + 1])
+        table[place] = _apply_maps(_zero_bytes(0), table[place + 1])
     return table.reshape(-1), np.arange(ROW, dtype=np.intp) * 256

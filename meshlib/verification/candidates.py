@@ -38,10 +38,10 @@ def legal_layouts(
       seed: seed of the sample.
     Raises: GraphError if all are requested and there are more than 20,000 combinations.
     """
-    tensors = _laid_out(operations)
+    tensors = _sharded_shapes(operations)
     names = list(dict.fromkeys(d.name for shape, _ in tensors for d in shape))
     axes = [a for a in mesh.axes if mesh.axis_size(a) > 1]
-    claims = [_claims([n for n in names if _may_split(n, mesh.axis_size(a), tensors)]) for a in axes]
+    claims = [_choices([n for n in names if _may_split(n, mesh.axis_size(a), tensors)]) for a in axes]
     total = prod(map(len, claims))
     bound = any(op.opdef.home is Home.GIVEN for op in all_operations(operations))
     swaps = [dict(zip(axes, axes, strict=True))] if bound else _symmetries(axes, mesh)
@@ -66,7 +66,7 @@ def legal_layouts(
 Claim: TypeAlias = tuple[str, str]  # a dim that takes an axis, and one with an optional claim; "": none
 
 
-def _claims(dims: Sequence[str]) -> list[Claim]:
+def _choices(dims: Sequence[str]) -> list[Claim]:
     """The dims to which an axis may go, given the dims that it may split."""
     return [("", ""), *((d, o) for d in dims for o in ("", *(x for x in dims if x != d)))]
 
@@ -83,7 +83,7 @@ class _Collection:
 
     def take(self, choice: Sequence[Claim]) -> None:
         """Add the layouts of one choice per axis."""
-        for rules in _written(self.axes, choice):
+        for rules in _layouts_of(self.axes, choice):
             placed = tuple(place(rules, shape, self.mesh, scope) for shape, scope in self.tensors)
             axes_of_tensors = tuple(where for where, _ in placed)
             alike = min(_exchanged(axes_of_tensors, swap) for swap in self.swaps)
@@ -111,7 +111,7 @@ def _exchanged(lies: Lies, swap: dict[str, str]) -> Lies:
     return tuple(tuple(tuple(swap[a] for a in entry) for entry in entries) for entries in lies)
 
 
-def _laid_out(operations: Sequence[Operation]) -> list[tuple[Any, str]]:
+def _sharded_shapes(operations: Sequence[Operation]) -> list[tuple[Any, str]]:
     """The distinct (shape, scope) of tensors that are sharded by rules."""
     shapes_and_scopes: dict[tuple[Any, str], None] = {}
     for op in all_operations(operations):
@@ -126,7 +126,7 @@ def _may_split(name: str, size: int, tensors: Sequence[tuple[Any, str]]) -> bool
     return all(shape.dim(name).size % size == 0 for shape, _ in tensors if name in shape)
 
 
-def _written(axes: Sequence[str], choice: Sequence[tuple[str, str]]) -> Iterator[LayoutRules]:
+def _layouts_of(axes: Sequence[str], choice: Sequence[tuple[str, str]]) -> Iterator[LayoutRules]:
     """The layouts of one choice of (required dim, optional dim) per axis: one for each order of a dim's axes."""
     required: dict[str, list[str]] = {}
     optional: dict[str, list[str]] = {}

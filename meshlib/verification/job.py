@@ -155,7 +155,7 @@ class Job:
                 outputs, updates = run(step)
             except FAULTS as fault:
                 text = f"step {number}: {type(fault).__name__}: {fault}"
-                return replace(row, fault=text, divergence=self._first(program, number))
+                return replace(row, fault=text, divergence=self._first_divergence(program, number))
             results = {**outputs, **{f"new {n}": y for n, y in updates.items()}}
             for name, (wanted, limit) in step.ends.items():
                 if name not in results:  # a gradient that this layout can't shard
@@ -168,7 +168,7 @@ class Job:
                 if most > limit:
                     first = number if first is None else first
                     wrong.append(self._wrong(name, number, results[name], wanted, off, limit))
-        divergence = None if first is None else self._first(program, first)
+        divergence = None if first is None else self._first_divergence(program, first)
         row = replace(row, ok=first is None, error=error, allowed=allowed, worst=worst)
         return replace(row, wrong=tuple(wrong), divergence=divergence)
 
@@ -207,7 +207,7 @@ class Job:
 
     # ------------------------------------------------------------ localisation of a divergence
 
-    def _first(self, program: Program, number: int) -> Divergence | None:
+    def _first_divergence(self, program: Program, number: int) -> Divergence | None:
         """Rerun a step in the exact executor, up to the first value that differs from the unsharded one."""
         step = self.reference[number]
         search = DivergenceSearch(program, step.values, step.allowed)

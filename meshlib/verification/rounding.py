@@ -70,7 +70,7 @@ def _terms(op: Operation) -> int:
     return prod({f.operands: f.size for f in op.opdef.roles(op) if f.role not in none}.values())
 
 
-def _only_chosen(op: Operation, y: Array, inputs: Sequence[Array]) -> bool:
+def _only_selects(op: Operation, y: Array, inputs: Sequence[Array]) -> bool:
     """True if a result consists of elements of the operands, of either sign, zeros, ones and given numbers.
 
     Then nothing is rounded, and a comparison with the operand must find equal elements.
@@ -137,7 +137,7 @@ class Wide(Interpreter[Array, Engine]):
         for t, y, other in zip(op.outputs, plain, changed, strict=True):
             if not t.dtype.is_float:
                 results.append(y)  # a selection: it flips if the compared values change
-            elif _only_chosen(op, y, inputs):
+            elif _only_selects(op, y, inputs):
                 results.append(self._changed(y, _unit(t.dtype) if units and _unit(t.dtype) > max(units) else 0))
             else:
                 by = 4 * accumulated(t.dtype) + (_unit(t.dtype) if t.dtype.is_rounded else 0)

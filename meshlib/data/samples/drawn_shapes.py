@@ -86,7 +86,7 @@ def draw_shapes(count: int, side: int = 32, seed: int = 0) -> tuple[Images, Labe
         radius = rng.uniform(0.26, 0.42) * side
         centre = side / 2 + rng.uniform(-0.14, 0.14, 2) * side
         _paint(rng, canvas, int(label), centre, radius)
-        image[...] = _developed(rng, canvas)
+        image[...] = _with_noise(rng, canvas)
     return images, labels
 
 
@@ -108,7 +108,7 @@ def draw_scenes(count: int, side: int = 64, seed: int = 0, most: int = 3, kinds:
                 continue
             canvas, own = trial, np.concatenate([own, box[None]])
             names.append(label)
-        image[...] = _developed(rng, canvas)
+        image[...] = _with_noise(rng, canvas)
         boxes.append(own)
         classes.append(np.array(names, np.int64))
     return Scenes(images, tuple(boxes), tuple(classes))
@@ -148,7 +148,7 @@ def _largest_overlap(box: Array, others: Array) -> float:
     return float((np.prod(np.maximum(shared, 0), axis=1) / np.minimum(area, areas)).max())
 
 
-def _developed(rng: np.random.Generator, canvas: Array) -> Any:
+def _with_noise(rng: np.random.Generator, canvas: Array) -> Any:
     """Images with noise added, quantised to 1/255 as in an image file."""
     noisy = canvas + rng.normal(0, NOISE, canvas.shape)
     return np.rint(255 * noisy.clip(0, 1)) / 255

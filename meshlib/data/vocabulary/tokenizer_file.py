@@ -84,8 +84,8 @@ def arguments_in(record: object, fail: Fail) -> dict[str, Any]:
     for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
         if model.get(name):
             fail(f"its model has {name} {model[name]!r:.40}")
-    patterns, prefix_space = _cut(record.get("pre_tokenizer"), fail)
-    specials, added, blanks = _added(record.get("added_tokens") or [], fail)
+    patterns, prefix_space = _word_patterns(record.get("pre_tokenizer"), fail)
+    specials, added, blanks = _added_tokens(record.get("added_tokens") or [], fail)
     names = {**specials, **added}
     pieces = _pieces(model.get("vocab"), names, fail)
     for text, n in added.items():
@@ -119,7 +119,7 @@ def _normal_form(normalizer: object, fail: Fail) -> str | None:
     return str(steps[0]["type"]) if steps else None
 
 
-def _cut(pre_tokenizer: object, fail: Fail) -> tuple[tuple[str, ...], bool]:
+def _word_patterns(pre_tokenizer: object, fail: Fail) -> tuple[tuple[str, ...], bool]:
     """The patterns of words, and whether a blank is added before a text."""
     if not isinstance(pre_tokenizer, dict):
         fail("it has no pre_tokenizer, which has to be ByteLevel")
@@ -150,7 +150,7 @@ def _pattern(step: Mapping[str, Any], fail: Fail) -> str:
     return text if given.get("Regex") else escaped(text)  # type: ignore[union-attr]
 
 
-def _added(entries: object, fail: Fail) -> tuple[dict[str, int], dict[str, int], dict[str, tuple[str, ...]]]:
+def _added_tokens(entries: object, fail: Fail) -> tuple[dict[str, int], dict[str, int], dict[str, tuple[str, ...]]]:
     """Special tokens, tokens that match their text, and those that absorb adjacent blanks."""
     if not isinstance(entries, list):
         fail(f"added_tokens are {entries!r:.80}, not a list")

@@ -89,7 +89,7 @@ def config_of(s: Settings) -> TransformerConfig:
         s.fail("decoder_block", f"{ABSENT[block]}: this library has no such layers")
     s.choice("decoder_block", tuple(BLOCKS))
     s.choice("attention_type", ATTENTION)
-    fields = {**_common(s), **BLOCKS[block](s)}
+    fields = {**_common_fields(s), **BLOCKS[block](s)}
     name = s.values.get("model_name") or "default"
     try:
         return TransformerConfig(name=f"{name}" if name != "default" else f"maxtext-{block}", **fields)
@@ -101,7 +101,7 @@ def config_of(s: Settings) -> TransformerConfig:
         raise GraphError(f"{WHAT}: {os.path.basename(s.path)}: model_name={name}: {faults}") from None
 
 
-def _common(s: Settings) -> Fields:
+def _common_fields(s: Settings) -> Fields:
     """The fields common to all decoder blocks."""
     scale = s.size("global_parameter_scale")
     if scale & (scale - 1):
@@ -184,7 +184,7 @@ def _scaling(s: Settings) -> RotaryScaling | None:
     return RotaryScaling(factor, slow, fast, original, "pairs", amplitude)
 
 
-def _sliding(s: Settings, local: int, period: int) -> Fields:
+def _windows(s: Settings, local: int, period: int) -> Fields:
     """`local` layers with a window in each `period`, the others global."""
     window = s.size("sliding_window_size", 0)
     if not window:
@@ -221,12 +221,12 @@ def _gemma(s: Settings) -> Fields:
 
 def _gemma2(s: Settings) -> Fields:
     layers = 2 * s.size("base_num_decoder_layers") * scales(s.size("global_parameter_scale"))["layers"]
-    return {"scale_embedding": True, "layers": layers, **_post_norms(s), **_sliding(s, 1, 2)}
+    return {"scale_embedding": True, "layers": layers, **_post_norms(s), **_windows(s, 1, 2)}
 
 
 def _gemma3(s: Settings) -> Fields:
     return {
-        "scale_embedding": True, "qk_norm": True, **_post_norms(s), **_sliding(s, 5, 6),
+        "scale_embedding": True, "qk_norm": True, **_post_norms(s), **_windows(s, 5, 6),
         "local_rope_theta": _local_theta(s),
     }  # fmt: skip
 
@@ -267,12 +267,12 @@ def _gpt3(s: Settings) -> Fields:
 
 def _olmo3(s: Settings) -> Fields:
     normed = s.flag("use_qk_norm")
-    return {"norm_position": "output", "qk_norm": normed, "qk_norm_over_heads": normed, **_sliding(s, 3, 4)}
+    return {"norm_position": "output", "qk_norm": normed, "qk_norm_over_heads": normed, **_windows(s, 3, 4)}
 
 
 def _gpt_oss(s: Settings) -> Fields:
     bias = s.flag("attention_bias")
-    return {"bias": s.flag("mlp_bias"), "attention_bias": bias, **_sliding(s, 1, 2), **_experts(s, router_bias=True)}
+    return {"bias": s.flag("mlp_bias"), "attention_bias": bias, **_windows(s, 1, 2), **_experts(s, router_bias=True)}
 
 
 def _mixtral(s: Settings) -> Fields:

@@ -39,7 +39,7 @@ def unread_keys(s: Settings) -> tuple[Unread, ...]:
         for key, default in effect.defaults.items()
         if key in values and values[key] not in (default, None)
     ]
-    return (*changed, *_partly(s))
+    return (*changed, *_partly_expressed(s))
 
 
 def _rematerialised(s: Settings) -> Iterator[Unread]:
@@ -67,7 +67,7 @@ def _blocks_of_kernels(s: Settings) -> Iterator[Unread]:
             yield Unread(key, s[key], READ[key], f"a block of its own inside the attention kernel; {taken}")
 
 
-def _partly(s: Settings) -> list[Unread]:
+def _partly_expressed(s: Settings) -> list[Unread]:
     """Keys that are read, but with values that are only partly expressed."""
     unread = [*_rematerialised(s), *_rules_of_unknown_dims(s), *_blocks_of_kernels(s)]
 

@@ -105,7 +105,7 @@ def kept_values(
     if remat == "none":
         return [(y, y) for y in _expensive_values(operations)]
     if remat == "matmuls":
-        settled = _Settled(operations)
+        settled = _ConstrainedValues(operations)
         return [(y, y) for y in dict.fromkeys(settled.of(op.output) for op in operations if _is_plain_product(op))]
     return []
 
@@ -121,7 +121,7 @@ def _by_name(operations: Sequence[Operation], remat: Remat, what: str) -> list[t
     for name in (*remat.save, *remat.offload):
         if name not in named:
             raise GraphError(f"{at(what)}: no operation is named '{name}', which remat keeps{nearest(name, named)}")
-    settled = _Settled(operations)
+    settled = _ConstrainedValues(operations)
     both = {"save": remat.save, "offload": remat.offload}
     wanted = [
         (how, y) for how, names in both.items() for name in names for op in named[name] for y in op.public_outputs
@@ -130,7 +130,7 @@ def _by_name(operations: Sequence[Operation], remat: Remat, what: str) -> list[t
     return [(y, y if how == "save" else to_host(y)) for y, how in chosen.items()]
 
 
-class _Settled:
+class _ConstrainedValues:
     """Values to keep in place of named ones: if the only consumer of a value constrains it, the constrained value."""
 
     def __init__(self, operations: Sequence[Operation]) -> None:

@@ -374,7 +374,7 @@ def _slice_for(graph: Graph, value: Tensor) -> Tensor:
         return value
     outer = _slice_for(body.parent, value)
     if body.chosen is not None:
-        return _chosen(graph, body.choices, outer, *body.chosen)
+        return _stage_part(graph, body.choices, outer, *body.chosen)
     if body.stacks is None or outer in body.stacked:
         return body.stacked.get(outer, outer)
     shape = Shape([d for d in outer.shape if d != body.stacks])
@@ -388,7 +388,7 @@ def _slice_for(graph: Graph, value: Tensor) -> Tensor:
     return op.output
 
 
-def _chosen(graph: Graph, choices: dict[Tensor, Tensor], value: Tensor, dim: Dimension, index: Tensor) -> Tensor:
+def _stage_part(graph: Graph, choices: dict[Tensor, Tensor], value: Tensor, dim: Dimension, index: Tensor) -> Tensor:
     """The part of a variable that the pipeline stages read in this trip: each stage its own index of `dim`."""
     from meshlib.ops.movement.indexing import gather
 

@@ -47,7 +47,7 @@ def variable_gradients(
     for outer, total in zip(sources, totals, strict=True):
         root = _uncast(outer)
         if root.operation.opdef.kind is Kind.VARIABLE:
-            _lay_like_slots(loop, total, root.operation)
+            _shard_like_slots(loop, total, root.operation)
         roots.append(root)
     trainable = graph.trainable_variables
     with region(BACKWARD):
@@ -63,7 +63,7 @@ def variable_gradients(
     return [g for g in of_variables if g is not None]
 
 
-def _lay_like_slots(loop: Operation, total: Tensor, variable: Operation) -> None:
+def _shard_like_slots(loop: Operation, total: Tensor, variable: Operation) -> None:
     """Give an accumulated gradient the sharding of the variable's slots, in the loop and after it."""
     assert loop.loop is not None
     number = loop.outputs.index(total)

@@ -205,7 +205,7 @@ def _grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
     dq = build(of_query, [q, k, v, dy, *further], op.attrs)
     dk, dv = build_all(of_memory, [q, k, v, dy, *further], op.attrs)
     # The cotangents of a bias are those of the scores, which no fused kernel writes.
-    of_bias = _composed(op.attrs, [q, k, v, dy], further)[3:] if biases(further) else []
+    of_bias = _composed_gradient(op.attrs, [q, k, v, dy], further)[3:] if biases(further) else []
     return [dq, dk, dv, *([None] * (len(further) - len(of_bias))), *of_bias]
 
 
@@ -223,7 +223,7 @@ def visible(length: Dimension, memory: Dimension, causal: bool, window: int | No
     return seen
 
 
-def _composed(attrs: Mapping[str, Any], inputs: Sequence[Tensor], further: Sequence[Tensor]) -> list[Tensor]:
+def _composed_gradient(attrs: Mapping[str, Any], inputs: Sequence[Tensor], further: Sequence[Tensor]) -> list[Tensor]:
     """dq, dk, dv and the bias's cotangent from q, k, v and dy, composed of operations with gradients of any order."""
     q, k, v, dy = inputs
     mask, added = [x for x in further if not x.dtype.is_wide_float], biases(further)
@@ -257,7 +257,7 @@ def _second(op: Operation, which: slice, dys: Sequence[Tensor | None]) -> list[T
     added = biases(op.inputs[4:])
     masks = op.inputs[4 : len(op.inputs) - len(added)]
     sides = composed_gradient(
-        lambda *xs: _composed(op.attrs, xs[:4], [*masks, *xs[4:]])[which], [*op.inputs[:4], *added], dys
+        lambda *xs: _composed_gradient(op.attrs, xs[:4], [*masks, *xs[4:]])[which], [*op.inputs[:4], *added], dys
     )
     return [*sides[:4], *(None for _ in masks), *sides[4:]]
 

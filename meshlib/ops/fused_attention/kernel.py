@@ -150,7 +150,7 @@ class LocalAttention:
             shape = (*q.shape[:-1], keys.stop - keys.start)
             hidden = self._hidden(np.arange(first, last)[:, None], here + np.arange(keys.start, keys.stop))
             part = (*memory.batch, *(slice(None) for _ in self.group), queries, keys)
-            bias = None if self.bias is None else _cut(self.bias, part)
+            bias = None if self.bias is None else _broadcast_part(self.bias, part)
             yield Rows(queries, keys, merged[0], merged[-1], self._masked(hidden, part), bias, shape)
 
     def _most_rows(self) -> int:
@@ -172,10 +172,10 @@ class LocalAttention:
 
     def _masked(self, hidden: Array | None, part: Cut) -> Array | None:
         if self.mask is not None:
-            unseen = ~_cut(self.mask, part)
+            unseen = ~_broadcast_part(self.mask, part)
             hidden = unseen if hidden is None else unseen | hidden
         if self.segments:
-            q, k = (_cut(x, part) for x in self.segments)
+            q, k = (_broadcast_part(x, part) for x in self.segments)
             hidden = q != k if hidden is None else (q != k) | hidden
         return hidden
 
@@ -204,7 +204,7 @@ class LocalAttention:
             np.add(scores, rows.bias, out=scores)
         if rows.hidden is not None:
             np.copyto(s.reshape(rows.shape), -np.inf, where=rows.hidden)
-        peak = _largest(s)
+        peak = _row_maximum(s)
         if self.blind:
             peak[np.isneginf(peak)] = 0
         np.subtract(s, peak, out=s)
@@ -247,12 +247,12 @@ class LocalAttention:
         return p, self.engine.made_inside(ds)
 
 
-def _cut(x: Array, part: Cut) -> Array:
+def _broadcast_part(x: Array, part: Cut) -> Array:
     """The part of a mask or bias at `cut`; dims that it lacks have size 1 and broadcast."""
     return x[tuple(c if n > 1 else slice(None) for c, n in zip(part, x.shape, strict=True))]
 
 
-def _largest(x: Array) -> Array:
+def _row_maximum(x: Array) -> Array:
     """The maximum of each row, with the dim kept; rows are halved first, because NumPy is slow on short rows."""
     while x.shape[-1] > 8 and x.shape[-1] % 2 == 0:
         half = x.shape[-1] // 2

@@ -95,27 +95,27 @@ def joined_factors(op: Operation, out: str, special: Mapping[str, Role]) -> tupl
     return (Factor(length, size, operands, (op.attrs[out],) * len(op.outputs), Role.HALO), *apart)
 
 
-def _reach(op: Operation) -> tuple[int, int]:
+def _visible_range(op: Operation) -> tuple[int, int]:
     """The number of keys before and after its own position that a query sees."""
     far: int = op.attrs["window"] - 1
     return far, 0 if op.attrs["causal"] else far
 
 
-def _of_queries(op: Operation, factor: Factor, operand: int, start: int, stop: int) -> tuple[int, int]:
+def _query_halo(op: Operation, factor: Factor, operand: int, start: int, stop: int) -> tuple[int, int]:
     """Halo of queries [start, stop): these queries, and the keys that they see."""
-    before, after = (0, 0) if op.attrs["length"] in op.inputs[operand].shape else _reach(op)
+    before, after = (0, 0) if op.attrs["length"] in op.inputs[operand].shape else _visible_range(op)
     return start - before, stop + after
 
 
-def _of_keys(op: Operation, factor: Factor, operand: int, start: int, stop: int) -> tuple[int, int]:
+def _key_halo(op: Operation, factor: Factor, operand: int, start: int, stop: int) -> tuple[int, int]:
     """Halo of keys [start, stop): the queries that see them, and all keys that those queries see, for their softmax."""
-    before, after = _reach(op)
+    before, after = _visible_range(op)
     start, stop = start - after, stop + before
     return (start, stop) if op.attrs["length"] in op.inputs[operand].shape else (start - before, stop + after)
 
 
-WINDOW_RESULT = Halo(_of_queries)
-WINDOW_GRAD_MEMORY = Halo(_of_keys)
+WINDOW_RESULT = Halo(_query_halo)
+WINDOW_GRAD_MEMORY = Halo(_key_halo)
 
 
 def window_grad_memory(block: Block, *arrays: Array) -> tuple[Array, Array]:

@@ -154,7 +154,7 @@ class _Inputs:
         return out
 
 
-def _pieces(lead: int, rows: int, item_bytes: int) -> Iterator[tuple[int, int, int, int]]:
+def _chunks(lead: int, rows: int, item_bytes: int) -> Iterator[tuple[int, int, int, int]]:
     """Ranges of the lead, and of the first axis within one of them, whose windows fill a chunk: (begin, end, from, to).
 
     `item_bytes`: size of the windows of one index of that axis.
@@ -205,7 +205,7 @@ def _multiply_windows(
     inner = prod(arranged.shape[3:-1])
     pieces: Iterator[tuple[int, int, int, int]] = iter([(0, lead, 0, made_rows)])
     if inputs.padded is not None or not _merges(inputs.windows(0, lead, True), 1, 1 + slid, slid + 1):
-        pieces = _pieces(lead, made_rows, group * inner * depth * x.itemsize)
+        pieces = _chunks(lead, made_rows, group * inner * depth * x.itemsize)
     for begin, end, first, last in pieces:
         windows = inputs.windows(begin, end, True)[:, :, first:last]
         left = windows.reshape(group, -1, depth)
@@ -216,7 +216,7 @@ def _multiply_windows(
             product_ = np.empty((group, left.shape[1], right.shape[2]), left.dtype)
             engine.matmul(left, right, product_)
             np.copyto(target, product_.reshape(target.shape))
-    _put_back(arranged, out, dims.out, order)
+    _copy_back(arranged, out, dims.out, order)
 
 
 def _multiply_across(
@@ -232,7 +232,7 @@ def _multiply_across(
     slid, width = len(parts), arranged.shape[1]
     pieces: Iterator[tuple[int, int, int, int]] = iter([(0, lead, 0, taps)])
     if inputs.padded is not None or not _merges(inputs.windows(0, lead, False), 1, 1 + slid, slid + 1):
-        pieces = _pieces(lead, taps, group * right.shape[3] * width * x.itemsize)
+        pieces = _chunks(lead, taps, group * right.shape[3] * width * x.itemsize)
     part: Array | None = None
     for begin, end, first, last in pieces:
         windows = inputs.windows(begin, end, False)[:, :, first:last].reshape(group, -1, width)
@@ -243,10 +243,10 @@ def _multiply_across(
         else:
             engine.matmul(windows.swapaxes(1, 2), block, part)
             np.add(arranged, part, out=arranged)
-    _put_back(arranged, out, dims.out, order)
+    _copy_back(arranged, out, dims.out, order)
 
 
-def _put_back(result: Array, out: Array, names: Names, order: Sequence[Names]) -> None:
+def _copy_back(result: Array, out: Array, names: Names, order: Sequence[Names]) -> None:
     """Copy a result from its arranged form to the original array, unless it is a view of it."""
     if not np.may_share_memory(result, out):
         there = out.transpose([names.index(n) for dims in order for n in dims])
@@ -269,7 +269,7 @@ def _add_products_at_taps(
     group, lead, *inputs, channels = first.shape
     taps, width = [s.second for s in slides], arranged.shape[-1]
     item_bytes = group * prod(inputs[1:]) * right.shape[2] * x.itemsize
-    for begin, end, top, bottom in _pieces(lead, inputs[0], item_bytes):
+    for begin, end, top, bottom in _chunks(lead, inputs[0], item_bytes):
         left = first[:, begin:end, top:bottom]
         terms = np.empty((group, prod(left.shape[1:-1]), right.shape[2]), x.dtype)
         engine.matmul(left.reshape(group, -1, channels), right, terms)
@@ -281,7 +281,7 @@ def _add_products_at_taps(
                 of = tuple(m[0] for m in meets if m)
                 target = arranged[(np.s_[:], np.s_[begin:end], *(m[1] for m in meets if m))]
                 np.add(target, apart[(np.s_[:], np.s_[:], *of, *tap)], out=target)
-    _put_back(arranged, out, dims.out, order)
+    _copy_back(arranged, out, dims.out, order)
 
 
 def _overlapping(s: Slide, tap: int, run: tuple[int, int]) -> tuple[slice, slice] | None:
@@ -306,13 +306,13 @@ def _add_taps(x: Array, w: Array, out: Array, dims: Classes, parts: Sequence[Pla
         _add_windows(inputs, _arranged(w, dims.second, [*_each(dims.taps), dims.group]), arranged)
     else:
         _add_products(inputs, _arranged(w, dims.second, [lead, *_each(dims.taps), dims.group]), arranged[0])
-    _put_back(arranged, out, dims.out, order)
+    _copy_back(arranged, out, dims.out, order)
 
 
 def _add_windows(inputs: _Inputs, taps: Array, result: Array) -> None:
     """result[row, output ...] = sum over taps of a window's element times the tap."""
     lead, slid = inputs.x.shape[1], taps.ndim - 1
-    for begin, end, first, last in _pieces(lead, result.shape[1], 2 * prod(result.shape[2:]) * result.itemsize):
+    for begin, end, first, last in _chunks(lead, result.shape[1], 2 * prod(result.shape[2:]) * result.itemsize):
         windows = inputs.windows(begin, end, True)[0, :, first:last]
         target = result[begin:end, first:last]
         term: Array | None = None
@@ -330,7 +330,7 @@ def _add_products(inputs: _Inputs, second: Array, result: Array) -> None:
     """result[output ...] = sum over all indices of a window's element times the second operand's."""
     result[...] = 0
     lead, width = len(second), result.shape[-1]
-    for begin, end, first, last in _pieces(lead, second.shape[1], 2 * prod(second.shape[2:]) * second.itemsize):
+    for begin, end, first, last in _chunks(lead, second.shape[1], 2 * prod(second.shape[2:]) * second.itemsize):
         windows = inputs.windows(begin, end, False)[0, :, first:last]
         block = second[begin:end, first:last]
         term = np.empty(block.shape, block.dtype)

@@ -94,7 +94,7 @@ def _local(block: Block, x: Array) -> Array:
         for dim, s in block.attrs["slides"]
         for n in (shape.index(dim),)
     ]
-    for cut in _pieces(x, [axis for axis, _ in moved]):
+    for cut in _chunks(x, [axis for axis, _ in moved]):
         part = x[cut]
         for n, (axis, slide) in enumerate(moved):
             sizes = (*part.shape[:axis], slide.out, *part.shape[axis + 1 :])
@@ -104,7 +104,7 @@ def _local(block: Block, x: Array) -> Array:
     return out
 
 
-def _pieces(x: Array, sliding: Sequence[int]) -> Iterator[slice]:
+def _chunks(x: Array, sliding: Sequence[int]) -> Iterator[slice]:
     """Ranges of the first axis that fit a cache, unless windows slide along it."""
     if 0 in sliding or x.ndim == 0:
         yield np.s_[:]

@@ -27,16 +27,16 @@ from meshlib.ops.pointwise.unary import negative
 from meshlib.ops.rules import named_factors, not_differentiable
 
 
-def _order(x: Array, axis: int) -> Array:
+def _descending_order(x: Array, axis: int) -> Array:
     """Indices that sort `x` in descending order, ties by index; NaNs last."""
     if x.dtype.kind == "f":
         return np.argsort(-x, axis=axis, kind="stable")
     return np.argsort(-x.astype(np.int64), axis=axis, kind="stable")
 
 
-def _best(x: Array, indices: Array, axis: int, k: int) -> tuple[Array, Array]:
+def _k_largest(x: Array, indices: Array, axis: int, k: int) -> tuple[Array, Array]:
     """The k largest elements along `axis`, NaNs first, and their entries of `indices`, with that axis moved last."""
-    chosen = _order(x, axis)
+    chosen = _descending_order(x, axis)
     if x.dtype.kind == "f" and (wrong := np.isnan(x)).any():
         first = np.argsort(~np.take_along_axis(wrong, chosen, axis), axis=axis, kind="stable")
         chosen = np.take_along_axis(chosen, first, axis)
@@ -54,16 +54,16 @@ def _top_k_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> tup
         raise ShapeError(f"the {k.size} largest of dim {d} were asked for; it has only {d.size}")
     if k.name != d.name and k.name in x.shape:
         raise ShapeError(f"{x.shape} already has a dim '{k.name}'; give the new dim another name")
-    return _ranked(x, d, k)
+    return _ranked_types(x, d, k)
 
 
-def _ranked(x: TensorType, dim: Dimension, k: Dimension) -> tuple[TensorType, TensorType]:
+def _ranked_types(x: TensorType, dim: Dimension, k: Dimension) -> tuple[TensorType, TensorType]:
     """Types of the `k` largest elements along `dim`, and of their indices."""
     shape = Shape([*(d for d in x.shape if d != dim), k])
     return TensorType(shape, x.dtype), TensorType(shape, INT32)
 
 
-def _ranking(op: Operation) -> tuple[Factor, ...]:
+def _ranking_factors(op: Operation) -> tuple[Factor, ...]:
     """Factors of ranking: the ranked dim, in which devices select candidates, alone and with each row dim."""
     dim, count = op.attrs["dim"], len(op.outputs)
     d, rows = op.inputs[0].shape.dim(dim), [e.name for e in op.inputs[0].shape if e.name != dim]
@@ -73,7 +73,7 @@ def _ranking(op: Operation) -> tuple[Factor, ...]:
 
 def _argmax_roles(op: Operation) -> tuple[Factor, ...]:
     rows = tuple(f for f in named_factors(op) if f.name != op.attrs["dim"])
-    return (*rows, *_ranking(op))
+    return (*rows, *_ranking_factors(op))
 
 
 def _top_k_roles(op: Operation) -> tuple[Factor, ...]:
@@ -81,27 +81,27 @@ def _top_k_roles(op: Operation) -> tuple[Factor, ...]:
     rows = tuple(f for f in named_factors(op) if f.name not in (k.name, dim))
     # The result's dim may have the name of the ranked one; they are still different.
     name = k.name + "'" if k.name == dim else k.name
-    return (*rows, *_ranking(op), Factor(name, k.size, (None,), (k.name, k.name), Role.WHOLE))
+    return (*rows, *_ranking_factors(op), Factor(name, k.size, (None,), (k.name, k.name), Role.WHOLE))
 
 
 def _candidates(block: Block, x: Array, k: int) -> tuple[Array, Array]:
     dim = block.attrs["dim"]
     axis = block.inputs[0].shape.index(dim)
-    start = sum(block.offsets[f.name] for f in _ranking(block.operation))  # at most one of them is split
+    start = sum(block.offsets[f.name] for f in _ranking_factors(block.operation))  # at most one of them is split
     shape = [-1 if a == axis else 1 for a in range(x.ndim)]
     indices = np.arange(x.shape[axis], dtype=np.int32).reshape(shape) + np.int32(start)
-    return _best(x, np.broadcast_to(indices, x.shape), axis, min(k, x.shape[axis]))
+    return _k_largest(x, np.broadcast_to(indices, x.shape), axis, min(k, x.shape[axis]))
 
 
 def _best_of(gathered: tuple[Array, ...], k: int) -> tuple[Array, Array]:
     # Candidates are in the order of their blocks: a stable sort keeps ties in index order.
     values, indices = (np.concatenate(list(g), axis=-1) for g in gathered)
-    return _best(values, indices, values.ndim - 1, k)
+    return _k_largest(values, indices, values.ndim - 1, k)
 
 
 def _candidate_types(x: TensorType, dim: str, k: int) -> tuple[TensorType, ...]:
     d = x.shape.dim(dim)
-    return _ranked(x, d, Dimension("candidates_", min(k, d.size)))
+    return _ranked_types(x, d, Dimension("candidates_", min(k, d.size)))
 
 
 def _top_k_local(block: Block, x: Array) -> tuple[Array, Array]:
@@ -250,7 +250,7 @@ def nth_smallest_element(x: Tensor, n: int, reduced_dim: Dimension, name: str | 
 def _argsort_local(block: Block, x: Array) -> Array:
     axis = block.inputs[0].shape.index(block.attrs["dim"])
     if block.attrs["descending"]:
-        return _order(x, axis).astype(np.int32)
+        return _descending_order(x, axis).astype(np.int32)
     return np.argsort(x, axis=axis, kind="stable").astype(np.int32)
 
 

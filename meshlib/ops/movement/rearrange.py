@@ -71,7 +71,7 @@ def rearrange(
 
     Source: Rogozhnikov, "Einops: clear and reliable tensor manipulations with Einstein-like notation", ICLR 2022.
     """
-    return _moved(x, _plan("rearrange", x, pattern, sizes, names), name)
+    return _apply_plan(x, _plan("rearrange", x, pattern, sizes, names), name)
 
 
 def repeat(
@@ -88,7 +88,7 @@ def repeat(
       >>> print(larger.shape)
       [height:16, width_q:24, c:5]
     """
-    return _moved(x, _plan("repeat", x, pattern, sizes, names), name)
+    return _apply_plan(x, _plan("repeat", x, pattern, sizes, names), name)
 
 
 def reduce(
@@ -120,12 +120,12 @@ def reduce(
     chosen = choice(reduction, "reduce", "reduction", tuple(_REDUCTIONS))
     plan = _plan("reduce", x, pattern, sizes, names)
     if len(plan.ordered) == len(plan.split):
-        return _moved(x, plan, name)
+        return _apply_plan(x, plan, name)
     last = name if plan.ordered == plan.result else None
     return reshape(_REDUCTIONS[chosen](reshape(x, plan.split), output_shape=plan.ordered, name=last), plan.result, name)
 
 
-def _moved(x: Tensor, plan: AxisPlan, name: str | None) -> Tensor:
+def _apply_plan(x: Tensor, plan: AxisPlan, name: str | None) -> Tensor:
     """`x` split, transposed or repeated, and merged by the plan; the last operation gets the name."""
     merges = plan.ordered != plan.result
     orders = plan.split != plan.ordered

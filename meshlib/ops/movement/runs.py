@@ -60,10 +60,10 @@ def _slice_roles(op: Operation) -> tuple[Factor, ...]:
     """Split by halo ranges of the result, or by blocks of x with zeros outside (a sum; for bools a maximum)."""
     dim = op.attrs["dim"]
     role = Role.MAX if op.output.dtype is BOOL else Role.SUM
-    return (*_roles(op), Factor(_masked(dim), op.inputs[0].shape.dim(dim).size, (dim,), (None,), role))
+    return (*_roles(op), Factor(_mask_factor(dim), op.inputs[0].shape.dim(dim).size, (dim,), (None,), role))
 
 
-def _masked(dim: str) -> str:
+def _mask_factor(dim: str) -> str:
     """The name of the factor that splits a dim by blocks of x."""
     return dim + "'"
 
@@ -74,7 +74,7 @@ def _slice_local(block: Block, x: Array) -> Array:
     size = block.out.shape.dim(dim).size
     # First element, in x, of the result's block. Only one of the two factors has offsets: those of the result's blocks,
     # or those of the blocks of x.
-    begin = block.attrs["begin"] + block.offsets[dim] - block.start(0, dim) - block.offsets[_masked(dim)]
+    begin = block.attrs["begin"] + block.offsets[dim] - block.start(0, dim) - block.offsets[_mask_factor(dim)]
     if begin >= 0 and begin + size <= x.shape[axis]:
         run: Array = x[_run(axis, begin, begin + size)]
         return run

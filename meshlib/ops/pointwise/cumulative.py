@@ -43,7 +43,7 @@ def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorTyp
     return types[0]
 
 
-def _before(gathered: Array, index: int, reverse: bool) -> Array:
+def _preceding(gathered: Array, index: int, reverse: bool) -> Array:
     """The summaries of the preceding blocks, in order."""
     return gathered[index + 1 :][::-1] if reverse else gathered[:index]
 
@@ -65,7 +65,7 @@ def _cumsum_local(block: Block, x: Array) -> Array:
 
 def _cumsum_finish(block: Block, gathered: tuple[Array, ...], index: int, x: Array) -> Array:
     out = _cumsum_local(block, x)
-    for total in _before(gathered[0], index, block.attrs["reverse"]):
+    for total in _preceding(gathered[0], index, block.attrs["reverse"]):
         np.add(out, np.expand_dims(total, _axis(block)), out=out)
     return out
 
@@ -130,7 +130,7 @@ def _recurrence_summary(block: Block, a: Array, x: Array) -> tuple[Array, ...]:
 
 
 def _recurrence_finish(block: Block, gathered: tuple[Array, ...], index: int, a: Array, x: Array) -> Array:
-    factors, ends = (_before(g, index, block.attrs["reverse"]) for g in gathered)
+    factors, ends = (_preceding(g, index, block.attrs["reverse"]) for g in gathered)
     carry = np.zeros(gathered[1].shape[1:], gathered[1].dtype)
     for factor, end in zip(factors, ends, strict=True):
         carry = factor * carry + end

@@ -37,14 +37,14 @@ def _where_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
 
 
 def _where_into(condition: Array, x: Array, y: Array, out: Array) -> None:
-    held = _held(condition)
+    held = _distinct_elements(condition)
     if held.size < out.size and held.all():  # a mask of whole blocks, of which this has none to hide
         np.copyto(out, x)
     else:
         np.copyto(out, np.where(condition, x, y))
 
 
-def _held(x: Array) -> Array:
+def _distinct_elements(x: Array) -> Array:
     """Each element that an array shows, once where it is broadcast."""
     return x[tuple(np.s_[:1] if stride == 0 else np.s_[:] for stride in x.strides)]
 

@@ -187,31 +187,31 @@ class _Planner:
     def _place(self, n: int, i: Instruction, k: int) -> None:
         y = i.outputs[k]
         old = self.old.get(y)
-        if old is not None and self._replaces(i, k, old):
+        if old is not None and self._may_replace(i, k, old):
             shared = self.of[old]
         else:
-            shared = next(self._dying(i, k, y), None) or self._allocate(n, y, len(self.program.instructions))
-        if self._continues(i, k) and any(self.of.get(x) is shared for x in self._over(i, k)):
+            shared = next(self._reusable_buffers(i, k, y), None) or self._allocate(n, y, len(self.program.instructions))
+        if self._is_partial_update(i, k) and any(self.of.get(x) is shared for x in self._reusable_operands(i, k)):
             self.in_place.add(y)
         if shared.owner is not y:
             self._share(n, y, shared)
 
-    def _continues(self, i: Instruction, k: int) -> bool:
+    def _is_partial_update(self, i: Instruction, k: int) -> bool:
         """True if the result is a partial update of the operand whose buffer it reuses."""
         if isinstance(i, Loop):
             return k >= len(i.carries)
         return _writes_part(i)
 
-    def _replaces(self, i: Instruction, k: int, old: Value) -> bool:
+    def _may_replace(self, i: Instruction, k: int, old: Value) -> bool:
         """True if a new value may reuse the buffer of an old one, which no later instruction reads."""
         buffer = self.of.get(old)
         if buffer is None or buffer.owner is not old:
             return False
-        over = self._over(i, k)
+        over = self._reusable_operands(i, k)
         lasts = ((self.last.get(v, START), v) for v in self.shared[buffer])
         return all(n < self.begins[i.group] or (n <= self.ends[i.group] and v in over) for n, v in lasts)
 
-    def _over(self, i: Instruction, k: int) -> list[Value]:
+    def _reusable_operands(self, i: Instruction, k: int) -> list[Value]:
         """Operands whose buffers result `k` may reuse if they die."""
         if i.is_collective:
             return [i.inputs[k]] if isinstance(i, Move) and i.step_kind.sums_in_place else []
@@ -225,11 +225,11 @@ class _Planner:
         within = v in plan.in_place or v in plan.stored.unstored  # written by a trip directly into the stack
         return [given[start] for name, start in rewritten(i).items() if name == end and within]
 
-    def _dying(self, i: Instruction, k: int, y: Value) -> Iterator[Buffer]:
+    def _reusable_buffers(self, i: Instruction, k: int, y: Value) -> Iterator[Buffer]:
         """Buffers that the result may reuse: that of the value it renames, or of a dying operand of its size."""
         if isinstance(i, Compute) and i.operation.opdef.storage is Storage.ALIAS and i.inputs[0] in self.of:
             yield self.of[i.inputs[0]]
-        for x in self._over(i, k):
+        for x in self._reusable_operands(i, k):
             buffer = self.of.get(x)
             if buffer is None or buffer.owner in self.resident or self.holders[buffer] > 1:
                 continue
