@@ -145,7 +145,7 @@ def verified(args: argparse.Namespace) -> int:
     if args.json:
         say_json(figures.of_verification(result))
     else:
-        say(result.table())
+        say(result)
     return GOOD if result.ok else FAILED
 
 

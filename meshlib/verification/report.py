@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from meshlib.core.errors import ProgramError
 from meshlib.core.text import bytes_text, grid
 
+NAMED = 8  # compared arrays that are listed
+
 
 @dataclass(frozen=True)
 class Divergence:
@@ -133,7 +135,7 @@ class Verification:
             )
             for r in self.rows
         ]
-        return "\n".join(grid([head, *cells]))
+        return "\n".join(grid([head, *cells], right=(3, 4, 5, 6), spare=(4, 3, 7)))
 
     def _head(self) -> str:
         bad = len(self.failures)
@@ -143,9 +145,11 @@ class Verification:
 
     def __str__(self) -> str:
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
+        rest = len(self.compared) - NAMED
+        compared = f"{', '.join(self.compared[:NAMED])}{f' and {rest} more' if rest > 0 else ''}"
         lines = [
             self._head(),
-            f"compared in {steps}: {', '.join(self.compared)}",
+            f"compared in {steps}: {compared}",
             f"{self.executor} executor, precision {self.precision}, seed {self.seed}",
             *(f"note: {n}" for n in self.notes),
             *(f"refused by the lowering: {r}" for r in self.refused),
