@@ -388,13 +388,13 @@ def test_cores_that_disagree_are_a_failing_row_with_a_first_operation() -> None:
 
 
 def test_a_fault_of_the_fast_executor_alone_names_no_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    compute = fast.compute
+    finished = fast.finished
 
     def wrong(op: Operation, *rest):
-        made = compute(op, *rest)
-        return tuple(y * 2 for y in made) if op.opdef.name == "tanh" else made
+        results = finished(op, *rest)
+        return tuple(y * 2 for y in results) if op.opdef.name == "tanh" else results
 
-    monkeypatch.setattr(fast, "compute", wrong)
+    monkeypatch.setattr(fast, "finished", wrong)
     with mtf.Graph():
         y = mtf.tanh(mtf.input("x", [BATCH]))
         found = mtf.verify({"y": y}, layouts=[("r:2", "batch:r")], executor="fast")
