@@ -20,7 +20,7 @@ from meshlib.validation.machine_figures import Figure, Figures
 
 _AT_ONCE, _REQUESTS = 1e4, 600  # requests per second: all arrive within a few steps
 _SHAREGPT = (121, 233)
-_PYTORCH = "jetstream-pytorch: summary.md"
+_PYTORCH = "jetstream-pytorch"  # github.com/AI-Hypercomputer/jetstream-pytorch: benchmarks/summary.md
 _LEFT_OUT = (
     "left out: GPT-J in int8 on v5e-4, 9.81 samples/s offline (MLPerf Inference v3.1): four beams share the cache of "
     "their prompt there"
@@ -52,13 +52,13 @@ class ServedRun:
 
     @property
     def name(self) -> str:
-        """Model, numbers and machine.
+        """Model, machine, numbers and rows.
 
         >>> RUNS[0].name
-        'llama3-8b on v5e-8, bfloat16, 128 rows'
+        'llama3-8b v5e-8 bfloat16 x128'
         """
-        rows = "all that fit" if self.batch is None else f"{self.batch} rows"
-        return f"{self.model} on {self.slice}, {self.dtype}, {rows}"
+        rows = "full" if self.batch is None else f"x{self.batch}"
+        return f"{self.model} {self.slice} {self.dtype} {rows}"
 
     def predicted(self) -> float:
         """Tokens a second of the model: caches of 2,048 positions, heads and d_ff split over all devices."""
@@ -84,11 +84,11 @@ RUNS = (
     # 995 requests, 217,011 tokens in, 934,964 out; 11 rows for each device, of which 8 are assumed.
     ServedRun(
         "llama2-7b", "v5e-8", "bfloat16", 88, (218, 940), 3061.78,
-        "tpu-recipes: Llama2-7B",  # inference/v5e/JetStream-Maxtext
+        "tpu-recipes",  # github.com/AI-Hypercomputer/tpu-recipes: inference/v5e/JetStream-Maxtext
     ),
-    # 8.37 requests/s, of 1,800 tokens and 120 asked for; 512 tokens in a step.
+    # github.com/vllm-project/vllm, pull request 16458: 8.37 requests/s of 1,800 tokens and 120 out; 512 tokens a step.
     ServedRun(
-        "llama3.1-8b", "v6e-1", "bfloat16", None, (1800, 120), 8.37 * 120, "vllm: pull request 16458", chunk=512
+        "llama3.1-8b", "v6e-1", "bfloat16", None, (1800, 120), 8.37 * 120, "vllm 16458", chunk=512
     ),
 )  # fmt: skip
 

@@ -21,7 +21,7 @@ def test_the_command(capsys, monkeypatch):
     monkeypatch.setattr("meshlib.command.tables.served_figures", lambda: served_figures(RUNS[-1:]))
     assert main(["validate", "--served", "--quiet", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
-    assert row["name"] == "llama3.1-8b on v6e-1, bfloat16, all that fit"
+    assert row["name"] == "llama3.1-8b v6e-1 bfloat16 full"
     assert main(["validate", "--served", "--quiet"]) == 0
     assert "GPT-J in int8 on v5e-4, 9.81 samples/s" in capsys.readouterr().out
 
