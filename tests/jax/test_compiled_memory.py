@@ -84,6 +84,17 @@ def test_gradients_of_heads_are_scattered_as_matrices(text: str) -> None:
     assert all(len(sizes.split("x")) <= 2 for sizes in scatters)
 
 
+def test_rows_of_several_tables_are_looked_up_as_rows() -> None:
+    """The indices are those of rows, not of their elements: of experts' tokens they would take gigabytes."""
+    groups, rows, wide, n = (mtf.Dimension(*d) for d in (("groups", 2), ("rows", 8), ("wide", 16), ("n", 4)))
+    with mtf.Graph():
+        tables, at = mtf.input("tables", [groups, rows, wide]), mtf.input("at", [groups, n], "int32")
+        program = mtf.lower({"y": mtf.gather(tables, at, rows)})
+    text = str(Step(program, None, False).lowered().as_text())
+    (indices,) = re.findall(r'"stablehlo.gather".*: \(tensor<\w+>, tensor<(\w+)>\)', text)
+    assert indices == "2x4x2xi32"
+
+
 def test_a_weight_that_a_loop_slices_stays_as_it_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it fills whole tiles: a product that asks for another layout has one layer copied, not the stack."""
     monkeypatch.setattr(step, "platform_of", lambda mesh: "tpu")

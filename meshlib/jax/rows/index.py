@@ -51,16 +51,12 @@ def _gather(part: RowContext, weights: Array, indices: Array) -> Array:
     chosen = jnp.where(hit, local, 0)
     if part.context.platform == "tpu" and {*w_names} <= {*i_names, dim}:  # one number per row
         looked_up = _selected(weights, chosen, part.names, dim, out)
-    elif not set(w_names) & set(i_names):  # whole rows
-        looked_up = jnp.take(jnp.moveaxis(weights, axis, 0), chosen, axis=0, mode="clip")
-        rest = tuple(n for n in w_names if n != dim)
+    else:  # whole rows, of the table of each index of the dims that both have
+        shared, rest = ([n for n in w_names if n != dim and (n in i_names) == both] for both in (True, False))
+        tables = jnp.transpose(weights, [w_names.index(n) for n in (*shared, dim, *rest)])
+        of_tables = (aligned(jnp.arange(weights.shape[w_names.index(n)]), (n,), i_names) for n in shared)
+        looked_up = tables.at[(*of_tables, chosen)].get(mode="clip")
         looked_up = aligned(looked_up, (*i_names, *rest), out)
-    else:
-        places = (
-            aligned(chosen, i_names, out) if n == dim else aligned(jnp.arange(size), (n,), out)
-            for n, size in zip(w_names, weights.shape, strict=True)
-        )
-        looked_up = weights.at[tuple(places)].get(mode="clip")
     y = jnp.where(aligned(hit, i_names, out), looked_up, jnp.zeros((), looked_up.dtype))
     return _poison(y, None if wrong is None else aligned(wrong, i_names, out))
 
@@ -145,7 +141,8 @@ def _update_slice(part: RowContext, x: Array, new: Array, start: Array, trip: Ar
     moved = jnp.transpose(new, [n_names.index(run if n == dim else n) for n in names])
     size = sizes[dim]
     if not s_names and size == part.attrs["dim"].size and part.attrs["out_of_range"] == "error":
-        begin = (*outer, *(start if n == dim else 0 for n in names))
+        begin = [*outer, *(start if n == dim else 0 for n in names)]
+        begin = [jnp.asarray(n, start.dtype) for n in begin]
         return lax.dynamic_update_slice(x, moved[None] if outer else moved, begin)
     place = start[..., None] + jnp.arange(count, dtype=jnp.int32) - part.offsets[dim]
     place = jnp.where((place >= 0) & (place < size), place, size)  # JAX would wrap negative indices
