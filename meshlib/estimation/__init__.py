@@ -1,22 +1,21 @@
 """Estimates: time and memory of a step on a slice, without allocating an array.
 
-    kernels    fusion groups as work of one device           exact counts
-    through    values that their readers make again          exact bytes
-    moves      collectives as demands, the best placement    exact bytes
-    units      what is scheduled: groups, collectives, copies, loops
-    combining  small collectives that go together
-    plan       units in the program's order, dependencies
-    passes     a group alone in its program                  as compilers report it
-    physics    what real programs lose                       constants, each with its cause
-    times      kernels on one chip                           modelled seconds
-    links      who sends when                                modelled seconds
-    hbm        what is fetched ahead                         modelled seconds
-    scheduling when everything runs                          modelled seconds
-    host_input what hosts prepare meanwhile                  modelled seconds
-    fitting    the program's buffers over time, in tiles     exact bytes
-    remedies   what would lower its peak                     about as much
-    segments   where to cut what is computed again           exact bytes
-    rows  result  table  trace                               what a person looks at
+    work     what one device does
+        kernels, products, tiles   fusion groups as kernels: flops and bytes   exact counts
+        stored_values              values recomputed by their readers          exact bytes
+        communication              collectives as demands; the best placement  exact bytes
+        combined_collectives       small collectives merged into one
+        units, plan                schedulable units and their dependencies
+        expert_load                grouped experts under an unbalanced load
+    time     modelled seconds
+        physics                    losses of real programs: constants, each with its cause
+        kernel_times               kernels on one chip
+        link_sharing, hbm_engine   collectives on shared links; prefetches from HBM
+        scheduling                 the schedule of all units
+        host_input                 input prepared by hosts
+        attribution, balance       step time by cause; compute against communication
+    memory   the program's buffers over time, in tiles; remedies for a peak that does not fit
+    views    tables, traces, profiles and films of an estimate
 
 No loop runs over devices: every device does the same, so an estimate for 2,048 cores takes as long as for 8.
 """
@@ -69,23 +68,21 @@ def estimate(
 
     Args:
       program: what `mtf.lower` returned.
-      slice: a name like "v3-8", or a `hardware.Slice` (for a chip of your own). It has a device for each mesh position.
-      compiler: how the program is scheduled and placed: what hides collectives, whether loops are unrolled, what a step
-        costs besides. By default what it was lowered for, `mtf.XLA_TPU` unless told otherwise; whether weights are
-        stationary was decided then.
-      placement: where the mesh lies on the torus; by default the best one for the program's own collectives, of those
-        that the compiler takes. A dict like {"data": 4} says which part of each axis joins slices, as
-        `create_hybrid_device_mesh` of JAX takes it: the best of those placements.
-      physics: what programs lose against engines that do one thing only; `Physics().without_losses()` is a machine
-        that loses nothing.
-      input: how fast a host prepares examples, `mtf.HostInput(examples_per_second=...)`; a step lasts at least as long
-        as its input takes. By default input is never waited for.
-      compiled: what `mtf.compile_for` returned for this program: the collectives that the compiler kept are priced, in
-        place of those that were planned. Bytes that the program sends (`.sent_bytes`) stay the plan's.
-      expert_load: of a program with grouped experts, how often each is chosen: "balanced", how many times the mean the
-        most chosen one is, such as 1.5, or a count for each, as measured. Where experts are split the step waits for
-        the device whose experts are chosen most often; `.experts` has its load, what finds no room, and the time of
-        the step in the worst case. Unless given all experts are chosen alike.
+      slice: a name like "v3-8", or a `hardware.Slice` (for a custom chip), with as many devices as the mesh.
+      compiler: the scheduling and placement rules: which collectives overlap, whether loops are unrolled, overhead per
+        step. By default the compiler that the program was lowered for, `mtf.XLA_TPU` unless specified; stationary
+        weights are always those of the lowering.
+      placement: the position of the mesh on the torus; by default the best one for the program's collectives among
+        those that the compiler allows. A dict like {"data": 4} gives the factor of each axis that spans slices, as
+        `create_hybrid_device_mesh` of JAX does: the best of those placements.
+      physics: efficiency losses against ideal engines; `Physics().without_losses()` is a machine without losses.
+      input: the rate at which hosts prepare examples, `mtf.HostInput(examples_per_second=...)`, a lower bound on step
+        time. By default input is never the bottleneck.
+      compiled: the result of `mtf.compile_for` for this program: prices the collectives that the compiler emitted
+        instead of the planned ones. `.sent_bytes` remains that of the plan.
+      expert_load: the load of grouped experts: "balanced" (the default), the ratio of the busiest expert to the mean,
+        such as 1.5, or a measured count per expert. Where experts are split the step waits for the busiest device;
+        `.experts` has its load, the fraction of dropped tokens, and the step time in the worst case.
     Returns: an Estimate: `.step_seconds .mfu .fits .memory .exposed_comm_seconds .bound .rows .table()`.
     Raises: SliceError for an unknown slice, one of another size than the mesh, or a placement of another mesh;
       GraphError for other bad arguments.

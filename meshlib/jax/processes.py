@@ -1,7 +1,7 @@
 """Checkpoints of several processes: each writes and reads the blocks of its own devices.
 
-The first process makes the file; the others write into it while it has a temporary name. So whoever is killed leaves
-the old file. What processes tell each other goes over the devices, as everything else.
+The first process creates the file; the others write into it under a temporary name. So a killed process leaves the old
+file intact. Processes communicate over the devices, as everywhere.
 """
 
 from __future__ import annotations

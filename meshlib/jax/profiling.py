@@ -1,11 +1,10 @@
 """Measured time of each instruction of a step, from JAX's profiler.
 
-The profiler times the operations of the compiled module on each device. A module says of which named scope each comes
-(`meshlib.jax.hlo.scopes`), and the executor names scopes as the program's listing names its instructions. What XLA has
-fused counts for one of them, whose operation is the root of the fusion. A collective's time is that of waiting for the
-others, too.
+The profiler times the operations of the compiled module on each device. Operations carry the named scope that they come
+from (`meshlib.jax.hlo.scopes`), and the executor names scopes after the instructions of the program's listing. A fusion
+of XLA counts for the instruction of its root operation. A collective's time includes waiting for other devices.
 
-On a CPU the operations are XLA's thunks, all devices share its cores, and a step that is watched takes longer.
+On a CPU the operations are XLA's thunks, all devices share its cores, and profiling slows the step down.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Deliberate recomputations of a program, protected from being merged with the originals.
 
-A program gathers weights again for the backward pass, and computes a layer again, so that nothing has to be held in
-between. A compiler that sees two equal operations on equal operands makes one of them, and holds it. So the second
-takes its operands through a barrier, together with an element of what was made just before it.
+A program gathers weights again for the backward pass, and recomputes layers, to save memory. A compiler's common
+subexpression elimination would merge each repetition with its original and keep the result in memory. So a repetition
+takes its operands through an optimisation barrier, together with an element of the instruction before it.
 """
 
 from __future__ import annotations

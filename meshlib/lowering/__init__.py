@@ -1,32 +1,31 @@
 """Graph + Mesh + LayoutRules -> Program: the lowering, its rules and its passes.
 
-How each operation is split is chosen for the whole graph at once: the least bytes sent, plus duplicated work at the
-`Balance`. The choice is the minimum of a sum of small tables over discrete variables (a min-plus factor graph):
+Shardings are chosen for the whole graph at once, to minimise bytes sent plus duplicated work at the `Balance`: the
+minimum of a sum of small tables over discrete variables (a min-plus factor graph).
 
     strategies    an operation's variable: which mesh axis splits which of its dims, and which pending sums pass
-                  through. The space is static: an axis may split a dim where a rule names it (optional rules that lost
-                  the axis included), where an assigned sharding has it, or where an operation before had it. Priced
-                  with what moves inside the operation, and with work beyond that of the assigned sharding. Strategies
-                  no cheaper than another one with reshards around it are dropped           strategies, strategy_costs
-    values        a value of the variable is a strategy. What may be computed again (made of nothing, or of less) may
-                  also run in two ways, and once more in a later region. Operations that are alike, in this layer and
-                  every other, share their values, and by identity the tables that follow from them              values
-    copies        a tensor's tables: the cheapest tree of reshards from where it is made to where it is used, pending
-                  sums included. A copy that takes more memory than the assigned sharding serves one region. A tensor
-                  of many users has a variable per region: the copies that its users share             copies, distances
-    elimination   values that another one is never worse than are dropped; a variable's tables are added up and
-                  minimised over it, the smallest result first. The two take turns, which solves most graphs with small
-                  tables. For the others dual ascent bounds what each value can lead to, and those above the incumbent
-                  are pruned. Where tables would grow beyond a limit, each value of a variable that many others depend
-                  on is tried, and the rest eliminated. `Program.choice` has the gap to the lower bound: 0 unless there
-                  were too many branches                                                           elimination, solving
-    problem       enters a graph's operations and tensors; the bodies of loops are problems of their own. What runs
-                  under assigned shardings for nothing, as an optimizer's update does, is not searched           problem
-    accumulators  the gradients that loops add up stay pending sums until the last trip of the outermost loop, as far as
-                  memory allows it; one trial of each such body says how its terms are made          accumulators, loops
+                  through. The space is static: an axis may split a dim where a rule names it (including optional rules
+                  that lost the axis), where an assigned sharding has it, or where an earlier operation had it. The
+                  price is internal communication, and work beyond that of the assigned sharding. Strategies no cheaper
+                  than another one with reshards around it are dropped                        strategies, strategy_costs
+    values        a value of the variable is a strategy. Cheap operations (without operands, or with smaller ones) may
+                  also run under two strategies, and again in a later region. Equal operations, of all layers, share
+                  their values, and by identity the tables derived from them                                      values
+    copies        a tensor's tables: the cheapest tree of reshards from its producer to its users, pending sums
+                  included. A copy that takes more memory than the assigned sharding serves one region. A tensor of
+                  many users has a variable per region: the copies that its users share                copies, distances
+    elimination   dominated values are dropped; a variable's tables are added and minimised over it, the smallest
+                  result first. Alternating both solves most graphs with small tables. For the others dual ascent bounds
+                  each value, and those above the incumbent are pruned. Where tables would exceed a limit, the search
+                  branches on a variable that many others depend on, and eliminates the rest. `Program.choice` has the
+                  gap to the lower bound: 0 unless there were too many branches                     elimination, solving
+    problem       collects a graph's operations and tensors; loop bodies are problems of their own. Operations that cost
+                  nothing under assigned shardings, such as an optimizer's update, are not searched              problem
+    accumulators  gradients accumulated by loops stay pending sums until the last trip of the outermost loop, if memory
+                  allows; a trial lowering of each such body finds how its terms are computed       accumulators, loops
 
-Ties go to fewer collectives, then to the plain reading of the layout. With all strategies known, `partition` writes the
-program in one sweep, and `passes`, `halos`, `fuse` and `order` finish it; the checker follows each.
+Ties go to fewer collectives, then to the literal reading of the layout. With all strategies known, `partition` writes
+the program in one sweep, and `passes`, `halos`, `fusion` and `ordering` finish it; the checker verifies each.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Accumulators: loop carries that add one term per trip, and the tensors that become such terms.
 
 A sum over a split dim is reduced once for a whole accumulator, after the last trip of the outermost loop: terms, and
-the accumulators of all loops around them, stay pending. So does what an inner loop stacks, such as one gradient per
-layer, where the pending stack takes no more memory than the variable whose gradient it is, or than the gradient's
-assigned sharding. Where it would take more, as of fully sharded weights, each trip of the inner loop reduces its term
-over the axes that split the gradient; what other axes leave pending stays so.
+the accumulators of all loops around them, stay pending. So do the stacked outputs of an inner loop, such as one
+gradient per layer, where the pending stack takes no more memory than the variable of the gradient, or than the
+gradient's assigned sharding. Where it would take more, as with fully sharded weights, each trip of the inner loop
+reduces its term over the axes that split the gradient; sums over other axes stay pending.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Exact minimisation of a sum of small tables over discrete variables (a min-plus factor graph, or weighted CSP).
 
-    bounds     block-coordinate ascent on the dual (max-product linear programming): mass is moved between a table and
-               its variables by min-marginals. What is left, with one value fixed, bounds every solution that has it
-    pruning    values whose bound exceeds the incumbent are dropped, and values that another one is never worse than
-    elimination  a variable's tables are added up and minimised over it, the smallest result first; backtracking
-               through the minima gives the optimum
+    bounds       block-coordinate ascent on the dual (max-product linear programming): mass is moved between a table and
+                 its variables by min-marginals. The remainder for a fixed value bounds every solution with that value
+    pruning      drops values whose bound exceeds the incumbent, and dominated values
+    elimination  a variable's tables are added and minimised over it, the smallest result first; backtracking through
+                 the minima gives the optimum
 
-The three are alternated, with tables of a few thousand entries first: most graphs need no bounds then. Equal layers
-have equal tables, and what is done to one is known for the others.
+The three alternate, with tables of a few thousand entries first: most graphs need no bounds then. Equal layers have
+equal tables, and results for one are reused for the others.
 """
 
 from __future__ import annotations

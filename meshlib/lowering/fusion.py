@@ -1,19 +1,20 @@
 """Fusion groups: which values never reach HBM.
 
 A group runs as one kernel: at most one matmul with element-wise work before and after it, or element-wise work that
-ends in a reduction. Going backwards, an instruction joins the group of its users if they are all in one group; it then
+ends in a reduction. In reverse order, an instruction joins the group of its users if they are all in one group; it then
 runs directly before them, which no dependency can forbid.
 
-A product does not join users that wait for later products while what it reads would lie in memory longer than what it
-makes: the gradient of the head's weights is there before the layers' backward pass, though the embedding's joins it.
+A product does not join users that wait for later products if its operands would then stay in memory for longer and are
+larger than its result: the gradient of the head's weights runs before the layers' backward pass, though its consumer
+comes after the embedding's.
 
-Such a group ends in a reduction, because somebody may need all of its result first. But what a softmax or a norm makes
-of one row depends on that row alone, and rows fit VMEM. So when the order is known, element-wise groups and reductions
-over minor dims, of which one reads what another makes, are joined: what passes between them never reaches HBM either.
+A group ends in a reduction, because a user may need the complete result. But a row of a softmax or a norm depends on
+that row alone, and rows fit VMEM. So once the order is known, element-wise groups and reductions over minor dims that
+read one another are joined: values between them never reach HBM either.
 
-Sums over rows (of a batch norm, of a bias's gradient) need all of what they add up, but nothing waits for them in the
-kernel that makes it: they are taken on the way, before its blocks leave VMEM, of a product too. Sums of one value that
-no kernel of this kind makes are taken in one pass.
+Sums over rows (of a batch norm, of a bias's gradient) need all rows, but nothing in the producing kernel waits for
+them: they are accumulated before its blocks leave VMEM, also in a product. Sums of one value without such a producer
+share one pass.
 
 Source: openxla/xla multi_output_fusion (a producer with its reductions, and reductions that share an operand).
 """

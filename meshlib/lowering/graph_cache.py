@@ -1,14 +1,14 @@
 """Facts about one graph that hold under every layout, computed once.
 
-    per operation      its signature: what the record says of it      (graph)
-    per signature      what an assignment of axes means               (mesh)
-                       its strategies and their prices                (the same, home, balance, what may be split)
-    per graph, body    dead code and common subexpressions            (results)
-                       sums that follow from others                   (results, which sums are over split dims)
-    per computation    that the checker found it sound                (shardings, assignment)
+    per operation      its signature: the contents of its record        (graph)
+    per signature      the meaning of an assignment of axes             (mesh)
+                       its strategies and their prices                  (mesh, home, balance, splittable dims)
+    per graph, body    dead code and common subexpressions              (results)
+                       sums derived from others                         (results, the sums over split dims)
+    per computation    validity, as verified by the checker             (shardings, assignment)
 
-Nothing here depends on the layout: a key names the shardings that a layout led to, so what two layouts have in common
-is computed once. Reshard prices and `LayoutRules.sharding` know no graph; `layouts` itself remembers them.
+Nothing here depends on the layout: keys contain the shardings that a layout led to, so layouts share all results that
+they have in common. Reshard prices and `LayoutRules.sharding` are independent of graphs; `layouts` caches them.
 """
 
 from __future__ import annotations

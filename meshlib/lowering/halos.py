@@ -1,12 +1,12 @@
 """Pass: several shifts along a split dim share one halo exchange.
 
-A shift asks its operand's neighbours for as many rows as it shifts by. Where several ask for rows of one value, that
-value is widened once, by the most that is asked for on either side, and each of them works on what is there. What they
-ask for may follow from a value further up by element-wise operations, or shifts along other dims: then that one is
-widened, and these make their results with margins. So the taps of a causal convolution share one halo, forward and
-backward, and the nine of a 3x3 neighbourhood on a mesh of two axes one per side, corners included.
+A shift fetches as many rows from its operand's neighbours as it shifts by. Where several shifts read one value, it is
+widened once, by the largest shift on either side, and every shift slices the widened value. If their operands derive
+from a common value by element-wise operations, or shifts along other dims, that value is widened and the operations
+between compute results with margins. So the taps of a causal convolution share one halo, forward and backward, and the
+nine of a 3x3 neighbourhood on a mesh of two axes one per side, corners included.
 
-Only what sends less is done; work on margins counts as duplicated work does.
+Applied only if it sends less; work on margins is priced as duplicated work.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Unrolled layers: alike segments of a graph, of which a few represent all.
 
-    runs      stretches of the list of operations that repeat, by what each operation is (its signature, its region)
+    runs      stretches of the list of operations that repeat, compared by signature and region
     layers    the repetitions of each run, numbered by wiring: a backward layer has the number of the forward layer that
-              it reads. Operations at one place of a run are an orbit: one for each layer
+              it reads. The operations at one position of a run form an orbit: one per layer
     regular   layers whose operations read the same orbits of the same relative layers, or the same tensors
-    short     the graph without the regular layers in the middle: who read them reads the layers before
+    short     the graph without the regular layers in the middle; their users read the layers before them instead
 
-A program of the short graph is lowered like any other; `meshlib.lowering.unrolling` then inserts what was left out.
+A program of the short graph is lowered like any other; `meshlib.lowering.unrolling` then inserts the omitted layers.
 """
 
 from __future__ import annotations

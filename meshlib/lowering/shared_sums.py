@@ -1,11 +1,11 @@
 """Sums over split dims that follow from others, so that one reduction serves them all.
 
-What is left pending by a split is sent once for each sum. A factor that lacks the summed dims moves out of a sum, so
-that the sum is smaller, or one that is there anyway; of cotangents that meet, the sum of each may be there; and what
-lies around its mean sums to nothing. So of the gradient of a batch norm two sums are left: of the cotangent, and of
-its product with the centred operand.
+A sum left pending by a split costs a reduction of its own. Three identities save some: a factor without the summed dims
+moves out of the sum, which makes it smaller, or equal to an existing one; the sum of added cotangents is the sum of
+their sums; and deviations from a mean sum to zero. The gradient of a batch norm is left with two sums: of the
+cotangent, and of its product with the centred operand.
 
-Whether that sends less depends on who else would have shared a reduction, so programs with it and without it are
+Whether that sends less depends on reductions that would have been shared otherwise, so programs with and without it are
 compared (`layout`), and only where enough may be saved.
 """
 

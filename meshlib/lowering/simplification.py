@@ -1,7 +1,7 @@
 """Simplification before partitioning: dead code and common subexpressions.
 
-This runs on the graph and not on the program, because who uses a value decides where it is materialised. The key of
-a common subexpression holds the region, so that work repeated in the backward on purpose stays repeated.
+Runs on the graph and not on the program, because the users of a value decide where it is materialised. The key of a
+common subexpression holds the region, so that deliberate recomputation in the backward pass is preserved.
 """
 
 from __future__ import annotations

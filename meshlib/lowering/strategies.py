@@ -1,8 +1,8 @@
 """Strategies of one operation: the mesh axes that split each dim, and the pending sums that pass through.
 
 The space is static. A mesh axis may split a dim of an operation where a rule of the layout names it for that dim of an
-operand or of the result (an optional rule that lost the axis to another dim included), where an assigned sharding has
-it there, or where the dim is another one of which that holds, renamed or reshaped by an operation before.
+operand or of the result (including an optional rule that lost the axis to another dim), where an assigned sharding has
+it there, or where it may split another dim from which an earlier operation derived this one by renaming or reshaping.
 """
 
 from __future__ import annotations

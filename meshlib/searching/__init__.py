@@ -1,17 +1,19 @@
 """Search for the best mesh and layout of a program on a slice, with a certificate and reasons against the others.
 
-    roles     what an axis may be for, read from the program
-    space     all meshes of axes with roles: the declared space
-    bounds    what no schedule of a candidate can beat
-    problem   the program of each choice, lowered by a session
-    rounds    which candidates are looked at next
-    workers   processes that do it
-    keeping   the file of estimates that a later search takes up
-    outcome   what became of each
-    sensitivity  the best candidates under other sizes, slices, rates
-    found     ranking, Pareto front, certificate, as text
+    roles         the possible uses of a mesh axis, from the program's dims
+    space         the declared space: all meshes, with a role per axis
+    bounds        lower bounds on time and memory of a candidate
+    programs      the program of each choice, lowered by a session
+    exploration   which candidates to estimate next
+    workers       the processes that estimate
+    resume_file   the file of estimates that a later search reuses
+    outcomes      the outcome of each candidate
+    result        ranking, Pareto front and certificate, as text
+    sensitivity   the best candidates at other sizes, slices, rates
+    tuning        a MaxText run, knob by knob
+    serving       layouts of a server, by latency and throughput
 
-Time is modelled: that a layout is the best is proved for the model, and the model's own error stands beside it.
+Time is modelled: a layout is certified as the best under the model; the model's own error is reported with it.
 """
 
 from __future__ import annotations
@@ -111,36 +113,36 @@ def search(
     """The mesh and layout under which a program is fastest on a slice, or best by another objective.
 
     Args:
-      build: takes the arguments of `choices` and returns (outputs, updates), as `mtf.lower` takes them; or a model's
-        config, whose training step is meant, with `batch` and `length`. A model is searched over remat too: for time
-        or cost, of each layout the least recomputation that fits.
-      slice: a slice or its name; several in a list.
+      build: a function of the arguments in `choices` that returns (outputs, updates), as for `mtf.lower`; or a model
+        config with `batch` and `length`, for its training step. The search of a model includes remat: for time or
+        cost, each layout with the least recomputation that fits.
+      slice: a slice or its name, or a list of them.
       choices: arguments of `build` with the values to try, such as {"remat": ["full", "matmuls"], "batch": [64, 128]};
-        of a model those of `mtf.models.train_step`, "offload" as remat (what goes into each layer waits on the host),
-        and "stages" and "microbatches" of a pipeline. What `build` refuses is left out, and said.
-      fix: rules that every layout has, such as "batch:data"; the sizes of their axes are searched, unless `sizes`
-        gives them, as "data:16".
-      forbid: dims that are not split beyond what `fix` says.
-      also: layouts that are known already, as (mesh, layout): they are looked at first, so that the result is at least
-        as good. Of a model the usual ones (`mtf.models.usual_layouts`) are among them.
-      axes: axes of the mesh at most, beyond those of `fix`. What each may be for is read from the program.
-      objective: what is to be least: "step_seconds", "usd" (of a step), "memory" (the peak; all else is ignored, as
-        Mesh TensorFlow's auto layout does), the name of another figure of `Estimate`, or a function of it. Candidates
-        that do not fit come last, whatever it says.
-      per: dims by whose sizes the objective is divided, such as ["batch", "length"] for time or cost of a token.
-      seconds: stop after that long (and at least one candidate and the layouts of `also`) with the best so far, and the
-        gap to what can still be there; None: search it all.
-      workers: processes that are forked for what takes long; 1: none. Unless given one for each core, up to eight, but
-        none where forks are not safe: outside of Linux, beside other threads of Python, and where JAX is imported. Or
-        any `concurrent.futures.Executor`, such as a ProcessPoolExecutor, Dask's `client.get_executor()` or MPI's: it
-        stays open, and what `build` and `objective` are must be picklable. The result does not depend on workers,
-        unless time runs out.
+        for a model those of `mtf.models.train_step` ("offload" as remat keeps layer inputs in host memory), and
+        "stages" and "microbatches" of a pipeline. Combinations that `build` refuses are left out and reported.
+      fix: rules of every layout, such as "batch:data"; the sizes of their axes are searched, unless given by `sizes`,
+        such as "data:16".
+      forbid: dims that only `fix` may split.
+      also: known layouts, as (mesh, layout), which are estimated first: the result is at least as good. For a model
+        they include the usual ones (`mtf.models.usual_layouts`).
+      axes: maximum number of mesh axes beyond those of `fix`. Their possible roles are derived from the program.
+      objective: the quantity to minimise: "step_seconds", "usd" (of a step), "memory" (the peak alone, as in Mesh
+        TensorFlow's auto layout), another figure of `Estimate`, or a function of it. Candidates that do not fit rank
+        last under any objective.
+      per: dims whose sizes divide the objective, such as ["batch", "length"] for time or cost per token.
+      seconds: time limit, after which (and after at least one candidate and the layouts of `also`) the best so far is
+        returned, with the gap to the lower bound of the rest; None: exhaustive.
+      workers: number of forked processes; 1: none. By default one per core, up to eight, but none where forks are
+        unsafe: outside Linux, with several Python threads, and where JAX is imported. Or any
+        `concurrent.futures.Executor`, such as a ProcessPoolExecutor, Dask's `client.get_executor()` or MPI's, which
+        stays open; `build` and `objective` must then be picklable. Results are independent of workers, unless time
+        runs out.
       progress: called with (done, all, the best so far as text).
-      resume: a file in which the estimates are kept; those that it has are not made again. It serves the same program,
-        slices, compiler, objective and version of the library; GraphError says which of them is another.
-      compiler: what every candidate is lowered and scheduled for.
+      resume: a file of estimates to reuse and extend. It is valid for the same program, slices, compiler, objective
+        and version of the library; GraphError names the one that differs.
+      compiler: the compiler that candidates are lowered and scheduled for.
     Returns: `Found`: `.best .ranking .pareto .certificate`; print it.
-    Raises: GraphError for bad arguments, SliceError for a slice that there is not, LayoutError where `fix` can't be.
+    Raises: GraphError for bad arguments, SliceError for an unknown slice, LayoutError for an impossible `fix`.
     Example:
       >>> import meshlib as mtf
       >>> def build():

@@ -1,8 +1,8 @@
 """The file of estimates that `search(resume=...)` reuses.
 
-It has the canonical keys of all that an estimate depends on, and a checksum over everything. A file of another program,
-machine, compiler, objective or version of the library is refused, with the name of what differs; so is one whose
-checksum is another, because somebody edited it or a disk did.
+It contains the canonical keys of all inputs of an estimate, and a checksum of the whole file. A file of another
+program, machine, compiler, objective or library version is refused, naming the difference; so is a file whose checksum
+does not match, whether edited or corrupt.
 """
 
 from __future__ import annotations

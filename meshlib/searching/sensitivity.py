@@ -1,6 +1,6 @@
 """Sensitivity of the winner to sizes, slices and link rates.
 
-Only the best candidates of the search are estimated again, so what wins here is the best of these: a layout that was
+Only the best candidates of the search are estimated again, so a winner here is the best of these: a layout that was
 poor for the program as searched is not found.
 """
 

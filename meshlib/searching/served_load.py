@@ -1,9 +1,9 @@
 """A server under load: discrete-event simulation over modelled step times.
 
-Each event is a step of the server. A step of decoding gives every running sequence a token; sequences join at the next
-step and leave when they have all their tokens (continuous batching). Prompts are read as they come, first come first
-served, as many at once as the layout has data-parallel groups, each in chunks if it is longer than `chunk`; between two
-chunks running sequences get a token. On a slice of their own, prompts are read beside decoding, and caches are sent.
+Each event is a step of the server. A decoding step adds one token to every running sequence; sequences join at the next
+step and leave when complete (continuous batching). Prompts are prefilled first come, first served, as many at once as
+the layout has data-parallel groups, in chunks if longer than `chunk`; running sequences decode one token between
+chunks. With a slice of its own, prefill runs concurrently with decoding, and caches are sent between the slices.
 
 Source: Yu et al., "Orca", OSDI 2022 (continuous batching); Agrawal et al., "Sarathi-Serve", arXiv:2403.02310 (chunks);
 Zhong et al., "DistServe", arXiv:2401.09670 (separate slices).

@@ -1,7 +1,7 @@
 """The declared space of a search: all meshes of a slice with a role for each axis.
 
 Meshes have up to `axes` axes with different roles, in all sizes whose product is the slice. Of three axes or more at
-most one splits the model: the others split what variables do not have. A dim that does not divide leaves its role.
+most one splits the model: the others split dims that variables lack. A dim that an axis does not divide is not split.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tuning of a MaxText run: mesh, recomputation, optimizer state, batch and accumulation, at fixed tokens per step.
 
-Greedy coordinate search: from the run as given, each knob in turn is set to the value whose step is fastest and fits,
-until no knob gains; knobs share the time. Changes that later ones have made superfluous are taken back. What a change
-gains is its own: the step without it against the step with it, in the order found.
+Greedy coordinate search: from the given run, each knob in turn is set to the fastest value that fits, until no knob
+gains; the time limit is divided among knobs. Changes made superfluous by later ones are reverted. The gain of a change
+is marginal: the step without it against the step with it, in the order of discovery.
 """
 
 from __future__ import annotations

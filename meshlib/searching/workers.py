@@ -1,11 +1,11 @@
 """Forked worker processes of a search.
 
-They are forked once, after the first candidates have been estimated: so they have what the session has learnt by then.
-Each task is a number; the answers depend on nothing else, so that it does not matter who gives them, or when.
+Workers are forked once, after the first candidates have been estimated, and inherit the caches of the session. A task
+is a number, and its answer depends on nothing else: results are independent of which worker computes them, and when.
 
-A fork has only the thread that made it. What the others held stays locked there, so none is made unasked in a process
-where Python runs several threads, or that has loaded a runtime with threads of its own. Those of NumPy's BLAS don't
-count: BLAS libraries have handlers for forks, and tasks multiply no matrices.
+A fork has only the thread that called it, and locks held by other threads stay locked. So by default nothing is forked
+in a process with several Python threads, or with a runtime that has threads of its own. Threads of NumPy's BLAS don't
+count: BLAS libraries have fork handlers, and tasks multiply no matrices.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Names and orders of axes of Llama, GPT-2 and T5 tensors in Hugging Face's files.
 
-A row says of one of the library's variables under which name it is stored, and how its axes are ordered, as an einops
-pattern: theirs on the left, ours on the right. PyTorch's `Linear` keeps [out, in], GPT-2's `Conv1D` [in, out], where it
-also keeps queries, keys and values beside each other. Head h of the queries uses head h // group of the keys, which is
-our [heads of keys, group] read in that order. Rotary positions turn halves of a head in both.
+A row maps a variable of the library to its stored name, with an einops pattern for its axes: theirs on the left, ours
+on the right. PyTorch's `Linear` stores [out, in], GPT-2's `Conv1D` [in, out], with queries, keys and values
+concatenated. Head h of the queries uses head h // group of the keys: our [key heads, group], flattened. Rotary
+positions rotate halves of a head in both.
 
 Sources of the names: huggingface/transformers, models/llama/modeling_llama.py, models/gpt2/modeling_gpt2.py,
 models/t5/modeling_t5.py; `tests/sharing` has forward passes to their conventions.

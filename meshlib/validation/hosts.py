@@ -1,12 +1,12 @@
 """Host work in published runs whose times include it.
 
-Runs of one table differ in machine and batch only. A host prepares images at some rate, and between two steps it starts
-the next; so a step takes
+Runs of one table differ in machine and batch only. Hosts prepare images at some rate, and launch each step; so a step
+takes
 
-    start + the longer of: images of a host / rate, the step on the devices
+    start + max(images per host / rate, the step on the devices)
 
-Two runs of a table on one machine that differ in batch say both figures; these two are no measure of the model then,
-all others of the table are.
+Two runs of a table on one machine with different batches determine both constants; these two do not validate the model,
+the others of the table do.
 """
 
 from __future__ import annotations

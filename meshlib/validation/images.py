@@ -1,11 +1,11 @@
 """Published ResNet training runs as plain data: network, machine, batch and work, from the fields of their rows.
 
-What a row leaves open is decided by what runs of its kind do, and said in `assumed`: statistics of batch norm are of at
-least `NORM_IMAGES` images, of one core or of as many neighbours as have them; a batch that is not stated is that of the
-same network on the same machine in another row; an evaluation runs in batches of the training's size.
+Missing fields are filled in by common practice, and reported in `assumed`: batch norm statistics over at least
+`NORM_IMAGES` images, of one core or of as many neighbours as needed; an unknown batch is that of the same network on
+the same machine in another row; evaluation uses the training batch.
 
-Where a row says how long its evaluation took, what that takes beyond its images is the start of a loop on the devices
-(their program is put in, the input begins): training has been started anew as well in the time that such a row gives.
+Where a row has the time of its evaluation, the time beyond its images is the start of a loop on the devices (loading
+the program, filling the input pipeline): training restarted as often within the time of that row.
 """
 
 from __future__ import annotations

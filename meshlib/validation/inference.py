@@ -1,10 +1,10 @@
 """Published inference as programs: a prefill, or decoding with a cache.
 
-A row says model, batch, phase ("prefill 2048 tokens", "decode 64 tokens after 2048 context"), precision of the weights
-and layout of the feed-forward part and of attention, in the words of Pope et al., arXiv:2211.05102: "weight-stationary
+A row has model, batch, phase ("prefill 2048 tokens", "decode 64 tokens after 2048 context"), precision of the weights
+and layout of the feed-forward part and of attention, in the terms of Pope et al., arXiv:2211.05102: "weight-stationary
 1D" splits d_ff over all chips, "weight-stationary 2D" d_model over X and d_ff over the rest, X being half the root of
-their number (its section 3.2.2); attention is split by heads or by sequences, and heads are padded as they were there.
-Gathered weights are not expressed.
+the number of chips (section 3.2.2); attention is split by heads or by sequences, with heads padded as in the paper.
+Weight-gathered layouts are not supported.
 """
 
 from __future__ import annotations

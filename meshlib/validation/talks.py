@@ -1,13 +1,12 @@
 """Figures from talks about image training beside predictions: `python -m meshlib validate --talks`.
 
-    epochs      ResNet-50 to 90 epochs on 1 to 64 devices of four chips, and what of it is the hosts' share
-    detectors   images per second of RetinaNet on v2-8 and v3-8, by the size of images
+    epochs      ResNet-50 to 90 epochs on 1 to 64 devices of four chips, and the share of hosts in that time
+    detectors   images per second of RetinaNet on v2-8 and v3-8, by image size
     durations   RetinaNet on 128 and on 32 cores, BigGAN on 512, in minutes or hours
-    (MLPerf's ResNet rows are those of `validate`.)
+    (MLPerf's ResNet rows are part of `validate`.)
 
-Facts are rows of kind "talk" of `published_results.json`, with their sources. Their times are those of whole runs. What
-hosts take is fixed by two rows of the table of epochs (`hosts`); the same hosts feed RetinaNet, by the pixels that they
-decode.
+Facts are rows of kind "talk" of `published_results.json`, with their sources. Times are those of whole runs. Host rates
+are fitted to two rows of the table of epochs (`hosts`); the same hosts feed RetinaNet, by the pixels that they decode.
 
 Sources: ImageNet is the new MNIST, 2018; TPU pods and Mesh TensorFlow, 2019 (talks).
 """

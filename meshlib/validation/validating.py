@@ -1,17 +1,17 @@
 """Predictions beside published measurements: each row built, lowered and estimated.
 
-What a row says decides what is built; nothing depends on its name. Expressed are micro-benchmarks (`micro`), inference
-(`inference`), training runs of Transformers (`runs`, `training`) and of residual networks (`images`, `image_training`);
-every other row is listed with the reason why not.
+A program is built from the fields of a row; nothing depends on its name. Supported are micro-benchmarks (`micro`),
+inference (`inference`), training runs of Transformers (`runs`, `training`) and of residual networks (`images`,
+`image_training`); every other row is listed with the reason.
 
-    python -m meshlib validate                                  the set in the package
+    python -m meshlib validate                                  the packaged set
     python -m meshlib validate --file published_results.json    rows of that format
     python -m meshlib validate --refit                          with the constants fitted to those rows
 
-Rows are predicted three times: with the calibrated constants, with constants fitted to the Transformers' runs of all
+Rows are predicted three times: with the calibrated constants, with constants fitted to the Transformer runs of all
 other chips, and by a naive rule with and without the chip: for training the median utilisation of other runs (`naive`),
-for inference and micro-benchmarks the roofline of nominal rates. Residual networks and inference are predicted by the
-same constants, which know nothing of them; micro-benchmarks depend on none that is fitted.
+for inference and micro-benchmarks the roofline of nominal rates. Residual networks and inference use the same constants
+without having been fitted; micro-benchmarks depend on no fitted constant.
 """
 
 from __future__ import annotations

@@ -2,24 +2,23 @@
 
 A compiled step of our own program, as `mtf.on_jax` runs it:
 
-    layout         operands and results of attention kernels lie head by head with features last: heads of 64 fill half
-                   of the 128 lanes; all else lies the densest way round (`tiles`)
-    accumulators   gradients of keys and values are summed in float32 by the kernel that makes them; so is, in a loop,
-                   the gradient of a weight that leaves its product in fewer bits
-    code           of each kernel
-    fragmentation  what lies between buffers that come and go
+    layout         operands and results of attention kernels are laid out head by head with features minor: heads of 64
+                   fill half of the 128 lanes; all other values have their densest layout (`tiles`)
+    accumulators   attention kernels sum gradients of keys and values in float32; so do loops the gradient of a weight
+                   whose product has a narrower dtype
+    code           per kernel
+    fragmentation  gaps between allocated buffers
 
 Plain `jit` with sharding annotations (`mtf.GSPMD`) takes more:
 
-    hoisted casts  of weights that loops slice: all layers' are cast before the loop
-    loops          where eight devices or more share a product's weight, the product is a loop over their blocks, which
-                   holds one more operand and result of the widest such product; the logits' gradient is kept for the
-                   loop of its weight, as long as all of that fits: else the scheduler, which knows the limit, runs
-                   that loop first
-    fragmentation  more of it, since blocks of such loops come and go; what loops stack for others stays
+    hoisted casts  of weights that loops slice: those of all layers are cast before the loop
+    loops          where eight devices or more share a product's weight, the product is a loop over its blocks, with a
+                   second operand and result of the widest such product; the logits' gradient is kept for the loop of
+                   its weight if memory allows, else the scheduler, which knows the limit, runs that loop first
+    fragmentation  more, since such loops allocate and free blocks; outputs stacked by loops are not affected
 
-A whole run takes as much as its largest program. Besides the step that is an evaluation or the like, `RUN_ADDS_BYTES`
-more at least as measured, or an export that gathers float32 weights: the state and twice a file, whatever the batch.
+A whole run takes as much as its largest program: the step; an evaluation, measured at least `RUN_ADDS_BYTES` above the
+step; or an export that gathers float32 weights, with the state and two copies of a file at any batch size.
 
 Sources: steps compiled for v5e ahead of time by libtpu, ours and Levanter's, of 1.5 billion parameters; runs of
 Levanter and MaxText on v5e; openxla/xla: xla/service/latency_hiding_scheduler.h (SchedulerConfig.memory_limit).

@@ -1,9 +1,9 @@
 """Device memory over time in whole tiles, whether the program fits, and remedies.
 
-The buffers are those of the program (`meshlib.program.analysis.buffers`); here each takes the tiles that its block
-fills, the densest way round; `program.memory` has the same buffers without padding, for any machine. Whether a program
-fits, here and in `mtf.testing.assert_fits`, is decided by what its compiled step needs (`compiled`): by the same figure
-for plain jit if the program is for `mtf.GSPMD`.
+The buffers are those of the program (`meshlib.program.analysis.buffers`), each padded to whole tiles in its densest
+layout; `program.memory` has the same buffers without padding, for any machine. Whether a program fits, here and in
+`mtf.testing.assert_fits`, is decided by the memory of its compiled step (`compiled`), under plain jit if the program
+was lowered for `mtf.GSPMD`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Remedies that lower the peak of a device's memory, and by how much.
 
-Each remedy is a change of what some buffers take. The program's buffers are added up again with that, so a gain
-counts that the peak moves elsewhere. It is exact for this order; a changed program may have another, and buffers that
-this one does not have: for what is gathered then the largest weight is counted, for what a loop computes again what one
-trip keeps. A layout that the library would refuse is no remedy. Where no remedy suffices those are combined that save
-most, until the program fits.
+Each remedy changes the size of some buffers, and the peak is recomputed, so a gain accounts for a peak that moves
+elsewhere. Gains are exact for this instruction order. A changed program may have another order and extra buffers:
+counted are the largest gathered weight, and the saved values of one trip of a recomputed loop. Layouts that the library
+would refuse are excluded. Where no single remedy suffices, those that save most are combined until the program fits.
 """
 
 from __future__ import annotations

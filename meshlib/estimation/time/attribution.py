@@ -1,12 +1,12 @@
 """Attribution of a schedule: every second of the step is assigned to exactly one bottleneck.
 
-    the core runs a kernel        its launch is latency; the rest belongs to the unit that bounds it (`kernel_bound`)
-    something is sent, the core   the collective that began first: its links, the network between slices, and what is
-    computes nothing              neither (hops, its launch) as latency, in the order latency, ici, dcn
-    after the last kernel         HBM does what collectives still want of it
-    copies run longer             pcie
+    a kernel runs                   launch to latency, the rest to the unit that bounds it (`kernel_bound`)
+    a transfer runs, no kernel      the collective that began first: its links to ici, the network between slices to
+                                    dcn, hops and launch to latency; in the order latency, ici, dcn
+    after the last kernel           remaining HBM traffic of collectives to hbm
+    copies run longer               pcie
 
-What a loop does is its body, trip after trip.
+A loop is attributed as its body, trip by trip.
 """
 
 from __future__ import annotations

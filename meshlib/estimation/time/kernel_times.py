@@ -1,26 +1,26 @@
 """Time of one fusion group on one device, from its work, the chip and `Physics`.
 
-MXU, VPU and HBM work at once within a group:
+MXU, VPU and HBM work concurrently within a group:
 
     seconds = launch + max(max(mxu, vpu) + exposed, hbm)
 
-`exposed` is what nothing can hide: the first pieces of a product and its last block over HBM; of fused attention the
+`exposed` cannot be overlapped: the first pieces of a product and its last block over HBM; in fused attention the
 part of the softmax that runs between products.
 
-A group alone in its program has the launches, bytes and loops of its passes besides (`passes`).
+A group that is the whole program also pays the launches, bytes and loops of its passes (`kernel_passes`).
 
-A product alone in its program passes through VMEM in the best blocks (`hardware.blocking`). Among others it reaches
-`product_rate` of that rate, but for as many rows as the array has: while these stream, the next weights shift in at the
-array's own pace, which leaves time for what else the rate stands for. Its blocks have `block_edge` rows and columns:
-[m, k] x [k, n] reads m k n / edge elements of each operand.
+A product that is the whole program uses the best VMEM blocks (`hardware.blocking`). Within a larger program it reaches
+`product_rate` of that rate, unless it has as many rows as the array: while those stream, the next weights shift in at
+the array's own pace, which hides the other losses. Its blocks have `block_edge` rows and columns: [m, k] x [k, n] reads
+m k n / edge elements of each operand.
 
-A product in eight bits reads its operands as they were quantised before, in a pass of its own: what is read, and a byte
-an element written. The pass is over before the product starts; products of one operand with the same scales share it.
+A product in eight bits reads operands quantised by a pass of their own, which reads them and writes a byte per element.
+The pass ends before the product starts; products of one operand with the same scales share it.
 
 A softmax or norm keeps a block of rows in VMEM. Rows that do not fit are read again after every reduction.
 
 Fused attention contracts scores over the key dim (both passes) and cotangents over the value dim: dims narrower than
-the array fill it in part. Products over the memory dim can be turned so that these dims stream.
+the array fill it in part. Products over the memory dim can be transposed so that these dims stream.
 
 Sources: Hong and Kung, STOC 1981 (traffic of blocks); Dao et al., arXiv:2205.14135 (products of each pass).
 """

@@ -87,7 +87,7 @@ class Physics:
     )  # fmt: skip
     lone_passes: float = _constant(
         1.0, "share of what compilers report for a group alone in its program beyond what crosses its boundary",
-        "operands read again by each pass, float32 blocks, loops that copies do not overlap (`passes`)",
+        "operands read again by each pass, float32 blocks, loops without overlapped copies (`kernel_passes`)",
         "cycles that XLA reports for single operations", 0.0, 1.0, 1.0, 0.1,
     )  # fmt: skip
 

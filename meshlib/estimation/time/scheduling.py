@@ -1,34 +1,33 @@
 """A deterministic schedule of the program's order over the engines of one device.
 
-The core runs one fusion group at a time, in the program's order (`meshlib.estimation.time.kernel_times`), while HBM
-fetches ahead (`hbm`). A collective starts when its operands are ready, shares the places that it crosses (chip, torus
-axes, DCN) with what else is on its way (`links`), and holds up only the first group that uses its result. Small ones go
-together (`combining`). Policies of a compiler (`meshlib.core.compiler`):
+The core runs one fusion group at a time, in the program's order (`kernel_times`), while HBM prefetches (`hbm_engine`).
+A collective starts when its operands are ready, shares its resources (chip, torus axes, DCN) with concurrent transfers
+(`link_sharing`), and delays only the first group that uses its result. Small collectives are merged
+(`combined_collectives`). Overlap policies of a compiler (`meshlib.core.compiler`):
 
-    none                each collective waits for the core, and the core for it
-    independent         as above; work that does not depend on a collective hides it
-    collective matmul   besides, an all_gather that feeds products, and a reduce_scatter or all_reduce of what a
-                        kernel makes, run in as many pieces as there are devices in the group if they are large: the
-                        first piece of one starts the other, the last ends it. All products in a row that take one
-                        gathered value share its window: only the last of them awaits the last piece, which then goes
-                        through all
+    none                collectives and kernels run one after the other
+    independent         a collective overlaps with work that does not depend on it
+    collective matmul   also, a large all_gather that feeds products, and a large reduce_scatter or all_reduce of a
+                        kernel's result, run in one piece per device of the group: consumer and producer are pipelined
+                        by pieces. Consecutive products of one gathered value share its window: only the last of them
+                        waits for the last piece
 
-What waits for something on its way, and what nothing large waits for (the update of a weight by its gradient), holds up
-nobody: it runs when what it needs is there. A collective that the program issues early starts when the core reaches the
-product before which it stands. A collective is chained if the first product after it needs its result, or if there is
-none; only these are cut in pieces. Others run beside the core. Overlap is not free: of these the core loses a share of
-the time for which links are busy (`Physics.early_exposed`), and HBM the bytes that they move (`hbm`). Time in which the
-core waits for something pays both, so overlap never costs more than it hides. Collectives that SparseCores run
+Work that waits for a transfer, and work without large consumers (a weight update by its gradient), blocks nothing: it
+is postponed until its operands are ready. A collective that the program issues early starts when the core reaches the
+product that follows it. A collective is chained if the first product after it needs its result, or if no product
+follows; only chained ones are cut in pieces. Overlap has a cost: the core loses a share of the time in which links are
+busy with unchained collectives (`Physics.early_exposed`), and HBM bandwidth goes to their bytes. Time in which the core
+stalls pays for both, so overlap never costs more than it hides. Collectives on SparseCores
 (`Compiler.sparse_core_collectives`) cost the core nothing.
 
-Copies to and from the host run ahead or behind on their own, a trip of a loop early or late, so they hold up nobody;
-but a program, or a trip, lasts at least as long as its copies take in either direction. Those of an update (optimizer
-state in the host's memory) begin when the update does, since before it there may be no memory for what they bring; they
-run one after the other in each direction, and a result leaves after what it is computed from has come.
+Copies to and from the host run asynchronously, a loop trip early or late, and block nothing; but a program, or a trip,
+lasts at least as long as its copies take in either direction. Those of an update (optimizer state in host memory) begin
+with the update, since memory may be full before it; they are serial in each direction, and a result is copied out after
+its operands were copied in.
 
-A loop is its body's schedule, `trips` times one after the other; trips do not overlap, unless they are written out
-(`unrolled_loops`): then what one sends may end in the next. Of the trips of a pipeline that part is a bubble in which a
-stage is idle: the device computes, for nothing.
+A loop is its body's schedule, repeated `trips` times; trips overlap only if they are unrolled (`unrolled_loops`): a
+transfer may then end in the next trip. Some trips of a pipeline are a bubble, in which idle stages compute discarded
+values.
 
 Sources: Wang et al., "Overlap communication with dependent computation via decomposition", ASPLOS 2023 (collective
 matmul); openxla/xla latency_hiding_scheduler (start and done).

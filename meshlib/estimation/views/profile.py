@@ -1,8 +1,7 @@
 """Profile of a step: time by unit, by kind of operation, by the user's line.
 
-Each moment of the step is given to what bounds it (`meshlib.estimation.time.attribution`), so that shares add up to the
-step. Beside it stands how long a unit works, whoever bounds the step meanwhile: units work at once, so these do not add
-up.
+Every interval of the step is attributed to its bottleneck (`meshlib.estimation.time.attribution`), so shares add up to
+the step. Busy times of units are listed as well: units work concurrently, so these do not add up.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """A whole run: steps, input, evaluations, checkpoints and failures; hours and dollars.
 
-    seconds = start + steps * step + evaluations * evaluation + checkpoints * checkpoint + what failures cost
+    seconds = start + steps * step + evaluations * evaluation + checkpoints * checkpoint + expected cost of failures
 
-A step lasts as long as its input where hosts are slower (`HostInput`); so does one of an evaluation. Evaluations come
-every so many steps and after the last one, as checkpoints do. What a run takes to start (compiling, filling queues) is
-nought unless it is said: it belongs to the software. What failures cost is their expected cost (`hardware.goodput`):
-steps repeated from the last checkpoint, restarts, and standing still while more slices are under repair than are spare.
+Steps and evaluations take as long as their input where hosts are slower (`HostInput`). Evaluations and checkpoints are
+periodic, with one after the last step. Startup (compiling, filling queues) depends on software: 0 unless given.
+Failures cost (`hardware.goodput`) steps repeated from the last checkpoint, restarts, and standstill while more slices
+are under repair than there are spares.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """Small collectives combined into one launch, as compilers do.
 
-A collective that takes longer to start and to pass the hops than to send its bytes is combined with others of its kind
-over the same axes, up to the threshold of XLA's combiners. Members are independent, and no consumer
-is delayed: all are complete before the first consumer. So a collective may be issued later than the program
-says, but before its first consumer; or earlier, if its operands are available at almost no cost (the cast of a
-bias).
+A collective whose launch and hops take longer than its bytes is combined with others of its kind over the same axes, up
+to the threshold of XLA's combiners. Members are independent, and no consumer is delayed: all are complete before the
+first consumer. A collective may thus be issued later than in the program, but before its first consumer; or earlier, if
+its operands are available at almost no cost (the cast of a bias).
 
 Sources: openxla/xla all_reduce_combiner, all_gather_combiner and reduce_scatter_combiner; the threshold is
-kDefaultAllReduceCombineThreshold of xla/service/collective_utils.h. Only what is mostly latency is combined here: of
-larger ones the hiding by pieces would be lost (`meshlib.estimation.time.scheduling`).
+kDefaultAllReduceCombineThreshold of xla/service/collective_utils.h. Only latency-bound collectives are combined here:
+larger ones would lose their overlap by pieces (`meshlib.estimation.time.scheduling`).
 """
 
 from __future__ import annotations

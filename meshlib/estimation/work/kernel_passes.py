@@ -1,20 +1,20 @@
 """A program with a single fusion group: the passes into which TPU compilers cut it, and their cost.
 
-A reduction ends a fusion: what uses its result needs all of a row first. So a softmax runs as three fusions (the
-maximum; the sum of exponentials; the quotient), a layer norm as three and two more over its row statistics. Each has a
-launch of its own and reads the operands of the group again.
+A reduction ends a fusion: users of its result need the whole row first. So a softmax runs as three fusions (the
+maximum; the sum of exponentials; the quotient), a layer norm as three and two more over its row statistics. Each pays a
+launch and reads the operands of the group again.
 
-A pass keeps a float32 block of what it computes: a reduction accumulates one as large as its operand, and a result in
-fewer bits is rounded from one. These blocks count like operands.
+A pass keeps a float32 block of its intermediate: a reduction accumulates one as large as its operand, and a narrower
+result is rounded from one. These blocks count like operands.
 
-An instruction that is alone in its pass is no fusion. Where its operands take more than a window, its loop over
-registers of 8 x 128 does not overlap with the copies of the next window (`Chip.vector_loop_cycles` each).
+A pass of one instruction is no fusion. Where its operands exceed a window, its loop over registers of 8 x 128 does not
+overlap with the copies of the next window (`Chip.vector_loop_cycles` each).
 
-A product starts when half of an operand that stays in VMEM has arrived, and its launch is work of the core: as many
+A product starts when half of an operand that stays in VMEM has arrived, and its launch is work of the core: the same
 cycles on every chip as on the one where it was measured.
 
-Where it holds: programs of one group, which compilers estimate. Training steps measured on devices, whose groups are
-pipelined among others, show none of it (`physics`); their groups are priced by what crosses their boundaries.
+Scope: programs of one group, which compilers estimate. Training steps measured on devices, which pipeline their groups,
+show none of these costs (`physics`); their groups are priced by the values that cross their boundaries.
 
 Sources: fusions and cycles that XLA for TPUs reports for softmax, norms, reductions, casts, element-wise operations and
 products alone, on v4, v5e and v6e; the names of these fusions (`convert_reduce_fusion`, `multiply_reduce_fusion`,

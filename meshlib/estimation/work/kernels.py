@@ -1,7 +1,7 @@
 """Fusion groups as work of one device: matrix products, vector operations, bytes at the boundary.
 
-Counts are exact and without padding; `padded_bytes` and `padded_vpu_ops` are what tiles of (8, 128) make of them, the
-densest way round. Groups are those of the program; what lies in memory between them says `stored`.
+Counts are exact and without padding; `padded_bytes` and `padded_vpu_ops` include padding to tiles of (8, 128) in the
+densest layout. Groups are those of the program; `stored` tells which values between them are in memory.
 """
 
 from __future__ import annotations

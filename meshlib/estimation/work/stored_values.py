@@ -1,11 +1,10 @@
 """Storage of values in HBM, as decided by the program's memory plan.
 
-The plan says which values are stored and which their readers make again (`MemoryPlan.stored`); time and memory read the
-same decision. A value that is not stored is read as what it follows from: the bfloat16 weight of a float32 copy, the
-int8 numbers and the scales of a dequantised one. What a program, or a trip of a loop, is given and returns is there
-whatever runs.
+The plan distinguishes stored values from those recomputed by their readers (`MemoryPlan.stored`); time and memory use
+the same decision. A value that is not stored is read as its sources: the bfloat16 weight of a float32 copy, the int8
+numbers and the scales of a dequantised one. Inputs and outputs of a program, or of a loop trip, are always stored.
 
-Each block takes the tiles that it fills, the densest way round (`tiles`).
+Each block is padded to whole tiles in its densest layout (`tiles`).
 """
 
 from __future__ import annotations

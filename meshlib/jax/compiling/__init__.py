@@ -1,11 +1,11 @@
 """`compile_for`: the real compiler's verdict on a program, for a slice that need not be present.
 
-topologies   slices as the TPU compiler names them
-worker       the process that compiles
-process      that process, seen from outside
-memory       the compiler's report of its memory, or its refusal
-matching     planned collectives beside compiled ones
-result       what a person looks at
+topologies   slices by the TPU compiler's names
+worker       the compiling process
+process      the parent's handle of that process
+memory       the compiler's memory report, or its out-of-memory error
+matching     planned against compiled collectives
+result       the `Compiled` that users see
 """
 
 from __future__ import annotations

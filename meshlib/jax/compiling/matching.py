@@ -1,9 +1,9 @@
 """Planned collectives matched with compiled ones, and the source of every difference in bytes.
 
 A compiled collective keeps the scope of the instruction that it comes from, unless the compiler merged it with others
-or fused it. So values are matched by scope first, then by kind, axes, bytes and runs, then by what compilers do to
-collectives: a reduce_scatter becomes an all_reduce, a cast moves before a gather, a reduction leaves a loop.
-Each compiled value is given to one planned value, or is an addition; so the differences add up to that of the totals.
+or fused it. So values are matched by scope first, then by kind, axes, bytes and runs, then by known rewrites of
+compilers: a reduce_scatter becomes an all_reduce, a cast moves before a gather, a reduction leaves a loop.
+Each compiled value is matched to one planned value, or is an addition; so the differences add up to that of the totals.
 """
 
 from __future__ import annotations

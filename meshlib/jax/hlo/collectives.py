@@ -1,9 +1,9 @@
 """The collectives of a compiled module: kind, devices, bytes, count, and origin.
 
-Compilers write one collective in several ways. A pair of `-start` and `-done` counts once. So does one that a TPU's
-compiler spreads over several fusions, which hold a copy each: that beside `AsyncCollectiveStart` counts. An all-reduce
-in a fusion that gives each device its slice is a reduce-scatter. A module for several slices is written for one of
-them: what goes between slices are host transfers, sends that name the kind of collective.
+One collective takes several forms in HLO. A pair of `-start` and `-done` counts once. So does one that a TPU's compiler
+spreads over several fusions, each with a copy: only the copy with `AsyncCollectiveStart` counts. An all-reduce in a
+fusion that slices its result per device is a reduce-scatter. A module for several slices is the program of one of them:
+collectives between slices are host transfers, sends that name the kind of collective.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Unification of the axes of a traced program into dims: union-find over axes that may be products of dims.
 
-Arrays have axes, programs have dims. Two axes that an operation brings together are one dim, unless one tensor would
-then have it twice: then they stay two, and whoever writes the operation renames one of them. An axis that is reshaped
-into several is their product from then on, wherever it occurs, so that splitting and merging heads costs nothing. An
-axis of length 1 is the product of no dims.
+Arrays have axes, programs have dims. Two axes aligned by an operation are one dim, unless a tensor would then have it
+twice: then they stay two, and the importer of the operation renames one of them. An axis that is reshaped into several
+is their product everywhere, so that splitting and merging heads costs nothing. An axis of length 1 is the empty
+product.
 """
 
 from __future__ import annotations

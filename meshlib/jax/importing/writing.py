@@ -1,7 +1,7 @@
 """Translation of a traced function into operations: each value becomes a tensor with the dims of its axes.
 
-A tensor may lack dims of its value's axes: along these all its elements are the same, so that nothing is ever repeated
-before an operation asks for it. Transposes, and reshapes that split or merge axes, write nothing.
+A tensor may lack dims of its value's axes, along which all elements are equal: broadcasts are materialised only where
+an operation needs them. Transposes, and reshapes that split or merge axes, emit no operations.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """JAX rows of sources: constants, tables, ranges, and random numbers that match the simulation's.
 
-The words are Threefry's on both sides: a key of seed and name, into which step and trips are folded, and the global
-position of an element as the counter. Uniform numbers in [0, 1), and so the masks of dropout, agree with the
-simulator's to the last bit. It computes other bounds and normal numbers in float64; here they are float32, and the
-results lie within the distances that `tests/jax/test_random.py` states.
+Random words are Threefry's on both sides: the key is of seed and name, with step and trips folded in, and the counter
+is the global position of an element. Uniform numbers in [0, 1), and so dropout masks, agree with the simulator to the
+last bit. For other bounds and for normal numbers the simulator computes in float64, this module in float32, within the
+tolerances of `tests/jax/test_random.py`.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Lower bounds of a candidate before it is lowered, from the program on one device.
 
-* Time: every product and every fused attention as fast as its kernel can be, or as HBM serves it, split in the best way
-  over all axes that could split it (`split_products`), with its launch; and the HBM time of element-wise kernels
-  (`elements`). Kernels follow each other, so their times add up. An axis may split an operation only along a dim for
-  which the layout has a rule (rule 2 of the lowering), under whatever name the dim has got since; an axis with none for
-  any of its dims computes it again on every device.
-* Memory: variables, slots and inputs lie where the layout puts them, all the time: exact. What one loop stacks for
-  another (activations for the backward pass) lies there while the other runs, besides what that stacks itself, each
-  divided by all axes that could split it.
+* Time: every product and every fused attention at its kernel's peak or its HBM bandwidth, split in the best way over
+  all axes that could split it (`split_products`), with its launch; and the HBM time of element-wise kernels
+  (`elements`). Kernels are serial, so their times add up. An axis may split an operation only along a dim for which the
+  layout has a rule (rule 2 of the lowering), under any later name of the dim; an axis without a rule for any of its
+  dims duplicates the operation on every device.
+* Memory: variables, slots and inputs are resident, sharded as the layout says: exact. The stacked outputs of one loop
+  (activations for the backward pass) are live while their consumer loop runs, besides that loop's own stacked outputs,
+  each divided by all axes that could split it.
 
-Both are sound: no estimate is below them, which tests try on small spaces against all candidates.
+Both are sound: no estimate is below them, which tests verify on small spaces for all candidates.
 """
 
 from __future__ import annotations
