@@ -392,7 +392,7 @@ def test_what_is_no_batch_folder_or_list_of_names(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_of_what_is_no_run_or_by_what_measures_nothing() -> None:
-    with pytest.raises(mtf.GraphError, match="run must be what"):
+    with pytest.raises(mtf.GraphError, match="run must be a run from"):
         evaluation(1)(5)  # type: ignore[arg-type]
     with pytest.raises(mtf.GraphError, match="measure must return names and sums, got 5"):
         evaluation(1, measure=lambda found, batch: 5)(mtf.simulate(program()))
