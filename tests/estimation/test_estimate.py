@@ -308,7 +308,7 @@ def test_the_placement_is_the_best_for_the_programs_own_demands():
 
 def test_bad_arguments():
     program = layers(1, "data:8", "batch:data")
-    with pytest.raises(mtf.GraphError, match=r"expected what mtf\.lower returned, got int 3"):
+    with pytest.raises(mtf.GraphError, match=r"expected a program from mtf\.lower, got int 3"):
         mtf.estimate(3, "v3-8")
     with pytest.raises(mtf.SliceError, match=r"8 positions, but slice v3-32 has 32 devices"):
         mtf.estimate(program, "v3-32")

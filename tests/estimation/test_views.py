@@ -103,7 +103,7 @@ def test_wrong_arguments(est, tmp_path):
             est.save_trace(path)
     with pytest.raises(mtf.GraphError, match="it is a folder"):
         est.save_trace(tmp_path)
-    with pytest.raises(mtf.GraphError, match=r"expected what mtf\.lower returned, got int 3"):
+    with pytest.raises(mtf.GraphError, match=r"expected a program from mtf\.lower, got int 3"):
         mtf.scaling(lambda _: 3, ["v3-8"])
     with pytest.raises(mtf.GraphError, match="physics must be"):
         mtf.estimate(est.program, "v3-8", physics=3)

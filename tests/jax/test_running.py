@@ -135,7 +135,7 @@ def test_too_few_devices_float64_and_an_operation_without_a_row() -> None:
         mtf.on_jax(large)
     with pytest.raises(mtf.ProgramError, match="are float64, which JAX has only after"):
         mtf.on_jax(wide)
-    with pytest.raises(mtf.GraphError, match=r"on_jax: expected what mtf\.lower returned"):
+    with pytest.raises(mtf.GraphError, match=r"on_jax: expected a program from mtf\.lower"):
         mtf.on_jax(x)  # type: ignore[arg-type]
     for junk in (3, "cpu", [], [None]):
         for function in (lambda x: mtf.on_jax(large, x), mtf.measure_chip):

@@ -170,7 +170,7 @@ def _unpublished(est: Estimate) -> list[str]:
     return wrapped(", ".join(names), head, ",") if names else []
 
 
-LEAST_RATIO = 0.001  # below, nothing is left
+LEAST_RATIO = 1e-6  # below, a figure of a comparison is gone: what is left of sums of floats
 
 
 def comparison(a: Estimate, b: Estimate) -> str:
