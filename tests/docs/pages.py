@@ -110,8 +110,10 @@ def commands(page: str) -> Iterator[tuple[Block, list[str], str]]:
             parts = re.split(r"^\$ ", block.text, flags=re.M)
             assert not parts[0], f"{block.where}: a console block begins with its command"
             for part in parts[1:]:
-                command, _, shown = part.replace("\\\n", " ").partition("\n")
-                yield block, shlex.split(command, comments=True), shown
+                match = re.match(r"(?:[^\n]*\\\n)*[^\n]*", part)  # lines that end with a backslash go on
+                assert match is not None
+                command = match[0].replace("\\\n", " ")
+                yield block, shlex.split(command, comments=True), part[match.end() :].removeprefix("\n")
 
 
 def run_command(command: list[str]) -> str:
