@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from heapq import heappop, heappush
-from math import inf
+from math import inf, prod
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -306,28 +306,22 @@ class Elimination:
         for v in self.domain:
             unary[v] = self.take((v,)) if (v,) in self.of[v] else np.zeros(len(self.domain[v]))
         scopes = sorted(self.tables)
+        own = {scope: self.tables[scope].copy(order="C") for scope in scopes}  # changed in place
         last = -inf
         for sweep in range(sweeps):
             for scope in scopes if sweep % 2 == 0 else reversed(scopes):
-                table = self.tables[scope]
-                n = len(scope)
-                for axis, v in enumerate(scope):
-                    table = table + unary[v].reshape([-1 if k == axis else 1 for k in range(n)])
-                shares = []
-                for axis in range(n):
-                    least = table.min(axis=tuple([k for k in range(n) if k != axis]))
-                    shares.append(least / n)
-                for axis, v in enumerate(scope):
-                    finite = np.where(np.isfinite(shares[axis]), shares[axis], 0.0)
-                    table = table - finite.reshape([-1 if k == axis else 1 for k in range(n)])
-                    unary[v] = shares[axis]
-                self.tables[scope] = table
+                table = own[scope]
+                _add_along(table, [unary[v] for v in scope])
+                shares = [least / len(scope) for least in _marginals(table)]
+                _add_along(table, [np.where(np.isfinite(share), -share, 0.0) for share in shares])
+                unary.update(zip(scope, shares, strict=True))
             total = self.constant + sum(float(u.min()) for u in unary.values())
-            total += sum(float(self.tables[s].min()) for s in scopes)
+            total += sum(float(table.min()) for table in own.values())
             if total - last <= 1e-6 * abs(total):
                 last = max(last, total)
                 break
             last = total
+        self.tables.update(own)
         for v, u in unary.items():
             self.put((v,), u)
         return last
@@ -336,9 +330,8 @@ class Elimination:
         """Reduced cost of each value of a variable: the increase of its tables' minima."""
         total = np.zeros(len(self.domain[v]))
         for scope in self.of[v]:
-            axis, table = scope.index(v), self.tables[scope]
-            least = table.min(axis=tuple([k for k in range(len(scope)) if k != axis]))
-            lowest = table.min()
+            least = _marginal(self.tables[scope], scope.index(v))
+            lowest = least.min()
             total = total + (least - lowest if np.isfinite(lowest) else least)
         return total
 
@@ -356,6 +349,30 @@ class Elimination:
                     return inf
                 self.restrict(v, keep)
         return low
+
+
+def _marginal(table: Floats, axis: int) -> Floats:
+    """The least of a table for each value along an axis."""
+    size = table.shape[axis]
+    blocks = table.reshape(-1, size, prod(table.shape[axis + 1 :]))
+    least: Floats = np.minimum.reduce(np.minimum.reduce(blocks, axis=0), axis=1)
+    return least
+
+
+def _marginals(table: Floats) -> list[Floats]:
+    """The least of a table for each value along each of its axes."""
+    if table.ndim == 1:
+        return [table]
+    first = np.minimum.reduce(table.reshape(len(table), -1), axis=1)
+    return [first, *_marginals(np.minimum.reduce(table, axis=0))]
+
+
+def _add_along(table: Floats, values: Sequence[Floats]) -> None:
+    """Add to a table what each value along each of its axes costs."""
+    first, *others = values
+    if others:
+        table += sum([x.reshape(-1, *[1] * (len(others) - 1 - n)) for n, x in enumerate(others)], np.zeros(()))
+    table += first.reshape(-1, *[1] * len(others))
 
 
 def _dominated(axes: Sequence[int], tables: Sequence[Floats]) -> NDArray[np.bool_]:

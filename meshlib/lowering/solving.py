@@ -8,12 +8,13 @@ branches      each value of a variable with many neighbours is tried; the rest i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 
 from meshlib.lowering.elimination import Elimination, FactorGraph, Solution
 
-TABLE_LIMIT = 400_000  # entries of a table, above which the search branches
+TABLE_LIMIT = 2_000_000  # entries of a table, above which the search branches
 SMALL_TABLES = (16_000, 100_000)  # entries: eliminating a variable is cheaper than bounding it
 DIVE_TABLE = 100_000
 WINDOW, WINDOW_TABLE, PASSES = 60, 400_000, 4  # variables per window; entries of a table; maximum number of passes
@@ -27,6 +28,23 @@ class TooLarge(Exception):
     """An elimination would need a table beyond the limit."""
 
 
+class _Incumbent:
+    """The best values of a graph's variables so far."""
+
+    def __init__(self, graph: FactorGraph, values: Sequence[int]) -> None:
+        self.graph, self.values, self.cost = graph, list(values), graph.cost(values)
+
+    def offer(self, values: Sequence[int]) -> None:
+        """Take these if they cost less."""
+        cost = self.graph.cost(values)
+        if cost < self.cost:
+            self.values, self.cost = list(values), cost
+
+    def solution(self, bound: float | None = None) -> Solution:
+        """The values, proved to be least where there is no other bound."""
+        return Solution(tuple(self.values), self.cost, self.cost if bound is None else bound)
+
+
 def solve(graph: FactorGraph, limit: int = TABLE_LIMIT) -> Solution:
     """The least-cost values of all variables, with a lower bound that equals the cost if optimality is proved.
 
@@ -35,32 +53,24 @@ def solve(graph: FactorGraph, limit: int = TABLE_LIMIT) -> Solution:
     start = Elimination(graph)
     for size in SMALL_TABLES:
         start.reduce(size)
-    count = len(graph.sizes)
     if not start.domain:
-        return _proved(graph, start.solution(count))
+        return _Incumbent(graph, start.solution(len(graph.sizes))).solution()
     low = start.bound(SWEEPS)
     size = DIVE_TABLE
-    best = _dive(graph, start, size)
-    while not np.isfinite(graph.cost(best)) and size < limit:  # the remaining values exclude each other
+    best = _Incumbent(graph, _dive(graph, start, size))
+    while not np.isfinite(best.cost) and size < limit:  # the remaining values exclude each other
         size *= 16
-        best = _dive(graph, start, size)
-    most = graph.cost(best)
-    if low >= most - _noise(most):
-        return _proved(graph, best)
+        best.offer(_dive(graph, start, size))
+    if low >= best.cost - _noise(best.cost):
+        return best.solution()
     try:
-        if _attempt(start, most + _noise(most), limit):
-            best = min(best, start.solution(count), key=graph.cost)
-        return _proved(graph, best)
+        _attempt(start, best, _noise(best.cost), limit)
+        return best.solution()
     except TooLarge:
         pass
-    best = min(best, _dive(graph, start, limit), key=graph.cost)
-    best, low = _branched(graph, start, _windows(graph, best), low, limit)
-    return Solution(tuple(best), graph.cost(best), low)
-
-
-def _proved(graph: FactorGraph, values: Sequence[int]) -> Solution:
-    cost = graph.cost(values)
-    return Solution(tuple(values), cost, cost)
+    best.offer(_dive(graph, start, limit))
+    best.offer(_windows(graph, best.values))
+    return best.solution(_branched(start, best, low, limit))
 
 
 def _noise(cost: float) -> float:
@@ -75,21 +85,25 @@ def _dive(graph: FactorGraph, core: Elimination, size: int) -> list[int]:
     return problem.solution(len(graph.sizes))
 
 
-def _attempt(problem: Elimination, most: float, limit: int) -> bool:
-    """Prune by `most`, reduce and bound in turn; False if no assignment costs so little. Raises: TooLarge."""
-    size = SMALL_TABLES[-1]
+def _attempt(problem: Elimination, best: _Incumbent, slack: float, limit: int) -> None:
+    """Prune by the incumbent's cost, `slack` more or less, reduce, bound and dive in turn. Raises: TooLarge."""
+    graph, size = best.graph, SMALL_TABLES[-1]
     while problem.domain:
         before = sum(problem.size.values())
+        most = best.cost + slack
         if problem.prune(most) > most:
-            return False
+            return
         problem.reduce(size)
         if sum(problem.size.values()) > PROGRESS * before:
             if size >= limit:
                 raise TooLarge
             size = min(size * 8, limit)
         if problem.bound(4) > most:
-            return False
-    return problem.constant <= most
+            return
+        if problem.domain:
+            best.offer(_dive(graph, problem, DIVE_TABLE))
+    if problem.constant <= best.cost + slack:
+        best.offer(problem.solution(len(graph.sizes)))
 
 
 def _parts(problem: Elimination) -> list[tuple[float, Elimination]]:
@@ -110,32 +124,28 @@ def _parts(problem: Elimination) -> list[tuple[float, Elimination]]:
     return parts
 
 
-def _branched(
-    graph: FactorGraph, core: Elimination, best: list[int], low: float, limit: int
-) -> tuple[list[int], float]:
+def _branched(core: Elimination, best: _Incumbent, low: float, limit: int) -> float:
     """Branch on a variable with many neighbours; subproblems are eliminated, or branched on again.
 
-    Returns: the best values, and a lower bound of every solution's cost: theirs, unless there were too many branches.
+    Returns: a lower bound of every solution's cost: that of the incumbent, unless there were too many branches.
     """
     branches = [(low, core)]
-    most = graph.cost(best)
     for _ in range(BRANCHES if min(map(core.width, core.domain)) <= BRANCH_REACH else 0):
-        while branches and branches[-1][0] >= most - _noise(most):
+        while branches and branches[-1][0] >= best.cost - _noise(best.cost):
             branches.pop()
         if not branches:
-            return best, most
+            return best.cost
         _, problem = branches.pop()
         try:
-            if _attempt(problem, most - _noise(most), limit):
-                best = min(best, problem.solution(len(graph.sizes)), key=graph.cost)
-                most = graph.cost(best)
+            _attempt(problem, best, -_noise(best.cost), limit)
         except TooLarge:
             branches += _parts(problem)
-    return best, min([most, *[bound for bound, _ in branches]])
+    return min([best.cost, *[bound for bound, _ in branches]])
 
 
-def _windows(graph: FactorGraph, values: list[int]) -> list[int]:
-    """Re-optimise runs of variables exactly, all others fixed, while that helps."""
+def _windows(graph: FactorGraph, values: Sequence[int]) -> list[int]:
+    """Re-optimise runs of variables exactly, all others fixed, as long as that helps."""
+    values = list(values)
     count = len(graph.sizes)
     of: dict[int, list[int]] = {v: [] for v in range(count)}
     for n, (scope, _) in enumerate(graph.tables):
@@ -151,13 +161,11 @@ def _windows(graph: FactorGraph, values: list[int]) -> list[int]:
                 scope, table = graph.tables[n]
                 at = tuple([slice(None) if v in place else values[v] for v in scope])
                 window.add([place[v] for v in scope if v in place], table[at])
-            problem = Elimination(window)
-            try:
-                if _attempt(problem, window.cost([values[v] for v in some]) + 1e-9, WINDOW_TABLE):
-                    for v, value in zip(some, problem.solution(len(place)), strict=True):
-                        values[v] = value
-            except TooLarge:
-                continue
+            best = _Incumbent(window, [values[v] for v in some])
+            with suppress(TooLarge):
+                _attempt(Elimination(window), best, 1e-9, WINDOW_TABLE)
+            for v, value in zip(some, best.values, strict=True):
+                values[v] = value
         if graph.cost(values) >= before - _noise(before):
             break
     return values
