@@ -191,7 +191,7 @@ def _sharding(rules: LayoutRules, shape: Shape, mesh: Mesh, scope: str) -> Shard
 
 @lru_cache(maxsize=1 << 16)
 def _fitting(rules: LayoutRules, shape: Shape, mesh: Mesh, scope: str) -> Sharding:
-    return Sharding(shape, mesh, place(rules, shape, mesh, scope)[0])
+    return laid(shape, mesh, place(rules, shape, mesh, scope)[0])
 
 
 def _active_rules(rules: LayoutRules, shape: Shape, scope: str) -> list[Rule]:

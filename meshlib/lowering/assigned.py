@@ -88,7 +88,7 @@ class Homes:
             return rules.sharding(t.shape, self.mesh, "activations")
         if op.opdef.home is Home.OPERAND and t not in op.graph.gradient_of:
             return self.of(op.inputs[0])
-        if is_constrained(t, self.rules):
+        if op.opdef.kind is Kind.VIEW and is_constrained(t, self.rules):
             before, names = self.of(op.inputs[0]), {f.outputs[0]: str(f.operands[0]) for f in op.opdef.roles(op)}
             return Sharding(t.shape, self.mesh, [before.of(names[d.name]) for d in t.shape])
         scope = self.scope(t)
@@ -144,7 +144,7 @@ def _turns(op: Operation) -> bool:
 
 def _outermost(t: Tensor) -> Tensor:
     """`t`, or the outer tensor that it stands for (whole or sliced) in a loop's body."""
-    while (outer := t.graph.outer_of(t)) is not None:
+    while t.graph.loop_body is not None and (outer := t.graph.outer_of(t)) is not None:
         t = outer
     return t
 

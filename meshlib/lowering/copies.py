@@ -155,18 +155,20 @@ class _Tables:
 
     def _root(self, region: int, made: Sequence[tuple[Spot, ...]]) -> Floats:
         """Cost of each placement (columns) in a region, from each class of produced placements (rows)."""
-        earlier = [[s for r, s in spots if r < region] for spots in made]
-        own = [[s for r, s in spots if r == region or (r < region and self.light[s])] for spots in made]
-        costs = self._nearest(own)
-        if not all(self.light[s] for row in earlier for s in row):
+        light = self.light.tolist()
+        costs = self._nearest([[s for r, s in spots if r == region or (r < region and light[s])] for spots in made])
+        if not all(light[s] for spots in made for r, s in spots if r < region):
+            earlier = [[s for r, s in spots if r < region] for spots in made]
             lasting = np.where(self.light, self._nearest(earlier), inf)
             costs = np.minimum(costs, _min_plus(lasting, self.between))
         return costs
 
     def _nearest(self, rows: Sequence[Sequence[int]]) -> Floats:
         """Cost of each placement (columns) from the nearest of each row's placements."""
+        if all(len(row) == 1 for row in rows):
+            return self.between[[row[0] for row in rows]]
         of, some = _padded(rows)
-        costs: Floats = np.minimum.reduce(self.between[of], axis=1) if of.shape[1] > 1 else self.between[of[:, 0]]
+        costs: Floats = np.minimum.reduce(self.between[of], axis=1)
         return costs if some.all() else np.where(some[:, None], costs, inf)
 
     def _enter_trees(self, graph: FactorGraph) -> None:
@@ -183,7 +185,8 @@ class _Tables:
     def _single_use(self, root: Floats, n: int) -> Floats:
         """Cost of each class of a use (columns) from each row of `root`; 0 for classes that need nothing."""
         costs = _min_plus(root, self.reach[n])
-        costs[:, self._needs_nothing(n)] = 0
+        if not all(self.uses[n].classes):
+            costs[:, self._needs_nothing(n)] = 0
         return costs
 
     def _needs_nothing(self, n: int) -> NDArray[np.bool_]:
@@ -193,7 +196,7 @@ class _Tables:
     def _pair(self, roots: dict[int, Floats], a: int, b: int) -> Floats:
         u, v = self.uses[a], self.uses[b]
         alone = self._single_use(roots[u.region], a)[:, :, None], self._single_use(roots[v.region], b)[:, None]
-        best = np.minimum(sum(alone), _min_plus(roots[self._first(u, v)], self._joint(a, b)))
+        best = np.minimum(alone[0] + alone[1], _min_plus(roots[self._first(u, v)], self._joint(a, b)))
         if u.region < v.region:
             return np.minimum(best, alone[0] + self._inherited(a, b))
         if v.region < u.region:

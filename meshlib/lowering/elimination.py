@@ -105,16 +105,20 @@ class _Eliminated(NamedTuple):
 
     variable: int
     domain: Ints
-    neighbours: dict[int, Ints]  # with their domains
-    scopes: list[Scope]
-    tables: list[Floats]  # tables of the variable, one per scope
+    neighbours: Scope
+    domains: list[Ints]  # of the neighbours
+    axes: Sequence[tuple[int, ...]]  # of each table: 0 is the variable, 1 its first neighbour
+    tables: list[Floats]
+    known: dict[tuple[int, ...], int]  # minimising positions by the neighbours' positions; shared with equal tables
 
     def value(self, values: Sequence[int]) -> int:
         """The minimising value, given its neighbours' `values`."""
-        at: dict[int, int | slice] = {u: _place(domain, values[u]) for u, domain in self.neighbours.items()}
-        at[self.variable] = slice(None)
-        rows = [t[tuple([at[u] for u in scope])] for scope, t in zip(self.scopes, self.tables, strict=True)]
-        return int(self.domain[np.argmin(sum(rows[1:], rows[0])) if rows else 0])
+        at = tuple([_place(d, values[u]) for d, u in zip(self.domains, self.neighbours, strict=True)])
+        if at not in self.known:
+            index = (slice(None), *at)
+            rows = [t[tuple([index[n] for n in own])] for own, t in zip(self.axes, self.tables, strict=True)]
+            self.known[at] = int(sum(rows[1:], rows[0]).argmin()) if rows else 0
+        return int(self.domain[self.known[at]])
 
 
 class Elimination:
@@ -222,8 +226,9 @@ class Elimination:
         axes = tuple([tuple(map(whole.index, one)) for one in own])
         tables = [self.take(one) for one in own]
         sizes = tuple([self.size[u] for u in whole])
-        least = self.shared.of(("least", axes, sizes), tables, partial(_minimum, sizes, axes, tables))
-        self.trail.append(_Eliminated(v, self.domain[v], {u: self.domain[u] for u in scope}, own, tables))
+        least, known = self.shared.of(("least", axes, sizes), tables, lambda: (_minimum(sizes, axes, tables), {}))
+        domains = [self.domain[u] for u in scope]
+        self.trail.append(_Eliminated(v, self.domain[v], scope, domains, axes, tables, known))
         self._leave(v)
         self.put(scope, least)
 
@@ -233,7 +238,7 @@ class Elimination:
             table, axis = self.take(scope), scope.index(v)
             rest = self.shared.of(("only", axis), (table,), partial(_only, table, axis))
             self.put(tuple([u for u in scope if u != v]), rest)
-        self.trail.append(_Eliminated(v, self.domain[v], {}, [], []))
+        self.trail.append(_Eliminated(v, self.domain[v], (), [], (), [], {}))
         self._leave(v)
 
     def _leave(self, v: int) -> None:
@@ -381,16 +386,19 @@ def _dominated(axes: Sequence[int], tables: Sequence[Floats]) -> NDArray[np.bool
     nothing = np.zeros(size, np.bool_)
     if sum([size * table.size for table in tables]) > DOMINANCE_ENTRIES:
         return nothing
-    rows = [whole.swapaxes(0, axis).reshape(size, -1) for axis, whole in zip(axes, tables, strict=True)]
+    views = [table.swapaxes(0, axis) for axis, table in zip(axes, tables, strict=True)]
     # Values that fail under a few of the neighbours' values need no full comparison.
-    samples: Floats = np.add.reduce([table[:, _samples(table.shape[1])] for table in rows])
+    samples = views[0][_samples(views[0].shape)]
+    for view in views[1:]:
+        samples = samples + view[_samples(view.shape)]
     maybe = np.logical_and.reduce(samples[:, None] <= samples + 1e-12 * abs(samples), axis=2)
     maybe.flat[:: size + 1] = False
     some, others = maybe.nonzero()
     if not len(some):
         return nothing
     worst = np.zeros(len(some))  # largest excess over the other value
-    for table in rows:
+    for view in views:
+        table = view.reshape(size, -1)
         if np.isfinite(table).all():
             worst += np.maximum.reduce(table[some] - table[others], axis=1)
             continue
@@ -408,9 +416,12 @@ def _dominated(axes: Sequence[int], tables: Sequence[Floats]) -> NDArray[np.bool
 
 
 @lru_cache(maxsize=1 << 12)
-def _samples(count: int) -> Ints:
-    """A few evenly spaced column numbers."""
-    return np.linspace(0, count - 1, SAMPLES).astype(np.intp)
+def _samples(shape: tuple[int, ...]) -> tuple[slice | Ints, ...]:
+    """Index of a few evenly spaced entries of each row of a table."""
+    places = np.linspace(0, prod(shape[1:]) - 1, SAMPLES).astype(np.intp)
+    if len(shape) == 1:
+        return (np.arange(shape[0])[:, None].repeat(SAMPLES, 1),)
+    return (slice(None), *np.unravel_index(places, shape[1:]))
 
 
 def _place(domain: Ints, value: int) -> int:
@@ -422,12 +433,17 @@ def _place(domain: Ints, value: int) -> int:
 
 def _minimum(sizes: tuple[int, ...], axes: Sequence[tuple[int, ...]], tables: Sequence[Floats]) -> Floats:
     """Sum of tables, minimised over the first variable."""
-    total: Floats | float = 0.0
-    for own, table in zip(axes, tables, strict=True):
-        order, shape = _aligned(own, sizes)
-        total = total + (table if order is None else table.transpose(order)).reshape(shape)
-    whole = total if isinstance(total, np.ndarray) and total.shape == sizes else np.broadcast_to(total, sizes)
+    total = _in_place(tables[0], axes[0], sizes) if tables else np.zeros(())
+    for own, table in zip(axes[1:], tables[1:], strict=True):
+        total = total + _in_place(table, own, sizes)
+    whole = total if total.shape == sizes else np.broadcast_to(total, sizes)
     return np.asarray(np.minimum.reduce(whole, axis=0))
+
+
+def _in_place(table: Floats, own: tuple[int, ...], sizes: tuple[int, ...]) -> Floats:
+    """A view of a table that broadcasts against one over all variables."""
+    order, shape = _aligned(own, sizes)
+    return (table if order is None else table.transpose(order)).reshape(shape)
 
 
 @lru_cache(maxsize=1 << 12)

@@ -191,19 +191,22 @@ class _RowJoiner:
     def _readers_first(self) -> Iterator[Sequence[Instruction]]:
         """The joined groups in order, each preceded by later groups that read the same values and are independent."""
         groups: list[Sequence[Instruction]] = [*self.joined]
+        reads = [{x for i in group for x in i.inputs} for group in groups]
+        makes = [[y for i in group for y in i.outputs] for group in groups]
+        light = [all(isinstance(i, Compute) and self.kinds[i] in _LIGHT for i in group) for group in groups]
         for place, (_, end) in enumerate(self.spans):
-            read = {x for i in groups[place] for x in i.inputs}
-            behind = {y for i in groups[place] for y in i.outputs}
+            if not groups[place]:
+                continue
+            behind = {*makes[place]}
             for later in range(place + 1, len(groups)):
                 if self.spans[later][0] > end:
                     break
-                inputs = {x for i in groups[later] for x in i.inputs}
-                light = all(isinstance(i, Compute) and self.kinds[i] in _LIGHT for i in groups[later])
-                if light and inputs.isdisjoint(behind) and not inputs.isdisjoint(read):
+                alike = light[later] and not reads[later].isdisjoint(reads[place])
+                if alike and groups[later] and reads[later].isdisjoint(behind):
                     yield groups[later]
                     groups[later] = []
-                else:
-                    behind.update(y for i in groups[later] for y in i.outputs)
+                elif groups[later]:
+                    behind.update(makes[later])
             yield groups[place]
 
     def _put(self, group: Sequence[Instruction], place: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import inf
 
 from layouts import Dimension, Shape, Sharding
@@ -176,17 +177,20 @@ class Loops:
         return is_bound or bool(self.graph.uses.get(t))
 
 
+@lru_cache(maxsize=1 << 12)
 def without_axes(sharding: Sharding, dim: Dimension) -> Sharding:
     """`sharding` with one dim unsplit."""
     axes = [() if d == dim else entry for d, entry in zip(sharding.shape, sharding.axes, strict=True)]
     return sharding.with_axes(axes)
 
 
+@lru_cache(maxsize=1 << 12)
 def with_dim(sharding: Sharding, shape: Shape) -> Sharding:
     """`sharding` extended by an unsplit leading dim of `shape`."""
     return Sharding(shape, sharding.mesh, [(), *sharding.axes], sharding.pending)
 
 
+@lru_cache(maxsize=1 << 12)
 def without_dim(sharding: Sharding, dim: Dimension) -> Sharding:
     """`sharding` without the unsplit dim `dim`."""
     entries = [(d, entry) for d, entry in zip(sharding.shape, sharding.axes, strict=True) if d != dim]

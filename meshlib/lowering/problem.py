@@ -98,7 +98,7 @@ class Problem:
         for op in self.graph.operations:
             inputs = self.graph.inputs[op]
             free = bool(op.outputs) and op.output in self.graph.again and all(x in self.free for x in inputs)
-            choice = self._home_choice(op) if free or op.opdef.kind is Kind.ELEMENTWISE else None
+            choice = self._home_choice(op) if free or op in self.graph.updating else None
             if choice is None:
                 continue
             if free:

@@ -89,6 +89,17 @@ class Simplified:
         return regions_of
 
     @cached_property
+    def updating(self) -> frozenset[Operation]:
+        """Elementwise operations whose results are used by each other and by variables alone."""
+        some: set[Operation] = set()
+        for op in reversed(self.operations):
+            if op.opdef.kind is Kind.ELEMENTWISE and all(
+                user in some or user.opdef.kind is Kind.COMMIT for user, _ in self.uses.get(op.output, ())
+            ):
+                some.add(op)
+        return frozenset(some)
+
+    @cached_property
     def often(self) -> frozenset[Tensor]:
         """Tensors with several users, or with a user that may run in several ways."""
         used: set[Tensor] = set()
@@ -111,7 +122,7 @@ def simplify(graph: Graph, outputs: Iterable[Tensor], updates: Iterable[Operatio
         if op not in live:
             continue
         inputs = tuple(result.of(x) for x in op.inputs)
-        alone = op.opdef.unique or any(y in graph.gradient_of for y in op.outputs)
+        alone = op.opdef.unique or not graph.gradient_of.keys().isdisjoint(op.outputs)
         if not alone and op.opdef.storage is Storage.ALIAS and op.opdef.home is Home.OPERAND:
             result.same[op.output] = inputs[0]
             continue

@@ -1,8 +1,8 @@
 """Minimum of a factor graph: elimination, and a search where that needs too large tables.
 
-dive          a good solution, the incumbent: elimination of promising values alone
-windows       runs of variables re-optimised exactly, all others fixed
-branches      each value of a variable with many neighbours is tried; the rest is eliminated, or branched on
+dive      a good solution, the incumbent: elimination of promising values alone
+windows   runs of variables re-optimised exactly, all others fixed
+branches  each value of a variable with many neighbours is tried; the rest is eliminated, or branched on
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from meshlib.lowering.elimination import Elimination, FactorGraph, Solution
 
 TABLE_LIMIT = 2_000_000  # entries of a table, above which the search branches
-SMALL_TABLES = (16_000, 100_000)  # entries: eliminating a variable is cheaper than bounding it
+SMALL_TABLES = (8_000, 100_000)  # entries: eliminating a variable is cheaper than bounding it
 DIVE_TABLE = 100_000
 WINDOW, WINDOW_TABLE, PASSES = 60, 400_000, 4  # variables per window; entries of a table; maximum number of passes
 SWEEPS = 8  # of dual ascent

@@ -69,7 +69,7 @@ class Pricing:
             possible = [s for s in priced if s is not None]
             # If every strategy moves a weight that should be stationary, as with a convolution's whole kernel, it
             # moves.
-            staying = [s for s in possible if not self._moves(s.choice, held)]
+            staying = [s for s in possible if not self._moves(s.choice, held)] if any(held) else possible
             known = self._strategies[key] = StrategySet(self._undominated(asked, staying or possible))
         return known
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from layouts import LayoutError, Mesh, Shape, Sharding
 from layouts.plan import Step
@@ -212,8 +213,14 @@ def _body_view(x: Value, dim: str | None) -> tuple[Sharding, object]:
         return s, x.tensor.dtype
     if s.of(dim):
         raise ProgramError(f"{x.tensor.name} is split along '{dim}', over which the loop iterates: {s}")
-    remaining = [(d, entry) for d, entry in zip(s.shape, s.axes, strict=True) if d.name != dim]
-    return Sharding(Shape([d for d, _ in remaining]), s.mesh, [e for _, e in remaining], s.pending), x.tensor.dtype
+    return _one_index(s, dim), x.tensor.dtype
+
+
+@lru_cache(maxsize=1 << 12)
+def _one_index(s: Sharding, dim: str) -> Sharding:
+    """A sharding without one of its dims."""
+    others = [(d, entry) for d, entry in zip(s.shape, s.axes, strict=True) if d.name != dim]
+    return Sharding(Shape([d for d, _ in others]), s.mesh, [entry for _, entry in others], s.pending)
 
 
 def _check_computation(instruction: Compute, signature: Signature) -> None:
