@@ -18,7 +18,7 @@ minimum of a sum of small tables over discrete variables (a min-plus factor grap
                   result first. Alternating both solves most graphs with small tables. For the others dual ascent bounds
                   each value, and those above the incumbent are pruned. Where tables would exceed a limit, the search
                   branches on a variable that many others depend on, and eliminates the rest. `Program.choice` has the
-                  gap to the lower bound: 0 unless there were too many branches                     elimination, solving
+                  gap to the lower bound: 0 unless there were too many branches        elimination, cost_tables, solving
     problem       collects a graph's operations and tensors; loop bodies are problems of their own. Operations that cost
                   nothing under assigned shardings, such as an optimizer's update, are not searched              problem
     accumulators  gradients accumulated by loops stay pending sums until the last trip of the outermost loop, if memory

@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from layouts import Sharding
 from meshlib.lowering.balance import Balance
 from meshlib.lowering.bindings import stored
+from meshlib.lowering.cost_tables import Floats, Ints
 from meshlib.lowering.distances import distances
-from meshlib.lowering.elimination import FactorGraph, Floats, Ints
+from meshlib.lowering.elimination import FactorGraph
 from meshlib.lowering.values import ClassRows
 
 DIRECT_ENTRIES = 60_000  # largest table of a tree

@@ -17,7 +17,7 @@ from layouts import Mesh, Shape, Sharding
 from layouts.dims import Dimension
 from layouts.sharding import Axes, laid
 from meshlib.lowering.balance import Balance
-from meshlib.lowering.elimination import Floats, Ints
+from meshlib.lowering.cost_tables import Floats, Ints
 from meshlib.lowering.materialisation import Prices, axes_price, between
 
 COLLECTIVE, STRAY = 2.0**-10, 2.0**-16  # bytes: ties go to fewer collectives, then to the plain reading of the layout

@@ -14,22 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from heapq import heappop, heappush
-from math import inf, prod
+from math import inf
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-Floats: TypeAlias = NDArray[np.float64]
-Ints: TypeAlias = NDArray[np.intp]
+from meshlib.lowering.cost_tables import Floats, Ints, add_along, dominated, marginal, marginals, minimum
+
 Scope: TypeAlias = tuple[int, ...]  # variables, ascending
 T = TypeVar("T")
 
 MOST_NEIGHBOURS = 40  # of an eliminated variable, limited by the number of array axes
-DOMINANCE_ENTRIES = 400_000  # entries in comparisons of a variable's values
-SAMPLES = 8  # neighbours' values under which values are compared first
 
 
 @dataclass(eq=False)
@@ -115,7 +113,7 @@ class _Eliminated(NamedTuple):
         """The minimising value, given its neighbours' `values`."""
         at = tuple([_place(d, values[u]) for d, u in zip(self.domains, self.neighbours, strict=True)])
         if at not in self.known:
-            index = (slice(None), *at)
+            index: tuple[slice | int, ...] = (slice(None), *at)
             rows = [t[tuple([index[n] for n in own])] for own, t in zip(self.axes, self.tables, strict=True)]
             self.known[at] = int(sum(rows[1:], rows[0]).argmin()) if rows else 0
         return int(self.domain[self.known[at]])
@@ -194,7 +192,7 @@ class Elimination:
             if self.size[v] > 1:
                 own = sorted([(scope.index(v), id(self.tables[scope]), scope) for scope in self.of[v]])
                 axes, tables = tuple([axis for axis, _, _ in own]), [self.tables[scope] for _, _, scope in own]
-                gone = self.shared.of(("dominated", axes), tables, partial(_dominated, axes, tables))
+                gone = self.shared.of(("dominated", axes), tables, partial(dominated, axes, tables))
                 if gone.any():
                     self.restrict(v, np.logical_not(gone))
                     dropped.add(v)
@@ -226,7 +224,7 @@ class Elimination:
         axes = tuple([tuple(map(whole.index, one)) for one in own])
         tables = [self.take(one) for one in own]
         sizes = tuple([self.size[u] for u in whole])
-        least, known = self.shared.of(("least", axes, sizes), tables, lambda: (_minimum(sizes, axes, tables), {}))
+        least, known = self.shared.of(("least", axes, sizes), tables, partial(_minimised, sizes, axes, tables))
         domains = [self.domain[u] for u in scope]
         self.trail.append(_Eliminated(v, self.domain[v], scope, domains, axes, tables, known))
         self._leave(v)
@@ -316,9 +314,9 @@ class Elimination:
         for sweep in range(sweeps):
             for scope in scopes if sweep % 2 == 0 else reversed(scopes):
                 table = own[scope]
-                _add_along(table, [unary[v] for v in scope])
-                shares = [least / len(scope) for least in _marginals(table)]
-                _add_along(table, [np.where(np.isfinite(share), -share, 0.0) for share in shares])
+                add_along(table, [unary[v] for v in scope])
+                shares = [least / len(scope) for least in marginals(table)]
+                add_along(table, [np.where(np.isfinite(share), -share, 0.0) for share in shares])
                 unary.update(zip(scope, shares, strict=True))
             total = self.constant + sum(float(u.min()) for u in unary.values())
             total += sum(float(table.min()) for table in own.values())
@@ -335,7 +333,7 @@ class Elimination:
         """Reduced cost of each value of a variable: the increase of its tables' minima."""
         total = np.zeros(len(self.domain[v]))
         for scope in self.of[v]:
-            least = _marginal(self.tables[scope], scope.index(v))
+            least = marginal(self.tables[scope], scope.index(v))
             lowest = least.min()
             total = total + (least - lowest if np.isfinite(lowest) else least)
         return total
@@ -356,74 +354,6 @@ class Elimination:
         return low
 
 
-def _marginal(table: Floats, axis: int) -> Floats:
-    """The least of a table for each value along an axis."""
-    size = table.shape[axis]
-    blocks = table.reshape(-1, size, prod(table.shape[axis + 1 :]))
-    least: Floats = np.minimum.reduce(np.minimum.reduce(blocks, axis=0), axis=1)
-    return least
-
-
-def _marginals(table: Floats) -> list[Floats]:
-    """The least of a table for each value along each of its axes."""
-    if table.ndim == 1:
-        return [table]
-    first = np.minimum.reduce(table.reshape(len(table), -1), axis=1)
-    return [first, *_marginals(np.minimum.reduce(table, axis=0))]
-
-
-def _add_along(table: Floats, values: Sequence[Floats]) -> None:
-    """Add to a table what each value along each of its axes costs."""
-    first, *others = values
-    if others:
-        table += sum([x.reshape(-1, *[1] * (len(others) - 1 - n)) for n, x in enumerate(others)], np.zeros(()))
-    table += first.reshape(-1, *[1] * len(others))
-
-
-def _dominated(axes: Sequence[int], tables: Sequence[Floats]) -> NDArray[np.bool_]:
-    """Mask of a variable's values that another value dominates; `axes` are its axes in `tables`."""
-    size = tables[0].shape[axes[0]] if tables else 0
-    nothing = np.zeros(size, np.bool_)
-    if sum([size * table.size for table in tables]) > DOMINANCE_ENTRIES:
-        return nothing
-    views = [table.swapaxes(0, axis) for axis, table in zip(axes, tables, strict=True)]
-    # Values that fail under a few of the neighbours' values need no full comparison.
-    samples = views[0][_samples(views[0].shape)]
-    for view in views[1:]:
-        samples = samples + view[_samples(view.shape)]
-    maybe = np.logical_and.reduce(samples[:, None] <= samples + 1e-12 * abs(samples), axis=2)
-    maybe.flat[:: size + 1] = False
-    some, others = maybe.nonzero()
-    if not len(some):
-        return nothing
-    worst = np.zeros(len(some))  # largest excess over the other value
-    for view in views:
-        table = view.reshape(size, -1)
-        if np.isfinite(table).all():
-            worst += np.maximum.reduce(table[some] - table[others], axis=1)
-            continue
-        with np.errstate(invalid="ignore"):
-            more = table[some] - table[others]
-        more[np.isnan(more)] = -inf  # both infeasible
-        step = np.maximum.reduce(more, axis=1)
-        ruled_out = np.isposinf(worst) | np.isposinf(step)
-        worst = np.where(ruled_out, inf, np.where(ruled_out, 0, worst) + np.where(ruled_out, 0, step))
-    maybe[some, others] = worst <= 0
-    ties = maybe & maybe.T
-    maybe &= ~ties | (np.arange(size)[:, None] < np.arange(size)[None, :])  # of equal values the first stays
-    gone: NDArray[np.bool_] = np.any(maybe, axis=0)
-    return gone
-
-
-@lru_cache(maxsize=1 << 12)
-def _samples(shape: tuple[int, ...]) -> tuple[slice | Ints, ...]:
-    """Index of a few evenly spaced entries of each row of a table."""
-    places = np.linspace(0, prod(shape[1:]) - 1, SAMPLES).astype(np.intp)
-    if len(shape) == 1:
-        return (np.arange(shape[0])[:, None].repeat(SAMPLES, 1),)
-    return (slice(None), *np.unravel_index(places, shape[1:]))
-
-
 def _place(domain: Ints, value: int) -> int:
     """Position of a value in an ascending domain."""
     if value < len(domain) and domain[value] == value:
@@ -431,27 +361,11 @@ def _place(domain: Ints, value: int) -> int:
     return int(domain.searchsorted(value))
 
 
-def _minimum(sizes: tuple[int, ...], axes: Sequence[tuple[int, ...]], tables: Sequence[Floats]) -> Floats:
-    """Sum of tables, minimised over the first variable."""
-    total = _in_place(tables[0], axes[0], sizes) if tables else np.zeros(())
-    for own, table in zip(axes[1:], tables[1:], strict=True):
-        total = total + _in_place(table, own, sizes)
-    whole = total if total.shape == sizes else np.broadcast_to(total, sizes)
-    return np.asarray(np.minimum.reduce(whole, axis=0))
-
-
-def _in_place(table: Floats, own: tuple[int, ...], sizes: tuple[int, ...]) -> Floats:
-    """A view of a table that broadcasts against one over all variables."""
-    order, shape = _aligned(own, sizes)
-    return (table if order is None else table.transpose(order)).reshape(shape)
-
-
-@lru_cache(maxsize=1 << 12)
-def _aligned(own: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
-    """(permutation, or None; shape) that aligns a table with a larger one for addition."""
-    order = tuple(sorted(range(len(own)), key=own.__getitem__))
-    in_order = order == tuple(range(len(own)))
-    return None if in_order else order, tuple([n if k in own else 1 for k, n in enumerate(sizes)])
+def _minimised(
+    sizes: tuple[int, ...], axes: Sequence[tuple[int, ...]], tables: Sequence[Floats]
+) -> tuple[Floats, dict[tuple[int, ...], int]]:
+    """The minimum over the first variable, and what is known of where it is."""
+    return minimum(sizes, axes, tables), {}
 
 
 def _only(table: Floats, axis: int) -> Floats:

@@ -11,7 +11,8 @@ from collections.abc import Hashable, Mapping
 from typing import TypeAlias
 
 from meshlib.core.graph import Operation, Tensor
-from meshlib.lowering.elimination import FactorGraph, Floats, Solution
+from meshlib.lowering.cost_tables import Floats
+from meshlib.lowering.elimination import FactorGraph, Solution
 from meshlib.lowering.problem import Problem
 from meshlib.lowering.repetition import Irregular, Repetition
 from meshlib.lowering.solving import solve

@@ -15,8 +15,8 @@ from meshlib.core.graph import Operation
 from meshlib.core.opdef import Home
 from meshlib.lowering.balance import Balance
 from meshlib.lowering.bindings import Binding
+from meshlib.lowering.cost_tables import Floats, Ints
 from meshlib.lowering.distances import distances
-from meshlib.lowering.elimination import Floats, Ints
 from meshlib.lowering.materialisation import BYTES_PER_OPERATION, again_axes
 from meshlib.lowering.strategies import Choice
 from meshlib.lowering.strategy_costs import Strategy, StrategySet
