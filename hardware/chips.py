@@ -1,7 +1,7 @@
 """Chip records: one per TPU generation, each figure with its source; custom chips from code or a file.
 
-`CHIPS["v5e"]` is a published chip. `dataclasses.replace(CHIPS["v5e"], hbm_bytes_per_second=8e11)`
-overrides a figure; `Chip(...)` or a TOML file read by `load_chip` defines another machine.
+`CHIPS["v5e"]` is a published chip. `dataclasses.replace(CHIPS["v5e"], hbm_bytes_per_second=8e11)` overrides a figure;
+`Chip(...)` or a TOML file read by `load_chip` defines another machine.
 """
 
 from __future__ import annotations
@@ -211,8 +211,7 @@ class Chip:
 
     def peak_flops(self, dtype: str = "bf16") -> float:
         """As `peak`, but a HardwareError that lists the published dtypes where there is no rate."""
-        value = self.peak(dtype)
-        if value is None:
+        if (value := self.peak(dtype)) is None:
             known = ", ".join(kind for kind in DTYPES if self.peak(kind) is not None)
             raise HardwareError(
                 f"chip {self.name!r:.80} has no published {dtype} rate; it has {known}: multiply in one of these"
@@ -353,15 +352,11 @@ def load_chip(path: str | Path) -> Chip:
       1600000000000.0
     """
     try:
-        if not isinstance(path, str | os.PathLike):
-            raise TypeError(f"a path is text or a Path, not {type(path).__name__}")
-        about = os.stat(path)
-        # a pipe would block, a device file never ends
-        if not stat.S_ISREG(about.st_mode) or about.st_size > MOST_BYTES:
+        about = os.stat(os.fspath(path))
+        if not stat.S_ISREG(about.st_mode) or about.st_size > MOST_BYTES:  # a pipe blocks, a device never ends
             raise ValueError(f"it is no regular file of at most {MOST_BYTES} bytes")
         table: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    # includes arguments that are no path, and files that are not text or not TOML
-    except (OSError, TypeError, ValueError, RecursionError) as fault:
+    except (OSError, TypeError, ValueError, RecursionError) as fault:  # also arguments that are no path, files not TOML
         raise HardwareError(f"cannot read a chip from {path!s:.200}: {fault!s:.200}") from None
     return chip_from_table(table, str(path))
 

@@ -95,7 +95,7 @@ def test_reuse_in_the_body_of_a_loop() -> None:
     [
         (
             lambda: mtf.variable("v", [D]),
-            r"variable \(test_reuse.py:\d+\): there is no 'a/v' to reuse; did you mean 'a/w'",
+            r"variable \(test_reuse.py:\d+\): no variable 'a/v' to reuse; did you mean 'a/w'",
         ),
         (lambda: mtf.variable("w", [B]), r"'a/w' can't be reused as f32\[batch:4\], .*declared at .* as f32\[d:6\]"),
         (lambda: mtf.variable("w", [D], None, "float64"), r"as f64\[d:6\], read as f64: .* as f32\[d:6\], read as f32"),

@@ -299,7 +299,7 @@ def test_summaries_to_the_wrong_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_candidates_that_forget_where_their_block_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     program, given = ranked_by_row()
     right = run(program, given)
-    monkeypatch.setattr(ranking, "_ranking", lambda op: ())
+    monkeypatch.setattr(ranking, "_ranking_factors", lambda op: ())
     assert differs(program, given, right)
 
 
