@@ -63,8 +63,8 @@ def check(
       mesh: the mesh.
       tensors: (label, shape, scope) of each tensor.
       known_dims: further names that rules may have; none by default.
-      inner: tensors hidden from the user. Rules that do not fit them are a note, since `LayoutRules.fitting` drops them,
-        unless the rule's dim occurs only in such tensors and the rule fits none of them.
+      inner: tensors that need not fit, such as those internal to a library function. A rule that does not fit them is a
+        note, since `LayoutRules.fitting` drops it, unless its dim occurs only in such tensors and it fits none of them.
       splitting: axes that split something without a rule.
 
     >>> print(check("vocab:cols", "rows:2;cols:4", [("logits", "batch:6;vocab:10", "activations")]))
@@ -73,19 +73,18 @@ def check(
     """  # noqa: E501
     rules = rules if isinstance(rules, LayoutRules) else LayoutRules(rules)
     mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
-    seen = _usage(rules, mesh, tensors, inner, splitting)
-    known = dict.fromkeys([*seen.dims, *(known_dims or ())])
-    foreign = _unknown_names(rules, mesh, known, seen.faults)
+    usage = _usage(rules, mesh, tensors, inner, splitting)
+    known = dict.fromkeys([*usage.dims, *(known_dims or ())])
+    foreign = _unknown_names(rules, mesh, known, usage.faults)
     notes = [f"{text}; it splits nothing here, as its '?' allows" for text in dict.fromkeys(foreign)]
-    notes += _notes(rules, mesh, seen, known)
-    faults_with_labels = tuple((fault, tuple(dict.fromkeys(labels))) for fault, labels in seen.faults.items())
+    notes += _notes(rules, mesh, usage, known)
+    faults_with_labels = tuple((fault, tuple(dict.fromkeys(labels))) for fault, labels in usage.faults.items())
     return Report(tuple(_with_tensors(*item) for item in faults_with_labels), tuple(notes), faults_with_labels)
 
 
 @dataclass
 class _Usage:
-    """Statistics of a program's tensors under a layout: faults with labels of tensors, and the rules, axes and dims
-    in use."""
+    """Faults of a program's tensors under a layout, with labels of the tensors; and the rules, axes and dims in use."""
 
     faults: dict[Fault, list[str]] = field(default_factory=dict)
     misfits: dict[Fault, list[str]] = field(default_factory=dict)  # faults of inner tensors
@@ -107,30 +106,30 @@ def _usage(
     inner: Iterable[tuple[str, ShapeLike, str]],
     splitting: Iterable[str],
 ) -> _Usage:
-    met = _Usage(axes=set(splitting))
+    usage = _Usage(axes=set(splitting))
     for fault in _unknown_axes(rules, mesh):
-        met.faults.setdefault(fault, [])
+        usage.faults.setdefault(fault, [])
     followed: set[Rule] = set()  # rules used by some tensor
     own: set[str] = set()  # dims of tensors that are not inner
     seen: dict[tuple[Shape, str], tuple[Fault, ...]] = {}  # most tensors have the layout of an earlier one
-    for into, (label, given, scope) in chain(zip(repeat(met.faults), tensors), zip(repeat(met.misfits), inner)):
+    for into, (label, given, scope) in chain(zip(repeat(usage.faults), tensors), zip(repeat(usage.misfits), inner)):
         shape = given if isinstance(given, Shape) else Shape(given)
-        if into is met.faults:
+        if into is usage.faults:
             own.update(shape.names)
         if (shape, scope) not in seen:
-            met.dims.update(dict.fromkeys(shape.names))
+            usage.dims.update(dict.fromkeys(shape.names))
             holding = {rule for name in shape.names for rule in rules.for_dim(name, scope)}
-            met.rules |= holding
+            usage.rules |= holding
             axes, wrong = place(rules, shape, mesh, scope)
-            met.axes.update(axis for entry in axes for axis in entry)
+            usage.axes.update(axis for entry in axes for axis in entry)
             followed |= holding - {fault.rule for fault in wrong}
             seen[shape, scope] = wrong
         for fault in seen[shape, scope]:
             into.setdefault(fault, []).append(label)
-    for fault in [f for f in met.misfits if f in met.faults or (f.rule not in followed and _dim(f) not in own)]:
-        met.faults.setdefault(fault, []).extend(met.misfits.pop(fault))
-    met.axes.update(axis for fault in met.faults if fault.rule for axis in fault.rule.axes)
-    return met
+    for fault in [f for f in usage.misfits if f in usage.faults or (f.rule not in followed and _dim(f) not in own)]:
+        usage.faults.setdefault(fault, []).extend(usage.misfits.pop(fault))
+    usage.axes.update(axis for fault in usage.faults if fault.rule for axis in fault.rule.axes)
+    return usage
 
 
 def _dim(fault: Fault) -> str | None:
@@ -156,22 +155,24 @@ def _unknown_names(rules: LayoutRules, mesh: Mesh, known: dict[str, None], fault
     ]
 
 
-def _notes(rules: LayoutRules, mesh: Mesh, seen: _Usage, known: dict[str, None]) -> list[str]:
+def _notes(rules: LayoutRules, mesh: Mesh, usage: _Usage, known: dict[str, None]) -> list[str]:
     """Notes on rules and axes without effect, and on inner tensors that a rule does not fit."""
     notes = [
-        f"rule {rule} is not used: {_why_unused(rule, seen.dims)}"
+        f"rule {rule} is not used: {_why_unused(rule, usage.dims)}"
         for rule in rules.rules
-        if rule.dim in known and rule not in seen.rules and not (rule.optional and set(rule.axes).isdisjoint(mesh.axes))
+        if rule.dim in known
+        and rule not in usage.rules
+        and not (rule.optional and set(rule.axes).isdisjoint(mesh.axes))
     ]
     notes += [
         f"axis {axis!r} splits nothing: every tensor is held {size} times over"
         for axis, size in zip(mesh.axes, mesh.sizes, strict=True)
-        if size > 1 and axis not in seen.axes
+        if size > 1 and axis not in usage.axes
     ]
     return notes + [
         f"{fault.what}: {fault.remedy.partition('. ')[0]}. Nobody named this size of these tensors, which are "
         f"split as far as it fits: {some(list(dict.fromkeys(labels)))}"
-        for fault, labels in seen.misfits.items()
+        for fault, labels in usage.misfits.items()
     ]
 
 

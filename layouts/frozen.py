@@ -53,7 +53,7 @@ class Frozen:
         raise AttributeError(f"{type(self).__name__} is immutable; {name!r} cannot be deleted")
 
 
-_LOCK = RLock()  # a garbage collection here may create others
+_LOCK = RLock()  # re-entrant: a garbage collection while it is held may construct further objects
 
 
 class _InternedMeta(type):

@@ -170,7 +170,7 @@ class _NamedRoute(NamedTuple):
 
 
 def _cheapest_route(source: Sharding, target: Sharding) -> _NamedRoute:
-    """The cheapest route."""
+    """The cheapest route from source to target."""
     # Common major axes of source and target may stay fixed: devices that differ along them exchange nothing, which
     # makes the search smaller. Moving them too pays off only in plans of several steps.
     alike = tuple([_common_prefix(*pair) for pair in zip(source.axes, target.axes, strict=True)])
@@ -191,7 +191,7 @@ def _numbered(splits: Sequence[Axes], number: Mapping[str, int]) -> tuple[tuple[
 
 
 def _ranked(axes: tuple[tuple[str, int], ...], seen: list[str]) -> list[tuple[str, int]]:
-    """Axes with their sizes, by size and by the place where they are first met."""
+    """Axes with their sizes, ordered by size and then by first occurrence in `seen`."""
     return sorted(axes, key=lambda axis: (axis[1], seen.index(axis[0]) if axis[0] in seen else len(seen)))
 
 
@@ -225,7 +225,7 @@ def _route_with_fixed(source: Sharding, target: Sharding, fixed: tuple[Axes, ...
 
 
 def _steps(source: Sharding, target: Sharding, cheapest: _NamedRoute, itemsize: float) -> Iterator[Step]:
-    """The steps of a route with names."""
+    """The steps of a route, with the names of its axes and dims."""
     kinds = dict(source.pending)
     names = (*[source.shape.names[d] for d in cheapest.dims], None)  # for -1, no dim
     place = {d: n for n, d in enumerate(cheapest.dims)}
@@ -259,7 +259,7 @@ def _exact(numerator: int, denominator: int) -> int | float:
 
 
 def _moving(before: tuple[Axes, ...], after: tuple[Axes, ...], usable: Axes) -> Axes:
-    """The axes along which a permute sends: those whose position changes in some dim, beyond common prefixes."""
+    """The axes along which a permute sends: those that change position in a dim, common prefixes and suffixes aside."""
     moving: set[str] = set()
     for old, new in zip(before, after, strict=True):
         while old and new and old[0] == new[0]:

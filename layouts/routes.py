@@ -31,7 +31,7 @@ from typing import NamedTuple, TypeAlias
 
 from layouts.step_kinds import SLICE, STEP_KINDS, Place, StepKind, kinds_from
 
-Numbers: TypeAlias = tuple[int, ...]  # numbers of axes, ascending
+Numbers: TypeAlias = tuple[int, ...]  # axes by number; smaller axes have smaller numbers
 Splits: TypeAlias = tuple[Numbers, ...]  # the axes of each dim
 State: TypeAlias = tuple[Splits, Numbers]  # with the pending axes
 
@@ -74,17 +74,17 @@ def route(
     # Such dims are interchangeable as long as they are empty and divide alike.
     spare = tuple([(d, gcd(n, reach)) for d, n in enumerate(sizes) if not source[d] and not target[d]])
     directed = target if len(axis_sizes) > EXHAUSTIVE_AXES else None
-    return tuple(_shortest(_map(sizes, axis_sizes, scatters, spare, directed), (source, awaited), target))
+    return tuple(_shortest(_state_graph(sizes, axis_sizes, scatters, spare, directed), (source, awaited), target))
 
 
-def _shortest(known_map: _StateGraph, start: State, goal: Splits) -> list[RouteStep]:
-    goal_counts = known_map.counts(goal)
-    volume, blocks, awaits = known_map.volume, known_map.blocks, known_map.awaits
+def _shortest(graph: _StateGraph, start: State, goal: Splits) -> list[RouteStep]:
+    goal_counts = graph.counts(goal)
+    volume, blocks, awaits = graph.volume, graph.blocks, graph.awaits
     goal_block = volume // prod(goal_counts)
-    least = goal_block - goal_block // min(known_map.axis_sizes, default=1)
+    least = goal_block - goal_block // min(graph.axis_sizes, default=1)
     prefixes = product(*([entry[:n] for n in range(len(entry) + 1)] for entry in goal))
-    arrivals = {known_map.number((splits, ())) for splits in prefixes}  # goal states: slices alone lead to the target
-    begin = known_map.number(start)
+    arrivals = {graph.number((splits, ())) for splits in prefixes}  # goal states: slices alone lead to the target
+    begin = graph.number(start)
     best = {begin: (0, 0, 0, 0)}  # cost, collectives, slices, scatters
     predecessors: dict[int, tuple[int, RouteStep]] = {}
     queue = [(0, 0, 0, 0, 0, 0, begin)]  # bounds on bytes, collectives, slices, scatters, two tie breakers, state
@@ -96,10 +96,10 @@ def _shortest(known_map: _StateGraph, start: State, goal: Splits) -> list[RouteS
         if state in done:
             continue
         if state in arrivals:
-            return _merged(_steps_to_goal(predecessors, state, known_map.states[state][0], goal))
+            return _merged(_steps_to_goal(predecessors, state, graph.states[state][0], goal))
         done.add(state)
         cost, collectives, slices, scatters = best[state]
-        for more, order, after, sends, cuts, scattering, move in known_map.moves(state):
+        for more, order, after, sends, cuts, scattering, move in graph.moves(state):
             sent = cost + more
             if sent > known:
                 break  # the remaining ones cost as much or more
@@ -270,7 +270,7 @@ class _StateGraph:
 
     def _places(self, splits: Splits) -> list[int]:
         """The dims that may receive axes; among interchangeable spare dims only the first."""
-        seen = {1}  # a dim that no free axis divides
+        seen = {1}  # a dim that no participating axis divides
         places = []
         for d in self._dims:
             alike = 0 if splits[d] else self._spare.get(d, 0)
@@ -318,7 +318,7 @@ class _StateGraph:
         return prod([self.axis_sizes[a] for a in entry])
 
 
-_map = lru_cache(maxsize=1 << 12)(_StateGraph)
+_state_graph = lru_cache(maxsize=1 << 12)(_StateGraph)
 
 
 def _step_cost(kind: StepKind, block: int, k: int) -> int:

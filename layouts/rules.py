@@ -153,7 +153,7 @@ class LayoutRules(Interned):
         return _sharding(self, shape, mesh, scope)
 
     def fitting(self, shape: Shape, mesh: Mesh, scope: str = "activations") -> Sharding:
-        """The sharding of a tensor without the rules that do not fit: taken axes, and axes that do not divide.
+        """The sharding of a tensor without the axes that do not fit: those already taken, and those that do not divide.
 
         >>> print(LayoutRules("d:model+data").fitting(Shape("d:6"), Mesh("model:4;data:2")))
         [d:6@data]

@@ -194,7 +194,7 @@ class Sharding(Interned):
 def _block_counts(
     shape: Shape, sizes: Mapping[str, int], axes: tuple[Axes, ...], used: Sequence[str]
 ) -> list[int] | None:
-    """Into how many blocks axes cut each dim; None where some are unknown, used twice, or do not divide a dim."""
+    """Number of blocks of each dim; None if an axis is unknown, used twice, or does not divide its dim."""
     if len(axes) != len(shape.dims) or len(set(used)) != len(used) or any(a not in sizes for a in used):
         return None
     counts = [prod([sizes[a] for a in entry]) if entry else 1 for entry in axes]
