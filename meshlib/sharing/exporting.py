@@ -72,8 +72,8 @@ def export(
       folder: created if missing.
       config: a `TransformerConfig`, `ResNetConfig` or `ViTConfig`; or, for a program of your own, the arguments of
         `build`, by name.
-      tokenizer: the vocabulary of a text model, at most as large as the model's. If it is smaller, as where the
-        model's are padded, the rest is never chosen.
+      tokenizer: the vocabulary of a text model, at most as large as the model's. If the model's is larger (padded),
+        its further tokens are never chosen.
       images: for an image model, the normalisation of its pixels and the names of its classes.
       build: for a program of your own, a function of these arguments that returns its outputs by name.
     Raises: GraphError for what does not go together, and variables that are missing; CheckpointError where the folder

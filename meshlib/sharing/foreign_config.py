@@ -60,7 +60,7 @@ def _check_kind(kind: str, target: object) -> None:
 
 
 def _fault_of_heads(given: Mapping[str, Any]) -> str | None:
-    """Description of a size that the heads do not divide."""
+    """Description of numbers of heads that do not divide; None if they do."""
     heads = given.get("num_attention_heads", 1)
     if heads % (given.get("num_key_value_heads") or heads):
         return f"num_key_value_heads {given['num_key_value_heads']} does not divide num_attention_heads {heads}"
@@ -90,7 +90,7 @@ def _read(path: str | os.PathLike[str], name: str | None) -> tuple[TransformerCo
     if kind not in ("gpt2", "t5") and (fault_of_heads := _fault_of_heads(given)):
         fail(fault_of_heads)
     try:
-        fields = _KINDS[kind](given) if kind in _KINDS else {**_llama(_without_towers(given)), **FAMILIES[kind](given)}
+        fields = _KINDS[kind](given) if kind in _KINDS else {**_llama(_as_llama(given)), **FAMILIES[kind](given)}
         return TransformerConfig(name=called, **fields), notes(given, kind)
     except KeyError as fault:
         raise CheckpointError(f"{WHAT}: {target} has no {fault}") from None
@@ -110,8 +110,8 @@ def _text_model(given: Fields, target: str) -> Fields:
     return {"tie_word_embeddings": given.get("tie_word_embeddings"), **text}
 
 
-def _without_towers(given: Fields) -> Fields:
-    """The fields that Llama's reader knows, under its names; rope fields in the form of their families."""
+def _as_llama(given: Fields) -> Fields:
+    """A family's fields as Llama's reader expects them: name of the activation, rope settings of full attention."""
     plain = {k: v for k, v in given.items() if k not in ("rope_scaling", "rope_parameters")}
     for key in ("rope_scaling", "rope_parameters"):
         rope = given.get(key)
@@ -217,13 +217,13 @@ def _yarn(rope: Fields, fields: Fields) -> RotaryScaling:
     amplitude = rope.get("attention_factor")
     if amplitude is None:
         over, under = rope.get("mscale"), rope.get("mscale_all_dim")
-        amplitude = _grown(factor, over) / _grown(factor, under) if over and under else _grown(factor, 1.0)
+        amplitude = _magnitude(factor, over) / _magnitude(factor, under) if over and under else _magnitude(factor, 1.0)
     low, high = rope.get("beta_slow") or 1.0, rope.get("beta_fast") or 32.0
     return RotaryScaling(factor, low, high, length, "pairs", amplitude)
 
 
-def _grown(factor: float, weight: float) -> float:
-    """YaRN's factor on queries and keys for a context extended by `factor`."""
+def _magnitude(factor: float, weight: float) -> float:
+    """YaRN's factor on queries and keys, for a context extended by `factor`."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

@@ -36,9 +36,10 @@ class NamedVariable:
     """How one variable is stored.
 
     Attributes:
-      ours: its name; `{layer}` stands for the scope of a layer.
-      theirs: the name of the tensor; `{n}` stands for the number of the layer.
-      pattern: of einops, from theirs to ours; "" where both are alike. part: which index of the dim `part` is ours.
+      ours: its name in the library; `{layer}` stands for the scope of a layer.
+      theirs: the name of the stored tensor; `{n}` stands for the number of the layer.
+      pattern: einops pattern from their axes to ours; "" if they are the same.
+      part: index of our variable along the pattern's dim `part`; None if the tensor holds it alone.
     """
 
     ours: str
@@ -52,9 +53,9 @@ class Family:
     """How the models of one family are stored.
 
     Attributes:
-      rows: of a config, its variables.
-      prefix: that names may have in front in some files.
-      spare: patterns of what a file may hold beside: buffers, and second names of shared tensors.
+      rows: config -> its variables.
+      prefix: prefix of the names in some files.
+      spare: name patterns of further tensors in a file: buffers, and second names of shared tensors.
       written: second names under which shared tensors are written, too.
     """
 

@@ -67,7 +67,7 @@ def forward_program(config: Any, build: Build | None, mesh: MeshLike = "device:1
 
 
 def check_layout(config: TransformerConfig, batch: int, mesh: MeshLike, layout: Any) -> None:
-    """Raise LayoutError, as `mtf.lower` would, if the model does not fit the layout; text lengths always fit."""
+    """Raise LayoutError, as `mtf.lower` would, if the model does not fit; lengths of texts are taken to divide."""
     length = Mesh(mesh).size
     if config.max_length is not None:
         config = config.replace(max_length=max(config.max_length, 2 * length))

@@ -33,7 +33,7 @@ def values_of(
 ) -> dict[str, Array]:
     """Arrays of all wanted variables, from a simulation, arrays by name, or the path of a checkpoint.
 
-    `program` has them; it is asked for where a file is read.
+    `program` returns a program with these variables; it is called only to read a file.
     Raises: GraphError with all that is missing or of another shape; CheckpointError for a file that is none.
     """
     given: Mapping[str, Any]

@@ -34,7 +34,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")  # float8 kernels have separate scales
 
 
 def read_weights(path: str | os.PathLike[str], config: TransformerConfig) -> dict[str, Array]:
-    """Read a model's variables from a file by Hugging Face's names (Llama, GPT-2, T5 and others).
+    """Read a model's variables from a file by Hugging Face's names (Llama, GPT-2 or T5).
 
     Args:
       path: a safetensors file, an index of several, or a folder with either.
