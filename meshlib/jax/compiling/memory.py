@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from meshlib.core.text import read_bytes
 
 _SPACE = re.compile(r"^Memory Space: (\S+) \(color=(\d+)\)\s*\nTotal bytes: (\d+)", re.MULTILINE)
-_VALUE = re.compile(r"^\s+\S+\(\s*\d+%\);\s*([\d.]+\w+);\s*\d+;\s*(\d+);\s*(.+)$", re.MULTILINE)
+_VALUE = re.compile(r"^\s+\S+\(\s*\d+%\);\s*([\d.]+\w+);\s*\d+;\s*\d+;\s*(.+)$", re.MULTILINE)
 _USED = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", re.IGNORECASE)
 _OVER = re.compile(r"Exceeded hbm capacity by ([\d.]+)([KMGT]?)", re.IGNORECASE)
 _SIZE = re.compile(r"([\d.]+)([KMGT]?)i?B?")
@@ -65,8 +65,8 @@ def memory_of(sizes: dict[str, int], report: str) -> CompiledMemory:
     largest: list[tuple[int, str]] = []
     if space:
         end = report.find("Memory Space:", space.end())
-        for size, count, shapes in _VALUE.findall(report[space.end() : end if end > 0 else len(report)]):
-            largest.append((_bytes(size), shapes.strip() if int(count) < 2 else f"{shapes.strip()}"))
+        for size, shapes in _VALUE.findall(report[space.end() : end if end > 0 else len(report)]):
+            largest.append((_bytes(size), shapes.strip()))
     temporary = max(0, total - arguments - extra)
     return CompiledMemory(
         total, arguments, sizes["output"], sizes["alias"], temporary, sizes["generated_code"], tuple(largest[:8])

@@ -1,7 +1,7 @@
 """The compiling process: reads a task, compiles its programs for devices that need not be present, writes the results.
 
 Run as `python -m meshlib.jax.compiling.worker`. Standard input has one pickled `Task`; standard output gets pickled
-messages, each behind its length: `Began`, `Lowered`, `Answer` or `Failed` of each program in turn.
+messages, each preceded by its length: for each program in turn `Began`, then an `Answer` or `Failed`.
 """
 
 from __future__ import annotations

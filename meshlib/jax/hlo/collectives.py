@@ -9,7 +9,7 @@ collectives between slices are host transfers, sends that name the kind of colle
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -194,18 +194,25 @@ def _before(module: Module, frame: Frame, i: HloInstruction) -> Iterator[str]:
     holder, call = frame.holder, frame.call
     if call is not None and frame.parent is not None and call.opcode == "fusion":
         holder, i = frame.parent.holder, call
+    for maker in _upstream(holder, i, lambda producer: producer.opcode in _PARTS):
+        if _kind(maker) is not None:
+            yield maker.name
+        inner = module.computations.get(maker.called("calls") or "") if maker.opcode == "fusion" else None
+        yield from [j.name for j in inner.instructions.values() if j.opcode in KINDS] if inner else ()
+
+
+def _upstream(
+    holder: Computation, i: HloInstruction, passes: Callable[[HloInstruction], bool]
+) -> Iterator[HloInstruction]:
+    """Producers of an instruction's operands, nearest first, and behind those that `passes` accepts their producers."""
     waiting, seen = list(i.operands), set[str]()
     while waiting and len(seen) < 50:
         maker = holder.instructions.get(name := waiting.pop(0))
         if maker is None or name in seen:
             continue
         seen.add(name)
-        if maker.opcode.removesuffix("-start").removesuffix("-done") in KINDS:
-            yield maker.name
-        inner = module.computations.get(maker.called("calls") or "") if maker.opcode == "fusion" else None
-        inside = [j.name for j in inner.instructions.values() if j.opcode in KINDS] if inner else []
-        yield from inside
-        if maker.opcode in _PARTS and not inside:
+        yield maker
+        if passes(maker):
             waiting += maker.operands
 
 
@@ -297,8 +304,12 @@ def _neighbours(holder: Computation, i: HloInstruction, sums: bool | None = None
     yield from (*makers, *readers) if sums else (*readers, *makers)
 
 
+def _kind(i: HloInstruction) -> StepKind | None:
+    return KINDS.get(i.opcode.removesuffix("-start").removesuffix("-done"))
+
+
 def _reduces(i: HloInstruction) -> bool:
-    kind = KINDS.get(i.opcode.removesuffix("-start").removesuffix("-done"))
+    kind = _kind(i)
     return kind is not None and kind.reduces
 
 
@@ -308,22 +319,9 @@ def _all_neighbours(frame: Frame, i: HloInstruction) -> Iterator[HloInstruction]
     if frame.call is not None and frame.parent is not None and frame.call.opcode == "fusion":
         yield frame.call
         yield from _neighbours(frame.parent.holder, frame.call, _reduces(i))
-        yield from _producers_without_names(frame.parent.holder, frame.call)
-    yield from _producers_without_names(frame.holder, i)
+        yield from _upstream(frame.parent.holder, frame.call, lambda producer: not producer.op_name)
+    yield from _upstream(frame.holder, i, lambda producer: not producer.op_name)
     yield from _transitive_users(frame.holder, i)
-
-
-def _producers_without_names(holder: Computation, i: HloInstruction) -> Iterator[HloInstruction]:
-    """Producers of the operands, and theirs where a producer has no name itself, nearest first."""
-    waiting, seen = list(i.operands), set[str]()
-    while waiting and len(seen) < 50:
-        maker = holder.instructions.get(name := waiting.pop(0))
-        if maker is None or name in seen:
-            continue
-        seen.add(name)
-        yield maker
-        if not maker.op_name:
-            waiting += maker.operands
 
 
 def _transitive_users(holder: Computation, i: HloInstruction) -> Iterator[HloInstruction]:
