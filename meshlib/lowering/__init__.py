@@ -68,20 +68,21 @@ def lower(
 ) -> Program:
     """Lower outputs and updates to the program that one device of `mesh` runs under `layout`.
 
-    For many layouts of one program, `mtf.Session` does the same and keeps what it learns.
+    To lower one program under many layouts, use `mtf.Session`, which caches what they share.
 
     Args:
-      outputs: what a step returns: a dict of names to tensors, a list (named by the tensors), or one tensor.
-      updates: what a step writes: `mtf.assign` or what an optimizer returned.
-      mesh: "rows:2;cols:4", a dict, pairs or a Mesh; one core unless given.
-      layout: "batch:rows;hidden:cols", a dict, pairs or LayoutRules; nothing is split unless given.
-      precision: "default" rounds float32 operands to bfloat16 into the MXU; "highest" keeps float32 through.
-      balance: what duplicated work is worth in bytes, and whether weights move; by default as `compiler` has it.
-      regather: a copy made in forward serves backward too if it takes no more memory than the assigned
-        sharding; a larger one, such as a gathered fully-sharded weight or an image block with its neighbours' edges, is
-        fetched again. False keeps it: fewer bytes sent, more memory.
-      compiler: the compiler that runs the program, by default `mtf.XLA_TPU`: it decides whether weights are stationary,
-        and how `mtf.estimate` schedules the program.
+      outputs: tensors that a step returns: a dict of names to tensors, a list (named by the tensors), or one tensor.
+      updates: the operations that write variables: results of `mtf.assign`, or of an optimizer.
+      mesh: "rows:2;cols:4", a dict, pairs or a Mesh; by default one device.
+      layout: "batch:rows;hidden:cols", a dict, pairs or LayoutRules; by default nothing is split.
+      precision: "default" rounds float32 operands of the MXU to bfloat16; "highest" multiplies them in float32.
+      balance: prices of duplicated work and of bytes, and whether weights are stationary; by default the nominal prices
+        of `mtf.Balance`, with stationary weights if `compiler` has them.
+      regather: whether copies larger than the assigned sharding, such as a gathered fully sharded weight or an image
+        block with its neighbours' edges, are gathered again for backward. False keeps forward's: fewer bytes sent, more
+        memory. Smaller copies always serve backward too.
+      compiler: the compiler that runs the program; it decides whether weights are stationary, and how `mtf.estimate`
+        schedules the program.
     Returns: a checked `Program`. Nothing is allocated; the time does not depend on the number of devices.
     Raises: LayoutError with all faults of the layout, GraphError for bad outputs or updates.
     Example:

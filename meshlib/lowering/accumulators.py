@@ -92,8 +92,8 @@ def accumulated_terms(
 ) -> dict[int, Tensor]:
     """The carries of a loop that only accumulate from zero, by number, each with the term that a trip adds.
 
-    Where a branch of the body adds to a carry, the term is the branch's result. `of_branch`: for a branch itself,
-    whether the loop around adds up a result of it, so that its carry is the accumulator around, whatever it is by then.
+    Where a branch of the body adds to a carry, the term is the branch's result. `of_branch`: if `op` is a branch,
+    whether the enclosing loop accumulates a result of it; the carry is that accumulator then, and may begin anywhere.
     """
     results = loop.results
     operations = needed(loop.body.known.get(y, y).operation for y in results)

@@ -74,7 +74,7 @@ class Algebra:
     """Normal forms of the sums of one graph."""
 
     graph: Simplified
-    # products of factors with the same summed dims, and no further dims -> the tensor that holds the product
+    # factors that all have summed dims -> tensor that is their product, without further dims
     products: dict[frozenset[tuple[Factor, int]], Tensor] = field(default_factory=dict)
 
     def total(self, op: Operation, within: Collection[str] | None = None) -> Monomial | None:

@@ -38,7 +38,7 @@ class Homes:
     _held: dict[Tensor, tuple[Sharding, Axes] | None] = field(default_factory=dict)
 
     def is_weight(self, t: Tensor) -> bool:
-        """Whether it is a variable, or a cast of one."""
+        """Whether a tensor is a variable other than an optimizer slot, or a cast of one."""
         op = _outermost(t).operation
         if op.opdef.home is Home.OPERAND:
             return self.is_weight(op.inputs[0])

@@ -12,22 +12,22 @@ from meshlib.lowering.materialisation import Prices
 class Balance:
     """Price of duplicated work, in bytes sent per device.
 
-    Nominal: one operation a byte, far below a chip's real balance (TPU v3: about 800 MXU flops per ICI byte). At the
-    real one a step of a small batch would gather its activations and compute whole gradients on every core: cheaper
-    on paper, but not what somebody who splits the batch means. So work that a layout divides stays divided unless
-    duplicating it is next to free.
+    The default is nominal, far below a chip's real balance (TPU v3: about 800 MXU flops per ICI byte): with the real
+    one, a step with a small batch would gather its activations and compute whole gradients on every device, which is
+    not what a user who splits the batch expects. So work that a layout divides stays divided unless duplicating it is
+    almost free. `mtf.balance` derives the prices from a slice.
 
-    `axis_prices` are what a byte sent along an axis is worth, where they differ: (axis, price) pairs, 1 for the others.
-    `collective_bytes` is what starting a collective is worth, whatever it sends; at 0, the default, the fewest
-    bytes are sent. `mtf.balance` makes all that of a slice.
-
-    `stationary`: a variable never moves over an axis that a required rule gives to one of its dims, if the rule holds
-    for activations too: these come to the weight, as in Megatron, even where gathering the weight would send less. An
-    optional rule, or one for variables alone, says where a weight is stored; it moves where that sends less.
-
+    Attributes:
+      mxu_flops_per_byte: MXU flops that cost as much as sending one byte.
+      vpu_ops_per_byte: VPU operations that cost as much as sending one byte.
+      stationary: whether weights never move over an axis that a required rule gives to one of their dims, if that rule
+        also applies to activations. These then move to the weight, as in Megatron, even where gathering the weight
+        would send less. An optional rule, or one for variables alone, only says where a weight is stored.
+      axis_prices: (axis, price of a byte sent along it) pairs; 1 for other axes.
+      collective_bytes: price of launching a collective, in bytes; at 0 the fewest bytes are sent.
     Example:
       >>> import meshlib as mtf
-      >>> balance = mtf.balance("v5e-8", "data:8")  # what the links and the MXU of a slice make of it
+      >>> balance = mtf.balance("v5e-8", "data:8")  # from the slice's links and MXU
       >>> balance.collective_bytes > mtf.Balance().collective_bytes
       True
     """

@@ -167,7 +167,7 @@ def _plain(mesh: Mesh, sources: Sequence[Sharding], targets: Sequence[Sharding],
 
 
 def _changes(before: Sequence[Axes], after: Sequence[Axes], axes: _Axes) -> list[Masks]:
-    """For each pair of a dim's entries: (axes lost, axes gained), major first."""
+    """Masks for each pair of a dim's entries: all axes lost, then each axis gained, major first."""
     rows: dict[Axes, int] = {}
     columns: dict[Axes, int] = {}
     row = np.array([rows.setdefault(e, len(rows)) for e in before])

@@ -67,7 +67,7 @@ def near_shifts(graph: Simplified, homes: Homes, signatures: Signatures, across:
 def _shifted(op: Operation, factors: Sequence[Factor], homes: Homes) -> Iterator[tuple[Factor, Split]]:
     """(factor, split) for each dim split in the assigned sharding along which uniform halos are needed.
 
-    A sum over a split dim has them in either operand: the search decides which.
+    For a sum over a split dim either operand can have the halo: the search decides which.
     """
     for f in factors:
         if f.role not in RUNS:

@@ -5,8 +5,8 @@ ends in a reduction. In reverse order, an instruction joins the group of its use
 runs directly before them, which no dependency can forbid.
 
 A product does not join users that wait for later products if its operands would then stay in memory for longer and are
-larger than its result: the gradient of the head's weights runs before the layers' backward pass, though its consumer
-comes after the embedding's.
+larger than its result: the gradient of the head's weights runs before the layers' backward pass, even if its user, the
+sum with a tied embedding's gradient, runs after it.
 
 A group ends in a reduction, because a user may need the complete result. But a row of a softmax or a norm depends on
 that row alone, and rows fit VMEM. So once the order is known, element-wise groups and reductions over minor dims that

@@ -84,7 +84,7 @@ class Memos:
         return self._prices.setdefault(balance, Prices(balance))
 
     def simplified(self, graph: Graph, results: Sequence[Tensor], taken: bool) -> Simplified:
-        """A loop's body, simplified; `taken`: results that are needed under whatever sharding they have."""
+        """A loop's body, simplified; `taken`: whether its results are needed under any sharding."""
         key = (graph, tuple(results), taken)
         if key not in self._simplified:
             simple = self._simplified[key] = simplify(graph, results, ())

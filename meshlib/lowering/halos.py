@@ -52,7 +52,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MarginDemand:
-    """A computation that needs its operand's neighbours, and points where a margin could provide them, in order."""
+    """A computation that needs its operand's neighbours, and points where a margin could serve it, nearest first."""
 
     instruction: Compute
     points: tuple[Point, ...]

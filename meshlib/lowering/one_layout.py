@@ -179,7 +179,7 @@ class Lowering:
         return sum(c.count * (c.sent_bytes * axes_price(c.axes, prices) + start) for c in program.collectives)
 
     def _with_best_halos(self, simple: Simplified, homes: Homes, lowered: Lowered) -> Program:
-        """The cheaper program: shifts priced separately, or as sharing their halos.
+        """The program that sends less: with shifts priced separately, or as sharing their halos.
 
         Forward's halos serve backward, too, if they are kept: that takes a copy with margins.
         """

@@ -33,8 +33,8 @@ FLOPS_PER_START = 2_000_000_000
 class _Scheduler:
     """List scheduling: groups that free more memory than they take go first, others in their original order.
 
-    `arrives` has, for each value of a collective, the flops completed when it arrives: for groups that lead to a
-    product, those until the next product, for others nominal ones. Its users are not first before that.
+    Users of a collective are not first while it is in flight: until the next product if they lead to one, otherwise
+    until nominally enough flops have been computed.
     """
 
     program: Program
@@ -44,7 +44,7 @@ class _Scheduler:
         self._analyse()
         ready: list[tuple[int, int]] = []
         sent: set[Value] = set()  # by collectives since the last product
-        arrives: dict[Value, float] = {}
+        arrives: dict[Value, float] = {}  # nominal flops completed when a collective's result arrives
         flops = 0.0
         waiting: list[int] = []  # groups that use values in flight
         done = [False] * len(self.groups)

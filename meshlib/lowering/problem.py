@@ -89,9 +89,9 @@ class Problem:
     def _fix_known_choices(self) -> None:
         """Fix operations whose choice is known: computed from nothing, or free under assigned shardings.
 
-        The latter compute every block of the assigned sharding from blocks that are there, all axes that could split
-        them do, and their results are used by each other and by variables alone, as in an optimizer's update. No table
-        over their values is below zero, and all are zero where each of them runs so.
+        The latter compute every block of the assigned sharding from existing blocks, are split by all axes that could
+        split them, and their results are used by each other and by variables alone, as in an optimizer's update. No
+        table over their values is below zero, and all are zero under these choices.
         """
         assigned: dict[Operation, Choice] = {}
         self.at_home = {}

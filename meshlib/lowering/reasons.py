@@ -93,7 +93,7 @@ def _reduction(step: Step, t: Tensor, makers: Sequence[tuple[Operation, str]], h
 
 
 def _reduced(op: Operation, factor: str) -> str:
-    """The dim of a factor, or one of several dims by which it can be split."""
+    """The first operand's dim of a factor, or the factor's own name if no operand has it."""
     names = (name for f in op.opdef.roles(op) if f.name == factor for name in f.operands if name is not None)
     return next(names, factor)
 

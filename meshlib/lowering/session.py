@@ -33,13 +33,13 @@ PROGRAMS = 32  # most recently used programs that a session keeps
 class Session(Shown):
     """Lowerings of one program under varying layouts, meshes, precisions and balances, with shared caches.
 
-    Every program is the one that `mtf.lower` would return at that moment. The last `PROGRAMS` are kept. What does not
-    depend on the layout is computed once, and what depends on it is shared wherever two layouts split an operation
-    alike; most of a lowering is neither. What is added to the graph later is no part of the program,
-    but may name dims that a layout names, or declare gradients; the session notices and learns anew.
+    Every program is equal to the result of `mtf.lower`; the last `PROGRAMS` are cached. Analyses that do not depend on
+    the layout run once; others are shared by layouts that split an operation alike. Operations added to the graph later
+    are not part of the program, but may add names of dims and gradients: the session then analyses the graph again.
 
     Args:
-      outputs, updates: as `mtf.lower` takes them.
+      outputs: as for `mtf.lower`.
+      updates: as for `mtf.lower`.
     Raises: GraphError for bad outputs or updates.
     Example:
       >>> import meshlib as mtf
@@ -69,7 +69,8 @@ class Session(Shown):
         Both share caches for alike operations; their programs are those of separate sessions.
 
         Args:
-          outputs, updates: as `mtf.lower` takes them.
+          outputs: as for `mtf.lower`.
+          updates: as for `mtf.lower`.
         Raises: GraphError for bad outputs or updates.
         Example:
           >>> import meshlib as mtf

@@ -6,7 +6,7 @@ their sums; and deviations from a mean sum to zero. The gradient of a batch norm
 cotangent, and of its product with the centred operand.
 
 Whether that sends less depends on reductions that would have been shared otherwise, so programs with and without it are
-compared (`layout`), and only where enough may be saved.
+compared (`one_layout`), and only where enough may be saved.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Sharing:
     def graph(self) -> Simplified:
         """The graph with these sums replaced.
 
-        New operations are in a graph of their own, a copy of the old one's records, with the names and lines of
-        the sums that they replace.
+        New operations are in a copy of the graph without its operations, with the names and source lines of the sums
+        that they replace.
         """
         old = self.simple.graph
         new = replace(old, operations=[], gradient_of=dict(old.gradient_of), inner=set(), again=set(), _counts={})
@@ -71,7 +71,7 @@ def shared_sums(
     simple: Simplified, split: Mapping[Tensor, frozenset[str]], fetched: Iterable[Tensor]
 ) -> Sharing | None:
     """The sums over split dims that need no reduction of their own; None if there are none."""
-    sharing = _Choice(simple, split, frozenset(fetched)).found()
+    sharing = _Choice(simple, split, frozenset(fetched)).sharing()
     return sharing if sharing.bytes > 0 else None
 
 
@@ -90,7 +90,7 @@ class _Choice:
     def __post_init__(self) -> None:
         self.algebra = Algebra(self.simple)
 
-    def found(self) -> Sharing:
+    def sharing(self) -> Sharing:
         for y in self.split:
             total = self.algebra.total(y.operation)
             if total is not None:

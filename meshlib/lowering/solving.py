@@ -35,13 +35,13 @@ class _Incumbent:
         self.graph, self.values, self.cost = graph, list(values), graph.cost(values)
 
     def offer(self, values: Sequence[int]) -> None:
-        """Take these if they cost less."""
+        """Replace the values by these if they cost less."""
         cost = self.graph.cost(values)
         if cost < self.cost:
             self.values, self.cost = list(values), cost
 
     def solution(self, bound: float | None = None) -> Solution:
-        """The values, proved to be least where there is no other bound."""
+        """The values with a lower bound; without one they are proved optimal."""
         return Solution(tuple(self.values), self.cost, self.cost if bound is None else bound)
 
 
@@ -86,7 +86,7 @@ def _dive(graph: FactorGraph, core: Elimination, size: int) -> list[int]:
 
 
 def _attempt(problem: Elimination, best: _Incumbent, slack: float, limit: int) -> None:
-    """Prune by the incumbent's cost, `slack` more or less, reduce, bound and dive in turn. Raises: TooLarge."""
+    """Prune by the incumbent's cost plus `slack`, reduce, bound and dive in turn. Raises: TooLarge."""
     graph, size = best.graph, SMALL_TABLES[-1]
     while problem.domain:
         before = sum(problem.size.values())

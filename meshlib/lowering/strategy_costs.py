@@ -44,8 +44,8 @@ class Pricing:
     """Strategies of alike operations whose results have the same assigned sharding.
 
     Args:
-      binding: whether the result is brought to its assigned sharding.
-      near: operands and dims of which another operation brings the halo that this one needs.
+      binding: whether the result is resharded to its assigned sharding.
+      near: (operand, dim) pairs whose halo another operation provides.
     """
 
     def __init__(self, signature: Signature, home: Sharding, binding: Binding, near: Near, balance: Balance) -> None:

@@ -36,7 +36,7 @@ class LayerValue(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """A point behind instruction `at` where repetitions of the last `length` instructions go; `step`: 1 or -1."""
+    """A point behind instruction `at` where the last `length` instructions repeat, `step` (1 or -1) layers apart."""
 
     at: int
     length: int

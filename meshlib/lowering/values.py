@@ -133,10 +133,11 @@ class ValuesKey(NamedTuple):
     """Everything that the values of an operation's variable depend on.
 
     Args:
-      later: how many later regions use its result, where it may run again; None where it may not.
-      often: whether several operations use it, so that it may run in two ways.
-      free: per operand, how it is made of nothing, if it is.
-      others: how the results but the first are bound, and their assigned shardings.
+      strategies: the operation's strategies.
+      later: number of later regions that use its result, if it may run again there; otherwise None.
+      often: whether several operations use its result, so that it may run under two strategies.
+      free: for each operand, its recomputation if it is computed from nothing; otherwise None.
+      others: (binding, assigned sharding) of each result but the first.
     """
 
     strategies: StrategySet
