@@ -49,7 +49,7 @@ from meshlib.jax.importing.leaves import (
     parts_of_array,
     words,
 )
-from meshlib.jax.importing.naming import WHAT, Leaf, call_first, call_products, name_all, parsed
+from meshlib.jax.importing.naming import WHAT, Leaf, assign_names, name_all, name_arguments, name_factors
 from meshlib.jax.importing.pairs import flat as flat_parts
 from meshlib.jax.importing.pairs import packed
 from meshlib.jax.importing.table import RULES
@@ -133,11 +133,11 @@ def from_jax(
     code = Code([leaf.var for leaf in leaves], outs, tracing.steps)
     used = prune(code)
     _check(code, leaves, results, tracing.refused)
-    parsed(names, leaves)
-    waiting = call_first(axes, leaves)
+    assign_names(names, leaves)
+    waiting = name_arguments(axes, leaves)
     mark_scores(code)
     control.unify(axes, code)
-    call_products(axes, waiting)
+    name_factors(axes, waiting)
     tie_layers(axes, leaves)
     name_all(axes, code, leaves)
     met = Constraints(flag(constraints, WHAT, "constraints"))
@@ -317,7 +317,7 @@ def _graph(
             graph.outputs[name] = writer.full(writer.tensor(out), out.axes)
             graph.shapes[name] = out.shape
             graph.result_axes[name] = tuple(writer.shape([a]) for a in out.axes)
-    graph.constraints = tuple(constraints.found)
+    graph.constraints = tuple(constraints.recorded)
     graph.named_dims = frozenset(map(writer.dim, axes.flat(_named_axes(leaves))))
     _drop_unused(graph)
     _mark_runs(graph)

@@ -80,7 +80,7 @@ class Axes:
         for part in root.parts:
             yield from self._all(part)
 
-    def call(self, axis: Axis, name: str) -> Axis | None:
+    def assign_name(self, axis: Axis, name: str) -> Axis | None:
         """Give a dim the user's name; this unifies it with dims of the same name and length.
 
         Returns: None, or a dim of that name that must stay distinct from it.
@@ -169,6 +169,16 @@ class Axes:
         b.same_as, a.name = a, a.name or b.name
         a.holders |= b.holders
         b.holders = set()
+
+
+def equal_groups(olds: Sequence[Axis], news: Sequence[Axis]) -> Iterator[tuple[list[Axis], list[Axis]]]:
+    """Cut both lists, left to right, into the smallest groups of equal size."""
+    left, right = list(olds), list(news)
+    while left or right:
+        a, b = [left.pop(0)], [right.pop(0)]
+        while (m := prod(x.size for x in a)) != (n := prod(x.size for x in b)):
+            (a if m < n else b).append((left if m < n else right).pop(0))
+        yield a, b
 
 
 def _cuts(run: Sequence[Axis]) -> list[int]:

@@ -87,7 +87,7 @@ class CodeStep:
     bodies: tuple[Code, ...] = ()
     labels: list[Axis] = field(default_factory=list)  # axes of its index space that are absent from its results
     saved: str | None = None  # name under which a checkpoint policy saves its result
-    on_host: bool = False  # where the result is saved
+    on_host: bool = False  # whether it is saved in host memory
     memory: int | None = None  # for a product that computes attention scores: the keys' axis
 
     def within(self) -> Iterator[CodeStep]:

@@ -32,9 +32,9 @@ class Constraints:
     """The constraints of a function, and whether they are binding."""
 
     bind: bool
-    found: list[Constraint] = field(default_factory=list)
+    recorded: list[Constraint] = field(default_factory=list)
 
-    def met(self, x: Tensor, axes: Sequence[Shape], spec: Sequence[Any], source: str) -> Tensor:
+    def record(self, x: Tensor, axes: Sequence[Shape], spec: Sequence[Any], source: str) -> Tensor:
         """Record a constraint, and apply it to `x`, which has all dims of the axes, if constraints are binding."""
         rules = [
             Rule(dims.dims[0].name, (entry,) if isinstance(entry, str) else tuple(entry))
@@ -42,5 +42,5 @@ class Constraints:
             if len(dims) and isinstance(entry, str | tuple)
         ]
         one = Constraint(source, x.shape, LayoutRules(rules))
-        self.found.append(one)
+        self.recorded.append(one)
         return constrain(x, one.rules) if self.bind else x

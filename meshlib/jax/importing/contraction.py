@@ -104,7 +104,7 @@ def _dot(w: StepWriter, step: CodeStep) -> Tensor:
 
 
 def _summed_product(a: Tensor, b: Tensor, summed: Sequence[Dimension], out: Shape, precision: str) -> Tensor:
-    """The product of two operands, summed over those of `dims` that either has."""
+    """The product of two operands, summed over those of the dims `summed` that either has."""
     there = {*a.shape, *b.shape}
     here, both = [d for d in summed if d in there], [d for d in summed if d in a.shape and d in b.shape]
     if here != both:  # one operand is constant along a contracted dim

@@ -44,8 +44,8 @@ class ImportedGraph(Graph):
     """A program imported from a JAX function.
 
     `outputs` by name, ready for `mtf.lower`; `variables` and `inputs` by the paths of the arguments, as of any graph;
-    `arguments` by these paths; `unused`, the paths of arguments that the results do not depend on; `constraints`, what
-    the function says of shardings by itself.
+    `arguments` by these paths; `unused`, the paths of arguments that the results do not depend on; `constraints`, the
+    shardings that the function requests itself.
     """
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
@@ -60,9 +60,9 @@ class ImportedGraph(Graph):
 
     @property
     def loss(self) -> Tensor:
-        """The result to minimise: the only one without dims; the first result if none is.
+        """The tensor to minimise: the function's first result.
 
-        Raises: GraphError if the first result has dims.
+        Raises: GraphError if it has dims or is no float.
         """
         name, first = next(iter(self.outputs.items()))
         if len(first.shape) or not first.dtype.is_float:

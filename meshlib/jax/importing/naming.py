@@ -45,7 +45,7 @@ class Leaf:
 # ---------------------------------------------------------------- the user's names
 
 
-def parsed(names: object, leaves: Sequence[Leaf]) -> None:
+def assign_names(names: object, leaves: Sequence[Leaf]) -> None:
     """Assign names to the leaves: `names` maps paths or patterns to axis names in order.
 
     Raises: GraphError for a path that is none, as many names as there are no axes, and what is no name.
@@ -131,7 +131,7 @@ def _known_sizes(leaf: Leaf, axis: Axis, token: tuple[Part, ...], sizes: Mapping
     return known_sizes
 
 
-def call_first(axes: Axes, leaves: Sequence[Leaf]) -> list[tuple[Leaf, Axis, tuple[Part, ...]]]:
+def name_arguments(axes: Axes, leaves: Sequence[Leaf]) -> list[tuple[Leaf, Axis, tuple[Part, ...]]]:
     """Name the arguments' axes before unification; returns products whose factors are still unknown."""
     named = [
         (leaf, axis, token)
@@ -170,7 +170,7 @@ def _check_size(leaf: Leaf, axis: Axis, sizes: Sequence[int | None]) -> None:
 def _call(axes: Axes, leaf: Leaf, axis: Axis, name: str) -> None:
     if axis.size == 1:
         return
-    clash = axes.call(axis, name)
+    clash = axes.assign_name(axis, name)
     if clash is not None:
         raise GraphError(
             f"{at(WHAT)}: names: {leaf.path} {list(leaf.var.shape)} would have two axes '{name}', of {clash.size} and "
@@ -178,7 +178,7 @@ def _call(axes: Axes, leaf: Leaf, axis: Axis, name: str) -> None:
         )
 
 
-def call_products(axes: Axes, waiting: Iterable[tuple[Leaf, Axis, tuple[Part, ...]]]) -> None:
+def name_factors(axes: Axes, waiting: Iterable[tuple[Leaf, Axis, tuple[Part, ...]]]) -> None:
     """Name the factors of products, which unification has determined by now."""
     for leaf, axis, token in waiting:
         dims = axes.dims(axis)

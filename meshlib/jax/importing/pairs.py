@@ -68,7 +68,7 @@ def in_parts(eqn: Any, pairs: Sequence[bool]) -> Callable[..., tuple[Any, ...]] 
     def run(*xs: Any) -> tuple[Any, ...]:
         rest = iter(xs)
         operands = [(next(rest), next(rest)) if pair else next(rest) for pair in pairs]
-        if name in _BY_ELEMENT:  # numbers are deduplicated in a jaxpr
+        if name in _BY_ELEMENT:  # a jaxpr does not broadcast scalar operands
             shape = eqn.outvars[0].aval.shape
             operands = [
                 tuple(jnp.broadcast_to(p, shape) for p in x) if isinstance(x, tuple) else jnp.broadcast_to(x, shape)

@@ -68,7 +68,7 @@ def split_by(w: StepWriter, step: CodeStep, spec: Sequence[Any]) -> Tensor:
     """The operand of a step that constrains its sharding by this spec."""
     (x,), (out,) = step.ins, step.outs
     parts = [w.shape([a]) for a in out.axes]
-    return w.constraints.met(w.full(w.under(x, out.axes), out.axes), parts, spec, step.place.line)
+    return w.constraints.record(w.full(w.under(x, out.axes), out.axes), parts, spec, step.place.line)
 
 
 rule("sharding_constraint", axes=same_axes, write=_constraint, fold=lambda step, x: x, by_element=True)

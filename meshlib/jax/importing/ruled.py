@@ -76,12 +76,12 @@ def ruled(eqn: Any, axis_env: Sequence[tuple[str, int]] = ()) -> Ruled:
         both = {False: iter(rest), True: iter(floats)}
         return [next(both[n in floating]) for n in range(len(outs))], residuals
 
-    closed, (_, residual_tree) = jax.make_jaxpr(forward, return_shape=True, axis_env=env)(*reals)
+    closed, (_, residual_shapes) = jax.make_jaxpr(forward, return_shape=True, axis_env=env)(*reals)
 
     def backward(residuals: Sequence[Any], *cotangents: Any) -> Any:
         return jax.tree_util.tree_unflatten(trees[-1], residuals)(list(cotangents))
 
-    back = jax.make_jaxpr(backward, axis_env=env)(residual_tree, *(outs[n] for n in floating))
+    back = jax.make_jaxpr(backward, axis_env=env)(residual_shapes, *(outs[n] for n in floating))
     live, _ = dce_jaxpr(back.jaxpr, [True] * len(moving), instantiate=True)
     return Ruled(closed, core.ClosedJaxpr(live, back.consts), moving, floating)
 

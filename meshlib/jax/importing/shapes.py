@@ -10,7 +10,7 @@ import numpy as np
 
 from layouts import Dimension
 from meshlib.core.graph import Tensor
-from meshlib.jax.importing.axes import Axes, Axis
+from meshlib.jax.importing.axes import Axes, Axis, equal_groups
 from meshlib.jax.importing.code import DTYPES, Array, CodeStep
 from meshlib.jax.importing.table import fresh, give, rule, same_axes
 from meshlib.jax.importing.writing import StepWriter
@@ -91,28 +91,17 @@ def _reshape_axes(axes: Axes, step: CodeStep) -> None:
     new_axes = [axes.new(n) for n in out.shape]
     news = [a for a in new_axes if a.size > 1]
     swap: dict[Axis, Axis] = {}
-    for left, right in _runs(olds, news):
+    for left, right in equal_groups(olds, news):
         if len(left) == len(right) == 1:
             swap[right[0]] = left[0]
     new_axes = [swap.get(a, a) for a in new_axes]
     give(axes, out, new_axes)
-    for left, right in _runs(olds, [a for a in new_axes if a.size > 1]):
+    for left, right in equal_groups(olds, [a for a in new_axes if a.size > 1]):
         if len(left) != 1 or len(right) != 1:
             axes.tie_runs(left, right)
             a, b = left[0].size, right[0].size
             if not a % b or not b % a:  # a split dim stays the major part
                 axes.kin.append((right[0], left[0]))
-
-
-def _runs(olds: Sequence[Axis], news: Sequence[Axis]) -> list[tuple[list[Axis], list[Axis]]]:
-    """Cut both lists, left to right, into the smallest groups of equal size."""
-    left, right, pairs = list(olds), list(news), []
-    while left or right:
-        a, b = [left.pop(0)], [right.pop(0)]
-        while (m := prod(x.size for x in a)) != (n := prod(x.size for x in b)):
-            (a if m < n else b).append((left if m < n else right).pop(0))
-        pairs.append((a, b))
-    return pairs
 
 
 def _reshape(w: StepWriter, step: CodeStep) -> Tensor:

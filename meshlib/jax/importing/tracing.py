@@ -202,7 +202,7 @@ class Tracing:
             out.maker = step
         if any(x.trips is not None for x in ins):
             follow(step)
-        where = _kept(self.policy, eqn) if self.policy is not None and len(outs) == 1 else None
+        where = _saved_in(self.policy, eqn) if self.policy is not None and len(outs) == 1 else None
         if where is not None:
             self.saved += 1
             step.saved, step.on_host = f"saved_{self.saved}", where == "host"
@@ -339,7 +339,7 @@ def _typed(array: Array, out: Var) -> Array:
         return np.asarray(array).astype(numpy_type(out.dtype))
 
 
-def _kept(policy: Callable[..., Any], eqn: Any) -> str | None:
+def _saved_in(policy: Callable[..., Any], eqn: Any) -> str | None:
     """Where a policy saves the result of a step: "hbm", "host", or None."""
     answer = policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
     if type(answer).__name__ == "Offloadable":

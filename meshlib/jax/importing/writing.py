@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from layouts import Dimension, Shape
 from meshlib.core.graph import Tensor, current_graph, scope
 from meshlib.core.public_calls import public
 from meshlib.core.source_lines import written_at
-from meshlib.jax.importing.axes import Axes, Axis
+from meshlib.jax.importing.axes import Axes, Axis, equal_groups
 from meshlib.jax.importing.code import DTYPES, Code, CodeStep, SourcePlace, Var
 from meshlib.jax.importing.constraints import Constraints
 from meshlib.jax.importing.masks import known
@@ -35,8 +34,8 @@ from meshlib.ops.pointwise.casts import cast
 class StepWriter:
     """Writes steps into the current graph; `tensors` are the values written so far.
 
-    `constraints` hears of what the function says of shardings. `parts`: of a loop's body, what is said of its
-    checkpoints as they are written.
+    `constraints` records the shardings that the function requests; `parts`, for a loop's body, the policies of the
+    checkpoints in it.
     """
 
     def __init__(
@@ -136,7 +135,7 @@ class StepWriter:
         if [d.size for d in old] == [d.size for d in new]:
             pairs = [(self.dim(a), self.dim(b)) for a, b in zip(old, new, strict=True)]
             return renamed(t, {a.name: b.name for a, b in pairs if a != b and a in t.shape})
-        groups = list(_groups(old, new))
+        groups = list(equal_groups(old, new))
         reshaped = {d for left, right in groups if len(left) != 1 or len(right) != 1 for d in left}
         held = [self.dim(d) for d in old if d in reshaped or self.dim(d) in t.shape]
         new_dims = [
@@ -204,19 +203,6 @@ def renamed(t: Tensor, names: Mapping[str, str]) -> Tensor:
 def dims_of(t: Tensor, order: Sequence[Dimension]) -> Tensor:
     """`t` with its dims in this order."""
     return transpose(t, order)
-
-
-def _groups(old: Sequence[Axis], new: Sequence[Axis]) -> Iterator[tuple[list[Axis], list[Axis]]]:
-    """Cut both lists, left to right, into the smallest groups of equal size."""
-    olds, news = list(old), list(new)
-    while olds or news:
-        left, right = [olds.pop(0)], [news.pop(0)]
-        while (a := prod(d.size for d in left)) != (b := prod(d.size for d in right)):
-            if a < b:
-                left.append(olds.pop(0))
-            else:
-                right.append(news.pop(0))
-        yield left, right
 
 
 def _plain(number: Any) -> bool | int | float:

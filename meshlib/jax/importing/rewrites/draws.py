@@ -43,7 +43,7 @@ rewrite("jit:_truncated_normal", _truncated_normal)
 
 
 def _shuffle(step: CodeStep) -> Function:
-    """A permutation that sorts random numbers."""
+    """Shuffle along an axis, by sorting random keys."""
     (sort,) = (eqn for eqn in step.params["jaxpr"].eqns if eqn.primitive.name == "sort")
     at = sort.params["dimension"]
 

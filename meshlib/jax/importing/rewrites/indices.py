@@ -57,7 +57,7 @@ class _TableAxes:
         return lax.transpose(table.reshape([shape[n] for n in order]), np.argsort(order))
 
     def places(self, indices: Any, columns: dict[int, int], shape: Sequence[int], clip: bool, windows: bool) -> Any:
-        """Position along the flattened axis of each element: [index axes, one axis per window]; -1 if out of range.
+        """Position along the flattened axis of each element: [index axes, one per window axis]; -1 if out of range.
 
         `windows`: a window with one element out of range is out of range as a whole.
         """
