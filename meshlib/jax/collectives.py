@@ -69,10 +69,10 @@ def _all_reduce(step: Step, x: Array, context: TraceContext) -> Array:
 
 
 def _reduce_scatter(step: Step, x: Array, context: TraceContext) -> Array:
-    """A block of the sum; the dims on either side of the scattered one travel as one.
+    """This device's block of a reduction; the dims on either side of the scattered one are merged for the transfer.
 
-    XLA otherwise lays out the gradients of heads with the scattered dim in the lanes, where it cuts at whole tiles
-    alone: it makes an all-reduce and a slice instead.
+    XLA otherwise lays out gradients of heads with the scattered dim in the lanes, which it can only cut at whole tiles,
+    and makes an all-reduce and a slice instead.
     """
     axes, dim, reduction = step.axes, _dim(step), _reduction(step)
     count = context.mesh.group_size(axes)
@@ -274,7 +274,7 @@ def shared_summaries(x: Array, axes: tuple[str, ...], dim: int, count: int) -> A
 def combined_summaries(
     xs: Sequence[Array], axes: tuple[str, ...], count: int, combine: Callable[..., tuple[Array, ...]]
 ) -> tuple[Array, ...]:
-    """The summaries of all blocks combined by `combine`: scatter shares, combine, gather. Bytes as an all_reduce."""
+    """The summaries of all blocks combined by `combine`: exchange shares, combine, gather. Bytes as an all_reduce."""
     shape, size = xs[0].shape, xs[0].size
     short = -size % count
     flat = [jnp.pad(x.reshape(-1), (0, short)).reshape(count, -1) for x in xs]

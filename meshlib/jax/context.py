@@ -23,8 +23,8 @@ Index: TypeAlias = int | Array  # of an element or a block: known at trace time,
 class Reported:
     """Values that a step reports to the host, in program order.
 
-    checks   per operation that checks indices [wrong or not, a wrong one]
-    prints   what `Print` shows: per operation its values, of a loop one list of all trips
+    checks   for each of the `checked` operations: [whether an index is out of range, the smallest such index]
+    prints   values to print: those of each operation, or for a loop one list over all trips
     faults   exceptions of user functions during a step, which JAX would wrap and report repeatedly
     """
 
@@ -55,8 +55,9 @@ class TraceContext:
     step      int32, the number of the step
     checked   whether indices are checked
     keys      the random key of each operation that draws, before step and trips are folded in
-    trips     the trip of each loop around
-    stacks    per update of a part, the stack whose slice it updates in place
+    reported  what the trace reports to the host
+    trips     the current trip of each enclosing loop, outermost first
+    stacks    instruction that updates part of a slice of a stack -> that stack, which it updates in place
     """
 
     mesh: Mesh
@@ -64,7 +65,7 @@ class TraceContext:
     highest: bool
     step: Array
     keys: Mapping[str, Array]
-    found: Reported
+    reported: Reported
     checked: bool = False
     trips: tuple[Array, ...] = ()
     stacks: Mapping[Instruction, Stack] = field(default_factory=dict)
@@ -88,5 +89,5 @@ class TraceContext:
             return
         wrong = (indices < 0) | (indices >= index_count(op))
         bad = jnp.min(jnp.where(wrong, indices, jnp.iinfo(jnp.int32).max), initial=jnp.iinfo(jnp.int32).max)
-        self.found.checked.append(op)
-        self.found.checks.append(jnp.stack([jnp.any(wrong).astype(jnp.int32), bad]))
+        self.reported.checked.append(op)
+        self.reported.checks.append(jnp.stack([jnp.any(wrong).astype(jnp.int32), bad]))

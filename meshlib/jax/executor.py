@@ -97,7 +97,7 @@ class Executor(Interpreter[Array, TraceContext]):
         raise AssertionError("loops with a condition are one lax.while_loop")
 
     def loop(self, i: Loop, inputs: Sequence[Array], context: TraceContext) -> list[Array]:
-        """All trips in one lax.scan; nested loops are traced once inside its body."""
+        """All trips in one lax.scan, for which the loop's body is traced once."""
         if i.splits_branch:
             return self._branch(i, inputs, context)
         body = i.body
@@ -123,7 +123,7 @@ class Executor(Interpreter[Array, TraceContext]):
             stacks: dict[Instruction, Stack] = {
                 updates[end]: Stack(x, number) for end, x in written.items() if end in updates
             }
-            here = replace(context.in_trip(number), found=inside, stacks=stacks)
+            here = replace(context.in_trip(number), reported=inside, stacks=stacks)
             values = dict(given)
             values.update({body.inputs[begin]: x for (begin, _), x in zip(i.carries, carries, strict=True)})
             for name, (x, axis) in stacked.items():
@@ -152,10 +152,10 @@ class Executor(Interpreter[Array, TraceContext]):
         stacks |= written
         assert inside is not None
         checks, prints = left
-        context.found.checked += inside.checked
-        context.found.checks += [jnp.stack([c[:, 0].max(), c[:, 1].min()]) for c in checks]
+        context.reported.checked += inside.checked
+        context.reported.checks += [jnp.stack([c[:, 0].max(), c[:, 1].min()]) for c in checks]
         if prints:
-            context.found.prints.append(prints)
+            context.reported.prints.append(prints)
         return [*finals, *(stacks[n] for n in i.stacks)]
 
     def _branch(self, i: Loop, inputs: Sequence[Array], context: TraceContext) -> list[Array]:
@@ -172,7 +172,7 @@ class Executor(Interpreter[Array, TraceContext]):
         def run() -> tuple[list[Array], list[Array], list[Array]]:
             nonlocal inside
             inside = Reported()
-            values = self.run(body, dict(given), replace(context.in_trip(jnp.int32(0)), found=inside))
+            values = self.run(body, dict(given), replace(context.in_trip(jnp.int32(0)), reported=inside))
             ends = [values[body.outputs[end]] for _, end in i.carries]
             return ends, [values[body.outputs[name]][None] for name in i.stacks], inside.checks
 
@@ -186,8 +186,8 @@ class Executor(Interpreter[Array, TraceContext]):
 
         works = given[body.inputs[record.working.operation.name]].reshape(-1)[0]  # of its only index; all indices agree
         finals, stacked, checks = lax.cond(works, run, leave_out)
-        context.found.checked += inside.checked
-        context.found.checks += checks
+        context.reported.checked += inside.checked
+        context.reported.checks += checks
         return [*finals, *stacked]
 
     def _while(
@@ -221,8 +221,8 @@ class Executor(Interpreter[Array, TraceContext]):
         )
         inside = noted()
         assert inside is not None
-        context.found.checked += inside.checked
-        context.found.checks += checks
+        context.reported.checked += inside.checked
+        context.reported.checks += checks
         return list(finals)
 
     # ------------------------------------------------------------ computations
@@ -234,7 +234,7 @@ class Executor(Interpreter[Array, TraceContext]):
         elif op.opdef.reads_part and not i.exchanges and i.inputs[0] in self._wide:
             inputs = [self._wide[i.inputs[0]], *inputs[1:]]  # the result is rounded; XLA would cast a whole table
         if op.opdef.show is not None and len(inputs) > 1:
-            context.found.prints.append(list(inputs[1:]))
+            context.reported.prints.append(list(inputs[1:]))
         factors = op.opdef.roles(op)
         axes: dict[str, tuple[str, ...]] = {}
         for axis, factor in i.assignment:
@@ -280,7 +280,7 @@ def _single_updates(body: Program, in_place: Mapping[str, str]) -> dict[str, Com
 
 
 def _offsets(i: Compute, factors: Sequence[Factor], axes: Axes, context: TraceContext) -> dict[str, Index]:
-    """Factor -> global index at which this device's block begins; for windows, in the result."""
+    """Factor -> global index at which this device's block begins; for windows, in the dim of `Halo.length`."""
     offsets: dict[str, Index] = {}
     for f in factors:
         over = axes.get(f.name, ())

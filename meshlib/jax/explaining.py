@@ -22,7 +22,7 @@ from meshlib.estimation.work.communication import placed_for
 from meshlib.jax.hlo.collectives import HloCollective, collectives_of
 from meshlib.jax.hlo.groups import Part, axes_of, permuted_axes
 from meshlib.jax.hlo.reasons import phase_of, reason_of
-from meshlib.jax.hlo.text import Module, damage_told, parse
+from meshlib.jax.hlo.text import Module, damage_as_error, parse
 
 HIDDEN = (
     "/site-packages/",
@@ -199,7 +199,7 @@ def explain(compiled: Any, slice: Any, mesh: Any = None) -> Explained:
       "argument 'params['w']' is split over data along dim 0; an operation without a name needs all of it"
     """
     text = _text_of(compiled)
-    with damage_told("explain"):
+    with damage_as_error("explain"):
         return _explained(text, compiled, slice, mesh)
 
 

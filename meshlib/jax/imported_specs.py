@@ -98,7 +98,7 @@ def _of_leaf(specs: Mapping[str, PartitionSpec], name: str) -> PartitionSpec:
 def compiled(
     graph: ImportedGraph, program: Program, specs: Mapping[str, Mapping[str, PartitionSpec]], mesh: jax.sharding.Mesh
 ) -> Any | None:
-    """The user's function (with its gradient if the program needs it), jitted with these shardings.
+    """The user's function (with its gradient if the program needs it), compiled under `jit` with these specs.
 
     None if the program does more: it updates variables, or has operations added after the import.
     """
@@ -136,7 +136,7 @@ def compiled(
 
 
 def _result_of(graph: ImportedGraph, t: Tensor) -> Any:
-    """Number of the function's result that a tensor is, or of the argument whose gradient it is; None if neither."""
+    """("result", n) for the function's n-th result, ("gradient", n) for that of its n-th argument; None for others."""
     assert graph.call is not None
     for n, y in enumerate(graph.outputs.values()):
         if y is t:

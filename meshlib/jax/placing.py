@@ -47,7 +47,7 @@ def checked_devices(devices: Any, what: str) -> list[Any]:
 
 
 def device_mesh(mesh: Mesh, devices: Sequence[jax.Device] | None) -> jax.sharding.Mesh:
-    """The program's mesh over JAX devices, in their order.
+    """The program's mesh over the given devices in their order; by default over all, on TPUs ordered by the torus.
 
     With several processes, a mesh over fewer than all devices must fit one process: each process runs it alone.
     Raises: ProgramError if there are too few, with both numbers and a remedy; GraphError for what are no devices.

@@ -73,8 +73,8 @@ class JaxProcesses:
         try:
             for name, place in places.items():
                 self._write_blocks(path, name, place)
-        except OSError as found:
-            fault = f"save: {path:.200} can't be written: {found.strerror or found}"
+        except OSError as error:
+            fault = f"save: {path:.200} can't be written: {error.strerror or error}"
         self._share("" if fault is None else f"!{fault}")
         for name in self.mine(list(places)):
             begin, shape, dtype = places[name]

@@ -34,7 +34,7 @@ class RowContext:
     names    the dims of each operand
     outs     types of the results' blocks
     offsets  factor -> global index at which this block starts
-    runs     for each operand, the dims along which it is a window that the result needs (see `operation.Halo`);
+    runs     for each operand, the dims along which it is a window that the result needs (see `opdef.Halo`);
              elements outside the dim are undefined
     own      for each operand with margins, the part that is no margin
     """
@@ -69,7 +69,7 @@ class RowContext:
 
 @dataclass(frozen=True)
 class SplitRow:
-    """How an operation runs along a dim whose blocks exchange summaries: the JAX counterpart of `operation.Summary`."""
+    """How an operation runs along a dim whose blocks exchange summaries: the JAX counterpart of `opdef.Summary`."""
 
     summarise: Function
     finish: Function
@@ -80,7 +80,7 @@ class SplitRow:
 class JaxRow:
     """How JAX runs an operation on one device's blocks.
 
-    local   (Part, *arrays) -> array, or a tuple of them
+    local   (RowContext, *arrays) -> array, or a tuple of them
     native  whether bfloat16 operands come as they are, and not as float32
     split   how it runs along a dim of role SUMMARY or SHARE
     stacks  whether `local` takes `trip=`: operand 0 then is a stack of blocks, of which it updates that one

@@ -108,7 +108,7 @@ def differences_of(program: Program, explained: Explained) -> tuple[Difference, 
     They add up: the sum of `more_bytes` is the difference of the totals.
     """
     planned = _planned(program)
-    added = _match(planned, _made(program, explained))
+    added = _match(planned, _compiled_parts(program, explained))
     differences = [d for p in planned if (d := _difference(p, planned)) is not None]
     for m in added:
         c = m.launch
@@ -125,7 +125,7 @@ def kept_moves(program: Program, explained: Explained) -> dict[Instruction, tupl
     a removed one sends nothing. Added ones are assigned to an operation that runs as often.
     """
     planned = _planned(program)
-    added = _match(planned, _made(program, explained))
+    added = _match(planned, _compiled_parts(program, explained))
     moves_of: dict[Instruction, list[Communication]] = defaultdict(list)
     groups: dict[tuple[Instruction, int], list[Planned]] = defaultdict(list)
     for n, p in enumerate(planned):  # values of one launch together; exchanges of a computation separately
@@ -186,9 +186,9 @@ def _planned(program: Program) -> list[Planned]:
     ]
 
 
-def _made(program: Program, explained: Explained) -> list[CompiledPart]:
+def _compiled_parts(program: Program, explained: Explained) -> list[CompiledPart]:
     scopes = {i.scope: i.operation.source for i, _, _ in walk(program)}
-    compiled_collectives = []
+    parts = []
     for c in explained.collectives:
         if not c.total_bytes:
             continue
@@ -196,8 +196,8 @@ def _made(program: Program, explained: Explained) -> list[CompiledPart]:
         for text, size in zip(c.operands, c.operand_bytes, strict=True):
             dtype = text.partition("[")[0]
             source = c.source if scope is None else scopes[scope]
-            compiled_collectives.append(CompiledPart(c, scope, source, size, dtype, Array(dtype, (1,)).bytes))
-    return compiled_collectives
+            parts.append(CompiledPart(c, scope, source, size, dtype, Array(dtype, (1,)).bytes))
+    return parts
 
 
 Rule = Callable[[CompiledPart, Planned], bool]

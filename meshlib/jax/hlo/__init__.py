@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from meshlib.core.errors import ProgramError
 from meshlib.jax.hlo.collectives import collectives_of
-from meshlib.jax.hlo.text import damage_told, parse
+from meshlib.jax.hlo.text import damage_as_error, parse
 
 
 def sent_bytes(text: str) -> float:
@@ -27,7 +27,7 @@ def sent_bytes(text: str) -> float:
     32.0
     """
     total = 0.0
-    with damage_told("sent_bytes"):
+    with damage_as_error("sent_bytes"):
         for c in collectives_of(parse(text, "sent_bytes")):
             if c.count is None:
                 raise ProgramError(f"sent_bytes: {c.kind} '{c.name}' runs in a loop whose trips depend on data")

@@ -33,7 +33,7 @@ _ORDER = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?)?")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a mesh axis: `size` positions with a stride; `before` is the size of the axis's parts to its left."""
+    """A part of a mesh axis: a factor `size` of its size; `before` is the product of the more major factors."""
 
     axis: str
     before: int

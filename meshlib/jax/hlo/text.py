@@ -151,7 +151,7 @@ class Module:
 
 
 @contextmanager
-def damage_told(what: str) -> Iterator[None]:
+def damage_as_error(what: str) -> Iterator[None]:
     """Turn lookup errors of malformed text inside the block into a ProgramError."""
     try:
         yield

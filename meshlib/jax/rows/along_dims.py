@@ -16,8 +16,8 @@ def _axis(part: RowContext) -> int:
     return part.names[0].index(part.attrs["dim"])
 
 
-def _weights_before(part: RowContext, count: int, index: Index) -> Array:
-    """For each of `count` blocks, whether it precedes this one."""
+def _precede(part: RowContext, count: int, index: Index) -> Array:
+    """For each of `count` blocks, whether it precedes this one in the direction of the sum."""
     blocks = jnp.arange(count)
     return blocks > index if part.attrs["reverse"] else blocks < index
 
@@ -41,7 +41,7 @@ def _cumsum(part: RowContext, x: Array) -> Array:
 
 def _cumsum_after(part: RowContext, heard: tuple[Array], index: Index, x: Array) -> Array:
     (totals,) = heard
-    before = _weights_before(part, totals.shape[0], index).reshape(-1, *(1,) * (totals.ndim - 1))
+    before = _precede(part, totals.shape[0], index).reshape(-1, *(1,) * (totals.ndim - 1))
     total = jnp.sum(jnp.where(before, totals, jnp.zeros((), totals.dtype)), axis=0).astype(x.dtype)
     return _cumsum(part, x) + jnp.expand_dims(total, _axis(part))
 
@@ -76,7 +76,7 @@ def _whole_map(part: RowContext, a: Array, x: Array) -> tuple[Array, ...]:
 def _recurrence_after(part: RowContext, heard: Sequence[Array], index: Index, a: Array, x: Array) -> Array:
     factors, ends = heard
     count = factors.shape[0]
-    before = _weights_before(part, count, index)
+    before = _precede(part, count, index)
     carry = jnp.zeros_like(ends[0])
     for n in range(count)[:: -1 if part.attrs["reverse"] else 1]:
         carry = jnp.where(before[n], factors[n] * carry + ends[n], carry)

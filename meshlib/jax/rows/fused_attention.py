@@ -42,8 +42,8 @@ def fused(kernel: JaxAttention, name: str) -> Array:
 
     It is called as for its gradients, so that the compiler shares the forward pass with them.
     """
-    dq: Array = jax.vjp(_function(kernel, name), kernel.q, kernel.k, kernel.v)[0]
-    return dq
+    y: Array = jax.vjp(_function(kernel, name), kernel.q, kernel.k, kernel.v)[0]
+    return y
 
 
 def fused_gradients(kernel: JaxAttention, name: str) -> tuple[Array, Array, Array]:

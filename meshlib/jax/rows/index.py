@@ -51,7 +51,7 @@ def _gather(part: RowContext, weights: Array, indices: Array) -> Array:
     chosen = jnp.where(hit, local, 0)
     if part.context.platform == "tpu" and {*w_names} <= {*i_names, dim}:  # one number per row
         looked_up = _selected(weights, chosen, part.names, dim, out)
-    else:  # whole rows, of the table of each index of the dims that both have
+    else:  # whole rows; one table per index of the dims that both operands have
         shared, rest = ([n for n in w_names if n != dim and (n in i_names) == both] for both in (True, False))
         tables = jnp.transpose(weights, [w_names.index(n) for n in (*shared, dim, *rest)])
         of_tables = (aligned(jnp.arange(weights.shape[w_names.index(n)]), (n,), i_names) for n in shared)

@@ -62,8 +62,8 @@ def product(
 def _runs(names: Names, partner: Names, other: Names) -> list[Names]:
     """Runs of dims adjacent in `names` and `partner`, without dims of `other`; a product merges each run into one dim.
 
-    With heads and head_dim merged, XLA leaves stacked weights in their stored layout; separately, it
-    copies all layers' weights before the loop.
+    With heads and head_dim merged, XLA leaves stacked weights in their stored layout; otherwise it copies all layers'
+    weights before the loop.
     """
     runs: list[Names] = []
     shared = [n for n in names if n in partner and n not in other]
@@ -145,6 +145,7 @@ def _summed_first(part: RowContext) -> bool:
 
 
 def rounded_to(x: Array, grid: str) -> Array:
+    """`x` clipped and rounded to the numbers of an eight-bit format ("int8", "fp8" or "fp8_e5m2"), in its own dtype."""
     near = jnp.clip(x, -LARGEST[grid], LARGEST[grid])
     return jnp.round(near) if grid == "int8" else near.astype(_FP8[grid]).astype(x.dtype)
 
@@ -155,7 +156,7 @@ _FP8 = {"fp8": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
 @row("slicewise")
 def _slicewise(part: RowContext, *arrays: Array) -> Array:
     """A user's NumPy function, called back on the host for each block."""
-    op, out, faults = part.operation, part.out, part.context.found.faults
+    op, out, faults = part.operation, part.out, part.context.reported.faults
 
     def local(*blocks: Any) -> np.ndarray[Any, Any]:
         given = [np.asarray(x) for x in blocks]
