@@ -37,12 +37,12 @@ HIDDEN = (
 class ExplainedCollective:
     """One collective of a compiled program. Bytes are exact, for one run on one device.
 
-    kind, axes     as in `Program.collectives`; part of an axis as `x:(2)4`, 4 positions after 2 steps of `x`; None
-                   where the groups are no axes of the mesh
-    operands       what a device gives, such as "bf16[64,8192]", one for each value that the compiler merged, and the
-                   bytes of each
-    payload_bytes  of the operands; sent_bytes what a device sends on a ring
-    count          runs in a step; None where the trips of a loop depend on data
+    kind, axes     as in `Program.collectives`; part of an axis as `x:(2)4`, a factor of 4 of `x` behind major factors
+                   of 2; None if the groups are no axes of the mesh
+    operands       of one device, such as "bf16[64,8192]", one for each value that the compiler merged; operand_bytes of
+                   each
+    payload_bytes  of all operands; sent_bytes: sent by a device on a ring
+    count          runs per step; None where the trips of a loop depend on data
     seconds        modelled time of one run alone on the network; None where the axes are unknown
     phase, op, source, reason  where it comes from in the user's program, and why
     is_async       whether other work runs meanwhile; conditional: it is in a branch, which may not run
@@ -175,27 +175,27 @@ def _notes(collectives: Sequence[ExplainedCollective]) -> Iterator[str]:
 def explain(compiled: Any, slice: Any, mesh: Any = None) -> Explained:
     """Every collective of a compiled program: mesh axes, bytes, runs, source line, modelled time, and its reason.
 
-    For any program of JAX's, whether or not it was made by this library: what `jax.jit(f).lower(...).compile()` gives,
-    or its text (`.as_text()`, or a file of `--xla_dump_to`), of CPUs, GPUs and TPUs, partitioned by GSPMD or Shardy.
+    For any JAX program, from this library or not: the result of `jax.jit(f).lower(...).compile()`, or its text
+    (`.as_text()`, or a file of `--xla_dump_to`), for CPUs, GPUs and TPUs, partitioned by GSPMD or Shardy.
 
     Args:
       compiled: the compiled object, or its HLO text.
-      slice: for which times are modelled, a name like "v5e-256" or a Slice, with a device for each of the program's.
-      mesh: the axes, major first, as "data:16;model:16", a dict or a JAX mesh. Of a compiled object its own unless
-        given; of a text one axis "devices".
+      slice: slice for which times are modelled, a name like "v5e-256" or a Slice, with as many devices as the program.
+      mesh: the axes, major first, as "data:16;model:16", a dict or a JAX mesh. By default a compiled object's own mesh,
+        for a text one axis "devices".
     Returns: an `Explained`: `print` it; `.collectives`, `.sent_bytes`, `.seconds`, `.as_json()`.
-    Raises: ProgramError for what is no compiled HLO or a mesh of another size; SliceError for an unknown slice or one
-      of another size; GraphError for other bad arguments.
+    Raises: ProgramError if `compiled` is no compiled HLO or the mesh has another size; SliceError for an unknown slice,
+      or one of another size; GraphError for other bad arguments.
     Example:
       >>> text = '''HloModule jit_step, num_partitions=4
       ... ENTRY %main (p: bf16[64,128]) -> bf16[256,128] {
       ...   %p = bf16[64,128]{1,0} parameter(0), metadata={op_name="params['w']"}
       ...   ROOT %g = bf16[256,128]{1,0} all-gather(%p), replica_groups=[1,4]<=[4], dimensions={0}
       ... }'''
-      >>> found = explain(text, "v5e-4", mesh="data:4")
-      >>> [(c.kind, c.axes, c.sent_bytes, c.count) for c in found.collectives]
+      >>> explained = explain(text, "v5e-4", mesh="data:4")
+      >>> [(c.kind, c.axes, c.sent_bytes, c.count) for c in explained.collectives]
       [('all_gather', ('data',), 49152.0, 1)]
-      >>> found.collectives[0].reason
+      >>> explained.collectives[0].reason
       "argument 'params['w']' is split over data along dim 0; an operation without a name needs all of it"
     """
     text = _text_of(compiled)

@@ -50,22 +50,22 @@ def on_jax(
 ) -> OnJax:
     """Run a program on JAX devices, with the interface of `simulate` and the same numbers up to rounding.
 
-    One `shard_map` runs the program instruction by instruction, its collectives as they stand there. In several
-    processes (`jax.distributed.initialize()` first) each calls the same with the same feeds.
+    One `shard_map` runs the program's instructions, with its own collectives. In several processes
+    (`jax.distributed.initialize()` first) each makes the same calls with the same feeds.
 
     Args:
-      program: what `mtf.lower` returned.
+      program: a program returned by `mtf.lower`.
       devices: a list of JAX devices in the order of the mesh, the last axis fastest; by default all.
       seed: of initial values and random numbers, which are those of a simulation.
-      checked: indices out of range and NaN raise and leave the state as it was, for which it is held twice while a step
-        runs. Without it the step writes over the state, NaN is not looked for, and what an index out of range looks up
-        becomes NaN; never another element. Nor does it wait: the devices work while the host feeds, and a result is
-        waited for when it is read. Only programs that print or call Python functions wait, and several processes.
-      slice: the devices as a slice (name or Slice), for the estimate beside the measured times (`print(run)`); what
-        JAX says of them unless given. `mtf.measure_chip` makes a chip of any devices.
-      executable: a file that `mtf.compile_for(program, ...).save(path)` wrote, for these devices and this JAX: it is
-        loaded, and nothing is compiled. Such a step does not check: it needs `checked=False`. Like every executable
-        that JAX loads it may run any code; load those that you trust.
+      checked: indices out of range and NaN raise an error and leave the state unchanged, for which two copies of it
+        exist during a step. False donates the state to the step, does not detect NaN, and yields NaN for an index out
+        of range, never another element. Steps then run asynchronously, and results are awaited when they are read,
+        except for programs that print or call Python functions, and with several processes.
+      slice: the devices as a slice (name or Slice), for the estimate beside the measured times (`print(run)`); by
+        default as JAX describes them. `mtf.measure_chip` returns a chip for any devices.
+      executable: a file of `mtf.compile_for(program, ...).save(path)` for these devices and this JAX, loaded instead of
+        compiling. Such a step does not check, and needs `checked=False`. Like every executable that JAX loads it may
+        run any code: load only files that you trust.
     Raises: ProgramError for too few devices, an executable of another program or device, float64 without JAX's own
       switch for it, or an operation without a row (see `meshlib.jax.row`); MissingError without JAX.
     Example:
@@ -170,8 +170,8 @@ class OnJax(Simulation):
     def step_seconds(self) -> float | None:
         """Seconds per step of the run's own program, from host arrays to results on the host; None before the first.
 
-        The median of the last steps. Neither compiling nor the first step is counted. Of steps that are not waited for
-        (`checked=False`) what they took one after the other since the last look, which waits for them.
+        The median of the last steps, without compilation and the first step. Asynchronous steps (`checked=False`) count
+        with their mean since the last reading, and reading waits for them.
         """
         seconds = self.stopwatch.seconds()
         if seconds is not None:
@@ -224,8 +224,8 @@ class OnJax(Simulation):
 
         Args:
           feeds: the inputs of a step, by name.
-          steps: to watch, with the same feeds; the figures are their mean.
-        Returns: a `Measured`: print it, or `est.profile(measured)` for what it should take beside it.
+          steps: number of steps to profile, with the same feeds; the figures are means.
+        Returns: a `Measured`: print it, or `est.profile(measured)` for a comparison with the estimate.
         Raises: GraphError for bad arguments, FeedError as a step, ProgramError where JAX's profiler does not run.
         Example:
           >>> import meshlib as mtf

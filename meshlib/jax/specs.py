@@ -36,11 +36,11 @@ class PartitionSpecs:
     """The sharding of a program's arrays in JAX terms: by name, a PartitionSpec over the axes of the program's mesh.
 
     variables, inputs, outputs  by their names
-    values                      what forward computes, by the operations' names: see `constrain`
-    unsaid          for an imported program, split dims that no spec can express: see `note`
+    values                      results of forward operations, by the operations' names: see `constrain`
+    unsaid                      for an imported program, split dims that no spec can express: see `note`
 
-    Of an imported program these are specs of the function's own arrays, in their axes, and `shardings(*args)` gives
-    them in the form in which the function takes its arguments; there are no `values`, as none has a name of the user's.
+    For an imported program these are specs of the function's own arrays, and `shardings(*args)` returns them in the
+    structure of its arguments; there are no `values`, since none has a name given by the user.
     """
 
     program: Program = field(repr=False)
@@ -106,10 +106,10 @@ def partition_specs(program: Program) -> PartitionSpecs:
     """The layout of a program as PartitionSpecs, for unchanged models under plain `jit`.
 
     Args:
-      program: what `mtf.lower` returned.
-    Returns: specs by name, with `constrain(name, x)` for values and `note()`, how many bytes XLA will send then: its
-      own partitioner chooses the collectives, and may choose others.
-    Raises: GraphError for what is no program; MissingError without JAX.
+      program: a program returned by `mtf.lower`.
+    Returns: specs by name, with `constrain(name, x)` for values, and `note()` on the bytes that XLA will send: its
+      partitioner may choose other collectives than the program.
+    Raises: GraphError if `program` is no program; MissingError without JAX.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():

@@ -61,8 +61,8 @@ def _joined(first: Move, second: Move) -> Move:
 def merge_small_collectives(program: Program) -> Program:
     """Launch small all_reduces of one kind, axes, phase and dtype together.
 
-    A small all_reduce begins where its operand is made, and waits for the first use of any value it is merged with, so
-    members never depend on each other. Bytes do not change, only the number of launches.
+    A small all_reduce can be launched from the producer of its operand on, and at the latest before the first use of
+    any member's result, so members never depend on each other. Bytes do not change, only the number of launches.
     """
     merged: list[Instruction] = []
     waiting: dict[object, list[Move]] = {}

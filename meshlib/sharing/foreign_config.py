@@ -28,15 +28,14 @@ def read_config(path: str | os.PathLike[str], name: str | None = None) -> Transf
     """The model that a Hugging Face config.json describes.
 
     Llama 2 to 4, Mistral, Mixtral, Gemma 1 to 4, Qwen 2 and 3 with their experts, DeepSeek 2 and 3, Kimi K2, GPT-OSS,
-    OLMo 2 and 3, OLMoE, GPT-2 and T5. Of Llama 4, Gemma 3 and 4 with a vision tower the text model, whose name ends in
-    "-text". Experts have room for the mean load. What is not expressed of a file: see `config_notes`.
+    OLMo 2 and 3, OLMoE, GPT-2 and T5. For multimodal Llama 4, Gemma 3 and 4 it is the text model, with a name that ends
+    in "-text". `config_notes` lists the features of a file that the result leaves out.
 
     Args:
       path: the file, or its folder.
-      name: of the model; that of the folder unless given.
-    Raises: CheckpointError for a file that is none; GraphError for another model_type, with what it has that the
-      library has not (linear attention, towers), and for other ways to scale rotary positions than "linear", "llama3"
-      and "yarn".
+      name: name of the model; by default that of the folder.
+    Raises: CheckpointError for an invalid file; GraphError for an unsupported model_type, with the reason (linear
+      attention, towers), and for a scaling of rotary positions other than "linear", "llama3" and "yarn".
     """
     return _read(path, name)[0]
 

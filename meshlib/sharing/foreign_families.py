@@ -1,7 +1,7 @@
 """Decoder families beyond Llama, GPT-2 and T5, from the fields of their config.json.
 
-Each function takes the fields of a file, with those of Llama read already, and returns what its family has besides.
-What a family has and this library does not is in `notes`, where it costs little, or refused.
+Each function takes the fields of a file and returns the arguments of `TransformerConfig` in which its family differs
+from Llama. Unsupported features are listed in `notes` if they cost little, and refused otherwise.
 
 Source: huggingface/transformers: src/transformers/models/<family>/configuration_<family>.py, names and defaults.
 """

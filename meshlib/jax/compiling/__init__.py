@@ -50,19 +50,19 @@ def compile_for(
 ) -> Any:
     """Compile a program with the real compiler for a slice that need not be present.
 
-    The step of `mtf.on_jax` is compiled as it stands, in a process of its own, so that this one's JAX and environment
-    stay as they are. Minutes pass for large models: `progress` is told beforehand what to expect. The TPU compiler
-    comes with `pip install libtpu`, under its own terms; it is no part of this library.
+    The step of `mtf.on_jax` is compiled in a separate process, which does not touch this one's JAX and environment.
+    Large models take minutes: the first call of `progress` gives an estimate. The TPU compiler comes with `pip install
+    libtpu`, under its own terms; it is no part of this library.
 
     Args:
-      program: what `mtf.lower` returned, or a list of such programs.
+      program: a program returned by `mtf.lower`, or a list of them.
       slice: a name like "v5e-16", "v5p-4x4x8" or "2*v5e-256", or a Slice of a published chip.
       backend: "tpu", or "cpu" for XLA's compiler for CPUs, which needs no libtpu: another compiler, on as many devices.
-      progress: called with (programs done, programs, what is going on), about once a second.
-      timeout_seconds: after which a program that is still compiled is given up; unlimited unless given.
-    Returns: a `Compiled`, of several programs a list: `print` it; `.fits`, `.memory`, `.explained`, `.differences`,
-      `.work`, `.save(path)`. A program that does not fit is an answer, too: `.fits` is False and `.refusal` says by how
-      much.
+      progress: called with (number of programs done, number of programs, current activity), about once a second.
+      timeout_seconds: limit for each program; by default none.
+    Returns: a `Compiled`, or a list of them for a list of programs: `print` it; `.fits`, `.memory`, `.explained`,
+      `.differences`, `.work`, `.save(path)`. If a program does not fit, `.fits` is False and `.refusal` has the bytes
+      missing.
     Raises: MissingError without JAX or libtpu; SliceError for an unknown slice, one of another size than the mesh, or
       one that the compiler does not know; ProgramError for a program that does not compile for another reason.
     Example:
@@ -123,7 +123,7 @@ def expected_cost(program: Program) -> tuple[float, int]:
 
 
 def result_of(program: Program, slice_: Any, backend: str, answer: Answer | Failed) -> Compiled:
-    """The `Compiled` of what the compiling process answered.
+    """The `Compiled` for an answer of the compiling process.
 
     Raises: ProgramError if the compiler refused the program for another reason than its memory.
     """

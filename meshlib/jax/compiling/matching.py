@@ -261,8 +261,8 @@ def _is_part(m: CompiledPart, p: Planned) -> bool:
 
 
 def _continues(m: CompiledPart, p: Planned) -> bool:
-    """Whether a part takes what another part of the same collective gave: a further stage, or a permute that evens out
-    blocks that were padded to whole tiles."""
+    """Whether a part follows another part of the same collective: a further stage, or a permute that evens out blocks
+    padded to whole tiles."""
     parts = {b.launch.name for b in p.became}
     alike = m.launch.kind == p.kind or STEP_KINDS[m.launch.kind].permutes
     same = alike and set(m.axes) <= set(p.axes)

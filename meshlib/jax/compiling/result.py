@@ -40,9 +40,9 @@ class Compiled:
     """A compiled program beside its plan; `print` it.
 
     backend      "tpu" or "cpu"; versions: of jax, jaxlib and the compiler
-    memory       of a device, as the compiler lays it out; None where it refuses: `refusal` says how much is missing
-    planned      the plan's memory, tiles included
-    explained    the collectives: `.collectives`, `.sent_bytes`; None where it refuses
+    memory       of a device, as laid out by the compiler; None if it refuses the program: see `refusal`
+    planned      the plan's memory, padding to tiles included
+    explained    the collectives: `.collectives`, `.sent_bytes`; None if the program is refused
     differences  deviations of the bytes sent from the plan, largest first; they add up
     work         FLOPs of products, and the compiler's own cycles
     text         the HLO; executable: for `save`

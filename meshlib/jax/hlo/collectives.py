@@ -33,18 +33,18 @@ _DIMS = re.compile(r"\bdimensions=\{(\d+)\}")
 class HloCollective:
     """One collective of a compiled module. Bytes are exact, without padding, for one run on one device.
 
-    kind           as `Program.collectives` names kinds
-    groups         the devices of each group; of a permute its (source, target) pairs
-    operands       the arrays that a device gives, one for each value that the compiler merged
+    kind           a key of `layouts.step_kinds.STEP_KINDS`
+    groups         the devices of each group; for a permute its (source, target) pairs
+    operands       the operands on one device, one for each value that the compiler merged
     payload_bytes  of the operands; result_bytes of the result
-    count          runs in one run of the module; None where the trips of a loop depend on data
+    count          runs per run of the module; None where the trips of a loop depend on data
     conditional    whether it is in a branch, which may not run
     is_async       whether other work runs meanwhile
     sliced         an all-reduce of which each device uses its own slice alone: a reduce-scatter would send half
     op_name        the named scopes and the primitive in the user's program
     source         its line there
     dim            along which blocks are gathered or scattered; None where there is no such dim
-    name           of the instruction; `frame` is the computation that holds it, and who calls that
+    name           of the instruction; frame: its computation, with the caller
     follows        names of collectives whose results its operands are parts or copies of
     """
 
@@ -87,9 +87,10 @@ def collectives_of(module: Module, hidden: tuple[str, ...] = (), slices: int = 1
     """All collectives that run, in the order of the schedule; loops once, with their trips as `count`.
 
     Args:
-      module: what `parse` returned.
-      hidden: parts of paths of files that are not the user's, which `source` passes over.
-      slices: for how many slices the module is, each with the devices that its header says; numbered slice by slice.
+      module: a parsed module.
+      hidden: parts of paths of files that are not the user's, which `source` skips.
+      slices: number of slices that run the module, each with the header's number of devices; devices are numbered slice
+        by slice.
     Raises: ProgramError for groups in an unknown notation.
     """
     collectives = []

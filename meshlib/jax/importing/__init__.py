@@ -74,34 +74,33 @@ def from_jax(
     """Import a JAX function as a graph, for use with layouts, estimates and everything else in the library.
 
     Args:
-      fn: a function of arrays and trees of them; its forward pass, as of a loss. It may use jit, scan, checkpoint,
-        vmap, derivative rules of its own (`jax.custom_vjp`, `jax.custom_jvp`, which gradients follow), and libraries
-        that come to that.
-      args: arrays, or `jax.ShapeDtypeStruct`s, in trees as `fn` takes them. What is no array in them (numbers,
-        flags, functions, None) is passed on as it is.
-      names: names of axes, for those that layouts speak of, beside those that arrays bear themselves (Haliax, Flax's
-        boxes of logical names): {"params.layers.wq": "layers d_model heads head_dim"}. Keys are paths: the name of the
-        argument, then keys, attributes or indices; "*" stands for anything. Values have a name for each axis, "_" for
-        none, "(heads head_dim)" for an axis that the function splits. The rest gets names, see
-        `meshlib.jax.importing.naming`.
-      argnums: which arguments hold variables, as of `jax.grad`; the others are inputs. Variables begin with the values
-        given, if any; float ones are trainable.
-      constraints: whether `jax.lax.with_sharding_constraint` binds, as `mtf.constrain`; the mesh then needs the axes
-        that it names. In any case `.constraints` lists what is said there, each with its rules.
-      most_trips: after how many trips a `while_loop` ends whose condition depends on data alone. All of them are
-        counted, and computed; what is done after the condition fails is not kept.
-      float16: "bfloat16" takes all float16 for bfloat16, which has the same size and fewer digits; TPUs have no
-        float16, which is refused otherwise.
-      kernels: what `pallas_call`, `pure_callback` and `io_callback` compute, by their names, as JAX functions of the
+      fn: a function of arrays and trees of them, such as a loss: the forward pass alone. It may use jit, scan,
+        checkpoint, vmap, derivative rules (`jax.custom_vjp`, `jax.custom_jvp`, which gradients follow), and libraries
+        built on these.
+      args: arrays, or `jax.ShapeDtypeStruct`s, in trees as `fn` takes them. Other leaves (numbers, flags, functions,
+        None) are passed to `fn` unchanged.
+      names: names of axes, for use in layouts, in addition to those that arrays have (Haliax, Flax's boxes of logical
+        names): {"params.layers.wq": "layers d_model heads head_dim"}. Keys are paths: the name of the argument, then
+        keys, attributes or indices; "*" matches anything. Values have a name for each axis, "_" for none, "(heads
+        head_dim)" for an axis that the function splits. Other names are generated, see `meshlib.jax.importing.naming`.
+      argnums: the arguments that are variables, as for `jax.grad`; others are inputs. Variables have the given values,
+        if any, as initial values; float ones are trainable.
+      constraints: whether `jax.lax.with_sharding_constraint` is binding, as `mtf.constrain`; the mesh then needs the
+        axes that it names. In any case `.constraints` lists all constraints, each with its rules.
+      most_trips: number of trips of a `while_loop` whose condition depends on data alone. All of them are counted and
+        computed; results of trips after the condition has failed are discarded.
+      float16: "bfloat16" replaces float16 by bfloat16, which has the same size and fewer digits. TPUs have no float16,
+        so it is refused otherwise.
+      kernels: replacements for `pallas_call`, `pure_callback` and `io_callback` by their names, as JAX functions of the
         same operands: {"flash_attention": lambda q, k, v: ...}. Values, gradients and costs are those of the function;
         a derivative rule around the kernel is imported with it.
-    Returns: an `ImportedGraph`: `.outputs`, `.loss`, `.variables`, `.inputs`; `.feeds(*args)` and `.state(*args)` make
-      what a simulation takes of arguments; `.layout(*specs)` makes rules of PartitionSpecs. An axis that `fn` splits or
-      merges is the product of several dims; axes of length 1 are none. A complex argument or result is two, `z/real`
-      and `z/imag`, whose gradients are the real part of JAX's and the negative imaginary one. Keys of random numbers
-      are no results.
-    Raises: NotImported, which names everything that has no counterpart, with its lines; GraphError for bad arguments;
-      MissingError where JAX is not installed.
+    Returns: an `ImportedGraph`: `.outputs`, `.loss`, `.variables`, `.inputs`; `.feeds(*args)` and `.state(*args)`
+      convert arguments for a simulation, `.layout(*specs)` converts PartitionSpecs to layout rules. An axis that `fn`
+      splits or merges is a product of several dims; axes of length 1 have none. A complex argument or result becomes
+      two, `z/real` and `z/imag`, whose gradients are the real part and the negative imaginary part of JAX's. Random
+      keys are no results.
+    Raises: NotImported with everything that is not supported, and its lines; GraphError for bad arguments; MissingError
+      where JAX is not installed.
     Example:
       >>> import jax, jax.numpy as jnp
       >>> import meshlib as mtf

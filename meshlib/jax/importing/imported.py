@@ -43,9 +43,8 @@ class Call:
 class ImportedGraph(Graph):
     """A program imported from a JAX function.
 
-    `outputs` by name, ready for `mtf.lower`; `variables` and `inputs` by the paths of the arguments, as of any graph;
-    `arguments` by these paths; `unused`, the paths of arguments that the results do not depend on; `constraints`, the
-    shardings that the function requests itself.
+    `outputs` are by name, ready for `mtf.lower`; `variables`, `inputs` and `arguments` by the arguments' paths.
+    `unused` are paths of arguments that no result depends on; `constraints`, shardings that the function requests.
     """
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
@@ -97,11 +96,11 @@ class ImportedGraph(Graph):
         """Layout rules equivalent to PartitionSpecs of the arguments.
 
         Args:
-          specs: for each argument of the function what `jax.jit` takes as its `in_shardings`: a PartitionSpec, a
-            NamedSharding, or a tree of them that may end above the arrays; None says nothing. Axes that a spec leaves
-            out at its end, as all of a bias under `P()`, lie as the specs of others say, and whole where none does.
-          scope: where the rules hold ("variables" for those of parameters alone); everywhere unless given.
-        Raises: LayoutError if two arrays lay one dim on different axes.
+          specs: for each argument of the function its `in_shardings` as for `jax.jit`: a PartitionSpec, a
+            NamedSharding, or a tree of them that may end above the arrays; None leaves it open. Axes missing at the end
+            of a spec, such as all of a bias under `P()`, follow the specs of other arrays, and are unsplit without any.
+          scope: scope of the rules ("variables" for those of parameters alone); by default all.
+        Raises: LayoutError if two arrays split one dim over different axes.
         """
         return rules_of(self.arguments, self._names(len(specs)), specs, scope)
 

@@ -30,9 +30,9 @@ from meshlib.ops.pointwise.unary import negative
 class _Lookup:
     """Indices along one axis of a table; other axes are whole, or batch axes shared with the indices.
 
-    `indices` is the value that holds them, in `column` of its last axis. `along` pairs axes of the table with those of
-    the index space, which has `sizes`. From each index on `run` elements are taken. `more`: further axes that are
-    looked up in at the same place, as `axis`, `indices` and `column`.
+    The indices are in `column` of the last axis of `indices`. `along`: batch axis of the table -> axis of the index
+    space, which has `sizes`. Each index selects `run` elements from there on. `more`: (axis, indices, column) of
+    further axes that are indexed together.
     """
 
     indices: Var

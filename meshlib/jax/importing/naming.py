@@ -200,9 +200,9 @@ def name_factors(axes: Axes, waiting: Iterable[tuple[Leaf, Axis, tuple[Part, ...
 def name_all(axes: Axes, code: Code, leaves: Sequence[Leaf]) -> None:
     """Give every dim a name.
 
-    A slice of a dim has the dim's name, with another size, unless one tensor would have both. A dim that met
-    itself is `memory_<name>`, as the keys of attention, or `<name>_out` in a variable. Others are called by the first
-    argument that has them, as in `wq_1`.
+    A slice of a dim has the dim's name, with another size, unless one tensor would have both. Where a tensor would have
+    one dim twice, the second is `memory_<name>`, such as the keys' dim of attention, or `<name>_out` in a variable.
+    Others are named after the first argument that has them, as in `wq_1`.
     """
     _Names(axes, leaves).give(code)
 

@@ -1,7 +1,7 @@
 """Recognition of written-out softmax attention, at the product of probabilities and values, as a fused kernel.
 
-softmax(scale q k' + masks) v, whatever the order of its factors, the dtype of its softmax, and what the masks are made
-of. Scores with a bias, a cap or dropout have no kernel of the library's: they stay as they are written.
+softmax(scale q k' + masks) v, with any order of factors, dtype of the softmax, and form of the masks. Scores with a
+bias, a cap or dropout stay written out.
 """
 
 from __future__ import annotations

@@ -21,11 +21,11 @@ Written = Sequence[Tensor | None] | Tensor
 class PrimitiveRule:
     """How one primitive is imported.
 
-    axes     gives the results their axes, and brings those of operands together
-    write    the results as tensors, whose dims are those of the results' axes, or fewer: along others they are the same
-    fault    why a step can't be brought in, if it can't
-    fold     its result where all operands are known; of numbers if `by_element`
-    by_element  whether each element depends on those at the same position: axes of operands are those of results
+    axes     sets the axes of the results, and unifies those of operands
+    write    the results as tensors; they may lack dims of their axes, along which all elements are equal
+    fault    why a step is not supported; None if it is
+    fold     the result for known operands; for numbers, if `by_element`
+    by_element  whether each element depends on those at the same position alone: operands have the results' axes
     """
 
     axes: Callable[[Axes, CodeStep], None]

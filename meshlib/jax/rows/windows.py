@@ -1,7 +1,7 @@
 """JAX rows of convolutions and pools.
 
-lax.conv_general_dilated and lax.reduce_window have strides and dilations, too; where an index of the window lies at
-another place on each device (ragged margins), the operand is moved first.
+lax.conv_general_dilated and lax.reduce_window support strides and dilations; where a window's position within the
+block differs between devices (ragged margins), the operand is shifted first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`shard_map` as a global function: blocks become an array axis, over which the body is mapped.
 
-An axis of the mesh becomes an axis of the arrays that it splits, as major part of what it splits; the collectives of
-the body, which `vmap` knows over an axis with a name, become sums, moves and repeats along it. A layout may split that
-part over the same axis, or over any other.
+A mesh axis becomes a leading array axis, the major part of each axis that it splits; collectives of the body become
+reductions, permutations and broadcasts along this named `vmap` axis. A layout may split it over the same mesh axis, or
+over any other.
 """
 
 from __future__ import annotations
